@@ -1,0 +1,102 @@
+# `make demo` and `make test` each do all of their own set-up, in $(VENV). They need Python >= 3.11,
+# a C++17 compiler and make; all else comes from PyPI. `make PYTHON=... VENV=...` chooses others.
+
+.DEFAULT_GOAL := test
+.DELETE_ON_ERROR:
+.PHONY: demo test slow-test cpp-test lint format bench clean
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+
+VENV ?= .venv
+PYTHON ?= python3 python3.11 python3.12 python3.13 python3.14 python
+CXX_FOUND := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMPS := $(VENV)/.stamps
+NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find xla_ffi -type f)
+CPP_FORMATTED := $(filter %.cc %.h,$(NATIVE_SOURCES) $(wildcard tests/cpp/*))
+
+# Prints the one interpreter that all is built with, or what to do to have one.
+define FIND_PYTHON
+found=; for candidate in $(PYTHON); do \
+  "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+  found=$$candidate; break; \
+done; \
+if [ -z "$$found" ]; then \
+  echo "make: no Python >= 3.11 among: $(PYTHON)" >&2; \
+  echo "  Debian, Ubuntu: sudo apt-get install python3 python3-venv python3-dev" >&2; \
+  echo "  macOS: brew install python; elsewhere: make PYTHON=/path/to/python3" >&2; \
+  exit 1; \
+fi; \
+version=$$("$$found" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+if ! "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+  echo "make: $$found has no venv module: sudo apt-get install python$$version-venv" >&2; exit 1; \
+fi; \
+header=$$("$$found" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h; \
+if [ ! -f "$$header" ]; then \
+  echo "make: $$found has no Python.h: sudo apt-get install python$$version-dev" >&2; exit 1; \
+fi
+endef
+
+define REQUIRE_COMPILER
+found=; for candidate in $(CXX_FOUND); do \
+  echo 'int main() {}' | $$candidate -std=c++17 -fsyntax-only -x c++ - 2>/dev/null || continue; \
+  found=$$candidate; break; \
+done; \
+if [ -z "$$found" ]; then \
+  echo "make: no C++17 compiler among: $(CXX_FOUND)" >&2; \
+  echo "  Debian, Ubuntu: sudo apt-get install g++; macOS: xcode-select --install" >&2; \
+  echo "  elsewhere: make CXX=/path/to/c++" >&2; \
+  exit 1; \
+fi
+endef
+
+demo: $(STAMPS)/demo
+	$(BIN)/python examples/02_language_model.py
+
+test: $(STAMPS)/test
+	$(BIN)/python -m pytest -m "not slow"
+
+slow-test: $(STAMPS)/test
+	$(BIN)/python -m pytest -m slow
+
+cpp-test: $(STAMPS)/cpp
+	$(BIN)/cmake -S . -B build/sanitized -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 \
+	  -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=ON
+	$(BIN)/cmake --build build/sanitized
+	$(BIN)/ctest --test-dir build/sanitized --output-on-failure
+
+lint: $(STAMPS)/lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FORMATTED)
+	$(BIN)/mypy
+
+format: $(STAMPS)/lint
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP_FORMATTED)
+
+bench: $(STAMPS)/package
+	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/all_reduce.py
+	$(BIN)/python benchmarks/compile_time.py
+
+clean:
+	rm -rf .venv .venv-* build demo .pytest_cache .hypothesis .ruff_cache .mypy_cache
+
+$(STAMPS)/venv:
+	@$(FIND_PYTHON); echo "creating $(VENV) with Python $$version"; "$$found" -m venv "$(VENV)"
+	@mkdir -p $(STAMPS) && touch $@
+
+# Editable: changes of Python files are live, changes of native sources install it anew.
+$(STAMPS)/package: $(NATIVE_SOURCES) | $(STAMPS)/venv
+	@$(REQUIRE_COMPILER)
+	@echo "building and installing cgx-jax in $(VENV)"
+	$(PIP) install --editable . --config-settings cgx.native=on
+	@touch $@
+
+# An extra of the package that is installed already.
+$(STAMPS)/demo $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/cpp: $(STAMPS)/package
+	$(PIP) install "cgx-jax[$(@F)]"
+	@touch $@

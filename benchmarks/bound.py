@@ -1,0 +1,56 @@
+"""The error that a compressed sum may have, worked out from its inputs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+FLOAT_STEP = 2.0**-24  # relative error of one fp32 rounding
+META_ERROR = 2.0**-20  # of the largest magnitude in a bucket: rounding inside encode and decode
+SMALLEST_UNIT = 2.0**-126  # a smaller unit is stored as 0
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The exact sum f64[values], and what fp32 and the compressor may add to it, by value."""
+
+    total: np.ndarray
+    summing: np.ndarray
+    compressing: np.ndarray
+
+    def wrong(self, result: np.ndarray, *, exact: bool) -> int:
+        """How many values of `result` lie farther from the sum than allowed (NaN counts)."""
+        limit = self.summing if exact else self.summing + self.compressing
+        return int(np.count_nonzero(~(np.abs(result - self.total) <= limit)))
+
+
+def all_reduce(inputs: Iterable[np.ndarray], bits: int, bucket_size: int) -> Allowed:
+    """Bounds scatter-reduce-allgather over one f32[values] a rank, rounding to nearest.
+
+    Every rank's share but the owner's is quantized once (which rank that is does not matter here:
+    the largest world - 1 errors count), the sum once more.
+    """
+    inputs = list(inputs)
+    levels = 2**bits - 1
+    total = np.sum(inputs, axis=0, dtype=np.float64)
+    summing = len(inputs) * FLOAT_STEP * np.sum(np.abs(inputs), axis=0, dtype=np.float64)
+    errors = np.sort([_one_pass(x, levels, bucket_size, 0.0) for x in inputs], axis=0)
+    first = errors[1:].sum(axis=0)
+    second = _one_pass(total, levels, bucket_size, first + _bucket_max(summing, bucket_size))
+    compressing = np.repeat(first + second, bucket_size)[: total.size]
+    return Allowed(total, summing, compressing)
+
+
+def _one_pass(
+    x: np.ndarray, levels: int, bucket_size: int, moved: np.ndarray | float
+) -> np.ndarray:
+    """Largest error in each bucket of x, whose values may have moved by `moved` already."""
+    high, low = _bucket_max(x, bucket_size), -_bucket_max(-x, bucket_size)
+    unit = (high - low + 2 * moved) / levels
+    magnitude = np.maximum(np.abs(high), np.abs(low)) + moved
+    return unit / 2 + META_ERROR * magnitude + levels * SMALLEST_UNIT
+
+
+def _bucket_max(x: np.ndarray, bucket_size: int) -> np.ndarray:
+    starts = np.arange(0, x.size, bucket_size)
+    return np.maximum.reduceat(x, starts).astype(np.float64)

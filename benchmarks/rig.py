@@ -1,0 +1,279 @@
+"""A slow network on one machine: network namespaces joined by a bridge, every link shaped.
+
+    python benchmarks/rig.py run --world 4 --rate 1gbit -- CMD...   # all of it: up, run, down
+    python benchmarks/rig.py up 4 1gbit                             # or step by step
+    python benchmarks/rig.py rate 100mbit
+    python benchmarks/rig.py down
+
+`run` starts CMD once in each of `world` namespaces with RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT set. Rank 0 prints; the others are quiet unless they fail. A network that is up already
+is used and left up. Rates are those of `tc` ("100mbit", "10gbit") or "unlimited".
+
+Needs Linux, root and iproute2. Touches only network objects named cgx_*, and /etc/netns/cgx_*.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+SWITCH = "cgx_sw"
+HOST = "cgx_h"
+MASTER_PORT = 29517
+NETNS_ETC = Path("/etc/netns")
+UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+
+def address(rank: int) -> str:
+    """IPv4 address of a rank on the shaped network."""
+    return f"10.78.0.{rank + 1}"
+
+
+def bits_per_second(rate: str) -> float:
+    """Takes "1gbit" to 1e9; raises ValueError on what `tc` would not take."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", rate)
+    if match is None:
+        raise ValueError(f"rate {rate!r}: give 'unlimited' or a number with kbit, mbit or gbit")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def require_tools() -> None:
+    """Exits with the remedy where the rig cannot work."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            sys.exit(f"rig: `{tool}` is missing. Install it: apt-get install iproute2")
+    if os.geteuid() != 0:
+        sys.exit("rig: network namespaces need root. Run the same command under sudo")
+
+
+def ip(*args: str) -> str:
+    """Runs `ip ARGS`; exits with its message when it fails."""
+    return _command("ip", *args)
+
+
+def inside(namespace: str, *command: str) -> str:
+    """Runs a command in a namespace."""
+    return _command("ip", "netns", "exec", namespace, *command)
+
+
+def _command(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"rig: {' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def hosts() -> int:
+    """How many hosts the network that is up has; 0 when there is none."""
+    return sum(name.startswith(HOST) for name in _namespaces())
+
+
+def _namespaces() -> list[str]:
+    names = [line.split()[0] for line in ip("netns", "list").splitlines() if line]
+    return [name for name in names if name == SWITCH or name.startswith(HOST)]
+
+
+def up(count: int, rate: str) -> None:
+    """Builds `count` hosts on one switch and shapes both directions of every link."""
+    if _namespaces():
+        sys.exit("rig: a network is up already; `rig.py down` removes it")
+    try:
+        ip("netns", "add", SWITCH)
+        inside(SWITCH, "ip", "link", "add", "cgx_br", "type", "bridge")
+        inside(SWITCH, "ip", "link", "set", "cgx_br", "up")
+        for rank in range(count):
+            _add_host(rank)
+        shape(rate)
+    except BaseException:
+        down()
+        raise
+
+
+def _add_host(rank: int) -> None:
+    host, port = f"{HOST}{rank}", f"cgx_s{rank}"
+    ip("netns", "add", host)
+    ip("link", "add", f"cgx_v{rank}", "netns", host, "type", "veth", "peer", "name", port,
+       "netns", SWITCH)  # fmt: skip
+    inside(SWITCH, "ip", "link", "set", port, "master", "cgx_br", "up")
+    inside(host, "ip", "link", "set", "lo", "up")
+    inside(host, "ip", "link", "set", f"cgx_v{rank}", "up")
+    inside(host, "ip", "addr", "add", f"{address(rank)}/24", "dev", f"cgx_v{rank}")
+    # XLA's gloo binds to the address of the host name, so each host resolves it to its own.
+    # `ip netns exec` mounts the files of this folder over those in /etc.
+    etc = NETNS_ETC / host
+    etc.mkdir(parents=True, exist_ok=True)
+    (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address(rank)} {socket.gethostname()}\n")
+
+
+def shape(rate: str) -> None:
+    """Sets the rate of every link, both ways."""
+    for rank in range(hosts()):
+        _shape_device(f"{HOST}{rank}", f"cgx_v{rank}", rate)
+        _shape_device(SWITCH, f"cgx_s{rank}", rate)
+
+
+def _shape_device(namespace: str, device: str, rate: str) -> None:
+    if "htb" in inside(namespace, "tc", "qdisc", "show", "dev", device):
+        inside(namespace, "tc", "qdisc", "del", "dev", device, "root")
+    if rate == "unlimited":
+        return
+    # htb sends a whole 64 KiB segment on a small burst and goes into debt for it; tbf would cut it
+    # up at the CPU's cost. The burst is free bandwidth, so it stays near a tenth of a millisecond.
+    bytes_per_second = bits_per_second(rate) / 8
+    burst = max(2048, int(bytes_per_second * 128e-6))
+    queue = max(500_000, int(bytes_per_second * 20e-3))
+    tc = ["tc", "qdisc", "add", "dev", device]
+    inside(namespace, *tc, "root", "handle", "1:", "htb", "default", "1")
+    inside(namespace, "tc", "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb",
+           "rate", rate, "burst", str(burst), "cburst", str(burst),
+           "quantum", "60000")  # fmt: skip
+    inside(namespace, *tc, "parent", "1:1", "handle", "10:", "bfifo", "limit", str(queue))
+
+
+def down() -> None:
+    """Removes the network and its files."""
+    for name in _namespaces():
+        ip("netns", "del", name)
+        shutil.rmtree(NETNS_ETC / name, ignore_errors=True)
+    with contextlib.suppress(OSError):  # someone else's files: leave the folder
+        NETNS_ETC.rmdir()
+
+
+@contextlib.contextmanager
+def network(count: int, rate: str) -> Iterator[None]:
+    """A network of at least `count` hosts at `rate`: the one that is up, or one for this block."""
+    present = hosts()
+    if present and present < count:
+        sys.exit(f"rig: the network that is up has {present} hosts, not {count}: run rig.py down")
+    if present:
+        shape(rate)
+    else:
+        up(count, rate)
+    try:
+        yield
+    finally:
+        if not present:
+            down()
+
+
+def run(world: int, rate: str, command: Sequence[str], timeout: float) -> int:
+    """Runs `command` on `world` hosts over links of `rate`; returns the first failed exit code."""
+    require_tools()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a stopped run cleans up too
+    with network(world, rate):
+        return run_ranks(
+            world,
+            command,
+            timeout,
+            master=address(0),
+            prefix=lambda rank: ["ip", "netns", "exec", f"{HOST}{rank}"],
+        )
+
+
+def run_ranks(
+    world: int,
+    command: Sequence[str],
+    timeout: float,
+    *,
+    master: str = "127.0.0.1",
+    prefix: Callable[[int], Sequence[str]] = lambda rank: (),
+) -> int:
+    """Runs `command` once a rank. Rank 0 prints; the end of a failed rank's log goes to stderr.
+
+    All are stopped when one fails or the time (seconds) is up. Returns the first failed exit code.
+    """
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(world):
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            variables = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": master,
+                "MASTER_PORT": str(MASTER_PORT),
+            }
+            process = subprocess.Popen(
+                [*prefix(rank), *command],
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=None if rank == 0 else subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(_stop, process)
+            ranks.append((process, log))
+        code = _wait([process for process, _ in ranks], timeout)
+        for rank, (process, log) in enumerate(ranks[1:], 1):
+            if process.poll():
+                log.seek(0)
+                print(f"rig: rank {rank} failed:\n{log.read()[-3000:]}", file=sys.stderr)
+        return code
+
+
+def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> int:
+    end = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed:
+            time.sleep(1)  # the other ranks' own messages
+            return failed[0]
+        if None not in codes:
+            return 0
+        if time.monotonic() > end:
+            print(f"rig: stopped after {timeout:.0f} s", file=sys.stderr)
+            return 124
+        time.sleep(0.05)
+
+
+def _stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("up", help="build the network")
+    verb.add_argument("hosts", type=int)
+    verb.add_argument("rate")
+    verbs.add_parser("rate", help="change the rate of every link").add_argument("rate")
+    verbs.add_parser("down", help="remove the network")
+    verb = verbs.add_parser("run", help="run a command on every host")
+    verb.add_argument("--world", type=int, required=True)
+    verb.add_argument("--rate", required=True)
+    verb.add_argument("--timeout", type=float, default=900, help="seconds (default %(default)s)")
+    verb.add_argument("command", nargs="+", metavar="-- CMD")
+    arguments = parser.parse_args()
+
+    if getattr(arguments, "rate", "unlimited") != "unlimited":
+        try:
+            bits_per_second(arguments.rate)
+        except ValueError as error:
+            parser.error(str(error))
+    require_tools()
+    if arguments.verb == "up":
+        up(arguments.hosts, arguments.rate)
+    elif arguments.verb == "rate":
+        shape(arguments.rate)
+    elif arguments.verb == "down":
+        down()
+    else:
+        return run(arguments.world, arguments.rate, arguments.command, arguments.timeout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

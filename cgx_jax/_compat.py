@@ -1,0 +1,34 @@
+"""Every JAX call that differs between the supported versions (0.10.2, 0.11.2 and newer)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which `x` is typed as varying (empty outside check_vma)."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def vary_over(x: Any, axes: frozenset[str]) -> Any:
+    """Types `x` as varying over `axes` too; no operation at run time."""
+    missing = tuple(a for a in sorted(axes) if a not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def result_aval(shape: Sequence[int], dtype: Any, like: Any) -> jax.core.ShapedArray:
+    """Abstract value of a kernel's result: varies where the operand `like` varies."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())  # type: ignore[arg-type]
+    return jax.core.ShapedArray(tuple(shape), dtype, sharding=sharding, manual_axis_type=like.mat)
+
+
+def bound_by_mesh(axes: Sequence[str]) -> bool:
+    """True when shard_map (or pmap) binds `axes`; False under `vmap(axis_name=...)`."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return all(a in manual for a in axes)

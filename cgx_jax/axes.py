@@ -1,0 +1,110 @@
+"""The ranks of a collective: which axes, how many, who this one is, and the exact sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Axis names with their world size and groups: static and hashable."""
+
+    names: tuple[Any, ...]
+    groups: tuple[tuple[int, ...], ...] | None
+    world: int
+
+    @classmethod
+    def resolve(cls, caller: str, axis_name: Any, groups: Any) -> Axes:
+        """Checks names and groups against the axes that are bound; raises ValueError."""
+        names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"{caller}: axis_name={axis_name!r} must name one axis or more, once.")
+        size = 1
+        for n in names:
+            try:
+                size *= lax.axis_size(n)
+            except (NameError, KeyError, TypeError):
+                raise ValueError(
+                    f"{caller}: axis {n!r} is not bound here; call it inside shard_map or pmap "
+                    "(or vmap) over that axis. Bound by the mesh: "
+                    f"{sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))}."
+                ) from None
+        if groups is None:
+            return cls(names, None, size)
+        frozen = tuple(tuple(int(i) for i in g) for g in groups)
+        if sorted(i for g in frozen for i in g) != list(range(size)):
+            raise ValueError(
+                f"{caller}: axis_index_groups={groups} must hold every index below {size} once."
+            )
+        if len({len(g) for g in frozen}) != 1:
+            raise ValueError(
+                f"{caller}: axis_index_groups={groups} has groups of unequal size; compressed "
+                "collectives need equal ones. Use lax.psum for these groups."
+            )
+        return cls(names, frozen, len(frozen[0]))
+
+    def index(self) -> jax.Array:
+        """This rank's place along the axes, i32[]."""
+        return lax.axis_index(self.names)
+
+    def rank(self) -> jax.Array:
+        """This rank's place in its group, i32[]."""
+        if self.groups is None:
+            return self.index()
+        place = np.zeros(sum(map(len, self.groups)), np.int32)
+        for group in self.groups:
+            place[list(group)] = np.arange(len(group))
+        return jnp.asarray(place)[self.index()]
+
+    def checked(self) -> bool:
+        """Whether shard_map tracks here what varies over the axes (check_vma)."""
+        return _compat.bound_by_mesh(self.names) and set(self.names) <= _compat.varying_axes(
+            self.index()
+        )
+
+    def check_varying(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
+        """Raises ValueError for a leaf that AD (or anyone) has reduced over the axes already."""
+        if not self.checked():
+            return
+        for path, x in leaves:
+            missing = [n for n in self.names if n not in _compat.varying_axes(x)]
+            if missing:
+                where = f"leaf {path!r}" if path else "the operand"
+                raise ValueError(
+                    f"{caller}: {where} does not vary over axis {missing[0]!r}, so every rank holds "
+                    "the same value: it is reduced already, or was never split. Under check_vma, "
+                    "jax.grad of a replicated parameter inserts its own uncompressed psum. Two "
+                    f"ways out: make the parameters vary first, params = jax.tree.map(lambda p: "
+                    f"jax.lax.pcast(p, {missing[0]!r}, to='varying'), params), before jax.grad; or "
+                    "wrap them in cgx_jax.reduce_in_backward(params, axis_name) and drop this call."
+                )
+
+    def sum(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """`lax.psum` of every leaf."""
+        if self.groups is not None and self.checked():
+            # lax.psum refuses groups under check_vma; a gather of the group and a sum do not.
+            return [self._gathered(x).sum(0, dtype=jnp.result_type(x)) for x in leaves]
+        return lax.psum(list(leaves), self._name, axis_index_groups=self.groups)
+
+    def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """`lax.pmean` of every leaf."""
+        if self.groups is not None and self.checked():
+            return [self._gathered(x).mean(0) for x in leaves]
+        return lax.pmean(list(leaves), self._name, axis_index_groups=self.groups)
+
+    def _gathered(self, x: Any) -> jax.Array:
+        x = _compat.vary_over(jnp.asarray(x), frozenset(self.names))
+        return lax.all_gather(x, self.names, axis_index_groups=self.groups)
+
+    @property
+    def _name(self) -> Any:
+        return self.names[0] if len(self.names) == 1 else self.names

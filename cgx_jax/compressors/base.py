@@ -1,0 +1,66 @@
+"""The compressor protocol."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+
+class Compressor(abc.ABC):
+    """A lossy (or exact) code for one leaf: static, hashable, equal by value.
+
+    Subclasses are frozen dataclasses. A compressor knows no axis and no tree: it turns one array
+    into a payload of `wire_bits` bits and back. The exchange is chosen from its class attributes:
+
+    * `lossless`: decode(encode(x)) == x always. Exact leaves skip the codec.
+    * `unbiased`: the expectation of decode(encode(x)) is x.
+    * `chunkable`: any run of a leaf's values can be encoded by itself, so a leaf may be cut into
+      one chunk a rank (scatter-reduce-allgather). Sparse and low-rank codes are not.
+    * `summable`: payloads may be added before decoding.
+    * `needs_key`: `encode` takes a key for its randomness.
+
+    State (momenta, low-rank factors) is a pytree that `init` makes and `encode` returns anew;
+    stateless compressors use the empty tuple. Terms after GRACE (Xu et al., ICDCS 2021).
+    """
+
+    lossless: ClassVar[bool] = False
+    chunkable: ClassVar[bool] = True
+    summable: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def unbiased(self) -> bool:
+        """Whether the expectation of decode(encode(x)) is x."""
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether `encode` needs a key."""
+        return False
+
+    @abc.abstractmethod
+    def supports(self, dtype: Any) -> bool:
+        """Whether values of `dtype` can be encoded; others are reduced exactly."""
+
+    @abc.abstractmethod
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        """Exact bits of the payload of a leaf of `shape` (or of that many values)."""
+
+    @abc.abstractmethod
+    def error_bound(self, x: Any) -> jax.Array:
+        """Largest possible |decode(encode(x)) - x|, one fp32 number a value, in x's shape."""
+
+    def init(self, shape: Sequence[int], dtype: Any) -> Any:
+        """The state before the first call for a leaf of `shape` and `dtype`."""
+        return ()
+
+    @abc.abstractmethod
+    def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
+        """`x` to (payload uint8[wire_bits / 8], new state)."""
+
+    @abc.abstractmethod
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""

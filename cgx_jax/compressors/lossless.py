@@ -1,0 +1,113 @@
+"""Exact values, and values in a narrower float type."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax.compressors.base import Compressor
+
+
+def _size(shape: int | Sequence[int]) -> int:
+    return shape if isinstance(shape, int) else math.prod(shape)
+
+
+def _to_bytes(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.ravel(x), jnp.uint8).reshape(-1)
+
+
+def _from_bytes(payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    width = np.dtype(dtype).itemsize
+    expected = math.prod(shape) * width
+    if payload.size != expected:
+        raise ValueError(
+            f"decode: a payload of {payload.size} bytes, but {tuple(shape)} of {np.dtype(dtype)} "
+            f"needs {expected}; decode with the shape and compressor that encoded it."
+        )
+    grouped = payload.reshape((-1, width) if width > 1 else (-1,))
+    return lax.bitcast_convert_type(grouped, dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity(Compressor):
+    """No compression: the reduction is `lax.psum`, bit for bit, for every dtype it takes."""
+
+    lossless = True
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    def supports(self, dtype: Any) -> bool:
+        return True
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        return 8 * np.dtype(dtype).itemsize * _size(shape)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        return jnp.zeros(jnp.shape(x), jnp.float32)
+
+    def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
+        x = jnp.asarray(x)
+        return _to_bytes(x.astype(jnp.uint8) if x.dtype == bool else x), state
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        if np.dtype(dtype) == np.dtype(bool):
+            return _from_bytes(payload, shape, jnp.uint8).astype(bool)
+        return _from_bytes(payload, shape, dtype)
+
+
+_CAST_TYPES = tuple(
+    np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Compressor):
+    """Values rounded to `dtype` (bfloat16, float16, float8_e4m3fn or float8_e5m2).
+
+    16 or 8 bits a value on the wire on every platform: payloads travel as bytes, so XLA cannot
+    widen them. Sums run in fp32. Out-of-range values follow the type: infinite, or NaN for
+    float8_e4m3fn, which has no infinity.
+    """
+
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        dtype = np.dtype(self.dtype)
+        if dtype not in _CAST_TYPES:
+            raise ValueError(
+                f"Cast: dtype={dtype} is not one of {', '.join(map(str, _CAST_TYPES))}; "
+                "use Identity() to send values as they are."
+            )
+        object.__setattr__(self, "dtype", dtype)
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    def supports(self, dtype: Any) -> bool:
+        return any(dtype == t for t in (jnp.float32, jnp.bfloat16, jnp.float16))
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        return 8 * self.dtype.itemsize * _size(shape)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        """Half an ulp of the target type and of x's own; infinite past the target's range."""
+        info, own = jnp.finfo(self.dtype), jnp.finfo(jnp.result_type(x))
+        magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        bound = magnitude * float(info.eps + own.eps) + float(info.smallest_subnormal)
+        return jnp.where(magnitude <= float(info.max), bound, jnp.inf)
+
+    def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
+        return _to_bytes(jnp.asarray(x).astype(self.dtype)), state
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return _from_bytes(payload, shape, self.dtype).astype(dtype)

@@ -1,0 +1,123 @@
+"""Bucketed max-min quantization (CGX)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax.compressors.base import Compressor
+from cgx_jax.kernels import primitives
+from cgx_jax.wire import GROUP, MAX_BITS, Field, Layout, leaf_bytes
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def seed(key: Any) -> jax.Array:
+    """Two 32-bit words of randomness, uint32[2], from a JAX key (typed or raw)."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize(Compressor):
+    """Each bucket's values on `2**bits` even levels between its minimum and maximum.
+
+    `bits` is 1..8 and packed truly; `bucket_size` is a multiple of 32; `rounding` is "nearest"
+    or "stochastic" (unbiased, needs a key). Values are f32, bf16 or f16. On the wire a value
+    costs bits + 64 / bucket_size bits. A bucket with a non-finite value, or whose range overflows
+    fp32, decodes to NaN. Source: CGX (Markov et al., Middleware 2022).
+    """
+
+    bits: int = 4
+    bucket_size: int = 512
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def __post_init__(self) -> None:
+        for name in ("bits", "bucket_size"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, operator.index(value))
+            except TypeError:
+                raise TypeError(
+                    f"Quantize: {name}={value!r} is not an integer; pass a Python int."
+                ) from None
+        if not 1 <= self.bits <= MAX_BITS:
+            raise ValueError(
+                f"Quantize: bits={self.bits} is outside 1..{MAX_BITS}; use Identity() to send "
+                "values exactly, Cast(jnp.bfloat16) for 16 bits."
+            )
+        if self.bucket_size < GROUP or self.bucket_size % GROUP:
+            above = max(1, -(-self.bucket_size // GROUP)) * GROUP
+            raise ValueError(
+                f"Quantize: bucket_size={self.bucket_size} is not a positive multiple of {GROUP}; "
+                f"the next one is {above}."
+            )
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f"Quantize: rounding={self.rounding!r} is unknown; it is 'nearest' or 'stochastic'."
+            )
+
+    @property
+    def unbiased(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @property
+    def needs_key(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def supports(self, dtype: Any) -> bool:
+        return any(dtype == t for t in _DTYPES)
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        size = shape if isinstance(shape, int) else math.prod(shape)
+        return 8 * leaf_bytes(size, self.bits, self.bucket_size)
+
+    def field(self, size: int, stream: int = 0) -> Field:
+        """This compressor's place for a leaf of `size` values in a fusion buffer."""
+        return Field(size, self.bits, self.bucket_size, self.rounding == "stochastic", stream)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        """Half a unit (nearest) or one (stochastic), and the rounding of fp32 and of x's dtype.
+
+        Rounding: 16 ulps of the bucket's largest magnitude, half an ulp of a 16-bit result, and
+        for subnormal units one level each; buckets that poison have an infinite bound.
+        """
+        values = jnp.ravel(x).astype(jnp.float32)
+        pad = -values.size % self.bucket_size
+        rows = jnp.pad(values, (0, pad), mode="edge" if values.size else "constant")
+        rows = rows.reshape(-1, self.bucket_size)
+        spread = rows.max(axis=1) - rows.min(axis=1)
+        unit = spread / (2**self.bits - 1)
+        largest = jnp.abs(rows).max(axis=1)
+        bound = unit * (1.0 if self.unbiased else 0.5) + largest * 2.0**-20
+        bound = bound + float(2**self.bits * jnp.finfo(jnp.float32).tiny)
+        if jnp.result_type(x) != jnp.float32:
+            bound = bound + (largest + unit) * float(jnp.finfo(jnp.result_type(x)).eps) / 2
+            bound = bound + float(jnp.finfo(jnp.result_type(x)).smallest_subnormal)
+        bound = jnp.where(jnp.isfinite(spread), bound, jnp.inf)
+        each = jnp.repeat(bound, self.bucket_size)[: values.size]
+        return each.reshape(jnp.shape(x))
+
+    def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
+        x = jnp.asarray(x)
+        if not self.supports(x.dtype):
+            raise TypeError(
+                f"{self}: cannot encode {x.dtype}; it takes float32, bfloat16, float16."
+            )
+        if self.needs_key and key is None:
+            raise ValueError(
+                f"{self}: stochastic rounding needs a key; pass key=jax.random.key(n)."
+            )
+        words = seed(key) if self.needs_key else np.zeros(2, np.uint32)
+        payload, _ = primitives.encode(words, [x], Layout((self.field(x.size),), 1))
+        return payload.reshape(-1), state
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        like = jax.ShapeDtypeStruct(tuple(shape), dtype)
+        return primitives.decode(payload, Layout((self.field(like.size),), 1), [like])[0]

@@ -1,0 +1,220 @@
+"""JAX primitives of the codec: encode, reduce, decode, accumulate over many leaves at once.
+
+Each is one native call on the CPU and plain jnp elsewhere; leaves are read where they lie.
+A leading batch of independent buffers is part of the primitive, so `vmap` stays one call.
+Results vary over the mesh axes their operands vary over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, xla
+
+from cgx_jax import _compat
+from cgx_jax.kernels import native, reference
+from cgx_jax.wire import Layout
+
+NO_RANK = -1
+
+
+def _bind(primitive: Primitive, *operands: Any, **params: Any) -> list[jax.Array]:
+    """Binds with every operand varying over the same axes, as one kernel call needs."""
+    arrays = [jnp.asarray(x) for x in operands]
+    axes = frozenset().union(*(_compat.varying_axes(x) for x in arrays))
+    return primitive.bind(*(_compat.vary_over(x, axes) for x in arrays), **params)
+
+
+def _check_payload(name: str, payload: Any, expected: int) -> None:
+    if payload.dtype != jnp.uint8 or payload.size != expected:
+        raise ValueError(
+            f"{name}: the payload is {payload.dtype}[{payload.size}], its layout needs "
+            f"uint8[{expected}]; encode and decode with the same compressor, leaves and world size."
+        )
+
+
+def encode(
+    key: Any, leaves: Sequence[Any], layout: Layout, *, rank: Any = NO_RANK, residual: bool = False
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Leaves to payload u8[world, chunk_bytes], and the residuals where asked (else []).
+
+    `key` is uint32[2]; `leaves` are f32, bf16 or f16 of any shape, one a field of `layout`.
+    The chunk of `rank` is the caller's own, never sent: its row is zeros and its residual 0.
+    """
+    out = _bind(encode_p, key, jnp.int32(rank), *leaves, layout=layout, residual=residual, batch=1)
+    payload = out[0].reshape(layout.world, layout.chunk_bytes)
+    return payload, [r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False)]
+
+
+def reduce(
+    key: Any, rank: Any, payload: Any, leaves: Sequence[Any], layout: Layout, *, divisor: float = 1
+) -> jax.Array:
+    """The chunk of `rank`: own exact values plus the other rows of `payload`, encoded again.
+
+    `payload` is u8[world, chunk_bytes], row r from rank r; the sum runs in fp32 in rank order and
+    is divided by `divisor`. Returns u8[chunk_bytes].
+    """
+    _check_payload("reduce", payload, layout.world * layout.chunk_bytes)
+    params = {"layout": layout, "divisor": float(divisor), "batch": 1}
+    return _bind(reduce_p, key, rank, payload, *leaves, **params)[0]
+
+
+def decode(payload: Any, layout: Layout, like: Sequence[Any]) -> list[jax.Array]:
+    """Payload u8[world, chunk_bytes] to leaves with the shapes and dtypes of `like`."""
+    _check_payload("decode", payload, layout.world * layout.chunk_bytes)
+    shapes = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in like)
+    rows = jnp.asarray(payload).reshape(layout.world, layout.chunk_bytes)
+    return _bind(decode_p, rows, layout=layout, shapes=shapes, batch=1)
+
+
+def accumulate(
+    rank: Any, payload: Any, leaves: Sequence[Any], layout: Layout, *, divisor: float = 1
+) -> list[jax.Array]:
+    """Leaves plus every other rank's decoded row of `payload`, u8[peers, total_bytes].
+
+    In fp32 and rank order, divided by `divisor`, rounded to each leaf's dtype.
+    """
+    peers = payload.shape[0]
+    _check_payload("accumulate", payload, peers * layout.total_bytes)
+    params = {"layout": layout, "divisor": float(divisor), "peers": peers, "batch": 1}
+    return _bind(accumulate_p, rank, payload, *leaves, **params)
+
+
+# --- shapes. A batch of one adds no dimension: a call's results are then the leaves' own shapes.
+
+
+def _lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(shape) if batch == 1 else (batch, *shape)
+
+
+def _encode_shapes(key, rank, *leaves, layout, residual, batch):
+    rows = _compat.result_aval(
+        _lead(batch, (layout.world, layout.chunk_bytes)), jnp.dtype(jnp.uint8), key
+    )
+    return [rows, *(_compat.result_aval(x.shape, x.dtype, key) for x in leaves if residual)]
+
+
+def _reduce_shapes(key, rank, payload, *leaves, layout, divisor, batch):
+    return [_compat.result_aval(_lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)]
+
+
+def _decode_shapes(payload, *, layout, shapes, batch):
+    return [_compat.result_aval(_lead(batch, shape), dtype, payload) for shape, dtype in shapes]
+
+
+def _accumulate_shapes(rank, payload, *leaves, layout, divisor, peers, batch):
+    return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
+
+
+# --- the jnp way: one buffer at a time, vmapped over the batch, shapes restored at the end.
+
+
+def _flat(batch: int, arrays: Sequence[Any], *shape: int) -> list[Any]:
+    return [x.reshape(batch, *(shape or (x.size // batch,))) for x in arrays]
+
+
+def _encode_jnp(key, rank, *leaves, layout, residual, batch):
+    one = functools.partial(reference.encode, layout=layout, residual=residual)
+    out = jax.vmap(one)(key.reshape(batch, 2), rank.reshape(batch), *_flat(batch, leaves))
+    rows = out[0].reshape(_lead(batch, out[0].shape[1:]))
+    return [rows, *(r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False))]
+
+
+def _reduce_jnp(key, rank, payload, *leaves, layout, divisor, batch):
+    one = functools.partial(reference.reduce, layout=layout, divisor=divisor)
+    (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
+    (out,) = jax.vmap(one)(
+        key.reshape(batch, 2), rank.reshape(batch), payload, *_flat(batch, leaves)
+    )
+    return [out.reshape(_lead(batch, (layout.chunk_bytes,)))]
+
+
+def _decode_jnp(payload, *, layout, shapes, batch):
+    one = functools.partial(reference.decode, layout=layout, dtypes=[d for _, d in shapes])
+    (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
+    out = jax.vmap(one)(payload)
+    return [x.reshape(_lead(batch, shape)) for x, (shape, _) in zip(out, shapes, strict=True)]
+
+
+def _accumulate_jnp(rank, payload, *leaves, layout, divisor, peers, batch):
+    one = functools.partial(reference.accumulate, layout=layout, divisor=divisor)
+    (payload,) = _flat(batch, [payload], peers, layout.total_bytes)
+    out = jax.vmap(one)(rank.reshape(batch), payload, *_flat(batch, leaves))
+    return [y.reshape(x.shape) for y, x in zip(out, leaves, strict=True)]
+
+
+# --- the native way: the handlers' attributes from the static parameters.
+
+
+def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
+    arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes().items()}
+    scalars = {"world": np.int64(layout.world)}
+    if "divisor" in params:
+        scalars["divisor"] = np.float32(params["divisor"])
+    return {**arrays, **scalars}
+
+
+def _native_lowering(target: str) -> Callable[..., Any]:
+    def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
+        return jax.ffi.ffi_lowering(target)(ctx, *operands, **_attributes(layout, **params))
+
+    return rule
+
+
+# --- batching: one call over a larger batch.
+
+
+def _batch_rule(primitive: Primitive, size: int, args: Any, dims: Any, params: Any) -> Any:
+    front = [
+        jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x[None], (size, *x.shape))
+        for x, d in zip(args, dims, strict=True)
+    ]
+    old = params["batch"]
+    if old != 1:
+        front = [x.reshape(size * old, *x.shape[2:]) for x in front]
+    out = _bind(primitive, *front, **{**params, "batch": size * old})
+    # A total of one adds no dimension to shapes made from parameters: restore both here.
+    shapes = [a.shape for a in _unbatched_shapes(primitive, args, dims, params)]
+    return [y.reshape(size, *s) for y, s in zip(out, shapes, strict=True)], [0] * len(out)
+
+
+def _unbatched_shapes(primitive: Primitive, args: Any, dims: Any, params: Any) -> list[Any]:
+    avals = [jax.typeof(x) for x in args]
+    one = [
+        _compat.result_aval(a.shape if d is None else a.shape[:d] + a.shape[d + 1 :], a.dtype, a)
+        for a, d in zip(avals, dims, strict=True)
+    ]
+    return _SHAPES[primitive](*one, **params)
+
+
+_SHAPES: dict[Primitive, Callable[..., list[Any]]] = {}
+
+
+def _primitive(name: str, shapes: Callable[..., Any], fallback: Callable[..., Any]) -> Primitive:
+    p = Primitive(name)
+    p.multiple_results = True
+    p.def_abstract_eval(shapes)
+    p.def_impl(functools.partial(xla.apply_primitive, p))
+    _SHAPES[p] = shapes
+
+    def batch(args: Any, dims: Any, **params: Any) -> Any:
+        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        return _batch_rule(p, size, args, dims, params)
+
+    batching.primitive_batchers[p] = batch
+    mlir.register_lowering(p, mlir.lower_fun(fallback, multiple_results=True))
+    if native.module() is not None:
+        mlir.register_lowering(p, _native_lowering(name), platform="cpu")
+    return p
+
+
+encode_p = _primitive("cgx_encode", _encode_shapes, _encode_jnp)
+reduce_p = _primitive("cgx_reduce", _reduce_shapes, _reduce_jnp)
+decode_p = _primitive("cgx_decode", _decode_shapes, _decode_jnp)
+accumulate_p = _primitive("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)

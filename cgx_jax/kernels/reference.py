@@ -1,0 +1,237 @@
+"""The codec in plain jnp: the fallback for any platform, and readable.
+
+The format is that of `docs/wire_format.md`. XLA may contract a*b+c into one rounding, so a level
+that falls on a tie can differ by one from the native kernels; everything else is equal.
+Functions take one fusion buffer without a batch dimension; leaves are one-dimensional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax import _compat
+from cgx_jax.wire import Field, Layout, Span, record_bytes, spans
+
+_MIN_NORMAL = np.float32(np.finfo(np.float32).tiny)
+_U32 = jnp.uint32
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * _U32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * _U32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _noise(key: jax.Array, stream: int, first_bucket: int, buckets: int, width: int) -> jax.Array:
+    """Uniform numbers in [0, 1), shape [buckets, width]: a function of key and place alone."""
+    index = first_bucket + np.arange(buckets, dtype=np.int64)
+    low = jnp.asarray((index & 0xFFFFFFFF).astype(np.uint32))
+    high = jnp.asarray((index >> 32).astype(np.uint32))
+    a = _mix(key[0] ^ _mix(_U32(stream) + _U32(0x9E3779B9)))
+    d = _mix(key[1] + a)
+    s0 = _mix(_mix(a ^ low) + high)
+    s1 = _mix((d + s0 * _U32(0x85EBCA6B)) ^ low)
+    x = jnp.arange(width, dtype=jnp.uint32) + s0[:, None]
+    x = (x ^ (x >> 16)) * _U32(0x7FEB352D) + s1[:, None]
+    x = (x ^ (x >> 15)) * _U32(0x846CA68B)
+    return ((x ^ (x >> 16)) >> 8).astype(jnp.float32) * np.float32(2**-24)
+
+
+def _pack(codes: jax.Array, bits: int) -> jax.Array:
+    """u8[k, 8 * m] -> u8[k, bits * m]: eight codes of a column become `bits` bytes."""
+    k, width = codes.shape
+    rows = codes.reshape(k, 8, width // 8).astype(jnp.uint32)
+    planes = []
+    for j in range(bits):
+        byte = jnp.zeros((k, width // 8), jnp.uint32)
+        for r in range(8):
+            shift = r * bits - 8 * j
+            if -bits < shift < 8:
+                byte |= rows[:, r] << shift if shift >= 0 else rows[:, r] >> -shift
+        planes.append((byte & 255).astype(jnp.uint8))
+    return jnp.concatenate(planes, axis=1)
+
+
+def _unpack(planes: jax.Array, bits: int) -> jax.Array:
+    """u8[k, bits * m] -> u8[k, 8 * m]: the inverse of `_pack`."""
+    k, width = planes.shape
+    plane = planes.reshape(k, bits, width // bits).astype(jnp.uint32)
+    rows = []
+    for r in range(8):
+        code = jnp.zeros((k, width // bits), jnp.uint32)
+        for j in range(bits):
+            shift = r * bits - 8 * j
+            if -bits < shift < 8:
+                code |= plane[:, j] >> shift if shift >= 0 else plane[:, j] << -shift
+        rows.append((code & (2**bits - 1)).astype(jnp.uint8))
+    return jnp.concatenate(rows, axis=1)
+
+
+def _encode_buckets(x: jax.Array, f: Field, first_bucket: int, key: jax.Array) -> jax.Array:
+    """f32[k, n] -> u8[k, record]: whole buckets of the same length."""
+    k, n = x.shape
+    padded = (record_bytes(n, f.bits) - 8) // f.bits * 8
+    levels = np.float32(2**f.bits - 1)
+    low, high = x.min(axis=1) + np.float32(0), x.max(axis=1)
+    unit = (high - low) / levels
+    finite = jnp.isfinite(x).all(axis=1) & jnp.isfinite(high - low)
+    spread = finite & (unit >= _MIN_NORMAL)
+    unit = jnp.where(spread, unit, 0)
+    low = jnp.where(finite, low, np.float32(np.nan))
+    inverse = jnp.where(spread, 1 / jnp.where(spread, unit, 1), 0)
+    r = _noise(key, f.stream, first_bucket, k, n) if f.stochastic else np.float32(0.5)
+    level = jnp.minimum(jnp.floor((x - low[:, None]) * inverse[:, None] + r), levels)
+    codes = jnp.where(spread[:, None], level, 0).astype(jnp.uint8)
+    codes = jnp.pad(codes, ((0, 0), (0, padded - n)))
+    meta = lax.bitcast_convert_type(jnp.stack([low, unit], axis=1), jnp.uint8).reshape(k, 8)
+    return jnp.concatenate([meta, _pack(codes, f.bits)], axis=1)
+
+
+def _decode_buckets(records: jax.Array, n: int, f: Field) -> jax.Array:
+    """u8[k, record] -> f32[k, n]."""
+    meta = lax.bitcast_convert_type(records[:, :8].reshape(-1, 2, 4), jnp.float32)
+    codes = _unpack(records[:, 8:], f.bits)[:, :n].astype(jnp.float32)
+    return meta[:, :1] + meta[:, 1:] * codes
+
+
+def _encode_span(x: jax.Array, f: Field, first_bucket: int, key: jax.Array) -> jax.Array:
+    """f32[n] starting at a bucket of leaf `f` -> its records, u8[bytes]."""
+    full, tail = divmod(x.size, f.bucket_size)
+    cut = full * f.bucket_size
+    parts = []
+    if full:
+        whole = x[:cut].reshape(full, f.bucket_size)
+        parts.append(_encode_buckets(whole, f, first_bucket, key).reshape(-1))
+    if tail:
+        parts.append(_encode_buckets(x[None, cut:], f, first_bucket + full, key).reshape(-1))
+    return jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.uint8)
+
+
+def _decode_span(payload: jax.Array, n: int, f: Field) -> jax.Array:
+    """Records, u8[bytes] -> f32[n]."""
+    full, tail = divmod(n, f.bucket_size)
+    cut = full * f.record
+    parts = []
+    if full:
+        records = payload[:cut].reshape(full, f.record)
+        parts.append(_decode_buckets(records, f.bucket_size, f).reshape(-1))
+    if tail:
+        parts.append(_decode_buckets(payload[None, cut:], tail, f).reshape(-1))
+    return jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.float32)
+
+
+def _concatenate(parts: Sequence[jax.Array], bytes_: int) -> jax.Array:
+    """Joins byte arrays and fills with zeros up to `bytes_`."""
+    have = sum(p.size for p in parts)
+    return jnp.concatenate([*parts, jnp.zeros((bytes_ - have,), jnp.uint8)])
+
+
+def _rows(stream: jax.Array, layout: Layout) -> jax.Array:
+    """All records, u8[total] -> one row for each rank, u8[world, chunk_bytes]."""
+    cut = [stream[a:b] for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
+    return jnp.stack([_concatenate([c], layout.chunk_bytes) for c in cut])
+
+
+def _stream(rows: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse of `_rows`."""
+    lengths = [b - a for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
+    return jnp.concatenate([rows[w, :n] for w, n in enumerate(lengths)])
+
+
+def _decode_stream(stream: jax.Array, layout: Layout) -> list[jax.Array]:
+    return [
+        _decode_span(stream[a : a + f.bytes], f.size, f)
+        for f, a in zip(layout.fields, layout.starts, strict=False)
+    ]
+
+
+def encode(
+    key: jax.Array, rank: jax.Array, *leaves: jax.Array, layout: Layout, residual: bool
+) -> list[jax.Array]:
+    """Leaves -> [u8[world, chunk_bytes]] and, where asked, one residual a leaf.
+
+    The row of the caller's own `rank` is zeros and its residual 0; rank -1 owns nothing.
+    """
+    values = [x.astype(jnp.float32) for x in leaves]
+    parts = [_encode_span(x, f, 0, key) for x, f in zip(values, layout.fields, strict=True)]
+    rows = _rows(_concatenate(parts, layout.total_bytes), layout)
+    mine = jnp.arange(layout.world) == rank
+    out = [jnp.where(mine[:, None], jnp.uint8(0), rows)]
+    if residual:
+        decoded = _decode_stream(_stream(rows, layout), layout)
+        for i, (x, y, leaf) in enumerate(zip(values, decoded, leaves, strict=True)):
+            own = jnp.zeros(x.shape, bool)
+            for w in range(layout.world):
+                for s in spans(layout, w):
+                    if s.field == i:
+                        own = own.at[s.values[0] : s.values[1]].set(mine[w])
+            out.append(jnp.where(own, 0, x - y).astype(leaf.dtype))
+    return out
+
+
+def _accumulate_spans(
+    rank: jax.Array,
+    payload: jax.Array,
+    values: Sequence[jax.Array],
+    pieces: Sequence[tuple[Span, Field]],
+    divisor: float,
+) -> list[jax.Array]:
+    """Own values plus every other rank's decoded payload, in rank order; then the division."""
+    out, start = [], 0
+    for x, (span, f) in zip(values, pieces, strict=True):
+        n = span.values[1] - span.values[0]
+        length = (span.buckets - 1) * f.record + record_bytes(
+            n - (span.buckets - 1) * f.bucket_size, f.bits
+        )
+        for w in range(payload.shape[0]):
+            decoded = _decode_span(payload[w, start : start + length], n, f)
+            x = jnp.where(rank == w, x, x + decoded)
+        out.append(x if divisor == 1 else x / np.float32(divisor))
+        start += length
+    return out
+
+
+def reduce(
+    key: jax.Array,
+    rank: jax.Array,
+    payload: jax.Array,
+    *leaves: jax.Array,
+    layout: Layout,
+    divisor: float,
+) -> list[jax.Array]:
+    """The chunk this rank owns, reduced and encoded: [u8[chunk_bytes]]."""
+
+    def own(chunk: int) -> jax.Array:
+        pieces = [(s, layout.fields[s.field]) for s in spans(layout, chunk)]
+        mine = [leaves[s.field][s.values[0] : s.values[1]].astype(jnp.float32) for s, _ in pieces]
+        total = _accumulate_spans(rank, payload, mine, pieces, divisor)
+        parts = [
+            _encode_span(x, f, s.first_bucket, key) for x, (s, f) in zip(total, pieces, strict=True)
+        ]
+        # A chunk may be empty, and a constant does not vary over the mesh as the others do.
+        axes = _compat.varying_axes(payload)
+        return _compat.vary_over(_concatenate(parts, layout.chunk_bytes), axes)
+
+    branches = [lambda _, w=w: own(w) for w in range(layout.world)]
+    return [lax.switch(rank, branches, None)]
+
+
+def decode(payload: jax.Array, *, layout: Layout, dtypes: Sequence[np.dtype]) -> list[jax.Array]:
+    """u8[world, chunk_bytes] -> leaves, f32[size] rounded to their dtypes."""
+    decoded = _decode_stream(_stream(payload, layout), layout)
+    return [x.astype(t) for x, t in zip(decoded, dtypes, strict=True)]
+
+
+def accumulate(
+    rank: jax.Array, payload: jax.Array, *leaves: jax.Array, layout: Layout, divisor: float
+) -> list[jax.Array]:
+    """Leaves plus the other ranks' payloads u8[peers, total_bytes], divided; same dtypes."""
+    pieces = [(s, layout.fields[s.field]) for s in spans(layout, 0)]
+    values = [leaves[s.field].astype(jnp.float32) for s, _ in pieces]
+    summed = iter(_accumulate_spans(rank, payload, values, pieces, divisor))
+    return [next(summed).astype(x.dtype) if x.size else x for x in leaves]

@@ -1,0 +1,230 @@
+"""Plans: which leaf is reduced by which compressor, and which leaves travel together."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from cgx_jax.codecs import Codec, ComposedCodec, QuantizeCodec
+from cgx_jax.compressors import Compressor, Identity, Quantize
+from cgx_jax.wire import Layout
+
+MIN_SIZE = 1024
+FUSION_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One leaf's place: its number and path in the tree, shape, dtype and compressor."""
+
+    leaf: int
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    compressor: Compressor
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _leaves(tree: Any) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    out = []
+    for path, x in flat:
+        aval = jax.typeof(x) if not hasattr(x, "dtype") else x
+        out.append((_path(path), tuple(aval.shape), aval.dtype))
+    return out
+
+
+def _check_override(path: str, dtype: np.dtype, compressor: Compressor) -> Compressor:
+    if not compressor.lossless and not compressor.supports(dtype):
+        raise TypeError(
+            f"Plan: leaf {path!r} is {dtype}, which {compressor} cannot encode (it takes float32, "
+            "bfloat16, float16); leave it out of overrides, or give it Identity()."
+        )
+    return compressor
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static, hashable result of a policy: what `jit` caches a reduction by.
+
+    `slots` has one entry a leaf, in tree order; `buffers` are the fusion buffers, each a tuple
+    of leaf numbers; leaves in none are reduced exactly. Make one with `Plan.build`.
+    """
+
+    slots: tuple[Slot, ...]
+    buffers: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def build(
+        cls,
+        tree: Any,
+        compressor: Compressor | None = None,
+        *,
+        overrides: Mapping[str, Compressor] | None = None,
+        min_size: int = MIN_SIZE,
+        fusion_bytes: int = FUSION_BYTES,
+    ) -> Plan:
+        """The plan for `tree` (arrays, tracers or ShapeDtypeStructs; local shapes).
+
+        `compressor` (default `Quantize()`) takes every leaf of a dtype it supports with more
+        than one dimension and at least `min_size` values; other leaves are exact, as in CGX.
+        A bare array has no rule applied to it. `overrides` maps a leaf's path ("layer/kernel")
+        to its compressor and goes before the rule. Consecutive leaves share a buffer of up to
+        `fusion_bytes` uncompressed bytes. Raises ValueError for a path that is not in the tree,
+        TypeError for an override that cannot encode its leaf.
+        """
+        compressor = Quantize() if compressor is None else compressor
+        if not isinstance(compressor, Compressor):
+            raise TypeError(
+                f"Plan: {compressor!r} is not a compressor; pass an instance such as "
+                "cgx_jax.Quantize(bits=4)."
+            )
+        if fusion_bytes <= 0 or min_size < 0:
+            raise ValueError(
+                f"Plan: fusion_bytes={fusion_bytes} and min_size={min_size} must be positive and "
+                "not negative."
+            )
+        named = dict(overrides or {})
+        bare = jax.tree_util.all_leaves([tree])
+        slots = []
+        for i, (path, shape, dtype) in enumerate(_leaves(tree)):
+            if path in named:
+                chosen = _check_override(path, dtype, named.pop(path))
+            elif not compressor.supports(dtype) or not (
+                bare or (len(shape) > 1 and math.prod(shape) >= min_size)
+            ):
+                chosen = Identity()
+            else:
+                chosen = compressor
+            slots.append(Slot(i, path, shape, dtype, chosen))
+        if named:
+            path = next(iter(named))
+            close = difflib.get_close_matches(path, [s.path for s in slots], n=3, cutoff=0)
+            raise ValueError(f"Plan: no leaf has the path {path!r}; the nearest are {close}.")
+        for s in slots:
+            if not (s.compressor.lossless or s.compressor.chunkable):
+                raise TypeError(
+                    f"Plan: {s.compressor} of leaf {s.path!r} is not chunkable, and the "
+                    "scatter-reduce-allgather exchange cuts leaves into chunks."
+                )
+        return cls(tuple(slots), _fuse(slots, fusion_bytes))
+
+    def check(self, tree: Any) -> None:
+        """Raises ValueError at the first leaf of `tree` that differs from the plan's."""
+        leaves = _leaves(tree)
+        for slot, (path, shape, dtype) in zip(self.slots, leaves, strict=False):
+            if (slot.path, slot.shape, slot.dtype) != (path, shape, dtype):
+                raise ValueError(
+                    f"Plan: leaf {slot.leaf} is {path!r} {dtype}{list(shape)}, the plan has "
+                    f"{slot.path!r} {slot.dtype}{list(slot.shape)}; build the plan from the tree "
+                    "that is reduced (inside shard_map: from its local shapes)."
+                )
+        if len(leaves) != len(self.slots):
+            raise ValueError(
+                f"Plan: the tree has {len(leaves)} leaves, the plan {len(self.slots)}; build the "
+                "plan from the tree that is reduced."
+            )
+
+    def subset(self, leaves: tuple[int, ...]) -> Plan:
+        """The plan of some leaves alone; noise streams are renumbered from 0."""
+        slots = [dataclasses.replace(self.slots[i], leaf=n) for n, i in enumerate(leaves)]
+        fused = {i for b in self.buffers for i in b}
+        buffer = tuple(n for n, i in enumerate(leaves) if i in fused)
+        return Plan(tuple(slots), (buffer,) if buffer else ())
+
+    @property
+    def exact(self) -> tuple[int, ...]:
+        """Numbers of the leaves that are reduced by `lax.psum`."""
+        fused = {i for buffer in self.buffers for i in buffer}
+        return tuple(s.leaf for s in self.slots if s.leaf not in fused)
+
+    def codec(self, buffer: tuple[int, ...], world: int) -> Codec:
+        """How the leaves of `buffer` become rows of bytes for `world` ranks."""
+        return _codec(tuple(self.slots[i] for i in buffer), world)
+
+    def wire_bytes(self, world: int) -> int:
+        """Bytes one rank sends in one reduction over `world` ranks, all leaves.
+
+        Compressed leaves: world - 1 rows in each of the two phases. Exact ones: what a ring
+        all-reduce sends, 2 (world - 1) / world of their bytes.
+        """
+        rows = sum(self.codec(b, world).row_bytes for b in self.buffers)
+        exact = sum(self.slots[i].nbytes for i in self.exact)
+        return 2 * (world - 1) * rows + -(-2 * (world - 1) * exact // world)
+
+    def summary(self) -> str:
+        """A table: leaf, shape, compressor, bits a value and payload bytes."""
+        head = ("leaf", "shape", "compressor", "bits", "bytes")
+        rows = [head]
+        total = 0
+        for s in self.slots:
+            bits = s.compressor.wire_bits(s.shape, s.dtype)
+            total += bits // 8
+            per_value = f"{bits / s.size:.2f}" if s.size else "-"
+            shape = f"{s.dtype}{list(s.shape)}"
+            rows.append((s.path or ".", shape, str(s.compressor), per_value, f"{bits // 8:,}"))
+        widths = [max(len(r[c]) for r in rows) for c in range(5)]
+        lines = [
+            "  ".join(
+                v.ljust(w) if c < 3 else v.rjust(w)
+                for c, (v, w) in enumerate(zip(r, widths, strict=True))
+            ).rstrip()
+            for r in rows
+        ]
+        raw = sum(s.nbytes for s in self.slots)
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines.append(
+            f"{len(self.slots)} leaves in {len(self.buffers)} fusion buffers and "
+            f"{len(self.exact)} exact: {total:,} of {raw:,} bytes ({raw / max(total, 1):.2f}x less)"
+        )
+        return "\n".join(lines)
+
+
+def _fuse(slots: list[Slot], fusion_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive lossy leaves of one family, up to `fusion_bytes` a buffer."""
+    open_buffers: dict[type, list[int]] = {}
+    filled: dict[type, int] = {}
+    done: list[tuple[int, ...]] = []
+    for s in slots:
+        if s.compressor.lossless or s.size == 0:
+            continue
+        family = type(s.compressor)
+        if family in open_buffers and filled[family] + s.nbytes > fusion_bytes:
+            done.append(tuple(open_buffers.pop(family)))
+        if family not in open_buffers:
+            open_buffers[family], filled[family] = [], 0
+        open_buffers[family].append(s.leaf)
+        filled[family] += s.nbytes
+    return tuple(sorted([*done, *map(tuple, open_buffers.values())]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _codec(slots: tuple[Slot, ...], world: int) -> Codec:
+    quantized = [s.compressor for s in slots if isinstance(s.compressor, Quantize)]
+    if len(quantized) == len(slots):
+        fields = tuple(q.field(s.size, s.leaf) for q, s in zip(quantized, slots, strict=True))
+        return QuantizeCodec(Layout(fields, world))
+    return ComposedCodec(
+        tuple(s.compressor for s in slots),
+        tuple(s.size for s in slots),
+        tuple(s.leaf for s in slots),
+        world,
+    )

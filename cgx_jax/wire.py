@@ -1,0 +1,140 @@
+"""Static sizes of the wire format: what the C++ header `wire_format.h` says, in Python integers.
+
+Nothing here touches an array: these are the numbers that shapes are made of at trace time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+WIRE_VERSION = 1
+META_BYTES = 8
+GROUP = 32  # codes are packed in groups of 32 values, so a bucket is a multiple of it
+MAX_BITS = 8
+
+
+def record_bytes(values: int, bits: int) -> int:
+    """Bytes of one bucket of `values` values: its range and its packed codes."""
+    return META_BYTES + bits * 4 * -(-values // GROUP)
+
+
+def leaf_bytes(size: int, bits: int, bucket_size: int) -> int:
+    """Bytes of one leaf of `size` values: full buckets, then a shorter one."""
+    full, tail = divmod(size, bucket_size)
+    return full * record_bytes(bucket_size, bits) + (record_bytes(tail, bits) if tail else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One leaf's place in a fusion buffer, as the kernels see it.
+
+    `stream` numbers the leaf for the noise generator: it is the leaf's place in the user's
+    tree, so that fusion does not change a leaf's bytes.
+    """
+
+    size: int
+    bits: int
+    bucket_size: int
+    stochastic: bool
+    stream: int
+
+    @property
+    def bytes(self) -> int:
+        return leaf_bytes(self.size, self.bits, self.bucket_size)
+
+    @property
+    def record(self) -> int:
+        return record_bytes(self.bucket_size, self.bits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A fusion buffer cut into one chunk for each rank.
+
+    Records follow one another over all fields, `total_bytes` in all. The record that starts at
+    byte s belongs to chunk floor(s * world / total_bytes). Rows are as long as the longest chunk.
+    """
+
+    fields: tuple[Field, ...]
+    world: int
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.fields, self.world))
+
+    def __hash__(self) -> int:  # hashed on every bind: hundreds of fields, so only once
+        return self._hash
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First byte of every field, and the end."""
+        out = [0]
+        for f in self.fields:
+            out.append(out[-1] + f.bytes)
+        return tuple(out)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.starts[-1]
+
+    @functools.cached_property
+    def begins(self) -> tuple[int, ...]:
+        """First byte of every chunk, and the end: `world + 1` record boundaries."""
+        total, out, i = self.total_bytes, [], 0
+        for w in range(self.world):
+            target = -(-w * total // self.world)
+            while i < len(self.fields) and self.starts[i + 1] <= target:
+                i += 1
+            out.append(self._boundary(i, target))
+        return (*out, total)
+
+    def _boundary(self, i: int, target: int) -> int:
+        """First record start at or after `target`, a byte of field `i`."""
+        if i == len(self.fields):
+            return self.total_bytes
+        start, record = self.starts[i], self.fields[i].record
+        return min(start + -(-(target - start) // record) * record, self.starts[i + 1])
+
+    @property
+    def chunk_bytes(self) -> int:
+        return max(b - a for a, b in zip(self.begins, self.begins[1:], strict=False))
+
+    def with_world(self, world: int) -> Layout:
+        return dataclasses.replace(self, world=world)
+
+    def attributes(self) -> dict[str, Sequence[int]]:
+        """The arrays a kernel call carries, one entry a field."""
+        return {
+            "bits": [f.bits for f in self.fields],
+            "bucket_size": [f.bucket_size for f in self.fields],
+            "stochastic": [int(f.stochastic) for f in self.fields],
+            "stream": [f.stream for f in self.fields],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Consecutive buckets of one field that lie in one chunk."""
+
+    field: int
+    first_bucket: int
+    buckets: int
+    values: tuple[int, int]  # [begin, end) in the leaf
+
+
+def spans(layout: Layout, chunk: int) -> list[Span]:
+    """The pieces of leaves that chunk number `chunk` carries, in order."""
+    begin, end = layout.begins[chunk], layout.begins[chunk + 1]
+    out = []
+    for i, f in enumerate(layout.fields):
+        lo, hi = max(begin, layout.starts[i]), min(end, layout.starts[i + 1])
+        if lo >= hi:
+            continue
+        first = (lo - layout.starts[i]) // f.record
+        last = -(-(hi - layout.starts[i]) // f.record)
+        out.append(
+            Span(i, first, last - first, (first * f.bucket_size, min(last * f.bucket_size, f.size)))
+        )
+    return out

@@ -1,0 +1,90 @@
+"""Trains a small language model twice on 8 ranks: with exact all-reduce, then with 4-bit one.
+
+Both runs start from the same parameters and see the same batches of the standard library's source.
+The table at the end holds the training loss (mean of the last tenth), the held-out loss, the bytes
+that a rank sends in a step and a step's time; demo/language_model.png draws them.
+
+Expected: both losses fall from about 5.6 to about 2 nats per byte, the 4-bit run sends about 7.7
+times fewer bytes, and its held-out loss is within 2 % of the exact one's (otherwise: exit code 1).
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+import cgx_jax
+import corpus
+import report
+from model import Transformer
+from training import Run, adamw, data_parallel_step, evaluate, ring_bytes, train
+
+WORLD = 8
+LENGTH = 128
+SEED = 0
+TOLERANCE = 0.02
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=16, help="windows a step, a multiple of 8")
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the chart")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", WORLD)
+    mesh = jax.make_mesh((WORLD,), ("data",))
+
+    training, held_out = corpus.load()
+    batches = corpus.windows(training, arguments.steps, arguments.batch, LENGTH, SEED)
+    checks = corpus.windows(held_out, 8, 8 * WORLD, LENGTH, SEED)
+
+    model = Transformer(arguments.width, arguments.layers, LENGTH, nnx.Rngs(SEED))
+    graphdef, params = nnx.split(model)
+    optimizer = adamw(arguments.steps)
+    plan = cgx_jax.Plan.build(params, cgx_jax.Quantize(bits=arguments.bits))
+
+    exact = partial(jax.lax.pmean, axis_name="data")
+    compressed = partial(cgx_jax.pmean_compressed, axis_name="data", compressor=plan)
+    ways = [
+        ("exact", exact, ring_bytes(params, WORLD)),
+        (f"{arguments.bits}-bit", compressed, plan.wire_bytes(WORLD)),
+    ]
+
+    print(f"corpus: {training.size:,} bytes to train on, {held_out.size:,} held out")
+    print(f"gradients: {plan.summary().splitlines()[-1]}")
+    runs = []
+    with report.progress_bar() as bar:
+        for name, average, sent_bytes in ways:
+            step = data_parallel_step(graphdef, optimizer, mesh, average)
+            shown = report.add_run(bar, name, arguments.steps)
+            trained, losses, seconds = train(
+                step, params, optimizer.init(params), batches, mesh, shown
+            )
+            loss = evaluate(graphdef, trained, checks, mesh)
+            runs.append(Run(name, losses, loss, sent_bytes, seconds))
+
+    report.print_table(runs)
+    chart = arguments.out / "language_model.png"
+    report.draw_chart(runs, chart)
+    print(f"chart: {chart}")
+
+    gap = runs[1].held_out / runs[0].held_out - 1
+    passed = gap <= TOLERANCE  # also False when a loss is NaN
+    verdict = "ok" if passed else "FAILED"
+    print(f"{verdict}: held-out loss {gap:+.2%} against exact, at most {TOLERANCE:+.0%} allowed")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What the language-model example shows: a progress bar, a table and a chart of its runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from training import Run
+
+COLORS = ("#4c566a", "#d9622b")
+
+
+def progress_bar() -> Progress:
+    """A bar a run, with the latest loss and the time that is left."""
+    return Progress(
+        TextColumn("{task.description:>8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+    )
+
+
+def add_run(bar: Progress, name: str, steps: int) -> Callable[[float], None]:
+    """Adds a run of `steps` steps to the bar; call the result with each step's loss."""
+    task = bar.add_task(name, total=steps, loss=float("nan"))
+    return lambda loss: bar.update(task, advance=1, loss=loss)
+
+
+def print_table(runs: list[Run]) -> None:
+    """Prints one row a run."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("gradients")
+    for heading in ("training loss", "held-out loss", "sent a rank and step", "step time"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        table.add_row(
+            run.name,
+            f"{run.final_loss:.4f}",
+            f"{run.held_out:.4f}",
+            f"{run.sent_bytes / 1e6:.3f} MB",
+            f"{run.step_seconds * 1e3:.0f} ms",
+        )
+    Console().print(table)
+
+
+def draw_chart(runs: list[Run], path: Path) -> None:
+    """Draws the loss curves and the bytes side by side into a PNG at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(2.2, 1))
+    for run, color, style in zip(runs, COLORS, ("-", "--"), strict=True):
+        smooth, steps = _moving_average(run.losses)
+        curves.plot(np.arange(1, run.losses.size + 1), run.losses, color=color, alpha=0.2, lw=1)
+        label = f"{run.name} (held-out {run.held_out:.3f})"
+        curves.plot(steps, smooth, style, color=color, lw=2, label=label)
+    curves.set(xlabel="step", ylabel="training loss [nats per byte]", title="Training loss")
+    curves.legend(frameon=False)
+
+    megabytes = [run.sent_bytes / 1e6 for run in runs]
+    drawn = bars.bar([run.name for run in runs], megabytes, color=COLORS, width=0.55)
+    times = [f"{megabytes[0] / size:.1f}× fewer" for size in megabytes[1:]]
+    labels = [f"{size:.2f} MB" for size in megabytes]
+    labels[1:] = [f"{label}\n{fewer}" for label, fewer in zip(labels[1:], times, strict=True)]
+    bars.bar_label(drawn, labels, padding=4)
+    bars.set(ylabel="sent by a rank in a step [MB]", title="Bytes on the wire")
+    bars.margins(x=0.2, y=0.15)
+
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+    figure.suptitle("Data-parallel language model on 8 ranks: exact against compressed gradients")
+    figure.savefig(path, dpi=150)
+
+
+def _moving_average(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    width = max(1, losses.size // 20)
+    smooth = np.convolve(losses, np.full(width, 1 / width), mode="valid")
+    return smooth, np.arange(smooth.size) + (width + 1) / 2

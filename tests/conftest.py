@@ -1,0 +1,34 @@
+"""Eight simulated devices and strict promotion for every test; the mesh fixtures."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def mesh() -> Mesh:
+    """Eight ranks on the axis "data"."""
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+@pytest.fixture(scope="session", params=[1, 2, 3, 8], ids="world{}".format)
+def mesh_of_each_size(request: pytest.FixtureRequest) -> Mesh:
+    """The axis "data" over 1, 2, 3 and 8 ranks: alone, even, odd, all."""
+    return Mesh(np.array(jax.devices()[: request.param]), ("data",))
+
+
+@pytest.fixture(scope="session")
+def mesh_2d() -> Mesh:
+    """Four ranks on "data", two on "model"."""
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))

@@ -1,0 +1,59 @@
+"""Each example, started as a user starts it, does what its docstring says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+TINY_MODEL = ("--steps", "6", "--width", "32", "--layers", "1", "--batch", "8")
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # An example chooses its own devices: this process's flags must not reach it.
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("01_all_reduce.py", (), "7.8 times fewer"),
+        ("03_pmap.py", ("--steps", "8"), "ranks hold the same parameters: True"),
+        ("04_jit.py", ("--steps", "8"), "step   7  loss"),
+        ("05_multiprocess.py", ("--steps", "8"), "ranks hold the same parameters: True"),
+        ("06_linen_hook.py", ("--steps", "20"), "step  19  loss"),
+    ],
+)
+def test_example_verifies_itself(name, arguments, expected):
+    result = run(name, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert expected in result.stdout
+    assert result.stdout.splitlines()[-1] == "ok"
+
+
+def test_language_model_reports_both_runs_and_draws_them(tmp_path):
+    out = tmp_path / "new" / "folder"
+    result = run("02_language_model.py", *TINY_MODEL, "--out", str(out))
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.split()[0] for line in result.stdout.splitlines() if " MB " in line]
+    assert rows == ["exact", "4-bit"]
+    chart = (out / "language_model.png").read_bytes()
+    assert chart.startswith(PNG_SIGNATURE)
+    assert len(chart) > 10_000
+
+
+def test_language_model_fails_when_compression_costs_too_much(tmp_path):
+    result = run("02_language_model.py", *TINY_MODEL, "--bits", "1", "--out", str(tmp_path))
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1].startswith("FAILED: held-out loss +")

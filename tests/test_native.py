@@ -1,0 +1,457 @@
+"""The native kernels write the bytes of wire format 1, as the NumPy oracle does."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cgx_jax.kernels import native
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import oracle
+from oracle import Leaf
+
+pytest.importorskip("cgx_jax._native", reason="the native module is not built")
+module = native.module()
+
+DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+KEY = (0x12345678, 0x9ABCDEF0)
+
+
+@pytest.fixture(params=module.isas(), autouse=True)
+def isa(request):
+    """Every test runs on every instruction set of this machine."""
+    before = module.isa()
+    module.set_isa(request.param)
+    yield request.param
+    module.set_isa(before)
+
+
+# --- calling the handlers -----------------------------------------------------------------------
+
+
+def attributes(leaves, world, **more):
+    def column(name):
+        return np.array([getattr(leaf, name) for leaf in leaves], np.int64)
+
+    names = ("bits", "bucket_size", "stochastic", "stream")
+    return {n: column(n) for n in names} | {"world": np.int64(world)} | more
+
+
+@functools.cache
+def compiled(name, results, attrs):
+    """One compilation serves every instruction set."""
+    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in results]
+    kwargs = {k: np.array(v, np.int64) if isinstance(v, tuple) else v for k, v in attrs}
+    return jax.jit(lambda *a: jax.ffi.ffi_call(name, shapes)(*a, **kwargs))
+
+
+def call(name, results, args, attrs):
+    frozen = tuple((k, tuple(v.tolist()) if np.ndim(v) else v) for k, v in attrs.items())
+    out = compiled(name, tuple((tuple(s), np.dtype(t)) for s, t in results), frozen)(*args)
+    return [np.asarray(o) for o in out]
+
+
+def batched(arrays):
+    return [a[None] for a in arrays]
+
+
+def encode(values, leaves, world, rank=-1, key=KEY, residual=False):
+    _, row = oracle.layout(leaves, world)
+    results = [((1, world, row), np.uint8)]
+    results += [((1, v.size), v.dtype) for v in values] if residual else []
+    args = [np.array([key], np.uint32), np.array([rank], np.int32), *batched(values)]
+    payload, *rest = call("cgx_encode", results, args, attributes(leaves, world))
+    return payload[0], [r[0] for r in rest]
+
+
+def reduce(values, payload, leaves, rank, divisor=1.0, key=KEY):
+    args = [np.array([key], np.uint32), np.array([rank], np.int32), payload[None]]
+    attrs = attributes(leaves, len(payload), divisor=np.float32(divisor))
+    results = [((1, payload.shape[1]), np.uint8)]
+    return call("cgx_reduce", results, args + batched(values), attrs)[0][0]
+
+
+def decode(payload, leaves, dtypes):
+    results = [((1, leaf.size), t) for leaf, t in zip(leaves, dtypes, strict=True)]
+    out = call("cgx_decode", results, [payload[None]], attributes(leaves, len(payload)))
+    return [o[0] for o in out]
+
+
+def accumulate(values, payload, leaves, rank=-1, divisor=1.0):
+    results = [((1, v.size), v.dtype) for v in values]
+    attrs = attributes(leaves, 1, divisor=np.float32(divisor))
+    args = [np.array([rank], np.int32), payload[None], *batched(values)]
+    return [o[0] for o in call("cgx_accumulate", results, args, attrs)]
+
+
+def assert_same_bytes(got, want, what):
+    """Equal to the last bit, or where and what differs first."""
+    got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), what
+    size = got.dtype.itemsize
+    a, b = got.reshape(-1).view(np.uint8), want.reshape(-1).view(np.uint8)
+    bad = np.flatnonzero((a != b).reshape(-1, size).any(1)) if a.size else ()
+    if len(bad):
+        i = int(bad[0])
+        hexes = [x[i * size : (i + 1) * size].tobytes().hex() for x in (a, b)]
+        values = f"{got.flat[i]!r} not {want.flat[i]!r}"
+        pytest.fail(
+            f"{what}: {len(bad)} of {got.size} differ, first at {i}: {hexes} ({values})"
+        )
+
+
+def check_all_calls(values, leaves, world, rank, divisor):
+    """Every handler against the oracle, on payloads of `world` differing ranks."""
+    what = f"world {world}, rank {rank}"
+    own, want = encode(values, leaves, world, rank), oracle.encode(values, leaves, world, rank, KEY)
+    assert_same_bytes(own[0], want[0], f"encode, {what}")
+    payload, residuals = encode(values, leaves, world, rank, residual=True)
+    assert_same_bytes(payload, want[0], f"encode with residual, {what}")
+    for k, (got, expect) in enumerate(zip(residuals, want[1], strict=True)):
+        assert_same_bytes(got, expect, f"residual {k}, {what}")
+    dtypes = [v.dtype for v in values]
+    full, _ = oracle.encode(values, leaves, world, -1, KEY)
+    for k, (got, expect) in enumerate(
+        zip(decode(full, leaves, dtypes), oracle.decode(full, leaves, dtypes), strict=True)
+    ):
+        assert_same_bytes(got, expect, f"decode {k}, {what}")
+    got = reduce(values, full, leaves, max(rank, 0), divisor)
+    expect = oracle.reduce(values, full, leaves, max(rank, 0), divisor, KEY)
+    assert_same_bytes(got, expect, f"reduce, {what}")
+    row, _ = oracle.encode(values, leaves, 1, -1, KEY)
+    peers = np.concatenate([row] * 3)
+    for k, (got, expect) in enumerate(
+        zip(
+            accumulate(values, peers, leaves, 1, divisor),
+            oracle.accumulate(values, peers, leaves, 1, divisor),
+            strict=True,
+        )
+    ):
+        assert_same_bytes(got, expect, f"accumulate {k}, {what}")
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+EDGES = (0, 1, 5, 31, 32, 33, 127, 128, 129, 511, 512, 513, 1000)
+
+
+def edges(bits, stochastic, bucket_size=512):
+    """One leaf of every awkward size."""
+    return [
+        Leaf(n, bits, bucket_size, stochastic, stream) for stream, n in enumerate(EDGES)
+    ]
+
+
+def values_for(leaves, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.uniform(-6, 3, len(leaves))
+    return [
+        (rng.standard_normal(leaf.size) * s).astype(np.float32).astype(dtype)
+        for leaf, s in zip(leaves, scale, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_width_dtype_rounding_and_edge_size_is_the_oracle_s(bits, dtype, stochastic):
+    leaves = edges(bits, stochastic)
+    check_all_calls(values_for(leaves, DTYPES[dtype], bits), leaves, 3, 1, 3.0)
+
+
+@pytest.mark.parametrize("bucket_size", [32, 64, 96, 128, 160, 1024, 4128, 1 << 20])
+def test_every_bucket_size_is_the_oracle_s(bucket_size):
+    leaves = edges(5, True, bucket_size)
+    check_all_calls(values_for(leaves, np.float32), leaves, 2, 0, 2.0)
+
+
+@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1), (3, -1), (7, 3), (8, 7), (64, 5)])
+def test_every_world_size_cuts_the_same_records(world, rank):
+    leaves = edges(4, False)
+    check_all_calls(values_for(leaves, np.float32), leaves, world, rank, world)
+
+
+def test_one_buffer_may_mix_dtypes_widths_and_buckets():
+    rng = np.random.default_rng(1)
+    leaves = [
+        Leaf(int(n), int(b), int(s) * 32, bool(r), int(m))
+        for n, b, s, r, m in rng.integers([0, 1, 1, 0, 0], [700, 9, 9, 2, 2**31], (30, 5))
+    ]
+    dtypes = [list(DTYPES.values())[i % 3] for i in range(30)]
+    values = [values_for([leaf], t, i)[0] for i, (leaf, t) in enumerate(zip(leaves, dtypes, strict=True))]
+    check_all_calls(values, leaves, 4, 2, 4.0)
+
+
+def test_300_leaves_travel_in_one_call():
+    leaves = [Leaf(37 * k % 900, 4, 128, False, k) for k in range(300)]
+    check_all_calls(values_for(leaves, np.float32), leaves, 5, 4, 1.0)
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_work_split_over_threads_writes_the_same_bytes(stochastic):
+    leaves = [
+        Leaf(2**20 + 3, 4, 512, stochastic, 7),
+        Leaf(300_000, 7, 96, stochastic, 8),
+        Leaf(2**18, 1, 1 << 18, stochastic, 9),
+    ]
+    check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_random_buffers_are_the_oracle_s(bits, world, dtype):
+    rng = np.random.default_rng(100 * bits + world)
+    leaves = [
+        Leaf(int(n), bits, int(s) * 32, bool(r), k)
+        for k, (n, s, r) in enumerate(rng.integers([0, 1, 0], [50_000, 40, 2], (12, 3)))
+    ]
+    check_all_calls(values_for(leaves, DTYPES[dtype], bits), leaves, world, world - 1, world + 0.5)
+
+
+# --- values -------------------------------------------------------------------------------------
+
+NAN, INF, MAX = float("nan"), float("inf"), 3.4028235e38
+SPECIAL = {
+    "all_equal": [3.1] * 40,
+    "zeros": [0.0] * 40,
+    "signed_zeros": [-0.0, 0.0] * 20,
+    "negative_zero_lowest": [-0.0, 1.0, 2.0, 3.0] * 10,
+    "negative_zero_highest": [-0.0, -1.0, -2.0, -3.0] * 10,
+    "subnormals": [k * 2.0**-149 for k in range(40)],
+    "unit_just_normal": [0.0, 255 * 2.0**-126, 2.0**-126] * 10,
+    "unit_just_subnormal": [0.0, 2.0**-125, 2.0**-126] * 10,
+    "widest_range": [-MAX / 2, MAX / 2, 0.0, 1.0] * 10,
+    "sum_overflows_but_range_does_not": [MAX] * 20 + [MAX / 2] * 20,
+    "range_overflows": [-MAX, MAX, 0.0, 1.0] * 10,
+    "nan_first": [NAN] + [1.0] * 39,
+    "nan_last": [1.0] * 39 + [NAN],
+    "inf": [1.0] * 20 + [INF] + [2.0] * 19,
+    "both_inf": [-INF, INF] * 20,
+    "all_nan": [NAN] * 40,
+    "ties": [k + 0.5 for k in range(39)] + [0.0],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_values_are_the_oracle_s(case, dtype):
+    with np.errstate(over="ignore"):
+        x = np.array(SPECIAL[case], np.float32).astype(DTYPES[dtype])
+    leaves = [Leaf(x.size, bits, 64, stochastic, bits) for bits, stochastic in
+              [(1, False), (4, True), (8, False)]]
+    check_all_calls([x] * 3, leaves, 2, 0, 2.0)
+
+
+def test_a_bucket_with_a_non_finite_value_decodes_to_nan_and_its_neighbours_do_not():
+    for position in (0, 5, 600, 1023):
+        x = np.arange(1536, dtype=np.float32)
+        x[position] = np.inf
+        leaves = [Leaf(x.size)]
+        payload, (residual,) = encode([x], leaves, 1, residual=True)
+        (y,) = decode(payload, leaves, [np.float32])
+        bad = slice(position // 512 * 512, (position // 512 + 1) * 512)
+        assert np.isnan(y[bad]).all()
+        assert np.isnan(residual[bad]).all()
+        assert np.isfinite(np.delete(y, np.r_[bad])).all()
+
+
+def test_every_half_converts_as_numpy_and_ml_dtypes_do():
+    bits = np.arange(2**16, dtype=np.uint16)
+    leaves = [Leaf(2**16, 8, 32), Leaf(2**16, 8, 32)]
+    values = [bits.view(np.float16), bits.view(ml_dtypes.bfloat16)]
+    values = [np.where(np.isfinite(v), v, v.dtype.type(0)) for v in values]
+    zeros = np.zeros((1, oracle.layout(leaves, 1)[1]), np.uint8)
+    for got, want in zip(accumulate(values, zeros, leaves), values, strict=True):
+        assert_same_bytes(got, want + want.dtype.type(0), "widen, add zero, narrow")
+
+
+def test_narrowing_rounds_to_nearest_even_at_every_tie():
+    rng = np.random.default_rng(0)
+    bits = np.concatenate([rng.integers(0, 2**32, 200_000, np.uint64).astype(np.uint32),
+                           np.arange(0, 2**32, 2**12, np.uint64).astype(np.uint32)])
+    lo = bits.view(np.float32)
+    record = np.zeros((lo.size, 16), np.uint8)  # 32 values at 1 bit, all equal to lo
+    record[:, :4] = lo[:, None].view(np.uint8)
+    leaves = [Leaf(32 * lo.size, 1, 32)] * 2
+    payload = np.concatenate([record[:, :12].reshape(-1)] * 2)[None]
+    got = decode(payload, leaves, [np.float16, ml_dtypes.bfloat16])
+    quiet = ~np.isnan(lo) | ((bits & 0x400000) != 0)
+    for y in got:
+        want = oracle.narrow(lo, y.dtype)
+        assert_same_bytes(y[::32][quiet], want[quiet], f"narrow to {y.dtype}")
+
+
+# --- golden vectors, layout, contracts ----------------------------------------------------------
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"].split(":")[0].replace(" ", "_"))
+def test_golden_records(case):
+    x = np.array(case["values"], np.float32)
+    bucket = case.get("bucket", 0)
+    size = 256 if bucket == 0 else 32
+    leaf = Leaf(size * bucket + x.size, case["bits"], size, case.get("stochastic", False),
+                case.get("stream", 0))
+    before = np.zeros(size * bucket, np.float32)
+    payload, _ = encode([np.concatenate([before, x])], [leaf], 1, key=case.get("key", KEY))
+    want = np.frombuffer(bytes.fromhex("".join(case["record"])), np.uint8)
+    at = bucket * oracle.record_bytes(size, leaf.bits)
+    assert_same_bytes(payload[0, at:], want, case["name"])
+    (y,) = decode(payload, [leaf], [np.float32])
+    assert_same_bytes(y[before.size :] + 0.0, np.float32(case.get("decoded", case["values"])), "decode")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 16, 100])
+def test_layout_is_the_oracle_s(world):
+    rng = np.random.default_rng(world)
+    for _ in range(20):
+        rows = rng.integers([0, 1, 1], [3000, 9, 20], (rng.integers(0, 12), 3))
+        leaves = [Leaf(int(n), int(b), int(s) * 32) for n, b, s in rows]
+        columns = [[getattr(leaf, name) for leaf in leaves] for name in ("size", "bits", "bucket_size")]
+        assert module.layout(*columns, world) == oracle.layout(leaves, world)
+
+
+def test_the_same_call_gives_the_same_bytes_and_another_key_does_not():
+    leaves = [Leaf(100_000, 4, 512, True)]
+    values = values_for(leaves, np.float32)
+    first, second = encode(values, leaves, 2)[0], encode(values, leaves, 2)[0]
+    assert_same_bytes(first, second, "repeated call")
+    assert (encode(values, leaves, 2, key=(1, 1))[0] != first).any()
+
+
+def test_stochastic_rounding_is_unbiased():
+    x = np.tile(np.linspace(0, 1, 512, dtype=np.float32), 2000)
+    leaves = [Leaf(x.size, 2, 512, True)]
+    (y,) = decode(encode([x], leaves, 1)[0], leaves, [np.float32])
+    error = (y - x).reshape(2000, 512).mean(0, dtype=np.float64)
+    assert np.abs(error).max() < 5 * (1 / 3) / 2 / np.sqrt(2000)
+
+
+def test_a_batch_is_as_many_calls():
+    leaves = [Leaf(700, 4, 64, True, 3), Leaf(33, 8, 32, False, 4)]
+    world, batch = 3, 4
+    sets = [values_for(leaves, np.float32, b) for b in range(batch)]
+    keys = np.arange(2 * batch, dtype=np.uint32).reshape(batch, 2)
+    ranks = np.array([-1, 0, 1, 2], np.int32)
+    stacked = [np.stack(v) for v in zip(*sets, strict=True)]
+    row = oracle.layout(leaves, world)[1]
+    (payload,) = call("cgx_encode", [((batch, world, row), np.uint8)], [keys, ranks, *stacked],
+                      attributes(leaves, world))
+    for b in range(batch):
+        want, _ = oracle.encode(sets[b], leaves, world, ranks[b], keys[b])
+        assert_same_bytes(payload[b], want, f"batch element {b}")
+    own = np.maximum(ranks, 0)
+    (chunk,) = call("cgx_reduce", [((batch, row), np.uint8)], [keys, own, payload, *stacked],
+                    attributes(leaves, world, divisor=np.float32(3)))
+    for b in range(batch):
+        want = oracle.reduce(sets[b], payload[b], leaves, own[b], 3, keys[b])
+        assert_same_bytes(chunk[b], want, f"reduce, batch element {b}")
+
+
+@pytest.mark.parametrize("name", ["cgx_encode", "cgx_reduce", "cgx_decode"])
+def test_a_buffer_without_leaves_or_values_is_fine(name):
+    for leaves in ([], [Leaf(0)]):
+        values = [np.zeros((1, 0), np.float32) for _ in leaves]
+        key, rank = np.zeros((1, 2), np.uint32), np.zeros(1, np.int32)
+        payload = np.zeros((1, 2, 0), np.uint8)
+        attrs = attributes(leaves, 2)
+        if name == "cgx_encode":
+            call(name, [((1, 2, 0), np.uint8)], [key, rank, *values], attrs)
+        elif name == "cgx_reduce":
+            attrs["divisor"] = np.float32(1)
+            call(name, [((1, 0), np.uint8)], [key, rank, payload, *values], attrs)
+        else:
+            call(name, [(v.shape, v.dtype) for v in values], [payload], attrs)
+
+
+# --- wrong calls --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """A call that differs from a right one in one point, and the words of its error."""
+
+    says: str
+    name: str = "cgx_encode"
+    attrs: dict = dataclasses.field(default_factory=dict)
+    args: dict = dataclasses.field(default_factory=dict)  # position -> operand
+    results: dict = dataclasses.field(default_factory=dict)  # position -> (shape, dtype)
+
+
+def ints(*values):
+    return np.array(values, np.int64)
+
+
+WRONG = [
+    Wrong("cgx_encode: bits of leaf 0 is 9, must be in", attrs={"bits": ints(9)}),
+    Wrong("bits of leaf 0 is 0, must be in", attrs={"bits": ints(0)}),
+    Wrong("bucket_size of leaf 0 is 48, must be a multiple of 32", attrs={"bucket_size": ints(48)}),
+    Wrong("bucket_size of leaf 0 is 0", attrs={"bucket_size": ints(0)}),
+    Wrong("stochastic of leaf 0 is 2", attrs={"stochastic": ints(2)}),
+    Wrong("stream of leaf 0 is -1", attrs={"stream": ints(-1)}),
+    Wrong("length of bits is 2, expected 1", attrs={"bits": ints(4, 4)}),
+    Wrong("world is 0, must be in", attrs={"world": np.int64(0)}),
+    Wrong("dimension 1 of payload is 2, expected 3", attrs={"world": np.int64(3)}),
+    Wrong("dimension 2 of payload is 1, expected", results={0: ((1, 2, 1), np.uint8)}),
+    Wrong("rank is 2, must be in [-1, 2)", args={1: np.array([2], np.int32)}),
+    Wrong("dimension 0 of rank is 2, expected 1", args={1: np.array([0, 0], np.int32)}),
+    Wrong("dimension 1 of key is 3, expected 2", args={0: np.zeros((1, 3), np.uint32)}),
+    Wrong("leading dimension of leaf 0 is 3, expected 1", args={2: np.zeros((3, 10), np.float32)}),
+    Wrong("dtype of leaf 0", args={2: np.zeros((1, 1000), np.int32)}),
+    Wrong("number of result leaves is 2, expected 1",
+          results={1: ((1, 1000), np.float32), 2: ((1, 1000), np.float32)}),
+    Wrong("result leaf 0 has 999 values", results={1: ((1, 999), np.float32)}),
+    Wrong("result leaf 0 has 1000 values", results={1: ((1, 1000), np.float16)}),
+    Wrong("cgx_reduce: rank is -1, must be in [0, 2)", "cgx_reduce",
+          args={1: np.array([-1], np.int32)}),
+    Wrong("divisor is 0", "cgx_reduce", attrs={"divisor": np.float32(0)}),
+    Wrong("divisor is nan", "cgx_reduce", attrs={"divisor": np.float32("nan")}),
+    Wrong("dimension 1 of chunk is 5, expected", "cgx_reduce", results={0: ((1, 5), np.uint8)}),
+    Wrong("cgx_decode: bits of leaf 0 is 12", "cgx_decode", attrs={"bits": ints(12)}),
+    Wrong("dimension 2 of payload is 7, expected", "cgx_decode",
+          args={0: np.zeros((1, 2, 7), np.uint8)}),
+    Wrong("dtype of leaf 0", "cgx_decode", results={0: ((1, 1000), np.int8)}),
+    Wrong("cgx_accumulate: world is 2, expected 1", "cgx_accumulate", attrs={"world": np.int64(2)}),
+    Wrong("rank is 2, must be in [-1, 2)", "cgx_accumulate", args={0: np.array([2], np.int32)}),
+    Wrong("dimension 2 of payload is 3, expected", "cgx_accumulate",
+          args={1: np.zeros((1, 2, 3), np.uint8)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda w: f"{w.name}-{w.says}")
+def test_a_wrong_call_names_the_value_and_the_limit(wrong, isa):
+    if isa != module.isas()[0]:
+        pytest.skip("the checks do not depend on the instruction set")
+    leaves = [Leaf(1000)]
+    key, rank = np.zeros((1, 2), np.uint32), np.zeros(1, np.int32)
+    x = np.zeros((1, 1000), np.float32)
+    payload = np.zeros((1, 2, oracle.layout(leaves, 2)[1]), np.uint8)
+    whole = np.zeros((1, 2, oracle.layout(leaves, 1)[1]), np.uint8)
+    args, results, attrs = {
+        "cgx_encode": ([key, rank, x], [payload], {}),
+        "cgx_reduce": ([key, rank, payload, x], [payload[:, 0]], {"divisor": np.float32(1)}),
+        "cgx_decode": ([payload], [x], {}),
+        "cgx_accumulate": ([rank, whole, x], [x], {"divisor": np.float32(1)}),
+    }[wrong.name]
+    attrs = attributes(leaves, 1 if wrong.name == "cgx_accumulate" else 2, **attrs) | wrong.attrs
+    operands = [wrong.args.get(i, a) for i, a in enumerate(args)]
+    shapes = {i: (r.shape, r.dtype) for i, r in enumerate(results)} | wrong.results
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        call(wrong.name, list(shapes.values()), operands, attrs)
+    assert "INVALID_ARGUMENT" in str(error.value)
+    assert wrong.says in str(error.value)
+
+
+def test_an_unknown_instruction_set_is_refused():
+    with pytest.raises(ValueError, match="isa 'mmx' is not in isas"):
+        module.set_isa("mmx")

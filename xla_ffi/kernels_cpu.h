@@ -1,0 +1,101 @@
+// Encode, reduce, decode and accumulate over a fusion buffer in host memory. No XLA here: raw
+// pointers in, raw pointers out, one batch element a call.
+#ifndef CGX_KERNELS_CPU_H_
+#define CGX_KERNELS_CPU_H_
+
+#include <stdint.h>
+
+#include "wire_format.h"
+
+namespace cgx {
+
+enum class DType : int32_t { kF32, kBF16, kF16 };
+
+constexpr int64_t item_size(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+// The leaves of one batch element, in slot order. Pointers may have any alignment of their dtype.
+struct LeavesIn {
+  const void* const* data;
+  const DType* dtype;
+};
+struct LeavesOut {
+  void* const* data;
+  const DType* dtype;
+};
+
+// Every call below works on the records that start in [from, to) of the buffer, so that calls on
+// disjoint ranges may run at once. Bytes past a chunk's end are zero_tails' work.
+
+// Writes u8[world, chunk_bytes]; the row of chunk `rank` is zeros (-1: no such row). `residuals`
+// (data null: none) receives x - decode(encode(x)), zeros in the own chunk.
+struct EncodeCall {
+  Layout layout;
+  LeavesIn leaves;
+  LeavesOut residuals;
+  const uint32_t* key;  // two words
+  int64_t rank;
+  uint8_t* payload;
+};
+
+// Writes u8[chunk_bytes]: the encoded (own exact values + decoded rows of the peers) / divisor.
+struct ReduceCall {
+  Layout layout;
+  LeavesIn leaves;
+  const uint32_t* key;
+  int64_t rank;
+  const uint8_t* payload;  // u8[world, chunk_bytes]
+  float divisor;
+  uint8_t* chunk;
+  float* scratch;  // the longest bucket's values; calls that run at once need their own
+};
+
+struct DecodeCall {
+  Layout layout;
+  const uint8_t* payload;  // u8[world, chunk_bytes]
+  LeavesOut leaves;
+};
+
+// Writes (leaf + decoded payloads of all peers but `rank`) / divisor, in the leaf's dtype.
+struct AccumulateCall {
+  Layout layout;  // world 1
+  LeavesIn leaves;
+  const uint8_t* payload;  // u8[peers, total_bytes]
+  int64_t peers;
+  int64_t rank;
+  float divisor;
+  LeavesOut sums;
+};
+
+// One instruction set's build of the kernels.
+struct KernelTable {
+  const char* isa;
+  void (*encode)(const EncodeCall&, int64_t from, int64_t to);
+  void (*reduce)(const ReduceCall&, int64_t from, int64_t to);
+  void (*decode)(const DecodeCall&, int64_t from, int64_t to);
+  void (*accumulate)(const AccumulateCall&, int64_t from, int64_t to);
+};
+
+// Builds compiled in and supported by this processor, best first, ended by null.
+const KernelTable* const* available_kernels();
+const KernelTable& current_kernels();
+// Chooses the build that later calls use; false when it is not available.
+bool select_kernels(const char* isa);
+
+// Zeroes the bytes past each chunk's end in u8[world, chunk_bytes].
+void zero_tails(const Layout& layout, uint8_t* payload);
+
+// IEEE arithmetic (subnormals kept, nearest even) whatever the thread had set; restores on exit.
+class ScopedIeee {
+ public:
+  ScopedIeee();
+  ~ScopedIeee();
+  ScopedIeee(const ScopedIeee&) = delete;
+  ScopedIeee& operator=(const ScopedIeee&) = delete;
+
+ private:
+  uint64_t saved_;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_KERNELS_CPU_H_

@@ -1,0 +1,72 @@
+#include "layout.h"
+
+#include <algorithm>
+
+namespace cgx {
+namespace {
+
+std::string outside(const char* what, size_t leaf, int64_t value, const std::string& limit) {
+  return std::string(what) + " of leaf " + std::to_string(leaf) + " is " + std::to_string(value) +
+         ", must be " + limit;
+}
+
+std::string check(const LeafSpec& leaf, size_t k) {
+  if (leaf.size < 0 || leaf.size > kMaxSize) return outside("size", k, leaf.size, "in [0, 2^48]");
+  if (leaf.bits < 1 || leaf.bits > kMaxBits) return outside("bits", k, leaf.bits, "in [1, 8]");
+  if (leaf.bucket_size < kTailValues || leaf.bucket_size > kMaxBucket ||
+      leaf.bucket_size % kTailValues != 0) {
+    return outside("bucket_size", k, leaf.bucket_size, "a multiple of 32 in [32, 2^30]");
+  }
+  if (leaf.stochastic < 0 || leaf.stochastic > 1) {
+    return outside("stochastic", k, leaf.stochastic, "0 or 1");
+  }
+  if (leaf.stream < 0 || leaf.stream > int64_t{UINT32_MAX}) {
+    return outside("stream", k, leaf.stream, "in [0, 2^32)");
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t world) {
+  if (world < 1 || world > kMaxWorld) {
+    return "world is " + std::to_string(world) + ", must be in [1, 2^20]";
+  }
+  slots_.clear();
+  values_ = longest_bucket_ = 0;
+  int64_t total = 0;
+  for (size_t k = 0; k < leaves.size(); ++k) {
+    const LeafSpec& leaf = leaves[k];
+    if (std::string error = check(leaf, k); !error.empty()) return error;
+    const Slot slot{leaf.size,
+                    leaf.bucket_size,
+                    static_cast<int32_t>(leaf.bits),
+                    leaf.stochastic != 0,
+                    static_cast<uint32_t>(leaf.stream),
+                    total};
+    slots_.push_back(slot);
+    total = slot.end();
+    values_ += leaf.size;
+    longest_bucket_ = std::max(longest_bucket_, std::min(leaf.size, leaf.bucket_size));
+  }
+  begin_.assign(world + 1, total);
+  begin_[0] = 0;
+  const Layout whole{slots_.data(), static_cast<int64_t>(slots_.size()), begin_.data(), world, 0};
+  for (int64_t w = 1; w < world; ++w) {
+    const int64_t cut = chunk_cut(w, total, world), s = whole.slot_at(cut);
+    if (s == whole.num_slots) continue;
+    const Slot& slot = slots_[s];
+    const int64_t bucket = slot.first_bucket_from(cut);
+    begin_[w] = bucket < slot.buckets() ? slot.record_start(bucket) : slot.end();
+  }
+  chunk_bytes_ = 0;
+  for (int64_t w = 0; w < world; ++w) chunk_bytes_ = std::max(chunk_bytes_, begin_[w + 1] - begin_[w]);
+  return "";
+}
+
+Layout OwnedLayout::view() const {
+  return {slots_.data(), static_cast<int64_t>(slots_.size()), begin_.data(),
+          static_cast<int64_t>(begin_.size()) - 1, chunk_bytes_};
+}
+
+}  // namespace cgx

@@ -1,0 +1,121 @@
+// The Python module cgx_jax._native.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "handlers_cpu.h"
+#include "kernels_cpu.h"
+#include "layout.h"
+#include "timing.h"
+
+namespace py = pybind11;
+
+namespace {
+
+std::map<std::string, py::capsule> handlers() {
+  const auto capsule = [](auto* handler) {
+    return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+  };
+  return {{"cgx_encode", capsule(cgx::encode_handler)},
+          {"cgx_reduce", capsule(cgx::reduce_handler)},
+          {"cgx_decode", capsule(cgx::decode_handler)},
+          {"cgx_accumulate", capsule(cgx::accumulate_handler)}};
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (auto table = cgx::available_kernels(); *table; ++table) names.push_back((*table)->isa);
+  return names;
+}
+
+void set_isa(const std::string& name) {
+  if (!cgx::select_kernels(name.c_str())) {
+    throw py::value_error("isa '" + name + "' is not in isas()");
+  }
+}
+
+cgx::OwnedLayout build(const std::vector<cgx::LeafSpec>& leaves, int64_t world) {
+  cgx::OwnedLayout owned;
+  const std::string error = owned.build(leaves, world);
+  if (!error.empty()) throw py::value_error(error);
+  return owned;
+}
+
+std::pair<std::vector<int64_t>, int64_t> layout(const std::vector<int64_t>& sizes,
+                                                const std::vector<int64_t>& bits,
+                                                const std::vector<int64_t>& bucket_sizes,
+                                                int64_t world) {
+  if (bits.size() != sizes.size() || bucket_sizes.size() != sizes.size()) {
+    throw py::value_error("sizes, bits and bucket_sizes differ in length");
+  }
+  std::vector<cgx::LeafSpec> leaves;
+  for (size_t k = 0; k < sizes.size(); ++k) leaves.push_back({sizes[k], bits[k], bucket_sizes[k], 0, 0});
+  const cgx::OwnedLayout owned = build(leaves, world);
+  const cgx::Layout view = owned.view();
+  return {std::vector<int64_t>(view.begin, view.begin + world + 1), view.chunk_bytes};
+}
+
+// Sizes are checked here: the kernels trust their pointers.
+double time_kernel(const std::string& kernel, py::array leaf, py::array out, py::array payload,
+                   py::array chunk, const std::string& dtype, int64_t bits, int64_t bucket_size,
+                   bool stochastic, int64_t world, int64_t rank, float divisor, int64_t threads) {
+  const std::map<std::string, cgx::DType> dtypes = {
+      {"f32", cgx::DType::kF32}, {"bf16", cgx::DType::kBF16}, {"f16", cgx::DType::kF16}};
+  const auto found = dtypes.find(dtype);
+  if (found == dtypes.end()) throw py::value_error("dtype must be f32, bf16 or f16");
+  const int64_t size = leaf.nbytes() / cgx::item_size(found->second);
+  const bool accumulate = kernel == "accumulate", reduce = kernel == "reduce";
+  const cgx::OwnedLayout owned =
+      build({{size, bits, bucket_size, stochastic, 0}}, accumulate ? 1 : world);
+  const int64_t row = owned.view().chunk_bytes;
+  if (payload.nbytes() != world * row || (reduce && chunk.nbytes() != row) ||
+      (out.nbytes() != leaf.nbytes() && (out.nbytes() != 0 || kernel == "decode" || accumulate)) ||
+      (rank < 0 && reduce) || rank >= world || threads < 1) {
+    throw py::value_error("buffer sizes, rank or threads do not fit the layout");
+  }
+  const cgx::Timed timed{{size, bits, bucket_size, stochastic, 0},
+                         found->second,
+                         leaf.data(),
+                         out.nbytes() ? out.mutable_data() : nullptr,
+                         static_cast<uint8_t*>(payload.mutable_data()),
+                         static_cast<uint8_t*>(chunk.mutable_data()),
+                         world,
+                         rank,
+                         {1, 2},
+                         divisor};
+  const py::gil_scoped_release unlocked;
+  return cgx::time_kernel(kernel, timed, owned, threads);
+}
+
+double time_copy(py::array to, py::array from, int64_t threads) {
+  if (to.nbytes() != from.nbytes() || threads < 1) throw py::value_error("sizes differ");
+  void* const target = to.mutable_data();
+  const void* const source = from.data();
+  const int64_t bytes = from.nbytes();
+  const py::gil_scoped_release unlocked;
+  return cgx::time_copy(target, source, bytes, threads);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "CPU kernels of cgx_jax as XLA FFI handlers.";
+  m.def("handlers", &handlers, "FFI targets for jax.ffi.register_ffi_target(platform='cpu').");
+  m.def("isa", [] { return cgx::current_kernels().isa; }, "Instruction set in use.");
+  m.def("isas", &isas, "Instruction sets compiled in and supported here, best first.");
+  m.def("set_isa", &set_isa, py::arg("name"), "Chooses one of isas(), for tests and benchmarks.");
+  m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+  m.def("layout", &layout, py::arg("sizes"), py::arg("bits"), py::arg("bucket_sizes"),
+        py::arg("world"), "Chunk starts (world + 1) and the length of a payload row, in bytes.");
+  m.def("time_kernel", &time_kernel, py::arg("kernel"), py::arg("leaf"), py::arg("out"),
+        py::arg("payload"), py::arg("chunk"), py::arg("dtype") = "f32", py::kw_only(),
+        py::arg("bits"), py::arg("bucket_size") = 512, py::arg("stochastic") = false,
+        py::arg("world") = 1, py::arg("rank") = -1, py::arg("divisor") = 1.0f,
+        py::arg("threads") = 1,
+        "Runs one kernel on NumPy buffers with key (1, 2), stream 0; returns its seconds.");
+  m.def("time_copy", &time_copy, py::arg("to"), py::arg("source"), py::arg("threads") = 1,
+        "Copies a NumPy buffer with memcpy; returns its seconds.");
+}

@@ -1,0 +1,166 @@
+// The arithmetic of wire format 1, for one value or a vector of values, for host and device.
+// Every step rounds to fp32 on its own: compile with -ffp-contract=off (-fmad=false).
+// The functions live in a namespace named after the instruction set they are compiled for.
+#ifndef CGX_QUANTIZE_H_
+#define CGX_QUANTIZE_H_
+
+#include <stdint.h>
+#include <string.h>
+
+#include "wire_format.h"
+
+#ifndef CGX_ISA
+#define CGX_ISA generic
+#endif
+
+namespace cgx {
+inline namespace CGX_ISA {
+
+// The integer types of F's lanes, and F's conversions. Kernels specialise it for their vectors.
+template <typename F>
+struct Lanes;
+
+template <>
+struct Lanes<float> {
+  using U = uint32_t;
+  CGX_HD static U truncate(float x) { return (U)(int32_t)x; }
+  CGX_HD static float to_float(U x) { return (float)(int32_t)x; }
+};
+
+template <typename To, typename From>
+CGX_HD To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+constexpr float kSmallestUnit = 1.17549435e-38f;  // below it, units lose precision: send lo alone
+constexpr float kLargest = 3.40282347e+38f;
+constexpr uint32_t kQuietNan = 0x7fc00000u;
+
+CGX_HD bool poisoned(Meta meta) { return meta.lo != meta.lo; }
+
+// The meta of a bucket from its extremes; a quiet NaN poisons a bucket that cannot be represented.
+CGX_HD Meta make_meta(float min, float max, bool finite, int bits) {
+  const float lo = min + 0.0f;  // -0 becomes +0
+  const float range = max - lo;
+  if (!finite || !(range <= kLargest)) return {bit_cast<float>(kQuietNan), 0.0f};
+  const float unit = range / (float)((1 << bits) - 1);
+  return {lo, unit < kSmallestUnit ? 0.0f : unit};
+}
+
+CGX_HD float inverse_unit(Meta meta) { return meta.unit > 0.0f ? 1.0f / meta.unit : 0.0f; }
+
+// Nearest code. The largest value gives less than 2^bits: its error is 3 roundings of relative 2^-24.
+template <typename F>
+CGX_HD typename Lanes<F>::U nearest_code(F x, float lo, float inverse) {
+  return Lanes<F>::truncate((x - lo) * inverse + 0.5f);
+}
+
+// Code rounded up with the probability of the fraction; `noise` lies in [0, 1).
+template <typename F>
+CGX_HD typename Lanes<F>::U stochastic_code(F x, float lo, float inverse, F noise, int bits) {
+  using U = typename Lanes<F>::U;
+  const U top = U{} + (uint32_t)((1 << bits) - 1);
+  const U code = Lanes<F>::truncate((x - lo) * inverse + noise);
+  return code < top ? code : top;
+}
+
+template <typename F>
+CGX_HD F decode(typename Lanes<F>::U code, Meta meta) {
+  return meta.lo + meta.unit * Lanes<F>::to_float(code);
+}
+
+// A NaN whose sign and payload do not depend on the processor.
+template <typename F>
+CGX_HD F canonical_nan(F x) {
+  using U = typename Lanes<F>::U;
+  return x == x ? x : bit_cast<F>(U{} + kQuietNan);
+}
+
+// 32-bit finalizer with low bias (C. Wellons, "Prospecting for hash functions").
+CGX_HD uint32_t mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return x;
+}
+
+// Counter-based noise of one bucket: the same for every processor, world size and run.
+struct NoiseSeed {
+  uint32_t s0;
+  uint32_t s1;
+};
+
+CGX_HD NoiseSeed noise_seed(const uint32_t key[2], uint32_t stream, uint64_t bucket) {
+  const uint32_t k_lo = (uint32_t)bucket, k_hi = (uint32_t)(bucket >> 32);
+  const uint32_t a = mix(key[0] ^ mix(stream + 0x9e3779b9u));
+  const uint32_t d = mix(key[1] + a);
+  const uint32_t s0 = mix(mix(a ^ k_lo) + k_hi);
+  return {s0, mix((d + s0 * 0x85ebca6bu) ^ k_lo)};
+}
+
+// Noise in [0, 1) of the values with these indices in the bucket.
+template <typename F>
+CGX_HD F noise(typename Lanes<F>::U index, NoiseSeed seed) {
+  typename Lanes<F>::U x = index + seed.s0;
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x += seed.s1;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return Lanes<F>::to_float(x >> 8) * 5.9604644775390625e-08f;  // 2^-24
+}
+
+// bf16 and f16 as bit patterns in the low half of 32-bit lanes. Widening is exact; narrowing rounds
+// to nearest even and treats NaN as ml_dtypes (bf16) and NumPy (f16) do.
+template <typename F>
+CGX_HD F widen_bf16(typename Lanes<F>::U half) {
+  return bit_cast<F>(half << 16);
+}
+
+template <typename F>
+CGX_HD typename Lanes<F>::U narrow_bf16(F x) {
+  using U = typename Lanes<F>::U;
+  const U bits = bit_cast<U>(x);
+  const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U nan = ((bits >> 16) & 0x8000u) | 0x7fc0u;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+}
+
+template <typename F>
+CGX_HD F widen_f16(typename Lanes<F>::U half) {
+  using U = typename Lanes<F>::U;
+  const U magnitude = (half & 0x7fffu) << 13;
+  const U exponent = magnitude & 0x0f800000u;
+  const U normal = magnitude + (112u << 23);
+  // A subnormal half is an integer times 2^-24: put it behind the point of 2^-14, take 2^-14 off.
+  const U subnormal = bit_cast<U>(bit_cast<F>(magnitude + (113u << 23)) - 6.103515625e-05f);
+  const U special = magnitude | 0x7f800000u;
+  const U wide = exponent == 0u ? subnormal : exponent == 0x0f800000u ? special : normal;
+  return bit_cast<F>(wide | ((half & 0x8000u) << 16));
+}
+
+template <typename F>
+CGX_HD typename Lanes<F>::U narrow_f16(F x) {
+  using U = typename Lanes<F>::U;
+  const U bits = bit_cast<U>(x);
+  const U magnitude = bits & 0x7fffffffu;
+  const U normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Below 2^-14 the sum with 0.5 rounds at 2^-24, the spacing of subnormal halves.
+  const U subnormal = bit_cast<U>(bit_cast<F>(magnitude) + 0.5f) - 0x3f000000u;
+  const U payload = (magnitude >> 13) & 0x3ffu;
+  const U nan = 0x7c00u | (payload == 0u ? U{} + 1u : payload);
+  const U finite = magnitude < 0x38800000u ? subnormal : normal;
+  const U large = magnitude > 0x7f800000u ? nan : U{} + 0x7c00u;
+  return (magnitude >= 0x477ff000u ? large : finite) | ((bits >> 16) & 0x8000u);
+}
+
+}  // namespace CGX_ISA
+}  // namespace cgx
+
+#endif  // CGX_QUANTIZE_H_
