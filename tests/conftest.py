@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import Mesh
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,505 @@
+"""The collectives against their `jax.lax` namesakes, under every transformation."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Cast, Identity, Plan, Quantize
+
+WORLD = 8
+Q8 = Quantize(8)
+STOCHASTIC = Quantize(8, rounding="stochastic")
+KEY = jax.random.key(7)
+
+
+def values(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return {
+        "kernel": values(WORLD, 33, 70),
+        "wide": values(WORLD, 5, 1000, seed=1),
+        "bias": values(WORLD, 70, seed=2),
+        "scale": values(WORLD, seed=3),
+    }
+
+
+def first(tree):
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def tolerance(tree, compressor, world=WORLD):
+    """The stated bound of the sum: every peer's error, and the owner's second encoding."""
+
+    def one(x):
+        peers = sum(np.asarray(compressor.error_bound(x[r])) for r in range(world))
+        total = np.asarray(x, np.float32).sum(0)
+        span = np.abs(total).max() + peers.max()
+        again = np.asarray(compressor.error_bound(jnp.float32([-span, span]))).max()
+        return peers + again + 1e-5
+
+    return jax.tree.map(one, tree)
+
+
+def check_sum(got, tree, compressor=Q8):
+    want = jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), tree)
+    for g, w, t in zip(*map(jax.tree.leaves, (got, want, tolerance(tree, compressor))), strict=True):
+        assert (np.abs(np.asarray(g, np.float64) - w) <= t).all()
+
+
+def mesh_of(kind):
+    if kind == "two":
+        return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    return jax.make_mesh((WORLD,), ("data",), axis_types=(axis,))
+
+
+def psum(x, axis="data", compressor=Q8, **kw):
+    return cgx_jax.psum_compressed(x, axis, compressor, **kw)
+
+
+def run_shard_map(f, tree, *, kind="auto", jit=True, check_vma=True):
+    mesh = mesh_of(kind)
+    spec = P(mesh.axis_names)
+    g = jax.shard_map(
+        lambda t: f(first(t)), mesh=mesh, in_specs=spec, out_specs=P(), check_vma=check_vma
+    )
+    if kind == "explicit":
+        tree = jax.device_put(tree, NamedSharding(mesh, spec))
+    return (jax.jit(g) if jit else g)(tree)
+
+
+def in_scan(t):
+    def body(carry, _):
+        return psum(jax.tree.map(lambda a, c: a + 0 * c, t, carry)), None
+
+    return lax.scan(body, jax.tree.map(jnp.zeros_like, psum(t)), None, length=2)[0]
+
+
+TRANSFORMATIONS = {
+    "shard_map": lambda t: run_shard_map(psum, t),
+    "shard_map, check_vma off": lambda t: run_shard_map(psum, t, check_vma=False),
+    "shard_map, explicit mesh": lambda t: run_shard_map(psum, t, kind="explicit"),
+    "shard_map, eager": lambda t: run_shard_map(psum, t, jit=False),
+    "two axes at once": lambda t: run_shard_map(lambda x: psum(x, ("a", "b")), t, kind="two"),
+    "one axis, then lax.psum": lambda t: run_shard_map(
+        lambda x: lax.psum(psum(x, "a"), "b"), t, kind="two"
+    ),
+    "scan": lambda t: run_shard_map(in_scan, t),
+    "remat": lambda t: run_shard_map(jax.checkpoint(psum), t),
+    "pmap": lambda t: jax.tree.map(lambda x: x[3], jax.pmap(psum, axis_name="data")(t)),
+    "vmap(axis_name)": lambda t: jax.tree.map(lambda x: x[3], jax.vmap(psum, axis_name="data")(t)),
+    "vmap of two axes": lambda t: jax.tree.map(
+        lambda x: x[1, 1],
+        jax.vmap(jax.vmap(lambda x: psum(x, ("a", "b")), axis_name="b"), axis_name="a")(
+            jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), t)
+        ),
+    ),
+    "plain vmap inside": lambda t: jax.tree.map(
+        lambda x: x[1] / 2,
+        run_shard_map(
+            lambda x: jax.vmap(psum)(jax.tree.map(lambda v: jnp.stack([v, 2 * v]), x)), t
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_sum_is_within_the_stated_bound_under(name, tree):
+    check_sum(TRANSFORMATIONS[name](tree), tree)
+
+
+def test_transformations_agree_bit_for_bit(tree):
+    want = TRANSFORMATIONS["shard_map"](tree)
+    for name in ("shard_map, check_vma off", "shard_map, eager", "pmap", "vmap(axis_name)", "scan"):
+        got = TRANSFORMATIONS[name](tree)
+        for a, b in zip(jax.tree.leaves(got["kernel"]), jax.tree.leaves(want["kernel"]), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+COMPRESSORS = [
+    Quantize(1, 64),
+    Quantize(3, 96),
+    Quantize(4),
+    Quantize(8, 32),
+    Quantize(2, 128, "stochastic"),
+    Cast(jnp.bfloat16),
+    Cast(jnp.float16),
+    Cast(jnp.float8_e4m3fn),
+]
+SHAPES = [(), (1,), (3,), (511,), (513,), (37, 70)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_ranks_hold_the_same_bits_within_the_bound(compressor, world):
+    dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
+    leaves = [values(world, *s, seed=i, dtype=dtypes[i % 3]) for i, s in enumerate(SHAPES)]
+    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+    like = [x[0] for x in leaves]
+    plan = Plan.build(
+        like, compressor, overrides={str(i): compressor for i in range(len(SHAPES))}, min_size=0
+    )
+    f = jax.shard_map(
+        lambda t: jax.tree.map(
+            lambda x: x[None], cgx_jax.psum_compressed(first(t), "data", plan, key=KEY)
+        ),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    for got, x in zip(jax.jit(f)(leaves), leaves, strict=True):
+        every = np.asarray(got)
+        assert every.dtype == x.dtype
+        for r in range(world):
+            assert every[r].tobytes() == every[0].tobytes()
+        if world == 1:
+            np.testing.assert_array_equal(every[0], x[0])
+            continue
+        bound = tolerance(x, compressor, world) + np.abs(np.asarray(x, np.float32)).sum(0) * (
+            2.0**-6 if x.dtype == jnp.bfloat16 else 2.0**-9
+        )
+        error = np.abs(every[0].astype(np.float64) - np.asarray(x, np.float64).sum(0))
+        assert (error <= bound).all(), (x.shape, x.dtype, (error / bound).max())
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float32", "bfloat16"])
+def test_identity_is_lax_psum_bit_for_bit(dtype):
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 2, (WORLD, 40, 50)), dtype)
+    ours = jax.pmap(lambda v: cgx_jax.psum_compressed(v, "data", Identity()), axis_name="data")(x)
+    lax_ = jax.pmap(lambda v: lax.psum(v, "data"), axis_name="data")(x)
+    assert ours.dtype == lax_.dtype
+    assert np.asarray(ours).tobytes() == np.asarray(lax_).tobytes()
+
+
+def test_identity_takes_an_operand_that_does_not_vary():
+    f = lambda v: cgx_jax.psum_compressed(v, "data", Identity())  # noqa: E731
+    got = jax.shard_map(f, mesh=mesh_of("auto"), in_specs=P(), out_specs=P())(jnp.ones((3, 4)))
+    np.testing.assert_array_equal(got, np.full((3, 4), WORLD))
+
+
+def test_integers_go_exact_beside_compressed_leaves():
+    tree = {"w": values(WORLD, 40, 50), "n": jnp.arange(WORLD * 2000).reshape(WORLD, 40, 50)}
+    got = run_shard_map(psum, tree)
+    np.testing.assert_array_equal(got["n"], tree["n"].sum(0))
+
+
+def test_mean_is_the_sum_over_the_world(tree):
+    got = run_shard_map(lambda t: cgx_jax.pmean_compressed(t, "data", Q8), tree)
+    check_sum(jax.tree.map(lambda x: x * WORLD, got), tree)
+
+
+def test_groups_reduce_within_each_group(tree):
+    groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
+    want = jax.tree.map(lambda x: x[1::2].sum(0), tree)
+    reduce = lambda t: psum(t, axis_index_groups=groups)  # noqa: E731
+    by_pmap = jax.tree.map(lambda x: x[3], jax.pmap(reduce, axis_name="data")(tree))
+    by_shard_map = jax.shard_map(
+        lambda t: jax.tree.map(lambda x: x[None], reduce(first(t))),
+        mesh=mesh_of("auto"),
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )(tree)
+    for got in (by_pmap, jax.tree.map(lambda x: x[5], by_shard_map)):
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(g, w, atol=0.1)
+
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(w * x))
+
+
+@pytest.mark.parametrize("wrap", [jax.pmap, jax.vmap], ids=["pmap", "vmap"])
+def test_gradient_and_tangent_are_those_of_lax_psum(wrap):
+    w, x = values(20, 30), values(WORLD, 20, 30, seed=1)
+
+    def grads(reduce):
+        def f(w, x):
+            g = jax.grad(lambda w: reduce(loss(w, x)))(w)
+            return g, jax.jvp(lambda w: reduce(w * x), (w,), (w,))[1]
+
+        return wrap(f, axis_name="data", in_axes=(None, 0))(w, x)
+
+    ours, theirs = grads(psum), grads(lambda v: lax.psum(v, "data"))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_gradient_through_shard_map_is_exact():
+    w, x = values(20, 30), values(WORLD, 20, 30, seed=1)
+
+    def total(reduce):
+        f = lambda w, x: reduce(loss(w, x[0]))  # noqa: E731
+        return jax.shard_map(f, mesh=mesh_of("auto"), in_specs=(P(), P("data")), out_specs=P())
+
+    ours = jax.jit(jax.grad(total(psum)))(w, x)
+    theirs = jax.jit(jax.grad(total(lambda v: lax.psum(v, "data"))))(w, x)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_false_claim_of_replication_is_refused(tree):
+    f = jax.shard_map(
+        lambda t: psum(first(t), "a"), mesh=mesh_of("two"), in_specs=P(("a", "b")), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="out_specs"):
+        f(tree)
+
+
+def test_only_small_bytes_are_on_the_wire():
+    x = values(WORLD, 64, 1024)
+    f = jax.shard_map(
+        lambda v: psum({"w": v[0]}, compressor=Quantize(4)),
+        mesh=mesh_of("auto"),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    text = jax.jit(f).lower(x).compile().as_text()
+    found = re.findall(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce|collective-permute)", text)
+    assert sorted({kind for _, kind in found}) == ["all-gather", "all-to-all"]
+    assert {dtype for dtype, _ in found} == {"u8"}
+    plan = Plan.build({"w": x[0]}, Quantize(4))
+    arithmetic = 2 * (WORLD - 1) / WORLD * x[0].size * (4 + 64 / 512) / 8
+    assert plan.wire_bytes(WORLD) <= 1.03 * arithmetic
+
+
+def test_non_finite_values_reach_every_rank_as_nan():
+    x = np.zeros((WORLD, 4, 512), np.float32)
+    x[2, 0, 5], x[3, 2, 1] = np.inf, np.nan
+    got = run_shard_map(lambda v: psum({"w": v})["w"], jnp.asarray(x))
+    np.testing.assert_array_equal(np.isnan(got).all(1), [True, False, True, False])
+
+
+@pytest.mark.parametrize("compressor", [Q8, STOCHASTIC, Cast(jnp.bfloat16), Identity()], ids=str)
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("dimension", [0, 1, -1])
+def test_scatter_and_gather_match_their_namesakes(compressor, tiled, dimension):
+    x = values(WORLD, 16, 16, 16) if tiled else values(WORLD, 8, 8, 8)
+    key = KEY if compressor.needs_key else None
+    pairs = [
+        (
+            lambda v: cgx_jax.psum_scatter_compressed(
+                v, "data", compressor, scatter_dimension=dimension, tiled=tiled, key=key
+            ),
+            lambda v: lax.psum_scatter(v, "data", scatter_dimension=dimension % 3, tiled=tiled),
+        ),
+        (
+            lambda v: cgx_jax.all_gather_compressed(
+                v, "data", compressor, axis=dimension, tiled=tiled, key=key
+            ),
+            lambda v: lax.all_gather(v, "data", axis=dimension, tiled=tiled),
+        ),
+    ]
+    for ours, theirs in pairs:
+        for wrap in (in_shard_map, in_vmap):
+            got, want = wrap(ours)(x), wrap(theirs)(x)
+            assert got.shape == want.shape
+            np.testing.assert_allclose(got, want, atol=0 if compressor == Identity() else 0.25)
+
+
+def in_shard_map(f):
+    return jax.jit(
+        jax.shard_map(
+            lambda v: f(v[0])[None], mesh=mesh_of("auto"), in_specs=P("data"), out_specs=P("data")
+        )
+    )
+
+
+def in_vmap(f):
+    return jax.vmap(f, axis_name="data")
+
+
+def test_gathered_shards_are_the_same_bits_on_every_rank():
+    got = in_shard_map(lambda v: cgx_jax.all_gather_compressed(v, "data", Quantize(4)))(
+        values(WORLD, 9, 77)
+    )
+    for rank in np.asarray(got):
+        assert rank.tobytes() == np.asarray(got)[0].tobytes()
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_gradient_of_scatter_and_gather_is_that_of_their_namesakes(tiled):
+    x = values(WORLD, 8, 6)
+    pairs = [
+        (cgx_jax.psum_scatter_compressed, lax.psum_scatter),
+        (cgx_jax.all_gather_compressed, lax.all_gather),
+    ]
+    for ours, theirs in pairs:
+        grads = [
+            in_shard_map(jax.grad(lambda v, f=f: jnp.sum(jnp.sin(f(v, "data", tiled=tiled)) * 0 + f(v, "data", tiled=tiled))))(x)
+            for f in (ours, theirs)
+        ]
+        np.testing.assert_allclose(*grads, rtol=1e-6)
+
+
+def test_same_key_same_bytes_and_another_key_others():
+    x = values(WORLD, 40, 60)
+    f = lambda key: in_shard_map(lambda v: psum(v, compressor=STOCHASTIC, key=key))(x)  # noqa: E731
+    np.testing.assert_array_equal(f(KEY), f(KEY))
+    assert (np.asarray(f(KEY)) != np.asarray(f(jax.random.key(8)))).any()
+
+
+def test_stochastic_sum_is_unbiased():
+    x = values(4, 1, 640)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    c = Quantize(2, 64, "stochastic")
+
+    def many(v):
+        one = lambda k: cgx_jax.psum_compressed(v[0], "data", c, key=k)  # noqa: E731
+        out = lax.map(one, jax.random.split(KEY, 4000))
+        return out.mean(0), out.std(0)
+
+    mean, std = jax.jit(jax.shard_map(many, mesh=mesh, in_specs=P("data"), out_specs=P()))(x)
+    z = np.abs(np.asarray(mean) - np.asarray(x).sum(0)) / (np.asarray(std) / np.sqrt(4000) + 1e-6)
+    assert z.max() < 5  # 640 standard normals: P(max > 5) is under 0.04 %
+    assert np.sqrt((z**2).mean()) < 1.2
+
+
+def shard(f, x):
+    return jax.shard_map(lambda v: f(v[0]), mesh=mesh_of("auto"), in_specs=P("data"), out_specs=P())(x)
+
+
+X = np.ones((WORLD, 4, 512), np.float32)
+BAD = {
+    "bits 0": (ValueError, r"bits=0 .*1\.\.8.*Identity", lambda: Quantize(0)),
+    "bits 9": (ValueError, r"bits=9 .*1\.\.8", lambda: Quantize(9)),
+    "bits 2.5": (TypeError, r"bits=2\.5", lambda: Quantize(2.5)),
+    "bucket 100": (ValueError, "bucket_size=100.*32.*128", lambda: Quantize(4, 100)),
+    "bucket 0": (ValueError, "bucket_size=0.*32", lambda: Quantize(4, 0)),
+    "rounding": (ValueError, "rounding='up'.*nearest", lambda: Quantize(4, rounding="up")),
+    "cast": (ValueError, "int8", lambda: Cast(np.int8)),
+    "unknown axis": (
+        ValueError,
+        "'nodata' is not bound.*data",
+        lambda: shard(lambda v: psum(v, "nodata"), X),
+    ),
+    "no axis at all": (ValueError, "'data' is not bound", lambda: psum(jnp.ones((3, 4)))),
+    "exchange": (
+        ValueError,
+        "exchange='pigeon'.*xla",
+        lambda: shard(lambda v: psum(v, exchange="pigeon"), X),
+    ),
+    "no key": (
+        ValueError,
+        "key is None.*jax.random.key",
+        lambda: shard(lambda v: psum(v, compressor=STOCHASTIC), X),
+    ),
+    "not a compressor": (TypeError, "4 is not a compressor", lambda: shard(lambda v: psum(v, compressor=4), X)),
+    "integer leaf by name": (
+        TypeError,
+        "'n' is int32.*Identity",
+        lambda: Plan.build({"n": np.zeros(3, np.int32)}, overrides={"n": Q8}),
+    ),
+    "unknown path": (
+        ValueError,
+        "no leaf has the path 'kernal'.*kernel",
+        lambda: Plan.build({"kernel": X}, overrides={"kernal": Q8}),
+    ),
+    "plan of another tree": (
+        ValueError,
+        r"leaf 0 is 'b'.*the plan has 'a'",
+        lambda: shard(lambda v: psum({"b": v}, compressor=Plan.build({"a": X[0]})), X),
+    ),
+    "plan of another shape": (
+        ValueError,
+        r"\[4, 512\].*\[8, 4, 512\]",
+        lambda: shard(lambda v: psum({"a": v}, compressor=Plan.build({"a": X})), X),
+    ),
+    "plan of fewer leaves": (
+        ValueError,
+        "2 leaves, the plan 1",
+        lambda: shard(lambda v: psum({"a": v, "b": v}, compressor=Plan.build({"a": X[0]})), X),
+    ),
+    "groups that miss a rank": (
+        ValueError,
+        "every index below 8",
+        lambda: shard(lambda v: psum(v, axis_index_groups=[[0, 1]]), X),
+    ),
+    "groups of unequal size": (
+        ValueError,
+        "unequal",
+        lambda: shard(lambda v: psum(v, axis_index_groups=[[0], [1, 2, 3, 4, 5, 6, 7]]), X),
+    ),
+    "payload of the wrong size": (
+        ValueError,
+        r"uint8\[7\].*uint8\[264\]",
+        lambda: Quantize(4).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32),
+    ),
+    "payload of the wrong size, cast": (
+        ValueError,
+        "7 bytes.*1024",
+        lambda: Cast(jnp.bfloat16).decode(jnp.zeros(7, jnp.uint8), (512,), jnp.float32),
+    ),
+    "integers to a quantizer": (TypeError, "int32", lambda: Q8.encode(jnp.arange(5))),
+    "scatter length": (
+        ValueError,
+        "length 4.*8.*tiled=True",
+        lambda: shard(lambda v: cgx_jax.psum_scatter_compressed(v, "data"), X),
+    ),
+    "scatter dimension": (
+        ValueError,
+        "scatter_dimension=5",
+        lambda: shard(lambda v: cgx_jax.psum_scatter_compressed(v, "data", scatter_dimension=5), X),
+    ),
+    "reduced already": (
+        ValueError,
+        r"does not vary over axis 'data'.*pcast.*reduce_in_backward",
+        lambda: shard(lambda v: psum({"w": lax.psum(v, "data")}), X),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_call_says_value_limit_and_remedy(name):
+    error, match, call = BAD[name]
+    with pytest.raises(error, match=re.compile(match, re.DOTALL)):
+        call()
+
+
+def test_gradient_that_ad_has_summed_is_refused_with_two_ways_out():
+    f = lambda w, x: psum(jax.grad(loss)(w, x[0]))  # noqa: E731
+    step = jax.shard_map(f, mesh=mesh_of("auto"), in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match=r"pcast.*reduce_in_backward"):
+        step(values(20, 30), values(WORLD, 20, 30))
+
+
+def test_leaves_that_vary_differently_are_reduced_apart():
+    mesh = mesh_of("two")
+    a, b = values(4, 30, 40), values(4, 2, 30, 40, seed=1)
+    out = jax.shard_map(
+        lambda a, b: psum({"a": a[0], "b": b[0, 0]}, "a"),
+        mesh=mesh,
+        in_specs=(P("a"), P("a", "b")),
+        out_specs={"a": P(), "b": P("b")},
+    )(a, b)
+    np.testing.assert_allclose(out["a"], a.sum(0), atol=0.1)
+    np.testing.assert_allclose(out["b"].reshape(2, 30, 40), b.sum(0), atol=0.1)
+
+
+def test_world_and_fusion_do_not_change_a_leafs_first_payload():
+    from cgx_jax.kernels import primitives
+
+    leaves = [values(17, 41, seed=i) for i in range(5)]
+    key = np.uint32([1, 2])
+    for world, fusion in itertools.product([1, 2, 3, 8], [1, 4096, 1 << 20]):
+        plan = Plan.build(leaves, Quantize(3, 64, "stochastic"), min_size=0, fusion_bytes=fusion)
+        got = {}
+        for buffer in plan.buffers:
+            layout = plan.codec(buffer, world).layout
+            rows = np.asarray(primitives.encode(key, [leaves[i] for i in buffer], layout)[0])
+            ends = zip(layout.begins, layout.begins[1:], strict=False)
+            stream = np.concatenate([r[: b - a] for r, (a, b) in zip(rows, ends, strict=True)])
+            for i, at in zip(buffer, layout.starts, strict=False):
+                got[i] = stream[at : at + layout.fields[buffer.index(i)].bytes].tobytes()
+        if (world, fusion) == (1, 1):
+            want = got
+        assert got == want

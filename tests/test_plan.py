@@ -1,0 +1,137 @@
+"""Plans: rules, fusion, arithmetic, summary; and that imports point one way."""
+
+import ast
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cgx_jax
+from cgx_jax import Cast, Identity, Plan, Quantize
+
+TREE = {
+    "dense": {"kernel": np.zeros((64, 64), np.float32), "bias": np.zeros(4096, np.float32)},
+    "small": np.zeros((10, 10), np.float32),
+    "half": np.zeros((64, 32), jnp.bfloat16),
+    "double": np.zeros((64, 64), np.float64),
+    "count": np.zeros((64, 64), np.int32),
+    "empty": np.zeros((0, 64), np.float32),
+}
+
+
+def test_default_rule_leaves_vectors_small_leaves_and_other_dtypes_exact():
+    plan = Plan.build(TREE, Quantize(4))
+    lossy = {s.path for s in plan.slots if s.compressor == Quantize(4)}
+    assert lossy == {"dense/kernel", "half"}
+    exact = {plan.slots[i].path for i in plan.exact}
+    assert exact == {"dense/bias", "small", "double", "count", "empty"}
+
+
+def test_overrides_go_before_the_rule():
+    plan = Plan.build(TREE, Quantize(4), overrides={"small": Quantize(2), "half": Identity()})
+    chosen = {s.path: s.compressor for s in plan.slots}
+    assert chosen["small"] == Quantize(2)
+    assert chosen["half"] == Identity()
+
+
+def test_a_bare_array_is_compressed_as_asked():
+    assert Plan.build(np.zeros(3, np.float32), Quantize(2)).buffers == ((0,),)
+
+
+def test_buffers_hold_consecutive_leaves_up_to_the_fusion_size():
+    leaves = [np.zeros((32, 32), np.float32) for _ in range(10)]
+    plan = Plan.build(leaves, fusion_bytes=3 * 4096)
+    assert plan.buffers == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9,))
+    mixed = Plan.build(leaves, overrides={"1": Cast(jnp.bfloat16), "4": Cast(jnp.float16)})
+    assert mixed.buffers == ((0, 2, 3, 5, 6, 7, 8, 9), (1, 4))
+
+
+def test_plans_are_equal_and_hash_by_value():
+    one, two = Plan.build(TREE), Plan.build(TREE)
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != Plan.build(TREE, Quantize(3))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 64])
+def test_wire_bytes_follow_the_arithmetic(world):
+    tree = {"w": np.zeros((1024, 1024), np.float32)}
+    plan = Plan.build(tree, Quantize(3, 256))
+    arithmetic = 2 * (world - 1) / world * 2**20 * (3 + 64 / 256) / 8
+    assert arithmetic <= plan.wire_bytes(world) <= 1.03 * arithmetic
+    assert Plan.build(tree, Identity()).wire_bytes(world) == -(-2 * (world - 1) * 2**22 // world)
+
+
+def test_summary_names_leaf_shape_compressor_bits_and_bytes():
+    text = Plan.build(TREE, Quantize(4)).summary()
+    (line,) = [row for row in text.splitlines() if row.startswith("dense/kernel")]
+    for word in ("float32[64, 64]", "Quantize(bits=4", "4.12", "2,112"):
+        assert word in line
+    assert "7 leaves in 1 fusion buffers and 5 exact" in text
+
+
+def test_spans_cover_every_value_once_beyond_32_bits():
+    from cgx_jax.wire import Layout, spans
+
+    fields = (Quantize(3).field(2**33 + 5), Quantize(4, 64).field(7), Quantize(8).field(0))
+    for world in (1, 3, 64):
+        layout = Layout(fields, world)
+        seen = [0] * len(fields)
+        for w in range(world):
+            for s in spans(layout, w):
+                assert s.values[0] == seen[s.field]
+                seen[s.field] = s.values[1]
+        assert seen == [f.size for f in fields]
+        assert layout.chunk_bytes <= -(-layout.total_bytes // world) + fields[0].record
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("size", [0, 1, 31, 33, 511, 512, 513, 5000])
+def test_wire_bits_is_the_payloads_size(bits, size):
+    for c in (Quantize(bits, 96), Cast(jnp.bfloat16), Cast(jnp.float8_e5m2), Identity()):
+        x = jnp.arange(size, dtype=jnp.float32)
+        payload, state = c.encode(x)
+        assert payload.dtype == jnp.uint8
+        assert 8 * payload.size == c.wire_bits(size) == c.wire_bits((size, 1))
+        assert state == c.init((size,), jnp.float32)
+        error = np.abs(np.asarray(c.decode(payload, (size,), jnp.float32)) - np.asarray(x))
+        assert (error <= np.asarray(c.error_bound(x))).all()
+
+
+def test_every_compressor_states_whether_it_is_biased():
+    assert Quantize(rounding="stochastic").unbiased
+    assert Identity().unbiased
+    assert not Quantize().unbiased
+    assert not Cast(jnp.bfloat16).unbiased
+
+
+# Who may import whom: a module and what of the package it may name.
+ALLOWED = {
+    "wire": set(),
+    "_compat": set(),
+    "kernels": {"wire", "_compat", "kernels"},
+    "compressors": {"wire", "kernels", "compressors"},
+    "codecs": {"wire", "kernels", "compressors"},
+    "axes": {"_compat"},
+    "exchange": {"_compat"},
+    "plan": {"wire", "codecs", "compressors"},
+    "collectives": {"_compat", "axes", "codecs", "compressors", "exchange", "plan"},
+    "gradients": {"_compat", "axes", "collectives", "compressors", "plan"},
+}
+
+
+def test_imports_point_one_way():
+    root = pathlib.Path(cgx_jax.__file__).parent
+    for path in root.rglob("*.py"):
+        module = path.relative_to(root).with_suffix("").parts[0]
+        if module == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cgx_jax"):
+                base = node.module.split(".")
+                names = [base[1]] if len(base) > 1 else [a.name for a in node.names]
+            for name in names:
+                if name != "_native":
+                    assert name in ALLOWED[module], f"{path.name} imports {name}"
