@@ -24,7 +24,7 @@ def vary_over(x: Any, axes: frozenset[str]) -> Any:
 def result_aval(shape: Sequence[int], dtype: Any, like: Any) -> jax.core.ShapedArray:
     """Abstract value of a kernel's result: varies where the operand `like` varies."""
     mesh = jax.sharding.get_abstract_mesh()
-    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())  # type: ignore[arg-type]
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
     return jax.core.ShapedArray(tuple(shape), dtype, sharding=sharding, manual_axis_type=like.mat)
 
 

@@ -152,8 +152,8 @@ def _check_key(name: str, compressors: Sequence[Compressor], key: Any) -> bool:
     needy = [c for c in compressors if c.needs_key]
     if needy and key is None:
         raise ValueError(
-            f"{name}: {needy[0]} rounds stochastically and key is None; pass key=jax.random.key(n), "
-            "the same on every rank and another one every step."
+            f"{name}: {needy[0]} rounds stochastically and key is None; pass "
+            "key=jax.random.key(n), the same on every rank and another one every step."
         )
     return bool(needy)
 

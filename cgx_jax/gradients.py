@@ -119,8 +119,7 @@ def value_and_grad(
             spec = _hashable_specs(params, specs, mesh, axis_name)
             loss, grads, aux, _ = compiled(None, spec, params, None, batch, key)
         else:
-            from flax import nnx
-
+            nnx: Any = sys.modules["flax.nnx"]
             graph, params, rest = nnx.split(module, nnx.Param, ...)
             known = nnx.get_partition_spec(params) if specs is None else specs
             spec = _hashable_specs(params, known, mesh, axis_name)
@@ -150,8 +149,7 @@ def _step(
         if graph is None:
             out, after = loss_fn(params, *batch), None
         else:
-            from flax import nnx
-
+            nnx: Any = sys.modules["flax.nnx"]
             module = nnx.merge(graph, params, rest, copy=True)
             out = loss_fn(module, *batch)
             after = nnx.split(module, nnx.Param, ...)[2]

@@ -36,9 +36,7 @@ def main() -> None:
     for part in (model, optimizer):
         nnx.update(part, jax.device_put(nnx.state(part), NamedSharding(mesh, P())))
 
-    value_and_grad = cgx_jax.value_and_grad(
-        next_byte_loss, mesh, "data", cgx_jax.Quantize(bits=4)
-    )
+    value_and_grad = cgx_jax.value_and_grad(next_byte_loss, mesh, "data", cgx_jax.Quantize(bits=4))
 
     @nnx.jit
     def step(model, optimizer, tokens):

@@ -55,11 +55,12 @@ def draw_chart(runs: list[Run], path: Path) -> None:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2.2, 1))
     for run, color, style in zip(runs, COLORS, ("-", "--"), strict=True):
-        smooth, steps = _moving_average(run.losses)
-        curves.plot(np.arange(1, run.losses.size + 1), run.losses, color=color, alpha=0.2, lw=1)
+        steps = np.arange(1, run.losses.size + 1)
         label = f"{run.name} (held-out {run.held_out:.3f})"
-        curves.plot(steps, smooth, style, color=color, lw=2, label=label)
+        curves.plot(steps, run.losses, color=color, alpha=0.25, lw=1)
+        curves.plot(steps, _moving_average(run.losses), style, color=color, lw=2, label=label)
     curves.set(xlabel="step", ylabel="training loss [nats per byte]", title="Training loss")
+    curves.margins(x=0.01)
     curves.legend(frameon=False)
 
     megabytes = [run.sent_bytes / 1e6 for run in runs]
@@ -79,7 +80,7 @@ def draw_chart(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _moving_average(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    width = max(1, losses.size // 20)
-    smooth = np.convolve(losses, np.full(width, 1 / width), mode="valid")
-    return smooth, np.arange(smooth.size) + (width + 1) / 2
+def _moving_average(losses: np.ndarray) -> np.ndarray:
+    """Centred mean over a twentieth of the run, over what there is of it at the ends."""
+    window = np.ones(max(1, losses.size // 20))
+    return np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same")

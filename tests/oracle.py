@@ -7,6 +7,7 @@ every step to fp32 on its own, as the format asks. Bytes, not tolerances, are co
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -48,11 +49,15 @@ def layout(leaves, world):
     """(begin of each chunk and the end, chunk_bytes)."""
     at = leaf_starts(leaves)
     total = int(at[-1])
-    starts = [int(s + r) for leaf, s in zip(leaves, at, strict=False) for r in record_starts(leaf)[:-1]]
+    starts = [
+        int(s + r) for leaf, s in zip(leaves, at, strict=False) for r in record_starts(leaf)[:-1]
+    ]
     chunk = [s * world // total for s in starts]
-    begin = [next((s for s, c in zip(starts, chunk, strict=True) if c >= w), total) for w in range(world)]
+    begin = [
+        next((s for s, c in zip(starts, chunk, strict=True) if c >= w), total) for w in range(world)
+    ]
     begin.append(total)
-    return begin, max(b - a for a, b in zip(begin, begin[1:], strict=False))
+    return begin, max(b - a for a, b in itertools.pairwise(begin))
 
 
 def mix(x):
@@ -203,7 +208,9 @@ def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0)):
 
 def decode(payload, leaves, dtypes):
     begin, _ = layout(leaves, len(payload))
-    data = np.concatenate([row[: b - a] for row, a, b in zip(payload, begin, begin[1:], strict=False)])
+    data = np.concatenate(
+        [row[: b - a] for row, a, b in zip(payload, begin, begin[1:], strict=False)]
+    )
     return [narrow(y, t) for y, t in zip(decode_buffer(data, leaves), dtypes, strict=True)]
 
 

@@ -53,7 +53,9 @@ def tolerance(tree, compressor, world=WORLD):
 
 def check_sum(got, tree, compressor=Q8):
     want = jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), tree)
-    for g, w, t in zip(*map(jax.tree.leaves, (got, want, tolerance(tree, compressor))), strict=True):
+    for g, w, t in zip(
+        *map(jax.tree.leaves, (got, want, tolerance(tree, compressor))), strict=True
+    ):
         assert (np.abs(np.asarray(g, np.float64) - w) <= t).all()
 
 
@@ -123,7 +125,9 @@ def test_transformations_agree_bit_for_bit(tree):
     want = TRANSFORMATIONS["shard_map"](tree)
     for name in ("shard_map, check_vma off", "shard_map, eager", "pmap", "vmap(axis_name)", "scan"):
         got = TRANSFORMATIONS[name](tree)
-        for a, b in zip(jax.tree.leaves(got["kernel"]), jax.tree.leaves(want["kernel"]), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(got["kernel"]), jax.tree.leaves(want["kernel"]), strict=True
+        ):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
@@ -264,7 +268,9 @@ def test_only_small_bytes_are_on_the_wire():
         out_specs=P(),
     )
     text = jax.jit(f).lower(x).compile().as_text()
-    found = re.findall(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce|collective-permute)", text)
+    found = re.findall(
+        r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce|collective-permute)", text
+    )
     assert sorted({kind for _, kind in found}) == ["all-gather", "all-to-all"]
     assert {dtype for dtype, _ in found} == {"u8"}
     plan = Plan.build({"w": x[0]}, Quantize(4))
@@ -335,7 +341,13 @@ def test_gradient_of_scatter_and_gather_is_that_of_their_namesakes(tiled):
     ]
     for ours, theirs in pairs:
         grads = [
-            in_shard_map(jax.grad(lambda v, f=f: jnp.sum(jnp.sin(f(v, "data", tiled=tiled)) * 0 + f(v, "data", tiled=tiled))))(x)
+            in_shard_map(
+                jax.grad(
+                    lambda v, f=f: jnp.sum(
+                        jnp.sin(f(v, "data", tiled=tiled)) * 0 + f(v, "data", tiled=tiled)
+                    )
+                )
+            )(x)
             for f in (ours, theirs)
         ]
         np.testing.assert_allclose(*grads, rtol=1e-6)
@@ -365,7 +377,9 @@ def test_stochastic_sum_is_unbiased():
 
 
 def shard(f, x):
-    return jax.shard_map(lambda v: f(v[0]), mesh=mesh_of("auto"), in_specs=P("data"), out_specs=P())(x)
+    return jax.shard_map(
+        lambda v: f(v[0]), mesh=mesh_of("auto"), in_specs=P("data"), out_specs=P()
+    )(x)
 
 
 X = np.ones((WORLD, 4, 512), np.float32)
@@ -393,7 +407,11 @@ BAD = {
         "key is None.*jax.random.key",
         lambda: shard(lambda v: psum(v, compressor=STOCHASTIC), X),
     ),
-    "not a compressor": (TypeError, "4 is not a compressor", lambda: shard(lambda v: psum(v, compressor=4), X)),
+    "not a compressor": (
+        TypeError,
+        "4 is not a compressor",
+        lambda: shard(lambda v: psum(v, compressor=4), X),
+    ),
     "integer leaf by name": (
         TypeError,
         "'n' is int32.*Identity",

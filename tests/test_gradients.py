@@ -70,9 +70,7 @@ def test_hook_reduces_each_buffer_by_itself_in_the_backward_pass():
     def step(p, x, y):
         return jax.grad(lambda p: loss_fn(cgx_jax.reduce_in_backward(p, "data", plan), x, y))(p)
 
-    f = jax.shard_map(
-        step, mesh=auto_mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P()
-    )
+    f = jax.shard_map(step, mesh=auto_mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P())
     text = jax.jit(f).lower(params, x, y).compile().as_text()
     assert len(re.findall(r" all-to-all\(", text)) == len(plan.buffers) == 2
 
@@ -196,9 +194,7 @@ def test_specs_of_a_bare_tree_are_needed_under_jit_and_read_from_arrays_outside(
     mesh = auto_mesh((4, 2), ("data", "model"))
     f = cgx_jax.value_and_grad(loss_fn, mesh, "data", Q8)
     specs = {"a": {"w": P(None, "model"), "b": P("model")}, "c": {"w": P("model", None)}}
-    params = jax.tree.map(
-        lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs
-    )
+    params = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs)
     with pytest.raises(ValueError, match="specs="):
         jax.jit(f)(params, x, y)
     given = cgx_jax.value_and_grad(loss_fn, mesh, "data", Q8, specs=specs)

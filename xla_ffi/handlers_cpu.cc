@@ -20,7 +20,7 @@ namespace {
 
 using Ints = ffi::Span<const int64_t>;
 using Keys = ffi::Buffer<ffi::U32>;
-using Ranks = ffi::Buffer<ffi::S32>;  // one a batch element, so it tells the batch
+using Ranks = ffi::Buffer<ffi::S32>;   // one a batch element, so it tells the batch
 using Payload = ffi::Buffer<ffi::U8>;  // [batch,] rows, bytes
 
 ffi::Error invalid(const std::string& call, const std::string& text) {
@@ -46,9 +46,15 @@ struct Leaves {
                                std::to_string(batch));
     }
     switch (buffer.element_type()) {
-      case ffi::F32: dtype.push_back(DType::kF32); break;
-      case ffi::BF16: dtype.push_back(DType::kBF16); break;
-      case ffi::F16: dtype.push_back(DType::kF16); break;
+      case ffi::F32:
+        dtype.push_back(DType::kF32);
+        break;
+      case ffi::BF16:
+        dtype.push_back(DType::kBF16);
+        break;
+      case ffi::F16:
+        dtype.push_back(DType::kF16);
+        break;
       default:
         return invalid(call, "dtype of " + name + " is XLA type " +
                                  std::to_string(static_cast<int>(buffer.element_type())) +
@@ -111,10 +117,8 @@ ffi::Error build_layout(const std::string& call, const Leaves& leaves, Ints bits
   const struct {
     const char* name;
     Ints values;
-  } attributes[] = {{"bits", bits},
-                    {"bucket_size", bucket_size},
-                    {"stochastic", stochastic},
-                    {"stream", stream}};
+  } attributes[] = {
+      {"bits", bits}, {"bucket_size", bucket_size}, {"stochastic", stochastic}, {"stream", stream}};
   for (const auto& attribute : attributes) {
     if (attribute.values.size() != leaves.size.size()) {
       return invalid(call, expected(std::string("length of ") + attribute.name,
@@ -209,8 +213,8 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
 
 // (key, rank, payload, leaves) -> chunk
 ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
-                  ffi::RemainingArgs args, ffi::Result<Payload> chunk, Ints bits,
-                  Ints bucket_size, Ints stochastic, Ints stream, int64_t world, float divisor) {
+                  ffi::RemainingArgs args, ffi::Result<Payload> chunk, Ints bits, Ints bucket_size,
+                  Ints stochastic, Ints stream, int64_t world, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     const int64_t batch = rank.element_count();

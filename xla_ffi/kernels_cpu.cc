@@ -13,6 +13,11 @@ namespace {
 constexpr int64_t kGroupValues = 4096;  // ranges of this many values first, then codes out of L1
 constexpr int64_t kMaxGroup = 16;
 
+// Columns of a full bucket of the default size. The loops below are compiled once for it, with
+// every stride known and no edges, and once for any size (kColumns = 0).
+constexpr int kUsualColumns = 64;
+CGX_HD bool usual(Record record) { return record.values == kRows * kUsualColumns; }
+
 // kLanes columns of a bucket. At a bucket's edge some columns or row ends do not exist.
 struct Tile {
   int64_t stride;  // columns of the bucket
@@ -116,21 +121,21 @@ __attribute__((noinline)) Meta find_meta(const typename Store::Item* x, int64_t 
   return make_meta(min, max, finite, bits);
 }
 
-template <typename Store, int kBits, bool kStochastic, bool kResidual>
+template <typename Store, int kBits, bool kStochastic, bool kResidual, int kColumns>
 __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Record record,
                                              Meta meta, NoiseSeed seed, uint8_t* out,
                                              typename Store::Item* residual) {
   using Item = typename Store::Item;
   store(out, meta);
   uint8_t* const planes = Record::planes(out);
-  const int64_t columns = record.columns();
+  const int64_t columns = kColumns ? kColumns : record.columns();
   const bool poison = poisoned(meta);
   if (poison) memset(planes, 0, kBits * columns);
   if (poison && !kResidual) return;
   const float inverse = inverse_unit(meta);
   for (int64_t column = 0; column < columns; column += kLanes) {
     const Tile tile{columns, record.values, column};
-    const bool full = tile.full();
+    const bool full = kColumns != 0 || tile.full();
     Edge<Item> edge;
     EdgeCodes edge_codes;
     if (!full) edge.read(x, tile, Store::item(meta.lo));  // the padding's code is 0
@@ -179,15 +184,15 @@ struct Divide {
 };
 
 // (x + decoded records of the peers, in order, without `skip`) / divisor.
-template <typename In, typename Out, int kBits>
+template <typename In, typename Out, int kBits, int kColumns>
 __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record record,
                                           const uint8_t* records, int64_t peer_stride,
                                           int64_t peers, int64_t skip, Divide divide,
                                           typename Out::Item* out) {
-  const int64_t columns = record.columns();
+  const int64_t columns = kColumns ? kColumns : record.columns();
   for (int64_t column = 0; column < columns; column += kLanes) {
     const Tile tile{columns, record.values, column};
-    const bool full = tile.full();
+    const bool full = kColumns != 0 || tile.full();
     Edge<typename In::Item> edge_in;
     Edge<typename Out::Item> edge_out;
     EdgeCodes edge_codes;
@@ -217,14 +222,15 @@ __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record rec
   }
 }
 
-template <typename Store, int kBits>
-CGX_HD void decode_bucket(const uint8_t* from, Record record, typename Store::Item* out) {
-  const int64_t columns = record.columns();
+template <typename Store, int kBits, int kColumns>
+__attribute__((noinline)) void decode_bucket(const uint8_t* from, Record record,
+                                             typename Store::Item* out) {
+  const int64_t columns = kColumns ? kColumns : record.columns();
   const Meta meta = load<Meta>(from);
   const uint8_t* const planes = Record::planes(from);
   for (int64_t column = 0; column < columns; column += kLanes) {
     const Tile tile{columns, record.values, column};
-    const bool full = tile.full();
+    const bool full = kColumns != 0 || tile.full();
     Edge<typename Store::Item> edge;
     EdgeCodes edge_codes;
     if (!full) edge_codes.read(planes, tile, kBits);
@@ -252,7 +258,8 @@ struct Run {
     return (end < slot.size ? end : slot.size) - first_value();
   }
   CGX_HD int64_t bytes() const {
-    return (last < slot.buckets() ? slot.record_start(last) : slot.end()) - slot.record_start(first);
+    return (last < slot.buckets() ? slot.record_start(last) : slot.end()) -
+           slot.record_start(first);
   }
   CGX_HD int64_t record_stride() const { return Record{slot.bucket_size, slot.bits}.bytes(); }
 };
@@ -265,8 +272,8 @@ CGX_HD void for_each_run(const Layout& layout, int64_t from, int64_t to, F f) {
     for (int64_t first = slot.first_bucket_from(from); first < last;) {
       const int64_t start = slot.record_start(first), chunk = layout.chunk_of(start);
       const int64_t cut = slot.first_bucket_from(layout.begin[chunk + 1]);
-      const Run run{s, slot, first, cut < last ? cut : last, chunk,
-                    layout.payload_offset(chunk, start)};
+      const Run run{
+          s, slot, first, cut < last ? cut : last, chunk, layout.payload_offset(chunk, start)};
       f(run);
       first = run.last;
     }
@@ -288,16 +295,19 @@ struct Encode {
       const int64_t last = first + group < run.last ? first + group : run.last;
       Meta meta[kMaxGroup];
       for (int64_t k = first; k < last; ++k) {
-        meta[k - first] = find_meta<Store>(x + (k - run.first) * slot.bucket_size,
-                                           slot.bucket_values(k), kBits);
+        meta[k - first] =
+            find_meta<Store>(x + (k - run.first) * slot.bucket_size, slot.bucket_values(k), kBits);
       }
       for (int64_t k = first; k < last; ++k) {
         const int64_t value = (k - run.first) * slot.bucket_size;
         const NoiseSeed seed =
             kStochastic ? noise_seed(call.key, slot.stream, (uint64_t)k) : NoiseSeed{};
-        encode_bucket<Store, kBits, kStochastic, kResidual>(
-            x + value, slot.record(k), meta[k - first], seed,
-            out + (k - run.first) * run.record_stride(), kResidual ? residual + value : nullptr);
+        const Record record = slot.record(k);
+        const auto encode = usual(record)
+                                ? encode_bucket<Store, kBits, kStochastic, kResidual, kUsualColumns>
+                                : encode_bucket<Store, kBits, kStochastic, kResidual, 0>;
+        encode(x + value, record, meta[k - first], seed,
+               out + (k - run.first) * run.record_stride(), kResidual ? residual + value : nullptr);
       }
     }
   }
@@ -315,12 +325,18 @@ struct Reduce {
     int64_t position = run.offset - run.chunk * layout.chunk_bytes;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = slot.record(k);
-      sum_bucket<Store, StoreF32, kBits>(x, record, call.payload + position, layout.chunk_bytes,
-                                         layout.world, call.rank, divide, call.scratch);
+      const auto sum = usual(record) ? sum_bucket<Store, StoreF32, kBits, kUsualColumns>
+                                     : sum_bucket<Store, StoreF32, kBits, 0>;
+      sum(x, record, call.payload + position, layout.chunk_bytes, layout.world, call.rank, divide,
+          call.scratch);
       const Meta meta = find_meta<StoreF32>(call.scratch, record.values, kBits);
       const NoiseSeed seed = noise_seed(call.key, slot.stream, (uint64_t)k);
-      const auto encode = slot.stochastic ? encode_bucket<StoreF32, kBits, true, false>
-                                          : encode_bucket<StoreF32, kBits, false, false>;
+      const auto encode = usual(record)
+                              ? slot.stochastic
+                                    ? encode_bucket<StoreF32, kBits, true, false, kUsualColumns>
+                                    : encode_bucket<StoreF32, kBits, false, false, kUsualColumns>
+                          : slot.stochastic ? encode_bucket<StoreF32, kBits, true, false, 0>
+                                            : encode_bucket<StoreF32, kBits, false, false, 0>;
       encode(call.scratch, record, meta, seed, call.chunk + position, nullptr);
       x += record.values;
       position += record.bytes();
@@ -337,7 +353,9 @@ struct Decode {
     Item* out = (Item*)call.leaves.data[run.leaf] + run.first_value();
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k);
-      decode_bucket<Store, kBits>(from, record, out);
+      const auto decode = usual(record) ? decode_bucket<Store, kBits, kUsualColumns>
+                                        : decode_bucket<Store, kBits, 0>;
+      decode(from, record, out);
       from += record.bytes();
       out += record.values;
     }
@@ -355,8 +373,9 @@ struct Accumulate {
     const Divide divide(call.divisor);
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k);
-      sum_bucket<Store, Store, kBits>(x, record, records, call.layout.total_bytes(), call.peers,
-                                      call.rank, divide, out);
+      const auto sum = usual(record) ? sum_bucket<Store, Store, kBits, kUsualColumns>
+                                     : sum_bucket<Store, Store, kBits, 0>;
+      sum(x, record, records, call.layout.total_bytes(), call.peers, call.rank, divide, out);
       x += record.values;
       out += record.values;
       records += record.bytes();
@@ -367,14 +386,22 @@ struct Accumulate {
 template <typename Op, typename Call>
 void run_bits(const Call& call, const Run& run) {
   switch (run.slot.bits) {
-    case 1: return Op::template run<1>(call, run);
-    case 2: return Op::template run<2>(call, run);
-    case 3: return Op::template run<3>(call, run);
-    case 4: return Op::template run<4>(call, run);
-    case 5: return Op::template run<5>(call, run);
-    case 6: return Op::template run<6>(call, run);
-    case 7: return Op::template run<7>(call, run);
-    default: return Op::template run<8>(call, run);
+    case 1:
+      return Op::template run<1>(call, run);
+    case 2:
+      return Op::template run<2>(call, run);
+    case 3:
+      return Op::template run<3>(call, run);
+    case 4:
+      return Op::template run<4>(call, run);
+    case 5:
+      return Op::template run<5>(call, run);
+    case 6:
+      return Op::template run<6>(call, run);
+    case 7:
+      return Op::template run<7>(call, run);
+    default:
+      return Op::template run<8>(call, run);
   }
 }
 
@@ -385,10 +412,14 @@ void run_dtype(DType dtype, const Call& call, const Run& run) {
   return run_bits<Op<StoreF16>>(call, run);
 }
 
-template <typename Store> using EncodeNearest = Encode<Store, false, false>;
-template <typename Store> using EncodeStochastic = Encode<Store, true, false>;
-template <typename Store> using EncodeNearestResidual = Encode<Store, false, true>;
-template <typename Store> using EncodeStochasticResidual = Encode<Store, true, true>;
+template <typename Store>
+using EncodeNearest = Encode<Store, false, false>;
+template <typename Store>
+using EncodeStochastic = Encode<Store, true, false>;
+template <typename Store>
+using EncodeNearestResidual = Encode<Store, false, true>;
+template <typename Store>
+using EncodeStochasticResidual = Encode<Store, true, true>;
 
 void encode(const EncodeCall& call, int64_t from, int64_t to) {
   for_each_run(call.layout, from, to, [&](const Run& run) {
@@ -412,15 +443,13 @@ void encode(const EncodeCall& call, int64_t from, int64_t to) {
 }
 
 void reduce(const ReduceCall& call, int64_t from, int64_t to) {
-  for_each_run(call.layout, from, to, [&](const Run& run) {
-    run_dtype<Reduce>(call.leaves.dtype[run.leaf], call, run);
-  });
+  for_each_run(call.layout, from, to,
+               [&](const Run& run) { run_dtype<Reduce>(call.leaves.dtype[run.leaf], call, run); });
 }
 
 void decode(const DecodeCall& call, int64_t from, int64_t to) {
-  for_each_run(call.layout, from, to, [&](const Run& run) {
-    run_dtype<Decode>(call.leaves.dtype[run.leaf], call, run);
-  });
+  for_each_run(call.layout, from, to,
+               [&](const Run& run) { run_dtype<Decode>(call.leaves.dtype[run.leaf], call, run); });
 }
 
 void accumulate(const AccumulateCall& call, int64_t from, int64_t to) {

@@ -60,7 +60,8 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
     begin_[w] = bucket < slot.buckets() ? slot.record_start(bucket) : slot.end();
   }
   chunk_bytes_ = 0;
-  for (int64_t w = 0; w < world; ++w) chunk_bytes_ = std::max(chunk_bytes_, begin_[w + 1] - begin_[w]);
+  for (int64_t w = 0; w < world; ++w)
+    chunk_bytes_ = std::max(chunk_bytes_, begin_[w + 1] - begin_[w]);
   return "";
 }
 

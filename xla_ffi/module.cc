@@ -52,7 +52,8 @@ std::pair<std::vector<int64_t>, int64_t> layout(const std::vector<int64_t>& size
     throw py::value_error("sizes, bits and bucket_sizes differ in length");
   }
   std::vector<cgx::LeafSpec> leaves;
-  for (size_t k = 0; k < sizes.size(); ++k) leaves.push_back({sizes[k], bits[k], bucket_sizes[k], 0, 0});
+  for (size_t k = 0; k < sizes.size(); ++k)
+    leaves.push_back({sizes[k], bits[k], bucket_sizes[k], 0, 0});
   const cgx::OwnedLayout owned = build(leaves, world);
   const cgx::Layout view = owned.view();
   return {std::vector<int64_t>(view.begin, view.begin + world + 1), view.chunk_bytes};

@@ -47,7 +47,8 @@ void parallel_for(Pool& pool, int64_t tasks, F&& f) {
     if ((state->done += finished) == tasks) state->all_done.notify_all();
   };
   try {
-    for (int64_t helper = 1; helper < workers(pool, tasks); ++helper) pool.Schedule([work] { work(); });
+    for (int64_t helper = 1; helper < workers(pool, tasks); ++helper)
+      pool.Schedule([work] { work(); });
   } catch (...) {  // fewer helpers, the same work
   }
   work();

@@ -52,7 +52,8 @@ CGX_HD Meta make_meta(float min, float max, bool finite, int bits) {
 
 CGX_HD float inverse_unit(Meta meta) { return meta.unit > 0.0f ? 1.0f / meta.unit : 0.0f; }
 
-// Nearest code. The largest value gives less than 2^bits: its error is 3 roundings of relative 2^-24.
+// Nearest code. The largest value gives less than 2^bits: its error is 3 roundings of relative
+// 2^-24.
 template <typename F>
 CGX_HD typename Lanes<F>::U nearest_code(F x, float lo, float inverse) {
   return Lanes<F>::truncate((x - lo) * inverse + 0.5f);

@@ -76,10 +76,9 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
   int64_t from = 0, to = layout.total_bytes(), count = pieces(owned.values());
   const auto split = [&](auto&& f) {
     return seconds([&] {
-      split_range(pool, 1, from, to, count,
-                  [&](int64_t, int64_t first, int64_t last, int64_t worker) {
-                    f(first, last, worker);
-                  });
+      split_range(
+          pool, 1, from, to, count,
+          [&](int64_t, int64_t first, int64_t last, int64_t worker) { f(first, last, worker); });
     });
   };
   if (kernel == "encode") {
@@ -91,7 +90,7 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
     return split([&](int64_t f, int64_t l, int64_t) { kernels.decode(call, f, l); });
   }
   if (kernel == "accumulate") {
-    const AccumulateCall call{layout,     in,  timed.payload, timed.world, timed.rank,
+    const AccumulateCall call{layout,        in, timed.payload, timed.world, timed.rank,
                               timed.divisor, out};
     return split([&](int64_t f, int64_t l, int64_t) { kernels.accumulate(call, f, l); });
   }
@@ -100,7 +99,7 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
     to = layout.begin[timed.rank + 1];
     count = pieces(owned.values() / layout.world);
     std::vector<float> scratch(threads * owned.longest_bucket());
-    const ReduceCall call{layout,        in,          timed.key,    timed.rank, timed.payload,
+    const ReduceCall call{layout,        in,          timed.key,     timed.rank, timed.payload,
                           timed.divisor, timed.chunk, scratch.data()};
     return split([&](int64_t f, int64_t l, int64_t worker) {
       ReduceCall own = call;

@@ -3,6 +3,10 @@
 #ifndef CGX_VECTOR_H_
 #define CGX_VECTOR_H_
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "quantize.h"
 
 namespace cgx {
@@ -19,13 +23,11 @@ constexpr int kLanes = 4;
 typedef float F32 __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
-typedef uint8_t U8 __attribute__((vector_size(kLanes)));
 
 template <>
 struct Lanes<F32> {
   using U = U32;
-  CGX_HD static U32 truncate(F32 x) { return (U32)__builtin_convertvector(x, I32); }
+  CGX_HD static U32 truncate(F32 x) { return (U32) __builtin_convertvector(x, I32); }
   CGX_HD static F32 to_float(U32 x) { return __builtin_convertvector((I32)x, F32); }
 };
 
@@ -47,6 +49,63 @@ CGX_HD U32 lane_index() {
   return index;
 }
 
+// kLanes bytes or 16-bit words of memory to 32-bit lanes and back, keeping the low bits. Written
+// out because GCC 12 converts these vectors one lane at a time.
+#if defined(__AVX512F__)
+CGX_HD U32 load_u8(const void* from) {
+  return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+CGX_HD U32 load_u16(const void* from) {
+  return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+}
+CGX_HD void store_u8(void* to, U32 x) {
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+}
+CGX_HD void store_u16(void* to, U32 x) {
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)x));
+}
+#elif defined(__AVX2__)
+CGX_HD U32 load_u8(const void* from) {
+  return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+}
+CGX_HD U32 load_u16(const void* from) {
+  return (U32)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+CGX_HD __m128i low_u16(U32 x) {  // lanes below 2^16
+  return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x),
+                          _mm256_extracti128_si256((__m256i)x, 1));
+}
+CGX_HD void store_u8(void* to, U32 x) {
+  const __m128i words = low_u16(x & 0xffu);
+  _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(words, words));
+}
+CGX_HD void store_u16(void* to, U32 x) { _mm_storeu_si128((__m128i*)to, low_u16(x & 0xffffu)); }
+#elif defined(__x86_64__)
+CGX_HD U32 load_u8(const void* from) {
+  const __m128i zero = _mm_setzero_si128(), bytes = _mm_cvtsi32_si128(load<int32_t>(from));
+  return (U32)_mm_unpacklo_epi16(_mm_unpacklo_epi8(bytes, zero), zero);
+}
+CGX_HD U32 load_u16(const void* from) {
+  return (U32)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)from), _mm_setzero_si128());
+}
+CGX_HD __m128i low_u16(U32 x) {  // SSE2 packs with signed saturation only: sign-extend first
+  const __m128i words = _mm_srai_epi32(_mm_slli_epi32((__m128i)x, 16), 16);
+  return _mm_packs_epi32(words, words);
+}
+CGX_HD void store_u8(void* to, U32 x) {
+  const __m128i words = low_u16(x & 0xffu);
+  store(to, _mm_cvtsi128_si32(_mm_packus_epi16(words, words)));
+}
+CGX_HD void store_u16(void* to, U32 x) { _mm_storel_epi64((__m128i*)to, low_u16(x)); }
+#else
+typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t U8 __attribute__((vector_size(kLanes)));
+CGX_HD U32 load_u8(const void* from) { return __builtin_convertvector(load<U8>(from), U32); }
+CGX_HD U32 load_u16(const void* from) { return __builtin_convertvector(load<U16>(from), U32); }
+CGX_HD void store_u8(void* to, U32 x) { store(to, __builtin_convertvector(x, U8)); }
+CGX_HD void store_u16(void* to, U32 x) { store(to, __builtin_convertvector(x, U16)); }
+#endif
+
 // Storage types of leaves: `load`/`store` move kLanes values as fp32.
 struct StoreF32 {
   using Item = float;
@@ -57,22 +116,14 @@ struct StoreF32 {
 struct StoreBF16 {
   using Item = uint16_t;
   CGX_HD static Item item(float x) { return (Item)narrow_bf16(x); }
-  CGX_HD static F32 load_lanes(const Item* from) {
-    return widen_bf16<F32>(__builtin_convertvector(load<U16>(from), U32));
-  }
-  CGX_HD static void store_lanes(Item* to, F32 x) {
-    store(to, __builtin_convertvector(narrow_bf16(x), U16));
-  }
+  CGX_HD static F32 load_lanes(const Item* from) { return widen_bf16<F32>(load_u16(from)); }
+  CGX_HD static void store_lanes(Item* to, F32 x) { store_u16(to, narrow_bf16(x)); }
 };
 struct StoreF16 {
   using Item = uint16_t;
   CGX_HD static Item item(float x) { return (Item)narrow_f16(x); }
-  CGX_HD static F32 load_lanes(const Item* from) {
-    return widen_f16<F32>(__builtin_convertvector(load<U16>(from), U32));
-  }
-  CGX_HD static void store_lanes(Item* to, F32 x) {
-    store(to, __builtin_convertvector(narrow_f16(x), U16));
-  }
+  CGX_HD static F32 load_lanes(const Item* from) { return widen_f16<F32>(load_u16(from)); }
+  CGX_HD static void store_lanes(Item* to, F32 x) { store_u16(to, narrow_f16(x)); }
 };
 
 // Writes kLanes columns of every plane: byte j of sum_r code[r] << (r * kBits).
@@ -87,7 +138,7 @@ CGX_HD void pack(const U32 (&code)[kRows], uint8_t* planes, int64_t stride) {
       if (shift >= 0 && shift < 8) plane |= code[r] << shift;
       if (shift < 0 && shift > -kBits) plane |= code[r] >> -shift;
     }
-    store(planes + j * stride, __builtin_convertvector(plane, U8));
+    store_u8(planes + j * stride, plane);
   }
 }
 
@@ -96,7 +147,7 @@ CGX_HD void unpack(const uint8_t* planes, int64_t stride, U32 (&code)[kRows]) {
   U32 plane[kBits];
 #pragma GCC unroll 8
   for (int j = 0; j < kBits; ++j) {
-    plane[j] = __builtin_convertvector(load<U8>(planes + j * stride), U32);
+    plane[j] = load_u8(planes + j * stride);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {

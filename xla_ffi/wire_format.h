@@ -15,8 +15,8 @@
 namespace cgx {
 
 constexpr int kWireVersion = 1;
-constexpr int kRows = 8;        // a bucket is seen as 8 rows of codes; a column's codes make `bits` bytes
-constexpr int kTailValues = 32; // a short bucket is padded to a multiple of this many values
+constexpr int kRows = 8;  // a bucket is seen as 8 rows of codes; a column's codes make `bits` bytes
+constexpr int kTailValues = 32;  // a short bucket is padded to a multiple of this many values
 constexpr int kMaxBits = 8;
 
 // A bucket's range: the value of code 0 and the distance between two codes.
@@ -72,11 +72,13 @@ struct Slot {
   }
 };
 
-// Slots in order, cut into `world` chunks at record starts. A view: the arrays belong to the caller.
+// Slots in order, cut into `world` chunks at record starts. A view: the arrays belong to the
+// caller.
 struct Layout {
   const Slot* slots;
   int64_t num_slots;
-  const int64_t* begin;  // world + 1 positions; chunk w holds the records from begin[w] to begin[w+1]
+  const int64_t*
+      begin;  // world + 1 positions; chunk w holds the records from begin[w] to begin[w+1]
   int64_t world;
   int64_t chunk_bytes;  // of the longest chunk: the length of every payload row
 
@@ -87,7 +89,10 @@ struct Layout {
     int64_t low = 0, high = world;
     while (high - low > 1) {
       const int64_t mid = low + (high - low) / 2;
-      if (begin[mid] <= position) low = mid; else high = mid;
+      if (begin[mid] <= position)
+        low = mid;
+      else
+        high = mid;
     }
     return low;
   }
@@ -96,7 +101,10 @@ struct Layout {
     int64_t low = 0, high = num_slots;
     while (low < high) {
       const int64_t mid = low + (high - low) / 2;
-      if (slots[mid].end() > position) high = mid; else low = mid + 1;
+      if (slots[mid].end() > position)
+        high = mid;
+      else
+        low = mid + 1;
     }
     return low;
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ def module() -> ModuleType | None:
     Registration initialises no backend: XLA keeps the handlers until one starts.
     """
     try:
-        from cgx_jax import _native
+        native = importlib.import_module("cgx_jax._native")
     except ImportError as error:
         warnings.warn(
             f"cgx_jax has no native kernels here ({error}); it falls back to plain jnp, which "
@@ -29,14 +30,14 @@ def module() -> ModuleType | None:
             stacklevel=2,
         )
         return None
-    if _native.wire_version() != WIRE_VERSION:
+    if native.wire_version() != WIRE_VERSION:
         raise ImportError(
-            f"cgx_jax._native speaks wire format {_native.wire_version()}, this package "
+            f"cgx_jax._native speaks wire format {native.wire_version()}, this package "
             f"{WIRE_VERSION}: the two come from different installs. Reinstall cgx_jax."
         )
-    for name, capsule in _native.handlers().items():
+    for name, capsule in native.handlers().items():
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    return _native
+    return native
 
 
 def backends() -> dict[str, Any]:

@@ -93,22 +93,28 @@ def _lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape) if batch == 1 else (batch, *shape)
 
 
-def _encode_shapes(key, rank, *leaves, layout, residual, batch):
+def _encode_shapes(
+    key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, batch: Any
+) -> Any:
     rows = _compat.result_aval(
         _lead(batch, (layout.world, layout.chunk_bytes)), jnp.dtype(jnp.uint8), key
     )
     return [rows, *(_compat.result_aval(x.shape, x.dtype, key) for x in leaves if residual)]
 
 
-def _reduce_shapes(key, rank, payload, *leaves, layout, divisor, batch):
+def _reduce_shapes(
+    key: Any, rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, batch: Any
+) -> Any:
     return [_compat.result_aval(_lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)]
 
 
-def _decode_shapes(payload, *, layout, shapes, batch):
+def _decode_shapes(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
     return [_compat.result_aval(_lead(batch, shape), dtype, payload) for shape, dtype in shapes]
 
 
-def _accumulate_shapes(rank, payload, *leaves, layout, divisor, peers, batch):
+def _accumulate_shapes(
+    rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, peers: Any, batch: Any
+) -> Any:
     return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
 
 
@@ -119,14 +125,16 @@ def _flat(batch: int, arrays: Sequence[Any], *shape: int) -> list[Any]:
     return [x.reshape(batch, *(shape or (x.size // batch,))) for x in arrays]
 
 
-def _encode_jnp(key, rank, *leaves, layout, residual, batch):
+def _encode_jnp(key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, batch: Any) -> Any:
     one = functools.partial(reference.encode, layout=layout, residual=residual)
     out = jax.vmap(one)(key.reshape(batch, 2), rank.reshape(batch), *_flat(batch, leaves))
     rows = out[0].reshape(_lead(batch, out[0].shape[1:]))
     return [rows, *(r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False))]
 
 
-def _reduce_jnp(key, rank, payload, *leaves, layout, divisor, batch):
+def _reduce_jnp(
+    key: Any, rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, batch: Any
+) -> Any:
     one = functools.partial(reference.reduce, layout=layout, divisor=divisor)
     (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
     (out,) = jax.vmap(one)(
@@ -135,14 +143,16 @@ def _reduce_jnp(key, rank, payload, *leaves, layout, divisor, batch):
     return [out.reshape(_lead(batch, (layout.chunk_bytes,)))]
 
 
-def _decode_jnp(payload, *, layout, shapes, batch):
+def _decode_jnp(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
     one = functools.partial(reference.decode, layout=layout, dtypes=[d for _, d in shapes])
     (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
     out = jax.vmap(one)(payload)
     return [x.reshape(_lead(batch, shape)) for x, (shape, _) in zip(out, shapes, strict=True)]
 
 
-def _accumulate_jnp(rank, payload, *leaves, layout, divisor, peers, batch):
+def _accumulate_jnp(
+    rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, peers: Any, batch: Any
+) -> Any:
     one = functools.partial(reference.accumulate, layout=layout, divisor=divisor)
     (payload,) = _flat(batch, [payload], peers, layout.total_bytes)
     out = jax.vmap(one)(rank.reshape(batch), payload, *_flat(batch, leaves))
@@ -154,7 +164,7 @@ def _accumulate_jnp(rank, payload, *leaves, layout, divisor, peers, batch):
 
 def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
     arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes().items()}
-    scalars = {"world": np.int64(layout.world)}
+    scalars: dict[str, Any] = {"world": np.int64(layout.world)}
     if "divisor" in params:
         scalars["divisor"] = np.float32(params["divisor"])
     return {**arrays, **scalars}

@@ -1,0 +1,180 @@
+// The kernels and the layout on exact-size heap buffers, so that the address sanitizer sees every
+// byte read or written outside of them; payloads from a peer may hold anything.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels_cpu.h"
+#include "layout.h"
+
+namespace {
+
+int passed = 0, failed = 0;
+
+void check(bool ok, const std::string& what) {
+  ok ? ++passed : ++failed;
+  if (!ok) std::printf("FAILED: %s\n", what.c_str());
+}
+
+// Leaves of every length around a bucket's, each in a heap block of exactly its size.
+struct Buffers {
+  std::vector<cgx::LeafSpec> specs;
+  std::vector<cgx::DType> dtypes;
+  std::vector<std::unique_ptr<char[]>> blocks;
+  std::vector<void*> data;
+
+  Buffers(const std::vector<cgx::LeafSpec>& leaves, cgx::DType dtype, std::mt19937& rng)
+      : specs(leaves), dtypes(leaves.size(), dtype) {
+    std::normal_distribution<float> normal;
+    for (const auto& leaf : leaves) {
+      const size_t bytes = leaf.size * cgx::item_size(dtype);
+      blocks.emplace_back(new char[bytes]);
+      data.push_back(blocks.back().get());
+      for (int64_t i = 0; i < leaf.size; ++i) {
+        const float x = normal(rng);
+        uint32_t word;
+        std::memcpy(&word, &x, 4);
+        if (dtype == cgx::DType::kF32) std::memcpy(blocks.back().get() + 4 * i, &x, 4);
+        // The upper half of an fp32 word is a bf16; as an f16 it is an arbitrary finite number.
+        const uint16_t half = (word >> 16) & 0xBBFF;
+        if (dtype != cgx::DType::kF32) std::memcpy(blocks.back().get() + 2 * i, &half, 2);
+      }
+    }
+  }
+  cgx::LeavesIn in() const { return {data.data(), dtypes.data()}; }
+  cgx::LeavesOut out() const { return {data.data(), dtypes.data()}; }
+};
+
+std::vector<cgx::LeafSpec> leaves_of(int64_t bits, int64_t bucket, int64_t stochastic) {
+  std::vector<cgx::LeafSpec> specs;
+  int64_t stream = 0;
+  for (int64_t size :
+       {int64_t{0}, int64_t{1}, int64_t{31}, bucket - 1, bucket, bucket + 1, 3 * bucket + 33}) {
+    specs.push_back({size, bits, bucket, stochastic, stream++});
+  }
+  return specs;
+}
+
+std::unique_ptr<uint8_t[]> noise(int64_t bytes, std::mt19937& rng) {
+  std::unique_ptr<uint8_t[]> block(new uint8_t[bytes]);
+  for (int64_t i = 0; i < bytes; ++i) block[i] = static_cast<uint8_t>(rng());
+  return block;
+}
+
+void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, int64_t stochastic,
+                cgx::DType dtype, int64_t world, std::mt19937& rng) {
+  const std::string name = std::string(kernels.isa) + " bits " + std::to_string(bits) + " bucket " +
+                           std::to_string(bucket) + " world " + std::to_string(world);
+  Buffers x(leaves_of(bits, bucket, stochastic), dtype, rng), y(x.specs, dtype, rng);
+  Buffers residual(x.specs, dtype, rng);
+  cgx::OwnedLayout owned;
+  check(owned.build(x.specs, world).empty(), name + ": layout");
+  const cgx::Layout layout = owned.view();
+  const int64_t total = layout.total_bytes(), bytes = world * layout.chunk_bytes;
+  const uint32_t key[2] = {1, 2};
+  std::unique_ptr<uint8_t[]> payload(new uint8_t[bytes]), again(new uint8_t[bytes]);
+  cgx::zero_tails(layout, payload.get());
+  cgx::zero_tails(layout, again.get());
+  kernels.encode({layout, x.in(), residual.out(), key, -1, payload.get()}, 0, total);
+  // Disjoint ranges write what one call writes.
+  const int64_t cut = total / 3;
+  const cgx::LeavesOut none{nullptr, nullptr};
+  kernels.encode({layout, x.in(), none, key, -1, again.get()}, 0, cut);
+  kernels.encode({layout, x.in(), none, key, -1, again.get()}, cut, total);
+  check(std::memcmp(payload.get(), again.get(), bytes) == 0, name + ": ranges");
+  kernels.decode({layout, payload.get(), y.out()}, 0, total);
+  if (dtype == cgx::DType::kF32) {
+    bool exact = true;
+    for (size_t k = 0; k < x.specs.size(); ++k) {
+      const float* a = static_cast<const float*>(x.data[k]);
+      const float* b = static_cast<const float*>(y.data[k]);
+      const float* r = static_cast<const float*>(residual.data[k]);
+      for (int64_t i = 0; i < x.specs[k].size; ++i) exact &= (a[i] - b[i] == r[i]);
+    }
+    check(exact, name + ": residual");
+  }
+  // Arbitrary bytes from the peers: any numbers may come out, no byte outside may be touched.
+  const auto bad = noise(bytes, rng);
+  std::vector<float> scratch(owned.longest_bucket());
+  for (int64_t rank = 0; rank < world; ++rank) {
+    std::unique_ptr<uint8_t[]> chunk(new uint8_t[layout.chunk_bytes]);
+    kernels.reduce({layout, x.in(), key, rank, bad.get(), 3.0f, chunk.get(), scratch.data()},
+                   layout.begin[rank], layout.begin[rank + 1]);
+  }
+  kernels.decode({layout, bad.get(), y.out()}, 0, total);
+  if (world == 1) {
+    const auto peers = noise(3 * total, rng);
+    kernels.accumulate({layout, x.in(), peers.get(), 3, 1, 1.0f, y.out()}, 0, total);
+  }
+  check(true, name + ": corrupted payloads");
+}
+
+void poison(const cgx::KernelTable& kernels) {
+  for (float bad : {NAN, INFINITY, -INFINITY}) {
+    for (int64_t place : {0, 31, 63}) {
+      std::vector<float> x(64, 1.0f), y(64, 0.0f);
+      x[place] = bad;
+      cgx::OwnedLayout owned;
+      check(owned.build({{64, 4, 32, 0, 0}}, 1).empty(), "poison: layout");
+      const cgx::Layout layout = owned.view();
+      std::vector<uint8_t> payload(layout.chunk_bytes);
+      const uint32_t key[2] = {0, 0};
+      const void* in = x.data();
+      void* out = y.data();
+      const cgx::DType dtype = cgx::DType::kF32;
+      kernels.encode({layout, {&in, &dtype}, {nullptr, nullptr}, key, -1, payload.data()}, 0,
+                     layout.total_bytes());
+      kernels.decode({layout, payload.data(), {&out, &dtype}}, 0, layout.total_bytes());
+      bool ok = true;
+      for (int64_t i = 0; i < 64; ++i) ok &= (std::isnan(y[i]) == (i / 32 == place / 32));
+      check(ok, std::string(kernels.isa) + ": poison at " + std::to_string(place));
+    }
+  }
+}
+
+void layouts() {
+  for (int64_t world : {1, 2, 3, 7, 64, 1000}) {
+    cgx::OwnedLayout owned;
+    check(owned
+              .build({{(int64_t{1} << 33) + 5, 3, 512, 0, 0}, {0, 8, 32, 0, 1}, {7, 4, 64, 0, 2}},
+                     world)
+              .empty(),
+          "layout of 2^33 values");
+    const cgx::Layout layout = owned.view();
+    bool rising = layout.begin[0] == 0;
+    for (int64_t w = 0; w < world; ++w) rising &= layout.chunk_size(w) >= 0;
+    check(rising, "chunks in order");
+    check(layout.chunk_bytes <= layout.total_bytes() / world + 201, "chunks of equal length");
+  }
+  cgx::OwnedLayout owned;
+  check(!owned.build({{5, 0, 32, 0, 0}}, 1).empty(), "bits 0 refused");
+  check(!owned.build({{5, 9, 32, 0, 0}}, 1).empty(), "bits 9 refused");
+  check(!owned.build({{5, 4, 33, 0, 0}}, 1).empty(), "bucket 33 refused");
+  check(!owned.build({{5, 4, 32, 0, 0}}, 0).empty(), "world 0 refused");
+  check(!owned.build({{-1, 4, 32, 0, 0}}, 1).empty(), "negative size refused");
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 rng(1);
+  layouts();
+  for (auto kernels = cgx::available_kernels(); *kernels; ++kernels) {
+    poison(**kernels);
+    for (int64_t bits = 1; bits <= 8; ++bits) {
+      for (int64_t bucket : {32, 96, 512}) {
+        for (int64_t world : {1, 3}) {
+          for (auto dtype : {cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16}) {
+            round_trip(**kernels, bits, bucket, world == 3, dtype, world, rng);
+          }
+        }
+      }
+    }
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed != 0;
+}

@@ -1,0 +1,15 @@
+"""The README's snippets run, in order, as one program."""
+
+import pathlib
+import re
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+
+
+def test_readme_snippets_run(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert "1 leaves in 1 fusion buffers" in capsys.readouterr().out

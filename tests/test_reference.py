@@ -1,0 +1,178 @@
+"""The jnp fallback writes the same format as the native kernels, and stands in for them."""
+
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cgx_jax import Quantize
+from cgx_jax.kernels import native, primitives, reference
+from cgx_jax.wire import Field, Layout
+
+needs_native = pytest.mark.skipif(
+    "_native" not in str(native.module()), reason="no native module; a C++17 compiler builds it"
+)
+KEY = np.uint32([3, 5])
+SIZES = [0, 1, 31, 33, 511, 512, 513, 2000]
+
+
+def leaves_of(dtype, sizes=SIZES):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=n), dtype) for n in sizes]
+
+
+def layout_of(bits, bucket_size, stochastic, world, sizes=SIZES):
+    fields = (Field(n, bits, bucket_size, stochastic, i) for i, n in enumerate(sizes))
+    return Layout(tuple(fields), world)
+
+
+def split(rows, layout):
+    """Records of a payload: metas and levels, in order."""
+    lengths = np.diff(layout.begins)
+    stream = np.concatenate([np.asarray(r)[:n] for r, n in zip(rows, lengths, strict=True)])
+    metas, levels, at = [], [], 0
+    for f in layout.fields:
+        for first in range(0, f.size, f.bucket_size):
+            n = min(f.bucket_size, f.size - first)
+            length = 8 + f.bits * 4 * -(-n // 32)
+            metas.append(stream[at : at + 8])
+            codes = jnp.asarray(stream[None, at + 8 : at + length])
+            levels.append(np.asarray(reference._unpack(codes, f.bits))[0, :n])
+            at += length
+    return np.concatenate(metas), np.concatenate(levels).astype(int)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize(("stochastic", "world"), [(False, 3), (True, 4)])
+def test_fallback_is_within_one_level_of_the_native_kernels(dtype, bits, stochastic, world):
+    layout, leaves = layout_of(bits, 96, stochastic, world), leaves_of(dtype)
+    ours = primitives.encode(KEY, leaves, layout)[0]
+    theirs = jax.jit(
+        lambda *xs: reference.encode(KEY, jnp.int32(-1), *xs, layout=layout, residual=False)[0]
+    )(*leaves)
+    (metas, levels), (metas_jnp, levels_jnp) = split(ours, layout), split(theirs, layout)
+    # XLA may divide by a constant as a product with its inverse: a unit's last bit can differ.
+    np.testing.assert_allclose(metas.view(np.float32), metas_jnp.view(np.float32), rtol=2.0**-22)
+    assert np.abs(levels - levels_jnp).max() <= 1
+    assert (levels != levels_jnp).mean() < 1e-2
+    decoded = primitives.decode(ours, layout, leaves)
+    again = reference.decode(ours, layout=layout, dtypes=[x.dtype for x in leaves])
+    for a, b, x in zip(decoded, again, leaves, strict=True):
+        np.testing.assert_allclose(
+            np.float32(a), np.float32(b), rtol=float(jnp.finfo(dtype).eps), atol=1e-6
+        )
+        bound = np.asarray(
+            Quantize(bits, 96, "stochastic" if stochastic else "nearest").error_bound(x)
+        )
+        assert (np.abs(np.float32(a) - np.float32(x)) <= bound).all()
+
+
+@needs_native
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_fallback_reduces_accumulates_and_leaves_residuals_as_native_does(rank):
+    layout, leaves = layout_of(8, 64, False, 3), leaves_of("float32")
+    peers = primitives.encode(KEY, [2 * x for x in leaves], layout)[0]
+    rows = jnp.tile(peers[rank], (3, 1))
+    ours = primitives.reduce(KEY, jnp.int32(rank), rows, leaves, layout, divisor=3)
+    (theirs,) = reference.reduce(KEY, jnp.int32(rank), rows, *leaves, layout=layout, divisor=3.0)
+    alone = [jnp.zeros_like(rows).at[rank].set(c) for c in (ours, theirs)]  # other chunks: 0
+    a, b = (primitives.decode(rows, layout, leaves) for rows in alone)
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, atol=0.1)
+    assert sum(np.abs(x).sum() for x in a) > 0
+    got = primitives.encode(KEY, leaves, layout, rank=rank, residual=True)[1]
+    want = reference.encode(KEY, jnp.int32(rank), *leaves, layout=layout, residual=True)[1:]
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=0.05)
+    one = layout.with_world(1)
+    payload = primitives.encode(KEY, leaves, one)[0]
+    stacked = jnp.concatenate([payload] * 3)
+    got = primitives.accumulate(jnp.int32(rank), stacked, leaves, one, divisor=3)
+    want = reference.accumulate(jnp.int32(rank), stacked, *leaves, layout=one, divisor=3.0)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@needs_native
+def test_residual_is_what_the_payload_lost_and_zero_for_the_own_share():
+    layout, leaves = layout_of(4, 32, False, 2), leaves_of("float32")
+    payload, residual = primitives.encode(KEY, leaves, layout, residual=True)
+    for x, y, r in zip(leaves, primitives.decode(payload, layout, leaves), residual, strict=True):
+        np.testing.assert_array_equal(r, np.asarray(x) - np.asarray(y))
+    _, own = primitives.encode(KEY, leaves, layout, rank=0, residual=True)
+    flat, full = np.concatenate(own), np.concatenate(residual)
+    (cut,) = np.nonzero(flat)
+    assert (flat[: cut[0]] == 0).all()
+    np.testing.assert_array_equal(flat[cut[0] :], full[cut[0] :])
+
+
+finite = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    x=hnp.arrays(np.float32, st.integers(0, 200), elements=finite),
+    bits=st.integers(1, 8),
+    bucket=st.sampled_from([32, 64, 96]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+)
+def test_round_trip_stays_within_the_bound(x, bits, bucket, rounding):
+    c = Quantize(bits, bucket, rounding)
+    payload, _ = c.encode(x, key=jax.random.key(0))
+    assert 8 * payload.size == c.wire_bits(x.size)
+    error = np.abs(np.asarray(c.decode(payload, x.shape, x.dtype), np.float64) - x)
+    assert (error <= np.asarray(c.error_bound(x), np.float64)).all()
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(value=finite, size=st.integers(1, 100), bits=st.integers(1, 8))
+def test_an_all_equal_bucket_is_exact(value, size, bits):
+    c, x = Quantize(bits, 32), np.full(size, value, np.float32)
+    np.testing.assert_array_equal(c.decode(c.encode(x)[0], x.shape, x.dtype), x)
+
+
+WITHOUT_NATIVE = """
+import sys, warnings
+sys.modules["cgx_jax._native"] = None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import cgx_jax
+    import cgx_jax.gradients
+assert [w.category for w in caught] == [RuntimeWarning], caught
+assert "C++17 compiler" in str(caught[0].message)
+assert cgx_jax.backends()["cpu"] == "jnp"
+import jax, jax.numpy as jnp
+from jax.extend.backend import backends
+x = jnp.arange(2 * 4 * 600, dtype=jnp.float32).reshape(2, 4, 600) % 77
+y = jax.pmap(lambda v: cgx_jax.psum_compressed(v, "i", cgx_jax.Quantize(8)), axis_name="i")(x)
+assert abs(y[1] - x.sum(0)).max() < 1, "wrong sum"
+print("ok")
+"""
+
+NO_BACKEND = """
+import cgx_jax
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("program", [WITHOUT_NATIVE, NO_BACKEND], ids=["no native", "no backend"])
+def test_import_works_without_native_module_and_starts_no_backend(program):
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout == "ok\n", run.stderr
+
+
+def test_native_module_is_found_silently():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        native.module()
