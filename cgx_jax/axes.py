@@ -82,10 +82,11 @@ class Axes:
                 raise ValueError(
                     f"{caller}: {where} does not vary over axis {missing[0]!r}, so every rank "
                     "holds the same value: it is reduced already, or was never split. Under "
-                    "check_vma, jax.grad of a replicated parameter inserts its own uncompressed psum. Two "
-                    f"ways out: make the parameters vary first, params = jax.tree.map(lambda p: "
-                    f"jax.lax.pcast(p, {missing[0]!r}, to='varying'), params), before jax.grad; or "
-                    "wrap them in cgx_jax.reduce_in_backward(params, axis_name) and drop this call."
+                    "check_vma, jax.grad of a replicated parameter inserts its own uncompressed "
+                    "psum. Two ways out: make the parameters vary first, params = jax.tree.map("
+                    f"lambda p: jax.lax.pcast(p, {missing[0]!r}, to='varying'), "
+                    "params), before jax.grad; or wrap them in "
+                    "cgx_jax.reduce_in_backward(params, axis_name) and drop this call."
                 )
 
     def sum(self, leaves: Sequence[Any]) -> list[jax.Array]:
