@@ -78,6 +78,7 @@ format: $(STAMPS)/lint
 	$(BIN)/clang-format -i $(CPP_FORMATTED)
 
 bench: $(STAMPS)/package
+	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/compile_time.py
 

@@ -36,13 +36,6 @@ import measure
 import rig
 
 METHODS = ("psum", "compressed")
-SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
-
-
-def size_in_bytes(text: str) -> int:
-    """Takes "25M" to 25,000,000."""
-    factor = SUFFIXES.get(text[-1:], 1)
-    return int(float(text.rstrip("kMG")) * factor)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -61,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     how.add_argument("--rate", help="processes over shaped links: 1gbit, 100mbit, unlimited, ...")
     measure.add_json_option(parser)
     arguments = parser.parse_args()
-    arguments.sizes = [size_in_bytes(size) for size in arguments.sizes.split(",")]
+    arguments.sizes = [measure.size_in_bytes(size) for size in arguments.sizes.split(",")]
     arguments.bits = [int(bits) for bits in arguments.bits.split(",")]
     return arguments
 

@@ -13,6 +13,14 @@ import numpy as np
 
 import cgx_jax
 
+SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def size_in_bytes(text: str) -> int:
+    """Takes "25M" to 25,000,000."""
+    factor = SUFFIXES.get(text[-1:], 1)
+    return int(float(text.rstrip("kMG")) * factor)
+
 
 def quartiles(values: Any) -> list[float]:
     """Lower quartile, median, upper quartile."""

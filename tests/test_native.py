@@ -202,6 +202,23 @@ def test_work_split_over_threads_writes_the_same_bytes(stochastic):
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_leaf_too_large_for_the_caches_is_as_its_two_halves(dtype):
+    half = 10_000 * 512
+    x = np.random.default_rng(0).standard_normal(2 * half + 3, np.float32).astype(DTYPES[dtype])
+    parts = [x[:half], x[half:]]
+
+    def written(values):
+        leaves = [Leaf(v.size, 4, 512, False, 0) for v in values]
+        payload, residuals = encode(values, leaves, 1, residual=True)
+        decoded = decode(payload, leaves, [v.dtype for v in values])
+        sums = accumulate(values, np.concatenate([payload] * 2), leaves, 0)
+        return [payload] + [np.concatenate(r) for r in (residuals, decoded, sums)]
+
+    for got, want in zip(written([x]), written(parts), strict=True):
+        assert_same_bytes(got, want, "one leaf")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

@@ -10,13 +10,44 @@ namespace cgx {
 inline namespace CGX_ISA {
 namespace {
 
-constexpr int64_t kGroupValues = 4096;  // ranges of this many values first, then codes out of L1
-constexpr int64_t kMaxGroup = 16;
+constexpr int64_t kGroupValues = 1024;  // ranges of this many values first, then codes out of L1
+constexpr int64_t kMaxGroup = kGroupValues / kTailValues;
+
+// A pass that computes leaves the memory idle, and the processor's own prefetcher stops at pages.
+// So memory is asked for by hand: into L2 far ahead, into L1 one group ahead.
+constexpr int64_t kFarAhead = 32768;
+constexpr int64_t kNearAhead = kGroupValues * 4;
+
+// A call over more values than this does not fit a last-level cache: its results go past the
+// caches, which spares the processor from reading the lines that it is about to overwrite.
+constexpr int64_t kStreamValues = 8 << 20;
 
 // Columns of a full bucket of the default size. The loops below are compiled once for it, with
 // every stride known and no edges, and once for any size (kColumns = 0).
 constexpr int kUsualColumns = 64;
-CGX_HD bool usual(Record record) { return record.values == kRows * kUsualColumns; }
+constexpr int64_t kUsualValues = kRows * kUsualColumns;
+CGX_HD bool usual(Record record) { return record.values == kUsualValues; }
+
+// Where results wait in L1 until whole lines of them can go past the caches.
+template <int64_t kBytes>
+struct Stage {
+  alignas(kLine) uint8_t bytes[kBytes + kLine];
+
+  // The place of bytes that belong at `to`: as far from a line's start as that.
+  template <typename T>
+  CGX_HD T* at(T* to) {
+    return (T*)(bytes + (uintptr_t)to % kLine);
+  }
+  CGX_HD void stream_to(void* target, int64_t size) const {
+    uint8_t* const to = (uint8_t*)target;
+    const uint8_t* const from = bytes + (uintptr_t)to % kLine;
+    int64_t i = (kLine - (uintptr_t)to % kLine) % kLine;
+    if (i > size) i = size;
+    memcpy(to, from, i);
+    for (; i + kLine <= size; i += kLine) stream_line(to + i, from + i);
+    memcpy(to + i, from + i, size - i);
+  }
+};
 
 // kLanes columns of a bucket. At a bucket's edge some columns or row ends do not exist.
 struct Tile {
@@ -89,7 +120,7 @@ __attribute__((noinline)) bool all_finite(const typename Store::Item* x, int64_t
 
 // The sum of the values tells a NaN or Inf for the price of one addition; finite values may
 // overflow it too, and are then looked at one by one.
-template <typename Store>
+template <typename Store, bool kFar>
 __attribute__((noinline)) Meta find_meta(const typename Store::Item* x, int64_t n, int bits) {
   constexpr int kChains = 4;
   const float inf = bit_cast<float>(0x7f800000u);
@@ -97,6 +128,7 @@ __attribute__((noinline)) Meta find_meta(const typename Store::Item* x, int64_t 
   for (int c = 0; c < kChains; ++c) lo[c] = F32{} + inf, hi[c] = F32{} - inf, sum[c] = F32{};
   int64_t i = 0;
   for (; i + kChains * kLanes <= n; i += kChains * kLanes) {
+    if (kFar) prefetch_l2<kChains * kLanes * sizeof(x[0])>((const char*)(x + i) + kFarAhead);
 #pragma GCC unroll 4
     for (int c = 0; c < kChains; ++c) {
       const F32 v = Store::load_lanes(x + i + c * kLanes);
@@ -121,10 +153,11 @@ __attribute__((noinline)) Meta find_meta(const typename Store::Item* x, int64_t 
   return make_meta(min, max, finite, bits);
 }
 
+// `ahead` is where this bucket's share of the memory to ask for early begins.
 template <typename Store, int kBits, bool kStochastic, bool kResidual, int kColumns>
 __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Record record,
-                                             Meta meta, NoiseSeed seed, uint8_t* out,
-                                             typename Store::Item* residual) {
+                                             Meta meta, NoiseSeed seed, const char* ahead,
+                                             uint8_t* out, typename Store::Item* residual) {
   using Item = typename Store::Item;
   store(out, meta);
   uint8_t* const planes = Record::planes(out);
@@ -133,7 +166,10 @@ __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Reco
   if (poison) memset(planes, 0, kBits * columns);
   if (poison && !kResidual) return;
   const float inverse = inverse_unit(meta);
-  for (int64_t column = 0; column < columns; column += kLanes) {
+  constexpr int64_t kTileBytes = kRows * kLanes * sizeof(Item);
+  for (int64_t column = 0; column < columns; column += kLanes, ahead += kTileBytes) {
+    prefetch_l1<kTileBytes>(ahead + kNearAhead);
+    if (kStochastic) prefetch_l2<kTileBytes>(ahead + kFarAhead);
     const Tile tile{columns, record.values, column};
     const bool full = kColumns != 0 || tile.full();
     Edge<Item> edge;
@@ -261,7 +297,6 @@ struct Run {
     return (last < slot.buckets() ? slot.record_start(last) : slot.end()) -
            slot.record_start(first);
   }
-  CGX_HD int64_t record_stride() const { return Record{slot.bucket_size, slot.bits}.bytes(); }
 };
 
 template <typename F>
@@ -289,26 +324,35 @@ struct Encode {
     const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
     Item* residual = kResidual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
     uint8_t* out = call.payload + run.offset;
-    int64_t group = kGroupValues / slot.bucket_size;
-    group = group < 1 ? 1 : group > kMaxGroup ? kMaxGroup : group;
+    const bool stream = call.layout.values > kStreamValues && slot.bucket_size == kUsualValues;
+    const int64_t group = kGroupValues > slot.bucket_size ? kGroupValues / slot.bucket_size : 1;
+    Stage<kGroupValues / kUsualValues * Record{kUsualValues, kBits}.bytes()> records;
+    Stage<kUsualValues * sizeof(Item)> errors;
     for (int64_t first = run.first; first < run.last; first += group) {
       const int64_t last = first + group < run.last ? first + group : run.last;
       Meta meta[kMaxGroup];
       for (int64_t k = first; k < last; ++k) {
-        meta[k - first] =
-            find_meta<Store>(x + (k - run.first) * slot.bucket_size, slot.bucket_values(k), kBits);
+        meta[k - first] = find_meta<Store, !kStochastic>(x + (k - first) * slot.bucket_size,
+                                                         slot.bucket_values(k), kBits);
       }
+      uint8_t* const group_out = stream ? records.at(out) : out;
+      int64_t bytes = 0;
       for (int64_t k = first; k < last; ++k) {
-        const int64_t value = (k - run.first) * slot.bucket_size;
         const NoiseSeed seed =
             kStochastic ? noise_seed(call.key, slot.stream, (uint64_t)k) : NoiseSeed{};
         const Record record = slot.record(k);
         const auto encode = usual(record)
                                 ? encode_bucket<Store, kBits, kStochastic, kResidual, kUsualColumns>
                                 : encode_bucket<Store, kBits, kStochastic, kResidual, 0>;
-        encode(x + value, record, meta[k - first], seed,
-               out + (k - run.first) * run.record_stride(), kResidual ? residual + value : nullptr);
+        Item* const error = kResidual && stream ? errors.at(residual) : residual;
+        encode(x, record, meta[k - first], seed, (const char*)x, group_out + bytes, error);
+        if (kResidual && stream) errors.stream_to(residual, record.values * sizeof(Item));
+        x += record.values;
+        if (kResidual) residual += record.values;
+        bytes += record.bytes();
       }
+      if (stream) records.stream_to(out, bytes);
+      out += bytes;
     }
   }
 };
@@ -329,7 +373,7 @@ struct Reduce {
                                      : sum_bucket<Store, StoreF32, kBits, 0>;
       sum(x, record, call.payload + position, layout.chunk_bytes, layout.world, call.rank, divide,
           call.scratch);
-      const Meta meta = find_meta<StoreF32>(call.scratch, record.values, kBits);
+      const Meta meta = find_meta<StoreF32, false>(call.scratch, record.values, kBits);
       const NoiseSeed seed = noise_seed(call.key, slot.stream, (uint64_t)k);
       const auto encode = usual(record)
                               ? slot.stochastic
@@ -337,7 +381,7 @@ struct Reduce {
                                     : encode_bucket<StoreF32, kBits, false, false, kUsualColumns>
                           : slot.stochastic ? encode_bucket<StoreF32, kBits, true, false, 0>
                                             : encode_bucket<StoreF32, kBits, false, false, 0>;
-      encode(call.scratch, record, meta, seed, call.chunk + position, nullptr);
+      encode(call.scratch, record, meta, seed, (const char*)x, call.chunk + position, nullptr);
       x += record.values;
       position += record.bytes();
     }
@@ -351,11 +395,15 @@ struct Decode {
   static void run(const DecodeCall& call, const Run& run) {
     const uint8_t* from = call.payload + run.offset;
     Item* out = (Item*)call.leaves.data[run.leaf] + run.first_value();
+    const bool stream = call.layout.values > kStreamValues;
+    Stage<kUsualValues * sizeof(Item)> values;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k);
+      const bool staged = stream && usual(record);
       const auto decode = usual(record) ? decode_bucket<Store, kBits, kUsualColumns>
                                         : decode_bucket<Store, kBits, 0>;
-      decode(from, record, out);
+      decode(from, record, staged ? values.at(out) : out);
+      if (staged) values.stream_to(out, record.values * sizeof(Item));
       from += record.bytes();
       out += record.values;
     }
@@ -371,11 +419,16 @@ struct Accumulate {
     Item* out = (Item*)call.sums.data[run.leaf] + run.first_value();
     const uint8_t* records = call.payload + run.offset;
     const Divide divide(call.divisor);
+    const bool stream = call.layout.values > kStreamValues;
+    Stage<kUsualValues * sizeof(Item)> values;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k);
+      const bool staged = stream && usual(record);
       const auto sum = usual(record) ? sum_bucket<Store, Store, kBits, kUsualColumns>
                                      : sum_bucket<Store, Store, kBits, 0>;
-      sum(x, record, records, call.layout.total_bytes(), call.peers, call.rank, divide, out);
+      sum(x, record, records, call.layout.total_bytes(), call.peers, call.rank, divide,
+          staged ? values.at(out) : out);
+      if (staged) values.stream_to(out, record.values * sizeof(Item));
       x += record.values;
       out += record.values;
       records += record.bytes();
@@ -440,6 +493,7 @@ void encode(const EncodeCall& call, int64_t from, int64_t to) {
                : run_dtype<EncodeNearest>(dtype, call, run);
     }
   });
+  end_streams();
 }
 
 void reduce(const ReduceCall& call, int64_t from, int64_t to) {
@@ -450,12 +504,14 @@ void reduce(const ReduceCall& call, int64_t from, int64_t to) {
 void decode(const DecodeCall& call, int64_t from, int64_t to) {
   for_each_run(call.layout, from, to,
                [&](const Run& run) { run_dtype<Decode>(call.leaves.dtype[run.leaf], call, run); });
+  end_streams();
 }
 
 void accumulate(const AccumulateCall& call, int64_t from, int64_t to) {
   for_each_run(call.layout, from, to, [&](const Run& run) {
     run_dtype<Accumulate>(call.leaves.dtype[run.leaf], call, run);
   });
+  end_streams();
 }
 
 #define CGX_STRING(x) #x

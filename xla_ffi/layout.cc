@@ -51,7 +51,8 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
   }
   begin_.assign(world + 1, total);
   begin_[0] = 0;
-  const Layout whole{slots_.data(), static_cast<int64_t>(slots_.size()), begin_.data(), world, 0};
+  const Layout whole{slots_.data(), static_cast<int64_t>(slots_.size()), begin_.data(), world, 0,
+                     values_};
   for (int64_t w = 1; w < world; ++w) {
     const int64_t cut = chunk_cut(w, total, world), s = whole.slot_at(cut);
     if (s == whole.num_slots) continue;
@@ -66,8 +67,9 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
 }
 
 Layout OwnedLayout::view() const {
-  return {slots_.data(), static_cast<int64_t>(slots_.size()), begin_.data(),
-          static_cast<int64_t>(begin_.size()) - 1, chunk_bytes_};
+  return {slots_.data(), static_cast<int64_t>(slots_.size()),
+          begin_.data(), static_cast<int64_t>(begin_.size()) - 1,
+          chunk_bytes_,  values_};
 }
 
 }  // namespace cgx

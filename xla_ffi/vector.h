@@ -43,6 +43,43 @@ CGX_HD void store(void* to, const V& v) {
   memcpy(to, &v, sizeof(V));
 }
 
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+// Asks for kBytes of memory, which need not exist: into L1, or into L2 alone.
+template <int64_t kBytes>
+CGX_HD void prefetch_l1(const char* from) {
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kBytes; i += kLine) __builtin_prefetch(from + i, 0, 3);
+}
+template <int64_t kBytes>
+CGX_HD void prefetch_l2(const char* from) {
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kBytes; i += kLine) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Writes an aligned cache line past the caches. Other threads see it after end_streams().
+CGX_HD void stream_line(void* to, const void* from) {
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < kLine; i += sizeof(F32)) {
+    const F32 v = load<F32>((const char*)from + i);
+    float* const at = (float*)((char*)to + i);
+#if defined(__AVX512F__)
+    _mm512_stream_ps(at, (__m512)v);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(at, (__m256)v);
+#elif defined(__x86_64__)
+    _mm_stream_ps(at, (__m128)v);
+#else
+    store(at, v);
+#endif
+  }
+}
+CGX_HD void end_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 CGX_HD U32 lane_index() {
   U32 index;
   for (int i = 0; i < kLanes; ++i) index[i] = i;

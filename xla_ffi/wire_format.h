@@ -31,10 +31,10 @@ struct Record {
   int64_t values;
   int32_t bits;
 
-  CGX_HD int64_t columns() const {
+  CGX_HD constexpr int64_t columns() const {
     return (values + kTailValues - 1) / kTailValues * (kTailValues / kRows);
   }
-  CGX_HD int64_t bytes() const { return (int64_t)sizeof(Meta) + bits * columns(); }
+  CGX_HD constexpr int64_t bytes() const { return (int64_t)sizeof(Meta) + bits * columns(); }
   CGX_HD static uint8_t* planes(uint8_t* record) { return record + sizeof(Meta); }
   CGX_HD static const uint8_t* planes(const uint8_t* record) { return record + sizeof(Meta); }
 };
@@ -81,6 +81,7 @@ struct Layout {
       begin;  // world + 1 positions; chunk w holds the records from begin[w] to begin[w+1]
   int64_t world;
   int64_t chunk_bytes;  // of the longest chunk: the length of every payload row
+  int64_t values;       // of all slots
 
   CGX_HD int64_t total_bytes() const { return begin[world]; }
   CGX_HD int64_t chunk_size(int64_t chunk) const { return begin[chunk + 1] - begin[chunk]; }

@@ -1,0 +1,179 @@
+"""Every CPU kernel against memcpy, in one process, without XLA around it.
+
+    python benchmarks/codec.py --size 100M --bits 4,8
+
+`ratio` is the time of memcpy over the kernel's, for the same uncompressed bytes on one thread,
+measured in turns; the time on one thread over that on two stands beside memcpy's own gain from the
+second thread (where that is small, memory is the limit and not the kernel).
+`#wrong` counts decoded values outside of the stated error bound and payload bytes that differ
+between instruction sets. 100 MB of values do not fit the caches; --size 1M shows those that do.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import measure
+from cgx_jax.kernels import native
+
+BUCKET = 512
+PEERS = 4
+KERNELS = ("nearest", "stochastic", "residual", "decode", "reduce", "accumulate")
+
+
+def aligned(size: int, dtype: Any) -> np.ndarray:
+    """Touched memory that begins at a cache line, as XLA's buffers do."""
+    itemsize = np.dtype(dtype).itemsize
+    block = np.zeros(size * itemsize + 64, np.uint8)
+    start = -block.ctypes.data % 64
+    return block[start : start + size * itemsize].view(dtype)
+
+
+class Buffers:
+    """The operands of every kernel at one width, and the calls on them."""
+
+    def __init__(self, module: Any, size: int, bits: int) -> None:
+        self.module = module
+        self.bits = bits
+        self.values = aligned(size, np.float32)
+        self.values[:] = np.random.default_rng(0).standard_normal(size, np.float32)
+        self.out = aligned(size, np.float32)
+        self.none = np.empty(0, np.uint8)
+        _, self.row = module.layout([size], [bits], [BUCKET], 1)
+        _, self.chunk_bytes = module.layout([size], [bits], [BUCKET], PEERS)
+        self.payload = aligned(PEERS * self.row, np.uint8)
+        self.chunk = aligned(self.chunk_bytes, np.uint8)
+        for _ in range(2):  # real payloads, of which a kernel may read as many rows as it takes
+            self.run("nearest", 1)
+        for row in range(1, PEERS):
+            self.payload[row * self.row : (row + 1) * self.row] = self.payload[: self.row]
+
+    def handled(self, kernel: str) -> int:
+        """The values that a kernel's call is about: its rank's chunk, or all."""
+        return self.values.size // PEERS if kernel == "reduce" else self.values.size
+
+    def run(self, kernel: str, threads: int) -> float:
+        """Seconds of one call."""
+        one_row = self.payload[: self.row]
+        options = {"bits": self.bits, "bucket_size": BUCKET, "threads": threads}
+        time, x, none = self.module.time_kernel, self.values, self.none
+        if kernel in ("nearest", "stochastic", "residual"):
+            out = self.out if kernel == "residual" else none
+            options["stochastic"] = kernel == "stochastic"
+            return time("encode", x, out, one_row, none, **options)
+        if kernel == "decode":
+            return time("decode", x, self.out, one_row, none, **options)
+        if kernel == "accumulate":
+            return time("accumulate", x, self.out, self.payload, none, world=PEERS, **options)
+        rows = self.payload[: PEERS * self.chunk_bytes]
+        return time("reduce", x, none, rows, self.chunk, world=PEERS, rank=0, **options)
+
+    def copy(self, kernel: str, threads: int) -> float:
+        """Seconds of memcpy of the float32 bytes that the kernel handles."""
+        n = self.handled(kernel)
+        return self.module.time_copy(self.out[:n], self.values[:n], threads)
+
+    def wrong(self, stochastic: bool) -> int:
+        """Values that decode to something outside of the error bound."""
+        self.run("stochastic" if stochastic else "nearest", 1)
+        self.run("decode", 1)
+        x = self.values.reshape(-1, BUCKET)
+        low, high = x.min(axis=1), x.max(axis=1)
+        unit = (high - low) / (2**self.bits - 1)
+        rounding = 4 * np.finfo(np.float32).eps * np.maximum(abs(low), abs(high))
+        bound = unit * (1 if stochastic else 0.5) * (1 + 1e-5) + rounding
+        return int((abs(self.out.reshape(-1, BUCKET) - x) > bound[:, None]).sum())
+
+
+def measured(buffers: Buffers, kernel: str, reps: int) -> dict[str, Any]:
+    """Quartiles of the ratios of one kernel; each repeat measures all four times in turn."""
+    times = np.empty((reps, 4))
+    for rep in range(-1, reps):  # one round of warm-up
+        times[rep] = (
+            buffers.copy(kernel, 1),
+            buffers.run(kernel, 1),
+            buffers.copy(kernel, 2),
+            buffers.run(kernel, 2),
+        )
+    copy, one, copy_two, two = times.T
+    return {
+        "seconds": float(np.median(one)),
+        "ratio": measure.quartiles(copy / one),
+        "threads": measure.quartiles(one / two),
+        "copy_threads": measure.quartiles(copy / copy_two),
+        "algbw": float(4 * buffers.handled(kernel) / np.median(one)),
+    }
+
+
+def sweep(module: Any, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row for each instruction set, width and kernel."""
+    size = arguments.size // 4 // BUCKET * BUCKET
+    for bits in arguments.bits:
+        buffers = Buffers(module, size, bits)
+        first: dict[bool, np.ndarray] = {}
+        for isa in arguments.isas.split(",") if arguments.isas else module.isas():
+            module.set_isa(isa)
+            wrong: dict[bool, int] = {}
+            for stochastic in (False, True):
+                wrong[stochastic] = buffers.wrong(stochastic)
+                payload = buffers.payload[: buffers.row].copy()
+                same = first.setdefault(stochastic, payload)
+                wrong[stochastic] += int((payload != same).sum())
+            for kernel in arguments.kernels:
+                row = {"isa": isa, "bits": bits, "kernel": kernel, "bytes": 4 * size}
+                row |= {"reps": arguments.reps, "wrong": wrong[kernel == "stochastic"]}
+                yield row | measured(buffers, kernel, arguments.reps)
+
+
+def show(row: dict[str, Any]) -> None:
+    def spread(key: str) -> str:
+        low, middle, high = row[key]
+        return f"{middle:5.2f} ({low:.2f}-{high:.2f})"
+
+    print(
+        f"{row['isa']:>8} {row['bits']:>4} {row['kernel']:>10} {row['seconds'] * 1e3:>8.2f}"
+        f" {row['algbw'] / 1e9:>6.1f}  {spread('ratio')}  {spread('threads')}"
+        f" {row['copy_threads'][1]:5.2f} {row['wrong']:>6}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", default="100M", help="fp32 bytes, with k, M, G (default %(default)s)"
+    )
+    parser.add_argument("--bits", default="1,2,3,4,5,6,7,8", help="list (default %(default)s)")
+    parser.add_argument("--isas", help="list (default: all that this processor has)")
+    parser.add_argument("--kernels", default=",".join(KERNELS), help="list (default %(default)s)")
+    parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
+    measure.add_json_option(parser)
+    arguments = parser.parse_args()
+    arguments.size = measure.size_in_bytes(arguments.size)
+    arguments.bits = [int(bits) for bits in arguments.bits.split(",")]
+    arguments.kernels = arguments.kernels.split(",")
+    if unknown := sorted(set(arguments.kernels) - set(KERNELS)):
+        parser.error(f"--kernels: {unknown} not among {', '.join(KERNELS)}")
+    module = native.module()
+    if module is None:
+        print("codec.py measures the native module, which is not built here", file=sys.stderr)
+        return 1
+    print(
+        f"{'isa':>8} bits {'kernel':>10} {'time ms':>8} {'GB/s':>6}  {'ratio to memcpy':<18}"
+        f" {'1 / 2 threads':<18} copy #wrong"
+    )
+    rows = []
+    for row in sweep(module, arguments):
+        show(row)
+        rows.append(row)
+    measure.write_json(arguments.json, rows)
+    return int(any(row["wrong"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
