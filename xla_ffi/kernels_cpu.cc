@@ -235,12 +235,15 @@ __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record rec
     if (!full) edge_in.read(x, tile, 0);
     const typename In::Item* const from = full ? x + column : edge_in.row;
     const int64_t stride = full ? columns : kLanes;
+    constexpr int64_t kTileBytes = kRows * kLanes * sizeof(*x);
+    prefetch_l2<kTileBytes>((const char*)(x + kRows * column) + kFarAhead);
     F32 row[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) row[r] = In::load_lanes(from + r * stride);
     for (int64_t peer = 0; peer < peers; ++peer) {
       if (peer == skip) continue;
       const uint8_t* const peer_record = records + peer * peer_stride;
+      prefetch_l1<kBits * kLanes>((const char*)peer_record + kBits * column + kNearAhead / 2);
       const Meta meta = load<Meta>(peer_record);
       const uint8_t* const planes = Record::planes(peer_record);
       if (!full) edge_codes.read(planes, tile, kBits);
