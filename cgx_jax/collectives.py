@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cgx_jax import _compat
+from cgx_jax import _compat, debug
 from cgx_jax.axes import Axes
 from cgx_jax.codecs import Codec, accumulate_rows, encode_rows
 from cgx_jax.compressors import Compressor, Quantize
@@ -75,6 +75,7 @@ def pmean_compressed(
 class _AllReduce:
     """What one fusion buffer's reduction is traced from: static and hashable."""
 
+    name: str
     codec: Codec
     axes: Axes
     mean: bool
@@ -86,7 +87,10 @@ class _AllReduce:
         rows = self.codec.encode(seeds[_PHASE_ENCODE], rank, leaves)
         rows = travel.scatter(rows, self.axes.names, self.axes.groups)
         chunk = self.codec.reduce(seeds[_PHASE_REDUCE], rank, rows, leaves, divisor)
-        return self.codec.decode(travel.gather(chunk, self.axes.names, self.axes.groups), leaves)
+        rows = travel.gather(chunk, self.axes.names, self.axes.groups)
+        reduced = self.codec.decode(rows, leaves)
+        debug.compare(self.name, self.axes, reduced)
+        return reduced
 
     def exactly(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         return self.axes.mean(leaves) if self.mean else self.axes.sum(leaves)
@@ -132,7 +136,7 @@ def _all_reduce(
         seeds = _seeds(name, [s.compressor for s in lossy], key, axes)
         for buffer in buffers:
             for part in _by_varying(buffer, leaves):
-                call = _AllReduce(plan.codec(part, axes.world), axes, mean, exchange)
+                call = _AllReduce(name, plan.codec(part, axes.world), axes, mean, exchange)
                 reduced = _reduce_buffer(call, seeds, tuple(jnp.asarray(leaves[i]) for i in part))
                 for i, x in zip(part, reduced, strict=True):
                     out[i] = x
@@ -282,6 +286,7 @@ class _AllGather:
         payload = self.compressor.encode(x, key=key)[0]
         rows = lax.all_gather(payload, self.axes.names)
         every = jax.vmap(lambda p: self.compressor.decode(p, x.shape, x.dtype))(rows)
+        debug.compare("all_gather_compressed", self.axes, [every])
         stacked = jnp.moveaxis(every, 0, self.dimension)
         if not self.tiled:
             return stacked

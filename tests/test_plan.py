@@ -116,7 +116,8 @@ ALLOWED = {
     "axes": {"_compat"},
     "exchange": {"_compat"},
     "plan": {"wire", "codecs", "compressors"},
-    "collectives": {"_compat", "axes", "codecs", "compressors", "exchange", "plan"},
+    "collectives": {"_compat", "axes", "codecs", "compressors", "debug", "exchange", "plan"},
+    "debug": {"_compat", "axes", "exchange"},
     "gradients": {"_compat", "axes", "collectives", "compressors", "plan"},
 }
 

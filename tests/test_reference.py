@@ -63,7 +63,7 @@ def test_fallback_is_within_one_level_of_the_native_kernels(dtype, bits, stochas
     # XLA may divide by a constant as a product with its inverse: a unit's last bit can differ.
     np.testing.assert_allclose(metas.view(np.float32), metas_jnp.view(np.float32), rtol=2.0**-22)
     assert np.abs(levels - levels_jnp).max() <= 1
-    assert (levels != levels_jnp).mean() < 1e-2
+    assert (levels != levels_jnp).mean() < 3e-3  # ties, which short dtypes meet more often
     decoded = primitives.decode(ours, layout, leaves)
     again = reference.decode(ours, layout=layout, dtypes=[x.dtype for x in leaves])
     for a, b, x in zip(decoded, again, leaves, strict=True):

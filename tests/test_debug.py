@@ -1,0 +1,92 @@
+"""Debug mode: ranks whose results differ make the step fail, and healthy ranks do not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src import dispatch
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import codecs
+
+X = np.random.default_rng(0).normal(size=(8, 40, 64)).astype(np.float32)
+CALLS = {
+    "psum_compressed": lambda x: cgx_jax.psum_compressed(x, "data"),
+    "pmean_compressed": lambda x: cgx_jax.pmean_compressed(x, "data"),
+    "all_gather_compressed": lambda x: cgx_jax.all_gather_compressed(x, "data"),
+}
+GROUPS = [[0, 3], [1, 2], [4, 5], [6, 7]]
+
+
+def grouped(x):
+    return cgx_jax.psum_compressed(x, "data", axis_index_groups=GROUPS)
+
+
+def sharded(f, mesh, check_vma=True):
+    return jax.jit(
+        jax.shard_map(
+            lambda x: f(x[0])[None],
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            check_vma=check_vma,
+        )
+    )
+
+
+def run(f, x):
+    """Runs to the end, so that errors of callbacks come out here."""
+    out = jax.block_until_ready(f(x))
+    jax.effects_barrier()
+    return out
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("f", [*CALLS.values(), grouped], ids=[*CALLS, "groups"])
+def test_ranks_that_agree_pass_and_get_the_same_numbers(mesh, f, check_vma):
+    want = run(sharded(f, mesh, check_vma), X)
+    with cgx_jax.debug_checksums():
+        np.testing.assert_array_equal(run(sharded(f, mesh, check_vma), X), want)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        jax.pmap(CALLS["psum_compressed"], axis_name="data"),
+        jax.vmap(CALLS["psum_compressed"], axis_name="data"),
+        jax.pmap(jax.grad(lambda x: CALLS["psum_compressed"](x).sum()), axis_name="data"),
+        jax.pmap(jax.checkpoint(CALLS["psum_compressed"]), axis_name="data"),
+    ],
+    ids=["pmap", "vmap", "grad", "remat"],
+)
+def test_the_mode_works_under(f):
+    with cgx_jax.debug_checksums():
+        run(f, X)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
+    intact, own = codecs.QuantizeCodec.decode, cgx_jax.Quantize.decode
+
+    def with_a_flipped_bit(x):
+        flip = (lax.axis_index("data") == 5).astype(jnp.int32)
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ flip, x.dtype)
+
+    monkeypatch.setattr(
+        codecs.QuantizeCodec,
+        "decode",
+        lambda self, rows, like: [with_a_flipped_bit(x) for x in intact(self, rows, like)],
+    )
+    monkeypatch.setattr(
+        cgx_jax.Quantize, "decode", lambda self, *args: with_a_flipped_bit(own(self, *args))
+    )
+    # A failed callback's token stays for the end of the process, which would fail on it again.
+    request.addfinalizer(dispatch.runtime_tokens.clear)
+    run(sharded(CALLS[name], mesh, False), X)  # outside of the mode nobody looks
+    with (
+        cgx_jax.debug_checksums(),
+        pytest.raises(Exception, match=rf"{name}: .*axis data.*rank 5 .*\(1 of 8 ranks differ\)"),
+    ):
+        run(sharded(CALLS[name], mesh, False), X)
