@@ -3,10 +3,12 @@
     python benchmarks/all_reduce.py --world 4                  # host devices of one process
     python benchmarks/all_reduce.py --processes 4              # processes, over loopback
     sudo python benchmarks/all_reduce.py --world 4 --rate 1gbit   # over shaped links (rig.py)
+    sudo python benchmarks/all_reduce.py --world 4 --rate 1gbit --methods psum,xla,mpi
 
-Every repeat times lax.psum and psum_compressed one after the other, each behind a barrier; a time
+A method is lax.psum or an exchange of psum_compressed; with "mpi" the ranks are started by
+mpiexec. Every repeat times all methods one after the other, each behind a barrier; a time
 is the slowest rank's. `ratio` is the median (and quartiles) over the repeats of psum's time over
-the compressed one's in the same repeat. algbw is uncompressed bytes over time; busbw is algbw times
+the method's in the same repeat. algbw is uncompressed bytes over time; busbw is algbw times
 2(W-1)/W, the share of the message that a rank of a perfect fp32 ring sends, so that worlds of
 different size compare. `sent` is what a rank's network device counted (the largest over ranks),
 `/plan` that over the format's arithmetic (for psum: over the ring's). `#wrong` counts values
@@ -25,17 +27,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-import bound
 import cgx_jax
 import measure
 import rig
+from cgx_jax.commands import bench, bound
+from cgx_jax.links import Links, gradient
 
-METHODS = ("psum", "compressed")
+METHODS = ("psum", "xla", "mpi", "auto")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,6 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sizes", default="1M,4M,25M", help="fp32 bytes a rank, with k, M, G (default %(default)s)"
     )
+    parser.add_argument("--methods", default="psum,xla", help="list (default %(default)s)")
     parser.add_argument("--bits", default="4", help="list, 1 to 8 (default %(default)s)")
     parser.add_argument("--bucket-size", type=int, default=512)
     parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
@@ -56,15 +57,19 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.sizes = [measure.size_in_bytes(size) for size in arguments.sizes.split(",")]
     arguments.bits = [int(bits) for bits in arguments.bits.split(",")]
+    arguments.methods = arguments.methods.split(",")
+    if arguments.methods[0] != "psum" or not set(arguments.methods) <= set(METHODS):
+        parser.error(f"--methods starts with psum and goes on with some of {METHODS[1:]}")
     return arguments
 
 
 def main() -> int:
     arguments = parse_arguments()
-    if "RANK" not in os.environ:
+    if rank_of_process() is None:
         command = [sys.executable, *sys.argv]
         if arguments.rate:
-            return rig.run(arguments.world, arguments.rate, command, timeout=3600)
+            mpi = "mpi" in arguments.methods
+            return rig.run(arguments.world, arguments.rate, command, timeout=3600, mpi=mpi)
         if arguments.processes:
             return rig.run_ranks(arguments.processes, command, timeout=3600)
     ranks = Ranks(arguments.world)
@@ -72,9 +77,10 @@ def main() -> int:
     for size in arguments.sizes:
         for bits in arguments.bits:
             compressor = cgx_jax.Quantize(bits=bits, bucket_size=arguments.bucket_size)
-            rows += compare(ranks, size // 4, compressor, arguments.reps)
+            new = compare(ranks, size // 4, compressor, arguments.methods, arguments.reps)
             if ranks.first:
-                print_rows(rows[-len(METHODS) :], header=len(rows) == len(METHODS))
+                print_rows(new, header=not rows)
+            rows += new
     if ranks.first:
         for row in rows:
             row.update(world=ranks.world, links=arguments.rate or ranks.links)
@@ -82,58 +88,30 @@ def main() -> int:
     return 0
 
 
-class Ranks:
+def rank_of_process() -> int | None:
+    """This process's rank, as rig.py or mpiexec tells it."""
+    rank = os.environ.get("RANK", os.environ.get("PMI_RANK"))
+    return None if rank is None else int(rank)
+
+
+class Ranks(Links):
     """The ranks of this run, one device each: all in this process, or one in each of several."""
 
     def __init__(self, world: int):
         jax.config.update("jax_platforms", "cpu")
-        self.distributed = "RANK" in os.environ
+        self.distributed = rank_of_process() is not None
         if self.distributed:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             jax.distributed.initialize(
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
                 num_processes=int(os.environ["WORLD_SIZE"]),
-                process_id=int(os.environ["RANK"]),
+                process_id=rank_of_process(),
                 local_device_ids=[0],
             )
         else:
             jax.config.update("jax_num_cpu_devices", world)
         self.links = "loopback" if self.distributed else "one process"
-        self.world = jax.device_count()
-        self.first = jax.process_index() == 0
-        self.mesh = Mesh(np.array(jax.devices()), ("ranks",))
-        self._token = self.place(lambda rank: np.zeros(1, np.float32))
-        self._barrier = self.collective(lambda x: lax.psum(x, "ranks"))
-
-    def place(self, value_of: Callable[[int], np.ndarray]) -> jax.Array:
-        """An array whose row r, on rank r, is value_of(r)."""
-        rows = [
-            jax.device_put(value_of(rank)[None], device)
-            for rank, device in enumerate(self.mesh.devices)
-            if device.process_index == jax.process_index()
-        ]
-        shape = (self.world, *rows[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(
-            shape, NamedSharding(self.mesh, P("ranks")), rows
-        )
-
-    def collective(self, function: Callable[[jax.Array], jax.Array]) -> Callable:
-        """Compiles `function` of a rank's row; its result is the same on every rank."""
-        return jax.jit(
-            jax.shard_map(
-                lambda x: function(x[0]), mesh=self.mesh, in_specs=P("ranks"), out_specs=P()
-            )
-        )
-
-    def barrier(self) -> None:
-        self._barrier(self._token).block_until_ready()
-
-    def gather(self, values: Any) -> np.ndarray:
-        """A row of float64 from every process."""
-        mine = np.frombuffer(np.asarray(values, np.float64).tobytes(), np.uint8)
-        if not self.distributed:
-            return mine.view(np.float64)[None]
-        return np.asarray(multihost_utils.process_allgather(mine)).view(np.float64)
+        super().__init__("all_reduce", Mesh(np.array(jax.devices()), ("ranks",)), "ranks")
 
 
 def sent_bytes() -> int:
@@ -143,24 +121,21 @@ def sent_bytes() -> int:
     return sum(int(line.split(":")[1].split()[8]) for line in lines if "lo:" not in line)
 
 
-def input_of(rank: int, values: int) -> np.ndarray:
-    """A rank's gradient-like input, f32[values]."""
-    return np.random.default_rng(rank).standard_normal(values, dtype=np.float32) * 1e-2
-
-
 def compare(
-    ranks: Ranks, values: int, compressor: cgx_jax.Quantize, reps: int
+    ranks: Ranks, values: int, compressor: cgx_jax.Quantize, methods: list[str], reps: int
 ) -> list[dict[str, Any]]:
-    """Times both methods on f32[values] a rank; one row a method."""
+    """Times the methods on f32[values] a rank; one row a method."""
     plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), compressor)
-    x = ranks.place(lambda rank: input_of(rank, values))
-    functions = [
-        ranks.collective(lambda x: lax.psum(x, "ranks")),
-        ranks.collective(lambda x: cgx_jax.psum_compressed(x, "ranks", compressor)),
+    x = ranks.place(gradient, values)
+    functions = [ranks.psum] + [
+        ranks.collective(
+            lambda x, m=method: cgx_jax.psum_compressed(x, "ranks", compressor, exchange=m)
+        )
+        for method in methods[1:]
     ]
     wrong = check(ranks, values, compressor, [function(x) for function in functions])
 
-    samples = np.empty((reps, len(METHODS), 2))
+    samples = np.empty((reps, len(methods), 2))
     for rep in range(-1, reps):  # one round of warm-up
         for method, function in enumerate(functions):
             samples[rep, method] = timed(ranks, function, x)
@@ -168,11 +143,12 @@ def compare(
         ranks.gather(samples.ravel()).reshape(-1, *samples.shape).max(axis=0), -1, 0
     )
     ring = 2 * (ranks.world - 1) * 4 * values / ranks.world
-    arithmetic = (ring, plan.wire_bytes(ranks.world))
-    return [
-        row_of(ranks, values, compressor, method, seconds, sent[:, i], arithmetic[i], wrong[i])
-        for i, method in enumerate(METHODS)
-    ]
+    rows = []
+    for i, method in enumerate(methods):
+        row = row_of(ranks, values, compressor, method, seconds[:, [0, i]], sent[:, i], wrong[i])
+        row["arithmetic_bytes"] = ring if method == "psum" else plan.wire_bytes(ranks.world)
+        rows.append(row)
+    return rows
 
 
 def timed(ranks: Ranks, function: Callable, x: jax.Array) -> tuple[float, int]:
@@ -192,31 +168,24 @@ def check(
 ) -> list[int]:
     """How many values of each method's result break its bound; exits when ranks differ."""
     copies = [[np.asarray(s.data) for s in result.addressable_shards] for result in results]
-    checksums = ranks.gather([[zlib.crc32(copy) for copy in copies[-1]]])
-    if np.unique(checksums).size > 1:
-        sys.exit("all_reduce: the ranks hold different results")
-    inputs = (input_of(rank, values) for rank in range(ranks.world))
+    for method in copies[1:]:
+        if np.unique(ranks.gather([[zlib.crc32(copy) for copy in method]])).size > 1:
+            sys.exit("all_reduce: the ranks hold different results")
+    inputs = (gradient(rank, values) for rank in range(ranks.world))
     allowed = bound.all_reduce(inputs, compressor.bits, compressor.bucket_size)
-    return [allowed.wrong(copies[i][0], exact=method == "psum") for i, method in enumerate(METHODS)]
+    return [allowed.wrong(copy[0], exact=i == 0) for i, copy in enumerate(copies)]
 
 
-def row_of(ranks, values, compressor, method, seconds, sent, arithmetic, wrong) -> dict[str, Any]:
-    """The numbers of one method at one size."""
-    mine = seconds[:, METHODS.index(method)]
-    median = float(np.median(mine))
-    algbw = 4 * values / median
+def row_of(ranks, values, compressor, method, seconds, sent, wrong) -> dict[str, Any]:
+    """The numbers of one method at one size; `seconds` are psum's and the method's."""
     return {
         "bytes": 4 * values,
         "method": method,
         "bits": 32 if method == "psum" else compressor.bits,
         "bucket_size": compressor.bucket_size,
-        "reps": len(mine),
-        "seconds": measure.quartiles(mine),
-        "algbw_gbit": algbw * 8e-9,
-        "busbw_gbit": algbw * 8e-9 * 2 * (ranks.world - 1) / ranks.world,
-        "ratio": measure.quartiles(seconds[:, 0] / mine),
+        "reps": len(seconds),
+        **bench.figures(ranks.world, 4 * values, seconds[:, 0], seconds[:, 1]),
         "sent_bytes": float(np.median(sent)) if ranks.distributed else None,
-        "arithmetic_bytes": float(arithmetic),
         "wrong": wrong,
     }
 

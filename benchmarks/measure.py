@@ -9,22 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import cgx_jax
-
-SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
-
-
-def size_in_bytes(text: str) -> int:
-    """Takes "25M" to 25,000,000."""
-    factor = SUFFIXES.get(text[-1:], 1)
-    return int(float(text.rstrip("kMG")) * factor)
-
-
-def quartiles(values: Any) -> list[float]:
-    """Lower quartile, median, upper quartile."""
-    return [float(q) for q in np.percentile(np.asarray(values, np.float64), (25, 50, 75))]
+from cgx_jax import installation
+from cgx_jax.commands.bench import quartiles as quartiles
+from cgx_jax.links import size_in_bytes as size_in_bytes
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -48,17 +37,10 @@ def write_json(path: Path | None, rows: list[dict[str, Any]]) -> None:
 def machine() -> dict[str, Any]:
     """Processor, cores and versions."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": installation.cpu(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "cgx_jax": cgx_jax.__version__,
         "backends": cgx_jax.backends(),
     }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

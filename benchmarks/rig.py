@@ -6,16 +6,20 @@
     python benchmarks/rig.py down
 
 `run` starts CMD once in each of `world` namespaces with RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT set. Rank 0 prints; the others are quiet unless they fail. A network that is up already
-is used and left up. Rates are those of `tc` ("100mbit", "10gbit") or "unlimited".
+MASTER_PORT set. Rank 0 prints; the others are quiet unless they fail. With --mpi the ranks are
+started by MPICH's mpiexec (pip install mpich) and talk over the same links, never through shared
+memory. A network that is up already is used and left up. Rates are those of `tc` ("100mbit",
+"10gbit") or "unlimited".
 
 Needs Linux, root and iproute2. Touches only network objects named cgx_*, and /etc/netns/cgx_*.
 """
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -111,7 +115,8 @@ def _add_host(rank: int) -> None:
     # `ip netns exec` mounts the files of this folder over those in /etc.
     etc = NETNS_ETC / host
     etc.mkdir(parents=True, exist_ok=True)
-    (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address(rank)} {socket.gethostname()}\n")
+    names = f"{socket.gethostname()} {_mpi_host_name(rank)}"
+    (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address(rank)} {names}\n")
 
 
 def shape(rate: str) -> None:
@@ -165,11 +170,13 @@ def network(count: int, rate: str) -> Iterator[None]:
             down()
 
 
-def run(world: int, rate: str, command: Sequence[str], timeout: float) -> int:
+def run(world: int, rate: str, command: Sequence[str], timeout: float, *, mpi: bool = False) -> int:
     """Runs `command` on `world` hosts over links of `rate`; returns the first failed exit code."""
     require_tools()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a stopped run cleans up too
     with network(world, rate):
+        if mpi:
+            return _run_mpi(world, command, timeout)
         return run_ranks(
             world,
             command,
@@ -177,6 +184,65 @@ def run(world: int, rate: str, command: Sequence[str], timeout: float) -> int:
             master=address(0),
             prefix=lambda rank: ["ip", "netns", "exec", f"{HOST}{rank}"],
         )
+
+
+def _mpi_host_name(rank: int) -> str:
+    return f"cgx-host{rank}"
+
+
+def _on_own_host(rank: int, line: str) -> list[str]:
+    """A shell line in a rank's namespace, so apart that MPI takes it for another machine."""
+    apart = f"hostname {_mpi_host_name(rank)}; mount -t tmpfs tmpfs /dev/shm; exec {line}"
+    unshare = ["unshare", "--uts", "--ipc", "--mount", "sh", "-c", apart]
+    return ["ip", "netns", "exec", f"{HOST}{rank}", *unshare]
+
+
+def _run_mpi(world: int, command: Sequence[str], timeout: float) -> int:
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpiexec is None:
+        sys.exit("rig: `mpiexec` is missing. Install MPICH: pip install mpich mpi4py")
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = Path(folder) / "launcher"
+        launcher.write_text(
+            f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} spawn "$@"\n'
+        )
+        launcher.chmod(0o700)
+        options = {
+            "-iface": "cgx_v0",
+            "-launcher": "ssh",
+            "-launcher-exec": str(launcher),
+            "-hosts": ",".join(address(rank) for rank in range(world)),
+            "-n": str(world),
+            "-ppn": "1",
+        }
+        variables = {
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": str(MASTER_PORT),
+            "WORLD_SIZE": str(world),
+            "FI_PROVIDER": "tcp",
+            "MPIR_CVAR_NOLOCAL": "1",
+        }
+        mpiexec_command = [mpiexec, *itertools.chain(*options.items()), *command]
+        process = subprocess.Popen(
+            _on_own_host(0, shlex.join(mpiexec_command)),
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            print(f"rig: stopped after {timeout:.0f} s", file=sys.stderr)
+            return 124
+        finally:
+            _stop(process)
+
+
+def spawn(arguments: Sequence[str]) -> int:
+    """What mpiexec calls in ssh's place: [-x] HOST COMMAND..., as one line for a shell."""
+    host, *command = [a for a in arguments if a != "-x"]
+    rank = int(host.rsplit(".", 1)[1]) - 1
+    return subprocess.call(_on_own_host(rank, " ".join(command)), stdin=subprocess.DEVNULL)
 
 
 def run_ranks(
@@ -255,7 +321,10 @@ def main() -> int:
     verb.add_argument("--world", type=int, required=True)
     verb.add_argument("--rate", required=True)
     verb.add_argument("--timeout", type=float, default=900, help="seconds (default %(default)s)")
+    verb.add_argument("--mpi", action="store_true", help="start the ranks with mpiexec")
     verb.add_argument("command", nargs="+", metavar="-- CMD")
+    if sys.argv[1:2] == ["spawn"]:
+        return spawn(sys.argv[2:])
     arguments = parser.parse_args()
 
     if getattr(arguments, "rate", "unlimited") != "unlimited":
@@ -271,7 +340,9 @@ def main() -> int:
     elif arguments.verb == "down":
         down()
     else:
-        return run(arguments.world, arguments.rate, arguments.command, arguments.timeout)
+        return run(
+            arguments.world, arguments.rate, arguments.command, arguments.timeout, mpi=arguments.mpi
+        )
     return 0
 
 

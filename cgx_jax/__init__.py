@@ -12,9 +12,12 @@ from cgx_jax.compressors import Compressor as Compressor
 from cgx_jax.compressors import Identity as Identity
 from cgx_jax.compressors import Quantize as Quantize
 from cgx_jax.debug import debug_checksums as debug_checksums
+from cgx_jax.exchange.choose import use_profile as use_profile
+from cgx_jax.exchange.profile import Profile as Profile
 from cgx_jax.gradients import reduce_in_backward as reduce_in_backward
 from cgx_jax.gradients import value_and_grad as value_and_grad
 from cgx_jax.kernels.native import backends as backends
 from cgx_jax.plan import Plan as Plan
+from cgx_jax.tuning import tune as tune
 
 __version__ = "0.1.0"

@@ -28,6 +28,17 @@ def result_aval(shape: Sequence[int], dtype: Any, like: Any) -> jax.core.ShapedA
     return jax.core.ShapedArray(tuple(shape), dtype, sharding=sharding, manual_axis_type=like.mat)
 
 
+def reduced_aval(x: Any, axes: Sequence[str]) -> jax.core.ShapedArray:
+    """Abstract value of `x` after a reduction that leaves it the same over `axes`."""
+    varying = x.mat.varying - frozenset(axes)
+    return x.update(manual_axis_type=x.mat.update(varying=varying))
+
+
+def new_channel(ctx: Any) -> int:
+    """A number that no other communicating operation of the module being lowered has."""
+    return int(ctx.module_context.new_channel())
+
+
 def bound_by_mesh(axes: Sequence[str]) -> bool:
     """True when shard_map (or pmap) binds `axes`; False under `vmap(axis_name=...)`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes

@@ -9,3 +9,21 @@ def wire_version() -> int: ...
 def layout(
     sizes: Sequence[int], bits: Sequence[int], bucket_sizes: Sequence[int], world: int
 ) -> tuple[list[int], int]: ...
+def mpi_libraries() -> list[str]: ...
+def mpi_start(
+    *,
+    module: str,
+    handle_bytes: int,
+    status_bytes: int,
+    communicator: int,
+    byte_type: int,
+    null_request: int,
+    largest_tag: int,
+    rank: int,
+    segment_bytes: int,
+    window: int,
+    timeout: float,
+    threads: int,
+) -> None: ...
+def mpi_stop() -> None: ...
+def mpi_failure() -> str: ...

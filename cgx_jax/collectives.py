@@ -19,13 +19,12 @@ from jax import lax
 
 from cgx_jax import _compat, debug
 from cgx_jax.axes import Axes
-from cgx_jax.codecs import Codec, accumulate_rows, encode_rows
+from cgx_jax.codecs import Codec, QuantizeCodec, accumulate_rows, encode_rows
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.quantize import seed
-from cgx_jax.exchange import xla
+from cgx_jax.exchange import choose, mpi, xla
 from cgx_jax.plan import Plan
 
-_EXCHANGES = {"xla": xla}
 _PHASE_ENCODE, _PHASE_REDUCE = 0, 1
 
 
@@ -36,7 +35,7 @@ def psum_compressed(
     *,
     key: Any = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    exchange: str = "xla",
+    exchange: str = "auto",
 ) -> Any:
     """Sum over the ranks of `axis_name` with compressed payloads; `lax.psum` for gradients.
 
@@ -44,13 +43,17 @@ def psum_compressed(
     4 bits) or a `Plan`. In a tree, leaves with ndim <= 1, under 1,024 values, or of a dtype other
     than f32, bf16, f16 are summed exactly; a bare array is compressed as asked. `key` feeds
     stochastic rounding: one key for all ranks, another for every step. `exchange` names how
-    payloads travel: "xla", XLA's own collectives.
+    payloads travel: "xla", XLA's own collectives; "mpi", one fused call a buffer, between CPU
+    processes that mpiexec started (quantized buffers; others go by "xla"); or "auto", the fastest
+    for each fusion buffer by the profile that `use_profile` made active. Where that says that
+    compression does not pay, the buffer is summed exactly; without a profile everything is
+    compressed, over MPI where it is there.
 
     Every rank gets the same bits. Sums run in fp32, in rank order. The derivative is that of
     `lax.psum`, exact. Under check_vma the result does not vary over the axis; with
     `axis_index_groups` (of equal size) it does. Raises ValueError or TypeError while tracing:
-    unknown axis or exchange, missing key, a plan of another tree, an operand that is already
-    reduced. Source: CGX (Markov et al., Middleware 2022).
+    unknown axis or exchange, missing key, a plan of another tree, a profile of another world
+    size, an operand that is already reduced. Source: CGX (Markov et al., Middleware 2022).
     """
     return _all_reduce(tree, axis_name, compressor, key, axis_index_groups, exchange, mean=False)
 
@@ -62,7 +65,7 @@ def pmean_compressed(
     *,
     key: Any = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    exchange: str = "xla",
+    exchange: str = "auto",
 ) -> Any:
     """Mean over the ranks of `axis_name`: `psum_compressed` divided by the world size.
 
@@ -82,13 +85,18 @@ class _AllReduce:
     exchange: str
 
     def run(self, seeds: tuple[Any, Any], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        travel = _EXCHANGES[self.exchange]
-        rank, divisor = self.axes.rank(), self.axes.world if self.mean else 1
-        rows = self.codec.encode(seeds[_PHASE_ENCODE], rank, leaves)
-        rows = travel.scatter(rows, self.axes.names, self.axes.groups)
-        chunk = self.codec.reduce(seeds[_PHASE_REDUCE], rank, rows, leaves, divisor)
-        rows = travel.gather(chunk, self.axes.names, self.axes.groups)
-        reduced = self.codec.decode(rows, leaves)
+        names, groups = self.axes.names, self.axes.groups
+        divisor = self.axes.world if self.mean else 1
+        if self.exchange == "mpi":
+            assert isinstance(self.codec, QuantizeCodec)  # Plan.methods sees to it
+            layout = self.codec.layout
+            reduced = mpi.all_reduce(self.name, seeds, leaves, layout, names, groups, divisor)
+        else:
+            rank = self.axes.rank()
+            rows = self.codec.encode(seeds[_PHASE_ENCODE], rank, leaves)
+            rows = xla.scatter(rows, names, groups)
+            chunk = self.codec.reduce(seeds[_PHASE_REDUCE], rank, rows, leaves, divisor)
+            reduced = self.codec.decode(xla.gather(chunk, names, groups), leaves)
         debug.compare(self.name, self.axes, reduced)
         return reduced
 
@@ -112,8 +120,7 @@ def _all_reduce(
     tree: Any, axis_name: Any, compressor: Any, key: Any, groups: Any, exchange: str, *, mean: bool
 ) -> Any:
     name = "pmean_compressed" if mean else "psum_compressed"
-    if exchange not in _EXCHANGES:
-        raise ValueError(f"{name}: exchange={exchange!r} is unknown; use one of {[*_EXCHANGES]}.")
+    choose.require_known(name, exchange)
     axes = Axes.resolve(name, axis_name, groups)
     if isinstance(compressor, Plan):
         plan = compressor
@@ -122,7 +129,8 @@ def _all_reduce(
         plan = Plan.build(tree, compressor)
     leaves, treedef = jax.tree.flatten(tree)
     out = list(leaves)
-    buffers = plan.buffers if axes.world > 1 else ()
+    methods = plan.methods(name, exchange, choose.available(axes.names), axes.world)
+    buffers = {b: method for b, method in methods.items() if method != "psum"}
     fused = {i for buffer in buffers for i in buffer}
     exact = [i for i in range(len(leaves)) if i not in fused]
     if exact:
@@ -130,13 +138,15 @@ def _all_reduce(
         summed = axes.mean(values) if mean else axes.sum(values)
         for i, x in zip(exact, summed, strict=True):
             out[i] = x
-    if buffers:
-        lossy = [plan.slots[i] for i in sorted(fused)]
+    if "mpi" in buffers.values() or (exchange == "mpi" and axes.world > 1):
+        mpi.require(name, axes.names)
+    if methods:  # a wrong call is refused whatever the profile says of it
+        lossy = [plan.slots[i] for i in sorted(i for buffer in methods for i in buffer)]
         axes.check_varying(name, [(s.path, leaves[s.leaf]) for s in lossy])
         seeds = _seeds(name, [s.compressor for s in lossy], key, axes)
-        for buffer in buffers:
+        for buffer, method in buffers.items():
             for part in _by_varying(buffer, leaves):
-                call = _AllReduce(name, plan.codec(part, axes.world), axes, mean, exchange)
+                call = _AllReduce(name, plan.codec(part, axes.world), axes, mean, method)
                 reduced = _reduce_buffer(call, seeds, tuple(jnp.asarray(leaves[i]) for i in part))
                 for i, x in zip(part, reduced, strict=True):
                     out[i] = x

@@ -14,6 +14,7 @@ import numpy as np
 
 from cgx_jax.codecs import Codec, ComposedCodec, QuantizeCodec
 from cgx_jax.compressors import Compressor, Identity, Quantize
+from cgx_jax.exchange import choose
 from cgx_jax.wire import Layout
 
 MIN_SIZE = 1024
@@ -164,28 +165,64 @@ class Plan:
         """Bytes one rank sends in one reduction over `world` ranks, all leaves.
 
         Compressed leaves: world - 1 rows in each of the two phases. Exact ones: what a ring
-        all-reduce sends, 2 (world - 1) / world of their bytes.
+        all-reduce sends, 2 (world - 1) / world of their bytes. A buffer that a profile sends by
+        psum counts as compressed: this is the plan's arithmetic.
         """
         rows = sum(self.codec(b, world).row_bytes for b in self.buffers)
         exact = sum(self.slots[i].nbytes for i in self.exact)
         return 2 * (world - 1) * rows + -(-2 * (world - 1) * exact // world)
 
-    def summary(self) -> str:
-        """A table: leaf, shape, compressor, bits a value and payload bytes."""
-        head = ("leaf", "shape", "compressor", "bits", "bytes")
+    def load(self, buffer: tuple[int, ...]) -> choose.Load:
+        """What the choice of an exchange for `buffer` depends on."""
+        slots = [self.slots[i] for i in buffer]
+        size = sum(s.size for s in slots)
+        bits = sum(s.compressor.wire_bits(s.shape, s.dtype) for s in slots)
+        return choose.Load(size, sum(s.nbytes for s in slots), bits / size)
+
+    def methods(
+        self, caller: str, exchange: str, usable: tuple[str, ...], world: int
+    ) -> dict[tuple[int, ...], str]:
+        """How each fusion buffer travels: by an exchange, or "psum" where compressing is slower.
+
+        Only quantized buffers have a fused call: the others travel by "xla" instead of "mpi".
+        """
+        methods = {}
+        for buffer in self.buffers if world > 1 else ():
+            fused = all(isinstance(self.slots[i].compressor, Quantize) for i in buffer)
+            ways = usable if fused else tuple(u for u in usable if u != "mpi")
+            method = choose.resolve(caller, exchange, ways, world, self.load(buffer))
+            methods[buffer] = "xla" if method == "mpi" and not fused else method
+        return methods
+
+    def summary(self, world: int | None = None) -> str:
+        """A table: leaf, shape, compressor, bits a value and payload bytes.
+
+        With `world` ranks given, also the method that `exchange="auto"` takes for each leaf there,
+        under the active profile; what goes by "psum" is sent uncompressed. Raises ValueError when
+        the profile was measured at another world size.
+        """
+        head = ("leaf", "shape", "compressor", "bits", "bytes", "method")
         rows = [head]
         total = 0
+        method_of = {}
+        if world is not None:
+            methods = self.methods("summary", "auto", choose.available(), world)
+            method_of = {i: method for buffer, method in methods.items() for i in buffer}
         for s in self.slots:
-            bits = s.compressor.wire_bits(s.shape, s.dtype)
+            method = method_of.get(s.leaf, "psum")
+            exact = world is not None and method == "psum"
+            bits = 8 * s.nbytes if exact else s.compressor.wire_bits(s.shape, s.dtype)
             total += bits // 8
             per_value = f"{bits / s.size:.2f}" if s.size else "-"
             shape = f"{s.dtype}{list(s.shape)}"
-            rows.append((s.path or ".", shape, str(s.compressor), per_value, f"{bits // 8:,}"))
-        widths = [max(len(r[c]) for r in rows) for c in range(5)]
+            compressor, payload = str(s.compressor), f"{bits // 8:,}"
+            rows.append((s.path or ".", shape, compressor, per_value, payload, method))
+        columns = range(5 if world is None else 6)
+        widths = [max(len(r[c]) for r in rows) for c in columns]
         lines = [
             "  ".join(
                 v.ljust(w) if c < 3 else v.rjust(w)
-                for c, (v, w) in enumerate(zip(r, widths, strict=True))
+                for c, (v, w) in enumerate(zip(r, widths, strict=False))
             ).rstrip()
             for r in rows
         ]

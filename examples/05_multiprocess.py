@@ -14,20 +14,12 @@ import argparse
 import socket
 import subprocess
 import sys
-from functools import partial
 
 import jax
-import numpy as np
-from flax import nnx
-from jax.experimental import multihost_utils
 
-import cgx_jax
-import corpus
-from model import Transformer
-from training import adamw, data_parallel_step, train
+import processes
 
 WORLD = 2
-LENGTH = 64
 
 
 def start_ranks(steps: int) -> int:
@@ -46,29 +38,7 @@ def run_rank(rank: int, coordinator: str, steps: int) -> int:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, WORLD, rank)
-    mesh = jax.make_mesh((WORLD,), ("data",))
-
-    text, _ = corpus.load()
-    batches = corpus.windows(text, steps, 8 * WORLD, LENGTH, seed=0)
-    graphdef, params = nnx.split(Transformer(64, 2, LENGTH, nnx.Rngs(0)))
-    optimizer = adamw(steps)
-    average = partial(
-        cgx_jax.pmean_compressed, axis_name="data", compressor=cgx_jax.Quantize(bits=4)
-    )
-    step = data_parallel_step(graphdef, optimizer, mesh, average)
-    trained, losses, seconds = train(step, params, optimizer.init(params), batches, mesh)
-
-    local = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(trained))])
-    everyone = multihost_utils.process_allgather(local)
-    same = bool((everyone == everyone[:1]).all())
-    passed = same and losses[-1] < 0.9 * losses[0]
-    if rank == 0:
-        for i in sorted({*range(0, steps, 10), steps - 1}):
-            print(f"step {i:3d}  loss {losses[i]:.3f}")
-        print(f"step time {seconds * 1e3:.0f} ms")
-        print(f"ranks hold the same parameters: {same}")
-        print("ok" if passed else "FAILED: expected equal parameters and a falling loss")
-    return 0 if passed else 1
+    return processes.train_and_compare(steps, exchange="xla")
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """Each example, started as a user starts it, does what its docstring says."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -33,6 +34,15 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("04_jit.py", ("--steps", "8"), "step   7  loss"),
         ("05_multiprocess.py", ("--steps", "8"), "ranks hold the same parameters: True"),
         ("06_linen_hook.py", ("--steps", "20"), "step  19  loss"),
+        pytest.param(
+            "07_mpi.py",
+            ("--steps", "8"),
+            "ranks hold the same parameters: True",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("mpi4py") is None,
+                reason="no mpi4py: pip install mpich mpi4py runs this",
+            ),
+        ),
     ],
 )
 def test_example_verifies_itself(name, arguments, expected):

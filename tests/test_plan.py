@@ -114,11 +114,16 @@ ALLOWED = {
     "compressors": {"wire", "kernels", "compressors"},
     "codecs": {"wire", "kernels", "compressors"},
     "axes": {"_compat"},
-    "exchange": {"_compat"},
-    "plan": {"wire", "codecs", "compressors"},
+    "installation": set(),
+    "exchange": {"wire", "_compat", "kernels", "exchange", "installation"},
+    "plan": {"wire", "codecs", "compressors", "exchange"},
     "collectives": {"_compat", "axes", "codecs", "compressors", "debug", "exchange", "plan"},
     "debug": {"_compat", "axes", "exchange"},
     "gradients": {"_compat", "axes", "collectives", "compressors", "plan"},
+    "links": set(),
+    "tuning": {"collectives", "compressors", "exchange", "installation", "links"},
+    "commands": {"collectives", "commands", "compressors", "exchange", "installation", "links"},
+    "__main__": {"commands", "exchange", "links", "tuning"},
 }
 
 

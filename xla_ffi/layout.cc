@@ -53,13 +53,7 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
   begin_[0] = 0;
   const Layout whole{slots_.data(), static_cast<int64_t>(slots_.size()), begin_.data(), world, 0,
                      values_};
-  for (int64_t w = 1; w < world; ++w) {
-    const int64_t cut = chunk_cut(w, total, world), s = whole.slot_at(cut);
-    if (s == whole.num_slots) continue;
-    const Slot& slot = slots_[s];
-    const int64_t bucket = slot.first_bucket_from(cut);
-    begin_[w] = bucket < slot.buckets() ? slot.record_start(bucket) : slot.end();
-  }
+  for (int64_t w = 1; w < world; ++w) begin_[w] = whole.record_from(chunk_cut(w, total, world));
   chunk_bytes_ = 0;
   for (int64_t w = 0; w < world; ++w)
     chunk_bytes_ = std::max(chunk_bytes_, begin_[w + 1] - begin_[w]);

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "handlers_cpu.h"
+#include "handlers_mpi.h"
 #include "kernels_cpu.h"
 #include "layout.h"
 #include "timing.h"
@@ -22,7 +23,8 @@ std::map<std::string, py::capsule> handlers() {
   return {{"cgx_encode", capsule(cgx::encode_handler)},
           {"cgx_reduce", capsule(cgx::reduce_handler)},
           {"cgx_decode", capsule(cgx::decode_handler)},
-          {"cgx_accumulate", capsule(cgx::accumulate_handler)}};
+          {"cgx_accumulate", capsule(cgx::accumulate_handler)},
+          {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)}};
 }
 
 std::vector<std::string> isas() {
@@ -100,6 +102,25 @@ double time_copy(py::array to, py::array from, int64_t threads) {
   return cgx::time_copy(target, source, bytes, threads);
 }
 
+void mpi_start(const std::string& module, int64_t handle_bytes, int64_t status_bytes,
+               uint64_t communicator, uint64_t byte_type, uint64_t null_request,
+               int64_t largest_tag, int64_t rank, int64_t segment_bytes, int64_t window,
+               double timeout, int64_t threads) {
+  std::string error;
+  auto library = cgx::bind_mpi(
+      {module, handle_bytes, status_bytes, communicator, byte_type, null_request, largest_tag},
+      &error);
+  if (!library) throw py::value_error(error);
+  const py::gil_scoped_release unlocked;
+  const cgx::EngineSettings settings{rank, largest_tag, {segment_bytes, window}, timeout, threads};
+  cgx::set_engine(std::make_unique<cgx::Engine>(std::move(library), settings));
+}
+
+void mpi_stop() {
+  const py::gil_scoped_release unlocked;
+  cgx::set_engine(nullptr);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -119,4 +140,13 @@ PYBIND11_MODULE(_native, m) {
         "Runs one kernel on NumPy buffers with key (1, 2), stream 0; returns its seconds.");
   m.def("time_copy", &time_copy, py::arg("to"), py::arg("source"), py::arg("threads") = 1,
         "Copies a NumPy buffer with memcpy; returns its seconds.");
+  m.def("mpi_libraries", &cgx::loaded_mpi_libraries,
+        "Shared objects of this process that define MPI.");
+  m.def("mpi_start", &mpi_start, py::kw_only(), py::arg("module"), py::arg("handle_bytes"),
+        py::arg("status_bytes"), py::arg("communicator"), py::arg("byte_type"),
+        py::arg("null_request"), py::arg("largest_tag"), py::arg("rank"), py::arg("segment_bytes"),
+        py::arg("window"), py::arg("timeout"), py::arg("threads"),
+        "Binds the MPI library that `module` links to and starts the engine of fused calls.");
+  m.def("mpi_stop", &mpi_stop, "Ends the engine; calls in flight fail.");
+  m.def("mpi_failure", &cgx::engine_failure, "What has made a fused call fail; '' when nothing.");
 }

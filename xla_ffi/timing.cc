@@ -3,59 +3,12 @@
 #include <string.h>
 
 #include <chrono>
-#include <deque>
-#include <functional>
-#include <thread>
 
 #include "parallel.h"
+#include "worker_pool.h"
 
 namespace cgx {
 namespace {
-
-// Threads waiting for tasks, as XLA's are when a handler is called.
-class Pool {
- public:
-  explicit Pool(int64_t threads) : threads_(threads) {
-    for (int64_t t = 1; t < threads; ++t) running_.emplace_back([this] { loop(); });
-  }
-  ~Pool() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& thread : running_) thread.join();
-  }
-  int64_t num_threads() const { return threads_; }
-  void Schedule(std::function<void()> task) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
-    wake_.notify_one();
-  }
-
- private:
-  void loop() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
-      if (tasks_.empty()) return;
-      const std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      lock.lock();
-    }
-  }
-
-  const int64_t threads_;
-  bool stop_ = false;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::function<void()>> tasks_;
-  std::vector<std::thread> running_;
-};
 
 template <typename F>
 double seconds(F&& f) {
@@ -68,7 +21,7 @@ double seconds(F&& f) {
 
 double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLayout& owned,
                    int64_t threads) {
-  Pool pool(threads);
+  WorkerPool pool(threads);
   const KernelTable& kernels = current_kernels();
   const Layout layout = owned.view();
   const LeavesIn in{&timed.in, &timed.dtype};
@@ -111,7 +64,7 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
 }
 
 double time_copy(void* to, const void* from, int64_t bytes, int64_t threads) {
-  Pool pool(threads);
+  WorkerPool pool(threads);
   return seconds([&] {
     split_range(pool, 1, 0, bytes, threads, [&](int64_t, int64_t first, int64_t last, int64_t) {
       memcpy(static_cast<char*>(to) + first, static_cast<const char*>(from) + first, last - first);

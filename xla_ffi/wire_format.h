@@ -109,6 +109,14 @@ struct Layout {
     }
     return low;
   }
+  // The first record that starts at or after `position`; total_bytes() when there is none.
+  CGX_HD int64_t record_from(int64_t position) const {
+    const int64_t s = slot_at(position);
+    if (s == num_slots) return total_bytes();
+    const Slot& slot = slots[s];
+    const int64_t bucket = slot.first_bucket_from(position);
+    return bucket < slot.buckets() ? slot.record_start(bucket) : slot.end();
+  }
   // Where a record lies in a payload of `world` rows.
   CGX_HD int64_t payload_offset(int64_t chunk, int64_t position) const {
     return chunk * chunk_bytes + position - begin[chunk];

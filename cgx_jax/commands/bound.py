@@ -32,8 +32,9 @@ def all_reduce(inputs: Iterable[np.ndarray], bits: int, bucket_size: int) -> All
     """
     inputs = list(inputs)
     levels = 2**bits - 1
-    total = np.sum(inputs, axis=0, dtype=np.float64)
-    summing = len(inputs) * FLOAT_STEP * np.sum(np.abs(inputs), axis=0, dtype=np.float64)
+    total = np.asarray(np.sum(inputs, axis=0, dtype=np.float64))
+    magnitudes = np.asarray(np.sum(np.abs(inputs), axis=0, dtype=np.float64))
+    summing = len(inputs) * FLOAT_STEP * magnitudes
     errors = np.sort([_one_pass(x, levels, bucket_size, 0.0) for x in inputs], axis=0)
     first = errors[1:].sum(axis=0)
     second = _one_pass(total, levels, bucket_size, first + _bucket_max(summing, bucket_size))

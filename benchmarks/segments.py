@@ -1,0 +1,87 @@
+"""The fused all-reduce over MPI with other segment sizes, windows and kernel threads.
+
+    sudo python benchmarks/segments.py --world 4 --rate 1gbit --sizes 25M
+
+Every repeat times all settings one after the other; `ratio` is the default setting's time over the
+setting's in the same repeat (median and quartiles).
+"""
+
+import argparse
+import itertools
+import sys
+from typing import Any
+
+import numpy as np
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process
+from cgx_jax.exchange import mpi
+from cgx_jax.links import gradient
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
+    parser.add_argument("--rate", default="1gbit", help="of every link (default %(default)s)")
+    parser.add_argument("--sizes", default="25M", help="fp32 bytes a rank, list")
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--segments", default="32k,128k,512k", help="bytes of a segment, list")
+    parser.add_argument("--windows", default="2,4,8", help="segments in flight, list")
+    parser.add_argument("--threads", default="1", help="of the kernels, list")
+    parser.add_argument("--reps", type=int, default=7)
+    measure.add_json_option(parser)
+    arguments = parser.parse_args()
+    if rank_of_process() is None:
+        command = [sys.executable, *sys.argv]
+        return rig.run(arguments.world, arguments.rate, command, timeout=3600, mpi=True)
+    ranks = Ranks(arguments.world)
+    rows = []
+    for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
+        rows += sweep(ranks, arguments, size)
+    if ranks.first:
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+def sweep(ranks: Ranks, arguments: argparse.Namespace, size: int) -> list[dict[str, Any]]:
+    """Times every combination on one size; the defaults come first."""
+    lists = (arguments.segments, arguments.windows, arguments.threads)
+    names = ("segment_bytes", "window", "threads")
+    settings: list[dict[str, int]] = [{}]
+    for values in itertools.product(*(v.split(",") for v in lists)):
+        settings.append(dict(zip(names, map(measure.size_in_bytes, values), strict=True)))
+    x = ranks.place(gradient, size // 4)
+    compressor = cgx_jax.Quantize(bits=arguments.bits)
+    default = mpi.settings()
+    seconds = np.empty((arguments.reps, len(settings)))
+    for rep in range(arguments.reps):
+        for i, setting in enumerate(settings):
+            mpi.configure(**{name: getattr(default, name) for name in names} | setting)
+            reduce = ranks.collective(
+                lambda x: cgx_jax.psum_compressed(x, "ranks", compressor, exchange="mpi")
+            )
+            ranks.seconds([reduce], x, 1)  # compiles, and warms the buffers up
+            seconds[rep, i] = ranks.seconds([reduce], x, 3).min()
+    rows = []
+    for i, setting in enumerate(settings):
+        ratio = measure.quartiles(seconds[:, 0] / seconds[:, i])
+        row = {"bytes": size, "world": ranks.world, "links": arguments.rate, **setting}
+        row |= {"seconds": float(np.median(seconds[:, i])), "ratio": ratio}
+        rows.append(row)
+        if ranks.first:
+            low, middle, high = ratio
+            text = " ".join(f"{k}={v}" for k, v in setting.items()) or "defaults"
+            print(
+                f"{size:>11,} {text:<45} {row['seconds'] * 1e3:8.2f} ms"
+                f"  {middle:.2f} ({low:.2f}-{high:.2f})",
+                flush=True,
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Measures, tunes and examines a cgx_jax installation.
+
+    python -m cgx_jax bench --devices 8 --png sweep.png
+    python -m cgx_jax tune --devices 8 --out profile.json
+    python -m cgx_jax doctor
+
+`--devices` simulates ranks in this process. Across processes, start the command once a rank with
+`--distributed`: srun python -m cgx_jax tune --distributed --out profile.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cgx_jax import tuning
+from cgx_jax.commands import bench, doctor
+from cgx_jax.exchange import choose
+from cgx_jax.exchange.profile import Profile
+from cgx_jax.links import Links, size_in_bytes, size_text
+
+AXIS = "ranks"
+
+
+def main() -> int:
+    """Runs the command line; returns the exit code."""
+    parser = _parser()
+    arguments = parser.parse_args()
+    if (
+        arguments.command == "bench"
+        and arguments.png
+        and not importlib.util.find_spec("matplotlib")
+    ):
+        parser.error("--png needs matplotlib: pip install cgx-jax[demo]")
+    if arguments.devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", arguments.devices)
+    if arguments.distributed is not None:
+        jax.distributed.initialize(cluster_detection_method=arguments.distributed or None)
+    if arguments.command == "doctor":
+        return doctor.run()
+    if jax.device_count() == 1:
+        parser.error("one device has nothing to reduce: --devices 8 simulates 8 on this CPU")
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    if arguments.command == "tune":
+        _tune(mesh, arguments)
+    else:
+        if arguments.profile:
+            choose.use_profile(arguments.profile)
+        bench.run(
+            Links("bench", mesh, AXIS),
+            arguments.sizes,
+            arguments.bits,
+            arguments.reps,
+            auto=arguments.profile is not None,
+            json_path=arguments.json,
+            png_path=arguments.png,
+        )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    ranks = argparse.ArgumentParser(add_help=False)
+    ranks.add_argument("--devices", type=int, metavar="N", help="simulate N devices on the CPU")
+    ranks.add_argument(
+        "--distributed",
+        nargs="?",
+        const="",
+        metavar="METHOD",
+        help="this is one of several processes: call jax.distributed.initialize(), which finds the "
+        "others from the launcher, or by METHOD (mpi4py, slurm, ompi)",
+    )
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m cgx_jax", description=__doc__, formatter_class=plain
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser(
+        "bench",
+        parents=[ranks],
+        formatter_class=plain,
+        help="time psum and every exchange over sizes",
+        description=bench.EXPLANATION,
+    )
+    _add_sweep(command, bits=[4])
+    command.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
+    command.add_argument(
+        "--profile", type=Path, metavar="FILE", help='measure exchange="auto" by this profile too'
+    )
+    command.add_argument("--png", type=Path, metavar="FILE", help="draw time and busbw by size")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+
+    command = commands.add_parser(
+        "tune", parents=[ranks], help='measure the profile that exchange="auto" follows'
+    )
+    _add_sweep(command, bits=list(tuning.BITS))
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the profile")
+    command.add_argument(
+        "--budget", type=float, default=60, help="seconds it may take (default %(default)s)"
+    )
+
+    commands.add_parser("doctor", parents=[ranks], help="show what this installation has and lacks")
+    return parser
+
+
+def _add_sweep(command: argparse.ArgumentParser, bits: list[int]) -> None:
+    command.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=list(tuning.SIZES),
+        help="fp32 bytes a rank, with k, M, G (default 4 KiB to 64 MiB by factors of 4)",
+    )
+    command.add_argument(
+        "--bits", type=_bits, default=bits, help="list of 1 to 8 (default %(default)s)"
+    )
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = sorted({size_in_bytes(size) // 4 * 4 for size in text.split(",")})
+    except ValueError:
+        sizes = [0]
+    if sizes[0] <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 4k,1M of 4 bytes and more")
+    return sizes
+
+
+def _bits(text: str) -> list[int]:
+    bits = sorted(set(text.split(",")))
+    if not set(bits) <= set("12345678"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of widths from 1 to 8")
+    return [int(width) for width in bits]
+
+
+def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
+    profile = tuning.tune(
+        mesh,
+        AXIS,
+        path=arguments.out,
+        bits=arguments.bits,
+        sizes=arguments.sizes,
+        budget_seconds=arguments.budget,
+    )
+    if jax.process_index() == 0:
+        _print_choices(profile)
+        if arguments.out is not None:
+            print(f"written to {arguments.out}: cgx_jax.use_profile({str(arguments.out)!r})")
+
+
+def _print_choices(profile: Profile) -> None:
+    """The method that "auto" takes, by size and width."""
+    widths = sorted({row.bits for row in profile.rows if row.method != "psum"})
+    print(f"{profile.world} ranks: latency {profile.latency * 1e6:.0f} us, ", end="")
+    print(f"algbw {profile.algbw * 8e-9:.2f} Gbit/s. Fastest at payload bits a value:")
+    print(f"{'size':>10}", *(f"{width:>20g}" for width in widths))
+    for size in sorted({row.bytes for row in profile.rows}):
+        cells = []
+        for width in widths:
+            load = choose.Load(size // 4, size, width)
+            method = choose.choose(profile, choose.available(), load)
+            gain = choose.estimate(profile, "psum", load) / choose.estimate(profile, method, load)
+            cells.append(f"{method} ({gain:.2f}x)")
+        print(f"{size_text(size):>10}", *(f"{cell:>20}" for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

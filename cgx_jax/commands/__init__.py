@@ -1,0 +1,1 @@
+"""What `python -m cgx_jax` does: one file a command."""

@@ -1,0 +1,145 @@
+"""`python -m cgx_jax bench`: psum and every exchange over a range of sizes, as nccl-tests does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cgx_jax import installation
+from cgx_jax.collectives import psum_compressed
+from cgx_jax.commands import bound
+from cgx_jax.compressors import Quantize
+from cgx_jax.exchange import choose
+from cgx_jax.links import Links, gradient
+
+EXPLANATION = """\
+Every repeat times all methods one after the other, each behind a barrier; a time is the slowest
+process's. `ratio` is the median (and quartiles) over the repeats of psum's time over the method's
+in the same repeat. algbw is fp32 bytes over time; busbw is algbw times 2(W-1)/W, the share of the
+message that a rank of a perfect fp32 ring sends, so that worlds of different size compare. `#wrong`
+counts values farther from the exact sum than the stated error bound.
+"""
+
+
+def run(
+    links: Links,
+    sizes: Sequence[int],
+    bits: Sequence[int],
+    reps: int,
+    *,
+    auto: bool,
+    json_path: Path | None,
+    png_path: Path | None,
+) -> None:
+    """Prints the table, and writes what is asked for on process 0. `auto` adds that exchange."""
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        found = measure(links, size // 4, bits, reps, auto)
+        if links.first:
+            print_rows(found, header=not rows)
+        rows += found
+    if not links.first:
+        return
+    if json_path is not None:
+        document = {"machine": installation.facts(), "world": links.world, "rows": rows}
+        _parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
+    if png_path is not None:
+        from cgx_jax.commands import chart
+
+        chart.draw(rows, links.world, _parent(png_path))
+        print(f"drawn in {png_path}")
+
+
+def _parent(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def measure(
+    links: Links, values: int, bits: Sequence[int], reps: int, auto: bool
+) -> list[dict[str, Any]]:
+    """Times every method on f32[values] a rank; one row a method."""
+    exchanges = [*choose.available(), *(["auto"] if auto else [])]
+    methods = [(exchange, width) for width in bits for exchange in exchanges]
+    functions = [links.psum, *(reduction(links, Quantize(b), method) for method, b in methods)]
+    x = links.place(gradient, values)
+    results = [function(x) for function in functions]
+    wrong = check(links, values, Quantize(bits[0]), results[:1], exact=True)
+    for width in bits:
+        mine = [r for r, (_, b) in zip(results[1:], methods, strict=True) if b == width]
+        wrong += check(links, values, Quantize(width), mine, exact=False)
+    seconds = links.seconds(functions, x, reps)
+    return [
+        {"bytes": 4 * values, "method": method, "bits": width}
+        | figures(links.world, 4 * values, seconds[:, 0], seconds[:, i])
+        | {"wrong": wrong[i]}
+        for i, (method, width) in enumerate([("psum", 32), *methods])
+    ]
+
+
+def reduction(links: Links, compressor: Quantize, exchange: str) -> Callable[..., jax.Array]:
+    """`psum_compressed` over the links, compiled."""
+    return links.collective(
+        functools.partial(
+            psum_compressed, axis_name=links.axis, compressor=compressor, exchange=exchange
+        )
+    )
+
+
+def check(
+    links: Links, values: int, compressor: Quantize, results: Sequence[jax.Array], *, exact: bool
+) -> list[int]:
+    """How many values of each result break the bound (on process 0, 0 elsewhere).
+
+    Raises RuntimeError when ranks hold different compressed results.
+    """
+    copies = [[np.asarray(shard.data) for shard in r.addressable_shards] for r in results]
+    sums = links.gather([[zlib.crc32(copy.tobytes()) for copy in mine] for mine in copies])
+    sums = sums.reshape(len(sums), len(results), -1)
+    if not exact and (sums != sums[:1, :, :1]).any():
+        raise RuntimeError("the ranks hold different results: cgx_jax.debug_checksums names them")
+    if not links.first:
+        return [0] * len(results)
+    inputs = (gradient(rank, values) for rank in range(links.world))
+    allowed = bound.all_reduce(inputs, compressor.bits, compressor.bucket_size)
+    return [allowed.wrong(mine[0], exact=exact) for mine in copies]
+
+
+def quartiles(values: Any) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return [float(q) for q in np.percentile(np.asarray(values, np.float64), (25, 50, 75))]
+
+
+def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> dict[str, Any]:
+    """What a method's seconds, beside psum's of the same repeats, come to."""
+    algbw = 8e-9 * nbytes / float(np.median(mine))
+    return {
+        "seconds": quartiles(mine),
+        "algbw_gbit": algbw,
+        "busbw_gbit": algbw * 2 * (world - 1) / world,
+        "ratio": quartiles(psum / mine),
+    }
+
+
+def print_rows(rows: Sequence[dict[str, Any]], *, header: bool) -> None:
+    """One line a method."""
+    if header:
+        print(
+            f"{'bytes':>11} {'method':>6} bits {'median ms':>9} {'algbw':>7} {'busbw':>7} Gbit/s"
+            f"  {'ratio (quartiles)':<18} #wrong"
+        )
+    for row in rows:
+        low, ratio, high = row["ratio"]
+        print(
+            f"{row['bytes']:>11,} {row['method']:>6} {row['bits']:>4}"
+            f" {row['seconds'][1] * 1e3:>9.3f} {row['algbw_gbit']:>7.2f} {row['busbw_gbit']:>7.2f}"
+            f"         {f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18} {row['wrong']:>6}",
+            flush=True,
+        )

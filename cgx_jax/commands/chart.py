@@ -1,0 +1,81 @@
+"""The picture of a sweep: time and bus bandwidth against size, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from cgx_jax.exchange.choose import EXCHANGES
+from cgx_jax.links import size_text
+
+PSUM_COLOR = "#4c566a"
+COLORS = ("#d9622b", "#2b7bba", "#3a9a5b", "#8a5bb5", "#b58a2b", "#b52b5b")
+
+
+def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
+    """Draws the rows of `bench` into a PNG at `path`."""
+    sizes = np.unique([row["bytes"] for row in rows])
+    series = _series(rows)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    times, speeds = figure.subplots(1, 2)
+    for (name, mine), color in zip(series.items(), _colors(len(series)), strict=True):
+        style = "-" if name == "psum" else "--"
+        seconds = np.array([row["seconds"] for row in mine]) * 1e3
+        times.fill_between(sizes, seconds[:, 0], seconds[:, 2], color=color, alpha=0.2, lw=0)
+        times.plot(sizes, seconds[:, 1], style, marker=".", color=color, label=name)
+        busbw = [row["busbw_gbit"] for row in mine]
+        speeds.plot(sizes, busbw, style, marker=".", color=color, label=name)
+    # "auto" is one of the others, and where it is psum their difference is noise.
+    ours = [
+        [row["seconds"][1] for row in m] for m in series.values() if m[0]["method"] in EXCHANGES
+    ]
+    psum = np.array([row["seconds"][1] for row in series["psum"]])
+    cross = crossing(sizes, psum, np.min(ours, axis=0))
+    title = "compression does not pay at these sizes"
+    if cross is not None:
+        title = f"compression pays from {size_text(cross)}"
+    for axes in (times, speeds):
+        if cross is not None:
+            axes.axvline(cross, color="black", lw=1, ls=":")
+        axes.set(xscale="log", xlabel="fp32 bytes a rank")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    times.set(yscale="log", ylabel="time [ms], median and quartiles", title="Time")
+    speeds.set(ylabel="busbw [Gbit/s]", title="Bus bandwidth")
+    speeds.set_ylim(bottom=0)
+    times.legend(frameon=False)
+    figure.suptitle(f"All-reduce over {world} ranks: {title}")
+    figure.savefig(path, dpi=150)
+
+
+def crossing(sizes: np.ndarray, psum: np.ndarray, ours: np.ndarray) -> float | None:
+    """The size from which on `ours` takes less time than `psum`, by straight lines in log-log.
+
+    The first size when it always does, None when it does not at the last.
+    """
+    gain = np.log(psum / ours)
+    behind = np.flatnonzero(gain <= 0)
+    if not behind.size:
+        return float(sizes[0])
+    last = behind[-1]
+    if last + 1 == len(sizes):
+        return None
+    share = gain[last] / (gain[last] - gain[last + 1])
+    return float(sizes[last] * (sizes[last + 1] / sizes[last]) ** share)
+
+
+def _series(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by what they are a curve of, psum first."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        name = "psum" if row["method"] == "psum" else f"{row['method']}, {row['bits']} bits"
+        series.setdefault(name, []).append(row)
+    return series
+
+
+def _colors(count: int) -> list[str]:
+    return [PSUM_COLOR, *(COLORS[i % len(COLORS)] for i in range(count - 1))]

@@ -1,0 +1,149 @@
+"""`python -m cgx_jax doctor`: what this installation has, and what mends what it lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import cgx_jax
+from cgx_jax import installation
+from cgx_jax.exchange import choose
+
+# A child asks MPI: a broken MPI library ends the process that loads it.
+_ASK_MPI = """
+from mpi4py import MPI
+levels = ["single", "funneled", "serialized", "multiple"]
+print(" ".join(MPI.Get_library_version().splitlines()[0].split()))
+print(levels[MPI.Query_thread()])
+"""
+_LAUNCHERS = ("PMI", "OMPI", "PRTE", "HYDRA", "MPI_", "SLURM")
+
+
+class Finding(NamedTuple):
+    """A line: what was looked at, what was found, and what mends it ("" for nothing amiss)."""
+
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def run() -> int:
+    """Prints process 0's findings; returns 1 when the kernels give wrong values, else 0."""
+    good = _round_trip()
+    if jax.process_index() > 0:
+        return 0 if good else 1
+    for part in (_versions(), _devices(), _package(good), _mpi(), _nvidia(), _optional()):
+        for finding in part:
+            print(f"{finding.what:<18} {finding.found}")
+            if finding.remedy:
+                print(f"{'':<18} -> {finding.remedy}")
+    return 0 if good else 1
+
+
+def _round_trip() -> bool:
+    """Whether values come back from the kernels within the stated error."""
+    x = np.linspace(-1, 1, 5000, dtype=np.float32)
+    compressor = cgx_jax.Quantize(bits=4)
+    back = compressor.decode(compressor.encode(x)[0], x.shape, x.dtype)
+    return bool((np.abs(np.asarray(back) - x) <= np.asarray(compressor.error_bound(x))).all())
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("cgx_jax", cgx_jax.__version__)
+    yield Finding("python", platform.python_version())
+    for name in ("jax", "jaxlib", "numpy"):
+        yield Finding(name, metadata.version(name))
+    yield Finding("processor", f"{installation.cpu()}, {os.cpu_count()} cores")
+
+
+def _devices() -> Iterator[Finding]:
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    yield Finding(
+        "devices", f"{jax.device_count()} ({', '.join(kinds)}) in {jax.process_count()} processes"
+    )
+
+
+def _package(good: bool) -> Iterator[Finding]:
+    backends = cgx_jax.backends()
+    remedy = ""
+    if backends["cpu"] == "jnp":
+        remedy = "install a C++17 compiler, then pip install --force-reinstall cgx-jax"
+    yield Finding("kernels on CPU", backends["cpu"], remedy)
+    if good:
+        yield Finding("self-test", "values come back within the error bound")
+    else:
+        again = "pip install --force-reinstall cgx-jax"
+        yield Finding("self-test", "broken: values come back wrong", again)
+    yield Finding("wire format", str(backends["wire_format"]))
+    yield Finding("exchanges", ", ".join(("psum", *choose.available())))
+
+
+def _mpi() -> Iterator[Finding]:
+    if importlib.util.find_spec("mpi4py") is None:
+        yield Finding("MPI", "mpi4py is not installed", "pip install cgx-jax[mpi]")
+        return
+    # Of its own, not as the rank that a launcher may have started this process as.
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", _ASK_MPI],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=alone,
+            check=False,
+        )
+        said, failed = answer.stdout.splitlines(), answer.stderr.strip().splitlines()[-1:]
+    except subprocess.TimeoutExpired:
+        said, failed = [], ["no answer in 60 s"]
+    if len(said) != 2:
+        why = " ".join(failed) or "it ended without a word"
+        yield Finding("MPI", f"mpi4py does not load: {why}", "pip install cgx-jax[mpi]")
+        return
+    yield Finding("MPI", f"{said[0]}, mpi4py {metadata.version('mpi4py')}")
+    yield Finding(
+        "MPI threads",
+        said[1],
+        "" if said[1] == "multiple" else "use an MPI library built with thread support",
+    )
+
+
+def _nvidia() -> Iterator[Finding]:
+    installed = {(d.metadata["Name"] or "").lower(): d.version for d in metadata.distributions()}
+    driver = Path("/proc/driver/nvidia/version").exists()
+    plugins = [name for name in installed if name.startswith("jax-cuda") and "plugin" in name]
+    if plugins:
+        name = min(plugins)
+        yield Finding(
+            "CUDA",
+            f"{name} {installed[name]}" + ("" if driver else ", but there is no NVIDIA driver"),
+            "" if driver else "install NVIDIA's driver, where there is a GPU",
+        )
+    else:
+        yield Finding(
+            "CUDA",
+            "JAX has no CUDA plugin" if driver else "no NVIDIA driver here, and no plugin",
+            'pip install "jax[cuda13]"' if driver else "",
+        )
+    nccl = [
+        f"{name} {v}" for name, v in sorted(installed.items()) if name.startswith("nvidia-nccl")
+    ]
+    lacking = bool(plugins) and not nccl
+    yield Finding("NCCL", ", ".join(nccl) or "none", 'pip install "jax[cuda13]"' if lacking else "")
+
+
+def _optional() -> Iterator[Finding]:
+    if importlib.util.find_spec("matplotlib") is None:
+        yield Finding("matplotlib", "not installed (bench --png)", "pip install cgx-jax[demo]")
+    else:
+        yield Finding("matplotlib", metadata.version("matplotlib"))

@@ -1,0 +1,163 @@
+"""`exchange="auto"`: which way a fusion buffer travels, decided while tracing.
+
+Without a profile, what the plan compresses is compressed. With one, a buffer goes by the method
+that the measurements say is the fastest, and by `lax.psum` where compression does not pay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from cgx_jax.exchange import mpi
+from cgx_jax.exchange.profile import Profile
+
+EXCHANGES = ("xla", "mpi")
+# A smaller measured gain is noise, and psum has no error.
+LEAST_GAIN = 0.05
+
+_active: Profile | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A fusion buffer's size: values, uncompressed bytes, and payload bits a value (mean)."""
+
+    values: int
+    nbytes: int
+    bits: float
+
+
+def use_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | None:
+    """Makes `exchange="auto"` follow a profile (or the file of one); None is the default rule.
+
+    With several processes every one calls it, after `jax.distributed.initialize`, and process 0's
+    profile holds for all: the others may pass None. Returns the profile that holds now. Clears
+    JAX's caches when it changes, so that compiled functions are traced anew. Raises ValueError
+    (on every process) when the profile is damaged or was measured on another machine or with
+    other versions, OSError when the file cannot be read.
+    """
+    global _active
+    agreed = _load(profile) if jax.process_count() == 1 else _agree(profile)
+    if agreed != _active:
+        _active = agreed
+        jax.clear_caches()
+    return agreed
+
+
+def _load(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
+    if source is None:
+        return None
+    profile = source if isinstance(source, Profile) else _read(Path(source))
+    profile.check_here()
+    return profile
+
+
+def _read(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
+    """Process 0's profile. Its error is sent as well, so that nobody waits for a rank that left."""
+    message = b""
+    if jax.process_index() == 0:
+        try:
+            profile = _load(source)
+            message = b"" if profile is None else b"profile" + profile.to_json().encode()
+        except (OSError, TypeError, ValueError) as error:
+            message = f"use_profile: process 0 has no profile to follow: {error}".encode()
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(message))))
+    padded = np.zeros(length, np.uint8)
+    padded[: len(message)] = np.frombuffer(message, np.uint8)
+    agreed = np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes()
+    if not agreed:
+        return None
+    if not agreed.startswith(b"profile"):
+        raise ValueError(agreed.decode())
+    return Profile.from_json(agreed.removeprefix(b"profile").decode())
+
+
+def available(axes: Sequence[Any] = ()) -> tuple[str, ...]:
+    """The exchanges that this process can use over `axes`, or over some mesh when none is named."""
+    return ("xla", "mpi") if mpi.usable(axes) else ("xla",)
+
+
+def require_known(caller: str, exchange: str) -> None:
+    """Raises ValueError for a name that is no exchange."""
+    known = ["auto", *EXCHANGES]
+    if exchange not in known:
+        raise ValueError(f"{caller}: exchange={exchange!r} is unknown; use one of {known}.")
+
+
+def resolve(caller: str, exchange: str, usable: Collection[str], world: int, load: Load) -> str:
+    """The method that `exchange` stands for: an exchange's name, or "psum".
+
+    Raises ValueError when the active profile was measured at another world size.
+    """
+    if exchange != "auto":
+        return exchange
+    if _active is None:
+        return "mpi" if "mpi" in usable else "xla"
+    if _active.world != world:
+        raise ValueError(
+            f"{caller}: this reduction has {world} ranks, the active profile was measured on "
+            f"{_active.world} (axis {_active.axis!r}). Run cgx_jax.tune on an axis of {world} "
+            'ranks, name the exchange (exchange="xla"), or use_profile(None).'
+        )
+    return choose(_active, usable, load)
+
+
+def choose(profile: Profile, usable: Collection[str], load: Load) -> str:
+    """The fastest method for `load` by the profile, of "psum" and the exchanges in `usable`.
+
+    An exchange must beat psum by 5 %: under that psum, which is exact, is kept.
+    """
+    best, least = "psum", estimate(profile, "psum", load) * (1 - LEAST_GAIN)
+    for method in sorted(set(usable) & {row.method for row in profile.rows}):
+        seconds = estimate(profile, method, load)
+        if seconds < least:
+            best, least = method, seconds
+    return best
+
+
+def estimate(profile: Profile, method: str, load: Load) -> float:
+    """Seconds that `method`, which the profile has rows of, takes for `load`.
+
+    Straight lines in log-log between measured sizes, and in bits between measured widths. Beyond
+    the ends it is pessimistic for compression or neutral: a smaller buffer takes the time of the
+    smallest, a larger one the largest's in proportion; fewer bits take the time of the narrowest
+    width, more bits the widest's in proportion.
+    """
+    # Kernels work by the value, so a 16-bit buffer counts as the fp32 one of as many values;
+    # psum works by the byte.
+    nbytes = load.nbytes if method == "psum" else 4 * load.values
+    widths, curves = _curves(profile, method)
+    seconds = [
+        np.exp(np.interp(np.log(nbytes), np.log(sizes), np.log(times))) * max(1, nbytes / sizes[-1])
+        for sizes, times in curves
+    ]
+    return float(np.interp(load.bits, widths, seconds) * max(1, load.bits / widths[-1]))
+
+
+@functools.lru_cache(maxsize=16)
+def _curves(
+    profile: Profile, method: str
+) -> tuple[list[float], list[tuple[tuple[int, ...], tuple[float, ...]]]]:
+    """Measured widths of a method, and for each the sizes with their seconds, ascending."""
+    widths = sorted({row.bits for row in profile.rows if row.method == method})
+    curves = []
+    for bits in widths:
+        mine = sorted(row[2:] for row in profile.rows if row[:2] == (method, bits))
+        curves.append((tuple(m[0] for m in mine), tuple(m[1] for m in mine)))
+    return widths, curves

@@ -1,0 +1,40 @@
+"""What is installed here and on which machine: what a measurement depends on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+
+import cgx_jax
+
+
+def facts() -> dict[str, Any]:
+    """Processor, cores, device kind and versions, as `Profile` has them. Starts the backend."""
+    return {
+        "cpu": cpu(),
+        "cores": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "cgx_jax": cgx_jax.__version__,
+    }
+
+
+def cpu() -> str:
+    """The processor's model name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def mpi_library() -> str | None:
+    """Name and version of the MPI library that mpi4py has loaded in this process, or None."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return None if mpi is None else " ".join(mpi.Get_library_version().splitlines()[0].split())

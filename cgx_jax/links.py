@@ -1,0 +1,100 @@
+"""Times collectives over one mesh axis: all ranks begin together and the slowest one counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+_SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def size_in_bytes(text: str) -> int:
+    """Takes "25M" to 25,000,000; raises ValueError for what is no size."""
+    return int(float(text.rstrip("kMG")) * _SUFFIXES.get(text[-1:], 1))
+
+
+def size_text(nbytes: float) -> str:
+    """Takes 25,000,000 to "25 MB"."""
+    for unit in ("bytes", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
+
+
+def gradient(rank: int, values: int) -> np.ndarray:
+    """A rank's gradient-like input, f32[values], the same on every run."""
+    return np.random.default_rng(rank).standard_normal(values, dtype=np.float32) * 1e-2
+
+
+class Links:
+    """The ranks of the axis `axis` of `mesh`, in one process or in several.
+
+    Every method but `place` is collective: all processes call it. Raises ValueError for an axis
+    that the mesh lacks or that has one rank.
+    """
+
+    def __init__(self, caller: str, mesh: Mesh, axis: str) -> None:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{caller}: axis {axis!r} is not in the mesh; it has {mesh.axis_names}."
+            )
+        self.mesh, self.axis, self.world = mesh, axis, mesh.shape[axis]
+        if self.world < 2:
+            raise ValueError(
+                f"{caller}: axis {axis!r} has 1 rank and nothing to send; use a mesh of 2 devices "
+                'or more. On one CPU, jax.config.update("jax_num_cpu_devices", 8) simulates them.'
+            )
+        self.first = jax.process_index() == 0
+        self.token = self.place(gradient, 1)
+        self.psum = self.collective(lambda x: lax.psum(x, axis))
+
+    def place(self, value_of: Callable[[int, int], np.ndarray], values: int) -> jax.Array:
+        """f32[world, values] whose row r, on rank r, is value_of(r, values)."""
+
+        def row(index: Any) -> np.ndarray:
+            return value_of(index[0].start, values)[None]
+
+        sharding = NamedSharding(self.mesh, P(self.axis))
+        return jax.make_array_from_callback((self.world, values), sharding, row)
+
+    def collective(self, function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+        """Compiles `function` of a rank's row; its result is the same on every rank."""
+        return jax.jit(
+            jax.shard_map(
+                lambda x: function(x[0]), mesh=self.mesh, in_specs=P(self.axis), out_specs=P()
+            )
+        )
+
+    def barrier(self) -> None:
+        """Returns when every rank has arrived."""
+        self.psum(self.token).block_until_ready()
+
+    def gather(self, values: Any) -> np.ndarray:
+        """A row of f64[n] from every process."""
+        mine = np.frombuffer(np.asarray(values, np.float64).tobytes(), np.uint8)
+        if jax.process_count() == 1:
+            return mine.view(np.float64)[None]
+        return np.asarray(multihost_utils.process_allgather(mine)).view(np.float64)
+
+    def seconds(
+        self, functions: Sequence[Callable[..., jax.Array]], x: jax.Array, rounds: int
+    ) -> np.ndarray:
+        """f64[rounds, functions]: the functions in turns, each call by its slowest process."""
+        samples = np.empty((rounds, len(functions)))
+        for sample in samples:
+            for i, function in enumerate(functions):
+                self.barrier()
+                self.barrier()  # the first one's stragglers have arrived now
+                start = time.perf_counter()
+                function(x).block_until_ready()
+                sample[i] = time.perf_counter() - start
+        return self.gather(samples.ravel()).max(axis=0).reshape(samples.shape)

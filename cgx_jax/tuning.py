@@ -1,0 +1,159 @@
+"""`tune`: measures psum and every exchange on the user's own links, for `exchange="auto"`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cgx_jax import installation
+from cgx_jax.collectives import psum_compressed
+from cgx_jax.compressors import Quantize
+from cgx_jax.exchange import choose
+from cgx_jax.exchange.profile import Profile, Row
+from cgx_jax.links import Links, gradient, size_text
+
+SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
+BITS = (2, 4, 8)
+ROUNDS = range(3, 102)  # repeats of a size: three at the least, a hundred where they are cheap
+
+
+def tune(
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    bits: Sequence[int] = BITS,
+    sizes: Sequence[int] = SIZES,
+    budget_seconds: float = 60.0,
+) -> Profile:
+    """Measures what `exchange="auto"` decides by, on this machine's links, and follows it.
+
+    Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
+    arrays of `sizes` bytes a rank and at `bits` bits (bucket 512); a time is the median over the
+    repeats of the slowest process's. A size that does not fit into what is left of
+    `budget_seconds` ends the measurement. Returns the profile, active now as by `use_profile`,
+    and process 0 writes it to `path`. Shows its progress on stderr. With several processes every
+    one calls it, and all get the same profile. Raises ValueError for a wrong axis, width, size or
+    budget.
+    """
+    links = Links("tune", mesh, axis_name)
+    sizes = sorted(set(sizes))
+    if not sizes or sizes[0] < 4 or not bits or not budget_seconds > 0:
+        raise ValueError(
+            f"tune: sizes={sizes}, bits={list(bits)} and budget_seconds={budget_seconds} must hold "
+            "a size of 4 bytes or more, a width of 1..8, and a time above 0."
+        )
+    start = time.perf_counter()
+    methods = _methods(links, bits)
+    functions = [links.psum, *methods.values()]
+    progress = _Progress(len(sizes), links.first)
+    latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
+    rows: list[Row] = []
+    set_up = one_round = 0.0
+    for done, size in enumerate(sizes):
+        growth = size / sizes[done - 1] if done else 1.0
+        needed = set_up + growth * (1 + ROUNDS[0]) * one_round
+        begun = _elapsed(links, start)
+        if done and begun + needed > budget_seconds:
+            progress.stop(size, needed, budget_seconds - begun)
+            break
+        progress.step(done, size)
+        x = links.place(gradient, size // 4)
+        links.seconds(functions, x, 1)  # compiles
+        one_round = float(links.seconds(functions, x, 1).sum())
+        now = _elapsed(links, start)
+        set_up = now - begun
+        share = (budget_seconds - now) / (len(sizes) - done)
+        rounds = int(np.clip(share / one_round, ROUNDS[0], ROUNDS[-1]))
+        medians = np.median(links.seconds(functions, x, rounds), axis=0)
+        rows.append(Row("psum", 32, size, float(medians[0])))
+        for (method, width), seconds in zip(methods, medians[1:], strict=True):
+            rows.append(Row(method, width, size, float(seconds)))
+    progress.step(len(sizes), None)
+    return _follow(links, latency, rows, path)
+
+
+def _methods(links: Links, bits: Sequence[int]) -> dict[tuple[str, float], Callable[..., Any]]:
+    """(exchange, payload bits of a value) to the compiled reduction."""
+    methods = {}
+    for width in sorted(set(bits)):
+        compressor = Quantize(width)
+        payload_bits = compressor.wire_bits(compressor.bucket_size) / compressor.bucket_size
+        for exchange in choose.available():
+            methods[exchange, payload_bits] = links.collective(
+                functools.partial(
+                    psum_compressed,
+                    axis_name=links.axis,
+                    compressor=compressor,
+                    exchange=exchange,
+                )
+            )
+    return methods
+
+
+def _elapsed(links: Links, start: float) -> float:
+    """Seconds since `start` on the slowest process: all decide by the same number."""
+    return float(links.gather([time.perf_counter() - start]).max())
+
+
+def _follow(
+    links: Links, latency: float, rows: list[Row], path: str | os.PathLike[str] | None
+) -> Profile:
+    hosts = np.unique(links.gather([zlib.crc32(socket.gethostname().encode())])).size
+    largest = [row for row in rows if row.method == "psum"][-1]
+    profile = Profile(
+        **installation.facts(),
+        hosts=hosts,
+        mpi=installation.mpi_library(),
+        world=links.world,
+        axis=links.axis,
+        latency=latency,
+        algbw=largest.bytes / largest.seconds,
+        rows=tuple(rows),
+    )
+    agreed = choose.use_profile(profile)
+    assert agreed is not None
+    if path is not None and jax.process_index() == 0:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(agreed.to_json())
+    return agreed
+
+
+class _Progress:
+    """A bar on stderr: redrawn in a terminal, a line a size elsewhere."""
+
+    WIDTH = 24
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.total, self.shown = total, shown
+
+    def step(self, done: int, size: int | None) -> None:
+        """`done` sizes are measured, `size` is next."""
+        filled = self.WIDTH * done // self.total
+        bar = "#" * filled + "." * (self.WIDTH - filled)
+        what = "done" if size is None else f"measuring {size_text(size)}"
+        redraw = sys.stderr.isatty() and size is not None
+        self._print(f"\rtune [{bar}] {what:<20}", end="" if redraw else "\n")
+
+    def stop(self, size: int, needed: float, left: float) -> None:
+        """Says that `size` and what is larger are left out."""
+        self._print(
+            f"\rtune: {size_text(size)} and larger are left out: they take {needed:.0f} s and more "
+            f"of the {max(left, 0):.0f} s left; a larger budget_seconds measures them."
+        )
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        if self.shown:
+            print(text if sys.stderr.isatty() else text.lstrip("\r"), end=end, file=sys.stderr)
+            sys.stderr.flush()

@@ -1,0 +1,50 @@
+"""What the examples on several processes share: the training run and its check."""
+
+from functools import partial
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+import cgx_jax
+import corpus
+from model import Transformer
+from training import adamw, data_parallel_step, train
+
+LENGTH = 64
+
+
+def train_and_compare(steps: int, exchange: str) -> int:
+    """Trains with 4-bit gradients, one process a rank; 0 when it learns and the ranks agree.
+
+    `jax.distributed` is initialised; process 0 prints.
+    """
+    world = jax.device_count()
+    mesh = jax.make_mesh((world,), ("data",))
+    text, _ = corpus.load()
+    batches = corpus.windows(text, steps, 8 * world, LENGTH, seed=0)
+    graphdef, params = nnx.split(Transformer(64, 2, LENGTH, nnx.Rngs(0)))
+    optimizer = adamw(steps)
+    average = partial(
+        cgx_jax.pmean_compressed,
+        axis_name="data",
+        compressor=cgx_jax.Quantize(bits=4),
+        exchange=exchange,
+    )
+    step = data_parallel_step(graphdef, optimizer, mesh, average)
+    trained, losses, seconds = train(step, params, optimizer.init(params), batches, mesh)
+
+    local = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(trained))])
+    everyone = multihost_utils.process_allgather(local)
+    same = bool((everyone == everyone[:1]).all())
+    passed = same and losses[-1] < 0.9 * losses[0]
+    if jax.process_index() == 0:
+        for i in sorted({*range(0, steps, 10), steps - 1}):
+            print(f"step {i:3d}  loss {losses[i]:.3f}")
+        print(f"step time {seconds * 1e3:.0f} ms")
+        print(f"ranks hold the same parameters: {same}")
+        print(
+            "ok" if passed else "FAILED: expected equal parameters and a falling loss", flush=True
+        )
+    return 0 if passed else 1

@@ -1,0 +1,226 @@
+"""One MPI rank of tests/test_mpi.py: runs the scenario that the command line names."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import mpi4py
+
+if "no_threads" in sys.argv:
+    mpi4py.rc.thread_level = "single"
+from mpi4py import MPI
+
+if {"two_devices", "alone"} & set(sys.argv):
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Cast, Quantize
+from cgx_jax.exchange import mpi
+
+RANK, WORLD = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+jax.config.update("jax_platforms", "cpu")
+if "alone" not in sys.argv:
+    jax.distributed.initialize(cluster_detection_method="mpi4py")
+
+
+def mesh_of(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes))
+
+
+def place(mesh, x):
+    """A host array, the same everywhere, split over all of the mesh's axes."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+
+REPLICATED = P()
+
+
+def sharded(mesh, f, *, out=REPLICATED, check_vma=True):
+    """f of a rank's own rows, compiled."""
+    return jax.jit(
+        jax.shard_map(
+            lambda *xs: f(*(x[0] for x in xs)),
+            mesh=mesh,
+            in_specs=P(mesh.axis_names),
+            out_specs=out,
+            check_vma=check_vma,
+        )
+    )
+
+
+def own(x):
+    return np.asarray(x.addressable_data(0))
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+def same_bytes(what, make, *inputs, mesh, **options):
+    """Both exchanges write the same bytes on this rank."""
+    operands = [place(mesh, x) for x in inputs]
+    got, want = (
+        sharded(mesh, lambda *xs, e=e: make(e, *xs), **options)(*operands) for e in ("mpi", "xla")
+    )
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert own(g).tobytes() == own(w).tobytes(), f"{what} on rank {RANK}"
+
+
+def agreement():
+    line, grid = mesh_of(data=WORLD), mesh_of(data=2, model=WORLD // 2)
+    key = jax.random.key(5)
+    x, y = normal(WORLD, 33, 301), normal(WORLD, 70, 40, seed=1, dtype=jnp.bfloat16)
+    mpi.configure(segment_bytes=512)  # many segments of few bytes
+    compressors = [
+        Quantize(4), Quantize(1, 64), Quantize(8, 96), Quantize(3, 32, "stochastic"),
+        Cast(jnp.bfloat16),
+    ]  # fmt: skip
+    for c in compressors:
+
+        def both(e, x, y, c=c):
+            k = key if c.needs_key else None
+            return cgx_jax.pmean_compressed({"x": x, "y": y}, "data", c, key=k, exchange=e)
+
+        same_bytes(str(c), both, x, y, mesh=line)
+
+    def psum(e, x, axis="data", **options):
+        return cgx_jax.psum_compressed(x, axis, Quantize(4), exchange=e, **options)
+
+    same_bytes("check_vma off", psum, x, mesh=line, check_vma=False)
+    same_bytes("one value", psum, normal(WORLD, 1), mesh=line)
+    same_bytes("no value", psum, normal(WORLD, 0), mesh=line)
+    same_bytes("2^20 + 3", psum, normal(WORLD, 2**20 + 3), mesh=line)
+    same_bytes("vmap", lambda e, x: jax.vmap(lambda v: psum(e, v))(x), x, mesh=line)
+    same_bytes("remat", lambda e, x: jax.checkpoint(lambda v: psum(e, v))(x), x, mesh=line)
+    same_bytes(
+        "grad",
+        lambda e, x: jax.grad(lambda v: (psum(e, v) ** 2).sum())(x)[None],
+        x, mesh=line, out=P("data"),
+    )  # fmt: skip
+    same_bytes("two axes", lambda e, x: psum(e, x, ("data", "model")), x, mesh=grid)
+    same_bytes("model axis", lambda e, x: psum(e, x, "model"), x, mesh=grid, out=P("data"))
+    same_bytes("data axis", lambda e, x: psum(e, x, "data"), x, mesh=grid, out=P("model"))
+    groups = [[0, WORLD - 1], list(range(1, WORLD - 1))] if WORLD == 4 else None
+    same_bytes(
+        "groups",
+        lambda e, x: psum(e, x, axis_index_groups=groups)[None],
+        x, mesh=line, out=P("data"),
+    )  # fmt: skip
+
+    def in_scan(e, x):
+        def body(total, scale):
+            return total + psum(e, x * scale), None
+
+        return lax.scan(body, psum(e, x), jnp.arange(3.0))[0]
+
+    same_bytes("scan", in_scan, x, mesh=line)
+    # Without a profile "auto" is MPI here.
+    auto = sharded(line, lambda x: psum("auto", x)).lower(place(line, x)).as_text()
+    assert "cgx_all_reduce_mpi" in auto
+
+
+def many():
+    """50 calls in one program, which every rank starts in an order of its own."""
+    mesh, calls = mesh_of(data=WORLD), 50
+    x = place(mesh, normal(WORLD, calls, 2000))
+
+    def delayed(i, row):
+        time.sleep(np.random.default_rng(1000 * RANK + int(i)).uniform(0, 0.01))
+        return row
+
+    def reduce(exchange, x):
+        rows = [x[i] for i in range(calls)]
+        if exchange == "mpi":
+            rows = [jax.pure_callback(delayed, row, i, row) for i, row in enumerate(rows)]
+        return [cgx_jax.psum_compressed(r, "data", exchange=exchange) for r in rows]
+
+    step = sharded(mesh, lambda x: reduce("mpi", x), check_vma=False)
+    want = sharded(mesh, lambda x: reduce("xla", x), check_vma=False)(x)
+    for _ in range(3):
+        for got, expected in zip(step(x), want, strict=True):
+            np.testing.assert_array_equal(own(got), own(expected))
+
+
+def failing(f, *inputs):
+    """What the call raises, and how long that took."""
+    start = time.monotonic()
+    try:
+        jax.block_until_ready(f(*inputs))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    raise AssertionError("the call succeeded")
+
+
+def reducer(mesh, **options):
+    return sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi", **options))
+
+
+def report(message):
+    os.write(1, f"[{RANK}] {message}\n".encode())  # at once, so that ranks' lines stay whole
+
+
+def killed():
+    """The last rank dies in the middle of a fused call."""
+    mesh = mesh_of(data=WORLD)
+    mpi.configure(timeout=3.0)
+    x, step = place(mesh, normal(WORLD, 2_000_000)), reducer(mesh)
+    jax.block_until_ready(step(x))
+    if RANK == WORLD - 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def forever():
+        while True:
+            jax.block_until_ready(step(x))
+
+    report(failing(forever)[0])
+    message, seconds = failing(step, x)
+    report(f"again {message} after {seconds:.1f} s")
+    os._exit(3)  # JAX and MPI would wait for the dead rank
+
+
+def widths():
+    """The last rank runs another plan."""
+    mesh = mesh_of(data=WORLD)
+    bits = 8 if RANK == WORLD - 1 else 4
+    x = place(mesh, normal(WORLD, 10_000))
+    report(failing(reducer(mesh, compressor=Quantize(bits)), x)[0])
+    os._exit(3)
+
+
+def twins():
+    """One compiled function called twice is refused; the same sums outside of it are not."""
+    mesh = mesh_of(data=WORLD)
+    x = place(mesh, normal(WORLD, 2, 50_000))
+    inner = jax.jit(lambda v: cgx_jax.psum_compressed(v, "data", exchange="mpi"))
+    report(failing(sharded(mesh, lambda x: [inner(x[0]), inner(x[1])]), x)[0])
+    both = sharded(mesh, lambda x: [cgx_jax.psum_compressed(v, "data", exchange="mpi") for v in x])
+    jax.block_until_ready(both(x))
+
+
+def refused():
+    """What is refused while tracing, with any world that does not fit."""
+    mesh = mesh_of(data=jax.device_count())
+    x = np.zeros((jax.device_count(), 5000), np.float32)
+    report(failing(lambda: reducer(mesh).lower(place(mesh, x)))[0])
+
+
+def permuted():
+    """Mesh positions in another order than the ranks."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
+    x = place(mesh, normal(WORLD, 10_000))
+    report(failing(reducer(mesh), x)[0])
+
+
+SCENARIOS = {f.__name__: f for f in (agreement, many, killed, widths, twins, refused, permuted)}
+SCENARIOS[sys.argv[1]]()
+report("ok")

@@ -1,0 +1,224 @@
+"""The choice of an exchange: a pure function of a profile, and what is no profile."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgx_jax import Profile, installation, use_profile
+from cgx_jax.exchange import choose
+from cgx_jax.exchange.choose import Load
+from cgx_jax.exchange.profile import Row
+
+MB = 1_000_000
+
+
+def profile(rows, **fields):
+    known = {
+        "cpu": "a cpu",
+        "cores": 2,
+        "device": "cpu",
+        "hosts": 1,
+        "jax": "0.10.2",
+        "jaxlib": "0.10.2",
+        "cgx_jax": "0.1.0",
+        "mpi": None,
+        "world": 4,
+        "axis": "data",
+        "latency": 1e-5,
+        "algbw": 1e9,
+    }
+    return Profile(**(known | fields), rows=tuple(rows))
+
+
+def fp32(nbytes, bits=4.125):
+    return Load(nbytes // 4, nbytes, bits)
+
+
+# psum: 1 ms up to 1 MB, then 10 ms at 10 MB. xla is even with it near 2 MB, mpi near 1 MB.
+MEASURED = profile(
+    [
+        ("psum", 32, MB // 10, 0.5e-3),
+        ("psum", 32, MB, 1e-3),
+        ("psum", 32, 10 * MB, 10e-3),
+        ("xla", 4.125, MB // 10, 1e-3),
+        ("xla", 4.125, MB, 1.5e-3),
+        ("xla", 4.125, 10 * MB, 5e-3),
+        ("xla", 8.125, MB // 10, 1e-3),
+        ("xla", 8.125, MB, 1.8e-3),
+        ("xla", 8.125, 10 * MB, 9.8e-3),
+        ("mpi", 4.125, MB // 10, 0.6e-3),
+        ("mpi", 4.125, MB, 0.98e-3),
+        ("mpi", 4.125, 10 * MB, 2e-3),
+    ]
+)
+BOTH = ("xla", "mpi")
+CASES = {
+    "small: psum": (BOTH, fp32(MB // 10), "psum"),
+    "smaller than measured: as the smallest": (BOTH, fp32(4), "psum"),
+    "a gain of 2 % is none": (BOTH, fp32(MB), "psum"),
+    "large: the fastest": (BOTH, fp32(10 * MB), "mpi"),
+    "large, without mpi": (("xla",), fp32(10 * MB), "xla"),
+    "larger than measured: in proportion": (("xla",), fp32(1000 * MB), "xla"),
+    "8 bits gain 2 %": (("xla",), fp32(10 * MB, 8.125), "psum"),
+    "between widths": (("xla",), fp32(10 * MB, 6), "xla"),
+    "narrower than measured: as the narrowest": (("xla",), fp32(10 * MB, 1.125), "xla"),
+    "wider than measured: in proportion": (("xla",), fp32(10 * MB, 16), "psum"),
+    "wider, over mpi": (BOTH, fp32(10 * MB, 16), "mpi"),
+    "nothing usable": ((), fp32(10 * MB), "psum"),
+    "not measured": (("nccl",), fp32(10 * MB), "psum"),
+    # 2.5 million values of 16 bits: the codec works as on 10 MB, psum sends 5 MB (5 ms).
+    "16-bit values": (("xla",), Load(10 * MB // 4, 5 * MB, 4.125), "psum"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_fastest_method_is_chosen(name):
+    usable, load, expected = CASES[name]
+    assert choose.choose(MEASURED, usable, load) == expected
+
+
+SIZES = [2**i for i in range(12, 27, 2)]
+WIDTHS = [2.125, 4.125, 8.125]
+seconds = st.floats(1e-6, 10)
+
+
+@st.composite
+def profiles(draw):
+    rows = [("psum", 32, size, draw(seconds)) for size in SIZES]
+    rows += [(m, w, size, draw(seconds)) for m in BOTH for w in WIDTHS for size in SIZES]
+    return profile(rows)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(made=profiles(), usable=st.sets(st.sampled_from(BOTH)))
+def test_at_measured_points_the_choice_is_the_measured_fastest_or_psum(made, usable):
+    measured = {row[:3]: row.seconds for row in made.rows}
+    for size in SIZES:
+        for width in WIDTHS:
+            psum = measured["psum", 32, size]
+            times = {m: measured[m, width, size] for m in usable}
+            method = choose.choose(made, tuple(usable), fp32(size, width))
+            fastest = min(times.values(), default=math.inf)
+            if method == "psum":
+                assert fastest >= 0.95 * psum * (1 - 1e-9)
+            else:
+                assert times[method] <= fastest * (1 + 1e-9)
+                assert times[method] <= 0.95 * psum * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    made=profiles(),
+    usable=st.sets(st.sampled_from(BOTH)),
+    nbytes=st.integers(4, 2**32),
+    bits=st.floats(1, 16),
+)
+def test_what_is_chosen_is_never_slower_than_psum_and_none_of_the_others(
+    made, usable, nbytes, bits
+):
+    load = fp32(nbytes, bits)
+    method = choose.choose(made, tuple(usable), load)
+    taken = choose.estimate(made, method, load)
+    assert method in {"psum", *usable}
+    assert taken <= choose.estimate(made, "psum", load)
+    if method != "psum":
+        assert all(taken <= choose.estimate(made, other, load) for other in usable)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    latencies=st.tuples(st.floats(1e-6, 1e-2), st.floats(1, 10)),
+    rates=st.tuples(st.floats(1e6, 1e10), st.floats(1, 10)),
+)
+def test_where_compression_costs_latency_and_saves_bytes_there_is_one_crossing(latencies, rates):
+    latency, more = latencies
+    rate, faster = rates
+    rows = [("psum", 32, n, latency + n / rate) for n in SIZES]
+    rows += [("xla", 4.125, n, latency * more + n / rate / faster) for n in SIZES]
+    made = profile(rows)
+    chosen = [choose.choose(made, ("xla",), fp32(n)) for n in SIZES]
+    assert chosen == sorted(chosen)  # "psum" before "xla"
+
+
+def test_a_profile_survives_json_and_a_row_is_a_line():
+    made = dataclasses.replace(MEASURED, mpi="MPICH Version: 5.0.2")
+    text = made.to_json()
+    assert Profile.from_json(text) == made
+    assert isinstance(Profile.from_json(text).rows[0], Row)
+    assert '  ["xla", 4.125, 1000000, 0.0015],' in text.splitlines()
+
+
+def edited(**changes):
+    fields = json.loads(MEASURED.to_json()) | changes
+    return json.dumps({k: v for k, v in fields.items() if v != "gone"})
+
+
+BAD_TEXT = {
+    "no JSON": ("{", "not JSON"),
+    "a list": ("[]", "not an object with rows"),
+    "no rows": (edited(rows="gone"), "not an object with rows"),
+    "another schema": (edited(schema=2), "schema=2, .* reads 1"),
+    "no schema": (edited(schema="gone"), "schema=None"),
+    "a field missing": (edited(cores="gone"), r"missing \['cores'\], unknown \[\]"),
+    "a field too many": (edited(color=1), r"missing \[\], unknown \['color'\]"),
+    "text for a number": (edited(world="4"), "world='4' is not <class 'int'>"),
+    "one rank": (edited(world=1), "world=1 is under 2"),
+    "no time": (edited(latency=0), "latency=0 is not a positive number"),
+    "no speed": (edited(algbw=float("nan")), "algbw=nan"),
+    "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no psum"),
+    "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* is not .*seconds"),
+    "an unknown method": (edited(rows=[["pigeon", 4, 4096, 1.0]]), "pigeon.*psum.*xla.*mpi"),
+    "no bits": (edited(rows=[["psum", 0, 4096, 1.0]]), "bits in 0..32"),
+    "half a byte": (edited(rows=[["psum", 32, 0.5, 1.0]]), "whole bytes"),
+    "a negative time": (edited(rows=[["psum", 32, 4096, -1.0]]), "positive seconds"),
+    "a row twice": (edited(rows=[["psum", 32, 4096, 1.0]] * 2), "two rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXT)
+def test_what_is_no_profile_is_refused_with_the_remedy(name):
+    text, message = BAD_TEXT[name]
+    with pytest.raises(ValueError, match=rf"Profile: .*{message}.*cgx_jax\.tune again"):
+        Profile.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cores", "device", "jax", "jaxlib", "cgx_jax"])
+def test_a_stale_profile_is_refused_with_both_values(name):
+    here = installation.facts()
+    other = 12345 if name == "cores" else "another"
+    stale = dataclasses.replace(MEASURED, **(here | {name: other}))
+    both = re.escape(f"measured with {name} {other!r} and here is {here[name]!r}")
+    with pytest.raises(ValueError, match=both + r".*tune again, or use_profile\(None\)"):
+        use_profile(stale)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"profile\.json: Profile: .*tune again"):
+        use_profile(path)
+    with pytest.raises(FileNotFoundError):
+        use_profile(tmp_path / "none.json")
+
+
+def test_mpi_is_for_axes_of_a_mesh_and_processes_that_have_it(monkeypatch):
+    assert choose.available() == ("xla",)
+    monkeypatch.setattr(choose.mpi, "usable", lambda: True)
+    assert choose.available() == BOTH
+    assert choose.available(("an axis of vmap",)) == ("xla",)
+
+
+def test_names_of_exchanges_are_checked():
+    with pytest.raises(ValueError, match=r"here: exchange='pigeon'.*auto.*xla"):
+        choose.require_known("here", "pigeon")
+
+
+def test_without_a_profile_mpi_goes_before_xla():
+    assert choose.resolve("here", "auto", ("xla",), 4, fp32(MB)) == "xla"
+    assert choose.resolve("here", "auto", BOTH, 4, fp32(4)) == "mpi"
+    assert choose.resolve("here", "xla", BOTH, 4, fp32(4)) == "xla"

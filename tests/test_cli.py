@@ -1,0 +1,141 @@
+"""`python -m cgx_jax`, as a user starts it: on simulated devices, and as one of two processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cgx_jax import Profile, Quantize
+from cgx_jax.commands import chart, doctor
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def start(*arguments, **variables):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cgx_jax", *map(str, arguments)],
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    try:
+        out, error = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, error
+
+
+def run(*arguments):
+    return finish(start(*arguments))
+
+
+def test_doctor_names_what_is_there_and_what_mends_the_rest():
+    code, out, error = run("doctor", "--devices", 3)
+    assert code == 0, error
+    found = {line[:18].strip(): line[18:].strip() for line in out.splitlines() if line[0] != " "}
+    for name in ("python", "jax", "jaxlib", "numpy", "cgx_jax", "processor", "CUDA", "NCCL", "MPI"):
+        assert found[name], name
+    assert found["wire format"] == "1"
+    assert found["devices"] == "3 (cpu) in 1 processes"
+    assert "within the error bound" in found["self-test"]
+    if "not installed" in found["MPI"]:
+        assert "-> pip install cgx-jax[mpi]" in out
+
+
+def test_doctor_fails_for_kernels_that_give_wrong_values(monkeypatch, capsys):
+    monkeypatch.setattr(Quantize, "decode", lambda self, payload, shape, dtype: np.ones(shape))
+    assert doctor.run() == 1
+    out = capsys.readouterr().out
+    assert "broken: values come back wrong" in out
+    assert "-> pip install --force-reinstall cgx-jax" in out
+
+
+def test_tune_writes_a_profile_that_bench_follows_and_draws(tmp_path):
+    profile, png, numbers = (tmp_path / "new" / name for name in ("p.json", "b.png", "b.json"))
+    sweep = ("--devices", 4, "--sizes", "4k,64k")
+    code, out, error = run("tune", *sweep, "--bits", "4,8", "--budget", 10, "--out", profile)
+    assert code == 0, error
+    assert "4.125" in out
+    assert f"use_profile('{profile}')" in out
+    assert Profile.from_json(profile.read_text()).world == 4
+
+    code, out, error = run(
+        "bench", *sweep, "--reps", 2, "--profile", profile, "--png", png, "--json", numbers
+    )
+    assert code == 0, error
+    lines = [line.split() for line in out.splitlines() if line.lstrip()[0].isdigit()]
+    assert [line[:3] for line in lines] == [
+        [size, method, bits]
+        for size in ("4,000", "64,000")
+        for method, bits in (("psum", "32"), ("xla", "4"), ("auto", "4"))
+    ]
+    assert {line[-1] for line in lines} == {"0"}  # wrong values
+    assert png.read_bytes().startswith(PNG_SIGNATURE)
+    assert len(json.loads(numbers.read_text())["rows"]) == len(lines)
+
+
+def test_processes_find_each_other_by_their_launcher():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    launcher = {
+        "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    arguments = ("bench", "--distributed", "--sizes", "4k", "--bits", "2,4", "--reps", 2)
+    ranks = [
+        start(
+            *arguments,
+            **launcher,
+            OMPI_COMM_WORLD_RANK=str(rank),
+            OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+        )
+        for rank in range(2)
+    ]
+    (code, first, error), (_, second, _) = map(finish, ranks)
+    assert code == 0, error
+    methods = [line.split()[1:3] for line in first.splitlines() if "4,000" in line]
+    assert methods == [["psum", "32"], ["xla", "2"], ["xla", "4"]]
+    assert "4,000" not in second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "--devices", 1), "--devices 8 simulates"),
+        (("tune", "--devices", 4, "--bits", "9"), "'9' is not a list of widths"),
+        (("bench", "--sizes", "huge"), "'huge' is not a list like 4k,1M"),
+        ((), "required: command"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message):
+    code, _, error = run(*arguments)
+    assert code == 2
+    assert message in error
+
+
+CROSSINGS = {
+    "between two sizes": ([1, 4, 8], [2, 2, 4], 10**0.5),
+    "from the first size": ([2, 2, 2], [1, 1, 1], 1.0),
+    "never at the end": ([2, 2, 2], [1, 1, 3], None),
+    "the last of two": ([2, 1, 2], [1, 2, 1], 10**1.5),
+}
+
+
+@pytest.mark.parametrize("name", CROSSINGS)
+def test_crossing_is_where_compression_is_faster_for_good(name):
+    psum, ours, expected = CROSSINGS[name]
+    found = chart.crossing(np.array([1.0, 10.0, 100.0]), np.array(psum), np.array(ours))
+    assert found == pytest.approx(expected)

@@ -1,0 +1,168 @@
+"""The fused all-reduce between MPI ranks: the bytes of the xla exchange, and what it refuses."""
+
+import ctypes
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax.exchange import mpi
+from cgx_jax.kernels import native
+
+pytest.importorskip("cgx_jax._native", reason="the native module is not built")
+WORKER = pathlib.Path(__file__).with_name("mpi_worker.py")
+MPIEXEC = shutil.which(
+    "mpiexec", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+)
+needs_mpi = pytest.mark.skipif(
+    MPIEXEC is None, reason="no mpiexec: pip install mpich mpi4py runs these tests"
+)
+
+
+def run(world, *scenario, code=0, kept=False):
+    """The output of all ranks, whose exit code is as expected (None: any).
+
+    mpiexec ends all ranks when one dies; with `kept` a shell outlives each, so that it does not.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, str(WORKER), *scenario]
+    if kept:
+        command = ["sh", "-c", f"{shlex.join(command)}; sleep 6"]
+    done = subprocess.run(
+        [MPIEXEC, "-n", str(world), *command],
+        env=environment | {"FI_PROVIDER": "tcp"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert code in (None, done.returncode), done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def of_rank(output, rank):
+    return [line for line in output.splitlines() if line.startswith(f"[{rank}]")]
+
+
+@needs_mpi
+def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation():
+    assert run(4, "agreement").count("ok") == 4
+
+
+@needs_mpi
+def test_50_calls_started_in_any_order_neither_wait_forever_nor_mix():
+    assert run(3, "many").count("ok") == 3
+
+
+@needs_mpi
+def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axis():
+    output = run(3, "killed", kept=True, code=None)
+    for rank in (0, 1):
+        first, again = of_rank(output, rank)
+        assert "psum_compressed(exchange='mpi') over axis 'data'" in first
+        assert "rank 2" in first or "failed with code" in first
+        assert "an earlier call has failed" in again
+
+
+@needs_mpi
+def test_ranks_with_other_widths_are_told_before_anything_is_sent():
+    output = run(2, "widths", code=3)
+    for rank in (0, 1):
+        (line,) = of_rank(output, rank)
+        assert "is in another call" in line
+        assert "no gradient was sent" in line
+
+
+@needs_mpi
+def test_one_compiled_function_called_twice_is_refused():
+    output = run(2, "twins")
+    for rank in (0, 1):
+        refusal, ok = of_rank(output, rank)
+        assert "calls that function more than once" in refusal
+        assert ok.endswith("ok")
+
+
+REFUSALS = {
+    "alone": "this is rank 0 of 2 in MPI but process 0 of 1 in JAX",
+    "two_devices": "this process has 2 devices, it must have 1",
+    "no_threads": "it needs MPI_THREAD_MULTIPLE",
+}
+
+
+@needs_mpi
+@pytest.mark.parametrize("option", REFUSALS)
+def test_a_world_that_does_not_fit_is_refused_while_tracing(option):
+    line = of_rank(run(2, "refused", option), 0)[0]
+    assert "ValueError: psum_compressed: exchange='mpi' does not work here" in line
+    assert REFUSALS[option] in line
+
+
+@needs_mpi
+def test_a_mesh_in_another_order_than_the_ranks_is_refused():
+    assert run(2, "permuted").count("build the mesh from jax.devices() in their order") == 2
+
+
+def reduce_by_mpi(mesh):
+    f = lambda x: cgx_jax.psum_compressed(x[0], "data", exchange="mpi")  # noqa: E731
+    jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())(np.zeros((8, 99), np.float32))
+
+
+def test_without_mpi_the_call_says_what_is_missing(mesh, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ValueError, match=r'pip install "cgx-jax\[mpi\]"'):
+        reduce_by_mpi(mesh)
+    assert not mpi.usable()
+
+
+def test_an_axis_of_vmap_has_no_wire(monkeypatch):
+    monkeypatch.setattr(mpi, "_missing", lambda: None)
+    with pytest.raises(ValueError, match="the axis is one of vmap"):
+        jax.vmap(lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"), axis_name="data")(
+            np.zeros((2, 99), np.float32)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"timeout": 0}, "timeout=0 must be 0.001 or more"),
+        ({"window": 1}, "window=1 must be 2 or more"),
+        ({"segment_bytes": 10}, "segment_bytes=10 must be 64 or more"),
+        ({"threads": 0}, "threads=0 must be 1 or more"),
+        ({"speed": 1}, r"unknown settings \['speed'\]"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, says):
+    before = mpi.settings()
+    with pytest.raises(ValueError, match=says):
+        mpi.configure(**changes)
+    assert mpi.settings() == before
+
+
+FAKE_MPI = "int MPI_Isend(void) { return 0; }"
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None,
+    reason="lists loaded objects as Linux does, and needs a C compiler",
+)
+def test_two_mpi_libraries_in_one_process_are_told_apart(tmp_path):
+    before = native.module().mpi_libraries()
+    for name in ("libmpi.so.40", "libmpi_abi.so", "libother.so"):
+        (tmp_path / "mpi.c").write_text(FAKE_MPI)
+        target = tmp_path / name
+        subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "mpi.c", "-o", target], check=True)
+        ctypes.CDLL(str(target))
+    found = native.module().mpi_libraries()
+    assert [pathlib.Path(f).name for f in found if f not in before] == [
+        "libmpi.so.40",
+        "libmpi_abi.so",
+    ]

@@ -1,0 +1,238 @@
+"""Tuning; and the profile is followed: what is compiled and shown, and who decides."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Plan, Profile, Quantize, installation, tune, use_profile
+from cgx_jax.exchange import choose
+
+SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
+COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
+
+
+def profile_with_crossing(world=8, **fields):
+    """By it, compression pays from about 100 KiB on."""
+    rows = [("psum", 32, 4096 * 4**i, 1e-5 * 4**i) for i in range(4)]
+    rows += [("xla", bits, 4096 * 4**i, 5e-5 * 2**i) for i in range(4) for bits in (4.125, 8.125)]
+    known = {"hosts": 1, "mpi": None, "axis": "data", "latency": 1e-5, "algbw": 4e8}
+    return Profile(**(installation.facts() | known | fields), world=world, rows=tuple(rows))
+
+
+@pytest.fixture
+def following():
+    """Calls `use_profile`, and ends with the default rule."""
+    yield use_profile
+    use_profile(None)
+
+
+def compiled(mesh, shape, **options):
+    """Dtypes of the collectives that the reduction of f32[shape] compiles to."""
+    f = jax.shard_map(
+        lambda x: cgx_jax.pmean_compressed({"w": x[0]}, "data", **options),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    x = jax.ShapeDtypeStruct((8, *shape), np.float32)
+    return {dtype for dtype, _ in COLLECTIVE.findall(jax.jit(f).lower(x).compile().as_text())}
+
+
+def test_compiled_collectives_follow_the_profile(mesh, following):
+    assert compiled(mesh, SMALL) == {"u8"}
+    following(profile_with_crossing())
+    assert compiled(mesh, SMALL) == {"f32"}
+    assert compiled(mesh, LARGE) == {"u8"}
+    assert compiled(mesh, SMALL, exchange="xla") == {"u8"}
+
+
+def test_functions_compiled_before_are_traced_anew(mesh, following):
+    x = np.random.default_rng(0).normal(size=(8, *SMALL)).astype(np.float32)
+    f = jax.jit(
+        jax.shard_map(
+            lambda v: cgx_jax.psum_compressed(v[0], "data", Quantize(1)),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+    )
+    assert np.abs(f(x) - x.sum(0)).max() > 0.1
+    following(profile_with_crossing())
+    np.testing.assert_allclose(f(x), x.sum(0), atol=1e-5)
+
+
+def test_gradients_of_the_hook_follow_the_profile(mesh, following):
+    following(profile_with_crossing())
+
+    def grads(params, x):
+        def loss(p):
+            p = cgx_jax.reduce_in_backward(p, "data", fusion)
+            return sum(jnp.sum(v * x[0, 0]) for v in p.values())
+
+        return jax.grad(loss)(params)
+
+    params = {"small": jnp.ones(SMALL), "large": jnp.ones(LARGE)}
+    fusion = Plan.build(params, Quantize(4), fusion_bytes=LARGE[0] * LARGE[1] * 4)
+    f = jax.shard_map(grads, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    x = np.arange(8, dtype=np.float32).reshape(8, 1)
+    text = jax.jit(f).lower(params, x).compile().as_text()
+    assert {"u8", "f32"} <= {dtype for dtype, _ in COLLECTIVE.findall(text)}
+    np.testing.assert_allclose(jax.jit(f)(params, x)["small"], np.full(SMALL, 28))
+
+
+def test_the_summary_shows_the_method_of_each_leaf(following):
+    tree = {"large": np.zeros(LARGE, np.float32), "small": np.zeros(SMALL, np.float32)}
+    tree["vector"] = np.zeros(5000, np.float32)
+    plan = Plan.build(tree, Quantize(4), fusion_bytes=LARGE[0] * LARGE[1] * 4)
+
+    def shown(world):
+        return {line.split()[0]: line.split()[-1] for line in plan.summary(world).splitlines()}
+
+    assert shown(8).items() >= {"large": "xla", "small": "xla", "vector": "psum"}.items()
+    assert shown(1).items() >= {"large": "psum", "small": "psum"}.items()
+    following(profile_with_crossing())
+    assert shown(8).items() >= {"large": "xla", "small": "psum", "vector": "psum"}.items()
+    (small,) = [line for line in plan.summary(8).splitlines() if line.startswith("small")]
+    assert "8,192" in small  # sent as it is
+    assert "method" not in plan.summary()
+
+
+def test_a_profile_of_another_world_size_is_refused(mesh, following):
+    following(profile_with_crossing(world=4))
+    message = r"has 8 ranks.*measured on 4 .*'data'.*tune .*exchange=.*use_profile\(None\)"
+    with pytest.raises(ValueError, match="pmean_compressed: this reduction " + message):
+        compiled(mesh, LARGE)
+    with pytest.raises(ValueError, match="summary: this reduction " + message):
+        Plan.build(np.zeros(LARGE, np.float32)).summary(8)
+    assert compiled(mesh, LARGE, exchange="xla") == {"u8"}
+
+
+def test_a_wrong_call_is_refused_even_where_the_profile_says_psum(mesh, following):
+    following(profile_with_crossing())
+    with pytest.raises(ValueError, match="key is None"):
+        compiled(mesh, SMALL, compressor=Quantize(4, rounding="stochastic"))
+
+
+def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys):
+    path = tmp_path / "new" / "profile.json"
+    sizes = [65536, 4096]
+    profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=30)
+    assert Profile.from_json(path.read_text()) == profile
+    assert choose._active == profile
+    want = {("psum", 32), ("xla", 4.125), ("xla", 8.125)}
+    assert {row[:3] for row in profile.rows} == {(*m, s) for m in want for s in sizes}
+    assert (profile.world, profile.axis) == (8, "data")
+    largest = max(row for row in profile.rows if row.method == "psum")
+    assert profile.algbw == largest.bytes / largest.seconds
+    assert "measuring 4.1 kB" in capsys.readouterr().err
+
+
+def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, capsys):
+    profile = tune(mesh, "data", bits=(4,), sizes=(4096, 16384), budget_seconds=1e-3)
+    assert {row.bytes for row in profile.rows} == {4096}
+    assert "16.4 kB and larger are left out" in capsys.readouterr().err
+
+
+def test_an_axis_of_a_mesh_with_more_is_tuned_by_itself(mesh_2d, following):
+    assert tune(mesh_2d, "data", bits=(4,), sizes=(4096,)).world == 4
+
+
+ONE = Mesh(np.array(jax.devices()[:1]), ("data",))
+ALL = Mesh(np.array(jax.devices()), ("data",))
+BAD = {
+    "unknown axis": ("'nodata' is not in the mesh.*data", ALL, {"axis_name": "nodata"}),
+    "one rank": ("1 rank.*2 devices.*jax_num_cpu_devices", ONE, {}),
+    "no sizes": (r"sizes=\[\]", ALL, {"sizes": ()}),
+    "a tiny size": (r"sizes=\[3\].*4 bytes", ALL, {"sizes": (3,)}),
+    "no bits": (r"bits=\[\]", ALL, {"bits": ()}),
+    "9 bits": ("bits=9 is outside", ALL, {"bits": (9,)}),
+    "no time": ("budget_seconds=0 ", ALL, {"budget_seconds": 0}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_calls_are_refused_before_anything_is_measured(name):
+    message, on, options = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        tune(on, **({"axis_name": "data"} | options))
+
+
+PROGRAM = """
+import sys
+import jax
+rank, port, good, bad = int(sys.argv[1]), *sys.argv[2:]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", 2, rank, local_device_ids=[0])
+import numpy as np
+from jax.sharding import Mesh
+import cgx_jax
+from cgx_jax.exchange import choose
+
+plan = cgx_jax.Plan.build([np.zeros((16, 128), np.float32), np.zeros((64, 1024), np.float32)],
+                          fusion_bytes=262144)
+methods = lambda: list(plan.methods("test", "auto", choose.available(), 2).values())
+assert methods() == ["xla", "xla"]
+cgx_jax.use_profile(good if rank == 0 else None)
+assert methods() == ["psum", "xla"]
+cgx_jax.use_profile(None if rank == 0 else good)
+assert methods() == ["xla", "xla"]
+for wrong in (bad, "missing.json"):
+    try:
+        cgx_jax.use_profile(wrong if rank == 0 else good)
+    except ValueError as error:
+        assert "process 0 has no profile" in str(error), error
+    else:
+        raise AssertionError("taken")
+mesh = Mesh(np.array(jax.devices()), ("data",))
+tuned = cgx_jax.tune(mesh, "data", bits=(4,), sizes=(4096, 65536), budget_seconds=20,
+                     path=f"{good}.{rank}")
+print("profile", tuned.to_json())
+"""
+
+
+def test_process_0_decides_for_all(tmp_path):
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(profile_with_crossing(world=2).to_json())
+    bad.write_text(good.read_text().replace("schema", "scheme"))
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM, *map(str, (rank, port, good, bad))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        for rank in range(2)
+    ]
+    try:
+        both = [p.communicate(timeout=120) for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+            p.wait()
+    (first, first_errors), (second, second_errors) = both
+    assert "profile {" in first, first_errors
+    # gloo says on stdout that it is connected
+    tuned = first[first.index("profile {") :]
+    assert second.endswith(tuned), second_errors
+    assert tuned.removeprefix("profile ").strip() == (tmp_path / "good.json.0").read_text().strip()
+    assert not (tmp_path / "good.json.1").exists()
+    assert "measuring" in first_errors
+    assert "measuring" not in second_errors
+
+
+def environment():
+    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
