@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import re
+import sys
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -208,7 +210,10 @@ def test_a_damaged_file_is_named(tmp_path):
 
 def test_mpi_is_for_axes_of_a_mesh_and_processes_that_have_it(monkeypatch):
     assert choose.available() == ("xla",)
-    monkeypatch.setattr(choose.mpi, "usable", lambda: True)
+    world = types.SimpleNamespace(size=8, rank=0)
+    library = types.SimpleNamespace(COMM_WORLD=world, Is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
+    monkeypatch.setattr(choose.mpi, "_unfit", lambda mpi: None)
     assert choose.available() == BOTH
     assert choose.available(("an axis of vmap",)) == ("xla",)
 
