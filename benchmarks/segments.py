@@ -2,7 +2,7 @@
 
     sudo python benchmarks/segments.py --world 4 --rate 1gbit --sizes 25M
 
-Every repeat times all settings one after the other; `ratio` is the default setting's time over the
+Every repeat times all settings one after the other; `ratio` is the time of the defaults over the
 setting's in the same repeat (median and quartiles).
 """
 

@@ -1,0 +1,101 @@
+"""Writes the tables of README.md and docs/exchanges.md from benchmarks/results.
+
+    python benchmarks/tables.py
+
+A table stands between <!-- table:NAME --> and <!-- end -->.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TEXTS = (ROOT / "README.md", ROOT / "docs" / "exchanges.md")
+RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The rows of all runs in one file of results."""
+    runs = json.loads((RESULTS / f"{name}.json").read_text())
+    return [row for run in runs for row in run["rows"]]
+
+
+def table(head: list[str], body: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def all_reduce() -> str:
+    measured = {
+        (row["links"], row["world"], row["method"], row["bytes"]): row["ratio"][1]
+        for row in rows("all_reduce")
+    }
+    sizes = sorted({key[3] for key in measured})
+    body = []
+    for rate in RATES:
+        for world in (2, 4):
+            for method in ("xla", "mpi"):
+                cells = [measured.get((rate, world, method, size)) for size in sizes]
+                if any(cells):
+                    values = [f"{cell:.1f}" if cell else "" for cell in cells]
+                    body.append([rate, str(world), f'`"{method}"`', *values])
+    return table(["link", "ranks", "exchange", *(f"{s / 1e6:g} MB" for s in sizes)], body)
+
+
+def codec() -> str:
+    measured = {(row["isa"], row["bits"], row["kernel"]): row["ratio"] for row in rows("codec")}
+
+    def spread(isa: str, bits: list[int], kernel: str) -> str:
+        medians = [measured[isa, b, kernel][1] for b in bits if (isa, b, kernel) in measured]
+        low, high = min(medians), max(medians)
+        return f"{low:.2f}" if low == high else f"{low:.2f}-{high:.2f}"
+
+    head = ["instructions", "encode, 4 bits", "8 bits", "other widths", "stochastic", "decode"]
+    every, others = list(range(1, 9)), [1, 2, 3, 5, 6, 7]
+    body = [
+        [
+            isa,
+            spread(isa, [4], "nearest"),
+            spread(isa, [8], "nearest"),
+            spread(isa, others, "nearest"),
+            spread(isa, every, "stochastic"),
+            spread(isa, every, "decode"),
+        ]
+        for isa in dict.fromkeys(row["isa"] for row in rows("codec"))
+    ]
+    return table(head, body)
+
+
+def segments() -> str:
+    def line(row: dict[str, Any]) -> list[str]:
+        names = ("segment_bytes", "window", "threads")
+        low, ratio, high = row["ratio"]
+        setting = [str(row.get(name, "default")) for name in names]
+        return [f"{row['bytes'] / 1e6:g} MB", *setting, f"{ratio:.2f} ({low:.2f}-{high:.2f})"]
+
+    head = ["size", "segment bytes", "window", "threads", "times faster than the defaults"]
+    return table(head, [line(row) for row in rows("segments")])
+
+
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (all_reduce, codec, segments)}
+
+
+def filled(text: str) -> Iterator[str]:
+    """The text with every table made anew."""
+    for part in re.split(r"(<!-- table:\w+ -->.*?<!-- end -->)", text, flags=re.DOTALL):
+        match = re.match(r"<!-- table:(\w+) -->", part)
+        yield f"{match[0]}\n{TABLES[match[1]]()}\n<!-- end -->" if match else part
+
+
+def main() -> int:
+    for path in TEXTS:
+        path.write_text("".join(filled(path.read_text())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
