@@ -127,7 +127,8 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
   if (!spec.in.empty() && twins.seen(run.run_id, channel, spec.in[0], spec.out[0])) {
     promise.SetError(ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
-        call + ": one compiled function (an inner jax.jit) holds this call and the program calls "
+        call + ": one compiled function (an inner jax.jit, or a scan's body with unroll) holds "
+               "this call and the program calls "
                "that function more than once, so ranks could mix up the two. Reduce outside of "
                "that function, or use exchange=\"xla\" there"));
     return future;

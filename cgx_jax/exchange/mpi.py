@@ -54,10 +54,16 @@ def configure(**changes: float) -> None:
     unknown = set(changes) - {f.name for f in dataclasses.fields(Settings)}
     if unknown:
         raise ValueError(f"mpi.configure: unknown settings {sorted(unknown)}.")
-    limits = {"timeout": 0.001, "segment_bytes": 64, "window": 2, "threads": 1}
+    limits = {
+        "timeout": (0.001, 1e9),
+        "segment_bytes": (64, 1 << 30),
+        "window": (2, 1024),
+        "threads": (1, 1024),
+    }
     for name, value in changes.items():
-        if value < limits[name]:
-            raise ValueError(f"mpi.configure: {name}={value} must be {limits[name]} or more.")
+        low, high = limits[name]
+        if not low <= value <= high:
+            raise ValueError(f"mpi.configure: {name}={value} must be in [{low:g}, {high:g}].")
     whole = {name: value if name == "timeout" else int(value) for name, value in changes.items()}
     _settings = dataclasses.replace(_settings, **whole)  # type: ignore[arg-type]
     _start.cache_clear()
