@@ -95,14 +95,14 @@ def up(count: int, rate: str) -> None:
         inside(SWITCH, "ip", "link", "add", "cgx_br", "type", "bridge")
         inside(SWITCH, "ip", "link", "set", "cgx_br", "up")
         for rank in range(count):
-            _add_host(rank)
+            _add_host(rank, count)
         shape(rate)
     except BaseException:
         down()
         raise
 
 
-def _add_host(rank: int) -> None:
+def _add_host(rank: int, count: int) -> None:
     host, port = f"{HOST}{rank}", f"cgx_s{rank}"
     ip("netns", "add", host)
     ip("link", "add", f"cgx_v{rank}", "netns", host, "type", "veth", "peer", "name", port,
@@ -115,8 +115,9 @@ def _add_host(rank: int) -> None:
     # `ip netns exec` mounts the files of this folder over those in /etc.
     etc = NETNS_ETC / host
     etc.mkdir(parents=True, exist_ok=True)
-    names = f"{socket.gethostname()} {_mpi_host_name(rank)}"
-    (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address(rank)} {names}\n")
+    hosts = [("127.0.0.1", "localhost"), (address(rank), socket.gethostname())]
+    hosts += [(address(other), _mpi_host_name(other)) for other in range(count)]
+    (etc / "hosts").write_text("".join(f"{number} {name}\n" for number, name in hosts))
 
 
 def shape(rate: str) -> None:
