@@ -65,11 +65,12 @@ def test_50_calls_started_in_any_order_neither_wait_forever_nor_mix():
 @needs_mpi
 def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axis():
     output = run(3, "killed", kept=True, code=None)
-    for rank in (0, 1):
-        first, again = of_rank(output, rank)
+    survivors = [of_rank(output, rank) for rank in (0, 1)]
+    for first, again in survivors:
         assert "psum_compressed(exchange='mpi') over axis 'data'" in first
-        assert "rank 2" in first or "failed with code" in first
         assert "an earlier call has failed" in again
+    # One of them may wait for the other, who waits for the dead one.
+    assert any("rank 2" in first or "failed with code" in first for first, _ in survivors)
 
 
 @needs_mpi
