@@ -207,6 +207,21 @@ def twins():
     jax.block_until_ready(both(x))
 
 
+def tuned():
+    """Tuning measures the fused call too; every rank holds the same profile and follows it."""
+    mesh = mesh_of(data=WORLD)
+    profile = cgx_jax.tune(mesh, "data", bits=(4,), budget_seconds=5.0)
+    assert {row.method for row in profile.rows} == {"psum", "xla", "mpi"}
+    assert profile.world == WORLD
+    assert profile.mpi
+    assert len(set(MPI.COMM_WORLD.allgather(profile.to_json()))) == 1
+    x = np.zeros((WORLD, 64, 4096), np.float32)
+    plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Quantize(4))
+    (method,) = plan.methods("here", "auto", ("xla", "mpi"), WORLD).values()
+    text = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", plan)).lower(place(mesh, x))
+    assert ("cgx_all_reduce_mpi" in text.as_text()) == (method == "mpi")
+
+
 def refused():
     """What is refused while tracing, with any world that does not fit."""
     mesh = mesh_of(data=jax.device_count())
@@ -221,6 +236,7 @@ def permuted():
     report(failing(reducer(mesh), x)[0])
 
 
-SCENARIOS = {f.__name__: f for f in (agreement, many, killed, widths, twins, refused, permuted)}
+_ALL = (agreement, many, killed, widths, twins, tuned, refused, permuted)
+SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

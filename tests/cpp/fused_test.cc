@@ -1,27 +1,62 @@
 // The fused all-reduce of virtual ranks over messages that are delayed at random: the same bytes as
 // encode, exchange, reduce, exchange and decode one after the other.
-#include <cstdio>
-#include <cstring>
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdlib>
 #include <deque>
 #include <map>
-#include <memory>
-#include <random>
-#include <string>
+#include <new>
 #include <tuple>
-#include <vector>
 
+#include "cases.h"
 #include "fused_cpu.h"
 
 namespace {
 
 using cgx::DType;
 
-int passed = 0, failed = 0;
+// Bytes that operator new has given out and not got back, so that a test can bound what a call
+// takes. Each block begins with its size.
+std::atomic<int64_t> live{0}, peak{0};
 
-void check(bool ok, const std::string& what) {
-  ok ? ++passed : ++failed;
-  if (!ok) std::printf("FAILED: %s\n", what.c_str());
+void* give(size_t bytes, size_t alignment) {
+  alignment = std::max(alignment, sizeof(std::max_align_t));
+  const size_t whole = (bytes + 2 * alignment - 1) / alignment * alignment;
+  char* const block = static_cast<char*>(std::aligned_alloc(alignment, whole));
+  if (!block) throw std::bad_alloc();
+  std::memcpy(block, &bytes, sizeof(bytes));
+  const int64_t now = live += bytes;
+  for (int64_t seen = peak; seen < now && !peak.compare_exchange_weak(seen, now);) {
+  }
+  return block + alignment;
 }
+
+void take_back(void* data, size_t alignment) {
+  if (!data) return;
+  char* const block = static_cast<char*>(data) - std::max(alignment, sizeof(std::max_align_t));
+  size_t bytes;
+  std::memcpy(&bytes, block, sizeof(bytes));
+  live -= bytes;
+  std::free(block);
+}
+
+}  // namespace
+
+void* operator new(size_t bytes) { return give(bytes, 1); }
+void* operator new(size_t bytes, std::align_val_t alignment) {
+  return give(bytes, static_cast<size_t>(alignment));
+}
+void operator delete(void* data) noexcept { take_back(data, 1); }
+void operator delete(void* data, size_t) noexcept { take_back(data, 1); }
+void operator delete(void* data, std::align_val_t alignment) noexcept {
+  take_back(data, static_cast<size_t>(alignment));
+}
+void operator delete(void* data, size_t, std::align_val_t alignment) noexcept {
+  take_back(data, static_cast<size_t>(alignment));
+}
+
+namespace {
 
 // Messages that wait until they are picked at random. A message's bytes are read and written at
 // that moment, so memory that is used too early shows.
@@ -235,6 +270,38 @@ void run(const std::vector<Case>& cases, const std::string& name, uint32_t seed)
   }
 }
 
+// A call takes twice its payload and no more than a few segments beside it.
+void memory() {
+  std::mt19937 rng(1);
+  Network network(2);
+  cgx::WorkerPool workers(2);
+  Case c;
+  c.world = 4;
+  c.leaves = {{int64_t{1} << 20, 4, 512, 0, 0}};
+  c.settings = {1 << 14, 4};
+  Job job(c, 0, rng);
+  cgx::OwnedLayout owned;
+  owned.build(c.leaves, c.world);
+  const int64_t payload = c.world * owned.view().chunk_bytes;
+  std::vector<cgx::BufferPool> buffers(c.world);
+  const int64_t before = live;
+  peak = before;
+  std::vector<std::unique_ptr<cgx::FusedCall>> calls;
+  for (int64_t r = 0; r < c.world; ++r) {
+    calls.push_back(job.start(r, network, workers, buffers[r]));
+  }
+  const auto done = [](const auto& call) { return call->done(); };
+  for (int i = 0; i < 1000000 && !std::all_of(calls.begin(), calls.end(), done); ++i) {
+    network.deliver();
+    for (auto& call : calls) call->advance();
+  }
+  check(std::all_of(calls.begin(), calls.end(), done), "memory: finishes");
+  const int64_t each = (peak - before) / c.world;
+  check(each >= 2 * payload, "memory: counts the payload");
+  check(each <= 2 * payload + 8 * c.settings.segment_bytes,
+        "memory: " + std::to_string(each) + " bytes for a payload of " + std::to_string(payload));
+}
+
 void disagreement() {
   std::mt19937 rng(1);
   Network network(1);
@@ -297,7 +364,7 @@ int main() {
     many[j].leaves = {{static_cast<int64_t>(300 + 97 * j), 4, 64, 0, 0}};
   }
   for (int i = 0; i < 5; ++i) run(many, "50 calls at once in any order", seed++);
+  memory();
   disagreement();
-  std::printf("%d passed, %d failed\n", passed, failed);
-  return failed != 0;
+  return report();
 }

@@ -1,76 +1,9 @@
-// The kernels and the layout on exact-size heap buffers, so that the address sanitizer sees every
-// byte read or written outside of them; payloads from a peer may hold anything.
+// The kernels and the layout on exact-size heap buffers; payloads from a peer may hold anything.
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <memory>
-#include <random>
-#include <string>
-#include <vector>
 
-#include "kernels_cpu.h"
-#include "layout.h"
+#include "cases.h"
 
 namespace {
-
-int passed = 0, failed = 0;
-
-void check(bool ok, const std::string& what) {
-  ok ? ++passed : ++failed;
-  if (!ok) std::printf("FAILED: %s\n", what.c_str());
-}
-
-// Leaves of every length around a bucket's, each in a heap block of exactly its size.
-struct Buffers {
-  std::vector<cgx::LeafSpec> specs;
-  std::vector<cgx::DType> dtypes;
-  std::vector<std::unique_ptr<char[]>> blocks;
-  std::vector<void*> data;
-
-  Buffers(const std::vector<cgx::LeafSpec>& leaves, cgx::DType dtype, std::mt19937& rng)
-      : specs(leaves), dtypes(leaves.size(), dtype) {
-    std::normal_distribution<float> normal;
-    for (const auto& leaf : leaves) {
-      const size_t bytes = leaf.size * cgx::item_size(dtype);
-      blocks.emplace_back(new char[bytes]);
-      data.push_back(blocks.back().get());
-      for (int64_t i = 0; i < leaf.size; ++i) {
-        const float x = normal(rng);
-        uint32_t word;
-        std::memcpy(&word, &x, 4);
-        if (dtype == cgx::DType::kF32) std::memcpy(blocks.back().get() + 4 * i, &x, 4);
-        // The upper half of an fp32 word is a bf16; as an f16 it is an arbitrary finite number.
-        const uint16_t half = (word >> 16) & 0xBBFF;
-        if (dtype != cgx::DType::kF32) std::memcpy(blocks.back().get() + 2 * i, &half, 2);
-      }
-    }
-  }
-  cgx::LeavesIn in() const { return {data.data(), dtypes.data()}; }
-  cgx::LeavesOut out() const { return {data.data(), dtypes.data()}; }
-  bool operator==(const Buffers& other) const {
-    bool same = true;
-    for (size_t k = 0; k < specs.size(); ++k) {
-      same &= std::memcmp(data[k], other.data[k], specs[k].size * cgx::item_size(dtypes[k])) == 0;
-    }
-    return same;
-  }
-};
-
-std::vector<cgx::LeafSpec> leaves_of(int64_t bits, int64_t bucket, int64_t stochastic) {
-  std::vector<cgx::LeafSpec> specs;
-  int64_t stream = 0;
-  for (int64_t size :
-       {int64_t{0}, int64_t{1}, int64_t{31}, bucket - 1, bucket, bucket + 1, 3 * bucket + 33}) {
-    specs.push_back({size, bits, bucket, stochastic, stream++});
-  }
-  return specs;
-}
-
-std::unique_ptr<uint8_t[]> noise(int64_t bytes, std::mt19937& rng) {
-  std::unique_ptr<uint8_t[]> block(new uint8_t[bytes]);
-  for (int64_t i = 0; i < bytes; ++i) block[i] = static_cast<uint8_t>(rng());
-  return block;
-}
 
 void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, int64_t stochastic,
                 cgx::DType dtype, int64_t world, std::mt19937& rng) {
@@ -193,6 +126,5 @@ int main() {
       }
     }
   }
-  std::printf("%d passed, %d failed\n", passed, failed);
-  return failed != 0;
+  return report();
 }
