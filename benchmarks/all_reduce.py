@@ -5,15 +5,15 @@
     sudo python benchmarks/all_reduce.py --world 4 --rate 1gbit   # over shaped links (rig.py)
     sudo python benchmarks/all_reduce.py --world 4 --rate 1gbit --methods psum,xla,mpi
 
-A method is lax.psum or an exchange of psum_compressed; with "mpi" the ranks are started by
-mpiexec. Every repeat times all methods one after the other, each behind a barrier; a time
-is the slowest rank's. `ratio` is the median (and quartiles) over the repeats of psum's time over
-the method's in the same repeat. algbw is uncompressed bytes over time; busbw is algbw times
-2(W-1)/W, the share of the message that a rank of a perfect fp32 ring sends, so that worlds of
-different size compare. `sent` is what a rank's network device counted (the largest over ranks),
-`/plan` that over the format's arithmetic (for psum: over the ring's). `#wrong` counts values
-farther from the exact sum than the stated error bound; ranks whose compressed results differ in a
-single bit end the run.
+A method is lax.psum, an exchange of psum_compressed, or "cast": bf16 values as bytes over the xla
+exchange; with "mpi" the ranks are started by mpiexec. Every repeat times all methods one after the
+other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and quartiles)
+over the repeats of psum's time over the method's in the same repeat. algbw is uncompressed bytes
+over time; busbw is algbw times 2(W-1)/W, the share of the message that a rank of a perfect fp32
+ring sends, so that worlds of different size compare. `sent` is what a rank's network device
+counted (the largest over ranks), `/plan` that over the format's arithmetic (for psum: over the
+ring's). `#wrong` counts values farther from the exact sum than the stated error bound; ranks whose
+compressed results differ in a single bit end the run.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -35,7 +36,7 @@ import rig
 from cgx_jax.commands import bench, bound
 from cgx_jax.links import Links, gradient
 
-METHODS = ("psum", "xla", "mpi", "auto")
+METHODS = ("psum", "cast", "xla", "mpi", "auto")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -125,15 +126,9 @@ def compare(
     ranks: Ranks, values: int, compressor: cgx_jax.Quantize, methods: list[str], reps: int
 ) -> list[dict[str, Any]]:
     """Times the methods on f32[values] a rank; one row a method."""
-    plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), compressor)
     x = ranks.place(gradient, values)
-    functions = [ranks.psum] + [
-        ranks.collective(
-            lambda x, m=method: cgx_jax.psum_compressed(x, "ranks", compressor, exchange=m)
-        )
-        for method in methods[1:]
-    ]
-    wrong = check(ranks, values, compressor, [function(x) for function in functions])
+    functions = [ranks.psum, *(reduction(ranks, method, compressor) for method in methods[1:])]
+    wrong = check(ranks, values, compressor, methods, [function(x) for function in functions])
 
     samples = np.empty((reps, len(methods), 2))
     for rep in range(-1, reps):  # one round of warm-up
@@ -146,9 +141,26 @@ def compare(
     rows = []
     for i, method in enumerate(methods):
         row = row_of(ranks, values, compressor, method, seconds[:, [0, i]], sent[:, i], wrong[i])
+        plan = cgx_jax.Plan.build(
+            jax.ShapeDtypeStruct((values,), np.float32), sent_as(method, compressor)
+        )
         row["arithmetic_bytes"] = ring if method == "psum" else plan.wire_bytes(ranks.world)
         rows.append(row)
     return rows
+
+
+def sent_as(method: str, compressor: cgx_jax.Quantize) -> cgx_jax.Compressor:
+    return cgx_jax.Cast(jnp.bfloat16) if method == "cast" else compressor
+
+
+def reduction(ranks: Ranks, method: str, compressor: cgx_jax.Quantize) -> Callable:
+    """`psum_compressed` as a method does it, compiled."""
+    exchange = "xla" if method == "cast" else method
+    return ranks.collective(
+        lambda x: cgx_jax.psum_compressed(
+            x, "ranks", sent_as(method, compressor), exchange=exchange
+        )
+    )
 
 
 def timed(ranks: Ranks, function: Callable, x: jax.Array) -> tuple[float, int]:
@@ -164,16 +176,24 @@ def timed(ranks: Ranks, function: Callable, x: jax.Array) -> tuple[float, int]:
 
 
 def check(
-    ranks: Ranks, values: int, compressor: cgx_jax.Quantize, results: list[jax.Array]
+    ranks: Ranks,
+    values: int,
+    compressor: cgx_jax.Quantize,
+    methods: list[str],
+    results: list[jax.Array],
 ) -> list[int]:
     """How many values of each method's result break its bound; exits when ranks differ."""
     copies = [[np.asarray(s.data) for s in result.addressable_shards] for result in results]
     for method in copies[1:]:
         if np.unique(ranks.gather([[zlib.crc32(copy) for copy in method]])).size > 1:
             sys.exit("all_reduce: the ranks hold different results")
-    inputs = (gradient(rank, values) for rank in range(ranks.world))
-    allowed = bound.all_reduce(inputs, compressor.bits, compressor.bucket_size)
-    return [allowed.wrong(copy[0], exact=i == 0) for i, copy in enumerate(copies)]
+    inputs = [gradient(rank, values) for rank in range(ranks.world)]
+    quantized = bound.all_reduce(inputs, compressor.bits, compressor.bucket_size)
+    cast = bound.all_reduce_cast(inputs, 2.0**-8) if "cast" in methods else quantized
+    return [
+        (cast if method == "cast" else quantized).wrong(copy[0], exact=method == "psum")
+        for method, copy in zip(methods, copies, strict=True)
+    ]
 
 
 def row_of(ranks, values, compressor, method, seconds, sent, wrong) -> dict[str, Any]:
@@ -181,7 +201,7 @@ def row_of(ranks, values, compressor, method, seconds, sent, wrong) -> dict[str,
     return {
         "bytes": 4 * values,
         "method": method,
-        "bits": 32 if method == "psum" else compressor.bits,
+        "bits": {"psum": 32, "cast": 16}.get(method, compressor.bits),
         "bucket_size": compressor.bucket_size,
         "reps": len(seconds),
         **bench.figures(ranks.world, 4 * values, seconds[:, 0], seconds[:, 1]),

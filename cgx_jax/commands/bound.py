@@ -1,6 +1,6 @@
 """The error that a compressed sum may have, worked out from its inputs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,16 @@ def all_reduce(inputs: Iterable[np.ndarray], bits: int, bucket_size: int) -> All
     second = _one_pass(total, levels, bucket_size, first + _bucket_max(summing, bucket_size))
     compressing = np.repeat(first + second, bucket_size)[: total.size]
     return Allowed(total, summing, compressing)
+
+
+def all_reduce_cast(inputs: Sequence[np.ndarray], rounding: float) -> Allowed:
+    """Bounds the same for values rounded to a narrower float type, relative error `rounding`."""
+    total = np.asarray(np.sum(inputs, axis=0, dtype=np.float64))
+    magnitudes = np.asarray(np.sum(np.abs(inputs), axis=0, dtype=np.float64))
+    summing = len(inputs) * FLOAT_STEP * magnitudes
+    first = rounding * magnitudes
+    second = rounding * (np.abs(total) + first + summing)
+    return Allowed(total, summing, first + second)
 
 
 def _one_pass(

@@ -1,0 +1,176 @@
+"""PyTorch's own ways to send fewer bytes, over the same shaped links.
+
+    pip install torch
+    sudo python benchmarks/torch_ddp.py --world 4 --rate 1gbit
+
+`all_reduce`: torch.distributed's gloo all-reduce of fp32 and of bf16 (cast, reduce, cast back) on
+--size bytes a rank. `ddp`: the backward pass of DistributedDataParallel with its fp16, bf16 and
+PowerSGD hooks on six linear layers of 2048 x 2048 (100 MB of fp32 gradients); a backward pass
+without any communication is timed beside them and subtracted, so that what is compared is the time
+that communication adds. `ratio` is the median (and quartiles) over the repeats of fp32's time over
+the method's in the same repeat; `error` is the relative L2 error of the mean gradient of the last
+repeat.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import measure
+import rig
+
+WIDTH, LAYERS = 2048, 6
+# Its hook waits for one all-reduce inside the callback of another. On gloo's two threads several
+# buckets in flight wait for each other for ever, so PowerSGD gets all parameters in one bucket.
+ONE_BUCKET_MB = 400
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
+    parser.add_argument("--rate", default="1gbit", help="of every link (default %(default)s)")
+    parser.add_argument("--size", default="100M", help="fp32 bytes a rank (default %(default)s)")
+    parser.add_argument("--reps", type=int, default=7, help="repeats (default %(default)s)")
+    measure.add_json_option(parser)
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        command = [sys.executable, *sys.argv]
+        return rig.run(arguments.world, arguments.rate, command, timeout=3600)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size = measure.size_in_bytes(arguments.size)
+    rows = all_reduce(size // 4, arguments.reps) + ddp(arguments.reps)
+    if dist.get_rank() == 0:
+        for row in rows:
+            row.update(world=dist.get_world_size(), links=arguments.rate)
+            low, middle, high = row["ratio"]
+            print(
+                f"{row['what']:>10} {row['method']:>10} {row['seconds'] * 1e3:>9.1f} ms"
+                f"  {middle:.2f} ({low:.2f}-{high:.2f})  error {row['error']:.1e}"
+            )
+        measure.write_json(arguments.json, rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def timed(function: Callable[[], None]) -> float:
+    """Seconds of one call, begun by all ranks together; the slowest rank's."""
+    dist.barrier()
+    dist.barrier()  # the first one's stragglers have arrived now
+    start = time.perf_counter()
+    function()
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def rows_of(
+    what: str, methods: dict[str, np.ndarray], nbytes: int, errors: dict[str, float]
+) -> list[dict[str, Any]]:
+    """One row a method from its seconds over the repeats; the first method is the baseline."""
+    baseline = next(iter(methods.values()))
+    return [
+        {
+            "what": what,
+            "method": method,
+            "bytes": nbytes,
+            "reps": len(seconds),
+            "seconds": float(np.median(seconds)),
+            "ratio": measure.quartiles(baseline / seconds),
+            "error": errors[method],
+        }
+        for method, seconds in methods.items()
+    ]
+
+
+def all_reduce(values: int, reps: int) -> list[dict[str, Any]]:
+    """Sums of f32[values], sent in fp32 and in bf16."""
+    x = torch.randn(values, generator=torch.Generator().manual_seed(dist.get_rank()))
+    result = torch.empty_like(x)
+
+    def reduce(dtype: torch.dtype) -> None:
+        sent = x.to(dtype, copy=True)
+        dist.all_reduce(sent)
+        result.copy_(sent)
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    seconds: dict[str, list[float]] = {name: [] for name in dtypes}
+    results = {}
+    for rep in range(-1, reps):  # one round of warm-up
+        for name, dtype in dtypes.items():
+            took = timed(lambda dtype=dtype: reduce(dtype))
+            results[name] = result.clone()
+            if rep >= 0:
+                seconds[name].append(took)
+    arrays = {name: np.array(s) for name, s in seconds.items()}
+    return rows_of("all_reduce", arrays, 4 * values, relative(results))
+
+
+def relative(results: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative L2 distance of each from fp32's."""
+    exact = results["fp32"]
+    return {name: float((r - exact).norm() / exact.norm()) for name, r in results.items()}
+
+
+def ddp(reps: int) -> list[dict[str, Any]]:
+    """What communication adds to a backward pass, by hook."""
+    hooks: dict[str, tuple[Any, Callable] | None] = {
+        "fp32": None,
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "bf16": (None, default_hooks.bf16_compress_hook),
+    }
+    for rank in (1, 2, 4):
+        state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
+        hooks[f"PowerSGD {rank}"] = (state, powerSGD_hook.powerSGD_hook)
+    models = {name: model(hook) for name, hook in hooks.items()}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(8, WIDTH, generator=generator)
+    seconds: dict[str, list[float]] = {name: [] for name in hooks}
+    results = {}
+    for rep in range(-3, reps):  # PowerSGD starts after two exact steps
+        alone = models["fp32"]
+        with alone.no_sync():
+            compute = timed(forward(alone, x).backward)
+        for name, wrapped in models.items():
+            took = timed(forward(wrapped, x).backward)
+            if rep == reps - 1:
+                results[name] = torch.cat([p.grad.ravel() for p in wrapped.parameters()])
+            if rep >= 0:
+                seconds[name].append(max(took - compute, 1e-6))
+    arrays = {name: np.array(s) for name, s in seconds.items()}
+    return rows_of("ddp", arrays, 4 * results["fp32"].numel(), relative(results))
+
+
+def model(hook: tuple[Any, Callable] | None) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    powersgd = hook is not None and hook[0] is not None
+    wrapped = DistributedDataParallel(
+        torch.nn.Sequential(*layers), bucket_cap_mb=ONE_BUCKET_MB if powersgd else 25
+    )
+    if hook is not None:
+        state, function = hook
+        # By its own name bf16_compress_hook is refused without NCCL, though gloo reduces bf16.
+        wrapped.register_comm_hook(state, lambda state, bucket: function(state, bucket))
+    return wrapped
+
+
+def forward(wrapped: DistributedDataParallel, x: torch.Tensor) -> torch.Tensor:
+    wrapped.zero_grad(set_to_none=True)
+    return wrapped(x).pow(2).sum()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
