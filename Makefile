@@ -13,8 +13,9 @@ CXX_FOUND := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMPS := $(VENV)/.stamps
-NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find xla_ffi -type f)
-CPP_FORMATTED := $(filter %.cc %.h,$(NATIVE_SOURCES) $(wildcard tests/cpp/*))
+NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake xla_ffi -type f)
+CPP_FORMATTED := $(filter %.cc %.cu %.h,$(NATIVE_SOURCES) \
+                   $(wildcard tests/cpp/* tests/cpp/emulator/* tests/gpu/*))
 
 # Prints the one interpreter that all is built with, or what to do to have one.
 define FIND_PYTHON
@@ -54,18 +55,21 @@ endef
 demo: $(STAMPS)/demo
 	$(BIN)/python examples/02_language_model.py
 
-test: $(STAMPS)/test
+test: $(STAMPS)/cuda-plugin
 	$(BIN)/python -m pytest -m "not slow"
 
-slow-test: $(STAMPS)/test
+slow-test: $(STAMPS)/cuda-plugin
 	$(BIN)/python -m pytest -m slow
 
 cpp-test: $(STAMPS)/cpp
-	$(BIN)/cmake -S . -B build/sanitized -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 \
-	  -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=ON
-	$(BIN)/cmake --build build/sanitized
-	$(BIN)/ctest --test-dir build/sanitized --output-on-failure
+	for sanitizers in address,undefined thread; do \
+	  $(BIN)/cmake -S . -B build/$$sanitizers -G Ninja \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCMAKE_BUILD_TYPE=Debug \
+	    -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
+	    -DCGX_SANITIZE=$$sanitizers && \
+	  $(BIN)/cmake --build build/$$sanitizers && \
+	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure || exit 1; \
+	done
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check
@@ -94,6 +98,18 @@ $(STAMPS)/package: $(NATIVE_SOURCES) | $(STAMPS)/venv
 	@$(REQUIRE_COMPILER)
 	@echo "building and installing cgx-jax in $(VENV)"
 	$(PIP) install --editable . --config-settings cgx.native=on
+	@touch $@
+
+# XLA's ahead-of-time compiler for CUDA, which needs no GPU. Apart from site-packages, so that only
+# the tests that ask for it see it; where there is no wheel of it they are skipped and say so.
+$(STAMPS)/cuda-plugin: $(STAMPS)/test
+	@rm -rf $(VENV)/cuda-plugin
+	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+	if [ "$$(uname -s)" = Linux ]; then \
+	  $(PIP) install --no-deps --target $(VENV)/cuda-plugin \
+	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || \
+	    echo "make: no CUDA plugin for jaxlib $$version; its tests will be skipped"; \
+	fi
 	@touch $@
 
 # An extra of the package that is installed already.

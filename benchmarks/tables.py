@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-TEXTS = (ROOT / "README.md", ROOT / "docs" / "exchanges.md")
+TEXTS = (ROOT / "README.md", ROOT / "docs" / "exchanges.md", ROOT / "docs" / "gpu.md")
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
 
@@ -81,7 +81,52 @@ def segments() -> str:
     return table(head, [line(row) for row in rows("segments")])
 
 
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (all_reduce, codec, segments)}
+def rivals() -> str:
+    """Ratios at 100 MB to the fp32 sum of the same framework, by link and ranks."""
+    ours = {
+        (row["links"], row["world"], row["method"]): row["ratio"][1]
+        for row in rows("cast")
+        if row["bytes"] == 100_000_000
+    }
+    theirs = {
+        (row["links"], row["world"], row["what"], row["method"]): row["ratio"][1]
+        for row in rows("rivals")
+    }
+    columns: dict[str, Callable[[str, int], float | None]] = {
+        "ours, 4 bits (`mpi`)": lambda r, w: ours.get((r, w, "mpi")),
+        "ours, bf16 (`Cast`)": lambda r, w: ours.get((r, w, "cast")),
+        "torch, bf16 all-reduce": lambda r, w: theirs.get((r, w, "all_reduce", "bf16")),
+        "DDP, bf16": lambda r, w: theirs.get((r, w, "ddp", "bf16")),
+        **{
+            f"DDP, PowerSGD rank {k}": lambda r, w, k=k: theirs.get((r, w, "ddp", f"PowerSGD {k}"))
+            for k in (1, 2, 4)
+        },
+    }
+    body = []
+    for rate in RATES:
+        for world in (2, 4):
+            cells = [column(rate, world) for column in columns.values()]
+            if any(cells):
+                body.append([rate, str(world), *(f"{c:.1f}" if c else "" for c in cells)])
+    return table(["link", "ranks", *columns], body)
+
+
+def kernels() -> str:
+    measured = rows("ptxas")
+    architectures = list(dict.fromkeys(row["architecture"] for row in measured))
+    labels = dict.fromkeys(row["kernel"] for row in measured if row["held"])
+    cells = {(row["kernel"], row["architecture"]): row for row in measured}
+
+    def line(label: str) -> list[str]:
+        mine = [cells[label, a] for a in architectures]
+        return [f"`{label}`", *(f"{row['registers']}, {row['warps']}" for row in mine)]
+
+    return table(["kernel", *architectures], [line(label) for label in labels])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (all_reduce, codec, kernels, rivals, segments)
+}
 
 
 def filled(text: str) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,19 @@ def reduced_aval(x: Any, axes: Sequence[str]) -> jax.core.ShapedArray:
 def new_channel(ctx: Any) -> int:
     """A number that no other communicating operation of the module being lowered has."""
     return int(ctx.module_context.new_channel())
+
+
+def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one asynchronous call on the stream of XLA's GPU collectives.
+
+    Away from that stream, a call that uses XLA's communicator is unsafe beside its collectives.
+    """
+    from jax.experimental import compute_on
+
+    # jaxlib 0.10, which has no fused calls on CUDA, has another signature.
+    annotate: Any = compute_on.compute_on
+    memory = jax.memory.Space.Device
+    return annotate(function, compute_type="gpu_stream:collective", out_memory_spaces=memory)
 
 
 def bound_by_mesh(axes: Sequence[str]) -> bool:

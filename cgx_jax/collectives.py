@@ -22,7 +22,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.codecs import Codec, QuantizeCodec, accumulate_rows, encode_rows
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.quantize import seed
-from cgx_jax.exchange import choose, mpi, xla
+from cgx_jax.exchange import choose, xla
 from cgx_jax.plan import Plan
 
 _PHASE_ENCODE, _PHASE_REDUCE = 0, 1
@@ -44,7 +44,8 @@ def psum_compressed(
     than f32, bf16, f16 are summed exactly; a bare array is compressed as asked. `key` feeds
     stochastic rounding: one key for all ranks, another for every step. `exchange` names how
     payloads travel: "xla", XLA's own collectives; "mpi", one fused call a buffer, between CPU
-    processes that mpiexec started (quantized buffers; others go by "xla"); or "auto", the fastest
+    processes that mpiexec started; "nccl", the same between CUDA devices, on XLA's communicator
+    (both for quantized buffers; others go by "xla"); or "auto", the fastest
     for each fusion buffer by the profile that `use_profile` made active. Where that says that
     compression does not pay, the buffer is summed exactly; without a profile everything is
     compressed, over MPI where it is there.
@@ -87,10 +88,10 @@ class _AllReduce:
     def run(self, seeds: tuple[Any, Any], leaves: Sequence[jax.Array]) -> list[jax.Array]:
         names, groups = self.axes.names, self.axes.groups
         divisor = self.axes.world if self.mean else 1
-        if self.exchange == "mpi":
+        if (fused := choose.FUSED.get(self.exchange)) is not None:
             assert isinstance(self.codec, QuantizeCodec)  # Plan.methods sees to it
             layout = self.codec.layout
-            reduced = mpi.all_reduce(self.name, seeds, leaves, layout, names, groups, divisor)
+            reduced = fused.all_reduce(self.name, seeds, leaves, layout, names, groups, divisor)
         else:
             rank = self.axes.rank()
             rows = self.codec.encode(seeds[_PHASE_ENCODE], rank, leaves)
@@ -138,8 +139,9 @@ def _all_reduce(
         summed = axes.mean(values) if mean else axes.sum(values)
         for i, x in zip(exact, summed, strict=True):
             out[i] = x
-    if "mpi" in buffers.values() or (exchange == "mpi" and axes.world > 1):
-        mpi.require(name, axes.names)
+    for method, fused_exchange in choose.FUSED.items():
+        if method in buffers.values() or (method == exchange and axes.world > 1):
+            fused_exchange.require(name, axes.names)
     if methods:  # a wrong call is refused whatever the profile says of it
         lossy = [plan.slots[i] for i in sorted(i for buffer in methods for i in buffer)]
         axes.check_varying(name, [(s.path, leaves[s.leaf]) for s in lossy])

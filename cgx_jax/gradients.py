@@ -25,15 +25,20 @@ HOOK_FUSION_BYTES = 4 << 20
 
 
 def reduce_in_backward(
-    params: Any, axis_name: Any, compressor: Compressor | Plan | None = None, *, key: Any = None
+    params: Any,
+    axis_name: Any,
+    compressor: Compressor | Plan | None = None,
+    *,
+    key: Any = None,
+    exchange: str = "auto",
 ) -> Any:
     """`params` unchanged; in the backward pass their gradients are summed, compressed.
 
     Wrap the parameters inside the loss. Each fusion buffer (4 MB, or the plan's) is reduced as
     soon as its own gradients are there, while the backward pass goes on. The gradient is that of
     a replicated parameter: the sum over `axis_name`, so take the mean in the loss
-    (`lax.pmean(loss, axis_name)` under check_vma) or divide. Leaves, `key` and errors as in
-    `psum_compressed`.
+    (`lax.pmean(loss, axis_name)` under check_vma) or divide. Leaves, `key`, `exchange` and errors
+    as in `psum_compressed`.
     """
     axes = Axes.resolve("reduce_in_backward", axis_name, None)
     if isinstance(compressor, Plan):
@@ -44,7 +49,7 @@ def reduce_in_backward(
     leaves, treedef = jax.tree.flatten(params)
     inexact = [i for i in plan.exact if jnp.issubdtype(plan.slots[i].dtype, jnp.inexact)]
     for number, part in enumerate([*plan.buffers, *((i,) for i in inexact)]):
-        call = _Hook(axes, plan.subset(part))
+        call = _Hook(axes, plan.subset(part), exchange)
         own = None if key is None else jax.random.fold_in(key, number)
         for i, x in zip(part, call(own, tuple(leaves[i] for i in part)), strict=True):
             leaves[i] = x
@@ -54,8 +59,8 @@ def reduce_in_backward(
 class _Hook:
     """Identity on some leaves whose cotangents are summed by `plan`."""
 
-    def __init__(self, axes: Axes, plan: Plan):
-        self.axes, self.plan = axes, plan
+    def __init__(self, axes: Axes, plan: Plan, exchange: str):
+        self.axes, self.plan, self.exchange = axes, plan, exchange
 
     def __call__(self, key: Any, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         before = [_compat.varying_axes(x) for x in leaves]
@@ -63,7 +68,9 @@ class _Hook:
 
         def backward(key: Any, cotangents: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
             tree = {s.path: ct for s, ct in zip(self.plan.slots, cotangents, strict=True)}
-            summed = psum_compressed(tree, self.axes.names, self.plan, key=key)
+            summed = psum_compressed(
+                tree, self.axes.names, self.plan, key=key, exchange=self.exchange
+            )
             out = tuple(
                 _compat.vary_over(summed[s.path], axes)
                 for s, axes in zip(self.plan.slots, before, strict=True)
@@ -91,6 +98,7 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     specs: Any = None,
+    exchange: str = "auto",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for a data-parallel plain-jit program, gradients compressed.
 
@@ -102,14 +110,16 @@ def value_and_grad(
     `params` is a pytree (Linen's, Equinox's, bare) or a Flax NNX module, of which the `nnx.Param`
     state is differentiated, as `nnx.value_and_grad` does, and the rest updated. On a mesh with
     further axes (data x model) parameters stay sharded over those: `specs` is their tree of
-    PartitionSpecs, read from NNX metadata or from concrete arrays where it is None. Raises
-    ValueError for a wrong axis or batch, or when specs cannot be known.
+    PartitionSpecs, read from NNX metadata or from concrete arrays where it is None. `exchange` as
+    in `psum_compressed`. Raises ValueError for a wrong axis or batch, or when specs cannot be
+    known.
     """
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"value_and_grad: axis {axis_name!r} is not in the mesh; it has {mesh.axis_names}."
         )
-    step = functools.partial(_step, loss_fn, mesh, axis_name, compressor, has_aux)
+    mean = functools.partial(_mean, axis_name, compressor, exchange)
+    step = functools.partial(_step, loss_fn, mesh, axis_name, mean, has_aux)
     compiled = jax.jit(step, static_argnums=(0, 1))
 
     def run(params: Any, *batch: Any, key: Any = None) -> Any:
@@ -134,7 +144,7 @@ def _step(
     loss_fn: Callable[..., Any],
     mesh: Mesh,
     axis: str,
-    compressor: Compressor | Plan | None,
+    mean: Callable[..., Any],
     has_aux: bool,
     graph: Any,
     spec: Any,
@@ -166,7 +176,6 @@ def _step(
         return loss, reduce(grads, key), aux, after
 
     def reduce(grads: Any, key: Any) -> Any:
-        mean = functools.partial(_reduce, axis, compressor)
         if not other:
             return mean(grads, key)
         # A kernel call on a model-sharded operand would gather it first: go manual over the
@@ -186,8 +195,10 @@ def _step(
     )(params, rest, batch, key)
 
 
-def _reduce(axis: str, compressor: Compressor | Plan | None, grads: Any, key: Any) -> Any:
-    return pmean_compressed(grads, axis, compressor, key=key)
+def _mean(
+    axis: str, compressor: Compressor | Plan | None, exchange: str, grads: Any, key: Any
+) -> Any:
+    return pmean_compressed(grads, axis, compressor, key=key, exchange=exchange)
 
 
 def _mean_floats(tree: Any, axis: str) -> Any:

@@ -184,14 +184,14 @@ class Plan:
     ) -> dict[tuple[int, ...], str]:
         """How each fusion buffer travels: by an exchange, or "psum" where compressing is slower.
 
-        Only quantized buffers have a fused call: the others travel by "xla" instead of "mpi".
+        Only quantized buffers have a fused call: the others travel by "xla" instead.
         """
         methods = {}
         for buffer in self.buffers if world > 1 else ():
             fused = all(isinstance(self.slots[i].compressor, Quantize) for i in buffer)
-            ways = usable if fused else tuple(u for u in usable if u != "mpi")
+            ways = usable if fused else tuple(u for u in usable if u not in choose.FUSED)
             method = choose.resolve(caller, exchange, ways, world, self.load(buffer))
-            methods[buffer] = "xla" if method == "mpi" and not fused else method
+            methods[buffer] = "xla" if method in choose.FUSED and not fused else method
         return methods
 
     def summary(self, world: int | None = None) -> str:

@@ -10,37 +10,30 @@
 namespace cgx {
 namespace {
 
-// (key, rank, leaves) -> payload [, residuals]
 ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs args,
                   ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints bits,
                   Ints bucket_size, Ints stochastic, Ints stream, int64_t world) {
   const char* const name = "cgx_encode";
   return no_throw(name, [&]() -> ffi::Error {
-    const int64_t batch = rank.element_count();
-    CGX_TRY(check_batch(name, batch));
-    Leaves leaves, residuals;
-    OwnedLayout owned;
-    CGX_TRY(leaves.add(name, args, batch));
-    CGX_TRY(residuals.add(name, rets, batch));
-    if (rets.size() > 0) CGX_TRY(same_leaves(name, leaves, residuals));
-    CGX_TRY(build_layout(name, leaves, bits, bucket_size, stochastic, stream, world, &owned));
-    const Layout layout = owned.view();
-    CGX_TRY(check_count(name, "key", key, batch * 2));
-    CGX_TRY(check_count(name, "payload", *payload, batch * world * layout.chunk_bytes));
+    Operands operands;
+    CGX_TRY(check_encode(name, key, rank, args, *payload, rets,
+                         {bits, bucket_size, stochastic, stream, world}, &operands));
     CGX_TRY(check_ranks(name, rank, -1, world));
-    const auto from = leaves.pointers(batch), to = residuals.pointers(batch);
-    const size_t n = leaves.data.size();
+    const int64_t batch = operands.batch;
+    const Layout layout = operands.layout();
+    const auto from = operands.leaves.pointers(batch), to = operands.results.pointers(batch);
+    const size_t n = operands.num_leaves();
     const auto call = [&](int64_t b) {
       return EncodeCall{layout,
-                        {from.data() + b * n, leaves.dtype.data()},
-                        {to.empty() ? nullptr : to.data() + b * n, residuals.dtype.data()},
+                        {from.data() + b * n, operands.leaves.dtype.data()},
+                        {to.empty() ? nullptr : to.data() + b * n, operands.results.dtype.data()},
                         key.typed_data() + 2 * b,
                         rank.typed_data()[b],
                         payload->typed_data() + b * world * layout.chunk_bytes};
     };
     const KernelTable& kernels = current_kernels();
     for (int64_t b = 0; b < batch; ++b) zero_tails(layout, call(b).payload);
-    split_range(pool, batch, 0, layout.total_bytes(), pieces(owned.values()),
+    split_range(pool, batch, 0, layout.total_bytes(), pieces(layout.values),
                 [&](int64_t b, int64_t first, int64_t last, int64_t) {
                   kernels.encode(call(b), first, last);
                 });
@@ -48,43 +41,36 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
   });
 }
 
-// (key, rank, payload, leaves) -> chunk
 ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
                   ffi::RemainingArgs args, ffi::Result<Payload> chunk, Ints bits, Ints bucket_size,
                   Ints stochastic, Ints stream, int64_t world, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
-    const int64_t batch = rank.element_count();
-    CGX_TRY(check_batch(name, batch));
-    Leaves leaves;
-    OwnedLayout owned;
-    CGX_TRY(leaves.add(name, args, batch));
-    CGX_TRY(build_layout(name, leaves, bits, bucket_size, stochastic, stream, world, &owned));
-    const Layout layout = owned.view();
-    CGX_TRY(check_count(name, "key", key, batch * 2));
-    CGX_TRY(check_count(name, "payload", payload, batch * world * layout.chunk_bytes));
-    CGX_TRY(check_count(name, "chunk", *chunk, batch * layout.chunk_bytes));
+    Operands operands;
+    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk,
+                         {bits, bucket_size, stochastic, stream, world}, divisor, &operands));
     CGX_TRY(check_ranks(name, rank, 0, world));
-    CGX_TRY(check_divisor(name, divisor));
-    const auto from = leaves.pointers(batch);
-    const size_t n = leaves.data.size();
-    const int64_t count = pieces(owned.values() / world);
-    std::vector<float> scratch(workers(pool, batch * count) * owned.longest_bucket());
+    const Layout layout = operands.layout();
+    const auto from = operands.leaves.pointers(operands.batch);
+    const size_t n = operands.num_leaves();
+    const int64_t count = pieces(layout.values / world);
+    const int64_t tasks = operands.batch * count, longest = operands.owned.longest_bucket();
+    std::vector<float> scratch(workers(pool, tasks) * longest);
     const KernelTable& kernels = current_kernels();
     // Chunks differ in length, so each batch element cuts its own.
-    parallel_for(pool, batch * count, [&](int64_t task, int64_t worker) {
+    parallel_for(pool, tasks, [&](int64_t task, int64_t worker) {
       const int64_t b = task / count, piece = task % count, own = rank.typed_data()[b];
       uint8_t* const out = chunk->typed_data() + b * layout.chunk_bytes;
       const int64_t begin = layout.begin[own], used = layout.chunk_size(own);
       if (piece == 0) std::fill(out + used, out + layout.chunk_bytes, uint8_t{0});
       kernels.reduce({layout,
-                      {from.data() + b * n, leaves.dtype.data()},
+                      {from.data() + b * n, operands.leaves.dtype.data()},
                       key.typed_data() + 2 * b,
                       own,
                       payload.typed_data() + b * world * layout.chunk_bytes,
                       divisor,
                       out,
-                      scratch.data() + worker * owned.longest_bucket()},
+                      scratch.data() + worker * longest},
                      begin + chunk_cut(piece, used, count),
                      begin + chunk_cut(piece + 1, used, count));
     });
@@ -92,68 +78,54 @@ ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
   });
 }
 
-// (payload) -> leaves
 ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingRets rets, Ints bits,
                   Ints bucket_size, Ints stochastic, Ints stream, int64_t world) {
   const char* const name = "cgx_decode";
   return no_throw(name, [&]() -> ffi::Error {
-    const auto dims = payload.dimensions();
-    const int64_t batch = dims.size() == 3 ? dims[0] : 1;
-    CGX_TRY(check_batch(name, batch));
-    Leaves leaves;
-    OwnedLayout owned;
-    CGX_TRY(leaves.add(name, rets, batch));
-    CGX_TRY(build_layout(name, leaves, bits, bucket_size, stochastic, stream, world, &owned));
-    const Layout layout = owned.view();
-    CGX_TRY(check_count(name, "payload", payload, batch * world * layout.chunk_bytes));
-    const auto to = leaves.pointers(batch);
-    const size_t n = leaves.data.size();
+    Operands operands;
+    CGX_TRY(check_decode(name, payload, rets, {bits, bucket_size, stochastic, stream, world},
+                         &operands));
+    const Layout layout = operands.layout();
+    const auto to = operands.leaves.pointers(operands.batch);
+    const size_t n = operands.num_leaves();
     const KernelTable& kernels = current_kernels();
-    split_range(pool, batch, 0, layout.total_bytes(), pieces(owned.values()),
+    split_range(pool, operands.batch, 0, layout.total_bytes(), pieces(layout.values),
                 [&](int64_t b, int64_t first, int64_t last, int64_t) {
                   kernels.decode({layout,
                                   payload.typed_data() + b * world * layout.chunk_bytes,
-                                  {to.data() + b * n, leaves.dtype.data()}},
+                                  {to.data() + b * n, operands.leaves.dtype.data()}},
                                  first, last);
                 });
     return ffi::Error::Success();
   });
 }
 
-// (rank, payload of all peers, leaves) -> leaves
 ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints stochastic,
                       Ints stream, int64_t world, float divisor) {
   const char* const name = "cgx_accumulate";
   return no_throw(name, [&]() -> ffi::Error {
-    const int64_t batch = rank.element_count();
-    const auto dims = payload.dimensions();
-    CGX_TRY(check_batch(name, batch));
-    if (dims.size() < 2) return invalid(name, expected("rank of payload", dims.size(), 2));
-    const int64_t peers = dims[dims.size() - 2];
-    Leaves leaves, sums;
-    OwnedLayout owned;
-    CGX_TRY(leaves.add(name, args, batch));
-    CGX_TRY(sums.add(name, rets, batch));
-    CGX_TRY(same_leaves(name, leaves, sums));
-    if (world != 1) return invalid(name, expected("world", world, 1));
-    CGX_TRY(build_layout(name, leaves, bits, bucket_size, stochastic, stream, world, &owned));
-    const Layout layout = owned.view();
-    CGX_TRY(check_count(name, "payload", payload, batch * peers * layout.total_bytes()));
+    Operands operands;
+    int64_t peers;
+    CGX_TRY(check_accumulate(name, rank, payload, args, rets,
+                             {bits, bucket_size, stochastic, stream, world}, divisor, &operands,
+                             &peers));
     CGX_TRY(check_ranks(name, rank, -1, peers));
-    CGX_TRY(check_divisor(name, divisor));
-    const auto from = leaves.pointers(batch), to = sums.pointers(batch);
-    const size_t n = leaves.data.size();
+    const Layout layout = operands.layout();
+    const auto from = operands.leaves.pointers(operands.batch);
+    const auto to = operands.results.pointers(operands.batch);
+    const size_t n = operands.num_leaves();
+    const DType* const dtypes = operands.leaves.dtype.data();
     const KernelTable& kernels = current_kernels();
-    split_range(pool, batch, 0, layout.total_bytes(), pieces(owned.values()),
+    split_range(pool, operands.batch, 0, layout.total_bytes(), pieces(layout.values),
                 [&](int64_t b, int64_t first, int64_t last, int64_t) {
                   kernels.accumulate({layout,
-                                      {from.data() + b * n, leaves.dtype.data()},
+                                      {from.data() + b * n, dtypes},
                                       payload.typed_data() + b * peers * layout.total_bytes(),
                                       peers,
                                       rank.typed_data()[b],
                                       divisor,
-                                      {to.data() + b * n, sums.dtype.data()}},
+                                      {to.data() + b * n, dtypes}},
                                      first, last);
                 });
     return ffi::Error::Success();

@@ -1,4 +1,4 @@
-// XLA FFI handlers for the CPU platform. What each takes and returns is said in handlers_cpu.cc.
+// XLA FFI handlers for the CPU platform. What each takes and returns is said in operands.h.
 #ifndef CGX_HANDLERS_CPU_H_
 #define CGX_HANDLERS_CPU_H_
 

@@ -45,8 +45,7 @@ class Twins {
 };
 
 struct Attributes {
-  Ints bits, bucket_size, stochastic, stream;
-  int64_t world;
+  LayoutAttributes layout;
   float divisor;
   Ints groups;  // [groups, world]: positions in the mesh
   int64_t channel;
@@ -61,8 +60,7 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
   CGX_TRY(leaves.add(name, args, 1));
   CGX_TRY(results.add(name, rets, 1));
   CGX_TRY(same_leaves(name, leaves, results));
-  CGX_TRY(build_layout(name, leaves, attributes.bits, attributes.bucket_size, attributes.stochastic,
-                       attributes.stream, attributes.world, &spec->owned));
+  CGX_TRY(build_layout(name, leaves, attributes.layout, &spec->owned));
   CGX_TRY(check_count(name, "keys", keys, 4));
   CGX_TRY(check_count(name, "position", position, 1));
   CGX_TRY(check_divisor(name, attributes.divisor));
@@ -79,14 +77,14 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
   }
   for (size_t i = 0; i < attributes.groups.size(); ++i) {
     if (attributes.groups[i] != own) continue;
-    const size_t first = i / attributes.world * attributes.world;
+    const size_t first = i / attributes.layout.world * attributes.layout.world;
     spec->rank = static_cast<int64_t>(i - first);
-    for (int64_t r = 0; r < attributes.world; ++r) {
+    for (int64_t r = 0; r < attributes.layout.world; ++r) {
       peers->push_back(static_cast<int32_t>(attributes.groups[first + r]));
     }
     break;
   }
-  if (static_cast<int64_t>(peers->size()) != attributes.world) {
+  if (static_cast<int64_t>(peers->size()) != attributes.layout.world) {
     return invalid(name, "position " + std::to_string(own) + " is in no group");
   }
   spec->in.assign(leaves.data.begin(), leaves.data.end());
@@ -116,7 +114,7 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
   std::vector<int32_t> peers;
   const ffi::Error error = no_throw(call.c_str(), [&] {
     return prepare(keys, position, args, rets,
-                   {bits, bucket_size, stochastic, stream, world, divisor, groups, channel, name},
+                   {{bits, bucket_size, stochastic, stream, world}, divisor, groups, channel, name},
                    call, engine->settings(), &spec, &peers);
   });
   if (error.failure()) {

@@ -9,7 +9,7 @@
 
 namespace cgx {
 
-enum class DType : int32_t { kF32, kBF16, kF16 };
+enum class DType : uint8_t { kF32, kBF16, kF16 };
 
 constexpr int64_t item_size(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 

@@ -112,25 +112,32 @@ inline ffi::Error same_leaves(const std::string& call, const Leaves& in, const L
   return ffi::Error::Success();
 }
 
-inline ffi::Error build_layout(const std::string& call, const Leaves& leaves, Ints bits,
-                               Ints bucket_size, Ints stochastic, Ints stream, int64_t world,
-                               OwnedLayout* layout) {
+struct LayoutAttributes {
+  Ints bits, bucket_size, stochastic, stream;
+  int64_t world;
+};
+
+inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
+                               const LayoutAttributes& attributes, OwnedLayout* layout) {
   const struct {
     const char* name;
     Ints values;
-  } attributes[] = {
-      {"bits", bits}, {"bucket_size", bucket_size}, {"stochastic", stochastic}, {"stream", stream}};
-  for (const auto& attribute : attributes) {
-    if (attribute.values.size() != leaves.size.size()) {
-      return invalid(call, expected(std::string("length of ") + attribute.name,
-                                    attribute.values.size(), leaves.size.size()));
+  } lists[] = {{"bits", attributes.bits},
+               {"bucket_size", attributes.bucket_size},
+               {"stochastic", attributes.stochastic},
+               {"stream", attributes.stream}};
+  for (const auto& list : lists) {
+    if (list.values.size() != leaves.size.size()) {
+      return invalid(call, expected(std::string("length of ") + list.name, list.values.size(),
+                                    leaves.size.size()));
     }
   }
   std::vector<LeafSpec> specs;
   for (size_t k = 0; k < leaves.size.size(); ++k) {
-    specs.push_back({leaves.size[k], bits[k], bucket_size[k], stochastic[k], stream[k]});
+    specs.push_back({leaves.size[k], attributes.bits[k], attributes.bucket_size[k],
+                     attributes.stochastic[k], attributes.stream[k]});
   }
-  const std::string error = layout->build(specs, world);
+  const std::string error = layout->build(specs, attributes.world);
   return error.empty() ? ffi::Error::Success() : invalid(call, error);
 }
 
@@ -165,6 +172,80 @@ inline ffi::Error check_divisor(const std::string& call, float divisor) {
 
 #define CGX_TRY(expression) \
   if (ffi::Error error = (expression); error.failure()) return error
+
+// The operands of one codec call, checked but for the ranks, which may be in device memory.
+struct Operands {
+  int64_t batch = 0;
+  Leaves leaves, results;
+  OwnedLayout owned;
+
+  Layout layout() const { return owned.view(); }
+  size_t num_leaves() const { return leaves.data.size(); }
+};
+
+// (key, rank, leaves) -> payload [, residuals]
+inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& rank,
+                               const ffi::RemainingArgs& args, const Payload& payload,
+                               const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
+                               Operands* out) {
+  out->batch = rank.element_count();
+  CGX_TRY(check_batch(call, out->batch));
+  CGX_TRY(out->leaves.add(call, args, out->batch));
+  CGX_TRY(out->results.add(call, rets, out->batch));
+  if (rets.size() > 0) CGX_TRY(same_leaves(call, out->leaves, out->results));
+  CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(check_count(call, "key", key, out->batch * 2));
+  const Layout layout = out->layout();
+  return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
+}
+
+// (key, rank, payload, leaves) -> chunk
+inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& rank,
+                               const Payload& payload, const ffi::RemainingArgs& args,
+                               const Payload& chunk, const LayoutAttributes& attributes,
+                               float divisor, Operands* out) {
+  out->batch = rank.element_count();
+  CGX_TRY(check_batch(call, out->batch));
+  CGX_TRY(out->leaves.add(call, args, out->batch));
+  CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(check_count(call, "key", key, out->batch * 2));
+  const Layout layout = out->layout();
+  CGX_TRY(check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes));
+  CGX_TRY(check_count(call, "chunk", chunk, out->batch * layout.chunk_bytes));
+  return check_divisor(call, divisor);
+}
+
+// (payload) -> leaves
+inline ffi::Error check_decode(const char* call, const Payload& payload,
+                               const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
+                               Operands* out) {
+  const auto dims = payload.dimensions();
+  out->batch = dims.size() == 3 ? dims[0] : 1;
+  CGX_TRY(check_batch(call, out->batch));
+  CGX_TRY(out->leaves.add(call, rets, out->batch));
+  CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  const Layout layout = out->layout();
+  return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
+}
+
+// (rank, payload of all peers, leaves) -> leaves
+inline ffi::Error check_accumulate(const char* call, const Ranks& rank, const Payload& payload,
+                                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                                   const LayoutAttributes& attributes, float divisor, Operands* out,
+                                   int64_t* peers) {
+  out->batch = rank.element_count();
+  const auto dims = payload.dimensions();
+  CGX_TRY(check_batch(call, out->batch));
+  if (dims.size() < 2) return invalid(call, expected("rank of payload", dims.size(), 2));
+  *peers = dims[dims.size() - 2];
+  CGX_TRY(out->leaves.add(call, args, out->batch));
+  CGX_TRY(out->results.add(call, rets, out->batch));
+  CGX_TRY(same_leaves(call, out->leaves, out->results));
+  if (attributes.world != 1) return invalid(call, expected("world", attributes.world, 1));
+  CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(check_count(call, "payload", payload, out->batch * *peers * out->layout().total_bytes()));
+  return check_divisor(call, divisor);
+}
 
 template <typename F>
 ffi::Error no_throw(const char* call, F&& f) {

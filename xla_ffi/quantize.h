@@ -28,7 +28,7 @@ struct Lanes<float> {
 };
 
 template <typename To, typename From>
-CGX_HD To bit_cast(const From& from) {
+CGX_HD To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
   To to;
   memcpy(&to, &from, sizeof(To));

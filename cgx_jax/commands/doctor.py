@@ -79,6 +79,10 @@ def _package(good: bool) -> Iterator[Finding]:
     if backends["cpu"] == "jnp":
         remedy = "install a C++17 compiler, then pip install --force-reinstall cgx-jax"
     yield Finding("kernels on CPU", backends["cpu"], remedy)
+    remedy = ""
+    if backends["cuda"] == "jnp" and any(d.platform == "gpu" for d in jax.devices()):
+        remedy = "put nvcc (CUDA 13) on PATH, then pip install --force-reinstall cgx-jax"
+    yield Finding("kernels on CUDA", backends["cuda"], remedy)
     if good:
         yield Finding("self-test", "values come back within the error bound")
     else:

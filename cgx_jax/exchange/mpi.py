@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import mlir
 
 from cgx_jax import _compat
+from cgx_jax.exchange import fused
 from cgx_jax.kernels import native
 from cgx_jax.wire import Layout
 
@@ -135,14 +135,11 @@ def _unfit(mpi: Any) -> str | None:
 
 def _unfit_axes(axes: Sequence[Any]) -> str | None:
     """What is wrong with the axes that are bound where this is traced, or None."""
-    if not _compat.bound_by_mesh(axes):
-        return "the axis is one of vmap, which has no wire; reduce over a mesh axis"
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size != jax.process_count():
-        return f"the mesh has {mesh.size} devices, it must have all {jax.process_count()}"
-    automatic = [n for n in mesh.axis_names if n not in mesh.manual_axes]
-    if automatic:
-        return f"mesh axes {automatic} are not manual; let shard_map bind every axis of the mesh"
+    if (problem := fused.unfit_axes(axes)) is not None:
+        return problem
+    size = jax.sharding.get_abstract_mesh().size
+    if size != jax.process_count():
+        return f"the mesh has {size} devices, it must have all {jax.process_count()}"
     return None
 
 
@@ -211,7 +208,7 @@ def all_reduce(
     leaves: Sequence[jax.Array],
     layout: Layout,
     axes: tuple[str, ...],
-    groups: Sequence[Sequence[int]] | None,
+    groups: fused.Groups,
     divisor: float,
 ) -> list[jax.Array]:
     """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
@@ -220,35 +217,8 @@ def all_reduce(
     """
     mesh = jax.sharding.get_abstract_mesh()
     operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
-    operands += leaves
-    varying = frozenset().union(*(_compat.varying_axes(x) for x in operands))
-    return all_reduce_p.bind(
-        *(_compat.vary_over(x, varying) for x in operands),
-        layout=layout,
-        divisor=float(divisor),
-        positions=_positions(mesh, axes, groups),
-        replicated=axes if groups is None else (),
-        name=f"{name}(exchange='mpi') over axis {', '.join(map(repr, axes))}",
-    )
-
-
-def _positions(
-    mesh: Any, axes: tuple[str, ...], groups: Sequence[Sequence[int]] | None
-) -> tuple[tuple[int, ...], ...]:
-    """The mesh positions of every group, each in rank order."""
-    names = list(mesh.axis_names)
-    grid = np.arange(mesh.size).reshape([mesh.shape[n] for n in names])
-    own = [names.index(a) for a in axes]
-    rows = np.moveaxis(grid, own, range(-len(own), 0)).reshape(
-        -1, np.prod([mesh.shape[a] for a in axes])
-    )
-    if groups is not None:
-        rows = np.concatenate([rows[:, list(g)] for g in groups])
-    return tuple(tuple(int(i) for i in row) for row in rows)
-
-
-def _shapes(keys: Any, position: Any, *leaves: Any, replicated: Any, **params: Any) -> list[Any]:
-    return [_compat.reduced_aval(x, replicated) for x in leaves]
+    label = f"{name}(exchange='mpi')"
+    return fused.bind(all_reduce_p, label, [*operands, *leaves], layout, axes, groups, divisor)
 
 
 def _lowering(
@@ -260,36 +230,14 @@ def _lowering(
     replicated: Any,
     name: str,
 ) -> Any:
-    attributes = {k: np.asarray(v, np.int64) for k, v in layout.attributes().items()}
     return jax.ffi.ffi_lowering("cgx_all_reduce_mpi")(
         ctx,
         *operands,
-        **attributes,
-        world=np.int64(layout.world),
-        divisor=np.float32(divisor),
-        groups=np.asarray(positions, np.int64).reshape(-1),
+        **fused.attributes(layout, divisor, positions, name),
         channel=np.int64(_compat.new_channel(ctx)),
-        name=name,
     )
 
 
-def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """One call for each element: chunks are cut in each by itself, as under the `xla` exchange."""
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    calls = []
-    for i in range(size):
-        one = [
-            x if d is None else lax.index_in_dim(x, i, d, keepdims=False)
-            for x, d in zip(args, dims, strict=True)
-        ]
-        calls.append(all_reduce_p.bind(*one, **params))
-    return [jnp.stack(leaf) for leaf in zip(*calls, strict=True)], [0] * len(calls[0])
-
-
-all_reduce_p = Primitive("cgx_all_reduce_mpi")
-all_reduce_p.multiple_results = True
-all_reduce_p.def_abstract_eval(_shapes)
-all_reduce_p.def_impl(functools.partial(xla.apply_primitive, all_reduce_p))
-batching.primitive_batchers[all_reduce_p] = _batch
+all_reduce_p = fused.primitive("cgx_all_reduce_mpi", leading=2)
 # Not cacheable: every call needs a channel of its own.
 mlir.register_lowering(all_reduce_p, _lowering, platform="cpu", cacheable=False)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 from cgx_jax import installation
 
 SCHEMA = 1
-METHODS = ("psum", "xla", "mpi")
+METHODS = ("psum", "xla", "mpi", "nccl")
 _AGAIN = "Run cgx_jax.tune again, or use_profile(None) to follow the default rule."
 
 

@@ -1,9 +1,10 @@
-"""Loads the native module, once, and registers its handlers with XLA."""
+"""Loads the native modules, once, and registers their handlers with XLA."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import warnings
 from types import ModuleType
 from typing import Any
@@ -15,12 +16,12 @@ from cgx_jax.wire import WIRE_VERSION
 
 @functools.cache
 def module() -> ModuleType | None:
-    """The native module with its handlers registered, or None where it was not built.
+    """The module of CPU kernels with its handlers registered, or None where it was not built.
 
     Registration initialises no backend: XLA keeps the handlers until one starts.
     """
     try:
-        native = importlib.import_module("cgx_jax._native")
+        importlib.import_module("cgx_jax._native")
     except ImportError as error:
         warnings.warn(
             f"cgx_jax has no native kernels here ({error}); it falls back to plain jnp, which "
@@ -30,25 +31,51 @@ def module() -> ModuleType | None:
             stacklevel=2,
         )
         return None
+    return _load("cgx_jax._native", "cpu")
+
+
+@functools.cache
+def cuda_module() -> ModuleType | None:
+    """The module of CUDA kernels with its handlers registered, or None where it was not built."""
+    if importlib.util.find_spec("cgx_jax._cuda") is None:
+        return None
+    return _load("cgx_jax._cuda", "CUDA")
+
+
+def _load(name: str, platform: str) -> ModuleType:
+    native = importlib.import_module(name)
     if native.wire_version() != WIRE_VERSION:
         raise ImportError(
-            f"cgx_jax._native speaks wire format {native.wire_version()}, this package "
-            f"{WIRE_VERSION}: the two come from different installs. Reinstall cgx_jax."
+            f"{name} speaks wire format {native.wire_version()}, this package {WIRE_VERSION}: the "
+            "two come from different installs. Reinstall cgx_jax."
         )
-    for name, capsule in native.handlers().items():
-        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    for target, capsule in native.handlers().items():
+        jax.ffi.register_ffi_target(target, capsule, platform=platform)
     return native
+
+
+@functools.cache
+def warn_of_missing_cuda() -> None:
+    """Says once that a program for CUDA is compiled without the kernels for it."""
+    warnings.warn(
+        "cgx_jax was installed without CUDA kernels; on GPUs it falls back to plain jnp, which "
+        "computes the same format slower. Put nvcc (CUDA 13 or newer) on PATH, or set CUDACXX, and "
+        "reinstall cgx_jax to mend it.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def backends() -> dict[str, Any]:
     """What this installation has: a dict of platform name to the kernels used there.
 
-    'cpu' is the instruction set of the native kernels, or 'jnp'; every other platform uses
-    'jnp'. Initialises no backend.
+    'cpu' is the instruction set of the native kernels, or 'jnp'; 'cuda' the architectures that the
+    CUDA kernels are built for, or 'jnp'; every other platform uses 'jnp'. Initialises no backend.
     """
-    native = module()
+    cpu, cuda = module(), cuda_module()
     return {
-        "cpu": "jnp" if native is None else f"native ({native.isa()})",
+        "cpu": "jnp" if cpu is None else f"native ({cpu.isa()})",
+        "cuda": "jnp" if cuda is None else f"native ({cuda.architectures()})",
         "other": "jnp",
         "wire_format": WIRE_VERSION,
     }

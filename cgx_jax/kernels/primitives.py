@@ -1,6 +1,6 @@
 """JAX primitives of the codec: encode, reduce, decode, accumulate over many leaves at once.
 
-Each is one native call on the CPU and plain jnp elsewhere; leaves are read where they lie.
+Each is one native call on the CPU and on CUDA, plain jnp elsewhere; leaves are read where they lie.
 A leading batch of independent buffers is part of the primitive, so `vmap` stays one call.
 Results vary over the mesh axes their operands vary over.
 """
@@ -218,10 +218,22 @@ def _primitive(name: str, shapes: Callable[..., Any], fallback: Callable[..., An
         return _batch_rule(p, size, args, dims, params)
 
     batching.primitive_batchers[p] = batch
-    mlir.register_lowering(p, mlir.lower_fun(fallback, multiple_results=True))
+    plain = mlir.lower_fun(fallback, multiple_results=True)
+    mlir.register_lowering(p, plain)
     if native.module() is not None:
         mlir.register_lowering(p, _native_lowering(name), platform="cpu")
+    with_cuda = native.cuda_module() is not None
+    on_cuda = _native_lowering(name) if with_cuda else _warning_lowering(plain)
+    mlir.register_lowering(p, on_cuda, platform="cuda")
     return p
+
+
+def _warning_lowering(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        native.warn_of_missing_cuda()
+        return plain(ctx, *operands, **params)
+
+    return rule
 
 
 encode_p = _primitive("cgx_encode", _encode_shapes, _encode_jnp)

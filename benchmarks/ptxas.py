@@ -1,0 +1,139 @@
+"""What the compiler says of the CUDA kernels: registers, spills, and the warps that fit.
+
+    python benchmarks/ptxas.py                     # every architecture the package is built for
+    python benchmarks/ptxas.py --architectures sm_90
+
+Needs nvcc (CUDA 13), no GPU. `warps` is how many of a multiprocessor's warps the registers leave
+room for; `held` kernels are those for buckets of up to 512 values, which is what most buffers take.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "xla_ffi" / "kernels_cuda.cu"
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+WARPS = {"sm_80": 64, "sm_86": 48, "sm_89": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48}
+REGISTERS = 65536  # of a multiprocessor
+BLOCK_WARPS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel as it is compiled: `arguments` are its template's."""
+
+    architecture: str
+    name: str
+    arguments: tuple[str, ...]
+    registers: int
+    spilled: int
+
+    @property
+    def label(self) -> str:
+        return self.name + (f"<{', '.join(self.arguments)}>" if self.arguments else "")
+
+    @property
+    def held(self) -> bool:
+        """Whether it is for buckets of one tile (or for every bucket)."""
+        return not self.arguments or self.arguments[0] == "1"
+
+    @property
+    def warps(self) -> int:
+        allocated = -(-self.registers // 8) * 8 * 32 * BLOCK_WARPS
+        most = WARPS[self.architecture] // BLOCK_WARPS
+        return min(REGISTERS // allocated, most) * BLOCK_WARPS
+
+
+def nvcc() -> str | None:
+    """The compiler, as the build finds it."""
+    return os.environ.get("CUDACXX") or shutil.which("nvcc")
+
+
+def compile_report(compiler: str, architecture: str) -> list[Kernel]:
+    """Compiles the kernels as the build does and reads what ptxas prints."""
+    command = [compiler, "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-cubin"]
+    command += [f"-arch={architecture}", "-o", os.devnull, str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
+    return parse(architecture, done.stderr)
+
+
+def parse(architecture: str, text: str) -> list[Kernel]:
+    kernels = []
+    for part in text.split("Compiling entry function '")[1:]:
+        mangled = part.split("'")[0]
+        # The anonymous namespace's name, which holds the file's, is followed by the kernel's.
+        name = re.search(r"\d+([a-z]+_kernel)", mangled)
+        arguments = re.findall(r"L([ib])(\d+)E", mangled)
+        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        if not (name and spills and registers):
+            raise RuntimeError(f"ptxas said something unexpected:\n{part}")
+        kernels.append(
+            Kernel(
+                architecture,
+                name[1],
+                tuple(v if kind == "i" else ("false", "true")[int(v)] for kind, v in arguments),
+                int(registers[1]),
+                max(map(int, spills)),
+            )
+        )
+    return sorted(kernels, key=lambda k: (k.name, k.arguments))
+
+
+def write(path: Path, compiler: str, kernels: list[Kernel]) -> None:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    release = re.search(r"release [\d.]+, V([\d.]+)", version.stdout)
+    rows = [
+        {
+            "architecture": k.architecture,
+            "kernel": k.label,
+            "held": k.held,
+            "registers": k.registers,
+            "warps": k.warps,
+            "spilled_bytes": k.spilled,
+        }
+        for k in kernels
+    ]
+    command = " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    run = {"command": command, "nvcc": release[1] if release else version.stdout, "rows": rows}
+    path.write_text(json.dumps([run], indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--architectures", default=",".join(ARCHITECTURES), help="list")
+    parser.add_argument("--all", action="store_true", help="also the kernels of longer buckets")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    arguments = parser.parse_args()
+    compiler = nvcc()
+    if compiler is None:
+        sys.exit("ptxas: no nvcc on PATH, none in CUDACXX; install the CUDA toolkit, 13 or newer")
+    architectures = arguments.architectures.split(",")
+    reports = [compile_report(compiler, a) for a in architectures]
+    if arguments.json is not None:
+        write(arguments.json, compiler, [kernel for report in reports for kernel in report])
+    print(f"{'kernel':<34}" + "".join(f"{a:>22}" for a in architectures))
+    for row in zip(*reports, strict=True):
+        if arguments.all or row[0].held:
+            cells = (f"{k.registers} regs, {k.warps} warps" for k in row)
+            spills = sum(k.spilled for k in row)
+            print(
+                f"{row[0].label:<34}"
+                + "".join(f"{c:>22}" for c in cells)
+                + (f"  {spills} bytes spilled" if spills else "")
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What the fused exchanges share: one operation for a fusion buffer, from leaves to their sum."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, xla
+
+from cgx_jax import _compat
+from cgx_jax.wire import Layout
+
+Groups = Sequence[Sequence[int]] | None
+
+
+def unfit_axes(axes: Sequence[Any]) -> str | None:
+    """Why no fused call can be made over the axes bound where this is traced, or None."""
+    if not _compat.bound_by_mesh(axes):
+        return "the axis is one of vmap, which has no wire; reduce over a mesh axis"
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = [n for n in mesh.axis_names if n not in mesh.manual_axes]
+    if automatic:
+        return f"mesh axes {automatic} are not manual; let shard_map bind every axis of the mesh"
+    return None
+
+
+def positions(axes: tuple[str, ...], groups: Groups) -> tuple[tuple[int, ...], ...]:
+    """The positions in the current mesh of every group of `axes`, each in rank order."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = list(mesh.axis_names)
+    grid = np.arange(mesh.size).reshape([mesh.shape[n] for n in names])
+    own = [names.index(a) for a in axes]
+    rows = np.moveaxis(grid, own, range(-len(own), 0)).reshape(
+        -1, np.prod([mesh.shape[a] for a in axes])
+    )
+    if groups is not None:
+        rows = np.concatenate([rows[:, list(g)] for g in groups])
+    return tuple(tuple(int(i) for i in row) for row in rows)
+
+
+def bind(
+    primitive: Primitive,
+    name: str,
+    operands: Sequence[Any],
+    layout: Layout,
+    axes: tuple[str, ...],
+    groups: Groups,
+    divisor: float,
+) -> list[jax.Array]:
+    """Calls a primitive of `primitive()`; `name` heads its errors.
+
+    Operands are what is particular to the exchange, then the leaves, one a field of `layout`.
+    """
+    varying = frozenset().union(*(_compat.varying_axes(x) for x in operands))
+    return primitive.bind(
+        *(_compat.vary_over(x, varying) for x in operands),
+        layout=layout,
+        divisor=float(divisor),
+        positions=positions(axes, groups),
+        replicated=axes if groups is None else (),
+        name=f"{name} over axis {', '.join(map(repr, axes))}",
+    )
+
+
+def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
+    """The attributes that every fused handler takes."""
+    return {
+        **{k: np.asarray(v, np.int64) for k, v in layout.attributes().items()},
+        "world": np.int64(layout.world),
+        "divisor": np.float32(divisor),
+        "groups": np.asarray(positions, np.int64).reshape(-1),
+        "name": name,
+    }
+
+
+def primitive(name: str, leading: int) -> Primitive:
+    """A fused all-reduce of everything after its `leading` operands. Lowerings are the caller's."""
+    p = Primitive(name)
+    p.multiple_results = True
+
+    def shapes(*operands: Any, replicated: Any, **params: Any) -> list[Any]:
+        return [_compat.reduced_aval(x, replicated) for x in operands[leading:]]
+
+    p.def_abstract_eval(shapes)
+    p.def_impl(functools.partial(xla.apply_primitive, p))
+    batching.primitive_batchers[p] = _batch_rule(p)
+    return p
+
+
+def _batch_rule(p: Primitive) -> Callable[..., Any]:
+    """One call for each element: chunks are cut in each by itself, as under the `xla` exchange."""
+
+    def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        calls = []
+        for i in range(size):
+            one = [
+                x if d is None else lax.index_in_dim(x, i, d, keepdims=False)
+                for x, d in zip(args, dims, strict=True)
+            ]
+            calls.append(p.bind(*one, **params))
+        return [jnp.stack(leaf) for leaf in zip(*calls, strict=True)], [0] * len(calls[0])
+
+    return batch

@@ -1,0 +1,57 @@
+# The module of CUDA kernels. nvcc is the one that CUDACXX names, else the one on PATH, else that of
+# PyPI's nvidia-cuda-nvcc in the environment of the build. Without one the package is for the CPU.
+include(CheckLanguage)
+if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+  find_program(nvcc_on_path nvcc)
+  if(Python_EXECUTABLE)
+    execute_process(
+      COMMAND ${Python_EXECUTABLE} -c
+              "import importlib.util as u; print(u.find_spec('nvidia').submodule_search_locations[0])"
+      OUTPUT_VARIABLE nvidia_wheels OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  endif()
+  if(NOT nvcc_on_path AND EXISTS "${nvidia_wheels}/cu13/bin/nvcc")
+    set(CMAKE_CUDA_COMPILER "${nvidia_wheels}/cu13/bin/nvcc")
+  endif()
+endif()
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(CGX_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "CGX_CUDA=ON, but no nvcc works here: install the CUDA toolkit (13 or newer), "
+                        "or pip install nvidia-cuda-nvcc, or name the compiler in CUDACXX")
+  endif()
+  message(STATUS "cgx_jax: no nvcc, so no CUDA kernels; GPUs use plain jnp")
+  return()
+endif()
+
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100-real 120)
+endif()
+set(CMAKE_CUDA_STANDARD 17)
+enable_language(CUDA)
+message(STATUS "cgx_jax: CUDA kernels by nvcc ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
+
+# nvcc sees no XLA header, and contracts nothing: the bytes shall be the CPU's.
+add_library(cgx_cuda STATIC xla_ffi/codec_cuda.cc xla_ffi/fused_cuda.cc xla_ffi/kernels_cuda.cu
+                            xla_ffi/nccl_library.cc)
+target_include_directories(cgx_cuda SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_compile_options(cgx_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false --threads=0>)
+target_link_libraries(cgx_cuda PUBLIC cgx_cpu)
+set_target_properties(cgx_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+
+if(CGX_BUILD_GPU_TESTS)
+  add_executable(virtual_ranks tests/gpu/virtual_ranks.cc)
+  set_target_properties(virtual_ranks PROPERTIES CUDA_RUNTIME_LIBRARY Static LINKER_LANGUAGE CUDA)
+  target_link_libraries(virtual_ranks PRIVATE cgx_cuda)
+endif()
+if(NOT CGX_BUILD_MODULE)
+  return()
+endif()
+
+pybind11_add_module(_cuda MODULE xla_ffi/module_cuda.cc xla_ffi/handlers_cuda.cc
+                    xla_ffi/handlers_nccl.cc)
+set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
+target_compile_definitions(_cuda PRIVATE CGX_CUDA_ARCHITECTURES="${architectures}")
+target_include_directories(_cuda SYSTEM PRIVATE "${jaxlib_include}")
+target_link_libraries(_cuda PRIVATE cgx_cuda)
+install(TARGETS _cuda DESTINATION cgx_jax)

@@ -1,0 +1,98 @@
+// Stands in for CUDA's header where the kernels run on the CPU: what device code uses.
+#ifndef CGX_EMULATOR_CUDA_RUNTIME_H_
+#define CGX_EMULATOR_CUDA_RUNTIME_H_
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <tuple>
+
+#include "cuda_runtime_api.h"
+#include "warp.h"
+
+#define __global__ static
+#define __device__
+#define __host__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+// A coordinate that is looked up when it is read.
+template <unsigned emulator::Thread::* kField>
+struct Coordinate {
+  struct {
+    operator unsigned() const { return emulator::current().*kField; }
+  } x;
+};
+constexpr Coordinate<&emulator::Thread::thread> threadIdx{};
+constexpr Coordinate<&emulator::Thread::block> blockIdx{};
+constexpr Coordinate<&emulator::Thread::threads> blockDim{};
+constexpr Coordinate<&emulator::Thread::blocks> gridDim{};
+
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
+  }
+  return result;
+}
+
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int lane) {
+  return emulator::Exchange<T>("shfl", mask, value)[lane];
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+  return emulator::Exchange<T>("shfl_xor", mask, value)[emulator::lane() ^ lanes];
+}
+inline int __reduce_min_sync(unsigned mask, int value) {
+  const emulator::Exchange<int> all("reduce_min", mask, value);
+  for (int i = 0; i < emulator::kWarp; ++i) value = all[i] < value ? all[i] : value;
+  return value;
+}
+inline int __reduce_max_sync(unsigned mask, int value) {
+  const emulator::Exchange<int> all("reduce_max", mask, value);
+  for (int i = 0; i < emulator::kWarp; ++i) value = all[i] > value ? all[i] : value;
+  return value;
+}
+inline int __all_sync(unsigned mask, int predicate) {
+  const emulator::Exchange<int> all("all", mask, predicate != 0);
+  for (int i = 0; i < emulator::kWarp; ++i) predicate = predicate && all[i];
+  return predicate;
+}
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  void* attrs;
+  unsigned numAttrs;
+};
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments... arguments) {
+  const unsigned blocks = config->gridDim.x, threads = config->blockDim.x;
+  const std::tuple<Parameters...> copies(arguments...);
+  emulator::submit(config->stream, [=] {
+    emulator::run_grid(blocks, threads, [&] { std::apply(kernel, copies); });
+    return true;
+  });
+  return cudaSuccess;
+}
+
+#endif  // CGX_EMULATOR_CUDA_RUNTIME_H_

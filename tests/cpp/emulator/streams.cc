@@ -1,0 +1,178 @@
+#include "streams.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace emulator {
+namespace {
+
+struct Message {
+  const void* from;
+  void* to;
+  size_t bytes;
+  int peer;
+  bool posted = false;
+  std::shared_ptr<bool> over = std::make_shared<bool>(false);
+};
+
+struct World {
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::vector<std::unique_ptr<Event>> events;
+  std::map<std::pair<int, int>, std::deque<Message>> sent;  // by (from, to), in order
+  int64_t waits = 0, left_out = -1;
+  int64_t calls = 0, failing = -1;
+  int depth = 0;
+  std::vector<Message> group;
+  const Comm* comm = nullptr;
+  Stream* stream = nullptr;
+  uint64_t progress = 0;
+};
+
+World world;
+
+constexpr int kSuccess = 0, kInternalError = 3;
+
+int called() { return world.calls++ == world.failing ? kInternalError : kSuccess; }
+
+// A step of a group of messages on its stream: posts what it sends, takes what has come.
+bool exchange(const Comm* comm, std::vector<Message>* group) {
+  bool over = true;
+  for (Message& m : *group) {
+    if (m.from && !m.posted) {
+      m.posted = true;
+      ++world.progress;
+      world.sent[{comm->rank, m.peer}].push_back(m);
+    }
+    if (m.to && !*m.over) {
+      std::deque<Message>& queue = world.sent[{m.peer, comm->rank}];
+      if (!queue.empty()) {
+        const Message& other = queue.front();
+        if (other.bytes != m.bytes) {
+          fprintf(stderr, "emulator: %zu bytes sent, %zu expected\n", other.bytes, m.bytes);
+          abort();
+        }
+        memcpy(m.to, other.from, m.bytes);
+        *other.over = *m.over = true;
+        queue.pop_front();
+        ++world.progress;
+      }
+    }
+    over = over && *m.over;
+  }
+  return over;
+}
+
+int add(Message message, const Comm* comm, Stream* stream) {
+  if (const int result = called(); result != kSuccess) return result;
+  if (world.depth == 0) {
+    fprintf(stderr, "emulator: a message outside of a group\n");
+    abort();
+  }
+  world.comm = comm;
+  world.stream = stream;
+  world.group.push_back(std::move(message));
+  return kSuccess;
+}
+
+}  // namespace
+
+void submit(Stream* stream, Operation operation) {
+  if (stream) {
+    stream->queue.push_back(std::move(operation));
+  } else {
+    operation();
+  }
+}
+
+Stream* create_stream() {
+  world.streams.push_back(std::make_unique<Stream>());
+  return world.streams.back().get();
+}
+
+Event* create_event() {
+  world.events.push_back(std::make_unique<Event>());
+  return world.events.back().get();
+}
+
+void record(Event* event, Stream* stream) {
+  const uint64_t number = ++event->recorded;
+  submit(stream, [=] {
+    event->reached = number;
+    return true;
+  });
+}
+
+void wait(Stream* stream, Event* event) {
+  if (world.waits++ == world.left_out) return;
+  const uint64_t number = event->recorded;
+  submit(stream, [=] { return event->reached >= number; });
+}
+
+void reset() { world = World(); }
+
+int64_t waits() { return world.waits; }
+
+void leave_out(int64_t wait) { world.left_out = wait; }
+
+bool run_streams(uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::map<Stream*, uint64_t> rank;
+  for (const auto& stream : world.streams) rank[stream.get()] = random();
+  while (true) {
+    std::vector<Stream*> ready;
+    for (const auto& stream : world.streams) {
+      if (!stream->queue.empty()) ready.push_back(stream.get());
+    }
+    if (ready.empty()) return true;
+    std::shuffle(ready.begin(), ready.end(), random);
+    if (seed % 2 == 1) {
+      std::sort(ready.begin(), ready.end(),
+                [&](Stream* a, Stream* b) { return rank[a] < rank[b]; });
+    }
+    const uint64_t before = world.progress;
+    bool moved = false;
+    for (Stream* stream : ready) {
+      if (!stream->queue.front()()) continue;
+      stream->queue.pop_front();
+      moved = true;
+      break;
+    }
+    if (!moved && world.progress == before) return false;
+  }
+}
+
+int group_start() {
+  if (const int result = called(); result != kSuccess) return result;
+  ++world.depth;
+  return kSuccess;
+}
+
+int group_end() {
+  if (world.depth == 0 || --world.depth > 0) return kSuccess;
+  auto group = std::make_shared<std::vector<Message>>(std::move(world.group));
+  world.group.clear();
+  if (const int result = called(); result != kSuccess) return result;
+  if (group->empty()) return kSuccess;
+  submit(world.stream, [comm = world.comm, group] { return exchange(comm, group.get()); });
+  return kSuccess;
+}
+
+int send(const void* data, size_t count, int peer, const Comm* comm, Stream* stream) {
+  return add({data, nullptr, count, peer}, comm, stream);
+}
+
+int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream) {
+  return add({nullptr, data, count, peer}, comm, stream);
+}
+
+void fail_at(int64_t call) { world.failing = call; }
+
+}  // namespace emulator

@@ -1,0 +1,58 @@
+// CUDA streams, events and NCCL messages on the CPU: a stream is a queue, and one scheduler runs
+// the head of a queue chosen by a seed, so that a missing wait shows as a wrong result and a wrong
+// order of messages as a deadlock.
+#ifndef CGX_EMULATOR_STREAMS_H_
+#define CGX_EMULATOR_STREAMS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <deque>
+#include <functional>
+
+namespace emulator {
+
+// A step of a stream; false: not yet.
+using Operation = std::function<bool()>;
+
+struct Stream {
+  std::deque<Operation> queue;
+};
+
+struct Event {
+  uint64_t recorded = 0, reached = 0;
+};
+
+// Puts an operation on a stream; the null stream runs it at once.
+void submit(Stream* stream, Operation operation);
+
+Stream* create_stream();
+Event* create_event();
+void record(Event* event, Stream* stream);
+void wait(Stream* stream, Event* event);
+
+// Forgets all streams, events and messages.
+void reset();
+// How many waits have been put on streams since reset(), and the one of them to leave out (-1:
+// none).
+int64_t waits();
+void leave_out(int64_t wait);
+
+// Runs everything that has been put on streams; false when nothing can go on (a deadlock). Odd
+// seeds starve streams for as long as others can go on, even ones choose evenly.
+bool run_streams(uint64_t seed);
+
+// NCCL's point-to-point calls between ranks that are this process's: results are ncclResult_t's.
+// fail_at counts calls of group_start, send, recv and group_end; that one fails (-1: none).
+struct Comm {
+  int rank, world;
+};
+int group_start();
+int group_end();
+int send(const void* data, size_t count, int peer, const Comm* comm, Stream* stream);
+int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream);
+void fail_at(int64_t call);
+
+}  // namespace emulator
+
+#endif  // CGX_EMULATOR_STREAMS_H_

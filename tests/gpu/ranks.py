@@ -1,0 +1,146 @@
+"""Real NCCL between processes that share one GPU: the fused all-reduce beside lax.psum.
+
+    python tests/gpu/ranks.py OUT.json --world 2 --megabytes 100 [--rate 10gbit]
+
+Every rank tells NCCL that it is on a host of its own (NCCL_HOSTID), so they talk over sockets on
+loopback, as nodes on Ethernet do. With --rate the loopback is shaped by `tc` (needs root), and the
+ranks share that rate. Prints, and writes as JSON, the median over interleaved repeats of psum's
+time over each exchange's, and whether "nccl" gave the bytes of "xla" on every rank.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+PORT = 29561
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--megabytes", type=float, default=100.0)
+    parser.add_argument("--rate", help="of loopback, as tc takes it")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--exchanges", default="xla,nccl")
+    parser.add_argument("--platform", default="cuda", help="cpu tries the script itself")
+    arguments = parser.parse_args()
+    if "CGX_RANK" in os.environ:
+        return rank(arguments, int(os.environ["CGX_RANK"]))
+    if arguments.rate:
+        shape("add", "dev", "lo", "root", "tbf", "rate", arguments.rate, "burst", "256kb",
+              "latency", "50ms")  # fmt: skip
+    try:
+        return start(arguments)
+    finally:
+        if arguments.rate:
+            shape("del", "dev", "lo", "root")
+
+
+def shape(*command: str) -> None:
+    subprocess.run(["tc", "qdisc", *command], check=True)
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """Starts the ranks; the first failed exit code."""
+    processes = []
+    for number in range(arguments.world):
+        variables = {
+            "CGX_RANK": str(number),
+            "NCCL_HOSTID": f"virtual-host-{number}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "NCCL_MNNVL_ENABLE": "0",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        command = [sys.executable, *sys.argv]
+        processes.append(subprocess.Popen(command, env=os.environ | variables))
+    codes = [process.wait(timeout=300) for process in processes]
+    return next((code for code in codes if code), 0)
+
+
+def rank(arguments: argparse.Namespace, number: int) -> int:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import cgx_jax
+
+    jax.config.update("jax_platforms", arguments.platform)
+    if arguments.platform == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{PORT}", arguments.world, number, local_device_ids=[0])
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    values = int(arguments.megabytes * 1e6 / 4)
+    own = np.random.default_rng(number).standard_normal((1, values)).astype(np.float32)
+    x = jax.make_array_from_single_device_arrays(
+        (arguments.world, values),
+        NamedSharding(mesh, P("data")),
+        [jax.device_put(own, jax.local_devices()[0])],
+    )
+
+    def reduction(function):
+        return jax.jit(
+            jax.shard_map(lambda x: function(x[0]), mesh=mesh, in_specs=P("data"), out_specs=P())
+        )
+
+    methods = {"psum": reduction(lambda x: jax.lax.psum(x, "data"))}
+    for exchange in arguments.exchanges.split(","):
+        methods[exchange] = reduction(
+            lambda x, e=exchange: cgx_jax.psum_compressed(
+                x, "data", cgx_jax.Quantize(bits=4), exchange=e
+            )
+        )
+    results = {name: np.asarray(f(x).addressable_data(0)) for name, f in methods.items()}
+    seconds = {name: [] for name in methods}
+    for _ in range(arguments.repeats):
+        for name, function in methods.items():
+            methods["psum"](x).block_until_ready()  # every rank is here now
+            start = time.perf_counter()
+            function(x).block_until_ready()
+            seconds[name].append(time.perf_counter() - start)
+    exact = results["psum"]
+    rows = []
+    for name in methods:
+        ratios = np.array(seconds["psum"]) / np.array(seconds[name])
+        error = np.linalg.norm(results[name] - exact) / np.linalg.norm(exact)
+        rows.append(
+            {
+                "method": name,
+                "seconds": float(np.median(seconds[name])),
+                "ratio": [float(q) for q in np.percentile(ratios, (25, 50, 75))],
+                "error": float(error),
+                "bytes_of_xla": results[name].tobytes() == results["xla"].tobytes()
+                if name != "psum" and "xla" in results
+                else None,
+            }
+        )
+    if number == 0:
+        for row in rows:
+            print(
+                f"{row['method']:>5} {row['seconds'] * 1e3:9.2f} ms  {row['ratio'][1]:.2f}"
+                f"  relative error {row['error']:.3f}  bytes of xla: {row['bytes_of_xla']}"
+            )
+        facts = {
+            "device": jax.devices()[0].device_kind,
+            "world": arguments.world,
+            "megabytes": arguments.megabytes,
+            "rate": arguments.rate or "unlimited",
+            "rows": rows,
+        }
+        known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+        arguments.out.write_text(json.dumps([*known, facts], indent=1) + "\n")
+    jax.distributed.shutdown()
+    return 1 if any(row["bytes_of_xla"] is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

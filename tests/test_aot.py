@@ -1,0 +1,136 @@
+"""What XLA makes of the exchanges on eight H100, by its ahead-of-time compiler: without a GPU."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jaxlib.version
+import pytest
+
+import cgx_jax
+
+# Only the compiler of JAX's CUDA plugin, apart from site-packages: JAX must not see it elsewhere.
+PLUGIN = pathlib.Path(sys.prefix) / "cuda-plugin"
+WORKER = pathlib.Path(__file__).with_name("aot_worker.py")
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (PLUGIN / "jax_plugins").is_dir(),
+        reason=f"JAX's CUDA plugin is not in {PLUGIN}: `make test` puts it there (Linux)",
+    ),
+    pytest.mark.skipif(
+        cgx_jax.backends()["cuda"] == "jnp",
+        reason="the CUDA module is not built: it needs nvcc (CUDA 13)",
+    ),
+]
+
+
+def compiled(tmp_path, exchange, style):
+    """The optimised module and XLA's order of thunks."""
+    environment = dict(os.environ)
+    package = pathlib.Path(cgx_jax.__file__).parents[1]
+    environment["PYTHONPATH"] = os.pathsep.join([str(package), str(PLUGIN)])
+    environment.pop("JAX_PLATFORMS", None)
+    environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    environment["XLA_FLAGS"] = (
+        f"--xla_gpu_autotune_level=0 --xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    )
+    done = subprocess.run(
+        [sys.executable, str(WORKER), exchange, style],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (thunks,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    return done.stdout, thunks.read_text()
+
+
+def has_nccl():
+    from cgx_jax.exchange import nccl
+
+    return nccl.missing() is None
+
+
+needs_nccl = pytest.mark.skipif(
+    "not has_nccl()",
+    reason="built against a jaxlib without the collectives extension: it needs Python 3.12",
+)
+
+
+def kinds(thunks):
+    """Thunk kinds in order, with their depth: 1 inside of a command buffer or an async call."""
+    lines = re.findall(r"^( *)\d+: k(\w+)[^\n]*?(\S*gemm\S*|$)", thunks, re.MULTILINE)
+    return [("gemm" if gemm else kind, len(indent) > 0) for indent, kind, gemm in lines]
+
+
+@pytest.mark.parametrize("style", ["end", "backward"])
+def test_only_bytes_travel_between_kernels(tmp_path, style):
+    module, _ = compiled(tmp_path, "xla", style)
+    collectives = re.findall(r"= (.*?) (?:all-to-all|all-gather|all-reduce)(?:-start)?\(", module)
+    assert collectives
+    for result in collectives:
+        assert set(re.findall(r"([a-z]+\d+)\[\d", result)) == {"u8"}, result
+    for target in ("cgx_encode", "cgx_reduce", "cgx_decode"):
+        assert f'custom_call_target="{target}"' in module
+
+
+@pytest.mark.skipif(
+    jaxlib.version.__version_info__ < (0, 11),
+    reason="XLA records custom calls by default from jaxlib 0.11 on",
+)
+def test_kernels_are_recorded_into_command_buffers(tmp_path):
+    _, thunks = compiled(tmp_path, "xla", "end")
+    first, second, third = (inside for kind, inside in kinds(thunks) if kind == "CustomCall")
+    assert first  # encode, beside other kernels
+    assert third  # decode
+    assert not second  # reduce stands alone between two collectives
+
+
+@needs_nccl
+def test_fused_call_is_the_only_communication(tmp_path):
+    module, thunks = compiled(tmp_path, "nccl", "end")
+    assert module.count('custom_call_target="cgx_all_reduce_nccl"') == 1
+    assert not re.search(r"(all-to-all|all-gather|all-reduce)(-start)?\(", module)
+    assert re.search(
+        r"kAsyncStart.*stream=communication_stream\[\d\].*\n +\d+: kCustomCall", thunks
+    )
+
+
+@needs_nccl
+def test_fused_calls_overlap_the_backward_pass(tmp_path):
+    _, thunks = compiled(tmp_path, "nccl", "backward")
+    outer = re.findall(
+        r"^ *\d+: k(AsyncStart|AsyncDone|CustomKernel)\s*\[[^]]*\] (.*)$", thunks, re.MULTILINE
+    )
+    flying, overlapped = False, 0
+    for kind, detail in outer:
+        if kind.startswith("Async"):
+            flying = kind == "AsyncStart"
+        elif flying and "gemm" in detail:
+            overlapped += 1
+            flying = False  # count each call once
+    assert overlapped >= 3  # four layers; the last has nothing left to hide behind
+
+
+@needs_nccl
+def test_fused_call_is_refused_elsewhere():
+    """On CPU devices, while compiling, with the remedy."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    reduce = jax.shard_map(
+        lambda x: cgx_jax.psum_compressed(x, "data", exchange="nccl"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match=r"exchange='nccl'.*for CUDA devices.*compiled for cpu"):
+        jax.jit(reduce).lower(np.ones((2, 4096), np.float32))

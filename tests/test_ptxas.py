@@ -1,0 +1,29 @@
+"""What the CUDA compiler makes of the kernels, for every architecture; no GPU is needed."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+spec = importlib.util.spec_from_file_location(
+    "ptxas", pathlib.Path(__file__).parents[1] / "benchmarks" / "ptxas.py"
+)
+ptxas = importlib.util.module_from_spec(spec)
+sys.modules["ptxas"] = ptxas
+spec.loader.exec_module(ptxas)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ptxas.nvcc() is None, reason="there is no nvcc here: it needs CUDA 13")
+@pytest.mark.parametrize("architecture", ptxas.ARCHITECTURES)
+def test_hot_kernels_keep_their_values_in_registers(architecture):
+    kernels = ptxas.compile_report(ptxas.nvcc(), architecture)
+    assert {k.name for k in kernels} == {
+        f"{step}_kernel" for step in ("encode", "reduce", "decode", "accumulate")
+    }
+    assert sum(k.held for k in kernels) == 8  # encode x 4, reduce x 2, decode, accumulate
+    for kernel in kernels:
+        assert kernel.spilled == 0, f"{kernel.label} spills {kernel.spilled} bytes"
+        if kernel.held:
+            assert kernel.warps >= 24, f"{kernel.label}: {kernel.registers} registers"

@@ -1,0 +1,65 @@
+// Encode, reduce, decode and accumulate over a fusion buffer in device memory: the calls of
+// kernels_cpu.h, put on a stream. Keys and ranks are in device memory too, since an SPMD program
+// computes them there.
+#ifndef CGX_CODEC_CUDA_H_
+#define CGX_CODEC_CUDA_H_
+
+#include <vector>
+
+#include "kernels_cuda.h"
+
+namespace cgx {
+
+// Positions [from, to) of a fusion buffer.
+struct Range {
+  int64_t from, to;
+};
+
+// Every call works on the records that start in the ranges, which come in order; with `tails` it
+// also clears the bytes past the end of each chunk that lies in one of them.
+
+struct CudaEncode {
+  Layout layout;
+  LeavesIn leaves;
+  LeavesOut residuals;  // data null: none
+  const uint32_t* key;
+  RankSource rank;
+  uint8_t* payload;
+  bool tails;
+};
+cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cudaStream_t stream);
+
+struct CudaReduce {
+  Layout layout;
+  LeavesIn leaves;
+  const uint32_t* key;
+  RankSource rank;
+  const uint8_t* payload;
+  float divisor;
+  uint8_t* chunk;
+  bool tails;
+};
+cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cudaStream_t stream);
+
+struct CudaDecode {
+  Layout layout;
+  const uint8_t* payload;
+  LeavesOut leaves;
+};
+cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cudaStream_t stream);
+
+struct CudaAccumulate {
+  Layout layout;  // world 1
+  LeavesIn leaves;
+  const uint8_t* payload;
+  int64_t peers;
+  RankSource rank;
+  float divisor;
+  LeavesOut sums;
+};
+cudaError_t accumulate(const CudaAccumulate& call, const std::vector<Range>& ranges,
+                       cudaStream_t stream);
+
+}  // namespace cgx
+
+#endif  // CGX_CODEC_CUDA_H_

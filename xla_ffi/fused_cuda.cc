@@ -1,0 +1,137 @@
+#include "fused_cuda.h"
+
+namespace cgx {
+namespace {
+
+// Memory is the limit of what may be in flight, and every segment has its own.
+constexpr int64_t kNoWindow = int64_t{1} << 62;
+
+}  // namespace
+
+CudaFused::CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm,
+                     CudaLane& lane, cudaStream_t stream)
+    : spec_(spec),
+      nccl_(nccl),
+      comm_(comm),
+      lane_(lane),
+      stream_(stream),
+      segments_(spec.layout, spec.segment_bytes),
+      sent_(spec.scratch),
+      received_(spec.scratch + spec.layout.world * spec.layout.chunk_bytes) {}
+
+std::string CudaFused::run() {
+  if (!lane_.wire) {
+    int least, greatest;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    check(cudaStreamCreateWithPriority(&lane_.wire, cudaStreamNonBlocking, greatest));
+  }
+  while (error_.empty() && static_cast<int64_t>(lane_.events.size()) < 1 + 2 * segments_.count()) {
+    cudaEvent_t event;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    if (error_.empty()) lane_.events.push_back(event);
+  }
+  if (!error_.empty()) return error_;
+  Schedule<CudaFused, CudaFused> schedule(segments_.count(), kNoWindow, *this, *this);
+  while (error_.empty() && schedule.step()) {
+  }
+  if (!error_.empty()) {
+    // The caller frees the memory now: its stream has to come after what the wire still does.
+    const std::string error = error_;
+    check(cudaEventRecord(lane_.events[0], lane_.wire));
+    check(cudaStreamWaitEvent(stream_, lane_.events[0], 0));
+    return error;
+  }
+  return "";
+}
+
+void CudaFused::encode(int64_t segment) {
+  const Layout& layout = spec_.layout;
+  std::vector<Range> ranges;
+  for (int64_t chunk = 0; chunk < layout.world; ++chunk) {
+    if (chunk == spec_.rank) continue;
+    ranges.push_back({segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1)});
+  }
+  check(
+      cgx::encode({layout, spec_.in, {}, spec_.keys, {nullptr, spec_.rank}, sent_, /*tails=*/false},
+                  ranges, stream_));
+}
+
+void CudaFused::reduce(int64_t segment) {
+  const Layout& layout = spec_.layout;
+  check(cgx::reduce(
+      {layout,
+       spec_.in,
+       spec_.keys + 2,
+       {nullptr, spec_.rank},
+       received_,
+       spec_.divisor,
+       sent_ + spec_.rank * layout.chunk_bytes,
+       /*tails=*/false},
+      {{segments_.begin(spec_.rank, segment), segments_.begin(spec_.rank, segment + 1)}}, stream_));
+}
+
+void CudaFused::decode(int64_t segment) {
+  std::vector<Range> ranges;
+  for (int64_t chunk = 0; chunk < spec_.layout.world; ++chunk) {
+    ranges.push_back({segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1)});
+  }
+  check(cgx::decode({spec_.layout, sent_, spec_.out}, ranges, stream_));
+}
+
+void CudaFused::post(Phase phase, int64_t segment) {
+  const int64_t world = spec_.layout.world;
+  const int32_t own = spec_.rank;
+  check(cudaEventRecord(lane_.events[0], stream_));
+  check(cudaStreamWaitEvent(lane_.wire, lane_.events[0], 0));
+  check_nccl("ncclGroupStart", nccl_.group_start());
+  if (!error_.empty()) return;
+  for (int64_t d = 1; d < world; ++d) {
+    const int32_t to = static_cast<int32_t>((own + d) % world);
+    const int32_t from = static_cast<int32_t>((own + world - d) % world);
+    const bool scatter = phase == Phase::kScatter;
+    // In the first phase a rank sends each peer the peer's chunk and gets its own; in the second
+    // it sends its own to all.
+    const int32_t out_chunk = scatter ? to : own, in_chunk = scatter ? own : from;
+    const size_t out_bytes = segments_.bytes(out_chunk, segment);
+    const size_t in_bytes = segments_.bytes(in_chunk, segment);
+    if (out_bytes > 0) {
+      check_nccl("ncclSend", nccl_.send(place(sent_, out_chunk, out_chunk, segment), out_bytes,
+                                        NcclLibrary::kBytes, to, comm_, lane_.wire));
+    }
+    if (in_bytes > 0) {
+      check_nccl("ncclRecv", nccl_.recv(place(scatter ? received_ : sent_, from, in_chunk, segment),
+                                        in_bytes, NcclLibrary::kBytes, from, comm_, lane_.wire));
+    }
+  }
+  check_nccl("ncclGroupEnd", nccl_.group_end());
+  check(cudaEventRecord(event(phase, segment), lane_.wire));
+}
+
+bool CudaFused::arrived(Phase phase, int64_t segment) {
+  check(cudaStreamWaitEvent(stream_, event(phase, segment), 0));
+  return true;
+}
+
+// Where the segment of a chunk lies in a row: rows keep the chunk's own distances.
+uint8_t* CudaFused::place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const {
+  return rows + row * spec_.layout.chunk_bytes + segments_.begin(chunk, segment) -
+         spec_.layout.begin[chunk];
+}
+
+cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {
+  return lane_.events[1 + 2 * segment + (phase == Phase::kGather)];
+}
+
+void CudaFused::check(cudaError_t error) {
+  if (error != cudaSuccess && error_.empty()) {
+    error_ = std::string("CUDA: ") + cudaGetErrorString(error);
+  }
+}
+
+void CudaFused::check_nccl(const char* call, int result) {
+  if (result != NcclLibrary::kSuccess && result != NcclLibrary::kInProgress && error_.empty()) {
+    error_ = std::string(call) + ": " + nccl_.get_error_string(result);
+  }
+}
+
+}  // namespace cgx

@@ -1,0 +1,75 @@
+// One fused all-reduce on a GPU: the schedule over the CUDA kernels and NCCL, on two streams.
+//
+// Kernels go to the caller's stream, messages to a second one, and events order the two: a segment
+// travels while the next is encoded. Nothing waits on the host.
+#ifndef CGX_FUSED_CUDA_H_
+#define CGX_FUSED_CUDA_H_
+
+#include <stdint.h>
+
+#include <string>
+#include <vector>
+
+#include "codec_cuda.h"
+#include "nccl_library.h"
+#include "schedule.h"
+
+namespace cgx {
+
+struct CudaFusedSpec {
+  Layout layout;
+  LeavesIn in;
+  LeavesOut out;
+  const uint32_t* keys;  // device: two words for encode, two for reduce
+  float divisor;
+  int32_t rank;
+  int64_t segment_bytes;
+  uint8_t* scratch;  // device, scratch_bytes(layout)
+};
+
+// What a device keeps from call to call.
+struct CudaLane {
+  cudaStream_t wire = nullptr;
+  std::vector<cudaEvent_t> events;
+};
+
+class CudaFused {
+ public:
+  CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm, CudaLane& lane,
+            cudaStream_t stream);
+
+  static int64_t scratch_bytes(const Layout& layout) {
+    return 2 * layout.world * layout.chunk_bytes;
+  }
+
+  // Puts the whole call on the streams; what went wrong, or "". Whatever happens, work that comes
+  // later on the caller's stream finds both streams done with this call's memory.
+  std::string run();
+
+  // The schedule's kernels.
+  void encode(int64_t segment);
+  void reduce(int64_t segment);
+  void decode(int64_t segment);
+  // The schedule's transport. A stream waits by itself, so everything has arrived.
+  void post(Phase phase, int64_t segment);
+  bool arrived(Phase phase, int64_t segment);
+
+ private:
+  uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
+  cudaEvent_t event(Phase phase, int64_t segment) const;
+  void check(cudaError_t error);
+  void check_nccl(const char* call, int result);
+
+  const CudaFusedSpec spec_;
+  const NcclLibrary& nccl_;
+  const NcclComm comm_;
+  CudaLane& lane_;
+  const cudaStream_t stream_;
+  const Segments segments_;
+  uint8_t *const sent_, *const received_;  // u8[world, chunk_bytes]
+  std::string error_;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_FUSED_CUDA_H_

@@ -1,0 +1,25 @@
+// XLA FFI handlers of the fused all-reduce on CUDA. They need the collectives extension of the
+// runtime, which lends XLA's own communicator; without its header they are not built.
+#ifndef CGX_HANDLERS_NCCL_H_
+#define CGX_HANDLERS_NCCL_H_
+
+#include "xla/ffi/api/c_api.h"
+
+#if __has_include("xla/ffi/api/collectives_c_api.h")
+#define CGX_HAVE_COLLECTIVES 1
+#else
+#define CGX_HAVE_COLLECTIVES 0
+#endif
+
+#if CGX_HAVE_COLLECTIVES
+namespace cgx {
+
+// Asks for the communicator, before anything runs.
+XLA_FFI_Error* all_reduce_nccl_prepare(XLA_FFI_CallFrame* frame);
+// (keys of both phases, leaves) -> leaves
+XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame);
+
+}  // namespace cgx
+#endif
+
+#endif  // CGX_HANDLERS_NCCL_H_

@@ -1,0 +1,92 @@
+// CUDA kernels over tables of buckets. What a launch works on lies in its parameters by value, so
+// that a CUDA graph can hold it; only keys, ranks and payloads are read from device memory.
+// No XLA here, so that nvcc never sees its headers.
+#ifndef CGX_KERNELS_CUDA_H_
+#define CGX_KERNELS_CUDA_H_
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#include "kernels_cpu.h"
+
+namespace cgx {
+
+// Consecutive buckets of one leaf within one chunk, or bytes to clear.
+struct Piece {
+  const char* in;   // the first bucket's values; null in decode
+  char* out;        // where its residuals, values or sums go, or the bytes to clear; null: nowhere
+  int64_t record;   // of the first bucket, in its payload row
+  int64_t bucket;   // number of the first bucket in its leaf
+  int64_t values;   // of all buckets; bytes when cleared
+  int64_t before;   // units of the pieces before this one in the table
+  int32_t unit;     // values a bucket; bytes a unit when cleared
+  uint32_t stream;  // leaf number of the noise generator
+  int32_t chunk;
+  uint8_t bits;  // 0: clear bytes, a multiple of 4 of them
+  DType dtype;   // of the leaf
+  bool aligned;  // four values may be read or written at once
+};
+
+// Every driver takes 4 KB of kernel parameters.
+constexpr int kPieces = 56;
+constexpr int kClearedUnit = 512;  // bytes that a warp clears at once
+
+struct Table {
+  Piece piece[kPieces];
+  int32_t count;
+  int32_t tiles;  // of the longest bucket
+};
+static_assert(sizeof(Table) <= 4000, "a table and a kernel's arguments are its parameters");
+
+// A rank: where an SPMD program finds it, or the number itself.
+struct RankSource {
+  const int32_t* device;  // null: `value`
+  int32_t value;
+};
+
+struct EncodeArgs {
+  uint8_t* payload;  // u8[world, chunk_bytes]
+  int64_t chunk_bytes;
+  const uint32_t* key;  // device, two words
+  RankSource rank;      // the chunk that is cleared instead; -1: none
+};
+
+struct ReduceArgs {
+  const uint8_t* payload;  // u8[world, chunk_bytes]
+  uint8_t* chunk;          // u8[chunk_bytes]
+  int64_t chunk_bytes;
+  int64_t world;
+  const uint32_t* key;
+  RankSource rank;  // whose chunk is reduced: pieces of other chunks are left alone
+  float divisor;
+};
+
+struct DecodeArgs {
+  const uint8_t* payload;  // u8[world, chunk_bytes]
+  int64_t chunk_bytes;
+};
+
+struct AccumulateArgs {
+  const uint8_t* payload;  // u8[peers, row_bytes]
+  int64_t row_bytes;
+  int64_t peers;
+  RankSource rank;  // the row that is skipped; -1: none
+  float divisor;
+};
+
+constexpr int64_t kTileValues = 512;
+
+// Each starts one kernel with work for `units` warps at most. reduce_kernel works on the pieces of
+// one chunk, so pieces are in the order of their chunks.
+cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
+                          bool residual, int64_t units, cudaStream_t stream);
+cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
+                          int64_t units, cudaStream_t stream);
+cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int64_t units,
+                          cudaStream_t stream);
+cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int64_t units,
+                              cudaStream_t stream);
+
+}  // namespace cgx
+
+#endif  // CGX_KERNELS_CUDA_H_

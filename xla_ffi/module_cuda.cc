@@ -1,0 +1,51 @@
+// The Python module cgx_jax._cuda. It loads on machines without a GPU and without a driver: the
+// CUDA runtime inside opens the driver at its first call.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "handlers_cuda.h"
+#include "handlers_nccl.h"
+#include "nccl_library.h"
+#include "wire_format.h"
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict handlers() {
+  const auto capsule = [](auto* handler) {
+    return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+  };
+  py::dict all;
+  all["cgx_encode"] = capsule(cgx::encode_cuda_handler);
+  all["cgx_reduce"] = capsule(cgx::reduce_cuda_handler);
+  all["cgx_decode"] = capsule(cgx::decode_cuda_handler);
+  all["cgx_accumulate"] = capsule(cgx::accumulate_cuda_handler);
+#if CGX_HAVE_COLLECTIVES
+  py::dict stages;
+  stages["prepare"] = capsule(cgx::all_reduce_nccl_prepare);
+  stages["execute"] = capsule(cgx::all_reduce_nccl_execute);
+  all["cgx_all_reduce_nccl"] = stages;
+#endif
+  return all;
+}
+
+std::string nccl_version() {
+  std::string error;
+  const cgx::NcclLibrary* const nccl = cgx::nccl_library(&error);
+  int version = 0;
+  if (!nccl || nccl->get_version(&version) != cgx::NcclLibrary::kSuccess) return "";
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "CUDA kernels of cgx_jax as XLA FFI handlers.";
+  m.def("handlers", &handlers, "FFI targets for jax.ffi.register_ffi_target(platform='CUDA').");
+  m.def("architectures", [] { return CGX_CUDA_ARCHITECTURES; }, "What the kernels are built for.");
+  m.def("nccl_version", &nccl_version, "Version of the NCCL that XLA uses here; '' without one.");
+  m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+}
