@@ -62,11 +62,12 @@ slow-test: $(STAMPS)/cuda-plugin
 	$(BIN)/python -m pytest -m slow
 
 cpp-test: $(STAMPS)/cpp
+	include=$$($(BIN)/python -c 'import jaxlib, os; print(os.path.dirname(jaxlib.__file__))')/include; \
 	for sanitizers in address,undefined thread; do \
 	  $(BIN)/cmake -S . -B build/$$sanitizers -G Ninja \
 	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCMAKE_BUILD_TYPE=Debug \
 	    -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
-	    -DCGX_SANITIZE=$$sanitizers && \
+	    -DCGX_SANITIZE=$$sanitizers -DCGX_XLA_INCLUDE=$$include && \
 	  $(BIN)/cmake --build build/$$sanitizers && \
 	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure || exit 1; \
 	done

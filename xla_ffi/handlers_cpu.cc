@@ -106,7 +106,7 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
   const char* const name = "cgx_accumulate";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    int64_t peers;
+    int64_t peers = 0;
     CGX_TRY(check_accumulate(name, rank, payload, args, rets,
                              {bits, bucket_size, stochastic, stream, world}, divisor, &operands,
                              &peers));

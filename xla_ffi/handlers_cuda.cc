@@ -96,7 +96,7 @@ ffi::Error run_accumulate(cudaStream_t stream, Ranks rank, Payload payload, ffi:
   const char* const name = "cgx_accumulate";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    int64_t peers;
+    int64_t peers = 0;
     CGX_TRY(check_accumulate(name, rank, payload, args, rets,
                              {bits, bucket_size, stochastic, stream_numbers, world}, divisor,
                              &operands, &peers));

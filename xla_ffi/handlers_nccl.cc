@@ -118,7 +118,7 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
     std::string error;
     const NcclLibrary* const nccl = nccl_library(&error);
     if (!nccl) return internal(error);
-    NcclComm comm;
+    NcclComm comm = nullptr;
     CGX_TRY(communicator(collectives, positions, world, &comm));
     int count = 0, rank = -1, state = NcclLibrary::kSuccess;
     for (const int result : {nccl->comm_count(comm, &count), nccl->comm_user_rank(comm, &rank),

@@ -13,7 +13,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "unspecified launch failure";
 }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = emulator::device();
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {

@@ -37,6 +37,7 @@ struct World {
 };
 
 World world;
+int current_device = 0;
 
 constexpr int kSuccess = 0, kInternalError = 3;
 
@@ -115,6 +116,10 @@ void wait(Stream* stream, Event* event) {
   const uint64_t number = event->recorded;
   submit(stream, [=] { return event->reached >= number; });
 }
+
+void set_device(int device) { current_device = device; }
+
+int device() { return current_device; }
 
 void reset() { world = World(); }
 

@@ -31,6 +31,10 @@ Event* create_event();
 void record(Event* event, Stream* stream);
 void wait(Stream* stream, Event* event);
 
+// The device that is current.
+void set_device(int device);
+int device();
+
 // Forgets all streams, events and messages.
 void reset();
 // How many waits have been put on streams since reset(), and the one of them to leave out (-1:

@@ -17,7 +17,6 @@
 extern "C" {
 void* __tsan_get_current_fiber();
 void* __tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
@@ -88,6 +87,9 @@ CGX_UNSEEN void enter() {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(nullptr, &w.scheduler_stack, &w.scheduler_stack_size);
 #endif
+#if defined(__SANITIZE_THREAD__)
+  __tsan_acquire(&w.body);
+#endif
   (*w.body)();
 #if defined(__SANITIZE_THREAD__)
   __tsan_release(&w.live);
@@ -131,16 +133,23 @@ CGX_UNSEEN void run_warp(unsigned first_thread) {
   w.arrived = 0;
   w.over = 0;
   w.live = kWarp;
-  for (Fiber& fiber : w.fibers) {
+  for (int lane = 0; lane < kWarp; ++lane) {
+    Fiber& fiber = w.fibers[lane];
     fiber.started = fiber.done = false;
     fiber.waits_for = 0;
     fiber.sanitizer = nullptr;
 #if defined(__SANITIZE_THREAD__)
-    fiber.sanitizer = __tsan_create_fiber(0);
+    // One for each thread of a block, made once: making them takes longer than most kernels.
+    static std::vector<void*> sanitizers;
+    while (sanitizers.size() <= first_thread + lane) {
+      sanitizers.push_back(__tsan_create_fiber(0));
+    }
+    fiber.sanitizer = sanitizers[first_thread + lane];
 #endif
   }
 #if defined(__SANITIZE_THREAD__)
   w.sanitizer = __tsan_get_current_fiber();
+  __tsan_release(&w.body);
 #endif
   int order[kWarp];
   std::iota(order, order + kWarp, 0);
@@ -156,7 +165,6 @@ CGX_UNSEEN void run_warp(unsigned first_thread) {
   }
 #if defined(__SANITIZE_THREAD__)
   __tsan_acquire(&w.live);
-  for (Fiber& fiber : w.fibers) __tsan_destroy_fiber(fiber.sanitizer);
 #endif
 }
 
