@@ -119,8 +119,9 @@ cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cud
 
 cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cudaStream_t stream) {
   const Layout& layout = call.layout;
-  const ReduceArgs args{call.payload, call.chunk, layout.chunk_bytes, layout.world,
-                        call.key,     call.rank,  call.divisor};
+  const ReduceArgs args{
+      call.payload, call.chunk, layout.chunk_bytes, static_cast<int32_t>(layout.world),
+      call.key,     call.rank,  call.divisor};
   Tables tables([&](const Table& table, bool stochastic, int64_t, int64_t most) {
     return launch_reduce(table, args, stochastic, most, stream);
   });
@@ -153,8 +154,8 @@ cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cud
 
 cudaError_t accumulate(const CudaAccumulate& call, const std::vector<Range>& ranges,
                        cudaStream_t stream) {
-  const AccumulateArgs args{call.payload, call.layout.total_bytes(), call.peers, call.rank,
-                            call.divisor};
+  const AccumulateArgs args{call.payload, call.layout.total_bytes(),
+                            static_cast<int32_t>(call.peers), call.rank, call.divisor};
   Tables tables([&](const Table& table, bool, int64_t units, int64_t) {
     return launch_accumulate(table, args, units, stream);
   });

@@ -22,8 +22,8 @@ constexpr int kThreads = 256;
 // Blocks that a multiprocessor shall hold, which bounds the registers of a thread: half of its
 // warps keep enough reads in flight, and a bucket of several tiles brings that many reads more by
 // itself.
-constexpr int blocks_of(int tiles, bool results = false) {
-  return tiles == 1 ? (results ? 3 : 4) : tiles == 0 ? 2 : 1;
+constexpr int blocks_of(int tiles, bool more_registers = false) {
+  return tiles == 1 ? (more_registers ? 3 : 4) : tiles == 0 ? 2 : 1;
 }
 constexpr int64_t kMaxBlocks = 1 << 20;
 constexpr int kHalfRows = kRows / 2;
@@ -212,28 +212,40 @@ __device__ void store_codes(const Bucket& bucket, uint8_t* planes, int tile, Cod
   }
 }
 
-__device__ Codes load_codes(const Bucket& bucket, const uint8_t* planes, int tile) {
-  const Planes mine(bucket.bits, bucket.lane.half);
-  const bool here = bucket.column(tile) < bucket.columns;
-  Codes codes;
-#pragma unroll
-  for (int k = 0; k < kColumns; ++k) {
-    const int plane = mine.first + k;
-    if (!here || plane >= mine.last) continue;
-    codes.number[k] =
-        *reinterpret_cast<const uint32_t*>(planes + plane * bucket.columns + bucket.column(tile));
-  }
-  transpose_bytes(codes.number);
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) codes.number[c] >>= mine.shift;
-  return codes;
-}
-
 // Records start at multiples of 4 bytes, not of 8.
 __device__ Meta load_meta(const uint8_t* record) {
   const float* const words = reinterpret_cast<const float*>(record);
   return {words[0], words[1]};
 }
+
+// What a lane reads of a record's tile: its bytes of each plane, as they lie.
+struct Encoded {
+  Meta meta;
+  uint32_t word[kColumns] = {};
+
+  __device__ Encoded(const Bucket& bucket, const uint8_t* record, int tile)
+      : meta(load_meta(record)) {
+    const Planes mine(bucket.bits, bucket.lane.half);
+    const uint8_t* const planes = Record::planes(record) + bucket.column(tile);
+    if (bucket.column(tile) >= bucket.columns) return;
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+      const int plane = mine.first + k;
+      if (plane >= mine.last) break;
+      word[k] = *reinterpret_cast<const uint32_t*>(planes + plane * bucket.columns);
+    }
+  }
+  __device__ Codes codes(const Bucket& bucket) const {
+    const Planes mine(bucket.bits, bucket.lane.half);
+    Codes codes;
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) codes.number[k] = word[k];
+    transpose_bytes(codes.number);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) codes.number[c] >>= mine.shift;
+    return codes;
+  }
+};
 
 __device__ void store_meta(const Lane& lane, uint8_t* record, Meta meta) {
   if (lane.index < 2)
@@ -351,20 +363,28 @@ struct Divide {
 
 // (own values + decoded records of the peers, in order, without `skip`) / divisor.
 __device__ Tile sum_tile(const Bucket& bucket, const char* own, const uint8_t* records,
-                         int64_t peer_stride, int64_t peers, int64_t skip, Divide divide,
-                         int tile) {
+                         int64_t peer_stride, int peers, int skip, Divide divide, int tile) {
   Tile t = load_tile(bucket, own, tile, 0.0f);
-  for (int64_t peer = 0; peer < peers; ++peer) {
-    if (peer == skip) continue;
-    const uint8_t* const record = records + peer * peer_stride;
-    const Meta meta = load_meta(record);
-    const Codes codes = load_codes(bucket, Record::planes(record), tile);
+  // The next peer's record is asked for before this one's is decoded: memory is far, and a warp
+  // that waited for every peer in turn would leave it idle.
+  const auto after = [&](int peer) { return peer + 1 == skip ? peer + 2 : peer + 1; };
+  int peer = after(-1);
+  if (peer < peers) {
+    Encoded now(bucket, records + peer * peer_stride, tile);
+#pragma unroll 1
+    while (peer < peers) {
+      peer = after(peer);
+      Encoded ahead = now;
+      if (peer < peers) ahead = Encoded(bucket, records + peer * peer_stride, tile);
+      const Codes codes = now.codes(bucket);
 #pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
+      for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        t.v[r][c] += decode<float>(codes.get(r, c, bucket.bits), meta);
+        for (int c = 0; c < kColumns; ++c) {
+          t.v[r][c] += decode<float>(codes.get(r, c, bucket.bits), now.meta);
+        }
       }
+      now = ahead;
     }
   }
 #pragma unroll
@@ -469,7 +489,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
 }
 
 template <int kTiles, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, blocks_of(kTiles))
+__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true))
     reduce_kernel(const __grid_constant__ Table table, const ReduceArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
@@ -506,15 +526,15 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1))
     char* const out = piece.out + number * item_bytes(piece);
     const uint8_t* const record =
         args.payload + piece.chunk * args.chunk_bytes + piece.record + number * record_bytes(piece);
-    const Meta meta = load_meta(record);
     for (int k = 0; k < bucket.tiles(); ++k) {
-      const Codes codes = load_codes(bucket, Record::planes(record), k);
+      const Encoded encoded(bucket, record, k);
+      const Codes codes = encoded.codes(bucket);
       Tile t;
 #pragma unroll
       for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          t.v[r][c] = decode<float>(codes.get(r, c, bucket.bits), meta);
+          t.v[r][c] = decode<float>(codes.get(r, c, bucket.bits), encoded.meta);
         }
       }
       store_tile(bucket, out, k, t);
@@ -522,7 +542,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1))
   });
 }
 
-__global__ void __launch_bounds__(kThreads, blocks_of(1, true))
+__global__ void __launch_bounds__(kThreads, blocks_of(0))
     accumulate_kernel(const __grid_constant__ Table table, const AccumulateArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);

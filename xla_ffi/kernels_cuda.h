@@ -55,7 +55,7 @@ struct ReduceArgs {
   const uint8_t* payload;  // u8[world, chunk_bytes]
   uint8_t* chunk;          // u8[chunk_bytes]
   int64_t chunk_bytes;
-  int64_t world;
+  int32_t world;
   const uint32_t* key;
   RankSource rank;  // whose chunk is reduced: pieces of other chunks are left alone
   float divisor;
@@ -69,7 +69,7 @@ struct DecodeArgs {
 struct AccumulateArgs {
   const uint8_t* payload;  // u8[peers, row_bytes]
   int64_t row_bytes;
-  int64_t peers;
+  int32_t peers;
   RankSource rank;  // the row that is skipped; -1: none
   float divisor;
 };

@@ -18,6 +18,7 @@ import numpy as np
 import cgx_jax
 from cgx_jax import installation
 from cgx_jax.exchange import choose
+from cgx_jax.exchange import nccl as fused_on_cuda
 
 # A child asks MPI: a broken MPI library ends the process that loads it.
 _ASK_MPI = """
@@ -144,6 +145,12 @@ def _nvidia() -> Iterator[Finding]:
     ]
     lacking = bool(plugins) and not nccl
     yield Finding("NCCL", ", ".join(nccl) or "none", 'pip install "jax[cuda13]"' if lacking else "")
+    if plugins or driver:
+        problem = fused_on_cuda.missing()
+        found = "no" if problem else "built in"
+        yield Finding(
+            "exchange 'nccl'", found, f"{problem}; 'xla' is used until then" if problem else ""
+        )
 
 
 def _optional() -> Iterator[Finding]:
