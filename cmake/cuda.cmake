@@ -2,7 +2,7 @@
 # PyPI's nvidia-cuda-nvcc in the environment of the build. Without one the package is for the CPU.
 include(CheckLanguage)
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
-  find_program(nvcc_on_path nvcc)
+  find_program(nvcc_on_path nvcc NO_CMAKE_SYSTEM_PATH)
   if(Python_EXECUTABLE)
     execute_process(
       COMMAND ${Python_EXECUTABLE} -c
@@ -17,7 +17,8 @@ check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   if(CGX_CUDA STREQUAL "ON")
     message(FATAL_ERROR "CGX_CUDA=ON, but no nvcc works here: install the CUDA toolkit (13 or newer), "
-                        "or pip install nvidia-cuda-nvcc, or name the compiler in CUDACXX")
+                        "or pip install nvidia-cuda-nvcc nvidia-cuda-runtime and build with "
+                        "--no-build-isolation, or name the compiler in CUDACXX")
   endif()
   message(STATUS "cgx_jax: no nvcc, so no CUDA kernels; GPUs use plain jnp")
   return()

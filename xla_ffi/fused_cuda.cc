@@ -1,5 +1,7 @@
 #include "fused_cuda.h"
 
+#include <thread>
+
 namespace cgx {
 namespace {
 
@@ -103,8 +105,20 @@ void CudaFused::post(Phase phase, int64_t segment) {
                                         in_bytes, NcclLibrary::kBytes, from, comm_, lane_.wire));
     }
   }
-  check_nccl("ncclGroupEnd", nccl_.group_end());
+  check_nccl("ncclGroupEnd", settled(nccl_.group_end()));
   check(cudaEventRecord(event(phase, segment), lane_.wire));
+}
+
+// A communicator that does not block says "in progress", and must be asked until it is done: only
+// then are the messages on the stream.
+int CudaFused::settled(int result) const {
+  while (result == NcclLibrary::kInProgress) {
+    std::this_thread::yield();
+    int state = NcclLibrary::kSuccess;
+    const int asked = nccl_.comm_get_async_error(comm_, &state);
+    result = asked == NcclLibrary::kSuccess ? state : asked;
+  }
+  return result;
 }
 
 bool CudaFused::arrived(Phase phase, int64_t segment) {

@@ -57,6 +57,7 @@ class CudaFused {
  private:
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
   cudaEvent_t event(Phase phase, int64_t segment) const;
+  int settled(int result) const;
   void check(cudaError_t error);
   void check_nccl(const char* call, int result);
 

@@ -11,7 +11,7 @@ namespace cgx {
 
 enum class DType : uint8_t { kF32, kBF16, kF16 };
 
-constexpr int64_t item_size(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+CGX_HD constexpr int64_t item_size(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 // The leaves of one batch element, in slot order. Pointers may have any alignment of their dtype.
 struct LeavesIn {

@@ -456,9 +456,7 @@ __device__ int64_t record_bytes(const Piece& piece) {
   return Record{piece.unit, piece.bits}.bytes();
 }
 
-__device__ int64_t item_bytes(const Piece& piece) {
-  return piece.unit * (piece.dtype == DType::kF32 ? 4 : 2);
-}
+__device__ int64_t item_bytes(const Piece& piece) { return piece.unit * item_size(piece.dtype); }
 
 template <int kTiles, bool kStochastic, bool kResidual>
 __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))

@@ -13,7 +13,7 @@ namespace {
 using Bytes = std::vector<uint8_t>;
 using Values = std::vector<std::vector<float>>;
 
-const cgx::NcclLibrary* emulated_nccl() {
+cgx::NcclLibrary& emulated_nccl() {
   static cgx::NcclLibrary library = [] {
     cgx::NcclLibrary l = {};
     l.get_error_string = [](int) { return "internal error"; };
@@ -28,7 +28,7 @@ const cgx::NcclLibrary* emulated_nccl() {
     };
     return l;
   }();
-  return &library;
+  return library;
 }
 
 // A reduction of leaves of given sizes over `world` ranks.
@@ -140,7 +140,7 @@ struct Problem {
                               static_cast<int32_t>(r),
                               segment_bytes,
                               scratch[r].data()},
-                             *emulated_nccl(), reinterpret_cast<cgx::NcclComm>(&comms[r]), lanes[r],
+                             emulated_nccl(), reinterpret_cast<cgx::NcclComm>(&comms[r]), lanes[r],
                              stream);
         const std::string error = fused.run();
         if (!error.empty()) outcome.error = error;
@@ -201,6 +201,26 @@ void every_wait_is_needed() {
   }
 }
 
+// A communicator that does not block is asked until its messages are on the stream.
+void waits_for_communicators_that_do_not_block() {
+  static int pending = 0, asked = 0;
+  const Problem problem(leaves(0), 2, 1.0f);
+  cgx::NcclLibrary& nccl = emulated_nccl();
+  const cgx::NcclLibrary blocking = nccl;
+  nccl.group_end = [] {
+    pending = 3;
+    return emulator::group_end() == 0 ? cgx::NcclLibrary::kInProgress : 1;
+  };
+  nccl.comm_get_async_error = [](cgx::NcclComm, int* state) {
+    ++asked;
+    *state = pending-- > 0 ? cgx::NcclLibrary::kInProgress : cgx::NcclLibrary::kSuccess;
+    return cgx::NcclLibrary::kSuccess;
+  };
+  check(problem.right(problem.fused(100, 1)), "a communicator that does not block");
+  check(asked > 0 && asked % 4 == 0, "is asked until it is done");
+  nccl = blocking;
+}
+
 // Whatever NCCL call fails, the error names it, no group stays open, and the caller's stream still
 // comes after the wire.
 void failures_are_named() {
@@ -218,6 +238,7 @@ void failures_are_named() {
 int main() {
   equals_the_steps();
   every_wait_is_needed();
+  waits_for_communicators_that_do_not_block();
   failures_are_named();
   return report();
 }
