@@ -59,7 +59,7 @@ demo: $(STAMPS)/demo
 	$(BIN)/python examples/02_language_model.py
 
 test: $(STAMPS)/cuda-plugin
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 slow-test: $(STAMPS)/cuda-plugin
 	$(BIN)/python -m pytest -m slow
@@ -78,7 +78,7 @@ cpp-test: $(STAMPS)/cpp
 	    -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
 	    -DCGX_SANITIZE=$$sanitizers -DCGX_XLA_INCLUDE=$$include && \
 	  $(BIN)/cmake --build build/$$sanitizers && \
-	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure || exit 1; \
+	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure -j 2 || exit 1; \
 	done
 
 lint: $(STAMPS)/lint

@@ -24,6 +24,19 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
+# An older one does not know the newest architectures, and shall not stop the CPU's build.
+execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --version OUTPUT_VARIABLE nvcc_version)
+string(REGEX MATCH "release ([0-9]+)" nvcc_release "${nvcc_version}")
+if(CMAKE_MATCH_1 VERSION_LESS 13)
+  if(CGX_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "CGX_CUDA=ON, but ${CMAKE_CUDA_COMPILER} is of CUDA ${CMAKE_MATCH_1}; it "
+                        "needs 13 or newer")
+  endif()
+  message(STATUS "cgx_jax: ${CMAKE_CUDA_COMPILER} is of CUDA ${CMAKE_MATCH_1}, older than 13, so no "
+                 "CUDA kernels; GPUs use plain jnp")
+  return()
+endif()
+
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100-real 120)
 endif()
