@@ -206,21 +206,6 @@ __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Reco
   }
 }
 
-// x / divisor. A power of two is multiplied by its inverse: the same bits, many times faster.
-struct Divide {
-  float by;
-  bool multiply;
-
-  CGX_HD explicit Divide(float divisor) : by(divisor), multiply(false) {
-    const uint32_t bits = bit_cast<uint32_t>(divisor), exponent = bits >> 23 & 255u;
-    if ((bits & 0x7fffffu) == 0 && exponent > 0 && exponent < 254) {
-      multiply = true;
-      by = 1.0f / divisor;
-    }
-  }
-  CGX_HD F32 operator()(F32 x) const { return multiply ? x * by : x / by; }
-};
-
 // (x + decoded records of the peers, in order, without `skip`) / divisor.
 template <typename In, typename Out, int kBits, int kColumns>
 __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record record,

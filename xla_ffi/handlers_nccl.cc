@@ -44,6 +44,17 @@ std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world) {
   return groups;
 }
 
+// What asking for a communicator and taking it have in common.
+template <typename Args>
+Args arguments(const std::vector<XLA_FFI_ReplicaGroup>& groups) {
+  Args args = {};
+  args.group_mode = XLA_FFI_GROUP_FLATTENED_ID;
+  args.groups = groups.data();
+  args.num_groups = groups.size();
+  args.communication_id = kCommunication;
+  return args;
+}
+
 ffi::Error taken(const Collectives& collectives, XLA_FFI_Error* error) {
   return error ? ffi::internal::ErrorPolicy::TakeError(collectives.api, error)
                : ffi::Error::Success();
@@ -56,12 +67,8 @@ ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
   if (positions.has_error()) return positions.error();
   if (world.has_error()) return world.error();
   const auto groups = groups_of(*positions, *world);
-  XLA_FFI_Communicator_Request_Args args = {};
+  auto args = arguments<XLA_FFI_Communicator_Request_Args>(groups);
   args.struct_size = XLA_FFI_Communicator_Request_Args_STRUCT_SIZE;
-  args.group_mode = XLA_FFI_GROUP_FLATTENED_ID;
-  args.groups = groups.data();
-  args.num_groups = groups.size();
-  args.communication_id = kCommunication;
   return taken(collectives,
                collectives.extension->request_communicator(collectives.extension, &args));
 }
@@ -69,12 +76,8 @@ ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
 ffi::Error communicator(const Collectives& collectives, Ints positions, int64_t world,
                         NcclComm* comm) {
   const auto groups = groups_of(positions, world);
-  XLA_FFI_Communicator_Get_Args args = {};
+  auto args = arguments<XLA_FFI_Communicator_Get_Args>(groups);
   args.struct_size = XLA_FFI_Communicator_Get_Args_STRUCT_SIZE;
-  args.group_mode = XLA_FFI_GROUP_FLATTENED_ID;
-  args.groups = groups.data();
-  args.num_groups = groups.size();
-  args.communication_id = kCommunication;
   CGX_TRY(
       taken(collectives, collectives.extension->get_communicator(collectives.extension, &args)));
   *comm = reinterpret_cast<NcclComm>(args.communicator);

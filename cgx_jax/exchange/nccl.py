@@ -20,8 +20,8 @@ from cgx_jax.kernels import native
 from cgx_jax.wire import Layout
 
 TARGET = "cgx_all_reduce_nccl"
-# Of payload to each peer. A message should take much longer than the 20 us or so that NCCL needs
-# to start one, and a buffer should have several. A model's figure: see docs/gpu.md.
+# Of payload to each peer. A message should take much longer than NCCL needs to start one, and a
+# buffer should have several of them to overlap. A guess until it is measured: docs/gpu.md.
 SEGMENT_BYTES = 1 << 20
 
 
