@@ -24,6 +24,7 @@ from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.quantize import seed
 from cgx_jax.exchange import choose, xla
 from cgx_jax.plan import Plan
+from cgx_jax.policy.rules import Policy
 
 _PHASE_ENCODE, _PHASE_REDUCE = 0, 1
 
@@ -31,7 +32,7 @@ _PHASE_ENCODE, _PHASE_REDUCE = 0, 1
 def psum_compressed(
     tree: Any,
     axis_name: Any,
-    compressor: Compressor | Plan | None = None,
+    compressor: Compressor | Policy | Plan | None = None,
     *,
     key: Any = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
@@ -40,8 +41,9 @@ def psum_compressed(
     """Sum over the ranks of `axis_name` with compressed payloads; `lax.psum` for gradients.
 
     `tree` is a pytree of arrays of any shape; `compressor` one compressor (default `Quantize()`,
-    4 bits) or a `Plan`. In a tree, leaves with ndim <= 1, under 1,024 values, or of a dtype other
-    than f32, bf16, f16 are summed exactly; a bare array is compressed as asked. `key` feeds
+    4 bits), a policy or a `Plan`. Given one compressor, leaves of a tree with ndim <= 1, under
+    1,024 values, named bias or norm, or of a dtype other than f32, bf16, f16 are summed exactly
+    (`Rules` chooses otherwise); a bare array is compressed as asked. `key` feeds
     stochastic rounding: one key for all ranks, another for every step. `exchange` names how
     payloads travel: "xla", XLA's own collectives; "mpi", one fused call a buffer, between CPU
     processes that mpiexec started; "nccl", the same between CUDA devices, on XLA's communicator
@@ -62,7 +64,7 @@ def psum_compressed(
 def pmean_compressed(
     tree: Any,
     axis_name: Any,
-    compressor: Compressor | Plan | None = None,
+    compressor: Compressor | Policy | Plan | None = None,
     *,
     key: Any = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,

@@ -18,6 +18,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.collectives import pmean_compressed, psum_compressed
 from cgx_jax.compressors import Compressor
 from cgx_jax.plan import Plan
+from cgx_jax.policy.rules import Policy
 
 # Small enough that the first layers' reduction starts while the backward pass runs on, large
 # enough that a collective's latency is a small part of it.
@@ -27,7 +28,7 @@ HOOK_FUSION_BYTES = 4 << 20
 def reduce_in_backward(
     params: Any,
     axis_name: Any,
-    compressor: Compressor | Plan | None = None,
+    compressor: Compressor | Policy | Plan | None = None,
     *,
     key: Any = None,
     exchange: str = "auto",
@@ -94,7 +95,7 @@ def value_and_grad(
     loss_fn: Callable[..., Any],
     mesh: Mesh,
     axis_name: str,
-    compressor: Compressor | Plan | None = None,
+    compressor: Compressor | Policy | Plan | None = None,
     *,
     has_aux: bool = False,
     specs: Any = None,
@@ -196,7 +197,7 @@ def _step(
 
 
 def _mean(
-    axis: str, compressor: Compressor | Plan | None, exchange: str, grads: Any, key: Any
+    axis: str, compressor: Compressor | Policy | Plan | None, exchange: str, grads: Any, key: Any
 ) -> Any:
     return pmean_compressed(grads, axis, compressor, key=key, exchange=exchange)
 

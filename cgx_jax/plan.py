@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from cgx_jax.codecs import Codec, ComposedCodec, QuantizeCodec
-from cgx_jax.compressors import Compressor, Identity, Quantize
+from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.exchange import choose
+from cgx_jax.policy.rules import Leaf, Policy, Uniform
 from cgx_jax.wire import Layout
 
-MIN_SIZE = 1024
 FUSION_BYTES = 64 << 20
 
 
@@ -44,12 +44,13 @@ def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _leaves(tree: Any) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+def leaves_of(tree: Any) -> list[Leaf]:
+    """Every leaf of `tree` (arrays, tracers or ShapeDtypeStructs) as policies see it."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     out = []
     for path, x in flat:
         aval = jax.typeof(x) if not hasattr(x, "dtype") else x
-        out.append((_path(path), tuple(aval.shape), aval.dtype))
+        out.append(Leaf(_path(path), tuple(aval.shape), aval.dtype))
     return out
 
 
@@ -77,45 +78,42 @@ class Plan:
     def build(
         cls,
         tree: Any,
-        compressor: Compressor | None = None,
+        policy: Compressor | Policy | None = None,
         *,
         overrides: Mapping[str, Compressor] | None = None,
-        min_size: int = MIN_SIZE,
         fusion_bytes: int = FUSION_BYTES,
     ) -> Plan:
         """The plan for `tree` (arrays, tracers or ShapeDtypeStructs; local shapes).
 
-        `compressor` (default `Quantize()`) takes every leaf of a dtype it supports with more
-        than one dimension and at least `min_size` values; other leaves are exact, as in CGX.
-        A bare array has no rule applied to it. `overrides` maps a leaf's path ("layer/kernel")
-        to its compressor and goes before the rule. Consecutive leaves share a buffer of up to
+        `policy` chooses a compressor for every leaf; a bare compressor stands for
+        `Uniform(compressor)`, the default for `Quantize()`: leaves with ndim <= 1, under 1,024
+        values or named as biases and norms are exact, as in CGX. A compressor given for a bare
+        array takes it whatever its shape. `overrides` maps a leaf's path ("layer/kernel") to its
+        compressor and goes before the policy. Consecutive leaves share a buffer of up to
         `fusion_bytes` uncompressed bytes. Raises ValueError for a path that is not in the tree,
         TypeError for an override that cannot encode its leaf.
         """
-        compressor = Quantize() if compressor is None else compressor
-        if not isinstance(compressor, Compressor):
+        policy = Quantize() if policy is None else policy
+        if not isinstance(policy, (Compressor, Policy)):
             raise TypeError(
-                f"Plan: {compressor!r} is not a compressor; pass an instance such as "
+                f"Plan: {policy!r} is neither a compressor nor a policy; pass an instance such as "
                 "cgx_jax.Quantize(bits=4)."
             )
-        if fusion_bytes <= 0 or min_size < 0:
-            raise ValueError(
-                f"Plan: fusion_bytes={fusion_bytes} and min_size={min_size} must be positive and "
-                "not negative."
-            )
+        if fusion_bytes <= 0:
+            raise ValueError(f"Plan: fusion_bytes={fusion_bytes} must be positive.")
         named = dict(overrides or {})
-        bare = jax.tree_util.all_leaves([tree])
+        leaves = leaves_of(tree)
+        if isinstance(policy, Policy):
+            chosen = policy.choose(leaves)
+        elif jax.tree_util.all_leaves([tree]) and policy.supports(leaves[0].dtype):
+            chosen = [policy]
+        else:
+            chosen = Uniform(policy).choose(leaves)
         slots = []
-        for i, (path, shape, dtype) in enumerate(_leaves(tree)):
-            if path in named:
-                chosen = _check_override(path, dtype, named.pop(path))
-            elif not compressor.supports(dtype) or not (
-                bare or (len(shape) > 1 and math.prod(shape) >= min_size)
-            ):
-                chosen = Identity()
-            else:
-                chosen = compressor
-            slots.append(Slot(i, path, shape, dtype, chosen))
+        for i, (leaf, compressor) in enumerate(zip(leaves, chosen, strict=True)):
+            if leaf.path in named:
+                compressor = _check_override(leaf.path, leaf.dtype, named.pop(leaf.path))
+            slots.append(Slot(i, leaf.path, leaf.shape, leaf.dtype, compressor))
         if named:
             path = next(iter(named))
             close = difflib.get_close_matches(path, [s.path for s in slots], n=3, cutoff=0)
@@ -130,12 +128,12 @@ class Plan:
 
     def check(self, tree: Any) -> None:
         """Raises ValueError at the first leaf of `tree` that differs from the plan's."""
-        leaves = _leaves(tree)
-        for slot, (path, shape, dtype) in zip(self.slots, leaves, strict=False):
-            if (slot.path, slot.shape, slot.dtype) != (path, shape, dtype):
+        leaves = leaves_of(tree)
+        for slot, leaf in zip(self.slots, leaves, strict=False):
+            if (slot.path, slot.shape, slot.dtype) != (leaf.path, leaf.shape, leaf.dtype):
                 raise ValueError(
-                    f"Plan: leaf {slot.leaf} is {path!r} {dtype}{list(shape)}, the plan has "
-                    f"{slot.path!r} {slot.dtype}{list(slot.shape)}; build the plan from the tree "
+                    f"Plan: leaf {slot.leaf} is {leaf.path!r} {leaf.dtype}{list(leaf.shape)}, the "
+                    f"plan has {slot.path!r} {slot.dtype}{list(slot.shape)}; build the plan from the tree "
                     "that is reduced (inside shard_map: from its local shapes)."
                 )
         if len(leaves) != len(self.slots):

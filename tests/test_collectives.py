@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Identity, Plan, Quantize
+from cgx_jax import Cast, Identity, Plan, Quantize, Rules
 
 WORLD = 8
 Q8 = Quantize(8)
@@ -152,9 +152,7 @@ def test_ranks_hold_the_same_bits_within_the_bound(compressor, world):
     leaves = [values(world, *s, seed=i, dtype=dtypes[i % 3]) for i, s in enumerate(SHAPES)]
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
     like = [x[0] for x in leaves]
-    plan = Plan.build(
-        like, compressor, overrides={str(i): compressor for i in range(len(SHAPES))}, min_size=0
-    )
+    plan = Plan.build(like, Rules((), compressor, exact=()))
     f = jax.shard_map(
         lambda t: jax.tree.map(
             lambda x: x[None], cgx_jax.psum_compressed(first(t), "data", plan, key=KEY)
@@ -408,7 +406,7 @@ BAD = {
     ),
     "not a compressor": (
         TypeError,
-        "4 is not a compressor",
+        "4 is neither a compressor nor a policy",
         lambda: shard(lambda v: psum(v, compressor=4), X),
     ),
     "integer leaf by name": (
@@ -508,7 +506,8 @@ def test_world_and_fusion_do_not_change_a_leafs_first_payload():
     leaves = [values(17, 41, seed=i) for i in range(5)]
     key = np.uint32([1, 2])
     for world, fusion in itertools.product([1, 2, 3, 8], [1, 4096, 1 << 20]):
-        plan = Plan.build(leaves, Quantize(3, 64, "stochastic"), min_size=0, fusion_bytes=fusion)
+        policy = Rules((), Quantize(3, 64, "stochastic"), exact=())
+        plan = Plan.build(leaves, policy, fusion_bytes=fusion)
         got = {}
         for buffer in plan.buffers:
             layout = plan.codec(buffer, world).layout

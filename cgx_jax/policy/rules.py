@@ -1,0 +1,177 @@
+"""Policies that look at a leaf's name and shape: ordered rules, and one compressor for all."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cgx_jax.compressors import Compressor, Identity, Quantize
+
+MIN_SIZE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a policy sees of one leaf: its path ("layer/kernel"), local shape and dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Policy(abc.ABC):
+    """Chooses a compressor for every leaf of a tree."""
+
+    @abc.abstractmethod
+    def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
+        """One compressor a leaf, in order, each one that takes the leaf's dtype or is lossless."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The leaves that every given condition holds for take `compressor`.
+
+    `path` is a regular expression searched for in the leaf's path, as in partition rules;
+    `min_size`, `max_size` count values, `min_ndim`, `max_ndim` dimensions, both ends included;
+    `dtype` is the leaf's own. Leaves of a dtype that the compressor does not take are reduced
+    exactly. Raises ValueError for a pattern that does not compile or limits that no leaf meets.
+    """
+
+    compressor: Compressor
+    path: str | None = None
+    min_size: int = 0
+    max_size: int | None = None
+    min_ndim: int = 0
+    max_ndim: int | None = None
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor):
+            raise TypeError(
+                f"Rule: {self.compressor!r} is not a compressor; pass an instance such as "
+                "cgx_jax.Quantize(bits=4)."
+            )
+        try:
+            re.compile(self.path or "")
+        except re.error as error:
+            raise ValueError(
+                f"Rule: path={self.path!r} is not a regular expression ({error}); write a literal "
+                "name with re.escape."
+            ) from None
+        for name in ("size", "ndim"):
+            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if least < 0 or (most is not None and most < least):
+                raise ValueError(
+                    f"Rule: min_{name}={least} and max_{name}={most} hold for no leaf; give a "
+                    "minimum of 0 or more, and no smaller maximum."
+                )
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    def matches(self, leaf: Leaf) -> bool:
+        """Whether every condition holds for `leaf`."""
+        return (
+            (self.path is None or re.search(self.path, leaf.path) is not None)
+            and self.min_size <= leaf.size <= (math.inf if self.max_size is None else self.max_size)
+            and self.min_ndim
+            <= len(leaf.shape)
+            <= (math.inf if self.max_ndim is None else self.max_ndim)
+            and (self.dtype is None or leaf.dtype == self.dtype)
+        )
+
+    def __str__(self) -> str:
+        said = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)[1:]
+            if getattr(self, f.name) != f.default
+        ]
+        return f"Rule({self.compressor}{''.join(', ' + s for s in said)})"
+
+
+# What CGX leaves alone: biases and normalisation, by shape or by name (stacked layers give them
+# more dimensions), and leaves whose few bytes do not pay for their error.
+EXACT = (
+    Rule(Identity(), max_ndim=1),
+    Rule(Identity(), max_size=MIN_SIZE - 1),
+    Rule(Identity(), path=r"(?i)bias|norm|(^|[/_])bn\d*($|[/_])"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules(Policy):
+    """The first rule that matches a leaf chooses for it; `default` takes what none matches.
+
+    Without `exact=()` the rules `cgx_jax.policy.rules.EXACT` come after the given ones: leaves
+    with ndim <= 1, under 1,024 values, or named bias, norm or bn are reduced exactly. A given rule
+    that chooses for no leaf raises a UserWarning, since that is most often a misspelt path.
+    """
+
+    rules: Sequence[Rule]
+    default: Compressor = dataclasses.field(default_factory=Quantize)
+    exact: Sequence[Rule] = EXACT
+
+    def __post_init__(self) -> None:
+        for name in ("rules", "exact"):
+            rules = tuple(getattr(self, name))
+            for rule in rules:
+                if not isinstance(rule, Rule):
+                    raise TypeError(
+                        f"Rules: {rule!r} is not a rule; write cgx_jax.Rule(compressor, path=...)."
+                    )
+            object.__setattr__(self, name, rules)
+        if not isinstance(self.default, Compressor):
+            raise TypeError(
+                f"Rules: default={self.default!r} is not a compressor; pass an instance such as "
+                "cgx_jax.Quantize(bits=4)."
+            )
+
+    def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
+        rules = (*self.rules, *self.exact)
+        first = [next((r for r in rules if r.matches(leaf)), None) for leaf in leaves]
+        for rule in self.rules:
+            if not any(r is rule for r in first):
+                self._report(rule, leaves)
+        chosen = [self.default if rule is None else rule.compressor for rule in first]
+        return [
+            c if c.lossless or c.supports(leaf.dtype) else Identity()
+            for c, leaf in zip(chosen, leaves, strict=True)
+        ]
+
+    @staticmethod
+    def _report(rule: Rule, leaves: Sequence[Leaf]) -> None:
+        hidden = [leaf.path for leaf in leaves if rule.matches(leaf)]
+        why = (
+            f"earlier rules choose for the {len(hidden)} leaves it matches, such as {hidden[0]!r}; "
+            "move it up"
+            if hidden
+            else f"the paths are such as {[leaf.path for leaf in leaves[:3]]}; correct or drop it"
+        )
+        warnings.warn(
+            f"Rules: {rule} chooses for none of the {len(leaves)} leaves: {why}.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform(Policy):
+    """One compressor for every leaf that the rules `EXACT` do not keep exact.
+
+    What a bare compressor stands for in every call that takes a policy.
+    """
+
+    compressor: Compressor = dataclasses.field(default_factory=Quantize)
+
+    def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
+        return Rules((), self.compressor).choose(leaves)

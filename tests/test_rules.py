@@ -1,0 +1,162 @@
+"""Rules: which leaf takes which compressor, on every library's trees; what is reported."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import cgx_jax
+from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules, Uniform
+
+BIG = np.zeros((64, 64), np.float32)
+TREE = {
+    "embed": {"table": np.zeros((512, 32), np.float32)},
+    "layers": [
+        {"kernel": BIG, "bias": np.zeros(64, np.float32), "norm": {"scale": np.zeros((16, 256))}}
+        for _ in range(2)
+    ],
+    "bn1": {"stacked": np.zeros((8, 512), np.float32)},
+    "half": np.zeros((64, 64), jnp.bfloat16),
+    "count": np.zeros((64, 64), np.int32),
+}
+LEAVES = [
+    "bn1/stacked",
+    "count",
+    "embed/table",
+    "half",
+    "layers/0/bias",
+    "layers/0/kernel",
+    "layers/0/norm/scale",
+    "layers/1/bias",
+    "layers/1/kernel",
+    "layers/1/norm/scale",
+]
+
+
+def chosen(tree, policy):
+    return {s.path: s.compressor for s in Plan.build(tree, policy).slots}
+
+
+def takes(tree, policy, compressor):
+    return [path for path, c in chosen(tree, policy).items() if c == compressor]
+
+
+Q2, Q4, Q8 = Quantize(2), Quantize(4), Quantize(8)
+
+CASES = [
+    # rules, the leaves that take 2 bits
+    ([Rule(Q2, path="kernel$")], ["layers/0/kernel", "layers/1/kernel"]),
+    ([Rule(Q2, path=r"layers/1/")], ["layers/1/bias", "layers/1/kernel"]),
+    ([Rule(Q2, min_size=10_000)], ["embed/table"]),
+    ([Rule(Q2, max_size=64)], ["layers/0/bias", "layers/1/bias"]),
+    ([Rule(Q2, max_ndim=1)], ["layers/0/bias", "layers/1/bias"]),
+    ([Rule(Q2, min_ndim=2, path="^bn1")], ["bn1/stacked"]),
+    ([Rule(Q2, dtype=jnp.bfloat16)], ["half"]),
+    # the first that matches chooses
+    ([Rule(Q8, path="/0/"), Rule(Q2, path="kernel")], ["layers/1/kernel"]),
+    ([Rule(Q2, path="kernel", min_size=4096, max_size=4096, dtype="float32")],
+     ["layers/0/kernel", "layers/1/kernel"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rules", "expected"), CASES, ids=lambda x: str(x[0]) if x else "")
+def test_the_first_rule_that_matches_chooses(rules, expected):
+    assert [s.path for s in Plan.build(TREE).slots] == LEAVES
+    assert takes(TREE, Rules(rules, Q4), Q2) == expected
+
+
+def test_biases_norms_vectors_and_small_leaves_are_exact_unless_a_rule_says_otherwise():
+    lossy = ["embed/table", "half", "layers/0/kernel", "layers/1/kernel"]
+    assert takes(TREE, Uniform(Q4), Q4) == takes(TREE, Q4, Q4) == lossy
+    assert takes(TREE, Rules(()), Quantize()) == lossy
+    everything = takes(TREE, Rules((), Q4, exact=()), Q4)
+    # the norms' scale is float64 and the count is whole: no quantizer takes them
+    assert everything == [p for p in LEAVES if p != "count" and not p.endswith("scale")]
+
+
+def test_a_rule_for_leaves_that_its_compressor_does_not_take_leaves_them_exact():
+    assert chosen(TREE, Rules([Rule(Q2, path="count")]))["count"] == Identity()
+
+
+def test_names_of_flax_nnx_linen_and_bare_trees_are_matched():
+    class Linen(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.LayerNorm()(linen.Dense(64)(x))
+
+    class Nnx(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+            self.norm = nnx.LayerNorm(64, rngs=nnx.Rngs(0))
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Bare:
+        kernel: jax.Array
+        norm: jax.Array
+
+    trees = {
+        "linen": Linen().init(jax.random.key(0), jnp.ones((1, 64)))["params"],
+        "nnx": nnx.state(Nnx(), nnx.Param),
+        "bare": Bare(jnp.zeros((64, 64)), jnp.zeros((64, 64))),
+    }
+    for name, tree in trees.items():
+        lossy = takes(tree, Rules([Rule(Q2, path=r"(?i)kernel")], Q8), Q2)
+        assert len(lossy) == 1, (name, chosen(tree, Q4))
+        assert not takes(tree, Rules([Rule(Q2, path=r"(?i)kernel")], Q8), Q8)
+
+
+def test_rules_work_on_optax_like_masks_of_the_tree():
+    masked = jax.tree.map(lambda x: x if x.ndim > 1 else optax.MaskedNode(), TREE)
+    assert "layers/0/bias" not in chosen(masked, Q4)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            [Rule(Q2, path="kernal")],
+            r"path='kernal'\) chooses for none of the 10 leaves: the paths",
+        ),
+        ([Rule(Q8, path="kernel"), Rule(Q2, path="layers/0/kernel")], "earlier rules choose for"),
+    ],
+)
+def test_a_rule_that_chooses_nothing_is_reported(rules, message):
+    with pytest.warns(UserWarning, match=message):
+        Plan.build(TREE, Rules(rules))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rule(Q2, path="a("), "not a regular expression"),
+        (lambda: Rule(Q2, min_size=5, max_size=4), "min_size=5 and max_size=4 hold for no leaf"),
+        (lambda: Rule(Q2, min_ndim=-1), "min_ndim=-1"),
+        (lambda: Rule(4), "not a compressor"),
+        (lambda: Rules([Q4]), "not a rule"),
+        (lambda: Rules((), 4), "default=4 is not a compressor"),
+        (lambda: Plan.build(TREE, 4), "neither a compressor nor a policy"),
+    ],
+)
+def test_wrong_rules_are_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_policies_are_static_and_every_call_takes_one(mesh):
+    policy = Rules([Rule(Cast(jnp.bfloat16), path="half"), Rule(Q2, path="kernel")], Q4)
+    again = Rules([Rule(Cast(jnp.bfloat16), path="half"), Rule(Q2, path="kernel")], Q4)
+    assert policy == again
+    assert hash(policy) == hash(again)
+    policy = Rules([Rule(Q2, path="kernel")], Q4)
+    values = np.random.default_rng(0).normal(size=(8, 64, 64)).astype(np.float32)
+    f = lambda x: cgx_jax.pmean_compressed({"kernel": x[0]}, "data", policy)  # noqa: E731
+    spec = jax.sharding.PartitionSpec
+    reduced = jax.shard_map(f, mesh=mesh, in_specs=spec("data"), out_specs=spec())(values)
+    alone = lambda x: cgx_jax.pmean_compressed(x[0], "data", Q2)  # noqa: E731
+    expected = jax.shard_map(alone, mesh=mesh, in_specs=spec("data"), out_specs=spec())(values)
+    np.testing.assert_array_equal(reduced["kernel"], expected)
