@@ -17,11 +17,16 @@ from cgx_jax.exchange.profile import Profile as Profile
 from cgx_jax.gradients import reduce_in_backward as reduce_in_backward
 from cgx_jax.gradients import value_and_grad as value_and_grad
 from cgx_jax.kernels.native import backends as backends
+from cgx_jax.memory import ErrorFeedback as ErrorFeedback
+from cgx_jax.memory import MomentumCorrection as MomentumCorrection
 from cgx_jax.plan import Plan as Plan
 from cgx_jax.policy.rules import Policy as Policy
 from cgx_jax.policy.rules import Rule as Rule
 from cgx_jax.policy.rules import Rules as Rules
 from cgx_jax.policy.rules import Uniform as Uniform
+from cgx_jax.sync import SyncState as SyncState
+from cgx_jax.sync import state_specs as state_specs
+from cgx_jax.sync import sync_gradients as sync_gradients
 from cgx_jax.tuning import tune as tune
 
 __version__ = "0.1.0"

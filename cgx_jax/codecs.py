@@ -30,13 +30,27 @@ class Codec(Protocol):
     def row_bytes(self) -> int:
         """Bytes one rank sends to one other in each of the two phases."""
 
-    def encode(self, seed: Any, rank: Any, leaves: Arrays) -> jax.Array:
-        """Leaves to rows: row r holds the chunk that rank r owns."""
+    def encode(
+        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool = False
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Leaves to rows: row r holds the chunk that rank r owns; and where asked the residuals.
+
+        A residual is what encoding a leaf lost, 0 in this rank's own chunk.
+        """
 
     def reduce(
-        self, seed: Any, rank: Any, rows: jax.Array, leaves: Arrays, divisor: float
-    ) -> jax.Array:
-        """Rows from every rank and this rank's own values to its chunk's payload, u8[n]."""
+        self,
+        seed: Any,
+        rank: Any,
+        rows: jax.Array,
+        leaves: Arrays,
+        divisor: float,
+        residuals: Arrays = (),
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Rows from every rank and this rank's own values to its chunk's payload, u8[n].
+
+        In `residuals`, where given, the chunk becomes `divisor` times what encoding it lost.
+        """
 
     def decode(self, rows: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
         """Every chunk's payload to leaves with the shapes and dtypes of `like`."""
@@ -52,13 +66,23 @@ class QuantizeCodec:
     def row_bytes(self) -> int:
         return self.layout.chunk_bytes
 
-    def encode(self, seed: Any, rank: Any, leaves: Arrays) -> jax.Array:
-        return primitives.encode(seed, leaves, self.layout, rank=rank)[0]
+    def encode(
+        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool = False
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        return primitives.encode(seed, leaves, self.layout, rank=rank, residual=residual)
 
     def reduce(
-        self, seed: Any, rank: Any, rows: jax.Array, leaves: Arrays, divisor: float
-    ) -> jax.Array:
-        return primitives.reduce(seed, rank, rows, leaves, self.layout, divisor=divisor)
+        self,
+        seed: Any,
+        rank: Any,
+        rows: jax.Array,
+        leaves: Arrays,
+        divisor: float,
+        residuals: Arrays = (),
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        return primitives.reduce(
+            seed, rank, rows, leaves, self.layout, divisor=divisor, residuals=residuals
+        )
 
     def decode(self, rows: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
         return primitives.decode(rows, self.layout, like)
@@ -95,34 +119,54 @@ class ComposedCodec:
             return None
         return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), stream)
 
-    def encode(self, seed: Any, rank: Any, leaves: Arrays) -> jax.Array:
-        rows = []
+    def encode(
+        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool = False
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        rows, residuals = [], []
         for c, x, s in zip(self.compressors, leaves, self.streams, strict=True):
-            key = self._key(c, seed, s)
-            rows.append(encode_rows(c, key, self._runs(x)))
-        return jnp.concatenate(rows, axis=1)
+            runs = self._runs(x)
+            rows.append(encode_rows(c, self._key(c, seed, s), runs))
+            if residual:
+                lost = runs.astype(jnp.float32) - _decode_rows(c, rows[-1], runs.shape[1:])
+                lost = jnp.where((jnp.arange(self.world) == rank)[:, None], 0, lost)
+                residuals.append(self._leaf(lost, x))
+        return jnp.concatenate(rows, axis=1), residuals
 
     def _split(self, rows: jax.Array) -> list[jax.Array]:
         return jnp.split(rows, np.cumsum(self._bytes())[:-1].tolist(), axis=1)
 
     def reduce(
-        self, seed: Any, rank: Any, rows: jax.Array, leaves: Arrays, divisor: float
-    ) -> jax.Array:
-        out = []
+        self,
+        seed: Any,
+        rank: Any,
+        rows: jax.Array,
+        leaves: Arrays,
+        divisor: float,
+        residuals: Arrays = (),
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        out, filled = [], []
         parts = zip(self.compressors, leaves, self.streams, self._split(rows), strict=True)
-        for c, x, s, part in parts:
+        for i, (c, x, s, part) in enumerate(parts):
             own = jnp.take(self._runs(x), rank, axis=0).astype(jnp.float32)
             total = accumulate_rows(c, rank, part, own, divisor)
             out.append(c.encode(total, key=self._key(c, seed, s))[0])
-        return jnp.concatenate(out)
+            if residuals:
+                lost = (total - c.decode(out[-1], total.shape, jnp.float32)) * np.float32(divisor)
+                runs = self._runs(residuals[i])
+                filled.append(self._leaf(runs.at[rank].set(lost.astype(x.dtype)), x))
+        return jnp.concatenate(out), filled
 
     def decode(self, rows: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
         out = []
         for c, part, x in zip(self.compressors, self._split(rows), like, strict=True):
             run = (self._run(math.prod(x.shape)),)
-            values = jax.vmap(lambda p, c=c, run=run, x=x: c.decode(p, run, x.dtype))(part)
-            out.append(values.reshape(-1)[: math.prod(x.shape)].reshape(x.shape))
+            out.append(self._leaf(_decode_rows(c, part, run, x.dtype), x))
         return out
+
+    @staticmethod
+    def _leaf(runs: jax.Array, like: Any) -> jax.Array:
+        """The inverse of `_runs`, in the shape and dtype of `like`."""
+        return runs.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
 
 
 def encode_rows(compressor: Compressor, key: Any, rows: jax.Array) -> jax.Array:
@@ -131,6 +175,13 @@ def encode_rows(compressor: Compressor, key: Any, rows: jax.Array) -> jax.Array:
         return jax.vmap(lambda x: compressor.encode(x)[0])(rows)
     keys = jax.random.split(key, rows.shape[0])
     return jax.vmap(lambda x, k: compressor.encode(x, key=k)[0])(rows, keys)
+
+
+def _decode_rows(
+    compressor: Compressor, rows: jax.Array, run: tuple[int, ...], dtype: Any = jnp.float32
+) -> jax.Array:
+    """Payloads u8[rows, n] -> [rows, *run]."""
+    return jax.vmap(lambda payload: compressor.decode(payload, run, dtype))(rows)
 
 
 def accumulate_rows(

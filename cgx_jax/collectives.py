@@ -58,7 +58,8 @@ def psum_compressed(
     unknown axis or exchange, missing key, a plan of another tree, a profile of another world
     size, an operand that is already reduced. Source: CGX (Markov et al., Middleware 2022).
     """
-    return _all_reduce(tree, axis_name, compressor, key, axis_index_groups, exchange, mean=False)
+    name, groups = "psum_compressed", axis_index_groups
+    return _all_reduce(name, tree, axis_name, compressor, key, groups, exchange, mean=False)[0]
 
 
 def pmean_compressed(
@@ -74,7 +75,8 @@ def pmean_compressed(
 
     Takes and raises what `psum_compressed` does; the division comes before the second encoding.
     """
-    return _all_reduce(tree, axis_name, compressor, key, axis_index_groups, exchange, mean=True)
+    name, groups = "pmean_compressed", axis_index_groups
+    return _all_reduce(name, tree, axis_name, compressor, key, groups, exchange, mean=True)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,43 +88,86 @@ class _AllReduce:
     axes: Axes
     mean: bool
     exchange: str
+    residual: bool
 
-    def run(self, seeds: tuple[Any, Any], leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    def run(
+        self, seeds: tuple[Any, Any], leaves: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The reduced leaves, and the residuals where asked."""
         names, groups = self.axes.names, self.axes.groups
         divisor = self.axes.world if self.mean else 1
         if (fused := choose.FUSED.get(self.exchange)) is not None:
             assert isinstance(self.codec, QuantizeCodec)  # Plan.methods sees to it
-            layout = self.codec.layout
-            reduced = fused.all_reduce(self.name, seeds, leaves, layout, names, groups, divisor)
+            reduced, residuals = fused.all_reduce(
+                self.name,
+                seeds,
+                leaves,
+                self.codec.layout,
+                names,
+                groups,
+                divisor,
+                residual=self.residual,
+            )
         else:
             rank = self.axes.rank()
-            rows = self.codec.encode(seeds[_PHASE_ENCODE], rank, leaves)
+            rows, residuals = self.codec.encode(
+                seeds[_PHASE_ENCODE], rank, leaves, residual=self.residual
+            )
             rows = xla.scatter(rows, names, groups)
-            chunk = self.codec.reduce(seeds[_PHASE_REDUCE], rank, rows, leaves, divisor)
+            chunk, residuals = self.codec.reduce(
+                seeds[_PHASE_REDUCE], rank, rows, leaves, divisor, residuals
+            )
             reduced = self.codec.decode(xla.gather(chunk, names, groups), leaves)
         debug.compare(self.name, self.axes, reduced)
-        return reduced
+        return reduced, residuals
 
     def exactly(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         return self.axes.mean(leaves) if self.mean else self.axes.sum(leaves)
 
 
 # The sum is linear, so its derivative in direction t is the sum of t. Rounding moves the value by
-# a bounded step and has no useful derivative of its own: the tangent is the exact sum.
+# a bounded step and has no useful derivative of its own: the tangent is the exact sum, and that
+# of what rounding lost is 0.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _reduce_buffer(call: _AllReduce, seeds: Any, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(call.run(seeds, leaves))
+def _reduce_buffer(
+    call: _AllReduce, seeds: Any, leaves: tuple[Any, ...]
+) -> tuple[list[Any], list[Any]]:
+    return call.run(seeds, leaves)
 
 
 @_reduce_buffer.defjvp
 def _reduce_buffer_jvp(call: _AllReduce, primals: Any, tangents: Any) -> Any:
-    return _reduce_buffer(call, *primals), tuple(call.exactly(tangents[1]))
+    reduced, residuals = _reduce_buffer(call, *primals)
+    none = [jnp.zeros_like(r) for r in residuals]
+    return (reduced, residuals), (list(call.exactly(tangents[1])), none)
+
+
+def pmean_with_residual(
+    tree: Any, axis_name: Any, plan: Plan, *, key: Any = None, exchange: str = "auto"
+) -> tuple[Any, list[Any]]:
+    """`pmean_compressed`, and a list of what this rank must send again to lose nothing.
+
+    The mean over ranks of `tree` minus the first result is the mean of the residuals, up to the
+    rounding of the leaves' dtype: a rank's residual holds what its first encoding lost, and in the
+    chunk that it owns the world size times what the second lost. A leaf that was reduced exactly
+    has None.
+    """
+    name = "pmean_with_residual"
+    return _all_reduce(name, tree, axis_name, plan, key, None, exchange, mean=True, residual=True)
 
 
 def _all_reduce(
-    tree: Any, axis_name: Any, compressor: Any, key: Any, groups: Any, exchange: str, *, mean: bool
-) -> Any:
-    name = "pmean_compressed" if mean else "psum_compressed"
+    name: str,
+    tree: Any,
+    axis_name: Any,
+    compressor: Any,
+    key: Any,
+    groups: Any,
+    exchange: str,
+    *,
+    mean: bool,
+    residual: bool = False,
+) -> tuple[Any, list[Any]]:
     choose.require_known(name, exchange)
     axes = Axes.resolve(name, axis_name, groups)
     if isinstance(compressor, Plan):
@@ -132,6 +177,7 @@ def _all_reduce(
         plan = Plan.build(tree, compressor)
     leaves, treedef = jax.tree.flatten(tree)
     out = list(leaves)
+    lost: list[Any] = [None] * len(leaves)
     methods = plan.methods(name, exchange, choose.available(axes.names), axes.world)
     buffers = {b: method for b, method in methods.items() if method != "psum"}
     fused = {i for buffer in buffers for i in buffer}
@@ -150,11 +196,15 @@ def _all_reduce(
         seeds = _seeds(name, [s.compressor for s in lossy], key, axes)
         for buffer, method in buffers.items():
             for part in _by_varying(buffer, leaves):
-                call = _AllReduce(name, plan.codec(part, axes.world), axes, mean, method)
-                reduced = _reduce_buffer(call, seeds, tuple(jnp.asarray(leaves[i]) for i in part))
+                codec = plan.codec(part, axes.world)
+                call = _AllReduce(name, codec, axes, mean, method, residual)
+                operands = tuple(jnp.asarray(leaves[i]) for i in part)
+                reduced, residuals = _reduce_buffer(call, seeds, operands)
                 for i, x in zip(part, reduced, strict=True):
                     out[i] = x
-    return jax.tree.unflatten(treedef, out)
+                for i, x in zip(part if residual else (), residuals, strict=True):
+                    lost[i] = x
+    return jax.tree.unflatten(treedef, out), lost
 
 
 def _by_varying(buffer: Sequence[int], leaves: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -133,8 +133,8 @@ class Plan:
             if (slot.path, slot.shape, slot.dtype) != (leaf.path, leaf.shape, leaf.dtype):
                 raise ValueError(
                     f"Plan: leaf {slot.leaf} is {leaf.path!r} {leaf.dtype}{list(leaf.shape)}, the "
-                    f"plan has {slot.path!r} {slot.dtype}{list(slot.shape)}; build the plan from the tree "
-                    "that is reduced (inside shard_map: from its local shapes)."
+                    f"plan has {slot.path!r} {slot.dtype}{list(slot.shape)}; build the plan from "
+                    "the tree that is reduced (inside shard_map: from its local shapes)."
                 )
         if len(leaves) != len(self.slots):
             raise ValueError(

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Quantize
+from cgx_jax.collectives import pmean_with_residual
 from cgx_jax.exchange import mpi
 
 RANK, WORLD = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -92,6 +93,14 @@ def agreement():
             return cgx_jax.pmean_compressed({"x": x, "y": y}, "data", c, key=k, exchange=e)
 
         same_bytes(str(c), both, x, y, mesh=line)
+
+        def fed(e, x, y, c=c):
+            tree = {"x": x, "y": y}
+            plan = cgx_jax.Plan.build(tree, c)
+            mean, lost = pmean_with_residual(tree, "data", plan, key=key, exchange=e)
+            return mean, [r[None] for r in lost]
+
+        same_bytes(f"{c} with residuals", fed, x, y, mesh=line, out=(P(), P("data")))
 
     def psum(e, x, axis="data", **options):
         return cgx_jax.psum_compressed(x, axis, Quantize(4), exchange=e, **options)

@@ -190,8 +190,11 @@ def add_peers(values, buffers, leaves, divisor):
         return [t / np.float32(divisor) for t in totals]
 
 
-def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0)):
-    """The own chunk, u8[chunk_bytes]: (exact own values + the peers', in rank order) / divisor."""
+def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=()):
+    """(chunk, residuals): (exact own values + the peers', in rank order) / divisor, encoded.
+
+    The chunk is u8[chunk_bytes]; in `residuals` its values become divisor times what is lost.
+    """
     begin, row = layout(leaves, len(payload))
     own, used = slice(begin[rank], begin[rank + 1]), begin[rank + 1] - begin[rank]
     buffers = []
@@ -202,8 +205,15 @@ def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0)):
             buffers.append(data)
     totals = add_peers(values, buffers, leaves, divisor)
     out = np.zeros(row, np.uint8)
-    out[:used] = encode_buffer(totals, leaves, key)[own]
-    return out
+    data = encode_buffer(totals, leaves, key)
+    out[:used] = data[own]
+    filled = []
+    mine = in_chunk(leaves, begin[rank], begin[rank + 1])
+    for e, t, y, here in zip(residuals, totals, decode_buffer(data, leaves), mine, strict=False):
+        with np.errstate(all="ignore"):
+            lost = clean(clean(t - y) * np.float32(divisor))
+        filled.append(np.where(here, narrow(lost, e.dtype), e))
+    return out, filled
 
 
 def decode(payload, leaves, dtypes):

@@ -45,16 +45,18 @@ def attributes(leaves, world, **more):
 
 
 @functools.cache
-def compiled(name, results, attrs):
+def compiled(name, results, attrs, aliases):
     """One compilation serves every instruction set."""
     shapes = [jax.ShapeDtypeStruct(s, t) for s, t in results]
     kwargs = {k: np.array(v, np.int64) if isinstance(v, tuple) else v for k, v in attrs}
-    return jax.jit(lambda *a: jax.ffi.ffi_call(name, shapes)(*a, **kwargs))
+    ffi_call = jax.ffi.ffi_call(name, shapes, input_output_aliases=dict(aliases))
+    return jax.jit(lambda *a: ffi_call(*a, **kwargs))
 
 
-def call(name, results, args, attrs):
+def call(name, results, args, attrs, aliases=()):
     frozen = tuple((k, tuple(v.tolist()) if np.ndim(v) else v) for k, v in attrs.items())
-    out = compiled(name, tuple((tuple(s), np.dtype(t)) for s, t in results), frozen)(*args)
+    shapes = tuple((tuple(s), np.dtype(t)) for s, t in results)
+    out = compiled(name, shapes, frozen, tuple(aliases))(*args)
     return [np.asarray(o) for o in out]
 
 
@@ -71,11 +73,14 @@ def encode(values, leaves, world, rank=-1, key=KEY, residual=False):
     return payload[0], [r[0] for r in rest]
 
 
-def reduce(values, payload, leaves, rank, divisor=1.0, key=KEY):
+def reduce(values, payload, leaves, rank, divisor=1.0, key=KEY, residuals=()):
     args = [np.array([key], np.uint32), np.array([rank], np.int32), payload[None]]
+    args += batched(values) + batched(residuals)
     attrs = attributes(leaves, len(payload), divisor=np.float32(divisor))
-    results = [((1, payload.shape[1]), np.uint8)]
-    return call("cgx_reduce", results, args + batched(values), attrs)[0][0]
+    results = [((1, payload.shape[1]), np.uint8), *(((1, r.size), r.dtype) for r in residuals)]
+    aliases = [(3 + len(values) + i, 1 + i) for i in range(len(residuals))]
+    chunk, *rest = call("cgx_reduce", results, args, attrs, aliases)
+    return chunk[0], [r[0] for r in rest]
 
 
 def decode(payload, leaves, dtypes):
@@ -120,9 +125,13 @@ def check_all_calls(values, leaves, world, rank, divisor):
         zip(decode(full, leaves, dtypes), oracle.decode(full, leaves, dtypes), strict=True)
     ):
         assert_same_bytes(got, expect, f"decode {k}, {what}")
-    got = reduce(values, full, leaves, max(rank, 0), divisor)
-    expect = oracle.reduce(values, full, leaves, max(rank, 0), divisor, KEY)
+    expect, lost = oracle.reduce(values, full, leaves, max(rank, 0), divisor, KEY, residuals)
+    got, _ = reduce(values, full, leaves, max(rank, 0), divisor)
     assert_same_bytes(got, expect, f"reduce, {what}")
+    got, filled = reduce(values, full, leaves, max(rank, 0), divisor, residuals=residuals)
+    assert_same_bytes(got, expect, f"reduce with residual, {what}")
+    for k, (a, b) in enumerate(zip(filled, lost, strict=True)):
+        assert_same_bytes(a, b, f"residual {k} of reduce, {what}")
     row, _ = oracle.encode(values, leaves, 1, -1, KEY)
     peers = np.concatenate([row] * 3)
     for k, (got, expect) in enumerate(
@@ -393,7 +402,7 @@ def test_a_batch_is_as_many_calls():
         attributes(leaves, world, divisor=np.float32(3)),
     )
     for b in range(batch):
-        want = oracle.reduce(sets[b], payload[b], leaves, own[b], 3, keys[b])
+        want, _ = oracle.reduce(sets[b], payload[b], leaves, own[b], 3, keys[b])
         assert_same_bytes(chunk[b], want, f"reduce, batch element {b}")
 
 
@@ -454,6 +463,10 @@ WRONG = [
     Wrong("cgx_reduce: rank is -1, must be in [0, 2)", "cgx_reduce",
           args={1: np.array([-1], np.int32)}),
     Wrong("size of payload is 2, expected", "cgx_reduce", args={2: np.zeros((1, 2, 1), np.uint8)}),
+    Wrong("number of leaves is 1, must be at least 2", "cgx_reduce",
+          results={1: ((1, 1000), np.float32), 2: ((1, 1000), np.float32)}),
+    Wrong("residual results must lie where their operands lie", "cgx_reduce",
+          args={4: np.zeros((1, 1000), np.float32)}, results={1: ((1, 1000), np.float32)}),
     Wrong("divisor is 0", "cgx_reduce", attrs={"divisor": np.float32(0)}),
     Wrong("divisor is nan", "cgx_reduce", attrs={"divisor": np.float32("nan")}),
     Wrong("size of chunk is 5, expected", "cgx_reduce", results={0: ((1, 5), np.uint8)}),
@@ -485,6 +498,7 @@ def test_a_wrong_call_names_the_value_and_the_limit(wrong):
     }[wrong.name]
     attrs = attributes(leaves, 1 if wrong.name == "cgx_accumulate" else 2, **attrs) | wrong.attrs
     operands = [wrong.args.get(i, a) for i, a in enumerate(args)]
+    operands += [a for i, a in sorted(wrong.args.items()) if i >= len(args)]
     shapes = {i: (r.shape, r.dtype) for i, r in enumerate(results)} | wrong.results
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         call(wrong.name, list(shapes.values()), operands, attrs)

@@ -130,6 +130,8 @@ ALLOWED = {
     },
     "debug": {"_compat", "axes", "exchange"},
     "gradients": {"_compat", "axes", "collectives", "compressors", "plan", "policy"},
+    "memory": set(),
+    "sync": {"_compat", "axes", "collectives", "compressors", "memory", "plan", "policy"},
     "links": set(),
     "tuning": {"collectives", "compressors", "exchange", "installation", "links"},
     "commands": {"collectives", "commands", "compressors", "exchange", "installation", "links"},

@@ -82,8 +82,16 @@ def test_fallback_reduces_accumulates_and_leaves_residuals_as_native_does(rank):
     layout, leaves = layout_of(8, 64, False, 3), leaves_of("float32")
     peers = primitives.encode(KEY, [2 * x for x in leaves], layout)[0]
     rows = jnp.tile(peers[rank], (3, 1))
-    ours = primitives.reduce(KEY, jnp.int32(rank), rows, leaves, layout, divisor=3)
-    (theirs,) = reference.reduce(KEY, jnp.int32(rank), rows, *leaves, layout=layout, divisor=3.0)
+    kept = [jnp.full_like(x, 7) for x in leaves]
+    ours, lost = primitives.reduce(
+        KEY, jnp.int32(rank), rows, leaves, layout, divisor=3, residuals=kept
+    )
+    theirs, *lost_too = reference.reduce(
+        KEY, jnp.int32(rank), rows, *leaves, *kept, layout=layout, divisor=3.0
+    )
+    for x, y in zip(lost, lost_too, strict=True):
+        np.testing.assert_allclose(x, y, atol=0.3)
+        np.testing.assert_array_equal(x == 7, y == 7)
     alone = [jnp.zeros_like(rows).at[rank].set(c) for c in (ours, theirs)]  # other chunks: 0
     a, b = (primitives.decode(rows, layout, leaves) for rows in alone)
     for x, y in zip(a, b, strict=True):

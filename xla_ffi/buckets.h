@@ -248,6 +248,20 @@ __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record rec
   }
 }
 
+template <typename Store>
+__attribute__((noinline)) void scale_into(const float* x, int64_t n, float factor,
+                                          typename Store::Item* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Store::store_lanes(out + i, canonical_nan(StoreF32::load_lanes(x + i) * factor));
+  }
+  float rest[kLanes] = {};
+  typename Store::Item item[kLanes];
+  for (int64_t l = 0; l < n - i; ++l) rest[l] = x[i + l];
+  Store::store_lanes(item, canonical_nan(StoreF32::load_lanes(rest) * factor));
+  for (int64_t l = 0; l < n - i; ++l) out[i + l] = item[l];
+}
+
 template <typename Store, int kBits, int kColumns>
 __attribute__((noinline)) void decode_bucket(const uint8_t* from, Record record,
                                              typename Store::Item* out) {

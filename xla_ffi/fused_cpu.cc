@@ -113,7 +113,9 @@ void FusedCall::encode(int64_t segment) {
   Layout layout = layout_;
   layout.values = 0;  // the payload is read again at once: it shall stay in the caches
   const EncodeCall call{
-      layout, {spec_.in.data(), spec_.dtypes.data()}, {}, spec_.keys, spec_.rank, sent_.data.get()};
+      layout,     {spec_.in.data(), spec_.dtypes.data()},
+      residuals(), spec_.keys,
+      spec_.rank, sent_.data.get()};
   for (int64_t d = 1; d < layout_.world; ++d) {
     const int64_t chunk = (spec_.rank + d) % layout_.world;
     split(segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1),
@@ -129,7 +131,8 @@ void FusedCall::reduce(int64_t segment) {
                         received_.data.get(),
                         spec_.divisor,
                         sent_.data.get() + spec_.rank * layout_.chunk_bytes,
-                        nullptr};
+                        nullptr,
+                        residuals()};
   split(segments_.begin(spec_.rank, segment), segments_.begin(spec_.rank, segment + 1),
         [&](int64_t from, int64_t to, int64_t worker) {
           ReduceCall own = call;

@@ -37,6 +37,7 @@ struct FusedSpec {
   OwnedLayout owned;
   std::vector<const void*> in;
   std::vector<void*> out;
+  std::vector<void*> residuals;  // none, or one a leaf: what this rank's encodings lost
   std::vector<DType> dtypes;
   uint32_t keys[4];  // two for encode, two for reduce
   float divisor;
@@ -68,6 +69,9 @@ class FusedCall {
   void decode(int64_t segment);
 
  private:
+  LeavesOut residuals() const {
+    return {spec_.residuals.empty() ? nullptr : spec_.residuals.data(), spec_.dtypes.data()};
+  }
   template <typename F>
   void split(int64_t from, int64_t to, F&& f);
 

@@ -42,16 +42,18 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
 }
 
 ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
-                  ffi::RemainingArgs args, ffi::Result<Payload> chunk, Ints bits, Ints bucket_size,
-                  Ints stochastic, Ints stream, int64_t world, float divisor) {
+                  ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
+                  Ints bits, Ints bucket_size, Ints stochastic, Ints stream, int64_t world,
+                  float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk,
+    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets,
                          {bits, bucket_size, stochastic, stream, world}, divisor, &operands));
     CGX_TRY(check_ranks(name, rank, 0, world));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
+    const auto lost = operands.results.pointers(operands.batch);
     const size_t n = operands.num_leaves();
     const int64_t count = pieces(layout.values / world);
     const int64_t tasks = operands.batch * count, longest = operands.owned.longest_bucket();
@@ -70,7 +72,8 @@ ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
                       payload.typed_data() + b * world * layout.chunk_bytes,
                       divisor,
                       out,
-                      scratch.data() + worker * longest},
+                      scratch.data() + worker * longest,
+                      {lost.empty() ? nullptr : lost.data() + b * n, operands.leaves.dtype.data()}},
                      begin + chunk_cut(piece, used, count),
                      begin + chunk_cut(piece + 1, used, count));
     });
@@ -153,7 +156,8 @@ XLA_FFI_Error* reduce_handler(XLA_FFI_CallFrame* frame) {
                                               .Arg<Ranks>()
                                               .Arg<Payload>()
                                               .RemainingArgs()
-                                              .Ret<Payload>())
+                                              .Ret<Payload>()
+                                              .RemainingRets())
                                   .Attr<float>("divisor")
                                   .To(reduce);
   return handler->Call(frame);

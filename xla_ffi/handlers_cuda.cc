@@ -43,13 +43,13 @@ ffi::Error run_encode(cudaStream_t stream, Keys key, Ranks rank, ffi::RemainingA
 }
 
 ffi::Error run_reduce(cudaStream_t stream, Keys key, Ranks rank, Payload payload,
-                      ffi::RemainingArgs args, ffi::Result<Payload> chunk, Ints bits,
-                      Ints bucket_size, Ints stochastic, Ints stream_numbers, int64_t world,
-                      float divisor) {
+                      ffi::RemainingArgs args, ffi::Result<Payload> chunk,
+                      ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints stochastic,
+                      Ints stream_numbers, int64_t world, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk,
+    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets,
                          {bits, bucket_size, stochastic, stream_numbers, world}, divisor,
                          &operands));
     const Layout layout = operands.layout();
@@ -140,7 +140,8 @@ XLA_FFI_Error* reduce_cuda_handler(XLA_FFI_CallFrame* frame) {
                                               .Arg<Ranks>()
                                               .Arg<Payload>()
                                               .RemainingArgs()
-                                              .Ret<Payload>())
+                                              .Ret<Payload>()
+                                              .RemainingRets())
                                   .Attr<float>("divisor")
                                   .To(run_reduce, {ffi::Traits::kCmdBufferCompatible});
   return handler->Call(frame);

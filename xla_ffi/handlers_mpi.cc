@@ -56,10 +56,12 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
                    const ffi::RemainingRets& rets, const Attributes& attributes,
                    const std::string& name, const EngineSettings& settings, FusedSpec* spec,
                    std::vector<int32_t>* peers) {
-  Leaves leaves, results;
+  Leaves leaves, results, residuals;
   CGX_TRY(leaves.add(name, args, 1));
   CGX_TRY(results.add(name, rets, 1));
+  CGX_TRY(results.split(name, leaves.size.size(), &residuals));
   CGX_TRY(same_leaves(name, leaves, results));
+  if (!residuals.data.empty()) CGX_TRY(same_leaves(name, leaves, residuals));
   CGX_TRY(build_layout(name, leaves, attributes.layout, &spec->owned));
   CGX_TRY(check_count(name, "keys", keys, 4));
   CGX_TRY(check_count(name, "position", position, 1));
@@ -89,6 +91,7 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
   }
   spec->in.assign(leaves.data.begin(), leaves.data.end());
   spec->out.assign(results.data.begin(), results.data.end());
+  spec->residuals.assign(residuals.data.begin(), residuals.data.end());
   spec->dtypes = leaves.dtype;
   std::copy_n(keys.typed_data(), 4, spec->keys);
   spec->divisor = attributes.divisor;
@@ -96,7 +99,7 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
   return ffi::Error::Success();
 }
 
-// (keys of both phases, position in the mesh, leaves) -> leaves
+// (keys of both phases, position in the mesh, leaves) -> leaves [, residuals]
 ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::RunId run, Ints bits, Ints bucket_size, Ints stochastic, Ints stream,
                        int64_t world, float divisor, Ints groups, int64_t channel,

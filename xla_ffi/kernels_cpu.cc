@@ -53,6 +53,16 @@ struct Encode {
   }
 };
 
+template <int kBits, bool kResidual>
+auto encode_of(bool stochastic, bool usual) {
+  if (stochastic) {
+    return usual ? encode_bucket<StoreF32, kBits, true, kResidual, kUsualColumns>
+                 : encode_bucket<StoreF32, kBits, true, kResidual, 0>;
+  }
+  return usual ? encode_bucket<StoreF32, kBits, false, kResidual, kUsualColumns>
+               : encode_bucket<StoreF32, kBits, false, kResidual, 0>;
+}
+
 template <typename Store>
 struct Reduce {
   using Item = typename Store::Item;
@@ -62,6 +72,8 @@ struct Reduce {
     const Layout& layout = call.layout;
     const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
     const Divide divide(call.divisor);
+    const bool residual = call.residuals.data != nullptr;
+    Item* lost = residual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
     int64_t position = run.offset - run.chunk * layout.chunk_bytes;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = slot.record(k);
@@ -71,14 +83,15 @@ struct Reduce {
           call.scratch);
       const Meta meta = find_meta<StoreF32, false>(call.scratch, record.values, kBits);
       const NoiseSeed seed = noise_seed(call.key, slot.stream, (uint64_t)k);
-      const auto encode = usual(record)
-                              ? slot.stochastic
-                                    ? encode_bucket<StoreF32, kBits, true, false, kUsualColumns>
-                                    : encode_bucket<StoreF32, kBits, false, false, kUsualColumns>
-                          : slot.stochastic ? encode_bucket<StoreF32, kBits, true, false, 0>
-                                            : encode_bucket<StoreF32, kBits, false, false, 0>;
-      encode(call.scratch, record, meta, seed, (const char*)x, call.chunk + position, nullptr);
+      const auto encode = residual ? encode_of<kBits, true>(slot.stochastic, usual(record))
+                                   : encode_of<kBits, false>(slot.stochastic, usual(record));
+      // The residual takes the sum's place in the scratch, tile by tile.
+      encode(call.scratch, record, meta, seed, (const char*)x, call.chunk + position, call.scratch);
       x += record.values;
+      if (residual) {
+        scale_into<Store>(call.scratch, record.values, call.divisor, lost);
+        lost += record.values;
+      }
       position += record.bytes();
     }
   }

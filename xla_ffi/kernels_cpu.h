@@ -38,6 +38,8 @@ struct EncodeCall {
 };
 
 // Writes u8[chunk_bytes]: the encoded (own exact values + decoded rows of the peers) / divisor.
+// `residuals` (data null: none) receives in the own chunk what that encoding lost, times divisor:
+// what the owner must add to its values for the next sum to make it good.
 struct ReduceCall {
   Layout layout;
   LeavesIn leaves;
@@ -47,6 +49,7 @@ struct ReduceCall {
   float divisor;
   uint8_t* chunk;
   float* scratch;  // the longest bucket's values; calls that run at once need their own
+  LeavesOut residuals;
 };
 
 struct DecodeCall {

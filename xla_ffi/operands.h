@@ -83,6 +83,19 @@ struct Leaves {
     return ffi::Error::Success();
   }
 
+  // Moves all but the first `count` leaves to `rest`.
+  ffi::Error split(const std::string& call, size_t count, Leaves* rest) {
+    if (size.size() < count) {
+      return invalid(call, "number of leaves is " + std::to_string(size.size()) +
+                               ", must be at least " + std::to_string(count));
+    }
+    rest->data.assign(data.begin() + count, data.end());
+    rest->dtype.assign(dtype.begin() + count, dtype.end());
+    rest->size.assign(size.begin() + count, size.end());
+    data.resize(count), dtype.resize(count), size.resize(count);
+    return ffi::Error::Success();
+  }
+
   // The pointers of every batch element, leaves fastest.
   std::vector<void*> pointers(int64_t batch) const {
     std::vector<void*> all;
@@ -199,14 +212,24 @@ inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& r
   return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
 }
 
-// (key, rank, payload, leaves) -> chunk
+// (key, rank, payload, leaves [, residuals]) -> chunk [, residuals, in their operands' memory]
 inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& rank,
                                const Payload& payload, const ffi::RemainingArgs& args,
-                               const Payload& chunk, const LayoutAttributes& attributes,
-                               float divisor, Operands* out) {
+                               const Payload& chunk, const ffi::RemainingRets& rets,
+                               const LayoutAttributes& attributes, float divisor, Operands* out) {
   out->batch = rank.element_count();
   CGX_TRY(check_batch(call, out->batch));
   CGX_TRY(out->leaves.add(call, args, out->batch));
+  CGX_TRY(out->results.add(call, rets, out->batch));
+  if (rets.size() > 0) {
+    Leaves residuals;
+    CGX_TRY(out->leaves.split(call, rets.size(), &residuals));
+    CGX_TRY(same_leaves(call, out->leaves, residuals));
+    CGX_TRY(same_leaves(call, out->leaves, out->results));
+    if (residuals.data != out->results.data) {
+      return invalid(call, "residual results must lie where their operands lie");
+    }
+  }
   CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
   CGX_TRY(check_count(call, "key", key, out->batch * 2));
   const Layout layout = out->layout();

@@ -53,6 +53,16 @@ class Compressor(abc.ABC):
     def error_bound(self, x: Any) -> jax.Array:
         """Largest possible |decode(encode(x)) - x|, one fp32 number a value, in x's shape."""
 
+    @property
+    def feedback_scale(self) -> float | None:
+        """What decoded values are multiplied by under error feedback, to keep the memory bounded.
+
+        1 for compressors that lose less than they are given; 1 / (1 + ω) for unbiased ones with
+        E|decode(encode(x)) - x|² <= ω |x|², around which plain feedback diverges; None where no
+        factor is known to be enough.
+        """
+        return 1.0
+
     def init(self, shape: Sequence[int], dtype: Any) -> Any:
         """The state before the first call for a leaf of `shape` and `dtype`."""
         return ()

@@ -71,6 +71,16 @@ class Quantize(Compressor):
     def needs_key(self) -> bool:
         return self.rounding == "stochastic"
 
+    @property
+    def feedback_scale(self) -> float | None:
+        # What a bucket loses has a range of at most 1 / levels of the bucket's own (nearest), twice
+        # that (stochastic). From 2 bits on that is under 1, so what is fed back shrinks from step
+        # to step: a max-min code contracts in the range, though not in the Euclidean norm. With 1
+        # bit it does in neither; unbiased, the variance of a bucket is at most |x|² times ω.
+        if self.bits > 1:
+            return 1.0
+        return 1 / (1 + self.bucket_size / 2) if self.unbiased else None
+
     def supports(self, dtype: Any) -> bool:
         return any(dtype == t for t in _DTYPES)
 

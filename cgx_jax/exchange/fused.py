@@ -52,20 +52,25 @@ def bind(
     axes: tuple[str, ...],
     groups: Groups,
     divisor: float,
-) -> list[jax.Array]:
-    """Calls a primitive of `primitive()`; `name` heads its errors.
+    *,
+    residual: bool,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Calls a primitive of `primitive()`; `name` heads its errors. Reduced leaves and residuals.
 
     Operands are what is particular to the exchange, then the leaves, one a field of `layout`.
     """
     varying = frozenset().union(*(_compat.varying_axes(x) for x in operands))
-    return primitive.bind(
+    out = primitive.bind(
         *(_compat.vary_over(x, varying) for x in operands),
         layout=layout,
         divisor=float(divisor),
         positions=positions(axes, groups),
         replicated=axes if groups is None else (),
         name=f"{name} over axis {', '.join(map(repr, axes))}",
+        residual=residual,
     )
+    count = len(layout.fields)
+    return out[:count], out[count:]
 
 
 def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
@@ -80,12 +85,17 @@ def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dic
 
 
 def primitive(name: str, leading: int) -> Primitive:
-    """A fused all-reduce of everything after its `leading` operands. Lowerings are the caller's."""
+    """A fused all-reduce of everything after its `leading` operands, residuals after it.
+
+    Lowerings are the caller's.
+    """
     p = Primitive(name)
     p.multiple_results = True
 
-    def shapes(*operands: Any, replicated: Any, **params: Any) -> list[Any]:
-        return [_compat.reduced_aval(x, replicated) for x in operands[leading:]]
+    def shapes(*operands: Any, replicated: Any, residual: bool, **params: Any) -> list[Any]:
+        leaves = operands[leading:]
+        reduced = [_compat.reduced_aval(x, replicated) for x in leaves]
+        return [*reduced, *(leaves if residual else ())]
 
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))

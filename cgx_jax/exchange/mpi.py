@@ -210,15 +210,21 @@ def all_reduce(
     axes: tuple[str, ...],
     groups: fused.Groups,
     divisor: float,
-) -> list[jax.Array]:
+    *,
+    residual: bool = False,
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
 
     `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`.
+    Residuals follow where asked.
     """
     mesh = jax.sharding.get_abstract_mesh()
     operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
     label = f"{name}(exchange='mpi')"
-    return fused.bind(all_reduce_p, label, [*operands, *leaves], layout, axes, groups, divisor)
+    operands += leaves
+    return fused.bind(
+        all_reduce_p, label, operands, layout, axes, groups, divisor, residual=residual
+    )
 
 
 def _lowering(
@@ -229,6 +235,7 @@ def _lowering(
     positions: Any,
     replicated: Any,
     name: str,
+    residual: bool,
 ) -> Any:
     return jax.ffi.ffi_lowering("cgx_all_reduce_mpi")(
         ctx,

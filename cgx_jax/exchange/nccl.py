@@ -65,15 +65,20 @@ def all_reduce(
     axes: tuple[str, ...],
     groups: fused.Groups,
     divisor: float,
-) -> list[jax.Array]:
+    *,
+    residual: bool = False,
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
 
     `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`.
+    Residuals follow where asked.
     """
 
-    def call(*operands: Any) -> list[jax.Array]:
+    def call(*operands: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         label = f"{name}(exchange='nccl')"
-        return fused.bind(all_reduce_p, label, operands, layout, axes, groups, divisor)
+        return fused.bind(
+            all_reduce_p, label, operands, layout, axes, groups, divisor, residual=residual
+        )
 
     keys = jnp.stack([jnp.asarray(s) for s in seeds])
     return _compat.on_collective_stream(call)(keys, *leaves)
@@ -87,6 +92,7 @@ def _lowering(
     positions: Any,
     replicated: Any,
     name: str,
+    residual: bool,
 ) -> Any:
     return jax.ffi.ffi_lowering(TARGET)(
         ctx,

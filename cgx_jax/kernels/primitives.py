@@ -53,16 +53,25 @@ def encode(
 
 
 def reduce(
-    key: Any, rank: Any, payload: Any, leaves: Sequence[Any], layout: Layout, *, divisor: float = 1
-) -> jax.Array:
+    key: Any,
+    rank: Any,
+    payload: Any,
+    leaves: Sequence[Any],
+    layout: Layout,
+    *,
+    divisor: float = 1,
+    residuals: Sequence[Any] = (),
+) -> tuple[jax.Array, list[jax.Array]]:
     """The chunk of `rank`: own exact values plus the other rows of `payload`, encoded again.
 
     `payload` is u8[world, chunk_bytes], row r from rank r; the sum runs in fp32 in rank order and
-    is divided by `divisor`. Returns u8[chunk_bytes].
+    is divided by `divisor`. Returns u8[chunk_bytes], and where `residuals` of `encode` are given
+    those with the chunk filled in: `divisor` times what encoding it lost (else []).
     """
     _check_payload("reduce", payload, layout.world * layout.chunk_bytes)
     params = {"layout": layout, "divisor": float(divisor), "batch": 1}
-    return _bind(reduce_p, key, rank, payload, *leaves, **params)[0]
+    out = _bind(reduce_p, key, rank, payload, *leaves, *residuals, **params)
+    return out[0], [r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True)]
 
 
 def decode(payload: Any, layout: Layout, like: Sequence[Any]) -> list[jax.Array]:
@@ -105,7 +114,9 @@ def _encode_shapes(
 def _reduce_shapes(
     key: Any, rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, batch: Any
 ) -> Any:
-    return [_compat.result_aval(_lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)]
+    chunk = _compat.result_aval(_lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)
+    residuals = leaves[len(layout.fields) :]
+    return [chunk, *(_compat.result_aval(x.shape, x.dtype, key) for x in residuals)]
 
 
 def _decode_shapes(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
@@ -137,10 +148,10 @@ def _reduce_jnp(
 ) -> Any:
     one = functools.partial(reference.reduce, layout=layout, divisor=divisor)
     (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
-    (out,) = jax.vmap(one)(
-        key.reshape(batch, 2), rank.reshape(batch), payload, *_flat(batch, leaves)
-    )
-    return [out.reshape(_lead(batch, (layout.chunk_bytes,)))]
+    out = jax.vmap(one)(key.reshape(batch, 2), rank.reshape(batch), payload, *_flat(batch, leaves))
+    residuals = leaves[len(layout.fields) :]
+    chunk = out[0].reshape(_lead(batch, (layout.chunk_bytes,)))
+    return [chunk, *(r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True))]
 
 
 def _decode_jnp(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
@@ -172,7 +183,12 @@ def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
 
 def _native_lowering(target: str) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
-        return jax.ffi.ffi_lowering(target)(ctx, *operands, **_attributes(layout, **params))
+        aliases = {}
+        if target == "cgx_reduce":  # residuals are filled in where they lie
+            given = len(operands) - len(ctx.avals_out) + 1
+            aliases = {given + i: 1 + i for i in range(len(ctx.avals_out) - 1)}
+        lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
+        return lower(ctx, *operands, **_attributes(layout, **params))
 
     return rule
 

@@ -204,21 +204,32 @@ def reduce(
     layout: Layout,
     divisor: float,
 ) -> list[jax.Array]:
-    """The chunk this rank owns, reduced and encoded: [u8[chunk_bytes]]."""
+    """The chunk this rank owns, reduced and encoded: [u8[chunk_bytes]].
 
-    def own(chunk: int) -> jax.Array:
+    Leaves past the layout's are residuals; they follow, with what the chunk's encoding lost, times
+    `divisor`, in its place.
+    """
+    residuals = leaves[len(layout.fields) :]
+
+    def own(chunk: int) -> list[jax.Array]:
         pieces = [(s, layout.fields[s.field]) for s in spans(layout, chunk)]
         mine = [leaves[s.field][s.values[0] : s.values[1]].astype(jnp.float32) for s, _ in pieces]
         total = _accumulate_spans(rank, payload, mine, pieces, divisor)
         parts = [
             _encode_span(x, f, s.first_bucket, key) for x, (s, f) in zip(total, pieces, strict=True)
         ]
+        lost = list(residuals)
+        for x, part, (s, f) in zip(total, parts, pieces, strict=True):
+            if lost:
+                error = (x - _decode_span(part, x.size, f)) * np.float32(divisor)
+                kept = lost[s.field]
+                lost[s.field] = kept.at[slice(*s.values)].set(error.astype(kept.dtype))
         # A chunk may be empty, and a constant does not vary over the mesh as the others do.
         axes = _compat.varying_axes(payload)
-        return _compat.vary_over(_concatenate(parts, layout.chunk_bytes), axes)
+        return [_compat.vary_over(_concatenate(parts, layout.chunk_bytes), axes), *lost]
 
     branches = [lambda _, w=w: own(w) for w in range(layout.world)]
-    return [lax.switch(rank, branches, None)]
+    return lax.switch(rank, branches, None)
 
 
 def decode(payload: jax.Array, *, layout: Layout, dtypes: Sequence[np.dtype]) -> list[jax.Array]:

@@ -66,7 +66,9 @@ def differences(gpu, cpu) -> list[str]:
                         rows, (lost,) = primitives.encode(
                             key, [x], layout, rank=jnp.int32(1), residual=True
                         )
-                        chunk = primitives.reduce(key, jnp.int32(2), rows, [x], layout, divisor=3)
+                        chunk, _ = primitives.reduce(
+                            key, jnp.int32(2), rows, [x], layout, divisor=3
+                        )
                         (back,) = primitives.decode(rows, layout, [x])
                         return rows, lost, chunk, back
 
@@ -94,7 +96,7 @@ def bandwidth(gpu, values: int) -> list[dict]:
             four = layout_of(values, bits, 512, stochastic, WORLD)
             encode = jax.jit(lambda k, x, one=one: primitives.encode(k, [x], one)[0])
             reduce = jax.jit(
-                lambda k, r, rows, x, four=four: primitives.reduce(k, r, rows, [x], four)
+                lambda k, r, rows, x, four=four: primitives.reduce(k, r, rows, [x], four)[0]
             )
             decode = jax.jit(lambda rows, x, one=one: primitives.decode(rows, one, [x]))
             payload = encode(key, x)

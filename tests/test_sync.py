@@ -1,0 +1,326 @@
+"""sync_gradients: what feedback promises, in every composition and through checkpoints."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Cast, ErrorFeedback, Identity, MomentumCorrection, Quantize, Rule, Rules
+from cgx_jax.sync import SyncState
+
+LOSSY = [
+    Quantize(2),
+    Quantize(4, 96),
+    Quantize(3, 64, "stochastic"),
+    Quantize(1, 64, "stochastic"),
+    Cast(jnp.bfloat16),
+]
+
+
+def gradients(world, steps, seed=0, dtype=np.float32):
+    """Different on every rank and step, of two scales, one leaf in several buckets."""
+    rng = np.random.default_rng(seed)
+    return {
+        "w": rng.normal(size=(steps, world, 40, 50)).astype(dtype),
+        "v": (1e-3 * rng.standard_cauchy(size=(steps, world, 7, 150))).astype(dtype),
+        "bias": rng.normal(size=(steps, world, 30)).astype(dtype),
+    }
+
+
+def ranks(world):
+    return Mesh(np.array(jax.devices()[:world]), ("data",))
+
+
+def run(tx, grads, world, state=None, check_vma=True):
+    """Every step's result [steps, ...] and the state after the last."""
+    mesh = ranks(world)
+    like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
+    if state is None:
+        state = tx.init(like)
+    specs = cgx_jax.state_specs(state, "data")
+
+    def step(grads, state):
+        return tx.update(jax.tree.map(lambda x: x[0], grads), state, like)
+
+    f = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P("data"), specs),
+            out_specs=(P(), specs),
+            check_vma=check_vma,
+        )
+    )
+    out = []
+    for t in range(len(grads["w"])):
+        result, state = f(jax.tree.map(lambda x, t=t: x[t], grads), state)
+        out.append(result)
+    return jax.tree.map(lambda *x: np.stack(x), *out), state
+
+
+def everything(compressor):
+    return Rules((), compressor, exact=[Rule(Identity(), path="bias")])
+
+
+def with_memory(compressor, world, memory=None, **kwargs):
+    return cgx_jax.sync_gradients(
+        "data",
+        everything(compressor),
+        memory=ErrorFeedback() if memory is None else memory,
+        mesh=ranks(world),
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("compressor", LOSSY, ids=str)
+def test_what_the_optimizer_saw_and_what_ranks_remember_is_what_they_were_given(compressor, world):
+    grads = gradients(world, 12)
+    got, state = run(with_memory(compressor, world), grads, world)
+    (memory,) = state.memory
+    assert int(state.step) == 12
+    for name, g in grads.items():
+        given = g.astype(np.float64).mean(1).sum(0)
+        seen = got[name].astype(np.float64).sum(0)
+        kept = np.asarray(memory[name], np.float64).mean(0)
+        scale = np.abs(g).max() * 12
+        np.testing.assert_allclose(seen + kept, given, atol=3e-6 * scale)
+        if name == "bias" or world == 1:
+            assert not kept.any()
+        else:
+            assert kept.any()
+
+
+def test_feedback_changes_what_is_sent_and_its_absence_does_not():
+    grads = gradients(2, 3)
+    plain, state = run(cgx_jax.sync_gradients("data", everything(Quantize(2))), grads, 2)
+    assert state.memory == ()
+    fed, _ = run(with_memory(Quantize(2), 2), grads, 2)
+    np.testing.assert_array_equal(plain["w"][0], fed["w"][0])
+    assert (plain["w"][1] != fed["w"][1]).any()
+
+    @functools.partial(jax.shard_map, mesh=ranks(2), in_specs=P("data"), out_specs=P())
+    def reduced(grads):
+        own = jax.tree.map(lambda x: x[0], grads)
+        return cgx_jax.pmean_compressed(own, "data", everything(Quantize(2)))
+
+    for t in range(3):
+        expected = reduced(jax.tree.map(lambda x, t=t: x[t], grads))
+        np.testing.assert_array_equal(plain["w"][t], expected["w"])
+
+
+@pytest.mark.parametrize("compressor", LOSSY, ids=str)
+def test_memory_stays_bounded(compressor):
+    if compressor.bits == 1 if isinstance(compressor, Quantize) else False:
+        steps, bound = 600, 64 * 4
+    else:
+        steps, bound = 100, 4
+    grads = jax.tree.map(lambda x: np.repeat(x, steps, 0), gradients(4, 1))
+    _, state = run(with_memory(compressor, 4), grads, 4)
+    largest = np.abs(grads["w"]).max()
+    rows = np.abs(np.asarray(state.memory[0]["w"])).max()
+    assert rows < bound * 4 * largest  # an owner remembers for all 4 ranks
+
+
+def test_plain_feedback_around_one_unbiased_bit_diverges(monkeypatch):
+    monkeypatch.setattr(Quantize, "feedback_scale", 1.0)
+    grads = jax.tree.map(lambda x: np.repeat(x, 60, 0), gradients(2, 1))
+    _, state = run(with_memory(Quantize(1, 64, "stochastic"), 2), grads, 2)
+    largest = np.abs(np.asarray(state.memory[0]["w"])).max()
+    assert not largest < 1e6  # NaN when the sums overflow
+
+
+def test_one_biased_bit_is_refused_with_a_memory():
+    with pytest.raises(ValueError, match="grows without end; use 2 bits or more"):
+        run(with_memory(Quantize(1), 2), gradients(2, 1), 2)
+
+
+def test_decay_forgets():
+    grads = gradients(2, 1)
+    _, once = run(with_memory(Quantize(2), 2, ErrorFeedback(0.5)), grads, 2)
+    silent = jax.tree.map(np.zeros_like, grads)
+    got, _ = run(with_memory(Quantize(8), 2, ErrorFeedback(0.5)), silent, 2, state=once)
+    half = np.asarray(once.memory[0]["w"]).mean(0) / 2
+    np.testing.assert_allclose(got["w"][0], half, atol=np.abs(half).max() / 50)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_step_with_a_non_finite_mean_leaves_the_memory_as_it_was(bad):
+    grads = gradients(3, 3)
+    grads["w"][1, 2, 3, 4] = bad
+    tx = with_memory(Quantize(2), 3, MomentumCorrection())
+    _, before = run(tx, jax.tree.map(lambda x: x[:1], grads), 3)
+    skipped, after = run(tx, jax.tree.map(lambda x: x[1:2], grads), 3, state=before)
+    assert np.isnan(skipped["w"]).any()
+    assert np.isfinite(skipped["v"]).all()
+    jax.tree.map(np.testing.assert_array_equal, before.memory, after.memory)
+    assert int(after.count) == 2
+
+
+def test_momentum_correction_is_exact_momentum_where_nothing_is_lost():
+    grads = gradients(4, 6)
+    tx = cgx_jax.sync_gradients("data", Identity(), memory=MomentumCorrection(0.9), mesh=ranks(4))
+    got, _ = run(tx, grads, 4)
+    trace = optax.trace(0.9)
+    state = trace.init(jax.tree.map(lambda g: g[0, 0], grads))
+    for t in range(6):
+        mean = jax.tree.map(lambda g, t=t: g[t].mean(0), grads)
+        expected, state = trace.update(mean, state)
+        for name in grads:
+            atol = 1e-5 * np.abs(grads[name]).max()
+            np.testing.assert_allclose(got[name][t], expected[name], atol=atol)
+
+
+def test_momentum_correction_loses_nothing_of_the_velocities():
+    grads = gradients(4, 10)
+    got, state = run(with_memory(Quantize(2), 4, MomentumCorrection(0.9)), grads, 4)
+    residual, velocity = state.memory
+    u, total = 0, 0
+    for t in range(10):
+        u = 0.9 * u + grads["w"][t].astype(np.float64)
+        total = total + u.mean(0)
+    seen = got["w"].astype(np.float64).sum(0) + np.asarray(residual["w"]).mean(0)
+    np.testing.assert_allclose(seen, total, atol=1e-4 * np.abs(total).max())
+    np.testing.assert_allclose(velocity["w"], u, atol=1e-5 * np.abs(u).max())
+
+
+def test_chain_clips_the_mean_and_memory_keeps_what_compression_lost():
+    grads = gradients(4, 5)
+    chained = optax.chain(with_memory(Quantize(2), 4), optax.clip_by_global_norm(0.1))
+    got, state = run(chained, grads, 4)
+    alone, expected = run(with_memory(Quantize(2), 4), grads, 4)
+    jax.tree.map(np.testing.assert_array_equal, state[0], expected)
+    for t in range(5):
+        norm = np.sqrt(sum(np.square(x[t]).sum() for x in jax.tree.leaves(got)))
+        np.testing.assert_allclose(norm, 0.1, rtol=1e-5)
+        np.testing.assert_allclose(
+            got["w"][t] / np.linalg.norm(got["w"][t]),
+            alone["w"][t] / np.linalg.norm(alone["w"][t]),
+            rtol=1e-4,
+            atol=1e-7,
+        )
+
+
+def test_masked_reduces_each_half_its_own_way():
+    grads = gradients(2, 2)
+    mask = {"w": True, "v": False, "bias": False}
+    other = {k: not v for k, v in mask.items()}
+    tx = optax.chain(
+        optax.masked(with_memory(Quantize(2), 2), mask),  # biases are not in it
+        optax.masked(cgx_jax.sync_gradients("data", Identity()), other),
+    )
+    got, _ = run(tx, grads, 2)
+    np.testing.assert_allclose(got["v"], grads["v"].mean(1), rtol=1e-6)
+    alone, _ = run(with_memory(Quantize(2), 2), {"w": grads["w"]}, 2)
+    np.testing.assert_array_equal(got["w"], alone["w"])
+
+
+def test_apply_if_finite_after_it_skips_the_same_step_on_every_rank():
+    grads = gradients(4, 3)
+    grads["w"][1, 2, 0, 0] = np.nan
+    tx = optax.chain(with_memory(Quantize(2), 4), optax.apply_if_finite(optax.sgd(1.0), 5))
+    got, state = run(tx, grads, 4)
+    assert int(state[1].total_notfinite) == 1
+    assert not got["w"][1].any()
+    without = jax.tree.map(lambda x: np.delete(x, 1, 0), grads)
+    expected, _ = run(with_memory(Quantize(2), 4), without, 4)
+    np.testing.assert_array_equal(got["w"][[0, 2]], -expected["w"])
+
+
+@pytest.mark.parametrize("way", ["pmap", "shard_map"])
+def test_multi_steps_around_it_reduces_the_accumulated_gradients(way):
+    world, grads = 2, gradients(2, 4)
+    like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
+    inner = optax.chain(with_memory(Quantize(2), world), optax.sgd(1.0))
+    tx = optax.MultiSteps(inner, every_k_schedule=2)
+    accumulated = jax.tree.map(lambda g: (g[0::2] + g[1::2]) / 2, grads)
+    expected, _ = run(inner, accumulated, world)
+    with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
+        if way == "shard_map":  # accumulators differ between ranks, which its types cannot say
+            got, _ = run(tx, grads, world, check_vma=False)
+            got = got["w"]
+        else:
+            pmap = functools.partial(jax.pmap, axis_name="data", devices=jax.devices()[:world])
+            state = pmap(lambda _: tx.init(like))(jnp.arange(world))
+            step, got = pmap(tx.update), []
+            for t in range(4):
+                out, state = step(jax.tree.map(lambda g, t=t: g[t], grads), state)
+                np.testing.assert_array_equal(out["w"][0], out["w"][1])
+                got.append(np.asarray(out["w"][0]))
+    assert not got[0].any()
+    assert not got[2].any()
+    np.testing.assert_allclose([got[1], got[3]], expected["w"], atol=1e-5)
+
+
+def test_state_has_the_same_shapes_under_every_plan():
+    like = jax.tree.map(lambda g: g[0, 0], gradients(1, 1))
+    shapes = [jax.tree.map(jnp.shape, with_memory(c, 8).init(like)) for c in [*LOSSY, Identity()]]
+    assert all(s == shapes[0] for s in shapes)
+    assert shapes[0].memory[0]["w"] == (8, 40, 50)
+
+
+def test_init_inside_shard_map_and_outside_agree():
+    like = jax.tree.map(lambda g: g[0, 0], gradients(1, 1))
+    tx = cgx_jax.sync_gradients("data", Quantize(2), memory=ErrorFeedback())
+    with pytest.raises(ValueError, match="pass mesh= to sync_gradients"):
+        tx.init(like)
+    other = Mesh(np.array(jax.devices()), ("model",))
+    with pytest.raises(ValueError, match="axis 'data' is not in the mesh"):
+        cgx_jax.sync_gradients("data", memory=ErrorFeedback(), mesh=other).init(like)
+    outside = with_memory(Quantize(2), 4).init(like)
+    inside = jax.jit(
+        jax.shard_map(
+            tx.init, mesh=ranks(4), in_specs=P(), out_specs=cgx_jax.state_specs(outside, "data")
+        )
+    )(like)
+    jax.tree.map(np.testing.assert_array_equal, outside, inside)
+    for x, y in zip(jax.tree.leaves(outside), jax.tree.leaves(inside), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim) or x.ndim == 0
+
+
+def test_a_memory_is_split_over_the_ranks_and_all_else_is_not():
+    state = (with_memory(Quantize(2), 2).init({"w": jnp.zeros((3, 4))}), optax.EmptyState())
+    specs = cgx_jax.state_specs(state, "data")
+    assert specs[0] == SyncState(P(), ({"w": P("data")},))
+
+
+def test_checkpoint_goes_on_as_if_nothing_had_happened_also_onto_another_plan(tmp_path):
+    import orbax.checkpoint as ocp
+
+    grads = gradients(4, 6)
+    first, second = (jax.tree.map(lambda x, s=s: x[s], grads) for s in (slice(3), slice(3, 6)))
+    for after in (Quantize(2), Quantize(4, 96)):
+        tx, then = with_memory(Quantize(2), 4), with_memory(after, 4)
+        _, state = run(tx, first, 4)
+        path = tmp_path / str(after.bits)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, state)
+            checkpointer.wait_until_finished()
+            target = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                then.init(jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)),
+            )
+            restored = checkpointer.restore(path, target)
+        jax.tree.map(np.testing.assert_array_equal, restored, state)
+        there, _ = run(then, second, 4, state=restored)
+        here, _ = run(then, second, 4, state=state)
+        jax.tree.map(np.testing.assert_array_equal, there, here)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ErrorFeedback(0), r"decay=0 is outside \(0, 1\]"),
+        (lambda: ErrorFeedback(1.1), r"decay=1.1 is outside"),
+        (lambda: MomentumCorrection(1.0), r"momentum=1.0 is outside \[0, 1\)"),
+    ],
+)
+def test_wrong_memories_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
