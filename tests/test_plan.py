@@ -117,6 +117,7 @@ ALLOWED = {
     "installation": set(),
     "exchange": {"wire", "_compat", "kernels", "exchange", "installation"},
     "plan": {"wire", "codecs", "compressors", "exchange"},
+    "policy": {"exchange", "plan", "policy"},
     "collectives": {"_compat", "axes", "codecs", "compressors", "debug", "exchange", "plan"},
     "debug": {"_compat", "axes", "exchange"},
     "gradients": {"_compat", "axes", "collectives", "compressors", "plan"},

@@ -142,10 +142,11 @@ def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
     of_uniform = math.fsum(problem.error[:, uniform])
     limit, least = solver.alpha * of_uniform, math.fsum(error.min(axis=1))
     if least > limit:
+        enough = least / of_uniform if of_uniform else math.inf
+        remedy = f"pass an alpha of {_up(enough)} or more, or " if math.isfinite(enough) else ""
         raise ValueError(
             f"{caller}: alpha={solver.alpha} allows a squared error of {limit:.4g}, the least that "
-            f"any choice has is {least:.4g}; pass an alpha of {_up(least / of_uniform)} or more, "
-            "or add wider candidates."
+            f"any choice has is {least:.4g}; {remedy}allow wider candidates."
         )
     return limit
 
