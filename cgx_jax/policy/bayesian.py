@@ -20,7 +20,6 @@ from cgx_jax.policy.solvers import (
 TREES = 32
 BATCH = 16  # choices tried with one forest
 POOL = 512  # choices among which the forest names those
-TINY = np.finfo(float).tiny
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +70,7 @@ class Bayesian(Solver):
         new = np.vstack([np.repeat(np.arange(count)[:, None], leaves, 1), error.argmin(axis=1)])
         left = self.trials if leaves else 0
         tried, sizes, errors = new[:0], np.zeros(0), np.zeros(0)
+        tiny = np.finfo(float).tiny
         while True:
             tried = np.vstack([tried, new])
             sizes = np.append(sizes, [knapsack.total(nbytes, choice) for choice in new])
@@ -81,12 +81,12 @@ class Bayesian(Solver):
                 choice = np.empty(leaves, np.int64)
                 choice[order] = best + allowed.start
                 return choice
-            goal = np.log(np.maximum(sizes, 1)) + np.log(np.maximum(errors, limit) + TINY)
+            goal = np.log(np.maximum(sizes, 1)) + np.log(np.maximum(errors, limit) + tiny)
             forest = RandomForestRegressor(TREES, max_features="sqrt", random_state=self.seed)
             trees = forest.fit(tried, goal).estimators_
             pool = _pool(rng, best, count)
             predicted = np.stack([tree.predict(pool) for tree in trees])
-            gain, spread = goal.min() - predicted.mean(axis=0), predicted.std(axis=0) + TINY
+            gain, spread = goal.min() - predicted.mean(axis=0), predicted.std(axis=0) + 1e-9
             normal = np.exp(-((gain / spread) ** 2) / 2) / np.sqrt(2 * np.pi)
             expected = gain * ndtr(gain / spread) + spread * normal
             new = pool[np.argsort(-expected, kind="stable")[: min(BATCH, left)]]

@@ -134,14 +134,14 @@ def _solve(cost: np.ndarray, weight: np.ndarray, room: int, step: float) -> tupl
             lowest = min(lowest, dropped)
             if found is not None:
                 best, least = found, float(_of(cost, found).sum())
-    return best, max(0.0, least - lowest)
+    return best, least - lowest if lowest < least - margin else 0
 
 
 def _relax(cost: np.ndarray, weight: np.ndarray, room: int, guess: float | None) -> _Node | None:
     """The relaxation, from a guess of its price; None when no choice fits.
 
-    The dual is concave and piecewise linear in the price: where the lines of the two choices at
-    hand meet is the next price, until no line lies below.
+    The bound is a concave, piecewise linear function of the price, and every choice is a line above
+    it: where the lines of the two choices at hand meet is the next price, until none is lower.
     """
     over = _first(cost, weight)
     beyond = int(_of(weight, over).sum())
@@ -231,9 +231,9 @@ def _search(
         bound = costly + node.price * heavy - unused
         keep = _front(heavy, costly, np.flatnonzero(bound < goal))
         effort -= heavy.size
-        room_for = FRONT if effort > 0 else 0
-        if keep.size > room_for:
-            thinned = keep[np.linspace(0, keep.size - 1, room_for).astype(int)]
+        most = FRONT if effort > 0 else 0
+        if keep.size > most:
+            thinned = keep[np.linspace(0, keep.size - 1, most).astype(int)]
             dropped = min(dropped, float(bound[np.setdiff1d(keep, thinned)].min()))
             keep = thinned
         if not keep.size:

@@ -12,6 +12,8 @@ import numpy as np
 
 from cgx_jax.policy import knapsack
 
+LLOYD_STEPS = 300  # far more than it takes: a stop in case rounding makes it circle
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
@@ -220,16 +222,16 @@ def _cluster(points: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
             break
         chosen.append(int(far.argmax()))
     centroids = points[chosen]
-    before = np.full(len(points), -1)
-    while True:
-        cluster = _distances(points, centroids).argmin(axis=1)
-        if (cluster == before).all():
-            return cluster, centroids
-        before = cluster
+    cluster = _distances(points, centroids).argmin(axis=1)
+    for _ in range(LLOYD_STEPS):
         members = np.bincount(cluster, minlength=len(chosen))
         sums = [np.bincount(cluster, axis, len(chosen)) for axis in points.T]
         means = np.stack(sums, axis=1) / np.maximum(members, 1)[:, None]
         centroids = np.where(members[:, None] > 0, means, centroids)
+        before, cluster = cluster, _distances(points, centroids).argmin(axis=1)
+        if (cluster == before).all():
+            break
+    return cluster, centroids
 
 
 def _distances(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
