@@ -1,0 +1,284 @@
+"""Solvers: from what every leaf would cost and err under every candidate, a width for each leaf."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+from cgx_jax.policy import knapsack
+
+LLOYD_STEPS = 300  # far more than it takes: a stop in case rounding makes it circle
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """What a solver chooses from: a candidate for every leaf.
+
+    `values` int64[leaves] counts a leaf's values, `norm` float64[leaves] is the L2 norm of its
+    gradient. `bits` int64[candidates] are the candidates' widths, ascending; 32 stands for an exact
+    leaf. `nbytes` int64[leaves, candidates] is the payload with its metadata, `error`
+    float64[leaves, candidates] the squared L2 error. Anything that converts to these is taken.
+    Raises ValueError for shapes that disagree and for numbers that are negative or not finite.
+    """
+
+    values: np.ndarray
+    norm: np.ndarray
+    bits: np.ndarray
+    nbytes: np.ndarray
+    error: np.ndarray
+
+    def __post_init__(self) -> None:
+        leaves, candidates = np.size(self.values), np.size(self.bits)
+        shapes = {
+            "values": (leaves,),
+            "norm": (leaves,),
+            "bits": (candidates,),
+            "nbytes": (leaves, candidates),
+            "error": (leaves, candidates),
+        }
+        for name, shape in shapes.items():
+            given = np.asarray(getattr(self, name))
+            if given.shape != shape:
+                raise ValueError(
+                    f"Problem: {name} has the shape {list(given.shape)}, {leaves} values and "
+                    f"{candidates} bits need {list(shape)}; give every leaf and candidate a number."
+                )
+            whole = name not in ("norm", "error")
+            if whole and given.size and given.dtype.kind not in "iu":
+                raise ValueError(
+                    f"Problem: {name} is {given.dtype}, it counts and must be whole; pass integers."
+                )
+            wrong = np.argwhere(~(np.isfinite(given) & (given >= 0)))
+            if wrong.size:
+                place = tuple(wrong[0].tolist())
+                raise ValueError(
+                    f"Problem: {name}{list(place)}={given[place]} must be finite and at least 0; "
+                    "leave such a leaf or such a step out of the statistics."
+                )
+            object.__setattr__(self, name, given.astype(np.int64 if whole else np.float64))
+        if not candidates or self.bits[0] < 1 or (np.diff(self.bits) <= 0).any():
+            raise ValueError(
+                f"Problem: bits={self.bits.tolist()} must be widths of 1 or more, ascending; sort "
+                "the candidates by width."
+            )
+
+    def candidate(self, caller: str, name: str, bits: int) -> int:
+        """The index of the candidate of width `bits`; raises ValueError when there is none."""
+        found = np.flatnonzero(self.bits == bits)
+        if not found.size:
+            raise ValueError(
+                f"{caller}: {name}={bits} is not among the candidates, which have "
+                f"{self.bits.tolist()} bits; pass one of these, or add the candidate."
+            )
+        return int(found[0])
+
+
+class Solver(abc.ABC):
+    """A rule that gives every leaf a candidate: static, hashable, equal by value.
+
+    Subclasses are frozen dataclasses of their options. `solve` is a pure function of the problem:
+    the same statistics give the same answer everywhere.
+    """
+
+    @abc.abstractmethod
+    def solve(self, problem: Problem) -> np.ndarray:
+        """The chosen candidates, int64[leaves]: indices into `problem.bits`."""
+
+
+def check_range(solver: Any) -> None:
+    """Raises unless the options `least` and `most` are widths in that order."""
+    caller = type(solver).__name__
+    for name in ("least", "most"):
+        check_integer(caller, name, getattr(solver, name), 1)
+    if solver.least > solver.most:
+        raise ValueError(
+            f"{caller}: least={solver.least} is over most={solver.most}; swap them, or make them "
+            "equal for one width."
+        )
+
+
+def check_constraint(solver: Any) -> None:
+    """Raises unless the options `alpha` and `uniform_bits` state an error constraint."""
+    caller = type(solver).__name__
+    check_positive(caller, "alpha", solver.alpha)
+    check_integer(caller, "uniform_bits", solver.uniform_bits, 1)
+
+
+def check_integer(caller: str, name: str, value: Any, least: int) -> None:
+    """Raises TypeError unless `value` is an integer, ValueError when it is under `least`."""
+    try:
+        under = operator.index(value) < least
+    except TypeError:
+        raise TypeError(
+            f"{caller}: {name}={value!r} is not an integer; pass a Python int."
+        ) from None
+    if under:
+        raise ValueError(f"{caller}: {name}={value} is under {least}; pass {least} or more.")
+
+
+def check_positive(caller: str, name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a finite number above 0."""
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{caller}: {name}={value!r} is not a finite number above 0; pass one.")
+
+
+def candidates(solver: Any, problem: Problem) -> slice:
+    """The candidates from the width `least` to `most`."""
+    caller = type(solver).__name__
+    first = problem.candidate(caller, "least", solver.least)
+    return slice(first, problem.candidate(caller, "most", solver.most) + 1)
+
+
+def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
+    """`alpha` times the squared error that the width `uniform_bits` has on all leaves together.
+
+    Raises ValueError when `error`, of the candidates that the solver may take, has no such choice.
+    """
+    caller = type(solver).__name__
+    uniform = problem.candidate(caller, "uniform_bits", solver.uniform_bits)
+    of_uniform = math.fsum(problem.error[:, uniform])
+    limit, least = solver.alpha * of_uniform, math.fsum(error.min(axis=1))
+    if least > limit:
+        enough = least / of_uniform if of_uniform else math.inf
+        remedy = f"pass an alpha of {_up(enough)} or more, or " if math.isfinite(enough) else ""
+        raise ValueError(
+            f"{caller}: alpha={solver.alpha} allows a squared error of {limit:.4g}, the least that "
+            f"any choice has is {least:.4g}; {remedy}allow wider candidates."
+        )
+    return limit
+
+
+def _up(number: float) -> str:
+    """Four digits that are not under `number`."""
+    digits = 3 - math.floor(math.log10(number))
+    return f"{math.ceil(number * 10**digits + 1e-6) / 10**digits:.4g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Solver):
+    """`most` bits for the leaf of the largest norm, a bit less for every halving, down to `least`.
+
+    Widths round up to a candidate's. There is no error constraint. Source: CGX (Markov et al.,
+    Middleware 2022), adaptive compression; there the norm is of the largest values only.
+    """
+
+    least: int = 2
+    most: int = 4
+
+    def __post_init__(self) -> None:
+        check_range(self)
+
+    def solve(self, problem: Problem) -> np.ndarray:
+        candidates(self, problem)
+        largest = problem.norm.max(initial=np.finfo(float).tiny)
+        with np.errstate(divide="ignore"):
+            width = np.ceil(self.most + np.log2(problem.norm / largest))
+        return np.searchsorted(problem.bits, np.clip(width, self.least, self.most))
+
+
+@dataclasses.dataclass(frozen=True)
+class KMeans(Solver):
+    """Leaves in clusters of similar size and norm: the larger a cluster's norm, the wider.
+
+    One cluster for every candidate from `least` to `most` bits; fewer where leaves coincide, and
+    then the widest. There is no error constraint: the range alone limits the error. Source: CGX
+    (Markov et al., Middleware 2022), adaptive compression; there the norm is of the largest
+    values only, and starting centroids are random.
+    """
+
+    least: int = 2
+    most: int = 4
+
+    def __post_init__(self) -> None:
+        check_range(self)
+
+    def solve(self, problem: Problem) -> np.ndarray:
+        allowed = candidates(self, problem)
+        features = np.stack([problem.values, problem.norm], axis=1)
+        spread = features.std(axis=0) if features.size else 1.0
+        cluster, centroids = _cluster(
+            features / np.where(spread > 0, spread, 1), allowed.stop - allowed.start
+        )
+        rank = centroids[:, 1].argsort(kind="stable").argsort()
+        return allowed.stop - len(centroids) + rank[cluster]
+
+
+def _cluster(points: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lloyd's clusters int64[points] and centroids float64[clusters, 2].
+
+    Starts at the point of the largest norm and the ones farthest from those before.
+    """
+    if not len(points):
+        return np.zeros(0, np.int64), np.zeros((0, 2))
+    chosen = [int(points[:, 1].argmax())]
+    while len(chosen) < most:
+        far = _distances(points, points[chosen]).min(axis=1)
+        if far.max() == 0:
+            break
+        chosen.append(int(far.argmax()))
+    centroids = points[chosen]
+    cluster = _distances(points, centroids).argmin(axis=1)
+    for _ in range(LLOYD_STEPS):
+        members = np.bincount(cluster, minlength=len(chosen))
+        sums = [np.bincount(cluster, axis, len(chosen)) for axis in points.T]
+        means = np.stack(sums, axis=1) / np.maximum(members, 1)[:, None]
+        centroids = np.where(members[:, None] > 0, means, centroids)
+        before, cluster = cluster, _distances(points, centroids).argmin(axis=1)
+        if (cluster == before).all():
+            break
+    return cluster, centroids
+
+
+def _distances(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    return ((points[:, None] - centroids) ** 2).sum(axis=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastBytes(Solver):
+    """Fewest payload bytes with at most `alpha` times the error of `uniform_bits` on every leaf.
+
+    The error is the sum over leaves of squared L2 errors, so that of the whole gradient. `solve`
+    raises ValueError when no choice has so little error. Source: L-GreCo (Alimohammadi et al.,
+    arXiv 2210.17357), which sums unsquared errors, in 10,000 bins; `knapsack` needs no bins.
+    """
+
+    alpha: float = 1.0
+    uniform_bits: int = 4
+
+    def __post_init__(self) -> None:
+        check_constraint(self)
+
+    def solve(self, problem: Problem) -> np.ndarray:
+        limit = error_limit(self, problem, problem.error)
+        return knapsack.minimise(problem.nbytes, problem.error, limit).choice
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastError(Solver):
+    """Least summed squared error with at most `bits_per_value` payload bits a value on average.
+
+    Payload bits include the buckets' metadata, as in `Problem.nbytes`. `solve` raises ValueError
+    when no choice is so small. The dual of L-GreCo's problem (arXiv 2210.17357).
+    """
+
+    bits_per_value: float
+
+    def __post_init__(self) -> None:
+        check_positive("LeastError", "bits_per_value", self.bits_per_value)
+
+    def solve(self, problem: Problem) -> np.ndarray:
+        budget = math.floor(self.bits_per_value * int(problem.values.sum()) / 8)
+        least = int(problem.nbytes.min(axis=1).sum())
+        if least > budget:
+            needed = 8 * least / max(1, int(problem.values.sum()))
+            raise ValueError(
+                f"LeastError: bits_per_value={self.bits_per_value} allows {budget} bytes, the "
+                f"fewest of any choice are {least}; pass {_up(needed)} or more, or add narrower "
+                "candidates."
+            )
+        return knapsack.minimise(problem.error, problem.nbytes, budget).choice
