@@ -20,10 +20,17 @@ from cgx_jax.kernels.native import backends as backends
 from cgx_jax.memory import ErrorFeedback as ErrorFeedback
 from cgx_jax.memory import MomentumCorrection as MomentumCorrection
 from cgx_jax.plan import Plan as Plan
+from cgx_jax.policy.adaptive import Adaptive as Adaptive
+from cgx_jax.policy.bayesian import Bayesian as Bayesian
+from cgx_jax.policy.least_time import LeastTime as LeastTime
 from cgx_jax.policy.rules import Policy as Policy
 from cgx_jax.policy.rules import Rule as Rule
 from cgx_jax.policy.rules import Rules as Rules
 from cgx_jax.policy.rules import Uniform as Uniform
+from cgx_jax.policy.solvers import KMeans as KMeans
+from cgx_jax.policy.solvers import LeastBytes as LeastBytes
+from cgx_jax.policy.solvers import LeastError as LeastError
+from cgx_jax.policy.solvers import Linear as Linear
 from cgx_jax.sync import SyncState as SyncState
 from cgx_jax.sync import state_specs as state_specs
 from cgx_jax.sync import sync_gradients as sync_gradients

@@ -16,9 +16,7 @@ from cgx_jax.codecs import Codec, ComposedCodec, QuantizeCodec
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.exchange import choose
 from cgx_jax.policy.rules import Leaf, Policy, Uniform
-from cgx_jax.wire import Layout
-
-FUSION_BYTES = 64 << 20
+from cgx_jax.wire import FUSION_BYTES, Layout
 
 
 @dataclasses.dataclass(frozen=True)

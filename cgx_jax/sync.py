@@ -15,7 +15,8 @@ from cgx_jax.axes import Axes
 from cgx_jax.collectives import pmean_compressed, pmean_with_residual
 from cgx_jax.compressors import Compressor
 from cgx_jax.memory import Memory
-from cgx_jax.plan import Plan
+from cgx_jax.plan import Plan, leaves_of
+from cgx_jax.policy.adaptive import Adaptive
 from cgx_jax.policy.rules import Policy
 
 _NAME = "sync_gradients"
@@ -25,11 +26,13 @@ class SyncState(NamedTuple):
     """State of `sync_gradients`: the same on every rank, but for `memory`.
 
     `step` is i32[], the number of updates; `memory` () or a tuple of residual trees, in which a
-    leaf of shape s is [world, *s], one row a rank ([1, *s] inside shard_map and pmap).
+    leaf of shape s is [world, *s], one row a rank ([1, *s] inside shard_map and pmap);
+    `statistics` () or what an adaptive policy measures.
     """
 
     step: jax.Array
     memory: Any
+    statistics: Any
 
 
 def sync_gradients(
@@ -45,7 +48,8 @@ def sync_gradients(
 
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`; everything after it
     sees the same mean on every rank. `policy` and `exchange` as in `pmean_compressed`; `seed`
-    feeds stochastic rounding. With `memory` (`ErrorFeedback()`, `MomentumCorrection()`) what
+    feeds stochastic rounding. An `Adaptive` policy measures here, and the step is compiled by its
+    `jit`. With `memory` (`ErrorFeedback()`, `MomentumCorrection()`) what
     compression loses is sent with the next step; a step whose mean holds a NaN or infinity leaves
     the memory as it was. Memory belongs to a rank: `init` runs inside shard_map or pmap, or is
     given the `mesh`, and `state_specs` says how the state is split.
@@ -58,20 +62,27 @@ def sync_gradients(
     import optax
 
     def init(params: Any) -> SyncState:
-        step = jnp.zeros((), jnp.int32)
+        shared: Any = (jnp.zeros((), jnp.int32), ())
+        if isinstance(policy, Adaptive):
+            shared = (shared[0], policy.empty_statistics(leaves_of(params)))
         if mesh is not None:
-            step = lax.with_sharding_constraint(step, NamedSharding(mesh, PartitionSpec()))
-        return SyncState(step, _init_memory(memory, params, axis_name, mesh))
+            shared = lax.with_sharding_constraint(shared, NamedSharding(mesh, PartitionSpec()))
+        return SyncState(shared[0], _init_memory(memory, params, axis_name, mesh), shared[1])
 
     def update(updates: Any, state: SyncState, params: Any = None) -> tuple[Any, SyncState]:
         plan = policy if isinstance(policy, Plan) else Plan.build(updates, policy)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         if memory is None:
+            sent, remembered = updates, ()
             mean = pmean_compressed(updates, axis_name, plan, key=key, exchange=exchange)
-            return mean, SyncState(state.step + 1, ())
-        call = _Feedback(memory, plan, axis_name, exchange)
-        mean, remembered = call(updates, state.memory, key)
-        return mean, SyncState(state.step + 1, remembered)
+        else:
+            call = _Feedback(memory, plan, axis_name, exchange)
+            sent, mean, remembered = call(updates, state.memory, key)
+        measured = state.statistics
+        if isinstance(policy, Adaptive):
+            axes = Axes.resolve(_NAME, axis_name, None)
+            measured = policy.observe(measured, jax.tree.leaves(sent), state.step, axes)
+        return mean, SyncState(state.step + 1, remembered, measured)
 
     return optax.GradientTransformation(init, update)
 
@@ -88,7 +99,7 @@ def state_specs(state: Any, axis_name: Any) -> Any:
             return PartitionSpec()
         replicated: Any = PartitionSpec()
         split = jax.tree.map(lambda _: PartitionSpec(axis_name), x.memory)
-        return SyncState(replicated, split)
+        return SyncState(replicated, split, jax.tree.map(lambda _: replicated, x.statistics))
 
     return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, SyncState))
 
@@ -146,7 +157,8 @@ class _Feedback:
     axis_name: Any
     exchange: str
 
-    def __call__(self, updates: Any, state: Any, key: Any) -> tuple[Any, Any]:
+    def __call__(self, updates: Any, state: Any, key: Any) -> tuple[Any, Any, Any]:
+        """What is sent, its mean, and the memory after it."""
         axes = Axes.resolve(_NAME, self.axis_name, None)
         scales = [self._scale(s.compressor, s.path) for s in self.plan.slots]
         leaves, treedef = jax.tree.flatten(updates)
@@ -178,7 +190,7 @@ class _Feedback:
             jax.tree.unflatten(treedef, [self._row(axes, x) for x in part])
             for part in zip(*rows, strict=True)
         )
-        return jax.tree.unflatten(treedef, means), remembered or state
+        return sent, jax.tree.unflatten(treedef, means), remembered or state
 
     @staticmethod
     def _scale(compressor: Compressor, path: str) -> float:

@@ -13,6 +13,7 @@ WIRE_VERSION = 1
 META_BYTES = 8
 GROUP = 32  # codes are packed in groups of 32 values, so a bucket is a multiple of it
 MAX_BITS = 8
+FUSION_BYTES = 64 << 20  # of uncompressed leaves in one fusion buffer
 
 
 def record_bytes(values: int, bits: int) -> int:

@@ -115,8 +115,9 @@ ALLOWED = {
     "codecs": {"wire", "kernels", "compressors"},
     "axes": {"_compat"},
     "installation": set(),
-    "exchange": {"wire", "_compat", "kernels", "exchange", "installation"},
-    "policy": {"compressors", "exchange", "plan", "policy"},
+    "processes": set(),
+    "exchange": {"wire", "_compat", "kernels", "exchange", "installation", "processes"},
+    "policy": {"wire", "axes", "compressors", "exchange", "policy", "processes"},
     "plan": {"wire", "codecs", "compressors", "exchange", "policy"},
     "collectives": {
         "_compat",

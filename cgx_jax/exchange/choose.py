@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from cgx_jax import processes
 from cgx_jax.exchange import mpi, nccl
 from cgx_jax.exchange.profile import Profile
 
@@ -79,10 +79,7 @@ def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
             message = b"" if profile is None else b"profile" + profile.to_json().encode()
         except (OSError, TypeError, ValueError) as error:
             message = f"use_profile: process 0 has no profile to follow: {error}".encode()
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(message))))
-    padded = np.zeros(length, np.uint8)
-    padded[: len(message)] = np.frombuffer(message, np.uint8)
-    agreed = np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes()
+    agreed = processes.broadcast(message)
     if not agreed:
         return None
     if not agreed.startswith(b"profile"):

@@ -8,7 +8,6 @@ import numpy as np
 
 from cgx_jax.exchange import choose
 from cgx_jax.exchange.profile import Profile
-from cgx_jax.plan import FUSION_BYTES
 from cgx_jax.policy import knapsack
 from cgx_jax.policy.solvers import (
     Problem,
@@ -17,6 +16,7 @@ from cgx_jax.policy.solvers import (
     check_integer,
     error_limit,
 )
+from cgx_jax.wire import FUSION_BYTES
 
 EXACT_BITS = 32
 

@@ -156,7 +156,7 @@ def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
 def _up(number: float) -> str:
     """Four digits that are not under `number`."""
     digits = 3 - math.floor(math.log10(number))
-    return f"{math.ceil(number * 10**digits + 1e-6) / 10**digits:.4g}"
+    return f"{math.ceil(number * 10**digits * (1 - 1e-12)) / 10**digits:.4g}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,328 @@
+"""Adaptive: the plan follows the gradients, stays within its bounds, and survives a checkpoint."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Adaptive, ErrorFeedback, Identity, LeastBytes, LeastError, Quantize, Rule, Rules
+from cgx_jax.policy.decide import Decision, Subject, decide
+
+WORLD = 4
+LIKE = {
+    "bias": jnp.zeros(64),
+    "big": jnp.zeros((128, 128)),
+    "small": jnp.zeros((32, 64)),
+    "table": jnp.zeros((64, 64)),
+}
+SCALE = {"bias": 1.0, "big": 0.01, "small": 10.0, "table": 1.0}
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+
+
+def gradients(seed, scale=SCALE):
+    rng = np.random.default_rng(seed)
+    return {
+        k: (scale[k] * rng.normal(size=(WORLD, *x.shape))).astype(np.float32)
+        for k, x in LIKE.items()
+    }
+
+
+class Training:
+    """A step that does nothing but reduce given gradients under a policy."""
+
+    def __init__(self, policy, memory=None):
+        self.policy = policy
+        self.tx = optax.chain(
+            cgx_jax.sync_gradients("data", policy, memory=memory, mesh=mesh()), optax.sgd(1.0)
+        )
+        self.state = self.tx.init(LIKE)
+        self.specs = cgx_jax.state_specs(self.state, "data")
+        self.step = policy.jit(self.sharded(), donate_argnums=(1,))
+
+    def sharded(self):
+        def step(grads, state):
+            return self.tx.update(jax.tree.map(lambda x: x[0], grads), state)
+
+        return jax.shard_map(
+            step, mesh=mesh(), in_specs=(P("data"), self.specs), out_specs=(P(), self.specs)
+        )
+
+    def run(self, steps, scale=SCALE, grads=None):
+        out = []
+        for t in range(steps):
+            result, self.state = self.step(
+                gradients(t, scale) if grads is None else grads, self.state
+            )
+            out.append(jax.tree.map(np.asarray, result))
+        return out
+
+
+def adaptive(**options):
+    options = {"warmup": 4, "every": 8, "sample_every": 2, "candidates": WIDTHS, **options}
+    return Adaptive(**options)
+
+
+WIDTHS = tuple(Quantize(b, 64) for b in range(2, 9))
+
+
+def bits(policy):
+    return {k.removeprefix("cgx/bits/"): v for k, v in policy.metrics().items() if "/bits/" in k}
+
+
+def test_the_plan_changes_to_what_the_solver_finds_and_costs_fewer_bytes_at_no_more_error():
+    policy = adaptive(base=cgx_jax.Uniform(Quantize(4, 64)))
+    training = Training(policy)
+    before = policy.metrics()
+    assert bits(policy) == {"big": 4, "small": 4, "table": 4}
+    training.run(9)
+    (refresh,) = policy.history
+    assert refresh.outcome == "changed"
+    after = policy.metrics()
+    assert after["cgx/bytes"] < before["cgx/bytes"]
+    # The smallest gradients by norm over size get the fewest bits, the largest the most.
+    assert bits(policy)["big"] <= bits(policy)["table"] < bits(policy)["small"]
+    four_bits = sum(row[2] for row in exact_errors())
+    assert refresh.error <= 1.1 * four_bits  # of a sample of other steps' gradients
+    assert after["cgx/plan_changes"] == 1
+    assert after["cgx/plans"] == 2
+    assert len(policy.compile_seconds) == 2
+
+
+def exact_errors():
+    """Errors of each adaptive leaf at every candidate, of one step's gradients."""
+    rows = []
+    for k in ("big", "small", "table"):
+        every = []
+        for c in WIDTHS:
+            x = gradients(0)[k]
+            decoded = [np.asarray(c.decode(c.encode(v)[0], v.shape, v.dtype)) for v in x]
+            every.append(np.mean([((d - v) ** 2).sum() for d, v in zip(decoded, x, strict=True)]))
+        rows.append(every)
+    return rows
+
+
+def test_what_is_reduced_follows_the_plan_of_the_moment():
+    policy = adaptive(base=cgx_jax.Uniform(Quantize(4, 64)))
+    training = Training(policy)
+    got = training.run(12)
+
+    def reduced(t, plan):
+        def f(grads):
+            own = jax.tree.map(lambda x: -x[0], grads)
+            return cgx_jax.pmean_compressed(own, "data", plan)
+
+        sharded = jax.shard_map(f, mesh=mesh(), in_specs=P("data"), out_specs=P())
+        return jax.jit(sharded)(gradients(t))
+
+    for t, plan in ((0, Quantize(4, 64)), (11, cgx_jax.Plan.build(LIKE, policy))):
+        expected = reduced(t, plan)
+        for k in LIKE:
+            scale = np.abs(expected[k]).max()
+            np.testing.assert_allclose(got[t][k], expected[k], atol=1e-2 * scale, err_msg=k)
+    changed = [k for k in LIKE if k != "bias" and bits(policy)[k] != 4]
+    assert changed
+
+
+def test_a_steady_training_keeps_its_plan():
+    policy = adaptive(every=6)
+    training = Training(policy)
+    training.run(40)
+    assert [r.outcome for r in policy.history][:1] == ["changed"]
+    assert {r.outcome for r in policy.history[1:]} == {"kept"}
+    assert len(policy.compile_seconds) == 2
+
+
+def test_known_plans_are_not_compiled_again_and_their_number_is_bounded():
+    policy = adaptive(every=5, max_plans=2, decay=0.01, sample_every=1)
+    training = Training(policy)
+    swapped = {"bias": 1.0, "big": 10.0, "small": 0.01, "table": 1.0}
+    for scale in (SCALE, swapped, SCALE, swapped):
+        training.run(10, scale)
+    assert policy.metrics()["cgx/plans"] == 2
+    assert len(policy.compile_seconds) == 2
+    free = adaptive(every=5, decay=0.01, sample_every=1)
+    training = Training(free)
+    for scale in (SCALE, swapped, SCALE, swapped):
+        training.run(10, scale)
+    assert free.metrics()["cgx/plan_changes"] > len(free.compile_seconds) - 1
+
+
+@pytest.mark.parametrize("case", ["zero", "nan"])
+def test_zero_or_non_finite_statistics_give_no_plan_and_the_metrics_say_so(case):
+    policy = adaptive()
+    training = Training(policy)
+    fill = 0.0 if case == "zero" else np.nan
+    grads = jax.tree.map(lambda x: np.full((WORLD, *x.shape), fill, np.float32), LIKE)
+    before = bits(policy)
+    training.run(9, grads=grads)
+    assert bits(policy) == before
+    metrics = policy.metrics()
+    assert metrics["cgx/refresh"] == "unusable"
+    assert metrics["cgx/unusable"] == "big, small, table"
+    if case == "nan":
+        assert metrics["cgx/nonfinite"] == "big, small, table"
+    training.run(8)
+    assert policy.history[1].outcome == "changed"
+    assert "cgx/unusable" not in policy.metrics()
+
+
+def test_one_leaf_with_a_nan_is_named():
+    policy = adaptive()
+    training = Training(policy)
+    grads = gradients(0)
+    grads["small"][1, 3, 4] = np.nan
+    training.run(9, grads=grads)
+    assert policy.metrics()["cgx/nonfinite"] == policy.metrics()["cgx/unusable"] == "small"
+
+
+def test_rules_keep_what_is_not_quantized_out_of_it():
+    base = Rules([Rule(Identity(), path="table")], Quantize(4, 64))
+    policy = adaptive(base=base)
+    Training(policy).run(9)
+    assert set(bits(policy)) == {"big", "small"}
+    plan = cgx_jax.Plan.build(LIKE, policy)
+    assert [s.compressor for s in plan.slots if s.path in ("bias", "table")] == [Identity()] * 2
+
+
+def test_a_budget_that_cannot_be_met_says_what_the_least_is():
+    training = Training(adaptive(solver=LeastError(bits_per_value=1.0)))
+    with pytest.raises(ValueError, match=r"bits_per_value=1.0 allows .* pass 3(.0+)? or more"):
+        training.run(9)
+
+
+def test_memory_and_plan_changes_lose_nothing():
+    policy = adaptive()
+    training = Training(policy, memory=ErrorFeedback())
+    got = training.run(12)
+    assert policy.history[0].outcome == "changed"
+    kept = training.state[0].memory[0]
+    for k in LIKE:
+        given = sum(gradients(t)[k].astype(np.float64).mean(0) for t in range(12))
+        seen = -sum(g[k].astype(np.float64) for g in got)
+        total = seen + np.asarray(kept[k], np.float64).mean(0)
+        np.testing.assert_allclose(total, given, atol=1e-4 * SCALE[k])
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened():
+    first = Training(adaptive(), memory=ErrorFeedback())
+    first.run(10)
+    saved = json.loads(json.dumps(first.policy.state_dict()))
+    state = jax.tree.map(np.asarray, first.state)
+    for early in (True, False):  # before the tree is known, and after
+        policy = adaptive()
+        if early:
+            policy.load_state_dict(saved)
+        second = Training(policy, memory=ErrorFeedback())
+        if not early:
+            policy.load_state_dict(saved)
+        second.state = jax.tree.map(jnp.asarray, state)
+        assert bits(policy) == bits(first.policy)
+        assert policy.history == first.policy.history
+    expected, got = first.run(6), second.run(6)
+    jax.tree.map(np.testing.assert_array_equal, expected, got)
+    assert second.policy.history == first.policy.history
+
+
+def test_a_checkpoint_of_another_tree_is_refused_with_the_first_differing_path():
+    policy = adaptive()
+    Training(policy).run(1)
+    saved = policy.state_dict()
+    other = adaptive()
+    other.load_state_dict(saved)
+    tx = cgx_jax.sync_gradients("data", other, mesh=mesh())
+    with pytest.raises(ValueError, match=r"leaf 'huge' .* has 'small' float32\[32, 64\]"):
+        tx.init({"bias": jnp.zeros(64), "big": jnp.zeros((128, 128)), "huge": jnp.zeros((9, 9))})
+    with pytest.raises(ValueError, match=r"leaf 'table' of the policy's first tree is the first"):
+        policy.bind([x for x in policy._leaves if x.path != "table"])
+
+
+def test_a_step_compiled_by_something_else_is_refused():
+    training = Training(adaptive())
+    with pytest.raises(ValueError, match=r"write policy.jit\(step\) where jax.jit"):
+        jax.jit(training.sharded())(gradients(0), training.state)
+    inner = training.policy.jit(jax.jit(training.sharded()))
+    state = training.state
+    while training.policy.metrics()["cgx/refresh"] == "warmup":
+        if training.policy._pending and training.policy._step >= training.policy._pending[0]:
+            break
+        _, state = inner(gradients(0), state)
+    with pytest.raises(ValueError, match="it is jitted already"):
+        inner(gradients(0), state)
+    lost = Training(adaptive(warmup=1))
+    step = lost.policy.jit(lambda g, s: lost.sharded()(g, s)[0])
+    with pytest.raises(ValueError, match="holds no statistics; return the optimizer state"):
+        step(gradients(0), lost.state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup": 0}, "warmup=0 must be an integer of 1 or more"),
+        ({"every": 2.5}, "every=2.5 must be"),
+        ({"sample_every": 0}, "sample_every=0 must be"),
+        ({"max_plans": 0}, "max_plans=0 must be"),
+        ({"runs": 0}, "runs=0 must be"),
+        ({"decay": 0}, r"decay=0 is outside \(0, 1\]"),
+        ({"hysteresis": 1}, r"hysteresis=1 is outside \[0, 1\)"),
+        ({"candidates": (Quantize(4), Quantize(2))}, "ascending bits"),
+        ({"candidates": ()}, "must be Quantize"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Adaptive(**options)
+
+
+# --- decisions, without a training around them.
+
+SUBJECT = Subject(("a", "b"), (4096, 4096), WIDTHS)
+
+
+def averages(a, b):
+    square = np.array([a, b], np.float64)
+    error = square[:, None] * 4.0 ** -np.array([c.bits for c in WIDTHS])
+    return {"error": error, "square": square, "nonfinite": np.zeros(2)}
+
+
+def decision(now, measured, plans=(), hysteresis=0.05, max_plans=9):
+    return decide(
+        measured,
+        SUBJECT,
+        LeastBytes(),
+        now,
+        plans or (now,),
+        hysteresis=hysteresis,
+        max_plans=max_plans,
+    )
+
+
+def test_a_decision_is_a_pure_function_of_what_it_is_given():
+    start = (WIDTHS[2], WIDTHS[2])
+    assert decision(start, averages(1, 1)) == Decision("kept", start)
+    wide = decision(start, averages(100, 1))
+    assert wide.outcome == "changed"
+    assert wide == decision(start, averages(100, 1))
+    assert decision(wide.widths, averages(100, 1), (start, wide.widths)).outcome == "kept"
+
+
+def test_at_the_bound_only_a_known_plan_that_errs_no_more_is_taken():
+    start = (WIDTHS[2], WIDTHS[2])
+    wanted = decision(start, averages(1000, 1)).widths
+    assert decision(start, averages(1000, 1), (start,), max_plans=1) == Decision("bounded", start)
+    finer = tuple(dataclasses.replace(w, bits=w.bits + 1) for w in wanted)
+    coarse = (WIDTHS[0], WIDTHS[0])
+    got = decision(start, averages(1000, 1), (start, coarse, finer), max_plans=3)
+    assert got.widths in (start, finer)
+    assert decision(coarse, averages(1000, 1), (coarse, finer), max_plans=2) == Decision(
+        "changed", finer
+    )

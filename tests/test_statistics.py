@@ -1,0 +1,130 @@
+"""Statistics measured in the step: against NumPy, the kernels and each other's ranks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from cgx_jax import Quantize
+from cgx_jax.axes import Axes
+from cgx_jax.policy import statistics
+from cgx_jax.policy.statistics import Sampler, Statistics, squared_error
+
+WIDTHS = tuple(Quantize(b) for b in range(1, 9))
+
+
+def measure(sampler, leaves, steps=1, decay=0.5, world=2):
+    """Averages after `steps` observations of leaves [world, ...], and each rank's own state."""
+    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data"))
+    )
+    def observe(old, leaves):
+        axes = Axes.resolve("test", "data", None)
+        new = sampler.observe(old, [x[0] for x in leaves], axes, decay)
+        every = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying")[None], new)
+        return new, every
+
+    state = Statistics.zeros(len(leaves), len(sampler.candidates))
+    for t in range(steps):
+        state, ranks = jax.jit(observe)(state, [x if steps == 1 else x[t] for x in leaves])
+    for x in jax.tree.leaves(ranks):
+        np.testing.assert_array_equal(x[0], x[-1])
+    return statistics.mean(state)
+
+
+def true_error(x, compressor, key=None):
+    decoded = compressor.decode(compressor.encode(x, key=key)[0], x.shape, x.dtype)
+    return float(((np.asarray(decoded, np.float64) - np.asarray(x, np.float64)) ** 2).sum())
+
+
+@pytest.mark.parametrize("size", [1, 40, 511, 512, 513, 4096, 5000])
+@pytest.mark.parametrize("compressor", [Quantize(1), Quantize(3, 64), Quantize(8, 96)], ids=str)
+def test_error_of_whole_buckets_is_the_kernels(compressor, size):
+    x = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    cut = size // compressor.bucket_size * compressor.bucket_size or size
+    rows = (
+        x[None, :cut]
+        if cut < compressor.bucket_size
+        else x[:cut].reshape(-1, compressor.bucket_size)
+    )
+    np.testing.assert_allclose(
+        squared_error(jnp.asarray(rows), compressor),
+        true_error(x[:cut], compressor),
+        rtol=2e-4,
+        atol=1e-10,
+    )
+
+
+def test_stochastic_rounding_s_error_is_the_expected_one():
+    x = np.random.default_rng(0).normal(size=512).astype(np.float32)
+    c = Quantize(3, 512, "stochastic")
+    tried = [true_error(x, c, jax.random.key(i)) for i in range(300)]
+    deviation = np.std(tried) / np.sqrt(len(tried))
+    expected = float(squared_error(jnp.asarray(x[None]), c))
+    assert abs(np.mean(tried) - expected) < 4 * deviation
+
+
+def test_averages_are_those_of_the_ranks_leaves():
+    rng = np.random.default_rng(1)
+    leaves = [
+        rng.normal(size=(2, 64, 64)).astype(np.float32),
+        rng.normal(size=(2, 700)).astype(np.float32) * 5,
+        np.zeros((2, 100), np.float32),
+        rng.normal(size=(2, 33)).astype(jnp.bfloat16),
+    ]
+    got = measure(Sampler(WIDTHS, runs=100), leaves)
+    for k, x in enumerate(leaves):
+        x = x.astype(np.float32)
+        seen = x.reshape(2, -1)
+        seen = seen[:, : seen.shape[1] // 512 * 512 or seen.shape[1]]
+        scale = x[0].size / seen[0].size
+        np.testing.assert_allclose(
+            got["square"][k], scale * (seen**2).sum(1).mean(), rtol=1e-4, atol=1e-10
+        )
+        np.testing.assert_allclose(got["spread"][k], np.ptp(seen, axis=1).mean(), rtol=1e-5)
+        for c, error in zip(WIDTHS, got["error"][k], strict=True):
+            expected = scale * np.mean([true_error(row, c) for row in seen])
+            np.testing.assert_allclose(error, expected, rtol=0.02, atol=1e-10)
+    assert not got["nonfinite"].any()
+    assert (got["weight"] == 1).all()
+
+
+def test_a_sample_of_runs_is_near_the_whole():
+    x = np.random.default_rng(2).normal(size=(2, 300, 512)).astype(np.float32)
+    few = measure(Sampler(WIDTHS, runs=8), [x])
+    every = measure(Sampler(WIDTHS, runs=300), [x])
+    np.testing.assert_allclose(few["error"], every["error"], rtol=0.1)
+    np.testing.assert_allclose(few["square"], every["square"], rtol=0.1)
+
+
+def test_later_samples_count_more():
+    x = np.ones((3, 2, 512), np.float32) * np.array([1, 2, 4], np.float32)[:, None, None]
+    got = measure(Sampler(WIDTHS, runs=1), [x], steps=3, decay=0.5)
+    expected = 512 * (1 * 0.25 + 4 * 0.5 + 16) / 1.75
+    np.testing.assert_allclose(got["square"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_leaf_that_is_not_finite_on_one_rank_keeps_its_averages_and_is_counted(bad):
+    rng = np.random.default_rng(3)
+    good = rng.normal(size=(3, 2, 4000)).astype(np.float32)
+    struck = good.copy()
+    struck[1, 1, 3999] = bad  # on one rank, in a bucket that no run holds
+    got = measure(Sampler(WIDTHS, runs=2), [good, struck], steps=3, decay=1.0)
+    kept = measure(Sampler(WIDTHS, runs=2), [struck[[0, 2]]], steps=2, decay=1.0)
+    for name in ("error", "square", "spread"):
+        np.testing.assert_allclose(got[name][1], kept[name][0], rtol=1e-6)
+    assert got["weight"].tolist() == [3, 2]
+    np.testing.assert_allclose(got["nonfinite"], [0, 1 / (2 * 3 * 4000)], rtol=1e-5)
+
+
+def test_a_leaf_that_was_never_finite_has_no_averages():
+    got = measure(Sampler(WIDTHS, runs=2), [np.full((2, 600), np.nan, np.float32)])
+    assert np.isnan(got["error"]).all()
+    assert got["nonfinite"] == 1
