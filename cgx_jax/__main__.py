@@ -1,8 +1,9 @@
-"""Measures, tunes and examines a cgx_jax installation.
+"""Measures, tunes and examines a cgx_jax installation, and reports on runs.
 
     python -m cgx_jax bench --devices 8 --png sweep.png
     python -m cgx_jax tune --devices 8 --out profile.json
     python -m cgx_jax doctor
+    python -m cgx_jax report run.jsonl --png report.png
 
 `--devices` simulates ranks in this process. Across processes, start the command once a rank with
 `--distributed`: srun python -m cgx_jax tune --distributed --out profile.json
@@ -20,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cgx_jax import tuning
-from cgx_jax.commands import bench, doctor
+from cgx_jax.commands import bench, doctor, report
 from cgx_jax.exchange import choose
 from cgx_jax.exchange.profile import Profile
 from cgx_jax.links import Links, size_in_bytes, size_text
@@ -32,12 +33,14 @@ def main() -> int:
     """Runs the command line; returns the exit code."""
     parser = _parser()
     arguments = parser.parse_args()
-    if (
-        arguments.command == "bench"
-        and arguments.png
-        and not importlib.util.find_spec("matplotlib")
-    ):
+    if getattr(arguments, "png", None) and not importlib.util.find_spec("matplotlib"):
         parser.error("--png needs matplotlib: pip install cgx-jax[demo]")
+    if arguments.command == "report":
+        try:
+            report.run(arguments.runs, arguments.png)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        return 0
     if arguments.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)
@@ -105,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--budget", type=float, default=60, help="seconds it may take (default %(default)s)"
     )
+
+    command = commands.add_parser(
+        "report",
+        formatter_class=plain,
+        help="show what an adaptive policy did in a run",
+        description=report.EXPLANATION,
+    )
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="log of a run")
+    command.add_argument("--png", type=Path, metavar="FILE", help="draw it")
 
     commands.add_parser("doctor", parents=[ranks], help="show what this installation has and lacks")
     return parser

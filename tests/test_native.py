@@ -4,17 +4,14 @@ import dataclasses
 import functools
 import json
 import pathlib
-import sys
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cgx_jax.kernels import native
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import oracle
+from cgx_jax.kernels import native
 from oracle import Leaf
 
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")

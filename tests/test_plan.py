@@ -135,7 +135,15 @@ ALLOWED = {
     "sync": {"_compat", "axes", "collectives", "compressors", "memory", "plan", "policy"},
     "links": set(),
     "tuning": {"collectives", "compressors", "exchange", "installation", "links"},
-    "commands": {"collectives", "commands", "compressors", "exchange", "installation", "links"},
+    "commands": {
+        "collectives",
+        "commands",
+        "compressors",
+        "exchange",
+        "installation",
+        "links",
+        "policy",
+    },
     "__main__": {"commands", "exchange", "links", "tuning"},
 }
 

@@ -8,6 +8,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from cgx_jax.policy.statistics import Sampler, Statistics
 CANDIDATES = tuple(Quantize(bits) for bits in range(2, 9))
 # Steps between asking for statistics and using them, so that the host does not wait for them.
 LAG = 4
+LOG_SCHEMA = 1
 
 
 class Adaptive(Policy):
@@ -40,7 +42,9 @@ class Adaptive(Policy):
     `runs` runs of whole buckets of each leaf; every `every` steps, from `warmup` on, `solver`
     chooses from the averages, in which a sample counts `decay` times the next one. The new plan is
     taken when it changes bytes or error by more than the share `hysteresis`; at most `max_plans`
-    plans are ever compiled, and after that the best of them. All processes follow process 0.
+    plans are ever compiled, and after that the best of them. All processes follow process 0,
+    which appends each look at the statistics and what `record` is given to the file `log`, for
+    `python -m cgx_jax report`.
 
     Raises ValueError for options that cannot hold, while tracing for another tree than the first,
     and from the compiled step when the solver cannot meet its budget or processes disagree.
@@ -60,6 +64,7 @@ class Adaptive(Policy):
         decay: float = 0.9,
         hysteresis: float = 0.05,
         max_plans: int = 4,
+        log: Path | str | None = None,
     ) -> None:
         self.solver = LeastBytes() if solver is None else solver
         self.base = Uniform() if base is None else base
@@ -68,6 +73,7 @@ class Adaptive(Policy):
         self.sample_every, self.decay = sample_every, decay
         self.hysteresis, self.max_plans = hysteresis, max_plans
         _check_options(self)
+        self.log = None if log is None else Path(log)
         self.history: list[Refresh] = []
         self.compile_seconds: list[float] = []
         self._leaves: tuple[Leaf, ...] | None = None  # of the tree, once it is known
@@ -103,6 +109,9 @@ class Adaptive(Policy):
         self._plans = [self._widths]
         if self._saved is not None:
             self._restore(self._saved)
+        candidates = [dataclasses.asdict(c) for c in self.sampler.candidates]
+        paths, sizes = self._subject.paths, self._subject.sizes
+        self._write("run", schema=LOG_SCHEMA, paths=paths, sizes=sizes, candidates=candidates)
 
     def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
         self.bind(leaves)
@@ -217,6 +226,8 @@ class Adaptive(Policy):
             self._plans.append(self._widths)
         decision = Decision(made["outcome"], self._widths, tuple(made["leaves"]))
         self.history.append(Refresh.of(self._step, decision, self._subject, averages))
+        kept = {name: averages[name].tolist() for name in ("error", "square")}
+        self._write("refresh", averages=kept, **dataclasses.asdict(self.history[-1]))
 
     def _decision(self, averages: dict[str, Any]) -> bytes:
         decision = decide(
@@ -255,6 +266,17 @@ class Adaptive(Policy):
         if last and last.nonfinite:
             out["cgx/nonfinite"] = ", ".join(last.nonfinite)
         return out
+
+    def record(self, **scalars: float) -> None:
+        """Notes numbers of the last step, such as loss=, in the log; does nothing without one."""
+        self._write("scalars", step=self._step, **{k: float(v) for k, v in scalars.items()})
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self.log is None or jax.process_index() != 0:
+            return
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as lines:
+            lines.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the optimizer state; JSON types alone."""

@@ -1,0 +1,70 @@
+"""A training that does nothing but reduce given gradients under an adaptive policy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Adaptive, Quantize
+
+WORLD = 4
+LIKE = {
+    "bias": jnp.zeros(64),
+    "big": jnp.zeros((128, 128)),
+    "small": jnp.zeros((32, 64)),
+    "table": jnp.zeros((64, 64)),
+}
+SCALE = {"bias": 1.0, "big": 0.01, "small": 10.0, "table": 1.0}
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+
+
+def gradients(seed, scale=SCALE):
+    rng = np.random.default_rng(seed)
+    return {
+        k: (scale[k] * rng.normal(size=(WORLD, *x.shape))).astype(np.float32)
+        for k, x in LIKE.items()
+    }
+
+
+class Training:
+    """A step that does nothing but reduce given gradients under a policy."""
+
+    def __init__(self, policy, memory=None):
+        self.policy = policy
+        self.tx = optax.chain(
+            cgx_jax.sync_gradients("data", policy, memory=memory, mesh=mesh()), optax.sgd(1.0)
+        )
+        self.state = self.tx.init(LIKE)
+        self.specs = cgx_jax.state_specs(self.state, "data")
+        self.step = policy.jit(self.sharded(), donate_argnums=(1,))
+
+    def sharded(self):
+        def step(grads, state):
+            return self.tx.update(jax.tree.map(lambda x: x[0], grads), state)
+
+        return jax.shard_map(
+            step, mesh=mesh(), in_specs=(P("data"), self.specs), out_specs=(P(), self.specs)
+        )
+
+    def run(self, steps, scale=SCALE, grads=None):
+        out = []
+        for t in range(steps):
+            result, self.state = self.step(
+                gradients(t, scale) if grads is None else grads, self.state
+            )
+            out.append(jax.tree.map(np.asarray, result))
+        return out
+
+
+def adaptive(**options):
+    options = {"warmup": 4, "every": 8, "sample_every": 2, "candidates": WIDTHS, **options}
+    return Adaptive(**options)
+
+
+WIDTHS = tuple(Quantize(b, 64) for b in range(2, 9))
