@@ -1,10 +1,17 @@
-"""What all processes of a program must hold alike, from process 0."""
+"""How the processes of a program come to hold the same."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+
+def gather(number: int) -> list[int]:
+    """Every process's 32-bit number, on every process; all of them call it at the same place."""
+    if jax.process_count() == 1:
+        return [number]
+    return multihost_utils.process_allgather(np.uint32(number)).tolist()
 
 
 def broadcast(message: bytes) -> bytes:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-PROGRAM = """
+HEADER = """
 import sys
 import jax
 rank, world, port = map(int, sys.argv[1:])
@@ -19,28 +19,80 @@ import cgx_jax
 
 mesh = Mesh(np.array(jax.devices()), ("data",))
 every = [np.random.default_rng(r).normal(size=(30, 1001)).astype(np.float32) for r in range(world)]
-mine = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), every[rank][None])
+def place(x):
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), x[None])
+"""
+
+SAME_BITS = """
 for compressor in (cgx_jax.Quantize(8), cgx_jax.Cast(jnp.bfloat16), cgx_jax.Identity()):
     f = jax.shard_map(
         lambda x: cgx_jax.psum_compressed(x[0], "data", compressor),
         mesh=mesh, in_specs=P("data"), out_specs=P(),
     )
-    got = np.asarray(jax.jit(f)(mine).addressable_data(0))
+    got = np.asarray(jax.jit(f)(place(every[rank])).addressable_data(0))
     assert np.abs(got - sum(every)).max() < 0.2, compressor
     gathered = multihost_utils.process_allgather(got)
     assert all(g.tobytes() == got.tobytes() for g in gathered), compressor
 print("ok")
 """
 
+ADAPTIVE = """
+SCALE = {"large": 10, "small": 0.01}
+LIKE = {k: jnp.zeros((30, 1001)) for k in SCALE}
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_hold_the_same_bits(world):
+def train(solver, steps, damage=False):
+    policy = cgx_jax.Adaptive(solver, warmup=2, every=4, sample_every=1)
+    tx = cgx_jax.sync_gradients(
+        "data", policy, memory=cgx_jax.ErrorFeedback(), mesh=mesh
+    )
+    state = tx.init(LIKE)
+    specs = cgx_jax.state_specs(state, "data")
+    step = policy.jit(jax.shard_map(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs),
+    ))
+    for t in range(steps):
+        grads = {k: place(v * every[rank]) for k, v in SCALE.items()}
+        _, state = step(grads, state)
+        if damage and rank == 1 and policy._pending:
+            due, measured = policy._pending
+            wrong = jnp.asarray(2 * np.asarray(measured.square.addressable_data(0)))
+            policy._pending = due, measured._replace(square=wrong)
+    return policy
+
+policy = train(None, 8)
+assert policy.history[0].outcome == "changed", policy.history
+bits = multihost_utils.process_allgather(np.array(policy.history[0].bits))
+assert (bits == bits[0]).all() and bits[0][0] > bits[0][1], bits
+try:
+    train(cgx_jax.LeastError(1.0), 8)
+except ValueError as error:
+    assert "bits_per_value=1.0 allows" in str(error), error
+else:
+    raise AssertionError("a budget that cannot be met must fail on every process")
+try:
+    train(None, 6, damage=True)
+except ValueError as error:
+    assert "processes [1] have other statistics than process 0" in str(error), error
+else:
+    raise AssertionError("processes whose statistics differ must all fail")
+print("ok")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "world"),
+    [(SAME_BITS, 2), (SAME_BITS, 4), (ADAPTIVE, 2)],
+    ids=["same bits, 2", "same bits, 4", "adaptive, 2"],
+)
+def test_processes_agree(program, world):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", "-c", HEADER + program]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PROGRAM, *map(str, (rank, world, port))],
+            [*command, *map(str, (rank, world, port))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -204,23 +204,23 @@ class Adaptive(Policy):
         measured = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), self._pending[1])
         self._pending = None
         averages = statistics.mean(measured)
-        digest = zlib.crc32(b"".join(x.tobytes() for x in measured)).to_bytes(4, "little")
+        digests = processes.gather(zlib.crc32(b"".join(x.tobytes() for x in measured)))
+        others = [i for i, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise ValueError(
+                f"Adaptive: processes {others} have other statistics than process 0, so the ranks "
+                "no longer hold the same state; find out where with cgx_jax.debug_checksums()."
+            )
         message = b""
         if jax.process_index() == 0:
             try:
                 message = self._decision(averages)
             except (ArithmeticError, ImportError, ValueError) as error:
                 message = b"!" + str(error).encode()
-        agreed = processes.broadcast(digest + message)
-        if agreed[:4] != digest:
-            raise ValueError(
-                f"Adaptive: process {jax.process_index()} has other statistics than process 0, so "
-                "the ranks no longer hold the same state; find out where with "
-                "cgx_jax.debug_checksums()."
-            )
-        if agreed[4:5] == b"!":
-            raise ValueError(agreed[5:].decode())
-        made = json.loads(agreed[4:])
+        agreed = processes.broadcast(message)
+        if agreed.startswith(b"!"):
+            raise ValueError(agreed[1:].decode())
+        made = json.loads(agreed)
         self._widths = tuple(Quantize(**w) for w in made["widths"])
         if self._widths not in self._plans:
             self._plans.append(self._widths)
