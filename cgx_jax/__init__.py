@@ -3,10 +3,8 @@
 A JAX/XLA custom-call library after CGX (Markov et al., Middleware 2022).
 """
 
-from cgx_jax.collectives import all_gather_compressed as all_gather_compressed
 from cgx_jax.collectives import pmean_compressed as pmean_compressed
 from cgx_jax.collectives import psum_compressed as psum_compressed
-from cgx_jax.collectives import psum_scatter_compressed as psum_scatter_compressed
 from cgx_jax.compressors import Cast as Cast
 from cgx_jax.compressors import Compressor as Compressor
 from cgx_jax.compressors import Identity as Identity
@@ -18,6 +16,8 @@ from cgx_jax.gradients import reduce_in_backward as reduce_in_backward
 from cgx_jax.gradients import value_and_grad as value_and_grad
 from cgx_jax.kernels.native import backends as backends
 from cgx_jax.plan import Plan as Plan
+from cgx_jax.sharded import all_gather_compressed as all_gather_compressed
+from cgx_jax.sharded import psum_scatter_compressed as psum_scatter_compressed
 from cgx_jax.tuning import tune as tune
 
 __version__ = "0.1.0"

@@ -118,6 +118,7 @@ ALLOWED = {
     "exchange": {"wire", "_compat", "kernels", "exchange", "installation"},
     "plan": {"wire", "codecs", "compressors", "exchange"},
     "collectives": {"_compat", "axes", "codecs", "compressors", "debug", "exchange", "plan"},
+    "sharded": {"axes", "codecs", "compressors", "debug", "exchange", "wire"},
     "debug": {"_compat", "axes", "exchange"},
     "gradients": {"_compat", "axes", "collectives", "compressors", "plan"},
     "links": set(),
