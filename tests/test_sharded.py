@@ -234,7 +234,7 @@ def test_auto_without_a_profile_is_xla(half, mesh, built, monkeypatch):
 def test_what_has_no_fused_call_travels_as_by_xla(half, compressor, width, dtype, mesh, built):
     x = values(WORLD, WORLD, width).astype(dtype)
     by = [
-        sharded(lambda v, e=e: HALVES[half](v, "data", compressor, exchange=e), mesh)(x)
+        jax.jit(sharded(lambda v, e=e: HALVES[half](v, "data", compressor, exchange=e), mesh))(x)
         for e in ("nccl", "xla")
     ]
     assert np.asarray(by[0]).tobytes() == np.asarray(by[1]).tobytes()
