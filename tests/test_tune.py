@@ -103,9 +103,9 @@ def test_the_summary_shows_the_method_of_each_leaf(following):
 def test_a_profile_of_another_world_size_is_refused(mesh, following):
     following(profile_with_crossing(world=4))
     message = r"has 8 ranks.*measured on 4 .*'data'.*tune .*exchange=.*use_profile\(None\)"
-    with pytest.raises(ValueError, match="pmean_compressed: this reduction " + message):
+    with pytest.raises(ValueError, match="pmean_compressed: this call " + message):
         compiled(mesh, LARGE)
-    with pytest.raises(ValueError, match="summary: this reduction " + message):
+    with pytest.raises(ValueError, match="summary: this call " + message):
         Plan.build(np.zeros(LARGE, np.float32)).summary(8)
     assert compiled(mesh, LARGE, exchange="xla") == {"u8"}
 
