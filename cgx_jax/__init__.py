@@ -3,10 +3,8 @@
 A JAX/XLA custom-call library after CGX (Markov et al., Middleware 2022).
 """
 
-from cgx_jax.collectives import all_gather_compressed as all_gather_compressed
 from cgx_jax.collectives import pmean_compressed as pmean_compressed
 from cgx_jax.collectives import psum_compressed as psum_compressed
-from cgx_jax.collectives import psum_scatter_compressed as psum_scatter_compressed
 from cgx_jax.compressors import Cast as Cast
 from cgx_jax.compressors import Compressor as Compressor
 from cgx_jax.compressors import Identity as Identity
@@ -31,6 +29,8 @@ from cgx_jax.policy.solvers import KMeans as KMeans
 from cgx_jax.policy.solvers import LeastBytes as LeastBytes
 from cgx_jax.policy.solvers import LeastError as LeastError
 from cgx_jax.policy.solvers import Linear as Linear
+from cgx_jax.sharded import all_gather_compressed as all_gather_compressed
+from cgx_jax.sharded import psum_scatter_compressed as psum_scatter_compressed
 from cgx_jax.sync import SyncState as SyncState
 from cgx_jax.sync import state_specs as state_specs
 from cgx_jax.sync import sync_gradients as sync_gradients

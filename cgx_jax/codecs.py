@@ -184,6 +184,13 @@ def _decode_rows(
     return jax.vmap(lambda payload: compressor.decode(payload, run, dtype))(rows)
 
 
+def row_words(quantizer: Quantize, key: Any, rows: int) -> Any:
+    """What `encode_rows` feeds the kernels for each row, uint32[rows, 2]."""
+    if not quantizer.needs_key:
+        return np.zeros((rows, 2), np.uint32)
+    return jax.vmap(quantizer.words)(jax.random.split(key, rows))
+
+
 def accumulate_rows(
     compressor: Compressor, rank: Any, rows: jax.Array, own: jax.Array, divisor: float
 ) -> jax.Array:

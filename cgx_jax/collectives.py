@@ -1,4 +1,4 @@
-"""Compressed collectives, drop-in for their `jax.lax` namesakes.
+"""Compressed all-reduces, drop-in for `lax.psum` and `lax.pmean`.
 
 A reduction takes the steps of CGX's scatter-reduce-allgather: encode every rank's chunk, exchange
 the payloads, reduce the chunk this rank owns, gather the results, decode. The owner decodes its
@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from cgx_jax import _compat, debug
 from cgx_jax.axes import Axes
-from cgx_jax.codecs import Codec, QuantizeCodec, accumulate_rows, encode_rows
-from cgx_jax.compressors import Compressor, Quantize
+from cgx_jax.codecs import Codec, QuantizeCodec
+from cgx_jax.compressors import Compressor
+from cgx_jax.compressors.base import require_key
 from cgx_jax.compressors.quantize import seed
 from cgx_jax.exchange import choose, xla
 from cgx_jax.plan import Plan
@@ -215,164 +215,12 @@ def _by_varying(buffer: Sequence[int], leaves: Sequence[Any]) -> list[tuple[int,
     return [tuple(p) for p in parts.values()]
 
 
-def _check_key(name: str, compressors: Sequence[Compressor], key: Any) -> bool:
-    """Whether any compressor needs randomness; raises when there is none to give."""
-    needy = [c for c in compressors if c.needs_key]
-    if needy and key is None:
-        raise ValueError(
-            f"{name}: {needy[0]} rounds stochastically and key is None; pass "
-            "key=jax.random.key(n), the same on every rank and another one every step."
-        )
-    return bool(needy)
-
-
 def _seeds(name: str, compressors: Sequence[Compressor], key: Any, axes: Axes) -> tuple[Any, Any]:
     """A seed for each phase. Ranks round independently: their errors then average out."""
-    if not _check_key(name, compressors, key):
+    if not require_key(name, compressors, key):
         return np.zeros(2, np.uint32), np.zeros(2, np.uint32)
     own = jax.random.fold_in(key, axes.index())
     return (
         seed(jax.random.fold_in(own, _PHASE_ENCODE)),
         seed(jax.random.fold_in(own, _PHASE_REDUCE)),
     )
-
-
-def psum_scatter_compressed(
-    x: Any,
-    axis_name: Any,
-    compressor: Compressor | None = None,
-    *,
-    scatter_dimension: int = 0,
-    tiled: bool = False,
-    key: Any = None,
-) -> jax.Array:
-    """Each rank's slice of the sum, from compressed payloads; `lax.psum_scatter`.
-
-    `x` is one array; its `scatter_dimension` equals the world size and is removed, or with
-    `tiled` is a multiple of it and divided. The result is fp32 accumulation of the other ranks'
-    decoded slices on this rank's exact ones, in x's dtype; it is not quantized again. Dtypes that
-    the compressor does not take are reduced exactly. The derivative is `lax.psum_scatter`'s.
-    """
-    name = "psum_scatter_compressed"
-    compressor = _one_compressor(name, compressor)
-    axes, x = Axes.resolve(name, axis_name, None), jnp.asarray(x)
-    dimension = range(x.ndim)[scatter_dimension] if -x.ndim <= scatter_dimension < x.ndim else None
-    if dimension is None:
-        raise ValueError(f"{name}: scatter_dimension={scatter_dimension} of an array of {x.ndim}.")
-    length = x.shape[dimension]
-    if length % axes.world if tiled else length != axes.world:
-        need = f"a multiple of the world size {axes.world}" if tiled else f"{axes.world}, the world"
-        raise ValueError(
-            f"{name}: dimension {dimension} of {list(x.shape)} has length {length}, it must be "
-            f"{need}" + ("; pad it." if tiled else " size; or pass tiled=True.")
-        )
-    call = _PsumScatter(compressor, axes, dimension, tiled)
-    if axes.world == 1 or compressor.lossless or not compressor.supports(x.dtype):
-        return call.exactly(x)
-    axes.check_varying(name, [("", x)])
-    own = jax.random.fold_in(key, axes.index()) if _check_key(name, [compressor], key) else None
-    return _scatter(call, own, x)
-
-
-def all_gather_compressed(
-    x: Any,
-    axis_name: Any,
-    compressor: Compressor | None = None,
-    *,
-    axis: int = 0,
-    tiled: bool = False,
-    key: Any = None,
-) -> jax.Array:
-    """Every rank's `x`, compressed on the wire; `lax.all_gather`.
-
-    Stacked along a new dimension `axis`, or concatenated along it when `tiled`. Each rank decodes
-    its own payload too, so the result is the same on all. Dtypes that the compressor does not
-    take are gathered exactly. The derivative is `lax.all_gather`'s.
-    """
-    name = "all_gather_compressed"
-    compressor = _one_compressor(name, compressor)
-    axes, x = Axes.resolve(name, axis_name, None), jnp.asarray(x)
-    rank_of_result = x.ndim if tiled else x.ndim + 1
-    if not -rank_of_result <= axis < rank_of_result:
-        raise ValueError(f"{name}: axis={axis} of a result with {rank_of_result} dimensions.")
-    call = _AllGather(compressor, axes, axis % rank_of_result, tiled)
-    if axes.world == 1 or compressor.lossless or not compressor.supports(x.dtype):
-        return call.exactly(x)
-    own = jax.random.fold_in(key, axes.index()) if _check_key(name, [compressor], key) else None
-    return _gather(call, own, x)
-
-
-def _one_compressor(name: str, compressor: Compressor | None) -> Compressor:
-    compressor = Quantize() if compressor is None else compressor
-    if not isinstance(compressor, Compressor):
-        raise TypeError(
-            f"{name}: {type(compressor).__name__} is not a compressor; it takes one array and one "
-            "compressor such as cgx_jax.Quantize(bits=4)."
-        )
-    return compressor
-
-
-@dataclasses.dataclass(frozen=True)
-class _PsumScatter:
-    compressor: Compressor
-    axes: Axes
-    dimension: int
-    tiled: bool
-
-    def exactly(self, x: jax.Array) -> jax.Array:
-        return lax.psum_scatter(
-            x, self.axes.names, scatter_dimension=self.dimension, tiled=self.tiled
-        )
-
-    def run(self, key: Any, x: jax.Array) -> jax.Array:
-        d, world = self.dimension, self.axes.world
-        split = x.reshape(*x.shape[:d], world, x.shape[d] // world, *x.shape[d + 1 :])
-        rows = jnp.moveaxis(split, d, 0)
-        rank = self.axes.rank()
-        sent = encode_rows(self.compressor, key, rows)
-        received = xla.scatter(sent, self.axes.names, self.axes.groups)
-        own = lax.dynamic_index_in_dim(rows, rank, 0, keepdims=False)
-        out = accumulate_rows(self.compressor, rank, received, own, 1)
-        return out if self.tiled else out.squeeze(d)
-
-
-@dataclasses.dataclass(frozen=True)
-class _AllGather:
-    compressor: Compressor
-    axes: Axes
-    dimension: int
-    tiled: bool
-
-    def exactly(self, x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, self.axes.names, axis=self.dimension, tiled=self.tiled)
-
-    def run(self, key: Any, x: jax.Array) -> jax.Array:
-        payload = self.compressor.encode(x, key=key)[0]
-        rows = lax.all_gather(payload, self.axes.names)
-        every = jax.vmap(lambda p: self.compressor.decode(p, x.shape, x.dtype))(rows)
-        debug.compare("all_gather_compressed", self.axes, [every])
-        stacked = jnp.moveaxis(every, 0, self.dimension)
-        if not self.tiled:
-            return stacked
-        d = self.dimension
-        return stacked.reshape(*x.shape[:d], self.axes.world * x.shape[d], *x.shape[d + 1 :])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _scatter(call: _PsumScatter, key: Any, x: jax.Array) -> jax.Array:
-    return call.run(key, x)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gather(call: _AllGather, key: Any, x: jax.Array) -> jax.Array:
-    return call.run(key, x)
-
-
-@_scatter.defjvp
-def _scatter_jvp(call: _PsumScatter, primals: Any, tangents: Any) -> Any:
-    return _scatter(call, *primals), call.exactly(tangents[1])
-
-
-@_gather.defjvp
-def _gather_jvp(call: _AllGather, primals: Any, tangents: Any) -> Any:
-    return _gather(call, *primals), call.exactly(tangents[1])

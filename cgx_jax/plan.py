@@ -184,10 +184,9 @@ class Plan:
         """
         methods = {}
         for buffer in self.buffers if world > 1 else ():
-            fused = all(isinstance(self.slots[i].compressor, Quantize) for i in buffer)
-            ways = usable if fused else tuple(u for u in usable if u not in choose.FUSED)
-            method = choose.resolve(caller, exchange, ways, world, self.load(buffer))
-            methods[buffer] = "xla" if method in choose.FUSED and not fused else method
+            quantized = all(isinstance(self.slots[i].compressor, Quantize) for i in buffer)
+            load = self.load(buffer)
+            methods[buffer] = choose.resolve(caller, exchange, usable, world, load, quantized)
         return methods
 
     def summary(self, world: int | None = None) -> str:

@@ -2,8 +2,9 @@
 
     python aot_worker.py EXCHANGE STYLE
 
-STYLE is "end" (one pmean_compressed of all gradients) or "backward" (reduce_in_backward). Prints
-the optimised module. JAX's CUDA plugin is on the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
+STYLE is "end" (one pmean_compressed of all gradients), "backward" (reduce_in_backward) or "sharded"
+(weights are gathered, gradients scattered). Prints the optimised module. JAX's CUDA plugin is on
+the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 """
 
 import sys
@@ -64,6 +65,13 @@ def step(weights, x):
         varying = jax.lax.pcast(weights, "data", to="varying")
         grads = jax.grad(loss)(varying, x)
         grads = cgx_jax.pmean_compressed(grads, "data", compressor, exchange=exchange)
+    elif style == "sharded":
+        over = {"tiled": True, "exchange": exchange}
+        whole = [cgx_jax.all_gather_compressed(w, "data", compressor, **over) for w in weights]
+        grads = [
+            cgx_jax.psum_scatter_compressed(g, "data", compressor, **over)
+            for g in jax.grad(loss)(whole, x)
+        ]
     else:
 
         def hooked(weights):
@@ -78,7 +86,8 @@ def array(shape, spec):
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
 
-sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-weights = [array((WIDTH, WIDTH), P())] * LAYERS
-lowered = jax.jit(sharded).lower(weights, array((8 * WIDTH, WIDTH), P("data")))
+of_weights = P("data") if style == "sharded" else P()
+mapped = jax.shard_map(step, mesh=mesh, in_specs=(of_weights, P("data")), out_specs=of_weights)
+weights = [array((WIDTH, WIDTH), of_weights)] * LAYERS
+lowered = jax.jit(mapped).lower(weights, array((8 * WIDTH, WIDTH), P("data")))
 print(lowered.compile().as_text())

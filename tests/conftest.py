@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from cgx_jax import use_profile
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
@@ -31,3 +33,10 @@ def mesh_of_each_size(request: pytest.FixtureRequest) -> Mesh:
 def mesh_2d() -> Mesh:
     """Four ranks on "data", two on "model"."""
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+
+@pytest.fixture
+def following():
+    """Calls `use_profile`, and ends with the default rule."""
+    yield use_profile
+    use_profile(None)

@@ -68,14 +68,15 @@ def kinds(thunks):
     return [("gemm" if gemm else kind, len(indent) > 0) for indent, kind, gemm in lines]
 
 
-@pytest.mark.parametrize("style", ["end", "backward"])
+@pytest.mark.parametrize("style", ["end", "backward", "sharded"])
 def test_only_bytes_travel_between_kernels(tmp_path, style):
     module, _ = compiled(tmp_path, "xla", style)
     collectives = re.findall(r"= (.*?) (?:all-to-all|all-gather|all-reduce)(?:-start)?\(", module)
     assert collectives
     for result in collectives:
         assert set(re.findall(r"([a-z]+\d+)\[\d", result)) == {"u8"}, result
-    for target in ("cgx_encode", "cgx_reduce", "cgx_decode"):
+    owner = "cgx_accumulate" if style == "sharded" else "cgx_reduce"
+    for target in ("cgx_encode", owner, "cgx_decode"):
         assert f'custom_call_target="{target}"' in module
 
 
@@ -99,6 +100,19 @@ def test_fused_call_is_the_only_communication(tmp_path):
     assert re.search(
         r"kAsyncStart.*stream=communication_stream\[\d\].*\n +\d+: kCustomCall", thunks
     )
+
+
+@needs_nccl
+def test_halves_are_calls_on_the_communication_stream(tmp_path):
+    module, thunks = compiled(tmp_path, "nccl", "sharded")
+    for target in ("cgx_all_gather_nccl", "cgx_reduce_scatter_nccl"):
+        assert module.count(f'custom_call_target="{target}"') == 4  # one a layer
+    assert not re.search(r"(all-to-all|all-gather|all-reduce|reduce-scatter)(-start)?\(", module)
+    started = re.findall(
+        r"kAsyncStart.*stream=communication_stream\[\d\].*\n +\d+: kCustomCall", thunks
+    )
+    assert len(started) == 8
+    assert ("CustomCall", False) not in kinds(thunks)  # none on the main stream
 
 
 @needs_nccl

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -58,6 +59,29 @@ def test_doctor_fails_for_kernels_that_give_wrong_values(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "broken: values come back wrong" in out
     assert "-> pip install --force-reinstall cgx-jax" in out
+
+
+@pytest.mark.parametrize(
+    ("cuda", "found", "remedy"),
+    [
+        (None, "no", "no CUDA kernels; put nvcc (CUDA 13 or newer) on PATH and reinstall cgx-jax"),
+        ({}, "no", "reinstall it on Python 3.12 or newer, where it builds against jaxlib 0.11.2"),
+        ({"cgx_all_reduce_nccl": {}}, "built in", ""),
+    ],
+    ids=["no kernels", "an older jaxlib", "built"],
+)
+def test_doctor_says_whether_fused_calls_are_built_in(cuda, found, remedy, monkeypatch):
+    module = cuda if cuda is None else types.SimpleNamespace(handlers=lambda: cuda)
+    monkeypatch.setattr(doctor.fused_on_cuda.native, "cuda_module", lambda: module)
+    plugin = types.SimpleNamespace(metadata={"Name": "jax-cuda13-plugin"}, version="1.2.3")
+    monkeypatch.setattr(doctor.metadata, "distributions", lambda: [plugin])
+    (line,) = [f for f in doctor._nvidia() if f.what == "exchange 'nccl'"]
+    assert line.found == found
+    assert remedy in line.remedy
+    assert ("'xla' is used until then" in line.remedy) == (found == "no")
+    monkeypatch.setattr(doctor.metadata, "distributions", list)
+    monkeypatch.setattr(doctor.Path, "exists", lambda self: False)
+    assert not [f for f in doctor._nvidia() if f.what == "exchange 'nccl'"]  # no CUDA here at all
 
 
 def test_tune_writes_a_profile_that_bench_follows_and_draws(tmp_path):

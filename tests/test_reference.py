@@ -174,9 +174,33 @@ print("ok")
 """
 
 
+WITHOUT_CUDA = """
+import sys, warnings
+sys.modules["cgx_jax._cuda"] = None
+import cgx_jax, jax
+f = jax.jit(lambda x: cgx_jax.Quantize(4).encode(x)[0])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for size in (64, 96):  # two programs: nothing of the second is cached
+        x = jax.ShapeDtypeStruct((size,), "float32")
+        f.trace(x).lower(lowering_platforms=("cpu",))
+        assert len(caught) == (size > 64), caught
+        program = f.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert "cgx_encode" not in program, program
+assert [w.category for w in caught] == [RuntimeWarning], caught
+assert "nvcc" in str(caught[0].message) and "reinstall" in str(caught[0].message)
+print("ok")
+"""
+
+
 @pytest.mark.parametrize("program", [WITHOUT_NATIVE, NO_BACKEND], ids=["no native", "no backend"])
 def test_import_works_without_native_module_and_starts_no_backend(program):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout == "ok\n", run.stderr
+
+
+def test_a_gpu_program_without_cuda_kernels_warns_once():
+    run = subprocess.run([sys.executable, "-c", WITHOUT_CUDA], capture_output=True, text=True)
     assert run.stdout == "ok\n", run.stderr
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Plan, Profile, Quantize, installation, tune, use_profile
+from cgx_jax import Plan, Profile, Quantize, installation, tune
 from cgx_jax.exchange import choose
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
@@ -27,13 +27,6 @@ def profile_with_crossing(world=8, **fields):
     rows += [("xla", bits, 4096 * 4**i, 5e-5 * 2**i) for i in range(4) for bits in (4.125, 8.125)]
     known = {"hosts": 1, "mpi": None, "axis": "data", "latency": 1e-5, "algbw": 4e8}
     return Profile(**(installation.facts() | known | fields), world=world, rows=tuple(rows))
-
-
-@pytest.fixture
-def following():
-    """Calls `use_profile`, and ends with the default rule."""
-    yield use_profile
-    use_profile(None)
 
 
 def compiled(mesh, shape, **options):
@@ -110,9 +103,9 @@ def test_the_summary_shows_the_method_of_each_leaf(following):
 def test_a_profile_of_another_world_size_is_refused(mesh, following):
     following(profile_with_crossing(world=4))
     message = r"has 8 ranks.*measured on 4 .*'data'.*tune .*exchange=.*use_profile\(None\)"
-    with pytest.raises(ValueError, match="pmean_compressed: this reduction " + message):
+    with pytest.raises(ValueError, match="pmean_compressed: this call " + message):
         compiled(mesh, LARGE)
-    with pytest.raises(ValueError, match="summary: this reduction " + message):
+    with pytest.raises(ValueError, match="summary: this call " + message):
         Plan.build(np.zeros(LARGE, np.float32)).summary(8)
     assert compiled(mesh, LARGE, exchange="xla") == {"u8"}
 

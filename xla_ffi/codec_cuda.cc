@@ -98,7 +98,7 @@ void for_each_chunk(const Layout& layout, const std::vector<Range>& ranges, F f,
 
 cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cudaStream_t stream) {
   const Layout& layout = call.layout;
-  const EncodeArgs args{call.payload, layout.chunk_bytes, call.key, call.rank};
+  const EncodeArgs args{call.payload, layout.chunk_bytes, call.key, call.key_step, call.rank};
   Tables tables([&](const Table& table, bool stochastic, int64_t units, int64_t) {
     return launch_encode(table, args, stochastic, call.residuals.data != nullptr, units, stream);
   });
@@ -154,8 +154,8 @@ cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cud
 
 cudaError_t accumulate(const CudaAccumulate& call, const std::vector<Range>& ranges,
                        cudaStream_t stream) {
-  const AccumulateArgs args{call.payload, call.layout.total_bytes(),
-                            static_cast<int32_t>(call.peers), call.rank, call.divisor};
+  const AccumulateArgs args{call.payload, call.layout.chunk_bytes, static_cast<int32_t>(call.peers),
+                            call.rank, call.divisor};
   Tables tables([&](const Table& table, bool, int64_t units, int64_t) {
     return launch_accumulate(table, args, units, stream);
   });

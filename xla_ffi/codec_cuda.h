@@ -26,6 +26,7 @@ struct CudaEncode {
   RankSource rank;
   uint8_t* payload;
   bool tails;
+  int32_t key_step = 0;  // words from a chunk's key to the next one's; 0: one key for all
 };
 cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cudaStream_t stream);
 
@@ -49,9 +50,9 @@ struct CudaDecode {
 cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cudaStream_t stream);
 
 struct CudaAccumulate {
-  Layout layout;  // world 1
+  Layout layout;
   LeavesIn leaves;
-  const uint8_t* payload;
+  const uint8_t* payload;  // u8[peers, chunk_bytes], of the chunk that the ranges lie in
   int64_t peers;
   RankSource rank;
   float divisor;

@@ -46,33 +46,53 @@ std::string CudaFused::run() {
   return "";
 }
 
+bool CudaFused::has(Phase phase) const {
+  return spec_.collective == Collective::kAllReduce ||
+         (phase == Phase::kScatter) == (spec_.collective == Collective::kReduceScatter);
+}
+
 void CudaFused::encode(int64_t segment) {
+  if (!has(Phase::kScatter)) return;
   const Layout& layout = spec_.layout;
   std::vector<Range> ranges;
   for (int64_t chunk = 0; chunk < layout.world; ++chunk) {
     if (chunk == spec_.rank) continue;
     ranges.push_back({segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1)});
   }
-  check(
-      cgx::encode({layout, spec_.in, {}, spec_.keys, {nullptr, spec_.rank}, sent_, /*tails=*/false},
-                  ranges, stream_));
+  check(cgx::encode({layout,
+                     spec_.in,
+                     {},
+                     spec_.keys,
+                     {nullptr, spec_.rank},
+                     sent_,
+                     /*tails=*/false,
+                     /*key_step=*/spec_.collective == Collective::kReduceScatter ? 2 : 0},
+                    ranges, stream_));
 }
 
+// What this rank owns: reduced, added up or only encoded.
 void CudaFused::reduce(int64_t segment) {
   const Layout& layout = spec_.layout;
-  check(cgx::reduce(
-      {layout,
-       spec_.in,
-       spec_.keys + 2,
-       {nullptr, spec_.rank},
-       received_,
-       spec_.divisor,
-       sent_ + spec_.rank * layout.chunk_bytes,
-       /*tails=*/false},
-      {{segments_.begin(spec_.rank, segment), segments_.begin(spec_.rank, segment + 1)}}, stream_));
+  const RankSource rank{nullptr, spec_.rank};
+  switch (spec_.collective) {
+    case Collective::kAllReduce:
+      check(cgx::reduce({layout, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
+                         sent_ + spec_.rank * layout.chunk_bytes, /*tails=*/false},
+                        own_range(segment), stream_));
+      break;
+    case Collective::kReduceScatter:
+      check(cgx::accumulate(
+          {layout, spec_.in, received_, layout.world, rank, spec_.divisor, spec_.out},
+          own_range(segment), stream_));
+      break;
+    case Collective::kAllGather:
+      check(cgx::encode({layout, spec_.in, {}, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
+                        own_range(segment), stream_));
+  }
 }
 
 void CudaFused::decode(int64_t segment) {
+  if (!has(Phase::kGather)) return;
   std::vector<Range> ranges;
   for (int64_t chunk = 0; chunk < spec_.layout.world; ++chunk) {
     ranges.push_back({segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1)});
@@ -81,6 +101,7 @@ void CudaFused::decode(int64_t segment) {
 }
 
 void CudaFused::post(Phase phase, int64_t segment) {
+  if (!has(phase)) return;
   const int64_t world = spec_.layout.world;
   const int32_t own = spec_.rank;
   check(cudaEventRecord(lane_.events[0], stream_));
@@ -122,8 +143,13 @@ int CudaFused::settled(int result) const {
 }
 
 bool CudaFused::arrived(Phase phase, int64_t segment) {
-  check(cudaStreamWaitEvent(stream_, event(phase, segment), 0));
+  if (has(phase)) check(cudaStreamWaitEvent(stream_, event(phase, segment), 0));
   return true;
+}
+
+// Positions of the segment in this rank's chunk.
+std::vector<Range> CudaFused::own_range(int64_t segment) const {
+  return {{segments_.begin(spec_.rank, segment), segments_.begin(spec_.rank, segment + 1)}};
 }
 
 // Where the segment of a chunk lies in a row: rows keep the chunk's own distances.

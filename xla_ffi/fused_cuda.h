@@ -1,4 +1,5 @@
-// One fused all-reduce on a GPU: the schedule over the CUDA kernels and NCCL, on two streams.
+// One fused all-reduce, or one half of it, on a GPU: the schedule over the CUDA kernels and NCCL,
+// on two streams.
 //
 // Kernels go to the caller's stream, messages to a second one, and events order the two: a segment
 // travels while the next is encoded. Nothing waits on the host.
@@ -16,15 +17,23 @@
 
 namespace cgx {
 
+// A reduce-scatter leaves out the second phase, and adds up values in place of encoding their sum;
+// an all-gather leaves out the first, and encodes values in place of a sum.
+enum class Collective { kAllReduce, kReduceScatter, kAllGather };
+
 struct CudaFusedSpec {
+  Collective collective;
+  // Of the halves of an all-reduce: the leaves once for every rank, so that they are its chunk.
   Layout layout;
-  LeavesIn in;
-  LeavesOut out;
-  const uint32_t* keys;  // device: two words for encode, two for reduce
+  LeavesIn in;    // of an all-gather: this rank's alone are read
+  LeavesOut out;  // of a reduce-scatter: this rank's alone are written
+  // Device. Two words for encode and two for reduce; of a reduce-scatter two for every rank's
+  // leaves, of an all-gather two.
+  const uint32_t* keys;
   float divisor;
   int32_t rank;
   int64_t segment_bytes;
-  uint8_t* scratch;  // device, scratch_bytes(layout)
+  uint8_t* scratch;  // device, scratch_bytes(collective, layout)
 };
 
 // What a device keeps from call to call.
@@ -38,8 +47,8 @@ class CudaFused {
   CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm, CudaLane& lane,
             cudaStream_t stream);
 
-  static int64_t scratch_bytes(const Layout& layout) {
-    return 2 * layout.world * layout.chunk_bytes;
+  static int64_t scratch_bytes(Collective collective, const Layout& layout) {
+    return (collective == Collective::kAllGather ? 1 : 2) * layout.world * layout.chunk_bytes;
   }
 
   // Puts the whole call on the streams; what went wrong, or "". Whatever happens, work that comes
@@ -55,6 +64,8 @@ class CudaFused {
   bool arrived(Phase phase, int64_t segment);
 
  private:
+  bool has(Phase phase) const;
+  std::vector<Range> own_range(int64_t segment) const;
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
   cudaEvent_t event(Phase phase, int64_t segment) const;
   int settled(int result) const;

@@ -35,6 +35,11 @@ struct Collectives {
 // The number of XLA's own collectives: a call shares their communicator.
 constexpr int64_t kCommunication = 0;
 
+ffi::Error check_world(const std::string& call, int64_t world) {
+  if (world >= 1 && world <= kMaxWorld) return ffi::Error::Success();
+  return invalid(call, "world is " + std::to_string(world) + ", must be in [1, 2^20]");
+}
+
 // Positions in the mesh, group by group, as the runtime takes them.
 std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world) {
   std::vector<XLA_FFI_ReplicaGroup> groups;
@@ -64,8 +69,11 @@ ffi::Error taken(const Collectives& collectives, XLA_FFI_Error* error) {
 ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
   const auto positions = attributes.get<Ints>("groups");
   const auto world = attributes.get<int64_t>("world");
+  const auto name = attributes.get<std::string_view>("name");
   if (positions.has_error()) return positions.error();
   if (world.has_error()) return world.error();
+  if (name.has_error()) return name.error();
+  CGX_TRY(check_world(std::string(*name), *world));
   const auto groups = groups_of(*positions, *world);
   auto args = arguments<XLA_FFI_Communicator_Request_Args>(groups);
   args.struct_size = XLA_FFI_Communicator_Request_Args_STRUCT_SIZE;
@@ -98,6 +106,16 @@ LockedLane& lane_of(int device) {
   return (*lanes)[device];
 }
 
+// What lies in memory once, for each of `rows` rows.
+template <typename T>
+std::vector<T> repeated(const std::vector<T>& once, int64_t rows) {
+  std::vector<T> all;
+  all.reserve(once.size() * rows);
+  for (int64_t r = 0; r < rows; ++r) all.insert(all.end(), once.begin(), once.end());
+  return all;
+}
+
+template <Collective kCollective>
 ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAllocator scratch,
                    Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints bits,
                    Ints bucket_size, Ints stochastic, Ints stream_numbers, int64_t world,
@@ -107,14 +125,19 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
     return ffi::Error::Internal(call + ": " + text);
   };
   return no_throw(call.c_str(), [&]() -> ffi::Error {
+    CGX_TRY(check_world(call, world));
+    constexpr bool kScatters = kCollective == Collective::kReduceScatter;
+    constexpr bool kGathers = kCollective == Collective::kAllGather;
+    const int64_t rows = kScatters || kGathers ? world : 1;
+    const int64_t rows_in = kScatters ? world : 1, rows_out = kGathers ? world : 1;
     Leaves leaves, results;
     OwnedLayout owned;
-    CGX_TRY(leaves.add(call, args, 1));
-    CGX_TRY(results.add(call, rets, 1));
+    CGX_TRY(leaves.add(call, args, rows_in));
+    CGX_TRY(results.add(call, rets, rows_out));
     CGX_TRY(same_leaves(call, leaves, results));
-    CGX_TRY(
-        build_layout(call, leaves, {bits, bucket_size, stochastic, stream_numbers, world}, &owned));
-    CGX_TRY(check_count(call, "keys", keys, 4));
+    CGX_TRY(build_layout(call, leaves, {bits, bucket_size, stochastic, stream_numbers, world, rows},
+                         &owned));
+    CGX_TRY(check_count(call, "keys", keys, kScatters ? 2 * world : kGathers ? 2 : 4));
     CGX_TRY(check_divisor(call, divisor));
     if (segment_bytes < 1) return invalid(call, expected("segment_bytes", segment_bytes, 1));
 
@@ -134,22 +157,26 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
     if (count != world) return internal(expected("size of the communicator", count, world));
 
     const Layout layout = owned.view();
-    const auto memory = scratch.Allocate(CudaFused::scratch_bytes(layout), 256);
+    const int64_t bytes = CudaFused::scratch_bytes(kCollective, layout);
+    const auto memory = scratch.Allocate(bytes, 256);
     if (!memory) {
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        call + ": no " + std::to_string(CudaFused::scratch_bytes(layout)) +
-                            " bytes of device memory for payloads");
+      return ffi::Error(
+          ffi::ErrorCode::kResourceExhausted,
+          call + ": no " + std::to_string(bytes) + " bytes of device memory for payloads");
     }
     int device = 0;
     if (const cudaError_t failed = cudaGetDevice(&device); failed != cudaSuccess) {
       return internal(cudaGetErrorString(failed));
     }
-    const std::vector<void*> in = leaves.pointers(1), out = results.pointers(1);
+    const auto in = repeated(leaves.pointers(rows_in), rows / rows_in);
+    const auto out = repeated(results.pointers(rows_out), rows / rows_out);
+    const auto dtypes = repeated(leaves.dtype, rows);
     LockedLane& own = lane_of(device);
     const std::lock_guard<std::mutex> lock(own.mutex);
-    CudaFused fused({layout,
-                     {in.data(), leaves.dtype.data()},
-                     {out.data(), results.dtype.data()},
+    CudaFused fused({kCollective,
+                     layout,
+                     {in.data(), dtypes.data()},
+                     {out.data(), dtypes.data()},
                      keys.typed_data(),
                      divisor,
                      rank,
@@ -161,15 +188,8 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
   });
 }
 
-}  // namespace
-
-XLA_FFI_Error* all_reduce_nccl_prepare(XLA_FFI_CallFrame* frame) {
-  static const auto handler =
-      ffi::Ffi::BindPrepare().Ctx<ffi::Extension<Collectives>>().Attrs().To(prepare);
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame) {
+template <Collective kCollective>
+XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
   static const auto handler = with_layout(ffi::Ffi::Bind()
                                               .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                               .Ctx<ffi::Extension<Collectives>>()
@@ -181,8 +201,28 @@ XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame) {
                                   .Attr<Ints>("groups")
                                   .Attr<int64_t>("segment_bytes")
                                   .Attr<std::string_view>("name")
-                                  .To(execute);
+                                  .To(execute<kCollective>);
   return handler->Call(frame);
+}
+
+}  // namespace
+
+XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame) {
+  static const auto handler =
+      ffi::Ffi::BindPrepare().Ctx<ffi::Extension<Collectives>>().Attrs().To(prepare);
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame) {
+  return call_execute<Collective::kAllReduce>(frame);
+}
+
+XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame) {
+  return call_execute<Collective::kReduceScatter>(frame);
+}
+
+XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame) {
+  return call_execute<Collective::kAllGather>(frame);
 }
 
 }  // namespace cgx

@@ -1,5 +1,6 @@
-// XLA FFI handlers of the fused all-reduce on CUDA. They need the collectives extension of the
-// runtime, which lends XLA's own communicator; without its header they are not built.
+// XLA FFI handlers of the fused calls on CUDA: all-reduce and its two halves. They need the
+// collectives extension of the runtime, which lends XLA's own communicator; without its header they
+// are not built.
 #ifndef CGX_HANDLERS_NCCL_H_
 #define CGX_HANDLERS_NCCL_H_
 
@@ -14,10 +15,14 @@
 #if CGX_HAVE_COLLECTIVES
 namespace cgx {
 
-// Asks for the communicator, before anything runs.
-XLA_FFI_Error* all_reduce_nccl_prepare(XLA_FFI_CallFrame* frame);
+// Asks for the communicator of any of the calls, before anything runs.
+XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame);
 // (keys of both phases, leaves) -> leaves
 XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame);
+// (keys[world], leaves[world]) -> leaves. Attributes speak of one row; each is encoded by itself.
+XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame);
+// (key, leaves) -> leaves[world]
+XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame);
 
 }  // namespace cgx
 #endif

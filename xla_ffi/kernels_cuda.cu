@@ -86,8 +86,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
       }
       return;
     }
-    const NoiseSeed seed =
-        kStochastic ? noise_seed(args.key, piece.stream, piece.bucket + number) : NoiseSeed{};
+    const NoiseSeed seed = kStochastic ? noise_seed(args.key + piece.chunk * args.key_step,
+                                                    piece.stream, piece.bucket + number)
+                                       : NoiseSeed{};
     const float first = load_item(in, 0, bucket.dtype);
     encode_bucket<kTiles, kStochastic, kResidual>(
         bucket, seed, record, [&](int k) { return load_tile(bucket, in, k, first); }, residual);

@@ -48,6 +48,7 @@ struct EncodeArgs {
   uint8_t* payload;  // u8[world, chunk_bytes]
   int64_t chunk_bytes;
   const uint32_t* key;  // device, two words
+  int32_t key_step;     // words from a chunk's key to the next one's; 0: one key for all
   RankSource rank;      // the chunk that is cleared instead; -1: none
 };
 

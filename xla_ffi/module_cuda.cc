@@ -23,10 +23,15 @@ py::dict handlers() {
   all["cgx_decode"] = capsule(cgx::decode_cuda_handler);
   all["cgx_accumulate"] = capsule(cgx::accumulate_cuda_handler);
 #if CGX_HAVE_COLLECTIVES
-  py::dict stages;
-  stages["prepare"] = capsule(cgx::all_reduce_nccl_prepare);
-  stages["execute"] = capsule(cgx::all_reduce_nccl_execute);
-  all["cgx_all_reduce_nccl"] = stages;
+  const auto with_communicator = [&](XLA_FFI_Handler* execute) {
+    py::dict stages;
+    stages["prepare"] = capsule(cgx::nccl_prepare);
+    stages["execute"] = capsule(execute);
+    return stages;
+  };
+  all["cgx_all_reduce_nccl"] = with_communicator(cgx::all_reduce_nccl_execute);
+  all["cgx_reduce_scatter_nccl"] = with_communicator(cgx::reduce_scatter_nccl_execute);
+  all["cgx_all_gather_nccl"] = with_communicator(cgx::all_gather_nccl_execute);
 #endif
   return all;
 }

@@ -128,6 +128,7 @@ inline ffi::Error same_leaves(const std::string& call, const Leaves& in, const L
 struct LayoutAttributes {
   Ints bits, bucket_size, stochastic, stream;
   int64_t world;
+  int64_t rows = 1;  // how often the leaves follow one another
 };
 
 inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
@@ -146,9 +147,11 @@ inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
     }
   }
   std::vector<LeafSpec> specs;
-  for (size_t k = 0; k < leaves.size.size(); ++k) {
-    specs.push_back({leaves.size[k], attributes.bits[k], attributes.bucket_size[k],
-                     attributes.stochastic[k], attributes.stream[k]});
+  for (int64_t row = 0; row < attributes.rows; ++row) {
+    for (size_t k = 0; k < leaves.size.size(); ++k) {
+      specs.push_back({leaves.size[k], attributes.bits[k], attributes.bucket_size[k],
+                       attributes.stochastic[k], attributes.stream[k]});
+    }
   }
   const std::string error = layout->build(specs, attributes.world);
   return error.empty() ? ffi::Error::Success() : invalid(call, error);

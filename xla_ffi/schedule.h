@@ -12,6 +12,8 @@
 //   Kernels:    encode(s), reduce(s), decode(s)
 //   Transport:  post(phase, s)     this rank's part of segment s is ready to travel
 //               arrived(phase, s)  the other ranks' parts of segment s are here
+//
+// Without one of its phases it is a reduce-scatter or an all-gather.
 #ifndef CGX_SCHEDULE_H_
 #define CGX_SCHEDULE_H_
 

@@ -74,3 +74,14 @@ class Compressor(abc.ABC):
     @abc.abstractmethod
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""
+
+
+def require_key(caller: str, compressors: Sequence[Compressor], key: Any) -> bool:
+    """Whether any compressor needs randomness; raises ValueError when there is none to give."""
+    needy = [c for c in compressors if c.needs_key]
+    if needy and key is None:
+        raise ValueError(
+            f"{caller}: {needy[0]} rounds stochastically and key is None; pass "
+            "key=jax.random.key(n), the same on every rank and another one every step."
+        )
+    return bool(needy)

@@ -92,6 +92,10 @@ class Quantize(Compressor):
         """This compressor's place for a leaf of `size` values in a fusion buffer."""
         return Field(size, self.bits, self.bucket_size, self.rounding == "stochastic", stream)
 
+    def words(self, key: Any) -> Any:
+        """What `encode` feeds the kernels from its key, uint32[2]."""
+        return seed(key) if self.needs_key else np.zeros(2, np.uint32)
+
     def error_bound(self, x: Any) -> jax.Array:
         """Half a unit (nearest) or one (stochastic), and the rounding of fp32 and of x's dtype.
 
@@ -124,8 +128,7 @@ class Quantize(Compressor):
             raise ValueError(
                 f"{self}: stochastic rounding needs a key; pass key=jax.random.key(n)."
             )
-        words = seed(key) if self.needs_key else np.zeros(2, np.uint32)
-        payload, _ = primitives.encode(words, [x], Layout((self.field(x.size),), 1))
+        payload, _ = primitives.encode(self.words(key), [x], Layout((self.field(x.size),), 1))
         return payload.reshape(-1), state
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:

@@ -22,6 +22,8 @@ from cgx_jax.exchange.profile import Profile
 
 # One call for a whole buffer, of quantized leaves only.
 FUSED = {"mpi": mpi, "nccl": nccl}
+# Of those the ones that have calls for one half too: a reduce-scatter, an all-gather.
+HALVES = {"nccl": nccl}
 EXCHANGES = ("xla", *FUSED)
 # A smaller measured gain is noise, and psum has no error.
 LEAST_GAIN = 0.05
@@ -99,18 +101,39 @@ def require_known(caller: str, exchange: str) -> None:
         raise ValueError(f"{caller}: exchange={exchange!r} is unknown; use one of {known}.")
 
 
-def resolve(caller: str, exchange: str, usable: Collection[str], world: int, load: Load) -> str:
+def require_half(caller: str, exchange: str) -> None:
+    """Raises ValueError for a name that is no exchange of a reduce-scatter or an all-gather."""
+    require_known(caller, exchange)
+    if exchange in FUSED and exchange not in HALVES:
+        known = ["auto", "xla", *HALVES]
+        raise ValueError(
+            f"{caller}: exchange={exchange!r} has a fused call for psum and pmean only; use one of "
+            f"{known} here."
+        )
+
+
+def resolve(
+    caller: str,
+    exchange: str,
+    usable: Collection[str],
+    world: int,
+    load: Load,
+    quantized: bool = True,
+) -> str:
     """The method that `exchange` stands for: an exchange's name, or "psum".
 
-    Raises ValueError when the active profile was measured at another world size.
+    What is not `quantized` has no fused call: it travels by "xla" instead. Raises ValueError when
+    the active profile was measured at another world size.
     """
+    if not quantized:
+        usable = [name for name in usable if name not in FUSED]
     if exchange != "auto":
-        return exchange
+        return "xla" if exchange in FUSED and not quantized else exchange
     if _active is None:
         return "mpi" if "mpi" in usable else "xla"
     if _active.world != world:
         raise ValueError(
-            f"{caller}: this reduction has {world} ranks, the active profile was measured on "
+            f"{caller}: this call has {world} ranks, the active profile was measured on "
             f"{_active.world} (axis {_active.axis!r}). Run cgx_jax.tune on an axis of {world} "
             'ranks, name the exchange (exchange="xla"), or use_profile(None).'
         )

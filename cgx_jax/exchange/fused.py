@@ -1,4 +1,4 @@
-"""What the fused exchanges share: one operation for a fusion buffer, from leaves to their sum."""
+"""What the fused exchanges share: one operation that encodes, sends, reduces and decodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def bind(
 
     Operands are what is particular to the exchange, then the leaves, one a field of `layout`.
     """
-    varying = frozenset().union(*(_compat.varying_axes(x) for x in operands))
+    # An all-gather takes an operand that does not vary; what it returns does.
+    index = lax.axis_index(axes)
+    varying = frozenset().union(*(_compat.varying_axes(x) for x in (index, *operands)))
     out = primitive.bind(
         *(_compat.vary_over(x, varying) for x in operands),
         layout=layout,
@@ -77,25 +79,39 @@ def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dic
     """The attributes that every fused handler takes."""
     return {
         **{k: np.asarray(v, np.int64) for k, v in layout.attributes().items()},
-        "world": np.int64(layout.world),
+        "world": np.int64(len(positions[0])),
         "divisor": np.float32(divisor),
         "groups": np.asarray(positions, np.int64).reshape(-1),
         "name": name,
     }
 
 
-def primitive(name: str, leading: int) -> Primitive:
-    """A fused all-reduce of everything after its `leading` operands, residuals after it.
+def reduced(x: Any, *, replicated: Any, **params: Any) -> Any:
+    """The result of an all-reduce of `x`."""
+    return _compat.reduced_aval(x, replicated)
+
+
+def scattered(x: Any, **params: Any) -> Any:
+    """The result of a reduce-scatter of the rows of `x`."""
+    return _compat.result_aval(x.shape[1:], x.dtype, x)
+
+
+def gathered(x: Any, *, positions: Any, **params: Any) -> Any:
+    """The result of an all-gather of `x`: a row from every rank."""
+    return _compat.result_aval((len(positions[0]), *x.shape), x.dtype, x)
+
+
+def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
+    """A fused call with a `result` of every operand after the `leading` ones, then residuals.
 
     Lowerings are the caller's.
     """
     p = Primitive(name)
     p.multiple_results = True
 
-    def shapes(*operands: Any, replicated: Any, residual: bool, **params: Any) -> list[Any]:
+    def shapes(*operands: Any, residual: bool, **params: Any) -> list[Any]:
         leaves = operands[leading:]
-        reduced = [_compat.reduced_aval(x, replicated) for x in leaves]
-        return [*reduced, *(leaves if residual else ())]
+        return [*(result(x, **params) for x in leaves), *(leaves if residual else ())]
 
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))

@@ -245,6 +245,6 @@ def _lowering(
     )
 
 
-all_reduce_p = fused.primitive("cgx_all_reduce_mpi", leading=2)
+all_reduce_p = fused.primitive("cgx_all_reduce_mpi", 2, fused.reduced)
 # Not cacheable: every call needs a channel of its own.
 mlir.register_lowering(all_reduce_p, _lowering, platform="cpu", cacheable=False)

@@ -1,4 +1,4 @@
-"""The fused all-reduce on CUDA, on the NCCL communicator that XLA itself has made.
+"""The fused calls on CUDA, on the NCCL communicator that XLA itself has made.
 
 One call encodes, sends, reduces and decodes in segments, on XLA's communication stream, so that
 it overlaps with the computation around it and comes in one order with XLA's own collectives.
@@ -6,12 +6,13 @@ it overlaps with the computation around it and comes in one order with XLA's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
@@ -19,7 +20,6 @@ from cgx_jax.exchange import fused
 from cgx_jax.kernels import native
 from cgx_jax.wire import Layout
 
-TARGET = "cgx_all_reduce_nccl"
 # Of payload to each peer. A message should take much longer than NCCL needs to start one, and a
 # buffer should have several of them to overlap. A guess until it is measured: docs/gpu.md.
 SEGMENT_BYTES = 1 << 20
@@ -32,7 +32,7 @@ def missing() -> str | None:
         return (
             "there are no CUDA kernels; put nvcc (CUDA 13 or newer) on PATH and reinstall cgx-jax"
         )
-    if TARGET not in module.handlers():
+    if all_reduce_p.name not in module.handlers():
         return (
             "cgx-jax was built against a jaxlib without the collectives extension of XLA's FFI; "
             "reinstall it on Python 3.12 or newer, where it builds against jaxlib 0.11.2"
@@ -73,33 +73,71 @@ def all_reduce(
     `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`.
     Residuals follow where asked.
     """
+    keys = jnp.stack([jnp.asarray(s) for s in seeds])
+    return _call(
+        all_reduce_p, name, [keys, *leaves], layout, axes, groups, divisor, residual=residual
+    )
 
+
+def reduce_scatter(
+    name: str, seeds: Any, rows: jax.Array, layout: Layout, axes: tuple[str, ...]
+) -> jax.Array:
+    """Rows, f32, bf16 or f16 and one for each rank, to the sum of this rank's: the bytes of `xla`.
+
+    `seeds` are uint32[world, 2]; `layout` is that of one row.
+    """
+    return _call(reduce_scatter_p, name, [seeds, rows], layout, axes)[0][0]
+
+
+def all_gather(
+    name: str, seed: Any, x: jax.Array, layout: Layout, axes: tuple[str, ...]
+) -> jax.Array:
+    """Every rank's `x`, f32, bf16 or f16, decoded: [world, ...], the bytes of the `xla` exchange.
+
+    `seed` is uint32[2]; `layout` is that of `x` for one rank.
+    """
+    return _call(all_gather_p, name, [seed, x], layout, axes)[0][0]
+
+
+def _call(
+    primitive: Primitive,
+    name: str,
+    operands: Sequence[Any],
+    layout: Layout,
+    axes: tuple[str, ...],
+    groups: fused.Groups = None,
+    divisor: float = 1,
+    *,
+    residual: bool = False,
+) -> tuple[list[jax.Array], list[jax.Array]]:
     def call(*operands: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         label = f"{name}(exchange='nccl')"
         return fused.bind(
-            all_reduce_p, label, operands, layout, axes, groups, divisor, residual=residual
+            primitive, label, operands, layout, axes, groups, divisor, residual=residual
         )
 
-    keys = jnp.stack([jnp.asarray(s) for s in seeds])
-    return _compat.on_collective_stream(call)(keys, *leaves)
+    return _compat.on_collective_stream(call)(*(jnp.asarray(x) for x in operands))
 
 
-def _lowering(
-    ctx: Any,
-    *operands: Any,
-    layout: Layout,
-    divisor: float,
-    positions: Any,
-    replicated: Any,
-    name: str,
-    residual: bool,
-) -> Any:
-    return jax.ffi.ffi_lowering(TARGET)(
-        ctx,
-        *operands,
-        **fused.attributes(layout, divisor, positions, name),
-        segment_bytes=np.int64(SEGMENT_BYTES),
-    )
+def _lowering(target: str) -> Callable[..., Any]:
+    def rule(
+        ctx: Any,
+        *operands: Any,
+        layout: Layout,
+        divisor: float,
+        positions: Any,
+        replicated: Any,
+        name: str,
+        residual: bool,
+    ) -> Any:
+        return jax.ffi.ffi_lowering(target)(
+            ctx,
+            *operands,
+            **fused.attributes(layout, divisor, positions, name),
+            segment_bytes=np.int64(SEGMENT_BYTES),
+        )
+
+    return rule
 
 
 def _no_lowering(ctx: Any, *operands: Any, name: str, **params: Any) -> Any:
@@ -110,6 +148,13 @@ def _no_lowering(ctx: Any, *operands: Any, name: str, **params: Any) -> Any:
     )
 
 
-all_reduce_p = fused.primitive(TARGET, leading=1)
-mlir.register_lowering(all_reduce_p, _no_lowering)
-mlir.register_lowering(all_reduce_p, _lowering, platform="cuda")
+def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
+    p = fused.primitive(target, 1, result)
+    mlir.register_lowering(p, _no_lowering)
+    mlir.register_lowering(p, _lowering(target), platform="cuda")
+    return p
+
+
+all_reduce_p = _primitive("cgx_all_reduce_nccl", fused.reduced)
+reduce_scatter_p = _primitive("cgx_reduce_scatter_nccl", fused.scattered)
+all_gather_p = _primitive("cgx_all_gather_nccl", fused.gathered)

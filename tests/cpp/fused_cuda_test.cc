@@ -1,4 +1,4 @@
-// The fused all-reduce on CUDA, all ranks in this process: its own schedule, streams and kernels on
+// The fused calls on CUDA, all ranks in this process: their own schedule, streams and kernels on
 // emulated streams whose order a seed chooses. Against the steps of the xla exchange on the CPU
 // kernels, byte for byte.
 #include "fused_cuda.h"
@@ -31,33 +31,47 @@ cgx::NcclLibrary& emulated_nccl() {
   return library;
 }
 
-// A reduction of leaves of given sizes over `world` ranks.
+// An all-reduce, or one half of it, of leaves of given sizes over `world` ranks.
 struct Problem {
-  std::vector<cgx::LeafSpec> specs;
+  cgx::Collective collective;
   int64_t world;
   float divisor;
-  std::vector<Values> in;  // by rank, leaf
-  uint32_t keys[4] = {1, 2, 3, 4};
-  std::vector<cgx::DType> dtypes;
-  cgx::OwnedLayout owned;
-  Values expected;
+  int64_t rows_in, rows_out;  // of the leaves, in a rank's memory
+  std::vector<cgx::LeafSpec> specs;
+  std::vector<Values> in;                   // by rank, row and leaf
+  std::vector<std::vector<uint32_t>> keys;  // by rank
+  std::vector<cgx::DType> dtypes;           // of all rows
+  cgx::OwnedLayout row, owned;              // of one row; of all that travel together
+  std::vector<Values> expected;
 
-  Problem(std::vector<cgx::LeafSpec> leaves, int64_t world, float divisor)
-      : specs(std::move(leaves)),
+  Problem(cgx::Collective collective, std::vector<cgx::LeafSpec> leaves, int64_t world,
+          float divisor)
+      : collective(collective),
         world(world),
         divisor(divisor),
+        rows_in(collective == cgx::Collective::kReduceScatter ? world : 1),
+        rows_out(collective == cgx::Collective::kAllGather ? world : 1),
+        specs(std::move(leaves)),
         in(world),
-        dtypes(specs.size(), cgx::DType::kF32) {
+        keys(world) {
     std::mt19937 rng(5);
     std::normal_distribution<float> normal;
-    for (auto& rank : in) {
-      for (const auto& leaf : specs) {
-        rank.emplace_back(leaf.size);
-        for (float& x : rank.back()) x = normal(rng);
+    for (int64_t r = 0; r < world; ++r) {
+      in[r] = empty(rows_in);
+      for (auto& leaf : in[r]) {
+        for (float& x : leaf) x = normal(rng);
       }
+      for (int64_t k = 0; k < 2 * world + 2; ++k) keys[r].push_back(rng());
     }
-    check(owned.build(specs, world).empty(), "layout");
-    expected = exchange_in_steps();
+    std::vector<cgx::LeafSpec> all;
+    for (int64_t r = 0; r < std::max(rows_in, rows_out); ++r) {
+      all.insert(all.end(), specs.begin(), specs.end());
+    }
+    dtypes.assign(all.size(), cgx::DType::kF32);
+    check(row.build(specs, 1).empty() && owned.build(all, world).empty(), "layout");
+    if (collective == cgx::Collective::kAllReduce) expected = all_reduce_in_steps();
+    if (collective == cgx::Collective::kReduceScatter) expected = reduce_scatter_in_steps();
+    if (collective == cgx::Collective::kAllGather) expected = all_gather_in_steps();
   }
 
   static std::vector<void*> pointers(const Values& leaves) {
@@ -66,43 +80,105 @@ struct Problem {
     return all;
   }
 
-  Values empty() const {
+  // The same with one row, which stands for every one.
+  std::vector<void*> pointers_of_rows(const Values& leaves) const {
+    std::vector<void*> all = pointers(leaves);
+    while (all.size() < dtypes.size()) all.push_back(all[all.size() - specs.size()]);
+    return all;
+  }
+
+  Values empty(int64_t rows) const {
     Values leaves;
-    for (const auto& leaf : specs) leaves.emplace_back(leaf.size, NAN);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (const auto& leaf : specs) leaves.emplace_back(leaf.size, NAN);
+    }
     return leaves;
   }
 
   // Encode, all_to_all, reduce, all_gather and decode, one after the other.
-  Values exchange_in_steps() const {
+  std::vector<Values> all_reduce_in_steps() const {
     const cgx::Layout layout = owned.view();
-    const int64_t row = layout.chunk_bytes, total = layout.total_bytes();
+    const int64_t bytes = layout.chunk_bytes, total = layout.total_bytes();
     const cgx::KernelTable& cpu = cgx::current_kernels();
-    std::vector<Bytes> sent(world, Bytes(world * row));
+    std::vector<Bytes> sent(world, Bytes(world * bytes));
     for (int64_t r = 0; r < world; ++r) {
       const auto leaves = pointers(in[r]);
-      cpu.encode({layout, {leaves.data(), dtypes.data()}, {}, keys, r, sent[r].data()}, 0, total);
+      cpu.encode({layout, {leaves.data(), dtypes.data()}, {}, keys[r].data(), r, sent[r].data()}, 0,
+                 total);
     }
-    Bytes gathered(world * row), received(world * row);
+    Bytes gathered(world * bytes), received(world * bytes);
     std::vector<float> scratch(owned.longest_bucket());
     for (int64_t r = 0; r < world; ++r) {
       for (int64_t from = 0; from < world; ++from) {
-        std::copy_n(&sent[from][r * row], row, &received[from * row]);
+        std::copy_n(&sent[from][r * bytes], bytes, &received[from * bytes]);
       }
       const auto leaves = pointers(in[r]);
       cpu.reduce({layout,
                   {leaves.data(), dtypes.data()},
-                  keys + 2,
+                  keys[r].data() + 2,
                   r,
                   received.data(),
                   divisor,
-                  &gathered[r * row],
+                  &gathered[r * bytes],
                   scratch.data()},
                  layout.begin[r], layout.begin[r + 1]);
     }
-    Values out = empty();
+    Values out = empty(1);
     const auto leaves = pointers(out);
     cpu.decode({layout, gathered.data(), {leaves.data(), dtypes.data()}}, 0, total);
-    return out;
+    return std::vector<Values>(world, out);
+  }
+
+  // A rank's leaves of row `from`, encoded by themselves.
+  Bytes encoded(int64_t rank, int64_t from) const {
+    const cgx::Layout layout = row.view();
+    const auto leaves = pointers(in[rank]);
+    Bytes payload(layout.chunk_bytes);
+    cgx::current_kernels().encode({layout,
+                                   {leaves.data() + from * specs.size(), dtypes.data()},
+                                   {},
+                                   keys[rank].data() + 2 * from,
+                                   -1,
+                                   payload.data()},
+                                  0, layout.total_bytes());
+    return payload;
+  }
+
+  // Encode every row, all_to_all, accumulate.
+  std::vector<Values> reduce_scatter_in_steps() const {
+    const cgx::Layout layout = row.view();
+    std::vector<Values> sums;
+    for (int64_t r = 0; r < world; ++r) {
+      Bytes received;
+      for (int64_t from = 0; from < world; ++from) {
+        const Bytes payload = encoded(from, r);
+        received.insert(received.end(), payload.begin(), payload.end());
+      }
+      sums.push_back(empty(1));
+      const auto leaves = pointers(in[r]), out = pointers(sums[r]);
+      cgx::current_kernels().accumulate({layout,
+                                         {leaves.data() + r * specs.size(), dtypes.data()},
+                                         received.data(),
+                                         world,
+                                         r,
+                                         divisor,
+                                         {out.data(), dtypes.data()}},
+                                        0, layout.total_bytes());
+    }
+    return sums;
+  }
+
+  // Encode, all_gather, decode every row.
+  std::vector<Values> all_gather_in_steps() const {
+    const cgx::Layout layout = row.view();
+    Values out = empty(world);
+    const auto leaves = pointers(out);
+    for (int64_t r = 0; r < world; ++r) {
+      cgx::current_kernels().decode(
+          {layout, encoded(r, 0).data(), {leaves.data() + r * specs.size(), dtypes.data()}}, 0,
+          layout.total_bytes());
+    }
+    return std::vector<Values>(world, out);
   }
 
   struct Outcome {
@@ -124,18 +200,20 @@ struct Problem {
     std::vector<emulator::Comm> comms(world);
     std::vector<cgx::CudaLane> lanes(world);
     std::vector<std::vector<void*>> from(world), to(world);
-    outcome.out.assign(world, empty());
+    const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout);
+    outcome.out.assign(world, empty(rows_out));
     for (int64_t r = 0; r < world; ++r) {
-      scratch[r].assign(cgx::CudaFused::scratch_bytes(layout), 0xCD);
+      scratch[r].assign(bytes, 0xCD);
       comms[r] = {static_cast<int>(r), static_cast<int>(world)};
-      from[r] = pointers(in[r]);
-      to[r] = pointers(outcome.out[r]);
+      from[r] = pointers_of_rows(in[r]);
+      to[r] = pointers_of_rows(outcome.out[r]);
       cudaStream_t stream = emulator::create_stream();
       for (int call = 0; call < calls; ++call) {
-        cgx::CudaFused fused({layout,
+        cgx::CudaFused fused({collective,
+                              layout,
                               {from[r].data(), dtypes.data()},
                               {to[r].data(), dtypes.data()},
-                              keys,
+                              keys[r].data(),
                               divisor,
                               static_cast<int32_t>(r),
                               segment_bytes,
@@ -151,52 +229,69 @@ struct Problem {
   }
 
   bool right(const Outcome& outcome) const {
-    for (const Values& rank : outcome.out) {
-      for (size_t k = 0; k < specs.size(); ++k) {
-        if (std::memcmp(rank[k].data(), expected[k].data(), 4 * specs[k].size) != 0) return false;
+    for (int64_t r = 0; r < world; ++r) {
+      for (size_t k = 0; k < expected[r].size(); ++k) {
+        const std::vector<float>&want = expected[r][k], &got = outcome.out[r][k];
+        if (std::memcmp(got.data(), want.data(), 4 * want.size()) != 0) return false;
       }
     }
     return outcome.finished && outcome.error.empty();
   }
 };
 
-std::vector<cgx::LeafSpec> leaves(int64_t stochastic) {
-  return {{1000, 4, 64, stochastic, 0}, {3, 8, 32, 0, 1}, {777, 3, 96, stochastic, 2}};
+const struct {
+  cgx::Collective collective;
+  std::string name;
+} kCollectives[] = {{cgx::Collective::kAllReduce, "all-reduce"},
+                    {cgx::Collective::kReduceScatter, "reduce-scatter"},
+                    {cgx::Collective::kAllGather, "all-gather"}};
+
+// Of an all-reduce; the halves have them once for every rank, so shorter ones do.
+std::vector<cgx::LeafSpec> leaves(cgx::Collective collective, int64_t stochastic) {
+  const int64_t size = collective == cgx::Collective::kAllReduce ? 777 : 177;
+  return {{size + 223, 4, 64, stochastic, 0}, {3, 8, 32, 0, 1}, {size, 3, 96, stochastic, 2}};
 }
 
 void equals_the_steps() {
-  for (const int64_t world : {1, 2, 3, 4, 8}) {
-    for (const int64_t stochastic : {0, 1}) {
-      const Problem problem(leaves(stochastic), world, static_cast<float>(world));
-      for (const int64_t segment_bytes : {1, 40, 100, 1 << 20}) {
-        for (uint64_t seed = 1; seed <= 2; ++seed) {
-          check(problem.right(problem.fused(segment_bytes, seed, -1, 2)),
-                "world " + std::to_string(world) + " segments of " + std::to_string(segment_bytes) +
-                    " seed " + std::to_string(seed));
+  for (const auto& [collective, name] : kCollectives) {
+    for (const int64_t world : {1, 2, 3, 4, 8}) {
+      for (const int64_t stochastic : {0, 1}) {
+        const Problem problem(collective, leaves(collective, stochastic), world,
+                              static_cast<float>(world));
+        for (const int64_t segment_bytes : {1, 40, 100, 1 << 20}) {
+          for (uint64_t seed = 1; seed <= 2; ++seed) {
+            check(problem.right(problem.fused(segment_bytes, seed, -1, 2)),
+                  name + " of world " + std::to_string(world) + " segments of " +
+                      std::to_string(segment_bytes) + " seed " + std::to_string(seed));
+          }
         }
       }
     }
+    // Fewer records than ranks: some chunks are empty, and their segments are no messages.
+    const Problem few(collective, {{40, 2, 32, 0, 0}}, 8, 1.0f);
+    check(few.right(few.fused(1 << 20, 1)), name + " of fewer records than ranks");
   }
-  // Fewer records than ranks: some chunks are empty, and their segments are no messages.
-  const Problem few({{40, 2, 32, 0, 0}}, 8, 1.0f);
-  check(few.right(few.fused(1 << 20, 1)), "fewer records than ranks");
 }
 
 // Every single wait is needed: without it some order of the streams gives a wrong result.
 void every_wait_is_needed() {
-  for (const int64_t world : {2, 3}) {
-    const Problem problem({{768, 4, 64, 0, 0}}, world, 1.0f);  // every segment is a record
-    const int64_t segment_bytes = 45;
-    check(problem.right(problem.fused(segment_bytes, 2)), "all waits");
-    const int64_t count = emulator::waits();
-    check(count >= 4 * 3 * world, "several segments");
-    for (int64_t wait = 0; wait < count; ++wait) {
-      bool caught = false;
-      for (uint64_t seed = 1; seed <= 60 && !caught; ++seed) {
-        caught = !problem.right(problem.fused(segment_bytes, seed, wait));
+  for (const auto& [collective, name] : kCollectives) {
+    const bool whole = collective == cgx::Collective::kAllReduce;
+    for (const int64_t world : {2, 3}) {
+      // Every segment is a record, four a chunk and more.
+      const Problem problem(collective, {{whole ? 768 : 256, 4, 64, 0, 0}}, world, 1.0f);
+      const int64_t segment_bytes = 45;
+      check(problem.right(problem.fused(segment_bytes, 2)), name + ": all waits");
+      const int64_t count = emulator::waits();
+      check(count >= (whole ? 4 : 2) * 4 * world, name + ": several segments");
+      for (int64_t wait = 0; wait < count; ++wait) {
+        bool caught = false;
+        for (uint64_t seed = 1; seed <= 60 && !caught; ++seed) {
+          caught = !problem.right(problem.fused(segment_bytes, seed, wait));
+        }
+        check(caught, name + " of world " + std::to_string(world) + ": nothing misses wait " +
+                          std::to_string(wait) + " of " + std::to_string(count));
       }
-      check(caught, "world " + std::to_string(world) + ": nothing misses wait " +
-                        std::to_string(wait) + " of " + std::to_string(count));
     }
   }
 }
@@ -204,7 +299,8 @@ void every_wait_is_needed() {
 // A communicator that does not block is asked until its messages are on the stream.
 void waits_for_communicators_that_do_not_block() {
   static int pending = 0, asked = 0;
-  const Problem problem(leaves(0), 2, 1.0f);
+  const auto collective = cgx::Collective::kAllReduce;
+  const Problem problem(collective, leaves(collective, 0), 2, 1.0f);
   cgx::NcclLibrary& nccl = emulated_nccl();
   const cgx::NcclLibrary blocking = nccl;
   nccl.group_end = [] {
@@ -224,12 +320,14 @@ void waits_for_communicators_that_do_not_block() {
 // Whatever NCCL call fails, the error names it, no group stays open, and the caller's stream still
 // comes after the wire.
 void failures_are_named() {
-  const Problem problem({{600, 4, 64, 0, 0}}, 2, 1.0f);
-  for (int64_t call = 0; call < 16; ++call) {
-    const auto outcome = problem.fused(45, 1, -1, 1, call);
-    const char* const names[] = {"ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"};
-    check(outcome.error == std::string(names[call % 4]) + ": internal error",
-          "failing call " + std::to_string(call) + ": " + outcome.error);
+  for (const auto& [collective, name] : kCollectives) {
+    const Problem problem(collective, {{600, 4, 64, 0, 0}}, 2, 1.0f);
+    for (int64_t call = 0; call < 16; ++call) {
+      const auto outcome = problem.fused(45, 1, -1, 1, call);
+      const char* const names[] = {"ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"};
+      check(outcome.error == std::string(names[call % 4]) + ": internal error",
+            name + ": failing call " + std::to_string(call) + ": " + outcome.error);
+    }
   }
 }
 

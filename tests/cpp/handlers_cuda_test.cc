@@ -4,165 +4,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <deque>
-#include <map>
 
 #include "cases.h"
+#include "frames.h"
 #include "fused_cuda.h"
 #include "handlers_nccl.h"
 #include "xla/ffi/api/collectives_c_api.h"
-#include "xla/ffi/api/ffi.h"
-
-struct XLA_FFI_Error {
-  std::string message;
-  XLA_FFI_Error_Code code;
-};
-struct XLA_FFI_InvokeContext {
-  cudaStream_t stream = nullptr;
-  const XLA_FFI_Extension* extension = nullptr;
-  bool memory = true;                     // whether there is any for scratch
-  std::vector<void*> allocated = {};      // by the call
-  std::vector<void*>* outlive = nullptr;  // where freed memory waits until the streams have run
-};
 
 namespace {
 
 using Bytes = std::vector<uint8_t>;
-
-// --- the runtime's functions
-
-XLA_FFI_Error* create_error(XLA_FFI_Error_Create_Args* args) {
-  return new XLA_FFI_Error{args->message, args->errc};
-}
-void error_details(XLA_FFI_Error_GetDetails_Args* args) {
-  args->message = args->error->message.c_str();
-  args->errc = args->error->code;
-}
-void destroy_error(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
-XLA_FFI_Error* stream_of(XLA_FFI_Stream_Get_Args* args) {
-  args->stream = args->ctx->stream;
-  return nullptr;
-}
-XLA_FFI_Error* allocate(XLA_FFI_DeviceMemory_Allocate_Args* args) {
-  if (!args->ctx->memory) {
-    return new XLA_FFI_Error{"no memory", XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
-  }
-  args->data = std::aligned_alloc(256, (args->size + 255) / 256 * 256 + 256);
-  return nullptr;
-}
-// Streams still use the memory, as on a device, where freeing is ordered by the stream.
-XLA_FFI_Error* release(XLA_FFI_DeviceMemory_Free_Args* args) {
-  args->ctx->outlive->push_back(args->data);
-  return nullptr;
-}
-XLA_FFI_Error* find_extension(XLA_FFI_InvokeContext_FindExtension_Args* args) {
-  const XLA_FFI_Extension* found = args->ctx->extension;
-  args->extension = found && found->id.extension_type == args->extension_type ? found : nullptr;
-  return nullptr;
-}
-
-XLA_FFI_Api make_api() {
-  XLA_FFI_Api api = {};
-  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
-  api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
-                     XLA_FFI_API_MINOR};
-  api.XLA_FFI_Error_Create = create_error;
-  api.XLA_FFI_Error_GetDetails = error_details;
-  api.XLA_FFI_Error_Destroy = destroy_error;
-  api.XLA_FFI_Stream_Get = stream_of;
-  api.XLA_FFI_DeviceMemory_Allocate = allocate;
-  api.XLA_FFI_DeviceMemory_Free = release;
-  api.XLA_FFI_InvokeContext_FindExtension = find_extension;
-  return api;
-}
-const XLA_FFI_Api api = make_api();
-
-// A call frame: operands in order, attributes by name, as XLA sorts them.
-class Frame {
- public:
-  Frame& arg(XLA_FFI_DataType type, const void* data, std::vector<int64_t> dims) {
-    args_.push_back(buffer(type, const_cast<void*>(data), std::move(dims)));
-    return *this;
-  }
-  Frame& ret(XLA_FFI_DataType type, void* data, std::vector<int64_t> dims) {
-    rets_.push_back(buffer(type, data, std::move(dims)));
-    return *this;
-  }
-  Frame& attr(const std::string& name, std::vector<int64_t> values) {
-    lists_.push_back(std::move(values));
-    arrays_.push_back({XLA_FFI_DataType_S64, lists_.back().size(), lists_.back().data()});
-    attrs_[name] = {XLA_FFI_AttrType_ARRAY, &arrays_.back()};
-    return *this;
-  }
-  Frame& attr(const std::string& name, int64_t value) {
-    integers_.push_back(value);
-    scalars_.push_back({XLA_FFI_DataType_S64, &integers_.back()});
-    attrs_[name] = {XLA_FFI_AttrType_SCALAR, &scalars_.back()};
-    return *this;
-  }
-  Frame& attr(const std::string& name, float value) {
-    floats_.push_back(value);
-    scalars_.push_back({XLA_FFI_DataType_F32, &floats_.back()});
-    attrs_[name] = {XLA_FFI_AttrType_SCALAR, &scalars_.back()};
-    return *this;
-  }
-  Frame& attr(const std::string& name, const char* value) {
-    spans_.push_back({value, std::strlen(value)});
-    attrs_[name] = {XLA_FFI_AttrType_STRING, &spans_.back()};
-    return *this;
-  }
-  // What the handler says is wrong; "" when nothing is.
-  std::string call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage,
-                   XLA_FFI_InvokeContext* context) {
-    std::vector<XLA_FFI_ArgType> arg_types(args_.size(), XLA_FFI_ArgType_BUFFER);
-    std::vector<XLA_FFI_RetType> ret_types(rets_.size(), XLA_FFI_RetType_BUFFER);
-    std::vector<void*> args(args_.begin(), args_.end()), rets(rets_.begin(), rets_.end());
-    std::vector<XLA_FFI_AttrType> types;
-    std::vector<XLA_FFI_ByteSpan> names;
-    std::vector<void*> values;
-    for (const auto& [name, value] : attrs_) {
-      names.push_back({name.data(), name.size()});
-      types.push_back(value.first);
-      values.push_back(value.second);
-    }
-    std::vector<XLA_FFI_ByteSpan*> name_pointers;
-    for (auto& name : names) name_pointers.push_back(&name);
-    XLA_FFI_CallFrame frame = {};
-    frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
-    frame.api = &api;
-    frame.ctx = context;
-    frame.stage = stage;
-    frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()),
-                  arg_types.data(), args.data()};
-    frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
-                  ret_types.data(), rets.data()};
-    frame.attrs = {
-        XLA_FFI_Attrs_STRUCT_SIZE, nullptr,      static_cast<int64_t>(values.size()), types.data(),
-        name_pointers.data(),      values.data()};
-    XLA_FFI_Error* const error = handler(&frame);
-    const std::string message = error ? error->message : "";
-    delete error;
-    return message;
-  }
-
- private:
-  XLA_FFI_Buffer* buffer(XLA_FFI_DataType type, void* data, std::vector<int64_t> dims) {
-    lists_.push_back(std::move(dims));
-    buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, type, data,
-                        static_cast<int64_t>(lists_.back().size()), lists_.back().data()});
-    return &buffers_.back();
-  }
-  std::vector<void*> args_, rets_;
-  std::map<std::string, std::pair<XLA_FFI_AttrType, void*>> attrs_;
-  std::deque<std::vector<int64_t>> lists_;
-  std::deque<XLA_FFI_Buffer> buffers_;
-  std::deque<XLA_FFI_Array> arrays_;
-  std::deque<XLA_FFI_Scalar> scalars_;
-  std::deque<XLA_FFI_ByteSpan> spans_;
-  std::deque<int64_t> integers_;
-  std::deque<float> floats_;
-};
 
 bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
@@ -241,7 +92,8 @@ void codec() {
 void kernels_may_be_recorded() {
   for (XLA_FFI_Handler* handler :
        {cgx::encode_cuda_handler, cgx::reduce_cuda_handler, cgx::decode_cuda_handler,
-        cgx::accumulate_cuda_handler, cgx::all_reduce_nccl_execute}) {
+        cgx::accumulate_cuda_handler, cgx::all_reduce_nccl_execute,
+        cgx::reduce_scatter_nccl_execute, cgx::all_gather_nccl_execute}) {
     XLA_FFI_Metadata metadata = {};
     metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
     XLA_FFI_Metadata_Extension extension = {};
@@ -254,12 +106,14 @@ void kernels_may_be_recorded() {
     frame.api = &api;
     delete handler(&frame);
     const bool recorded = metadata.traits & XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
-    check(recorded == (handler != cgx::all_reduce_nccl_execute),
+    check(recorded == (handler != cgx::all_reduce_nccl_execute &&
+                       handler != cgx::reduce_scatter_nccl_execute &&
+                       handler != cgx::all_gather_nccl_execute),
           "kernels may be recorded into command buffers, messages not");
   }
 }
 
-// --- the fused call
+// --- the fused calls
 
 emulator::Comm comms[kWorld];
 int comm_count, comm_state;
@@ -288,29 +142,52 @@ XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicat
   return nullptr;
 }
 
+// A fused call: its handler, and the sizes of its operands.
+struct Fused {
+  const char* name;
+  XLA_FFI_Handler* execute;
+  int64_t keys, rows_in, rows_out;
+};
+const Fused kFused[] = {
+    {"all-reduce", cgx::all_reduce_nccl_execute, 4, 1, 1},
+    {"reduce-scatter", cgx::reduce_scatter_nccl_execute, 2 * kWorld, kWorld, 1},
+    {"all-gather", cgx::all_gather_nccl_execute, 2, 1, kWorld},
+};
+
 struct Options {
   int32_t major = 0, minor = 2;
   bool extension = true, clique = true, memory = true;
   int count = kWorld, state = cgx::NcclLibrary::kSuccess;
   int64_t failing = -1;
+  int64_t world = kWorld;
 };
 
+using Arrays = std::vector<std::vector<float>>;  // by rank
+
+// Every rank's operand: `rows` of kValues.
+Arrays operands(int64_t rows) {
+  std::mt19937 rng(1);
+  std::normal_distribution<float> normal;
+  Arrays all(kWorld, std::vector<float>(rows * kValues));
+  for (auto& rank : all) {
+    for (float& v : rank) v = normal(rng);
+  }
+  return all;
+}
+
 // Both ranks' calls, Prepare and then Execute; the first error.
-std::string fused(const Options& options, std::vector<std::vector<float>>* out) {
+std::string fused(const Fused& call, const Options& options, Arrays* out) {
   emulator::reset();
   emulator::fail_at(options.failing);
   requests.clear();
   comm_count = options.count;
   comm_state = options.state;
-  std::mt19937 rng(1);
-  std::normal_distribution<float> normal;
-  std::vector<std::vector<float>> in(kWorld, std::vector<float>(kValues));
-  out->assign(kWorld, std::vector<float>(kValues, NAN));
+  const Arrays in = operands(call.rows_in);
+  out->assign(kWorld, std::vector<float>(call.rows_out * kValues, NAN));
   const uint32_t keys[4] = {1, 2, 3, 4};
   std::vector<void*> memory;
   std::string error;
   for (int r = 0; r < kWorld; ++r) {
-    for (float& v : in[r]) v = normal(rng);
     comms[r] = {r, static_cast<int>(kWorld)};
     XLA_FFI_Collectives_Extension extension = {};
     extension.extension_base = {XLA_FFI_Collectives_Extension_STRUCT_SIZE,
@@ -326,20 +203,21 @@ std::string fused(const Options& options, std::vector<std::vector<float>>* out) 
     context.outlive = &memory;
     if (options.extension) context.extension = &extension.extension_base;
     Frame frame;
-    frame.arg(XLA_FFI_DataType_U32, keys, {2, 2})
-        .arg(XLA_FFI_DataType_F32, in[r].data(), {kValues})
-        .ret(XLA_FFI_DataType_F32, (*out)[r].data(), {kValues})
-        .attr("divisor", 2.0f)
+    frame.arg(XLA_FFI_DataType_U32, keys, {call.keys})
+        .arg(XLA_FFI_DataType_F32, in[r].data(), {call.rows_in, kValues})
+        .ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues})
+        .attr("divisor", 1.0f)
         .attr("groups", std::vector<int64_t>{0, 1, 2, 3})
         .attr("segment_bytes", int64_t{100})
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
     with_layout(frame);
+    frame.attr("world", options.world);
     for (const bool execute : {false, true}) {
       if (execute && options.clique) {
         extension.state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comms[r]);
       }
       const std::string said = frame.call(
-          execute ? cgx::all_reduce_nccl_execute : cgx::all_reduce_nccl_prepare,
+          execute ? call.execute : cgx::nccl_prepare,
           execute ? XLA_FFI_ExecutionStage_EXECUTE : XLA_FFI_ExecutionStage_PREPARE, &context);
       if (error.empty()) error = said;
     }
@@ -349,12 +227,50 @@ std::string fused(const Options& options, std::vector<std::vector<float>>* out) 
   return error;
 }
 
+// A row of values, encoded and decoded by itself: what its receivers make of it.
+std::vector<float> received(const float* row) {
+  cgx::OwnedLayout owned;
+  check(owned.build({{kValues, kBits, kBucket, 0, 0}}, 1).empty(), "fused: layout");
+  const cgx::Layout layout = owned.view();
+  const cgx::DType dtype = cgx::DType::kF32;
+  const uint32_t key[2] = {0, 0};
+  std::vector<float> out(kValues);
+  Bytes payload(layout.chunk_bytes);
+  const void* from = row;
+  void* to = out.data();
+  const cgx::KernelTable& cpu = cgx::current_kernels();
+  cpu.encode({layout, {&from, &dtype}, {}, key, -1, payload.data()}, 0, layout.total_bytes());
+  cpu.decode({layout, payload.data(), {&to, &dtype}}, 0, layout.total_bytes());
+  return out;
+}
+
+void halves_of_an_all_reduce() {
+  Arrays in = operands(kWorld), out, expected(kWorld);
+  check(fused(kFused[1], {}, &out).empty(), "fused: reduce-scatter");
+  for (int64_t r = 0; r < kWorld; ++r) {
+    expected[r] = received(&in[1 - r][r * kValues]);
+    for (int64_t i = 0; i < kValues; ++i) expected[r][i] += in[r][r * kValues + i];
+  }
+  check(out == expected, "fused: sums of exact and received values");
+
+  in = operands(1);
+  check(fused(kFused[2], {}, &out).empty(), "fused: all-gather");
+  for (int64_t r = 0; r < kWorld; ++r) {
+    const std::vector<float> row = received(in[r].data());
+    for (auto& rank : expected) {
+      if (r == 0) rank.clear();
+      rank.insert(rank.end(), row.begin(), row.end());
+    }
+  }
+  check(out == expected, "fused: every rank has received every row, its own too");
+}
+
 void fused_calls() {
-  std::vector<std::vector<float>> out;
+  Arrays out;
   for (const int32_t minor : {1, 2, 9}) {
     Options options;
     options.minor = minor;
-    check(fused(options, &out).empty(), "fused: extension 0." + std::to_string(minor));
+    check(fused(kFused[0], options, &out).empty(), "fused: extension 0." + std::to_string(minor));
     check(std::memcmp(out[0].data(), out[1].data(), 4 * kValues) == 0 && out[0][0] == out[0][0],
           "fused: ranks agree");
     check(requests == std::vector<std::string>(2, "3/0: 0 1: 2 3"),
@@ -370,11 +286,26 @@ void fused_calls() {
       {"bytes of device memory for payloads", {0, 2, true, true, false}},
       {"size of the communicator is 3, expected 2", {0, 2, true, true, true, 3}},
       {"the communicator has failed: internal error", {0, 2, true, true, true, 2, 3}},
+      {"over axis 'data': ncclGroupStart: internal", {0, 2, true, true, true, 2, 0, 0}},
       {"over axis 'data': ncclSend: internal error", {0, 2, true, true, true, 2, 0, 1}},
+      {"over axis 'data': ncclRecv: internal error", {0, 2, true, true, true, 2, 0, 2}},
+      {"over axis 'data': ncclGroupEnd: internal error", {0, 2, true, true, true, 2, 0, 3}},
+      {"world is 0, must be in [1, 2^20]", {0, 2, true, true, true, 2, 0, -1, 0}},
   };
-  for (const auto& c : refused) {
-    const std::string said = fused(c.options, &out);
-    check(has(said, c.says), std::string("fused: expected '") + c.says + "', got '" + said + "'");
+  for (const Fused& call : kFused) {
+    for (const auto& c : refused) {
+      const std::string said = fused(call, c.options, &out);
+      check(has(said, c.says),
+            std::string(call.name) + ": expected '" + c.says + "', got '" + said + "'");
+    }
+    Fused wrong = call;
+    wrong.keys = 1;
+    check(has(fused(wrong, {}, &out), "size of keys is 1, expected "),
+          std::string(call.name) + ": keys of another size are refused");
+    wrong = call;
+    ++wrong.rows_out;
+    check(has(fused(wrong, {}, &out), "leaf 0 has "),
+          std::string(call.name) + ": a result of another size is refused");
   }
 }
 
@@ -417,5 +348,6 @@ int main() {
   codec();
   kernels_may_be_recorded();
   fused_calls();
+  halves_of_an_all_reduce();
   return report();
 }

@@ -1,11 +1,12 @@
-"""Real NCCL between processes that share one GPU: the fused all-reduce beside lax.psum.
+"""Real NCCL between processes that share one GPU: the fused calls beside their lax namesakes.
 
     python tests/gpu/ranks.py OUT.json --world 2 --megabytes 100 [--rate 10gbit]
 
 Every rank tells NCCL that it is on a host of its own (NCCL_HOSTID), so they talk over sockets on
 loopback, as nodes on Ethernet do. With --rate the loopback is shaped by `tc` (needs root), and the
-ranks share that rate. Prints, and writes as JSON, the median over interleaved repeats of psum's
-time over each exchange's, and whether "nccl" gave the bytes of "xla" on every rank.
+ranks share that rate. Prints, and writes as JSON, for psum, psum_scatter and all_gather the median
+over interleaved repeats of lax's time over each exchange's, and whether "nccl" gave the bytes of
+"xla" on every rank.
 """
 
 import argparse
@@ -72,62 +73,27 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    import cgx_jax
-
     jax.config.update("jax_platforms", arguments.platform)
     if arguments.platform == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{PORT}", arguments.world, number, local_device_ids=[0])
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    values = int(arguments.megabytes * 1e6 / 4)
+    values = int(arguments.megabytes * 1e6 / 4) // arguments.world * arguments.world
     own = np.random.default_rng(number).standard_normal((1, values)).astype(np.float32)
     x = jax.make_array_from_single_device_arrays(
         (arguments.world, values),
         NamedSharding(mesh, P("data")),
         [jax.device_put(own, jax.local_devices()[0])],
     )
-
-    def reduction(function):
-        return jax.jit(
-            jax.shard_map(lambda x: function(x[0]), mesh=mesh, in_specs=P("data"), out_specs=P())
-        )
-
-    methods = {"psum": reduction(lambda x: jax.lax.psum(x, "data"))}
-    for exchange in arguments.exchanges.split(","):
-        methods[exchange] = reduction(
-            lambda x, e=exchange: cgx_jax.psum_compressed(
-                x, "data", cgx_jax.Quantize(bits=4), exchange=e
-            )
-        )
-    results = {name: np.asarray(f(x).addressable_data(0)) for name, f in methods.items()}
-    seconds = {name: [] for name in methods}
-    for _ in range(arguments.repeats):
-        for name, function in methods.items():
-            methods["psum"](x).block_until_ready()  # every rank is here now
-            start = time.perf_counter()
-            function(x).block_until_ready()
-            seconds[name].append(time.perf_counter() - start)
-    exact = results["psum"]
     rows = []
-    for name in methods:
-        ratios = np.array(seconds["psum"]) / np.array(seconds[name])
-        error = np.linalg.norm(results[name] - exact) / np.linalg.norm(exact)
-        rows.append(
-            {
-                "method": name,
-                "seconds": float(np.median(seconds[name])),
-                "ratio": [float(q) for q in np.percentile(ratios, (25, 50, 75))],
-                "error": float(error),
-                "bytes_of_xla": results[name].tobytes() == results["xla"].tobytes()
-                if name != "psum" and "xla" in results
-                else None,
-            }
-        )
+    for call in ("psum", "psum_scatter", "all_gather"):
+        rows += measured(call, mesh, x, arguments)
     if number == 0:
         for row in rows:
             print(
-                f"{row['method']:>5} {row['seconds'] * 1e3:9.2f} ms  {row['ratio'][1]:.2f}"
-                f"  relative error {row['error']:.3f}  bytes of xla: {row['bytes_of_xla']}"
+                f"{row['call']:>12} {row['method']:>4} {row['seconds'] * 1e3:9.2f} ms"
+                f"  {row['ratio'][1]:.2f}  relative error {row['error']:.3f}"
+                f"  bytes of xla: {row['bytes_of_xla']}"
             )
         facts = {
             "device": jax.devices()[0].device_kind,
@@ -140,6 +106,60 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
         arguments.out.write_text(json.dumps([*known, facts], indent=1) + "\n")
     jax.distributed.shutdown()
     return 1 if any(row["bytes_of_xla"] is False for row in rows) else 0
+
+
+def measured(call: str, mesh, x, arguments: argparse.Namespace) -> list[dict]:
+    """A row for lax's `call` and each exchange, on as many values of the whole array."""
+    import jax
+    import numpy as np
+    from jax.sharding import PartitionSpec as P
+
+    import cgx_jax
+
+    share = x.shape[1] // arguments.world
+    compressor = cgx_jax.Quantize(bits=4)
+    namesake = getattr(jax.lax, call)
+    ours = getattr(cgx_jax, f"{call}_compressed")
+    tiled = {} if call == "psum" else {"tiled": True}
+
+    def mapped(function):
+        def of_rank(x):
+            return function(x[0, :share] if call == "all_gather" else x[0], "data", **tiled)
+
+        spec = P() if call == "psum" else P("data")
+        return jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=P("data"), out_specs=spec))
+
+    methods = {"lax": mapped(namesake)}
+    for exchange in arguments.exchanges.split(","):
+        methods[exchange] = mapped(
+            lambda x, axis, e=exchange, **tiled: ours(x, axis, compressor, exchange=e, **tiled)
+        )
+    results = {name: np.asarray(f(x).addressable_data(0)) for name, f in methods.items()}
+    seconds = {name: [] for name in methods}
+    for _ in range(arguments.repeats):
+        for name, function in methods.items():
+            methods["lax"](x).block_until_ready()  # every rank is here now
+            start = time.perf_counter()
+            function(x).block_until_ready()
+            seconds[name].append(time.perf_counter() - start)
+    exact = results["lax"]
+    rows = []
+    for name in methods:
+        ratios = np.array(seconds["lax"]) / np.array(seconds[name])
+        error = np.linalg.norm(results[name] - exact) / np.linalg.norm(exact)
+        rows.append(
+            {
+                "call": call,
+                "method": name,
+                "seconds": float(np.median(seconds[name])),
+                "ratio": [float(q) for q in np.percentile(ratios, (25, 50, 75))],
+                "error": float(error),
+                "bytes_of_xla": results[name].tobytes() == results["xla"].tobytes()
+                if name != "lax" and "xla" in results
+                else None,
+            }
+        )
+    return rows
 
 
 if __name__ == "__main__":

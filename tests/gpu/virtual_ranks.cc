@@ -192,6 +192,7 @@ int main(int argc, char** argv) {
   const int repeats = argc > 4 ? std::atoi(argv[4]) : 1;
   const uint32_t keys[4] = {1, 2, 3, 4};
   const cgx::DType dtype = cgx::DType::kF32;
+  constexpr cgx::Collective collective = cgx::Collective::kAllReduce;
   cgx::OwnedLayout owned;
   const std::string error = owned.build({{count, 4, 512, 0, 0}}, world);
   if (!error.empty()) {
@@ -199,6 +200,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const cgx::Layout layout = owned.view();
+  const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout);
   std::mt19937 rng(1);
   std::normal_distribution<float> normal;
   std::vector<Values> inputs(world, Values(count)), outputs(world, Values(count));
@@ -214,10 +216,10 @@ int main(int argc, char** argv) {
     void *in, *out, *scratch, *device_keys;
     CGX_REQUIRE(cudaMalloc(&in, count * 4));
     CGX_REQUIRE(cudaMalloc(&out, count * 4));
-    CGX_REQUIRE(cudaMalloc(&scratch, cgx::CudaFused::scratch_bytes(layout)));
+    CGX_REQUIRE(cudaMalloc(&scratch, bytes));
     CGX_REQUIRE(cudaMalloc(&device_keys, sizeof(keys)));
     CGX_REQUIRE(cudaMemset(out, 0xFF, count * 4));
-    CGX_REQUIRE(cudaMemset(scratch, 0xCD, cgx::CudaFused::scratch_bytes(layout)));
+    CGX_REQUIRE(cudaMemset(scratch, 0xCD, bytes));
     CGX_REQUIRE(cudaMemcpy(in, inputs[number].data(), count * 4, cudaMemcpyHostToDevice));
     CGX_REQUIRE(cudaMemcpy(device_keys, keys, sizeof(keys), cudaMemcpyHostToDevice));
     cudaStream_t stream;
@@ -229,7 +231,8 @@ int main(int argc, char** argv) {
     for (int i = 0; i < repeats; ++i) {
       const void* const leaf = in;
       CGX_REQUIRE(cudaEventRecord(begin, stream));
-      cgx::CudaFused fused({layout,
+      cgx::CudaFused fused({collective,
+                            layout,
                             {&leaf, &dtype},
                             {&out, &dtype},
                             static_cast<const uint32_t*>(device_keys),
