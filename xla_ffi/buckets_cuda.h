@@ -281,10 +281,10 @@ struct Range {
   }
 };
 
-// Encodes a tile of a bucket. With kResidual `t` becomes what is lost.
+// Encodes a tile of a bucket. With kResidual `t` becomes what is lost, times `factor`.
 template <bool kStochastic, bool kResidual>
 __device__ void encode_tile(const Bucket& bucket, Meta meta, NoiseSeed seed, int tile,
-                            uint8_t* record, Tile* t) {
+                            uint8_t* record, float factor, Tile* t) {
   const float inverse = inverse_unit(meta);
   Codes codes;
 #pragma unroll
@@ -302,7 +302,7 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, NoiseSeed seed, int
       }
       if (poisoned(meta) || (bucket.ragged() && i >= bucket.values)) code = 0;
       codes.set(r, c, bucket.bits, code);
-      if (kResidual) x = canonical_nan(x - decode<float>(code, meta));
+      if (kResidual) x = canonical_nan((x - decode<float>(code, meta)) * factor);
     }
   }
   store_codes(bucket, Record::planes(record), tile, codes);
@@ -310,10 +310,10 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, NoiseSeed seed, int
 
 // Finds a bucket's range and encodes it. `values(tile)` gives a tile, pads within the range; it is
 // called once for each tile where kTiles says how many there are at most (0: any number, twice).
-// What is lost goes to `residual`, with kResidual.
+// What is lost goes to `residual`, times `factor`, with kResidual.
 template <int kTiles, bool kStochastic, bool kResidual, typename Values>
 __device__ void encode_bucket(const Bucket& bucket, NoiseSeed seed, uint8_t* record, Values values,
-                              char* residual) {
+                              char* residual, float factor) {
   Range range;
   Tile held[kTiles ? kTiles : 1];
   if (kTiles) {
@@ -330,13 +330,13 @@ __device__ void encode_bucket(const Bucket& bucket, NoiseSeed seed, uint8_t* rec
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
       if (k >= bucket.tiles()) break;
-      encode_tile<kStochastic, kResidual>(bucket, meta, seed, k, record, &held[k]);
+      encode_tile<kStochastic, kResidual>(bucket, meta, seed, k, record, factor, &held[k]);
       if (kResidual) store_tile(bucket, residual, k, held[k]);
     }
   } else {
     for (int k = 0; k < bucket.tiles(); ++k) {
       Tile t = values(k);
-      encode_tile<kStochastic, kResidual>(bucket, meta, seed, k, record, &t);
+      encode_tile<kStochastic, kResidual>(bucket, meta, seed, k, record, factor, &t);
       if (kResidual) store_tile(bucket, residual, k, t);
     }
   }

@@ -123,12 +123,13 @@ cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cud
       call.payload, call.chunk, layout.chunk_bytes, static_cast<int32_t>(layout.world),
       call.key,     call.rank,  call.divisor};
   Tables tables([&](const Table& table, bool stochastic, int64_t, int64_t most) {
-    return launch_reduce(table, args, stochastic, most, stream);
+    return launch_reduce(table, args, stochastic, call.residuals.data != nullptr, most, stream);
   });
   for_each_chunk(
       layout, ranges,
       [&](const Run& run, int64_t offset) {
-        tables.add(run, call.leaves.data[run.leaf], nullptr, call.leaves.dtype[run.leaf], offset);
+        void* const residual = call.residuals.data ? call.residuals.data[run.leaf] : nullptr;
+        tables.add(run, call.leaves.data[run.leaf], residual, call.leaves.dtype[run.leaf], offset);
       },
       [&](int64_t chunk) {
         if (!call.tails) return;

@@ -39,6 +39,7 @@ struct CudaReduce {
   float divisor;
   uint8_t* chunk;
   bool tails;
+  LeavesOut residuals;  // data null: none
 };
 cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cudaStream_t stream);
 

@@ -112,10 +112,9 @@ void FusedCall::split(int64_t from, int64_t to, F&& f) {
 void FusedCall::encode(int64_t segment) {
   Layout layout = layout_;
   layout.values = 0;  // the payload is read again at once: it shall stay in the caches
-  const EncodeCall call{
-      layout,     {spec_.in.data(), spec_.dtypes.data()},
-      residuals(), spec_.keys,
-      spec_.rank, sent_.data.get()};
+  const EncodeCall call{layout,      {spec_.in.data(), spec_.dtypes.data()},
+                        residuals(), spec_.keys,
+                        spec_.rank,  sent_.data.get()};
   for (int64_t d = 1; d < layout_.world; ++d) {
     const int64_t chunk = (spec_.rank + d) % layout_.world;
     split(segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1),

@@ -61,7 +61,7 @@ void CudaFused::encode(int64_t segment) {
   }
   check(cgx::encode({layout,
                      spec_.in,
-                     {},
+                     spec_.residuals,
                      spec_.keys,
                      {nullptr, spec_.rank},
                      sent_,
@@ -77,7 +77,7 @@ void CudaFused::reduce(int64_t segment) {
   switch (spec_.collective) {
     case Collective::kAllReduce:
       check(cgx::reduce({layout, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
-                         sent_ + spec_.rank * layout.chunk_bytes, /*tails=*/false},
+                         sent_ + spec_.rank * layout.chunk_bytes, /*tails=*/false, spec_.residuals},
                         own_range(segment), stream_));
       break;
     case Collective::kReduceScatter:

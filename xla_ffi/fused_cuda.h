@@ -25,8 +25,9 @@ struct CudaFusedSpec {
   Collective collective;
   // Of the halves of an all-reduce: the leaves once for every rank, so that they are its chunk.
   Layout layout;
-  LeavesIn in;    // of an all-gather: this rank's alone are read
-  LeavesOut out;  // of a reduce-scatter: this rank's alone are written
+  LeavesIn in;          // of an all-gather: this rank's alone are read
+  LeavesOut out;        // of a reduce-scatter: this rank's alone are written
+  LeavesOut residuals;  // data null: none; of an all-reduce alone
   // Device. Two words for encode and two for reduce; of a reduce-scatter two for every rank's
   // leaves, of an all-gather two.
   const uint32_t* keys;

@@ -43,9 +43,9 @@ ffi::Error run_encode(cudaStream_t stream, Keys key, Ranks rank, ffi::RemainingA
 }
 
 ffi::Error run_reduce(cudaStream_t stream, Keys key, Ranks rank, Payload payload,
-                      ffi::RemainingArgs args, ffi::Result<Payload> chunk,
-                      ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints stochastic,
-                      Ints stream_numbers, int64_t world, float divisor) {
+                      ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
+                      Ints bits, Ints bucket_size, Ints stochastic, Ints stream_numbers,
+                      int64_t world, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
@@ -54,16 +54,19 @@ ffi::Error run_reduce(cudaStream_t stream, Keys key, Ranks rank, Payload payload
                          &operands));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
+    const auto lost = operands.results.pointers(operands.batch);
     const size_t n = operands.num_leaves();
     for (int64_t b = 0; b < operands.batch; ++b) {
-      const CudaReduce call{layout,
-                            {from.data() + b * n, operands.leaves.dtype.data()},
-                            key.typed_data() + 2 * b,
-                            {rank.typed_data() + b, 0},
-                            payload.typed_data() + b * world * layout.chunk_bytes,
-                            divisor,
-                            chunk->typed_data() + b * layout.chunk_bytes,
-                            true};
+      const CudaReduce call{
+          layout,
+          {from.data() + b * n, operands.leaves.dtype.data()},
+          key.typed_data() + 2 * b,
+          {rank.typed_data() + b, 0},
+          payload.typed_data() + b * world * layout.chunk_bytes,
+          divisor,
+          chunk->typed_data() + b * layout.chunk_bytes,
+          true,
+          {lost.empty() ? nullptr : lost.data() + b * n, operands.leaves.dtype.data()}};
       CGX_TRY(launched(name, reduce(call, {{0, layout.total_bytes()}}, stream)));
     }
     return ffi::Error::Success();

@@ -130,10 +130,14 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
     constexpr bool kGathers = kCollective == Collective::kAllGather;
     const int64_t rows = kScatters || kGathers ? world : 1;
     const int64_t rows_in = kScatters ? world : 1, rows_out = kGathers ? world : 1;
-    Leaves leaves, results;
+    Leaves leaves, results, residuals;
     OwnedLayout owned;
     CGX_TRY(leaves.add(call, args, rows_in));
     CGX_TRY(results.add(call, rets, rows_out));
+    if (rows == 1 && results.size.size() > leaves.size.size()) {
+      CGX_TRY(results.split(call, leaves.size.size(), &residuals));
+      CGX_TRY(same_leaves(call, leaves, residuals));
+    }
     CGX_TRY(same_leaves(call, leaves, results));
     CGX_TRY(build_layout(call, leaves, {bits, bucket_size, stochastic, stream_numbers, world, rows},
                          &owned));
@@ -170,6 +174,7 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
     }
     const auto in = repeated(leaves.pointers(rows_in), rows / rows_in);
     const auto out = repeated(results.pointers(rows_out), rows / rows_out);
+    const auto lost = residuals.pointers(1);
     const auto dtypes = repeated(leaves.dtype, rows);
     LockedLane& own = lane_of(device);
     const std::lock_guard<std::mutex> lock(own.mutex);
@@ -177,6 +182,7 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
                      layout,
                      {in.data(), dtypes.data()},
                      {out.data(), dtypes.data()},
+                     {lost.empty() ? nullptr : lost.data(), dtypes.data()},
                      keys.typed_data(),
                      divisor,
                      rank,

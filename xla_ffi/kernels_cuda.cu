@@ -11,8 +11,8 @@ constexpr int kThreads = 256;
 // Blocks that a multiprocessor shall hold, which bounds the registers of a thread: half of its
 // warps keep enough reads in flight, and a bucket of several tiles brings that many reads more by
 // itself.
-constexpr int blocks_of(int tiles, bool more_registers = false) {
-  return tiles == 1 ? (more_registers ? 3 : 4) : tiles == 0 ? 2 : 1;
+constexpr int blocks_of(int tiles, int more_registers = 0) {
+  return tiles == 1 ? 4 - more_registers : tiles == 0 ? 2 : 1;
 }
 constexpr int64_t kMaxBlocks = 1 << 20;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
@@ -91,12 +91,13 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
                                        : NoiseSeed{};
     const float first = load_item(in, 0, bucket.dtype);
     encode_bucket<kTiles, kStochastic, kResidual>(
-        bucket, seed, record, [&](int k) { return load_tile(bucket, in, k, first); }, residual);
+        bucket, seed, record, [&](int k) { return load_tile(bucket, in, k, first); }, residual,
+        1.0f);
   });
 }
 
-template <int kTiles, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true))
+template <int kTiles, bool kStochastic, bool kResidual>
+__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual ? 2 : 1))
     reduce_kernel(const __grid_constant__ Table table, const ReduceArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
@@ -115,14 +116,15 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true))
     };
     // The first value of the bucket is lane 0's in tile 0; every lane with pads needs it.
     float pad = 0.0f;
-    encode_bucket<kTiles, kStochastic, false>(
+    char* const residual = kResidual ? piece.out + number * item_bytes(piece) : nullptr;
+    encode_bucket<kTiles, kStochastic, kResidual>(
         bucket, seed, args.chunk + record,
         [&](int k) {
           const Tile t = sum(k);
           if (k == 0) pad = __shfl_sync(kEveryLane, t.v[0][0], 0);
           return without_pads(bucket, k, t, pad);
         },
-        nullptr);
+        residual, args.divisor);
   });
 }
 
@@ -190,8 +192,11 @@ cudaError_t launch_encode_of(const Table& table, const EncodeArgs& args, bool st
 
 template <int kTiles>
 cudaError_t launch_reduce_of(const Table& table, const ReduceArgs& args, bool stochastic,
-                             int64_t units, cudaStream_t stream) {
-  const auto kernel = stochastic ? reduce_kernel<kTiles, true> : reduce_kernel<kTiles, false>;
+                             bool residual, int64_t units, cudaStream_t stream) {
+  const auto kernel =
+      residual ? stochastic ? reduce_kernel<kTiles, true, true> : reduce_kernel<kTiles, false, true>
+      : stochastic ? reduce_kernel<kTiles, true, false>
+                   : reduce_kernel<kTiles, false, false>;
   return launch(kernel, table, args, units, stream);
 }
 
@@ -206,11 +211,11 @@ cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stoch
 }
 
 cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
-                          int64_t units, cudaStream_t stream) {
+                          bool residual, int64_t units, cudaStream_t stream) {
   const auto launch_of = table.tiles <= 1            ? launch_reduce_of<1>
                          : table.tiles <= kHeldTiles ? launch_reduce_of<kHeldTiles>
                                                      : launch_reduce_of<0>;
-  return launch_of(table, args, stochastic, units, stream);
+  return launch_of(table, args, stochastic, residual, units, stream);
 }
 
 cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int64_t units,

@@ -82,7 +82,7 @@ constexpr int64_t kTileValues = 512;
 cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
                           bool residual, int64_t units, cudaStream_t stream);
 cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
-                          int64_t units, cudaStream_t stream);
+                          bool residual, int64_t units, cudaStream_t stream);
 cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int64_t units,
                           cudaStream_t stream);
 cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int64_t units,

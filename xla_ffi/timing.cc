@@ -52,8 +52,8 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
     to = layout.begin[timed.rank + 1];
     count = pieces(owned.values() / layout.world);
     std::vector<float> scratch(threads * owned.longest_bucket());
-    const ReduceCall call{layout,        in,          timed.key,     timed.rank, timed.payload,
-                          timed.divisor, timed.chunk, scratch.data()};
+    const ReduceCall call{layout,        in,          timed.key,      timed.rank, timed.payload,
+                          timed.divisor, timed.chunk, scratch.data(), {}};
     return split([&](int64_t f, int64_t l, int64_t worker) {
       ReduceCall own = call;
       own.scratch += worker * owned.longest_bucket();

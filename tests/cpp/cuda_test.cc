@@ -92,13 +92,26 @@ void compare(const Case& c, std::mt19937& rng) {
   std::vector<float> scratch(owned.longest_bucket());
   for (int32_t rank = 0; rank < c.world; ++rank) {
     Bytes chunk(layout.chunk_bytes, 0xAA), expected(layout.chunk_bytes, 0);
-    cpu.reduce({layout, x.in(), key, rank, peers.get(), c.divisor, expected.data(), scratch.data()},
+    cpu.reduce({layout, x.in(), key, rank, peers.get(), c.divisor, expected.data(), scratch.data(),
+                residual.out()},
                layout.begin[rank], layout.begin[rank + 1]);
-    check(done(cgx::reduce(
-              {layout, leaves, key, {&rank, 0}, peers.get(), c.divisor, chunk.data(), true},
-              {{0, total}}, nullptr)),
-          name + ": reduce");
-    check(chunk == expected, name + ": chunk of rank " + std::to_string(rank));
+    const cgx::LeavesOut lost{got_residual.data.data(), x.dtypes.data()};
+    for (const cgx::LeavesOut& residuals : {cgx::LeavesOut{}, lost}) {
+      std::fill(chunk.begin(), chunk.end(), uint8_t{0xAA});
+      check(done(cgx::reduce({layout,
+                              leaves,
+                              key,
+                              {&rank, 0},
+                              peers.get(),
+                              c.divisor,
+                              chunk.data(),
+                              true,
+                              residuals},
+                             {{0, total}}, nullptr)),
+            name + ": reduce");
+      check(chunk == expected, name + ": chunk of rank " + std::to_string(rank));
+    }
+    check(same(residual, got_residual), name + ": residual of chunk " + std::to_string(rank));
   }
 
   cpu.decode({layout, peers.get(), y.out()}, 0, total);

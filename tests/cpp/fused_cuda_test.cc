@@ -34,6 +34,7 @@ cgx::NcclLibrary& emulated_nccl() {
 // An all-reduce, or one half of it, of leaves of given sizes over `world` ranks.
 struct Problem {
   cgx::Collective collective;
+  bool residual;
   int64_t world;
   float divisor;
   int64_t rows_in, rows_out;  // of the leaves, in a rank's memory
@@ -42,11 +43,12 @@ struct Problem {
   std::vector<std::vector<uint32_t>> keys;  // by rank
   std::vector<cgx::DType> dtypes;           // of all rows
   cgx::OwnedLayout row, owned;              // of one row; of all that travel together
-  std::vector<Values> expected;
+  std::vector<Values> expected, expected_lost;
 
   Problem(cgx::Collective collective, std::vector<cgx::LeafSpec> leaves, int64_t world,
-          float divisor)
+          float divisor, bool residual = false)
       : collective(collective),
+        residual(residual),
         world(world),
         divisor(divisor),
         rows_in(collective == cgx::Collective::kReduceScatter ? world : 1),
@@ -96,15 +98,21 @@ struct Problem {
   }
 
   // Encode, all_to_all, reduce, all_gather and decode, one after the other.
-  std::vector<Values> all_reduce_in_steps() const {
+  std::vector<Values> all_reduce_in_steps() {
     const cgx::Layout layout = owned.view();
     const int64_t bytes = layout.chunk_bytes, total = layout.total_bytes();
     const cgx::KernelTable& cpu = cgx::current_kernels();
     std::vector<Bytes> sent(world, Bytes(world * bytes));
+    expected_lost.assign(world, empty(1));
     for (int64_t r = 0; r < world; ++r) {
-      const auto leaves = pointers(in[r]);
-      cpu.encode({layout, {leaves.data(), dtypes.data()}, {}, keys[r].data(), r, sent[r].data()}, 0,
-                 total);
+      const auto leaves = pointers(in[r]), lost = pointers(expected_lost[r]);
+      cpu.encode({layout,
+                  {leaves.data(), dtypes.data()},
+                  {lost.data(), dtypes.data()},
+                  keys[r].data(),
+                  r,
+                  sent[r].data()},
+                 0, total);
     }
     Bytes gathered(world * bytes), received(world * bytes);
     std::vector<float> scratch(owned.longest_bucket());
@@ -112,7 +120,7 @@ struct Problem {
       for (int64_t from = 0; from < world; ++from) {
         std::copy_n(&sent[from][r * bytes], bytes, &received[from * bytes]);
       }
-      const auto leaves = pointers(in[r]);
+      const auto leaves = pointers(in[r]), lost = pointers(expected_lost[r]);
       cpu.reduce({layout,
                   {leaves.data(), dtypes.data()},
                   keys[r].data() + 2,
@@ -120,7 +128,8 @@ struct Problem {
                   received.data(),
                   divisor,
                   &gathered[r * bytes],
-                  scratch.data()},
+                  scratch.data(),
+                  {lost.data(), dtypes.data()}},
                  layout.begin[r], layout.begin[r + 1]);
     }
     Values out = empty(1);
@@ -184,7 +193,7 @@ struct Problem {
   struct Outcome {
     bool finished = true;
     std::string error;
-    std::vector<Values> out;
+    std::vector<Values> out, lost;
   };
 
   // All ranks' fused calls, `calls` one after the other on the same streams and memory; the order
@@ -199,20 +208,23 @@ struct Problem {
     std::vector<Bytes> scratch(world);
     std::vector<emulator::Comm> comms(world);
     std::vector<cgx::CudaLane> lanes(world);
-    std::vector<std::vector<void*>> from(world), to(world);
+    std::vector<std::vector<void*>> from(world), to(world), lost(world);
     const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout);
     outcome.out.assign(world, empty(rows_out));
+    outcome.lost.assign(world, empty(1));
     for (int64_t r = 0; r < world; ++r) {
       scratch[r].assign(bytes, 0xCD);
       comms[r] = {static_cast<int>(r), static_cast<int>(world)};
       from[r] = pointers_of_rows(in[r]);
       to[r] = pointers_of_rows(outcome.out[r]);
+      lost[r] = pointers(outcome.lost[r]);
       cudaStream_t stream = emulator::create_stream();
       for (int call = 0; call < calls; ++call) {
         cgx::CudaFused fused({collective,
                               layout,
                               {from[r].data(), dtypes.data()},
                               {to[r].data(), dtypes.data()},
+                              {residual ? lost[r].data() : nullptr, dtypes.data()},
                               keys[r].data(),
                               divisor,
                               static_cast<int32_t>(r),
@@ -228,12 +240,17 @@ struct Problem {
     return outcome;
   }
 
+  static bool same(const Values& a, const Values& b) {
+    for (size_t k = 0; k < a.size(); ++k) {
+      if (std::memcmp(a[k].data(), b[k].data(), 4 * a[k].size()) != 0) return false;
+    }
+    return true;
+  }
+
   bool right(const Outcome& outcome) const {
     for (int64_t r = 0; r < world; ++r) {
-      for (size_t k = 0; k < expected[r].size(); ++k) {
-        const std::vector<float>&want = expected[r][k], &got = outcome.out[r][k];
-        if (std::memcmp(got.data(), want.data(), 4 * want.size()) != 0) return false;
-      }
+      if (!same(expected[r], outcome.out[r])) return false;
+      if (residual && !same(expected_lost[r], outcome.lost[r])) return false;
     }
     return outcome.finished && outcome.error.empty();
   }
@@ -242,9 +259,11 @@ struct Problem {
 const struct {
   cgx::Collective collective;
   std::string name;
-} kCollectives[] = {{cgx::Collective::kAllReduce, "all-reduce"},
-                    {cgx::Collective::kReduceScatter, "reduce-scatter"},
-                    {cgx::Collective::kAllGather, "all-gather"}};
+  bool residual;
+} kCollectives[] = {{cgx::Collective::kAllReduce, "all-reduce", false},
+                    {cgx::Collective::kAllReduce, "all-reduce with residuals", true},
+                    {cgx::Collective::kReduceScatter, "reduce-scatter", false},
+                    {cgx::Collective::kAllGather, "all-gather", false}};
 
 // Of an all-reduce; the halves have them once for every rank, so shorter ones do.
 std::vector<cgx::LeafSpec> leaves(cgx::Collective collective, int64_t stochastic) {
@@ -253,11 +272,11 @@ std::vector<cgx::LeafSpec> leaves(cgx::Collective collective, int64_t stochastic
 }
 
 void equals_the_steps() {
-  for (const auto& [collective, name] : kCollectives) {
+  for (const auto& [collective, name, residual] : kCollectives) {
     for (const int64_t world : {1, 2, 3, 4, 8}) {
       for (const int64_t stochastic : {0, 1}) {
         const Problem problem(collective, leaves(collective, stochastic), world,
-                              static_cast<float>(world));
+                              static_cast<float>(world), residual);
         for (const int64_t segment_bytes : {1, 40, 100, 1 << 20}) {
           for (uint64_t seed = 1; seed <= 2; ++seed) {
             check(problem.right(problem.fused(segment_bytes, seed, -1, 2)),
@@ -268,18 +287,18 @@ void equals_the_steps() {
       }
     }
     // Fewer records than ranks: some chunks are empty, and their segments are no messages.
-    const Problem few(collective, {{40, 2, 32, 0, 0}}, 8, 1.0f);
+    const Problem few(collective, {{40, 2, 32, 0, 0}}, 8, 1.0f, residual);
     check(few.right(few.fused(1 << 20, 1)), name + " of fewer records than ranks");
   }
 }
 
 // Every single wait is needed: without it some order of the streams gives a wrong result.
 void every_wait_is_needed() {
-  for (const auto& [collective, name] : kCollectives) {
+  for (const auto& [collective, name, residual] : kCollectives) {
     const bool whole = collective == cgx::Collective::kAllReduce;
     for (const int64_t world : {2, 3}) {
       // Every segment is a record, four a chunk and more.
-      const Problem problem(collective, {{whole ? 768 : 256, 4, 64, 0, 0}}, world, 1.0f);
+      const Problem problem(collective, {{whole ? 768 : 256, 4, 64, 0, 0}}, world, 1.0f, residual);
       const int64_t segment_bytes = 45;
       check(problem.right(problem.fused(segment_bytes, 2)), name + ": all waits");
       const int64_t count = emulator::waits();
@@ -320,8 +339,8 @@ void waits_for_communicators_that_do_not_block() {
 // Whatever NCCL call fails, the error names it, no group stays open, and the caller's stream still
 // comes after the wire.
 void failures_are_named() {
-  for (const auto& [collective, name] : kCollectives) {
-    const Problem problem(collective, {{600, 4, 64, 0, 0}}, 2, 1.0f);
+  for (const auto& [collective, name, residual] : kCollectives) {
+    const Problem problem(collective, {{600, 4, 64, 0, 0}}, 2, 1.0f, residual);
     for (int64_t call = 0; call < 16; ++call) {
       const auto outcome = problem.fused(45, 1, -1, 1, call);
       const char* const names[] = {"ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"};

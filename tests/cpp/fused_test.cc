@@ -131,19 +131,24 @@ struct Case {
   DType dtype = DType::kF32;
   int64_t world = 2;
   cgx::FusedSettings settings{1 << 16, 4};
+  bool residual = true;
 };
 
 // One call on every rank: its leaves, results and what the steps in sequence give.
 struct Job {
+  using Leaves = std::vector<std::vector<char>>;
+
   explicit Job(const Case& c, int tag, std::mt19937& rng) : test(c), tag(tag) {
     std::normal_distribution<float> normal;
     const int64_t item = cgx::item_size(c.dtype);
     for (int64_t r = 0; r < c.world; ++r) {
       auto& in = inputs.emplace_back();
       auto& out = outputs.emplace_back();
+      auto& lost = residuals.emplace_back();
       for (const auto& leaf : c.leaves) {
         in.emplace_back(leaf.size * item);
         out.emplace_back(leaf.size * item, char{7});
+        lost.emplace_back(leaf.size * item, char{7});
         for (int64_t i = 0; i < leaf.size; ++i) {
           const float x = normal(rng);
           std::memcpy(in.back().data() + i * item, reinterpret_cast<const char*>(&x) + 4 - item,
@@ -162,6 +167,7 @@ struct Job {
     for (size_t k = 0; k < test.leaves.size(); ++k) {
       spec.in.push_back(inputs[rank][k].data());
       spec.out.push_back(outputs[rank][k].data());
+      if (test.residual) spec.residuals.push_back(residuals[rank][k].data());
       spec.dtypes.push_back(test.dtype);
     }
     for (int i = 0; i < 4; ++i) spec.keys[i] = key(rank, i / 2, i % 2);
@@ -172,8 +178,8 @@ struct Job {
                                             std::make_unique<FakePort>(network, rank), workers,
                                             buffers);
   }
-  // The same reduction, one phase after the other.
-  std::vector<std::vector<char>> expected() const {
+  // The same reduction, one phase after the other: what every rank gets, and what each loses.
+  std::pair<Leaves, std::vector<Leaves>> expected() const {
     const auto& kernels = cgx::current_kernels();
     cgx::OwnedLayout owned;
     owned.build(test.leaves, test.world);
@@ -185,12 +191,14 @@ struct Job {
       for (const auto& a : arrays) all.push_back(const_cast<char*>(a.data()));
       return all;
     };
+    std::vector<Leaves> lost_by(residuals);
     std::vector<std::vector<uint8_t>> sent(world, std::vector<uint8_t>(world * row + 1));
     for (int64_t r = 0; r < world; ++r) {
       const uint32_t k[2] = {key(r, 0, 0), key(r, 0, 1)};
-      const auto in = pointers(inputs[r]);
-      kernels.encode({layout, {in.data(), dtypes.data()}, {}, k, r, sent[r].data()}, 0,
-                     layout.total_bytes());
+      const auto in = pointers(inputs[r]), lost = pointers(lost_by[r]);
+      kernels.encode(
+          {layout, {in.data(), dtypes.data()}, {lost.data(), dtypes.data()}, k, r, sent[r].data()},
+          0, layout.total_bytes());
     }
     std::vector<uint8_t> gathered(world * row + 1), received(world * row + 1);
     std::vector<float> scratch(owned.longest_bucket());
@@ -199,7 +207,7 @@ struct Job {
         std::memcpy(received.data() + p * row, sent[p].data() + r * row, row);
       }
       const uint32_t k[2] = {key(r, 1, 0), key(r, 1, 1)};
-      const auto in = pointers(inputs[r]);
+      const auto in = pointers(inputs[r]), lost = pointers(lost_by[r]);
       kernels.reduce({layout,
                       {in.data(), dtypes.data()},
                       k,
@@ -207,18 +215,19 @@ struct Job {
                       received.data(),
                       3.0f,
                       gathered.data() + r * row,
-                      scratch.data()},
+                      scratch.data(),
+                      {lost.data(), dtypes.data()}},
                      layout.begin[r], layout.begin[r + 1]);
     }
     auto out = outputs[0];
     const auto to = pointers(out);
     kernels.decode({layout, gathered.data(), {to.data(), dtypes.data()}}, 0, layout.total_bytes());
-    return out;
+    return {out, lost_by};
   }
 
   const Case test;
   const int tag;
-  std::vector<std::vector<std::vector<char>>> inputs, outputs;
+  std::vector<Leaves> inputs, outputs, residuals;
 };
 
 // Every rank starts the calls in an order of its own; then messages and ranks move at random.
@@ -263,10 +272,13 @@ void run(const std::vector<Case>& cases, const std::string& name, uint32_t seed)
   check(left == 0, name + ": finishes");
   check(network.empty() && !network.mismatched, name + ": every message is sent and received once");
   for (const auto& job : jobs) {
-    const auto want = job->expected();
+    const auto [want, lost] = job->expected();
     bool same = true;
     for (const auto& out : job->outputs) same &= out == want;
     check(same, name + ": every rank holds the bytes of the steps in sequence");
+    if (job->test.residual) {
+      check(job->residuals == lost, name + ": every rank keeps what the steps in sequence lose");
+    }
   }
 }
 
@@ -361,6 +373,7 @@ int main() {
   for (size_t j = 0; j < many.size(); ++j) {
     many[j].world = 4;
     many[j].settings = {512, 3};
+    many[j].residual = j % 2 == 1;
     many[j].leaves = {{static_cast<int64_t>(300 + 97 * j), 4, 64, 0, 0}};
   }
   for (int i = 0; i < 5; ++i) run(many, "50 calls at once in any order", seed++);

@@ -67,6 +67,8 @@ void codec() {
         "codec: nine bits are refused");
 
   std::vector<float> scratch(owned.longest_bucket());
+  std::vector<float> lost(kValues, 7.0f), expected_lost = lost, elsewhere = lost;
+  void* const expected_residual = expected_lost.data();
   cpu.reduce({layout,
               {&in, &dtype},
               key,
@@ -74,19 +76,28 @@ void codec() {
               payload.data(),
               3.0f,
               expected_chunk.data(),
-              scratch.data()},
+              scratch.data(),
+              {&expected_residual, &dtype}},
              layout.begin[rank], layout.begin[rank + 1]);
-  Frame reduce;
-  reduce.arg(XLA_FFI_DataType_U32, key, {2})
-      .arg(XLA_FFI_DataType_S32, &rank, {})
-      .arg(XLA_FFI_DataType_U8, payload.data(), {kWorld, row})
-      .arg(XLA_FFI_DataType_F32, x.data(), {kValues})
-      .ret(XLA_FFI_DataType_U8, chunk.data(), {row})
-      .attr("divisor", 3.0f);
-  with_layout(reduce);
-  check(reduce.call(cgx::reduce_cuda_handler, XLA_FFI_ExecutionStage_EXECUTE, &context).empty(),
-        "codec: reduce");
+  const auto reduce = [&](float* given, float* filled) {
+    std::fill(chunk.begin(), chunk.end(), uint8_t{0xAA});
+    Frame frame;
+    frame.arg(XLA_FFI_DataType_U32, key, {2})
+        .arg(XLA_FFI_DataType_S32, &rank, {})
+        .arg(XLA_FFI_DataType_U8, payload.data(), {kWorld, row})
+        .arg(XLA_FFI_DataType_F32, x.data(), {kValues});
+    if (given) frame.arg(XLA_FFI_DataType_F32, given, {kValues});
+    frame.ret(XLA_FFI_DataType_U8, chunk.data(), {row}).attr("divisor", 3.0f);
+    if (filled) frame.ret(XLA_FFI_DataType_F32, filled, {kValues});
+    with_layout(frame);
+    return frame.call(cgx::reduce_cuda_handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
+  };
+  check(reduce(nullptr, nullptr).empty(), "codec: reduce");
   check(chunk == expected_chunk, "codec: chunk");
+  check(reduce(lost.data(), lost.data()).empty(), "codec: reduce with residual");
+  check(chunk == expected_chunk && lost == expected_lost, "codec: chunk and residual");
+  check(has(reduce(lost.data(), elsewhere.data()), "must lie where their operands lie"),
+        "codec: a residual that was moved is refused");
 }
 
 void kernels_may_be_recorded() {

@@ -51,8 +51,9 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
   std::vector<float> scratch(owned.longest_bucket());
   for (int64_t rank = 0; rank < world; ++rank) {
     std::unique_ptr<uint8_t[]> chunk(new uint8_t[layout.chunk_bytes]);
-    kernels.reduce({layout, x.in(), key, rank, bad.get(), 3.0f, chunk.get(), scratch.data()},
-                   layout.begin[rank], layout.begin[rank + 1]);
+    kernels.reduce(
+        {layout, x.in(), key, rank, bad.get(), 3.0f, chunk.get(), scratch.data(), residual.out()},
+        layout.begin[rank], layout.begin[rank + 1]);
   }
   kernels.decode({layout, bad.get(), y.out()}, 0, total);
   if (world == 1) {

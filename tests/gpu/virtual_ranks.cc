@@ -235,6 +235,7 @@ int main(int argc, char** argv) {
                             layout,
                             {&leaf, &dtype},
                             {&out, &dtype},
+                            {},
                             static_cast<const uint32_t*>(device_keys),
                             static_cast<float>(world),
                             number,
