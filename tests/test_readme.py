@@ -8,7 +8,7 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 
 def test_readme_snippets_run(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     namespace = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
