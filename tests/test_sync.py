@@ -78,8 +78,11 @@ def with_memory(compressor, world, memory=None, **kwargs):
     )
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("compressor", LOSSY, ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "world"),
+    [*((c, 3) for c in LOSSY), *((LOSSY[0], w) for w in (1, 2, 8)), (LOSSY[3], 1)],
+    ids=str,
+)
 def test_what_the_optimizer_saw_and_what_ranks_remember_is_what_they_were_given(compressor, world):
     grads = gradients(world, 12)
     got, state = run(with_memory(compressor, world), grads, world)
@@ -118,7 +121,7 @@ def test_feedback_changes_what_is_sent_and_its_absence_does_not():
 @pytest.mark.parametrize("compressor", LOSSY, ids=str)
 def test_memory_stays_bounded(compressor):
     if compressor.bits == 1 if isinstance(compressor, Quantize) else False:
-        steps, bound = 600, 64 * 4
+        steps, bound = 300, 64 * 4
     else:
         steps, bound = 100, 4
     grads = jax.tree.map(lambda x: np.repeat(x, steps, 0), gradients(4, 1))

@@ -297,6 +297,7 @@ void every_wait_is_needed() {
   for (const auto& [collective, name, residual] : kCollectives) {
     const bool whole = collective == cgx::Collective::kAllReduce;
     for (const int64_t world : {2, 3}) {
+      if (residual && world > 2) continue;  // its waits are those of the one without
       // Every segment is a record, four a chunk and more.
       const Problem problem(collective, {{whole ? 768 : 256, 4, 64, 0, 0}}, world, 1.0f, residual);
       const int64_t segment_bytes = 45;

@@ -1,0 +1,124 @@
+"""What an adaptive policy costs: statistics in a step, and compilations over a training.
+
+Times the same data-parallel step of the example's language model with uniform 4 bits and with
+`Adaptive` (statistics every 10 steps), both with feedback, interleaved, in rounds of 20 steps, and
+takes the ratio of each pair of rounds. Then trains with `Adaptive` for --train steps and counts its
+compilations: their seconds, without the first one's, over 10,000 steps of the measured time.
+
+    python benchmarks/adaptive.py --json benchmarks/results/adaptive.json
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import corpus
+from model import Transformer, next_byte_loss
+
+WORLD, LENGTH, ROUND = 2, 128, 20
+
+
+class Training:
+    """A model, its state and its compiled step under a policy."""
+
+    def __init__(self, policy, mesh, width, layers):
+        model = Transformer(width, layers, LENGTH, nnx.Rngs(0))
+        graphdef, params = nnx.split(model)
+        reduce = cgx_jax.sync_gradients("data", policy, memory=cgx_jax.ErrorFeedback(), mesh=mesh)
+        tx = optax.chain(reduce, optax.adamw(1e-3))
+        state = tx.init(params)
+        specs = cgx_jax.state_specs(state, "data")
+
+        def step(params, state, tokens):
+            varying = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
+            loss, grads = jax.value_and_grad(
+                lambda p: next_byte_loss(nnx.merge(graphdef, p), tokens)
+            )(varying)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
+
+        sharded = jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P())
+        )
+        compiler = policy.jit if isinstance(policy, cgx_jax.Adaptive) else jax.jit
+        self.step = compiler(sharded)
+        self.params, self.state = params, state
+
+    def run(self, batches):
+        """Seconds of a step, the host waiting for the last one alone."""
+        start = time.perf_counter()
+        for tokens in batches:
+            self.params, self.state, loss = self.step(self.params, self.state, tokens)
+        loss.block_until_ready()
+        return (time.perf_counter() - start) / len(batches)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--train", type=int, default=600)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", WORLD)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    text, _ = corpus.load()
+    windows = corpus.windows(text, ROUND, arguments.batch, LENGTH, 0)
+    batches = [jax.device_put(w, NamedSharding(mesh, P("data"))) for w in windows]
+
+    never = cgx_jax.Adaptive(warmup=10**9)
+    make = lambda policy: Training(policy, mesh, arguments.width, arguments.layers)  # noqa: E731
+    plain, measuring = make(cgx_jax.Quantize(4)), make(never)
+    for training in (plain, measuring):
+        training.run(batches)
+    pairs = np.array(
+        [[plain.run(batches), measuring.run(batches)] for _ in range(arguments.rounds)]
+    )
+    overhead = np.quantile(pairs[:, 1] / pairs[:, 0] - 1, [0.25, 0.5, 0.75])
+
+    policy = cgx_jax.Adaptive(warmup=100, every=max(1, arguments.train // 10))
+    adaptive = make(policy)
+    for _ in range(arguments.train // ROUND):
+        adaptive.run(batches)
+    seconds = float(np.median(pairs[:, 0]))
+    again = policy.compile_seconds[1:]
+    share = sum(again) / (10_000 * seconds)
+    metrics = policy.metrics()
+    result = {
+        "machine": platform.processor() or platform.machine(),
+        "step_seconds": seconds,
+        "statistics_overhead": overhead.tolist(),
+        "compilations": len(policy.compile_seconds),
+        "compile_seconds_again": again,
+        "share_of_10000_steps": share,
+        "bits_per_value": metrics["cgx/bits_per_value"],
+    }
+    print(f"a step with uniform 4 bits: {1e3 * seconds:.1f} ms, {WORLD} ranks")
+    low, middle, high = 100 * overhead
+    print(f"statistics every 10 steps: {middle:+.2f} % of it (quartiles {low:+.2f} to {high:+.2f})")
+    print(
+        f"{len(again)} compilations after the first, {sum(again):.1f} s: {100 * share:.2f} % of a "
+        f"run of 10,000 steps; {metrics['cgx/bits_per_value']:.2f} bits a value at the end"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
