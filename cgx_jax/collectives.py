@@ -170,11 +170,7 @@ def _all_reduce(
 ) -> tuple[Any, list[Any]]:
     choose.require_known(name, exchange)
     axes = Axes.resolve(name, axis_name, groups)
-    if isinstance(compressor, Plan):
-        plan = compressor
-        plan.check(tree)
-    else:
-        plan = Plan.build(tree, compressor)
+    plan = Plan.resolve(name, tree, compressor)
     leaves, treedef = jax.tree.flatten(tree)
     out = list(leaves)
     lost: list[Any] = [None] * len(leaves)

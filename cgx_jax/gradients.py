@@ -42,11 +42,8 @@ def reduce_in_backward(
     as in `psum_compressed`.
     """
     axes = Axes.resolve("reduce_in_backward", axis_name, None)
-    if isinstance(compressor, Plan):
-        plan = compressor
-        plan.check(params)
-    else:
-        plan = Plan.build(params, compressor, fusion_bytes=HOOK_FUSION_BYTES)
+    name = "reduce_in_backward"
+    plan = Plan.resolve(name, params, compressor, fusion_bytes=HOOK_FUSION_BYTES)
     leaves, treedef = jax.tree.flatten(params)
     inexact = [i for i in plan.exact if jnp.issubdtype(plan.slots[i].dtype, jnp.inexact)]
     for number, part in enumerate([*plan.buffers, *((i,) for i in inexact)]):

@@ -124,6 +124,25 @@ class Plan:
                 )
         return cls(tuple(slots), _fuse(slots, fusion_bytes))
 
+    @classmethod
+    def resolve(
+        cls, caller: str, tree: Any, policy: Compressor | Policy | Plan | None, **options: Any
+    ) -> Plan:
+        """A plan as it is, if it fits `tree`; or what `build` makes of a policy or compressor.
+
+        Raises ValueError for a policy that adapts: only `sync_gradients` keeps its statistics.
+        """
+        if isinstance(policy, Plan):
+            policy.check(tree)
+            return policy
+        if isinstance(policy, Policy) and policy.adapts:
+            raise ValueError(
+                f"{caller}: {type(policy).__name__} adapts to statistics that this call cannot "
+                "keep from step to step, so its plan would never change; use it in "
+                "cgx_jax.sync_gradients, or pass Plan.build(tree, policy) for the plan it has now."
+            )
+        return cls.build(tree, policy, **options)
+
     def check(self, tree: Any) -> None:
         """Raises ValueError at the first leaf of `tree` that differs from the plan's."""
         leaves = leaves_of(tree)

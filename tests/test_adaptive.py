@@ -223,6 +223,18 @@ def test_wrong_options_are_refused(options, message):
         Adaptive(**options)
 
 
+def test_calls_that_keep_no_statistics_refuse_it():
+    policy = adaptive()
+
+    def reduced(call):
+        f = lambda grads: call(jax.tree.map(lambda x: x[0], grads), "data", policy)  # noqa: E731
+        return jax.shard_map(f, mesh=mesh(), in_specs=P("data"), out_specs=P())(gradients(0))
+
+    for call in (cgx_jax.pmean_compressed, cgx_jax.reduce_in_backward):
+        with pytest.raises(ValueError, match=f"{call.__name__}: Adaptive adapts to statistics"):
+            reduced(call)
+
+
 # --- decisions, without a training around them.
 
 SUBJECT = Subject(("a", "b"), (4096, 4096), WIDTHS)

@@ -51,6 +51,8 @@ class Adaptive(Policy):
     Source: CGX (Markov et al., Middleware 2022), L-GreCo (arXiv 2210.17357).
     """
 
+    adapts = True
+
     def __init__(
         self,
         solver: Solver | None = None,

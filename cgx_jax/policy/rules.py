@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,7 +31,12 @@ class Leaf:
 
 
 class Policy(abc.ABC):
-    """Chooses a compressor for every leaf of a tree."""
+    """Chooses a compressor for every leaf of a tree.
+
+    One that `adapts` needs statistics from step to step, and so the state of `sync_gradients`.
+    """
+
+    adapts: ClassVar[bool] = False
 
     @abc.abstractmethod
     def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
