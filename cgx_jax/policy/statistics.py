@@ -56,9 +56,7 @@ class Sampler:
         self, old: Statistics, leaves: Sequence[jax.Array], axes: Axes, decay: float
     ) -> Statistics:
         """`old` times `decay`, plus this step's; sums over the ranks of `axes`, a small psum."""
-        rows = [self._leaf(x) for x in leaves]
-        own = jnp.stack(rows) if rows else jnp.zeros((0, len(self.candidates) + 3))
-        # The norm may overflow where no value does.
+        own = self._measure(leaves)
         finite = (jnp.isfinite(own).all(axis=1) & (own[:, -1] == 0)).astype(jnp.float32)
         measured = jnp.where(finite[:, None] > 0, own[:, :-1], 0)
         local = jnp.concatenate([measured, own[:, -1:], finite[:, None]], axis=1)
@@ -78,51 +76,77 @@ class Sampler:
             jnp.float32(decay) * old.nonfinite + mean[:, -2],
         )
 
-    def _leaf(self, x: jax.Array) -> jax.Array:
-        """[candidates + 3]: squared errors, squared norm, spread, share of non-finite values."""
-        rows = self._sample(x)
-        # Of all values, since one that is not finite is worth a pass to find.
-        share = (~jnp.isfinite(x)).mean(dtype=jnp.float32) if x.size else jnp.float32(0)
-        scale = jnp.float32(x.size / max(1, rows.size))
-        errors = [scale * squared_error(rows, c) for c in self.candidates]
-        square = scale * jnp.square(rows).sum()
-        spread = rows.max() - rows.min() if rows.size else jnp.float32(0)
-        return jnp.stack([*errors, square, spread, share])
+    def _measure(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """[leaves, candidates + 3]: squared errors, squared norm, spread, non-finite share.
 
-    def _sample(self, x: jax.Array) -> jax.Array:
-        """fp32[runs, length] of the leaf's values; all of them where the leaf is that small."""
+        Samples of all leaves are measured together: an operation a leaf and candidate would take
+        longer to compile than the rest of a step.
+        """
+        if not leaves:
+            return jnp.zeros((0, len(self.candidates) + 3), jnp.float32)
         length = math.lcm(*(c.bucket_size for c in self.candidates))
+        samples = [self._sample(x, length) for x in leaves]
+        counts = [len(rows) for rows in samples]
+        # Only a leaf that is shorter than a run leaves part of one empty.
+        filled = np.repeat([min(length, x.size) for x in leaves], counts)
+        rows = jnp.concatenate(samples)
+        errors = squared_errors(rows, filled, self.candidates)
+        here = np.arange(length) < filled[:, None]
+        square = jnp.square(jnp.where(here, rows, 0)).sum(axis=1)
+        scale = [
+            x.size / max(1, n * min(length, x.size)) for x, n in zip(leaves, counts, strict=True)
+        ]
+        leaf = np.repeat(np.arange(len(leaves)), counts)
+        sums = jax.ops.segment_sum(
+            jnp.concatenate([errors, square[:, None]], axis=1), leaf, len(leaves)
+        )
+        low = jax.ops.segment_min(rows.min(axis=1), leaf, len(leaves))
+        high = jax.ops.segment_max(rows.max(axis=1), leaf, len(leaves))
+        # Of all values, since one that is not finite is worth a pass to find.
+        share = [(~jnp.isfinite(x)).sum(dtype=jnp.float32) / max(1, x.size) for x in leaves]
+        scaled = sums * np.array(scale, np.float32)[:, None]
+        return jnp.concatenate([scaled, (high - low)[:, None], jnp.stack(share)[:, None]], axis=1)
+
+    def _sample(self, x: jax.Array, length: int) -> jax.Array:
+        """fp32[runs, length] of the leaf's values; a shorter leaf ends in copies of its last."""
         flat = jnp.ravel(x)
         if flat.size < length:
-            return flat[None].astype(jnp.float32)
+            mode = "edge" if flat.size else "constant"
+            return jnp.pad(flat, (0, length - flat.size), mode=mode)[None].astype(jnp.float32)
         whole = flat.size // length
-        step = max(1, whole // self.runs)
+        step, count = max(1, whole // self.runs), min(self.runs, whole)
         rows = flat[: whole * length].reshape(whole, length)
-        count = min(self.runs, whole)
-        return lax.slice(rows, (0, 0), (step * (count - 1) + 1, length), (step, 1)).astype(
-            jnp.float32
-        )
+        sample = lax.slice(rows, (0, 0), (step * (count - 1) + 1, length), (step, 1))
+        return sample.astype(jnp.float32)
 
 
-def squared_error(rows: jax.Array, compressor: Quantize) -> jax.Array:
-    """Sum of squared errors of fp32[runs, length] under `compressor`, fp32[].
+def squared_errors(
+    rows: jax.Array, filled: np.ndarray, candidates: Sequence[Quantize]
+) -> jax.Array:
+    """Sums of squared errors of the first `filled` values of each row, fp32[rows, candidates].
 
-    Stochastic rounding gives the expectation. A run shorter than a bucket is a bucket by itself.
+    `rows` are fp32[rows, length] of whole buckets, or of one short leaf and copies of its last
+    value. Stochastic rounding gives the expectation.
     """
-    length = rows.shape[1]
-    bucket = min(compressor.bucket_size, length)
-    if not bucket:
-        return jnp.float32(0)
-    # Only a run that is one short leaf has an end that fills no bucket.
-    rows = jnp.pad(rows, ((0, 0), (0, -length % bucket)), mode="edge")
-    buckets = rows.reshape(-1, bucket)
-    low = buckets.min(axis=1, keepdims=True)
-    unit = (buckets.max(axis=1, keepdims=True) - low) / jnp.float32(2**compressor.bits - 1)
-    level = (buckets - low) / jnp.where(unit > 0, unit, 1)
-    below = level - jnp.floor(level)
-    above = 1 - below
-    moved = below * above if compressor.unbiased else jnp.square(jnp.minimum(below, above))
-    return (moved * jnp.square(unit)).sum()
+    runs, length = rows.shape
+    here = np.arange(length) < np.asarray(filled)[:, None]
+    columns: list[Any] = [None] * len(candidates)
+    for size, unbiased in {(c.bucket_size, c.unbiased) for c in candidates}:
+        own = [
+            i for i, c in enumerate(candidates) if (c.bucket_size, c.unbiased) == (size, unbiased)
+        ]
+        levels = np.array([2 ** candidates[i].bits - 1 for i in own], np.float32)
+        buckets = rows.reshape(runs, length // size, size, 1)
+        low = buckets.min(axis=2, keepdims=True)
+        unit = (buckets.max(axis=2, keepdims=True) - low) / levels
+        level = (buckets - low) / jnp.where(unit > 0, unit, 1)
+        below = level - jnp.floor(level)
+        above = 1 - below
+        moved = below * above if unbiased else jnp.square(jnp.minimum(below, above))
+        counted = jnp.where(here.reshape(buckets.shape), moved * jnp.square(unit), 0)
+        for i, error in zip(own, counted.sum(axis=(1, 2)).T, strict=True):
+            columns[i] = error
+    return jnp.stack(columns, axis=1)
 
 
 def mean(statistics: Statistics) -> dict[str, Any]:
