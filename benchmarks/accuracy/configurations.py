@@ -22,9 +22,13 @@ class Configuration:
 
 
 def uniform(
-    bits: int, memory: Memory | None = None, rounding: str = "nearest", takes_momentum: bool = False
+    bits: int,
+    memory: Memory | None = None,
+    bucket_size: int = 512,
+    rounding: str = "nearest",
+    takes_momentum: bool = False,
 ) -> Configuration:
-    return Configuration(lambda _: Quantize(bits, 512, rounding), memory, takes_momentum)
+    return Configuration(lambda _: Quantize(bits, bucket_size, rounding), memory, takes_momentum)
 
 
 def adaptive(
@@ -48,6 +52,9 @@ FEEDBACK = cgx_jax.ErrorFeedback()
 CONFIGURATIONS = {
     "exact": Configuration(),
     "8 bits": uniform(8),
+    "6 bits": uniform(6),
+    "5 bits": uniform(5),
+    "4 bits, buckets of 128": uniform(4, bucket_size=128),
     "4 bits": uniform(4),
     "3 bits": uniform(3),
     "2 bits": uniform(2),

@@ -29,9 +29,9 @@ METRICS = {  # task: (what a row holds, whether more is better, digits)
 class Runs:
     """A task's results by configuration and seed."""
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task: str, folder: str = "accuracy") -> None:
         self.task = task
-        self.rows = {(r["configuration"], r["seed"]): r for r in tables.rows(f"accuracy/{task}")}
+        self.rows = {(r["configuration"], r["seed"]): r for r in tables.rows(f"{folder}/{task}")}
         present = {name for name, _ in self.rows}
         self.names = [name for name in CONFIGURATIONS if name in present]
 
@@ -56,14 +56,18 @@ def spread(x: np.ndarray, digits: int, sign: str = "") -> str:
     return f"{x.mean():{sign}.{digits}f} ± {x.std(ddof=1):.{digits}f}"
 
 
+def named(metric: str) -> str:
+    return metric.replace("held_out_", "held-out ")
+
+
 def task_table(task: str) -> str:
     runs = Runs(task)
     head = ["", "bits a value"]
     for metric in METRICS[task]:
-        head += [metric.replace("_", " "), "difference to exact", "worse by"]
+        head += [named(metric), "difference to exact", "worse by"]
     body = []
     for name in runs.names:
-        line = [name, f"{runs.values(name, 'bits_per_value').mean():.2f}"]
+        line = [name, f"{runs.values(name, 'bits_per_value').mean():.3f}"]
         for metric, (_, digits) in METRICS[task].items():
             own = runs.values(name, metric)
             line.append(spread(own, digits))
@@ -75,6 +79,25 @@ def task_table(task: str) -> str:
         if len(runs.seeds(name)) != len(runs.seeds("exact")):
             line[0] += f" ({len(runs.seeds(name))} seeds)"
         body.append(line)
+    return tables.table(head, body)
+
+
+def longer() -> str:
+    """The gap to exact in runs of three times the steps, beside that of the task's own."""
+    body = []
+    for task in ("language", "autoencoder"):
+        _, digits = METRICS[task]["held_out_loss"]
+        every = [Runs(task), Runs(task, "accuracy/longer")]
+        for name in every[1].names:
+            for runs in every:
+                own, exact = (runs.values(name, "held_out_loss", of) for of in (name, "exact"))
+                steps = str(runs.rows[name, runs.seeds(name)[0]]["steps"])
+                line = [task, name, steps, spread(own, digits)]
+                if name != "exact":
+                    line += [spread(own - exact, digits, "+")]
+                    line += [f"{runs.gap(name, 'held_out_loss'):+.2f} sd"]
+                body.append([*line, "", ""][:6])
+    head = ["task", "", "steps", "held-out loss", "difference to exact", "worse by"]
     return tables.table(head, body)
 
 
@@ -91,8 +114,8 @@ def bars() -> str:
                 bar = f"{name}: at most {most} sd worse" + (
                     ", at most 3.2 bits" if name == "LeastError(3.2)" else ""
                 )
-                found = f"{gap:+.2f} sd, {bits:.2f} bits"
-                where = f"{task}, {metric.replace('_', ' ')}"
+                found = f"{gap:+.2f} sd, {bits:.3f} bits"
+                where = f"{task}, {named(metric)}"
                 body.append([bar, where, found, "met" if met else "missed"])
     for task in TASKS:
         bytes_, error = (_to_4_bits(task, "LeastBytes(1)", f) for f in ("bytes", "error"))
@@ -137,6 +160,7 @@ def mean_error() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{task: partial(task_table, task) for task in TASKS},
     "bars": bars,
+    "longer": longer,
     "adaptive": adaptive,
     "mean_error": mean_error,
 }
