@@ -155,11 +155,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())[0]["rows"] if path.exists() else []
 
 
-def write(path: Path, task: str, rows: list[dict[str, Any]]) -> None:
+def write(path: Path, task: str, rows: list[dict[str, Any]], steps: int | None = None) -> None:
     order = list(CONFIGURATIONS)
     rows = sorted(rows, key=lambda r: (r["seed"], order.index(r["configuration"])))
     path.parent.mkdir(parents=True, exist_ok=True)
     command = f"python benchmarks/accuracy/run.py --task {task}"
+    command += f" --steps {steps}" if steps else ""
     run = {"command": command, "machine": measure.machine(), "rows": rows}
     path.write_text(json.dumps([run], indent=1) + "\n")
 
@@ -202,7 +203,7 @@ def main() -> int:
                     steps = arguments.steps or TASKS[task].steps
                     trainers[task, name] = Trainer(TASKS[task], CONFIGURATIONS[name], steps)
                 row = {"configuration": name, **trainers[task, name].run(seed)}
-                write(out, task, [r for r in rows if r not in same] + [row])
+                write(out, task, [r for r in rows if r not in same] + [row], arguments.steps)
                 said = f"{task}, seed {seed}, {name}: {row['held_out_loss']:.5f}"
                 print(f"{said} ({time.perf_counter() - start:.1f} s)", flush=True)
     return 0
