@@ -129,11 +129,11 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(text: str) -> Iterator[str]:
+def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> Iterator[str]:
     """The text with every table made anew."""
     for part in re.split(r"(<!-- table:\w+ -->.*?<!-- end -->)", text, flags=re.DOTALL):
         match = re.match(r"<!-- table:(\w+) -->", part)
-        yield f"{match[0]}\n{TABLES[match[1]]()}\n<!-- end -->" if match else part
+        yield f"{match[0]}\n{tables[match[1]]()}\n<!-- end -->" if match else part
 
 
 def main() -> int:

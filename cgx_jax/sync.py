@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
@@ -132,7 +132,11 @@ def _init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh 
         if bound:
             return _compat.vary_over(x, frozenset(names)) if checked else x
         assert mesh is not None
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(axis_name)))
+        # Each way to split refuses the other's axes; jax.make_mesh makes explicit ones.
+        axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = any(t == AxisType.Explicit for n, t in axes if n in names)
+        split = reshard if explicit else lax.with_sharding_constraint
+        return split(x, NamedSharding(mesh, PartitionSpec(axis_name)))
 
     leaves, treedef = jax.tree.flatten(params)
     states = [[zeros(s) for s in memory.init(x)] for x in leaves]

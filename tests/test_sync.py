@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -285,6 +285,23 @@ def test_init_inside_shard_map_and_outside_agree():
     jax.tree.map(np.testing.assert_array_equal, outside, inside)
     for x, y in zip(jax.tree.leaves(outside), jax.tree.leaves(inside), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim) or x.ndim == 0
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_memory_is_split_also_over_the_explicit_axes_of_make_mesh(around):
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    assert mesh.axis_types == (AxisType.Explicit,)
+    tx = cgx_jax.sync_gradients("data", Quantize(2), memory=ErrorFeedback(), mesh=mesh)
+    like = {"w": jnp.zeros((40, 50))}
+    state = around(tx.init)(like)
+    (memory,) = state.memory
+    assert memory["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
+    specs = cgx_jax.state_specs(state, "data")
+    step = jax.shard_map(tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
+    grads = {"w": jax.random.normal(jax.random.key(0), (40, 50))}
+    mean, state = jax.jit(step)(grads, state)
+    assert np.abs(state.memory[0]["w"]).max() > 0
+    np.testing.assert_allclose(mean["w"], grads["w"], atol=2.5)
 
 
 def test_a_memory_is_split_over_the_ranks_and_all_else_is_not():

@@ -1,0 +1,71 @@
+"""What is compared: how a rank's gradients become the mean that the optimizer sees."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cgx_jax
+from cgx_jax import Adaptive, LeastBytes, LeastError, Quantize, Uniform
+from cgx_jax.compressors import Compressor
+from cgx_jax.memory import Memory
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Exact without `policy`, which makes a run's policy from its number of steps.
+
+    `takes_momentum` says that `memory` holds the optimizer's momentum.
+    """
+
+    policy: Callable[[int], Compressor | Adaptive] | None = None
+    memory: Memory | None = None
+    takes_momentum: bool = False
+
+
+def uniform(
+    bits: int,
+    memory: Memory | None = None,
+    bucket_size: int = 512,
+    rounding: str = "nearest",
+    takes_momentum: bool = False,
+) -> Configuration:
+    return Configuration(lambda _: Quantize(bits, bucket_size, rounding), memory, takes_momentum)
+
+
+def adaptive(
+    solver: cgx_jax.policy.solvers.Solver, start_bits: int, memory: Memory | None = None
+) -> Configuration:
+    """Adaptive with its defaults, but for times in proportion to the run's length.
+
+    Statistics are taken every 5 steps; widths are chosen after a tenth of the run, and once more
+    half a run later. Until then every leaf has `start_bits`.
+    """
+
+    def policy(steps: int) -> Adaptive:
+        start = Uniform(Quantize(start_bits))
+        return Adaptive(solver, base=start, warmup=steps // 10, every=steps // 2, sample_every=5)
+
+    return Configuration(policy, memory)
+
+
+FEEDBACK = cgx_jax.ErrorFeedback()
+
+CONFIGURATIONS = {
+    "exact": Configuration(),
+    "8 bits": uniform(8),
+    "6 bits": uniform(6),
+    "5 bits": uniform(5),
+    "4 bits, buckets of 128": uniform(4, bucket_size=128),
+    "4 bits": uniform(4),
+    "3 bits": uniform(3),
+    "2 bits": uniform(2),
+    "4 bits, feedback": uniform(4, FEEDBACK),
+    "3 bits, feedback": uniform(3, FEEDBACK),
+    "2 bits, feedback": uniform(2, FEEDBACK),
+    "4 bits, stochastic": uniform(4, rounding="stochastic"),
+    "2 bits, stochastic": uniform(2, rounding="stochastic"),
+    "LeastBytes(1)": adaptive(LeastBytes(alpha=1.0), 4),
+    "LeastBytes(1), feedback": adaptive(LeastBytes(alpha=1.0), 4, FEEDBACK),
+    "LeastError(3.2)": adaptive(LeastError(3.2), 3),
+    "LeastError(2.6)": adaptive(LeastError(2.6), 3),
+    "2 bits, momentum correction": uniform(2, cgx_jax.MomentumCorrection(0.9), takes_momentum=True),
+}

@@ -1,0 +1,206 @@
+"""Relative L2 error of the mean over 4 and 8 ranks, at 2, 3 and 4 bits: our mean beside CGX's.
+
+    python benchmarks/accuracy/mean_error.py --json benchmarks/results/accuracy/mean_error.json
+
+On Gaussian gradients, independent on every rank, and on gradients of the language task in the
+middle of its training, which the script trains for itself; only the leaves that a plan compresses.
+A new way to take the mean is a new entry of METHODS. `error_at_one_bit` is the error times
+2**bits, with the metadata's bits: what is left when a bit more halves the error. Needs the
+packages of the extra `accuracy`.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from tasks import TASKS
+
+import cgx_jax
+import measure
+from cgx_jax import Plan, Quantize, Rules
+
+WORLDS = (4, 8)
+BITS = (2, 3, 4)
+BUCKET = 512
+WINDOWS = 4  # of text, a rank
+
+Ranks = dict[str, np.ndarray]  # leaves f32[world, values]
+Mean = tuple[Ranks, float]  # leaves f32[values], and payload bits a value
+
+
+# --- gradients.
+
+
+def gaussian(world: int, seed: int) -> Ranks:
+    rng = np.random.default_rng(seed)
+    sizes = {"large": 200_000, "small": 50_000}
+    return {k: rng.normal(size=(world, n)).astype(np.float32) for k, n in sizes.items()}
+
+
+def recorded(seeds: range) -> Iterator[dict[int, Ranks]]:
+    """For every seed the ranks' gradients, by world size, after half of the task's steps."""
+    task = TASKS["language"]
+    graphdef, _ = task.initial(0)
+    optimizer = task.optimizer(task.steps)
+
+    def loss(params, tokens):
+        return task.loss(nnx.merge(graphdef, params), tokens)
+
+    @jax.jit
+    def step(params, state, tokens):
+        updates, state = optimizer.update(jax.grad(loss)(params, tokens), state, params)
+        return optax.apply_updates(params, updates), state
+
+    every_rank = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    for seed in seeds:
+        _, params = task.initial(seed)
+        state = optimizer.init(params)
+        (batches,) = task.batches(task.steps, seed)
+        for tokens in batches[: task.steps // 2]:
+            params, state = step(params, state, tokens)
+        text = batches[task.steps // 2 :].reshape(-1, batches.shape[-1])
+        lossy = [s for s in Plan.build(params).slots if not s.compressor.lossless]
+        made = {}
+        for world in WORLDS:
+            grads = every_rank(params, text[: world * WINDOWS].reshape(world, WINDOWS, -1))
+            leaves = [np.asarray(x).reshape(world, -1) for x in jax.tree.leaves(grads)]
+            made[world] = {s.path: leaves[s.leaf] for s in lossy}
+        yield made
+
+
+# --- means.
+
+
+def cgx(ranks: Ranks, bits: int, rounding: str, seed: int) -> Mean:
+    """As torch_cgx's scatter-reduce-allgather does it, as far as the arithmetic goes.
+
+    The leaves in a row are cut into one chunk a rank, at multiples of 4 values; a leaf's buckets
+    start anew where a chunk starts. Every rank but the chunk's own encodes, the owner adds all in
+    fp32 to its exact values and encodes the sum, which all decode.
+    """
+    rng = np.random.default_rng(seed)
+    world = len(next(iter(ranks.values())))
+    out = {k: np.empty(x.shape[1], np.float32) for k, x in ranks.items()}
+    sent, values = 0, sum(x.size for x in out.values())
+    for owner, name, begin, end in _chunks({k: x.size for k, x in out.items()}, world):
+        total = ranks[name][owner, begin:end].copy()
+        for rank in range(world):
+            if rank != owner:
+                total += _max_min(ranks[name][rank, begin:end], bits, rounding, rng)
+        out[name][begin:end] = _max_min(total, bits, rounding, rng) / np.float32(world)
+        n = end - begin
+        sent += 64 * -(-n // BUCKET) + 8 * -(-n * bits // 8)
+    return out, sent / values
+
+
+def _chunks(sizes: dict[str, int], world: int) -> Iterator[tuple[int, str, int, int]]:
+    """(owner, leaf, begin, end) of every part of a leaf that lies in one chunk."""
+    remaining = sum(sizes.values())
+    parts, begin = list(sizes.items()), 0
+    for owner in range(world):
+        want, got = remaining // (world - owner), 0
+        while got < want and parts:
+            name, size = parts[0]
+            take = min(size - begin, -(-(want - got) // 4) * 4)
+            yield owner, name, begin, begin + take
+            got, begin = got + take, begin + take
+            if begin == size:
+                parts, begin = parts[1:], 0
+        remaining -= got
+
+
+def _max_min(x: np.ndarray, bits: int, rounding: str, rng: np.random.Generator) -> np.ndarray:
+    """`x` encoded and decoded: floor((x - min) / unit + r) on 2**bits levels of each bucket."""
+    padded = np.pad(x, (0, -x.size % BUCKET), mode="edge").reshape(-1, BUCKET)
+    low = padded.min(1, keepdims=True)
+    unit = (padded.max(1, keepdims=True) - low) / np.float32(2**bits - 1)
+    r = rng.random(padded.shape, np.float32) if rounding == "stochastic" else np.float32(0.5)
+    level = np.floor((padded - low) / np.where(unit < 1e-10, np.float32(1), unit) + r)
+    level = np.where(unit < 1e-10, np.float32(0), np.minimum(level, 2**bits - 1))
+    return (low + unit * level.astype(np.float32)).reshape(-1)[: x.size]
+
+
+def ours(ranks: Ranks, bits: int, rounding: str, seed: int) -> Mean:
+    """`pmean_compressed` itself."""
+    world = len(next(iter(ranks.values())))
+    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+    compressor = Quantize(bits, BUCKET, rounding)
+    policy = Rules((), compressor, exact=())
+
+    def mean(ranks, key):
+        own = jax.tree.map(lambda x: x[0], ranks)
+        return cgx_jax.pmean_compressed(own, "data", policy, key=key)
+
+    reduce = jax.shard_map(mean, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    found = jax.device_get(jax.jit(reduce)(ranks, jax.random.key(seed)))
+    sizes = [x.shape[1] for x in ranks.values()]
+    return found, sum(compressor.wire_bits(n) for n in sizes) / sum(sizes)
+
+
+METHODS: dict[str, Callable[[Ranks, int, int], Mean]] = {
+    "CGX, nearest": lambda ranks, bits, seed: cgx(ranks, bits, "nearest", seed),
+    "CGX, stochastic": lambda ranks, bits, seed: cgx(ranks, bits, "stochastic", seed),
+    "ours, nearest": lambda ranks, bits, seed: ours(ranks, bits, "nearest", seed),
+    "ours, stochastic": lambda ranks, bits, seed: ours(ranks, bits, "stochastic", seed),
+}
+
+
+def relative_error(found: Ranks, ranks: Ranks) -> float:
+    """L2 distance of all leaves to the mean in fp64, over that mean's L2 norm."""
+    exact = {k: x.mean(0, dtype=np.float64) for k, x in ranks.items()}
+    off = sum(np.square(found[k] - x).sum() for k, x in exact.items())
+    return float(np.sqrt(off / sum(np.square(x).sum() for x in exact.values())))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    measure.add_json_option(parser)
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(WORLDS))
+    seeds = range(arguments.seeds)
+    samples = {
+        "Gaussian": [{w: gaussian(w, s) for w in WORLDS} for s in seeds],
+        "language": list(recorded(seeds)),
+    }
+    rows: list[dict[str, Any]] = []
+    for gradients, every in samples.items():
+        for world in WORLDS:
+            for bits in BITS:
+                for name, method in METHODS.items():
+                    made = [method(s[world], bits, i) for i, s in enumerate(every)]
+                    errors = [
+                        relative_error(m, s[world]) for (m, _), s in zip(made, every, strict=True)
+                    ]
+                    row = {
+                        "gradients": gradients,
+                        "world": world,
+                        "bits": bits,
+                        "method": name,
+                        "bits_per_value": made[0][1],
+                        "error": float(np.mean(errors)),
+                        "deviation": float(np.std(errors, ddof=1)),
+                        "error_at_one_bit": float(np.mean(errors)) * 2 ** made[0][1],
+                    }
+                    rows.append(row)
+                    print(*(f"{k}={v:.5g}" if isinstance(v, float) else v for k, v in row.items()))
+    measure.write_json(arguments.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Trains small tasks under several configurations and seeds, on 4 simulated ranks.
+
+    python benchmarks/accuracy/run.py --task language --seeds 0-4
+    python benchmarks/accuracy/run.py --seeds 0-4    # all tasks
+
+All configurations of a seed start from the same parameters and see the same batches. Results are
+written after every run; those that the file holds already are not made again (--again does), so a
+long run can be stopped and continued. Needs the packages of the extra `accuracy`.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from configurations import CONFIGURATIONS, Configuration
+from tasks import TASKS, Task
+
+import cgx_jax
+import measure
+from cgx_jax import Adaptive, Plan, Quantize
+from cgx_jax.policy import statistics
+from cgx_jax.policy.adaptive import CANDIDATES
+from cgx_jax.policy.decide import Subject
+from cgx_jax.policy.statistics import Statistics
+
+WORLD = 4
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "accuracy"
+LOOKS = 20  # at an adaptive plan's error, in a run
+
+
+class Trainer:
+    """A task under one configuration: compiled once, run for many seeds."""
+
+    def __init__(self, task: Task, configuration: Configuration, steps: int) -> None:
+        self.task, self.steps = task, steps
+        self.mesh = Mesh(np.array(jax.devices()), ("data",))
+        self.graphdef, params = task.initial(0)
+        self.policy = configuration.policy and configuration.policy(steps)
+        make = task.plain if configuration.takes_momentum else task.optimizer
+        if make is None:
+            raise ValueError("this task's optimizer has no momentum to take over")
+        self.tx = optax.chain(self._reduction(configuration), make(steps))
+        state = jax.eval_shape(self.tx.init, params)
+        specs = cgx_jax.state_specs(state, "data")
+        sharded = jax.shard_map(
+            self._step,
+            mesh=self.mesh,
+            in_specs=(P(), specs, P("data")),
+            out_specs=(P(), specs, P()),
+        )
+        jit = self.policy.jit if isinstance(self.policy, Adaptive) else jax.jit
+        self.step = jit(sharded, donate_argnums=(0, 1))
+        self.fresh = self.policy.state_dict() if isinstance(self.policy, Adaptive) else None
+        self.metrics = jax.jit(lambda p, *b: task.metrics(nnx.merge(self.graphdef, p), *b))
+
+    def _reduction(self, configuration: Configuration) -> optax.GradientTransformation:
+        if self.policy is None:
+            return optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
+        memory = configuration.memory
+        return cgx_jax.sync_gradients("data", self.policy, memory=memory, mesh=self.mesh)
+
+    def _step(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+        loss, grads = jax.value_and_grad(
+            lambda params: self.task.loss(nnx.merge(self.graphdef, params), *batch)
+        )(varying)
+        updates, state = self.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
+
+    def run(self, seed: int) -> dict[str, Any]:
+        """One training run: its row of results."""
+        if isinstance(self.policy, Adaptive):
+            self.policy.load_state_dict(self.fresh)
+        _, params = self.task.initial(seed)
+        params = jax.device_put(params, NamedSharding(self.mesh, P()))
+        state = self.tx.init(params)
+        batches = self.task.batches(self.steps, seed)
+        split = NamedSharding(self.mesh, P("data"))
+        losses, bits, looks = [], [], []
+        for i in range(self.steps):
+            batch = jax.device_put(tuple(x[i] for x in batches), split)
+            params, state, loss = self.step(params, state, batch)
+            losses.append(float(loss))
+            bits.append(self._bits_per_value(params))
+            if isinstance(self.policy, Adaptive) and (i + 1) % max(1, self.steps // LOOKS) == 0:
+                looks.append(self._look(params, state))
+        row: dict[str, Any] = {
+            "seed": seed,
+            "steps": self.steps,
+            **self._evaluate(params),
+            "training_loss": float(np.mean(losses[-max(1, self.steps // 10) :])),
+            "bits_per_value": float(np.mean(bits)),
+        }
+        if looks:
+            # Once the first plan was chosen, which takes a moment after the warm-up.
+            after = [x for x, step in looks if step > self.steps // 10 + 4]
+            row["bytes_to_4_bits"], row["error_to_4_bits"] = np.mean(after, axis=0).tolist()
+            row["widths"] = [
+                [r.step, r.outcome, "".join(map(str, r.bits))] for r in self.policy.history
+            ]
+        return row
+
+    def _evaluate(self, params: Any) -> dict[str, float]:
+        params = jax.device_get(params)
+        found = [
+            jax.device_get(self.metrics(params, *b))
+            for b in zip(*self.task.held_out(), strict=True)
+        ]
+        return {f"held_out_{k}": float(np.mean([x[k] for x in found])) for k in found[0]}
+
+    def _bits_per_value(self, params: Any) -> float:
+        """Payload bits with metadata a value, over the leaves that are compressed."""
+        if self.policy is None:
+            return 32.0
+        if isinstance(self.policy, Adaptive):
+            return float(self.policy.metrics()["cgx/bits_per_value"])
+        slots = [s for s in self._plan(params).slots if not s.compressor.lossless]
+        sent = sum(s.compressor.wire_bits(s.shape, s.dtype) for s in slots)
+        return sent / sum(s.size for s in slots)
+
+    def _plan(self, params: Any) -> Plan:
+        return Plan.build(params, self.policy)
+
+    def _look(self, params: Any, state: Any) -> tuple[list[float], int]:
+        """Bytes and squared error of the plan over those of 4 bits everywhere; calls so far.
+
+        The error is by the statistics that the training holds.
+        """
+        slots = [s for s in self._plan(params).slots if not s.compressor.lossless]
+        four = Quantize(4)
+        subject = Subject(tuple(s.path for s in slots), tuple(s.size for s in slots), CANDIDATES)
+        leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Statistics))
+        measured = next(x for x in leaves if isinstance(x, Statistics))
+        averages = statistics.mean(jax.device_get(measured))
+        mine = subject.cost(tuple(s.compressor for s in slots), averages)
+        uniform = subject.cost((four,) * len(slots), averages)
+        ratios = [a / b if b else math.nan for a, b in zip(mine, uniform, strict=True)]
+        return ratios, self.policy.state_dict()["step"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())[0]["rows"] if path.exists() else []
+
+
+def write(path: Path, task: str, rows: list[dict[str, Any]], steps: int | None = None) -> None:
+    order = list(CONFIGURATIONS)
+    rows = sorted(rows, key=lambda r: (r["seed"], order.index(r["configuration"])))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = f"python benchmarks/accuracy/run.py --task {task}"
+    command += f" --steps {steps}" if steps else ""
+    run = {"command": command, "machine": measure.machine(), "rows": rows}
+    path.write_text(json.dumps([run], indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", default="0-4", help="a range such as 0-4, or one number")
+    parser.add_argument("--configs", help="names separated by ';' (default: all that fit the task)")
+    parser.add_argument("--steps", type=int, help="default: the task's own")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of TASK.json")
+    parser.add_argument("--again", action="store_true", help="replace results that are there")
+    return parser.parse_args()
+
+
+def names_of(task: Task, given: str | None) -> list[str]:
+    if given:
+        return given.split(";")
+    return [n for n, c in CONFIGURATIONS.items() if task.plain or not c.takes_momentum]
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", WORLD)
+    first, _, last = arguments.seeds.partition("-")
+    trainers: dict[tuple[str, str], Trainer] = {}
+    for seed in range(int(first), int(last or first) + 1):
+        for task in arguments.task:
+            out = arguments.out / f"{task}.json"
+            for name in names_of(TASKS[task], arguments.configs):
+                rows = read(out)
+                same = [r for r in rows if (r["configuration"], r["seed"]) == (name, seed)]
+                if same and not arguments.again:
+                    continue
+                start = time.perf_counter()
+                if (task, name) not in trainers:
+                    steps = arguments.steps or TASKS[task].steps
+                    trainers[task, name] = Trainer(TASKS[task], CONFIGURATIONS[name], steps)
+                row = {"configuration": name, **trainers[task, name].run(seed)}
+                write(out, task, [r for r in rows if r not in same] + [row], arguments.steps)
+                said = f"{task}, seed {seed}, {name}: {row['held_out_loss']:.5f}"
+                print(f"{said} ({time.perf_counter() - start:.1f} s)", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Writes the tables of docs/accuracy.md from benchmarks/results/accuracy.
+
+python benchmarks/accuracy/summary.py
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from configurations import CONFIGURATIONS
+
+import tables
+
+TEXT = tables.ROOT / "docs" / "accuracy.md"
+TASKS = ("language", "images", "autoencoder")
+METRICS = {  # task: (what a row holds, whether more is better, digits)
+    "language": {"held_out_loss": (False, 3)},
+    "images": {"held_out_accuracy": (True, 4), "held_out_loss": (False, 3)},
+    "autoencoder": {"held_out_loss": (False, 4)},
+}
+
+
+class Runs:
+    """A task's results by configuration and seed."""
+
+    def __init__(self, task: str, folder: str = "accuracy") -> None:
+        self.task = task
+        self.rows = {(r["configuration"], r["seed"]): r for r in tables.rows(f"{folder}/{task}")}
+        present = {name for name, _ in self.rows}
+        self.names = [name for name in CONFIGURATIONS if name in present]
+
+    def seeds(self, name: str) -> list[int]:
+        """The seeds that both `name` and exact have run."""
+        both = {s for n, s in self.rows if n == name} & {s for n, s in self.rows if n == "exact"}
+        return sorted(both)
+
+    def values(self, name: str, field: str, of: str | None = None) -> np.ndarray:
+        """`field` by seed; of the configuration `of`, where given, at the seeds of `name`."""
+        return np.array([self.rows[of or name, seed][field] for seed in self.seeds(name)])
+
+    def gap(self, name: str, metric: str) -> float:
+        """How much worse than exact on average, in standard deviations of exact over seeds."""
+        better, _ = METRICS[self.task][metric]
+        exact = self.values(name, metric, "exact")
+        worse = self.values(name, metric).mean() - exact.mean()
+        return float((-worse if better else worse) / exact.std(ddof=1))
+
+
+def spread(x: np.ndarray, digits: int, sign: str = "") -> str:
+    return f"{x.mean():{sign}.{digits}f} ± {x.std(ddof=1):.{digits}f}"
+
+
+def named(metric: str) -> str:
+    return metric.replace("held_out_", "held-out ")
+
+
+def task_table(task: str) -> str:
+    runs = Runs(task)
+    head = ["", "bits a value"]
+    for metric in METRICS[task]:
+        head += [named(metric), "difference to exact", "worse by"]
+    body = []
+    for name in runs.names:
+        line = [name, f"{runs.values(name, 'bits_per_value').mean():.3f}"]
+        for metric, (_, digits) in METRICS[task].items():
+            own = runs.values(name, metric)
+            line.append(spread(own, digits))
+            if name == "exact":
+                line += ["", ""]
+            else:
+                line.append(spread(own - runs.values(name, metric, "exact"), digits, "+"))
+                line.append(f"{runs.gap(name, metric):+.2f} sd")
+        if len(runs.seeds(name)) != len(runs.seeds("exact")):
+            line[0] += f" ({len(runs.seeds(name))} seeds)"
+        body.append(line)
+    return tables.table(head, body)
+
+
+def longer() -> str:
+    """The gap to exact in runs of three times the steps, beside that of the task's own."""
+    body = []
+    for task in ("language", "autoencoder"):
+        _, digits = METRICS[task]["held_out_loss"]
+        every = [Runs(task), Runs(task, "accuracy/longer")]
+        for name in every[1].names:
+            for runs in every:
+                own, exact = (runs.values(name, "held_out_loss", of) for of in (name, "exact"))
+                steps = str(runs.rows[name, runs.seeds(name)[0]]["steps"])
+                line = [task, name, steps, spread(own, digits)]
+                if name != "exact":
+                    line += [spread(own - exact, digits, "+")]
+                    line += [f"{runs.gap(name, 'held_out_loss'):+.2f} sd"]
+                body.append([*line, "", ""][:6])
+    head = ["task", "", "steps", "held-out loss", "difference to exact", "worse by"]
+    return tables.table(head, body)
+
+
+def bars() -> str:
+    """What is asked of each task, and whether it holds."""
+    body = []
+    asked = (("4 bits", 1), ("LeastError(3.2)", 1), ("2 bits, feedback", 2))
+    for name, most in asked:
+        for task in TASKS:
+            runs = Runs(task)
+            for metric in METRICS[task]:
+                gap, bits = runs.gap(name, metric), runs.values(name, "bits_per_value").mean()
+                met = gap <= most and (name != "LeastError(3.2)" or bits <= 3.2)
+                bar = f"{name}: at most {most} sd worse" + (
+                    ", at most 3.2 bits" if name == "LeastError(3.2)" else ""
+                )
+                found = f"{gap:+.2f} sd, {bits:.3f} bits"
+                where = f"{task}, {named(metric)}"
+                body.append([bar, where, found, "met" if met else "missed"])
+    for task in TASKS:
+        bytes_, error = (_to_4_bits(task, "LeastBytes(1)", f) for f in ("bytes", "error"))
+        met = bytes_.mean() < 1 and error.mean() <= 1
+        found = f"{bytes_.mean():.3f} of the bytes, {error.mean():.3f} of the error"
+        bar = "LeastBytes(1): fewer bytes than 4 bits at no more error"
+        body.append([bar, task, found, "met" if met else "missed"])
+    return tables.table(["bar", "task", "found", ""], body)
+
+
+def _to_4_bits(task: str, name: str, field: str) -> np.ndarray:
+    return Runs(task).values(name, f"{field}_to_4_bits")
+
+
+def adaptive() -> str:
+    """What adaptive plans cost and err beside 4 bits everywhere."""
+    body: list[list[str]] = []
+    for task in TASKS:
+        runs = Runs(task)
+        for name in runs.names:
+            rows = [runs.rows[name, seed] for seed in runs.seeds(name)]
+            if "widths" in rows[0]:
+                ratios = [spread(_to_4_bits(task, name, f), 3) for f in ("bytes", "error")]
+                first = rows[0]["widths"][-1]
+                body.append([task, name, *ratios, f"`{first[2]}`"])
+    head = ["task", "solver", "bytes to 4 bits", "squared error to 4 bits", "last widths, seed 0"]
+    return tables.table(head, body)
+
+
+def mean_error() -> str:
+    rows: list[dict[str, Any]] = tables.rows("accuracy/mean_error")
+    found = {(r["gradients"], r["world"], r["method"], r["bits"]): r for r in rows}
+    widths = sorted({r["bits"] for r in rows})
+    body = []
+    for gradients, world, method in dict.fromkeys(key[:3] for key in found):
+        cells = [found[gradients, world, method, bits] for bits in widths]
+        errors = [f"{c['error']:.4f} ({c['error_at_one_bit']:.2f})" for c in cells]
+        body.append([gradients, str(world), method, *errors])
+    return tables.table(["gradients", "ranks", "mean", *(f"{b} bits" for b in widths)], body)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{task: partial(task_table, task) for task in TASKS},
+    "bars": bars,
+    "longer": longer,
+    "adaptive": adaptive,
+    "mean_error": mean_error,
+}
+
+
+def main() -> int:
+    TEXT.write_text("".join(tables.filled(TEXT.read_text(), TABLES)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

