@@ -213,9 +213,11 @@ def test_memory_and_plan_changes_lose_nothing():
         np.testing.assert_allclose(total, given, atol=1e-4 * SCALE[k])
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened():
+# 6 is between a look at the statistics and its use.
+@pytest.mark.parametrize("steps", [6, 10])
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(steps):
     first = Training(adaptive(), memory=ErrorFeedback())
-    first.run(10)
+    first.run(steps)
     saved = json.loads(json.dumps(first.policy.state_dict()))
     state = jax.tree.map(np.asarray, first.state)
     for early in (True, False):  # before the tree is known, and after
