@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -282,6 +282,20 @@ def test_init_inside_shard_map_and_outside_agree():
     jax.tree.map(np.testing.assert_array_equal, outside, inside)
     for x, y in zip(jax.tree.leaves(outside), jax.tree.leaves(inside), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim) or x.ndim == 0
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_init_takes_a_mesh_of_either_kind_of_axes_in_jit_and_outside(kind):
+    kinds = (getattr(AxisType, kind), AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    tx = cgx_jax.sync_gradients("data", Quantize(2), memory=ErrorFeedback(), mesh=mesh)
+    like = {"w": jnp.zeros((40, 50))}
+    for init in (tx.init, jax.jit(tx.init)):
+        state = init(like)
+        memory = state.memory[0]["w"]
+        assert memory.shape == (4, 40, 50)
+        assert {s.data.shape for s in memory.addressable_shards} == {(1, 40, 50)}
+        assert state.step.sharding.is_fully_replicated
 
 
 def test_a_memory_is_split_over_the_ranks_and_all_else_is_not():
