@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
@@ -116,31 +116,26 @@ def _init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh 
             "memory of its own; pass mesh= to sync_gradients, or call init inside shard_map "
             "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
         )
-    rows = 1
-    if not bound:
-        assert mesh is not None
-        missing = [n for n in names if n not in mesh.axis_names]
-        if missing:
-            raise ValueError(
-                f"{_NAME}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
-            )
-        for n in names:
-            rows *= mesh.shape[n]
-
-    def zeros(x: Any) -> Any:
-        x = jnp.zeros((rows, *x.shape), x.dtype)
-        if bound:
-            return _compat.vary_over(x, frozenset(names)) if checked else x
-        assert mesh is not None
-        # Each way to split refuses the other's axes; jax.make_mesh makes explicit ones.
-        axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        explicit = any(t == AxisType.Explicit for n, t in axes if n in names)
-        split = reshard if explicit else lax.with_sharding_constraint
-        return split(x, NamedSharding(mesh, PartitionSpec(axis_name)))
-
     leaves, treedef = jax.tree.flatten(params)
-    states = [[zeros(s) for s in memory.init(x)] for x in leaves]
-    return tuple(jax.tree.unflatten(treedef, part) for part in zip(*states, strict=True))
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+
+    def row() -> Any:
+        states = [[s[None] for s in memory.init(x)] for x in like]
+        if checked:
+            states = [[_compat.vary_over(s, frozenset(names)) for s in leaf] for leaf in states]
+        return tuple(jax.tree.unflatten(treedef, part) for part in zip(*states, strict=True))
+
+    if bound:
+        return row()
+    assert mesh is not None
+    missing = [n for n in names if n not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"{_NAME}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
+        )
+    # The types of explicit axes hold here too, which a sharding constraint would not take.
+    specs = PartitionSpec(axis_name)
+    return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
 
 
 def _bound(names: tuple[Any, ...]) -> bool:

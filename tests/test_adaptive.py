@@ -73,6 +73,7 @@ def test_what_is_reduced_follows_the_plan_of_the_moment():
     assert changed
 
 
+@pytest.mark.slow
 def test_a_steady_training_keeps_its_plan():
     policy = adaptive(every=6)
     training = Training(policy)
@@ -82,6 +83,7 @@ def test_a_steady_training_keeps_its_plan():
     assert len(policy.compile_seconds) == 2
 
 
+@pytest.mark.slow
 def test_known_plans_are_not_compiled_again_and_their_number_is_bounded():
     policy = adaptive(every=5, max_plans=2, decay=0.01, sample_every=1)
     training = Training(policy)
@@ -153,9 +155,11 @@ def test_memory_and_plan_changes_lose_nothing():
         np.testing.assert_allclose(total, given, atol=1e-4 * SCALE[k])
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened():
+# 6 is between a look at the statistics and its use.
+@pytest.mark.parametrize("steps", [6, 10])
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(steps):
     first = Training(adaptive(), memory=ErrorFeedback())
-    first.run(10)
+    first.run(steps)
     saved = json.loads(json.dumps(first.policy.state_dict()))
     state = jax.tree.map(np.asarray, first.state)
     for early in (True, False):  # before the tree is known, and after

@@ -43,6 +43,35 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
                 reason="no mpi4py: pip install mpich mpi4py runs this",
             ),
         ),
+        pytest.param(
+            "08_adaptive.py",
+            ("--steps", "12"),
+            "are the same, bit for bit: True",
+            marks=pytest.mark.slow,
+        ),
+        ("09_linen_train_state.py", ("--steps", "20"), "12.0 times fewer"),
+        pytest.param(
+            "10_equinox.py",
+            ("--steps", "20"),
+            "the ranks' memories differ: True",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("equinox") is None,
+                reason="no equinox: pip install equinox runs this",
+            ),
+        ),
+        ("11_fsdp.py", ("--steps", "12"), "5.0 times fewer"),
+        pytest.param(
+            "12_images.py",
+            (),
+            "bits per value: 2.",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("sklearn") is None,
+                    reason="no scikit-learn: pip install scikit-learn runs this",
+                ),
+            ],
+        ),
     ],
 )
 def test_example_verifies_itself(name, arguments, expected):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Quantize
 from cgx_jax.kernels import native, primitives, reference
@@ -146,6 +147,35 @@ def test_round_trip_stays_within_the_bound(x, bits, bucket, rounding):
 def test_an_all_equal_bucket_is_exact(value, size, bits):
     c, x = Quantize(bits, 32), np.full(size, value, np.float32)
     np.testing.assert_array_equal(c.decode(c.encode(x)[0], x.shape, x.dtype), x)
+
+
+def test_a_batch_of_residuals_takes_a_leaf_that_is_whole_in_one_chunk_under_shard_map(mesh):
+    fields = Field(512, 4, 512, False, 0), Field(5000, 4, 512, False, 1)
+    layout = Layout(fields, 2)
+    leaves = leaves_of(jnp.float32, [512, 5000])
+
+    def own(payload, *leaves):
+        def one(rank, payload, *leaves):
+            key = jnp.zeros(2, jnp.uint32)
+            return reference.reduce(key, rank, payload, *leaves, layout=layout, divisor=2)
+
+        return jax.vmap(one)(payload[:, 0, 0].astype(jnp.int32), payload, *leaves)
+
+    payload = jnp.zeros((8, 2, layout.chunk_bytes), jnp.uint8)
+    batch = [jnp.tile(x, (8, 1)) for x in (*leaves, *leaves)]
+    f = jax.shard_map(own, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    _, *lost = jax.jit(f)(payload, *batch)
+    expected = reference.reduce(
+        jnp.zeros(2, jnp.uint32),
+        jnp.int32(0),
+        payload[0],
+        *leaves,
+        *leaves,
+        layout=layout,
+        divisor=2,
+    )
+    for x, y in zip(lost, expected[1:], strict=True):
+        np.testing.assert_array_equal(x, np.broadcast_to(y, x.shape))
 
 
 WITHOUT_NATIVE = """

@@ -80,7 +80,12 @@ def with_memory(compressor, world, memory=None, **kwargs):
 
 @pytest.mark.parametrize(
     ("compressor", "world"),
-    [*((c, 3) for c in LOSSY), *((LOSSY[0], w) for w in (1, 2, 8)), (LOSSY[3], 1)],
+    [
+        (LOSSY[0], 3),
+        (LOSSY[3], 1),
+        *(pytest.param(c, 3, marks=pytest.mark.slow) for c in LOSSY[1:]),
+        *(pytest.param(LOSSY[0], w, marks=pytest.mark.slow) for w in (1, 2, 8)),
+    ],
     ids=str,
 )
 def test_what_the_optimizer_saw_and_what_ranks_remember_is_what_they_were_given(compressor, world):
@@ -118,6 +123,7 @@ def test_feedback_changes_what_is_sent_and_its_absence_does_not():
         np.testing.assert_array_equal(plain["w"][t], expected["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", LOSSY, ids=str)
 def test_memory_stays_bounded(compressor):
     if compressor.bits == 1 if isinstance(compressor, Quantize) else False:
@@ -236,6 +242,7 @@ def test_apply_if_finite_after_it_skips_the_same_step_on_every_rank():
     np.testing.assert_array_equal(got["w"][[0, 2]], -expected["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["pmap", "shard_map"])
 def test_multi_steps_around_it_reduces_the_accumulated_gradients(way):
     world, grads = 2, gradients(2, 4)
@@ -302,6 +309,20 @@ def test_a_memory_is_split_also_over_the_explicit_axes_of_make_mesh(around):
     mean, state = jax.jit(step)(grads, state)
     assert np.abs(state.memory[0]["w"]).max() > 0
     np.testing.assert_allclose(mean["w"], grads["w"], atol=2.5)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_init_takes_a_mesh_of_either_kind_of_axes_in_jit_and_outside(kind):
+    kinds = (getattr(AxisType, kind), AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    tx = cgx_jax.sync_gradients("data", Quantize(2), memory=ErrorFeedback(), mesh=mesh)
+    like = {"w": jnp.zeros((40, 50))}
+    for init in (tx.init, jax.jit(tx.init)):
+        state = init(like)
+        memory = state.memory[0]["w"]
+        assert memory.shape == (4, 40, 50)
+        assert {s.data.shape for s in memory.addressable_shards} == {(1, 40, 50)}
+        assert state.step.sharding.is_fully_replicated
 
 
 def test_a_memory_is_split_over_the_ranks_and_all_else_is_not():

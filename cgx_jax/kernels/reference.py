@@ -223,7 +223,10 @@ def reduce(
             if lost:
                 error = (x - _decode_span(part, x.size, f)) * np.float32(divisor)
                 kept = lost[s.field]
-                lost[s.field] = kept.at[slice(*s.values)].set(error.astype(kept.dtype))
+                # Not .at[].set, whose empty index for a whole leaf jax 0.12 refuses under vmap.
+                lost[s.field] = lax.dynamic_update_slice(
+                    kept, error.astype(kept.dtype), (s.values[0],)
+                )
         # A chunk may be empty, and a constant does not vary over the mesh as the others do.
         axes = _compat.varying_axes(payload)
         return [_compat.vary_over(_concatenate(parts, layout.chunk_bytes), axes), *lost]

@@ -282,9 +282,14 @@ class Adaptive(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the optimizer state; JSON types alone."""
+        pending = None
+        if self._pending is not None:
+            due, measured = self._pending
+            pending = [due, [np.asarray(x.addressable_data(0)).tolist() for x in measured]]
         return {
             "leaves": [[x.path, list(x.shape), str(x.dtype)] for x in self._leaves or ()],
             "step": self._step,
+            "pending": pending,
             "widths": [dataclasses.asdict(w) for w in self._widths],
             "plans": [[dataclasses.asdict(w) for w in p] for p in self._plans],
             "history": [dataclasses.asdict(r) for r in self.history],
@@ -308,6 +313,9 @@ class Adaptive(Policy):
         self._plans = [tuple(Quantize(**w) for w in p) for p in state["plans"]]
         self.history = [Refresh.from_json(r) for r in state["history"]]
         self._saved = self._pending = None
+        if state["pending"] is not None:
+            due, measured = state["pending"]
+            self._pending = (due, Statistics(*(jnp.asarray(x, jnp.float32) for x in measured)))
 
 
 def _statistics_in(tree: Any) -> list[Statistics]:
