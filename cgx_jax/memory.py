@@ -37,7 +37,9 @@ class ErrorFeedback(Memory):
     """Adds to each gradient what the last step lost, times `decay` in (0, 1].
 
     With decay 1 nothing is lost: over any number of steps the sum of what the optimizer saw and
-    the sum of the gradients' means differ by the mean of the ranks' memories, no more. Source:
+    the sum of the gradients' means differ by the mean of the ranks' memories, no more. That helps
+    an optimizer that adds gradients up (SGD, momentum); Adam divides by their size, and there
+    feedback may cost more than it gives: docs/accuracy.md. Source:
     1-bit SGD (Seide et al., Interspeech 2014), EF-SGD (Karimireddy et al., ICML 2019); here the
     second encoding of the reduction is fed back as well.
     """

@@ -39,6 +39,9 @@ class Slot:
 
 
 def _path(path: Any) -> str:
+    # Flax NNX wraps each array; "kernel" is the leaf's name there as it is in Linen.
+    if path and getattr(path[-1], "name", None) == "value":
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

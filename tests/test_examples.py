@@ -54,12 +54,15 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
             "10_equinox.py",
             ("--steps", "20"),
             "the ranks' memories differ: True",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("equinox") is None,
-                reason="no equinox: pip install equinox runs this",
-            ),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("equinox") is None,
+                    reason="no equinox: pip install equinox runs this",
+                ),
+            ],
         ),
-        ("11_fsdp.py", ("--steps", "12"), "5.0 times fewer"),
+        pytest.param("11_fsdp.py", ("--steps", "12"), "5.0 times fewer", marks=pytest.mark.slow),
         pytest.param(
             "12_images.py",
             (),

@@ -123,8 +123,9 @@ def check_all_calls(values, leaves, world, rank, divisor):
     ):
         assert_same_bytes(got, expect, f"decode {k}, {what}")
     expect, lost = oracle.reduce(values, full, leaves, max(rank, 0), divisor, KEY, residuals)
-    got, _ = reduce(values, full, leaves, max(rank, 0), divisor)
-    assert_same_bytes(got, expect, f"reduce, {what}")
+    if world == 3 or rank < 0:  # without residuals too, over every width, dtype and rounding
+        got, _ = reduce(values, full, leaves, max(rank, 0), divisor)
+        assert_same_bytes(got, expect, f"reduce, {what}")
     got, filled = reduce(values, full, leaves, max(rank, 0), divisor, residuals=residuals)
     assert_same_bytes(got, expect, f"reduce with residual, {what}")
     for k, (a, b) in enumerate(zip(filled, lost, strict=True)):

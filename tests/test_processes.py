@@ -82,7 +82,7 @@ print("ok")
 
 @pytest.mark.parametrize(
     ("program", "world"),
-    [(SAME_BITS, 2), (SAME_BITS, 4), (ADAPTIVE, 2)],
+    [(SAME_BITS, 2), pytest.param(SAME_BITS, 4, marks=pytest.mark.slow), (ADAPTIVE, 2)],
     ids=["same bits, 2", "same bits, 4", "adaptive, 2"],
 )
 def test_processes_agree(program, world):

@@ -246,6 +246,7 @@ def forest():
     return pytest.importorskip("sklearn", reason='needs pip install "cgx-jax[bayesian]"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.9, 1.0, 4.0])
 def test_bayesian_is_within_the_error_and_under_every_uniform_width_that_is(alpha, forest):
     p = problem(12)

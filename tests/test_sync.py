@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -150,6 +150,7 @@ def test_one_biased_bit_is_refused_with_a_memory():
         run(with_memory(Quantize(1), 2), gradients(2, 1), 2)
 
 
+@pytest.mark.slow
 def test_decay_forgets():
     grads = gradients(2, 1)
     _, once = run(with_memory(Quantize(2), 2, ErrorFeedback(0.5)), grads, 2)
@@ -186,6 +187,7 @@ def test_momentum_correction_is_exact_momentum_where_nothing_is_lost():
             np.testing.assert_allclose(got[name][t], expected[name], atol=atol)
 
 
+@pytest.mark.slow
 def test_momentum_correction_loses_nothing_of_the_velocities():
     grads = gradients(4, 10)
     got, state = run(with_memory(Quantize(2), 4, MomentumCorrection(0.9)), grads, 4)
@@ -199,6 +201,7 @@ def test_momentum_correction_loses_nothing_of_the_velocities():
     np.testing.assert_allclose(velocity["w"], u, atol=1e-5 * np.abs(u).max())
 
 
+@pytest.mark.slow
 def test_chain_clips_the_mean_and_memory_keeps_what_compression_lost():
     grads = gradients(4, 5)
     chained = optax.chain(with_memory(Quantize(2), 4), optax.clip_by_global_norm(0.1))
@@ -216,6 +219,7 @@ def test_chain_clips_the_mean_and_memory_keeps_what_compression_lost():
         )
 
 
+@pytest.mark.slow
 def test_masked_reduces_each_half_its_own_way():
     grads = gradients(2, 2)
     mask = {"w": True, "v": False, "bias": False}
@@ -294,23 +298,6 @@ def test_init_inside_shard_map_and_outside_agree():
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim) or x.ndim == 0
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_memory_is_split_also_over_the_explicit_axes_of_make_mesh(around):
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    assert mesh.axis_types == (AxisType.Explicit,)
-    tx = cgx_jax.sync_gradients("data", Quantize(2), memory=ErrorFeedback(), mesh=mesh)
-    like = {"w": jnp.zeros((40, 50))}
-    state = around(tx.init)(like)
-    (memory,) = state.memory
-    assert memory["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
-    specs = cgx_jax.state_specs(state, "data")
-    step = jax.shard_map(tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
-    grads = {"w": jax.random.normal(jax.random.key(0), (40, 50))}
-    mean, state = jax.jit(step)(grads, state)
-    assert np.abs(state.memory[0]["w"]).max() > 0
-    np.testing.assert_allclose(mean["w"], grads["w"], atol=2.5)
-
-
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_init_takes_a_mesh_of_either_kind_of_axes_in_jit_and_outside(kind):
     kinds = (getattr(AxisType, kind), AxisType.Auto)
@@ -331,6 +318,7 @@ def test_a_memory_is_split_over_the_ranks_and_all_else_is_not():
     assert specs[0] == SyncState(P(), ({"w": P("data")},), ())
 
 
+@pytest.mark.slow
 def test_checkpoint_goes_on_as_if_nothing_had_happened_also_onto_another_plan(tmp_path):
     import orbax.checkpoint as ocp
 
