@@ -65,7 +65,7 @@ class Adaptive(Policy):
         runs: int = 8,
         decay: float = 0.9,
         hysteresis: float = 0.05,
-        max_plans: int = 4,
+        max_plans: int = 3,
         log: Path | str | None = None,
     ) -> None:
         self.solver = LeastBytes() if solver is None else solver
