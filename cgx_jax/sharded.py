@@ -6,6 +6,7 @@ row is a leaf by itself.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from typing import Any, ClassVar
@@ -103,7 +104,7 @@ def _one_compressor(name: str, compressor: Compressor | None) -> Compressor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Half:
+class _Half(abc.ABC):
     """What a call is traced from: static and hashable."""
 
     name: str
@@ -115,11 +116,13 @@ class _Half:
 
     sums: ClassVar[bool]
 
+    @abc.abstractmethod
     def exactly(self, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """What `lax` gives."""
 
+    @abc.abstractmethod
     def run(self, key: Any, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """The same from compressed payloads, by the exchange named."""
 
     def quantizer(self) -> Quantize:
         assert isinstance(self.compressor, Quantize)  # for a fused call; choose.resolve sees to it

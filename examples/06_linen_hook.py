@@ -9,7 +9,6 @@ Expected: the loss falls from about 5.6 to below 3.5 nats per byte, and the last
 import argparse
 from functools import partial
 
-import flax.linen as nn
 import jax
 import optax
 from jax.sharding import NamedSharding
@@ -17,20 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import corpus
+from linen_model import CONTEXT, NextByte
 from training import adamw
 
 WORLD = 8
-CONTEXT = 8
-
-
-class NextByte(nn.Module):
-    """The last 8 bytes, i32[batch, 8], to logits f32[batch, 256] of the next one."""
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(corpus.VOCABULARY, 32)(tokens).reshape(tokens.shape[0], -1)
-        x = nn.gelu(nn.Dense(256)(x))
-        return nn.Dense(corpus.VOCABULARY)(x)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ Expected: the loss falls from about 5.6 to below 3.3 nats per byte, and the last
 import argparse
 from functools import partial
 
-import flax.linen as nn
 import jax
 import optax
 from flax.training.train_state import TrainState
@@ -22,23 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import corpus
+from linen_model import CONTEXT, NextByte
 from training import adamw, ring_bytes
 
 WORLD = 8
-CONTEXT = 8
 RULES = cgx_jax.Rules(
     [cgx_jax.Rule(cgx_jax.Quantize(bits=8), path="embedding")], cgx_jax.Quantize(bits=2)
 )
-
-
-class NextByte(nn.Module):
-    """The last 8 bytes, i32[batch, 8], to logits f32[batch, 256] of the next one."""
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(corpus.VOCABULARY, 32)(tokens).reshape(tokens.shape[0], -1)
-        x = nn.gelu(nn.Dense(256)(x))
-        return nn.Dense(corpus.VOCABULARY)(x)
 
 
 def main() -> None:
