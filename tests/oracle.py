@@ -22,8 +22,9 @@ class Leaf:
     size: int
     bits: int = 4
     bucket_size: int = 512
-    stochastic: bool = False
+    rounding: int = 0  # nearest, stochastic, correlated
     stream: int = 0
+    rotation: bool = False
 
     def parts(self):
         """(first bucket, buckets, values in each): the full buckets, then the short one."""
@@ -66,8 +67,8 @@ def mix(x):
     return x ^ (x >> np.uint32(16))
 
 
-def noise(key, stream, bucket, n):
-    """fp32 in [0, 1): one row for each bucket number, one column for each value."""
+def random_bits(key, stream, bucket, n):
+    """uint32: one row for each bucket number, one column for each of n places."""
     u = np.uint32
     key, stream = np.array(key, u)[:, None], np.array([[stream]], u)
     bucket = np.asarray(bucket, np.uint64)[:, None]
@@ -79,24 +80,92 @@ def noise(key, stream, bucket, n):
     x = np.arange(n, dtype=u)[None] + s0
     x = (x ^ (x >> u(16))) * u(0x7FEB352D) + s1
     x = (x ^ (x >> u(15))) * u(0x846CA68B)
-    return ((x ^ (x >> u(16))) >> u(8)).astype(np.float32) * np.float32(2.0**-24)
+    return x ^ (x >> u(16))
 
 
-def encode_records(x, leaf, first, key):
-    """Records u8[k, bytes] of the buckets x[k, n], which are the leaf's `first` and following."""
+def noise(key, leaf, bucket, n, offset):
+    """fp32 in [0, 1): one row for each bucket number, one column for each value."""
+    bits = random_bits(key, leaf.stream, bucket, n)
+    u = (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    u += np.float32(offset if leaf.rounding == 2 else 0)
+    return np.where(u >= 1, u - np.float32(1), u)
+
+
+def columns(n):
+    return 4 * -(-n // 32)
+
+
+def turn(x, leaf, first, *, back=False):
+    """The buckets x[k, 8 m] of a leaf from number `first` on, rotated; or `back`."""
+    if not leaf.rotation:
+        return x
+    m = x.shape[1] // 8
+    block = max(c for c in (4, 8, 16, 32, 64) if m % c == 0)
+    stages = int(np.log2(8 * block))
+    scale = np.float32(2.0 ** -(stages - stages // 2 if back else stages // 2))
+    words = random_bits((0x726F7461, 0x74696F6E), leaf.stream, first + np.arange(len(x)), m)
+    signs = words[:, None] << np.arange(8, dtype=np.uint32)[:, None] & np.uint32(1 << 31)
+    x = x.astype(np.float32).reshape(-1, 8, m)
+    with np.errstate(all="ignore"):
+        if not back:
+            x = (x.view(np.uint32) ^ signs).view(np.float32) * scale
+        for axis, h in [(1, 4), (1, 2), (1, 1)][::-1] + [(2, 2**i) for i in range(stages - 3)]:
+            n = x.shape[axis] // (2 * h)
+            pairs = x.reshape(*x.shape[:axis], n, 2, h, *x.shape[axis + 1 :])
+            a, b = np.take(pairs, 0, axis + 1), np.take(pairs, 1, axis + 1)
+            x = np.stack([a + b, a - b], axis + 1).reshape(x.shape)
+        if back:
+            x = ((x * scale).view(np.uint32) ^ signs).view(np.float32)
+    return x.reshape(len(x), -1)
+
+
+NORMAL_RANGE = (0.7979, 1.4935, 2.0511, 2.5140, 2.9162, 3.2780, 3.6111, 3.9222)
+
+
+def clip(x, lo, hi, bits):
+    """Extremes of rotated buckets x[k, 8 m], within the best range for a normal distribution."""
+    largest = np.maximum(hi, -lo)
+    exponent = np.clip(largest.view(np.uint32) >> np.uint32(23), 1, 253).astype(np.uint32)
+    down = ((np.uint32(254) - exponent) << np.uint32(23)).view(np.float32)
+    up = (exponent << np.uint32(23)).view(np.float32)
+    m = x.shape[1] // 8
+    q = np.zeros((len(x), 8, -(-m // 64) * 64), np.float32)
+    q[:, :, :m] = np.square((x * down).reshape(-1, 8, m))
+    for _ in range(3):
+        q = q[:, ::2] + q[:, 1::2]
+    q = q.reshape(len(x), -1, 64)
+    for h in (32, 16, 8, 4, 2, 1):
+        q = q[:, :, :h] + q[:, :, h:]
+    total = np.zeros(len(x), np.float32)
+    for tile in range(q.shape[1]):
+        total = total + q[:, tile, 0]
+    rms = np.sqrt(total / np.float32(x.shape[1]))[:, None]
+    limit = np.float32(NORMAL_RANGE[bits - 1]) * rms * up
+    low, high = np.where(lo < -limit, -limit, lo), np.where(hi > limit, limit, hi)
+    return np.where(low < high, low, lo), np.where(low < high, high, hi)
+
+
+def encode_records(x, leaf, first, key, offset=0.0):
+    """Records u8[k, bytes] of the buckets x[k, n], which are the leaf's `first` and following.
+
+    Those of a rotated leaf are rotated already, with all 8 m values.
+    """
     x = x.astype(np.float32)
     (k, n), top = x.shape, np.float32(2**leaf.bits - 1)
     with np.errstate(all="ignore"):
-        lo = x.min(1, keepdims=True) + np.float32(0)
-        size = x.max(1, keepdims=True) - lo
+        lo, hi = x.min(1, keepdims=True), x.max(1, keepdims=True)
+        if leaf.rotation and leaf.rounding == 0:
+            lo, hi = clip(x, lo, hi, leaf.bits)
+        lo = lo + np.float32(0)
+        size = hi - lo
         good = np.isfinite(x).all(1, keepdims=True) & np.isfinite(size)
         unit = np.where(good & (size / top >= TINY), size / top, np.float32(0))
         lo = np.where(good, lo, QUIET_NAN)
         r = np.float32(0.5)
-        if leaf.stochastic:
-            r = noise(key, leaf.stream, first + np.arange(k), n)
-        level = np.minimum(np.trunc((x - lo) * (np.float32(1) / unit) + r), top)
-    m = 4 * -(-n // 32)
+        if leaf.rounding:
+            r = noise(key, leaf, first + np.arange(k), n, offset)
+        level = np.clip(np.trunc((x - lo) * (np.float32(1) / unit) + r), 0, top)
+    m = columns(n)
     codes = np.zeros((k, 8 * m), np.uint64)
     codes[:, :n] = np.where(unit > 0, level, 0)
     number = np.zeros((k, m), np.uint64)  # each column's 8 codes as one number of 8 * bits bits
@@ -117,19 +186,49 @@ def decode_records(records, n, bits):
         return lo + unit * np.concatenate(rows, 1)[:, :n].astype(np.float32)
 
 
-def encode_leaf(x, leaf, key):
-    out = [np.zeros(0, np.uint8)]
+def padded(leaf):
+    """Values that a leaf's codes stand for."""
+    return sum(count * (8 * columns(n) if leaf.rotation else n) for _, count, n in leaf.parts())
+
+
+def each_part(x, leaf, f):
+    """f(buckets [k, n], first) of the coded values of a leaf, joined."""
+    out, at = [], 0
     for first, count, n in leaf.parts():
-        buckets = x[first * leaf.bucket_size :][: count * n].reshape(count, n)
-        out.append(encode_records(buckets, leaf, first, key).reshape(-1))
-    return np.concatenate(out)
+        n = 8 * columns(n) if leaf.rotation else n
+        out.append(f(x[at : at + count * n].reshape(count, n), first).reshape(-1))
+        at += count * n
+    return np.concatenate(out) if out else np.zeros(0, x.dtype)
+
+
+def rotate(x, leaf):
+    """A leaf's values as they are coded: fp32, rotated where the leaf asks for it."""
+    x = x.astype(np.float32)
+    if not leaf.rotation:
+        return x
+    x = np.concatenate([x, np.zeros(padded(leaf) - leaf.size, np.float32)])
+    return each_part(x, leaf, lambda b, first: turn(b, leaf, first))
+
+
+def rotate_back(x, leaf):
+    if not leaf.rotation:
+        return x
+    x = each_part(x, leaf, lambda b, first: turn(b, leaf, first, back=True))
+    return clean(x[: leaf.size])
+
+
+def encode_leaf(x, leaf, key, offset):
+    data = each_part(x, leaf, lambda b, first: encode_records(b, leaf, first, key, offset))
+    return data.astype(np.uint8)
 
 
 def decode_leaf(data, leaf):
+    """The values that were coded, rotated or not."""
     out = [np.zeros(0, np.float32)]
     for first, count, n in leaf.parts():
         at, size = first * record_bytes(leaf.bucket_size, leaf.bits), record_bytes(n, leaf.bits)
         records = data[at : at + count * size].reshape(count, size)
+        n = 8 * columns(n) if leaf.rotation else n
         out.append(decode_records(records, n, leaf.bits).reshape(-1))
     return np.concatenate(out)
 
@@ -139,9 +238,13 @@ def decode_buffer(data, leaves):
     return [decode_leaf(data[a:b], leaf) for leaf, a, b in zip(leaves, at, at[1:], strict=False)]
 
 
-def encode_buffer(values, leaves, key):
-    parts = [encode_leaf(v, leaf, key) for v, leaf in zip(values, leaves, strict=True)]
+def encode_buffer(values, leaves, key, offset=0.0):
+    parts = [encode_leaf(v, leaf, key, offset) for v, leaf in zip(values, leaves, strict=True)]
     return np.concatenate([np.zeros(0, np.uint8), *parts])
+
+
+def rotate_all(values, leaves):
+    return [rotate(v, leaf) for v, leaf in zip(values, leaves, strict=True)]
 
 
 def narrow(x, dtype):
@@ -167,26 +270,32 @@ def in_chunk(leaves, begin, end):
 def encode(values, leaves, world, rank=-1, key=(0, 0)):
     """(payload u8[world, chunk_bytes], residuals): chunk `rank` is the caller's own."""
     begin, row = layout(leaves, world)
-    data = encode_buffer(values, leaves, key)
+    coded = rotate_all(values, leaves)
+    data = encode_buffer(coded, leaves, key, np.float32(max(rank, 0)) / np.float32(world))
     payload = np.zeros((world, row), np.uint8)
     for w in range(world):
         if w != rank:
             payload[w, : begin[w + 1] - begin[w]] = data[begin[w] : begin[w + 1]]
     own = in_chunk(leaves, begin[rank], begin[rank + 1]) if rank >= 0 else [False] * len(leaves)
     residuals = []
-    for x, y, mine in zip(values, decode_buffer(data, leaves), own, strict=True):
+    rows = zip(values, coded, decode_buffer(data, leaves), leaves, own, strict=True)
+    for x, c, y, leaf, mine in rows:
         with np.errstate(all="ignore"):
-            rest = clean(x.astype(np.float32) - y)
+            rest = rotate_back(clean(c - y), leaf)
         residuals.append(narrow(np.where(mine, np.float32(0), rest), x.dtype))
     return payload, residuals
 
 
-def add_peers(values, buffers, leaves, divisor):
-    totals = [v.astype(np.float32) for v in values]
+def add_peers(totals, buffers, leaves):
     with np.errstate(all="ignore"):
         for data in buffers:
             decoded = decode_buffer(data, leaves)
             totals = [t + d for t, d in zip(totals, decoded, strict=True)]
+        return totals
+
+
+def divide(totals, divisor):
+    with np.errstate(all="ignore"):
         return [t / np.float32(divisor) for t in totals]
 
 
@@ -203,15 +312,16 @@ def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=())
         data[own] = payload[peer, :used]
         if peer != rank:
             buffers.append(data)
-    totals = add_peers(values, buffers, leaves, divisor)
+    totals = divide(add_peers(rotate_all(values, leaves), buffers, leaves), divisor)
     out = np.zeros(row, np.uint8)
     data = encode_buffer(totals, leaves, key)
     out[:used] = data[own]
     filled = []
     mine = in_chunk(leaves, begin[rank], begin[rank + 1])
-    for e, t, y, here in zip(residuals, totals, decode_buffer(data, leaves), mine, strict=False):
+    rows = zip(residuals, totals, decode_buffer(data, leaves), leaves, mine, strict=False)
+    for e, t, y, leaf, here in rows:
         with np.errstate(all="ignore"):
-            lost = clean(clean(t - y) * np.float32(divisor))
+            lost = clean(rotate_back(clean(t - y), leaf) * np.float32(divisor))
         filled.append(np.where(here, narrow(lost, e.dtype), e))
     return out, filled
 
@@ -221,11 +331,28 @@ def decode(payload, leaves, dtypes):
     data = np.concatenate(
         [row[: b - a] for row, a, b in zip(payload, begin, begin[1:], strict=False)]
     )
-    return [narrow(y, t) for y, t in zip(decode_buffer(data, leaves), dtypes, strict=True)]
+    coded = decode_buffer(data, leaves)
+    return [
+        narrow(rotate_back(y, leaf), t) for y, leaf, t in zip(coded, leaves, dtypes, strict=True)
+    ]
 
 
 def accumulate(values, payload, leaves, rank=-1, divisor=1.0):
-    """(leaf + decoded payload of every peer but `rank`) / divisor, in the leaf's dtype."""
+    """(leaf + decoded payload of every peer but `rank`) / divisor, in the leaf's dtype.
+
+    What peers send of a rotated leaf is added up and rotated back before it meets the leaf.
+    """
     buffers = [row for peer, row in enumerate(payload) if peer != rank]
-    totals = add_peers(values, buffers, leaves, divisor)
+    own = [v.astype(np.float32) for v in values]
+    start = [
+        np.zeros(padded(leaf), np.float32) if leaf.rotation else x
+        for x, leaf in zip(own, leaves, strict=True)
+    ]
+    totals = add_peers(start, buffers, leaves)
+    with np.errstate(all="ignore"):
+        totals = [
+            x + rotate_back(t, leaf) if leaf.rotation else t
+            for x, t, leaf in zip(own, totals, leaves, strict=True)
+        ]
+    totals = divide(totals, divisor)
     return [narrow(clean(t), v.dtype) for t, v in zip(totals, values, strict=True)]

@@ -37,7 +37,7 @@ def attributes(leaves, world, **more):
     def column(name):
         return np.array([getattr(leaf, name) for leaf in leaves], np.int64)
 
-    names = ("bits", "bucket_size", "stochastic", "stream")
+    names = ("bits", "bucket_size", "rounding", "rotation", "stream")
     return {n: column(n) for n in names} | {"world": np.int64(world)} | more
 
 

@@ -36,7 +36,8 @@ Hello hello(const FusedSpec& spec, const Layout& layout, const Segments& segment
     plan.add(slot.size);
     plan.add(slot.bits);
     plan.add(slot.bucket_size);
-    plan.add(slot.stochastic);
+    plan.add(static_cast<int>(slot.rounding));
+    plan.add(slot.rotated);
     plan.add(slot.stream);
     plan.add(static_cast<int>(spec.dtypes[k]));
   }

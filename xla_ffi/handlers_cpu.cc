@@ -12,12 +12,12 @@ namespace {
 
 ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs args,
                   ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints bits,
-                  Ints bucket_size, Ints stochastic, Ints stream, int64_t world) {
+                  Ints bucket_size, Ints rounding, Ints rotation, Ints stream, int64_t world) {
   const char* const name = "cgx_encode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     CGX_TRY(check_encode(name, key, rank, args, *payload, rets,
-                         {bits, bucket_size, stochastic, stream, world}, &operands));
+                         {bits, bucket_size, rounding, rotation, stream, world}, &operands));
     CGX_TRY(check_ranks(name, rank, -1, world));
     const int64_t batch = operands.batch;
     const Layout layout = operands.layout();
@@ -43,13 +43,13 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
 
 ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
                   ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
-                  Ints bits, Ints bucket_size, Ints stochastic, Ints stream, int64_t world,
+                  Ints bits, Ints bucket_size, Ints rounding, Ints rotation, Ints stream, int64_t world,
                   float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets,
-                         {bits, bucket_size, stochastic, stream, world}, divisor, &operands));
+                         {bits, bucket_size, rounding, rotation, stream, world}, divisor, &operands));
     CGX_TRY(check_ranks(name, rank, 0, world));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
@@ -82,11 +82,11 @@ ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
 }
 
 ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingRets rets, Ints bits,
-                  Ints bucket_size, Ints stochastic, Ints stream, int64_t world) {
+                  Ints bucket_size, Ints rounding, Ints rotation, Ints stream, int64_t world) {
   const char* const name = "cgx_decode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_decode(name, payload, rets, {bits, bucket_size, stochastic, stream, world},
+    CGX_TRY(check_decode(name, payload, rets, {bits, bucket_size, rounding, rotation, stream, world},
                          &operands));
     const Layout layout = operands.layout();
     const auto to = operands.leaves.pointers(operands.batch);
@@ -104,14 +104,14 @@ ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingRets rets
 }
 
 ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::RemainingArgs args,
-                      ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints stochastic,
-                      Ints stream, int64_t world, float divisor) {
+                      ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints rounding,
+                      Ints rotation, Ints stream, int64_t world, float divisor) {
   const char* const name = "cgx_accumulate";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     int64_t peers = 0;
     CGX_TRY(check_accumulate(name, rank, payload, args, rets,
-                             {bits, bucket_size, stochastic, stream, world}, divisor, &operands,
+                             {bits, bucket_size, rounding, rotation, stream, world}, divisor, &operands,
                              &peers));
     CGX_TRY(check_ranks(name, rank, -1, peers));
     const Layout layout = operands.layout();

@@ -17,8 +17,11 @@ std::string check(const LeafSpec& leaf, size_t k) {
       leaf.bucket_size % kTailValues != 0) {
     return outside("bucket_size", k, leaf.bucket_size, "a multiple of 32 in [32, 2^30]");
   }
-  if (leaf.stochastic < 0 || leaf.stochastic > 1) {
-    return outside("stochastic", k, leaf.stochastic, "0 or 1");
+  if (leaf.rounding < 0 || leaf.rounding > 2) {
+    return outside("rounding", k, leaf.rounding, "0, 1 or 2");
+  }
+  if (leaf.rotation < 0 || leaf.rotation > 1) {
+    return outside("rotation", k, leaf.rotation, "0 or 1");
   }
   if (leaf.stream < 0 || leaf.stream > int64_t{UINT32_MAX}) {
     return outside("stream", k, leaf.stream, "in [0, 2^32)");
@@ -41,7 +44,8 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
     const Slot slot{leaf.size,
                     leaf.bucket_size,
                     static_cast<int32_t>(leaf.bits),
-                    leaf.stochastic != 0,
+                    static_cast<Rounding>(leaf.rounding),
+                    leaf.rotation != 0,
                     static_cast<uint32_t>(leaf.stream),
                     total};
     slots_.push_back(slot);

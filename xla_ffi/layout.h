@@ -19,8 +19,9 @@ struct LeafSpec {
   int64_t size;
   int64_t bits;
   int64_t bucket_size;
-  int64_t stochastic;  // 0 or 1
+  int64_t rounding;  // a Rounding
   int64_t stream;
+  int64_t rotation = 0;  // 0 or 1
 };
 
 // The arrays behind a Layout.

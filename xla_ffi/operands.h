@@ -126,7 +126,7 @@ inline ffi::Error same_leaves(const std::string& call, const Leaves& in, const L
 }
 
 struct LayoutAttributes {
-  Ints bits, bucket_size, stochastic, stream;
+  Ints bits, bucket_size, rounding, rotation, stream;
   int64_t world;
   int64_t rows = 1;  // how often the leaves follow one another
 };
@@ -138,7 +138,8 @@ inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
     Ints values;
   } lists[] = {{"bits", attributes.bits},
                {"bucket_size", attributes.bucket_size},
-               {"stochastic", attributes.stochastic},
+               {"rounding", attributes.rounding},
+               {"rotation", attributes.rotation},
                {"stream", attributes.stream}};
   for (const auto& list : lists) {
     if (list.values.size() != leaves.size.size()) {
@@ -150,7 +151,7 @@ inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
   for (int64_t row = 0; row < attributes.rows; ++row) {
     for (size_t k = 0; k < leaves.size.size(); ++k) {
       specs.push_back({leaves.size[k], attributes.bits[k], attributes.bucket_size[k],
-                       attributes.stochastic[k], attributes.stream[k]});
+                       attributes.rounding[k], attributes.stream[k], attributes.rotation[k]});
     }
   }
   const std::string error = layout->build(specs, attributes.world);
@@ -287,7 +288,8 @@ auto with_layout(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Attr<Ints>("bits")
       .template Attr<Ints>("bucket_size")
-      .template Attr<Ints>("stochastic")
+      .template Attr<Ints>("rounding")
+      .template Attr<Ints>("rotation")
       .template Attr<Ints>("stream")
       .template Attr<int64_t>("world");
 }

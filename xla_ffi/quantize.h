@@ -35,6 +35,15 @@ CGX_HD To bit_cast(From from) {
   return to;
 }
 
+// An IEEE square root, rounded once.
+CGX_HD float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
 constexpr float kSmallestUnit = 1.17549435e-38f;  // below it, units lose precision: send lo alone
 constexpr float kLargest = 3.40282347e+38f;
 constexpr uint32_t kQuietNan = 0x7fc00000u;
@@ -50,6 +59,39 @@ CGX_HD Meta make_meta(float min, float max, bool finite, int bits) {
   return {lo, unit < kSmallestUnit ? 0.0f : unit};
 }
 
+// Where the range of rotated values ends, in multiples of their root mean square: the even levels
+// of this many bits between -w and w have the least mean square error for a normal distribution.
+CGX_HD float normal_range(int bits) {
+  constexpr float kRange[kMaxBits + 1] = {0.0f,    0.7979f, 1.4935f, 2.0511f, 2.5140f,
+                                          2.9162f, 3.2780f, 3.6111f, 3.9222f};
+  return kRange[bits];
+}
+
+// A power of two that brings values of these extremes below 4, so that their squares add up without
+// overflow and without loss, and its inverse.
+struct Scaling {
+  float down, up;
+
+  CGX_HD Scaling(float min, float max) {
+    const float largest = max > -min ? max : -min;
+    const uint32_t bits = bit_cast<uint32_t>(largest) >> 23;
+    const uint32_t exponent = bits < 1 ? 1 : bits > 253 ? 253 : bits;
+    down = bit_cast<float>((254 - exponent) << 23);
+    up = bit_cast<float>(exponent << 23);
+  }
+};
+
+// The meta of a rotated bucket that is rounded to nearest: its extremes, clipped at normal_range
+// where that leaves a range. `squares` is the sum of the squares of its `values` values, scaled
+// down.
+CGX_HD Meta make_clipped_meta(float min, float max, bool finite, float squares, int64_t values,
+                              int bits) {
+  const float limit = normal_range(bits) * square_root(squares / (float)values) *
+                      Scaling(min, max).up;
+  const float lo = min < -limit ? -limit : min, hi = max > limit ? limit : max;
+  return finite && lo < hi ? make_meta(lo, hi, finite, bits) : make_meta(min, max, finite, bits);
+}
+
 CGX_HD float inverse_unit(Meta meta) { return meta.unit > 0.0f ? 1.0f / meta.unit : 0.0f; }
 
 // Nearest code. The largest value gives less than 2^bits: its error is 3 roundings of relative
@@ -57,6 +99,14 @@ CGX_HD float inverse_unit(Meta meta) { return meta.unit > 0.0f ? 1.0f / meta.uni
 template <typename F>
 CGX_HD typename Lanes<F>::U nearest_code(F x, float lo, float inverse) {
   return Lanes<F>::truncate((x - lo) * inverse + 0.5f);
+}
+
+// Nearest code of a value that may lie outside of the range.
+template <typename F>
+CGX_HD typename Lanes<F>::U clipped_code(F x, float lo, float inverse, int bits) {
+  const F top = F{} + (float)((1 << bits) - 1), level = (x - lo) * inverse + 0.5f;
+  const F above = level > 0.0f ? level : F{};
+  return Lanes<F>::truncate(above < top ? above : top);
 }
 
 // Code rounded up with the probability of the fraction; `noise` lies in [0, 1).
@@ -122,17 +172,63 @@ CGX_HD NoiseSeed noise_seed(const uint32_t key[2], uint32_t stream, uint64_t buc
   return {s0, mix((d + s0 * 0x85ebca6bu) ^ k_lo)};
 }
 
-// Noise in [0, 1) of the values with these indices in the bucket.
-template <typename F>
-CGX_HD F noise(typename Lanes<F>::U index, NoiseSeed seed) {
-  typename Lanes<F>::U x = index + seed.s0;
+// 32 random bits for each of these numbers.
+template <typename U>
+CGX_HD U random_bits(U number, NoiseSeed seed) {
+  U x = number + seed.s0;
   x ^= x >> 16;
   x *= 0x7feb352du;
   x += seed.s1;
   x ^= x >> 15;
   x *= 0x846ca68bu;
   x ^= x >> 16;
-  return Lanes<F>::to_float(x >> 8) * 5.9604644775390625e-08f;  // 2^-24
+  return x;
+}
+
+// Noise in [0, 1) of the values with these indices in the bucket. `offset`, in [0, 1), moves it
+// round: ranks with the same seed and evenly spaced offsets spread their noise evenly.
+template <typename F>
+CGX_HD F noise(typename Lanes<F>::U index, NoiseSeed seed, float offset) {
+  constexpr float kStep = 5.9604644775390625e-08f;  // 2^-24
+  const F u = Lanes<F>::to_float(random_bits(index, seed) >> 8) * kStep + offset;
+  return u >= 1.0f ? u - 1.0f : u;
+}
+
+// How far a rank's noise is moved. -1: no rank.
+CGX_HD float noise_offset(Rounding rounding, int64_t rank, int64_t world) {
+  return rounding == Rounding::kCorrelated && rank > 0 ? (float)rank / (float)world : 0.0f;
+}
+
+// The rotation of a bucket: random signs, then a Hadamard transform of blocks of 8 rows by
+// `columns` columns, the largest power of two up to 64 that divides the bucket's columns. The
+// transform is a power of two short of orthogonal, so each way has its own scale.
+struct Rotation {
+  static constexpr int kColumns = 64;
+  int columns;
+  float forward, inverse;
+  NoiseSeed seed;
+
+  CGX_HD Rotation(int64_t bucket_columns, uint32_t stream, uint64_t bucket) {
+    const uint32_t key[2] = {0x726f7461u, 0x74696f6eu};
+    seed = noise_seed(key, stream, bucket);
+    columns = 4;
+    while (columns < kColumns && bucket_columns % (2 * columns) == 0) columns *= 2;
+    int stages = 3;
+    for (int c = columns; c > 1; c /= 2) ++stages;
+    forward = bit_cast<float>((uint32_t)(127 - stages / 2) << 23);
+    inverse = bit_cast<float>((uint32_t)(127 - (stages - stages / 2)) << 23);
+  }
+  // The signs of row r are bit 31 of these numbers, one for each column, shifted left by r.
+  template <typename U>
+  CGX_HD U signs(U column) const {
+    return random_bits(column, seed);
+  }
+};
+
+// x with its sign changed where bit 31 of `sign` is set.
+template <typename F>
+CGX_HD F flip(F x, typename Lanes<F>::U sign) {
+  return bit_cast<F>(bit_cast<typename Lanes<F>::U>(x) ^ (sign & 0x80000000u));
 }
 
 // bf16 and f16 as bit patterns in the low half of 32-bit lanes. Widening is exact; narrowing rounds

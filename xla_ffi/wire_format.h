@@ -26,6 +26,12 @@ struct Meta {
 };
 static_assert(sizeof(Meta) == 8, "the wire format stores Meta as 8 bytes");
 
+enum class Rounding : uint8_t {
+  kNearest,
+  kStochastic,  // up with the probability of the fraction
+  kCorrelated,  // the same, with noise spread evenly over the ranks
+};
+
 // One encoded bucket: Meta, then `bits` planes of `columns()` bytes.
 struct Record {
   int64_t values;
@@ -44,7 +50,8 @@ struct Slot {
   int64_t size;
   int64_t bucket_size;
   int32_t bits;
-  bool stochastic;
+  Rounding rounding;
+  bool rotated;     // codes are those of the rotated bucket
   uint32_t stream;  // leaf number of the noise generator
   int64_t start;    // of the first record
 
