@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -189,13 +189,14 @@ def _all_reduce(
     if methods:  # a wrong call is refused whatever the profile says of it
         lossy = [plan.slots[i] for i in sorted(i for buffer in methods for i in buffer)]
         axes.check_varying(name, [(s.path, leaves[s.leaf]) for s in lossy])
-        seeds = _seeds(name, [s.compressor for s in lossy], key, axes)
+        compressors = {s.leaf: s.compressor for s in lossy}
+        seeds = _seeds(name, compressors.values(), key, axes)
         for buffer, method in buffers.items():
-            for part in _by_varying(buffer, leaves):
+            for part, shared in _calls(buffer, leaves, compressors):
                 codec = plan.codec(part, axes.world)
                 call = _AllReduce(name, codec, axes, mean, method, residual)
                 operands = tuple(jnp.asarray(leaves[i]) for i in part)
-                reduced, residuals = _reduce_buffer(call, seeds, operands)
+                reduced, residuals = _reduce_buffer(call, seeds[shared], operands)
                 for i, x in zip(part, reduced, strict=True):
                     out[i] = x
                 for i, x in zip(part if residual else (), residuals, strict=True):
@@ -203,20 +204,39 @@ def _all_reduce(
     return jax.tree.unflatten(treedef, out), lost
 
 
-def _by_varying(buffer: Sequence[int], leaves: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Splits a buffer so that leaves in one call vary over the same mesh axes."""
-    parts: dict[frozenset[str], list[int]] = {}
+def _calls(
+    buffer: Sequence[int], leaves: Sequence[Any], compressors: Mapping[int, Compressor]
+) -> list[tuple[tuple[int, ...], bool]]:
+    """Splits a buffer so that leaves in one call vary over the same mesh axes.
+
+    And so that ranks share the noise of all of them or of none; which of both comes along.
+    """
+    parts: dict[tuple[frozenset[str], bool], list[int]] = {}
     for i in buffer:
-        parts.setdefault(_compat.varying_axes(leaves[i]), []).append(i)
-    return [tuple(p) for p in parts.values()]
+        kind = _compat.varying_axes(leaves[i]), compressors[i].shares_noise
+        parts.setdefault(kind, []).append(i)
+    return [(tuple(part), shared) for (_, shared), part in parts.items()]
 
 
-def _seeds(name: str, compressors: Sequence[Compressor], key: Any, axes: Axes) -> tuple[Any, Any]:
-    """A seed for each phase. Ranks round independently: their errors then average out."""
+def _seeds(
+    name: str, compressors: Collection[Compressor], key: Any, axes: Axes
+) -> dict[bool, tuple[Any, Any]]:
+    """A seed for each phase, by whether ranks share their noise.
+
+    Those that do not round independently: their errors then average out.
+    """
     if not require_key(name, compressors, key):
-        return np.zeros(2, np.uint32), np.zeros(2, np.uint32)
-    own = jax.random.fold_in(key, axes.index())
-    return (
-        seed(jax.random.fold_in(own, _PHASE_ENCODE)),
-        seed(jax.random.fold_in(own, _PHASE_REDUCE)),
-    )
+        none = np.zeros(2, np.uint32), np.zeros(2, np.uint32)
+        return {False: none, True: none}
+    keys = {}
+    if any(not c.shares_noise for c in compressors):
+        keys[False] = jax.random.fold_in(key, axes.index())
+    if any(c.shares_noise for c in compressors):
+        keys[True] = key
+    return {
+        shared: (
+            seed(jax.random.fold_in(k, _PHASE_ENCODE)),
+            seed(jax.random.fold_in(k, _PHASE_REDUCE)),
+        )
+        for shared, k in keys.items()
+    }

@@ -13,6 +13,7 @@ WIRE_VERSION = 1
 META_BYTES = 8
 GROUP = 32  # codes are packed in groups of 32 values, so a bucket is a multiple of it
 MAX_BITS = 8
+ROUNDINGS = ("nearest", "stochastic", "correlated")  # by their number in a kernel call
 FUSION_BYTES = 64 << 20  # of uncompressed leaves in one fusion buffer
 
 
@@ -31,15 +32,17 @@ def leaf_bytes(size: int, bits: int, bucket_size: int) -> int:
 class Field:
     """One leaf's place in a fusion buffer, as the kernels see it.
 
-    `stream` numbers the leaf for the noise generator: it is the leaf's place in the user's
-    tree, so that fusion does not change a leaf's bytes.
+    `rounding` is one of ROUNDINGS. `stream` numbers the leaf for the noise generator and for the
+    signs of its rotation: it is the leaf's place in the user's tree, so that fusion does not change
+    a leaf's bytes.
     """
 
     size: int
     bits: int
     bucket_size: int
-    stochastic: bool
+    rounding: str
     stream: int
+    rotation: bool = False
 
     @property
     def bytes(self) -> int:
@@ -110,7 +113,8 @@ class Layout:
         return {
             "bits": [f.bits for f in self.fields],
             "bucket_size": [f.bucket_size for f in self.fields],
-            "stochastic": [int(f.stochastic) for f in self.fields],
+            "rounding": [ROUNDINGS.index(f.rounding) for f in self.fields],
+            "rotation": [int(f.rotation) for f in self.fields],
             "stream": [f.stream for f in self.fields],
         }
 

@@ -128,19 +128,13 @@ def clip(x, lo, hi, bits):
     exponent = np.clip(largest.view(np.uint32) >> np.uint32(23), 1, 253).astype(np.uint32)
     down = ((np.uint32(254) - exponent) << np.uint32(23)).view(np.float32)
     up = (exponent << np.uint32(23)).view(np.float32)
-    m = x.shape[1] // 8
-    q = np.zeros((len(x), 8, -(-m // 64) * 64), np.float32)
-    q[:, :, :m] = np.square((x * down).reshape(-1, 8, m))
+    q = np.square((x * down).reshape(len(x), 8, -1))
     for _ in range(3):
         q = q[:, ::2] + q[:, 1::2]
-    q = q.reshape(len(x), -1, 64)
-    for h in (32, 16, 8, 4, 2, 1):
-        q = q[:, :, :h] + q[:, :, h:]
-    total = np.zeros(len(x), np.float32)
-    for tile in range(q.shape[1]):
-        total = total + q[:, tile, 0]
-    rms = np.sqrt(total / np.float32(x.shape[1]))[:, None]
-    limit = np.float32(NORMAL_RANGE[bits - 1]) * rms * up
+    q = q[:, 0]
+    while q.shape[1] > 1:
+        q = q[:, : q.shape[1] // 2] + q[:, q.shape[1] // 2 :]
+    limit = np.float32(NORMAL_RANGE[bits - 1]) * np.sqrt(q / np.float32(x.shape[1])) * up
     low, high = np.where(lo < -limit, -limit, lo), np.where(hi > limit, limit, hi)
     return np.where(low < high, low, lo), np.where(low < high, high, hi)
 
@@ -154,7 +148,7 @@ def encode_records(x, leaf, first, key, offset=0.0):
     (k, n), top = x.shape, np.float32(2**leaf.bits - 1)
     with np.errstate(all="ignore"):
         lo, hi = x.min(1, keepdims=True), x.max(1, keepdims=True)
-        if leaf.rotation and leaf.rounding == 0:
+        if leaf.rotation and leaf.rounding == 0 and n in (32, 64, 128, 256, 512):
             lo, hi = clip(x, lo, hi, leaf.bits)
         lo = lo + np.float32(0)
         size = hi - lo

@@ -117,7 +117,7 @@ ALLOWED = {
     "installation": set(),
     "processes": set(),
     "exchange": {"wire", "_compat", "kernels", "exchange", "installation", "processes"},
-    "policy": {"wire", "axes", "compressors", "exchange", "policy", "processes"},
+    "policy": {"wire", "axes", "compressors", "exchange", "kernels", "policy", "processes"},
     "plan": {"wire", "codecs", "compressors", "exchange", "policy"},
     "collectives": {
         "_compat",

@@ -81,9 +81,9 @@ struct Scaling {
   }
 };
 
-// The meta of a rotated bucket that is rounded to nearest: its extremes, clipped at normal_range
-// where that leaves a range. `squares` is the sum of the squares of its `values` values, scaled
-// down.
+// The meta of a bucket that is rotated as one block and rounded to nearest: its extremes, clipped
+// at normal_range where that leaves a range. `squares` is the sum of the squares of its `values`
+// values, scaled down. Blocks of one bucket may differ in size too much to be clipped together.
 CGX_HD Meta make_clipped_meta(float min, float max, bool finite, float squares, int64_t values,
                               int bits) {
   const float limit =
@@ -218,6 +218,8 @@ struct Rotation {
     forward = bit_cast<float>((uint32_t)(127 - stages / 2) << 23);
     inverse = bit_cast<float>((uint32_t)(127 - (stages - stages / 2)) << 23);
   }
+  // Whether a bucket of these columns is one block.
+  CGX_HD bool whole(int64_t bucket_columns) const { return columns == bucket_columns; }
   // The signs of row r are bit 31 of these numbers, one for each column, shifted left by r.
   template <typename U>
   CGX_HD U signs(U column) const {

@@ -135,40 +135,36 @@ void write_rotated_back(float* x, Record record, const Rotation& rotation, float
   scale_into<Store>(x, record.values, factor, out);
 }
 
-// The sum of (x * factor)^2 over a bucket in whole columns, in the order of the wire format: rows,
-// then columns from afar, tile by tile.
-__attribute__((noinline)) float sum_squares(const float* x, int64_t columns, float factor) {
-  constexpr int kTile = Rotation::kColumns, kVectors = kTile / kLanes;
-  float total = 0.0f;
-  for (int64_t first = 0; first < columns; first += kTile) {
-    const float* from = x + first;
-    int64_t stride = columns;
-    float edge[kRows * kTile];
-    if (columns - first < kTile) {
-      memset(edge, 0, sizeof(edge));
-      for (int r = 0; r < kRows; ++r) {
-        memcpy(edge + r * kTile, from + r * columns, (columns - first) * sizeof(float));
-      }
-      from = edge, stride = kTile;
+// The sum of (x * factor)^2 over a bucket that is one block, in the order of the wire format: rows,
+// then columns from afar.
+__attribute__((noinline)) float sum_squares(const float* x, int columns, float factor) {
+  constexpr int kVectors = Rotation::kColumns / kLanes;
+  float edge[kRows * Rotation::kColumns];
+  int64_t stride = columns;
+  if (columns < Rotation::kColumns) {
+    stride = Rotation::kColumns;
+    memset(edge, 0, sizeof(edge));
+    for (int r = 0; r < kRows; ++r) {
+      memcpy(edge + r * stride, x + r * columns, columns * sizeof(float));
     }
-    F32 column[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      F32 row[kRows];
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        row[r] = load<F32>(from + r * stride + v * kLanes) * factor;
-        row[r] *= row[r];
-      }
-      column[v] = ((row[0] + row[1]) + (row[2] + row[3])) + ((row[4] + row[5]) + (row[6] + row[7]));
-    }
-#pragma GCC unroll 4
-    for (int h = kVectors / 2; h > 0; h /= 2) {
-#pragma GCC unroll 8
-      for (int v = 0; v < h; ++v) column[v] += column[v + h];
-    }
-    total += across<Add>(column[0]);
+    x = edge;
   }
-  return total;
+  F32 column[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    F32 row[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      row[r] = load<F32>(x + r * stride + v * kLanes) * factor;
+      row[r] *= row[r];
+    }
+    column[v] = ((row[0] + row[1]) + (row[2] + row[3])) + ((row[4] + row[5]) + (row[6] + row[7]));
+  }
+#pragma GCC unroll 4
+  for (int h = kVectors / 2; h > 0; h /= 2) {
+#pragma GCC unroll 8
+    for (int v = 0; v < h; ++v) column[v] += column[v + h];
+  }
+  return across<Add>(column[0]);
 }
 
 // (x + y) / divisor.

@@ -26,13 +26,18 @@ def uniform(
     memory: Memory | None = None,
     bucket_size: int = 512,
     rounding: str = "nearest",
+    rotation: bool = False,
     takes_momentum: bool = False,
 ) -> Configuration:
-    return Configuration(lambda _: Quantize(bits, bucket_size, rounding), memory, takes_momentum)
+    compressor = Quantize(bits, bucket_size, rounding, rotation)
+    return Configuration(lambda _: compressor, memory, takes_momentum)
 
 
 def adaptive(
-    solver: cgx_jax.policy.solvers.Solver, start_bits: int, memory: Memory | None = None
+    solver: cgx_jax.policy.solvers.Solver,
+    start_bits: int,
+    memory: Memory | None = None,
+    rotation: bool = False,
 ) -> Configuration:
     """Adaptive with its defaults, but for times in proportion to the run's length.
 
@@ -41,8 +46,15 @@ def adaptive(
     """
 
     def policy(steps: int) -> Adaptive:
-        start = Uniform(Quantize(start_bits))
-        return Adaptive(solver, base=start, warmup=steps // 10, every=steps // 2, sample_every=5)
+        widths = tuple(Quantize(bits, rotation=rotation) for bits in range(1 + (not rotation), 9))
+        return Adaptive(
+            solver,
+            base=Uniform(Quantize(start_bits, rotation=rotation)),
+            candidates=widths,
+            warmup=steps // 10,
+            every=steps // 2,
+            sample_every=5,
+        )
 
     return Configuration(policy, memory)
 
@@ -67,5 +79,14 @@ CONFIGURATIONS = {
     "LeastBytes(1), feedback": adaptive(LeastBytes(alpha=1.0), 4, FEEDBACK),
     "LeastError(3.2)": adaptive(LeastError(3.2), 3),
     "LeastError(2.6)": adaptive(LeastError(2.6), 3),
+    "4 bits, rotated": uniform(4, rotation=True),
+    "3 bits, rotated": uniform(3, rotation=True),
+    "2 bits, rotated": uniform(2, rotation=True),
+    "2 bits, rotated, feedback": uniform(2, FEEDBACK, rotation=True),
+    "LeastBytes(1) of 3 bits, rotated": adaptive(
+        LeastBytes(alpha=1.0, uniform_bits=3), 3, rotation=True
+    ),
+    "LeastError(3.2), rotated": adaptive(LeastError(3.2), 3, rotation=True),
+    "LeastError(2.6), rotated": adaptive(LeastError(2.6), 3, rotation=True),
     "2 bits, momentum correction": uniform(2, cgx_jax.MomentumCorrection(0.9), takes_momentum=True),
 }

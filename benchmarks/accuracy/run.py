@@ -30,9 +30,8 @@ from tasks import TASKS, Task
 
 import cgx_jax
 import measure
-from cgx_jax import Adaptive, Plan, Quantize
+from cgx_jax import Adaptive, Plan
 from cgx_jax.policy import statistics
-from cgx_jax.policy.adaptive import CANDIDATES
 from cgx_jax.policy.decide import Subject
 from cgx_jax.policy.statistics import Statistics
 
@@ -137,11 +136,13 @@ class Trainer:
     def _look(self, params: Any, state: Any) -> tuple[list[float], int]:
         """Bytes and squared error of the plan over those of 4 bits everywhere; calls so far.
 
-        The error is by the statistics that the training holds.
+        The error is by the statistics that the training holds, 4 bits are rotated where the plan's
+        are.
         """
         slots = [s for s in self._plan(params).slots if not s.compressor.lossless]
-        four = Quantize(4)
-        subject = Subject(tuple(s.path for s in slots), tuple(s.size for s in slots), CANDIDATES)
+        candidates = self.policy.sampler.candidates
+        four = next(c for c in candidates if c.bits == 4)
+        subject = Subject(tuple(s.path for s in slots), tuple(s.size for s in slots), candidates)
         leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Statistics))
         measured = next(x for x in leaves if isinstance(x, Statistics))
         averages = statistics.mean(jax.device_get(measured))

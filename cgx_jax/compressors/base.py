@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -41,6 +41,11 @@ class Compressor(abc.ABC):
         """Whether `encode` needs a key."""
         return False
 
+    @property
+    def shares_noise(self) -> bool:
+        """Whether ranks take their noise from one source, each another part, instead of apart."""
+        return False
+
     @abc.abstractmethod
     def supports(self, dtype: Any) -> bool:
         """Whether values of `dtype` can be encoded; others are reduced exactly."""
@@ -76,12 +81,12 @@ class Compressor(abc.ABC):
         """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""
 
 
-def require_key(caller: str, compressors: Sequence[Compressor], key: Any) -> bool:
+def require_key(caller: str, compressors: Collection[Compressor], key: Any) -> bool:
     """Whether any compressor needs randomness; raises ValueError when there is none to give."""
     needy = [c for c in compressors if c.needs_key]
     if needy and key is None:
         raise ValueError(
-            f"{caller}: {needy[0]} rounds stochastically and key is None; pass "
+            f"{caller}: {needy[0]} rounds at random and key is None; pass "
             "key=jax.random.key(n), the same on every rank and another one every step."
         )
     return bool(needy)

@@ -1,13 +1,16 @@
 """The codec in plain jnp: the fallback for any platform, and readable.
 
-The format is that of `docs/wire_format.md`. XLA may contract a*b+c into one rounding, so a level
-that falls on a tie can differ by one from the native kernels; everything else is equal.
+The format is that of `docs/wire_format.md`. XLA may contract a*b+c into one rounding and adds in an
+order of its own, so a level that falls on a tie can differ by one from the native kernels, and
+rotated values and ranges in their last bits; everything else is equal.
 Functions take one fusion buffer without a batch dimension; leaves are one-dimensional.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,16 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.wire import Field, Layout, Span, record_bytes, spans
+from cgx_jax.wire import GROUP, Field, Layout, Span, record_bytes, spans
 
 _MIN_NORMAL = np.float32(np.finfo(np.float32).tiny)
 _U32 = jnp.uint32
+_ROTATION_KEY = (np.uint32(0x726F7461), np.uint32(0x74696F6E))
+# By width: even levels between these multiples of the root mean square have the least mean square
+# error for normal values.
+NORMAL_RANGE = np.array(
+    [0, 0.7979, 1.4935, 2.0511, 2.5140, 2.9162, 3.2780, 3.6111, 3.9222], np.float32
+)
 
 
 def _mix(x: jax.Array) -> jax.Array:
@@ -27,8 +36,10 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _noise(key: jax.Array, stream: int, first_bucket: int, buckets: int, width: int) -> jax.Array:
-    """Uniform numbers in [0, 1), shape [buckets, width]: a function of key and place alone."""
+def _random_bits(
+    key: Sequence[Any] | jax.Array, stream: int, first_bucket: int, buckets: int, width: int
+) -> jax.Array:
+    """uint32[buckets, width]: a function of key and place alone."""
     index = first_bucket + np.arange(buckets, dtype=np.int64)
     low = jnp.asarray((index & 0xFFFFFFFF).astype(np.uint32))
     high = jnp.asarray((index >> 32).astype(np.uint32))
@@ -39,7 +50,66 @@ def _noise(key: jax.Array, stream: int, first_bucket: int, buckets: int, width: 
     x = jnp.arange(width, dtype=jnp.uint32) + s0[:, None]
     x = (x ^ (x >> 16)) * _U32(0x7FEB352D) + s1[:, None]
     x = (x ^ (x >> 15)) * _U32(0x846CA68B)
-    return ((x ^ (x >> 16)) >> 8).astype(jnp.float32) * np.float32(2**-24)
+    return x ^ (x >> 16)
+
+
+def _noise(key: jax.Array, f: Field, first_bucket: int, buckets: int, width: int) -> jax.Array:
+    """Uniform numbers in [0, 1), shape [buckets, width]."""
+    bits = _random_bits(key, f.stream, first_bucket, buckets, width)
+    return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
+
+
+def _hadamard(n: int) -> np.ndarray:
+    i = np.arange(n)
+    return (1.0 - 2 * (np.bitwise_count(i[:, None] & i) % 2)).astype(np.float32)
+
+
+def _rotation_stages(n: int) -> int:
+    """Of butterflies, for buckets of n values: the base-2 logarithm of a block's values."""
+    columns = next(c for c in (64, 32, 16, 8, 4) if n // 8 % c == 0)
+    return 3 + columns.bit_length() - 1
+
+
+def one_block(n: int) -> bool:
+    """Whether a rotation mixes all n values of a bucket, which may then be clipped together."""
+    return 1 << _rotation_stages(n) == n
+
+
+def squares_turned_back(n: int) -> float:
+    """What turning back multiplies squares with: the scales of the two ways are powers of two."""
+    return 0.5 ** (_rotation_stages(n) % 2)
+
+
+def rotate(x: jax.Array, stream: int, first_bucket: int, *, back: bool = False) -> jax.Array:
+    """f32[k, n] buckets in whole columns, n a multiple of 32, rotated or turned back."""
+    k, n = x.shape
+    stages = _rotation_stages(n)
+    words = _random_bits(_ROTATION_KEY, stream, first_bucket, k, n // 8)
+    shift = jnp.arange(8, dtype=jnp.uint32)[:, None]
+    sign = jnp.where((words[:, None] << shift) >> 31, np.float32(-1), np.float32(1))
+    y = x.reshape(k, 8, n // 8)
+    if not back:
+        y = y * (sign * np.float32(2.0 ** -(stages // 2)))
+    # As two small products, which compile in a fraction of the time that the butterflies take.
+    columns = (1 << stages) // 8
+    blocks = y.reshape(k, 8, -1, columns)
+    exactly = lax.Precision.HIGHEST
+    y = jnp.einsum("krbc,cd->krbd", blocks, _hadamard(columns), precision=exactly)
+    y = jnp.einsum("krbd,rs->ksbd", y, _hadamard(8), precision=exactly).reshape(k, 8, n // 8)
+    if back:
+        y = y * (sign * np.float32(2.0 ** -(stages - stages // 2)))
+    return y.reshape(k, n)
+
+
+def normal_limits(x: jax.Array, bits: Any) -> jax.Array:
+    """Where the range of rotated buckets x[k, n] ends, [k]: the best for normal values.
+
+    `bits` is one width, or one for each bucket.
+    """
+    largest = jnp.abs(x).max(axis=1, keepdims=True)
+    scale = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
+    rms = jnp.sqrt(jnp.square(x / scale).mean(axis=1)) * scale[:, 0]
+    return jnp.asarray(NORMAL_RANGE)[bits] * rms
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
@@ -72,20 +142,32 @@ def _unpack(planes: jax.Array, bits: int) -> jax.Array:
     return jnp.concatenate(rows, axis=1)
 
 
-def _encode_buckets(x: jax.Array, f: Field, first_bucket: int, key: jax.Array) -> jax.Array:
-    """f32[k, n] -> u8[k, record]: whole buckets of the same length."""
+def _encode_buckets(
+    x: jax.Array, f: Field, first_bucket: int, key: jax.Array, offset: Any
+) -> jax.Array:
+    """f32[k, n] -> u8[k, record]: whole buckets of the same length, as they are coded."""
     k, n = x.shape
     padded = (record_bytes(n, f.bits) - 8) // f.bits * 8
     levels = np.float32(2**f.bits - 1)
     low, high = x.min(axis=1) + np.float32(0), x.max(axis=1)
+    if f.rotation and f.rounding == "nearest" and one_block(n):
+        limit = normal_limits(x, f.bits)
+        clipped = jnp.maximum(low, -limit), jnp.minimum(high, limit)
+        useful = clipped[0] < clipped[1]
+        low, high = jnp.where(useful, clipped[0], low), jnp.where(useful, clipped[1], high)
     unit = (high - low) / levels
     finite = jnp.isfinite(x).all(axis=1) & jnp.isfinite(high - low)
     spread = finite & (unit >= _MIN_NORMAL)
     unit = jnp.where(spread, unit, 0)
     low = jnp.where(finite, low, np.float32(np.nan))
     inverse = jnp.where(spread, 1 / jnp.where(spread, unit, 1), 0)
-    r = _noise(key, f.stream, first_bucket, k, n) if f.stochastic else np.float32(0.5)
-    level = jnp.minimum(jnp.floor((x - low[:, None]) * inverse[:, None] + r), levels)
+    r: Any = np.float32(0.5)
+    if f.rounding != "nearest":
+        r = _noise(key, f, first_bucket, k, n)
+    if f.rounding == "correlated":
+        r = r + offset
+        r = jnp.where(r >= 1, r - 1, r)
+    level = jnp.clip(jnp.floor((x - low[:, None]) * inverse[:, None] + r), 0, levels)
     codes = jnp.where(spread[:, None], level, 0).astype(jnp.uint8)
     codes = jnp.pad(codes, ((0, 0), (0, padded - n)))
     meta = lax.bitcast_convert_type(jnp.stack([low, unit], axis=1), jnp.uint8).reshape(k, 8)
@@ -93,27 +175,59 @@ def _encode_buckets(x: jax.Array, f: Field, first_bucket: int, key: jax.Array) -
 
 
 def _decode_buckets(records: jax.Array, n: int, f: Field) -> jax.Array:
-    """u8[k, record] -> f32[k, n]."""
+    """u8[k, record] -> f32[k, n], as they were coded."""
     meta = lax.bitcast_convert_type(records[:, :8].reshape(-1, 2, 4), jnp.float32)
     codes = _unpack(records[:, 8:], f.bits)[:, :n].astype(jnp.float32)
     return meta[:, :1] + meta[:, 1:] * codes
 
 
-def _encode_span(x: jax.Array, f: Field, first_bucket: int, key: jax.Array) -> jax.Array:
-    """f32[n] starting at a bucket of leaf `f` -> its records, u8[bytes]."""
+def _each_length(
+    x: jax.Array, f: Field, first_bucket: int, of: Callable[[jax.Array, int], jax.Array]
+) -> list[jax.Array]:
+    """of(buckets [k, n], number of the first), flat: the full buckets, and the shorter last one."""
     full, tail = divmod(x.size, f.bucket_size)
     cut = full * f.bucket_size
     parts = []
     if full:
-        whole = x[:cut].reshape(full, f.bucket_size)
-        parts.append(_encode_buckets(whole, f, first_bucket, key).reshape(-1))
+        parts.append(of(x[:cut].reshape(full, f.bucket_size), first_bucket).reshape(-1))
     if tail:
-        parts.append(_encode_buckets(x[None, cut:], f, first_bucket + full, key).reshape(-1))
+        parts.append(of(x[None, cut:], first_bucket + full).reshape(-1))
+    return parts
+
+
+def _code(x: jax.Array, f: Field, first_bucket: int) -> jax.Array:
+    """f32[n] starting at a bucket of leaf `f`, as it is coded: rotated buckets are filled up."""
+    if not f.rotation or not x.size:
+        return x
+    filled = jnp.pad(x, (0, -x.size % GROUP))
+    return jnp.concatenate(
+        _each_length(filled, f, first_bucket, lambda b, first: rotate(b, f.stream, first))
+    )
+
+
+def _uncode(x: jax.Array, n: int, f: Field, first_bucket: int) -> jax.Array:
+    """The inverse of `_code`, f32[n]."""
+    if not f.rotation or not n:
+        return x
+    turn = functools.partial(rotate, back=True)
+    return jnp.concatenate(
+        _each_length(x, f, first_bucket, lambda b, first: turn(b, f.stream, first))
+    )[:n]
+
+
+def _encode_span(
+    x: jax.Array, f: Field, first_bucket: int, key: jax.Array, offset: Any = 0
+) -> jax.Array:
+    """f32[n] starting at a bucket of leaf `f`, as it is coded -> its records, u8[bytes]."""
+    parts = _each_length(
+        x, f, first_bucket, lambda b, first: _encode_buckets(b, f, first, key, offset)
+    )
     return jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.uint8)
 
 
 def _decode_span(payload: jax.Array, n: int, f: Field) -> jax.Array:
-    """Records, u8[bytes] -> f32[n]."""
+    """Records of n values, u8[bytes] -> as they were coded, f32[n] or more of rotated ones."""
+    n += -n % GROUP if f.rotation else 0
     full, tail = divmod(n, f.bucket_size)
     cut = full * f.record
     parts = []
@@ -150,6 +264,10 @@ def _decode_stream(stream: jax.Array, layout: Layout) -> list[jax.Array]:
     ]
 
 
+def _uncode_all(coded: Sequence[jax.Array], layout: Layout) -> list[jax.Array]:
+    return [_uncode(x, f.size, f, 0) for x, f in zip(coded, layout.fields, strict=True)]
+
+
 def encode(
     key: jax.Array, rank: jax.Array, *leaves: jax.Array, layout: Layout, residual: bool
 ) -> list[jax.Array]:
@@ -157,20 +275,24 @@ def encode(
 
     The row of the caller's own `rank` is zeros and its residual 0; rank -1 owns nothing.
     """
-    values = [x.astype(jnp.float32) for x in leaves]
-    parts = [_encode_span(x, f, 0, key) for x, f in zip(values, layout.fields, strict=True)]
+    values = [
+        _code(x.astype(jnp.float32), f, 0) for x, f in zip(leaves, layout.fields, strict=True)
+    ]
+    offset = jnp.maximum(rank, 0).astype(jnp.float32) / np.float32(layout.world)
+    parts = [_encode_span(x, f, 0, key, offset) for x, f in zip(values, layout.fields, strict=True)]
     rows = _rows(_concatenate(parts, layout.total_bytes), layout)
     mine = jnp.arange(layout.world) == rank
     out = [jnp.where(mine[:, None], jnp.uint8(0), rows)]
     if residual:
         decoded = _decode_stream(_stream(rows, layout), layout)
-        for i, (x, y, leaf) in enumerate(zip(values, decoded, leaves, strict=True)):
+        lost = [x - y for x, y in zip(values, decoded, strict=True)]
+        for i, (x, leaf) in enumerate(zip(_uncode_all(lost, layout), leaves, strict=True)):
             own = jnp.zeros(x.shape, bool)
             for w in range(layout.world):
                 for s in spans(layout, w):
                     if s.field == i:
                         own = own.at[s.values[0] : s.values[1]].set(mine[w])
-            out.append(jnp.where(own, 0, x - y).astype(leaf.dtype))
+            out.append(jnp.where(own, 0, x).astype(leaf.dtype))
     return out
 
 
@@ -181,7 +303,7 @@ def _accumulate_spans(
     pieces: Sequence[tuple[Span, Field]],
     divisor: float,
 ) -> list[jax.Array]:
-    """Own values plus every other rank's decoded payload, in rank order; then the division."""
+    """Coded values plus every other rank's decoded payload, in rank order; then the division."""
     out, start = [], 0
     for x, (span, f) in zip(values, pieces, strict=True):
         n = span.values[1] - span.values[0]
@@ -213,7 +335,10 @@ def reduce(
 
     def own(chunk: int) -> list[jax.Array]:
         pieces = [(s, layout.fields[s.field]) for s in spans(layout, chunk)]
-        mine = [leaves[s.field][s.values[0] : s.values[1]].astype(jnp.float32) for s, _ in pieces]
+        mine = [
+            _code(leaves[s.field][slice(*s.values)].astype(jnp.float32), f, s.first_bucket)
+            for s, f in pieces
+        ]
         total = _accumulate_spans(rank, payload, mine, pieces, divisor)
         parts = [
             _encode_span(x, f, s.first_bucket, key) for x, (s, f) in zip(total, pieces, strict=True)
@@ -221,7 +346,9 @@ def reduce(
         lost = list(residuals)
         for x, part, (s, f) in zip(total, parts, pieces, strict=True):
             if lost:
-                error = (x - _decode_span(part, x.size, f)) * np.float32(divisor)
+                error = x - _decode_span(part, x.size, f)
+                n = s.values[1] - s.values[0]
+                error = _uncode(error, n, f, s.first_bucket) * np.float32(divisor)
                 kept = lost[s.field]
                 # Not .at[].set, whose empty index for a whole leaf jax 0.12 refuses under vmap.
                 lost[s.field] = lax.dynamic_update_slice(
@@ -237,7 +364,7 @@ def reduce(
 
 def decode(payload: jax.Array, *, layout: Layout, dtypes: Sequence[np.dtype]) -> list[jax.Array]:
     """u8[world, chunk_bytes] -> leaves, f32[size] rounded to their dtypes."""
-    decoded = _decode_stream(_stream(payload, layout), layout)
+    decoded = _uncode_all(_decode_stream(_stream(payload, layout), layout), layout)
     return [x.astype(t) for x, t in zip(decoded, dtypes, strict=True)]
 
 
@@ -247,5 +374,15 @@ def accumulate(
     """Leaves plus the other ranks' payloads u8[peers, total_bytes], divided; same dtypes."""
     pieces = [(s, layout.fields[s.field]) for s in spans(layout, 0)]
     values = [leaves[s.field].astype(jnp.float32) for s, _ in pieces]
-    summed = iter(_accumulate_spans(rank, payload, values, pieces, divisor))
+    # What the peers sent of a rotated leaf is added up as it came and turned back once.
+    start = [
+        jnp.zeros_like(_code(x, f, 0)) if f.rotation else x
+        for x, (_, f) in zip(values, pieces, strict=True)
+    ]
+    sums = []
+    totals = _accumulate_spans(rank, payload, start, pieces, 1)
+    for x, total, (_, f) in zip(values, totals, pieces, strict=True):
+        full = x + _uncode(total, f.size, f, 0) if f.rotation else total
+        sums.append(full if divisor == 1 else full / np.float32(divisor))
+    summed = iter(sums)
     return [next(summed).astype(x.dtype) if x.size else x for x in leaves]

@@ -14,6 +14,7 @@ from jax import lax
 
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Quantize
+from cgx_jax.kernels import reference
 
 
 class Statistics(NamedTuple):
@@ -126,26 +127,37 @@ def squared_errors(
     """Sums of squared errors of the first `filled` values of each row, fp32[rows, candidates].
 
     `rows` are fp32[rows, length] of whole buckets, or of one short leaf and copies of its last
-    value. Stochastic rounding gives the expectation.
+    value. Stochastic rounding gives the expectation. Signs of a rotation are others than those that
+    the leaf is sent with, which says as much.
     """
     runs, length = rows.shape
     here = np.arange(length) < np.asarray(filled)[:, None]
     columns: list[Any] = [None] * len(candidates)
-    for size, unbiased in {(c.bucket_size, c.unbiased) for c in candidates}:
-        own = [
-            i for i, c in enumerate(candidates) if (c.bucket_size, c.unbiased) == (size, unbiased)
-        ]
-        levels = np.array([2 ** candidates[i].bits - 1 for i in own], np.float32)
-        buckets = rows.reshape(runs, length // size, size, 1)
-        low = buckets.min(axis=2, keepdims=True)
-        unit = (buckets.max(axis=2, keepdims=True) - low) / levels
-        level = (buckets - low) / jnp.where(unit > 0, unit, 1)
-        below = level - jnp.floor(level)
-        above = 1 - below
-        moved = below * above if unbiased else jnp.square(jnp.minimum(below, above))
-        counted = jnp.where(here.reshape(buckets.shape), moved * jnp.square(unit), 0)
-        for i, error in zip(own, counted.sum(axis=(1, 2)).T, strict=True):
-            columns[i] = error
+    kinds = [(c.bucket_size, c.unbiased, c.rotation) for c in candidates]
+    for size, unbiased, rotation in dict.fromkeys(kinds):
+        own = [i for i, kind in enumerate(kinds) if kind == (size, unbiased, rotation)]
+        bits = np.array([candidates[i].bits for i in own])
+        levels = (2.0**bits - 1).astype(np.float32)
+        values = jnp.where(here, rows, 0) if rotation else rows
+        buckets = values.reshape(-1, size)
+        if rotation:
+            buckets = reference.rotate(buckets, 0, 0)
+        low, high = buckets.min(axis=1)[:, None], buckets.max(axis=1)[:, None]  # [buckets, own]
+        if rotation and not unbiased and reference.one_block(size):
+            limits = jax.vmap(reference.normal_limits, (None, 0), 1)(buckets, bits)
+            low, high = jnp.maximum(low, -limits), jnp.minimum(high, limits)
+        unit = ((high - low) / levels)[:, None]  # [buckets, 1, own]
+        level = (buckets[:, :, None] - low[:, None]) / jnp.where(unit > 0, unit, 1)
+        nearest = jnp.clip(jnp.floor(level + 0.5), 0, levels)
+        up = level - jnp.floor(level)
+        moved = up * (1 - up) if unbiased else jnp.square(level - nearest)
+        error = (moved * jnp.square(unit)).reshape(runs, length, len(own))
+        if rotation:  # of all that is sent; turned back, squares have another scale
+            error = error * reference.squares_turned_back(size)
+        else:
+            error = jnp.where(here[..., None], error, 0)
+        for i, sums in zip(own, error.sum(axis=1).T, strict=True):
+            columns[i] = sums
     return jnp.stack(columns, axis=1)
 
 
