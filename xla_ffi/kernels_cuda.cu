@@ -86,13 +86,21 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
       }
       return;
     }
-    const NoiseSeed seed = kStochastic ? noise_seed(args.key + piece.chunk * args.key_step,
-                                                    piece.stream, piece.bucket + number)
-                                       : NoiseSeed{};
-    const float first = load_item(in, 0, bucket.dtype);
+    Noise noise = {};
+    if (kStochastic) {
+      noise.seed = noise_seed(args.key + piece.chunk * args.key_step, bucket.stream, bucket.number);
+      // A chunk with a key of its own is no part of a sum whose ranks spread their noise.
+      if (args.key_step == 0) noise.offset = noise_offset(piece.rounding, own, args.world);
+    }
+    const float pad = bucket.rotated ? 0.0f : load_item(in, 0, bucket.dtype);
     encode_bucket<kTiles, kStochastic, kResidual>(
-        bucket, seed, record, [&](int k) { return load_tile(bucket, in, k, first); }, residual,
-        1.0f);
+        bucket, noise, record,
+        [&](int k) {
+          Tile t = load_tile(bucket, in, k, pad);
+          rotate(bucket, k, &t);
+          return t;
+        },
+        residual, 1.0f);
   });
 }
 
@@ -108,17 +116,20 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual ? 2 : 1)
     const Bucket bucket(piece, number);
     const char* const in = piece.in + number * item_bytes(piece);
     const int64_t record = piece.record + number * record_bytes(piece);
-    const NoiseSeed seed =
-        kStochastic ? noise_seed(args.key, piece.stream, piece.bucket + number) : NoiseSeed{};
+    Noise noise = {};
+    if (kStochastic) noise.seed = noise_seed(args.key, bucket.stream, bucket.number);
     const auto sum = [&](int k) {
-      return sum_tile(bucket, in, args.payload + record, args.chunk_bytes, args.world, own, divide,
-                      k);
+      Tile t = load_tile(bucket, in, k, 0.0f);
+      rotate(bucket, k, &t);
+      add_peers(bucket, args.payload + record, args.chunk_bytes, args.world, own, k, &t);
+      divide_tile(divide, &t);
+      return t;
     };
     // The first value of the bucket is lane 0's in tile 0; every lane with pads needs it.
     float pad = 0.0f;
     char* const residual = kResidual ? piece.out + number * item_bytes(piece) : nullptr;
     encode_bucket<kTiles, kStochastic, kResidual>(
-        bucket, seed, args.chunk + record,
+        bucket, noise, args.chunk + record,
         [&](int k) {
           const Tile t = sum(k);
           if (k == 0) pad = __shfl_sync(kEveryLane, t.v[0][0], 0);
@@ -146,6 +157,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1))
           t.v[r][c] = decode<float>(codes.get(r, c, bucket.bits), encoded.meta);
         }
       }
+      rotate_back(bucket, k, &t);
       store_tile(bucket, out, k, t);
     }
   });
@@ -161,8 +173,15 @@ __global__ void __launch_bounds__(kThreads, blocks_of(0))
     char* const out = piece.out + number * item_bytes(piece);
     const uint8_t* const records = args.payload + piece.record + number * record_bytes(piece);
     for (int k = 0; k < bucket.tiles(); ++k) {
-      store_tile(bucket, out, k,
-                 sum_tile(bucket, in, records, args.row_bytes, args.peers, own, divide, k));
+      Tile t = {};
+      if (!bucket.rotated) t = load_tile(bucket, in, k, 0.0f);
+      add_peers(bucket, records, args.row_bytes, args.peers, own, k, &t);
+      if (bucket.rotated) {
+        rotate_back(bucket, k, &t);
+        add_tile(load_tile(bucket, in, k, 0.0f), &t);
+      }
+      divide_tile(divide, &t);
+      store_tile(bucket, out, k, t);
     }
   });
 }
