@@ -147,9 +147,18 @@ def check_all_calls(values, leaves, world, rank, divisor):
 EDGES = (0, 1, 5, 31, 32, 33, 127, 128, 129, 511, 512, 513, 1000)
 
 
-def edges(bits, stochastic, bucket_size=512):
+CODINGS = {
+    "nearest": {"rounding": 0},
+    "stochastic": {"rounding": 1},
+    "rotated": {"rotation": True},
+    "rotated correlated": {"rounding": 2, "rotation": True},
+}
+every_coding = pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
+
+
+def edges(bits, bucket_size=512, **coding):
     """One leaf of every awkward size."""
-    return [Leaf(n, bits, bucket_size, stochastic, stream) for stream, n in enumerate(EDGES)]
+    return [Leaf(n, bits, bucket_size, stream=s, **coding) for s, n in enumerate(EDGES)]
 
 
 def values_for(leaves, dtype, seed=0):
@@ -161,31 +170,32 @@ def values_for(leaves, dtype, seed=0):
     ]
 
 
-@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@every_coding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_every_width_dtype_rounding_and_edge_size_is_the_oracle_s(bits, dtype, stochastic):
-    leaves = edges(bits, stochastic)
+def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, dtype, coding):
+    leaves = edges(bits, **coding)
     check_all_calls(values_for(leaves, DTYPES[dtype], bits), leaves, 3, 1, 3.0)
 
 
-@pytest.mark.parametrize("bucket_size", [32, 64, 96, 128, 160, 1024, 4128, 1 << 20])
+@pytest.mark.parametrize("bucket_size", [32, 64, 96, 128, 160, 544, 768, 1024, 4128, 1 << 20])
 def test_every_bucket_size_is_the_oracle_s(bucket_size):
-    leaves = edges(5, True, bucket_size)
+    leaves = edges(5, bucket_size, rounding=1) + edges(3, bucket_size, rotation=True)
+    leaves += [Leaf(9000, 2, bucket_size, stream=99, rotation=True)]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 0, 2.0)
 
 
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1), (3, -1), (7, 3), (8, 7), (64, 5)])
 def test_every_world_size_cuts_the_same_records(world, rank):
-    leaves = edges(4, False)
+    leaves = edges(4) + edges(4, rounding=2) + edges(4, rotation=True)
     check_all_calls(values_for(leaves, np.float32), leaves, world, rank, world)
 
 
 def test_one_buffer_may_mix_dtypes_widths_and_buckets():
     rng = np.random.default_rng(1)
     leaves = [
-        Leaf(int(n), int(b), int(s) * 32, bool(r), int(m))
-        for n, b, s, r, m in rng.integers([0, 1, 1, 0, 0], [700, 9, 9, 2, 2**31], (30, 5))
+        Leaf(int(n), int(b), int(s) * 32, int(r), int(m), bool(t))
+        for n, b, s, r, m, t in rng.integers([0, 1, 1, 0, 0, 0], [700, 9, 9, 3, 2**31, 2], (30, 6))
     ]
     dtypes = [list(DTYPES.values())[i % 3] for i in range(30)]
     values = [
@@ -195,16 +205,16 @@ def test_one_buffer_may_mix_dtypes_widths_and_buckets():
 
 
 def test_300_leaves_travel_in_one_call():
-    leaves = [Leaf(37 * k % 900, 4, 128, False, k) for k in range(300)]
+    leaves = [Leaf(37 * k % 900, 4, 128, stream=k) for k in range(300)]
     check_all_calls(values_for(leaves, np.float32), leaves, 5, 4, 1.0)
 
 
-@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-def test_work_split_over_threads_writes_the_same_bytes(stochastic):
+@every_coding
+def test_work_split_over_threads_writes_the_same_bytes(coding):
     leaves = [
-        Leaf(2**20 + 3, 4, 512, stochastic, 7),
-        Leaf(300_000, 7, 96, stochastic, 8),
-        Leaf(2**18, 1, 1 << 18, stochastic, 9),
+        Leaf(2**20 + 3, 4, 512, stream=7, **coding),
+        Leaf(300_000, 7, 96, stream=8, **coding),
+        Leaf(2**18, 1, 1 << 18, stream=9, **coding),
     ]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0)
 
@@ -216,7 +226,7 @@ def test_a_leaf_too_large_for_the_caches_is_as_its_two_halves(dtype):
     parts = [x[:half], x[half:]]
 
     def written(values):
-        leaves = [Leaf(v.size, 4, 512, False, 0) for v in values]
+        leaves = [Leaf(v.size) for v in values]
         payload, residuals = encode(values, leaves, 1, residual=True)
         decoded = decode(payload, leaves, [v.dtype for v in values])
         sums = accumulate(values, np.concatenate([payload] * 2), leaves, 0)
@@ -233,8 +243,8 @@ def test_a_leaf_too_large_for_the_caches_is_as_its_two_halves(dtype):
 def test_random_buffers_are_the_oracle_s(bits, world, dtype):
     rng = np.random.default_rng(100 * bits + world)
     leaves = [
-        Leaf(int(n), bits, int(s) * 32, bool(r), k)
-        for k, (n, s, r) in enumerate(rng.integers([0, 1, 0], [50_000, 40, 2], (12, 3)))
+        Leaf(int(n), bits, int(s) * 32, int(r), k, bool(t))
+        for k, (n, s, r, t) in enumerate(rng.integers([0, 1, 0, 0], [50_000, 40, 3, 2], (12, 4)))
     ]
     check_all_calls(values_for(leaves, DTYPES[dtype], bits), leaves, world, world - 1, world + 0.5)
 
@@ -269,10 +279,10 @@ def test_special_values_are_the_oracle_s(case, dtype):
     with np.errstate(over="ignore"):
         x = np.array(SPECIAL[case], np.float32).astype(DTYPES[dtype])
     leaves = [
-        Leaf(x.size, bits, 64, stochastic, bits)
-        for bits, stochastic in [(1, False), (4, True), (8, False)]
+        Leaf(x.size, bits, 64, rounding, bits, rotation)
+        for bits, rounding, rotation in [(1, 0, 0), (4, 1, 0), (8, 0, 0), (3, 0, 1), (5, 1, 1)]
     ]
-    check_all_calls([x] * 3, leaves, 2, 0, 2.0)
+    check_all_calls([x] * 5, leaves, 2, 0, 2.0)
 
 
 def test_a_bucket_with_a_non_finite_value_decodes_to_nan_and_its_neighbours_do_not():
@@ -334,8 +344,9 @@ def test_golden_records(case):
         size * bucket + x.size,
         case["bits"],
         size,
-        case.get("stochastic", False),
+        case.get("rounding", 0),
         case.get("stream", 0),
+        case.get("rotation", False),
     )
     before = np.zeros(size * bucket, np.float32)
     payload, _ = encode([np.concatenate([before, x])], [leaf], 1, key=case.get("key", KEY))
@@ -443,7 +454,8 @@ WRONG = [
     Wrong("bits of leaf 0 is 0, must be in", attrs={"bits": ints(0)}),
     Wrong("bucket_size of leaf 0 is 48, must be a multiple of 32", attrs={"bucket_size": ints(48)}),
     Wrong("bucket_size of leaf 0 is 0", attrs={"bucket_size": ints(0)}),
-    Wrong("stochastic of leaf 0 is 2", attrs={"stochastic": ints(2)}),
+    Wrong("rounding of leaf 0 is 3", attrs={"rounding": ints(3)}),
+    Wrong("rotation of leaf 0 is 2", attrs={"rotation": ints(2)}),
     Wrong("stream of leaf 0 is -1", attrs={"stream": ints(-1)}),
     Wrong("length of bits is 2, expected 1", attrs={"bits": ints(4, 4)}),
     Wrong("world is 0, must be in", attrs={"world": np.int64(0)}),

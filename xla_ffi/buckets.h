@@ -120,10 +120,17 @@ __attribute__((noinline)) bool all_finite(const typename Store::Item* x, int64_t
   return true;
 }
 
+struct Extremes {
+  float min, max;
+  bool finite;  // all values
+
+  CGX_HD Meta meta(int bits) const { return make_meta(min, max, finite, bits); }
+};
+
 // The sum of the values tells a NaN or Inf for the price of one addition; finite values may
 // overflow it too, and are then looked at one by one.
 template <typename Store, bool kFar>
-__attribute__((noinline)) Meta find_meta(const typename Store::Item* x, int64_t n, int bits) {
+__attribute__((noinline)) Extremes find_extremes(const typename Store::Item* x, int64_t n) {
   constexpr int kChains = 4;
   const float inf = bit_cast<float>(0x7f800000u);
   F32 lo[kChains], hi[kChains], sum[kChains];
@@ -152,15 +159,25 @@ __attribute__((noinline)) Meta find_meta(const typename Store::Item* x, int64_t 
   const float min = across<Min>(min_of(min_of(lo[0], lo[1]), min_of(lo[2], lo[3])));
   const float max = across<Max>(max_of(max_of(hi[0], hi[1]), max_of(hi[2], hi[3])));
   const bool finite = (total <= kLargest && total >= -kLargest) || all_finite<Store>(x, n);
-  return make_meta(min, max, finite, bits);
+  return {min, max, finite};
 }
 
+// How values become codes.
+enum class Coding { kNearest, kClipped, kStochastic };
+
+// The noise of one bucket's values.
+struct Noise {
+  NoiseSeed seed;
+  float offset;
+};
+
 // `ahead` is where this bucket's share of the memory to ask for early begins.
-template <typename Store, int kBits, bool kStochastic, bool kResidual, int kColumns>
+template <typename Store, int kBits, Coding kCoding, bool kResidual, int kColumns>
 __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Record record,
-                                             Meta meta, NoiseSeed seed, const char* ahead,
+                                             Meta meta, Noise noise, const char* ahead,
                                              uint8_t* out, typename Store::Item* residual) {
   using Item = typename Store::Item;
+  constexpr bool kStochastic = kCoding == Coding::kStochastic;
   store(out, meta);
   uint8_t* const planes = Record::planes(out);
   const int64_t columns = kColumns ? kColumns : record.columns();
@@ -186,7 +203,10 @@ __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Reco
       row[r] = Store::load_lanes(from + r * stride);
       if constexpr (kStochastic) {
         const U32 index = lane_index() + (uint32_t)tile.first(r);
-        code[r] = stochastic_code(row[r], meta.lo, inverse, noise<F32>(index, seed), kBits);
+        const F32 rounding = cgx::noise<F32>(index, noise.seed, noise.offset);
+        code[r] = stochastic_code(row[r], meta.lo, inverse, rounding, kBits);
+      } else if constexpr (kCoding == Coding::kClipped) {
+        code[r] = clipped_code(row[r], meta.lo, inverse, kBits);
       } else {
         code[r] = nearest_code(row[r], meta.lo, inverse);
       }

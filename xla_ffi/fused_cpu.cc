@@ -85,7 +85,7 @@ FusedCall::FusedCall(FusedSpec spec, const FusedSettings& settings, std::unique_
       workers_(workers),
       sent_(buffers.take(layout_.world * layout_.chunk_bytes)),
       received_(buffers.take(layout_.world * layout_.chunk_bytes)),
-      scratch_(workers.num_threads() * spec_.owned.longest_bucket()),
+      scratch_(workers.num_threads(), spec_.owned.longest_bucket()),
       transport_(*port_, layout_, segments_, spec_.rank, spec_.tag, settings.window,
                  hello(spec_, layout_, segments_), sent_.data.get(), received_.data.get()),
       schedule_(segments_.count(), settings.window, *this, transport_) {}
@@ -115,11 +115,16 @@ void FusedCall::encode(int64_t segment) {
   layout.values = 0;  // the payload is read again at once: it shall stay in the caches
   const EncodeCall call{layout,      {spec_.in.data(), spec_.dtypes.data()},
                         residuals(), spec_.keys,
-                        spec_.rank,  sent_.data.get()};
+                        spec_.rank,  sent_.data.get(),
+                        nullptr};
   for (int64_t d = 1; d < layout_.world; ++d) {
     const int64_t chunk = (spec_.rank + d) % layout_.world;
     split(segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1),
-          [&](int64_t from, int64_t to, int64_t) { current_kernels().encode(call, from, to); });
+          [&](int64_t from, int64_t to, int64_t worker) {
+            EncodeCall own = call;
+            own.scratch = scratch_.of(worker);
+            current_kernels().encode(own, from, to);
+          });
   }
 }
 
@@ -136,16 +141,21 @@ void FusedCall::reduce(int64_t segment) {
   split(segments_.begin(spec_.rank, segment), segments_.begin(spec_.rank, segment + 1),
         [&](int64_t from, int64_t to, int64_t worker) {
           ReduceCall own = call;
-          own.scratch = scratch_.data() + worker * spec_.owned.longest_bucket();
+          own.scratch = scratch_.of(worker);
           current_kernels().reduce(own, from, to);
         });
 }
 
 void FusedCall::decode(int64_t segment) {
-  const DecodeCall call{layout_, sent_.data.get(), {spec_.out.data(), spec_.dtypes.data()}};
+  const DecodeCall call{
+      layout_, sent_.data.get(), {spec_.out.data(), spec_.dtypes.data()}, nullptr};
   for (int64_t chunk = 0; chunk < layout_.world; ++chunk) {
     split(segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1),
-          [&](int64_t from, int64_t to, int64_t) { current_kernels().decode(call, from, to); });
+          [&](int64_t from, int64_t to, int64_t worker) {
+            DecodeCall own = call;
+            own.scratch = scratch_.of(worker);
+            current_kernels().decode(own, from, to);
+          });
   }
 }
 

@@ -81,7 +81,7 @@ class FusedCall {
   std::unique_ptr<Port> port_;
   WorkerPool& workers_;
   BufferPool::Buffer sent_, received_;
-  std::vector<float> scratch_;
+  Scratch scratch_;
   Transport transport_;
   Schedule<FusedCall, Transport> schedule_;
 };

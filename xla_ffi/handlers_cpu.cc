@@ -29,13 +29,18 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
                         {to.empty() ? nullptr : to.data() + b * n, operands.results.dtype.data()},
                         key.typed_data() + 2 * b,
                         rank.typed_data()[b],
-                        payload->typed_data() + b * world * layout.chunk_bytes};
+                        payload->typed_data() + b * world * layout.chunk_bytes,
+                        nullptr};
     };
     const KernelTable& kernels = current_kernels();
     for (int64_t b = 0; b < batch; ++b) zero_tails(layout, call(b).payload);
-    split_range(pool, batch, 0, layout.total_bytes(), pieces(layout.values),
-                [&](int64_t b, int64_t first, int64_t last, int64_t) {
-                  kernels.encode(call(b), first, last);
+    const int64_t count = pieces(layout.values);
+    Scratch scratch(workers(pool, batch * count), operands.owned.longest_rotated_bucket());
+    split_range(pool, batch, 0, layout.total_bytes(), count,
+                [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
+                  EncodeCall own = call(b);
+                  own.scratch = scratch.of(worker);
+                  kernels.encode(own, first, last);
                 });
     return ffi::Error::Success();
   });
@@ -43,21 +48,22 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
 
 ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
                   ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
-                  Ints bits, Ints bucket_size, Ints rounding, Ints rotation, Ints stream, int64_t world,
-                  float divisor) {
+                  Ints bits, Ints bucket_size, Ints rounding, Ints rotation, Ints stream,
+                  int64_t world, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets,
-                         {bits, bucket_size, rounding, rotation, stream, world}, divisor, &operands));
+                         {bits, bucket_size, rounding, rotation, stream, world}, divisor,
+                         &operands));
     CGX_TRY(check_ranks(name, rank, 0, world));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
     const auto lost = operands.results.pointers(operands.batch);
     const size_t n = operands.num_leaves();
     const int64_t count = pieces(layout.values / world);
-    const int64_t tasks = operands.batch * count, longest = operands.owned.longest_bucket();
-    std::vector<float> scratch(workers(pool, tasks) * longest);
+    const int64_t tasks = operands.batch * count;
+    Scratch scratch(workers(pool, tasks), operands.owned.longest_bucket());
     const KernelTable& kernels = current_kernels();
     // Chunks differ in length, so each batch element cuts its own.
     parallel_for(pool, tasks, [&](int64_t task, int64_t worker) {
@@ -72,7 +78,7 @@ ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
                       payload.typed_data() + b * world * layout.chunk_bytes,
                       divisor,
                       out,
-                      scratch.data() + worker * longest,
+                      scratch.of(worker),
                       {lost.empty() ? nullptr : lost.data() + b * n, operands.leaves.dtype.data()}},
                      begin + chunk_cut(piece, used, count),
                      begin + chunk_cut(piece + 1, used, count));
@@ -86,17 +92,20 @@ ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingRets rets
   const char* const name = "cgx_decode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_decode(name, payload, rets, {bits, bucket_size, rounding, rotation, stream, world},
-                         &operands));
+    CGX_TRY(check_decode(name, payload, rets,
+                         {bits, bucket_size, rounding, rotation, stream, world}, &operands));
     const Layout layout = operands.layout();
     const auto to = operands.leaves.pointers(operands.batch);
     const size_t n = operands.num_leaves();
     const KernelTable& kernels = current_kernels();
-    split_range(pool, operands.batch, 0, layout.total_bytes(), pieces(layout.values),
-                [&](int64_t b, int64_t first, int64_t last, int64_t) {
+    const int64_t count = pieces(layout.values);
+    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_rotated_bucket());
+    split_range(pool, operands.batch, 0, layout.total_bytes(), count,
+                [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   kernels.decode({layout,
                                   payload.typed_data() + b * world * layout.chunk_bytes,
-                                  {to.data() + b * n, operands.leaves.dtype.data()}},
+                                  {to.data() + b * n, operands.leaves.dtype.data()},
+                                  scratch.of(worker)},
                                  first, last);
                 });
     return ffi::Error::Success();
@@ -111,8 +120,8 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
     Operands operands;
     int64_t peers = 0;
     CGX_TRY(check_accumulate(name, rank, payload, args, rets,
-                             {bits, bucket_size, rounding, rotation, stream, world}, divisor, &operands,
-                             &peers));
+                             {bits, bucket_size, rounding, rotation, stream, world}, divisor,
+                             &operands, &peers));
     CGX_TRY(check_ranks(name, rank, -1, peers));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
@@ -120,15 +129,18 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
     const size_t n = operands.num_leaves();
     const DType* const dtypes = operands.leaves.dtype.data();
     const KernelTable& kernels = current_kernels();
-    split_range(pool, operands.batch, 0, layout.total_bytes(), pieces(layout.values),
-                [&](int64_t b, int64_t first, int64_t last, int64_t) {
+    const int64_t count = pieces(layout.values);
+    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_rotated_bucket());
+    split_range(pool, operands.batch, 0, layout.total_bytes(), count,
+                [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   kernels.accumulate({layout,
                                       {from.data() + b * n, dtypes},
                                       payload.typed_data() + b * peers * layout.total_bytes(),
                                       peers,
                                       rank.typed_data()[b],
                                       divisor,
-                                      {to.data() + b * n, dtypes}},
+                                      {to.data() + b * n, dtypes},
+                                      scratch.of(worker)},
                                      first, last);
                 });
     return ffi::Error::Success();

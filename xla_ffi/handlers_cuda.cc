@@ -17,12 +17,14 @@ ffi::Error launched(const char* call, cudaError_t error) {
 
 ffi::Error run_encode(cudaStream_t stream, Keys key, Ranks rank, ffi::RemainingArgs args,
                       ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints bits,
-                      Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers, int64_t world) {
+                      Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers,
+                      int64_t world) {
   const char* const name = "cgx_encode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     CGX_TRY(check_encode(name, key, rank, args, *payload, rets,
-                         {bits, bucket_size, rounding, rotation, stream_numbers, world}, &operands));
+                         {bits, bucket_size, rounding, rotation, stream_numbers, world},
+                         &operands));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
     const auto to = operands.results.pointers(operands.batch);
@@ -44,8 +46,8 @@ ffi::Error run_encode(cudaStream_t stream, Keys key, Ranks rank, ffi::RemainingA
 
 ffi::Error run_reduce(cudaStream_t stream, Keys key, Ranks rank, Payload payload,
                       ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
-                      Ints bits, Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers,
-                      int64_t world, float divisor) {
+                      Ints bits, Ints bucket_size, Ints rounding, Ints rotation,
+                      Ints stream_numbers, int64_t world, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
@@ -74,12 +76,14 @@ ffi::Error run_reduce(cudaStream_t stream, Keys key, Ranks rank, Payload payload
 }
 
 ffi::Error run_decode(cudaStream_t stream, Payload payload, ffi::RemainingRets rets, Ints bits,
-                      Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers, int64_t world) {
+                      Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers,
+                      int64_t world) {
   const char* const name = "cgx_decode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     CGX_TRY(check_decode(name, payload, rets,
-                         {bits, bucket_size, rounding, rotation, stream_numbers, world}, &operands));
+                         {bits, bucket_size, rounding, rotation, stream_numbers, world},
+                         &operands));
     const Layout layout = operands.layout();
     const auto to = operands.leaves.pointers(operands.batch);
     const size_t n = operands.num_leaves();
@@ -101,8 +105,8 @@ ffi::Error run_accumulate(cudaStream_t stream, Ranks rank, Payload payload, ffi:
     Operands operands;
     int64_t peers = 0;
     CGX_TRY(check_accumulate(name, rank, payload, args, rets,
-                             {bits, bucket_size, rounding, rotation, stream_numbers, world}, divisor,
-                             &operands, &peers));
+                             {bits, bucket_size, rounding, rotation, stream_numbers, world},
+                             divisor, &operands, &peers));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
     const auto to = operands.results.pointers(operands.batch);

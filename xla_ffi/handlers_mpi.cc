@@ -101,8 +101,8 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
 
 // (keys of both phases, position in the mesh, leaves) -> leaves [, residuals]
 ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::RunId run, Ints bits, Ints bucket_size, Ints rounding, Ints rotation, Ints stream,
-                       int64_t world, float divisor, Ints groups, int64_t channel,
+                       ffi::RunId run, Ints bits, Ints bucket_size, Ints rounding, Ints rotation,
+                       Ints stream, int64_t world, float divisor, Ints groups, int64_t channel,
                        std::string_view name) {
   ffi::Promise promise;
   ffi::Future future(promise);
@@ -116,9 +116,10 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
   FusedSpec spec;
   std::vector<int32_t> peers;
   const ffi::Error error = no_throw(call.c_str(), [&] {
-    return prepare(keys, position, args, rets,
-                   {{bits, bucket_size, rounding, rotation, stream, world}, divisor, groups, channel, name},
-                   call, engine->settings(), &spec, &peers);
+    return prepare(
+        keys, position, args, rets,
+        {{bits, bucket_size, rounding, rotation, stream, world}, divisor, groups, channel, name},
+        call, engine->settings(), &spec, &peers);
   });
   if (error.failure()) {
     promise.SetError(error);

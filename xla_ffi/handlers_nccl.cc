@@ -118,8 +118,9 @@ std::vector<T> repeated(const std::vector<T>& once, int64_t rows) {
 template <Collective kCollective>
 ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAllocator scratch,
                    Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints bits,
-                   Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers, int64_t world,
-                   float divisor, Ints positions, int64_t segment_bytes, std::string_view name) {
+                   Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers,
+                   int64_t world, float divisor, Ints positions, int64_t segment_bytes,
+                   std::string_view name) {
   const std::string call(name);
   const auto internal = [&](const std::string& text) {
     return ffi::Error::Internal(call + ": " + text);
@@ -139,7 +140,8 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
       CGX_TRY(same_leaves(call, leaves, residuals));
     }
     CGX_TRY(same_leaves(call, leaves, results));
-    CGX_TRY(build_layout(call, leaves, {bits, bucket_size, rounding, rotation, stream_numbers, world, rows},
+    CGX_TRY(build_layout(call, leaves,
+                         {bits, bucket_size, rounding, rotation, stream_numbers, world, rows},
                          &owned));
     CGX_TRY(check_count(call, "keys", keys, kScatters ? 2 * world : kGathers ? 2 : 4));
     CGX_TRY(check_divisor(call, divisor));

@@ -24,7 +24,9 @@ struct LeavesOut {
 };
 
 // Every call below works on the records that start in [from, to) of the buffer, so that calls on
-// disjoint ranges may run at once. Bytes past a chunk's end are zero_tails' work.
+// disjoint ranges may run at once. Bytes past a chunk's end are zero_tails' work. `scratch` holds
+// the longest bucket's values in whole columns; calls that run at once need their own. Reduce needs
+// it always, the others for rotated slots alone.
 
 // Writes u8[world, chunk_bytes]; the row of chunk `rank` is zeros (-1: no such row). `residuals`
 // (data null: none) receives x - decode(encode(x)), zeros in the own chunk.
@@ -35,6 +37,7 @@ struct EncodeCall {
   const uint32_t* key;  // two words
   int64_t rank;
   uint8_t* payload;
+  float* scratch;
 };
 
 // Writes u8[chunk_bytes]: the encoded (own exact values + decoded rows of the peers) / divisor.
@@ -48,7 +51,7 @@ struct ReduceCall {
   const uint8_t* payload;  // u8[world, chunk_bytes]
   float divisor;
   uint8_t* chunk;
-  float* scratch;  // the longest bucket's values; calls that run at once need their own
+  float* scratch;
   LeavesOut residuals;
 };
 
@@ -56,6 +59,7 @@ struct DecodeCall {
   Layout layout;
   const uint8_t* payload;  // u8[world, chunk_bytes]
   LeavesOut leaves;
+  float* scratch;
 };
 
 // Writes (leaf + decoded payloads of all peers but `rank`) / divisor, in the leaf's dtype.
@@ -67,6 +71,7 @@ struct AccumulateCall {
   int64_t rank;
   float divisor;
   LeavesOut sums;
+  float* scratch;
 };
 
 // One instruction set's build of the kernels.

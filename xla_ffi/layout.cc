@@ -36,7 +36,7 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
     return "world is " + std::to_string(world) + ", must be in [1, 2^20]";
   }
   slots_.clear();
-  values_ = longest_bucket_ = 0;
+  values_ = longest_bucket_ = longest_rotated_bucket_ = 0;
   int64_t total = 0;
   for (size_t k = 0; k < leaves.size(); ++k) {
     const LeafSpec& leaf = leaves[k];
@@ -51,7 +51,9 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
     slots_.push_back(slot);
     total = slot.end();
     values_ += leaf.size;
-    longest_bucket_ = std::max(longest_bucket_, std::min(leaf.size, leaf.bucket_size));
+    const int64_t longest = kRows * slot.record(0).columns();
+    longest_bucket_ = std::max(longest_bucket_, longest);
+    if (slot.rotated) longest_rotated_bucket_ = std::max(longest_rotated_bucket_, longest);
   }
   begin_.assign(world + 1, total);
   begin_[0] = 0;

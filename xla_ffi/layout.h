@@ -32,7 +32,9 @@ class OwnedLayout {
 
   Layout view() const;
   int64_t values() const { return values_; }
+  // In whole columns: what a kernel needs as scratch.
   int64_t longest_bucket() const { return longest_bucket_; }
+  int64_t longest_rotated_bucket() const { return longest_rotated_bucket_; }
 
  private:
   std::vector<Slot> slots_;
@@ -40,6 +42,18 @@ class OwnedLayout {
   int64_t chunk_bytes_ = 0;
   int64_t values_ = 0;
   int64_t longest_bucket_ = 0;
+  int64_t longest_rotated_bucket_ = 0;
+};
+
+// Room for `longest` values for each of `workers`.
+class Scratch {
+ public:
+  Scratch(int64_t workers, int64_t longest) : values_(workers * longest), longest_(longest) {}
+  float* of(int64_t worker) { return values_.data() + worker * longest_; }
+
+ private:
+  std::vector<float> values_;
+  int64_t longest_;
 };
 
 }  // namespace cgx

@@ -86,8 +86,8 @@ struct Scaling {
 // down.
 CGX_HD Meta make_clipped_meta(float min, float max, bool finite, float squares, int64_t values,
                               int bits) {
-  const float limit = normal_range(bits) * square_root(squares / (float)values) *
-                      Scaling(min, max).up;
+  const float limit =
+      normal_range(bits) * square_root(squares / (float)values) * Scaling(min, max).up;
   const float lo = min < -limit ? -limit : min, hi = max > limit ? limit : max;
   return finite && lo < hi ? make_meta(lo, hi, finite, bits) : make_meta(min, max, finite, bits);
 }

@@ -26,6 +26,7 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
   const Layout layout = owned.view();
   const LeavesIn in{&timed.in, &timed.dtype};
   const LeavesOut out{timed.out ? &timed.out : nullptr, &timed.dtype};
+  Scratch scratch(threads, owned.longest_bucket());
   int64_t from = 0, to = layout.total_bytes(), count = pieces(owned.values());
   const auto split = [&](auto&& f) {
     return seconds([&] {
@@ -34,31 +35,39 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
           [&](int64_t, int64_t first, int64_t last, int64_t worker) { f(first, last, worker); });
     });
   };
+  const auto timed_calls = [&](auto call, void (*run)(const decltype(call)&, int64_t, int64_t)) {
+    return split([&](int64_t first, int64_t last, int64_t worker) {
+      auto own = call;
+      own.scratch = scratch.of(worker);
+      run(own, first, last);
+    });
+  };
   if (kernel == "encode") {
-    const EncodeCall call{layout, in, out, timed.key, timed.rank, timed.payload};
-    return split([&](int64_t f, int64_t l, int64_t) { kernels.encode(call, f, l); });
+    return timed_calls(EncodeCall{layout, in, out, timed.key, timed.rank, timed.payload, nullptr},
+                       kernels.encode);
   }
   if (kernel == "decode") {
-    const DecodeCall call{layout, timed.payload, out};
-    return split([&](int64_t f, int64_t l, int64_t) { kernels.decode(call, f, l); });
+    return timed_calls(DecodeCall{layout, timed.payload, out, nullptr}, kernels.decode);
   }
   if (kernel == "accumulate") {
-    const AccumulateCall call{layout,        in, timed.payload, timed.world, timed.rank,
-                              timed.divisor, out};
-    return split([&](int64_t f, int64_t l, int64_t) { kernels.accumulate(call, f, l); });
+    return timed_calls(AccumulateCall{layout, in, timed.payload, timed.world, timed.rank,
+                                      timed.divisor, out, nullptr},
+                       kernels.accumulate);
   }
   if (kernel == "reduce") {
     from = layout.begin[timed.rank];
     to = layout.begin[timed.rank + 1];
     count = pieces(owned.values() / layout.world);
-    std::vector<float> scratch(threads * owned.longest_bucket());
-    const ReduceCall call{layout,        in,          timed.key,      timed.rank, timed.payload,
-                          timed.divisor, timed.chunk, scratch.data(), {}};
-    return split([&](int64_t f, int64_t l, int64_t worker) {
-      ReduceCall own = call;
-      own.scratch += worker * owned.longest_bucket();
-      kernels.reduce(own, f, l);
-    });
+    return timed_calls(ReduceCall{layout,
+                                  in,
+                                  timed.key,
+                                  timed.rank,
+                                  timed.payload,
+                                  timed.divisor,
+                                  timed.chunk,
+                                  nullptr,
+                                  {}},
+                       kernels.reduce);
   }
   return -1.0;
 }
