@@ -44,28 +44,35 @@ struct Tile {
   float v[kHalfRows][kColumns];
 };
 
-// A bucket as a lane sees it. It has 2^30 values at most, so places in it are 32-bit.
+// A bucket of a piece as a lane sees it. It has 2^30 values at most, so places in it are 32-bit.
 struct Bucket {
+  const Piece& piece;
+  int64_t number;  // in the piece
   int values;
   int columns;
   int bits;
   DType dtype;
-  bool aligned;
   bool rotated;
-  uint32_t stream;
-  int64_t number;  // in the leaf
   Lane lane;
 
-  __device__ Bucket(const Piece& piece, int64_t n)
-      : bits(piece.bits),
-        dtype(piece.dtype),
-        aligned(piece.aligned),
-        rotated(piece.rotated),
-        stream(piece.stream),
-        number(piece.bucket + n) {
-    const int64_t rest = piece.values - n * piece.unit;
+  __device__ Bucket(const Piece& piece, int64_t number)
+      : piece(piece), number(number), bits(piece.bits), dtype(piece.dtype), rotated(piece.rotated) {
+    const int64_t rest = piece.values - number * piece.unit;
     values = rest < piece.unit ? static_cast<int>(rest) : piece.unit;
     columns = static_cast<int>(Record{values, bits}.columns());
+  }
+  __device__ int64_t bytes_before() const { return number * piece.unit * item_size(dtype); }
+  __device__ const char* in() const { return piece.in + bytes_before(); }
+  __device__ char* out() const { return piece.out + bytes_before(); }
+  // Where the record lies in its payload row.
+  __device__ int64_t record() const {
+    return piece.record + number * Record{piece.unit, bits}.bytes();
+  }
+  __device__ NoiseSeed seed(const uint32_t* key) const {
+    return noise_seed(key, piece.stream, piece.bucket + number);
+  }
+  __device__ Rotation rotation() const {
+    return Rotation(columns, piece.stream, piece.bucket + number);
   }
   __device__ int tiles() const { return (columns + kTileColumns - 1) / kTileColumns; }
   __device__ int column(int tile) const { return tile * kTileColumns + lane.column; }
@@ -99,10 +106,11 @@ __device__ void store_item(char* values, int i, DType dtype, float x) {
 }
 
 // Reads this lane's part; values that do not exist are `pad`.
-__device__ Tile load_tile(const Bucket& bucket, const char* values, int tile, float pad) {
+__device__ Tile load_tile(const Bucket& bucket, int tile, float pad) {
+  const char* const values = bucket.in();
   Tile t;
   const bool here = bucket.has(tile);
-  if (here && bucket.aligned && !bucket.ragged()) {
+  if (here && bucket.piece.aligned && !bucket.ragged()) {
     if (bucket.dtype == DType::kF32) {
 #pragma unroll
       for (int r = 0; r < kHalfRows; ++r) {
@@ -141,9 +149,10 @@ __device__ Tile load_tile(const Bucket& bucket, const char* values, int tile, fl
   return t;
 }
 
-__device__ void store_tile(const Bucket& bucket, char* values, int tile, const Tile& t) {
+__device__ void store_tile(const Bucket& bucket, int tile, const Tile& t) {
   if (!bucket.has(tile)) return;
-  if (!bucket.aligned || bucket.ragged()) {
+  char* const values = bucket.out();
+  if (!bucket.piece.aligned || bucket.ragged()) {
 #pragma unroll
     for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
@@ -229,7 +238,7 @@ __device__ uint32_t signs_of(const Bucket& bucket, const Rotation& rotation, int
 // all others: a block never reaches over it.
 __device__ void rotate(const Bucket& bucket, int tile, Tile* t) {
   if (!bucket.rotated) return;
-  const Rotation rotation(bucket.columns, bucket.stream, bucket.number);
+  const Rotation rotation = bucket.rotation();
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
     const uint32_t signs = signs_of(bucket, rotation, tile, c);
@@ -244,7 +253,7 @@ __device__ void rotate(const Bucket& bucket, int tile, Tile* t) {
 // The inverse.
 __device__ void rotate_back(const Bucket& bucket, int tile, Tile* t) {
   if (!bucket.rotated) return;
-  const Rotation rotation(bucket.columns, bucket.stream, bucket.number);
+  const Rotation rotation = bucket.rotation();
   transform(bucket.lane, rotation.columns, t);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
@@ -435,22 +444,22 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
 }
 
 // Stores what coding has lost of a tile, times `factor`.
-__device__ void store_lost(const Bucket& bucket, char* residual, int tile, Tile t, float factor) {
+__device__ void store_lost(const Bucket& bucket, int tile, float factor, Tile t) {
   rotate_back(bucket, tile, &t);
 #pragma unroll
   for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) t.v[r][c] = canonical_nan(t.v[r][c] * factor);
   }
-  store_tile(bucket, residual, tile, t);
+  store_tile(bucket, tile, t);
 }
 
 // Finds a bucket's range and encodes it. `values(tile)` gives a tile as it is coded, pads within
 // the range; it is called once for each tile where kTiles says how many there are at most (0: any
-// number, once for each pass). What is lost goes to `residual`, times `factor`, with kResidual.
+// number, once for each pass). With kResidual it stores what is lost, times `factor`.
 template <int kTiles, bool kStochastic, bool kResidual, typename Values>
 __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record, Values values,
-                              char* residual, float factor) {
+                              float factor) {
   Tile held[kTiles ? kTiles : 1];
   const auto pass = [&](bool first, auto f) {
     if (kTiles) {
@@ -481,7 +490,7 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
   store_meta(bucket.lane, record, meta);
   pass(false, [&](int k, Tile* t) {
     encode_tile<kStochastic, kResidual>(bucket, meta, noise, k, record, t);
-    if (kResidual) store_lost(bucket, residual, k, *t, factor);
+    if (kResidual) store_lost(bucket, k, factor, *t);
   });
 }
 

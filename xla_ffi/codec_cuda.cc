@@ -63,6 +63,7 @@ class Tables {
   void flush(bool stochastic) {
     Filling& f = tables_[stochastic];
     if (f.table.count > 0 && error_ == cudaSuccess) {
+      f.table.units = f.units;
       f.table.tiles = static_cast<int32_t>((f.longest + kTileValues - 1) / kTileValues);
       error_ = launch_(f.table, stochastic, f.units, f.most);
     }

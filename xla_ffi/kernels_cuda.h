@@ -35,6 +35,7 @@ constexpr int kClearedUnit = 512;  // bytes that a warp clears at once
 
 struct Table {
   Piece piece[kPieces];
+  int64_t units;  // of all pieces
   int32_t count;
   int32_t tiles;  // of the longest bucket
 };
