@@ -421,24 +421,29 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
                             Tile* t) {
   const float inverse = inverse_unit(meta);
   Codes codes;
+  const auto encode = [&](auto code_of) {
 #pragma unroll
-  for (int r = 0; r < kHalfRows; ++r) {
+    for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float& x = t->v[r][c];
-      const int i = bucket.index(tile, r) + c;
-      uint32_t code;
-      if (kStochastic) {
-        const float up = cgx::noise<float>(static_cast<uint32_t>(i), noise.seed, noise.offset);
-        code = stochastic_code(x, meta.lo, inverse, up, bucket.bits);
-      } else {
-        code = bucket.rotated ? clipped_code(x, meta.lo, inverse, bucket.bits)
-                              : nearest_code(x, meta.lo, inverse);
+      for (int c = 0; c < kColumns; ++c) {
+        float& x = t->v[r][c];
+        const int i = bucket.index(tile, r) + c;
+        uint32_t code = code_of(x, i);
+        if (poisoned(meta) || (bucket.padded() && i >= bucket.values)) code = 0;
+        codes.set(r, c, bucket.bits, code);
+        if (kResidual) x -= decode<float>(code, meta);
       }
-      if (poisoned(meta) || (bucket.padded() && i >= bucket.values)) code = 0;
-      codes.set(r, c, bucket.bits, code);
-      if (kResidual) x -= decode<float>(code, meta);
     }
+  };
+  if (kStochastic) {
+    encode([&](float x, int i) {
+      const float up = cgx::noise<float>(static_cast<uint32_t>(i), noise.seed, noise.offset);
+      return stochastic_code(x, meta.lo, inverse, up, bucket.bits);
+    });
+  } else if (bucket.rotated) {
+    encode([&](float x, int) { return clipped_code(x, meta.lo, inverse, bucket.bits); });
+  } else {
+    encode([&](float x, int) { return nearest_code(x, meta.lo, inverse); });
   }
   store_codes(bucket, Record::planes(record), tile, codes);
 }
