@@ -44,20 +44,35 @@ struct Tile {
   float v[kHalfRows][kColumns];
 };
 
-// A bucket as a lane sees it. It has 2^30 values at most, so places in it are 32-bit.
+// A bucket of a piece as a lane sees it. It has 2^30 values at most, so places in it are 32-bit.
 struct Bucket {
+  const Piece& piece;
+  int64_t number;  // in the piece
   int values;
   int columns;
   int bits;
   DType dtype;
-  bool aligned;
+  bool rotated;
   Lane lane;
 
   __device__ Bucket(const Piece& piece, int64_t number)
-      : bits(piece.bits), dtype(piece.dtype), aligned(piece.aligned) {
+      : piece(piece), number(number), bits(piece.bits), dtype(piece.dtype), rotated(piece.rotated) {
     const int64_t rest = piece.values - number * piece.unit;
     values = rest < piece.unit ? static_cast<int>(rest) : piece.unit;
     columns = static_cast<int>(Record{values, bits}.columns());
+  }
+  __device__ int64_t bytes_before() const { return number * piece.unit * item_size(dtype); }
+  __device__ const char* in() const { return piece.in + bytes_before(); }
+  __device__ char* out() const { return piece.out + bytes_before(); }
+  // Where the record lies in its payload row.
+  __device__ int64_t record() const {
+    return piece.record + number * Record{piece.unit, bits}.bytes();
+  }
+  __device__ NoiseSeed seed(const uint32_t* key) const {
+    return noise_seed(key, piece.stream, piece.bucket + number);
+  }
+  __device__ Rotation rotation() const {
+    return Rotation(columns, piece.stream, piece.bucket + number);
   }
   __device__ int tiles() const { return (columns + kTileColumns - 1) / kTileColumns; }
   __device__ int column(int tile) const { return tile * kTileColumns + lane.column; }
@@ -65,8 +80,11 @@ struct Bucket {
   __device__ int index(int tile, int r) const {
     return (lane.half * kHalfRows + r) * columns + column(tile);
   }
+  __device__ bool has(int tile) const { return column(tile) < columns; }
   // Whether some of its rows end early: only a leaf's last bucket.
   __device__ bool ragged() const { return values != kRows * columns; }
+  // Whether some of its codes stand for nothing: a rotation spreads the values over all of them.
+  __device__ bool padded() const { return ragged() && !rotated; }
 };
 
 __device__ float load_item(const char* values, int i, DType dtype) {
@@ -88,10 +106,11 @@ __device__ void store_item(char* values, int i, DType dtype, float x) {
 }
 
 // Reads this lane's part; values that do not exist are `pad`.
-__device__ Tile load_tile(const Bucket& bucket, const char* values, int tile, float pad) {
+__device__ Tile load_tile(const Bucket& bucket, int tile, float pad) {
+  const char* const values = bucket.in();
   Tile t;
-  const bool here = bucket.column(tile) < bucket.columns;
-  if (here && bucket.aligned && !bucket.ragged()) {
+  const bool here = bucket.has(tile);
+  if (here && bucket.piece.aligned && !bucket.ragged()) {
     if (bucket.dtype == DType::kF32) {
 #pragma unroll
       for (int r = 0; r < kHalfRows; ++r) {
@@ -130,9 +149,10 @@ __device__ Tile load_tile(const Bucket& bucket, const char* values, int tile, fl
   return t;
 }
 
-__device__ void store_tile(const Bucket& bucket, char* values, int tile, const Tile& t) {
-  if (bucket.column(tile) >= bucket.columns) return;
-  if (!bucket.aligned || bucket.ragged()) {
+__device__ void store_tile(const Bucket& bucket, int tile, const Tile& t) {
+  if (!bucket.has(tile)) return;
+  char* const values = bucket.out();
+  if (!bucket.piece.aligned || bucket.ragged()) {
 #pragma unroll
     for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
@@ -155,6 +175,92 @@ __device__ void store_tile(const Bucket& bucket, char* values, int tile, const T
       for (int c = 0; c < kColumns; ++c) item[c] = narrow(t.v[r][c], bucket.dtype);
       *reinterpret_cast<uint2*>(reinterpret_cast<uint16_t*>(values) + i) =
           make_uint2(item[0] | item[1] << 16, item[2] | item[3] << 16);
+    }
+  }
+}
+
+// A step of a Hadamard transform.
+__device__ void add_and_subtract(float* a, float* b) {
+  const float sum = *a + *b;
+  *b = *a - *b;
+  *a = sum;
+}
+
+// The same between lanes whose numbers differ in one bit. The product is exact, so the fused
+// multiply-add rounds as the sum or the difference does.
+__device__ void add_and_subtract_lanes(const Lane& lane, int bit, Tile* t) {
+  const float sign = lane.index & bit ? -1.0f : 1.0f;
+#pragma unroll
+  for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float& x = t->v[r][c];
+      x = fmaf(x, sign, __shfl_xor_sync(kEveryLane, x, bit));
+    }
+  }
+}
+
+// The transform of a tile's blocks of 8 rows by `columns` columns, but for its scale.
+__device__ void transform(const Lane& lane, int columns, Tile* t) {
+#pragma unroll
+  for (int h = 1; h < kHalfRows; h *= 2) {
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (!(r & h)) add_and_subtract(&t->v[r][c], &t->v[r + h][c]);
+      }
+    }
+  }
+  add_and_subtract_lanes(lane, kWarp / 2, t);
+#pragma unroll
+  for (int h = 1; h < kColumns; h *= 2) {
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (!(c & h)) add_and_subtract(&t->v[r][c], &t->v[r][c + h]);
+      }
+    }
+  }
+#pragma unroll 1
+  for (int h = kColumns; h < columns; h *= 2) add_and_subtract_lanes(lane, h / kColumns, t);
+}
+
+// The signs of this lane's rows of a column: bit 31 of this number, shifted left by the row in its
+// half.
+__device__ uint32_t signs_of(const Bucket& bucket, const Rotation& rotation, int tile, int c) {
+  const uint32_t signs = rotation.signs(static_cast<uint32_t>(bucket.column(tile) + c));
+  return signs << (bucket.lane.half * kHalfRows);
+}
+
+// Turns a tile of a leaf's values into what is coded. Columns past the bucket's last are apart from
+// all others: a block never reaches over it.
+__device__ void rotate(const Bucket& bucket, int tile, Tile* t) {
+  if (!bucket.rotated) return;
+  const Rotation rotation = bucket.rotation();
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const uint32_t signs = signs_of(bucket, rotation, tile, c);
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+      t->v[r][c] = flip(t->v[r][c], signs << r) * rotation.forward;
+    }
+  }
+  transform(bucket.lane, rotation.columns, t);
+}
+
+// The inverse.
+__device__ void rotate_back(const Bucket& bucket, int tile, Tile* t) {
+  if (!bucket.rotated) return;
+  const Rotation rotation = bucket.rotation();
+  transform(bucket.lane, rotation.columns, t);
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const uint32_t signs = signs_of(bucket, rotation, tile, c);
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+      t->v[r][c] = canonical_nan(flip(t->v[r][c] * rotation.inverse, signs << r));
     }
   }
 }
@@ -197,7 +303,7 @@ __device__ void store_codes(const Bucket& bucket, uint8_t* planes, int tile, Cod
   transpose_bytes(codes.number);
   const bool odd = bucket.bits & 1;
   const uint32_t shared = __shfl_xor_sync(kEveryLane, codes.number[0], kWarp / 2);
-  if (bucket.column(tile) >= bucket.columns) return;
+  if (!bucket.has(tile)) return;
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
     const int plane = mine.first + k;
@@ -223,7 +329,7 @@ struct Encoded {
       : meta(load_meta(record)) {
     const Planes mine(bucket.bits, bucket.lane.half);
     const uint8_t* const planes = Record::planes(record) + bucket.column(tile);
-    if (bucket.column(tile) >= bucket.columns) return;
+    if (!bucket.has(tile)) return;
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       const int plane = mine.first + k;
@@ -260,7 +366,8 @@ struct Range {
   float min = bit_cast<float>(0x7f800000u), max = bit_cast<float>(0xff800000u);
   uint32_t magnitude = 0;  // the largest, as bits: exponents of 255 stand out
 
-  __device__ void add(const Tile& t) {
+  __device__ void add(const Bucket& bucket, int tile, const Tile& t) {
+    if (!bucket.has(tile)) return;
 #pragma unroll
     for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
@@ -272,119 +379,176 @@ struct Range {
       }
     }
   }
-  // The bucket's meta, from all lanes.
-  __device__ Meta meta(int bits) const {
-    const float lo = unordered(__reduce_min_sync(kEveryLane, ordered(min)));
-    const float hi = unordered(__reduce_max_sync(kEveryLane, ordered(max)));
-    const bool finite = __all_sync(kEveryLane, magnitude < 0x7f800000u);
-    return make_meta(lo, hi, finite, bits);
+  // Makes the extremes those of all lanes; whether all values are finite.
+  __device__ bool meet() {
+    min = unordered(__reduce_min_sync(kEveryLane, ordered(min)));
+    max = unordered(__reduce_max_sync(kEveryLane, ordered(max)));
+    return __all_sync(kEveryLane, magnitude < 0x7f800000u);
   }
 };
 
-// Encodes a tile of a bucket. With kResidual `t` becomes what is lost, times `factor`.
+// The sum of the squares of a tile's values times `scale`, in the order of the wire format. An
+// addition gives both of its lanes the same bits, so every lane ends with the same sum.
+__device__ float sum_of_squares(const Bucket& bucket, int tile, const Tile& t, float scale) {
+  float sum[kColumns] = {};
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    float square[kHalfRows];
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+      const float x = t.v[r][c] * scale;
+      square[r] = x * x;
+    }
+    if (bucket.has(tile)) sum[c] = (square[0] + square[1]) + (square[2] + square[3]);
+    sum[c] += __shfl_xor_sync(kEveryLane, sum[c], kWarp / 2);
+#pragma unroll
+    for (int lanes = kWarp / 4; lanes > 0; lanes /= 2) {
+      sum[c] += __shfl_xor_sync(kEveryLane, sum[c], lanes);
+    }
+  }
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// Noise of a bucket's values.
+struct Noise {
+  NoiseSeed seed;
+  float offset;
+};
+
+// Encodes a tile of a bucket. With kResidual `t` becomes what is lost.
 template <bool kStochastic, bool kResidual>
-__device__ void encode_tile(const Bucket& bucket, Meta meta, NoiseSeed seed, int tile,
-                            uint8_t* record, float factor, Tile* t) {
+__device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int tile, uint8_t* record,
+                            Tile* t) {
   const float inverse = inverse_unit(meta);
   Codes codes;
+  const auto encode = [&](auto code_of) {
 #pragma unroll
-  for (int r = 0; r < kHalfRows; ++r) {
+    for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float& x = t->v[r][c];
-      const int i = bucket.index(tile, r) + c;
-      uint32_t code;
-      if (kStochastic) {
-        const float rounding = noise<float>(static_cast<uint32_t>(i), seed);
-        code = stochastic_code(x, meta.lo, inverse, rounding, bucket.bits);
-      } else {
-        code = nearest_code(x, meta.lo, inverse);
+      for (int c = 0; c < kColumns; ++c) {
+        float& x = t->v[r][c];
+        const int i = bucket.index(tile, r) + c;
+        uint32_t code = code_of(x, i);
+        if (poisoned(meta) || (bucket.padded() && i >= bucket.values)) code = 0;
+        codes.set(r, c, bucket.bits, code);
+        if (kResidual) x -= decode<float>(code, meta);
       }
-      if (poisoned(meta) || (bucket.ragged() && i >= bucket.values)) code = 0;
-      codes.set(r, c, bucket.bits, code);
-      if (kResidual) x = canonical_nan((x - decode<float>(code, meta)) * factor);
     }
+  };
+  if (kStochastic) {
+    encode([&](float x, int i) {
+      const float up = cgx::noise<float>(static_cast<uint32_t>(i), noise.seed, noise.offset);
+      return stochastic_code(x, meta.lo, inverse, up, bucket.bits);
+    });
+  } else if (bucket.rotated) {
+    encode([&](float x, int) { return clipped_code(x, meta.lo, inverse, bucket.bits); });
+  } else {
+    encode([&](float x, int) { return nearest_code(x, meta.lo, inverse); });
   }
   store_codes(bucket, Record::planes(record), tile, codes);
 }
 
-// Finds a bucket's range and encodes it. `values(tile)` gives a tile, pads within the range; it is
-// called once for each tile where kTiles says how many there are at most (0: any number, twice).
-// What is lost goes to `residual`, times `factor`, with kResidual.
-template <int kTiles, bool kStochastic, bool kResidual, typename Values>
-__device__ void encode_bucket(const Bucket& bucket, NoiseSeed seed, uint8_t* record, Values values,
-                              char* residual, float factor) {
-  Range range;
-  Tile held[kTiles ? kTiles : 1];
-  if (kTiles) {
+// Stores what coding has lost of a tile, times `factor`.
+__device__ void store_lost(const Bucket& bucket, int tile, float factor, Tile t) {
+  rotate_back(bucket, tile, &t);
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
-      if (k < bucket.tiles()) range.add(held[k] = values(k));
-    }
-  } else {
-    for (int k = 0; k < bucket.tiles(); ++k) range.add(values(k));
-  }
-  const Meta meta = range.meta(bucket.bits);
-  store_meta(bucket.lane, record, meta);
-  if (kTiles) {
+  for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
-      if (k >= bucket.tiles()) break;
-      encode_tile<kStochastic, kResidual>(bucket, meta, seed, k, record, factor, &held[k]);
-      if (kResidual) store_tile(bucket, residual, k, held[k]);
-    }
-  } else {
-    for (int k = 0; k < bucket.tiles(); ++k) {
-      Tile t = values(k);
-      encode_tile<kStochastic, kResidual>(bucket, meta, seed, k, record, factor, &t);
-      if (kResidual) store_tile(bucket, residual, k, t);
-    }
+    for (int c = 0; c < kColumns; ++c) t.v[r][c] = canonical_nan(t.v[r][c] * factor);
   }
+  store_tile(bucket, tile, t);
 }
 
-// (own values + decoded records of the peers, in order, without `skip`) / divisor.
-__device__ Tile sum_tile(const Bucket& bucket, const char* own, const uint8_t* records,
-                         int64_t peer_stride, int peers, int skip, Divide divide, int tile) {
-  Tile t = load_tile(bucket, own, tile, 0.0f);
+// Finds a bucket's range and encodes it. `values(tile)` gives a tile as it is coded, pads within
+// the range; it is called once for each tile where kTiles says how many there are at most (0: any
+// number, once for each pass). With kResidual it stores what is lost, times `factor`.
+template <int kTiles, bool kStochastic, bool kResidual, typename Values>
+__device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record, Values values,
+                              float factor) {
+  Tile held[kTiles ? kTiles : 1];
+  const auto pass = [&](bool first, auto f) {
+    if (kTiles) {
+#pragma unroll
+      for (int k = 0; k < kTiles; ++k) {
+        if (k >= bucket.tiles()) break;
+        if (first) held[k] = values(k);
+        f(k, &held[k]);
+      }
+    } else {
+      for (int k = 0; k < bucket.tiles(); ++k) {
+        Tile t = values(k);
+        f(k, &t);
+      }
+    }
+  };
+  Range range;
+  pass(true, [&](int k, Tile* t) { range.add(bucket, k, *t); });
+  const bool finite = range.meet();
+  Meta meta = make_meta(range.min, range.max, finite, bucket.bits);
+  if (!kStochastic && bucket.rotated) {
+    const float down = Scaling(range.min, range.max).down;
+    float squares = 0.0f;
+    pass(false, [&](int k, Tile* t) { squares += sum_of_squares(bucket, k, *t, down); });
+    meta = make_clipped_meta(range.min, range.max, finite, squares, kRows * bucket.columns,
+                             bucket.bits);
+  }
+  store_meta(bucket.lane, record, meta);
+  pass(false, [&](int k, Tile* t) {
+    encode_tile<kStochastic, kResidual>(bucket, meta, noise, k, record, t);
+    if (kResidual) store_lost(bucket, k, factor, *t);
+  });
+}
+
+// Adds the decoded records of the peers, in order, without `skip`.
+__device__ void add_peers(const Bucket& bucket, const uint8_t* records, int64_t peer_stride,
+                          int peers, int skip, int tile, Tile* t) {
   // The next peer's record is asked for before this one's is decoded: memory is far, and a warp
   // that waited for every peer in turn would leave it idle.
   const auto after = [&](int peer) { return peer + 1 == skip ? peer + 2 : peer + 1; };
   int peer = after(-1);
-  if (peer < peers) {
-    Encoded now(bucket, records + peer * peer_stride, tile);
+  if (peer >= peers) return;
+  Encoded now(bucket, records + peer * peer_stride, tile);
 #pragma unroll 1
-    while (peer < peers) {
-      peer = after(peer);
-      Encoded ahead = now;
-      if (peer < peers) ahead = Encoded(bucket, records + peer * peer_stride, tile);
-      const Codes codes = now.codes(bucket);
+  while (peer < peers) {
+    peer = after(peer);
+    Encoded ahead = now;
+    if (peer < peers) ahead = Encoded(bucket, records + peer * peer_stride, tile);
+    const Codes codes = now.codes(bucket);
 #pragma unroll
-      for (int r = 0; r < kHalfRows; ++r) {
+    for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          t.v[r][c] += decode<float>(codes.get(r, c, bucket.bits), now.meta);
-        }
+      for (int c = 0; c < kColumns; ++c) {
+        t->v[r][c] += decode<float>(codes.get(r, c, bucket.bits), now.meta);
       }
-      now = ahead;
     }
+    now = ahead;
   }
+}
+
+__device__ void add_tile(const Tile& other, Tile* t) {
 #pragma unroll
   for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) t.v[r][c] = canonical_nan(divide(t.v[r][c]));
+    for (int c = 0; c < kColumns; ++c) t->v[r][c] += other.v[r][c];
   }
-  return t;
+}
+
+__device__ void divide_tile(Divide divide, Tile* t) {
+#pragma unroll
+  for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) t->v[r][c] = canonical_nan(divide(t->v[r][c]));
+  }
 }
 
 // The values that a range is found from: those that do not exist repeat the bucket's first.
 __device__ Tile without_pads(const Bucket& bucket, int tile, Tile t, float first) {
-  const bool here = bucket.column(tile) < bucket.columns;
-  if (here && !bucket.ragged()) return t;
+  if (!bucket.padded()) return t;
 #pragma unroll
   for (int r = 0; r < kHalfRows; ++r) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      if (!here || bucket.index(tile, r) + c >= bucket.values) t.v[r][c] = first;
+      if (bucket.index(tile, r) + c >= bucket.values) t.v[r][c] = first;
     }
   }
   return t;

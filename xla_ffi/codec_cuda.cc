@@ -9,7 +9,7 @@ namespace cgx {
 namespace {
 
 // Fills tables and hands each over when it is full: those of slots that round to nearest and those
-// of stochastic ones apart, since they need different kernels. Pieces come chunk by chunk.
+// that round with noise apart, since they need different kernels. Pieces come chunk by chunk.
 template <typename Launch>
 class Tables {
  public:
@@ -20,20 +20,20 @@ class Tables {
     const auto aligned = [&](const void* p) {
       return reinterpret_cast<uintptr_t>(p) % (4 * item) == 0;
     };
-    last_ = run.slot.stochastic;
+    last_ = run.slot.rounding != Rounding::kNearest;
     const int64_t longest = std::min(run.slot.size, run.slot.bucket_size);
     tables_[last_].longest = std::max(tables_[last_].longest, longest);
     add({in ? static_cast<const char*>(in) + first : nullptr,
          out ? static_cast<char*>(out) + first : nullptr, row_offset, run.first, run.values(), 0,
          static_cast<int32_t>(run.slot.bucket_size), run.slot.stream,
          static_cast<int32_t>(run.chunk), static_cast<uint8_t>(run.slot.bits), dtype,
-         aligned(in) && aligned(out)},
+         run.slot.rounding, aligned(in) && aligned(out), run.slot.rotated},
         run.last - run.first);
   }
   void clear(uint8_t* bytes, int64_t count, int64_t chunk) {
     if (count == 0) return;
     add({nullptr, reinterpret_cast<char*>(bytes), 0, 0, count, 0, kClearedUnit, 0,
-         static_cast<int32_t>(chunk), 0, DType::kF32, true},
+         static_cast<int32_t>(chunk), 0, DType::kF32, Rounding::kNearest, true, false},
         (count + kClearedUnit - 1) / kClearedUnit);
   }
   // Launches what is left; the first error of all launches.
@@ -63,6 +63,7 @@ class Tables {
   void flush(bool stochastic) {
     Filling& f = tables_[stochastic];
     if (f.table.count > 0 && error_ == cudaSuccess) {
+      f.table.units = f.units;
       f.table.tiles = static_cast<int32_t>((f.longest + kTileValues - 1) / kTileValues);
       error_ = launch_(f.table, stochastic, f.units, f.most);
     }
@@ -98,7 +99,8 @@ void for_each_chunk(const Layout& layout, const std::vector<Range>& ranges, F f,
 
 cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cudaStream_t stream) {
   const Layout& layout = call.layout;
-  const EncodeArgs args{call.payload, layout.chunk_bytes, call.key, call.key_step, call.rank};
+  const EncodeArgs args{call.payload,  layout.chunk_bytes, call.key,
+                        call.key_step, call.rank,          static_cast<int32_t>(layout.world)};
   Tables tables([&](const Table& table, bool stochastic, int64_t units, int64_t) {
     return launch_encode(table, args, stochastic, call.residuals.data != nullptr, units, stream);
   });

@@ -17,10 +17,6 @@ constexpr int blocks_of(int tiles, int more_registers = 0) {
 constexpr int64_t kMaxBlocks = 1 << 20;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
 
-__device__ int64_t units_of(const Piece& piece) {
-  return (piece.values + piece.unit - 1) / piece.unit;
-}
-
 // The first piece of the table for which `beyond` holds; `count` when there is none.
 template <typename Beyond>
 __device__ int first_piece(const Table& table, Beyond beyond) {
@@ -36,16 +32,19 @@ __device__ int first_piece(const Table& table, Beyond beyond) {
   return low;
 }
 
-// Calls f(piece, number of the unit in it) for this warp's share of the pieces [first, last).
+// Units of the pieces before that one.
+template <typename Beyond>
+__device__ int64_t units_before(const Table& table, Beyond beyond) {
+  const int p = first_piece(table, beyond);
+  return p < table.count ? table.piece[p].before : table.units;
+}
+
+// Calls f(piece, number of the unit in it) for this warp's share of the units [first, end).
 template <typename F>
-__device__ void for_each_unit(const Table& table, int first, int last, F f) {
-  if (first == last) return;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / kWarp);
-  const int64_t warp =
-      static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-  const Piece& final = table.piece[last - 1];
-  const int64_t end = final.before + units_of(final);
-  for (int64_t unit = table.piece[first].before + warp; unit < end; unit += warps) {
+__device__ void for_each_unit(const Table& table, int64_t first, int64_t end, F f) {
+  const unsigned warps = gridDim.x * (blockDim.x / kWarp);
+  const unsigned warp = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+  for (int64_t unit = first + warp; unit < end; unit += warps) {
     const int p = first_piece(table, [&](const Piece& piece) { return piece.before > unit; }) - 1;
     f(table.piece[p], unit - table.piece[p].before);
   }
@@ -60,38 +59,35 @@ __device__ void clear_unit(const Piece& piece, int64_t number) {
 
 __device__ int32_t rank_of(RankSource rank) { return rank.device ? *rank.device : rank.value; }
 
-__device__ int64_t record_bytes(const Piece& piece) {
-  return Record{piece.unit, piece.bits}.bytes();
-}
-
-__device__ int64_t item_bytes(const Piece& piece) { return piece.unit * item_size(piece.dtype); }
-
 template <int kTiles, bool kStochastic, bool kResidual>
 __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
     encode_kernel(const __grid_constant__ Table table, const EncodeArgs args) {
   const int32_t own = rank_of(args.rank);
-  for_each_unit(table, 0, table.count, [&](const Piece& piece, int64_t number) {
+  for_each_unit(table, 0, table.units, [&](const Piece& piece, int64_t number) {
     if (piece.bits == 0) return clear_unit(piece, number);
     const Bucket bucket(piece, number);
-    const char* const in = piece.in + number * item_bytes(piece);
-    char* const residual = kResidual ? piece.out + number * item_bytes(piece) : nullptr;
-    uint8_t* const record =
-        args.payload + piece.chunk * args.chunk_bytes + piece.record + number * record_bytes(piece);
+    uint8_t* const record = args.payload + piece.chunk * args.chunk_bytes + bucket.record();
     if (piece.chunk == own) {
       uint32_t* const words = reinterpret_cast<uint32_t*>(record);
       const int64_t size = Record{bucket.values, bucket.bits}.bytes() / 4;
       for (int64_t i = bucket.lane.index; i < size; i += kWarp) words[i] = 0;
-      for (int k = 0; kResidual && k < bucket.tiles(); ++k) {
-        store_tile(bucket, residual, k, Tile{});
-      }
+      for (int k = 0; kResidual && k < bucket.tiles(); ++k) store_tile(bucket, k, Tile{});
       return;
     }
-    const NoiseSeed seed = kStochastic ? noise_seed(args.key + piece.chunk * args.key_step,
-                                                    piece.stream, piece.bucket + number)
-                                       : NoiseSeed{};
-    const float first = load_item(in, 0, bucket.dtype);
+    Noise noise = {};
+    if (kStochastic) {
+      noise.seed = bucket.seed(args.key + piece.chunk * args.key_step);
+      // A chunk with a key of its own is no part of a sum whose ranks spread their noise.
+      if (args.key_step == 0) noise.offset = noise_offset(piece.rounding, own, args.world);
+    }
+    const float pad = bucket.rotated ? 0.0f : load_item(bucket.in(), 0, bucket.dtype);
     encode_bucket<kTiles, kStochastic, kResidual>(
-        bucket, seed, record, [&](int k) { return load_tile(bucket, in, k, first); }, residual,
+        bucket, noise, record,
+        [&](int k) {
+          Tile t = load_tile(bucket, k, pad);
+          rotate(bucket, k, &t);
+          return t;
+        },
         1.0f);
   });
 }
@@ -101,40 +97,39 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual ? 2 : 1)
     reduce_kernel(const __grid_constant__ Table table, const ReduceArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
-  const int first = first_piece(table, [&](const Piece& piece) { return piece.chunk >= own; });
-  const int last = first_piece(table, [&](const Piece& piece) { return piece.chunk > own; });
+  const int64_t first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
+  const int64_t last = units_before(table, [&](const Piece& piece) { return piece.chunk > own; });
   for_each_unit(table, first, last, [&](const Piece& piece, int64_t number) {
     if (piece.bits == 0) return clear_unit(piece, number);
     const Bucket bucket(piece, number);
-    const char* const in = piece.in + number * item_bytes(piece);
-    const int64_t record = piece.record + number * record_bytes(piece);
-    const NoiseSeed seed =
-        kStochastic ? noise_seed(args.key, piece.stream, piece.bucket + number) : NoiseSeed{};
+    const int64_t record = bucket.record();
+    Noise noise = {};
+    if (kStochastic) noise.seed = bucket.seed(args.key);
     const auto sum = [&](int k) {
-      return sum_tile(bucket, in, args.payload + record, args.chunk_bytes, args.world, own, divide,
-                      k);
+      Tile t = load_tile(bucket, k, 0.0f);
+      rotate(bucket, k, &t);
+      add_peers(bucket, args.payload + record, args.chunk_bytes, args.world, own, k, &t);
+      divide_tile(divide, &t);
+      return t;
     };
     // The first value of the bucket is lane 0's in tile 0; every lane with pads needs it.
     float pad = 0.0f;
-    char* const residual = kResidual ? piece.out + number * item_bytes(piece) : nullptr;
     encode_bucket<kTiles, kStochastic, kResidual>(
-        bucket, seed, args.chunk + record,
+        bucket, noise, args.chunk + record,
         [&](int k) {
           const Tile t = sum(k);
           if (k == 0) pad = __shfl_sync(kEveryLane, t.v[0][0], 0);
           return without_pads(bucket, k, t, pad);
         },
-        residual, args.divisor);
+        args.divisor);
   });
 }
 
 __global__ void __launch_bounds__(kThreads, blocks_of(1))
     decode_kernel(const __grid_constant__ Table table, const DecodeArgs args) {
-  for_each_unit(table, 0, table.count, [&](const Piece& piece, int64_t number) {
+  for_each_unit(table, 0, table.units, [&](const Piece& piece, int64_t number) {
     const Bucket bucket(piece, number);
-    char* const out = piece.out + number * item_bytes(piece);
-    const uint8_t* const record =
-        args.payload + piece.chunk * args.chunk_bytes + piece.record + number * record_bytes(piece);
+    const uint8_t* const record = args.payload + piece.chunk * args.chunk_bytes + bucket.record();
     for (int k = 0; k < bucket.tiles(); ++k) {
       const Encoded encoded(bucket, record, k);
       const Codes codes = encoded.codes(bucket);
@@ -146,7 +141,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1))
           t.v[r][c] = decode<float>(codes.get(r, c, bucket.bits), encoded.meta);
         }
       }
-      store_tile(bucket, out, k, t);
+      rotate_back(bucket, k, &t);
+      store_tile(bucket, k, t);
     }
   });
 }
@@ -155,14 +151,19 @@ __global__ void __launch_bounds__(kThreads, blocks_of(0))
     accumulate_kernel(const __grid_constant__ Table table, const AccumulateArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
-  for_each_unit(table, 0, table.count, [&](const Piece& piece, int64_t number) {
+  for_each_unit(table, 0, table.units, [&](const Piece& piece, int64_t number) {
     const Bucket bucket(piece, number);
-    const char* const in = piece.in + number * item_bytes(piece);
-    char* const out = piece.out + number * item_bytes(piece);
-    const uint8_t* const records = args.payload + piece.record + number * record_bytes(piece);
+    const uint8_t* const records = args.payload + bucket.record();
     for (int k = 0; k < bucket.tiles(); ++k) {
-      store_tile(bucket, out, k,
-                 sum_tile(bucket, in, records, args.row_bytes, args.peers, own, divide, k));
+      Tile t = {};
+      if (!bucket.rotated) t = load_tile(bucket, k, 0.0f);
+      add_peers(bucket, records, args.row_bytes, args.peers, own, k, &t);
+      if (bucket.rotated) {
+        rotate_back(bucket, k, &t);
+        add_tile(load_tile(bucket, k, 0.0f), &t);
+      }
+      divide_tile(divide, &t);
+      store_tile(bucket, k, t);
     }
   });
 }

@@ -24,7 +24,9 @@ struct Piece {
   int32_t chunk;
   uint8_t bits;  // 0: clear bytes, a multiple of 4 of them
   DType dtype;   // of the leaf
-  bool aligned;  // four values may be read or written at once
+  Rounding rounding;
+  bool aligned : 1;  // four values may be read or written at once
+  bool rotated : 1;
 };
 
 // Every driver takes 4 KB of kernel parameters.
@@ -33,6 +35,7 @@ constexpr int kClearedUnit = 512;  // bytes that a warp clears at once
 
 struct Table {
   Piece piece[kPieces];
+  int64_t units;  // of all pieces
   int32_t count;
   int32_t tiles;  // of the longest bucket
 };
@@ -50,6 +53,7 @@ struct EncodeArgs {
   const uint32_t* key;  // device, two words
   int32_t key_step;     // words from a chunk's key to the next one's; 0: one key for all
   RankSource rank;      // the chunk that is cleared instead; -1: none
+  int32_t world;
 };
 
 struct ReduceArgs {

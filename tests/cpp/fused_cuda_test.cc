@@ -103,6 +103,7 @@ struct Problem {
     const int64_t bytes = layout.chunk_bytes, total = layout.total_bytes();
     const cgx::KernelTable& cpu = cgx::current_kernels();
     std::vector<Bytes> sent(world, Bytes(world * bytes));
+    std::vector<float> scratch(owned.longest_bucket());
     expected_lost.assign(world, empty(1));
     for (int64_t r = 0; r < world; ++r) {
       const auto leaves = pointers(in[r]), lost = pointers(expected_lost[r]);
@@ -111,11 +112,11 @@ struct Problem {
                   {lost.data(), dtypes.data()},
                   keys[r].data(),
                   r,
-                  sent[r].data()},
+                  sent[r].data(),
+                  scratch.data()},
                  0, total);
     }
     Bytes gathered(world * bytes), received(world * bytes);
-    std::vector<float> scratch(owned.longest_bucket());
     for (int64_t r = 0; r < world; ++r) {
       for (int64_t from = 0; from < world; ++from) {
         std::copy_n(&sent[from][r * bytes], bytes, &received[from * bytes]);
@@ -134,7 +135,7 @@ struct Problem {
     }
     Values out = empty(1);
     const auto leaves = pointers(out);
-    cpu.decode({layout, gathered.data(), {leaves.data(), dtypes.data()}}, 0, total);
+    cpu.decode({layout, gathered.data(), {leaves.data(), dtypes.data()}, scratch.data()}, 0, total);
     return std::vector<Values>(world, out);
   }
 
@@ -143,12 +144,14 @@ struct Problem {
     const cgx::Layout layout = row.view();
     const auto leaves = pointers(in[rank]);
     Bytes payload(layout.chunk_bytes);
+    std::vector<float> scratch(row.longest_bucket());
     cgx::current_kernels().encode({layout,
                                    {leaves.data() + from * specs.size(), dtypes.data()},
                                    {},
                                    keys[rank].data() + 2 * from,
                                    -1,
-                                   payload.data()},
+                                   payload.data(),
+                                   scratch.data()},
                                   0, layout.total_bytes());
     return payload;
   }
@@ -157,6 +160,7 @@ struct Problem {
   std::vector<Values> reduce_scatter_in_steps() const {
     const cgx::Layout layout = row.view();
     std::vector<Values> sums;
+    std::vector<float> scratch(row.longest_bucket());
     for (int64_t r = 0; r < world; ++r) {
       Bytes received;
       for (int64_t from = 0; from < world; ++from) {
@@ -171,7 +175,8 @@ struct Problem {
                                          world,
                                          r,
                                          divisor,
-                                         {out.data(), dtypes.data()}},
+                                         {out.data(), dtypes.data()},
+                                         scratch.data()},
                                         0, layout.total_bytes());
     }
     return sums;
@@ -182,10 +187,13 @@ struct Problem {
     const cgx::Layout layout = row.view();
     Values out = empty(world);
     const auto leaves = pointers(out);
+    std::vector<float> scratch(row.longest_bucket());
     for (int64_t r = 0; r < world; ++r) {
-      cgx::current_kernels().decode(
-          {layout, encoded(r, 0).data(), {leaves.data() + r * specs.size(), dtypes.data()}}, 0,
-          layout.total_bytes());
+      cgx::current_kernels().decode({layout,
+                                     encoded(r, 0).data(),
+                                     {leaves.data() + r * specs.size(), dtypes.data()},
+                                     scratch.data()},
+                                    0, layout.total_bytes());
     }
     return std::vector<Values>(world, out);
   }
@@ -266,16 +274,16 @@ const struct {
                     {cgx::Collective::kAllGather, "all-gather", false}};
 
 // Of an all-reduce; the halves have them once for every rank, so shorter ones do.
-std::vector<cgx::LeafSpec> leaves(cgx::Collective collective, int64_t stochastic) {
+std::vector<cgx::LeafSpec> leaves(cgx::Collective collective, int64_t rounding) {
   const int64_t size = collective == cgx::Collective::kAllReduce ? 777 : 177;
-  return {{size + 223, 4, 64, stochastic, 0}, {3, 8, 32, 0, 1}, {size, 3, 96, stochastic, 2}};
+  return {{size + 223, 4, 64, rounding, 0}, {3, 8, 32, 0, 1, 1}, {size, 3, 96, rounding, 2}};
 }
 
 void equals_the_steps() {
   for (const auto& [collective, name, residual] : kCollectives) {
     for (const int64_t world : {1, 2, 3, 4, 8}) {
-      for (const int64_t stochastic : {0, 1}) {
-        const Problem problem(collective, leaves(collective, stochastic), world,
+      for (const int64_t rounding : {0, 2}) {
+        const Problem problem(collective, leaves(collective, rounding), world,
                               static_cast<float>(world), residual);
         for (const int64_t segment_bytes : {1, 40, 100, 1 << 20}) {
           for (uint64_t seed = 1; seed <= 2; ++seed) {

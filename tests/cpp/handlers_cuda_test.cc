@@ -21,12 +21,14 @@ bool has(const std::string& text, const std::string& part) {
 
 // --- codec
 
-constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64;
+constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1;
+constexpr int64_t kNearest = 0, kCorrelated = 2;
 
-void with_layout(Frame& frame, int64_t bits = kBits) {
+void with_layout(Frame& frame, int64_t rounding, int64_t bits = kBits) {
   frame.attr("bits", std::vector<int64_t>{bits})
       .attr("bucket_size", std::vector<int64_t>{kBucket})
-      .attr("stochastic", std::vector<int64_t>{0})
+      .attr("rounding", std::vector<int64_t>{rounding})
+      .attr("rotation", std::vector<int64_t>{kRotation})
       .attr("stream", std::vector<int64_t>{0})
       .attr("world", kWorld);
 }
@@ -37,7 +39,8 @@ void codec() {
   std::vector<float> x(kValues);
   for (float& v : x) v = normal(rng);
   cgx::OwnedLayout owned;
-  check(owned.build({{kValues, kBits, kBucket, 0, 0}}, kWorld).empty(), "codec: layout");
+  check(owned.build({{kValues, kBits, kBucket, kCorrelated, 0, kRotation}}, kWorld).empty(),
+        "codec: layout");
   const cgx::Layout layout = owned.view();
   const int64_t row = layout.chunk_bytes;
   const uint32_t key[2] = {1, 2};
@@ -46,7 +49,9 @@ void codec() {
   const cgx::DType dtype = cgx::DType::kF32;
   const void* in = x.data();
   const cgx::KernelTable& cpu = cgx::current_kernels();
-  cpu.encode({layout, {&in, &dtype}, {}, key, rank, expected.data()}, 0, layout.total_bytes());
+  std::vector<float> scratch(owned.longest_bucket());
+  cpu.encode({layout, {&in, &dtype}, {}, key, rank, expected.data(), scratch.data()}, 0,
+             layout.total_bytes());
   XLA_FFI_InvokeContext context;
   const auto encode = [&](XLA_FFI_DataType type, int64_t bytes, int64_t bits) {
     Frame frame;
@@ -54,7 +59,7 @@ void codec() {
         .arg(XLA_FFI_DataType_S32, &rank, {})
         .arg(type, x.data(), {kValues})
         .ret(XLA_FFI_DataType_U8, payload.data(), {kWorld, bytes});
-    with_layout(frame, bits);
+    with_layout(frame, kCorrelated, bits);
     return frame.call(cgx::encode_cuda_handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
   };
   check(encode(XLA_FFI_DataType_F32, row, kBits).empty(), "codec: encode");
@@ -66,7 +71,6 @@ void codec() {
   check(has(encode(XLA_FFI_DataType_F32, row, 9), "bits of leaf 0 is 9, must be in [1, 8]"),
         "codec: nine bits are refused");
 
-  std::vector<float> scratch(owned.longest_bucket());
   std::vector<float> lost(kValues, 7.0f), expected_lost = lost, elsewhere = lost;
   void* const expected_residual = expected_lost.data();
   cpu.reduce({layout,
@@ -89,7 +93,7 @@ void codec() {
     if (given) frame.arg(XLA_FFI_DataType_F32, given, {kValues});
     frame.ret(XLA_FFI_DataType_U8, chunk.data(), {row}).attr("divisor", 3.0f);
     if (filled) frame.ret(XLA_FFI_DataType_F32, filled, {kValues});
-    with_layout(frame);
+    with_layout(frame, kCorrelated);
     return frame.call(cgx::reduce_cuda_handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
   };
   check(reduce(nullptr, nullptr).empty(), "codec: reduce");
@@ -221,7 +225,7 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
         .attr("groups", std::vector<int64_t>{0, 1, 2, 3})
         .attr("segment_bytes", int64_t{100})
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
-    with_layout(frame);
+    with_layout(frame, kNearest);
     frame.attr("world", options.world);
     for (const bool execute : {false, true}) {
       if (execute && options.clique) {
@@ -241,7 +245,8 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
 // A row of values, encoded and decoded by itself: what its receivers make of it.
 std::vector<float> received(const float* row) {
   cgx::OwnedLayout owned;
-  check(owned.build({{kValues, kBits, kBucket, 0, 0}}, 1).empty(), "fused: layout");
+  check(owned.build({{kValues, kBits, kBucket, kNearest, 0, kRotation}}, 1).empty(),
+        "fused: layout");
   const cgx::Layout layout = owned.view();
   const cgx::DType dtype = cgx::DType::kF32;
   const uint32_t key[2] = {0, 0};
@@ -250,8 +255,10 @@ std::vector<float> received(const float* row) {
   const void* from = row;
   void* to = out.data();
   const cgx::KernelTable& cpu = cgx::current_kernels();
-  cpu.encode({layout, {&from, &dtype}, {}, key, -1, payload.data()}, 0, layout.total_bytes());
-  cpu.decode({layout, payload.data(), {&to, &dtype}}, 0, layout.total_bytes());
+  std::vector<float> scratch(owned.longest_bucket());
+  cpu.encode({layout, {&from, &dtype}, {}, key, -1, payload.data(), scratch.data()}, 0,
+             layout.total_bytes());
+  cpu.decode({layout, payload.data(), {&to, &dtype}, scratch.data()}, 0, layout.total_bytes());
   return out;
 }
 
