@@ -485,10 +485,10 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
   pass(true, [&](int k, Tile* t) { range.add(bucket, k, *t); });
   const bool finite = range.meet();
   Meta meta = make_meta(range.min, range.max, finite, bucket.bits);
-  if (!kStochastic && bucket.rotated) {
+  if (!kStochastic && bucket.rotated && Rotation::whole(bucket.columns)) {
     const float down = Scaling(range.min, range.max).down;
     float squares = 0.0f;
-    pass(false, [&](int k, Tile* t) { squares += sum_of_squares(bucket, k, *t, down); });
+    pass(false, [&](int k, Tile* t) { squares = sum_of_squares(bucket, k, *t, down); });
     meta = make_clipped_meta(range.min, range.max, finite, squares, kRows * bucket.columns,
                              bucket.bits);
   }

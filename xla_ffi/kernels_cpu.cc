@@ -72,19 +72,19 @@ void encode_values(float* x, Record record, Meta meta, Noise noise, const char* 
   encode(x, record, meta, noise, ahead, out, kResidual ? x : nullptr);
 }
 
-// `rotation` is null for a slot that is not rotated.
 template <int kBits, bool kResidual>
-void encode_values(float* x, const Slot& slot, Record record, const Rotation* rotation, Noise noise,
-                   const char* ahead, uint8_t* out) {
+void encode_values(float* x, const Slot& slot, Record record, Noise noise, const char* ahead,
+                   uint8_t* out) {
   const Extremes found = find_extremes<StoreF32, false>(x, record.values);
   if (slot.rounding != Rounding::kNearest) {
     const Meta meta = found.meta(kBits);
     encode_values<kBits, Coding::kStochastic, kResidual>(x, record, meta, noise, ahead, out);
-  } else if (!rotation || !rotation->whole(record.columns())) {
+  } else if (!slot.rotated || !Rotation::whole(record.columns())) {
     const Meta meta = found.meta(kBits);
     encode_values<kBits, Coding::kNearest, kResidual>(x, record, meta, noise, ahead, out);
   } else {
-    const float squares = sum_squares(x, rotation->columns, Scaling(found.min, found.max).down);
+    const float squares =
+        sum_squares(x, static_cast<int>(record.columns()), Scaling(found.min, found.max).down);
     const Meta meta =
         make_clipped_meta(found.min, found.max, found.finite, squares, record.values, kBits);
     encode_values<kBits, Coding::kClipped, kResidual>(x, record, meta, noise, ahead, out);
@@ -106,8 +106,8 @@ struct EncodeRotated {
       const Rotation rotation(record.columns(), slot.stream, (uint64_t)k);
       read_rotated<Store>(x, record, rotation, call.scratch);
       const Noise noise{noise_seed(call.key, slot.stream, (uint64_t)k), offset};
-      encode_values<kBits, kResidual>(call.scratch, slot, filled(record), &rotation, noise,
-                                      (const char*)x, out);
+      encode_values<kBits, kResidual>(call.scratch, slot, filled(record), noise, (const char*)x,
+                                      out);
       if (kResidual) {
         write_rotated_back<Store>(call.scratch, record, rotation, 1.0f, residual);
         residual += record.values;
@@ -144,8 +144,7 @@ struct Reduce {
       slot.rotated ? add(StoreF32{}, call.scratch) : add(Store{}, x);
       const Noise noise{noise_seed(call.key, slot.stream, (uint64_t)k), 0.0f};
       const auto encode = residual ? encode_values<kBits, true> : encode_values<kBits, false>;
-      encode(call.scratch, slot, coded, slot.rotated ? &rotation : nullptr, noise, (const char*)x,
-             call.chunk + position);
+      encode(call.scratch, slot, coded, noise, (const char*)x, call.chunk + position);
       x += record.values;
       if (residual) {
         if (slot.rotated) {

@@ -211,15 +211,21 @@ struct Rotation {
   CGX_HD Rotation(int64_t bucket_columns, uint32_t stream, uint64_t bucket) {
     const uint32_t key[2] = {0x726f7461u, 0x74696f6eu};
     seed = noise_seed(key, stream, bucket);
-    columns = 4;
-    while (columns < kColumns && bucket_columns % (2 * columns) == 0) columns *= 2;
+    columns = block(bucket_columns);
     int stages = 3;
     for (int c = columns; c > 1; c /= 2) ++stages;
     forward = bit_cast<float>((uint32_t)(127 - stages / 2) << 23);
     inverse = bit_cast<float>((uint32_t)(127 - (stages - stages / 2)) << 23);
   }
+  CGX_HD static int block(int64_t bucket_columns) {
+    int columns = 4;
+    while (columns < kColumns && bucket_columns % (2 * columns) == 0) columns *= 2;
+    return columns;
+  }
   // Whether a bucket of these columns is one block.
-  CGX_HD bool whole(int64_t bucket_columns) const { return columns == bucket_columns; }
+  CGX_HD static bool whole(int64_t bucket_columns) {
+    return block(bucket_columns) == bucket_columns;
+  }
   // The signs of row r are bit 31 of these numbers, one for each column, shifted left by r.
   template <typename U>
   CGX_HD U signs(U column) const {

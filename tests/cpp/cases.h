@@ -59,12 +59,12 @@ struct Buffers {
 };
 
 [[maybe_unused]] std::vector<cgx::LeafSpec> leaves_of(int64_t bits, int64_t bucket,
-                                                      int64_t stochastic) {
+                                                      int64_t rounding, int64_t rotation = 0) {
   std::vector<cgx::LeafSpec> specs;
   int64_t stream = 0;
   for (int64_t size :
        {int64_t{0}, int64_t{1}, int64_t{31}, bucket - 1, bucket, bucket + 1, 3 * bucket + 33}) {
-    specs.push_back({size, bits, bucket, stochastic, stream++});
+    specs.push_back({size, bits, bucket, rounding, stream++, rotation});
   }
   return specs;
 }

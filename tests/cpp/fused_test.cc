@@ -193,15 +193,20 @@ struct Job {
     };
     std::vector<Leaves> lost_by(residuals);
     std::vector<std::vector<uint8_t>> sent(world, std::vector<uint8_t>(world * row + 1));
+    std::vector<float> scratch(owned.longest_bucket());
     for (int64_t r = 0; r < world; ++r) {
       const uint32_t k[2] = {key(r, 0, 0), key(r, 0, 1)};
       const auto in = pointers(inputs[r]), lost = pointers(lost_by[r]);
-      kernels.encode(
-          {layout, {in.data(), dtypes.data()}, {lost.data(), dtypes.data()}, k, r, sent[r].data()},
-          0, layout.total_bytes());
+      kernels.encode({layout,
+                      {in.data(), dtypes.data()},
+                      {lost.data(), dtypes.data()},
+                      k,
+                      r,
+                      sent[r].data(),
+                      scratch.data()},
+                     0, layout.total_bytes());
     }
     std::vector<uint8_t> gathered(world * row + 1), received(world * row + 1);
-    std::vector<float> scratch(owned.longest_bucket());
     for (int64_t r = 0; r < world; ++r) {
       for (int64_t p = 0; p < world; ++p) {
         std::memcpy(received.data() + p * row, sent[p].data() + r * row, row);
@@ -221,7 +226,8 @@ struct Job {
     }
     auto out = outputs[0];
     const auto to = pointers(out);
-    kernels.decode({layout, gathered.data(), {to.data(), dtypes.data()}}, 0, layout.total_bytes());
+    kernels.decode({layout, gathered.data(), {to.data(), dtypes.data()}, scratch.data()}, 0,
+                   layout.total_bytes());
     return {out, lost_by};
   }
 
@@ -353,7 +359,8 @@ int main() {
         c.leaves = {{20 * 512 + 33, bits, 512, bits == 4, 0},
                     {0, bits, 32, 0, 1},
                     {1, 8, 32, 0, 2},
-                    {4097, 3, 96, 1, 3}};
+                    {4097, 3, 96, 1, 3},
+                    {1300, bits, 256, bits == 1 ? 0 : 2, 4, 1}};
         run({c},
             "world " + std::to_string(world) + " segment " + std::to_string(segment) + " bits " +
                 std::to_string(bits),
