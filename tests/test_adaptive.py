@@ -230,13 +230,18 @@ def test_wrong_options_are_refused(options, message):
 def test_calls_that_keep_no_statistics_refuse_it():
     policy = adaptive()
 
-    def reduced(call):
-        f = lambda grads: call(jax.tree.map(lambda x: x[0], grads), "data", policy)  # noqa: E731
+    def reduced(call, options):
+        f = lambda grads: call(jax.tree.map(lambda x: x[0], grads), "data", policy, **options)  # noqa: E731
         return jax.shard_map(f, mesh=mesh(), in_specs=P("data"), out_specs=P())(gradients(0))
 
-    for call in (cgx_jax.pmean_compressed, cgx_jax.reduce_in_backward):
+    for call, options in (
+        (cgx_jax.pmean_compressed, {}),
+        (cgx_jax.reduce_in_backward, {}),
+        (cgx_jax.psum_scatter_compressed, {"tiled": True}),
+        (cgx_jax.all_gather_compressed, {}),
+    ):
         with pytest.raises(ValueError, match=f"{call.__name__}: Adaptive adapts to statistics"):
-            reduced(call)
+            reduced(call, options)
 
 
 # --- decisions, without a training around them.
