@@ -82,7 +82,7 @@ def sync_gradients(
         measured = state.statistics
         if isinstance(policy, Adaptive):
             axes = Axes.resolve(_NAME, axis_name, None)
-            measured = policy.observe(measured, jax.tree.leaves(sent), state.step, axes)
+            measured = policy.observe(measured, jax.tree.leaves(sent), state.step, axes, plan)
         return mean, SyncState(state.step + 1, remembered, measured)
 
     return optax.GradientTransformation(init, update)
