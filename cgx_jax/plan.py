@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,50 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return out
 
 
+def is_bare(tree: Any) -> bool:
+    """Whether `tree` is one array."""
+    return bool(jax.tree_util.all_leaves([tree]))
+
+
+def compressors_of(
+    caller: str, leaves: Sequence[Leaf], policy: Compressor | Policy | Plan | None, *, bare: bool
+) -> list[Compressor]:
+    """What each leaf takes in a call that cuts no leaf into chunks; `bare` is a single array.
+
+    A plan must fit the leaves. Raises ValueError and TypeError as `Plan.resolve` does.
+    """
+    if isinstance(policy, Plan):
+        policy.check_leaves(leaves)
+        return [slot.compressor for slot in policy.slots]
+    _require_static(caller, policy)
+    return _choose(leaves, policy, bare)
+
+
+def _choose(
+    leaves: Sequence[Leaf], policy: Compressor | Policy | None, bare: bool
+) -> list[Compressor]:
+    policy = Quantize() if policy is None else policy
+    if isinstance(policy, Policy):
+        return policy.choose(leaves)
+    if not isinstance(policy, Compressor):
+        raise TypeError(
+            f"Plan: {policy!r} is neither a compressor nor a policy; pass an instance such as "
+            "cgx_jax.Quantize(bits=4)."
+        )
+    if bare and policy.supports(leaves[0].dtype):
+        return [policy]
+    return Uniform(policy).choose(leaves)
+
+
+def _require_static(caller: str, policy: Any) -> None:
+    if isinstance(policy, Policy) and policy.adapts:
+        raise ValueError(
+            f"{caller}: {type(policy).__name__} adapts to statistics that this call cannot "
+            "keep from step to step, so its plan would never change; use it in "
+            "cgx_jax.sync_gradients, or pass Plan.build(tree, policy) for the plan it has now."
+        )
+
+
 def _check_override(path: str, dtype: np.dtype, compressor: Compressor) -> Compressor:
     if not compressor.lossless and not compressor.supports(dtype):
         raise TypeError(
@@ -94,22 +138,11 @@ class Plan:
         `fusion_bytes` uncompressed bytes. Raises ValueError for a path that is not in the tree,
         TypeError for an override that cannot encode its leaf.
         """
-        policy = Quantize() if policy is None else policy
-        if not isinstance(policy, (Compressor, Policy)):
-            raise TypeError(
-                f"Plan: {policy!r} is neither a compressor nor a policy; pass an instance such as "
-                "cgx_jax.Quantize(bits=4)."
-            )
         if fusion_bytes <= 0:
             raise ValueError(f"Plan: fusion_bytes={fusion_bytes} must be positive.")
         named = dict(overrides or {})
         leaves = leaves_of(tree)
-        if isinstance(policy, Policy):
-            chosen = policy.choose(leaves)
-        elif jax.tree_util.all_leaves([tree]) and policy.supports(leaves[0].dtype):
-            chosen = [policy]
-        else:
-            chosen = Uniform(policy).choose(leaves)
+        chosen = _choose(leaves, policy, is_bare(tree))
         slots = []
         for i, (leaf, compressor) in enumerate(zip(leaves, chosen, strict=True)):
             if leaf.path in named:
@@ -138,23 +171,22 @@ class Plan:
         if isinstance(policy, Plan):
             policy.check(tree)
             return policy
-        if isinstance(policy, Policy) and policy.adapts:
-            raise ValueError(
-                f"{caller}: {type(policy).__name__} adapts to statistics that this call cannot "
-                "keep from step to step, so its plan would never change; use it in "
-                "cgx_jax.sync_gradients, or pass Plan.build(tree, policy) for the plan it has now."
-            )
+        _require_static(caller, policy)
         return cls.build(tree, policy, **options)
 
     def check(self, tree: Any) -> None:
         """Raises ValueError at the first leaf of `tree` that differs from the plan's."""
-        leaves = leaves_of(tree)
+        self.check_leaves(leaves_of(tree))
+
+    def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+        """`check`, of a tree that is known by its leaves."""
         for slot, leaf in zip(self.slots, leaves, strict=False):
             if (slot.path, slot.shape, slot.dtype) != (leaf.path, leaf.shape, leaf.dtype):
                 raise ValueError(
                     f"Plan: leaf {slot.leaf} is {leaf.path!r} {leaf.dtype}{list(leaf.shape)}, the "
                     f"plan has {slot.path!r} {slot.dtype}{list(slot.shape)}; build the plan from "
-                    "the tree that is reduced (inside shard_map: from its local shapes)."
+                    "the tree that is reduced (inside shard_map: from its local shapes; for "
+                    "all_gather_compressed: from its result)."
                 )
         if len(leaves) != len(self.slots):
             raise ValueError(

@@ -1,7 +1,7 @@
 """The halves of an all-reduce, for sharded data-parallel training: reduce-scatter and all-gather.
 
-Drop-in for `lax.psum_scatter` and `lax.all_gather`. Each works on rows, one for each rank, and a
-row is a leaf by itself.
+Drop-in for `lax.psum_scatter` and `lax.all_gather`. Each leaf travels by itself, in rows, one for
+each rank, and a row is encoded like a leaf of its own.
 """
 
 from __future__ import annotations
@@ -21,91 +21,74 @@ from cgx_jax.codecs import accumulate_rows, encode_rows, row_words
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.base import require_key
 from cgx_jax.exchange import choose, xla
+from cgx_jax.plan import Plan, compressors_of, is_bare, leaves_of
+from cgx_jax.policy.rules import Policy
 from cgx_jax.wire import Layout
 
 
 def psum_scatter_compressed(
-    x: Any,
+    tree: Any,
     axis_name: Any,
-    compressor: Compressor | None = None,
+    compressor: Compressor | Policy | Plan | None = None,
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
     key: Any = None,
     exchange: str = "auto",
-) -> jax.Array:
+) -> Any:
     """Each rank's slice of the sum, from compressed payloads; `lax.psum_scatter`.
 
-    `x` is one array; its `scatter_dimension` equals the world size and is removed, or with
-    `tiled` is a multiple of it and divided. The result is fp32 accumulation of the other ranks'
-    decoded slices on this rank's exact ones, in x's dtype; it is not quantized again. Dtypes that
-    the compressor does not take are reduced exactly. The derivative is `lax.psum_scatter`'s.
+    `tree` is a pytree of arrays; of each the `scatter_dimension` equals the world size and is
+    removed, or with `tiled` is a multiple of it and divided. The results are fp32 accumulations of
+    the other ranks' decoded slices on this rank's exact ones, in each leaf's dtype; they are not
+    quantized again. The derivative is `lax.psum_scatter`'s.
 
-    `exchange` is "xla"; "nccl", one fused call between CUDA devices (for `Quantize`; others go by
-    "xla"); or "auto": by the active profile, of which this takes half a `psum_compressed` of x,
-    and without one "xla". Raises ValueError or TypeError while tracing: a dimension that cannot
-    be divided, an exchange that does not work here ("mpi" is for sums alone), a missing key, an
-    operand that is already reduced.
+    `compressor` is one (default `Quantize()`, 4 bits), a policy or a `Plan`, and decides as in
+    `psum_compressed`: given one compressor, leaves of a tree with ndim <= 1, under 1,024 values,
+    named bias or norm, or of a dtype that it does not take are summed exactly; a bare array is
+    compressed as asked. A policy sees whole leaves, before they are scattered. `key` feeds
+    stochastic rounding, which no two leaves share: one key for all ranks, another for every step.
+
+    `exchange` is "xla"; "nccl", one fused call a leaf between CUDA devices (for `Quantize`; others
+    go by "xla"); or "auto": by the active profile, of which a leaf takes half a `psum_compressed`,
+    and without one "xla". Raises ValueError or TypeError while tracing, with the leaf's path: a
+    dimension that cannot be divided, an operand that is already reduced, a missing key; and
+    without it: an exchange that does not work here ("mpi" is for sums alone), a plan of another
+    tree, a policy that adapts.
     """
     name = "psum_scatter_compressed"
-    choose.require_half(name, exchange)
-    compressor = _one_compressor(name, compressor)
-    axes, x = Axes.resolve(name, axis_name, None), jnp.asarray(x)
-    dimension = range(x.ndim)[scatter_dimension] if -x.ndim <= scatter_dimension < x.ndim else None
-    if dimension is None:
-        raise ValueError(f"{name}: scatter_dimension={scatter_dimension} of an array of {x.ndim}.")
-    length = x.shape[dimension]
-    if length % axes.world if tiled else length != axes.world:
-        need = f"a multiple of the world size {axes.world}" if tiled else f"{axes.world}, the world"
-        raise ValueError(
-            f"{name}: dimension {dimension} of {list(x.shape)} has length {length}, it must be "
-            f"{need}" + ("; pad it." if tiled else " size; or pass tiled=True.")
-        )
-    call = _PsumScatter(name, compressor, axes, exchange, dimension, tiled)
-    return _apply(call, key, x, x.size // axes.world)
+    return _halve(
+        _PsumScatter, name, tree, axis_name, compressor, scatter_dimension, tiled, key, exchange
+    )
 
 
 def all_gather_compressed(
-    x: Any,
+    tree: Any,
     axis_name: Any,
-    compressor: Compressor | None = None,
+    compressor: Compressor | Policy | Plan | None = None,
     *,
     axis: int = 0,
     tiled: bool = False,
     key: Any = None,
     exchange: str = "auto",
-) -> jax.Array:
-    """Every rank's `x`, compressed on the wire; `lax.all_gather`.
+) -> Any:
+    """Every rank's `tree`, compressed on the wire; `lax.all_gather`.
 
-    Stacked along a new dimension `axis`, or concatenated along it when `tiled`. Each rank decodes
-    its own payload too, so the result is the same on all. Dtypes that the compressor does not
-    take are gathered exactly. The derivative is `lax.all_gather`'s. `exchange`, and what is
-    raised: as for `psum_scatter_compressed`, with the result in place of x.
+    Leaves are stacked along a new dimension `axis`, or concatenated along it when `tiled`. Each
+    rank decodes its own payload too, so the result is the same on all. The derivative is
+    `lax.all_gather`'s.
+
+    `compressor` as in `psum_scatter_compressed`. A policy sees whole leaves, here the results, so
+    that a leaf is compressed on its way out where it is on its way back, and one `Plan` of whole
+    leaves serves both calls. `key`, `exchange`, and what is raised: as there.
     """
     name = "all_gather_compressed"
-    choose.require_half(name, exchange)
-    compressor = _one_compressor(name, compressor)
-    axes, x = Axes.resolve(name, axis_name, None), jnp.asarray(x)
-    rank_of_result = x.ndim if tiled else x.ndim + 1
-    if not -rank_of_result <= axis < rank_of_result:
-        raise ValueError(f"{name}: axis={axis} of a result with {rank_of_result} dimensions.")
-    call = _AllGather(name, compressor, axes, exchange, axis % rank_of_result, tiled)
-    return _apply(call, key, x, x.size)
-
-
-def _one_compressor(name: str, compressor: Compressor | None) -> Compressor:
-    compressor = Quantize() if compressor is None else compressor
-    if not isinstance(compressor, Compressor):
-        raise TypeError(
-            f"{name}: {type(compressor).__name__} is not a compressor; it takes one array and one "
-            "compressor such as cgx_jax.Quantize(bits=4)."
-        )
-    return compressor
+    return _halve(_AllGather, name, tree, axis_name, compressor, axis, tiled, key, exchange)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Half(abc.ABC):
-    """What a call is traced from: static and hashable."""
+    """What a leaf's call is traced from: static and hashable."""
 
     name: str
     compressor: Compressor
@@ -115,6 +98,13 @@ class _Half(abc.ABC):
     tiled: bool
 
     sums: ClassVar[bool]
+
+    @staticmethod
+    @abc.abstractmethod
+    def place(
+        where: str, shape: tuple[int, ...], world: int, dimension: int, tiled: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        """The dimension, counted from the first, and the shape of the whole leaf."""
 
     @abc.abstractmethod
     def exactly(self, x: jax.Array) -> jax.Array:
@@ -131,6 +121,25 @@ class _Half(abc.ABC):
 
 class _PsumScatter(_Half):
     sums = True
+
+    @staticmethod
+    def place(
+        where: str, shape: tuple[int, ...], world: int, dimension: int, tiled: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        rank = len(shape)
+        if not -rank <= dimension < rank:
+            raise ValueError(
+                f"{where}: scatter_dimension={dimension} is none of the {rank} of {list(shape)}."
+            )
+        dimension %= rank
+        length = shape[dimension]
+        if length % world if tiled else length != world:
+            need = f"a multiple of the world size {world}" if tiled else f"{world}, the world"
+            raise ValueError(
+                f"{where}: dimension {dimension} of {list(shape)} has length {length}, it must be "
+                f"{need}" + ("; pad it." if tiled else " size; or pass tiled=True.")
+            )
+        return dimension, shape
 
     def exactly(self, x: jax.Array) -> jax.Array:
         return lax.psum_scatter(
@@ -157,6 +166,21 @@ class _PsumScatter(_Half):
 class _AllGather(_Half):
     sums = False
 
+    @staticmethod
+    def place(
+        where: str, shape: tuple[int, ...], world: int, dimension: int, tiled: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        rank = len(shape) if tiled else len(shape) + 1
+        if not -rank <= dimension < rank:
+            raise ValueError(
+                f"{where}: axis={dimension} is none of the result's {rank}; the operand is "
+                f"{list(shape)}."
+            )
+        d = dimension % rank
+        if tiled:
+            return d, (*shape[:d], world * shape[d], *shape[d + 1 :])
+        return d, (*shape[:d], world, *shape[d:])
+
     def exactly(self, x: jax.Array) -> jax.Array:
         return lax.all_gather(x, self.axes.names, axis=self.dimension, tiled=self.tiled)
 
@@ -176,18 +200,59 @@ class _AllGather(_Half):
         return stacked.reshape(*x.shape[:d], self.axes.world * x.shape[d], *x.shape[d + 1 :])
 
 
-def _apply(call: _Half, key: Any, x: jax.Array, row: int) -> jax.Array:
-    """The result, by the exchange asked for or the fastest; `row` values travel to each rank."""
+def _halve(
+    half: type[_Half],
+    name: str,
+    tree: Any,
+    axis_name: Any,
+    compressor: Compressor | Policy | Plan | None,
+    dimension: int,
+    tiled: bool,
+    key: Any,
+    exchange: str,
+) -> Any:
+    """`half` of every leaf."""
+    choose.require_half(name, exchange)
+    axes, bare = Axes.resolve(name, axis_name, None), is_bare(tree)
+    fused = choose.HALVES.get(exchange)
+    if fused is not None and axes.world > 1:
+        fused.require(name, axes.names)
+    tree = jax.tree.map(jnp.asarray, tree)
+    whole, dimensions = [], []
+    for leaf in leaves_of(tree):
+        where = _where(name, leaf.path)
+        d, shape = half.place(where, leaf.shape, axes.world, dimension, tiled)
+        whole.append(dataclasses.replace(leaf, shape=shape))
+        dimensions.append(d)
+    chosen = compressors_of(name, whole, compressor, bare=bare)
+    leaves, treedef = jax.tree.flatten(tree)
+    out = []
+    for i, (x, leaf, d) in enumerate(zip(leaves, whole, dimensions, strict=True)):
+        call = half(name, chosen[i], axes, exchange, d, tiled)
+        out.append(_apply(call, leaf.path, None if bare else i, key, x, leaf.size // axes.world))
+    return jax.tree.unflatten(treedef, out)
+
+
+def _where(name: str, path: str) -> str:
+    return f"{name}: leaf {path!r}" if path else name
+
+
+def _apply(
+    call: _Half, path: str, stream: int | None, key: Any, x: jax.Array, row: int
+) -> jax.Array:
+    """One leaf's result, by the exchange asked for or the fastest.
+
+    `row` values travel to each rank; `stream` keeps a leaf's noise apart from that of others.
+    """
     name, compressor, world = call.name, call.compressor, call.axes.world
-    fused = choose.HALVES.get(call.exchange)
-    if fused is not None and world > 1:
-        fused.require(name, call.axes.names)
     if world == 1 or row == 0 or compressor.lossless or not compressor.supports(x.dtype):
         return call.exactly(x)
     if call.sums:
-        call.axes.check_varying(name, [("", x)])
-    needs_key = require_key(name, [compressor], key)
-    own = jax.random.fold_in(key, call.axes.index()) if needs_key else None
+        call.axes.check_varying(name, [(path, x)])
+    own = None
+    if require_key(_where(name, path), [compressor], key):
+        own = jax.random.fold_in(key, call.axes.index())
+        own = own if stream is None else jax.random.fold_in(own, stream)
     usable = [e for e in choose.available(call.axes.names) if e == "xla" or e in choose.HALVES]
     bits = compressor.wire_bits(row, x.dtype) / row
     load = choose.Load(world * row, world * row * x.dtype.itemsize, bits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +53,7 @@ def sync_gradients(
     `jit`. With `memory` (`ErrorFeedback()`, `MomentumCorrection()`) what
     compression loses is sent with the next step; a step whose mean holds a NaN or infinity leaves
     the memory as it was. Memory belongs to a rank: `init` runs inside shard_map or pmap, or is
-    given the `mesh`, and `state_specs` says how the state is split.
+    given the `mesh`, and `state_specs` and `state_shardings` say how the state is split.
 
     Accumulate gradients before it (`optax.MultiSteps` around the chain, or a sum in the step);
     clip, and skip steps (`optax.apply_if_finite`), after it, where all ranks see the same values.
@@ -81,7 +82,7 @@ def sync_gradients(
         measured = state.statistics
         if isinstance(policy, Adaptive):
             axes = Axes.resolve(_NAME, axis_name, None)
-            measured = policy.observe(measured, jax.tree.leaves(sent), state.step, axes)
+            measured = policy.observe(measured, jax.tree.leaves(sent), state.step, axes, plan)
         return mean, SyncState(state.step + 1, remembered, measured)
 
     return optax.GradientTransformation(init, update)
@@ -102,6 +103,38 @@ def state_specs(state: Any, axis_name: Any) -> Any:
         return SyncState(replicated, split, jax.tree.map(lambda _: replicated, x.statistics))
 
     return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, SyncState))
+
+
+def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
+    """NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings and restoring.
+
+    `state` as in `state_specs`; it may hold more than the optimizer's state, such as parameters,
+    which are replicated. Raises ValueError for an axis that is not in the mesh, and for memories
+    of another number of ranks than it has there.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    _require_axes("state_shardings", names, mesh)
+    world = math.prod(mesh.shape[n] for n in names)
+
+    def check(path: Any, spec: PartitionSpec, x: Any) -> NamedSharding:
+        if len(spec) and x.shape[0] != world:
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"state_shardings: {where} remembers for {x.shape[0]} ranks, and axis "
+                f"{axis_name!r} of this mesh has {world}; a memory belongs to a rank. Pass a mesh "
+                f"of {x.shape[0]}, or the state of an init on this one."
+            )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(check, state_specs(state, axis_name), state)
+
+
+def _require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
+    missing = [n for n in names if n not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"{caller}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
+        )
 
 
 def _init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh | None) -> Any:
@@ -128,11 +161,7 @@ def _init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh 
     if bound:
         return row()
     assert mesh is not None
-    missing = [n for n in names if n not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"{_NAME}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
-        )
+    _require_axes(_NAME, names, mesh)
     # The types of explicit axes hold here too, which a sharding constraint would not take.
     specs = PartitionSpec(axis_name)
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()

@@ -17,7 +17,6 @@ everywhere; the loss falls from about 6.3 to below 3.3 nats per byte, and the la
 import argparse
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -58,7 +57,7 @@ class Training:
         graphdef, params = nnx.split(Transformer(64, 1, LENGTH, nnx.Rngs(0)))
         state = params, optimizer.init(params)
         specs = cgx_jax.state_specs(state, "data")
-        self.state = jax.device_put(state, jax.tree.map(partial(NamedSharding, mesh), specs))
+        self.state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
         self.batches = NamedSharding(mesh, P("data"))
 
         def step(state, tokens):

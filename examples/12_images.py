@@ -15,7 +15,6 @@ Expected: both runs reach about 98 % of the held-out images, and the last lines 
 """
 
 import argparse
-from functools import partial
 
 import jax
 import numpy as np
@@ -91,7 +90,7 @@ def train(graphdef, params, batches, synchronise, jit, mesh):
 
     in_specs, out_specs = (specs, P("data"), P("data")), (specs, P())
     step = jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-    state = jax.device_put(state, jax.tree.map(partial(NamedSharding, mesh), specs))
+    state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
     for batch in batches:
         state, loss = step(state, *jax.device_put(batch, NamedSharding(mesh, P("data"))))
         loss.block_until_ready()  # ranks that share few cores must not run steps ahead

@@ -99,6 +99,37 @@ def test_known_plans_are_not_compiled_again_and_their_number_is_bounded():
     assert free.metrics()["cgx/plan_changes"] > len(free.compile_seconds) - 1
 
 
+def test_metrics_say_what_every_leaf_has_and_what_a_rank_sends():
+    policy = adaptive(base=cgx_jax.Uniform(Quantize(4, 64)))
+    assert policy.plan is None
+    training = Training(policy)
+    leaves = ("big", "small", "table")
+    kinds = ("bits", "bytes", "relative_error")
+    young = policy.metrics()
+    assert young["cgx/refresh"] == "warmup"
+    assert young["cgx/nonfinite_leaves"] == 0
+    assert "cgx/wire_bytes" not in young  # the axis is not known before the first step
+    assert {f"cgx/{kind}/{k}" for kind in kinds[:2] for k in leaves} < young.keys()
+    training.run(1)
+    before, first = policy.metrics(), policy.plan
+    training.run(8)
+    after, plan = policy.metrics(), policy.plan
+    for metrics, reduced in ((before, first), (after, plan)):
+        reduced.check(LIKE)
+        assert metrics["cgx/wire_bytes"] == reduced.wire_bytes(WORLD)
+        slots = {s.path: s for s in reduced.slots}
+        assert slots["bias"].compressor == Identity()
+        for k in leaves:
+            assert metrics[f"cgx/bits/{k}"] == slots[k].compressor.bits
+            assert metrics[f"cgx/bytes/{k}"] == slots[k].compressor.wire_bits(slots[k].size) // 8
+        assert metrics["cgx/bytes"] == sum(metrics[f"cgx/bytes/{k}"] for k in leaves)
+    assert plan == cgx_jax.Plan.build(LIKE, policy) != first
+    assert before["cgx/wire_bytes"] > after["cgx/wire_bytes"] > 64 * 4  # with the exact bias
+    errors = [after[f"cgx/relative_error/{k}"] for k in leaves]
+    assert all(0 < e < 1 for e in errors)
+    assert {k for k, v in after.items() if isinstance(v, str)} == {"cgx/refresh"}
+
+
 @pytest.mark.parametrize("case", ["zero", "nan"])
 def test_zero_or_non_finite_statistics_give_no_plan_and_the_metrics_say_so(case):
     policy = adaptive()
@@ -125,6 +156,28 @@ def test_one_leaf_with_a_nan_is_named():
     grads["small"][1, 3, 4] = np.nan
     training.run(9, grads=grads)
     assert policy.metrics()["cgx/nonfinite"] == policy.metrics()["cgx/unusable"] == "small"
+
+
+@pytest.mark.parametrize("sample_every", [2, 8])
+def test_a_leaf_is_named_at_the_look_after_its_nan_and_not_again(sample_every):
+    policy = adaptive(sample_every=sample_every)
+    training = Training(policy)
+    poisoned = gradients(0)
+    poisoned["small"][1, 3, 4] = np.nan
+    training.run(4 + 8)  # a look at 4, used at 8; the next at 12
+    training.run(8, grads=poisoned)  # until the look at 20
+    assert policy.metrics()["cgx/nonfinite_leaves"] == 0
+    training.run(8)
+    assert policy.metrics()["cgx/nonfinite"] == "small"
+    assert policy.metrics()["cgx/nonfinite_leaves"] == 1
+    saved = json.loads(json.dumps(policy.state_dict()))
+    policy.load_state_dict(saved)
+    training.run(8)
+    assert "cgx/nonfinite" not in policy.metrics()
+    assert policy.metrics()["cgx/nonfinite_leaves"] == 0
+    training.run(8, grads=poisoned)
+    training.run(8)
+    assert [r.nonfinite for r in policy.history] == [(), (), ("small",), (), (), ("small",)]
 
 
 def test_rules_keep_what_is_not_quantized_out_of_it():
@@ -230,13 +283,18 @@ def test_wrong_options_are_refused(options, message):
 def test_calls_that_keep_no_statistics_refuse_it():
     policy = adaptive()
 
-    def reduced(call):
-        f = lambda grads: call(jax.tree.map(lambda x: x[0], grads), "data", policy)  # noqa: E731
+    def reduced(call, options):
+        f = lambda grads: call(jax.tree.map(lambda x: x[0], grads), "data", policy, **options)  # noqa: E731
         return jax.shard_map(f, mesh=mesh(), in_specs=P("data"), out_specs=P())(gradients(0))
 
-    for call in (cgx_jax.pmean_compressed, cgx_jax.reduce_in_backward):
+    for call, options in (
+        (cgx_jax.pmean_compressed, {}),
+        (cgx_jax.reduce_in_backward, {}),
+        (cgx_jax.psum_scatter_compressed, {"tiled": True}),
+        (cgx_jax.all_gather_compressed, {}),
+    ):
         with pytest.raises(ValueError, match=f"{call.__name__}: Adaptive adapts to statistics"):
-            reduced(call)
+            reduced(call, options)
 
 
 # --- decisions, without a training around them.

@@ -129,7 +129,7 @@ ALLOWED = {
         "plan",
         "policy",
     },
-    "sharded": {"axes", "codecs", "compressors", "debug", "exchange", "wire"},
+    "sharded": {"axes", "codecs", "compressors", "debug", "exchange", "plan", "policy", "wire"},
     "debug": {"_compat", "axes", "exchange"},
     "gradients": {"_compat", "axes", "collectives", "compressors", "plan", "policy"},
     "memory": set(),

@@ -27,6 +27,9 @@ def test_a_log_holds_the_leaves_every_look_and_the_recorded_numbers(log):
     one = report.Run.read(log)
     assert one.subject.paths == ("big", "small", "table")
     assert [r.outcome for r, _ in one.refreshes] == ["changed", "kept", "kept"]
+    assert [p.step for p in one.plans] == [0, one.refreshes[0][0].step]
+    assert [p.bits for p in one.plans] == [(4, 4, 4), one.refreshes[0][0].bits]
+    assert one.plans[0].wire_bytes > one.plans[1].wire_bytes > 0
     assert one.scalars["loss"].shape == (26, 2)
     assert one.scalars["loss"][0].tolist() == [1, 2]
     assert one.refreshes[0][1]["error"].shape == (3, len(WIDTHS))
@@ -55,6 +58,7 @@ def test_report_prints_the_plan_and_draws_it(log, tmp_path):
     code, out, error = run("report", log, log, "--png", png)
     assert code == 0, error
     assert out.count("3 adaptive leaves, 3 looks at their statistics, 1 changes of plan") == 2
+    assert out.count("bytes a step") == 4
     for word in ("big", "uniform 4", "LeastBytes", "this run", f"drawn in {png}"):
         assert word in out
     assert png.read_bytes().startswith(PNG_SIGNATURE)

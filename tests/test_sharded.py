@@ -1,5 +1,5 @@
-"""psum_scatter_compressed and all_gather_compressed: the choice of an exchange, and what a fused
-call is handed. Its own bytes are the C++ tests' matter.
+"""psum_scatter_compressed and all_gather_compressed: trees and policies, the choice of an exchange,
+and what a fused call is handed. Its own bytes are the C++ tests' matter.
 """
 
 import re
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Profile, Quantize, installation
+from cgx_jax import Cast, Identity, Plan, Policy, Profile, Quantize, Rule, Rules, installation
 from cgx_jax.exchange import choose, nccl, xla
 from cgx_jax.kernels import primitives
 
@@ -246,3 +246,283 @@ def test_one_rank_needs_no_exchange():
     for half in HALVES.values():
         f = sharded(lambda v, h=half: h(v, "data", exchange="nccl"), mesh)
         np.testing.assert_array_equal(np.ravel(f(x)), np.ravel(x))
+
+
+# --- trees.
+
+# Whole leaves, of which a rank owns an eighth. "mid" has a shard under the size that a rule keeps
+# exact, and a whole leaf above it.
+WHOLE = {
+    "big": (64, 96),
+    "mid": (32, 48),
+    "layer": {"bias": (2048, 2), "half": (16, 128), "small": (24, 40), "vector": (4096,)},
+    "counts": (16, 80),
+}
+DTYPES = {"half": jnp.bfloat16, "counts": jnp.int32}
+NAMESAKES = {"scatter": lax.psum_scatter, "gather": lax.all_gather}
+
+
+def paths_of(tree):
+    return [".".join(k.key for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def operands(half):
+    """What every rank passes, stacked: whole leaves to scatter, shards to gather."""
+
+    def operand(path, shape):
+        if half == "gather":
+            shape = (shape[0] // WORLD, *shape[1:])
+        x = 8 * values(WORLD, *shape)
+        return x.astype(DTYPES.get(path[-1].key, jnp.float32))
+
+    return jax.tree_util.tree_map_with_path(operand, WHOLE, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def ranks(f, mesh):
+    """`sharded`, of a tree."""
+    return jax.jit(
+        jax.shard_map(
+            lambda t: jax.tree.map(lambda y: y[None], f(jax.tree.map(lambda y: y[0], t))),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
+    )
+
+
+def assert_same_bits(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, want)
+
+
+RULES = Rules([Rule(Quantize(8, 64), path="mid"), Rule(Cast(jnp.bfloat16), path="vector")], Q4)
+TAKEN = {  # what each leaf takes; None: exact
+    Q4: {
+        "big": Q4,
+        "mid": Q4,
+        "layer": {"bias": None, "half": Q4, "small": None, "vector": None},
+        "counts": None,
+    },
+    RULES: {
+        "big": Q4,
+        "mid": Quantize(8, 64),
+        "layer": {"bias": None, "half": Q4, "small": None, "vector": Cast(jnp.bfloat16)},
+        "counts": None,
+    },
+    Rules((), Q4, exact=()): {
+        "big": Q4,
+        "mid": Q4,
+        "layer": {"bias": Q4, "half": Q4, "small": Q4, "vector": Q4},
+        "counts": None,
+    },
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("given", TAKEN, ids=["one compressor", "rules", "nothing exact"])
+def test_a_leaf_is_what_the_bare_array_gives_with_what_was_chosen_for_it(half, given, mesh):
+    tree = operands(half)
+
+    def alone(t):
+        return jax.tree.map(
+            lambda c, x: HALVES[half](x, "data", c or Identity(), tiled=True),
+            TAKEN[given],
+            t,
+            is_leaf=lambda c: c is None,
+        )
+
+    got = ranks(lambda t: HALVES[half](t, "data", given, tiled=True), mesh)(tree)
+    want = ranks(alone, mesh)(tree)
+    for path, x in jax.tree_util.tree_leaves_with_path(got):
+        compressor, y = TAKEN[given], want
+        for k in path:
+            compressor, y = compressor[k.key], y[k.key]
+        assert x.dtype == y.dtype
+        # XLA adds up exact sums in an order of its own.
+        atol = 1e-4 if compressor is None and half == "scatter" else 0
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=str(path))
+
+
+class Seen(Policy):
+    """Notes the leaves that it is shown."""
+
+    def __init__(self):
+        self.leaves = []
+
+    def choose(self, leaves):
+        self.leaves.append(leaves)
+        return [Identity()] * len(leaves)
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("dimension", [0, -1])
+def test_both_halves_show_a_policy_the_whole_leaf(tiled, dimension, mesh):
+    policy = Seen()
+    place = {"scatter": {"scatter_dimension": dimension}, "gather": {"axis": dimension}}
+
+    def there_and_back(t):
+        out = t
+        for half in ("gather", "scatter"):
+            out = HALVES[half](out, "data", policy, tiled=tiled, **place[half])
+        return out
+
+    tree = operands("gather")
+    back = jax.eval_shape(ranks(there_and_back, mesh), tree)
+    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, tree)
+    gathered, scattered = policy.leaves
+    assert gathered == scattered
+    assert [leaf.path.replace("/", ".") for leaf in gathered] == paths_of(tree)
+    if tiled and dimension == 0:
+        assert [leaf.shape for leaf in gathered] == jax.tree.leaves(
+            WHOLE, is_leaf=lambda x: isinstance(x, tuple)
+        )
+
+
+def test_one_plan_of_whole_leaves_serves_both_halves(mesh):
+    whole = jax.tree.map(lambda x: x[0], operands("scatter"))
+    plan = Plan.build(whole, Q4, overrides={"layer/bias": Quantize(8)})
+    taken = jax.tree.map(
+        lambda x, s: s.compressor, whole, jax.tree.unflatten(jax.tree.structure(whole), plan.slots)
+    )
+    for half, call in HALVES.items():
+        tree = operands(half)
+        got = ranks(lambda t, c=call: c(t, "data", plan, tiled=True), mesh)(tree)
+        each = lambda t, c=call: jax.tree.map(  # noqa: E731
+            lambda x, q: c(x, "data", q, tiled=True), t, taken
+        )
+        assert_same_bits(got, ranks(each, mesh)(tree))
+        if half == "gather":
+            shards = Plan.build(jax.tree.map(lambda x: x[0], tree), Q4)
+            with pytest.raises(ValueError, match=r"'big'.*\[64, 96\].*\[8, 96\].*from its result"):
+                ranks(lambda t: call(t, "data", shards, tiled=True), mesh)(tree)  # noqa: B023
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_leaves_do_not_share_their_noise(half, mesh):
+    x = values(WORLD, WORLD, 256)
+    f = ranks(lambda t: HALVES[half](t, "data", STOCHASTIC, key=KEY), mesh)
+    got = f({"a": x, "b": x})
+    assert (np.asarray(got["a"]) != np.asarray(got["b"])).mean() > 0.05
+    assert_same_bits(f({"a": x, "b": x}), got)
+
+
+def test_noise_of_a_bare_array_is_that_of_the_ranks_own_key(mesh):
+    x = values(WORLD, WORLD, 256)
+    scattered, gathered = (
+        ranks(lambda v, f=f: f(v, "data", STOCHASTIC, key=KEY), mesh)(x) for f in HALVES.values()
+    )
+
+    def through(v, key):
+        return STOCHASTIC.decode(STOCHASTIC.encode(v, key=key)[0], v.shape, v.dtype)
+
+    keys = [jax.random.fold_in(KEY, w) for w in range(WORLD)]
+    for w, key in enumerate(keys):
+        np.testing.assert_array_equal(gathered[0, w], through(x[w], key))
+    for r in range(WORLD):
+        rows = [through(x[w, r], jax.random.split(k, WORLD)[r]) for w, k in enumerate(keys)]
+        rows[r] = x[r, r]  # its own is not sent
+        np.testing.assert_allclose(scattered[r], np.sum(rows, 0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_derivative_and_batch_of_a_tree_are_its_namesakes(half, mesh):
+    tree = operands(half)
+    del tree["counts"]
+
+    def weighted(f):
+        def total(t):
+            out = f(t, "data", tiled=True)
+            each = jax.tree.map(
+                lambda y: (y.astype(jnp.float32) * jnp.cos(jnp.arange(y.shape[-1]))).sum(), out
+            )
+            return sum(jax.tree.leaves(each))
+
+        return ranks(jax.grad(total), mesh)(tree)
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)  # noqa: E731
+    jax.tree.map(close, weighted(HALVES[half]), weighted(NAMESAKES[half]))
+    call = lambda t: HALVES[half](t, "data", tiled=True)  # noqa: E731
+    # Exact sums of the two differ in their order.
+    jax.tree.map(close, jax.vmap(call, axis_name="data")(tree), ranks(call, mesh)(tree))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_trees_without_leaves_or_with_empty_ones_come_back(half, mesh):
+    assert ranks(lambda t: HALVES[half](t, "data"), mesh)({"a": None, "b": ()}) == {
+        "a": None,
+        "b": (),
+    }
+    got = ranks(lambda t: HALVES[half](t, "data"), mesh)([values(WORLD, WORLD, 0)])
+    assert got[0].size == 0
+
+
+@needs_streams
+@pytest.mark.parametrize("half", HALVES)
+def test_every_compressed_leaf_is_a_fused_call_of_its_own(half, mesh, built):
+    f = ranks(lambda t: HALVES[half](t, "data", RULES, tiled=True, exchange="nccl"), mesh)
+    assert len(targets(f, operands(half))) == 3  # big, mid, half; "vector" is cast, by "xla"
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_leaves_are_not_cut_so_a_compressor_need_not_be_chunkable(half, mesh, monkeypatch):
+    monkeypatch.setattr(Quantize, "chunkable", False)
+    tree = {"w": values(WORLD, WORLD, 300)}
+    got = ranks(lambda t: HALVES[half](t, "data", Q4), mesh)(tree)
+    want = ranks(lambda t: HALVES[half](t, "data", Identity()), mesh)(tree)
+    lost = np.abs(got["w"] - want["w"]).max()
+    assert 0 < lost < 2
+    with pytest.raises(TypeError, match="not chunkable"):
+        ranks(lambda t: cgx_jax.psum_compressed(t, "data", Q4), mesh)(tree)
+
+
+W = "leaf 'a/w': "
+
+
+@pytest.mark.parametrize(
+    ("half", "error", "message", "shape", "options"),
+    [
+        ("scatter", ValueError, W + r"dimension 0 .* has length 12, .*tiled=True", (12, 200), {}),
+        (
+            "scatter",
+            ValueError,
+            W + r"dimension 1 .* multiple of the world size 8; pad it",
+            (8, 300),
+            {"scatter_dimension": 1, "tiled": True},
+        ),
+        (
+            "scatter",
+            ValueError,
+            W + r"scatter_dimension=2 is none of the 2",
+            (8, 300),
+            {"scatter_dimension": 2},
+        ),
+        ("gather", ValueError, W + "axis=4 is none of the result's 3", (8, 300), {"axis": 4}),
+        *(
+            (half, ValueError, W + "Quantize.*key is None", (8, 300), {"compressor": STOCHASTIC})
+            for half in HALVES
+        ),
+        *(
+            (half, TypeError, "4 is neither a compressor nor a policy", (8, 300), {"compressor": 4})
+            for half in HALVES
+        ),
+        (
+            "scatter",
+            ValueError,
+            "leaf 'a/w' does not vary over axis 'data'",
+            (8, 300),
+            {"invarying": True},
+        ),
+    ],
+)
+def test_errors_name_the_leaf(half, error, message, shape, options, mesh):
+    options = dict(options)
+    invarying = options.pop("invarying", False)
+
+    def f(x):
+        x = lax.psum(x[0], "data") if invarying else x[0]
+        HALVES[half]({"ok": jnp.zeros((8, 3, 8)), "a": {"w": x}}, "data", **options)
+        return x
+
+    with pytest.raises(error, match=message):
+        jax.eval_shape(
+            jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()), values(WORLD, *shape)
+        )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -318,6 +318,50 @@ def test_a_memory_is_split_over_the_ranks_and_all_else_is_not():
     assert specs[0] == SyncState(P(), ({"w": P("data")},), ())
 
 
+def test_shardings_are_those_that_init_gives_and_place_a_state_that_is_known_by_shape():
+    mesh, params = ranks(4), {"w": jnp.ones((40, 50)), "bias": jnp.ones(3)}
+    tx = optax.chain(with_memory(Quantize(2), 4, MomentumCorrection()), optax.sgd(1.0, 0.9))
+
+    def init():
+        return params, tx.init(params)
+
+    shape = jax.eval_shape(init)
+    shardings = cgx_jax.state_shardings(shape, "data", mesh)
+    params_at, (sync_at, momentum_at) = shardings
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    assert sync_at == SyncState(whole, ({"w": split, "bias": split},) * 2, ())
+    assert set(jax.tree.leaves((params_at, momentum_at))) == {whole}
+    for state in (
+        jax.jit(init, out_shardings=shardings)(),
+        jax.device_put(jax.tree.map(np.asarray, init()), shardings),
+    ):
+        assert placed(state, shardings)
+        jax.tree.map(np.testing.assert_array_equal, state, init())
+    assert placed(init()[1][0], sync_at)
+
+
+def placed(state, shardings):
+    at = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, shardings)
+    return all(jax.tree.leaves(at))
+
+
+def test_shardings_over_several_axes_count_all_their_ranks():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "model"))
+    tx = cgx_jax.sync_gradients(("a", "b"), Quantize(2), memory=ErrorFeedback(), mesh=mesh)
+    state = tx.init({"w": jnp.zeros((40, 50))})
+    shardings = cgx_jax.state_shardings(state, ("a", "b"), mesh)
+    assert shardings.memory[0]["w"].spec == P(("a", "b"))
+    assert jax.device_put(state, shardings).memory[0]["w"].shape == (4, 40, 50)
+
+
+def test_shardings_for_other_ranks_or_axes_are_refused():
+    state = optax.chain(with_memory(Quantize(2), 8)).init({"w": jnp.zeros((3, 4))})
+    with pytest.raises(ValueError, match=r"memory/0/w remembers for 8 ranks, .* 'data' .* has 4;"):
+        cgx_jax.state_shardings(state, "data", ranks(4))
+    with pytest.raises(ValueError, match=r"state_shardings: axis 'model' is not .* \('data',\)"):
+        cgx_jax.state_shardings(state, "model", ranks(8))
+
+
 @pytest.mark.slow
 def test_checkpoint_goes_on_as_if_nothing_had_happened_also_onto_another_plan(tmp_path):
     import orbax.checkpoint as ocp
@@ -331,9 +375,12 @@ def test_checkpoint_goes_on_as_if_nothing_had_happened_also_onto_another_plan(tm
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(path, state)
             checkpointer.wait_until_finished()
+            like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
+            shape = jax.eval_shape(then.init, like)
             target = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-                then.init(jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)),
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                shape,
+                cgx_jax.state_shardings(shape, "data", ranks(4)),
             )
             restored = checkpointer.restore(path, target)
         jax.tree.map(np.testing.assert_array_equal, restored, state)

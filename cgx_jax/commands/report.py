@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,13 +24,23 @@ scalar that policy.record() noted.
 FRONT_POINTS = 25
 
 
+class Traced(NamedTuple):
+    """A plan that was compiled after `step` steps: its widths and what a rank sends a step."""
+
+    step: int
+    bits: tuple[int, ...]
+    wire_bytes: int
+    compile_seconds: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's log: leaves with their candidates, refreshes with their averages, scalars."""
+    """A run's log: leaves with their candidates, plans, refreshes with averages, scalars."""
 
     name: str
     subject: Subject
     refreshes: tuple[tuple[Refresh, dict[str, np.ndarray]], ...]
+    plans: tuple[Traced, ...]
     scalars: dict[str, np.ndarray]  # name -> [count, 2]: step, value
 
     @classmethod
@@ -38,6 +48,7 @@ class Run:
         """The run logged at `path`; raises ValueError for a file that is no log."""
         subject: Subject | None = None
         refreshes: list[tuple[Refresh, dict[str, np.ndarray]]] = []
+        plans: list[Traced] = []
         scalars: dict[str, list[tuple[int, float]]] = {}
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
@@ -48,6 +59,8 @@ class Run:
                 elif kind == "refresh":
                     averages = {k: np.array(v, float) for k, v in entry.pop("averages").items()}
                     refreshes.append((Refresh.from_json(entry), averages))
+                elif kind == "plan":
+                    plans.append(Traced(**entry | {"bits": tuple(entry["bits"])}))
                 elif kind == "scalars":
                     step = entry.pop("step")
                     for name, value in entry.items():
@@ -60,7 +73,7 @@ class Run:
         if subject is None:
             raise ValueError(f"report: {path} is empty: the run has not taken its first step.")
         curves = {name: np.array(points, float) for name, points in scalars.items()}
-        return cls(path.stem, subject, tuple(refreshes), curves)
+        return cls(path.stem, subject, tuple(refreshes), tuple(plans), curves)
 
     def measured(self) -> tuple[Refresh, dict[str, np.ndarray]] | None:
         """The last refresh that a solver could work with."""
@@ -140,6 +153,11 @@ def _print(one: Run) -> None:
         f"{one.name}: {len(one.subject.paths)} adaptive leaves, {len(outcomes)} looks at their "
         f"statistics, {outcomes.count('changed')} changes of plan"
     )
+    for plan in one.plans:
+        print(
+            f"  step {plan.step}: compiled in {plan.compile_seconds:.1f} s, a rank sends "
+            f"{plan.wire_bytes:,} bytes a step"
+        )
     for refresh, _ in one.refreshes:
         if refresh.nonfinite:
             print(f"  step {refresh.step}: not finite: {', '.join(refresh.nonfinite)}")

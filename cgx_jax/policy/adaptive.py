@@ -43,8 +43,8 @@ class Adaptive(Policy):
     chooses from the averages, in which a sample counts `decay` times the next one. The new plan is
     taken when it changes bytes or error by more than the share `hysteresis`; at most `max_plans`
     plans are ever compiled, and after that the best of them. All processes follow process 0,
-    which appends each look at the statistics and what `record` is given to the file `log`, for
-    `python -m cgx_jax report`.
+    which appends each compiled plan, each look at the statistics and what `record` is given to the
+    file `log`, for `python -m cgx_jax report`.
 
     Raises ValueError for options that cannot hold, while tracing for another tree than the first,
     and from the compiled step when the solver cannot meet its budget or processes disagree.
@@ -86,6 +86,8 @@ class Adaptive(Policy):
         self._saved: dict[str, Any] | None = None  # waits for the tree
         self._step = 0
         self._pending: tuple[int, Statistics] | None = None
+        self._nonfinite: np.ndarray | None = None  # the statistics' of the last look
+        self._traced: dict[Widths, tuple[Any, int]] = {}  # each plan, and what a rank sends by it
         self._traces = 0
         self._within = False
 
@@ -128,13 +130,16 @@ class Adaptive(Policy):
         self.bind(leaves)
         return Statistics.zeros(len(self._adaptive), len(self.sampler.candidates))
 
-    def observe(self, old: Statistics, sent: Sequence[Any], step: Any, axes: Axes) -> Statistics:
-        """The statistics after a step in which `sent`, all leaves, are reduced over `axes`."""
+    def observe(
+        self, old: Statistics, sent: Sequence[Any], step: Any, axes: Axes, plan: Any
+    ) -> Statistics:
+        """The statistics after a step in which `sent`, all leaves, go by `plan` over `axes`."""
         if not self._within:
             raise ValueError(
                 "Adaptive: the step is compiled by something else than the policy, which then "
                 "could never change the plan; write policy.jit(step) where jax.jit(step) stands."
             )
+        self._traced[self._widths] = plan, plan.wire_bytes(axes.world)
         values = [sent[i] for i in self._adaptive]
 
         def measure(old: Statistics) -> Statistics:
@@ -170,6 +175,7 @@ class Adaptive(Policy):
             if fresh:
                 self.compile_seconds.append(time.perf_counter() - start)
                 self._check_traced(traces)
+                self._log_plan()
                 compiled[self._widths] = compiled.pop(known)  # the tree may be new to the policy
             self._look(out)
             return out
@@ -177,12 +183,21 @@ class Adaptive(Policy):
         return run
 
     def _check_traced(self, before: int) -> None:
-        if self._traces == before:
+        if self._traces == before or self._widths not in self._traced:
             raise ValueError(
                 "Adaptive: the step did not ask for its plan while it was compiled: it is jitted "
                 "already, and would keep the plan it has. Give policy.jit the function without "
                 "jax.jit, with this policy in its sync_gradients."
             )
+
+    def _log_plan(self) -> None:
+        self._write(
+            "plan",
+            step=self._step,
+            bits=[w.bits for w in self._widths],
+            wire_bytes=self._traced[self._widths][1],
+            compile_seconds=self.compile_seconds[-1],
+        )
 
     def _look(self, out: Any) -> None:
         self._step += 1
@@ -227,9 +242,18 @@ class Adaptive(Policy):
         if self._widths not in self._plans:
             self._plans.append(self._widths)
         decision = Decision(made["outcome"], self._widths, tuple(made["leaves"]))
-        self.history.append(Refresh.of(self._step, decision, self._subject, averages))
+        struck = self._struck(measured.nonfinite)
+        self.history.append(Refresh.of(self._step, decision, self._subject, averages, struck))
         kept = {name: averages[name].tolist() for name in ("error", "square")}
         self._write("refresh", averages=kept, **dataclasses.asdict(self.history[-1]))
+
+    def _struck(self, now: np.ndarray) -> list[bool]:
+        """Which leaves were not finite since the last look, from decayed sums that never end."""
+        before = np.zeros_like(now) if self._nonfinite is None else self._nonfinite
+        self._nonfinite = now
+        # What is left at most of what the last look saw; the margin is for fp32's rounding.
+        left = self.decay ** (self.every // self.sample_every) * before
+        return [bool(bad) for bad in now > 1.0001 * left]
 
     def _decision(self, averages: dict[str, Any]) -> bytes:
         decision = decide(
@@ -247,8 +271,16 @@ class Adaptive(Policy):
 
     # --- what others may see and keep.
 
+    @property
+    def plan(self) -> Any:
+        """The `Plan` by which the last step reduced; None before the first."""
+        return self._traced.get(self._widths, (None, 0))[0]
+
     def metrics(self) -> dict[str, float | str]:
-        """Numbers and names for any logger; a leaf's end in its path. Cheap: nothing is fetched."""
+        """Numbers and names for any logger; a leaf's end in its path. Cheap: nothing is fetched.
+
+        docs/policy.md lists them. Strings are names; all else is a number.
+        """
         subject, last = self._subject, self.history[-1] if self.history else None
         nbytes = subject.nbytes(self._widths)
         out: dict[str, float | str] = {
@@ -257,10 +289,14 @@ class Adaptive(Policy):
             "cgx/plan_changes": sum(r.outcome == "changed" for r in self.history),
             "cgx/plans": len(self._plans),
             "cgx/compile_seconds": sum(self.compile_seconds),
+            "cgx/nonfinite_leaves": len(last.nonfinite) if last else 0,
             "cgx/refresh": last.outcome if last else "warmup",
         }
+        if self._widths in self._traced:
+            out["cgx/wire_bytes"] = self._traced[self._widths][1]
         for i, (path, width) in enumerate(zip(subject.paths, self._widths, strict=True)):
             out[f"cgx/bits/{path}"] = width.bits
+            out[f"cgx/bytes/{path}"] = width.wire_bits(subject.sizes[i]) // 8
             if last:
                 out[f"cgx/relative_error/{path}"] = last.relative[i]
         if last and last.unusable:
@@ -293,6 +329,7 @@ class Adaptive(Policy):
             "widths": [dataclasses.asdict(w) for w in self._widths],
             "plans": [[dataclasses.asdict(w) for w in p] for p in self._plans],
             "history": [dataclasses.asdict(r) for r in self.history],
+            "nonfinite": None if self._nonfinite is None else self._nonfinite.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -312,7 +349,9 @@ class Adaptive(Policy):
         self._widths = tuple(Quantize(**w) for w in state["widths"])
         self._plans = [tuple(Quantize(**w) for w in p) for p in state["plans"]]
         self.history = [Refresh.from_json(r) for r in state["history"]]
-        self._saved = self._pending = None
+        self._saved = self._pending = self._nonfinite = None
+        if state["nonfinite"] is not None:
+            self._nonfinite = np.array(state["nonfinite"], np.float32)
         if state["pending"] is not None:
             due, measured = state["pending"]
             self._pending = (due, Statistics(*(jnp.asarray(x, jnp.float32) for x in measured)))

@@ -90,15 +90,19 @@ class Refresh:
 
     @classmethod
     def of(
-        cls, step: int, decision: Decision, subject: Subject, averages: dict[str, Any]
+        cls,
+        step: int,
+        decision: Decision,
+        subject: Subject,
+        averages: dict[str, Any],
+        struck: Sequence[bool],
     ) -> Refresh:
-        """The record of a decision."""
+        """The record of a decision; `struck` are the leaves that were not finite."""
         errors = subject.errors(decision.widths, averages)
         relative = [
             math.sqrt(e / s) if s > 0 else math.nan
             for e, s in zip(errors, averages["square"], strict=True)
         ]
-        struck = [p for p, n in zip(subject.paths, averages["nonfinite"], strict=True) if n > 0]
         return cls(
             step,
             decision.outcome,
@@ -107,7 +111,7 @@ class Refresh:
             math.fsum(errors),
             tuple(relative),
             decision.leaves,
-            tuple(struck),
+            tuple(p for p, bad in zip(subject.paths, struck, strict=True) if bad),
         )
 
 
