@@ -21,7 +21,13 @@ from cgx_jax.kernels import native
 
 BUCKET = 512
 PEERS = 4
-KERNELS = ("nearest", "stochastic", "residual", "decode", "reduce", "accumulate")
+ENCODERS = {  # what each asks of the encoding kernel
+    "nearest": {},
+    "stochastic": {"rounding": 1},
+    "residual": {},
+    "rotated": {"rotation": True},
+}
+KERNELS = (*ENCODERS, "decode", "decode rotated", "reduce", "reduce rotated", "accumulate")
 
 
 def aligned(size: int, dtype: Any) -> np.ndarray:
@@ -53,18 +59,18 @@ class Buffers:
 
     def handled(self, kernel: str) -> int:
         """The values that a kernel's call is about: its rank's chunk, or all."""
-        return self.values.size // PEERS if kernel == "reduce" else self.values.size
+        return self.values.size // PEERS if "reduce" in kernel else self.values.size
 
     def run(self, kernel: str, threads: int) -> float:
         """Seconds of one call."""
         one_row = self.payload[: self.row]
         options = {"bits": self.bits, "bucket_size": BUCKET, "threads": threads}
+        options |= ENCODERS.get(kernel, {"rotation": "rotated" in kernel})
         time, x, none = self.module.time_kernel, self.values, self.none
-        if kernel in ("nearest", "stochastic", "residual"):
+        if kernel in ENCODERS:
             out = self.out if kernel == "residual" else none
-            options["stochastic"] = kernel == "stochastic"
             return time("encode", x, out, one_row, none, **options)
-        if kernel == "decode":
+        if "decode" in kernel:
             return time("decode", x, self.out, one_row, none, **options)
         if kernel == "accumulate":
             return time("accumulate", x, self.out, self.payload, none, world=PEERS, **options)

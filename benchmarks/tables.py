@@ -55,6 +55,7 @@ def codec() -> str:
         return f"{low:.2f}" if low == high else f"{low:.2f}-{high:.2f}"
 
     head = ["instructions", "encode, 4 bits", "8 bits", "other widths", "stochastic", "decode"]
+    head += ["rotated: encode", "decode"]
     every, others = list(range(1, 9)), [1, 2, 3, 5, 6, 7]
     body = [
         [
@@ -64,6 +65,8 @@ def codec() -> str:
             spread(isa, others, "nearest"),
             spread(isa, every, "stochastic"),
             spread(isa, every, "decode"),
+            spread(isa, every, "rotated"),
+            spread(isa, every, "decode rotated"),
         ]
         for isa in dict.fromkeys(row["isa"] for row in rows("codec"))
     ]

@@ -47,7 +47,8 @@ def psum_scatter_compressed(
     `psum_compressed`: given one compressor, leaves of a tree with ndim <= 1, under 1,024 values,
     named bias or norm, or of a dtype that it does not take are summed exactly; a bare array is
     compressed as asked. A policy sees whole leaves, before they are scattered. `key` feeds
-    stochastic rounding, which no two leaves share: one key for all ranks, another for every step.
+    stochastic rounding, which no two leaves share (nor ranks, so that "correlated" is "stochastic"
+    here): one key for all ranks, another for every step.
 
     `exchange` is "xla"; "nccl", one fused call a leaf between CUDA devices (for `Quantize`; others
     go by "xla"); or "auto": by the active profile, of which a leaf takes half a `psum_compressed`,

@@ -2,16 +2,18 @@
 
     python benchmarks/accuracy/mean_error.py --json benchmarks/results/accuracy/mean_error.json
 
-On Gaussian gradients, independent on every rank, and on gradients of the language task in the
-middle of its training, which the script trains for itself; only the leaves that a plan compresses.
-A new way to take the mean is a new entry of METHODS. `error_at_one_bit` is the error times
-2**bits, with the metadata's bits: what is left when a bit more halves the error. Needs the
-packages of the extra `accuracy`.
+On Gaussian gradients, independent on every rank, and on gradients of the three tasks in the
+middle of their training, which the script trains for itself; only the leaves that a plan
+compresses. A new way to take the mean is a new entry of METHODS; those that are not in the package
+are written in NumPy, to see whether they would pay. `error_at_one_bit` is the error times 2**bits,
+with the metadata's bits: what is left when a bit more halves the error. Needs the packages of the
+extra `accuracy`.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,16 @@ from tasks import TASKS
 import cgx_jax
 import measure
 from cgx_jax import Plan, Quantize, Rules
+from cgx_jax.kernels.reference import NORMAL_RANGE
 
 WORLDS = (4, 8)
 BITS = (2, 3, 4)
 BUCKET = 512
-WINDOWS = 4  # of text, a rank
+TASK_RANKS = 4  # that share a task's own batch
 
 Ranks = dict[str, np.ndarray]  # leaves f32[world, values]
 Mean = tuple[Ranks, float]  # leaves f32[values], and payload bits a value
+Code = Callable[[np.ndarray, int], np.ndarray]
 
 
 # --- gradients.
@@ -48,32 +52,34 @@ def gaussian(world: int, seed: int) -> Ranks:
     return {k: rng.normal(size=(world, n)).astype(np.float32) for k, n in sizes.items()}
 
 
-def recorded(seeds: range) -> Iterator[dict[int, Ranks]]:
+def recorded(name: str, seeds: range) -> Iterator[dict[int, Ranks]]:
     """For every seed the ranks' gradients, by world size, after half of the task's steps."""
-    task = TASKS["language"]
+    task = TASKS[name]
     graphdef, _ = task.initial(0)
     optimizer = task.optimizer(task.steps)
 
-    def loss(params, tokens):
-        return task.loss(nnx.merge(graphdef, params), tokens)
+    def loss(params, batch):
+        return task.loss(nnx.merge(graphdef, params), *batch)
 
     @jax.jit
-    def step(params, state, tokens):
-        updates, state = optimizer.update(jax.grad(loss)(params, tokens), state, params)
+    def step(params, state, batch):
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
     every_rank = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
     for seed in seeds:
         _, params = task.initial(seed)
         state = optimizer.init(params)
-        (batches,) = task.batches(task.steps, seed)
-        for tokens in batches[: task.steps // 2]:
-            params, state = step(params, state, tokens)
-        text = batches[task.steps // 2 :].reshape(-1, batches.shape[-1])
+        batches, half = task.batches(task.steps, seed), task.steps // 2
+        for i in range(half):
+            params, state = step(params, state, tuple(x[i] for x in batches))
+        each = batches[0].shape[1] // TASK_RANKS
+        rest = tuple(x[half:].reshape(-1, *x.shape[2:]) for x in batches)
         lossy = [s for s in Plan.build(params).slots if not s.compressor.lossless]
         made = {}
         for world in WORLDS:
-            grads = every_rank(params, text[: world * WINDOWS].reshape(world, WINDOWS, -1))
+            shares = tuple(x[: world * each].reshape(world, each, *x.shape[1:]) for x in rest)
+            grads = every_rank(params, shares)
             leaves = [np.asarray(x).reshape(world, -1) for x in jax.tree.leaves(grads)]
             made[world] = {s.path: leaves[s.leaf] for s in lossy}
         yield made
@@ -131,11 +137,76 @@ def _max_min(x: np.ndarray, bits: int, rounding: str, rng: np.random.Generator) 
     return (low + unit * level.astype(np.float32)).reshape(-1)[: x.size]
 
 
-def ours(ranks: Ranks, bits: int, rounding: str, seed: int) -> Mean:
+def proposed(
+    ranks: Ranks, bits: int, code: Code, seed: int, rotated: bool = False, more: int = 0
+) -> Mean:
+    """Our steps in NumPy with `code` in the quantizer's place; `more` bits in the second phase.
+
+    `code` gives buckets f64[k, BUCKET] as they are decoded. Chunks are whole buckets here.
+    """
+    world = len(next(iter(ranks.values())))
+    out: Ranks = {}
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < BUCKET:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    hadamard /= np.sqrt(BUCKET)
+    for name, x in ranks.items():
+        size = x.shape[1]
+        buckets = np.pad(x, ((0, 0), (0, -size % BUCKET))).reshape(world, -1, BUCKET)
+        count = buckets.shape[1]
+        signs = np.random.default_rng(seed).choice([-1.0, 1.0], (count, BUCKET))
+        coded = (buckets * signs) @ hadamard if rotated else buckets.astype(np.float64)
+        owner = np.arange(count) % world
+        total = coded[owner, np.arange(count)].copy()
+        for rank in range(world):
+            total += np.where((owner != rank)[:, None], code(coded[rank], bits - more), 0)
+        mean = code(total / world, bits + more)
+        out[name] = ((mean @ hadamard) * signs if rotated else mean).reshape(-1)[:size]
+    return out, bits + 64 / BUCKET
+
+
+def even_within(x: np.ndarray, bits: int) -> np.ndarray:
+    """Nearest of even levels between the extremes, clipped as for normal values."""
+    limit = NORMAL_RANGE[bits] * np.sqrt(np.square(x).mean(1, keepdims=True))
+    low = np.maximum(x.min(1, keepdims=True), -limit)
+    high = np.minimum(x.max(1, keepdims=True), limit)
+    unit = (high - low) / (2**bits - 1)
+    unit = np.where(unit > 0, unit, 1)
+    return low + unit * np.clip(np.floor((x - low) / unit + 0.5), 0, 2**bits - 1)
+
+
+def exponential(x: np.ndarray, bits: int) -> np.ndarray:
+    """Nearest of NUQSGD's levels: 0 and powers of 1/2 of the largest magnitude, with signs."""
+    powers = 0.5 ** np.arange(2 ** (bits - 1) - 1)
+    return _nearest(x, np.r_[-powers, 0, powers[::-1]], np.abs(x).max(1, keepdims=True))
+
+
+def normal_levels(x: np.ndarray, bits: int) -> np.ndarray:
+    """Nearest of the levels with the least error for normal values of these squares."""
+    return _nearest(x, _lloyd_max(bits), np.sqrt(np.square(x).mean(1, keepdims=True)))
+
+
+def _nearest(x: np.ndarray, levels: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    scale = np.where(scale > 0, scale, 1)
+    return levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x / scale)] * scale
+
+
+@cache
+def _lloyd_max(bits: int) -> np.ndarray:
+    z = np.linspace(-6, 6, 100_001)
+    weight = np.exp(-z * z / 2)
+    levels = np.linspace(-2.5, 2.5, 2**bits)
+    for _ in range(1000):
+        own = np.searchsorted((levels[1:] + levels[:-1]) / 2, z)
+        levels = np.bincount(own, weight * z, 2**bits) / np.bincount(own, weight, 2**bits)
+    return levels
+
+
+def ours(ranks: Ranks, bits: int, rounding: str, seed: int, rotation: bool = False) -> Mean:
     """`pmean_compressed` itself."""
     world = len(next(iter(ranks.values())))
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
-    compressor = Quantize(bits, BUCKET, rounding)
+    compressor = Quantize(bits, BUCKET, rounding, rotation)
     policy = Rules((), compressor, exact=())
 
     def mean(ranks, key):
@@ -153,6 +224,29 @@ METHODS: dict[str, Callable[[Ranks, int, int], Mean]] = {
     "CGX, stochastic": lambda ranks, bits, seed: cgx(ranks, bits, "stochastic", seed),
     "ours, nearest": lambda ranks, bits, seed: ours(ranks, bits, "nearest", seed),
     "ours, stochastic": lambda ranks, bits, seed: ours(ranks, bits, "stochastic", seed),
+    "ours, correlated": lambda ranks, bits, seed: ours(ranks, bits, "correlated", seed),
+    "ours, rotated": lambda ranks, bits, seed: ours(ranks, bits, "nearest", seed, True),
+    "ours, rotated, stochastic": lambda ranks, bits, seed: ours(
+        ranks, bits, "stochastic", seed, True
+    ),
+    "ours, rotated, correlated": lambda ranks, bits, seed: ours(
+        ranks, bits, "correlated", seed, True
+    ),
+    "not built: clipped, not rotated": lambda ranks, bits, seed: proposed(
+        ranks, bits, even_within, seed
+    ),
+    "not built: exponential levels": lambda ranks, bits, seed: proposed(
+        ranks, bits, exponential, seed
+    ),
+    "not built: rotated, normal levels": lambda ranks, bits, seed: proposed(
+        ranks, bits, normal_levels, seed, rotated=True
+    ),
+    "not built: rotated, a bit to the second phase": lambda ranks, bits, seed: proposed(
+        ranks, bits, even_within, seed, rotated=True, more=1
+    ),
+    "not built: rotated, a bit to the first phase": lambda ranks, bits, seed: proposed(
+        ranks, bits, even_within, seed, rotated=True, more=-1
+    ),
 }
 
 
@@ -175,7 +269,7 @@ def main() -> int:
     seeds = range(arguments.seeds)
     samples = {
         "Gaussian": [{w: gaussian(w, s) for w in WORLDS} for s in seeds],
-        "language": list(recorded(seeds)),
+        **{name: list(recorded(name, seeds)) for name in TASKS},
     }
     rows: list[dict[str, Any]] = []
     for gradients, every in samples.items():
