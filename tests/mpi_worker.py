@@ -84,7 +84,7 @@ def agreement():
     mpi.configure(segment_bytes=512)  # many segments of few bytes
     compressors = [
         Quantize(4), Quantize(1, 64), Quantize(8, 96), Quantize(3, 32, "stochastic"),
-        Cast(jnp.bfloat16),
+        Quantize(4, 128, "correlated", rotation=True), Cast(jnp.bfloat16),
     ]  # fmt: skip
     for c in compressors:
 

@@ -19,6 +19,7 @@ LOSSY = [
     Quantize(4, 96),
     Quantize(3, 64, "stochastic"),
     Quantize(1, 64, "stochastic"),
+    Quantize(2, 128, rotation=True),
     Cast(jnp.bfloat16),
 ]
 

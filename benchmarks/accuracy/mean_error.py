@@ -187,8 +187,8 @@ def normal_levels(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _nearest(x: np.ndarray, levels: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    scale = np.where(scale > 0, scale, 1)
-    return levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x / scale)] * scale
+    places = x / np.where(scale > 0, scale, 1)
+    return levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, places)] * scale
 
 
 @cache
