@@ -387,9 +387,10 @@ struct Range {
   }
 };
 
-// The sum of the squares of a tile's values times `scale`, in the order of the wire format. An
-// addition gives both of its lanes the same bits, so every lane ends with the same sum.
-__device__ float sum_of_squares(const Bucket& bucket, int tile, const Tile& t, float scale) {
+// The sum of the squares of a bucket's values times `scale`, in the order of the wire format, for a
+// bucket of one tile. An addition gives both of its lanes the same bits, so every lane ends with
+// the same sum; columns that do not exist add nothing.
+__device__ float sum_of_squares(const Bucket& bucket, const Tile& t, float scale) {
   float sum[kColumns] = {};
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
@@ -399,7 +400,7 @@ __device__ float sum_of_squares(const Bucket& bucket, int tile, const Tile& t, f
       const float x = t.v[r][c] * scale;
       square[r] = x * x;
     }
-    if (bucket.has(tile)) sum[c] = (square[0] + square[1]) + (square[2] + square[3]);
+    if (bucket.has(0)) sum[c] = (square[0] + square[1]) + (square[2] + square[3]);
     sum[c] += __shfl_xor_sync(kEveryLane, sum[c], kWarp / 2);
 #pragma unroll
     for (int lanes = kWarp / 4; lanes > 0; lanes /= 2) {
@@ -461,7 +462,7 @@ __device__ void store_lost(const Bucket& bucket, int tile, float factor, Tile t)
 
 // Finds a bucket's range and encodes it. `values(tile)` gives a tile as it is coded, pads within
 // the range; it is called once for each tile where kTiles says how many there are at most (0: any
-// number, once for each pass). With kResidual it stores what is lost, times `factor`.
+// number, more than once). With kResidual it stores what is lost, times `factor`.
 template <int kTiles, bool kStochastic, bool kResidual, typename Values>
 __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record, Values values,
                               float factor) {
@@ -487,8 +488,7 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
   Meta meta = make_meta(range.min, range.max, finite, bucket.bits);
   if (!kStochastic && bucket.rotated && Rotation::whole(bucket.columns)) {
     const float down = Scaling(range.min, range.max).down;
-    float squares = 0.0f;
-    pass(false, [&](int k, Tile* t) { squares = sum_of_squares(bucket, k, *t, down); });
+    const float squares = sum_of_squares(bucket, kTiles ? held[0] : values(0), down);
     meta = make_clipped_meta(range.min, range.max, finite, squares, kRows * bucket.columns,
                              bucket.bits);
   }
