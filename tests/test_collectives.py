@@ -138,7 +138,6 @@ COMPRESSORS = [
     Quantize(4),
     Quantize(8, 32),
     Quantize(2, 128, "stochastic"),
-    Quantize(3, 128, rotation=True),
     Quantize(4, 96, "correlated", rotation=True),
     Cast(jnp.bfloat16),
     Cast(jnp.float16),

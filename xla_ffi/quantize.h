@@ -191,6 +191,7 @@ template <typename F>
 CGX_HD F noise(typename Lanes<F>::U index, NoiseSeed seed, float offset) {
   constexpr float kStep = 5.9604644775390625e-08f;  // 2^-24
   const F u = Lanes<F>::to_float(random_bits(index, seed) >> 8) * kStep + offset;
+  if (offset == 0.0f) return u;
   return u >= 1.0f ? u - 1.0f : u;
 }
 
@@ -218,9 +219,8 @@ struct Rotation {
     inverse = bit_cast<float>((uint32_t)(127 - (stages - stages / 2)) << 23);
   }
   CGX_HD static int block(int64_t bucket_columns) {
-    int columns = 4;
-    while (columns < kColumns && bucket_columns % (2 * columns) == 0) columns *= 2;
-    return columns;
+    const int64_t power = bucket_columns & -bucket_columns;
+    return power < kColumns ? (int)power : kColumns;
   }
   // Whether a bucket of these columns is one block.
   CGX_HD static bool whole(int64_t bucket_columns) {
