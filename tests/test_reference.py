@@ -1,5 +1,6 @@
 """The jnp fallback writes the same format as the native kernels, and stands in for them."""
 
+import functools
 import subprocess
 import sys
 import warnings
@@ -21,7 +22,7 @@ needs_native = pytest.mark.skipif(
     "_native" not in str(native.module()), reason="no native module; a C++17 compiler builds it"
 )
 KEY = np.uint32([3, 5])
-SIZES = [0, 1, 31, 33, 511, 512, 513, 2000]
+SIZES = [0, 1, 33, 512, 2000]
 
 
 def leaves_of(dtype, sizes=SIZES):
@@ -32,6 +33,11 @@ def leaves_of(dtype, sizes=SIZES):
 def layout_of(bits, bucket_size, world, sizes=SIZES, rounding="nearest", rotation=False):
     fields = (Field(n, bits, bucket_size, rounding, i, rotation) for i, n in enumerate(sizes))
     return Layout(tuple(fields), world)
+
+
+def compiled(f, *args, **static):
+    """f(*args), compiled as a whole."""
+    return jax.jit(functools.partial(f, **static))(*args)
 
 
 def split(rows, layout):
@@ -70,9 +76,9 @@ def test_fallback_is_within_one_level_of_the_native_kernels(dtype, bits, roundin
     layout = layout_of(bits, 96, world, rounding=rounding, rotation=rotation)
     leaves, rank = leaves_of(dtype), world - 1
     ours = primitives.encode(KEY, leaves, layout, rank=rank)[0].at[rank].set(0)
-    theirs = jax.jit(
-        lambda *xs: reference.encode(KEY, jnp.int32(rank), *xs, layout=layout, residual=False)[0]
-    )(*leaves)
+    theirs = compiled(
+        reference.encode, KEY, jnp.int32(rank), *leaves, layout=layout, residual=False
+    )[0]
     (metas, levels), (metas_jnp, levels_jnp) = split(ours, layout), split(theirs, layout)
     # XLA may divide by a constant as a product with its inverse: a unit's last bit can differ. And
     # it may add squares in another order.
@@ -82,7 +88,7 @@ def test_fallback_is_within_one_level_of_the_native_kernels(dtype, bits, roundin
     assert (levels != levels_jnp).mean() < 3e-3  # ties, which short dtypes meet more often
     ours = primitives.encode(KEY, leaves, layout)[0]
     decoded = primitives.decode(ours, layout, leaves)
-    again = reference.decode(ours, layout=layout, dtypes=[x.dtype for x in leaves])
+    again = compiled(reference.decode, ours, layout=layout, dtypes=[x.dtype for x in leaves])
     for a, b, x in zip(decoded, again, leaves, strict=True):
         np.testing.assert_allclose(
             np.float32(a), np.float32(b), rtol=float(jnp.finfo(dtype).eps), atol=1e-6
@@ -93,7 +99,9 @@ def test_fallback_is_within_one_level_of_the_native_kernels(dtype, bits, roundin
 
 @needs_native
 @pytest.mark.parametrize(
-    ("rank", "rotation"), [(0, False), (1, False), (2, False), (0, True), (2, True)]
+    ("rank", "rotation"),
+    [(0, False), (2, True)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in [(1, False), (2, False), (0, True)]],
 )
 def test_fallback_reduces_accumulates_and_leaves_residuals_as_native_does(rank, rotation):
     layout, leaves = layout_of(8, 64, 3, rotation=rotation), leaves_of("float32")
@@ -103,8 +111,8 @@ def test_fallback_reduces_accumulates_and_leaves_residuals_as_native_does(rank, 
     ours, lost = primitives.reduce(
         KEY, jnp.int32(rank), rows, leaves, layout, divisor=3, residuals=kept
     )
-    theirs, *lost_too = reference.reduce(
-        KEY, jnp.int32(rank), rows, *leaves, *kept, layout=layout, divisor=3.0
+    theirs, *lost_too = compiled(
+        reference.reduce, KEY, jnp.int32(rank), rows, *leaves, *kept, layout=layout, divisor=3.0
     )
     for x, y in zip(lost, lost_too, strict=True):
         np.testing.assert_allclose(x, y, atol=0.3)
@@ -115,14 +123,18 @@ def test_fallback_reduces_accumulates_and_leaves_residuals_as_native_does(rank, 
         np.testing.assert_allclose(x, y, atol=0.1)
     assert sum(np.abs(x).sum() for x in a) > 0
     got = primitives.encode(KEY, leaves, layout, rank=rank, residual=True)[1]
-    want = reference.encode(KEY, jnp.int32(rank), *leaves, layout=layout, residual=True)[1:]
+    want = compiled(reference.encode, KEY, jnp.int32(rank), *leaves, layout=layout, residual=True)[
+        1:
+    ]
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=0.05)
     one = layout.with_world(1)
     payload = primitives.encode(KEY, leaves, one)[0]
     stacked = jnp.concatenate([payload] * 3)
     got = primitives.accumulate(jnp.int32(rank), stacked, leaves, one, divisor=3)
-    want = reference.accumulate(jnp.int32(rank), stacked, *leaves, layout=one, divisor=3.0)
+    want = compiled(
+        reference.accumulate, jnp.int32(rank), stacked, *leaves, layout=one, divisor=3.0
+    )
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
