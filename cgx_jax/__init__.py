@@ -29,6 +29,7 @@ from cgx_jax.policy.solvers import KMeans as KMeans
 from cgx_jax.policy.solvers import LeastBytes as LeastBytes
 from cgx_jax.policy.solvers import LeastError as LeastError
 from cgx_jax.policy.solvers import Linear as Linear
+from cgx_jax.precondition import SecondMoment as SecondMoment
 from cgx_jax.sharded import all_gather_compressed as all_gather_compressed
 from cgx_jax.sharded import psum_scatter_compressed as psum_scatter_compressed
 from cgx_jax.sync import SyncState as SyncState

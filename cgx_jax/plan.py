@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from cgx_jax.axes import Axes
 from cgx_jax.codecs import Codec, ComposedCodec, QuantizeCodec
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.exchange import choose
@@ -242,6 +243,11 @@ class Plan:
             load = self.load(buffer)
             methods[buffer] = choose.resolve(caller, exchange, usable, world, load, quantized)
         return methods
+
+    def compressed(self, caller: str, exchange: str, axes: Axes) -> list[int]:
+        """Numbers of the leaves that a reduction over `axes` compresses, given `exchange`."""
+        methods = self.methods(caller, exchange, choose.available(axes.names), axes.world)
+        return [i for buffer, method in methods.items() if method != "psum" for i in buffer]
 
     def summary(self, world: int | None = None) -> str:
         """A table: leaf, shape, compressor, bits a value and payload bytes.

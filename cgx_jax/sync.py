@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from cgx_jax.memory import Memory
 from cgx_jax.plan import Plan, leaves_of
 from cgx_jax.policy.adaptive import Adaptive
 from cgx_jax.policy.rules import Policy
+from cgx_jax.precondition import SecondMoment
 
 _NAME = "sync_gradients"
 
@@ -28,12 +30,14 @@ class SyncState(NamedTuple):
 
     `step` is i32[], the number of updates; `memory` () or a tuple of residual trees, in which a
     leaf of shape s is [world, *s], one row a rank ([1, *s] inside shard_map and pmap);
-    `statistics` () or what an adaptive policy measures.
+    `statistics` () or what an adaptive policy measures; `moments` () or a tuple of trees like the
+    parameters, fp32, by which gradients are preconditioned.
     """
 
     step: jax.Array
     memory: Any
     statistics: Any
+    moments: Any = ()
 
 
 def sync_gradients(
@@ -41,6 +45,7 @@ def sync_gradients(
     policy: Compressor | Policy | Plan | None = None,
     *,
     memory: Memory | None = None,
+    precondition: SecondMoment | None = None,
     seed: int = 0,
     exchange: str = "auto",
     mesh: Mesh | None = None,
@@ -50,10 +55,12 @@ def sync_gradients(
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`; everything after it
     sees the same mean on every rank. `policy` and `exchange` as in `pmean_compressed`; `seed`
     feeds stochastic rounding. An `Adaptive` policy measures here, and the step is compiled by its
-    `jit`. With `memory` (`ErrorFeedback()`, `MomentumCorrection()`) what
-    compression loses is sent with the next step; a step whose mean holds a NaN or infinity leaves
-    the memory as it was. Memory belongs to a rank: `init` runs inside shard_map or pmap, or is
-    given the `mesh`, and `state_specs` and `state_shardings` say how the state is split.
+    `jit`. With `memory` (`ErrorFeedback()`, `MomentumCorrection()`) what compression loses is sent
+    with the next step. With `precondition` (`SecondMoment()`, the choice for Adam and its kin)
+    values are compressed in units of their own size, and an adaptive policy measures errors in
+    these. A step whose mean holds a NaN or infinity leaves memory and moments as they were. Memory
+    belongs to a rank: `init` runs inside shard_map or pmap, or is given the `mesh`, and
+    `state_specs` and `state_shardings` say how the state is split.
 
     Accumulate gradients before it (`optax.MultiSteps` around the chain, or a sum in the step);
     clip, and skip steps (`optax.apply_if_finite`), after it, where all ranks see the same values.
@@ -63,27 +70,50 @@ def sync_gradients(
     import optax
 
     def init(params: Any) -> SyncState:
-        shared: Any = (jnp.zeros((), jnp.int32), ())
+        leaves, treedef = jax.tree.flatten(params)
+        step = jnp.zeros((), jnp.int32)
+        statistics: Any = ()
+        moments: Any = ()
         if isinstance(policy, Adaptive):
-            shared = (shared[0], policy.empty_statistics(leaves_of(params)))
+            statistics = policy.empty_statistics(leaves_of(params))
+        if precondition is not None:
+            moments = _by_tree([precondition.init(x) for x in leaves], treedef)
         if mesh is not None:
-            shared = lax.with_sharding_constraint(shared, NamedSharding(mesh, PartitionSpec()))
-        return SyncState(shared[0], _init_memory(memory, params, axis_name, mesh), shared[1])
+            replicated = NamedSharding(mesh, PartitionSpec())
+            step, statistics = lax.with_sharding_constraint((step, statistics), replicated)
+            if precondition is not None and precondition.factored:  # others lie as their leaves do
+                moments = lax.with_sharding_constraint(moments, replicated)
+        return SyncState(step, _init_memory(memory, params, axis_name, mesh), statistics, moments)
 
     def update(updates: Any, state: SyncState, params: Any = None) -> tuple[Any, SyncState]:
         plan = policy if isinstance(policy, Plan) else Plan.build(updates, policy)
+        axes = Axes.resolve(_NAME, axis_name, None)
+        leaves, treedef = jax.tree.flatten(updates)
+        moments = _by_leaf(state.moments, len(leaves))
+        scales: list[_Scale] = [None] * len(leaves)
+        if precondition is not None:
+            for i in plan.compressed(_NAME, exchange, axes):
+                scales[i] = precondition.scale(moments[i], leaves[i].shape)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
+        reduction = _Reduction(plan, axis_name, exchange, key, treedef, scales)
         if memory is None:
-            sent, remembered = updates, ()
-            mean = pmean_compressed(updates, axis_name, plan, key=key, exchange=exchange)
+            sent, remembered, means = leaves, (), reduction.mean(leaves)
         else:
-            call = _Feedback(memory, plan, axis_name, exchange)
-            sent, mean, remembered = call(updates, state.memory, key)
+            sent, means, remembered = _Feedback(memory, axes, reduction)(leaves, state.memory)
+        if precondition is not None:
+            finite = _finite(means)
+            for i, mean in enumerate(means):
+                moved = precondition.update(moments[i], mean)
+                pairs = zip(moved, moments[i], strict=True)
+                moments[i] = tuple(jnp.where(finite, new, old) for new, old in pairs)
         measured = state.statistics
         if isinstance(policy, Adaptive):
-            axes = Axes.resolve(_NAME, axis_name, None)
-            measured = policy.observe(measured, jax.tree.leaves(sent), state.step, axes, plan)
-        return mean, SyncState(state.step + 1, remembered, measured)
+            units = [None if scale is None else scale[1] for scale in scales]
+            sent = reduction.divide(sent)
+            measured = policy.observe(measured, sent, units, state.step, axes, plan)
+        shaped = _by_tree(moments, treedef) or state.moments
+        after = SyncState(state.step + 1, remembered, measured, shaped)
+        return jax.tree.unflatten(treedef, means), after
 
     return optax.GradientTransformation(init, update)
 
@@ -100,7 +130,8 @@ def state_specs(state: Any, axis_name: Any) -> Any:
             return PartitionSpec()
         replicated: Any = PartitionSpec()
         split = jax.tree.map(lambda _: PartitionSpec(axis_name), x.memory)
-        return SyncState(replicated, split, jax.tree.map(lambda _: replicated, x.statistics))
+        rest = jax.tree.map(lambda _: replicated, (x.statistics, x.moments))
+        return SyncState(replicated, split, *rest)
 
     return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, SyncState))
 
@@ -153,10 +184,11 @@ def _init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh 
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
     def row() -> Any:
-        states = [[s[None] for s in memory.init(x)] for x in like]
+        states = [tuple(s[None] for s in memory.init(x)) for x in like]
         if checked:
-            states = [[_compat.vary_over(s, frozenset(names)) for s in leaf] for leaf in states]
-        return tuple(jax.tree.unflatten(treedef, part) for part in zip(*states, strict=True))
+            vary = functools.partial(_compat.vary_over, axes=frozenset(names))
+            states = [tuple(map(vary, leaf)) for leaf in states]
+        return _by_tree(states, treedef)
 
     if bound:
         return row()
@@ -176,52 +208,90 @@ def _bound(names: tuple[Any, ...]) -> bool:
     return True
 
 
+# A leaf's divisors and their unit, as `SecondMoment.scale` gives them; None for an exact leaf.
+_Scale = tuple[jax.Array, jax.Array] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """One step's mean over the ranks of lists of leaves, each compressed over its divisors."""
+
+    plan: Plan
+    axis_name: Any
+    exchange: str
+    key: Any
+    treedef: Any
+    scales: list[_Scale]
+
+    def mean(self, leaves: list[Any]) -> list[jax.Array]:
+        tree = jax.tree.unflatten(self.treedef, self.divide(leaves))
+        mean = pmean_compressed(
+            tree, self.axis_name, self.plan, key=self.key, exchange=self.exchange
+        )
+        return self._multiply(jax.tree.leaves(mean))
+
+    def mean_with_residual(self, leaves: list[Any]) -> tuple[list[jax.Array], list[Any]]:
+        """The means, and what of `leaves` is lost in them; None for an exact leaf."""
+        divided = self.divide(leaves)
+        mean, lost = pmean_with_residual(
+            jax.tree.unflatten(self.treedef, divided),
+            self.axis_name,
+            self.plan,
+            key=self.key,
+            exchange=self.exchange,
+        )
+        for i, scale in enumerate(self.scales):
+            if lost[i] is not None and scale is not None:
+                # The division rounds as well, which in 16 bits is worth remembering.
+                x, y, e = (v.astype(jnp.float32) for v in (leaves[i], divided[i], lost[i]))
+                lost[i] = ((x - y * scale[0]) + e * scale[0]).astype(leaves[i].dtype)
+        return self._multiply(jax.tree.leaves(mean)), lost
+
+    def divide(self, leaves: list[Any]) -> list[Any]:
+        return self._apply(lax.div, leaves)
+
+    def _multiply(self, leaves: list[Any]) -> list[Any]:
+        return self._apply(lax.mul, leaves)
+
+    def _apply(self, operation: Any, leaves: list[Any]) -> list[Any]:
+        return [
+            x if scale is None else operation(x.astype(jnp.float32), scale[0]).astype(x.dtype)
+            for x, scale in zip(leaves, self.scales, strict=True)
+        ]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Feedback:
     """One update with a memory."""
 
     memory: Memory
-    plan: Plan
-    axis_name: Any
-    exchange: str
+    axes: Axes
+    reduction: _Reduction
 
-    def __call__(self, updates: Any, state: Any, key: Any) -> tuple[Any, Any, Any]:
-        """What is sent, its mean, and the memory after it."""
-        axes = Axes.resolve(_NAME, self.axis_name, None)
-        scales = [self._scale(s.compressor, s.path) for s in self.plan.slots]
-        leaves, treedef = jax.tree.flatten(updates)
-        parts = [[x[0] for x in jax.tree.leaves(part)] for part in state]
-        old = [tuple(part[i] for part in parts) for i in range(len(leaves))]
+    def __call__(self, leaves: list[Any], state: Any) -> tuple[list[Any], list[Any], Any]:
+        """What is sent, its means, and the memory after it."""
+        slots = self.reduction.plan.slots
+        factors = [self._factor(s.compressor, s.path) for s in slots]
+        old = [tuple(x[0] for x in rows) for rows in _by_leaf(state, len(leaves))]
         both = [self.memory.compensate(x, s) for x, s in zip(leaves, old, strict=True)]
         sent = [x for x, _ in both]
-        mean, lost = pmean_with_residual(
-            jax.tree.unflatten(treedef, sent),
-            self.axis_name,
-            self.plan,
-            key=key,
-            exchange=self.exchange,
-        )
-        means = jax.tree.leaves(mean)
+        means, lost = self.reduction.mean_with_residual(sent)
         residuals = [jnp.zeros_like(x) if e is None else e for x, e in zip(sent, lost, strict=True)]
-        for i, scale in enumerate(scales):
-            if lost[i] is not None and scale != 1:
-                factor = jnp.asarray(scale, sent[i].dtype)
+        for i, number in enumerate(factors):
+            if lost[i] is not None and number != 1:
+                factor = jnp.asarray(number, sent[i].dtype)
                 means[i] *= factor
                 residuals[i] = sent[i] - factor * (sent[i] - lost[i])
         # A skipped step never happened: what it would have sent is neither lost nor remembered.
-        finite = jnp.all(jnp.stack([jnp.isfinite(m).all() for m in means])) if means else True
+        finite = _finite(means)
         rows = []
         for before, e, (_, partial) in zip(old, residuals, both, strict=True):
-            after = self.memory.remember(e, partial)
-            rows.append([_keep(finite, new, x) for new, x in zip(after, before, strict=True)])
-        remembered = tuple(
-            jax.tree.unflatten(treedef, [self._row(axes, x) for x in part])
-            for part in zip(*rows, strict=True)
-        )
-        return sent, jax.tree.unflatten(treedef, means), remembered or state
+            after = zip(self.memory.remember(e, partial), before, strict=True)
+            rows.append(tuple(self._row(_keep(finite, new, x)) for new, x in after))
+        return sent, means, _by_tree(rows, self.reduction.treedef) or state
 
     @staticmethod
-    def _scale(compressor: Compressor, path: str) -> float:
+    def _factor(compressor: Compressor, path: str) -> float:
         if compressor.feedback_scale is None:
             raise ValueError(
                 f"{_NAME}: {compressor} of leaf {path!r} may lose more than it is given, so a "
@@ -229,9 +299,24 @@ class _Feedback:
             )
         return compressor.feedback_scale
 
-    @staticmethod
-    def _row(axes: Axes, x: jax.Array) -> jax.Array:
-        return _compat.vary_over(x[None], frozenset(axes.names)) if axes.checked() else x[None]
+    def _row(self, x: jax.Array) -> jax.Array:
+        names = frozenset(self.axes.names)
+        return _compat.vary_over(x[None], names) if self.axes.checked() else x[None]
+
+
+def _by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
+    """What a tuple of trees holds for each of `count` leaves."""
+    parts = [jax.tree.leaves(tree) for tree in trees]
+    return [tuple(part[i] for part in parts) for i in range(count)]
+
+
+def _by_tree(leaves: list[tuple[Any, ...]], treedef: Any) -> tuple[Any, ...]:
+    """The tuple of trees back from what it holds for each leaf."""
+    return tuple(jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
+
+
+def _finite(means: list[Any]) -> Any:
+    return jnp.all(jnp.stack([jnp.isfinite(m).all() for m in means])) if means else True
 
 
 def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -11,7 +11,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, ErrorFeedback, Identity, MomentumCorrection, Quantize, Rule, Rules
+from cgx_jax import (
+    Cast,
+    ErrorFeedback,
+    Identity,
+    MomentumCorrection,
+    Quantize,
+    Rule,
+    Rules,
+    SecondMoment,
+)
 from cgx_jax.sync import SyncState
 
 LOSSY = [
@@ -316,12 +325,13 @@ def test_init_takes_a_mesh_of_either_kind_of_axes_in_jit_and_outside(kind):
 def test_a_memory_is_split_over_the_ranks_and_all_else_is_not():
     state = (with_memory(Quantize(2), 2).init({"w": jnp.zeros((3, 4))}), optax.EmptyState())
     specs = cgx_jax.state_specs(state, "data")
-    assert specs[0] == SyncState(P(), ({"w": P("data")},), ())
+    assert specs[0] == SyncState(P(), ({"w": P("data")},), (), ())
 
 
 def test_shardings_are_those_that_init_gives_and_place_a_state_that_is_known_by_shape():
     mesh, params = ranks(4), {"w": jnp.ones((40, 50)), "bias": jnp.ones(3)}
-    tx = optax.chain(with_memory(Quantize(2), 4, MomentumCorrection()), optax.sgd(1.0, 0.9))
+    sync = with_memory(Quantize(2), 4, MomentumCorrection(), precondition=SecondMoment())
+    tx = optax.chain(sync, optax.sgd(1.0, 0.9))
 
     def init():
         return params, tx.init(params)
@@ -330,7 +340,8 @@ def test_shardings_are_those_that_init_gives_and_place_a_state_that_is_known_by_
     shardings = cgx_jax.state_shardings(shape, "data", mesh)
     params_at, (sync_at, momentum_at) = shardings
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    assert sync_at == SyncState(whole, ({"w": split, "bias": split},) * 2, ())
+    moments_at = ({"w": whole, "bias": whole},)
+    assert sync_at == SyncState(whole, ({"w": split, "bias": split},) * 2, (), moments_at)
     assert set(jax.tree.leaves((params_at, momentum_at))) == {whole}
     for state in (
         jax.jit(init, out_shardings=shardings)(),
@@ -338,7 +349,8 @@ def test_shardings_are_those_that_init_gives_and_place_a_state_that_is_known_by_
     ):
         assert placed(state, shardings)
         jax.tree.map(np.testing.assert_array_equal, state, init())
-    assert placed(init()[1][0], sync_at)
+    mine = init()[1][0]._replace(moments=())  # which lie as the parameters do
+    assert placed(mine, sync_at._replace(moments=()))
 
 
 def placed(state, shardings):
@@ -370,7 +382,7 @@ def test_checkpoint_goes_on_as_if_nothing_had_happened_also_onto_another_plan(tm
     grads = gradients(4, 6)
     first, second = (jax.tree.map(lambda x, s=s: x[s], grads) for s in (slice(3), slice(3, 6)))
     for after in (Quantize(2), Quantize(4, 96)):
-        tx, then = with_memory(Quantize(2), 4), with_memory(after, 4)
+        tx, then = (with_memory(c, 4, precondition=SecondMoment()) for c in (Quantize(2), after))
         _, state = run(tx, first, 4)
         path = tmp_path / str(after.bits)
         with ocp.StandardCheckpointer() as checkpointer:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import cgx_jax
-from cgx_jax import Adaptive, LeastBytes, LeastError, Quantize, Uniform
+from cgx_jax import Adaptive, LeastBytes, LeastError, Quantize, SecondMoment, Uniform
 from cgx_jax.compressors import Compressor
 from cgx_jax.memory import Memory
 
@@ -18,6 +18,7 @@ class Configuration:
 
     policy: Callable[[int], Compressor | Adaptive] | None = None
     memory: Memory | None = None
+    precondition: SecondMoment | None = None
     takes_momentum: bool = False
 
 
@@ -27,10 +28,11 @@ def uniform(
     bucket_size: int = 512,
     rounding: str = "nearest",
     rotation: bool = False,
+    precondition: SecondMoment | None = None,
     takes_momentum: bool = False,
 ) -> Configuration:
     compressor = Quantize(bits, bucket_size, rounding, rotation)
-    return Configuration(lambda _: compressor, memory, takes_momentum)
+    return Configuration(lambda _: compressor, memory, precondition, takes_momentum)
 
 
 def adaptive(
@@ -38,6 +40,7 @@ def adaptive(
     start_bits: int,
     memory: Memory | None = None,
     rotation: bool = False,
+    precondition: SecondMoment | None = None,
 ) -> Configuration:
     """Adaptive with its defaults, but for times in proportion to the run's length.
 
@@ -56,10 +59,11 @@ def adaptive(
             sample_every=5,
         )
 
-    return Configuration(policy, memory)
+    return Configuration(policy, memory, precondition)
 
 
 FEEDBACK = cgx_jax.ErrorFeedback()
+MOMENT, FACTORED = SecondMoment(), SecondMoment(factored=True)
 
 CONFIGURATIONS = {
     "exact": Configuration(),
@@ -88,5 +92,23 @@ CONFIGURATIONS = {
     ),
     "LeastError(3.2), rotated": adaptive(LeastError(3.2), 3, rotation=True),
     "LeastError(2.6), rotated": adaptive(LeastError(2.6), 3, rotation=True),
+    "4 bits, preconditioned": uniform(4, precondition=MOMENT),
+    "4 bits, rotated, preconditioned": uniform(4, rotation=True, precondition=MOMENT),
+    "3 bits, rotated, preconditioned": uniform(3, rotation=True, precondition=MOMENT),
+    "2 bits, rotated, preconditioned": uniform(2, rotation=True, precondition=MOMENT),
+    "2 bits, rotated, feedback, preconditioned": uniform(
+        2, FEEDBACK, rotation=True, precondition=MOMENT
+    ),
+    "4 bits, factored": uniform(4, precondition=FACTORED),
+    "2 bits, rotated, factored": uniform(2, rotation=True, precondition=FACTORED),
+    "LeastBytes(1) of 3 bits, rotated, preconditioned": adaptive(
+        LeastBytes(alpha=1.0, uniform_bits=3), 3, rotation=True, precondition=MOMENT
+    ),
+    "LeastError(3.2), rotated, preconditioned": adaptive(
+        LeastError(3.2), 3, rotation=True, precondition=MOMENT
+    ),
+    "LeastError(2.6), rotated, preconditioned": adaptive(
+        LeastError(2.6), 3, rotation=True, precondition=MOMENT
+    ),
     "2 bits, momentum correction": uniform(2, cgx_jax.MomentumCorrection(0.9), takes_momentum=True),
 }

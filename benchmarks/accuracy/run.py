@@ -68,8 +68,13 @@ class Trainer:
     def _reduction(self, configuration: Configuration) -> optax.GradientTransformation:
         if self.policy is None:
             return optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
-        memory = configuration.memory
-        return cgx_jax.sync_gradients("data", self.policy, memory=memory, mesh=self.mesh)
+        return cgx_jax.sync_gradients(
+            "data",
+            self.policy,
+            memory=configuration.memory,
+            precondition=configuration.precondition,
+            mesh=self.mesh,
+        )
 
     def _step(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)

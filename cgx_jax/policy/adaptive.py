@@ -131,18 +131,30 @@ class Adaptive(Policy):
         return Statistics.zeros(len(self._adaptive), len(self.sampler.candidates))
 
     def observe(
-        self, old: Statistics, sent: Sequence[Any], step: Any, axes: Axes, plan: Any
+        self,
+        old: Statistics,
+        sent: Sequence[Any],
+        units: Sequence[Any],
+        step: Any,
+        axes: Axes,
+        plan: Any,
     ) -> Statistics:
-        """The statistics after a step in which `sent`, all leaves, go by `plan` over `axes`."""
+        """The statistics after a step in which `sent`, all leaves, go by `plan` over `axes`.
+
+        They are taken of a leaf's values over its unit, or of its values where that is None.
+        """
         if not self._within:
             raise ValueError(
                 "Adaptive: the step is compiled by something else than the policy, which then "
                 "could never change the plan; write policy.jit(step) where jax.jit(step) stands."
             )
         self._traced[self._widths] = plan, plan.wire_bytes(axes.world)
-        values = [sent[i] for i in self._adaptive]
 
         def measure(old: Statistics) -> Statistics:
+            values = [
+                sent[i] if units[i] is None else sent[i].astype(jnp.float32) / units[i]
+                for i in self._adaptive
+            ]
             return self.sampler.observe(old, values, axes, self.decay)
 
         return jax.lax.cond(step % self.sample_every == 0, measure, lambda old: old, old)
