@@ -1,16 +1,16 @@
-"""What an adaptive policy costs: statistics in a step, and compilations over a training.
+"""What adaptive widths and preconditioning cost in a step, and compilations over a training.
 
-Times the same data-parallel step of the example's language model with uniform 4 bits and with
-`Adaptive` (statistics every 10 steps), both with feedback, interleaved, in rounds of 20 steps, and
-takes the ratio of each pair of rounds. Then trains with `Adaptive` for --train steps and counts its
-compilations: their seconds, without the first one's, over 10,000 steps of the measured time.
+Times the same data-parallel step of the example's language model with uniform 4 bits, with the
+statistics of `Adaptive` every 10 steps and every step, and with 4 bits preconditioned, in rounds of
+20 steps; their order changes from round to round. Ratios are those of a round to uniform's of the
+same round. Then trains with `Adaptive` for --train steps and counts its compilations: their
+seconds, without the first one's, over 10,000 steps of the measured time.
 
     python benchmarks/adaptive.py --json benchmarks/results/adaptive.json
 """
 
 import argparse
 import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
+import measure
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import corpus
@@ -34,10 +35,10 @@ WORLD, LENGTH, ROUND = 2, 128, 20
 class Training:
     """A model, its state and its compiled step under a policy."""
 
-    def __init__(self, policy, mesh, width, layers):
+    def __init__(self, policy, mesh, width, layers, precondition=None):
         model = Transformer(width, layers, LENGTH, nnx.Rngs(0))
         graphdef, params = nnx.split(model)
-        reduce = cgx_jax.sync_gradients("data", policy, memory=cgx_jax.ErrorFeedback(), mesh=mesh)
+        reduce = cgx_jax.sync_gradients("data", policy, precondition=precondition, mesh=mesh)
         tx = optax.chain(reduce, optax.adamw(1e-3))
         state = tx.init(params)
         specs = cgx_jax.state_specs(state, "data")
@@ -71,8 +72,8 @@ def main():
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--train", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--train", type=int, default=300)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -82,36 +83,49 @@ def main():
     windows = corpus.windows(text, ROUND, arguments.batch, LENGTH, 0)
     batches = [jax.device_put(w, NamedSharding(mesh, P("data"))) for w in windows]
 
-    never = cgx_jax.Adaptive(warmup=10**9)
-    make = lambda policy: Training(policy, mesh, arguments.width, arguments.layers)  # noqa: E731
-    plain, measuring = make(cgx_jax.Quantize(4)), make(never)
-    for training in (plain, measuring):
+    make = lambda *args: Training(args[0], mesh, arguments.width, arguments.layers, *args[1:])  # noqa: E731
+    uniform = cgx_jax.Quantize(4)
+    trainings = {
+        "uniform": make(uniform),
+        "statistics every 10 steps": make(cgx_jax.Adaptive(warmup=10**9)),
+        "statistics every step": make(cgx_jax.Adaptive(warmup=10**9, sample_every=1)),
+        "preconditioned": make(uniform, cgx_jax.SecondMoment()),
+        "preconditioned, factored": make(uniform, cgx_jax.SecondMoment(factored=True)),
+    }
+    for training in trainings.values():
         training.run(batches)
-    pairs = np.array(
-        [[plain.run(batches), measuring.run(batches)] for _ in range(arguments.rounds)]
-    )
-    overhead = np.quantile(pairs[:, 1] / pairs[:, 0] - 1, [0.25, 0.5, 0.75])
+    seconds = {name: [] for name in trainings}
+    for number in range(arguments.rounds):
+        order = list(trainings)
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            seconds[name].append(trainings[name].run(batches))
+    of_uniform = {
+        name: (np.quantile(np.divide(own, seconds["uniform"]) - 1, [0.25, 0.5, 0.75])).tolist()
+        for name, own in seconds.items()
+        if name != "uniform"
+    }
+    step_seconds = float(np.median(seconds["uniform"]))
 
     policy = cgx_jax.Adaptive(warmup=100, every=max(1, arguments.train // 10))
     adaptive = make(policy)
     for _ in range(arguments.train // ROUND):
         adaptive.run(batches)
-    seconds = float(np.median(pairs[:, 0]))
     again = policy.compile_seconds[1:]
-    share = sum(again) / (10_000 * seconds)
+    share = sum(again) / (10_000 * step_seconds)
     metrics = policy.metrics()
     result = {
-        "machine": platform.processor() or platform.machine(),
-        "step_seconds": seconds,
-        "statistics_overhead": overhead.tolist(),
+        "machine": measure.machine(),
+        "step_seconds": step_seconds,
+        "over_uniform": of_uniform,
         "compilations": len(policy.compile_seconds),
         "compile_seconds_again": again,
         "share_of_10000_steps": share,
         "bits_per_value": metrics["cgx/bits_per_value"],
     }
-    print(f"a step with uniform 4 bits: {1e3 * seconds:.1f} ms, {WORLD} ranks")
-    low, middle, high = 100 * overhead
-    print(f"statistics every 10 steps: {middle:+.2f} % of it (quartiles {low:+.2f} to {high:+.2f})")
+    print(f"a step with uniform 4 bits: {1e3 * step_seconds:.1f} ms, {WORLD} ranks")
+    for name, quartiles in of_uniform.items():
+        low, middle, high = (100 * x for x in quartiles)
+        print(f"{name}: {middle:+.2f} % of it (quartiles {low:+.2f} to {high:+.2f})")
     print(
         f"{len(again)} compilations after the first, {sum(again):.1f} s: {100 * share:.2f} % of a "
         f"run of 10,000 steps; {metrics['cgx/bits_per_value']:.2f} bits a value at the end"

@@ -1,8 +1,8 @@
 """Trains a Flax Linen TrainState on 8 ranks, each leaf of its gradients by a rule of its own.
 
 The transformation is part of the TrainState: apply_gradients reduces, clips and steps. Embeddings
-are sent at 8 bits, other kernels at 2 bits, and what 2 bits lose the memory sends with the next
-step; biases are few and are sent exactly.
+are sent at 8 bits, other kernels at 2, rotated and in units of their second moment, by whose root
+Adam divides; biases are few and are sent exactly.
 
 Expected: the loss falls from about 5.6 to below 3.3 nats per byte, and the last lines are
 
@@ -26,7 +26,8 @@ from training import adamw, ring_bytes
 
 WORLD = 8
 RULES = cgx_jax.Rules(
-    [cgx_jax.Rule(cgx_jax.Quantize(bits=8), path="embedding")], cgx_jax.Quantize(bits=2)
+    [cgx_jax.Rule(cgx_jax.Quantize(bits=8), path="embedding")],
+    cgx_jax.Quantize(bits=2, rotation=True),
 )
 
 
@@ -42,10 +43,10 @@ def main() -> None:
     batches = corpus.windows(text, steps, 64 * WORLD, CONTEXT, seed=0)
     model = NextByte()
     params = model.init(jax.random.key(0), batches[0, :, :-1])["params"]
-    synchronise = cgx_jax.sync_gradients("data", RULES, memory=cgx_jax.ErrorFeedback(), mesh=mesh)
+    synchronise = cgx_jax.sync_gradients("data", RULES, precondition=cgx_jax.SecondMoment())
     optimizer = optax.chain(synchronise, adamw(steps))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-    specs = cgx_jax.state_specs(state, "data")  # replicated, but for the memory: a row a rank
+    specs = cgx_jax.state_specs(state, "data")
 
     def loss_fn(params, tokens):
         logits = model.apply({"params": params}, tokens[:, :-1])

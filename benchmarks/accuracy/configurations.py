@@ -41,19 +41,22 @@ def adaptive(
     memory: Memory | None = None,
     rotation: bool = False,
     precondition: SecondMoment | None = None,
+    start_rotated: bool = True,
 ) -> Configuration:
     """Adaptive with its defaults, but for times in proportion to the run's length.
 
     Statistics are taken every 5 steps; widths are chosen after a tenth of the run, and once more
-    half a run later. Until then every leaf has `start_bits`.
+    half a run later. Until then every leaf has `start_bits`. Without `start_rotated` that width is
+    not rotated where others are.
     """
+    start = Quantize(start_bits, rotation=rotation and start_rotated)
 
     def policy(steps: int) -> Adaptive:
-        widths = tuple(Quantize(bits, rotation=rotation) for bits in range(1 + (not rotation), 9))
+        widths = (Quantize(bits, rotation=rotation) for bits in range(1 + (not rotation), 9))
         return Adaptive(
             solver,
-            base=Uniform(Quantize(start_bits, rotation=rotation)),
-            candidates=widths,
+            base=Uniform(start),
+            candidates=tuple(start if w.bits == start_bits else w for w in widths),
             warmup=steps // 10,
             every=steps // 2,
             sample_every=5,
@@ -87,6 +90,9 @@ CONFIGURATIONS = {
     "3 bits, rotated": uniform(3, rotation=True),
     "2 bits, rotated": uniform(2, rotation=True),
     "2 bits, rotated, feedback": uniform(2, FEEDBACK, rotation=True),
+    "LeastBytes(1) of 4 bits by rotated ones": adaptive(
+        LeastBytes(alpha=1.0), 4, rotation=True, start_rotated=False
+    ),
     "LeastBytes(1) of 3 bits, rotated": adaptive(
         LeastBytes(alpha=1.0, uniform_bits=3), 3, rotation=True
     ),
