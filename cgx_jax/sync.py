@@ -89,6 +89,7 @@ def sync_gradients(
         plan = policy if isinstance(policy, Plan) else Plan.build(updates, policy)
         axes = Axes.resolve(_NAME, axis_name, None)
         leaves, treedef = jax.tree.flatten(updates)
+        _check_state(state, memory, precondition, leaves)
         moments = _by_leaf(state.moments, len(leaves))
         scales: list[_Scale] = [None] * len(leaves)
         if precondition is not None:
@@ -102,10 +103,8 @@ def sync_gradients(
             sent, means, remembered = _Feedback(memory, axes, reduction)(leaves, state.memory)
         if precondition is not None:
             finite = _finite(means)
-            for i, mean in enumerate(means):
-                moved = precondition.update(moments[i], mean)
-                pairs = zip(moved, moments[i], strict=True)
-                moments[i] = tuple(jnp.where(finite, new, old) for new, old in pairs)
+            moved = [precondition.update(*pair) for pair in zip(moments, means, strict=True)]
+            moments = jax.tree.map(functools.partial(jnp.where, finite), moved, moments)
         measured = state.statistics
         if isinstance(policy, Adaptive):
             units = [None if scale is None else scale[1] for scale in scales]
@@ -166,6 +165,20 @@ def _require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
         raise ValueError(
             f"{caller}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
         )
+
+
+def _check_state(
+    state: SyncState, memory: Memory | None, precondition: SecondMoment | None, leaves: list[Any]
+) -> None:
+    """Raises ValueError for the state of a transformation with another memory or precondition."""
+    for keeper, trees in ((memory, state.memory), (precondition, state.moments)):
+        keep = len(jax.eval_shape(keeper.init, leaves[0])) if keeper is not None and leaves else 0
+        if leaves and len(trees) != keep:
+            raise ValueError(
+                f"{_NAME}: the state holds {len(trees)} arrays a leaf where {keeper} keeps {keep}; "
+                "it belongs to other options. Take the state from this transformation's init, or "
+                "restore one that does."
+            )
 
 
 def _init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh | None) -> Any:

@@ -278,6 +278,22 @@ def test_factored_moments_are_as_small_as_rows_and_columns():
 
 
 @pytest.mark.parametrize(
+    ("theirs", "mine", "message"),
+    [
+        ({}, {"precondition": SecondMoment()}, r"holds 0 arrays a leaf where SecondMoment\(.* 1;"),
+        ({"precondition": SecondMoment(factored=True)}, {"precondition": SecondMoment()}, "2 arr"),
+        ({"precondition": SecondMoment()}, {}, r"holds 1 arrays a leaf where None keeps 0"),
+        ({}, {"memory": ErrorFeedback()}, r"holds 0 arrays a leaf where ErrorFeedback\(.*init"),
+    ],
+)
+def test_a_state_of_other_options_is_refused(theirs, mine, message):
+    tx, mesh = transformation(Quantize(4), mine.get("precondition"), mine.get("memory"))
+    other, _ = transformation(Quantize(4), theirs.get("precondition"), theirs.get("memory"))
+    with pytest.raises(ValueError, match=message):
+        run(optax.GradientTransformation(other.init, tx.update), mesh, gradients(1))
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"decay": 1.0}, r"decay=1.0 is outside \[0, 1\); use the optimizer's own"),
