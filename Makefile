@@ -58,11 +58,12 @@ endef
 demo: $(STAMPS)/demo
 	$(BIN)/python examples/02_language_model.py
 
+# Two at a time: most of a test is compiling, on one core, and each starts up to eight ranks.
 test: $(STAMPS)/cuda-plugin
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
 
 slow-test: $(STAMPS)/cuda-plugin
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 -m slow
 
 # The MPI tests with Open MPI in MPICH's place.
 openmpi-test: $(STAMPS)/openmpi

@@ -118,7 +118,7 @@ ALLOWED = {
     "processes": set(),
     "exchange": {"wire", "_compat", "kernels", "exchange", "installation", "processes"},
     "policy": {"wire", "axes", "compressors", "exchange", "kernels", "policy", "processes"},
-    "plan": {"wire", "codecs", "compressors", "exchange", "policy"},
+    "plan": {"axes", "wire", "codecs", "compressors", "exchange", "policy"},
     "collectives": {
         "_compat",
         "axes",
@@ -133,7 +133,17 @@ ALLOWED = {
     "debug": {"_compat", "axes", "exchange"},
     "gradients": {"_compat", "axes", "collectives", "compressors", "plan", "policy"},
     "memory": set(),
-    "sync": {"_compat", "axes", "collectives", "compressors", "memory", "plan", "policy"},
+    "precondition": set(),
+    "sync": {
+        "_compat",
+        "axes",
+        "collectives",
+        "compressors",
+        "memory",
+        "plan",
+        "policy",
+        "precondition",
+    },
     "links": set(),
     "tuning": {"collectives", "compressors", "exchange", "installation", "links"},
     "commands": {
