@@ -1,4 +1,4 @@
-"""Why error feedback harms under Adam: through its first moment, its second, or both?
+"""What compression harms under Adam: its first moment, its second, or both?
 
     python benchmarks/accuracy/feedback_under_adam.py
 
@@ -7,8 +7,8 @@ kept twice, of the exact mean and of what compression left of it ("sent"), and t
 from one of the two: "sent, sent" is training as usual, "exact, exact" training in which compression
 is only measured, and the others show what one moment does alone. In "rescaled" the second moment is
 that of what was sent, made as large as the exact one, leaf by leaf. 1-bit Adam (Tang et al., ICML
-2021) holds that Adam does not stand errors in the second moment. Needs the packages of the extra
-`accuracy`.
+2021) holds that Adam does not stand errors in the second moment. Compression is plain, with error
+feedback, or preconditioned. Needs the packages of the extra `accuracy`.
 """
 
 import argparse
@@ -42,6 +42,11 @@ FEEDS = (  # of the first and of the second moment
 # Of each task's optimizer: the rate's peak, the norm that gradients are clipped to, weight decay.
 OPTIMIZERS = {"language": (3e-3, 1.0, 0.01), "autoencoder": (2e-3, np.inf, 0.0)}
 STEPS = {"language": 100, "autoencoder": 200}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "feedback": {"memory": cgx_jax.ErrorFeedback()},
+    "preconditioned": {"precondition": cgx_jax.SecondMoment()},
+}
 B1, B2, EPSILON = 0.9, 0.999, 1e-8
 # No Adam step is larger (Kingma and Ba, ICLR 2015) while both moments are of the same gradients. Of
 # different ones they may be: where the exact gradient is 0, what was sent in its place is not.
@@ -58,16 +63,15 @@ class State(NamedTuple):
 
 
 class Trainer:
-    """A task at one width, with feedback or without; `run` chooses what feeds the moments."""
+    """A task at one width, in one of WAYS; `run` chooses what feeds the moments."""
 
-    def __init__(self, task: str, bits: int, feedback: bool, steps: int) -> None:
+    def __init__(self, task: str, bits: int, way: str, steps: int) -> None:
         self.task, self.steps = TASKS[task], steps
         peak, self.clip, self.decay = OPTIMIZERS[task]
         self.rate = _schedule(peak, steps)
         self.mesh = Mesh(np.array(jax.devices()), ("data",))
         quantize = cgx_jax.Quantize(bits)
-        memory = cgx_jax.ErrorFeedback() if feedback else None
-        self.tx = cgx_jax.sync_gradients("data", quantize, memory=memory, mesh=self.mesh)
+        self.tx = cgx_jax.sync_gradients("data", quantize, mesh=self.mesh, **WAYS[way])
         self.graphdef, params = self.task.initial(0)
         plan = cgx_jax.Plan.build(params, quantize)
         self.lossy = [s.leaf for s in plan.slots if not s.compressor.lossless]
@@ -154,16 +158,16 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         for r in rows
         if r["second_moment"] == "exact" and r["first_moment"] == "exact"
     }
-    print("| task | bits | feedback | moments | loss | worse by | root v | error of m | step |")
+    print("| task | bits | way | moments | loss | worse by | root v | error of m | step |")
     print("|" + " --- |" * 9)
-    keys = ("task", "bits", "feedback", "first_moment", "second_moment")
+    keys = ("task", "bits", "way", "first_moment", "second_moment")
     for key, group in itertools.groupby(rows, lambda r: [r[k] for k in keys]):
         runs = list(group)
         worse = [r["held_out_loss"] - exact[r["task"], r["seed"]] for r in runs]
         mean = {k: np.mean([r[k] for r in runs]) for k in ("held_out_loss", *MEASURED)}
-        task, bits, feedback, *feeds = key
+        task, bits, way, *feeds = key
         print(
-            f"| {task} | {bits} | {'yes' if feedback else 'no'} | {', '.join(feeds)} "
+            f"| {task} | {bits} | {way} | {', '.join(feeds)} "
             f"| {mean['held_out_loss']:.4f} | {np.mean(worse):+.4f} ± {np.std(worse, ddof=1):.4f} "
             f"| {mean['root_v']:.2f} | {mean['error_of_m']:.2f} | {mean['step']:.2f} |"
         )
@@ -175,6 +179,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--task", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=3, help="how many, 2 or more")
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
     parser.add_argument("--json", type=Path, default=RESULTS / "feedback_under_adam.json")
@@ -186,16 +191,16 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     rows = []
-    for task, bits, feedback in itertools.product(arguments.task, arguments.bits, (False, True)):
+    for task, bits, way in itertools.product(arguments.task, arguments.bits, arguments.way):
         start = time.perf_counter()
         steps = arguments.steps or STEPS[task]
-        trainer = Trainer(task, bits, feedback, steps)
+        trainer = Trainer(task, bits, way, steps)
         for feeds, seed in itertools.product(FEEDS, range(arguments.seeds)):
-            row = {"task": task, "bits": bits, "feedback": feedback, "seed": seed, "steps": steps}
+            row = {"task": task, "bits": bits, "way": way, "seed": seed, "steps": steps}
             row |= {"first_moment": feeds[0], "second_moment": feeds[1]}
             rows.append(row | trainer.run(seed, feeds))
         seconds = time.perf_counter() - start
-        said = f"{task}, {bits} bits{', feedback' * feedback}: {seconds:.0f} s"
+        said = f"{task}, {bits} bits, {way}: {seconds:.0f} s"
         print(said, file=sys.stderr, flush=True)
     print_table(rows)
     measure.write_json(arguments.json, rows)

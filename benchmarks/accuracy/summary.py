@@ -196,8 +196,9 @@ def adam() -> str:
     rows: list[dict[str, Any]] = tables.rows("accuracy/feedback_under_adam")
     sources = [("sent", "sent"), ("exact", "sent"), ("sent", "exact")]
     body = []
-    for task, bits, feedback in dict.fromkeys((r["task"], r["bits"], r["feedback"]) for r in rows):
-        own = [r for r in rows if (r["task"], r["bits"], r["feedback"]) == (task, bits, feedback)]
+    runs = dict.fromkeys((r["task"], r["bits"], r["way"]) for r in rows)
+    for task, bits, way in sorted(runs, key=lambda run: (TASKS.index(run[0]), run[1])):
+        own = [r for r in rows if (r["task"], r["bits"], r["way"]) == (task, bits, way)]
         by_source: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for r in own:
             by_source.setdefault((r["first_moment"], r["second_moment"]), []).append(r)
@@ -208,7 +209,7 @@ def adam() -> str:
             - np.array([r["held_out_loss"] for r in exact])
             for s in sources
         ]
-        name = f"{bits} bits" + (", feedback" if feedback else "")
+        name = f"{bits} bits" + ("" if way == "plain" else f", {way}")
         moments = [f"{np.mean([r[f] for r in exact]):.2f}" for f in ("error_of_m", "root_v")]
         body.append([task, name, *moments, *(spread(x, digits, "+") for x in losses)])
     head = [
