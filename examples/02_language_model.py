@@ -1,20 +1,21 @@
 """Trains a small language model twice on 8 ranks: with exact all-reduce, then with 4-bit one.
 
 Both runs start from the same parameters and see the same batches of the standard library's source.
+The 4-bit one goes by sync_gradients in the units of AdamW's second moment: two lines more.
 The table at the end holds the training loss (mean of the last tenth), the held-out loss, the bytes
 that a rank sends in a step and a step's time; demo/language_model.png draws them.
 
 Expected, in 2 to 5 minutes on 2 cores: both losses fall from about 6.5 to about 2.2 nats per byte,
-the 4-bit run sends 7.5 times fewer bytes, and its held-out loss is at most 2 % above the exact
+the 4-bit run sends 7.5 times fewer bytes, and its held-out loss is at most 1 % above the exact
 one's (otherwise: exit code 1).
 """
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
+import optax
 from flax import nnx
 
 import cgx_jax
@@ -26,7 +27,7 @@ from training import Run, adamw, data_parallel_step, evaluate, ring_bytes, train
 WORLD = 8
 LENGTH = 128
 SEED = 0
-TOLERANCE = 0.02
+TOLERANCE = 0.01
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -52,11 +53,10 @@ def main() -> int:
 
     model = Transformer(arguments.width, arguments.layers, LENGTH, nnx.Rngs(SEED))
     graphdef, params = nnx.split(model)
-    optimizer = adamw(arguments.steps)
     plan = cgx_jax.Plan.build(params, cgx_jax.Quantize(bits=arguments.bits))
 
-    exact = partial(jax.lax.pmean, axis_name="data")
-    compressed = partial(cgx_jax.pmean_compressed, axis_name="data", compressor=plan)
+    exact = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
+    compressed = cgx_jax.sync_gradients("data", plan, precondition=cgx_jax.SecondMoment())
     ways = [
         ("exact", exact, ring_bytes(params, WORLD)),
         (f"{arguments.bits}-bit", compressed, plan.wire_bytes(WORLD)),
@@ -66,8 +66,9 @@ def main() -> int:
     print(f"gradients: {plan.summary().splitlines()[-1]}")
     runs = []
     with report.progress_bar() as bar:
-        for name, average, sent_bytes in ways:
-            step = data_parallel_step(graphdef, optimizer, mesh, average)
+        for name, mean, sent_bytes in ways:
+            optimizer = optax.chain(mean, adamw(arguments.steps))
+            step = data_parallel_step(graphdef, optimizer, mesh)
             shown = report.add_run(bar, name, arguments.steps)
             trained, losses, seconds = train(
                 step, params, optimizer.init(params), batches, mesh, shown

@@ -1,9 +1,8 @@
 """What the examples on several processes share: the training run and its check."""
 
-from functools import partial
-
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from jax.experimental import multihost_utils
 
@@ -25,14 +24,9 @@ def train_and_compare(steps: int, exchange: str) -> int:
     text, _ = corpus.load()
     batches = corpus.windows(text, steps, 8 * world, LENGTH, seed=0)
     graphdef, params = nnx.split(Transformer(64, 2, LENGTH, nnx.Rngs(0)))
-    optimizer = adamw(steps)
-    average = partial(
-        cgx_jax.pmean_compressed,
-        axis_name="data",
-        compressor=cgx_jax.Quantize(bits=4),
-        exchange=exchange,
-    )
-    step = data_parallel_step(graphdef, optimizer, mesh, average)
+    mean = cgx_jax.sync_gradients("data", cgx_jax.Quantize(bits=4), exchange=exchange)
+    optimizer = optax.chain(mean, adamw(steps))
+    step = data_parallel_step(graphdef, optimizer, mesh)
     trained, losses, seconds = train(step, params, optimizer.init(params), batches, mesh)
 
     local = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(trained))])

@@ -49,12 +49,11 @@ def data_parallel_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    average: Callable[[Any], Any],
 ) -> Step:
     """One step (params, opt_state, tokens) -> (params, opt_state, loss), tokens cut over "data".
 
-    `average` takes a rank's gradients to their mean over the axis "data"; here they may be
-    compressed. All else is what any data-parallel step holds.
+    `optimizer` begins with what takes a rank's gradients to their mean over the axis "data"; there
+    they may be compressed. All else is what any data-parallel step holds.
     """
 
     def step(params, opt_state, tokens):
@@ -63,7 +62,7 @@ def data_parallel_step(
         loss, grads = jax.value_and_grad(
             lambda params: next_byte_loss(nnx.merge(graphdef, params), tokens)
         )(varying)
-        updates, opt_state = optimizer.update(average(grads), opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, jax.lax.pmean(loss, "data")
 
     sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
