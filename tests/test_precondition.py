@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment
+from optax_steps import run
 
 WORLD = 3
 EXACT_BIAS = [Rule(Identity(), path="bias")]
@@ -34,32 +35,6 @@ def transformation(compressor, precondition, memory=None):
     policy = Rules((), compressor, exact=EXACT_BIAS)
     tx = cgx_jax.sync_gradients("data", policy, memory=memory, precondition=precondition, mesh=mesh)
     return tx, mesh
-
-
-def run(tx, mesh, grads, check_vma=True):
-    """Every step's result and state, both lists."""
-    like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
-    state = tx.init(like)
-    specs = cgx_jax.state_specs(state, "data")
-
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda x: x[0], grads), state, like)
-
-    f = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-            check_vma=check_vma,
-        )
-    )
-    results, states = [], [state]
-    for t in range(len(grads["w"])):
-        result, state = f(jax.tree.map(lambda x, t=t: x[t], grads), state)
-        results.append(jax.tree.map(np.asarray, result))
-        states.append(state)
-    return results, states
 
 
 def oracle(square, precondition, shape):
@@ -214,18 +189,7 @@ def test_an_adaptive_policy_measures_errors_in_the_same_units():
     mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
     tx = cgx_jax.sync_gradients("data", policy, precondition=precondition, mesh=mesh)
     grads = gradients(2)
-    like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
-    state = tx.init(like)
-    specs = cgx_jax.state_specs(state, "data")
-
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda x: x[0], grads), state, like)
-
-    f = policy.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
-    )
-    first, after = f(jax.tree.map(lambda x: x[0], grads), state)
-    _, last = f(jax.tree.map(lambda x: x[1], grads), after)
+    (first, _), (_, after, last) = run(tx, mesh, grads, compiler=policy.jit)
     square = np.square(np.asarray(first["w"], np.float64))
     divisors, unit = oracle(square, precondition, square.shape)
     expected = np.square(grads["w"][1] / (divisors * unit)).sum() / WORLD

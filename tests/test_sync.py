@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
+import optax_steps
 from cgx_jax import (
     Cast,
     ErrorFeedback,
@@ -49,29 +50,8 @@ def ranks(world):
 
 def run(tx, grads, world, state=None, check_vma=True):
     """Every step's result [steps, ...] and the state after the last."""
-    mesh = ranks(world)
-    like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
-    if state is None:
-        state = tx.init(like)
-    specs = cgx_jax.state_specs(state, "data")
-
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda x: x[0], grads), state, like)
-
-    f = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-            check_vma=check_vma,
-        )
-    )
-    out = []
-    for t in range(len(grads["w"])):
-        result, state = f(jax.tree.map(lambda x, t=t: x[t], grads), state)
-        out.append(result)
-    return jax.tree.map(lambda *x: np.stack(x), *out), state
+    results, states = optax_steps.run(tx, ranks(world), grads, state, check_vma)
+    return jax.tree.map(lambda *x: np.stack(x), *results), states[-1]
 
 
 def everything(compressor):
