@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cgx_jax.compressors import Quantize
-from cgx_jax.policy.adaptive import LOG_SCHEMA
+from cgx_jax.policy import run_log
 from cgx_jax.policy.decide import Refresh, Subject
 from cgx_jax.policy.solvers import KMeans, LeastBytes, LeastError, Linear, Solver
 
@@ -82,8 +82,8 @@ class Run:
 
 
 def _subject(entry: dict[str, Any]) -> Subject:
-    if entry["schema"] != LOG_SCHEMA:
-        raise ValueError(f"schema {entry['schema']}, this version reads {LOG_SCHEMA}")
+    if entry["schema"] != run_log.SCHEMA:
+        raise ValueError(f"schema {entry['schema']}, this version reads {run_log.SCHEMA}")
     candidates = tuple(Quantize(**c) for c in entry["candidates"])
     return Subject(tuple(entry["paths"]), tuple(entry["sizes"]), candidates)
 

@@ -18,16 +18,17 @@ import numpy as np
 from cgx_jax import processes
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.policy import statistics
+from cgx_jax.policy import run_log, statistics
 from cgx_jax.policy.decide import Decision, Refresh, Subject, Widths, decide
 from cgx_jax.policy.rules import Leaf, Policy, Uniform
+from cgx_jax.policy.run_log import RunLog
+from cgx_jax.policy.same_tree import check_same, saved_leaves
 from cgx_jax.policy.solvers import LeastBytes, Solver
 from cgx_jax.policy.statistics import Sampler, Statistics
 
 CANDIDATES = tuple(Quantize(bits) for bits in range(2, 9))
 # Steps between asking for statistics and using them, so that the host does not wait for them.
 LAG = 4
-LOG_SCHEMA = 1
 
 
 class Adaptive(Policy):
@@ -75,7 +76,7 @@ class Adaptive(Policy):
         self.sample_every, self.decay = sample_every, decay
         self.hysteresis, self.max_plans = hysteresis, max_plans
         _check_options(self)
-        self.log = None if log is None else Path(log)
+        self._log = RunLog(None if log is None else Path(log))
         self.history: list[Refresh] = []
         self.compile_seconds: list[float] = []
         self._leaves: tuple[Leaf, ...] | None = None  # of the tree, once it is known
@@ -97,10 +98,10 @@ class Adaptive(Policy):
         """Fixes the tree that is adapted; raises ValueError for another one than before."""
         leaves = tuple(Leaf(x.path, tuple(x.shape), np.dtype(x.dtype)) for x in leaves)
         if self._leaves is not None:
-            _check_same(leaves, self._leaves, "the policy's first tree")
+            check_same(leaves, self._leaves, "the policy's first tree")
             return
         if self._saved is not None:
-            _check_same(leaves, _leaves_of(self._saved), "the saved policy's")
+            check_same(leaves, saved_leaves(self._saved), "the saved policy's")
         chosen = self.base.choose(leaves)
         self._leaves = leaves
         self._adaptive = tuple(i for i, c in enumerate(chosen) if isinstance(c, Quantize))
@@ -115,7 +116,9 @@ class Adaptive(Policy):
             self._restore(self._saved)
         candidates = [dataclasses.asdict(c) for c in self.sampler.candidates]
         paths, sizes = self._subject.paths, self._subject.sizes
-        self._write("run", schema=LOG_SCHEMA, paths=paths, sizes=sizes, candidates=candidates)
+        self._log.write(
+            "run", schema=run_log.SCHEMA, paths=paths, sizes=sizes, candidates=candidates
+        )
 
     def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
         self.bind(leaves)
@@ -203,7 +206,7 @@ class Adaptive(Policy):
             )
 
     def _log_plan(self) -> None:
-        self._write(
+        self._log.write(
             "plan",
             step=self._step,
             bits=[w.bits for w in self._widths],
@@ -257,7 +260,7 @@ class Adaptive(Policy):
         struck = self._struck(measured.nonfinite)
         self.history.append(Refresh.of(self._step, decision, self._subject, averages, struck))
         kept = {name: averages[name].tolist() for name in ("error", "square")}
-        self._write("refresh", averages=kept, **dataclasses.asdict(self.history[-1]))
+        self._log.write("refresh", averages=kept, **dataclasses.asdict(self.history[-1]))
 
     def _struck(self, now: np.ndarray) -> list[bool]:
         """Which leaves were not finite since the last look, from decayed sums that never end."""
@@ -319,14 +322,7 @@ class Adaptive(Policy):
 
     def record(self, **scalars: float) -> None:
         """Notes numbers of the last step, such as loss=, in the log; does nothing without one."""
-        self._write("scalars", step=self._step, **{k: float(v) for k, v in scalars.items()})
-
-    def _write(self, kind: str, **fields: Any) -> None:
-        if self.log is None or jax.process_index() != 0:
-            return
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a") as lines:
-            lines.write(json.dumps({"kind": kind, **fields}) + "\n")
+        self._log.write("scalars", step=self._step, **{k: float(v) for k, v in scalars.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the optimizer state; JSON types alone."""
@@ -351,7 +347,7 @@ class Adaptive(Policy):
         or when the tree becomes known.
         """
         if self._leaves is not None:
-            _check_same(self._leaves, _leaves_of(state), "the saved policy's")
+            check_same(self._leaves, saved_leaves(state), "the saved policy's")
             self._restore(state)
         else:
             self._saved = state
@@ -372,26 +368,6 @@ class Adaptive(Policy):
 def _statistics_in(tree: Any) -> list[Statistics]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Statistics))
     return [x for x in leaves if isinstance(x, Statistics)]
-
-
-def _leaves_of(state: dict[str, Any]) -> tuple[Leaf, ...]:
-    return tuple(Leaf(path, tuple(s), np.dtype(t)) for path, s, t in state["leaves"])
-
-
-def _check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:
-    for a, b in zip(ours, theirs, strict=False):
-        if a != b:
-            raise ValueError(
-                f"Adaptive: the tree has leaf {a.path!r} {a.dtype}{list(a.shape)} where {of} has "
-                f"{b.path!r} {b.dtype}{list(b.shape)}; use one policy for one tree."
-            )
-    if len(ours) != len(theirs):
-        longer, which = (ours, "the tree") if len(ours) > len(theirs) else (theirs, of)
-        path = longer[min(len(ours), len(theirs))].path
-        raise ValueError(
-            f"Adaptive: the tree has {len(ours)} leaves and {of} {len(theirs)}; leaf {path!r} of "
-            f"{which} is the first without a partner. Use one policy for one tree."
-        )
 
 
 def _check_options(policy: Adaptive) -> None:
