@@ -38,7 +38,9 @@ class Training:
     def __init__(self, policy, mesh, width, layers, precondition=None):
         model = Transformer(width, layers, LENGTH, nnx.Rngs(0))
         graphdef, params = nnx.split(model)
-        reduce = cgx_jax.sync_gradients("data", policy, precondition=precondition, mesh=mesh)
+        reduce = cgx_jax.sync_gradients(
+            "data", policy, precondition=precondition, mesh=mesh, exchange="xla"
+        )
         tx = optax.chain(reduce, optax.adamw(1e-3))
         state = tx.init(params)
         specs = cgx_jax.state_specs(state, "data")
@@ -90,7 +92,7 @@ def main():
         "statistics every 10 steps": make(cgx_jax.Adaptive(warmup=10**9)),
         "statistics every step": make(cgx_jax.Adaptive(warmup=10**9, sample_every=1)),
         "preconditioned": make(uniform, cgx_jax.SecondMoment()),
-        "preconditioned, factored": make(uniform, cgx_jax.SecondMoment(factored=True)),
+        "a unit per value": make(uniform, cgx_jax.SecondMoment(factored=False)),
     }
     for training in trainings.values():
         training.run(batches)

@@ -17,6 +17,7 @@ compressed results differ in a single bit end the run.
 """
 
 import argparse
+import importlib
 import os
 import sys
 import time
@@ -101,6 +102,8 @@ class Ranks(Links):
     def __init__(self, world: int):
         jax.config.update("jax_platforms", "cpu")
         self.distributed = rank_of_process() is not None
+        if "PMI_RANK" in os.environ:  # started by mpiexec: "auto" goes by MPI where it is loaded
+            importlib.import_module("mpi4py.MPI")
         if self.distributed:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             jax.distributed.initialize(

@@ -6,7 +6,9 @@
 measured in turns; the time on one thread over that on two stands beside memcpy's own gain from the
 second thread (where that is small, memory is the limit and not the kernel).
 `#wrong` counts decoded values outside of the stated error bound and payload bytes that differ
-between instruction sets. 100 MB of values do not fit the caches; --size 1M shows those that do.
+between instruction sets. `units` multiplies each value by one of its own, which is read as well,
+`factored` by those of its row and column. 100 MB of values do not fit the caches; --size 1M shows
+those that do.
 """
 
 import argparse
@@ -26,8 +28,16 @@ ENCODERS = {  # what each asks of the encoding kernel
     "stochastic": {"rounding": 1},
     "residual": {},
     "rotated": {"rotation": True},
+    "units": {},
+    "factored": {},
+    "rotated units": {"rotation": True},
 }
-KERNELS = (*ENCODERS, "decode", "decode rotated", "reduce", "reduce rotated", "accumulate")
+KERNELS = (
+    *ENCODERS,
+    *("decode", "decode rotated", "decode units", "decode factored", "decode rotated units"),
+    *("reduce", "reduce rotated", "reduce rotated units", "accumulate"),
+)
+COLUMNS = 1024  # of factored units
 
 
 def aligned(size: int, dtype: Any) -> np.ndarray:
@@ -48,6 +58,17 @@ class Buffers:
         self.values[:] = np.random.default_rng(0).standard_normal(size, np.float32)
         self.out = aligned(size, np.float32)
         self.none = np.empty(0, np.uint8)
+        self.units = {
+            "units": {
+                "rows": np.ones((2, 1), np.float32),
+                "columns": aligned(2 * size, np.float32),
+            },
+            "factored": {
+                "rows": np.ones((2, size // COLUMNS), np.float32),
+                "columns": np.ones((2, COLUMNS), np.float32),
+            },
+        }
+        self.units["units"]["columns"][:] = 1
         _, self.row = module.layout([size], [bits], [BUCKET], 1)
         _, self.chunk_bytes = module.layout([size], [bits], [BUCKET], PEERS)
         self.payload = aligned(PEERS * self.row, np.uint8)
@@ -66,6 +87,7 @@ class Buffers:
         one_row = self.payload[: self.row]
         options = {"bits": self.bits, "bucket_size": BUCKET, "threads": threads}
         options |= ENCODERS.get(kernel, {"rotation": "rotated" in kernel})
+        options |= self.units.get(kernel.split()[-1], {})
         time, x, none = self.module.time_kernel, self.values, self.none
         if kernel in ENCODERS:
             out = self.out if kernel == "residual" else none
@@ -116,7 +138,7 @@ def measured(buffers: Buffers, kernel: str, reps: int) -> dict[str, Any]:
 
 def sweep(module: Any, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row for each instruction set, width and kernel."""
-    size = arguments.size // 4 // BUCKET * BUCKET
+    size = arguments.size // 4 // COLUMNS * COLUMNS
     for bits in arguments.bits:
         buffers = Buffers(module, size, bits)
         first: dict[bool, np.ndarray] = {}
@@ -140,7 +162,7 @@ def show(row: dict[str, Any]) -> None:
         return f"{middle:5.2f} ({low:.2f}-{high:.2f})"
 
     print(
-        f"{row['isa']:>8} {row['bits']:>4} {row['kernel']:>10} {row['seconds'] * 1e3:>8.2f}"
+        f"{row['isa']:>8} {row['bits']:>4} {row['kernel']:>20} {row['seconds'] * 1e3:>8.2f}"
         f" {row['algbw'] / 1e9:>6.1f}  {spread('ratio')}  {spread('threads')}"
         f" {row['copy_threads'][1]:5.2f} {row['wrong']:>6}",
         flush=True,
@@ -170,7 +192,7 @@ def main() -> int:
         print("codec.py measures the native module, which is not built here", file=sys.stderr)
         return 1
     print(
-        f"{'isa':>8} bits {'kernel':>10} {'time ms':>8} {'GB/s':>6}  {'ratio to memcpy':<18}"
+        f"{'isa':>8} bits {'kernel':>20} {'time ms':>8} {'GB/s':>6}  {'ratio to memcpy':<18}"
         f" {'1 / 2 threads':<18} copy #wrong"
     )
     rows = []

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cgx_jax.links import size_text
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TEXTS = (ROOT / "README.md", ROOT / "docs" / "exchanges.md", ROOT / "docs" / "gpu.md")
@@ -44,6 +46,27 @@ def all_reduce() -> str:
                     values = [f"{cell:.1f}" if cell else "" for cell in cells]
                     body.append([rate, str(world), f'`"{method}"`', *values])
     return table(["link", "ranks", "exchange", *(f"{s / 1e6:g} MB" for s in sizes)], body)
+
+
+def auto_default() -> str:
+    measured: dict[tuple[str, int, str, str], dict[int, float]] = {}
+    for row in rows("auto_default"):
+        key = row["links"], row["world"], row["launcher"], row["compressor"]
+        measured.setdefault(key, {})[row["bytes"]] = row["ratio"][1]
+    sizes = sorted({size for cells in measured.values() for size in cells})
+    order = sorted(measured, key=lambda k: (RATES.index(k[0]), k[1], k[2] == "mpi", k[3]))
+    body = [
+        [
+            rate,
+            str(world),
+            "MPI" if launcher == "mpi" else "no MPI",
+            compressor,
+            *(f"{measured[rate, world, launcher, compressor][size]:.2f}" for size in sizes),
+        ]
+        for rate, world, launcher, compressor in order
+    ]
+    head = ["link", "ranks", "started with", "compressor", *map(size_text, sizes)]
+    return table(head, body)
 
 
 def codec() -> str:
@@ -128,7 +151,7 @@ def kernels() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (all_reduce, codec, kernels, rivals, segments)
+    f.__name__: f for f in (all_reduce, auto_default, codec, kernels, rivals, segments)
 }
 
 

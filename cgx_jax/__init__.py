@@ -13,10 +13,10 @@ from cgx_jax.debug import debug_checksums as debug_checksums
 from cgx_jax.exchange.choose import use_profile as use_profile
 from cgx_jax.exchange.profile import Profile as Profile
 from cgx_jax.gradients import reduce_in_backward as reduce_in_backward
-from cgx_jax.gradients import value_and_grad as value_and_grad
 from cgx_jax.kernels.native import backends as backends
 from cgx_jax.memory import ErrorFeedback as ErrorFeedback
 from cgx_jax.memory import MomentumCorrection as MomentumCorrection
+from cgx_jax.plain_jit.value_and_grad import value_and_grad as value_and_grad
 from cgx_jax.plan import Plan as Plan
 from cgx_jax.policy.adaptive import Adaptive as Adaptive
 from cgx_jax.policy.bayesian import Bayesian as Bayesian

@@ -162,6 +162,11 @@ def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
     )
     if jax.process_index() == 0:
         _print_choices(profile)
+        measured = {row.bytes for row in profile.rows}
+        if left_out := [size_text(size) for size in arguments.sizes if size not in measured]:
+            print(
+                f"left out: {', '.join(left_out)}; a --budget over {arguments.budget:g} s is needed"
+            )
         if arguments.out is not None:
             print(f"written to {arguments.out}: cgx_jax.use_profile({str(arguments.out)!r})")
 
@@ -169,8 +174,10 @@ def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
 def _print_choices(profile: Profile) -> None:
     """The method that "auto" takes, by size and width."""
     widths = sorted({row.bits for row in profile.rows if row.method != "psum"})
+    spent = ", ".join(f"{kind} {s * 1e9:.2f}" for kind, s in profile.codec._asdict().items())
     print(f"{profile.world} ranks: latency {profile.latency * 1e6:.0f} us, ", end="")
-    print(f"algbw {profile.algbw * 8e-9:.2f} Gbit/s. Fastest at payload bits a value:")
+    print(f"algbw {profile.algbw * 8e-9:.2f} Gbit/s, codec {spent} ns per value.")
+    print("Fastest at payload bits per value, plain rounding:")
     print(f"{'size':>10}", *(f"{width:>20g}" for width in widths))
     for size in sorted({row.bytes for row in profile.rows}):
         cells = []

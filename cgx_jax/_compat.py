@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -19,6 +21,35 @@ def vary_over(x: Any, axes: frozenset[str]) -> Any:
     """Types `x` as varying over `axes` too; no operation at run time."""
     missing = tuple(a for a in sorted(axes) if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def plain(x: Any) -> Any:
+    """`x` without its `reduced` and `unreduced` axes, which most operations do not take."""
+    mat = jax.typeof(x).mat
+    return _retyped(x, type(mat)())
+
+
+def typed_like(x: Any, like: Any) -> Any:
+    """`x` with the `reduced` and `unreduced` axes of `like`; no operation at run time."""
+    return _retyped(x, jax.typeof(like).mat)
+
+
+def _retyped(x: Any, like: Any) -> Any:
+    mat = jax.typeof(x).mat
+    return x if like.update(varying=mat.varying) == mat else _retype_p.bind(x, like=like)
+
+
+# A value over an axis of either kind is an ordinary one on each device. Only AD reads these types,
+# so what is made without them has a derivative of its own.
+_retype_p = Primitive("cgx_retype")
+_retype_p.def_impl(lambda x, *, like: x)
+_retype_p.def_abstract_eval(
+    lambda x, *, like: x.update(
+        manual_axis_type=like.update(varying=x.mat.varying), weak_type=False
+    )
+)
+batching.defvectorized(_retype_p)
+mlir.register_lowering(_retype_p, lambda ctx, x, *, like: [x])
 
 
 def result_aval(shape: Sequence[int], dtype: Any, like: Any) -> jax.core.ShapedArray:
@@ -56,3 +87,11 @@ def bound_by_mesh(axes: Sequence[str]) -> bool:
     """True when shard_map (or pmap) binds `axes`; False under `vmap(axis_name=...)`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return all(a in manual for a in axes)
+
+
+def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many its carry."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()  # jax 0.12
+    return len(list(constants.vals)), len(list(carry.vals))

@@ -38,6 +38,7 @@ class Axes:
                     "(or vmap) over that axis. Bound by the mesh: "
                     f"{sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))}."
                 ) from None
+        _check_bound(caller, names, groups)
         if groups is None:
             return cls(names, None, size)
         frozen = tuple(tuple(int(i) for i in g) for g in groups)
@@ -93,7 +94,7 @@ class Axes:
         """`lax.psum` of every leaf."""
         if self.groups is not None and self.checked():
             # lax.psum refuses groups under check_vma; a gather of the group and a sum do not.
-            return [self._gathered(x).sum(0, dtype=jnp.result_type(x)) for x in leaves]
+            return [self._gathered_sum(x) for x in leaves]
         return lax.psum(list(leaves), self._name, axis_index_groups=self.groups)
 
     def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -102,6 +103,11 @@ class Axes:
             return [self._gathered(x).mean(0) for x in leaves]
         return lax.pmean(list(leaves), self._name, axis_index_groups=self.groups)
 
+    def _gathered_sum(self, x: Any) -> jax.Array:
+        # The sum of bools is their count, as lax.psum gives it.
+        dtype = jnp.result_type(x)
+        return self._gathered(x).sum(0, dtype=jnp.int32 if dtype == jnp.bool_ else dtype)
+
     def _gathered(self, x: Any) -> jax.Array:
         x = _compat.vary_over(jnp.asarray(x), frozenset(self.names))
         return lax.all_gather(x, self.names, axis_index_groups=self.groups)
@@ -109,3 +115,21 @@ class Axes:
     @property
     def _name(self) -> Any:
         return self.names[0] if len(self.names) == 1 else self.names
+
+
+def _check_bound(caller: str, names: tuple[Any, ...], groups: Any) -> None:
+    """Raises ValueError for what `lax.psum` has not either over axes of vmap."""
+    of_vmap = [n for n in names if not _compat.bound_by_mesh((n,))]
+    if groups is not None and of_vmap:
+        raise ValueError(
+            f"{caller}: axis_index_groups={groups} over {of_vmap[0]!r}, an axis of vmap; groups "
+            "work over axes of shard_map and pmap, here as in lax.psum. Split the axis into two, "
+            "x.reshape(groups, size, ...), and reduce over the inner one."
+        )
+    of_mesh = tuple(n for n in names if n not in of_vmap)
+    if of_vmap and set(of_mesh) & _compat.varying_axes(lax.axis_index(names)):
+        raise ValueError(
+            f"{caller}: axis_name={names} mixes axes of vmap and of a mesh, which lax.psum does "
+            "not take under check_vma either; reduce over the one and then over the other, or "
+            "pass check_vma=False to shard_map."
+        )

@@ -23,6 +23,7 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.base import require_key
 from cgx_jax.compressors.quantize import seed
 from cgx_jax.exchange import choose, xla
+from cgx_jax.kernels.primitives import Units
 from cgx_jax.plan import Plan
 from cgx_jax.policy.rules import Policy
 
@@ -47,10 +48,10 @@ def psum_compressed(
     stochastic rounding: one key for all ranks, another for every step. `exchange` names how
     payloads travel: "xla", XLA's own collectives; "mpi", one fused call a buffer, between CPU
     processes that mpiexec started; "nccl", the same between CUDA devices, on XLA's communicator
-    (both for quantized buffers; others go by "xla"); or "auto", the fastest
-    for each fusion buffer by the profile that `use_profile` made active. Where that says that
-    compression does not pay, the buffer is summed exactly; without a profile everything is
-    compressed, over MPI where it is there.
+    (both for quantized buffers; others go by "xla"); or "auto", the fastest for each fusion buffer
+    by the profile that `use_profile` made active, `lax.psum` included. Without a profile, buffers
+    of a few megabytes and more are compressed, over MPI where it is there, and smaller ones are
+    summed exactly (docs/exchanges.md); an exchange named here compresses every size.
 
     Every rank gets the same bits. Sums run in fp32, in rank order. The derivative is that of
     `lax.psum`, exact. Under check_vma the result does not vary over the axis; with
@@ -91,7 +92,7 @@ class _AllReduce:
     residual: bool
 
     def run(
-        self, seeds: tuple[Any, Any], leaves: Sequence[jax.Array]
+        self, seeds: tuple[Any, Any], leaves: Sequence[jax.Array], units: Units
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The reduced leaves, and the residuals where asked."""
         names, groups = self.axes.names, self.axes.groups
@@ -107,17 +108,18 @@ class _AllReduce:
                 groups,
                 divisor,
                 residual=self.residual,
+                units=units,
             )
         else:
             rank = self.axes.rank()
             rows, residuals = self.codec.encode(
-                seeds[_PHASE_ENCODE], rank, leaves, residual=self.residual
+                seeds[_PHASE_ENCODE], rank, leaves, residual=self.residual, units=units
             )
             rows = xla.scatter(rows, names, groups)
             chunk, residuals = self.codec.reduce(
-                seeds[_PHASE_REDUCE], rank, rows, leaves, divisor, residuals
+                seeds[_PHASE_REDUCE], rank, rows, leaves, divisor, residuals, units=units
             )
-            reduced = self.codec.decode(xla.gather(chunk, names, groups), leaves)
+            reduced = self.codec.decode(xla.gather(chunk, names, groups), leaves, units=units)
         debug.compare(self.name, self.axes, reduced)
         return reduced, residuals
 
@@ -127,12 +129,15 @@ class _AllReduce:
 
 # The sum is linear, so its derivative in direction t is the sum of t. Rounding moves the value by
 # a bounded step and has no useful derivative of its own: the tangent is the exact sum, and that
-# of what rounding lost is 0.
+# of what rounding lost is 0. Units are constants.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _reduce_buffer(
-    call: _AllReduce, seeds: Any, leaves: tuple[Any, ...]
+    call: _AllReduce, seeds: Any, leaves: tuple[Any, ...], units: Units
 ) -> tuple[list[Any], list[Any]]:
-    return call.run(seeds, leaves)
+    reduced, residuals = call.run(seeds, [_compat.plain(x) for x in leaves], units)
+    typed = [_compat.typed_like(y, x) for y, x in zip(reduced, leaves, strict=True)]
+    kept = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=False)]
+    return typed, kept
 
 
 @_reduce_buffer.defjvp
@@ -143,17 +148,52 @@ def _reduce_buffer_jvp(call: _AllReduce, primals: Any, tangents: Any) -> Any:
 
 
 def pmean_with_residual(
-    tree: Any, axis_name: Any, plan: Plan, *, key: Any = None, exchange: str = "auto"
+    name: str,
+    tree: Any,
+    axis_name: Any,
+    plan: Plan,
+    *,
+    units: Units | None = None,
+    key: Any = None,
+    exchange: str = "auto",
+    residual: bool = True,
 ) -> tuple[Any, list[Any]]:
     """`pmean_compressed`, and a list of what this rank must send again to lose nothing.
 
     The mean over ranks of `tree` minus the first result is the mean of the residuals, up to the
-    rounding of the leaves' dtype: a rank's residual holds what its first encoding lost, and in the
-    chunk that it owns the world size times what the second lost. A leaf that was reduced exactly
-    has None.
+    rounding of the leaves' dtype. A rank's residual holds what its first encoding lost, and in the
+    chunk that it owns the world size times what the second lost. A leaf that is reduced exactly has
+    None; without `residual` all have.
+
+    `units` has one entry per leaf: None, or (rows float32[2, R], columns float32[2, C]) for a leaf
+    of R * C values. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before encoding;
+    the mean and the residual, which is in the leaf's own units, by the products of rows[1] and
+    columns[1]. All ranks pass the same units. A leaf that is reduced exactly ignores its units.
+    `name` prefixes error messages; raises ValueError for units that do not fit their leaf.
     """
-    name = "pmean_with_residual"
-    return _all_reduce(name, tree, axis_name, plan, key, None, exchange, mean=True, residual=True)
+    return _all_reduce(
+        name, tree, axis_name, plan, key, None, exchange, mean=True, residual=residual, units=units
+    )
+
+
+def _check_units(name: str, plan: Plan, leaves: Sequence[Any], units: Units) -> None:
+    if len(units) != len(leaves):
+        raise ValueError(
+            f"{name}: {len(units)} units for {len(leaves)} leaves; pass one entry per leaf, None "
+            "for a leaf without units."
+        )
+    for slot, leaf, unit in zip(plan.slots, leaves, units, strict=True):
+        if unit is None:
+            continue
+        shapes = [tuple(x.shape) for x in unit]
+        types = {jnp.result_type(x) for x in unit}
+        fits = all(len(s) == 2 and s[0] == 2 for s in shapes) and types == {jnp.dtype(jnp.float32)}
+        if not fits or shapes[0][1] * shapes[1][1] != leaf.size:
+            raise ValueError(
+                f"{name}: the units of leaf {slot.path!r} have shapes {shapes} and dtypes "
+                f"{sorted(map(str, types))}; a leaf of {leaf.size} values needs float32[2, R] and "
+                "float32[2, C] with R * C values."
+            )
 
 
 def _all_reduce(
@@ -167,14 +207,41 @@ def _all_reduce(
     *,
     mean: bool,
     residual: bool = False,
+    units: Units | None = None,
 ) -> tuple[Any, list[Any]]:
     choose.require_known(name, exchange)
     axes = Axes.resolve(name, axis_name, groups)
     plan = Plan.resolve(name, tree, compressor)
     leaves, treedef = jax.tree.flatten(tree)
+    if units is not None:
+        _check_units(name, plan, leaves, units)
+    out, lost = reduce_leaves(
+        name, leaves, axes, plan, key, exchange, mean=mean, residual=residual, units=units
+    )
+    return jax.tree.unflatten(treedef, out), lost
+
+
+def reduce_leaves(
+    name: str,
+    leaves: Sequence[Any],
+    axes: Axes,
+    plan: Plan,
+    key: Any,
+    exchange: str,
+    *,
+    mean: bool = False,
+    residual: bool = False,
+    units: Units | None = None,
+) -> tuple[list[Any], list[Any]]:
+    """The sums or means of `leaves`, which `plan` has a slot each for, and residuals or None.
+
+    `name` heads error messages.
+    """
     out = list(leaves)
     lost: list[Any] = [None] * len(leaves)
-    methods = plan.methods(name, exchange, choose.available(axes.names), axes.world)
+    in_units = {i for i, unit in enumerate(units or ()) if unit is not None}
+    usable = choose.available(axes.names)
+    methods = plan.methods(name, exchange, usable, axes.world, in_units)
     buffers = {b: method for b, method in methods.items() if method != "psum"}
     fused = {i for buffer in buffers for i in buffer}
     exact = [i for i in range(len(leaves)) if i not in fused]
@@ -190,18 +257,20 @@ def _all_reduce(
         lossy = [plan.slots[i] for i in sorted(i for buffer in methods for i in buffer)]
         axes.check_varying(name, [(s.path, leaves[s.leaf]) for s in lossy])
         compressors = {s.leaf: s.compressor for s in lossy}
-        seeds = _seeds(name, compressors.values(), key, axes)
+        require_key(name, compressors.values(), key)
+        seeds = _seeds([compressors[i] for i in sorted(fused)], key, axes)
         for buffer, method in buffers.items():
             for part, shared in _calls(buffer, leaves, compressors):
                 codec = plan.codec(part, axes.world)
                 call = _AllReduce(name, codec, axes, mean, method, residual)
                 operands = tuple(jnp.asarray(leaves[i]) for i in part)
-                reduced, residuals = _reduce_buffer(call, seeds[shared], operands)
+                factors = tuple(units[i] for i in part) if units else ()
+                reduced, residuals = _reduce_buffer(call, seeds[shared], operands, factors)
                 for i, x in zip(part, reduced, strict=True):
                     out[i] = x
                 for i, x in zip(part if residual else (), residuals, strict=True):
                     lost[i] = x
-    return jax.tree.unflatten(treedef, out), lost
+    return out, lost
 
 
 def _calls(
@@ -219,13 +288,13 @@ def _calls(
 
 
 def _seeds(
-    name: str, compressors: Collection[Compressor], key: Any, axes: Axes
+    compressors: Collection[Compressor], key: Any, axes: Axes
 ) -> dict[bool, tuple[Any, Any]]:
-    """A seed for each phase, by whether ranks share their noise.
+    """A seed for each phase, by whether ranks share their noise. Zeros where none needs a key.
 
     Those that do not round independently: their errors then average out.
     """
-    if not require_key(name, compressors, key):
+    if not any(c.needs_key for c in compressors):
         none = np.zeros(2, np.uint32), np.zeros(2, np.uint32)
         return {False: none, True: none}
     keys = {}

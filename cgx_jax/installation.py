@@ -13,13 +13,15 @@ import jaxlib.version
 
 import cgx_jax
 
+MOST_NAME = 200  # characters
+
 
 def facts() -> dict[str, Any]:
     """Processor, cores, device kind and versions, as `Profile` has them. Starts the backend."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
+        "device": one_line(jax.devices()[0].device_kind),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "cgx_jax": cgx_jax.__version__,
@@ -31,10 +33,17 @@ def cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return one_line(names[0] if names else platform.processor() or platform.machine())
 
 
 def mpi_library() -> str | None:
     """Name and version of the MPI library that mpi4py has loaded in this process, or None."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return None if mpi is None else " ".join(mpi.Get_library_version().splitlines()[0].split())
+    return None if mpi is None else one_line(mpi.Get_library_version())
+
+
+def one_line(text: str) -> str:
+    """The first line of a name that a system reports: at most MOST_NAME characters, printable."""
+    # Open MPI counts the zero that ends its text, so mpi4py hands it on.
+    printable = "".join(c if c.isprintable() else " " for c in text.strip().partition("\n")[0])
+    return " ".join(printable.split())[:MOST_NAME]

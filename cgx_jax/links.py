@@ -74,6 +74,17 @@ class Links:
             )
         )
 
+    def local(self, function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+        """Compiles `function` of a rank's row, whose result is that rank's own."""
+        return jax.jit(
+            jax.shard_map(
+                lambda x: function(x[0])[None],
+                mesh=self.mesh,
+                in_specs=P(self.axis),
+                out_specs=P(self.axis),
+            )
+        )
+
     def barrier(self) -> None:
         """Returns when every rank has arrived."""
         self.psum(self.token).block_until_ready()

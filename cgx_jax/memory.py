@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import numbers
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ class ErrorFeedback(Memory):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
+        _require_number("ErrorFeedback", "decay", self.decay)
         if not 0 < self.decay <= 1:
             raise ValueError(
                 f"ErrorFeedback: decay={self.decay} is outside (0, 1]; use 1 to lose nothing, "
@@ -80,6 +82,7 @@ class MomentumCorrection(Memory):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
+        _require_number("MomentumCorrection", "momentum", self.momentum)
         if not 0 <= self.momentum < 1:
             raise ValueError(
                 f"MomentumCorrection: momentum={self.momentum} is outside [0, 1); 0.9 is usual, "
@@ -98,3 +101,12 @@ class MomentumCorrection(Memory):
 
     def remember(self, residual: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return residual, *state
+
+
+def _require_number(caller: str, name: str, value: Any) -> None:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{caller}: {name}={value!r} is not a number; pass a Python float. It is a constant of "
+            "the compiled step, which optax.inject_hyperparams cannot change: inject the optimizer "
+            "after sync_gradients instead."
+        )

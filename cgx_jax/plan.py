@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from cgx_jax.axes import Axes
 from cgx_jax.codecs import Codec, ComposedCodec, QuantizeCodec
 from cgx_jax.compressors import Compressor, Quantize
+from cgx_jax.compressors.base import require_stateless
 from cgx_jax.exchange import choose
 from cgx_jax.policy.rules import Leaf, Policy, Uniform
 from cgx_jax.wire import FUSION_BYTES, Layout
@@ -70,9 +71,13 @@ def compressors_of(
     """
     if isinstance(policy, Plan):
         policy.check_leaves(leaves)
-        return [slot.compressor for slot in policy.slots]
-    _require_static(caller, policy)
-    return _choose(leaves, policy, bare)
+        chosen = [slot.compressor for slot in policy.slots]
+    else:
+        _require_static(caller, policy)
+        chosen = _choose(leaves, policy, bare)
+    for leaf, compressor in zip(leaves, chosen, strict=True):
+        require_stateless(caller, compressor, leaf.path, leaf.shape, leaf.dtype)
+    return chosen
 
 
 def _choose(
@@ -89,6 +94,11 @@ def _choose(
     if bare and policy.supports(leaves[0].dtype):
         return [policy]
     return Uniform(policy).choose(leaves)
+
+
+def rotates(compressor: Compressor) -> bool:
+    """Whether `compressor` rotates buckets, which takes time."""
+    return isinstance(compressor, Quantize) and compressor.rotation
 
 
 def _require_static(caller: str, policy: Any) -> None:
@@ -147,10 +157,11 @@ class Plan:
         slots = []
         for i, (leaf, compressor) in enumerate(zip(leaves, chosen, strict=True)):
             if leaf.path in named:
-                compressor = _check_override(leaf.path, leaf.dtype, named.pop(leaf.path))
+                compressor = _check_override(leaf.path, leaf.dtype, named[leaf.path])
             slots.append(Slot(i, leaf.path, leaf.shape, leaf.dtype, compressor))
-        if named:
-            path = next(iter(named))
+        unknown = [path for path in named if path not in {s.path for s in slots}]
+        if unknown:
+            path = unknown[0]
             close = difflib.get_close_matches(path, [s.path for s in slots], n=3, cutoff=0)
             raise ValueError(f"Plan: no leaf has the path {path!r}; the nearest are {close}.")
         for s in slots:
@@ -167,13 +178,22 @@ class Plan:
     ) -> Plan:
         """A plan as it is, if it fits `tree`; or what `build` makes of a policy or compressor.
 
-        Raises ValueError for a policy that adapts: only `sync_gradients` keeps its statistics.
+        Raises ValueError for a policy that adapts: only `sync_gradients` keeps its statistics;
+        and for a compressor with state.
         """
         if isinstance(policy, Plan):
             policy.check(tree)
-            return policy
-        _require_static(caller, policy)
-        return cls.build(tree, policy, **options)
+            plan = policy
+        else:
+            _require_static(caller, policy)
+            plan = cls.build(tree, policy, **options)
+        plan.require_stateless(caller)
+        return plan
+
+    def require_stateless(self, caller: str) -> None:
+        """Raises ValueError for a leaf whose compressor has state."""
+        for s in self.slots:
+            require_stateless(caller, s.compressor, s.path, s.shape, s.dtype)
 
     def check(self, tree: Any) -> None:
         """Raises ValueError at the first leaf of `tree` that differs from the plan's."""
@@ -216,31 +236,41 @@ class Plan:
         """Bytes one rank sends in one reduction over `world` ranks, all leaves.
 
         Compressed leaves: world - 1 rows in each of the two phases. Exact ones: what a ring
-        all-reduce sends, 2 (world - 1) / world of their bytes. A buffer that a profile sends by
-        psum counts as compressed: this is the plan's arithmetic.
+        all-reduce sends, 2 (world - 1) / world of their bytes. A buffer that `exchange="auto"`
+        sends by psum counts as compressed: this is the plan's arithmetic.
         """
         rows = sum(self.codec(b, world).row_bytes for b in self.buffers)
         exact = sum(self.slots[i].nbytes for i in self.exact)
         return 2 * (world - 1) * rows + -(-2 * (world - 1) * exact // world)
 
-    def load(self, buffer: tuple[int, ...]) -> choose.Load:
-        """What the choice of an exchange for `buffer` depends on."""
+    def load(self, buffer: tuple[int, ...], units: Collection[int] = ()) -> choose.Load:
+        """What the choice of an exchange for `buffer` depends on; leaves in `units` have units."""
         slots = [self.slots[i] for i in buffer]
         size = sum(s.size for s in slots)
         bits = sum(s.compressor.wire_bits(s.shape, s.dtype) for s in slots)
-        return choose.Load(size, sum(s.nbytes for s in slots), bits / size)
+        noisy = sum(s.size for s in slots if s.compressor.needs_key)
+        rotated = sum(s.size for s in slots if rotates(s.compressor))
+        in_units = sum(s.size for s in slots if s.leaf in units)
+        nbytes = sum(s.nbytes for s in slots)
+        return choose.Load(size, nbytes, bits / size, noisy, rotated, in_units)
 
     def methods(
-        self, caller: str, exchange: str, usable: tuple[str, ...], world: int
+        self,
+        caller: str,
+        exchange: str,
+        usable: tuple[str, ...],
+        world: int,
+        units: Collection[int] = (),
     ) -> dict[tuple[int, ...], str]:
-        """How each fusion buffer travels: by an exchange, or "psum" where compressing is slower.
+        """How each fusion buffer travels: by an exchange, or "psum" where that is faster.
 
-        Only quantized buffers have a fused call: the others travel by "xla" instead.
+        Only quantized buffers have a fused call: the others travel by "xla" instead. `units` are
+        the leaves that are compressed in units.
         """
         methods = {}
         for buffer in self.buffers if world > 1 else ():
             quantized = all(isinstance(self.slots[i].compressor, Quantize) for i in buffer)
-            load = self.load(buffer)
+            load = self.load(buffer, units)
             methods[buffer] = choose.resolve(caller, exchange, usable, world, load, quantized)
         return methods
 
@@ -253,8 +283,8 @@ class Plan:
         """A table: leaf, shape, compressor, bits a value and payload bytes.
 
         With `world` ranks given, also the method that `exchange="auto"` takes for each leaf there,
-        under the active profile; what goes by "psum" is sent uncompressed. Raises ValueError when
-        the profile was measured at another world size.
+        by the active profile or without one by size; what goes by "psum" is sent uncompressed.
+        Raises ValueError when the profile was measured at another world size.
         """
         head = ("leaf", "shape", "compressor", "bits", "bytes", "method")
         rows = [head]
@@ -267,10 +297,11 @@ class Plan:
             method = method_of.get(s.leaf, "psum")
             exact = world is not None and method == "psum"
             bits = 8 * s.nbytes if exact else s.compressor.wire_bits(s.shape, s.dtype)
-            total += bits // 8
+            nbytes = -(-bits // 8)
+            total += nbytes
             per_value = f"{bits / s.size:.2f}" if s.size else "-"
             shape = f"{s.dtype}{list(s.shape)}"
-            compressor, payload = str(s.compressor), f"{bits // 8:,}"
+            compressor, payload = str(s.compressor), f"{nbytes:,}"
             rows.append((s.path or ".", shape, compressor, per_value, payload, method))
         columns = range(5 if world is None else 6)
         widths = [max(len(r[c]) for r in rows) for c in columns]

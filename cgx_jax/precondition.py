@@ -1,96 +1,220 @@
-"""Compression in an optimizer's own units: what small values lose counts as what large ones do."""
+"""Compression in the optimizer's units: a small value's error counts as much as a large one's."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Units are updated in each of the first WARMUP steps, and in every PERIOD-th step after them: an
+# update reads every leaf, and by then changes little.
+WARMUP, PERIOD = 32, 16
+
+
+class Units(NamedTuple):
+    """What a leaf's values are multiplied by before they are encoded and after they are decoded.
+
+    `rows` is f32[2, R] and `columns` f32[2, C] for a leaf of R * C values, row by row. Value
+    (r, c) is encoded as x * (rows[0, r] * columns[0, c]); what is decoded is multiplied by
+    rows[1, r] * columns[1, c]. The first product is at most 1, so that no finite value overflows.
+    """
+
+    rows: jax.Array
+    columns: jax.Array
+
+    def divide(self, x: jax.Array) -> jax.Array:
+        """`x` in these units, fp32."""
+        return self._multiply(x, 0)
+
+    def multiply(self, x: jax.Array) -> jax.Array:
+        """`x`, which is in these units, as plain values, fp32."""
+        return self._multiply(x, 1)
+
+    def _multiply(self, x: jax.Array, way: int) -> jax.Array:
+        matrix = x.astype(jnp.float32).reshape(self.rows.shape[1], self.columns.shape[1])
+        return (matrix * (self.rows[way][:, None] * self.columns[way][None])).reshape(x.shape)
+
+
+class Moments(NamedTuple):
+    """What `SecondMoment` knows of one leaf, fp32.
+
+    A step's *shares* are its squared values over their mean. `values` (a scalar where factored)
+    sums up the shares, `rows` f32[R] and `columns` f32[C] their means over rows and columns, and
+    `spreads` f32[3] the mean squares of single steps' rows, columns and values. A step counts as
+    it does in Adam's second moment: by its mean square, and decayed. `weights` f32[3] holds the
+    sum of the decayed weights of time, that of the steps' weights, and by how many steps of equal
+    weight, inverted, these could be replaced. `row_units` and `column_units` are the `Units` that
+    follow from rows and columns.
+    """
+
+    weights: jax.Array
+    spreads: jax.Array
+    rows: jax.Array
+    columns: jax.Array
+    values: jax.Array
+    row_units: jax.Array
+    column_units: jax.Array
+
+    @property
+    def units(self) -> Units:
+        """Those of rows and columns."""
+        return Units(self.row_units, self.column_units)
+
 
 @dataclasses.dataclass(frozen=True)
 class SecondMoment:
-    """Compresses each value of a gradient in units of its own root mean square.
+    """Compresses each value of a gradient in units of its usual size; for Adam and its kin.
 
-    A quantizer errs by as much on the small values of a bucket as on the large ones; Adam and its
-    kin divide by the root of the second moment, so there the small ones' errors come out as
-    large. In these units all are alike: Adam's step has the least error, and so has its second
-    moment. The units come from the reduced gradients of earlier steps, which every rank knows, so
-    that nothing more is sent. `decay` in [0, 1) is that of the mean of squares; `floor` > 0 is what
-    is added to each root, as a share of the leaf's own root mean square. A leaf costs as much
-    memory as itself in fp32; `factored` keeps the sums of rows and of columns alone, for a
-    leaf [..., n] of as many as it has rows and n columns, and errs a little more.
+    A quantizer's error is as large on the small values of a bucket as on the large ones. Adam
+    divides each value by the root of its second moment, which makes the errors of small values
+    large. In these units all values have about the same scale. The units come from the reduced
+    gradients of earlier steps, which every rank holds, so nothing more is sent.
 
-    Raises ValueError for a decay or floor outside their ranges. Source: ours; the moments are
-    Adam's (Kingma and Ba, ICLR 2015), factored as in Adafactor (Shazeer and Stern, ICML 2018).
+    A value's unit is the product of its row's and its column's (columns lie along the last axis),
+    each the root of a mean square. With `factored=False` each value has a factor of its own as
+    well, which costs as much memory as the leaf in fp32 and a pass over it in every step. Rows,
+    columns and values differ in unit only as far as they differ by more than chance: after the
+    first step nothing does, and steps that repeat a difference confirm it. `decay` in (0, 1) is
+    that of the averages. `floor` in (0, 1] is the least factor, as a share of the usual one.
+
+    Raises ValueError for a decay or floor outside their ranges. Source: ours. The moments are
+    Adam's (Kingma and Ba, ICLR 2015), factored as in Adafactor (Shazeer and Stern, ICML 2018) and
+    shrunk towards their mean as by James and Stein (1961).
     """
 
     decay: float = 0.999
-    floor: float = 0.03
-    factored: bool = False
+    floor: float = 0.1
+    factored: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
+        if not 0 < self.decay < 1:
             raise ValueError(
-                f"SecondMoment: decay={self.decay} is outside [0, 1); use the optimizer's own, "
+                f"SecondMoment: decay={self.decay} is outside (0, 1); use the optimizer's own, "
                 "0.999 for Adam's default b2."
             )
-        if not 0 < self.floor < float("inf"):
+        if not 0 < self.floor <= 1:
             raise ValueError(
-                f"SecondMoment: floor={self.floor} must be a positive number; 0.03 is the default, "
-                "larger ones come nearer to compressing gradients as they are."
+                f"SecondMoment: floor={self.floor} is outside (0, 1]; 0.1 is the default, and 1 "
+                "comes near to compressing gradients as they are."
             )
 
-    def init(self, x: Any) -> tuple[jax.Array, ...]:
-        """The state before the first step of a leaf like `x`: zeros, fp32."""
-        if not self.factored:
-            return (lax.full_like(x, 0, jnp.float32),)
+    def init(self, x: Any) -> Moments:
+        """The state before the first step of a leaf like `x`."""
         rows, columns = _matrix(x.shape)
-        return jnp.zeros((rows,), jnp.float32), jnp.zeros((columns,), jnp.float32)
+        values = jnp.zeros((), jnp.float32)
+        return Moments(
+            weights=jnp.zeros(3, jnp.float32),
+            spreads=jnp.zeros(3, jnp.float32),
+            rows=jnp.zeros(rows, jnp.float32),
+            columns=jnp.zeros(columns, jnp.float32),
+            values=values if self.factored else lax.full_like(x, 0, jnp.float32),
+            row_units=jnp.ones((2, rows), jnp.float32),
+            column_units=jnp.ones((2, columns), jnp.float32),
+        )
 
-    def scale(
-        self, state: tuple[jax.Array, ...], shape: tuple[int, ...]
-    ) -> tuple[jax.Array, jax.Array]:
-        """(divisors fp32[*shape], each at least 1, and the fp32[] unit that they are relative to).
+    def units(self, state: Moments) -> tuple[Units, jax.Array]:
+        """The next step's units; and f32[], the usual size of values whose unit is 1.
 
-        A value over divisor and unit is in units of its own root mean square plus the floor.
-        Divisors are taken relative to the floor so that no dtype overflows; and so the bias that
-        the moment has in the first steps cancels.
+        A value in these units over that size is a multiple of its own usual size.
         """
-        if self.factored:
-            rows, columns = state
-            mean = rows.mean()
-            square = rows[:, None] * (columns / jnp.where(mean > 0, mean, 1))
-            square = square.reshape(shape)
-        else:
-            (square,) = state
-            mean = square.mean()
-        unit = self.floor * jnp.sqrt(mean)
-        unit = jnp.where(unit > 0, unit, 1)
-        return 1 + jnp.sqrt(square) / unit, unit
+        units = state.units
+        if not self.factored:
+            expected = jnp.square(units.multiply(jnp.ones(state.values.shape, jnp.float32)))
+            expected = (expected / expected.mean()).reshape(-1)
+            single = _shrunk(state.values.reshape(-1), state.spreads[2], state.weights, expected)
+            columns = _ways(jnp.sqrt(single + self.floor**2 * expected))
+            units = Units(jnp.ones((2, 1), jnp.float32), columns)
+        mean_square = jnp.square(units.rows[1]).mean() * jnp.square(units.columns[1]).mean()
+        square = state.weights[1] / jnp.maximum(state.weights[0], _TINY) / mean_square
+        return units, jnp.sqrt(jnp.where(square > 0, square, 1))
 
-    def update(self, state: tuple[jax.Array, ...], mean: jax.Array) -> tuple[jax.Array, ...]:
-        """The state after a step whose reduced gradient is `mean`."""
-        square = jnp.square(mean.astype(jnp.float32))
-        if self.factored:
-            matrix = square.reshape(_matrix(mean.shape))
-            new: tuple[jax.Array, ...] = (matrix.mean(axis=1), matrix.mean(axis=0))
-        else:
-            new = (square,)
-        decay = jnp.float32(self.decay)
-        moved = [decay * old + (1 - decay) * x for old, x in zip(state, new, strict=True)]
-        # A square may overflow where the value did not.
-        kept = zip(moved, state, strict=True)
-        return tuple(jnp.where(jnp.isfinite(x), x, old) for x, old in kept)
+    def due(self, step: jax.Array) -> jax.Array:
+        """Whether the step after `step` others updates the units, bool[]."""
+        return (step < WARMUP) | (step % PERIOD == 0)
+
+    def update(self, state: Moments, mean: jax.Array, step: jax.Array) -> Moments:
+        """The state after a step that is due, whose reduced gradient is `mean`.
+
+        Its `weights` are not finite where `mean`, or the sum of its squares, is not.
+        """
+        if not mean.size:
+            return state
+        x = mean.astype(jnp.float32).reshape(_matrix(mean.shape))
+        row_squares = jnp.square(x).mean(axis=1)
+        # One after the other: XLA's CPU fusion of both sums takes three times as long as two.
+        x, row_squares = lax.optimization_barrier((x, row_squares))
+        squares, mean_square = jnp.square(x), row_squares.mean()
+        inverse = 1 / jnp.where(mean_square > 0, mean_square, 1)
+        rows, columns, values = inverse * row_squares, inverse * squares.mean(axis=0), state.values
+        if not self.factored:
+            values = inverse * squares.reshape(values.shape)
+        seen = (rows, columns, values)
+        spreads = jnp.stack([jnp.square(v).mean() for v in seen])
+        # A step that is due stands for those since the one before.
+        decay = jnp.where(step < WARMUP, self.decay, self.decay**PERIOD).astype(jnp.float32)
+        weight = (1 - decay) * mean_square
+
+        def add(old: jax.Array, now: Any) -> jax.Array:
+            return decay * old + weight * now
+
+        total = add(state.weights[1], 1)
+        parts = jnp.stack([decay * state.weights[1], weight]) / jnp.where(total > 0, total, 1)
+        alike = jnp.square(parts[0]) * state.weights[2] + jnp.square(parts[1])
+        new = Moments(
+            jnp.stack([decay * state.weights[0] + (1 - decay), total, alike]),
+            add(state.spreads, spreads),
+            add(state.rows, rows),
+            add(state.columns, columns),
+            add(state.values, values),
+            state.row_units,
+            state.column_units,
+        )
+        new = new._replace(
+            row_units=self._factors(new.rows, new.spreads[0], new.weights),
+            column_units=self._factors(new.columns, new.spreads[1], new.weights),
+        )
+        # A leaf without a gradient tells nothing of what its gradients are like.
+        return jax.tree.map(lambda a, b: jnp.where(mean_square == 0, b, a), new, state)
+
+    def _factors(self, sums: jax.Array, spread: jax.Array, weights: jax.Array) -> jax.Array:
+        return _ways(jnp.sqrt(_shrunk(sums, spread, weights) + self.floor**2))
+
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+def _shrunk(
+    sums: jax.Array, spread: jax.Array, weights: jax.Array, expected: Any = 1.0
+) -> jax.Array:
+    """Averages of shares, moved to those `expected` by what chance explains of the difference.
+
+    The noise of an average follows from how much single steps differ, as in an analysis of
+    variance. Where it explains all of the difference, nothing is left of that.
+    """
+    total = jnp.where(weights[1] > 0, weights[1], 1)
+    average, steps = sums / total, 1 / jnp.maximum(weights[2], _TINY)
+    between = jnp.square(average).mean()
+    within = jnp.maximum(spread / total - between, 0)
+    few = jnp.maximum(steps - 1, _TINY)
+    noise = within / few * (1 + 2 / few)  # what few steps say of the noise is itself uncertain
+    difference = jnp.square(average - expected).mean()
+    kept = jnp.clip(1 - noise / jnp.maximum(difference, _TINY), 0, 1)
+    confirmed = (weights[2] > 0) & (steps > 1.1)
+    return expected + jnp.where(confirmed, kept, 0) * (average - expected)
+
+
+def _ways(factors: jax.Array) -> jax.Array:
+    """f32[2, n]: the way in and the way out; the smallest factor counts as 1."""
+    relative = factors / factors.min()
+    return jnp.stack([1 / relative, relative])
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """A leaf's rows and columns: its last axis is the columns, vectors are one column."""
     if len(shape) < 2:
         return (shape[0] if shape else 1), 1
-    rows = 1
-    for n in shape[:-1]:
-        rows *= n
-    return rows, shape[-1]
+    return math.prod(shape[:-1]), shape[-1]

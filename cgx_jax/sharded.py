@@ -9,19 +9,20 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cgx_jax import debug
+from cgx_jax import _compat, debug
 from cgx_jax.axes import Axes
 from cgx_jax.codecs import accumulate_rows, encode_rows, row_words
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.base import require_key
 from cgx_jax.exchange import choose, xla
-from cgx_jax.plan import Plan, compressors_of, is_bare, leaves_of
+from cgx_jax.plan import Plan, compressors_of, is_bare, leaves_of, rotates
 from cgx_jax.policy.rules import Policy
 from cgx_jax.wire import Layout
 
@@ -32,6 +33,7 @@ def psum_scatter_compressed(
     compressor: Compressor | Policy | Plan | None = None,
     *,
     scatter_dimension: int = 0,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     key: Any = None,
     exchange: str = "auto",
@@ -39,9 +41,10 @@ def psum_scatter_compressed(
     """Each rank's slice of the sum, from compressed payloads; `lax.psum_scatter`.
 
     `tree` is a pytree of arrays; of each the `scatter_dimension` equals the world size and is
-    removed, or with `tiled` is a multiple of it and divided. The results are fp32 accumulations of
-    the other ranks' decoded slices on this rank's exact ones, in each leaf's dtype; they are not
-    quantized again. The derivative is `lax.psum_scatter`'s.
+    removed, or with `tiled` is a multiple of it and divided. With `axis_index_groups`, of equal
+    size, the world is a rank's group. The results are fp32 accumulations of the other ranks'
+    decoded slices on this rank's exact ones, in each leaf's dtype; they are not quantized again.
+    The derivative is `lax.psum_scatter`'s.
 
     `compressor` is one (default `Quantize()`, 4 bits), a policy or a `Plan`, and decides as in
     `psum_compressed`: given one compressor, leaves of a tree with ndim <= 1, under 1,024 values,
@@ -52,14 +55,15 @@ def psum_scatter_compressed(
 
     `exchange` is "xla"; "nccl", one fused call a leaf between CUDA devices (for `Quantize`; others
     go by "xla"); or "auto": by the active profile, of which a leaf takes half a `psum_compressed`,
-    and without one "xla". Raises ValueError or TypeError while tracing, with the leaf's path: a
-    dimension that cannot be divided, an operand that is already reduced, a missing key; and
-    without it: an exchange that does not work here ("mpi" is for sums alone), a plan of another
-    tree, a policy that adapts.
+    and without one "xla" for leaves of a few megabytes and more, exact for smaller ones. Raises
+    ValueError or TypeError while tracing, with the leaf's path: a dimension that cannot be divided,
+    an operand that is already reduced, a missing key; and without it: an exchange that does not
+    work here ("mpi" is for sums alone), a plan of another tree, a policy that adapts.
     """
     name = "psum_scatter_compressed"
+    axes = Axes.resolve(name, axis_name, axis_index_groups)
     return _halve(
-        _PsumScatter, name, tree, axis_name, compressor, scatter_dimension, tiled, key, exchange
+        _PsumScatter, name, tree, axes, compressor, scatter_dimension, tiled, key, exchange
     )
 
 
@@ -69,11 +73,14 @@ def all_gather_compressed(
     compressor: Compressor | Policy | Plan | None = None,
     *,
     axis: int = 0,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     key: Any = None,
     exchange: str = "auto",
 ) -> Any:
     """Every rank's `tree`, compressed on the wire; `lax.all_gather`.
+
+    With `axis_index_groups`, of equal size, that of every rank of the group.
 
     Leaves are stacked along a new dimension `axis`, or concatenated along it when `tiled`. Each
     rank decodes its own payload too, so the result is the same on all. The derivative is
@@ -84,7 +91,8 @@ def all_gather_compressed(
     leaves serves both calls. `key`, `exchange`, and what is raised: as there.
     """
     name = "all_gather_compressed"
-    return _halve(_AllGather, name, tree, axis_name, compressor, axis, tiled, key, exchange)
+    axes = Axes.resolve(name, axis_name, axis_index_groups)
+    return _halve(_AllGather, name, tree, axes, compressor, axis, tiled, key, exchange)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +152,11 @@ class _PsumScatter(_Half):
 
     def exactly(self, x: jax.Array) -> jax.Array:
         return lax.psum_scatter(
-            x, self.axes.names, scatter_dimension=self.dimension, tiled=self.tiled
+            x,
+            self.axes.names,
+            scatter_dimension=self.dimension,
+            axis_index_groups=self.axes.groups,
+            tiled=self.tiled,
         )
 
     def run(self, key: Any, x: jax.Array) -> jax.Array:
@@ -154,7 +166,7 @@ class _PsumScatter(_Half):
         if (fused := choose.HALVES.get(self.exchange)) is not None:
             words = row_words(self.quantizer(), key, world)
             layout = Layout((self.quantizer().field(x.size // world),), 1)
-            out = fused.reduce_scatter(self.name, words, rows, layout, names)
+            out = fused.reduce_scatter(self.name, words, rows, layout, names, self.axes.groups)
         else:
             rank = self.axes.rank()
             sent = encode_rows(self.compressor, key, rows)
@@ -183,16 +195,20 @@ class _AllGather(_Half):
         return d, (*shape[:d], world, *shape[d:])
 
     def exactly(self, x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, self.axes.names, axis=self.dimension, tiled=self.tiled)
+        names, groups = self.axes.names, self.axes.groups
+        return lax.all_gather(
+            x, names, axis=self.dimension, axis_index_groups=groups, tiled=self.tiled
+        )
 
     def run(self, key: Any, x: jax.Array) -> jax.Array:
-        d, names = self.dimension, self.axes.names
+        d, names, groups = self.dimension, self.axes.names, self.axes.groups
         if (fused := choose.HALVES.get(self.exchange)) is not None:
             layout = Layout((self.quantizer().field(x.size),), 1)
-            every = fused.all_gather(self.name, self.quantizer().words(key), x, layout, names)
+            words = self.quantizer().words(key)
+            every = fused.all_gather(self.name, words, x, layout, names, groups)
         else:
             payload = self.compressor.encode(x, key=key)[0]
-            rows = lax.all_gather(payload, names)
+            rows = lax.all_gather(payload, names, axis_index_groups=groups)
             every = jax.vmap(lambda p: self.compressor.decode(p, x.shape, x.dtype))(rows)
         debug.compare(self.name, self.axes, [every])
         stacked = jnp.moveaxis(every, 0, d)
@@ -205,7 +221,7 @@ def _halve(
     half: type[_Half],
     name: str,
     tree: Any,
-    axis_name: Any,
+    axes: Axes,
     compressor: Compressor | Policy | Plan | None,
     dimension: int,
     tiled: bool,
@@ -214,8 +230,7 @@ def _halve(
 ) -> Any:
     """`half` of every leaf."""
     choose.require_half(name, exchange)
-    axes, bare = Axes.resolve(name, axis_name, None), is_bare(tree)
-    fused = choose.HALVES.get(exchange)
+    bare, fused = is_bare(tree), choose.HALVES.get(exchange)
     if fused is not None and axes.world > 1:
         fused.require(name, axes.names)
     tree = jax.tree.map(jnp.asarray, tree)
@@ -256,7 +271,9 @@ def _apply(
         own = own if stream is None else jax.random.fold_in(own, stream)
     usable = [e for e in choose.available(call.axes.names) if e == "xla" or e in choose.HALVES]
     bits = compressor.wire_bits(row, x.dtype) / row
-    load = choose.Load(world * row, world * row * x.dtype.itemsize, bits)
+    values = world * row
+    noisy, rotated = values * compressor.needs_key, values * rotates(compressor)
+    load = choose.Load(values, values * x.dtype.itemsize, bits, noisy, rotated)
     quantized = isinstance(compressor, Quantize)
     method = choose.resolve(name, call.exchange, usable, world, load, quantized)
     if method == "psum":
@@ -266,7 +283,7 @@ def _apply(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(call: _Half, key: Any, x: jax.Array) -> jax.Array:
-    return call.run(key, x)
+    return _compat.typed_like(call.run(key, _compat.plain(x)), x)
 
 
 @_run.defjvp

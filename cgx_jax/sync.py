@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.collectives import pmean_compressed, pmean_with_residual
+from cgx_jax.collectives import pmean_with_residual
 from cgx_jax.compressors import Compressor
 from cgx_jax.memory import Memory
 from cgx_jax.plan import Plan, leaves_of
 from cgx_jax.policy.adaptive import Adaptive
 from cgx_jax.policy.rules import Policy
-from cgx_jax.precondition import SecondMoment
+from cgx_jax.precondition import Moments, SecondMoment, Units
+from cgx_jax.wrappers import check_options, check_wrappers
+
+if TYPE_CHECKING:
+    import optax
 
 _NAME = "sync_gradients"
+_OTHER_OPTIONS = (
+    "it belongs to other options. Take the state from this transformation's init, or restore one "
+    "that does."
+)
 
 
 class SyncState(NamedTuple):
@@ -30,8 +38,8 @@ class SyncState(NamedTuple):
 
     `step` is i32[], the number of updates; `memory` () or a tuple of residual trees, in which a
     leaf of shape s is [world, *s], one row a rank ([1, *s] inside shard_map and pmap);
-    `statistics` () or what an adaptive policy measures; `moments` () or a tuple of trees like the
-    parameters, fp32, by which gradients are preconditioned.
+    `statistics` () or what an adaptive policy measures; `moments` () or the `Moments` by which
+    gradients are preconditioned, each field a tree like the parameters.
     """
 
     step: jax.Array
@@ -49,8 +57,8 @@ def sync_gradients(
     seed: int = 0,
     exchange: str = "auto",
     mesh: Mesh | None = None,
-) -> Any:
-    """An `optax.GradientTransformation` that takes a rank's gradients to their mean, compressed.
+) -> optax.GradientTransformationExtraArgs:
+    """An Optax transformation that takes a rank's gradients to their mean, compressed.
 
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`; everything after it
     sees the same mean on every rank. `policy` and `exchange` as in `pmean_compressed`; `seed`
@@ -62,14 +70,22 @@ def sync_gradients(
     belongs to a rank: `init` runs inside shard_map or pmap, or is given the `mesh`, and
     `state_specs` and `state_shardings` say how the state is split.
 
-    Accumulate gradients before it (`optax.MultiSteps` around the chain, or a sum in the step);
-    clip, and skip steps (`optax.apply_if_finite`), after it, where all ranks see the same values.
+    Clip, and skip steps (`optax.apply_if_finite`), after it in the chain, where all ranks see the
+    same mean. A clip before it uses each rank's own norm: it scales ranks differently, and the mean
+    of what is left is not the clipped mean. To accumulate gradients, add them up in the training
+    step, or put `optax.MultiSteps` after it. Extra arguments of `update` are for the rest of the
+    chain and change nothing here. Options are static, but for `seed`: `optax.inject_hyperparams`
+    belongs around the optimizer after it.
     Raises ValueError while tracing for what `pmean_compressed` refuses, a memory around a
-    compressor that would let it grow, or a memory whose ranks cannot be known.
+    compressor that would let it grow, a memory whose ranks cannot be known, `apply_if_finite`
+    around it or, under check_vma, `MultiSteps`. Raises TypeError for an option of a wrong type.
     """
     import optax
 
+    check_options(axis_name, mesh)
+
     def init(params: Any) -> SyncState:
+        check_wrappers(checked=False)
         leaves, treedef = jax.tree.flatten(params)
         step = jnp.zeros((), jnp.int32)
         statistics: Any = ()
@@ -77,44 +93,48 @@ def sync_gradients(
         if isinstance(policy, Adaptive):
             statistics = policy.empty_statistics(leaves_of(params))
         if precondition is not None:
-            moments = _by_tree([precondition.init(x) for x in leaves], treedef)
+            moments = _moments_by_tree([precondition.init(x) for x in leaves], treedef)
         if mesh is not None:
             replicated = NamedSharding(mesh, PartitionSpec())
             step, statistics = lax.with_sharding_constraint((step, statistics), replicated)
-            if precondition is not None and precondition.factored:  # others lie as their leaves do
+            if precondition is not None:
+                values = moments.values
                 moments = lax.with_sharding_constraint(moments, replicated)
+                if not precondition.factored:  # which lie as their leaves do
+                    moments = moments._replace(values=values)
         return SyncState(step, _init_memory(memory, params, axis_name, mesh), statistics, moments)
 
-    def update(updates: Any, state: SyncState, params: Any = None) -> tuple[Any, SyncState]:
+    def update(
+        updates: Any, state: SyncState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SyncState]:
         plan = policy if isinstance(policy, Plan) else Plan.build(updates, policy)
+        plan.require_stateless(_NAME)
         axes = Axes.resolve(_NAME, axis_name, None)
+        check_wrappers(axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
         _check_state(state, memory, precondition, leaves)
-        moments = _by_leaf(state.moments, len(leaves))
         scales: list[_Scale] = [None] * len(leaves)
         if precondition is not None:
+            old = _moments_by_leaf(state.moments)
             for i in plan.compressed(_NAME, exchange, axes):
-                scales[i] = precondition.scale(moments[i], leaves[i].shape)
+                scales[i] = precondition.units(old[i])
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         reduction = _Reduction(plan, axis_name, exchange, key, treedef, scales)
         if memory is None:
-            sent, remembered, means = leaves, (), reduction.mean(leaves)
+            sent, remembered = leaves, ()
+            means, _ = reduction(leaves)
         else:
             sent, means, remembered = _Feedback(memory, axes, reduction)(leaves, state.memory)
+        moments = state.moments
         if precondition is not None:
-            finite = _finite(means)
-            moved = [precondition.update(*pair) for pair in zip(moments, means, strict=True)]
-            moments = jax.tree.map(functools.partial(jnp.where, finite), moved, moments)
+            moments = _moved(precondition, moments, means, state.step)
         measured = state.statistics
         if isinstance(policy, Adaptive):
-            units = [None if scale is None else scale[1] for scale in scales]
-            sent = reduction.divide(sent)
-            measured = policy.observe(measured, sent, units, state.step, axes, plan)
-        shaped = _by_tree(moments, treedef) or state.moments
-        after = SyncState(state.step + 1, remembered, measured, shaped)
+            measured = policy.observe(measured, sent, scales, state.step, axes, plan)
+        after = SyncState(state.step + 1, remembered, measured, moments)
         return jax.tree.unflatten(treedef, means), after
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def state_specs(state: Any, axis_name: Any) -> Any:
@@ -171,14 +191,39 @@ def _check_state(
     state: SyncState, memory: Memory | None, precondition: SecondMoment | None, leaves: list[Any]
 ) -> None:
     """Raises ValueError for the state of a transformation with another memory or precondition."""
-    for keeper, trees in ((memory, state.memory), (precondition, state.moments)):
-        keep = len(jax.eval_shape(keeper.init, leaves[0])) if keeper is not None and leaves else 0
-        if leaves and len(trees) != keep:
-            raise ValueError(
-                f"{_NAME}: the state holds {len(trees)} arrays a leaf where {keeper} keeps {keep}; "
-                "it belongs to other options. Take the state from this transformation's init, or "
-                "restore one that does."
-            )
+    if not leaves:
+        return
+    kept = len(jax.eval_shape(memory.init, leaves[0])) if memory is not None else 0
+    if len(state.memory) != kept:
+        raise ValueError(
+            f"{_NAME}: the state holds {len(state.memory)} arrays per leaf where {memory} keeps "
+            f"{kept}; {_OTHER_OPTIONS}"
+        )
+    rows = {x.shape[0] for x in jax.tree.leaves(state.memory)} - {1}
+    if rows:
+        raise ValueError(
+            f"{_NAME}: the memory has {rows.pop()} rows here, and a rank has one. Inside "
+            "shard_map, split the state: in_specs=cgx_jax.state_specs(state, axis_name). Under "
+            "pmap, let each rank make its own: state = jax.pmap(tx.init, axis_name=...)(params), "
+            "with parameters that are replicated already."
+        )
+    if precondition is None and state.moments != ():
+        raise ValueError(
+            f"{_NAME}: the state holds moments, and precondition is None; {_OTHER_OPTIONS}"
+        )
+    if precondition is None:
+        return
+    if not isinstance(state.moments, Moments):
+        raise ValueError(
+            f"{_NAME}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
+        )
+    expected = jax.eval_shape(precondition.init, leaves[0]).values.shape
+    found = jax.tree.leaves(state.moments.values)[0].shape
+    if found != expected:
+        raise ValueError(
+            f"{_NAME}: the state's moments have values of shape {list(found)} where {precondition} "
+            f"keeps {list(expected)}; {_OTHER_OPTIONS}"
+        )
 
 
 def _init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh | None) -> Any:
@@ -221,13 +266,13 @@ def _bound(names: tuple[Any, ...]) -> bool:
     return True
 
 
-# A leaf's divisors and their unit, as `SecondMoment.scale` gives them; None for an exact leaf.
-_Scale = tuple[jax.Array, jax.Array] | None
+# A leaf's units and their size, as `SecondMoment.units` gives them; None for an exact leaf.
+_Scale = tuple[Units, jax.Array] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reduction:
-    """One step's mean over the ranks of lists of leaves, each compressed over its divisors."""
+    """One step's mean over the ranks of lists of leaves, each compressed in its units."""
 
     plan: Plan
     axis_name: Any
@@ -236,41 +281,21 @@ class _Reduction:
     treedef: Any
     scales: list[_Scale]
 
-    def mean(self, leaves: list[Any]) -> list[jax.Array]:
-        tree = jax.tree.unflatten(self.treedef, self.divide(leaves))
-        mean = pmean_compressed(
-            tree, self.axis_name, self.plan, key=self.key, exchange=self.exchange
-        )
-        return self._multiply(jax.tree.leaves(mean))
-
-    def mean_with_residual(self, leaves: list[Any]) -> tuple[list[jax.Array], list[Any]]:
-        """The means, and what of `leaves` is lost in them; None for an exact leaf."""
-        divided = self.divide(leaves)
+    def __call__(
+        self, leaves: list[Any], *, residual: bool = False
+    ) -> tuple[list[jax.Array], list[Any]]:
+        """The means; and where asked what of `leaves` is lost in them, None for an exact leaf."""
         mean, lost = pmean_with_residual(
-            jax.tree.unflatten(self.treedef, divided),
+            _NAME,
+            jax.tree.unflatten(self.treedef, leaves),
             self.axis_name,
             self.plan,
+            units=tuple(None if scale is None else scale[0] for scale in self.scales),
             key=self.key,
             exchange=self.exchange,
+            residual=residual,
         )
-        for i, scale in enumerate(self.scales):
-            if lost[i] is not None and scale is not None:
-                # The division rounds as well, which in 16 bits is worth remembering.
-                x, y, e = (v.astype(jnp.float32) for v in (leaves[i], divided[i], lost[i]))
-                lost[i] = ((x - y * scale[0]) + e * scale[0]).astype(leaves[i].dtype)
-        return self._multiply(jax.tree.leaves(mean)), lost
-
-    def divide(self, leaves: list[Any]) -> list[Any]:
-        return self._apply(lax.div, leaves)
-
-    def _multiply(self, leaves: list[Any]) -> list[Any]:
-        return self._apply(lax.mul, leaves)
-
-    def _apply(self, operation: Any, leaves: list[Any]) -> list[Any]:
-        return [
-            x if scale is None else operation(x.astype(jnp.float32), scale[0]).astype(x.dtype)
-            for x, scale in zip(leaves, self.scales, strict=True)
-        ]
+        return jax.tree.leaves(mean), lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +313,7 @@ class _Feedback:
         old = [tuple(x[0] for x in rows) for rows in _by_leaf(state, len(leaves))]
         both = [self.memory.compensate(x, s) for x, s in zip(leaves, old, strict=True)]
         sent = [x for x, _ in both]
-        means, lost = self.reduction.mean_with_residual(sent)
+        means, lost = self.reduction(sent, residual=True)
         residuals = [jnp.zeros_like(x) if e is None else e for x, e in zip(sent, lost, strict=True)]
         for i, number in enumerate(factors):
             if lost[i] is not None and number != 1:
@@ -326,6 +351,32 @@ def _by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
 def _by_tree(leaves: list[tuple[Any, ...]], treedef: Any) -> tuple[Any, ...]:
     """The tuple of trees back from what it holds for each leaf."""
     return tuple(jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
+
+
+def _moments_by_leaf(moments: Moments) -> list[Moments]:
+    return [Moments(*leaf) for leaf in zip(*map(jax.tree.leaves, moments), strict=True)]
+
+
+def _moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
+    """Moments whose fields are trees, from those of each leaf."""
+    if not moments:
+        return Moments(*[jax.tree.unflatten(treedef, [])] * len(Moments._fields))
+    return Moments(*(jax.tree.unflatten(treedef, field) for field in zip(*moments, strict=True)))
+
+
+def _moved(
+    precondition: SecondMoment, moments: Moments, means: list[Any], step: jax.Array
+) -> Moments:
+    """The moments after a step: changed in one that is due and finite."""
+
+    def move() -> Moments:
+        old = _moments_by_leaf(moments)
+        new = [precondition.update(*pair, step) for pair in zip(old, means, strict=True)]
+        finite = _finite([leaf.weights for leaf in new])
+        tree = _moments_by_tree(new, jax.tree.structure(moments.weights))
+        return jax.tree.map(functools.partial(jnp.where, finite), tree, moments)
+
+    return lax.cond(precondition.due(step), move, lambda: moments)
 
 
 def _finite(means: list[Any]) -> Any:

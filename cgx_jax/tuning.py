@@ -13,19 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from cgx_jax import installation
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Quantize
 from cgx_jax.exchange import choose
-from cgx_jax.exchange.profile import Profile, Row
+from cgx_jax.exchange.profile import Codec, Profile, Row
 from cgx_jax.links import Links, gradient, size_text
+from cgx_jax.plan import Plan
 
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 BITS = (2, 4, 8)
 ROUNDS = range(3, 102)  # repeats of a size: three at the least, a hundred where they are cheap
+CODEC = {
+    "plain": Quantize(),
+    "noise": Quantize(rounding="stochastic"),
+    "rotation": Quantize(rotation=True),
+    "units": Quantize(),
+}
+CODEC_VALUES = 1 << 18  # small enough for caches, where what a kind costs shows most
+CODEC_ROUNDS = 21
 
 
 def tune(
@@ -41,11 +52,11 @@ def tune(
 
     Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
     arrays of `sizes` bytes a rank and at `bits` bits (bucket 512); a time is the median over the
-    repeats of the slowest process's. A size that does not fit into what is left of
-    `budget_seconds` ends the measurement. Returns the profile, active now as by `use_profile`,
-    and process 0 writes it to `path`. Shows its progress on stderr. With several processes every
-    one calls it, and all get the same profile. Raises ValueError for a wrong axis, width, size or
-    budget.
+    repeats of the slowest process's. Times the codec alone as well, to price random rounding,
+    rotation and units. A size that does not fit into what is left of `budget_seconds` ends the
+    measurement. Returns the profile, active now as by `use_profile`, and process 0 writes it to
+    `path`. Shows its progress on stderr. With several processes every one calls it, and all get the
+    same profile. Raises ValueError for a wrong axis, width, size or budget.
     """
     links = Links("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
@@ -59,6 +70,7 @@ def tune(
     functions = [links.psum, *methods.values()]
     progress = _Progress(len(sizes), links.first)
     latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
+    codec = _codec(links)
     rows: list[Row] = []
     set_up = one_round = 0.0
     for done, size in enumerate(sizes):
@@ -66,7 +78,7 @@ def tune(
         needed = set_up + growth * (1 + ROUNDS[0]) * one_round
         begun = _elapsed(links, start)
         if done and begun + needed > budget_seconds:
-            progress.stop(size, needed, budget_seconds - begun)
+            progress.stop(done, size, needed, budget_seconds - begun)
             break
         progress.step(done, size)
         x = links.place(gradient, size // 4)
@@ -80,8 +92,9 @@ def tune(
         rows.append(Row("psum", 32, size, float(medians[0])))
         for (method, width), seconds in zip(methods, medians[1:], strict=True):
             rows.append(Row(method, width, size, float(seconds)))
-    progress.step(len(sizes), None)
-    return _follow(links, latency, rows, path)
+    else:
+        progress.step(len(sizes), None)
+    return _follow(links, latency, codec, rows, path)
 
 
 def _methods(links: Links, bits: Sequence[int]) -> dict[tuple[str, float], Callable[..., Any]]:
@@ -102,13 +115,37 @@ def _methods(links: Links, bits: Sequence[int]) -> dict[tuple[str, float], Calla
     return methods
 
 
+def _codec(links: Links) -> Codec:
+    """Seconds per value of every kind in `CODEC`, while all ranks are at it."""
+    works = [links.local(functools.partial(_encode_and_decode, links, kind)) for kind in CODEC]
+    x = links.place(gradient, CODEC_VALUES)
+    links.seconds(works, x, 1)  # compiles
+    medians = np.median(links.seconds(works, x, CODEC_ROUNDS), axis=0)
+    return Codec(**{k: float(s) / CODEC_VALUES for k, s in zip(CODEC, medians, strict=True)})
+
+
+def _encode_and_decode(links: Links, kind: str, x: jax.Array) -> jax.Array:
+    """What a rank computes in an all-reduce of `x` by the "xla" exchange, without the wire."""
+    codec, rank = Plan.build(x, CODEC[kind]).codec((0,), links.world), lax.axis_index(links.axis)
+    seed = np.zeros(2, np.uint32)
+    rows_and_columns = np.ones((2, x.size // 512), np.float32), np.ones((2, 512), np.float32)
+    units = [rows_and_columns] if kind == "units" else []
+    rows, _ = codec.encode(seed, rank, [x], units=units)
+    chunk, _ = codec.reduce(seed, rank, rows, [x], 1, units=units)
+    return codec.decode(jnp.broadcast_to(chunk, rows.shape), [x], units=units)[0]
+
+
 def _elapsed(links: Links, start: float) -> float:
     """Seconds since `start` on the slowest process: all decide by the same number."""
     return float(links.gather([time.perf_counter() - start]).max())
 
 
 def _follow(
-    links: Links, latency: float, rows: list[Row], path: str | os.PathLike[str] | None
+    links: Links,
+    latency: float,
+    codec: Codec,
+    rows: list[Row],
+    path: str | os.PathLike[str] | None,
 ) -> Profile:
     hosts = np.unique(links.gather([zlib.crc32(socket.gethostname().encode())])).size
     largest = [row for row in rows if row.method == "psum"][-1]
@@ -120,6 +157,7 @@ def _follow(
         axis=links.axis,
         latency=latency,
         algbw=largest.bytes / largest.seconds,
+        codec=codec,
         rows=tuple(rows),
     )
     agreed = choose.use_profile(profile)
@@ -140,18 +178,22 @@ class _Progress:
 
     def step(self, done: int, size: int | None) -> None:
         """`done` sizes are measured, `size` is next."""
-        filled = self.WIDTH * done // self.total
-        bar = "#" * filled + "." * (self.WIDTH - filled)
         what = "done" if size is None else f"measuring {size_text(size)}"
         redraw = sys.stderr.isatty() and size is not None
-        self._print(f"\rtune [{bar}] {what:<20}", end="" if redraw else "\n")
+        self._draw(done, what, end="" if redraw else "\n")
 
-    def stop(self, size: int, needed: float, left: float) -> None:
-        """Says that `size` and what is larger are left out."""
+    def stop(self, done: int, size: int, needed: float, left: float) -> None:
+        """Says that `size` and what is larger are left out: `done` sizes are measured."""
+        self._draw(done, f"stopped: {done} of {self.total} sizes")
         self._print(
-            f"\rtune: {size_text(size)} and larger are left out: they take {needed:.0f} s and more "
+            f"tune: {size_text(size)} and larger are left out: they take {needed:.0f} s and more "
             f"of the {max(left, 0):.0f} s left; a larger budget_seconds measures them."
         )
+
+    def _draw(self, done: int, what: str, end: str = "\n") -> None:
+        filled = self.WIDTH * done // self.total
+        bar = "#" * filled + "." * (self.WIDTH - filled)
+        self._print(f"\rtune [{bar}] {what:<20}", end)
 
     def _print(self, text: str, end: str = "\n") -> None:
         if self.shown:

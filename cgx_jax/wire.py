@@ -34,7 +34,7 @@ class Field:
 
     `rounding` is one of ROUNDINGS. `stream` numbers the leaf for the noise generator and for the
     signs of its rotation: it is the leaf's place in the user's tree, so that fusion does not change
-    a leaf's bytes.
+    a leaf's bytes. With `units` the call has two more operands that its values are multiplied by.
     """
 
     size: int
@@ -43,6 +43,7 @@ class Field:
     rounding: str
     stream: int
     rotation: bool = False
+    units: bool = False
 
     @property
     def bytes(self) -> int:
@@ -108,15 +109,25 @@ class Layout:
     def with_world(self, world: int) -> Layout:
         return dataclasses.replace(self, world=world)
 
-    def attributes(self) -> dict[str, Sequence[int]]:
-        """The arrays a kernel call carries, one entry a field."""
-        return {
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - a layout is a value
+    def with_units(self, units: tuple[bool, ...]) -> Layout:
+        """The same bytes for fields that have units where `units` says so."""
+        pairs = zip(self.fields, units, strict=True)
+        return Layout(tuple(dataclasses.replace(f, units=u) for f, u in pairs), self.world)
+
+    def without_units(self) -> Layout:
+        return self.with_units((False,) * len(self.fields))
+
+    def attributes(self, *, units: bool = False) -> dict[str, Sequence[int]]:
+        """The arrays a kernel call carries, one entry a field; `units` of kernels that know any."""
+        arrays: dict[str, Sequence[int]] = {
             "bits": [f.bits for f in self.fields],
             "bucket_size": [f.bucket_size for f in self.fields],
             "rounding": [ROUNDINGS.index(f.rounding) for f in self.fields],
             "rotation": [int(f.rotation) for f in self.fields],
             "stream": [f.stream for f in self.fields],
         }
+        return arrays | {"units": [int(f.units) for f in self.fields]} if units else arrays
 
 
 @dataclasses.dataclass(frozen=True)

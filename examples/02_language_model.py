@@ -53,10 +53,15 @@ def main() -> int:
 
     model = Transformer(arguments.width, arguments.layers, LENGTH, nnx.Rngs(SEED))
     graphdef, params = nnx.split(model)
-    plan = cgx_jax.Plan.build(params, cgx_jax.Quantize(bits=arguments.bits))
+    plan = cgx_jax.Plan.build(params, cgx_jax.Quantize(bits=arguments.bits, rotation=True))
 
     exact = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
-    compressed = cgx_jax.sync_gradients("data", plan, precondition=cgx_jax.SecondMoment())
+    compressed = cgx_jax.sync_gradients(
+        "data",
+        plan,
+        precondition=cgx_jax.SecondMoment(),
+        exchange="xla",  # "auto" sends so small a model exactly
+    )
     ways = [
         ("exact", exact, ring_bytes(params, WORLD)),
         (f"{arguments.bits}-bit", compressed, plan.wire_bytes(WORLD)),

@@ -41,7 +41,12 @@ def main() -> None:
         loss, grads = jax.value_and_grad(
             lambda params: next_byte_loss(nnx.merge(graphdef, params), tokens)
         )(params)
-        grads = cgx_jax.pmean_compressed(grads, "data", cgx_jax.Quantize(bits=4))
+        grads = cgx_jax.pmean_compressed(
+            grads,
+            "data",
+            cgx_jax.Quantize(bits=4),
+            exchange="xla",  # "auto" sends so small a model exactly
+        )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, jax.lax.pmean(loss, "data")
 

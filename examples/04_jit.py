@@ -36,7 +36,13 @@ def main() -> None:
     for part in (model, optimizer):
         nnx.update(part, jax.device_put(nnx.state(part), NamedSharding(mesh, P())))
 
-    value_and_grad = cgx_jax.value_and_grad(next_byte_loss, mesh, "data", cgx_jax.Quantize(bits=4))
+    value_and_grad = cgx_jax.value_and_grad(
+        next_byte_loss,
+        "data",
+        cgx_jax.Quantize(bits=4, rotation=True),
+        mesh=mesh,
+        exchange="xla",  # "auto" sends so small a model exactly
+    )
 
     @nnx.jit
     def step(model, optimizer, tokens):

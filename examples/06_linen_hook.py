@@ -37,7 +37,12 @@ def main() -> None:
     optimizer = adamw(steps)
 
     def loss_fn(params, tokens):
-        params = cgx_jax.reduce_in_backward(params, "data", cgx_jax.Quantize(bits=4))
+        params = cgx_jax.reduce_in_backward(
+            params,
+            "data",
+            cgx_jax.Quantize(bits=4),
+            exchange="xla",  # "auto" sends so small a model exactly
+        )
         logits = model.apply(params, tokens[:, :-1])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, -1]).mean()
         return loss / WORLD  # the hook sums over the ranks; this makes the sum a mean

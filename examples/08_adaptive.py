@@ -54,7 +54,11 @@ class Training:
         )
         optimizer = optax.chain(
             cgx_jax.sync_gradients(
-                "data", self.policy, precondition=cgx_jax.SecondMoment(), mesh=mesh
+                "data",
+                self.policy,
+                precondition=cgx_jax.SecondMoment(),
+                mesh=mesh,
+                exchange="xla",  # "auto" sends so small a model exactly
             ),
             adamw(steps),  # clips the mean, which is the same on every rank
         )

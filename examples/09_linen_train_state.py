@@ -43,7 +43,12 @@ def main() -> None:
     batches = corpus.windows(text, steps, 64 * WORLD, CONTEXT, seed=0)
     model = NextByte()
     params = model.init(jax.random.key(0), batches[0, :, :-1])["params"]
-    synchronise = cgx_jax.sync_gradients("data", RULES, precondition=cgx_jax.SecondMoment())
+    synchronise = cgx_jax.sync_gradients(
+        "data",
+        RULES,
+        precondition=cgx_jax.SecondMoment(),
+        exchange="xla",  # "auto" sends so small a model exactly
+    )
     optimizer = optax.chain(synchronise, adamw(steps))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
     specs = cgx_jax.state_specs(state, "data")

@@ -56,7 +56,13 @@ def main() -> None:
     params, static = eqx.partition(NextByte(jax.random.key(0)), eqx.is_inexact_array)
     memory = cgx_jax.MomentumCorrection(0.9)
     optimizer = optax.chain(
-        cgx_jax.sync_gradients("data", cgx_jax.Quantize(bits=2), memory=memory, mesh=mesh),
+        cgx_jax.sync_gradients(
+            "data",
+            cgx_jax.Quantize(bits=2),
+            memory=memory,
+            mesh=mesh,
+            exchange="xla",  # "auto" sends so small a model exactly
+        ),
         optax.clip_by_global_norm(1.0),
         optax.sgd(0.3),
     )

@@ -46,15 +46,17 @@ def train(graphdef, params, batches, mesh, gathering, scattering) -> np.ndarray:
     # Each leaf is cut along its first dimension. Adam's count is a scalar, the same on every rank.
     specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
 
+    how = {"tiled": True, "exchange": "xla"}  # "auto" sends so small a model exactly
+
     @partial(jax.jit, donate_argnums=0)
     @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()))
     def step(state, tokens):
         shards, opt_state = state
-        whole = cgx_jax.all_gather_compressed(shards, "data", gathering, tiled=True)
+        whole = cgx_jax.all_gather_compressed(shards, "data", gathering, **how)
         loss, grads = jax.value_and_grad(
             lambda whole: next_byte_loss(nnx.merge(graphdef, whole), tokens)
         )(whole)
-        grads = cgx_jax.psum_scatter_compressed(grads, "data", scattering, tiled=True)
+        grads = cgx_jax.psum_scatter_compressed(grads, "data", scattering, **how)
         grads = jax.tree.map(lambda g: g / WORLD, grads)
         updates, opt_state = optimizer.update(grads, opt_state, shards)
         return (optax.apply_updates(shards, updates), opt_state), jax.lax.pmean(loss, "data")

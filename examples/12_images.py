@@ -113,7 +113,13 @@ def main() -> None:
     policy = cgx_jax.Adaptive(solver, warmup=steps // 4, every=steps // 4, sample_every=2)
     memory = cgx_jax.ErrorFeedback()
     exact = cgx_jax.sync_gradients("data", cgx_jax.Identity())
-    adaptive = cgx_jax.sync_gradients("data", policy, memory=memory, mesh=mesh)
+    adaptive = cgx_jax.sync_gradients(
+        "data",
+        policy,
+        memory=memory,
+        mesh=mesh,
+        exchange="xla",  # "auto" sends so small a model exactly
+    )
     accuracies = []
     for name, synchronise, jit in (("exact", exact, jax.jit), ("adaptive", adaptive, policy.jit)):
         trained = train(graphdef, params, batches, synchronise, jit, mesh)

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, Quantize
 from cgx_jax.collectives import pmean_with_residual
-from cgx_jax.exchange import mpi
+from cgx_jax.exchange import fused, mpi
 
 RANK, WORLD = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 jax.config.update("jax_platforms", "cpu")
@@ -97,10 +97,23 @@ def agreement():
         def fed(e, x, y, c=c):
             tree = {"x": x, "y": y}
             plan = cgx_jax.Plan.build(tree, c)
-            mean, lost = pmean_with_residual(tree, "data", plan, key=key, exchange=e)
+            mean, lost = pmean_with_residual("fed", tree, "data", plan, key=key, exchange=e)
             return mean, [r[None] for r in lost]
 
         same_bytes(f"{c} with residuals", fed, x, y, mesh=line, out=(P(), P("data")))
+
+    for c in (Quantize(4), compressors[4]):
+
+        def in_units(e, x, y, c=c):
+            tree = {"x": x, "y": y}
+            plan = cgx_jax.Plan.build(tree, c)
+            rows, columns = jnp.linspace(0.01, 9, 2 * 70), jnp.linspace(5, 0.1, 2 * 40)
+            units = [None, (rows.reshape(2, 70), columns.reshape(2, 40))]
+            options = {"units": units, "key": key, "exchange": e}
+            mean, lost = pmean_with_residual("here", tree, "data", plan, **options)
+            return mean, [r[None] for r in lost]
+
+        same_bytes(f"{c} in units", in_units, x, y, mesh=line, out=(P(), P("data")))
 
     def psum(e, x, axis="data", **options):
         return cgx_jax.psum_compressed(x, axis, Quantize(4), exchange=e, **options)
@@ -133,9 +146,10 @@ def agreement():
         return lax.scan(body, psum(e, x), jnp.arange(3.0))[0]
 
     same_bytes("scan", in_scan, x, mesh=line)
-    # Without a profile "auto" is MPI here.
-    auto = sharded(line, lambda x: psum("auto", x)).lower(place(line, x)).as_text()
-    assert "cgx_all_reduce_mpi" in auto
+    # Without a profile "auto" is MPI here from about half a megabyte on.
+    for values, by_mpi in ((25_000, False), (250_000, True)):
+        auto = sharded(line, lambda x: psum("auto", x)).lower(place(line, normal(WORLD, values)))
+        assert ("cgx_all_reduce_mpi" in auto.as_text()) == by_mpi
 
 
 def many():
@@ -248,7 +262,19 @@ def permuted():
     report(failing(reducer(mesh), x)[0])
 
 
-_ALL = (agreement, many, killed, widths, twins, tuned, refused, permuted)
+def misgrouped():
+    """A program whose groups end in the middle of one, in which this rank is."""
+    attributes = fused.attributes
+
+    def damaged(*args, **options):
+        return attributes(*args, **options) | {"groups": np.array([7, 8, RANK], np.int64)}
+
+    fused.attributes = damaged
+    mesh = mesh_of(data=WORLD)
+    report(failing(reducer(mesh), place(mesh, normal(WORLD, 10_000)))[0])
+
+
+_ALL = (agreement, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import ml_dtypes
 import numpy as np
 
 QUIET_NAN = np.uint32(0x7FC00000).view(np.float32)
 TINY = np.float32(2.0**-126)
+MOST = np.finfo(np.float32).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +110,15 @@ def turn(x, leaf, first, *, back=False):
     x = x.astype(np.float32).reshape(-1, 8, m)
     with np.errstate(all="ignore"):
         if not back:
-            x = (x.view(np.uint32) ^ signs).view(np.float32) * scale
+            x = (x.view(np.uint32) ^ signs).view(np.float32)
+        x = x * scale
         for axis, h in [(1, 4), (1, 2), (1, 1)][::-1] + [(2, 2**i) for i in range(stages - 3)]:
             n = x.shape[axis] // (2 * h)
             pairs = x.reshape(*x.shape[:axis], n, 2, h, *x.shape[axis + 1 :])
             a, b = np.take(pairs, 0, axis + 1), np.take(pairs, 1, axis + 1)
             x = np.stack([a + b, a - b], axis + 1).reshape(x.shape)
         if back:
-            x = ((x * scale).view(np.uint32) ^ signs).view(np.float32)
+            x = (x.view(np.uint32) ^ signs).view(np.float32)
     return x.reshape(len(x), -1)
 
 
@@ -153,7 +156,10 @@ def encode_records(x, leaf, first, key, offset=0.0):
         lo = lo + np.float32(0)
         size = hi - lo
         good = np.isfinite(x).all(1, keepdims=True) & np.isfinite(size)
-        unit = np.where(good & (size / top >= TINY), size / top, np.float32(0))
+        unit = size / top
+        for _ in range(2):  # the topmost level is finite
+            unit = np.where(lo + unit * top <= MOST, unit, np.nextafter(unit, np.float32(0)))
+        unit = np.where(good & (unit >= TINY), unit, np.float32(0))
         lo = np.where(good, lo, QUIET_NAN)
         r = np.float32(0.5)
         if leaf.rounding:
@@ -261,10 +267,22 @@ def in_chunk(leaves, begin, end):
     return out
 
 
-def encode(values, leaves, world, rank=-1, key=(0, 0)):
+def multiply(values, units, way):
+    """fp32 values times their units on the way in (0) or out (1); `units` one a leaf, or none."""
+    out = []
+    for x, unit in zip(values, units or [None] * len(values), strict=True):
+        if unit is not None:
+            rows, columns = unit[0][way], unit[1][way]
+            with np.errstate(all="ignore"):
+                x = clean(x.astype(np.float32) * (rows[:, None] * columns).reshape(-1))
+        out.append(x)
+    return out
+
+
+def encode(values, leaves, world, rank=-1, key=(0, 0), units=()):
     """(payload u8[world, chunk_bytes], residuals): chunk `rank` is the caller's own."""
     begin, row = layout(leaves, world)
-    coded = rotate_all(values, leaves)
+    coded = rotate_all(multiply(values, units, 0), leaves)
     data = encode_buffer(coded, leaves, key, np.float32(max(rank, 0)) / np.float32(world))
     payload = np.zeros((world, row), np.uint8)
     for w in range(world):
@@ -272,11 +290,13 @@ def encode(values, leaves, world, rank=-1, key=(0, 0)):
             payload[w, : begin[w + 1] - begin[w]] = data[begin[w] : begin[w + 1]]
     own = in_chunk(leaves, begin[rank], begin[rank + 1]) if rank >= 0 else [False] * len(leaves)
     residuals = []
-    rows = zip(values, coded, decode_buffer(data, leaves), leaves, own, strict=True)
-    for x, c, y, leaf, mine in rows:
+    for c, y, leaf in zip(coded, decode_buffer(data, leaves), leaves, strict=True):
         with np.errstate(all="ignore"):
-            rest = rotate_back(clean(c - y), leaf)
-        residuals.append(narrow(np.where(mine, np.float32(0), rest), x.dtype))
+            residuals.append(rotate_back(clean(c - y), leaf))
+    residuals = [
+        narrow(np.where(mine, np.float32(0), rest), x.dtype)
+        for x, rest, mine in zip(values, multiply(residuals, units, 1), own, strict=True)
+    ]
     return payload, residuals
 
 
@@ -293,7 +313,7 @@ def divide(totals, divisor):
         return [t / np.float32(divisor) for t in totals]
 
 
-def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=()):
+def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=(), units=()):
     """(chunk, residuals): (exact own values + the peers', in rank order) / divisor, encoded.
 
     The chunk is u8[chunk_bytes]; in `residuals` its values become divisor times what is lost.
@@ -306,29 +326,42 @@ def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=())
         data[own] = payload[peer, :used]
         if peer != rank:
             buffers.append(data)
-    totals = divide(add_peers(rotate_all(values, leaves), buffers, leaves), divisor)
+    coded = rotate_all(multiply(values, units, 0), leaves)
+    totals = divide(add_peers(coded, buffers, leaves), divisor)
     out = np.zeros(row, np.uint8)
     data = encode_buffer(totals, leaves, key)
     out[:used] = data[own]
-    filled = []
     mine = in_chunk(leaves, begin[rank], begin[rank + 1])
-    rows = zip(residuals, totals, decode_buffer(data, leaves), leaves, mine, strict=False)
-    for e, t, y, leaf, here in rows:
+    lost = []
+    for t, y, leaf in zip(totals, decode_buffer(data, leaves), leaves, strict=True):
         with np.errstate(all="ignore"):
-            lost = clean(rotate_back(clean(t - y), leaf) * np.float32(divisor))
-        filled.append(np.where(here, narrow(lost, e.dtype), e))
+            lost.append(clean(rotate_back(clean(t - y), leaf) * np.float32(divisor)))
+    lost = multiply(lost, units, 1)
+    filled = [
+        np.where(here, narrow(x, e.dtype), e)
+        for e, x, here in zip(residuals, lost, mine, strict=False)
+    ]
     return out, filled
 
 
-def decode(payload, leaves, dtypes):
+def decode(payload, leaves, dtypes, units=()):
     begin, _ = layout(leaves, len(payload))
     data = np.concatenate(
         [row[: b - a] for row, a, b in zip(payload, begin, begin[1:], strict=False)]
     )
     coded = decode_buffer(data, leaves)
-    return [
-        narrow(rotate_back(y, leaf), t) for y, leaf, t in zip(coded, leaves, dtypes, strict=True)
-    ]
+    values = [rotate_back(y, leaf) for y, leaf in zip(coded, leaves, strict=True)]
+    each = list(units) or [None] * len(leaves)
+    staged = [leaf.rotation or u is not None for leaf, u in zip(leaves, each, strict=True)]
+    values = [np.clip(x, -MOST, MOST) if s else x for x, s in zip(values, staged, strict=True)]
+    values = multiply(values, units, 1)
+    most = [MOST if u is None else largest(t) for u, t in zip(each, dtypes, strict=True)]
+    values = [np.clip(x, -m, m) if s else x for x, m, s in zip(values, most, staged, strict=True)]
+    return [narrow(x, t) for x, t in zip(values, dtypes, strict=True)]
+
+
+def largest(dtype):
+    return np.float32(ml_dtypes.finfo(dtype).max)
 
 
 def accumulate(values, payload, leaves, rank=-1, divisor=1.0):

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from cgx_jax import Profile, installation, use_profile
 from cgx_jax.exchange import choose
 from cgx_jax.exchange.choose import Load
-from cgx_jax.exchange.profile import Row
+from cgx_jax.exchange.profile import Codec, Row
 
 MB = 1_000_000
+CODEC = Codec(plain=1e-9, noise=2e-9, rotation=3e-9, units=1.5e-9)
+SLOW_CODEC = Codec(plain=1e-9, noise=3e-9, rotation=5e-9, units=2e-9)
 
 
 def profile(rows, **fields):
@@ -33,6 +35,7 @@ def profile(rows, **fields):
         "axis": "data",
         "latency": 1e-5,
         "algbw": 1e9,
+        "codec": CODEC,
     }
     return Profile(**(known | fields), rows=tuple(rows))
 
@@ -153,6 +156,7 @@ def test_a_profile_survives_json_and_a_row_is_a_line():
     assert Profile.from_json(text) == made
     assert isinstance(Profile.from_json(text).rows[0], Row)
     assert '  ["xla", 4.125, 1000000, 0.0015],' in text.splitlines()
+    assert Profile.from_json(text).codec == CODEC
 
 
 def edited(**changes):
@@ -164,14 +168,17 @@ BAD_TEXT = {
     "no JSON": ("{", "not JSON"),
     "a list": ("[]", "not an object with rows"),
     "no rows": (edited(rows="gone"), "not an object with rows"),
-    "another schema": (edited(schema=2), "schema=2, .* reads 1"),
+    "another schema": (edited(schema=1), "schema=1, .* reads 2"),
     "no schema": (edited(schema="gone"), "schema=None"),
     "a field missing": (edited(cores="gone"), r"missing \['cores'\], unknown \[\]"),
     "a field too many": (edited(color=1), r"missing \[\], unknown \['color'\]"),
     "text for a number": (edited(world="4"), "world='4' is not <class 'int'>"),
-    "one rank": (edited(world=1), "world=1 is under 2"),
+    "one rank": (edited(world=1), r"world=1 is not a whole number in \[2, "),
     "no time": (edited(latency=0), "latency=0 is not a positive number"),
     "no speed": (edited(algbw=float("nan")), "algbw=nan"),
+    "a codec of one kind": (edited(codec={"plain": 1e-9}), "codec=.*plain.*noise.*rotation.*units"),
+    "a codec of no kind": (edited(codec=None), "codec=None"),
+    "a codec of no time": (edited(codec=CODEC._asdict() | {"noise": 0}), "codec noise=0 "),
     "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no psum"),
     "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* is not .*seconds"),
     "an unknown method": (edited(rows=[["pigeon", 4, 4096, 1.0]]), "pigeon.*psum.*xla.*mpi"),
@@ -227,3 +234,97 @@ def test_without_a_profile_mpi_goes_before_xla():
     assert choose.resolve("here", "auto", ("xla",), 4, fp32(MB)) == "xla"
     assert choose.resolve("here", "auto", BOTH, 4, fp32(4)) == "mpi"
     assert choose.resolve("here", "xla", BOTH, 4, fp32(4)) == "xla"
+
+
+NATIVE, NONE = object(), None
+HALF = Load(25 * MB // 2, 25 * MB, 8.125)  # 16-bit values
+# platform, native kernels, usable exchanges, load, the method without a profile
+UNMEASURED = {
+    "4 kB": ("cpu", NATIVE, BOTH, fp32(4000), "psum"),
+    "300 kB": ("cpu", NATIVE, BOTH, fp32(300_000), "psum"),
+    "1 MB over MPI": ("cpu", NATIVE, BOTH, fp32(MB), "mpi"),
+    "1 MB without MPI": ("cpu", NATIVE, ("xla",), fp32(MB), "psum"),
+    "4 MB": ("cpu", NATIVE, ("xla",), fp32(4 * MB), "xla"),
+    "25 MB": ("cpu", NATIVE, ("xla",), fp32(25 * MB), "xla"),
+    "2.5 MB at 4 bits": ("cpu", NATIVE, ("xla",), fp32(5 * MB // 2), "xla"),
+    "2.5 MB at 8 bits": ("cpu", NATIVE, ("xla",), fp32(5 * MB // 2, 8.125), "psum"),
+    "half the bytes, one direction at a time": ("cpu", NATIVE, ("xla",), fp32(64 * MB, 16), "psum"),
+    "half the bytes of 16-bit values": ("cpu", NATIVE, ("xla",), HALF, "psum"),
+    "half the bytes, both directions": ("cpu", NATIVE, BOTH, HALF, "mpi"),
+    "more bytes than uncompressed": ("cpu", NATIVE, BOTH, fp32(64 * MB, 40), "psum"),
+    "nothing to send with": ("cpu", NONE, ("xla",), fp32(64 * MB), "psum"),
+    "25 MB on a GPU": ("gpu", NATIVE, ("xla", "nccl"), fp32(25 * MB), "psum"),
+    "64 MB on a GPU": ("gpu", NATIVE, ("xla", "nccl"), fp32(64 * MB), "xla"),
+    "a GPU without kernels": ("gpu", NONE, ("xla",), fp32(64 * MB), "psum"),
+    "a TPU": ("tpu", NATIVE, ("xla",), fp32(64 * MB), "psum"),
+}
+
+
+@pytest.mark.parametrize("name", UNMEASURED)
+def test_without_a_profile_what_may_lose_goes_by_psum(name, built_in_rule, monkeypatch):
+    platform, kernels, usable, load, expected = UNMEASURED[name]
+    monkeypatch.setattr(choose.jax, "default_backend", lambda: platform)
+    for module in ("module", "cuda_module"):
+        monkeypatch.setattr(choose.native, module, lambda: kernels)
+    assert choose.resolve("here", "auto", usable, 4, load) == expected
+    # An exchange that is named compresses whatever the size.
+    assert choose.resolve("here", "xla", usable, 4, load) == "xla"
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(bits=st.floats(1.125, 31), more=st.floats(1, 4), nbytes=st.integers(4, 2**32))
+def test_without_a_profile_a_larger_buffer_and_a_smaller_payload_are_compressed_first(
+    bits, more, nbytes
+):
+    rule = {"xla": choose.Least(MB, 0.5), "mpi": choose.Least(MB // 2, 1.0)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "LEAST", rule)
+        for usable in (("xla",), BOTH):
+            if choose.unmeasured(usable, fp32(nbytes, bits)) != "psum":
+                assert choose.unmeasured(usable, fp32(int(nbytes * more), bits)) != "psum"
+                assert choose.unmeasured(usable, fp32(nbytes, bits / more)) != "psum"
+
+
+def slow_codec(load, **kinds):
+    return dataclasses.replace(load, **{kind: load.values for kind in kinds if kinds[kind]})
+
+
+KINDS = {
+    "plain": {},
+    "noisy": {"noisy": True},
+    "rotated": {"rotated": True},
+    "in units": {"in_units": True},
+    "all": {"noisy": True, "rotated": True, "in_units": True},
+}
+# 2.5 million values: xla takes 5 ms and mpi 2 ms plain, psum 10 ms. Noise adds 2 ns per value,
+# rotation 4 ns, units 1 ns.
+PRICED = {
+    ("plain", ("xla",)): (5e-3, "xla"),
+    ("noisy", ("xla",)): (10e-3, "psum"),
+    ("rotated", ("xla",)): (15e-3, "psum"),
+    ("in units", ("xla",)): (7.5e-3, "xla"),
+    ("all", ("xla",)): (22.5e-3, "psum"),
+    ("plain", ("mpi",)): (2e-3, "mpi"),
+    ("noisy", ("mpi",)): (7e-3, "mpi"),
+    ("rotated", ("mpi",)): (12e-3, "psum"),
+    ("in units", ("mpi",)): (4.5e-3, "mpi"),
+    ("all", ("mpi",)): (19.5e-3, "psum"),
+}
+
+
+@pytest.mark.parametrize(("kind", "usable"), PRICED)
+def test_noise_and_rotation_are_priced(kind, usable):
+    seconds, expected = PRICED[kind, usable]
+    load = slow_codec(fp32(10 * MB), **KINDS[kind])
+    slow = dataclasses.replace(MEASURED, codec=SLOW_CODEC)
+    assert choose.estimate(slow, usable[0], load) == pytest.approx(seconds)
+    assert choose.choose(slow, usable, load) == expected
+    assert choose.estimate(slow, "psum", load) == pytest.approx(10e-3)
+
+
+def test_a_kind_that_measures_faster_than_plain_costs_nothing():
+    quick = dataclasses.replace(
+        MEASURED, codec=Codec(plain=2e-9, noise=1e-9, rotation=1e-9, units=1e-9)
+    )
+    load = slow_codec(fp32(10 * MB), **KINDS["all"])
+    assert choose.estimate(quick, "xla", load) == pytest.approx(5e-3)

@@ -77,7 +77,9 @@ def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
     monkeypatch.setattr(
         codecs.QuantizeCodec,
         "decode",
-        lambda self, rows, like: [with_a_flipped_bit(x) for x in intact(self, rows, like)],
+        lambda self, rows, like, **units: [
+            with_a_flipped_bit(x) for x in intact(self, rows, like, **units)
+        ],
     )
     monkeypatch.setattr(
         cgx_jax.Quantize, "decode", lambda self, *args: with_a_flipped_bit(own(self, *args))

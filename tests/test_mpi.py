@@ -117,6 +117,12 @@ def test_a_mesh_in_another_order_than_the_ranks_is_refused():
     assert run(2, "permuted").count("build the mesh from jax.devices() in their order") == 2
 
 
+@needs_mpi
+def test_groups_that_end_in_the_middle_of_one_are_refused():
+    says = "size of groups is 3, must be a positive multiple of world, 2"
+    assert run(2, "misgrouped").count(says) == 2
+
+
 def reduce_by_mpi(mesh):
     f = lambda x: cgx_jax.psum_compressed(x[0], "data", exchange="mpi")  # noqa: E731
     jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())(np.zeros((8, 99), np.float32))

@@ -33,12 +33,17 @@ def isa(request):
 # --- calling the handlers -----------------------------------------------------------------------
 
 
-def attributes(leaves, world, **more):
+def attributes(leaves, world, units=None, **more):
     def column(name):
         return np.array([getattr(leaf, name) for leaf in leaves], np.int64)
 
     names = ("bits", "bucket_size", "rounding", "rotation", "stream")
-    return {n: column(n) for n in names} | {"world": np.int64(world)} | more
+    attrs = {n: column(n) for n in names} | {"world": np.int64(world)} | more
+    if units is not None:
+        attrs["units"] = np.array(
+            [i < len(units) and units[i] is not None for i in range(len(leaves))], np.int64
+        )
+    return attrs
 
 
 @functools.cache
@@ -61,28 +66,34 @@ def batched(arrays):
     return [a[None] for a in arrays]
 
 
-def encode(values, leaves, world, rank=-1, key=KEY, residual=False):
+def factors(units):
+    return [x[None] for unit in units if unit is not None for x in unit]
+
+
+def encode(values, leaves, world, rank=-1, key=KEY, residual=False, units=()):
     _, row = oracle.layout(leaves, world)
     results = [((1, world, row), np.uint8)]
     results += [((1, v.size), v.dtype) for v in values] if residual else []
     args = [np.array([key], np.uint32), np.array([rank], np.int32), *batched(values)]
-    payload, *rest = call("cgx_encode", results, args, attributes(leaves, world))
+    args += factors(units)
+    payload, *rest = call("cgx_encode", results, args, attributes(leaves, world, units))
     return payload[0], [r[0] for r in rest]
 
 
-def reduce(values, payload, leaves, rank, divisor=1.0, key=KEY, residuals=()):
+def reduce(values, payload, leaves, rank, divisor=1.0, key=KEY, residuals=(), units=()):
     args = [np.array([key], np.uint32), np.array([rank], np.int32), payload[None]]
-    args += batched(values) + batched(residuals)
-    attrs = attributes(leaves, len(payload), divisor=np.float32(divisor))
+    args += batched(values) + batched(residuals) + factors(units)
+    attrs = attributes(leaves, len(payload), units, divisor=np.float32(divisor))
     results = [((1, payload.shape[1]), np.uint8), *(((1, r.size), r.dtype) for r in residuals)]
     aliases = [(3 + len(values) + i, 1 + i) for i in range(len(residuals))]
     chunk, *rest = call("cgx_reduce", results, args, attrs, aliases)
     return chunk[0], [r[0] for r in rest]
 
 
-def decode(payload, leaves, dtypes):
+def decode(payload, leaves, dtypes, units=()):
     results = [((1, leaf.size), t) for leaf, t in zip(leaves, dtypes, strict=True)]
-    out = call("cgx_decode", results, [payload[None]], attributes(leaves, len(payload)))
+    args = [payload[None], *factors(units)]
+    out = call("cgx_decode", results, args, attributes(leaves, len(payload), units))
     return [o[0] for o in out]
 
 
@@ -107,26 +118,28 @@ def assert_same_bytes(got, want, what):
         pytest.fail(f"{what}: {len(bad)} of {got.size} differ, first at {i}: {hexes} ({values})")
 
 
-def check_all_calls(values, leaves, world, rank, divisor):
+def check_all_calls(values, leaves, world, rank, divisor, units=()):
     """Every handler against the oracle, on payloads of `world` differing ranks."""
     what = f"world {world}, rank {rank}"
-    own, want = encode(values, leaves, world, rank), oracle.encode(values, leaves, world, rank, KEY)
+    own = encode(values, leaves, world, rank, units=units)
+    want = oracle.encode(values, leaves, world, rank, KEY, units)
     assert_same_bytes(own[0], want[0], f"encode, {what}")
-    payload, residuals = encode(values, leaves, world, rank, residual=True)
+    payload, residuals = encode(values, leaves, world, rank, residual=True, units=units)
     assert_same_bytes(payload, want[0], f"encode with residual, {what}")
     for k, (got, expect) in enumerate(zip(residuals, want[1], strict=True)):
         assert_same_bytes(got, expect, f"residual {k}, {what}")
     dtypes = [v.dtype for v in values]
-    full, _ = oracle.encode(values, leaves, world, -1, KEY)
-    for k, (got, expect) in enumerate(
-        zip(decode(full, leaves, dtypes), oracle.decode(full, leaves, dtypes), strict=True)
-    ):
+    full, _ = oracle.encode(values, leaves, world, -1, KEY, units)
+    decoded = decode(full, leaves, dtypes, units), oracle.decode(full, leaves, dtypes, units)
+    for k, (got, expect) in enumerate(zip(*decoded, strict=True)):
         assert_same_bytes(got, expect, f"decode {k}, {what}")
-    expect, lost = oracle.reduce(values, full, leaves, max(rank, 0), divisor, KEY, residuals)
+    expect, lost = oracle.reduce(values, full, leaves, max(rank, 0), divisor, KEY, residuals, units)
     if world == 3 or rank < 0:  # without residuals too, over every width, dtype and rounding
-        got, _ = reduce(values, full, leaves, max(rank, 0), divisor)
+        got, _ = reduce(values, full, leaves, max(rank, 0), divisor, units=units)
         assert_same_bytes(got, expect, f"reduce, {what}")
-    got, filled = reduce(values, full, leaves, max(rank, 0), divisor, residuals=residuals)
+    got, filled = reduce(
+        values, full, leaves, max(rank, 0), divisor, residuals=residuals, units=units
+    )
     assert_same_bytes(got, expect, f"reduce with residual, {what}")
     for k, (a, b) in enumerate(zip(filled, lost, strict=True)):
         assert_same_bytes(a, b, f"residual {k} of reduce, {what}")
@@ -234,6 +247,53 @@ def test_a_leaf_too_large_for_the_caches_is_as_its_two_halves(dtype):
 
     for got, want in zip(written([x]), written(parts), strict=True):
         assert_same_bytes(got, want, "one leaf")
+
+
+def units_for(leaves, columns_of, seed=0):
+    """Units of every leaf but the first, in as many columns as `columns_of` says of its size."""
+    rng = np.random.default_rng(seed)
+
+    def pair(size, columns):
+        rows = size // columns if columns else 3  # 3 rows of no columns
+        return tuple(np.float32(10.0 ** rng.uniform(-4, 4, (2, n))) for n in (rows, columns))
+
+    return [None, *(pair(leaf.size, columns_of(leaf.size)) for leaf in leaves[1:])]
+
+
+def divisor_near(root):
+    """The largest divisor of a size up to the root of it: units of rows and columns."""
+    return lambda size: max((d for d in range(1, int(size**root) + 1) if size % d == 0), default=0)
+
+
+COLUMNS = {"one each": lambda n: n, "one column": lambda n: min(n, 1), "both": divisor_near(0.7)}
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@every_coding
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_units_multiply_every_value_on_its_way_in_and_out(dtype, coding, columns):
+    for bits, world, rank in [(1, 1, -1), (3, 2, 0), (4, 3, 1), (8, 8, 5)]:
+        leaves = [*edges(bits, **coding), Leaf(96 * 43, bits, 544, stream=40, **coding)]
+        values = values_for(leaves, DTYPES[dtype], bits)
+        check_all_calls(values, leaves, world, rank, world, units_for(leaves, COLUMNS[columns]))
+
+
+def test_units_of_large_leaves_and_of_rows_shorter_than_a_vector():
+    leaves = [Leaf(5 * 3 * 2**16), Leaf(5 * 3 * 2**16, rotation=True, stream=1)] * 2
+    units = [None, *units_for(leaves, lambda n: 5)[1:2], *units_for(leaves, lambda n: n // 3)[1:3]]
+    check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0, units)
+
+
+def test_units_keep_what_a_dtype_alone_would_not():
+    """Values near the largest float16, in units that no float16 could hold."""
+    x = np.float16(np.linspace(5e4, 6.5e4, 1024))
+    for scale in (1e-30, 1e30):
+        rows = np.float32([[1 / scale], [scale]])
+        units = [(rows, np.ones((2, 1024), np.float32))] * 2
+        leaves = [Leaf(1024, 8), Leaf(1024, 1)]
+        payload, residuals = encode([x] * 2, leaves, 1, residual=True, units=units)
+        for y, lost in zip(decode(payload, leaves, [x.dtype] * 2, units), residuals, strict=True):
+            np.testing.assert_allclose(np.float64(y) + lost, x, rtol=2e-3)
 
 
 @pytest.mark.slow
@@ -398,7 +458,7 @@ def test_a_batch_is_as_many_calls():
         "cgx_encode",
         [((batch, world, row), np.uint8)],
         [keys, ranks, *stacked],
-        attributes(leaves, world),
+        attributes(leaves, world, ()),
     )
     for b in range(batch):
         want, _ = oracle.encode(sets[b], leaves, world, ranks[b], keys[b])
@@ -408,7 +468,7 @@ def test_a_batch_is_as_many_calls():
         "cgx_reduce",
         [((batch, row), np.uint8)],
         [keys, own, payload, *stacked],
-        attributes(leaves, world, divisor=np.float32(3)),
+        attributes(leaves, world, (), divisor=np.float32(3)),
     )
     for b in range(batch):
         want, _ = oracle.reduce(sets[b], payload[b], leaves, own[b], 3, keys[b])
@@ -421,7 +481,7 @@ def test_a_buffer_without_leaves_or_values_is_fine(name):
         values = [np.zeros((1, 0), np.float32) for _ in leaves]
         key, rank = np.zeros((1, 2), np.uint32), np.zeros(1, np.int32)
         payload = np.zeros((1, 2, 0), np.uint8)
-        attrs = attributes(leaves, 2)
+        attrs = attributes(leaves, 2, ())
         if name == "cgx_encode":
             call(name, [((1, 2, 0), np.uint8)], [key, rank, *values], attrs)
         elif name == "cgx_reduce":
@@ -470,6 +530,18 @@ WRONG = [
           results={1: ((1, 1000), np.float32), 2: ((1, 1000), np.float32)}),
     Wrong("result leaf 0 has 999 values", results={1: ((1, 999), np.float32)}),
     Wrong("result leaf 0 has 1000 values", results={1: ((1, 1000), np.float16)}),
+    Wrong("length of units is 2, expected 1", attrs={"units": ints(0, 0)}),
+    Wrong("units of leaf 0 is 2, must be 0 or 1", attrs={"units": ints(2)}),
+    Wrong("number of operands is 1, must be at least 2, the units", attrs={"units": ints(1)}),
+    Wrong("units of leaf 0 are 3 rows by 5 columns, expected 1000 in all",
+          attrs={"units": ints(1)},
+          args={3: np.zeros((1, 2, 3), np.float32), 4: np.zeros((1, 2, 5), np.float32)}),
+    Wrong("size of the columns of the units of leaf 0 is 5, must be a multiple of 2",
+          attrs={"units": ints(1)},
+          args={3: np.zeros((1, 2), np.float32), 4: np.zeros((1, 5), np.float32)}),
+    Wrong("dtype of the rows of the units of leaf 0 is not f32", attrs={"units": ints(1)},
+          args={3: np.zeros((1, 2), np.float16), 4: np.zeros((1, 5), np.float32)}),
+    Wrong("cgx_decode: number of units is 0, expected 2", "cgx_decode", attrs={"units": ints(1)}),
     Wrong("cgx_reduce: rank is -1, must be in [0, 2)", "cgx_reduce",
           args={1: np.array([-1], np.int32)}),
     Wrong("size of payload is 2, expected", "cgx_reduce", args={2: np.zeros((1, 2, 1), np.uint8)}),
@@ -506,7 +578,8 @@ def test_a_wrong_call_names_the_value_and_the_limit(wrong):
         "cgx_decode": ([payload], [x], {}),
         "cgx_accumulate": ([rank, whole, x], [x], {"divisor": np.float32(1)}),
     }[wrong.name]
-    attrs = attributes(leaves, 1 if wrong.name == "cgx_accumulate" else 2, **attrs) | wrong.attrs
+    exact = wrong.name == "cgx_accumulate"
+    attrs = attributes(leaves, 1 if exact else 2, None if exact else (), **attrs) | wrong.attrs
     operands = [wrong.args.get(i, a) for i, a in enumerate(args)]
     operands += [a for i, a in sorted(wrong.args.items()) if i >= len(args)]
     shapes = {i: (r.shape, r.dtype) for i, r in enumerate(results)} | wrong.results

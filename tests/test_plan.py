@@ -9,6 +9,7 @@ import pytest
 
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize
+from cgx_jax.exchange.choose import Load
 
 TREE = {
     "dense": {"kernel": np.zeros((64, 64), np.float32), "bias": np.zeros(4096, np.float32)},
@@ -33,6 +34,28 @@ def test_overrides_go_before_the_rule():
     chosen = {s.path: s.compressor for s in plan.slots}
     assert chosen["small"] == Quantize(2)
     assert chosen["half"] == Identity()
+
+
+def test_a_buffers_load_counts_the_values_that_are_dearer_to_encode():
+    tree = {"plain": np.zeros((64, 64), np.float32), "noisy": np.zeros((32, 64), np.float16)}
+    tree |= {"rotated": np.zeros((64, 96), np.float32), "both": np.zeros((64, 128), np.float32)}
+    overrides = {
+        "noisy": Quantize(4, rounding="stochastic"),
+        "rotated": Quantize(4, rotation=True),
+        "both": Quantize(4, rounding="correlated", rotation=True),
+    }
+    plan = Plan.build(tree, Quantize(4), overrides=overrides)
+    (buffer,) = plan.buffers
+    sizes = {name: x.size for name, x in tree.items()}
+    assert plan.load(buffer) == Load(
+        values=sum(sizes.values()),
+        nbytes=sum(x.nbytes for x in tree.values()),
+        bits=4.125,
+        noisy=sizes["noisy"] + sizes["both"],
+        rotated=sizes["rotated"] + sizes["both"],
+    )
+    (both,) = [s.leaf for s in plan.slots if s.path == "both"]
+    assert plan.load(buffer, units={both}).in_units == sizes["both"]
 
 
 def test_a_bare_array_is_compressed_as_asked():
@@ -116,7 +139,16 @@ ALLOWED = {
     "axes": {"_compat"},
     "installation": set(),
     "processes": set(),
-    "exchange": {"wire", "_compat", "kernels", "exchange", "installation", "processes"},
+    "untrusted": set(),
+    "exchange": {
+        "wire",
+        "_compat",
+        "kernels",
+        "exchange",
+        "installation",
+        "processes",
+        "untrusted",
+    },
     "policy": {"wire", "axes", "compressors", "exchange", "kernels", "policy", "processes"},
     "plan": {"axes", "wire", "codecs", "compressors", "exchange", "policy"},
     "collectives": {
@@ -126,12 +158,34 @@ ALLOWED = {
         "compressors",
         "debug",
         "exchange",
+        "kernels",
         "plan",
         "policy",
     },
-    "sharded": {"axes", "codecs", "compressors", "debug", "exchange", "plan", "policy", "wire"},
+    "sharded": {
+        "_compat",
+        "axes",
+        "codecs",
+        "compressors",
+        "debug",
+        "exchange",
+        "plan",
+        "policy",
+        "wire",
+    },
     "debug": {"_compat", "axes", "exchange"},
-    "gradients": {"_compat", "axes", "collectives", "compressors", "plan", "policy"},
+    "gradients": {"_compat", "axes", "collectives", "compressors", "exchange", "plan", "policy"},
+    "plain_jit": {
+        "_compat",
+        "collectives",
+        "compressors",
+        "memory",
+        "plain_jit",
+        "plan",
+        "policy",
+        "precondition",
+        "sync",
+    },
     "memory": set(),
     "precondition": set(),
     "sync": {
@@ -143,9 +197,11 @@ ALLOWED = {
         "plan",
         "policy",
         "precondition",
+        "wrappers",
     },
+    "wrappers": set(),
     "links": set(),
-    "tuning": {"collectives", "compressors", "exchange", "installation", "links"},
+    "tuning": {"collectives", "compressors", "exchange", "installation", "links", "plan"},
     "commands": {
         "collectives",
         "commands",
@@ -154,6 +210,8 @@ ALLOWED = {
         "installation",
         "links",
         "policy",
+        "untrusted",
+        "wire",
     },
     "__main__": {"commands", "exchange", "links", "tuning"},
 }

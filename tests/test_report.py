@@ -8,7 +8,7 @@ import pytest
 
 from adaptive_training import WIDTHS, Training
 from cgx_jax import Adaptive, Quantize
-from cgx_jax.commands import report
+from cgx_jax.commands import report, run_file
 from test_cli import PNG_SIGNATURE, run
 
 
@@ -24,7 +24,7 @@ def log(tmp_path_factory):
 
 
 def test_a_log_holds_the_leaves_every_look_and_the_recorded_numbers(log):
-    one = report.Run.read(log)
+    one = run_file.Run.read(log)
     assert one.subject.paths == ("big", "small", "table")
     assert [r.outcome for r, _ in one.refreshes] == ["changed", "kept", "kept"]
     assert [p.step for p in one.plans] == [0, one.refreshes[0][0].step]
@@ -36,7 +36,7 @@ def test_a_log_holds_the_leaves_every_look_and_the_recorded_numbers(log):
 
 
 def test_the_front_is_no_worse_than_any_choice_of_as_many_bytes(log):
-    one = report.Run.read(log)
+    one = run_file.Run.read(log)
     front = report.front(one)
     assert all(a.error >= b.error for a, b in itertools.pairwise(front))
     named = {c.name.split("(")[0]: c for c in report.choices(one)}
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, text, message):
     path = tmp_path / "x.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        report.Run.read(path)
+        run_file.Run.read(path)
 
 
 def test_a_missing_file_ends_with_its_name():

@@ -55,6 +55,70 @@ def test_rotation_never_costs_accuracy_at_any_bucket_size(bucket_size, dtype):
     assert error[1] < error[0]
 
 
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+
+
+def largest_rows(dtype, fractions=(1.0, 0.999, 0.92, 0.5, 0.13, 1e-2, 1e-3, 1e-9, 1e-38, 1e-42)):
+    """Buckets of 512 values of many shapes, [n, 512], each at these shares of the largest."""
+    rng = np.random.default_rng(0)
+    spikes = np.zeros((3, 512))
+    spikes[0, 7], spikes[1, 9:11], spikes[2, ::32] = 1, (1, -1), 1
+    shapes = np.concatenate([
+        spikes, np.ones((1, 512)), np.linspace(-1, 1, 512)[None], np.linspace(0.8, 1, 512)[None],
+        rng.uniform(-1, 1, (2, 512)), rng.uniform(0.9, 1, (1, 512)), rng.standard_normal((2, 512)),
+        rng.standard_cauchy((1, 512)), rng.choice([-1, 1], (2, 512)),
+    ])  # fmt: skip
+    shapes /= np.abs(shapes).max(axis=1, keepdims=True)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.asarray(np.concatenate([shapes * (most * f) for f in fractions]), dtype)
+
+
+def check_bound(dtype, compressor):
+    """Every decoded value is within the stated bound, or that is infinite."""
+    x = largest_rows(dtype)
+
+    @jax.jit
+    def both(x):
+        y = compressor.decode(compressor.encode(x, key=jax.random.key(0))[0], x.shape, x.dtype)
+        return y, compressor.error_bound(x)
+
+    y, bound = (np.asarray(a, np.float64) for a in both(x))
+    with np.errstate(invalid="ignore"):
+        held = np.abs(y - np.asarray(x, np.float64)) <= bound
+    assert (held | np.isinf(bound)).all()
+    assert not np.isnan(bound).any()
+    return np.asarray(x, np.float64), bound
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rotation", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [1, 5])
+def test_the_bound_holds_up_to_the_largest_value_or_is_infinite(bits, dtype, rotation, rounding):
+    x, bound = check_bound(DTYPES[dtype], Quantize(bits, 512, rounding, rotation))
+    far = np.abs(x).max(axis=1) < float(jnp.finfo(DTYPES[dtype]).max) * 1e-4
+    assert np.isfinite(bound[far]).all()  # and tells something wherever there is room
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_size", [32, 96, 128, 512, 1024])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "correlated"])
+@pytest.mark.parametrize("rotation", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width_s_bound_holds_up_to_the_largest_value(bucket_size, dtype, rotation, rounding):
+    for bits in range(1, 9):
+        check_bound(DTYPES[dtype], Quantize(bits, bucket_size, rounding, rotation))
+
+
+def test_values_alone_at_the_largest_float_come_back_finite():
+    x = np.zeros((4, 512), np.float32)
+    x[range(4), [0, 5, 77, 511]] = np.float32([1, -1, 0.5, 0.126]) * np.finfo(np.float32).max
+    c = Quantize(4, rotation=True)
+    y = sent(x, c)
+    np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e32)
+    assert (np.abs(np.float64(y) - x) <= np.asarray(c.error_bound(x), np.float64)).all()
+
+
 @pytest.mark.parametrize("value", [3.0, -1e-20, 1e30])
 def test_a_value_that_is_alone_in_its_bucket_is_exact(value):
     x = np.zeros(512, np.float32)

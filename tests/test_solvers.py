@@ -1,6 +1,7 @@
 """Solvers: what each promises, on realistic problems, degenerate leaves and hand-made links."""
 
 import ast
+import dataclasses
 import math
 import pathlib
 import re
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 from cgx_jax import Profile, Quantize
-from cgx_jax.exchange.profile import Row
+from cgx_jax.exchange.profile import Codec, Row
 from cgx_jax.policy import bayesian, knapsack, least_time, solvers
 from cgx_jax.policy.bayesian import Bayesian
+from cgx_jax.policy.decide import Subject
 from cgx_jax.policy.knapsack import minimise, total
 from cgx_jax.policy.least_time import LeastTime
 from cgx_jax.policy.solvers import KMeans, LeastBytes, LeastError, Linear, Problem
@@ -48,13 +50,13 @@ def uniform(p, bits):
     return np.full(len(p.values), p.candidate("test", "bits", bits))
 
 
-def links(seconds, psum, sizes=(MB // 100, 100 * MB)):
+def links(seconds, psum, sizes=(MB // 100, 100 * MB), codec=(1e-9, 1e-9, 1e-9, 1e-9)):
     """A profile: `seconds` and `psum` of 1 MB in all, by payload bits; in proportion to size."""
     rows = [Row("psum", 32, size, psum * size / MB) for size in sizes]
     rows += [Row("xla", b, size, s * size / MB) for b, s in seconds.items() for size in sizes]
     facts = {"cpu": "a cpu", "cores": 2, "device": "cpu", "hosts": 1, "axis": "data", "mpi": None}
     facts |= {"jax": "0.10.2", "jaxlib": "0.10.2", "cgx_jax": "0.1.0", "world": 4}
-    return Profile(**facts, latency=1e-5, algbw=1e9, rows=tuple(rows))
+    return Profile(**facts, latency=1e-5, algbw=1e9, codec=Codec(*codec), rows=tuple(rows))
 
 
 SLOW = links({1.125: 1.125, 4.125: 4.125, 8.125: 8.125}, psum=32.0)
@@ -215,6 +217,35 @@ def test_exact_leaves_are_taken_where_psum_is_the_fastest():
     p = problem(20, bits=(2, 4, 8, 32))
     assert set(p.bits[LeastTime(NO_GAIN).solve(p)]) == {32}
     assert 32 not in p.bits[LeastTime(SLOW).solve(p)]
+
+
+def test_candidates_that_rotate_or_round_at_random_are_priced():
+    plain = problem(20, bits=(2, 4, 8, 32))
+    dear = [True, True, True, False]
+    for kind, codec in (("rotated", (1e-9, 1e-9, 1e-6, 1e-9)), ("noisy", (1e-9, 1e-6, 1e-9, 1e-9))):
+        p = dataclasses.replace(plain, **{kind: dear})
+        compressed = {2.125: 1.0, 4.125: 1.2, 8.125: 1.4}  # seconds of 1 MB, of 250,000 values
+        solver = LeastTime(links(compressed, psum=9.0, codec=codec))
+        more = solver.seconds(p) - solver.seconds(plain)
+        np.testing.assert_allclose(more, np.outer(plain.values, dear) * 0.999e-6)
+        solver = LeastTime(links(dict.fromkeys(compressed, 1.0), psum=1.2, codec=codec))
+        assert solver.seconds(plain)[:, 2].sum() < 0.9 * solver.seconds(plain)[:, 3].sum()
+        assert set(p.bits[solver.solve(p)]) == {32}  # at 1.25 s for 1 MB, psum is faster
+    with pytest.raises(ValueError, match=r"Problem: rotated .*\[2\].*4 candidates"):
+        dataclasses.replace(plain, rotated=[True, False])
+
+
+def test_adaptive_hands_the_kinds_of_its_candidates_to_the_solver():
+    candidates = (Quantize(2), Quantize(4, rotation=True), Quantize(8, rounding="stochastic"))
+    averages = {"square": np.ones(1), "error": np.ones((1, 3))}
+    p = Subject(("w",), (5000,), candidates).problem(averages)
+    assert p.rotated.tolist() == [False, True, False]
+    assert p.noisy.tolist() == [False, False, True]
+
+
+def test_no_time_is_predicted_without_a_profile():
+    with pytest.raises(TypeError, match=r"LeastTime: profile=None .*cgx_jax\.tune.*LeastBytes"):
+        LeastTime(None)
 
 
 def test_a_leafs_seconds_are_its_share_of_its_buffers():

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Plan, Profile, Quantize, installation, tune
 from cgx_jax.exchange import choose
+from cgx_jax.exchange.profile import Codec
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
 COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
@@ -26,6 +28,7 @@ def profile_with_crossing(world=8, **fields):
     rows = [("psum", 32, 4096 * 4**i, 1e-5 * 4**i) for i in range(4)]
     rows += [("xla", bits, 4096 * 4**i, 5e-5 * 2**i) for i in range(4) for bits in (4.125, 8.125)]
     known = {"hosts": 1, "mpi": None, "axis": "data", "latency": 1e-5, "algbw": 4e8}
+    known["codec"] = Codec(1e-9, 1e-9, 1e-9, 1e-9)
     return Profile(**(installation.facts() | known | fields), world=world, rows=tuple(rows))
 
 
@@ -47,6 +50,97 @@ def test_compiled_collectives_follow_the_profile(mesh, following):
     assert compiled(mesh, SMALL) == {"f32"}
     assert compiled(mesh, LARGE) == {"u8"}
     assert compiled(mesh, SMALL, exchange="xla") == {"u8"}
+
+
+def test_rotation_and_noise_are_priced_where_a_reduction_is_traced(mesh, following):
+    rotated, noisy = Quantize(4, rotation=True), Quantize(4, rounding="stochastic")
+    for kind in ("rotation", "noise"):
+        codec = Codec(1e-9, 1e-9, 1e-9, 1e-9)._replace(**{kind: 1e-6})
+        following(profile_with_crossing(codec=codec))
+        assert compiled(mesh, LARGE) == {"u8"}
+        for compressor, slow in ((rotated, kind == "rotation"), (noisy, kind == "noise")):
+            sent = compiled(mesh, LARGE, compressor=compressor, key=jax.random.key(0))
+            assert sent == ({"f32"} if slow else {"u8"}), (kind, compressor)
+
+
+@pytest.mark.parametrize(("precondition", "sent"), [(None, "u8"), (cgx_jax.SecondMoment(), "f32")])
+def test_units_are_priced_where_a_reduction_is_traced(mesh, following, precondition, sent):
+    following(profile_with_crossing(codec=Codec(1e-9, 1e-9, 1e-9, 1e-6)))
+    tx = cgx_jax.sync_gradients("data", Quantize(4), precondition=precondition, mesh=mesh)
+    params = {"w": np.zeros(LARGE, np.float32)}
+    state = jax.eval_shape(tx.init, params)
+    step = jax.shard_map(
+        lambda g, s: tx.update({"w": g[0]}, s),
+        mesh=mesh,
+        in_specs=(P("data"), cgx_jax.state_specs(state, "data")),
+        out_specs=P(),
+    )
+    x = jax.ShapeDtypeStruct((8, *LARGE), np.float32)
+    text = jax.jit(step).lower(x, state).compile().as_text()
+    assert {dtype for dtype, _ in COLLECTIVE.findall(text)} == {sent}
+
+
+KEYED = Quantize(4, rounding="stochastic")
+PAIRS = {
+    "psum": (lax.psum, cgx_jax.psum_compressed),
+    "pmean": (lax.pmean, cgx_jax.pmean_compressed),
+}
+
+
+@pytest.mark.parametrize("compressor", [Quantize(4), KEYED, Quantize(2, rotation=True)], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_without_a_profile_a_small_tree_is_the_very_program_of_lax(
+    mesh, built_in_rule, name, compressor
+):
+    exact, ours = PAIRS[name]
+    tree = {"a": jax.ShapeDtypeStruct((8, *SMALL), np.float32)}
+    tree |= {"b": jax.ShapeDtypeStruct((8, 33, 64), jnp.bfloat16)}
+
+    def program(reduce):
+        def step(tree):
+            return reduce(jax.tree.map(lambda x: x[0], tree))
+
+        f = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
+        return jax.jit(f).lower(tree).as_text()
+
+    key = jax.random.key(0)
+    want = program(lambda t: exact(t, "data"))
+    assert program(lambda t: ours(t, "data", compressor, key=key)) == want
+    assert program(lambda t: ours(t, "data", compressor, key=key, exchange="xla")) != want
+
+
+def test_without_a_profile_the_size_of_a_buffer_counts_and_not_a_leafs(mesh, built_in_rule):
+    leaf = np.zeros((128, 256), np.float32)  # 131 kB
+    trees = [{str(i): leaf for i in range(n)} for n in (3, 30)]
+    few, many = map(Plan.build, trees)
+    apart = Plan.build(trees[1], fusion_bytes=leaf.nbytes)
+
+    def methods(plan):
+        return set(plan.methods("test", "auto", ("xla",), 8).values())
+
+    assert methods(few) == {"psum"}
+    assert methods(many) == {"xla"}
+    assert methods(apart) == {"psum"}
+    assert few.summary(8).splitlines()[2].endswith("psum")
+    assert many.summary(8).splitlines()[2].endswith("xla")
+
+
+def test_without_a_profile_feedback_of_a_small_tree_keeps_nothing(mesh, built_in_rule):
+    tx = cgx_jax.sync_gradients("data", Quantize(2), memory=cgx_jax.ErrorFeedback(), mesh=mesh)
+    x = np.random.default_rng(0).normal(size=(8, *SMALL)).astype(np.float32)
+    state = tx.init({"w": x[0]})
+    specs = cgx_jax.state_specs(state, "data")
+    step = jax.jit(
+        jax.shard_map(
+            lambda g, s: tx.update({"w": g[0]}, s),
+            mesh=mesh,
+            in_specs=(P("data"), specs),
+            out_specs=(P(), specs),
+        )
+    )
+    mean, state = step(x, state)
+    np.testing.assert_allclose(mean["w"], x.mean(0), atol=1e-6)
+    assert not any(np.asarray(m).any() for m in jax.tree.leaves(state.memory))
 
 
 def test_functions_compiled_before_are_traced_anew(mesh, following):
@@ -125,6 +219,7 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys):
     want = {("psum", 32), ("xla", 4.125), ("xla", 8.125)}
     assert {row[:3] for row in profile.rows} == {(*m, s) for m in want for s in sizes}
     assert (profile.world, profile.axis) == (8, "data")
+    assert all(1e-12 < seconds < 1e-3 for seconds in profile.codec)
     largest = max(row for row in profile.rows if row.method == "psum")
     assert profile.algbw == largest.bytes / largest.seconds
     assert "measuring 4.1 kB" in capsys.readouterr().err
@@ -133,7 +228,11 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys):
 def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, capsys):
     profile = tune(mesh, "data", bits=(4,), sizes=(4096, 16384), budget_seconds=1e-3)
     assert {row.bytes for row in profile.rows} == {4096}
-    assert "16.4 kB and larger are left out" in capsys.readouterr().err
+    *_, stopped, last = capsys.readouterr().err.splitlines()
+    assert "[############............] stopped: 1 of 2 sizes" in stopped
+    assert "16.4 kB and larger are left out" in last
+    tune(mesh, "data", bits=(4,), sizes=(4096,), budget_seconds=1e-3)
+    assert "[########################] done" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_axis_of_a_mesh_with_more_is_tuned_by_itself(mesh_2d, following):
@@ -174,11 +273,11 @@ from cgx_jax.exchange import choose
 plan = cgx_jax.Plan.build([np.zeros((16, 128), np.float32), np.zeros((64, 1024), np.float32)],
                           fusion_bytes=262144)
 methods = lambda: list(plan.methods("test", "auto", choose.available(), 2).values())
-assert methods() == ["xla", "xla"]
+assert methods() == ["psum", "psum"]  # small, and nothing was measured
 cgx_jax.use_profile(good if rank == 0 else None)
 assert methods() == ["psum", "xla"]
 cgx_jax.use_profile(None if rank == 0 else good)
-assert methods() == ["xla", "xla"]
+assert methods() == ["psum", "psum"]
 for wrong in (bad, "missing.json"):
     try:
         cgx_jax.use_profile(wrong if rank == 0 else good)

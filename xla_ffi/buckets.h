@@ -127,39 +127,56 @@ struct Extremes {
   CGX_HD Meta meta(int bits) const { return make_meta(min, max, finite, bits); }
 };
 
-// The sum of the values tells a NaN or Inf for the price of one addition; finite values may
-// overflow it too, and are then looked at one by one.
+// Collects extremes. The sum of the values tells a NaN or Inf for the price of one addition; finite
+// values may overflow it too, and are then looked at one by one.
+struct Range {
+  static constexpr int kChains = 4;
+  F32 lo[kChains], hi[kChains], sum[kChains];
+
+  CGX_HD Range() {
+    const float inf = bit_cast<float>(0x7f800000u);
+    for (int c = 0; c < kChains; ++c) lo[c] = F32{} + inf, hi[c] = F32{} - inf, sum[c] = F32{};
+  }
+  CGX_HD void add(int chain, F32 v) {
+    add_extremes(chain, v);
+    sum[chain % kChains] += v;
+  }
+  // For a value that is only a NaN where a value in the sum is not finite or an extreme is not.
+  CGX_HD void add_extremes(int chain, F32 v) {
+    const int c = chain % kChains;
+    lo[c] = Lanes<F32>::lesser(lo[c], v);
+    hi[c] = Lanes<F32>::greater(hi[c], v);
+  }
+  // Of the n values at x, which have all been added.
+  template <typename Store>
+  CGX_HD Extremes extremes(const typename Store::Item* x, int64_t n) const {
+    const float total = across<Add>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    const float min = across<Min>(
+        Lanes<F32>::lesser(Lanes<F32>::lesser(lo[0], lo[1]), Lanes<F32>::lesser(lo[2], lo[3])));
+    const float max = across<Max>(
+        Lanes<F32>::greater(Lanes<F32>::greater(hi[0], hi[1]), Lanes<F32>::greater(hi[2], hi[3])));
+    const bool no_nan = (total <= kLargest && total >= -kLargest) || all_finite<Store>(x, n);
+    return {min, max, no_nan && min >= -kLargest && max <= kLargest};
+  }
+};
+
 template <typename Store, bool kFar>
 __attribute__((noinline)) Extremes find_extremes(const typename Store::Item* x, int64_t n) {
-  constexpr int kChains = 4;
-  const float inf = bit_cast<float>(0x7f800000u);
-  F32 lo[kChains], hi[kChains], sum[kChains];
-  for (int c = 0; c < kChains; ++c) lo[c] = F32{} + inf, hi[c] = F32{} - inf, sum[c] = F32{};
+  constexpr int kChains = Range::kChains;
+  Range range;
   int64_t i = 0;
   for (; i + kChains * kLanes <= n; i += kChains * kLanes) {
     if (kFar) prefetch_l2<kChains * kLanes * sizeof(x[0])>((const char*)(x + i) + kFarAhead);
 #pragma GCC unroll 4
-    for (int c = 0; c < kChains; ++c) {
-      const F32 v = Store::load_lanes(x + i + c * kLanes);
-      lo[c] = min_of(lo[c], v);
-      hi[c] = max_of(hi[c], v);
-      sum[c] += v;
-    }
+    for (int c = 0; c < kChains; ++c) range.add(c, Store::load_lanes(x + i + c * kLanes));
   }
   for (; i < n; i += kLanes) {
     typename Store::Item item[kLanes];
     const int64_t live = n - i < kLanes ? n - i : kLanes;
     for (int l = 0; l < kLanes; ++l) item[l] = x[i + (l < live ? l : 0)];
-    const F32 v = Store::load_lanes(item);
-    lo[0] = min_of(lo[0], v);
-    hi[0] = max_of(hi[0], v);
-    sum[0] += v;
+    range.add(0, Store::load_lanes(item));
   }
-  const float total = across<Add>((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  const float min = across<Min>(min_of(min_of(lo[0], lo[1]), min_of(lo[2], lo[3])));
-  const float max = across<Max>(max_of(max_of(hi[0], hi[1]), max_of(hi[2], hi[3])));
-  const bool finite = (total <= kLargest && total >= -kLargest) || all_finite<Store>(x, n);
-  return {min, max, finite};
+  return range.extremes<Store>(x, n);
 }
 
 // How values become codes.
@@ -171,11 +188,22 @@ struct Noise {
   float offset;
 };
 
-// `ahead` is where this bucket's share of the memory to ask for early begins.
+// How many quarters of the far memory the encoding of a bucket asks for. Requests in one burst wait
+// for one another: where a pass before the encoding has time to spare, it asks for the rest.
+CGX_HD constexpr int64_t far_quarters(Coding coding) {
+  return coding == Coding::kStochastic ? 4 : coding == Coding::kClipped ? 1 : 0;
+}
+
+// Where a bucket's share of the memory to ask for early begins.
+struct Ahead {
+  const char* near;  // into L1
+  const char* far;   // into L2
+};
+
 template <typename Store, int kBits, Coding kCoding, bool kResidual, int kColumns>
 __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Record record,
-                                             Meta meta, Noise noise, const char* ahead,
-                                             uint8_t* out, typename Store::Item* residual) {
+                                             Meta meta, Noise noise, Ahead ahead, uint8_t* out,
+                                             typename Store::Item* residual) {
   using Item = typename Store::Item;
   constexpr bool kStochastic = kCoding == Coding::kStochastic;
   store(out, meta);
@@ -186,9 +214,13 @@ __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Reco
   if (poison && !kResidual) return;
   const float inverse = inverse_unit(meta);
   constexpr int64_t kTileBytes = kRows * kLanes * sizeof(Item);
-  for (int64_t column = 0; column < columns; column += kLanes, ahead += kTileBytes) {
-    prefetch_l1<kTileBytes>(ahead + kNearAhead);
-    if (kStochastic) prefetch_l2<kTileBytes>(ahead + kFarAhead);
+  constexpr int64_t kQuarters = far_quarters(kCoding), kFarBytes = kQuarters * kTileBytes / 4;
+  ahead.far += (4 - kQuarters) * columns / kLanes * kTileBytes / 4;
+  for (int64_t column = 0; column < columns; column += kLanes) {
+    prefetch_l1<kTileBytes>(ahead.near);
+    prefetch_l2<kFarBytes>(ahead.far);
+    ahead.near += kTileBytes;
+    ahead.far += kFarBytes;
     const Tile tile{columns, record.values, column};
     const bool full = kColumns != 0 || tile.full();
     Edge<Item> edge;
@@ -231,7 +263,7 @@ template <typename In, typename Out, int kBits, int kColumns>
 __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record record,
                                           const uint8_t* records, int64_t peer_stride,
                                           int64_t peers, int64_t skip, Divide divide,
-                                          typename Out::Item* out) {
+                                          const char* ahead, typename Out::Item* out) {
   const int64_t columns = kColumns ? kColumns : record.columns();
   for (int64_t column = 0; column < columns; column += kLanes) {
     const Tile tile{columns, record.values, column};
@@ -243,7 +275,8 @@ __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record rec
     const typename In::Item* const from = full ? x + column : edge_in.row;
     const int64_t stride = full ? columns : kLanes;
     constexpr int64_t kTileBytes = kRows * kLanes * sizeof(*x);
-    prefetch_l2<kTileBytes>((const char*)(x + kRows * column) + kFarAhead);
+    prefetch_l2<kTileBytes>(ahead + kFarAhead);
+    ahead += kTileBytes;
     F32 row[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) row[r] = In::load_lanes(from + r * stride);
@@ -266,20 +299,6 @@ __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record rec
     }
     if (!full) edge_out.write(out, tile);
   }
-}
-
-template <typename Store>
-__attribute__((noinline)) void scale_into(const float* x, int64_t n, float factor,
-                                          typename Store::Item* out) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Store::store_lanes(out + i, canonical_nan(StoreF32::load_lanes(x + i) * factor));
-  }
-  float rest[kLanes] = {};
-  typename Store::Item item[kLanes];
-  for (int64_t l = 0; l < n - i; ++l) rest[l] = x[i + l];
-  Store::store_lanes(item, canonical_nan(StoreF32::load_lanes(rest) * factor));
-  for (int64_t l = 0; l < n - i; ++l) out[i + l] = item[l];
 }
 
 template <typename Store, int kBits, int kColumns>

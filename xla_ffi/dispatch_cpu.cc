@@ -36,7 +36,9 @@ struct Available {
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
       tables[n++] = &avx512::kTable;
     }
-    if (__builtin_cpu_supports("avx2")) tables[n++] = &avx2::kTable;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+      tables[n++] = &avx2::kTable;
+    }
     tables[n++] = &baseline::kTable;
 #else
     tables[n++] = &neon::kTable;

@@ -40,6 +40,7 @@ Hello hello(const FusedSpec& spec, const Layout& layout, const Segments& segment
     plan.add(slot.rotated);
     plan.add(slot.stream);
     plan.add(static_cast<int>(spec.dtypes[k]));
+    plan.add(!spec.units.empty() && spec.units[k].num_rows > 0);
   }
   uint32_t divisor;
   memcpy(&divisor, &spec.divisor, sizeof(divisor));
@@ -116,7 +117,7 @@ void FusedCall::encode(int64_t segment) {
   const EncodeCall call{layout,      {spec_.in.data(), spec_.dtypes.data()},
                         residuals(), spec_.keys,
                         spec_.rank,  sent_.data.get(),
-                        nullptr};
+                        nullptr,     units()};
   for (int64_t d = 1; d < layout_.world; ++d) {
     const int64_t chunk = (spec_.rank + d) % layout_.world;
     split(segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1),
@@ -137,7 +138,8 @@ void FusedCall::reduce(int64_t segment) {
                         spec_.divisor,
                         sent_.data.get() + spec_.rank * layout_.chunk_bytes,
                         nullptr,
-                        residuals()};
+                        residuals(),
+                        units()};
   split(segments_.begin(spec_.rank, segment), segments_.begin(spec_.rank, segment + 1),
         [&](int64_t from, int64_t to, int64_t worker) {
           ReduceCall own = call;
@@ -148,7 +150,7 @@ void FusedCall::reduce(int64_t segment) {
 
 void FusedCall::decode(int64_t segment) {
   const DecodeCall call{
-      layout_, sent_.data.get(), {spec_.out.data(), spec_.dtypes.data()}, nullptr};
+      layout_, sent_.data.get(), {spec_.out.data(), spec_.dtypes.data()}, nullptr, units()};
   for (int64_t chunk = 0; chunk < layout_.world; ++chunk) {
     split(segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1),
           [&](int64_t from, int64_t to, int64_t worker) {

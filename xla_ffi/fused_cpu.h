@@ -39,7 +39,8 @@ struct FusedSpec {
   std::vector<void*> out;
   std::vector<void*> residuals;  // none, or one a leaf: what this rank's encodings lost
   std::vector<DType> dtypes;
-  uint32_t keys[4];  // two for encode, two for reduce
+  std::vector<LeafUnits> units;  // none, or one a leaf
+  uint32_t keys[4];              // two for encode, two for reduce
   float divisor;
   int64_t rank;
   int tag;  // the first of Transport::kTags
@@ -69,6 +70,7 @@ class FusedCall {
   void decode(int64_t segment);
 
  private:
+  const LeafUnits* units() const { return spec_.units.empty() ? nullptr : spec_.units.data(); }
   LeavesOut residuals() const {
     return {spec_.residuals.empty() ? nullptr : spec_.residuals.data(), spec_.dtypes.data()};
   }

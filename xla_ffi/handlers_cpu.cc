@@ -12,17 +12,20 @@ namespace {
 
 ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs args,
                   ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints bits,
-                  Ints bucket_size, Ints rounding, Ints rotation, Ints stream, int64_t world) {
+                  Ints bucket_size, Ints rounding, Ints rotation, Ints stream, int64_t world,
+                  Ints units) {
   const char* const name = "cgx_encode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     CGX_TRY(check_encode(name, key, rank, args, *payload, rets,
-                         {bits, bucket_size, rounding, rotation, stream, world}, &operands));
+                         {bits, bucket_size, rounding, rotation, stream, world, 1, units},
+                         &operands));
     CGX_TRY(check_ranks(name, rank, -1, world));
     const int64_t batch = operands.batch;
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(batch), to = operands.results.pointers(batch);
     const size_t n = operands.num_leaves();
+    const auto of_units = operands.units.all(batch);
     const auto call = [&](int64_t b) {
       return EncodeCall{layout,
                         {from.data() + b * n, operands.leaves.dtype.data()},
@@ -30,12 +33,13 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
                         key.typed_data() + 2 * b,
                         rank.typed_data()[b],
                         payload->typed_data() + b * world * layout.chunk_bytes,
-                        nullptr};
+                        nullptr,
+                        of_units.empty() ? nullptr : of_units.data() + b * n};
     };
     const KernelTable& kernels = current_kernels();
     for (int64_t b = 0; b < batch; ++b) zero_tails(layout, call(b).payload);
     const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, batch * count), operands.owned.longest_rotated_bucket());
+    Scratch scratch(workers(pool, batch * count), operands.owned.longest_staged_bucket());
     split_range(pool, batch, 0, layout.total_bytes(), count,
                 [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   EncodeCall own = call(b);
@@ -49,18 +53,19 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
 ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
                   ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
                   Ints bits, Ints bucket_size, Ints rounding, Ints rotation, Ints stream,
-                  int64_t world, float divisor) {
+                  int64_t world, Ints units, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets,
-                         {bits, bucket_size, rounding, rotation, stream, world}, divisor,
+                         {bits, bucket_size, rounding, rotation, stream, world, 1, units}, divisor,
                          &operands));
     CGX_TRY(check_ranks(name, rank, 0, world));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
     const auto lost = operands.results.pointers(operands.batch);
     const size_t n = operands.num_leaves();
+    const auto of_units = operands.units.all(operands.batch);
     const int64_t count = pieces(layout.values / world);
     const int64_t tasks = operands.batch * count;
     Scratch scratch(workers(pool, tasks), operands.owned.longest_bucket());
@@ -79,7 +84,8 @@ ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
                       divisor,
                       out,
                       scratch.of(worker),
-                      {lost.empty() ? nullptr : lost.data() + b * n, operands.leaves.dtype.data()}},
+                      {lost.empty() ? nullptr : lost.data() + b * n, operands.leaves.dtype.data()},
+                      of_units.empty() ? nullptr : of_units.data() + b * n},
                      begin + chunk_cut(piece, used, count),
                      begin + chunk_cut(piece + 1, used, count));
     });
@@ -87,25 +93,33 @@ ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
   });
 }
 
-ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingRets rets, Ints bits,
-                  Ints bucket_size, Ints rounding, Ints rotation, Ints stream, int64_t world) {
+ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints rounding,
+                  Ints rotation, Ints stream, int64_t world, Ints units) {
   const char* const name = "cgx_decode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_decode(name, payload, rets,
-                         {bits, bucket_size, rounding, rotation, stream, world}, &operands));
+    Leaves unit_operands;
+    const LayoutAttributes attributes{bits,   bucket_size, rounding, rotation,
+                                      stream, world,       1,        units};
+    CGX_TRY(check_decode(name, payload, rets, attributes, &operands));
+    CGX_TRY(unit_operands.add(name, args, operands.batch));
+    CGX_TRY(check_number(name, "units", args.size(), 2 * attributes.num_units()));
+    CGX_TRY(operands.units.add(name, operands.leaves, unit_operands, attributes));
     const Layout layout = operands.layout();
     const auto to = operands.leaves.pointers(operands.batch);
     const size_t n = operands.num_leaves();
+    const auto of_units = operands.units.all(operands.batch);
     const KernelTable& kernels = current_kernels();
     const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_rotated_bucket());
+    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_staged_bucket());
     split_range(pool, operands.batch, 0, layout.total_bytes(), count,
                 [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   kernels.decode({layout,
                                   payload.typed_data() + b * world * layout.chunk_bytes,
                                   {to.data() + b * n, operands.leaves.dtype.data()},
-                                  scratch.of(worker)},
+                                  scratch.of(worker),
+                                  of_units.empty() ? nullptr : of_units.data() + b * n},
                                  first, last);
                 });
     return ffi::Error::Success();
@@ -130,7 +144,7 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
     const DType* const dtypes = operands.leaves.dtype.data();
     const KernelTable& kernels = current_kernels();
     const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_rotated_bucket());
+    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_staged_bucket());
     split_range(pool, operands.batch, 0, layout.total_bytes(), count,
                 [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   kernels.accumulate({layout,
@@ -157,6 +171,7 @@ XLA_FFI_Error* encode_handler(XLA_FFI_CallFrame* frame) {
                                               .RemainingArgs()
                                               .Ret<Payload>()
                                               .RemainingRets())
+                                  .Attr<Ints>("units")
                                   .To(encode);
   return handler->Call(frame);
 }
@@ -170,6 +185,7 @@ XLA_FFI_Error* reduce_handler(XLA_FFI_CallFrame* frame) {
                                               .RemainingArgs()
                                               .Ret<Payload>()
                                               .RemainingRets())
+                                  .Attr<Ints>("units")
                                   .Attr<float>("divisor")
                                   .To(reduce);
   return handler->Call(frame);
@@ -177,7 +193,9 @@ XLA_FFI_Error* reduce_handler(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* decode_handler(XLA_FFI_CallFrame* frame) {
   static const auto handler =
-      with_layout(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Payload>().RemainingRets())
+      with_layout(
+          ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Payload>().RemainingArgs().RemainingRets())
+          .Attr<Ints>("units")
           .To(decode);
   return handler->Call(frame);
 }

@@ -56,16 +56,20 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
                    const ffi::RemainingRets& rets, const Attributes& attributes,
                    const std::string& name, const EngineSettings& settings, FusedSpec* spec,
                    std::vector<int32_t>* peers) {
-  Leaves leaves, results, residuals;
+  Leaves leaves, results, residuals, unit_operands;
+  Units units;
   CGX_TRY(leaves.add(name, args, 1));
+  CGX_TRY(split_units(name, attributes.layout, &leaves, &unit_operands));
   CGX_TRY(results.add(name, rets, 1));
   CGX_TRY(results.split(name, leaves.size.size(), &residuals));
   CGX_TRY(same_leaves(name, leaves, results));
   if (!residuals.data.empty()) CGX_TRY(same_leaves(name, leaves, residuals));
   CGX_TRY(build_layout(name, leaves, attributes.layout, &spec->owned));
+  CGX_TRY(units.add(name, leaves, unit_operands, attributes.layout));
   CGX_TRY(check_count(name, "keys", keys, 4));
   CGX_TRY(check_count(name, "position", position, 1));
   CGX_TRY(check_divisor(name, attributes.divisor));
+  CGX_TRY(check_groups(name, attributes.groups, attributes.layout.world));
   const int64_t tag = attributes.channel * Transport::kTags;
   if (attributes.channel < 0 || tag + Transport::kTags > settings.largest_tag) {
     return invalid(name, "channel is " + std::to_string(attributes.channel) + ", must be in [0, " +
@@ -93,17 +97,18 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
   spec->out.assign(results.data.begin(), results.data.end());
   spec->residuals.assign(residuals.data.begin(), residuals.data.end());
   spec->dtypes = leaves.dtype;
+  spec->units = units.first;
   std::copy_n(keys.typed_data(), 4, spec->keys);
   spec->divisor = attributes.divisor;
   spec->tag = static_cast<int>(tag);
   return ffi::Error::Success();
 }
 
-// (keys of both phases, position in the mesh, leaves) -> leaves [, residuals]
+// (keys of both phases, position in the mesh, leaves, units) -> leaves [, residuals]
 ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::RunId run, Ints bits, Ints bucket_size, Ints rounding, Ints rotation,
-                       Ints stream, int64_t world, float divisor, Ints groups, int64_t channel,
-                       std::string_view name) {
+                       Ints stream, int64_t world, Ints units, float divisor, Ints groups,
+                       int64_t channel, std::string_view name) {
   ffi::Promise promise;
   ffi::Future future(promise);
   const std::string call(name);
@@ -116,10 +121,13 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
   FusedSpec spec;
   std::vector<int32_t> peers;
   const ffi::Error error = no_throw(call.c_str(), [&] {
-    return prepare(
-        keys, position, args, rets,
-        {{bits, bucket_size, rounding, rotation, stream, world}, divisor, groups, channel, name},
-        call, engine->settings(), &spec, &peers);
+    return prepare(keys, position, args, rets,
+                   {{bits, bucket_size, rounding, rotation, stream, world, 1, units},
+                    divisor,
+                    groups,
+                    channel,
+                    name},
+                   call, engine->settings(), &spec, &peers);
   });
   if (error.failure()) {
     promise.SetError(error);
@@ -155,6 +163,7 @@ XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame) {
                                               .RemainingArgs()
                                               .RemainingRets()
                                               .Ctx<ffi::RunId>())
+                                  .Attr<Ints>("units")
                                   .Attr<float>("divisor")
                                   .Attr<Ints>("groups")
                                   .Attr<int64_t>("channel")

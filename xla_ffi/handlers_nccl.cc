@@ -43,7 +43,7 @@ ffi::Error check_world(const std::string& call, int64_t world) {
 // Positions in the mesh, group by group, as the runtime takes them.
 std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world) {
   std::vector<XLA_FFI_ReplicaGroup> groups;
-  for (size_t i = 0; i + world <= positions.size(); i += world) {
+  for (size_t i = 0; i < positions.size(); i += world) {
     groups.push_back({positions.begin() + i, static_cast<size_t>(world)});
   }
   return groups;
@@ -74,6 +74,7 @@ ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
   if (world.has_error()) return world.error();
   if (name.has_error()) return name.error();
   CGX_TRY(check_world(std::string(*name), *world));
+  CGX_TRY(check_groups(std::string(*name), *positions, *world));
   const auto groups = groups_of(*positions, *world);
   auto args = arguments<XLA_FFI_Communicator_Request_Args>(groups);
   args.struct_size = XLA_FFI_Communicator_Request_Args_STRUCT_SIZE;
@@ -127,6 +128,7 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
   };
   return no_throw(call.c_str(), [&]() -> ffi::Error {
     CGX_TRY(check_world(call, world));
+    CGX_TRY(check_groups(call, positions, world));
     constexpr bool kScatters = kCollective == Collective::kReduceScatter;
     constexpr bool kGathers = kCollective == Collective::kAllGather;
     const int64_t rows = kScatters || kGathers ? world : 1;

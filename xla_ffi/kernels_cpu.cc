@@ -7,13 +7,11 @@
 #include "buckets.h"
 #include "rotate.h"
 #include "runs.h"
+#include "staged.h"
 
 namespace cgx {
 inline namespace CGX_ISA {
 namespace {
-
-// A record of a rotated bucket: every place of its columns holds a code.
-CGX_HD Record filled(Record record) { return {kRows * record.columns(), record.bits}; }
 
 template <typename Store, bool kStochastic, bool kResidual>
 struct Encode {
@@ -47,9 +45,10 @@ struct Encode {
         const auto encode = usual(record)
                                 ? encode_bucket<Store, kBits, kCoding, kResidual, kUsualColumns>
                                 : encode_bucket<Store, kBits, kCoding, kResidual, 0>;
+        const char* const from = (const char*)x;
         Item* const error = kResidual && stream ? errors.at(residual) : residual;
-        encode(x, record, meta[k - first], {seed, offset}, (const char*)x, group_out + bytes,
-               error);
+        encode(x, record, meta[k - first], {seed, offset}, {from + kNearAhead, from + kFarAhead},
+               group_out + bytes, error);
         if (kResidual && stream) errors.stream_to(residual, record.values * sizeof(Item));
         x += record.values;
         if (kResidual) residual += record.values;
@@ -57,104 +56,6 @@ struct Encode {
       }
       if (stream) records.stream_to(out, bytes);
       out += bytes;
-    }
-  }
-};
-
-// Encodes a bucket of fp32 values, rotated already where the slot asks for it. What is lost takes
-// the values' place where kResidual says so.
-template <int kBits, Coding kCoding, bool kResidual>
-void encode_values(float* x, Record record, Meta meta, Noise noise, const char* ahead,
-                   uint8_t* out) {
-  const auto encode = usual(record)
-                          ? encode_bucket<StoreF32, kBits, kCoding, kResidual, kUsualColumns>
-                          : encode_bucket<StoreF32, kBits, kCoding, kResidual, 0>;
-  encode(x, record, meta, noise, ahead, out, kResidual ? x : nullptr);
-}
-
-template <int kBits, bool kResidual>
-void encode_values(float* x, const Slot& slot, Record record, Noise noise, const char* ahead,
-                   uint8_t* out) {
-  const Extremes found = find_extremes<StoreF32, false>(x, record.values);
-  if (slot.rounding != Rounding::kNearest) {
-    const Meta meta = found.meta(kBits);
-    encode_values<kBits, Coding::kStochastic, kResidual>(x, record, meta, noise, ahead, out);
-  } else if (!slot.rotated || !Rotation::whole(record.columns())) {
-    const Meta meta = found.meta(kBits);
-    encode_values<kBits, Coding::kNearest, kResidual>(x, record, meta, noise, ahead, out);
-  } else {
-    const float squares =
-        sum_squares(x, static_cast<int>(record.columns()), Scaling(found.min, found.max).down);
-    const Meta meta =
-        make_clipped_meta(found.min, found.max, found.finite, squares, record.values, kBits);
-    encode_values<kBits, Coding::kClipped, kResidual>(x, record, meta, noise, ahead, out);
-  }
-}
-
-template <typename Store, bool kResidual>
-struct EncodeRotated {
-  using Item = typename Store::Item;
-  template <int kBits>
-  static void run(const EncodeCall& call, const Run& run) {
-    const Slot& slot = run.slot;
-    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
-    Item* residual = kResidual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
-    uint8_t* out = call.payload + run.offset;
-    const float offset = noise_offset(slot.rounding, call.rank, call.layout.world);
-    for (int64_t k = run.first; k < run.last; ++k) {
-      const Record record = slot.record(k);
-      const Rotation rotation(record.columns(), slot.stream, (uint64_t)k);
-      read_rotated<Store>(x, record, rotation, call.scratch);
-      const Noise noise{noise_seed(call.key, slot.stream, (uint64_t)k), offset};
-      encode_values<kBits, kResidual>(call.scratch, slot, filled(record), noise, (const char*)x,
-                                      out);
-      if (kResidual) {
-        write_rotated_back<Store>(call.scratch, record, rotation, 1.0f, residual);
-        residual += record.values;
-      }
-      x += record.values;
-      out += record.bytes();
-    }
-  }
-};
-
-template <typename Store>
-struct Reduce {
-  using Item = typename Store::Item;
-  template <int kBits>
-  static void run(const ReduceCall& call, const Run& run) {
-    const Slot& slot = run.slot;
-    const Layout& layout = call.layout;
-    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
-    const Divide divide(call.divisor);
-    const bool residual = call.residuals.data != nullptr;
-    Item* lost = residual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
-    int64_t position = run.offset - run.chunk * layout.chunk_bytes;
-    for (int64_t k = run.first; k < run.last; ++k) {
-      const Record record = slot.record(k), coded = slot.rotated ? filled(record) : record;
-      const Rotation rotation(record.columns(), slot.stream, (uint64_t)k);
-      if (slot.rotated) read_rotated<Store>(x, record, rotation, call.scratch);
-      const auto add = [&](auto from, const auto* own) {
-        using From = decltype(from);
-        const auto sum = usual(coded) ? sum_bucket<From, StoreF32, kBits, kUsualColumns>
-                                      : sum_bucket<From, StoreF32, kBits, 0>;
-        sum(own, coded, call.payload + position, layout.chunk_bytes, layout.world, call.rank,
-            divide, call.scratch);
-      };
-      slot.rotated ? add(StoreF32{}, call.scratch) : add(Store{}, x);
-      const Noise noise{noise_seed(call.key, slot.stream, (uint64_t)k), 0.0f};
-      const auto encode = residual ? encode_values<kBits, true> : encode_values<kBits, false>;
-      encode(call.scratch, slot, coded, noise, (const char*)x, call.chunk + position);
-      x += record.values;
-      if (residual) {
-        if (slot.rotated) {
-          write_rotated_back<Store>(call.scratch, record, rotation, call.divisor, lost);
-        } else {
-          scale_into<Store>(call.scratch, record.values, call.divisor, lost);
-        }
-        lost += record.values;
-      }
-      position += record.bytes();
     }
   }
 };
@@ -182,26 +83,6 @@ struct Decode {
 };
 
 template <typename Store>
-struct DecodeRotated {
-  using Item = typename Store::Item;
-  template <int kBits>
-  static void run(const DecodeCall& call, const Run& run) {
-    const uint8_t* from = call.payload + run.offset;
-    Item* out = (Item*)call.leaves.data[run.leaf] + run.first_value();
-    for (int64_t k = run.first; k < run.last; ++k) {
-      const Record record = run.slot.record(k);
-      const auto decode = usual(filled(record)) ? decode_bucket<StoreF32, kBits, kUsualColumns>
-                                                : decode_bucket<StoreF32, kBits, 0>;
-      decode(from, filled(record), call.scratch);
-      const Rotation rotation(record.columns(), run.slot.stream, (uint64_t)k);
-      write_rotated_back<Store>(call.scratch, record, rotation, 1.0f, out);
-      from += record.bytes();
-      out += record.values;
-    }
-  }
-};
-
-template <typename Store>
 struct Accumulate {
   using Item = typename Store::Item;
   template <int kBits>
@@ -218,7 +99,7 @@ struct Accumulate {
       const auto sum = usual(record) ? sum_bucket<Store, Store, kBits, kUsualColumns>
                                      : sum_bucket<Store, Store, kBits, 0>;
       sum(x, record, records, call.layout.total_bytes(), call.peers, call.rank, divide,
-          staged ? values.at(out) : out);
+          (const char*)x, staged ? values.at(out) : out);
       if (staged) values.stream_to(out, record.values * sizeof(Item));
       x += record.values;
       out += record.values;
@@ -242,7 +123,7 @@ struct AccumulateRotated {
       const auto sum = usual(coded) ? sum_bucket<StoreF32, StoreF32, kBits, kUsualColumns>
                                     : sum_bucket<StoreF32, StoreF32, kBits, 0>;
       sum(call.scratch, coded, records, call.layout.total_bytes(), call.peers, call.rank,
-          Divide(1.0f), call.scratch);
+          Divide(1.0f), (const char*)x, call.scratch);
       const Rotation rotation(record.columns(), run.slot.stream, (uint64_t)k);
       rotate_back(call.scratch, record.columns(), rotation);
       add_into<Store>(x, call.scratch, record.values, Divide(call.divisor), out);
@@ -291,9 +172,13 @@ using EncodeNearestResidual = Encode<Store, false, true>;
 template <typename Store>
 using EncodeStochasticResidual = Encode<Store, true, true>;
 template <typename Store>
-using EncodeRotatedAlone = EncodeRotated<Store, false>;
+using EncodeStagedAlone = EncodeStaged<Store, false>;
 template <typename Store>
-using EncodeRotatedResidual = EncodeRotated<Store, true>;
+using EncodeStagedResidual = EncodeStaged<Store, true>;
+
+bool staged(const Run& run, const LeafUnits* units) {
+  return run.slot.rotated || !Factors(units, run.leaf, kIn).none();
+}
 
 void encode(const EncodeCall& call, int64_t from, int64_t to) {
   for_each_run(call.layout, from, to, [&](const Run& run) {
@@ -306,9 +191,9 @@ void encode(const EncodeCall& call, int64_t from, int64_t to) {
         memset((char*)call.residuals.data[run.leaf] + run.first_value() * item, 0,
                run.values() * item);
       }
-    } else if (run.slot.rotated) {
-      residual ? run_dtype<EncodeRotatedResidual>(dtype, call, run)
-               : run_dtype<EncodeRotatedAlone>(dtype, call, run);
+    } else if (staged(run, call.units)) {
+      residual ? run_dtype<EncodeStagedResidual>(dtype, call, run)
+               : run_dtype<EncodeStagedAlone>(dtype, call, run);
     } else if (run.slot.rounding != Rounding::kNearest) {
       residual ? run_dtype<EncodeStochasticResidual>(dtype, call, run)
                : run_dtype<EncodeStochastic>(dtype, call, run);
@@ -328,8 +213,8 @@ void reduce(const ReduceCall& call, int64_t from, int64_t to) {
 void decode(const DecodeCall& call, int64_t from, int64_t to) {
   for_each_run(call.layout, from, to, [&](const Run& run) {
     const DType dtype = call.leaves.dtype[run.leaf];
-    run.slot.rotated ? run_dtype<DecodeRotated>(dtype, call, run)
-                     : run_dtype<Decode>(dtype, call, run);
+    staged(run, call.units) ? run_dtype<DecodeStaged>(dtype, call, run)
+                            : run_dtype<Decode>(dtype, call, run);
   });
   end_streams();
 }

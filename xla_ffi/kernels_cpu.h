@@ -23,13 +23,24 @@ struct LeavesOut {
   const DType* dtype;
 };
 
+// What a leaf's values are multiplied by: value i by rows[i / num_columns] * columns[i %
+// num_columns]. Each array has two halves, the first for values on their way into a code, the
+// second for those on their way out of one.
+struct LeafUnits {
+  const float* rows = nullptr;  // null: the leaf has none
+  const float* columns = nullptr;
+  int64_t num_rows = 0, num_columns = 0;
+};
+
 // Every call below works on the records that start in [from, to) of the buffer, so that calls on
 // disjoint ranges may run at once. Bytes past a chunk's end are zero_tails' work. `scratch` holds
 // the longest bucket's values in whole columns; calls that run at once need their own. Reduce needs
-// it always, the others for rotated slots alone.
+// it always, the others only for slots that are rotated or have units. `units` (null: none) has one
+// entry per leaf.
 
 // Writes u8[world, chunk_bytes]; the row of chunk `rank` is zeros (-1: no such row). `residuals`
-// (data null: none) receives x - decode(encode(x)), zeros in the own chunk.
+// (data null: none) receives x - decode(encode(x)), zeros in the own chunk; both in the leaf's
+// units.
 struct EncodeCall {
   Layout layout;
   LeavesIn leaves;
@@ -38,6 +49,7 @@ struct EncodeCall {
   int64_t rank;
   uint8_t* payload;
   float* scratch;
+  const LeafUnits* units = nullptr;
 };
 
 // Writes u8[chunk_bytes]: the encoded (own exact values + decoded rows of the peers) / divisor.
@@ -53,6 +65,7 @@ struct ReduceCall {
   uint8_t* chunk;
   float* scratch;
   LeavesOut residuals;
+  const LeafUnits* units = nullptr;
 };
 
 struct DecodeCall {
@@ -60,6 +73,7 @@ struct DecodeCall {
   const uint8_t* payload;  // u8[world, chunk_bytes]
   LeavesOut leaves;
   float* scratch;
+  const LeafUnits* units = nullptr;
 };
 
 // Writes (leaf + decoded payloads of all peers but `rank`) / divisor, in the leaf's dtype.

@@ -142,6 +142,13 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1))
         }
       }
       rotate_back(bucket, k, &t);
+#pragma unroll
+      for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          if (bucket.rotated) t.v[r][c] = within(t.v[r][c], kLargest);
+        }
+      }
       store_tile(bucket, k, t);
     }
   });

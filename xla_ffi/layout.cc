@@ -23,6 +23,7 @@ std::string check(const LeafSpec& leaf, size_t k) {
   if (leaf.rotation < 0 || leaf.rotation > 1) {
     return outside("rotation", k, leaf.rotation, "0 or 1");
   }
+  if (leaf.units < 0 || leaf.units > 1) return outside("units", k, leaf.units, "0 or 1");
   if (leaf.stream < 0 || leaf.stream > int64_t{UINT32_MAX}) {
     return outside("stream", k, leaf.stream, "in [0, 2^32)");
   }
@@ -36,7 +37,7 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
     return "world is " + std::to_string(world) + ", must be in [1, 2^20]";
   }
   slots_.clear();
-  values_ = longest_bucket_ = longest_rotated_bucket_ = 0;
+  values_ = longest_bucket_ = longest_staged_bucket_ = 0;
   int64_t total = 0;
   for (size_t k = 0; k < leaves.size(); ++k) {
     const LeafSpec& leaf = leaves[k];
@@ -53,7 +54,8 @@ std::string OwnedLayout::build(const std::vector<LeafSpec>& leaves, int64_t worl
     values_ += leaf.size;
     const int64_t longest = kRows * slot.record(0).columns();
     longest_bucket_ = std::max(longest_bucket_, longest);
-    if (slot.rotated) longest_rotated_bucket_ = std::max(longest_rotated_bucket_, longest);
+    if (slot.rotated || leaf.units)
+      longest_staged_bucket_ = std::max(longest_staged_bucket_, longest);
   }
   begin_.assign(world + 1, total);
   begin_[0] = 0;

@@ -22,6 +22,7 @@ struct LeafSpec {
   int64_t rounding;  // a Rounding
   int64_t stream;
   int64_t rotation = 0;  // 0 or 1
+  int64_t units = 0;     // 0 or 1: whether the values are multiplied by units
 };
 
 // The arrays behind a Layout.
@@ -34,7 +35,8 @@ class OwnedLayout {
   int64_t values() const { return values_; }
   // In whole columns: what a kernel needs as scratch.
   int64_t longest_bucket() const { return longest_bucket_; }
-  int64_t longest_rotated_bucket() const { return longest_rotated_bucket_; }
+  // The same of the slots that are rotated or have units.
+  int64_t longest_staged_bucket() const { return longest_staged_bucket_; }
 
  private:
   std::vector<Slot> slots_;
@@ -42,18 +44,23 @@ class OwnedLayout {
   int64_t chunk_bytes_ = 0;
   int64_t values_ = 0;
   int64_t longest_bucket_ = 0;
-  int64_t longest_rotated_bucket_ = 0;
+  int64_t longest_staged_bucket_ = 0;
 };
 
-// Room for `longest` values for each of `workers`.
+// Room for `longest` values for each of `workers`, from a cache line's start on.
 class Scratch {
  public:
-  Scratch(int64_t workers, int64_t longest) : values_(workers * longest), longest_(longest) {}
-  float* of(int64_t worker) { return values_.data() + worker * longest_; }
+  Scratch(int64_t workers, int64_t longest)
+      : stride_((longest + kLine - 1) / kLine * kLine), values_(workers * stride_ + kLine) {}
+  float* of(int64_t worker) {
+    const auto start = reinterpret_cast<uintptr_t>(values_.data()) / sizeof(float);
+    return values_.data() + (kLine - start % kLine) % kLine + worker * stride_;
+  }
 
  private:
+  static constexpr int64_t kLine = 16;  // values
+  int64_t stride_;
   std::vector<float> values_;
-  int64_t longest_;
 };
 
 }  // namespace cgx

@@ -65,22 +65,26 @@ std::pair<std::vector<int64_t>, int64_t> layout(const std::vector<int64_t>& size
 double time_kernel(const std::string& kernel, py::array leaf, py::array out, py::array payload,
                    py::array chunk, const std::string& dtype, int64_t bits, int64_t bucket_size,
                    int64_t rounding, bool rotation, int64_t world, int64_t rank, float divisor,
-                   int64_t threads) {
+                   int64_t threads, py::array_t<float> rows, py::array_t<float> columns) {
   const std::map<std::string, cgx::DType> dtypes = {
       {"f32", cgx::DType::kF32}, {"bf16", cgx::DType::kBF16}, {"f16", cgx::DType::kF16}};
   const auto found = dtypes.find(dtype);
   if (found == dtypes.end()) throw py::value_error("dtype must be f32, bf16 or f16");
   const int64_t size = leaf.nbytes() / cgx::item_size(found->second);
   const bool accumulate = kernel == "accumulate", reduce = kernel == "reduce";
-  const cgx::OwnedLayout owned =
-      build({{size, bits, bucket_size, rounding, 0, rotation}}, accumulate ? 1 : world);
+  if (rows.size() / 2 * (columns.size() / 2) != (rows.size() ? size : 0)) {
+    throw py::value_error("rows and columns do not fit the leaf");
+  }
+  const cgx::LeafUnits units{rows.data(), columns.data(), rows.size() / 2, columns.size() / 2};
+  const cgx::LeafSpec leaf_spec{size, bits, bucket_size, rounding, 0, rotation, rows.size() > 0};
+  const cgx::OwnedLayout owned = build({leaf_spec}, accumulate ? 1 : world);
   const int64_t row = owned.view().chunk_bytes;
   if (payload.nbytes() != world * row || (reduce && chunk.nbytes() != row) ||
       (out.nbytes() != leaf.nbytes() && (out.nbytes() != 0 || kernel == "decode" || accumulate)) ||
       (rank < 0 && reduce) || rank >= world || threads < 1) {
     throw py::value_error("buffer sizes, rank or threads do not fit the layout");
   }
-  const cgx::Timed timed{{size, bits, bucket_size, rounding, 0, rotation},
+  const cgx::Timed timed{leaf_spec,
                          found->second,
                          leaf.data(),
                          out.nbytes() ? out.mutable_data() : nullptr,
@@ -89,7 +93,8 @@ double time_kernel(const std::string& kernel, py::array leaf, py::array out, py:
                          world,
                          rank,
                          {1, 2},
-                         divisor};
+                         divisor,
+                         units};
   const py::gil_scoped_release unlocked;
   return cgx::time_kernel(kernel, timed, owned, threads);
 }
@@ -137,7 +142,8 @@ PYBIND11_MODULE(_native, m) {
         py::arg("payload"), py::arg("chunk"), py::arg("dtype") = "f32", py::kw_only(),
         py::arg("bits"), py::arg("bucket_size") = 512, py::arg("rounding") = 0,
         py::arg("rotation") = false, py::arg("world") = 1, py::arg("rank") = -1,
-        py::arg("divisor") = 1.0f, py::arg("threads") = 1,
+        py::arg("divisor") = 1.0f, py::arg("threads") = 1, py::arg("rows") = py::array_t<float>(),
+        py::arg("columns") = py::array_t<float>(),
         "Runs one kernel on NumPy buffers with key (1, 2), stream 0; returns its seconds.");
   m.def("time_copy", &time_copy, py::arg("to"), py::arg("source"), py::arg("threads") = 1,
         "Copies a NumPy buffer with memcpy; returns its seconds.");

@@ -5,6 +5,7 @@
 #ifndef CGX_OPERANDS_H_
 #define CGX_OPERANDS_H_
 
+#include <algorithm>
 #include <cmath>
 #include <new>
 #include <string>
@@ -26,6 +27,9 @@ using Payload = ffi::Buffer<ffi::U8>;  // [batch,] rows, bytes
 inline ffi::Error invalid(const std::string& call, const std::string& text) {
   return ffi::Error::InvalidArgument(call + ": " + text);
 }
+
+#define CGX_TRY(expression) \
+  if (ffi::Error error = (expression); error.failure()) return error
 
 inline std::string expected(const std::string& what, int64_t value, int64_t limit) {
   return what + " is " + std::to_string(value) + ", expected " + std::to_string(limit);
@@ -129,6 +133,11 @@ struct LayoutAttributes {
   Ints bits, bucket_size, rounding, rotation, stream;
   int64_t world;
   int64_t rows = 1;  // how often the leaves follow one another
+  Ints units = {};   // 1 for each leaf that has units; empty: none has
+
+  size_t num_units() const {
+    return static_cast<size_t>(std::count(units.begin(), units.end(), int64_t{1}));
+  }
 };
 
 inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
@@ -136,12 +145,12 @@ inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
   const struct {
     const char* name;
     Ints values;
-  } lists[] = {{"bits", attributes.bits},
-               {"bucket_size", attributes.bucket_size},
-               {"rounding", attributes.rounding},
-               {"rotation", attributes.rotation},
-               {"stream", attributes.stream}};
+    bool required = true;
+  } lists[] = {{"bits", attributes.bits},         {"bucket_size", attributes.bucket_size},
+               {"rounding", attributes.rounding}, {"rotation", attributes.rotation},
+               {"stream", attributes.stream},     {"units", attributes.units, false}};
   for (const auto& list : lists) {
+    if (list.values.size() == 0 && !list.required) continue;
     if (list.values.size() != leaves.size.size()) {
       return invalid(call, expected(std::string("length of ") + list.name, list.values.size(),
                                     leaves.size.size()));
@@ -151,7 +160,8 @@ inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
   for (int64_t row = 0; row < attributes.rows; ++row) {
     for (size_t k = 0; k < leaves.size.size(); ++k) {
       specs.push_back({leaves.size[k], attributes.bits[k], attributes.bucket_size[k],
-                       attributes.rounding[k], attributes.stream[k], attributes.rotation[k]});
+                       attributes.rounding[k], attributes.stream[k], attributes.rotation[k],
+                       attributes.units.size() ? attributes.units[k] : 0});
     }
   }
   const std::string error = layout->build(specs, attributes.world);
@@ -164,6 +174,12 @@ ffi::Error check_count(const std::string& call, const std::string& what, const B
   const int64_t count = static_cast<int64_t>(buffer.element_count());
   if (count == limit) return ffi::Error::Success();
   return invalid(call, expected("size of " + what, count, limit));
+}
+
+inline ffi::Error check_number(const std::string& call, const std::string& what, size_t number,
+                               size_t limit) {
+  if (number == limit) return ffi::Error::Success();
+  return invalid(call, expected("number of " + what, number, limit));
 }
 
 inline ffi::Error check_batch(const std::string& call, int64_t batch) {
@@ -182,25 +198,92 @@ inline ffi::Error check_ranks(const std::string& call, const Ranks& ranks, int64
   return ffi::Error::Success();
 }
 
+// Positions in the mesh, one group of `world` after the other.
+inline ffi::Error check_groups(const std::string& call, Ints groups, int64_t world) {
+  if (groups.size() > 0 && groups.size() % world == 0) return ffi::Error::Success();
+  return invalid(call, "size of groups is " + std::to_string(groups.size()) +
+                           ", must be a positive multiple of world, " + std::to_string(world));
+}
+
 inline ffi::Error check_divisor(const std::string& call, float divisor) {
   if (std::isfinite(divisor) && divisor != 0.0f) return ffi::Error::Success();
   return invalid(call, "divisor is " + std::to_string(divisor) + ", must be finite and not 0");
 }
 
-#define CGX_TRY(expression) \
-  if (ffi::Error error = (expression); error.failure()) return error
+// Units of all batch elements: an entry per leaf, without arrays for a leaf that has none.
+struct Units {
+  std::vector<LeafUnits> first;  // of batch element 0
+
+  // From two operands, rows and columns, per leaf that has units.
+  ffi::Error add(const std::string& call, const Leaves& leaves, const Leaves& operands,
+                 const LayoutAttributes& attributes) {
+    if (operands.size.empty()) return ffi::Error::Success();
+    size_t next = 0;
+    for (size_t k = 0; k < leaves.size.size(); ++k) {
+      LeafUnits& own = first.emplace_back();
+      if (attributes.units[k] == 0) continue;
+      for (const char* what : {"rows", "columns"}) {
+        const std::string name = std::string(what) + " of the units of leaf " + std::to_string(k);
+        if (operands.dtype[next] != DType::kF32) {
+          return invalid(call, "dtype of the " + name + " is not f32");
+        }
+        const int64_t count = operands.size[next];
+        if (count % 2 != 0) {
+          return invalid(call, "size of the " + name + " is " + std::to_string(count) +
+                                   ", must be a multiple of 2: one half for each way");
+        }
+        const float* const data = reinterpret_cast<const float*>(operands.data[next++]);
+        (what[0] == 'r' ? own.rows : own.columns) = data;
+        (what[0] == 'r' ? own.num_rows : own.num_columns) = count / 2;
+      }
+      if (own.num_rows * own.num_columns != leaves.size[k]) {
+        return invalid(call, "units of leaf " + std::to_string(k) + " are " +
+                                 std::to_string(own.num_rows) + " rows by " +
+                                 std::to_string(own.num_columns) + " columns, expected " +
+                                 std::to_string(leaves.size[k]) + " in all");
+      }
+    }
+    return ffi::Error::Success();
+  }
+  // The units of every batch element, leaves fastest; null when no leaf has any.
+  std::vector<LeafUnits> all(int64_t batch) const {
+    std::vector<LeafUnits> out;
+    out.reserve(batch * first.size());
+    for (int64_t b = 0; b < batch; ++b) {
+      for (LeafUnits own : first) {
+        if (own.rows != nullptr) {
+          own.rows += b * 2 * own.num_rows, own.columns += b * 2 * own.num_columns;
+        }
+        out.push_back(own);
+      }
+    }
+    return out;
+  }
+};
 
 // The operands of one codec call, checked but for the ranks, which may be in device memory.
 struct Operands {
   int64_t batch = 0;
   Leaves leaves, results;
+  Units units;
   OwnedLayout owned;
 
   Layout layout() const { return owned.view(); }
   size_t num_leaves() const { return leaves.data.size(); }
 };
 
-// (key, rank, leaves) -> payload [, residuals]
+// Moves the last operands to `units`, as many as the attributes ask for.
+inline ffi::Error split_units(const std::string& call, const LayoutAttributes& attributes,
+                              Leaves* operands, Leaves* units) {
+  const size_t wanted = 2 * attributes.num_units(), given = operands->size.size();
+  if (given < wanted) {
+    return invalid(call, "number of operands is " + std::to_string(given) + ", must be at least " +
+                             std::to_string(wanted) + ", the units");
+  }
+  return operands->split(call, given - wanted, units);
+}
+
+// (key, rank, leaves, units) -> payload [, residuals]
 inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& rank,
                                const ffi::RemainingArgs& args, const Payload& payload,
                                const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
@@ -209,14 +292,18 @@ inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& r
   CGX_TRY(check_batch(call, out->batch));
   CGX_TRY(out->leaves.add(call, args, out->batch));
   CGX_TRY(out->results.add(call, rets, out->batch));
+  Leaves units;
+  CGX_TRY(split_units(call, attributes, &out->leaves, &units));
   if (rets.size() > 0) CGX_TRY(same_leaves(call, out->leaves, out->results));
   CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(out->units.add(call, out->leaves, units, attributes));
   CGX_TRY(check_count(call, "key", key, out->batch * 2));
   const Layout layout = out->layout();
   return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
 }
 
-// (key, rank, payload, leaves [, residuals]) -> chunk [, residuals, in their operands' memory]
+// (key, rank, payload, leaves [, residuals], units) -> chunk [, residuals, in their operands'
+// memory]
 inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& rank,
                                const Payload& payload, const ffi::RemainingArgs& args,
                                const Payload& chunk, const ffi::RemainingRets& rets,
@@ -225,6 +312,8 @@ inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& r
   CGX_TRY(check_batch(call, out->batch));
   CGX_TRY(out->leaves.add(call, args, out->batch));
   CGX_TRY(out->results.add(call, rets, out->batch));
+  Leaves units;
+  CGX_TRY(split_units(call, attributes, &out->leaves, &units));
   if (rets.size() > 0) {
     Leaves residuals;
     CGX_TRY(out->leaves.split(call, rets.size(), &residuals));
@@ -235,6 +324,7 @@ inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& r
     }
   }
   CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(out->units.add(call, out->leaves, units, attributes));
   CGX_TRY(check_count(call, "key", key, out->batch * 2));
   const Layout layout = out->layout();
   CGX_TRY(check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes));

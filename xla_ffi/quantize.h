@@ -25,6 +25,9 @@ struct Lanes<float> {
   using U = uint32_t;
   CGX_HD static U truncate(float x) { return (U)(int32_t)x; }
   CGX_HD static float to_float(U x) { return (float)(int32_t)x; }
+  // `a` where b is NaN.
+  CGX_HD static float lesser(float a, float b) { return b < a ? b : a; }
+  CGX_HD static float greater(float a, float b) { return b > a ? b : a; }
 };
 
 template <typename To, typename From>
@@ -55,8 +58,21 @@ CGX_HD Meta make_meta(float min, float max, bool finite, int bits) {
   const float lo = min + 0.0f;  // -0 becomes +0
   const float range = max - lo;
   if (!finite || !(range <= kLargest)) return {bit_cast<float>(kQuietNan), 0.0f};
-  const float unit = range / (float)((1 << bits) - 1);
+  const float top = (float)((1 << bits) - 1);
+  float unit = range / top;
+  // Near the largest float the topmost level may round past it: two steps of the unit are enough.
+  for (int i = 0; i < 2; ++i) {
+    if (!(lo + unit * top <= kLargest)) unit = bit_cast<float>(bit_cast<uint32_t>(unit) - 1);
+  }
   return {lo, unit < kSmallestUnit ? 0.0f : unit};
+}
+
+// What stays within `largest`: a decoded value that rounding took past it.
+template <typename F>
+CGX_HD F within(F x, float largest) {
+  const F most = F{} + largest;
+  const F below = x > most ? most : x;
+  return below < -most ? -most : below;
 }
 
 // Where the range of rotated values ends, in multiples of their root mean square: the even levels
@@ -105,8 +121,7 @@ CGX_HD typename Lanes<F>::U nearest_code(F x, float lo, float inverse) {
 template <typename F>
 CGX_HD typename Lanes<F>::U clipped_code(F x, float lo, float inverse, int bits) {
   const F top = F{} + (float)((1 << bits) - 1), level = (x - lo) * inverse + 0.5f;
-  const F above = level > 0.0f ? level : F{};
-  return Lanes<F>::truncate(above < top ? above : top);
+  return Lanes<F>::truncate(Lanes<F>::lesser(top, Lanes<F>::greater(F{}, level)));
 }
 
 // Code rounded up with the probability of the fraction; `noise` lies in [0, 1).
@@ -164,12 +179,21 @@ struct NoiseSeed {
   uint32_t s1;
 };
 
+// What the seeds of all buckets of a leaf have in common.
+struct LeafSeed {
+  uint32_t a, d;
+
+  CGX_HD LeafSeed(uint32_t key0, uint32_t key1, uint32_t stream)
+      : a(mix(key0 ^ mix(stream + 0x9e3779b9u))), d(mix(key1 + a)) {}
+  CGX_HD NoiseSeed bucket(uint64_t bucket) const {
+    const uint32_t k_lo = (uint32_t)bucket, k_hi = (uint32_t)(bucket >> 32);
+    const uint32_t s0 = mix(mix(a ^ k_lo) + k_hi);
+    return {s0, mix((d + s0 * 0x85ebca6bu) ^ k_lo)};
+  }
+};
+
 CGX_HD NoiseSeed noise_seed(const uint32_t key[2], uint32_t stream, uint64_t bucket) {
-  const uint32_t k_lo = (uint32_t)bucket, k_hi = (uint32_t)(bucket >> 32);
-  const uint32_t a = mix(key[0] ^ mix(stream + 0x9e3779b9u));
-  const uint32_t d = mix(key[1] + a);
-  const uint32_t s0 = mix(mix(a ^ k_lo) + k_hi);
-  return {s0, mix((d + s0 * 0x85ebca6bu) ^ k_lo)};
+  return LeafSeed(key[0], key[1], stream).bucket(bucket);
 }
 
 // 32 random bits for each of these numbers.
@@ -209,9 +233,13 @@ struct Rotation {
   float forward, inverse;
   NoiseSeed seed;
 
-  CGX_HD Rotation(int64_t bucket_columns, uint32_t stream, uint64_t bucket) {
-    const uint32_t key[2] = {0x726f7461u, 0x74696f6eu};
-    seed = noise_seed(key, stream, bucket);
+  CGX_HD static LeafSeed leaf_seed(uint32_t stream) {
+    return LeafSeed(0x726f7461u, 0x74696f6eu, stream);
+  }
+  CGX_HD Rotation(int64_t bucket_columns, uint32_t stream, uint64_t bucket)
+      : Rotation(bucket_columns, leaf_seed(stream), bucket) {}
+  CGX_HD Rotation(int64_t bucket_columns, LeafSeed leaf, uint64_t bucket) {
+    seed = leaf.bucket(bucket);
     columns = block(bucket_columns);
     int stages = 3;
     for (int c = columns; c > 1; c /= 2) ++stages;

@@ -245,13 +245,18 @@ __device__ void rotate(const Bucket& bucket, int tile, Tile* t) {
 __device__ void rotate_back(const Bucket& bucket, int tile, Tile* t) {
   if (!bucket.rotated) return;
   const Rotation rotation = bucket.rotation();
+#pragma unroll
+  for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) t->v[r][c] *= rotation.inverse;
+  }
   transform(bucket.lane, rotation.columns, t);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
     const uint32_t signs = signs_of(bucket, rotation, tile, c);
 #pragma unroll
     for (int r = 0; r < kHalfRows; ++r) {
-      t->v[r][c] = canonical_nan(flip(t->v[r][c] * rotation.inverse, signs << r));
+      t->v[r][c] = canonical_nan(flip(t->v[r][c], signs << r));
     }
   }
 }

@@ -25,6 +25,7 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
   const KernelTable& kernels = current_kernels();
   const Layout layout = owned.view();
   const LeavesIn in{&timed.in, &timed.dtype};
+  const LeafUnits* const units = timed.units.num_rows ? &timed.units : nullptr;
   const LeavesOut out{timed.out ? &timed.out : nullptr, &timed.dtype};
   Scratch scratch(threads, owned.longest_bucket());
   int64_t from = 0, to = layout.total_bytes(), count = pieces(owned.values());
@@ -43,11 +44,12 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
     });
   };
   if (kernel == "encode") {
-    return timed_calls(EncodeCall{layout, in, out, timed.key, timed.rank, timed.payload, nullptr},
-                       kernels.encode);
+    return timed_calls(
+        EncodeCall{layout, in, out, timed.key, timed.rank, timed.payload, nullptr, units},
+        kernels.encode);
   }
   if (kernel == "decode") {
-    return timed_calls(DecodeCall{layout, timed.payload, out, nullptr}, kernels.decode);
+    return timed_calls(DecodeCall{layout, timed.payload, out, nullptr, units}, kernels.decode);
   }
   if (kernel == "accumulate") {
     return timed_calls(AccumulateCall{layout, in, timed.payload, timed.world, timed.rank,
@@ -66,7 +68,8 @@ double time_kernel(const std::string& kernel, const Timed& timed, const OwnedLay
                                   timed.divisor,
                                   timed.chunk,
                                   nullptr,
-                                  {}},
+                                  {},
+                                  units},
                        kernels.reduce);
   }
   return -1.0;

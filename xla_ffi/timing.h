@@ -25,6 +25,7 @@ struct Timed {
   int64_t rank;
   uint32_t key[2];
   float divisor;
+  LeafUnits units;
 };
 
 // Seconds that `kernel` (encode, reduce, decode, accumulate) takes on `threads` threads, which are

@@ -29,6 +29,21 @@ struct Lanes<F32> {
   using U = U32;
   CGX_HD static U32 truncate(F32 x) { return (U32) __builtin_convertvector(x, I32); }
   CGX_HD static F32 to_float(U32 x) { return __builtin_convertvector((I32)x, F32); }
+  // `a` where b is NaN. Written out because GCC 12 compares and blends where a constant is one of
+  // the two.
+#if defined(__AVX512F__)
+  CGX_HD static F32 lesser(F32 a, F32 b) { return (F32)_mm512_min_ps((__m512)b, (__m512)a); }
+  CGX_HD static F32 greater(F32 a, F32 b) { return (F32)_mm512_max_ps((__m512)b, (__m512)a); }
+#elif defined(__AVX2__)
+  CGX_HD static F32 lesser(F32 a, F32 b) { return (F32)_mm256_min_ps((__m256)b, (__m256)a); }
+  CGX_HD static F32 greater(F32 a, F32 b) { return (F32)_mm256_max_ps((__m256)b, (__m256)a); }
+#elif defined(__x86_64__)
+  CGX_HD static F32 lesser(F32 a, F32 b) { return (F32)_mm_min_ps((__m128)b, (__m128)a); }
+  CGX_HD static F32 greater(F32 a, F32 b) { return (F32)_mm_max_ps((__m128)b, (__m128)a); }
+#else
+  CGX_HD static F32 lesser(F32 a, F32 b) { return b < a ? b : a; }
+  CGX_HD static F32 greater(F32 a, F32 b) { return b > a ? b : a; }
+#endif
 };
 
 template <typename V>
@@ -143,21 +158,24 @@ CGX_HD void store_u8(void* to, U32 x) { store(to, __builtin_convertvector(x, U8)
 CGX_HD void store_u16(void* to, U32 x) { store(to, __builtin_convertvector(x, U16)); }
 #endif
 
-// Storage types of leaves: `load`/`store` move kLanes values as fp32.
+// Storage types of leaves: `load`/`store` move kLanes values as fp32; kMost is the largest one.
 struct StoreF32 {
   using Item = float;
+  static constexpr float kMost = kLargest;
   CGX_HD static Item item(float x) { return x; }
   CGX_HD static F32 load_lanes(const Item* from) { return load<F32>(from); }
   CGX_HD static void store_lanes(Item* to, F32 x) { store(to, x); }
 };
 struct StoreBF16 {
   using Item = uint16_t;
+  static constexpr float kMost = 3.38953139e+38f;
   CGX_HD static Item item(float x) { return (Item)narrow_bf16(x); }
   CGX_HD static F32 load_lanes(const Item* from) { return widen_bf16<F32>(load_u16(from)); }
   CGX_HD static void store_lanes(Item* to, F32 x) { store_u16(to, narrow_bf16(x)); }
 };
 struct StoreF16 {
   using Item = uint16_t;
+  static constexpr float kMost = 65504.0f;
   CGX_HD static Item item(float x) { return (Item)narrow_f16(x); }
   CGX_HD static F32 load_lanes(const Item* from) { return widen_f16<F32>(load_u16(from)); }
   CGX_HD static void store_lanes(Item* to, F32 x) { store_u16(to, narrow_f16(x)); }
@@ -195,18 +213,37 @@ CGX_HD void unpack(const uint8_t* planes, int64_t stride, U32 (&code)[kRows]) {
   }
 }
 
-// Min and max keep `a` when b is NaN, as vminps does.
-CGX_HD F32 min_of(F32 a, F32 b) { return b < a ? b : a; }
-CGX_HD F32 max_of(F32 a, F32 b) { return b > a ? b : a; }
+// x with its sign changed where bit 31 of `sign` is set.
+CGX_HD F32 flip(F32 x, U32 sign) {
+#if defined(__AVX512F__)
+  constexpr int kXorOfAnd = 0x78;
+  const __m512i mask = _mm512_set1_epi32((int)0x80000000u);
+  return (F32)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)sign, mask, kXorOfAnd);
+#else
+  return (F32)((U32)x ^ (sign & 0x80000000u));
+#endif
+}
+
+// Infinities as the largest floats, NaNs as the canonical one.
+CGX_HD F32 finite_or_nan(F32 x) {
+#if defined(__AVX512F__)
+  const __m512i most = _mm512_set1_epi32(0x11ef1100);  // by the class of x: NaN, ... -inf, inf, ...
+  const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32((int)kQuietNan));
+  return (F32)_mm512_fixupimm_ps(nan, (__m512)x, most, 0);
+#else
+  const F32 most = F32{} + kLargest;
+  return canonical_nan(Lanes<F32>::greater(Lanes<F32>::lesser(x, most), -most));
+#endif
+}
 
 struct Add {
   CGX_HD static F32 of(F32 a, F32 b) { return a + b; }
 };
 struct Min {
-  CGX_HD static F32 of(F32 a, F32 b) { return min_of(a, b); }
+  CGX_HD static F32 of(F32 a, F32 b) { return Lanes<F32>::lesser(a, b); }
 };
 struct Max {
-  CGX_HD static F32 of(F32 a, F32 b) { return max_of(a, b); }
+  CGX_HD static F32 of(F32 a, F32 b) { return Lanes<F32>::greater(a, b); }
 };
 
 // One value from all lanes.

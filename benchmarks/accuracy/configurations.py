@@ -66,7 +66,7 @@ def adaptive(
 
 
 FEEDBACK = cgx_jax.ErrorFeedback()
-MOMENT, FACTORED = SecondMoment(), SecondMoment(factored=True)
+MOMENT = SecondMoment()
 
 CONFIGURATIONS = {
     "exact": Configuration(),
@@ -102,14 +102,6 @@ CONFIGURATIONS = {
     "4 bits, rotated, preconditioned": uniform(4, rotation=True, precondition=MOMENT),
     "3 bits, rotated, preconditioned": uniform(3, rotation=True, precondition=MOMENT),
     "2 bits, rotated, preconditioned": uniform(2, rotation=True, precondition=MOMENT),
-    "2 bits, rotated, feedback, preconditioned": uniform(
-        2, FEEDBACK, rotation=True, precondition=MOMENT
-    ),
-    "4 bits, factored": uniform(4, precondition=FACTORED),
-    "2 bits, rotated, factored": uniform(2, rotation=True, precondition=FACTORED),
-    "LeastBytes(1) of 3 bits, rotated, preconditioned": adaptive(
-        LeastBytes(alpha=1.0, uniform_bits=3), 3, rotation=True, precondition=MOMENT
-    ),
     "LeastError(3.2), rotated, preconditioned": adaptive(
         LeastError(3.2), 3, rotation=True, precondition=MOMENT
     ),

@@ -71,7 +71,8 @@ class Trainer:
         self.rate = _schedule(peak, steps)
         self.mesh = Mesh(np.array(jax.devices()), ("data",))
         quantize = cgx_jax.Quantize(bits)
-        self.tx = cgx_jax.sync_gradients("data", quantize, mesh=self.mesh, **WAYS[way])
+        options = WAYS[way] | {"mesh": self.mesh, "exchange": "xla"}  # compresses every size
+        self.tx = cgx_jax.sync_gradients("data", quantize, **options)
         self.graphdef, params = self.task.initial(0)
         plan = cgx_jax.Plan.build(params, quantize)
         self.lossy = [s.leaf for s in plan.slots if not s.compressor.lossless]

@@ -211,7 +211,7 @@ def ours(ranks: Ranks, bits: int, rounding: str, seed: int, rotation: bool = Fal
 
     def mean(ranks, key):
         own = jax.tree.map(lambda x: x[0], ranks)
-        return cgx_jax.pmean_compressed(own, "data", policy, key=key)
+        return cgx_jax.pmean_compressed(own, "data", policy, key=key, exchange="xla")
 
     reduce = jax.shard_map(mean, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
     found = jax.device_get(jax.jit(reduce)(ranks, jax.random.key(seed)))

@@ -1,4 +1,4 @@
-"""Three small training tasks on data that ships in packages: language, images, autoencoder.
+"""Small training tasks on data that ships in packages, each another kind of model and gradient.
 
 A task's seed draws the initial parameters and the order of the data; the data are the same.
 """
@@ -18,6 +18,9 @@ import optax
 from flax import nnx
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+import recurrent
+from recurrent import Recurrent, next_token_loss
 
 import corpus
 from model import Transformer, next_byte_loss
@@ -199,6 +202,34 @@ def _adam(steps: int) -> optax.GradientTransformation:
     return optax.adam(_schedule(2e-3, steps))
 
 
+# --- recurrent: an LSTM over bytes of Python's help; words: one over words of docstrings.
+
+RECURRENT_LENGTH = 48
+RECURRENT_WINDOWS = 32  # a step
+
+
+def _recurrent(text: Callable[[], tuple[np.ndarray, np.ndarray]], vocabulary: int) -> Task:
+    def batches(steps: int, seed: int) -> Batch:
+        return (corpus.windows(text()[0], steps, RECURRENT_WINDOWS, RECURRENT_LENGTH, seed),)
+
+    def held_out() -> Batch:
+        return (corpus.windows(text()[1], 8, 64, RECURRENT_LENGTH, CHECKS_SEED),)
+
+    return Task(
+        build=lambda rngs: Recurrent(vocabulary, 64, 128, rngs),
+        batches=batches,
+        held_out=held_out,
+        loss=next_token_loss,
+        metrics=lambda model, tokens: {"loss": next_token_loss(model, tokens)},
+        optimizer=_clipped_adam,
+        steps=400,
+    )
+
+
+def _clipped_adam(steps: int) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(_schedule(4e-3, steps)))
+
+
 TASKS = {
     "language": Task(
         build=lambda rngs: Transformer(64, 2, LENGTH, rngs),
@@ -228,4 +259,6 @@ TASKS = {
         optimizer=_adam,
         steps=300,
     ),
+    "recurrent": _recurrent(recurrent.help_bytes, corpus.VOCABULARY),
+    "words": _recurrent(recurrent.docstring_words, recurrent.VOCABULARY),
 }

@@ -24,8 +24,8 @@ from cgx_jax.exchange import nccl as fused_on_cuda
 _ASK_MPI = """
 from mpi4py import MPI
 levels = ["single", "funneled", "serialized", "multiple"]
-print(" ".join(MPI.Get_library_version().splitlines()[0].split()))
 print(levels[MPI.Query_thread()])
+print(MPI.Get_library_version())
 """
 _LAUNCHERS = ("PMI", "OMPI", "PRTE", "HYDRA", "MPI_", "SLURM")
 
@@ -108,18 +108,19 @@ def _mpi() -> Iterator[Finding]:
             env=alone,
             check=False,
         )
-        said, failed = answer.stdout.splitlines(), answer.stderr.strip().splitlines()[-1:]
+        said, failed = answer.stdout, answer.stderr.strip().splitlines()[-1:]
     except subprocess.TimeoutExpired:
-        said, failed = [], ["no answer in 60 s"]
-    if len(said) != 2:
+        said, failed = "", ["no answer in 60 s"]
+    threads, _, version = said.partition("\n")
+    if not version:
         why = " ".join(failed) or "it ended without a word"
         yield Finding("MPI", f"mpi4py does not load: {why}", "pip install cgx-jax[mpi]")
         return
-    yield Finding("MPI", f"{said[0]}, mpi4py {metadata.version('mpi4py')}")
+    yield Finding("MPI", f"{installation.one_line(version)}, mpi4py {metadata.version('mpi4py')}")
     yield Finding(
         "MPI threads",
-        said[1],
-        "" if said[1] == "multiple" else "use an MPI library built with thread support",
+        threads,
+        "" if threads == "multiple" else "use an MPI library built with thread support",
     )
 
 

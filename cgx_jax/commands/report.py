@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from cgx_jax.compressors import Quantize
-from cgx_jax.policy import run_log
-from cgx_jax.policy.decide import Refresh, Subject
+from cgx_jax.commands.run_file import Run
 from cgx_jax.policy.solvers import KMeans, LeastBytes, LeastError, Linear, Solver
 
 EXPLANATION = """\
@@ -22,70 +18,6 @@ leaf, beside what uniform widths and each solver would give for the same statist
 scalar that policy.record() noted.
 """
 FRONT_POINTS = 25
-
-
-class Traced(NamedTuple):
-    """A plan that was compiled after `step` steps: its widths and what a rank sends a step."""
-
-    step: int
-    bits: tuple[int, ...]
-    wire_bytes: int
-    compile_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run's log: leaves with their candidates, plans, refreshes with averages, scalars."""
-
-    name: str
-    subject: Subject
-    refreshes: tuple[tuple[Refresh, dict[str, np.ndarray]], ...]
-    plans: tuple[Traced, ...]
-    scalars: dict[str, np.ndarray]  # name -> [count, 2]: step, value
-
-    @classmethod
-    def read(cls, path: Path) -> Run:
-        """The run logged at `path`; raises ValueError for a file that is no log."""
-        subject: Subject | None = None
-        refreshes: list[tuple[Refresh, dict[str, np.ndarray]]] = []
-        plans: list[Traced] = []
-        scalars: dict[str, list[tuple[int, float]]] = {}
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            try:
-                entry = json.loads(line)
-                kind = entry.pop("kind")
-                if kind == "run":
-                    subject = _subject(entry)
-                elif kind == "refresh":
-                    averages = {k: np.array(v, float) for k, v in entry.pop("averages").items()}
-                    refreshes.append((Refresh.from_json(entry), averages))
-                elif kind == "plan":
-                    plans.append(Traced(**entry | {"bits": tuple(entry["bits"])}))
-                elif kind == "scalars":
-                    step = entry.pop("step")
-                    for name, value in entry.items():
-                        scalars.setdefault(name, []).append((step, value))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"report: line {number} of {path} is not of a run's log ({error!r}); pass the "
-                    "file that was given to cgx_jax.Adaptive(log=...)."
-                ) from None
-        if subject is None:
-            raise ValueError(f"report: {path} is empty: the run has not taken its first step.")
-        curves = {name: np.array(points, float) for name, points in scalars.items()}
-        return cls(path.stem, subject, tuple(refreshes), tuple(plans), curves)
-
-    def measured(self) -> tuple[Refresh, dict[str, np.ndarray]] | None:
-        """The last refresh that a solver could work with."""
-        usable = [r for r in self.refreshes if r[0].outcome != "unusable"]
-        return usable[-1] if usable else None
-
-
-def _subject(entry: dict[str, Any]) -> Subject:
-    if entry["schema"] != run_log.SCHEMA:
-        raise ValueError(f"schema {entry['schema']}, this version reads {run_log.SCHEMA}")
-    candidates = tuple(Quantize(**c) for c in entry["candidates"])
-    return Subject(tuple(entry["paths"]), tuple(entry["sizes"]), candidates)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,16 +20,16 @@ class Compressor(abc.ABC):
     * `unbiased`: the expectation of decode(encode(x)) is x.
     * `chunkable`: any run of a leaf's values can be encoded by itself, so a leaf may be cut into
       one chunk a rank (scatter-reduce-allgather). Sparse and low-rank codes are not.
-    * `summable`: payloads may be added before decoding.
     * `needs_key`: `encode` takes a key for its randomness.
 
     State (momenta, low-rank factors) is a pytree that `init` makes and `encode` returns anew;
-    stateless compressors use the empty tuple. Terms after GRACE (Xu et al., ICDCS 2021).
+    stateless compressors use the empty tuple. No reduction keeps state yet, so each refuses a
+    compressor whose `init` makes an array. Reductions encode fp32 values, except for `Quantize`,
+    and all-gathers values of the leaf's dtype. Terms after GRACE (Xu et al., ICDCS 2021).
     """
 
     lossless: ClassVar[bool] = False
     chunkable: ClassVar[bool] = True
-    summable: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -52,7 +52,10 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
-        """Exact bits of the payload of a leaf of `shape` (or of that many values)."""
+        """Exact bits of the payload of a leaf of `shape` (or of that many values).
+
+        A payload is whole bytes: where this is no multiple of 8, `encode` fills up the last one.
+        """
 
     @abc.abstractmethod
     def error_bound(self, x: Any) -> jax.Array:
@@ -68,17 +71,37 @@ class Compressor(abc.ABC):
         """
         return 1.0
 
+    def payload_bytes(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        """Bytes of the payload of a leaf of `shape` (or of that many values)."""
+        return -(-self.wire_bits(shape, dtype) // 8)
+
     def init(self, shape: Sequence[int], dtype: Any) -> Any:
         """The state before the first call for a leaf of `shape` and `dtype`."""
         return ()
 
     @abc.abstractmethod
     def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
-        """`x` to (payload uint8[wire_bits / 8], new state)."""
+        """`x` to (payload uint8[payload_bytes], new state)."""
 
     @abc.abstractmethod
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""
+
+
+def require_stateless(
+    caller: str, compressor: Compressor, path: str, shape: Sequence[int], dtype: Any
+) -> None:
+    """Raises ValueError for a lossy compressor that needs to be kept from call to call."""
+    if compressor.lossless or type(compressor).init is Compressor.init:
+        return
+    state = jax.tree.leaves(jax.eval_shape(lambda: compressor.init(shape, dtype)))
+    if state:
+        where = f" of leaf {path!r}" if path else ""
+        raise ValueError(
+            f"{caller}: {compressor}{where} has state ({len(state)} arrays from init), which no "
+            "reduction keeps from step to step yet, so it would be lost; use a compressor without "
+            "state. For what compression loses, sync_gradients has memory=ErrorFeedback()."
+        )
 
 
 def require_key(caller: str, compressors: Collection[Compressor], key: Any) -> bool:

@@ -122,7 +122,9 @@ class Quantize(Compressor):
 
         Rounding: 16 ulps of the bucket's largest magnitude, half an ulp of a 16-bit result, and
         for subnormal units one level each; buckets that poison have an infinite bound. Of a rotated
-        bucket any value may take the error of all: a multiple of the bucket's L2 norm.
+        bucket any value may take the error of all: a multiple of the bucket's L2 norm. The bound is
+        infinite where that may end past the largest value of a 16-bit dtype, and where the sum of a
+        rotated bucket may overflow fp32.
         """
         values = jnp.ravel(x).astype(jnp.float32)
         pad = -values.size % self.bucket_size
@@ -136,16 +138,32 @@ class Quantize(Compressor):
         if self.rotation:
             # No rotated value moves by more than a unit, or half of one to nearest, and a unit is
             # at most twice the bucket's norm over the levels; a clipped one by less than itself.
-            norm = jnp.sqrt(jnp.square(rows / largest[:, None]).sum(axis=1)) * largest
-            norm = jnp.where(largest > 0, norm, 0)
+            # Squares of large and of small values are taken of what a power of two makes of them.
+            power = jnp.where(
+                largest > 2.0**60, 2.0**-100, jnp.where(largest < 2.0**-20, 2.0**60, 1.0)
+            )
+            scaled = rows * power[:, None]
+            norm = jnp.sqrt(jnp.square(scaled).sum(axis=1))
             stretch = math.sqrt(self.bucket_size) / levels * (2 if self.unbiased else 1)
             if not self.unbiased:
                 stretch = max(stretch, math.hypot(1, float(NORMAL_RANGE[self.bits]) / levels))
-            bound = norm * (stretch + 2.0**-16)
+            bound = norm * (stretch + 2.0**-16) * (1 / power)
+            # Rotated values stay below the sum of a block's magnitudes over the root of its size.
+            tail = values.size % self.bucket_size
+            sizes = [self.bucket_size, *([tail + -tail % GROUP] if tail else [])]
+            blocks = [min(n & -n, 512) for n in sizes]
+            forward = 0.5 ** min((block.bit_length() - 1) // 2 for block in blocks)
+            most = float(jnp.finfo(jnp.float32).max) * 0.999 * 2.0**-100
+            fits = jnp.abs(scaled).sum(axis=1) * (2 * forward) < most
+            fits |= largest <= 2.0**60
+            bound = jnp.where(fits, bound, jnp.inf)
         bound = bound + float(2**self.bits * jnp.finfo(jnp.float32).tiny)
         if jnp.result_type(x) != jnp.float32:
             bound = bound + (largest + bound) * float(jnp.finfo(jnp.result_type(x)).eps) / 2
             bound = bound + float(jnp.finfo(jnp.result_type(x)).smallest_subnormal)
+            if self.rotation:
+                most = float(jnp.finfo(jnp.result_type(x)).max)
+                bound = jnp.where(largest + bound < most, bound, jnp.inf)
         bound = jnp.where(jnp.isfinite(spread), bound, jnp.inf)
         each = jnp.repeat(bound, self.bucket_size)[: values.size]
         return each.reshape(jnp.shape(x))

@@ -1,24 +1,27 @@
 """`exchange="auto"`: which way a fusion buffer travels, decided while tracing.
 
-Without a profile, what the plan compresses is compressed. With one, a buffer goes by the method
-that the measurements say is the fastest, and by `lax.psum` where compression does not pay.
+With a profile, a buffer goes by the method that the measurements say is the fastest, and by
+`lax.psum` where compression does not pay. Without one, a buffer is compressed from the size on at
+which that paid on every link that was tried (`LEAST`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from cgx_jax import processes
+from cgx_jax import processes, untrusted
 from cgx_jax.exchange import mpi, nccl
 from cgx_jax.exchange.profile import Profile
+from cgx_jax.kernels import native
 
 # One call for a whole buffer, of quantized leaves only.
 FUSED = {"mpi": mpi, "nccl": nccl}
@@ -28,16 +31,48 @@ EXCHANGES = ("xla", *FUSED)
 # A smaller measured gain is noise, and psum has no error.
 LEAST_GAIN = 0.05
 
+
+class Least(NamedTuple):
+    """From which size on a fusion buffer is compressed while no profile is active.
+
+    That is `nbytes` / (1 - share / even) uncompressed bytes, where `share` is the payload's share
+    of them. `nbytes` is the limit for a negligible payload. From the share `even` on no size is
+    compressed.
+    """
+
+    nbytes: float
+    even: float
+
+
+# By what sends and encodes. CPU rows: larger buffers beat lax.psum at 1 Gbit/s, at 10 Gbit/s and
+# without a limit, between 2 and between 4 processes (`benchmarks/auto.py --exchange`); smaller ones
+# lose on some of these links, by latency. XLA's all-to-all over gloo uses one direction of a link
+# at a time, so half the bytes gain nothing there. Nobody has measured on GPUs: below this size the
+# kernels' memory traffic takes longer than NVLink would save. Encoding in plain jnp never pays.
+LEAST = {
+    "xla": Least(3 << 19, 0.5),
+    "mpi": Least(1 << 19, 1.0),
+    "gpu": Least(32 << 20, 1.0),
+    "jnp": Least(math.inf, 1.0),
+}
+
 _active: Profile | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A fusion buffer's size: values, uncompressed bytes, and payload bits a value (mean)."""
+    """A fusion buffer's size: values, uncompressed bytes, and payload bits per value (mean).
+
+    `noisy` values are rounded at random, `rotated` ones are rotated, and those `in_units` are
+    multiplied by units, which takes longer.
+    """
 
     values: int
     nbytes: int
     bits: float
+    noisy: int = 0
+    rotated: int = 0
+    in_units: int = 0
 
 
 def use_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | None:
@@ -67,7 +102,7 @@ def _load(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
 
 def _read(path: Path) -> Profile:
     try:
-        return Profile.from_json(path.read_text())
+        return Profile.from_json(untrusted.read(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -130,7 +165,7 @@ def resolve(
     if exchange != "auto":
         return "xla" if exchange in FUSED and not quantized else exchange
     if _active is None:
-        return "mpi" if "mpi" in usable else "xla"
+        return unmeasured(usable, load)
     if _active.world != world:
         raise ValueError(
             f"{caller}: this call has {world} ranks, the active profile was measured on "
@@ -138,6 +173,26 @@ def resolve(
             'ranks, name the exchange (exchange="xla"), or use_profile(None).'
         )
     return choose(_active, usable, load)
+
+
+def unmeasured(usable: Collection[str], load: Load) -> str:
+    """The method for `load` while no profile is active: an exchange, or "psum" below `LEAST`.
+
+    Devices simulated in one process follow the rule too, although nothing is sent there: their
+    numbers are then those of the run that they simulate.
+    """
+    method = "mpi" if "mpi" in usable else "xla"
+    least = LEAST[_kernels(method)]
+    share = load.bits * load.values / (8 * load.nbytes)
+    return method if load.nbytes * (1 - share / least.even) >= least.nbytes else "psum"
+
+
+def _kernels(method: str) -> str:
+    """The row of `LEAST`: what encodes on this process's devices."""
+    platform = jax.default_backend()
+    if platform == "cpu" and native.module() is not None:
+        return method
+    return "gpu" if platform == "gpu" and native.cuda_module() is not None else "jnp"
 
 
 def choose(profile: Profile, usable: Collection[str], load: Load) -> str:
@@ -160,6 +215,11 @@ def estimate(profile: Profile, method: str, load: Load) -> float:
     the ends it is pessimistic for compression or neutral: a smaller buffer takes the time of the
     smallest, a larger one the largest's in proportion; fewer bits take the time of the narrowest
     width, more bits the widest's in proportion.
+
+    Rows are of plain rounding. What random rounding, rotation and units cost this machine's codec
+    beyond that is added in full. For "xla", whose kernels wait for the wire and the wire for them,
+    the sum is the time. A fused call hides a part of the codec behind the wire, so there the sum is
+    an upper bound: exact for a link that waits for the codec, and never on compression's side.
     """
     # Kernels work by the value, so a 16-bit buffer counts as the fp32 one of as many values;
     # psum works by the byte.
@@ -169,7 +229,15 @@ def estimate(profile: Profile, method: str, load: Load) -> float:
         np.exp(np.interp(np.log(nbytes), np.log(sizes), np.log(times))) * max(1, nbytes / sizes[-1])
         for sizes, times in curves
     ]
-    return float(np.interp(load.bits, widths, seconds) * max(1, load.bits / widths[-1]))
+    plain = float(np.interp(load.bits, widths, seconds) * max(1, load.bits / widths[-1]))
+    return plain if method == "psum" else plain + _beyond_plain(profile, load)
+
+
+def _beyond_plain(profile: Profile, load: Load) -> float:
+    """Seconds that a rank's codec takes for `load` more than for as many plain values."""
+    codec = profile.codec
+    more = [max(0.0, s - codec.plain) for s in (codec.noise, codec.rotation, codec.units)]
+    return load.noisy * more[0] + load.rotated * more[1] + load.in_units * more[2]
 
 
 @functools.lru_cache(maxsize=16)

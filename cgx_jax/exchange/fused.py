@@ -57,7 +57,8 @@ def bind(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Calls a primitive of `primitive()`; `name` heads its errors. Reduced leaves and residuals.
 
-    Operands are what is particular to the exchange, then the leaves, one a field of `layout`.
+    Operands are what is particular to the exchange, then the leaves, one a field of `layout`, then
+    the units of those that have any.
     """
     # An all-gather takes an operand that does not vary; what it returns does.
     index = lax.axis_index(axes)
@@ -75,10 +76,12 @@ def bind(
     return out[:count], out[count:]
 
 
-def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
-    """The attributes that every fused handler takes."""
+def attributes(
+    layout: Layout, divisor: float, positions: Any, name: str, *, units: bool = False
+) -> dict[str, Any]:
+    """The attributes that every fused handler takes; `units` of those that know units."""
     return {
-        **{k: np.asarray(v, np.int64) for k, v in layout.attributes().items()},
+        **{k: np.asarray(v, np.int64) for k, v in layout.attributes(units=units).items()},
         "world": np.int64(len(positions[0])),
         "divisor": np.float32(divisor),
         "groups": np.asarray(positions, np.int64).reshape(-1),
@@ -102,7 +105,7 @@ def gathered(x: Any, *, positions: Any, **params: Any) -> Any:
 
 
 def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
-    """A fused call with a `result` of every operand after the `leading` ones, then residuals.
+    """A fused call with a `result` of every leaf after the `leading` operands, then residuals.
 
     Lowerings are the caller's.
     """
@@ -110,7 +113,7 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     p.multiple_results = True
 
     def shapes(*operands: Any, residual: bool, **params: Any) -> list[Any]:
-        leaves = operands[leading:]
+        leaves = operands[leading : leading + len(params["layout"].fields)]
         return [*(result(x, **params) for x in leaves), *(leaves if residual else ())]
 
     p.def_abstract_eval(shapes)

@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 
 from cgx_jax import _compat
 from cgx_jax.exchange import fused
-from cgx_jax.kernels import native
+from cgx_jax.kernels import native, primitives
 from cgx_jax.wire import Layout
 
 _INSTALL = 'pip install "cgx-jax[mpi]" and start the processes with mpiexec'
@@ -212,16 +212,18 @@ def all_reduce(
     divisor: float,
     *,
     residual: bool = False,
+    units: primitives.Units = (),
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
 
-    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`.
-    Residuals follow where asked.
+    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`;
+    `units` as in `primitives.encode`. Residuals follow where asked.
     """
+    layout, factors = primitives.with_units(layout, units)
     mesh = jax.sharding.get_abstract_mesh()
     operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
     label = f"{name}(exchange='mpi')"
-    operands += leaves
+    operands += [*leaves, *factors]
     return fused.bind(
         all_reduce_p, label, operands, layout, axes, groups, divisor, residual=residual
     )
@@ -240,7 +242,7 @@ def _lowering(
     return jax.ffi.ffi_lowering("cgx_all_reduce_mpi")(
         ctx,
         *operands,
-        **fused.attributes(layout, divisor, positions, name),
+        **fused.attributes(layout, divisor, positions, name, units=True),
         channel=np.int64(_compat.new_channel(ctx)),
     )
 

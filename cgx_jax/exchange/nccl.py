@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from cgx_jax import _compat
 from cgx_jax.exchange import fused
-from cgx_jax.kernels import native
+from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
 # Of payload to each peer. A message should take much longer than NCCL needs to start one, and a
@@ -67,36 +67,57 @@ def all_reduce(
     divisor: float,
     *,
     residual: bool = False,
+    units: primitives.Units = (),
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
 
-    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`.
-    Residuals follow where asked.
+    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`;
+    `units` as in `primitives.encode`. Residuals follow where asked.
     """
     keys = jnp.stack([jnp.asarray(s) for s in seeds])
-    return _call(
-        all_reduce_p, name, [keys, *leaves], layout, axes, groups, divisor, residual=residual
+    # The CUDA kernels know no units: they see float32 leaves that are multiplied already.
+    each = list(units) or [None] * len(leaves)
+    inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
+    reduced, lost = _call(
+        all_reduce_p, name, [keys, *inner], layout, axes, groups, divisor, residual=residual
     )
+
+    means = [outside.decoded(y, u, x.dtype) for y, u, x in zip(reduced, each, leaves, strict=True)]
+    lost = [
+        outside.multiply(e, u, outside.OUT).astype(x.dtype)
+        for e, u, x in zip(lost, each, leaves, strict=False)
+    ]
+    return means, lost
 
 
 def reduce_scatter(
-    name: str, seeds: Any, rows: jax.Array, layout: Layout, axes: tuple[str, ...]
+    name: str,
+    seeds: Any,
+    rows: jax.Array,
+    layout: Layout,
+    axes: tuple[str, ...],
+    groups: fused.Groups,
 ) -> jax.Array:
     """Rows, f32, bf16 or f16 and one for each rank, to the sum of this rank's: the bytes of `xla`.
 
     `seeds` are uint32[world, 2]; `layout` is that of one row.
     """
-    return _call(reduce_scatter_p, name, [seeds, rows], layout, axes)[0][0]
+    return _call(reduce_scatter_p, name, [seeds, rows], layout, axes, groups)[0][0]
 
 
 def all_gather(
-    name: str, seed: Any, x: jax.Array, layout: Layout, axes: tuple[str, ...]
+    name: str,
+    seed: Any,
+    x: jax.Array,
+    layout: Layout,
+    axes: tuple[str, ...],
+    groups: fused.Groups,
 ) -> jax.Array:
     """Every rank's `x`, f32, bf16 or f16, decoded: [world, ...], the bytes of the `xla` exchange.
 
     `seed` is uint32[2]; `layout` is that of `x` for one rank.
     """
-    return _call(all_gather_p, name, [seed, x], layout, axes)[0][0]
+    return _call(all_gather_p, name, [seed, x], layout, axes, groups)[0][0]
 
 
 def _call(
@@ -105,7 +126,7 @@ def _call(
     operands: Sequence[Any],
     layout: Layout,
     axes: tuple[str, ...],
-    groups: fused.Groups = None,
+    groups: fused.Groups,
     divisor: float = 1,
     *,
     residual: bool = False,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Any, NamedTuple, get_type_hints
 
-from cgx_jax import installation
+from cgx_jax import installation, untrusted
 
-SCHEMA = 1
+SCHEMA = 2
+MOST_ROWS = 10_000
+MOST_RANKS = 1 << 20
 METHODS = ("psum", "xla", "mpi", "nccl")
 _AGAIN = "Run cgx_jax.tune again, or use_profile(None) to follow the default rule."
 
@@ -23,15 +24,30 @@ class Row(NamedTuple):
     seconds: float
 
 
+class Codec(NamedTuple):
+    """Seconds per value that a rank spends on encoding, reducing and decoding in one all-reduce.
+
+    `plain` is rounding to nearest, `noise` rounding at random, `rotation` rounding of rotated
+    buckets to nearest, `units` rounding of values in units of preconditioning to nearest. The work
+    depends on the number of ranks: it is that of the profile's.
+    """
+
+    plain: float
+    noise: float
+    rotation: float
+    units: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """How long `lax.psum` and each exchange take on the links of one mesh axis.
 
     `cpu`, `cores`, `device` (JAX's device kind) and `hosts` name the machine, `jax`, `jaxlib`,
     `cgx_jax` and `mpi` (the MPI library, or None) the versions. `latency` is seconds of a psum of
-    one value, `algbw` bytes a second of the largest psum. `rows` are the measurements; a method
-    is "psum" (32 bits) or an exchange. `cgx_jax.tune` makes profiles. Raises ValueError or
-    TypeError for values that no measurement gives.
+    one value, `algbw` bytes per second of the largest psum. `codec` is what encoding and decoding
+    take, nothing sent. `rows` are the measurements, of plain rounding; a method is "psum" (32 bits)
+    or an exchange. `cgx_jax.tune` makes profiles. Raises ValueError or TypeError for values that no
+    measurement gives, and for text that is long or not printable.
     """
 
     cpu: str
@@ -46,21 +62,29 @@ class Profile:
     axis: str
     latency: float
     algbw: float
+    codec: Codec
     rows: tuple[Row, ...]
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Profile).items():
+        kinds = get_type_hints(Profile)
+        del kinds["rows"], kinds["codec"]
+        for name, kind in kinds.items():
             value = getattr(self, name)
-            if name != "rows" and not isinstance(value, kind | int if kind is float else kind):
-                raise TypeError(f"Profile: {name}={value!r} is not {kind}. {_AGAIN}")
-        for name, least in {"cores": 1, "hosts": 1, "world": 2}.items():
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"Profile: {name}={value} is under {least}. {_AGAIN}")
-        for name in ("latency", "algbw"):
-            value = getattr(self, name)
-            if not _positive(value):
-                raise ValueError(f"Profile: {name}={value} is not a positive number. {_AGAIN}")
+            fits = isinstance(value, kind | int if kind is float else kind)
+            if not fits or isinstance(value, bool):
+                raise TypeError(f"Profile: {name}={untrusted.shown(value)} is not {kind}. {_AGAIN}")
+        try:
+            for name in ("cpu", "device", "jax", "jaxlib", "cgx_jax", "mpi", "axis"):
+                untrusted.check_text(getattr(self, name) or "", installation.MOST_NAME)
+            for name, least in {"cores": 1, "hosts": 1, "world": 2}.items():
+                untrusted.whole(getattr(self, name), name, least, MOST_RANKS)
+            for name in ("latency", "algbw"):
+                untrusted.positive(getattr(self, name), name)
+        except ValueError as error:
+            raise ValueError(f"Profile: {error}. {_AGAIN}") from None
+        object.__setattr__(self, "codec", _codec(self.codec))
+        if len(self.rows) > MOST_ROWS:
+            raise ValueError(f"Profile: it has {len(self.rows)} rows, over {MOST_ROWS}. {_AGAIN}")
         rows = tuple(_row(row) for row in self.rows)
         if "psum" not in {row.method for row in rows}:
             raise ValueError(f"Profile: rows have no psum to compare with. {_AGAIN}")
@@ -71,6 +95,7 @@ class Profile:
     def to_json(self) -> str:
         """The profile as text, a row a line."""
         fields = {"schema": SCHEMA} | dataclasses.asdict(self)
+        fields["codec"] = self.codec._asdict()
         rows = ",\n  ".join(json.dumps(row) for row in fields.pop("rows"))
         return json.dumps(fields, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n'
 
@@ -78,15 +103,16 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         """The profile that `to_json` wrote; raises ValueError for any other text."""
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"Profile: the text is not JSON ({error}). {_AGAIN}") from None
+            fields = untrusted.loads(text)
+        except ValueError as error:
+            raise ValueError(f"Profile: of the text, {error}. {_AGAIN}") from None
         if not isinstance(fields, dict) or not isinstance(fields.get("rows"), list):
             raise ValueError(f"Profile: the JSON is not an object with rows. {_AGAIN}")
         schema = fields.pop("schema", None)
         if schema != SCHEMA:
             raise ValueError(
-                f"Profile: schema={schema!r}, this version of cgx_jax reads {SCHEMA}. {_AGAIN}"
+                f"Profile: schema={untrusted.shown(schema)}, this version of cgx_jax reads "
+                f"{SCHEMA}. {_AGAIN}"
             )
         known = {field.name for field in dataclasses.fields(cls)}
         if fields.keys() != known:
@@ -110,22 +136,31 @@ class Profile:
                 )
 
 
+def _codec(codec: Any) -> Codec:
+    kinds = codec._asdict() if isinstance(codec, Codec) else codec
+    if not isinstance(kinds, dict) or kinds.keys() != set(Codec._fields):
+        shown = untrusted.shown(codec)
+        raise ValueError(f"Profile: codec={shown} has not {list(Codec._fields)}. {_AGAIN}")
+    try:
+        return Codec(**{k: untrusted.positive(v, f"codec {k}") for k, v in kinds.items()})
+    except ValueError as error:
+        raise ValueError(f"Profile: {error}. {_AGAIN}") from None
+
+
 def _row(row: Any) -> Row:
     if not isinstance(row, (tuple, list)) or len(row) != len(Row._fields):
-        raise ValueError(f"Profile: row {row!r} is not {list(Row._fields)}. {_AGAIN}")
+        shown = untrusted.shown(row)
+        raise ValueError(f"Profile: row {shown} is not {list(Row._fields)}. {_AGAIN}")
     made = Row(*row)
-    if (
-        made.method not in METHODS
-        or not (_positive(made.bits) and made.bits <= 32)
-        or not (isinstance(made.bytes, int) and made.bytes > 0)
-        or not _positive(made.seconds)
-    ):
+    try:
+        untrusted.whole(made.bytes, "bytes", 1)
+        untrusted.positive(made.seconds, "seconds")
+        fits = made.method in METHODS and untrusted.positive(made.bits, "bits") <= 32
+    except ValueError:
+        fits = False
+    if not fits:
         raise ValueError(
-            f"Profile: row {list(row)} needs a method of {list(METHODS)}, bits in 0..32, whole "
-            f"bytes and positive seconds. {_AGAIN}"
+            f"Profile: row {untrusted.shown(list(row))} needs a method of {list(METHODS)}, bits in "
+            f"0..32, whole bytes and positive seconds. {_AGAIN}"
         )
     return made
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0

@@ -3,6 +3,10 @@
 Each is one native call on the CPU and on CUDA, plain jnp elsewhere; leaves are read where they lie.
 A leading batch of independent buffers is part of the primitive, so `vmap` stays one call.
 Results vary over the mesh axes their operands vary over.
+
+A leaf may have units: a pair of float32 arrays, rows [2, R] and columns [2, C] with R * C values in
+the leaf. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before it is encoded, and a
+decoded one by rows[1, i // C] * columns[1, i % C] before it is rounded to the leaf's dtype.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from cgx_jax import _compat
-from cgx_jax.kernels import native, reference
+from cgx_jax.kernels import chunk, native, outside, reference
 from cgx_jax.wire import Layout
 
 NO_RANK = -1
@@ -39,15 +44,36 @@ def _check_payload(name: str, payload: Any, expected: int) -> None:
         )
 
 
+Units = Sequence[tuple[Any, Any] | None]
+
+
+def with_units(layout: Layout, units: Units) -> tuple[Layout, list[Any]]:
+    """The layout of fields that have these units (() for none), and the operands they are."""
+    if not any(unit is not None for unit in units):
+        return layout, []
+    marked = layout.with_units(tuple(unit is not None for unit in units))
+    pairs = [unit for unit in units if unit is not None]
+    return marked, [jnp.asarray(x) for pair in pairs for x in pair]
+
+
 def encode(
-    key: Any, leaves: Sequence[Any], layout: Layout, *, rank: Any = NO_RANK, residual: bool = False
+    key: Any,
+    leaves: Sequence[Any],
+    layout: Layout,
+    *,
+    rank: Any = NO_RANK,
+    residual: bool = False,
+    units: Units = (),
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Leaves to payload u8[world, chunk_bytes], and the residuals where asked (else []).
 
-    `key` is uint32[2]; `leaves` are f32, bf16 or f16 of any shape, one a field of `layout`.
-    The chunk of `rank` is the caller's own, never sent: its row is zeros and its residual 0.
+    `key` is uint32[2]; `leaves` are f32, bf16 or f16 of any shape, one a field of `layout`;
+    `units` has one entry per leaf, None for a leaf without. The chunk of `rank` is the caller's
+    own, never sent: its row is zeros and its residual 0.
     """
-    out = _bind(encode_p, key, jnp.int32(rank), *leaves, layout=layout, residual=residual, batch=1)
+    layout, factors = with_units(layout, units)
+    params = {"layout": layout, "residual": residual, "batch": 1}
+    out = _bind(encode_p, key, jnp.int32(rank), *leaves, *factors, **params)
     payload = out[0].reshape(layout.world, layout.chunk_bytes)
     return payload, [r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False)]
 
@@ -61,6 +87,7 @@ def reduce(
     *,
     divisor: float = 1,
     residuals: Sequence[Any] = (),
+    units: Units = (),
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The chunk of `rank`: own exact values plus the other rows of `payload`, encoded again.
 
@@ -69,17 +96,21 @@ def reduce(
     those with the chunk filled in: `divisor` times what encoding it lost (else []).
     """
     _check_payload("reduce", payload, layout.world * layout.chunk_bytes)
+    layout, factors = with_units(layout, units)
     params = {"layout": layout, "divisor": float(divisor), "batch": 1}
-    out = _bind(reduce_p, key, rank, payload, *leaves, *residuals, **params)
+    out = _bind(reduce_p, key, rank, payload, *leaves, *residuals, *factors, **params)
     return out[0], [r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True)]
 
 
-def decode(payload: Any, layout: Layout, like: Sequence[Any]) -> list[jax.Array]:
+def decode(
+    payload: Any, layout: Layout, like: Sequence[Any], *, units: Units = ()
+) -> list[jax.Array]:
     """Payload u8[world, chunk_bytes] to leaves with the shapes and dtypes of `like`."""
     _check_payload("decode", payload, layout.world * layout.chunk_bytes)
     shapes = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in like)
     rows = jnp.asarray(payload).reshape(layout.world, layout.chunk_bytes)
-    return _bind(decode_p, rows, layout=layout, shapes=shapes, batch=1)
+    layout, factors = with_units(layout, units)
+    return _bind(decode_p, rows, *factors, layout=layout, shapes=shapes, batch=1)
 
 
 def accumulate(
@@ -102,9 +133,16 @@ def _lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape) if batch == 1 else (batch, *shape)
 
 
+def _residuals(operands: Sequence[Any], layout: Layout) -> Sequence[Any]:
+    """What lies between the leaves and the units."""
+    units = 2 * sum(f.units for f in layout.fields)
+    return operands[len(layout.fields) : len(operands) - units]
+
+
 def _encode_shapes(
-    key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, batch: Any
+    key: Any, rank: Any, *operands: Any, layout: Any, residual: Any, batch: Any
 ) -> Any:
+    leaves = operands[: len(layout.fields)]
     rows = _compat.result_aval(
         _lead(batch, (layout.world, layout.chunk_bytes)), jnp.dtype(jnp.uint8), key
     )
@@ -112,14 +150,14 @@ def _encode_shapes(
 
 
 def _reduce_shapes(
-    key: Any, rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, batch: Any
+    key: Any, rank: Any, payload: Any, *operands: Any, layout: Any, divisor: Any, batch: Any
 ) -> Any:
     chunk = _compat.result_aval(_lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)
-    residuals = leaves[len(layout.fields) :]
+    residuals = _residuals(operands, layout)
     return [chunk, *(_compat.result_aval(x.shape, x.dtype, key) for x in residuals)]
 
 
-def _decode_shapes(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
+def _decode_shapes(payload: Any, *units: Any, layout: Any, shapes: Any, batch: Any) -> Any:
     return [_compat.result_aval(_lead(batch, shape), dtype, payload) for shape, dtype in shapes]
 
 
@@ -129,7 +167,21 @@ def _accumulate_shapes(
     return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
 
 
-# --- the jnp way: one buffer at a time, vmapped over the batch, shapes restored at the end.
+# --- the jnp way: one buffer at a time, or a batch of them, shapes restored at the end.
+
+
+def _all(one: Callable[..., list[Any]], batch: int, *operands: Any) -> list[Any]:
+    """one(*operands) of each element of the batch, all at once."""
+    if batch > 1:
+        return jax.vmap(one)(*operands)
+    return [y[None] for y in one(*(x[0] for x in operands))]
+
+
+def _each(one: Callable[..., list[Any]], batch: int, *operands: Any) -> list[Any]:
+    """one(*operands) of each element of the batch, one after the other."""
+    if batch > 1:
+        return lax.map(lambda xs: one(*xs), operands)
+    return [y[None] for y in one(*(x[0] for x in operands))]
 
 
 def _flat(batch: int, arrays: Sequence[Any], *shape: int) -> list[Any]:
@@ -138,7 +190,7 @@ def _flat(batch: int, arrays: Sequence[Any], *shape: int) -> list[Any]:
 
 def _encode_jnp(key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, batch: Any) -> Any:
     one = functools.partial(reference.encode, layout=layout, residual=residual)
-    out = jax.vmap(one)(key.reshape(batch, 2), rank.reshape(batch), *_flat(batch, leaves))
+    out = _all(one, batch, key.reshape(batch, 2), rank.reshape(batch), *_flat(batch, leaves))
     rows = out[0].reshape(_lead(batch, out[0].shape[1:]))
     return [rows, *(r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False))]
 
@@ -146,18 +198,21 @@ def _encode_jnp(key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, b
 def _reduce_jnp(
     key: Any, rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, batch: Any
 ) -> Any:
-    one = functools.partial(reference.reduce, layout=layout, divisor=divisor)
+    one = functools.partial(chunk.reduce, layout=layout, divisor=divisor)
     (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
-    out = jax.vmap(one)(key.reshape(batch, 2), rank.reshape(batch), payload, *_flat(batch, leaves))
+    # One after the other: under vmap a rank would compute what it owns nothing of, to drop it.
+    out = _each(
+        one, batch, key.reshape(batch, 2), rank.reshape(batch), payload, *_flat(batch, leaves)
+    )
     residuals = leaves[len(layout.fields) :]
-    chunk = out[0].reshape(_lead(batch, (layout.chunk_bytes,)))
-    return [chunk, *(r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True))]
+    first = out[0].reshape(_lead(batch, (layout.chunk_bytes,)))
+    return [first, *(r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True))]
 
 
 def _decode_jnp(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
     one = functools.partial(reference.decode, layout=layout, dtypes=[d for _, d in shapes])
     (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
-    out = jax.vmap(one)(payload)
+    out = _all(one, batch, payload)
     return [x.reshape(_lead(batch, shape)) for x, (shape, _) in zip(out, shapes, strict=True)]
 
 
@@ -166,29 +221,29 @@ def _accumulate_jnp(
 ) -> Any:
     one = functools.partial(reference.accumulate, layout=layout, divisor=divisor)
     (payload,) = _flat(batch, [payload], peers, layout.total_bytes)
-    out = jax.vmap(one)(rank.reshape(batch), payload, *_flat(batch, leaves))
+    out = _all(one, batch, rank.reshape(batch), payload, *_flat(batch, leaves))
     return [y.reshape(x.shape) for y, x in zip(out, leaves, strict=True)]
 
 
 # --- the native way: the handlers' attributes from the static parameters.
 
 
-def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
-    arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes().items()}
+def _attributes(layout: Layout, *, units: bool, **params: Any) -> dict[str, Any]:
+    arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes(units=units).items()}
     scalars: dict[str, Any] = {"world": np.int64(layout.world)}
     if "divisor" in params:
         scalars["divisor"] = np.float32(params["divisor"])
     return {**arrays, **scalars}
 
 
-def _native_lowering(target: str) -> Callable[..., Any]:
+def _native_lowering(target: str, *, units: bool) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
         aliases = {}
         if target == "cgx_reduce":  # residuals are filled in where they lie
-            given = len(operands) - len(ctx.avals_out) + 1
-            aliases = {given + i: 1 + i for i in range(len(ctx.avals_out) - 1)}
+            first = 3 + len(layout.fields)
+            aliases = {first + i: 1 + i for i in range(len(ctx.avals_out) - 1)}
         lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
-        return lower(ctx, *operands, **_attributes(layout, **params))
+        return lower(ctx, *operands, **_attributes(layout, units=units, **params))
 
     return rule
 
@@ -222,7 +277,13 @@ def _unbatched_shapes(primitive: Primitive, args: Any, dims: Any, params: Any) -
 _SHAPES: dict[Primitive, Callable[..., list[Any]]] = {}
 
 
-def _primitive(name: str, shapes: Callable[..., Any], fallback: Callable[..., Any]) -> Primitive:
+def _primitive(
+    name: str,
+    shapes: Callable[..., Any],
+    fallback: Callable[..., Any],
+    outside: Callable[..., Any] | None = None,
+) -> Primitive:
+    """`outside` does the same with units by a call without, where kernels know no units."""
     p = Primitive(name)
     p.multiple_results = True
     p.def_abstract_eval(shapes)
@@ -233,13 +294,25 @@ def _primitive(name: str, shapes: Callable[..., Any], fallback: Callable[..., An
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
         return _batch_rule(p, size, args, dims, params)
 
+    def rule(lowering: Callable[..., Any]) -> Callable[..., Any]:
+        if outside is None:
+            return lowering
+        around = mlir.lower_fun(functools.partial(outside, p), multiple_results=True)
+
+        def with_units(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
+            lower = around if any(f.units for f in layout.fields) else lowering
+            return lower(ctx, *operands, layout=layout, **params)
+
+        return with_units
+
     batching.primitive_batchers[p] = batch
-    plain = mlir.lower_fun(fallback, multiple_results=True)
+    plain = rule(mlir.lower_fun(fallback, multiple_results=True))
     mlir.register_lowering(p, plain)
     if native.module() is not None:
-        mlir.register_lowering(p, _native_lowering(name), platform="cpu")
+        on_cpu = _native_lowering(name, units=outside is not None)
+        mlir.register_lowering(p, on_cpu, platform="cpu")
     with_cuda = native.cuda_module() is not None
-    on_cuda = _native_lowering(name) if with_cuda else _warning_lowering(plain)
+    on_cuda = rule(_native_lowering(name, units=False)) if with_cuda else _warning_lowering(plain)
     mlir.register_lowering(p, on_cuda, platform="cuda")
     return p
 
@@ -252,7 +325,7 @@ def _warning_lowering(plain: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-encode_p = _primitive("cgx_encode", _encode_shapes, _encode_jnp)
-reduce_p = _primitive("cgx_reduce", _reduce_shapes, _reduce_jnp)
-decode_p = _primitive("cgx_decode", _decode_shapes, _decode_jnp)
+encode_p = _primitive("cgx_encode", _encode_shapes, _encode_jnp, outside.encode)
+reduce_p = _primitive("cgx_reduce", _reduce_shapes, _reduce_jnp, outside.reduce)
+decode_p = _primitive("cgx_decode", _decode_shapes, _decode_jnp, outside.decode)
 accumulate_p = _primitive("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)

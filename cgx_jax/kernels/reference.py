@@ -1,8 +1,11 @@
 """The codec in plain jnp: the fallback for any platform, and readable.
 
-The format is that of `docs/wire_format.md`. XLA may contract a*b+c into one rounding and adds in an
-order of its own, so a level that falls on a tie can differ by one from the native kernels, and
-rotated values and ranges in their last bits; everything else is equal.
+The format is that of `docs/wire_format.md`, and the bytes are those of the native kernels, compiled
+too: XLA would divide by a constant through its inverse and round a product and a sum as one, and
+each place where that shows keeps it from doing so. Rotation is the exception, since XLA adds in an
+order of its own: rotated values and ranges can differ in their last bits, and so can a level that
+falls on a tie by one. So are numbers below 2^-126, which XLA takes for 0 where its devices do.
+`reduce` has a file of its own, `chunk.py`.
 Functions take one fusion buffer without a batch dimension; leaves are one-dimensional.
 """
 
@@ -18,9 +21,10 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.wire import GROUP, Field, Layout, Span, record_bytes, spans
+from cgx_jax.wire import GROUP, Field, Layout, record_bytes, spans
 
 _MIN_NORMAL = np.float32(np.finfo(np.float32).tiny)
+_MOST = np.finfo(np.float32).max
 _U32 = jnp.uint32
 _ROTATION_KEY = (np.uint32(0x726F7461), np.uint32(0x74696F6E))
 # By width: even levels between these multiples of the root mean square have the least mean square
@@ -30,6 +34,15 @@ NORMAL_RANGE = np.array(
 )
 
 
+def divide(x: jax.Array, divisor: float) -> jax.Array:
+    """`x` over a constant, rounded once.
+
+    XLA multiplies by a constant's inverse instead, also behind a barrier around the constant; but
+    it cannot know this one.
+    """
+    return x if divisor == 1 else x / jnp.where(jnp.isnan(x), 1, np.float32(divisor))
+
+
 def _mix(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * _U32(0x7FEB352D)
     x = (x ^ (x >> 15)) * _U32(0x846CA68B)
@@ -37,23 +50,36 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def _random_bits(
-    key: Sequence[Any] | jax.Array, stream: int, first_bucket: int, buckets: int, width: int
+    key: Sequence[Any] | jax.Array,
+    stream: int,
+    first_bucket: int | jax.Array,
+    buckets: int,
+    width: int,
 ) -> jax.Array:
-    """uint32[buckets, width]: a function of key and place alone."""
-    index = first_bucket + np.arange(buckets, dtype=np.int64)
-    low = jnp.asarray((index & 0xFFFFFFFF).astype(np.uint32))
-    high = jnp.asarray((index >> 32).astype(np.uint32))
+    """uint32[buckets, width]: a function of key and place alone.
+
+    `first_bucket` is known, or i32[].
+    """
+    if isinstance(first_bucket, int):
+        index = first_bucket + np.arange(buckets, dtype=np.int64)
+        low = jnp.asarray((index & 0xFFFFFFFF).astype(np.uint32))
+        high = jnp.asarray((index >> 32).astype(np.uint32))
+    else:
+        low = first_bucket.astype(jnp.uint32) + jnp.arange(buckets, dtype=jnp.uint32)
+        high = jnp.zeros((buckets,), jnp.uint32)
     a = _mix(key[0] ^ _mix(_U32(stream) + _U32(0x9E3779B9)))
     d = _mix(key[1] + a)
     s0 = _mix(_mix(a ^ low) + high)
     s1 = _mix((d + s0 * _U32(0x85EBCA6B)) ^ low)
-    x = jnp.arange(width, dtype=jnp.uint32) + s0[:, None]
+    x = jnp.arange(width, dtype=jnp.uint32)[None] + s0[:, None]
     x = (x ^ (x >> 16)) * _U32(0x7FEB352D) + s1[:, None]
     x = (x ^ (x >> 15)) * _U32(0x846CA68B)
     return x ^ (x >> 16)
 
 
-def _noise(key: jax.Array, f: Field, first_bucket: int, buckets: int, width: int) -> jax.Array:
+def _noise(
+    key: jax.Array, f: Field, first_bucket: int | jax.Array, buckets: int, width: int
+) -> jax.Array:
     """Uniform numbers in [0, 1), shape [buckets, width]."""
     bits = _random_bits(key, f.stream, first_bucket, buckets, width)
     return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
@@ -80,15 +106,20 @@ def squares_turned_back(n: int) -> float:
     return 0.5 ** (_rotation_stages(n) % 2)
 
 
-def rotate(x: jax.Array, stream: int, first_bucket: int, *, back: bool = False) -> jax.Array:
+def rotate(
+    x: jax.Array, stream: int, first_bucket: int | jax.Array, *, back: bool = False
+) -> jax.Array:
     """f32[k, n] buckets in whole columns, n a multiple of 32, rotated or turned back."""
     k, n = x.shape
     stages = _rotation_stages(n)
     words = _random_bits(_ROTATION_KEY, stream, first_bucket, k, n // 8)
-    shift = jnp.arange(8, dtype=jnp.uint32)[:, None]
+    shift = jnp.arange(8, dtype=jnp.uint32)[None, :, None]
     sign = jnp.where((words[:, None] << shift) >> 31, np.float32(-1), np.float32(1))
     y = x.reshape(k, 8, n // 8)
-    if not back:
+    # The scale comes first both ways, so that what fits comes back without overflow on the way.
+    if back:
+        y = y * np.float32(2.0 ** -(stages - stages // 2))
+    else:
         y = y * (sign * np.float32(2.0 ** -(stages // 2)))
     # As two small products, which compile in a fraction of the time that the butterflies take.
     columns = (1 << stages) // 8
@@ -96,9 +127,7 @@ def rotate(x: jax.Array, stream: int, first_bucket: int, *, back: bool = False) 
     exactly = lax.Precision.HIGHEST
     y = jnp.einsum("krbc,cd->krbd", blocks, _hadamard(columns), precision=exactly)
     y = jnp.einsum("krbd,rs->ksbd", y, _hadamard(8), precision=exactly).reshape(k, 8, n // 8)
-    if back:
-        y = y * (sign * np.float32(2.0 ** -(stages - stages // 2)))
-    return y.reshape(k, n)
+    return (y * sign if back else y).reshape(k, n)
 
 
 def normal_limits(x: jax.Array, bits: Any) -> jax.Array:
@@ -142,20 +171,22 @@ def _unpack(planes: jax.Array, bits: int) -> jax.Array:
     return jnp.concatenate(rows, axis=1)
 
 
-def _encode_buckets(
-    x: jax.Array, f: Field, first_bucket: int, key: jax.Array, offset: Any
+def encode_buckets(
+    x: jax.Array, f: Field, first_bucket: int | jax.Array, key: jax.Array, offset: Any
 ) -> jax.Array:
     """f32[k, n] -> u8[k, record]: whole buckets of the same length, as they are coded."""
     k, n = x.shape
     padded = (record_bytes(n, f.bits) - 8) // f.bits * 8
-    levels = np.float32(2**f.bits - 1)
+    levels = 2**f.bits - 1
     low, high = x.min(axis=1) + np.float32(0), x.max(axis=1)
     if f.rotation and f.rounding == "nearest" and one_block(n):
         limit = normal_limits(x, f.bits)
         clipped = jnp.maximum(low, -limit), jnp.minimum(high, limit)
         useful = clipped[0] < clipped[1]
         low, high = jnp.where(useful, clipped[0], low), jnp.where(useful, clipped[1], high)
-    unit = (high - low) / levels
+    unit = divide(high - low, levels)
+    for _ in range(2):  # near the largest float the topmost level may round past it
+        unit = jnp.where(low + unit * levels <= _MOST, unit, jnp.nextafter(unit, np.float32(0)))
     finite = jnp.isfinite(x).all(axis=1) & jnp.isfinite(high - low)
     spread = finite & (unit >= _MIN_NORMAL)
     unit = jnp.where(spread, unit, 0)
@@ -167,18 +198,32 @@ def _encode_buckets(
     if f.rounding == "correlated":
         r = r + offset
         r = jnp.where(r >= 1, r - 1, r)
-    level = jnp.clip(jnp.floor((x - low[:, None]) * inverse[:, None] + r), 0, levels)
+    # The maximum changes nothing but keeps XLA from rounding product and sum as one.
+    level = jnp.maximum((x - low[:, None]) * inverse[:, None], 0)
+    level = jnp.minimum(jnp.floor(level + r), np.float32(levels))
     codes = jnp.where(spread[:, None], level, 0).astype(jnp.uint8)
     codes = jnp.pad(codes, ((0, 0), (0, padded - n)))
     meta = lax.bitcast_convert_type(jnp.stack([low, unit], axis=1), jnp.uint8).reshape(k, 8)
     return jnp.concatenate([meta, _pack(codes, f.bits)], axis=1)
 
 
-def _decode_buckets(records: jax.Array, n: int, f: Field) -> jax.Array:
+def decode_buckets(records: jax.Array, n: int, f: Field) -> jax.Array:
     """u8[k, record] -> f32[k, n], as they were coded."""
     meta = lax.bitcast_convert_type(records[:, :8].reshape(-1, 2, 4), jnp.float32)
     codes = _unpack(records[:, 8:], f.bits)[:, :n].astype(jnp.float32)
-    return meta[:, :1] + meta[:, 1:] * codes
+    return meta[:, :1] + jnp.maximum(meta[:, 1:] * codes, 0)
+
+
+def add_peers(
+    rank: jax.Array, sent: jax.Array, x: jax.Array, decode: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """fp32 `x` plus what every rank but `rank` sent, decode(sent[r]), in the order of ranks."""
+
+    def add(peer: jax.Array, total: jax.Array) -> jax.Array:
+        return jnp.where(rank == peer, total, total + decode(sent[peer]))
+
+    # A loop, so that programs do not grow with the number of ranks.
+    return lax.fori_loop(0, len(sent), add, _compat.vary_over(x, _compat.varying_axes(sent)))
 
 
 def _each_length(
@@ -220,7 +265,7 @@ def _encode_span(
 ) -> jax.Array:
     """f32[n] starting at a bucket of leaf `f`, as it is coded -> its records, u8[bytes]."""
     parts = _each_length(
-        x, f, first_bucket, lambda b, first: _encode_buckets(b, f, first, key, offset)
+        x, f, first_bucket, lambda b, first: encode_buckets(b, f, first, key, offset)
     )
     return jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.uint8)
 
@@ -233,9 +278,9 @@ def _decode_span(payload: jax.Array, n: int, f: Field) -> jax.Array:
     parts = []
     if full:
         records = payload[:cut].reshape(full, f.record)
-        parts.append(_decode_buckets(records, f.bucket_size, f).reshape(-1))
+        parts.append(decode_buckets(records, f.bucket_size, f).reshape(-1))
     if tail:
-        parts.append(_decode_buckets(payload[None, cut:], tail, f).reshape(-1))
+        parts.append(decode_buckets(payload[None, cut:], tail, f).reshape(-1))
     return jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.float32)
 
 
@@ -268,6 +313,15 @@ def _uncode_all(coded: Sequence[jax.Array], layout: Layout) -> list[jax.Array]:
     return [_uncode(x, f.size, f, 0) for x, f in zip(coded, layout.fields, strict=True)]
 
 
+def _own_values(layout: Layout) -> np.ndarray:
+    """[fields, world, 2]: the values of every field that lie in every chunk."""
+    ranges = np.zeros((len(layout.fields), layout.world, 2), np.int64)
+    for w in range(layout.world):
+        for s in spans(layout, w):
+            ranges[s.field, w] = s.values
+    return ranges.astype(np.int32)
+
+
 def encode(
     key: jax.Array, rank: jax.Array, *leaves: jax.Array, layout: Layout, residual: bool
 ) -> list[jax.Array]:
@@ -278,111 +332,44 @@ def encode(
     values = [
         _code(x.astype(jnp.float32), f, 0) for x, f in zip(leaves, layout.fields, strict=True)
     ]
-    offset = jnp.maximum(rank, 0).astype(jnp.float32) / np.float32(layout.world)
+    offset = divide(jnp.maximum(rank, 0).astype(jnp.float32), layout.world)
     parts = [_encode_span(x, f, 0, key, offset) for x, f in zip(values, layout.fields, strict=True)]
     rows = _rows(_concatenate(parts, layout.total_bytes), layout)
     mine = jnp.arange(layout.world) == rank
     out = [jnp.where(mine[:, None], jnp.uint8(0), rows)]
     if residual:
+        ranges = _own_values(layout)
         decoded = _decode_stream(_stream(rows, layout), layout)
         lost = [x - y for x, y in zip(values, decoded, strict=True)]
         for i, (x, leaf) in enumerate(zip(_uncode_all(lost, layout), leaves, strict=True)):
-            own = jnp.zeros(x.shape, bool)
-            for w in range(layout.world):
-                for s in spans(layout, w):
-                    if s.field == i:
-                        own = own.at[s.values[0] : s.values[1]].set(mine[w])
+            begin, end = jnp.asarray(ranges[i])[jnp.maximum(rank, 0)]
+            place = jnp.arange(x.size)
+            own = (place >= begin) & (place < end) & (rank >= 0)
             out.append(jnp.where(own, 0, x).astype(leaf.dtype))
     return out
-
-
-def _accumulate_spans(
-    rank: jax.Array,
-    payload: jax.Array,
-    values: Sequence[jax.Array],
-    pieces: Sequence[tuple[Span, Field]],
-    divisor: float,
-) -> list[jax.Array]:
-    """Coded values plus every other rank's decoded payload, in rank order; then the division."""
-    out, start = [], 0
-    for x, (span, f) in zip(values, pieces, strict=True):
-        n = span.values[1] - span.values[0]
-        length = (span.buckets - 1) * f.record + record_bytes(
-            n - (span.buckets - 1) * f.bucket_size, f.bits
-        )
-        for w in range(payload.shape[0]):
-            decoded = _decode_span(payload[w, start : start + length], n, f)
-            x = jnp.where(rank == w, x, x + decoded)
-        out.append(x if divisor == 1 else x / np.float32(divisor))
-        start += length
-    return out
-
-
-def reduce(
-    key: jax.Array,
-    rank: jax.Array,
-    payload: jax.Array,
-    *leaves: jax.Array,
-    layout: Layout,
-    divisor: float,
-) -> list[jax.Array]:
-    """The chunk this rank owns, reduced and encoded: [u8[chunk_bytes]].
-
-    Leaves past the layout's are residuals; they follow, with what the chunk's encoding lost, times
-    `divisor`, in its place.
-    """
-    residuals = leaves[len(layout.fields) :]
-
-    def own(chunk: int) -> list[jax.Array]:
-        pieces = [(s, layout.fields[s.field]) for s in spans(layout, chunk)]
-        mine = [
-            _code(leaves[s.field][slice(*s.values)].astype(jnp.float32), f, s.first_bucket)
-            for s, f in pieces
-        ]
-        total = _accumulate_spans(rank, payload, mine, pieces, divisor)
-        parts = [
-            _encode_span(x, f, s.first_bucket, key) for x, (s, f) in zip(total, pieces, strict=True)
-        ]
-        lost = list(residuals)
-        for x, part, (s, f) in zip(total, parts, pieces, strict=True):
-            if lost:
-                error = x - _decode_span(part, x.size, f)
-                n = s.values[1] - s.values[0]
-                error = _uncode(error, n, f, s.first_bucket) * np.float32(divisor)
-                kept = lost[s.field]
-                # Not .at[].set, whose empty index for a whole leaf jax 0.12 refuses under vmap.
-                lost[s.field] = lax.dynamic_update_slice(
-                    kept, error.astype(kept.dtype), (s.values[0],)
-                )
-        # A chunk may be empty, and a constant does not vary over the mesh as the others do.
-        axes = _compat.varying_axes(payload)
-        return [_compat.vary_over(_concatenate(parts, layout.chunk_bytes), axes), *lost]
-
-    branches = [lambda _, w=w: own(w) for w in range(layout.world)]
-    return lax.switch(rank, branches, None)
 
 
 def decode(payload: jax.Array, *, layout: Layout, dtypes: Sequence[np.dtype]) -> list[jax.Array]:
     """u8[world, chunk_bytes] -> leaves, f32[size] rounded to their dtypes."""
     decoded = _uncode_all(_decode_stream(_stream(payload, layout), layout), layout)
-    return [x.astype(t) for x, t in zip(decoded, dtypes, strict=True)]
+    # Rounding may take a rotated value past the largest float.
+    within = [
+        jnp.clip(x, -_MOST, _MOST) if f.rotation else x
+        for x, f in zip(decoded, layout.fields, strict=True)
+    ]
+    return [x.astype(t) for x, t in zip(within, dtypes, strict=True)]
 
 
 def accumulate(
     rank: jax.Array, payload: jax.Array, *leaves: jax.Array, layout: Layout, divisor: float
 ) -> list[jax.Array]:
     """Leaves plus the other ranks' payloads u8[peers, total_bytes], divided; same dtypes."""
-    pieces = [(s, layout.fields[s.field]) for s in spans(layout, 0)]
-    values = [leaves[s.field].astype(jnp.float32) for s, _ in pieces]
-    # What the peers sent of a rotated leaf is added up as it came and turned back once.
-    start = [
-        jnp.zeros_like(_code(x, f, 0)) if f.rotation else x
-        for x, (_, f) in zip(values, pieces, strict=True)
-    ]
-    sums = []
-    totals = _accumulate_spans(rank, payload, start, pieces, 1)
-    for x, total, (_, f) in zip(values, totals, pieces, strict=True):
-        full = x + _uncode(total, f.size, f, 0) if f.rotation else total
-        sums.append(full if divisor == 1 else full / np.float32(divisor))
-    summed = iter(sums)
-    return [next(summed).astype(x.dtype) if x.size else x for x in leaves]
+    out = []
+    for leaf, f, start in zip(leaves, layout.fields, layout.starts, strict=False):
+        x, sent = leaf.astype(jnp.float32), payload[:, start : start + f.bytes]
+        # What the peers sent of a rotated leaf is added up as it came and turned back once.
+        own = jnp.zeros((f.size + -f.size % GROUP,), jnp.float32) if f.rotation else x
+        total = add_peers(rank, sent, own, functools.partial(_decode_span, n=f.size, f=f))
+        total = x + _uncode(total, f.size, f, 0) if f.rotation else total
+        out.append(divide(total, divisor).astype(leaf.dtype) if f.size else leaf)
+    return out

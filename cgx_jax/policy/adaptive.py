@@ -26,7 +26,8 @@ from cgx_jax.policy.same_tree import check_same, saved_leaves
 from cgx_jax.policy.solvers import LeastBytes, Solver
 from cgx_jax.policy.statistics import Sampler, Statistics
 
-CANDIDATES = tuple(Quantize(bits) for bits in range(2, 9))
+START = Quantize(4, rotation=True)
+CANDIDATES = tuple(dataclasses.replace(START, bits=bits) for bits in range(2, 9))
 # Steps between asking for statistics and using them, so that the host does not wait for them.
 LAG = 4
 
@@ -38,14 +39,14 @@ class Adaptive(Policy):
     stands where `jax.jit(step)` stood and compiles the step anew when the plan changes, and
     `policy.metrics()` says what it does. The step must return the optimizer state.
 
-    Leaves that `base` gives a `Quantize` are adaptive and start with it; all others stay as `base`
-    has them. Every `sample_every` steps the error of each of the `candidates` is measured, on
-    `runs` runs of whole buckets of each leaf; every `every` steps, from `warmup` on, `solver`
-    chooses from the averages, in which a sample counts `decay` times the next one. The new plan is
-    taken when it changes bytes or error by more than the share `hysteresis`; at most `max_plans`
-    plans are ever compiled, and after that the best of them. All processes follow process 0,
-    which appends each compiled plan, each look at the statistics and what `record` is given to the
-    file `log`, for `python -m cgx_jax report`.
+    Leaves that `base` (default: 4 bits, rotated) gives a `Quantize` are adaptive and start with it;
+    all others stay as `base` has them. Every `sample_every` steps the error of each of the
+    `candidates` is measured, on `runs` runs of whole buckets of each leaf; every `every` steps,
+    from `warmup` on, `solver` chooses from the averages, in which a sample counts `decay` times the
+    next one. The new plan is taken when it changes bytes or error by more than the share
+    `hysteresis`; at most `max_plans` plans are ever compiled, and after that the best of them. All
+    processes follow process 0, which appends each compiled plan, each look at the statistics and
+    what `record` is given to the file `log`, for `python -m cgx_jax report`.
 
     Raises ValueError for options that cannot hold, while tracing for another tree than the first,
     and from the compiled step when the solver cannot meet its budget or processes disagree.
@@ -70,7 +71,7 @@ class Adaptive(Policy):
         log: Path | str | None = None,
     ) -> None:
         self.solver = LeastBytes() if solver is None else solver
-        self.base = Uniform() if base is None else base
+        self.base = Uniform(START) if base is None else base
         self.sampler = Sampler(tuple(candidates), runs)
         self.warmup, self.every = warmup, every
         self.sample_every, self.decay = sample_every, decay
@@ -104,13 +105,15 @@ class Adaptive(Policy):
             check_same(leaves, saved_leaves(self._saved), "the saved policy's")
         chosen = self.base.choose(leaves)
         self._leaves = leaves
-        self._adaptive = tuple(i for i, c in enumerate(chosen) if isinstance(c, Quantize))
+        # An empty leaf has no error to weigh.
+        given = {i: c for i, c in enumerate(chosen) if isinstance(c, Quantize) and leaves[i].size}
+        self._adaptive = tuple(given)
         self._subject = Subject(
             tuple(leaves[i].path for i in self._adaptive),
             tuple(leaves[i].size for i in self._adaptive),
             self.sampler.candidates,
         )
-        self._widths = tuple(c for c in chosen if isinstance(c, Quantize))
+        self._widths = tuple(given.values())
         self._plans = [self._widths]
         if self._saved is not None:
             self._restore(self._saved)
@@ -144,7 +147,8 @@ class Adaptive(Policy):
     ) -> Statistics:
         """The statistics after a step in which `sent`, all leaves, go by `plan` over `axes`.
 
-        They are taken of a leaf's values over its unit, or of its values where that is None.
+        `units` has one entry per leaf: None, or the `precondition.Units` that it is compressed in
+        and their size. Statistics are those of values in these units.
         """
         if not self._within:
             raise ValueError(
@@ -155,7 +159,7 @@ class Adaptive(Policy):
 
         def measure(old: Statistics) -> Statistics:
             values = [
-                sent[i] if units[i] is None else sent[i].astype(jnp.float32) / units[i]
+                sent[i] if units[i] is None else units[i][0].divide(sent[i]) / units[i][1]
                 for i in self._adaptive
             ]
             return self.sampler.observe(old, values, axes, self.decay)

@@ -48,6 +48,8 @@ class Subject:
             bits=np.array([c.bits for c in self.candidates]),
             nbytes=np.array(table, np.int64).reshape(len(self.sizes), len(self.candidates)),
             error=averages["error"],
+            noisy=[c.needs_key for c in self.candidates],
+            rotated=[c.rotation for c in self.candidates],
         )
 
 

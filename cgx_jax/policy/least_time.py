@@ -32,9 +32,13 @@ class LeastTime(Solver):
     The prediction: leaves of fp32 share fusion buffers of at most `fusion_bytes`, all equally
     full. A leaf under a candidate takes its share, by values, of the time that `profile` has for
     a buffer of that candidate alone; by the fastest method, psum included, and by psum for a
-    candidate of 32 bits. A buffer of mixed widths takes the sum where time is linear in bits, as
-    it is between measured widths. Latency is shared in the same way: that a buffer of exact
-    leaves alone is a collective more is not in the sum. Time outside the reduction is not either.
+    candidate of 32 bits. Candidates that rotate or round at random take what `choose.estimate`
+    adds for them. A buffer of mixed widths takes the sum where time is linear in bits, as it is
+    between measured widths. Latency is shared in the same way: that a buffer of exact leaves alone
+    is a collective more is not in the sum. Time outside the reduction is not either.
+
+    `exchange="auto"` follows the profile that `use_profile` was given: give it this one. There is
+    no prediction without a profile: raises TypeError for anything else.
     """
 
     profile: Profile
@@ -43,6 +47,11 @@ class LeastTime(Solver):
     fusion_bytes: int = FUSION_BYTES
 
     def __post_init__(self) -> None:
+        if not isinstance(self.profile, Profile):
+            raise TypeError(
+                f"LeastTime: profile={self.profile!r} is not a Profile, and without one no time is "
+                "known; pass what cgx_jax.tune or use_profile returns, or take LeastBytes()."
+            )
         check_constraint(self)
         check_integer("LeastTime", "fusion_bytes", self.fusion_bytes, 4)
 
@@ -63,8 +72,10 @@ class LeastTime(Solver):
         buffers = -(-4 * values // self.fusion_bytes)
         full = -(-values // buffers)
         times = []
-        for bits, nbytes in zip(problem.bits, problem.nbytes.sum(axis=0), strict=True):
-            load = choose.Load(full, 4 * full, 8 * int(nbytes) / values)
+        kinds = (problem.bits, problem.nbytes.sum(axis=0), problem.noisy, problem.rotated)
+        for bits, nbytes, noisy, rotated in zip(*kinds, strict=True):
+            mean_bits = 8 * int(nbytes) / values
+            load = choose.Load(full, 4 * full, mean_bits, full * int(noisy), full * int(rotated))
             usable = () if bits == EXACT_BITS else choose.EXCHANGES
             method = choose.choose(self.profile, usable, load)
             times.append(choose.estimate(self.profile, method, load) / full)

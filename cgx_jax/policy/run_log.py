@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,41 @@ import jax
 SCHEMA = 1
 
 
-@dataclasses.dataclass(frozen=True)
 class RunLog:
-    """Appends entries to the file `path`, on process 0; without a path it does nothing."""
+    """Appends entries to the file `path`, on process 0; without a path it does nothing.
 
-    path: Path | None
+    A file that cannot be written, as on a full disk, is no reason to end a training: it raises one
+    RuntimeWarning, and what could not be written is left out.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._warned = False
 
     def write(self, kind: str, **fields: Any) -> None:
         """One entry; `fields` are of JSON types."""
         if self.path is None or jax.process_index() != 0:
             return
+        line = json.dumps({"kind": kind, **fields}) + "\n"
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"Adaptive: log={str(self.path)!r} cannot be written ({error}). Training goes "
+                    "on, and the log lacks what comes until it can; free the disk, or restart "
+                    "with another log=.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def _append(self, line: bytes) -> None:
+        assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as lines:
-            lines.write(json.dumps({"kind": kind, **fields}) + "\n")
+        with self.path.open("ab", buffering=0) as file:
+            before = file.tell()
+            written = file.write(line)
+            if written != len(line):  # half an entry would make the file unreadable
+                file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

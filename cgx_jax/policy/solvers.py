@@ -22,8 +22,10 @@ class Problem:
     `values` int64[leaves] counts a leaf's values, `norm` float64[leaves] is the L2 norm of its
     gradient. `bits` int64[candidates] are the candidates' widths, ascending; 32 stands for an exact
     leaf. `nbytes` int64[leaves, candidates] is the payload with its metadata, `error`
-    float64[leaves, candidates] the squared L2 error. Anything that converts to these is taken.
-    Raises ValueError for shapes that disagree and for numbers that are negative or not finite.
+    float64[leaves, candidates] the squared L2 error. `noisy` and `rotated`, bool[candidates], say
+    which candidates round at random and which rotate, since both take time; by default none.
+    Anything that converts to these is taken. Raises ValueError for shapes that disagree and for
+    numbers that are negative or not finite.
     """
 
     values: np.ndarray
@@ -31,9 +33,19 @@ class Problem:
     bits: np.ndarray
     nbytes: np.ndarray
     error: np.ndarray
+    noisy: Any = False
+    rotated: Any = False
 
     def __post_init__(self) -> None:
         leaves, candidates = np.size(self.values), np.size(self.bits)
+        for name in ("noisy", "rotated"):
+            kind = np.asarray(getattr(self, name), bool)
+            if kind.shape not in ((), (candidates,)):
+                raise ValueError(
+                    f"Problem: {name} has the shape {list(kind.shape)}; give each of the "
+                    f"{candidates} candidates one bool, or one for all."
+                )
+            object.__setattr__(self, name, np.broadcast_to(kind, (candidates,)))
         shapes = {
             "values": (leaves,),
             "norm": (leaves,),

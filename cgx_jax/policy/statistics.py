@@ -137,7 +137,7 @@ def squared_errors(
     for size, unbiased, rotation in dict.fromkeys(kinds):
         own = [i for i, kind in enumerate(kinds) if kind == (size, unbiased, rotation)]
         bits = np.array([candidates[i].bits for i in own])
-        levels = (2.0**bits - 1).astype(np.float32)
+        levels = (2.0**bits - 1).astype(np.float32)[None]  # [1, own]
         values = jnp.where(here, rows, 0) if rotation else rows
         buckets = values.reshape(-1, size)
         if rotation:
@@ -148,7 +148,7 @@ def squared_errors(
             low, high = jnp.maximum(low, -limits), jnp.minimum(high, limits)
         unit = ((high - low) / levels)[:, None]  # [buckets, 1, own]
         level = (buckets[:, :, None] - low[:, None]) / jnp.where(unit > 0, unit, 1)
-        nearest = jnp.clip(jnp.floor(level + 0.5), 0, levels)
+        nearest = jnp.clip(jnp.floor(level + 0.5), 0, levels[None])
         up = level - jnp.floor(level)
         moved = up * (1 - up) if unbiased else jnp.square(level - nearest)
         error = (moved * jnp.square(unit)).reshape(runs, length, len(own))

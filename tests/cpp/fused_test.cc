@@ -1,62 +1,17 @@
 // The fused all-reduce of virtual ranks over messages that are delayed at random: the same bytes as
 // encode, exchange, reduce, exchange and decode one after the other.
 #include <algorithm>
-#include <atomic>
-#include <cstddef>
-#include <cstdlib>
 #include <deque>
 #include <map>
-#include <new>
 #include <tuple>
 
 #include "cases.h"
+#include "counted_memory.h"
 #include "fused_cpu.h"
 
 namespace {
 
 using cgx::DType;
-
-// Bytes that operator new has given out and not got back, so that a test can bound what a call
-// takes. Each block begins with its size.
-std::atomic<int64_t> live{0}, peak{0};
-
-void* give(size_t bytes, size_t alignment) {
-  alignment = std::max(alignment, sizeof(std::max_align_t));
-  const size_t whole = (bytes + 2 * alignment - 1) / alignment * alignment;
-  char* const block = static_cast<char*>(std::aligned_alloc(alignment, whole));
-  if (!block) throw std::bad_alloc();
-  std::memcpy(block, &bytes, sizeof(bytes));
-  const int64_t now = live += bytes;
-  for (int64_t seen = peak; seen < now && !peak.compare_exchange_weak(seen, now);) {
-  }
-  return block + alignment;
-}
-
-void take_back(void* data, size_t alignment) {
-  if (!data) return;
-  char* const block = static_cast<char*>(data) - std::max(alignment, sizeof(std::max_align_t));
-  size_t bytes;
-  std::memcpy(&bytes, block, sizeof(bytes));
-  live -= bytes;
-  std::free(block);
-}
-
-}  // namespace
-
-void* operator new(size_t bytes) { return give(bytes, 1); }
-void* operator new(size_t bytes, std::align_val_t alignment) {
-  return give(bytes, static_cast<size_t>(alignment));
-}
-void operator delete(void* data) noexcept { take_back(data, 1); }
-void operator delete(void* data, size_t) noexcept { take_back(data, 1); }
-void operator delete(void* data, std::align_val_t alignment) noexcept {
-  take_back(data, static_cast<size_t>(alignment));
-}
-void operator delete(void* data, size_t, std::align_val_t alignment) noexcept {
-  take_back(data, static_cast<size_t>(alignment));
-}
-
-namespace {
 
 // Messages that wait until they are picked at random. A message's bytes are read and written at
 // that moment, so memory that is used too early shows.
@@ -132,6 +87,7 @@ struct Case {
   int64_t world = 2;
   cgx::FusedSettings settings{1 << 16, 4};
   bool residual = true;
+  bool units = false;
 };
 
 // One call on every rank: its leaves, results and what the steps in sequence give.
@@ -157,6 +113,14 @@ struct Job {
       }
     }
   }
+  // Every other leaf has some, as many rows as it has values.
+  std::vector<cgx::LeafUnits> units() const {
+    std::vector<cgx::LeafUnits> all(test.units ? test.leaves.size() : 0);
+    for (size_t k = 0; k < all.size(); k += 2) {
+      all[k] = {factors.data(), factors.data(), test.leaves[k].size, 1};
+    }
+    return all;
+  }
   uint32_t key(int64_t rank, int phase, int word) const {
     return static_cast<uint32_t>(rank * 4 + phase * 2 + word + 1);
   }
@@ -170,6 +134,7 @@ struct Job {
       if (test.residual) spec.residuals.push_back(residuals[rank][k].data());
       spec.dtypes.push_back(test.dtype);
     }
+    spec.units = units();
     for (int i = 0; i < 4; ++i) spec.keys[i] = key(rank, i / 2, i % 2);
     spec.divisor = 3.0f;
     spec.rank = rank;
@@ -191,6 +156,8 @@ struct Job {
       for (const auto& a : arrays) all.push_back(const_cast<char*>(a.data()));
       return all;
     };
+    const auto of_units = units();
+    const cgx::LeafUnits* const each = of_units.empty() ? nullptr : of_units.data();
     std::vector<Leaves> lost_by(residuals);
     std::vector<std::vector<uint8_t>> sent(world, std::vector<uint8_t>(world * row + 1));
     std::vector<float> scratch(owned.longest_bucket());
@@ -203,7 +170,8 @@ struct Job {
                       k,
                       r,
                       sent[r].data(),
-                      scratch.data()},
+                      scratch.data(),
+                      each},
                      0, layout.total_bytes());
     }
     std::vector<uint8_t> gathered(world * row + 1), received(world * row + 1);
@@ -221,12 +189,13 @@ struct Job {
                       3.0f,
                       gathered.data() + r * row,
                       scratch.data(),
-                      {lost.data(), dtypes.data()}},
+                      {lost.data(), dtypes.data()},
+                      each},
                      layout.begin[r], layout.begin[r + 1]);
     }
     auto out = outputs[0];
     const auto to = pointers(out);
-    kernels.decode({layout, gathered.data(), {to.data(), dtypes.data()}, scratch.data()}, 0,
+    kernels.decode({layout, gathered.data(), {to.data(), dtypes.data()}, scratch.data(), each}, 0,
                    layout.total_bytes());
     return {out, lost_by};
   }
@@ -234,6 +203,7 @@ struct Job {
   const Case test;
   const int tag;
   std::vector<Leaves> inputs, outputs, residuals;
+  const std::vector<float> factors = std::vector<float>(40000, 1.7f);
 };
 
 // Every rank starts the calls in an order of its own; then messages and ranks move at random.
@@ -355,6 +325,7 @@ int main() {
         Case c;
         c.world = world;
         c.settings = {segment, 2 + bits % 3};
+        c.units = segment == 3000;
         c.dtype = bits == 1 ? DType::kBF16 : DType::kF32;
         c.leaves = {{20 * 512 + 33, bits, 512, bits == 4, 0},
                     {0, bits, 32, 0, 1},

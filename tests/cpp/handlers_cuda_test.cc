@@ -175,6 +175,7 @@ struct Options {
   int count = kWorld, state = cgx::NcclLibrary::kSuccess;
   int64_t failing = -1;
   int64_t world = kWorld;
+  std::vector<int64_t> groups = {0, 1, 2, 3};
 };
 
 using Arrays = std::vector<std::vector<float>>;  // by rank
@@ -222,7 +223,7 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
         .arg(XLA_FFI_DataType_F32, in[r].data(), {call.rows_in, kValues})
         .ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues})
         .attr("divisor", 1.0f)
-        .attr("groups", std::vector<int64_t>{0, 1, 2, 3})
+        .attr("groups", options.groups)
         .attr("segment_bytes", int64_t{100})
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
     with_layout(frame, kNearest);
@@ -309,6 +310,10 @@ void fused_calls() {
       {"over axis 'data': ncclRecv: internal error", {0, 2, true, true, true, 2, 0, 2}},
       {"over axis 'data': ncclGroupEnd: internal error", {0, 2, true, true, true, 2, 0, 3}},
       {"world is 0, must be in [1, 2^20]", {0, 2, true, true, true, 2, 0, -1, 0}},
+      {"size of groups is 3, must be a positive multiple of world, 2",
+       {0, 2, true, true, true, 2, 0, -1, kWorld, {0, 1, 2}}},
+      {"size of groups is 0, must be a positive multiple of world, 2",
+       {0, 2, true, true, true, 2, 0, -1, kWorld, {}}},
   };
   for (const Fused& call : kFused) {
     for (const auto& c : refused) {

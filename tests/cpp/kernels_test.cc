@@ -39,6 +39,25 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
   check(streamed == residual, name + ": streamed residual");
   kernels.decode({large, payload.get(), streamed.out(), own}, 0, total);
   check(streamed == y, name + ": streamed decode");
+  // Units of 1 change nothing, however many rows they have; the arrays are of exactly their size.
+  for (const bool one_row : {true, false}) {
+    std::vector<std::vector<float>> arrays;
+    std::vector<cgx::LeafUnits> units;
+    for (const auto& leaf : x.specs) {
+      const int64_t rows = one_row ? 1 : leaf.size % 3 ? leaf.size : leaf.size / 3;
+      const int64_t columns = one_row ? leaf.size : leaf.size % 3 ? 1 : 3;
+      arrays.emplace_back(2 * rows, 1.0f), arrays.emplace_back(2 * columns, 1.0f);
+      units.push_back({arrays[arrays.size() - 2].data(), arrays.back().data(), rows, columns});
+    }
+    for (const auto& of : {layout, large}) {
+      kernels.encode({of, x.in(), streamed.out(), key, -1, again.get(), own, units.data()}, 0,
+                     total);
+      check(std::memcmp(payload.get(), again.get(), bytes) == 0, name + ": payload in units");
+      check(streamed == residual, name + ": residual in units");
+      kernels.decode({of, payload.get(), streamed.out(), own, units.data()}, 0, total);
+      check(streamed == y, name + ": decode in units");
+    }
+  }
   if (dtype == cgx::DType::kF32 && !rotation) {
     bool exact = true;
     for (size_t k = 0; k < x.specs.size(); ++k) {

@@ -1,0 +1,170 @@
+"""`exchange="auto"` without a profile against lax.psum, on shaped links (rig.py).
+
+    sudo python benchmarks/auto.py --json benchmarks/results/auto_default.json     # every cell
+    sudo python benchmarks/auto.py --rates 1gbit --worlds 4 --sizes 4k,1M          # a few of them
+
+Runs every link rate with every world size, once with ranks that MPI started, where `auto` may take
+the fused exchange, and once without. Each repeat times `lax.psum` in fp32 and `auto` with every
+compressor, one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the
+median (and quartiles) over the repeats of psum's time over auto's in the same repeat. `method` is
+the way that `auto` took; "psum" means that it lowers to the very program of `lax.psum`, which the
+run asserts, so that its ratio is noise. Any other cell passes where the median is 0.95 or more.
+
+`--exchange xla` or `mpi` measures that exchange at every size instead: what the rule is made from.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process
+from cgx_jax.exchange import choose
+from cgx_jax.links import gradient, size_text
+
+BAR = 0.95
+COMPRESSORS = {
+    "4 bits": cgx_jax.Quantize(bits=4),
+    "4 bits, rotated": cgx_jax.Quantize(bits=4, rotation=True),
+    "4 bits, stochastic": cgx_jax.Quantize(bits=4, rounding="stochastic"),
+    "8 bits": cgx_jax.Quantize(bits=8),
+}
+REPS = range(11, 202)  # of one size: more where a repeat is short
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", default="4k,100k,1M,4M,25M", help="(default %(default)s)")
+    parser.add_argument("--rates", default="1gbit,10gbit,unlimited", help="(default %(default)s)")
+    parser.add_argument("--worlds", default="2,4", help="ranks (default %(default)s)")
+    parser.add_argument(
+        "--compressors",
+        default="4 bits;4 bits, rotated",
+        help=f"of {list(COMPRESSORS)}, with ; between them (default %(default)s)",
+    )
+    parser.add_argument("--launchers", default="mpi,plain", help="(default %(default)s)")
+    parser.add_argument("--exchange", default="auto", help="(default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=4, help="of one size and launch (default %(default)s)"
+    )
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if rank_of_process() is None:
+        return launch(arguments)
+    (rate,) = arguments.rates.split(",")
+    (world,) = map(int, arguments.worlds.split(","))
+    (launcher,) = arguments.launchers.split(",")
+    ranks = Ranks(world)
+    if ranks.first:
+        print(f"{rate}, {world} ranks, started {'by mpiexec' if launcher == 'mpi' else 'plainly'}")
+    rows = []
+    for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
+        for row in compare(ranks, size // 4, arguments):
+            rows.append(row | {"links": rate, "world": world, "launcher": launcher})
+            if ranks.first:
+                print_row(rows[-1])
+    if ranks.first:
+        under = sum(not passes(row) for row in rows)
+        print(f"{under} of {len(rows)} cells are under {BAR}")
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Runs every link, world size and launcher, each in processes of its own."""
+    for rate in arguments.rates.split(","):
+        for world in arguments.worlds.split(","):
+            for launcher in arguments.launchers.split(","):
+                command = [sys.executable, sys.argv[0]]
+                for name in ("sizes", "compressors", "exchange", "seconds", "json"):
+                    if (value := getattr(arguments, name)) is not None:
+                        command += [f"--{name}", str(value)]
+                command += ["--rates", rate, "--worlds", world, "--launchers", launcher]
+                mpi = launcher == "mpi"
+                if code := rig.run(int(world), rate, command, timeout=600, mpi=mpi):
+                    return code
+    return 0
+
+
+def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times psum and `auto` with each compressor on f32[values] a rank; one row a compressor."""
+    names = [name.strip() for name in arguments.compressors.split(";")]
+    functions = [ranks.psum]
+    for name in names:
+        functions.append(reduction(ranks, COMPRESSORS[name], arguments.exchange))
+    x = ranks.place(gradient, values)
+    ranks.seconds(functions, x, 1)  # compiles
+    one = float(ranks.seconds(functions, x, 2).min(axis=0).sum())
+    # Every process saw the same slowest ranks' times, so all take as many repeats.
+    reps = int(np.clip(arguments.seconds / one, REPS[0], REPS[-1]))
+    seconds = ranks.seconds(functions, x, reps)
+    rows = []
+    for i, name in enumerate(names, 1):
+        plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), COMPRESSORS[name])
+        usable = choose.available() if arguments.exchange == "auto" else (arguments.exchange,)
+        (method,) = plan.methods("auto", arguments.exchange, usable, ranks.world).values()
+        same = program(functions[i], x) == program(functions[0], x)
+        assert same == (method == "psum"), (name, method)
+        rows.append(
+            {
+                "bytes": 4 * values,
+                "compressor": name,
+                "exchange": arguments.exchange,
+                "method": method,
+                "reps": reps,
+                "psum_seconds": measure.quartiles(seconds[:, 0]),
+                "seconds": measure.quartiles(seconds[:, i]),
+                "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
+            }
+        )
+    return rows
+
+
+def reduction(ranks: Ranks, compressor: cgx_jax.Quantize, exchange: str) -> Any:
+    """`psum_compressed` over the ranks, compiled."""
+    return ranks.collective(
+        lambda x: cgx_jax.psum_compressed(
+            x, "ranks", compressor, exchange=exchange, key=key_of(compressor)
+        )
+    )
+
+
+def key_of(compressor: cgx_jax.Quantize) -> jax.Array | None:
+    return jax.random.key(0) if compressor.needs_key else None
+
+
+def program(function: Any, x: jax.Array) -> str:
+    """The StableHLO of a compiled function, without the names of what was traced."""
+    return function.lower(x).as_text()
+
+
+def passes(row: dict[str, Any]) -> bool:
+    """Whether `auto` was psum itself, or as fast."""
+    return row["method"] == "psum" or row["ratio"][1] >= BAR
+
+
+def print_row(row: dict[str, Any]) -> None:
+    low, ratio, high = row["ratio"]
+    verdict = "ok" if passes(row) else f"UNDER {BAR}"
+    print(
+        f"  {size_text(row['bytes']):>7}  {row['compressor']:<18} {row['method']:>5}"
+        f" {row['reps']:>4} repeats {row['psum_seconds'][1] * 1e3:>8.2f} ->"
+        f" {row['seconds'][1] * 1e3:>8.2f} ms   {f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18}"
+        f" {verdict}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What a reduction adds to a training step: a stack of matrix products under Adam, on shaped links.
+
+    sudo python benchmarks/training_step.py --json benchmarks/results/training_step.json
+    sudo python benchmarks/training_step.py --cases 2:unlimited:1 --reps 3      # a quick look
+
+A case is RANKS:RATE:MEGABYTES of fp32 gradients. Every repeat takes one step of each way, one after
+the other, each behind a barrier; a time is the slowest rank's. A step is the forward and the
+backward pass, `optax.chain(sync_gradients(...), optax.adamw(...))` and the update, with donated
+state. "compute alone" reduces nothing. `/ plain` is the median (and quartiles) over the repeats of
+a step's time over that of plain 4 bits in the same repeat; `in all` is the time of all repeats over
+that of plain 4 bits, which counts the steps in which units are updated. Repeats start when the
+units are updated in one step of 16 only. Ranks are started by mpiexec and reduce
+by the "mpi" exchange where it is there, else by "xla".
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process
+from cgx_jax.exchange import choose
+from cgx_jax.precondition import PERIOD, WARMUP, SecondMoment
+
+PLAIN = "4 bits"
+
+
+def ways(exchange: str) -> dict[str, optax.GradientTransformation]:
+    """What stands before the optimizer in the chain, by name; psum first."""
+
+    def sync(compressor: cgx_jax.Quantize, **options: Any) -> optax.GradientTransformation:
+        return cgx_jax.sync_gradients("ranks", compressor, exchange=exchange, **options)
+
+    plain, rotated = cgx_jax.Quantize(bits=4), cgx_jax.Quantize(bits=4, rotation=True)
+    out = {
+        "fp32": optax.stateless(lambda grads, _: lax.pmean(grads, "ranks")),
+        "compute alone": optax.identity(),
+        PLAIN: sync(plain),
+        "4 bits, rotated": sync(rotated),
+        "... SecondMoment()": sync(rotated, precondition=SecondMoment()),
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(SecondMoment)}
+    if "factored" in defaults:
+        other = not defaults["factored"]
+        moment = SecondMoment(factored=other)
+        out[f"... SecondMoment(factored={other})"] = sync(rotated, precondition=moment)
+    return out
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", default="4:1gbit:22.8,2:unlimited:88", help="(default %(default)s)"
+    )
+    parser.add_argument("--layers", type=int, default=8, help="(default %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="rows a rank (default %(default)s)")
+    parser.add_argument("--reps", type=int, default=2 * PERIOD, help="(default %(default)s)")
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if rank_of_process() is None:
+        return launch(arguments)
+    world, rate, megabytes = arguments.cases.split(":")
+    ranks = Ranks(int(world))
+    exchange = "mpi" if "mpi" in choose.available() else "xla"
+    width = 4 * round((float(megabytes) * 1e6 / 4 / arguments.layers) ** 0.5 / 4)
+    if ranks.first:
+        print(
+            f"{world} ranks, {rate}, {arguments.layers} layers of {width} x {width}, "
+            f"{4e-6 * arguments.layers * width**2:.1f} MB of gradients, exchange {exchange!r}"
+        )
+    rows = compare(ranks, exchange, width, arguments)
+    if ranks.first:
+        for row in rows:
+            print_row(row)
+            row.update(links=rate, world=int(world), megabytes=float(megabytes), exchange=exchange)
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Runs every case in processes of its own."""
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
+    for case in arguments.cases.split(","):
+        world, rate, _ = case.split(":")
+        command = [sys.executable, sys.argv[0], "--cases", case]
+        for name in ("layers", "batch", "reps", "json"):
+            if (value := getattr(arguments, name)) is not None:
+                command += [f"--{name}", str(value)]
+        if code := rig.run(int(world), rate, command, timeout=600, mpi=mpi):
+            return code
+    return 0
+
+
+def compare(
+    ranks: Ranks, exchange: str, width: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Times a step of every way; one row a way."""
+    names, steps, states = [], [], []
+    for name, reduction in ways(exchange).items():
+        step, state = training(ranks, reduction, width, arguments.layers)
+        names.append(name)
+        steps.append(step)
+        states.append(state)
+    x = ranks.place(normal, arguments.batch * width)
+    samples = np.empty((arguments.reps, len(names)))
+    for rep in range(-WARMUP - 1, arguments.reps):
+        for i, step in enumerate(steps):
+            ranks.barrier()
+            ranks.barrier()  # the first one's stragglers have arrived now
+            start = time.perf_counter()
+            states[i] = jax.block_until_ready(step(states[i], x))
+            if rep >= 0:
+                samples[rep, i] = time.perf_counter() - start
+    seconds = ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+    plain = seconds[:, names.index(PLAIN)]
+    return [
+        {
+            "way": name,
+            "reps": arguments.reps,
+            "seconds": measure.quartiles(seconds[:, i]),
+            "over_plain": measure.quartiles(seconds[:, i] / plain),
+            "in_all": float(seconds[:, i].sum() / plain.sum()),
+        }
+        for i, name in enumerate(names)
+    ]
+
+
+def normal(rank: int, values: int) -> np.ndarray:
+    """A rank's batch, flat."""
+    return np.random.default_rng(rank).standard_normal(values, dtype=np.float32)
+
+
+def training(
+    ranks: Ranks, reduction: optax.GradientTransformation, width: int, layers: int
+) -> tuple[Any, Any]:
+    """A compiled step (state, batch) -> state with donated state, and the first state."""
+    optimizer = optax.chain(reduction, optax.adamw(1e-4))
+
+    def initial() -> Any:
+        keys = jax.random.split(jax.random.key(0), layers)
+        params = [jax.random.normal(k, (width, width)) / width**0.5 for k in keys]
+        return params, optimizer.init(params)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.square(x))
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        grads = jax.grad(loss)(params, x.reshape(-1, width))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    replicated = NamedSharding(ranks.mesh, P())
+    state = jax.jit(initial, out_shardings=replicated)()
+    mapped = jax.shard_map(
+        step, mesh=ranks.mesh, in_specs=(P(), P("ranks")), out_specs=P(), check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0), state
+
+
+def print_row(row: dict[str, Any]) -> None:
+    low, ratio, high = row["over_plain"]
+    print(
+        f"  {row['way']:<32} {row['seconds'][1] * 1e3:>8.1f} ms   / plain "
+        f"{ratio:.3f} ({low:.3f}-{high:.3f})   in all {row['in_all']:.3f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

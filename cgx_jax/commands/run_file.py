@@ -1,0 +1,181 @@
+"""The log of a run as values: what `cgx_jax.Adaptive(log=FILE)` wrote, or a ValueError."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cgx_jax import untrusted
+from cgx_jax.compressors import Quantize
+from cgx_jax.policy import run_log
+from cgx_jax.policy.decide import Refresh, Subject
+from cgx_jax.wire import MAX_BITS
+
+MOST_LEAVES = 1_000_000
+LARGEST = 1e60  # an average: sums are kept in fp32
+OUTCOMES = ("changed", "kept", "bounded", "unusable")
+
+
+class Traced(NamedTuple):
+    """A plan that was compiled after `step` steps: its widths and what a rank sends a step."""
+
+    step: int
+    bits: tuple[int, ...]
+    wire_bytes: int
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's log: leaves with their candidates, plans, refreshes with averages, scalars."""
+
+    name: str
+    subject: Subject
+    refreshes: tuple[tuple[Refresh, dict[str, np.ndarray]], ...]
+    plans: tuple[Traced, ...]
+    scalars: dict[str, np.ndarray]  # name -> [count, 2]: step, value
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """The run logged at `path`; raises ValueError for a file that is no log."""
+        reader = _Reader()
+        for number, line in enumerate(untrusted.lines(path), 1):
+            try:
+                reader.add(untrusted.loads(line))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"report: line {number} of {path} is not of a run's log ({error}); pass the "
+                    "file that was given to cgx_jax.Adaptive(log=...)."
+                ) from None
+        if reader.subject is None:
+            raise ValueError(f"report: {path} is empty: the run has not taken its first step.")
+        curves = {name: np.array(points, float) for name, points in reader.scalars.items()}
+        return cls(path.stem, reader.subject, tuple(reader.refreshes), tuple(reader.plans), curves)
+
+    def measured(self) -> tuple[Refresh, dict[str, np.ndarray]] | None:
+        """The last refresh that a solver could work with."""
+        usable = [r for r in self.refreshes if r[0].outcome != "unusable"]
+        return usable[-1] if usable else None
+
+
+class _Reader:
+    """What the entries so far hold."""
+
+    def __init__(self) -> None:
+        self.subject: Subject | None = None
+        self.refreshes: list[tuple[Refresh, dict[str, np.ndarray]]] = []
+        self.plans: list[Traced] = []
+        self.scalars: dict[str, list[tuple[int, float]]] = {}
+
+    def add(self, entry: Any) -> None:
+        """One more entry; raises ValueError or TypeError for what the log never holds."""
+        kind = untrusted.field(entry, "kind")
+        if kind == "run":
+            self.subject = _subject(entry, self.subject)
+        elif self.subject is None:
+            raise ValueError("no entry of kind 'run' comes before it")
+        elif kind == "refresh":
+            self.refreshes.append(_refresh(entry, self.subject))
+        elif kind == "plan":
+            self.plans.append(_plan(entry, self.subject))
+        elif kind == "scalars":
+            step = _step(entry)
+            for name, value in entry.items():
+                if name not in ("kind", "step"):
+                    point = step, untrusted.number(value, name)
+                    self.scalars.setdefault(name, []).append(point)
+        else:
+            raise ValueError(f"its kind, {untrusted.shown(kind)}, is unknown")
+
+
+def _subject(entry: dict[str, Any], before: Subject | None) -> Subject:
+    schema = untrusted.field(entry, "schema")
+    if schema != run_log.SCHEMA:
+        raise ValueError(f"schema {untrusted.shown(schema)}, this version reads {run_log.SCHEMA}")
+    paths = untrusted.items(untrusted.field(entry, "paths"), "paths")
+    if len(paths) > MOST_LEAVES:
+        raise ValueError(f"{len(paths)} leaves are more than {MOST_LEAVES}")
+    sizes = untrusted.items(untrusted.field(entry, "sizes"), "sizes", len(paths))
+    candidates = untrusted.items(untrusted.field(entry, "candidates"), "candidates")
+    if not all(isinstance(c, dict) for c in candidates):
+        raise ValueError(f"candidates={untrusted.shown(candidates)} are not objects")
+    made = tuple(Quantize(**c) for c in candidates)
+    bits = [c.bits for c in made]
+    if not bits or bits != sorted(set(bits)):
+        raise ValueError(f"candidates have the widths {bits}, which must ascend")
+    for c in made:
+        untrusted.whole(c.bucket_size, "bucket_size", 1, 1 << 20)
+    subject = Subject(
+        tuple(untrusted.text(p, "a path") for p in paths),
+        tuple(untrusted.whole(n, "a size", 1) for n in sizes),
+        made,
+    )
+    untrusted.whole(sum(subject.sizes), "the sum of sizes")
+    if before is not None and subject != before:
+        raise ValueError("it begins a run of other leaves; give each run a log of its own")
+    return subject
+
+
+def _refresh(entry: dict[str, Any], subject: Subject) -> tuple[Refresh, dict[str, np.ndarray]]:
+    leaves = len(subject.paths)
+    outcome = untrusted.field(entry, "outcome")
+    if outcome not in OUTCOMES:
+        raise ValueError(f"outcome={untrusted.shown(outcome)} is none of {OUTCOMES}")
+    averages = untrusted.field(entry, "averages")
+    rows = untrusted.items(untrusted.field(averages, "error"), "error", leaves)
+    error = _numbers(
+        [x for row in rows for x in untrusted.items(row, "error", len(subject.candidates))], "error"
+    ).reshape(leaves, len(subject.candidates))
+    square = _numbers(
+        untrusted.items(untrusted.field(averages, "square"), "square", leaves), "square"
+    )
+    total = untrusted.number(untrusted.field(entry, "error"), "error")
+    if outcome != "unusable":
+        known = np.concatenate([error.ravel(), square, [total]])
+        if not ((known >= 0) & (known < LARGEST)).all() or not square.any():
+            raise ValueError(
+                f"averages of outcome {outcome!r} are not in [0, {LARGEST:g}), or all 0"
+            )
+    refresh = Refresh(
+        _step(entry),
+        outcome,
+        _bits(entry, leaves),
+        untrusted.whole(untrusted.field(entry, "nbytes"), "nbytes"),
+        total,
+        tuple(
+            untrusted.number(x, "relative")
+            for x in untrusted.items(untrusted.field(entry, "relative"), "relative", leaves)
+        ),
+        *(
+            tuple(
+                untrusted.text(p, name) for p in untrusted.items(untrusted.field(entry, name), name)
+            )
+            for name in ("unusable", "nonfinite")
+        ),
+    )
+    return refresh, {"error": error, "square": square}
+
+
+def _plan(entry: dict[str, Any], subject: Subject) -> Traced:
+    return Traced(
+        _step(entry),
+        _bits(entry, len(subject.paths)),
+        untrusted.whole(untrusted.field(entry, "wire_bytes"), "wire_bytes"),
+        untrusted.number(untrusted.field(entry, "compile_seconds"), "compile_seconds"),
+    )
+
+
+def _step(entry: dict[str, Any]) -> int:
+    return untrusted.whole(untrusted.field(entry, "step"), "step")
+
+
+def _bits(entry: dict[str, Any], leaves: int) -> tuple[int, ...]:
+    bits = untrusted.items(untrusted.field(entry, "bits"), "bits", leaves)
+    return tuple(untrusted.whole(b, "bits", 1, MAX_BITS) for b in bits)
+
+
+def _numbers(values: Any, what: str) -> np.ndarray:
+    return np.array([untrusted.number(x, what) for x in values], float)

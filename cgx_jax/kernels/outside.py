@@ -1,0 +1,125 @@
+"""Units around a codec call, for kernels that know none: the same bytes, in passes of XLA's.
+
+Each function does what the primitive that it is given does, by a call without units on float32
+leaves. Operands may lead with a batch, as the primitives' do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax.wire import Layout, spans
+
+IN, OUT = 0, 1
+
+
+def pairs(units: Sequence[Any], layout: Layout) -> list[tuple[Any, Any] | None]:
+    """The (rows, columns) of every field, from the operands of those that have units."""
+    given = iter(units)
+    return [(next(given), next(given)) if f.units else None for f in layout.fields]
+
+
+def multiply(x: jax.Array, unit: tuple[Any, Any] | None, way: int, *, batch: int = 1) -> jax.Array:
+    """`x` times its units on the way in or out, in float32; as it is where there are none."""
+    if unit is None:
+        return x
+    rows, columns = (u.reshape(batch, 2, u.size // (2 * batch))[:, way] for u in unit)
+    factors = rows[:, :, None] * columns[:, None, :]
+    return (x.astype(jnp.float32).reshape(factors.shape) * factors).reshape(x.shape)
+
+
+def decoded(x: jax.Array, unit: tuple[Any, Any] | None, dtype: Any, *, batch: int = 1) -> jax.Array:
+    """Decoded values out of their units, in `dtype`.
+
+    What was finite stays so: rounding may take a value past the largest of its dtype. What was not
+    finite stays so as well.
+    """
+    if unit is None:
+        return x.astype(dtype)
+    most = np.float32(jnp.finfo(dtype).max)
+    value = multiply(x, unit, OUT, batch=batch)
+    return jnp.where(jnp.isinf(x), value, jnp.clip(value, -most, most)).astype(dtype)
+
+
+def encode(
+    primitive: Any, key: Any, rank: Any, *operands: Any, layout: Layout, residual: bool, batch: int
+) -> list[jax.Array]:
+    """`encode_p`: leaves are multiplied before, residuals after."""
+    count = len(layout.fields)
+    leaves, units = operands[:count], pairs(operands[count:], layout)
+    inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
+    plain = layout.without_units()
+    payload, *lost = primitive.bind(key, rank, *inner, layout=plain, residual=residual, batch=batch)
+    lost = [
+        multiply(e, u, OUT, batch=batch).astype(x.dtype)
+        for e, u, x in zip(lost, units, leaves, strict=False)
+    ]
+    return [payload, *lost]
+
+
+def reduce(
+    primitive: Any,
+    key: Any,
+    rank: Any,
+    payload: Any,
+    *operands: Any,
+    layout: Layout,
+    divisor: float,
+    batch: int,
+) -> list[jax.Array]:
+    """`reduce_p`: own values are multiplied before, what the chunk's encoding lost after."""
+    count = len(layout.fields)
+    end = len(operands) - 2 * sum(f.units for f in layout.fields)
+    leaves, residuals = operands[:count], operands[count:end]
+    units = pairs(operands[end:], layout)
+    inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
+    given = [
+        e if u is None else jnp.zeros_like(x)
+        for e, u, x in zip(residuals, units, inner, strict=False)
+    ]
+    plain = layout.without_units()
+    chunk, *filled = primitive.bind(
+        key, rank, payload, *inner, *given, layout=plain, divisor=divisor, batch=batch
+    )
+    out = [chunk]
+    for i, (new, e) in enumerate(zip(filled, residuals, strict=True)):
+        if units[i] is not None:
+            own = _own(layout, i, rank, batch).reshape(e.shape)
+            new = jnp.where(own, multiply(new, units[i], OUT, batch=batch).astype(e.dtype), e)
+        out.append(new)
+    return out
+
+
+def decode(
+    primitive: Any, payload: Any, *units: Any, layout: Layout, shapes: Any, batch: int
+) -> list[jax.Array]:
+    """`decode_p`: decoded values are multiplied before they are rounded to their dtypes."""
+    each = pairs(units, layout)
+    wide = tuple(
+        (shape, dtype if u is None else jnp.dtype(jnp.float32))
+        for (shape, dtype), u in zip(shapes, each, strict=True)
+    )
+    out = primitive.bind(payload, layout=layout.without_units(), shapes=wide, batch=batch)
+    return [
+        decoded(x, u, dtype, batch=batch)
+        for x, u, (_, dtype) in zip(out, each, shapes, strict=True)
+    ]
+
+
+def _own(layout: Layout, field: int, rank: Any, batch: int) -> jax.Array:
+    """bool[batch, size]: which values of a field lie in the chunk of `rank`."""
+    ranges = [(0, 0)] * layout.world
+    for w in range(layout.world):
+        for span in spans(layout, w):
+            if span.field == field:
+                ranges[w] = span.values
+    begin, end = (
+        jnp.asarray(x, jnp.uint32)[rank.reshape(batch)] for x in zip(*ranges, strict=True)
+    )
+    index = jnp.arange(layout.fields[field].size, dtype=jnp.uint32)
+    return (begin[:, None] <= index) & (index < end[:, None])

@@ -1,0 +1,207 @@
+"""One call's loss as a function of flat lists of arrays, and what tracing it tells."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from cgx_jax.plain_jit import batch_norm, outputs, statistics
+from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, known_spec, shown
+from cgx_jax.plain_jit.closures import Closure
+from cgx_jax.plain_jit.inference import Ranks, Split
+from cgx_jax.plain_jit.statistics import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The loss, its arguments' structure, and the arrays it closes over that are given anew.
+
+    Arrays are those of the arguments, then those `captured`, by id.
+    """
+
+    closure: Closure
+    arguments: tuple[Argument, ...]
+    places: tuple[Place, ...]
+    captured: tuple[int, ...]
+    splits: tuple[Split, ...]
+    ranks: Ranks
+    has_aux: bool
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+        """(loss, auxiliary output, what NNX objects hold after it), inside the axes."""
+        axis = self.ranks.axis
+        given = [
+            jax.random.fold_in(x, lax.axis_index(axis)) if split.fold else x
+            for x, split in zip(arrays, self.splits, strict=True)
+        ]
+        values = []
+        for number, argument in enumerate(self.arguments):
+            own = [x for x, p in zip(given, self.places, strict=True) if p.argument == number]
+            values.append(argument.build(own))
+            if argument.graph is not None:
+                batch_norm.give_axis(values[-1], axis)
+        captured = given[len(given) - len(self.captured) :]
+        loss_fn = self.closure.replaced(dict(zip(self.captured, captured, strict=True)))
+        args = [v for v, a in zip(values, self.arguments, strict=True) if a.position is not None]
+        kwargs = {
+            a.name: v for v, a in zip(values, self.arguments, strict=True) if a.position is None
+        }
+        with batch_norm.linen_axis(axis):
+            out = loss_fn(*args, **kwargs)
+        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"{CALLER}: with has_aux=True the loss returns (loss, aux), not {type(out)}."
+            )
+        loss, aux = out if self.has_aux else (out, None)
+        # A key is folded with the rank for the loss only; its owner keeps the key that it has.
+        keys = {
+            place.path: x
+            for x, place, split in zip(arrays, self.places, self.splits, strict=True)
+            if split.fold
+        }
+        rests = [
+            jax.tree_util.tree_map_with_path(
+                lambda path, x, a=a: keys.get(a.path(path), x), a.rest(v)
+            )
+            for v, a in zip(values, self.arguments, strict=True)
+            if a.graph is not None
+        ]
+        return loss, aux, rests
+
+    def used_captures(self, arrays: Sequence[Any]) -> list[int]:
+        """Ids of the arrays in the closure that the loss reads."""
+        alone = dataclasses.replace(self, splits=tuple(Split() for _ in arrays))
+        trace: Callable[..., Any] = lambda xs: jax.tree.leaves(alone(xs))  # noqa: E731
+        for name in self.ranks.names:
+            # One rank has the whole batch, and the axes are there for the loss to reduce over.
+            trace = jax.vmap(trace, in_axes=None, axis_name=name, axis_size=1)
+        used = {id(x) for x in jax.make_jaxpr(trace)(list(arrays)).consts}
+        return [i for i in self.closure.arrays if i in used]
+
+    def study(self, arrays: Sequence[Any], aux_specs: Any) -> tuple[Any, Any]:
+        """How the auxiliary output and the NNX objects' states leave the ranks: `Output` trees.
+
+        Raises ValueError for a loss whose mean over ranks is not that of the whole batch.
+        """
+        small, large, ratio, trees = self._traces(arrays)
+        self._check_constants(large.consts, arrays)
+        values = statistics.study(
+            small,
+            large,
+            [Value(s.dimension is not None, s.dimension is not None) for s in self.splits],
+            frozenset(self.ranks.names),
+            ratio,
+        )
+        self._check_loss(small.out_avals[0], values[0])
+        aux, rests = trees
+        paths = [
+            *(f"aux{p}" for p in _paths(aux)),
+            *(f"state{p}" for p in _paths(rests)),
+        ]
+        given = outputs.given_specs(aux_specs, aux) + [None] * len(jax.tree.leaves(rests))
+        found = [
+            outputs.classify(path, a, b, value, self.ranks, ratio, spec)
+            for path, a, b, value, spec in zip(
+                paths, small.out_avals[1:], large.out_avals[1:], values[1:], given, strict=True
+            )
+        ]
+        aux_at, rests_at = jax.tree.unflatten(jax.tree.structure(trees), found)
+        return aux_at, rests_at
+
+    def _traces(self, arrays: Sequence[Any]) -> tuple[Any, Any, int, Any]:
+        """The loss's jaxprs at two batch sizes, the ratio of these, and its trees of outputs."""
+        world = self.ranks.world
+        local = [self._local(x, split) for x, split in zip(arrays, self.splits, strict=True)]
+        # A dimension of 1 broadcasts, and a trace with one example can differ in more than sizes.
+        alone = any(
+            s.dimension is not None and x.shape[s.dimension] == 1
+            for x, s in zip(local, self.splits, strict=True)
+        )
+        factor, ratio = (2 if alone else 1), max(world, 2)
+        found: list[Any] = []
+        trees: list[Any] = []
+
+        def flat(xs: Sequence[Any]) -> list[Any]:
+            loss, aux, rests = self(xs)
+            trees.append((aux, rests))
+            return [loss, *jax.tree.leaves((aux, rests))]
+
+        def probe() -> tuple[()]:
+            for times in (factor, factor * ratio):
+                shapes = [
+                    self._scaled(x, s, times) for x, s in zip(local, self.splits, strict=True)
+                ]
+                found.append(jax.make_jaxpr(flat)(shapes))
+            return ()
+
+        names = set(self.ranks.names)
+        jax.eval_shape(
+            jax.shard_map(
+                probe,
+                mesh=self.ranks.mesh,
+                in_specs=(),
+                out_specs=(),
+                axis_names=names,
+                check_vma=False,
+            )
+        )
+        return found[0], found[1], ratio, jax.tree.map(lambda _: 0, trees[0])
+
+    def _local(self, x: Any, split: Split) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        if split.dimension is not None:
+            shape[split.dimension] //= self.ranks.world
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    @staticmethod
+    def _scaled(x: jax.ShapeDtypeStruct, split: Split, times: int) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        if split.dimension is not None:
+            shape[split.dimension] *= times
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    def _check_constants(self, constants: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """Raises ValueError for an array outside the arguments that looks like the batch."""
+        sizes = {
+            x.shape[s.dimension]
+            for x, s in zip(arrays, self.splits, strict=True)
+            if s.dimension is not None
+        }
+        for x in constants:
+            spec = known_spec(x, self.ranks.mesh)
+            split = spec is not None and self.ranks.dimension(spec) is not None
+            if split or (np.ndim(x) and np.shape(x)[0] in (sizes or {np.shape(x)[0]})):
+                raise ValueError(
+                    f"{CALLER}: the loss uses an array {shown(jax.typeof(x))} that is no "
+                    "argument, nor a variable of an enclosing function, and may be a part of the "
+                    f"batch: every one of the {self.ranks.world} ranks would compute all of it. "
+                    "Pass it as an argument of the loss."
+                )
+
+    def _check_loss(self, aval: Any, loss: Value) -> None:
+        axis = self.ranks.axis
+        if loss.misuse is not None:
+            raise ValueError(
+                f"{CALLER}: the loss depends on a statistic of the batch, {loss.misuse}. Each rank "
+                "would take that of its own part, where plain jit takes that of the whole batch. "
+                f"Take it over the ranks: jax.lax.pmean(statistic, {axis!r}); so a weighted mean "
+                f"is loss.sum() / jax.lax.pmean(weights.sum(), {axis!r}). A BatchNorm that is "
+                f"neither NNX's nor Linen's takes axis_name={axis!r}. A loss over pairs of "
+                "examples takes the other ranks': "
+                f"jax.lax.all_gather(examples, {axis!r}, tiled=True)."
+            )
+        if loss.batch and loss.growth == 1:
+            raise ValueError(
+                f"{CALLER}: the loss is a sum over the batch, {shown(aval)}: it grows "
+                "with the number of examples, and the mean over ranks would not be the sum under "
+                "plain jit. Return the mean over the batch."
+            )
+
+
+def _paths(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -1,0 +1,72 @@
+"""How one rank's gradients become their mean, with or without a state."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from cgx_jax.collectives import pmean_compressed
+from cgx_jax.compressors import Compressor
+from cgx_jax.memory import Memory
+from cgx_jax.plain_jit.arguments import CALLER
+from cgx_jax.plan import Plan
+from cgx_jax.policy.rules import Policy
+from cgx_jax.precondition import SecondMoment
+from cgx_jax.sync import sync_gradients
+
+_WITH_STATE = (
+    "state = f.init(params), then (loss, grads), state = f.apply(state, params, batch), for the f "
+    "that value_and_grad returned"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """The options of `sync_gradients`, which keeps the state where there is one."""
+
+    axis_name: Any
+    policy: Compressor | Policy | Plan | None
+    memory: Memory | None
+    precondition: SecondMoment | None
+    seed: int
+    exchange: str
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the policy changes its plan between steps."""
+        return isinstance(self.policy, Policy) and self.policy.adapts
+
+    def require_stateless(self) -> None:
+        """Raises ValueError for options that need a state from step to step."""
+        needy = (self.memory, self.precondition, self.policy if self.adapts else None)
+        keeper = next((x for x in needy if x is not None), None)
+        if keeper is not None:
+            raise ValueError(f"{CALLER}: {keeper} keeps a state between steps: {_WITH_STATE}.")
+
+    def init(self, params: Any, mesh: Any) -> Any:
+        """The `SyncState` before the first step."""
+        return self._transformation(mesh).init(params)
+
+    def __call__(self, grads: Any, state: Any) -> tuple[Any, Any]:
+        """The mean over the axis and the next state, inside the axis; None for no state."""
+        if state is not None:
+            return self._transformation(None).update(grads, state)
+        plan = Plan.resolve(CALLER, grads, self.policy)
+        random = [slot.compressor for slot in plan.slots if slot.compressor.needs_key]
+        if random:
+            raise ValueError(
+                f"{CALLER}: {random[0]} rounds at random, and without a state every step would "
+                f"round alike: {_WITH_STATE}."
+            )
+        return pmean_compressed(grads, self.axis_name, plan, exchange=self.exchange), None
+
+    def _transformation(self, mesh: Any) -> Any:
+        return sync_gradients(
+            self.axis_name,
+            self.policy,
+            memory=self.memory,
+            precondition=self.precondition,
+            seed=self.seed,
+            exchange=self.exchange,
+            mesh=mesh,
+        )

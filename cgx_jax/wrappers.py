@@ -1,0 +1,60 @@
+"""What Optax may hold around `sync_gradients`, and what it may pass to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+_NAME = "sync_gradients"
+_INJECT = (
+    "optax.inject_hyperparams makes arrays of numbers and schedules of callables; inject the "
+    "optimizer after it instead: optax.chain(sync_gradients(...), "
+    "optax.inject_hyperparams(optax.adam)(learning_rate=...))."
+)
+
+
+def check_options(axis_name: Any, mesh: Any) -> None:
+    """Raises TypeError for an option that `optax.inject_hyperparams` turned into something else."""
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if any(isinstance(n, jax.Array) for n in names):
+        raise TypeError(f"{_NAME}: axis_name={axis_name!r} is an array, not a name. {_INJECT}")
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"{_NAME}: mesh={mesh!r} is not a jax.sharding.Mesh. {_INJECT}")
+
+
+def check_wrappers(checked: bool) -> None:
+    """Raises ValueError where an Optax wrapper around the caller cannot work across ranks.
+
+    `checked` says whether shard_map's check_vma is on. Nothing but the call stack knows what
+    holds a transformation; it is read while tracing only.
+    """
+    around = set(_optax_callers())
+    if "apply_if_finite" in around:
+        raise ValueError(
+            f"{_NAME}: optax.apply_if_finite around it looks at the gradients of one rank. Where "
+            "they are not finite, that rank alone skips the reduction, and all others wait for it "
+            "forever. Put it after sync_gradients, where all ranks see the same mean: "
+            "optax.chain(sync_gradients(...), optax.apply_if_finite(optimizer, n)). "
+            "sync_gradients skips such a step by itself: its memory and moments stay as they were."
+        )
+    if checked and "MultiSteps" in around:
+        raise ValueError(
+            f"{_NAME}: optax.MultiSteps around it accumulates gradients that differ between ranks "
+            "in a state that check_vma must take for replicated, and it runs the reduction in "
+            "every mini-step. Put it after sync_gradients: optax.chain(sync_gradients(...), "
+            "optax.MultiSteps(optimizer, k).gradient_transformation()). To reduce once in k "
+            "mini-steps, add up the gradients in the training step (docs/training_loops.md)."
+        )
+
+
+def _optax_callers() -> Iterator[str]:
+    """Names of the functions and classes of Optax whose code is on the call stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("optax."):
+            yield frame.f_code.co_qualname.partition(".")[0]
+        frame = frame.f_back  # type: ignore[assignment]

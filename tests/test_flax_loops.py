@@ -1,0 +1,317 @@
+"""Training loops in the manner of Flax's plain-jit examples, with the fewest changed lines.
+
+Every loop is a small one of its kind: what the loss closes over, what it returns and what the step
+does with it are as users write it. `changed` says how many lines differ from the exact loop. They
+are marked with "changed". A loop trains exactly, under `jax.value_and_grad` (or NNX's), and
+compressed; its losses and metrics agree within the noise of compression, and with an exact
+compressor within rounding.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Identity, Quantize, Rules
+from plain_jit_case import auto_mesh
+
+WORLD = 4
+BATCH = 16
+STEPS = 4
+
+
+def compressed(loss_fn, compressor, mesh=None, **options):
+    """The changed call: an exact one where `compressor` is None."""
+    if compressor is None:
+        return jax.value_and_grad(loss_fn, **options)
+    return cgx_jax.value_and_grad(
+        loss_fn,
+        "data",
+        Rules((), compressor),
+        mesh=mesh or auto_mesh((WORLD,)),
+        exchange="xla",
+        **options,
+    )
+
+
+def pmean_if(compressor, x):
+    return x if compressor is None else lax.pmean(x, "data")
+
+
+def images(step):
+    rng = np.random.default_rng(step)
+    label = rng.integers(0, 4, BATCH)
+    image = rng.normal(size=(BATCH, 8, 8, 1)) + label[:, None, None, None]
+    return {"image": jnp.float32(image), "label": jnp.int32(label)}
+
+
+class Digits(nnx.Module):
+    """A convolution, batch norm and dropout, as small as they go."""
+
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(1, 16, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.0)
+        self.linear = nnx.Linear(16 * 16, 4, rngs=rngs)
+
+    def __call__(self, x, rngs):
+        x = nnx.relu(self.norm(self.dropout(self.conv(x), rngs=rngs)))
+        return self.linear(nnx.avg_pool(x, (2, 2), strides=(2, 2)).reshape(len(x), -1))
+
+
+def mnist(compressor):
+    """One changed line."""
+    model = Digits(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.05, 0.9), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    rngs = nnx.Rngs(0)
+
+    def loss_fn(model, batch, rngs):
+        logits = model(batch["image"], rngs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return losses.mean(), logits
+
+    @nnx.jit
+    def train_step(model, optimizer, metrics, batch, rngs):
+        if compressor is None:
+            grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
+        else:
+            grad_fn = compressed(loss_fn, compressor, has_aux=True)  # changed
+        (loss, logits), grads = grad_fn(model, batch, rngs)
+        metrics.update(loss=loss, logits=logits, labels=batch["label"])
+        optimizer.update(model, grads)
+        return loss, logits
+
+    losses = []
+    for step in range(STEPS):
+        loss, logits = train_step(model, optimizer, metrics, images(step), rngs)
+        assert logits.shape == (BATCH, 4)
+        losses.append(float(loss))
+    found = {k: float(v) for k, v in metrics.compute().items()}
+    statistics = {"mean": model.norm.mean[...], "var": model.norm.var[...]}
+    assert int(rngs.default.count[...]) == STEPS * (model.dropout.rate > 0)
+    return losses, (found, statistics)
+
+
+def sentences(step):
+    """Token ids with padding; the ranks' sentences differ much in length."""
+    rng = np.random.default_rng(step)
+    tokens = np.cumsum(rng.integers(1, 3, (BATCH, 12)), 1) % 31 + 1
+    lengths = np.linspace(2, 12, BATCH).astype(int)
+    return {"inputs": jnp.int32(np.where(np.arange(12) < lengths[:, None], tokens, 0))}
+
+
+class Language(nn.Module):
+    """An embedding and two layers, with dropout that its caller switches."""
+
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 32)(jnp.pad(tokens[:, :-1], ((0, 0), (1, 0))))
+        x = nn.Dropout(self.dropout, deterministic=False)(nn.gelu(nn.Dense(64)(x)))
+        return nn.Dense(32)(nn.LayerNorm()(x))
+
+
+def weighted_cross_entropy(logits, targets, weights):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets) * weights
+    return losses.sum(), weights.sum()
+
+
+def lm1b(compressor):
+    """Two changed lines: the call, and the sum of weights over the ranks."""
+    model = Language()
+    params = model.init(
+        {"params": jax.random.key(0), "dropout": jax.random.key(1)}, sentences(0)["inputs"]
+    )["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
+
+    mesh = auto_mesh((WORLD, 1, 1), ("data", "fsdp", "tensor"))
+    placed = NamedSharding(mesh, P()), NamedSharding(mesh, P("data")), None
+
+    @functools.partial(jax.jit, in_shardings=placed, donate_argnums=0)
+    def train_step(state, batch, dropout_rng):
+        inputs, positions = (batch.get(k) for k in ("inputs", "inputs_position"))
+        assert positions is None
+        weights = jnp.where(inputs > 0, 1, 0).astype(jnp.float32)
+        dropout_rng = jax.random.fold_in(dropout_rng, state.step)
+
+        def loss_fn(params):
+            logits = model.apply({"params": params}, inputs, rngs={"dropout": dropout_rng})
+            loss, weight_sum = weighted_cross_entropy(logits, inputs, weights)
+            mean_loss = loss / pmean_if(compressor, weight_sum)  # changed
+            return mean_loss, logits
+
+        grad_fn = compressed(loss_fn, compressor, mesh, has_aux=True)  # changed
+        (loss, logits), grads = grad_fn(state.params)
+        state = state.apply_gradients(grads=grads)
+        total, count = weighted_cross_entropy(logits, inputs, weights)
+        return state, loss, {"loss": total, "denominator": count}
+
+    losses, metrics = [], []
+    for step in range(STEPS):
+        state, loss, found = train_step(state, sentences(step), jax.random.PRNGKey(3))
+        losses.append(float(loss))
+        metrics.append(found)
+    return losses, metrics
+
+
+class Classifier(nn.Module):
+    """A recurrent encoder of token ids and their lengths, one logit a sentence."""
+
+    @nn.compact
+    def __call__(self, tokens, lengths):
+        x = nn.Embed(32, 32)(tokens)
+        carry, _ = nn.RNN(nn.LSTMCell(32), return_carry=True)(x, seq_lengths=lengths)
+        return nn.Dense(1)(carry[1])
+
+
+def sst2(compressor):
+    """One changed line: recurrent, a dictionary of keys, the state's own apply_fn."""
+    model = Classifier()
+    ones = jnp.ones((2, 12), jnp.int32)
+    params = model.init(jax.random.key(0), ones, jnp.ones(2, jnp.int32))["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.5))
+
+    @jax.jit
+    def train_step(state, batch, rngs):
+        rngs = {name: jax.random.fold_in(rng, state.step) for name, rng in rngs.items()}
+
+        def loss_fn(params):
+            logits = state.apply_fn({"params": params}, batch["ids"], batch["length"], rngs=rngs)
+            labels = batch["label"]
+            if labels.ndim == 1:
+                labels = jnp.expand_dims(labels, 1)
+            return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels)), logits
+
+        grad_fn = compressed(loss_fn, compressor, has_aux=True)  # changed
+        (loss, logits), grads = grad_fn(state.params)
+        return state.apply_gradients(grads=grads), loss, logits.sum()
+
+    losses, metrics = [], []
+    for step in range(STEPS):
+        ids = sentences(step)["inputs"]
+        batch = {"ids": ids, "length": (ids > 0).sum(1), "label": jnp.float32(ids[:, 1] > 16)}
+        state, loss, metric = train_step(state, batch, {"dropout": jax.random.key(0)})
+        losses.append(float(loss))
+        metrics.append(metric)
+    return losses, metrics
+
+
+def functional(compressor):
+    """One changed line: nnx.merge inside the loss, counts returned as auxiliary output."""
+
+    class Count(nnx.Variable):
+        pass
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.count = Count(jnp.array(0))
+            self.first = nnx.Linear(64, 32, rngs=rngs)
+            self.last = nnx.Linear(32, 4, rngs=rngs)
+
+        def __call__(self, x):
+            self.count[...] += 1
+            return self.last(nnx.relu(self.first(x)))
+
+    graphdef, params, counts = nnx.split(Model(nnx.Rngs(0)), nnx.Param, Count)
+
+    @jax.jit
+    def train_step(params, counts, batch):
+        x, y = batch
+
+        def loss_fn(params):
+            model = nnx.merge(graphdef, params, counts, copy=True)
+            y_pred = model(x)
+            return jnp.mean((jax.nn.one_hot(y, 4) - y_pred) ** 2), nnx.state(model, Count)
+
+        (loss, counts), grads = compressed(loss_fn, compressor, has_aux=True)(params)  # changed
+        return jax.tree.map(lambda w, g: w - 0.01 * g, params, grads), counts, loss
+
+    losses = []
+    for step in range(STEPS):
+        batch = images(step)
+        xy = batch["image"].reshape(BATCH, -1), batch["label"]
+        params, counts, loss = train_step(params, counts, xy)
+        losses.append(float(loss))
+    assert int(counts["count"][...]) == STEPS
+    return losses, ()
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(32)(x.reshape(len(x), -1)))
+        return nn.Dense(4)(nn.relu(x))
+
+
+class BatchNormState(TrainState):
+    batch_stats: Any
+
+
+def linen_batch_norm(compressor):
+    """One changed line: the loss reads statistics from the state and returns new ones."""
+    model = Normalized()
+    variables = model.init(jax.random.key(0), images(0)["image"])
+    state = BatchNormState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        batch_stats=variables["batch_stats"],
+        tx=optax.sgd(0.1, 0.9),
+    )
+
+    @jax.jit
+    def train_step(state, batch):
+        def loss_fn(params):
+            logits, after = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats},
+                batch["image"],
+                mutable=["batch_stats"],
+            )
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return losses.mean(), (after, logits)
+
+        grad_fn = compressed(loss_fn, compressor, has_aux=True)  # changed
+        (loss, (after, logits)), grads = grad_fn(state.params)
+        state = state.apply_gradients(grads=grads, batch_stats=after["batch_stats"])
+        return state, loss, jnp.mean(jnp.argmax(logits, -1) == batch["label"])
+
+    losses = []
+    for step in range(STEPS):
+        state, loss, _ = train_step(state, images(step))
+        losses.append(float(loss))
+    return losses, state.batch_stats
+
+
+LOOPS = [
+    mnist,
+    lm1b,
+    linen_batch_norm,
+    pytest.param(sst2, marks=pytest.mark.slow),
+    pytest.param(functional, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
+def test_a_loop_with_few_changed_lines_trains_as_exactly(loop):
+    with jax.numpy_dtype_promotion("standard"):  # as Flax and Optax are written
+        losses, metrics = loop(None)
+        exactly, same = loop(Identity())
+        noisy, near = loop(Quantize(4))
+    np.testing.assert_allclose(exactly, losses, rtol=2e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4), same, metrics)
+    assert noisy != exactly  # something was compressed
+    np.testing.assert_allclose(noisy, losses, rtol=0.05)
+    assert losses[-1] < losses[0]
+    assert jax.tree.structure(near) == jax.tree.structure(metrics)

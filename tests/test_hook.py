@@ -1,0 +1,50 @@
+"""Trees whose paths are in no order, or not unique: the backward-pass hook, and plans."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cgx_jax import Plan, Quantize, reduce_in_backward
+
+
+class Layer(NamedTuple):
+    weight: Any
+    bias: Any
+    after: Any
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [np.full((33, 70), i, np.float32) for i in range(11)],
+        Layer(*(np.full(s, 1, np.float32) for s in ((64, 64), (64,), (40, 40)))),
+        {"a": {"b": np.ones((40, 40), np.float32)}, "a/b": np.ones((50, 50), np.float32)},
+    ],
+    ids=["eleven layers", "fields not in alphabetical order", "two leaves of one path"],
+)
+def test_hook_takes_leaves_whose_paths_are_in_any_order(params, mesh):
+    scale = [float(i + 1) for i in range(len(jax.tree.leaves(params)))]
+
+    def loss(p, x):
+        p = reduce_in_backward(p, "data", Quantize(8))
+        leaves = jax.tree.leaves(p)
+        return sum(
+            s * jnp.vdot(v, jnp.full(v.shape, x[0])) for s, v in zip(scale, leaves, strict=True)
+        )
+
+    grad = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
+    got = jax.jit(grad)(params, jnp.arange(8, dtype=jnp.float32))
+    for s, g, v in zip(scale, jax.tree.leaves(got), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(g, np.full(v.shape, 28 * s), rtol=1e-6)
+
+
+def test_an_override_holds_for_all_leaves_of_its_path():
+    tree = {"a": {"b": np.ones((40, 40), np.float32)}, "a/b": np.ones((50, 50), np.float32)}
+    plan = Plan.build(tree, Quantize(8), overrides={"a/b": Quantize(2)})
+    assert [s.compressor for s in plan.slots] == [Quantize(2)] * 2

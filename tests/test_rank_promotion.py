@@ -1,0 +1,115 @@
+"""Every public call works where jax_numpy_rank_promotion="raise" forbids silent broadcasting."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Cast, ErrorFeedback, MomentumCorrection, Quantize
+from cgx_jax.kernels import chunk, reference
+from cgx_jax.wire import Field, Layout
+
+KEY = jax.random.key(0)
+TREE = {"kernel": np.ones((8, 40, 64), np.float32), "bias": np.ones((8, 64), np.float32)}
+LIKE = jax.tree.map(lambda x: x[0], TREE)
+COMPRESSORS = {
+    "nearest": Quantize(4),
+    "correlated": Quantize(4, rounding="correlated"),
+    "rotated": Quantize(4, rotation=True),
+    "cast": Cast(jnp.bfloat16),
+}
+
+
+def traced(f, mesh, out=P("data"), tree=TREE):  # noqa: B008
+    local = lambda t: f(jax.tree.map(lambda x: x[0], t))  # noqa: E731
+    step = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=out, check_vma=False)
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(step, tree)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS)
+def test_collectives_need_no_rank_promotion(compressor, mesh):
+    whole = {"kernel": np.ones((8, 40, 64), np.float32)}
+    for call in (
+        cgx_jax.psum_compressed,
+        cgx_jax.pmean_compressed,
+        functools.partial(cgx_jax.psum_scatter_compressed, tiled=True),
+        cgx_jax.all_gather_compressed,
+    ):
+        traced(lambda t, c=call: c(t, "data", compressor, key=KEY), mesh, tree=whole)
+
+    def loss(t):
+        p = cgx_jax.reduce_in_backward(t, "data", compressor, key=KEY)
+        return sum(jnp.square(x).sum() for x in jax.tree.leaves(p))
+
+    traced(jax.grad(loss), mesh)
+    with jax.numpy_rank_promotion("raise"):
+        compressor.error_bound(jnp.ones((7, 100)))
+        jax.vmap(lambda x: compressor.encode(x, key=KEY)[0])(jnp.ones((3, 100)))
+
+
+STATES = {
+    "plain": {},
+    "feedback": {"memory": ErrorFeedback(0.9)},
+    "momentum": {"memory": MomentumCorrection()},
+    "preconditioned": {"precondition": cgx_jax.SecondMoment()},
+    "unit per value": {"precondition": cgx_jax.SecondMoment(factored=False)},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_sync_gradients_needs_no_rank_promotion(name, mesh):
+    tx = optax.chain(cgx_jax.sync_gradients("data", Quantize(4), **STATES[name]), optax.sgd(0.5))
+    traced(lambda t: tx.update(t, tx.init(t))[0], mesh)
+
+
+def test_adaptive_needs_no_rank_promotion(mesh):
+    policy = cgx_jax.Adaptive(candidates=[Quantize(2), Quantize(4, rotation=True)])
+    tx = cgx_jax.sync_gradients("data", policy)
+    step = policy.jit(
+        jax.shard_map(
+            lambda t: tx.update(jax.tree.map(lambda x: x[0], t), tx.init(LIKE)),
+            mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,
+        )
+    )  # fmt: skip
+    with jax.numpy_rank_promotion("raise"):
+        step(TREE)
+
+
+def test_value_and_grad_needs_no_rank_promotion(mesh):
+    def loss(p, x):
+        return jnp.square(x @ p["kernel"]).mean()
+
+    step = cgx_jax.value_and_grad(loss, "data", Quantize(4), mesh=mesh)
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(
+            step, {"kernel": np.ones((40, 64), np.float32)}, np.ones((16, 40), np.float32)
+        )
+
+
+@pytest.mark.parametrize("rotation", [False, True])
+@pytest.mark.parametrize("rounding", ["nearest", "correlated"])
+def test_the_fallback_needs_no_rank_promotion(rounding, rotation):
+    layout = Layout(
+        tuple(Field(n, 3, 64, rounding, i, rotation) for i, n in enumerate((200, 64))), 2
+    )
+    x = [jnp.ones(200), jnp.ones(64)]
+    key, rank = np.uint32([1, 2]), jnp.int32(1)
+    with jax.numpy_rank_promotion("raise"):
+        rows, *lost = jax.eval_shape(
+            functools.partial(reference.encode, layout=layout, residual=True), key, rank, *x
+        )
+        reduce = functools.partial(chunk.reduce, layout=layout, divisor=2.0)
+        jax.eval_shape(reduce, key, rank, rows, *x, *lost)
+        decode = functools.partial(reference.decode, layout=layout, dtypes=[np.float32] * 2)
+        jax.eval_shape(decode, rows)
+        one = Layout(layout.fields, 1)
+        sent = jnp.zeros((3, one.total_bytes), jnp.uint8)
+        jax.eval_shape(
+            functools.partial(reference.accumulate, layout=one, divisor=2.0), rank, sent, *x
+        )

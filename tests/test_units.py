@@ -1,0 +1,310 @@
+"""Means in units: any world, transformation, platform and compressor; what is lost adds up."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cgx_jax import Cast, Plan, Quantize
+from cgx_jax.collectives import pmean_with_residual
+from cgx_jax.kernels import outside, primitives
+from cgx_jax.wire import Layout
+
+SHAPES = {"matrix": (24, 100), "vector": (1037, 1), "exact": (70,), "narrow": (300, 7)}
+CODES = [
+    Quantize(3, 96, rotation=True),
+    Quantize(4, 64, "correlated"),
+    Cast(jnp.bfloat16),
+]
+EVERY_CODE = pytest.mark.parametrize("code", CODES, ids=str)
+
+
+def tree_of(world, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(
+            rng.standard_normal((world, *shape)) * 10.0 ** rng.uniform(-3, 3, shape), dtype
+        )
+        for name, shape in SHAPES.items()
+    }
+
+
+def unit_of(rng, rows, columns, spread=3):
+    """In by powers of ten, out by their inverses."""
+    each = [np.float32(10.0 ** rng.uniform(-spread, spread, n)) for n in (rows, columns)]
+    return tuple(jnp.stack([x, 1 / x]) for x in each)
+
+
+def units_of_tree(spread=3):
+    rng = np.random.default_rng(1)
+    units = {
+        "exact": unit_of(rng, 70, 1, spread),
+        "matrix": unit_of(rng, 24, 100, spread),
+        "narrow": None,
+        "vector": unit_of(rng, 1, 1037, spread),
+    }
+    return [units[name] for name in sorted(SHAPES)]
+
+
+def plan_of(code, tree):
+    """`code` for all but one leaf, which is exact."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    plan = Plan.build(one, code)
+    assert [s.path for s in plan.slots if s.leaf in plan.exact] == ["exact"]
+    return plan
+
+
+def reduce(mesh, plan, tree, units, *, residual=False, check_vma=True):
+    """(mean, residuals of every rank) as one compiled function of all devices."""
+
+    def step(tree, units):
+        own = jax.tree.map(lambda x: x[0], tree)
+        mean, lost = pmean_with_residual(
+            "here",
+            own,
+            "data",
+            plan,
+            units=units,
+            key=jax.random.key(3),
+            residual=residual,
+            exchange="xla",
+        )
+        zeros = [jnp.zeros_like(x) for x in jax.tree.leaves(own)]
+        lost = [z if e is None else e for z, e in zip(zeros, lost, strict=True)]
+        return mean, [e[None] for e in lost]
+
+    specs = (P("data"), P())
+    f = jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=(P(), P("data")), check_vma=check_vma
+    )
+    return jax.jit(f)(tree, units)
+
+
+def multiplied(tree, units, way):
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = zip(leaves, units, strict=True)
+    return jax.tree.unflatten(treedef, [outside.multiply(x, u, way) for x, u in pairs])
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=0.01, atol=1e-2 * float(np.abs(b).max()))
+
+
+@EVERY_CODE
+def test_a_mean_in_units_is_the_mean_of_what_they_make(mesh_of_each_size, code):
+    """Bit for bit: the passes around the reduction are what the kernels do within.
+
+    XLA may contract the product and the sum of other codes to one rounding, so those come close.
+    """
+    kernels = isinstance(code, Quantize)
+    same = np.testing.assert_array_equal if kernels else close
+    world = mesh_of_each_size.size
+    tree, units = tree_of(world), units_of_tree()
+    plan = plan_of(code, tree)
+    if world == 1:
+        mean, _ = reduce(mesh_of_each_size, plan, tree, units)
+        jax.tree.map(lambda m, x: np.testing.assert_array_equal(m, x[0]), mean, tree)
+        return
+    got, lost = reduce(mesh_of_each_size, plan, tree, units, residual=True)
+    inner = [None if name == "exact" else u for name, u in zip(sorted(SHAPES), units, strict=True)]
+    each = [jax.tree.map(lambda x, r=r: x[r], tree) for r in range(world)]
+    each = [multiplied(x, inner, outside.IN) for x in each]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    mean, rest = reduce(mesh_of_each_size, plan, stacked, [None] * 4, residual=True)
+    want = multiplied(mean, inner, outside.OUT)
+    jax.tree.map(same, got, want)
+    for e, r, u in zip(lost, rest, inner, strict=True):
+        for rank in range(world):
+            same(e[rank], outside.multiply(r[rank], u, outside.OUT))
+
+
+@EVERY_CODE
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_what_is_lost_in_units_is_what_the_mean_lacks(mesh, code, dtype):
+    tree = jax.tree.map(lambda x: jnp.clip(x, -100, 100), tree_of(mesh.size, dtype))
+    units = units_of_tree(spread=0.2)
+    mean, lost = reduce(mesh, plan_of(code, tree), tree, units, residual=True)
+    for (name, m), e in zip(sorted(mean.items()), lost, strict=True):
+        exact = np.asarray(tree[name], np.float64).mean(0)
+        account = np.asarray(m, np.float64) + np.asarray(e, np.float64).mean(0)
+        # Each rank's residual and the mean are rounded to the dtype.
+        size = np.abs(np.asarray(tree[name], np.float64)).max(0) + np.abs(np.float64(e)).max(0)
+        tolerance = 8 * float(jnp.finfo(dtype).eps) * (size + np.abs(np.float64(m)))
+        if isinstance(code, Quantize) and name != "exact":  # fp32 rounding of a bucket's sums
+            tolerance = tolerance + 1e-5 * bucket_size_of(tree[name], units, name)
+        assert (np.abs(account - exact) <= tolerance + 1e-12).all(), name
+
+
+def bucket_size_of(x, units, name):
+    """How large the values are that share a value's bucket, in the value's own units."""
+    unit = units[sorted(SHAPES).index(name)]
+    inner = np.abs(np.asarray([outside.multiply(row, unit, outside.IN) for row in x])).max()
+    return np.asarray(
+        outside.multiply(jnp.full(x.shape[1:], inner, jnp.float32), unit, outside.OUT)
+    )
+
+
+def test_large_float16_in_extreme_units_does_not_overflow(mesh):
+    x = jnp.asarray(np.full((8, 4096), 6.2e4), jnp.float16)
+    for scale in (1e-25, 1e25):
+        unit = (jnp.float32([[scale], [1 / scale]]), jnp.ones((2, 4096), jnp.float32))
+        for code in (Quantize(4), Quantize(8, 64)):
+            plan = Plan.build(jax.ShapeDtypeStruct((4096,), x.dtype), code)
+            mean, (lost,) = reduce(mesh, plan, x, [unit], residual=True)
+            np.testing.assert_allclose(np.float32(mean), 6.2e4, rtol=2e-3)
+            assert jnp.isfinite(lost).all()
+
+
+def test_units_are_constants_of_the_derivative(mesh):
+    tree, units = tree_of(8)["matrix"], [units_of_tree()[1]]
+    plan = Plan.build(jax.ShapeDtypeStruct(tree.shape[1:], tree.dtype), Quantize(4))
+
+    def loss(x, units):
+        mean, _ = pmean_with_residual(
+            "here", x[0], "data", plan, units=units, exchange="xla", residual=False
+        )
+        return (mean * jnp.cos(jnp.arange(100.0))).sum()
+
+    specs = (P("data"), P())
+    for argument, spec in ((0, P("data")), (1, P())):
+        f = jax.shard_map(
+            jax.grad(loss, argument), mesh=mesh, in_specs=specs, out_specs=spec, check_vma=True
+        )
+        for g in jax.tree.leaves(jax.jit(f)(tree, units)):
+            want = np.cos(np.arange(100.0)) / 8 if argument == 0 else 0
+            np.testing.assert_allclose(g, np.broadcast_to(want, g.shape), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("batched", [(0, 0), (0, None)])
+def test_vmap_is_as_many_calls(mesh, batched):
+    plan = Plan.build(jax.ShapeDtypeStruct((24, 100), jnp.float32), Quantize(4, 96, rotation=True))
+    x = jnp.stack([tree_of(8, seed=s)["matrix"] for s in range(3)], 1)
+    each = [unit_of(np.random.default_rng(s), 24, 100) for s in range(3)]
+    units = jax.tree.map(lambda *u: jnp.stack(u), *each) if batched[1] == 0 else each[0]
+
+    def one(x, units):
+        return pmean_with_residual("here", x, "data", plan, units=[units], exchange="xla")
+
+    def step(x, units, loop):
+        if not loop:
+            mean, lost = jax.vmap(one, batched)(x[0], units)
+            return mean, lost[0][None]
+        rows = [
+            units if batched[1] is None else jax.tree.map(lambda u, i=i: u[i], units)
+            for i in range(3)
+        ]
+        out = [one(x[0, i], row) for i, row in enumerate(rows)]
+        return jnp.stack([m for m, _ in out]), jnp.stack([e[0] for _, e in out])[None]
+
+    def run(loop):
+        f = jax.shard_map(
+            functools.partial(step, loop=loop),
+            mesh=mesh, in_specs=(P("data"), P()), out_specs=(P(), P("data")),
+        )  # fmt: skip
+        return jax.jit(f)(x, units)
+
+    jax.tree.map(np.testing.assert_array_equal, run(False), run(True))
+
+
+@pytest.mark.parametrize("rotation", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_units_outside_of_the_call_give_the_bytes_of_units_within(dtype, rotation):
+    """What a platform does whose kernels know no units."""
+    codes = [Quantize(4, rotation=rotation), Quantize(3, 96), Quantize(2)]
+    x = [jnp.asarray(tree_of(1)[name][0], dtype) for name in ("matrix", "vector", "narrow")]
+    units = [units_of_tree()[i] for i in (1, 3, 2)]
+    world, rank = 3, jnp.int32(1)
+    layout = Layout(
+        tuple(c.field(a.size, i) for i, (c, a) in enumerate(zip(codes, x, strict=True))), world
+    )
+    key = np.uint32([1, 2])
+    payload, lost = primitives.encode(key, x, layout, rank=rank, residual=True, units=units)
+    rows = payload.at[1].set(0)
+    chunk, filled = primitives.reduce(
+        key, rank, rows, x, layout, residuals=lost, units=units, divisor=3
+    )
+    decoded = primitives.decode(payload, layout, x, units=units)
+
+    marked, factors = primitives.with_units(layout, units)
+    options = {"layout": marked, "batch": 1}
+    encode = jax.jit(
+        functools.partial(outside.encode, primitives.encode_p, residual=True, **options)
+    )
+    reduce_ = jax.jit(
+        functools.partial(outside.reduce, primitives.reduce_p, divisor=3.0, **options)
+    )
+    shapes = tuple((a.shape, np.dtype(a.dtype)) for a in x)
+    decode = jax.jit(
+        functools.partial(outside.decode, primitives.decode_p, shapes=shapes, **options)
+    )
+    for got, want in (
+        (encode(jnp.asarray(key), rank, *x, *factors), [payload, *lost]),
+        (reduce_(jnp.asarray(key), rank, rows, *x, *lost, *factors), [chunk, *filled]),
+        (decode(payload, *factors), decoded),
+    ):
+        for a, b in zip(got, want, strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_the_fallback_knows_units_too(mesh, monkeypatch):
+    """As close to the native kernels as without units."""
+    tree, units = tree_of(8)["matrix"], [units_of_tree()[1]]
+    plan = Plan.build(jax.ShapeDtypeStruct(tree.shape[1:], tree.dtype), Quantize(4))
+    want = reduce(mesh, plan, tree, units, residual=True)
+
+    @dataclasses.dataclass
+    class Plain:
+        call: object
+
+        def bind(self, *operands, **params):
+            return self.call(*operands, **params)
+
+    calls = {
+        "encode": (primitives._encode_jnp, outside.encode),
+        "reduce": (primitives._reduce_jnp, outside.reduce),
+        "decode": (primitives._decode_jnp, outside.decode),
+    }
+
+    def bind(primitive, *operands, **params):
+        plain, around = calls[primitive.name.removeprefix("cgx_")]
+        return around(Plain(plain), *operands, **params)
+
+    monkeypatch.setattr(primitives, "_bind", bind)
+    got = reduce(mesh, plan, tree, units, residual=True, check_vma=False)
+    scale = jax.tree.map(lambda a: np.abs(a).max(), want)
+    jax.tree.map(
+        lambda a, b, s: np.testing.assert_allclose(a, b, atol=float(s) / 10), got, want, scale
+    )
+
+
+def test_without_units_nothing_changes(mesh):
+    tree = tree_of(8)
+    plan = plan_of(Quantize(4), tree)
+    got, _ = reduce(mesh, plan, tree, [None] * 4)
+
+    def step(tree):
+        own = jax.tree.map(lambda x: x[0], tree)
+        return pmean_with_residual("here", own, "data", plan, exchange="xla")[0]
+
+    f = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(f)(tree))
+
+
+@pytest.mark.parametrize(
+    ("units", "says"),
+    [
+        ([], "0 units for 1 leaves"),
+        ([(jnp.ones((2, 24)), jnp.ones((2, 99)))], "a leaf of 2400 values needs"),
+        ([(jnp.ones((24,)), jnp.ones((2, 100)))], r"\(24,\)"),
+        ([(jnp.ones((2, 24), jnp.bfloat16), jnp.ones((2, 100)))], "bfloat16"),
+    ],
+)
+def test_units_that_do_not_fit_are_refused_while_tracing(mesh, units, says):
+    tree = tree_of(8)["matrix"]
+    plan = Plan.build(jax.ShapeDtypeStruct(tree.shape[1:], tree.dtype), Quantize(4))
+    with pytest.raises(ValueError, match=says):
+        reduce(mesh, plan, tree, units)

@@ -1,0 +1,94 @@
+"""value_and_grad with a state: memory, preconditioning, randomness, adaptive policies."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import ErrorFeedback, Quantize, SecondMoment
+from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, vag
+
+
+@pytest.fixture(scope="module")
+def case():
+    return exact_case()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (Quantize(4), {"memory": ErrorFeedback()}),
+        pytest.param(
+            Quantize(4),
+            {"memory": ErrorFeedback(), "precondition": SecondMoment()},
+            marks=pytest.mark.slow,
+        ),
+        (Quantize(4, rounding="stochastic"), {"seed": 3}),
+    ],
+    ids=["memory", "preconditioned memory", "stochastic"],
+)
+def test_a_state_goes_through_steps_as_sync_gradients_keeps_it(case, policy, options):
+    params, x, y, _ = case
+    mesh = auto_mesh()
+    f = vag(policy=policy, **options)
+    step = jax.jit(f.apply, donate_argnums=0)
+    state = f.init(params)
+    placed = cgx_jax.state_shardings(state, "data", mesh)
+    tx = cgx_jax.sync_gradients("data", policy, mesh=mesh, exchange="xla", **options)
+    specs = cgx_jax.state_specs(state, "data")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(specs, P(), P("data"), P("data")),
+        out_specs=(P(), specs),
+        check_vma=False,
+    )
+    def by_hand(state, params, x, y):
+        return tx.update(jax.grad(loss_fn)(params, x, y), state)
+
+    other = tx.init(params)
+    for t in range(3):
+        (_, grads), state = step(state, params, jnp.roll(x, t, 0), y)
+        want, other = by_hand(other, params, jnp.roll(x, t, 0), y)
+        check_close(grads, want, 0.05)
+    assert int(state.step) == 3
+    for array, at in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
+        assert array.sharding.is_equivalent_to(at, array.ndim)
+
+
+def test_an_adaptive_policy_changes_its_plan(case):
+    params, x, y, want = case
+    policy = cgx_jax.Adaptive(
+        cgx_jax.LeastError(bits_per_value=4), warmup=2, every=3, sample_every=1
+    )
+    f = vag(policy=policy)
+    step, state = policy.jit(f.apply, donate_argnums=0), f.init(params)
+    with pytest.raises(ValueError, match=r"Adaptive.*keeps a state"):
+        f(params, x, y)
+    with pytest.raises(ValueError, match=r"policy.jit\(step\)"):
+        f.apply(state, params, x, y)
+    for _ in range(12):
+        (loss, _), state = step(state, params, x, y)
+    np.testing.assert_allclose(loss, want[0], rtol=1e-5)
+    assert len(policy.history) >= 2
+
+
+def test_memory_of_model_sharded_parameters_lies_with_their_shards(case):
+    params, x, y, want = case
+    mesh = auto_mesh((4, 2), ("data", "model"))
+    specs = {"a": {"w": P(None, "model"), "b": P("model")}, "c": {"w": P("model", None)}}
+    params = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs)
+    f = vag(mesh=mesh, specs=specs, memory=ErrorFeedback())
+    state = f.init(params)
+    for _ in range(2):
+        (_, grads), state = jax.jit(f.apply)(state, params, x, y)
+    check_close(grads, want[1])
+    assert grads["a"]["w"].sharding.spec == P(None, "model")
+    assert state.memory[0]["a"]["w"].shape == (4, 32, 64)

@@ -1,0 +1,317 @@
+"""sync_gradients among Optax's wrappers: inside them, before them, and with what they pass on."""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+import optax_steps
+from cgx_jax import ErrorFeedback, MomentumCorrection, Quantize, SecondMoment
+
+WORLD = 4
+LIKE = {"w": jnp.ones((40, 64)), "bias": jnp.ones(3)}
+
+
+@pytest.fixture(autouse=True)
+def _promotion_as_optax_needs_it():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+
+
+def gradients(steps, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (steps, WORLD)
+    return {k: rng.normal(size=(*shape, *x.shape)).astype(np.float32) for k, x in LIKE.items()}
+
+
+def sync(policy=None, **options):
+    policy = Quantize(4) if policy is None else policy
+    return cgx_jax.sync_gradients("data", policy, mesh=mesh(), exchange="xla", **options)
+
+
+KEPT = {
+    "nothing": {},
+    "memory": {"memory": ErrorFeedback()},
+    "moments": {"precondition": SecondMoment()},
+    "both": {"memory": MomentumCorrection(), "precondition": SecondMoment()},
+}
+
+every_kind = pytest.mark.parametrize(
+    "kept", ["both", *(pytest.param(k, marks=pytest.mark.slow) for k in list(KEPT)[:-1])]
+)
+
+
+def check_same_on_all_ranks(tree):
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and x.sharding.is_fully_replicated:
+            first, *others = (np.atleast_1d(s.data) for s in x.addressable_shards)
+            assert len(others) == WORLD - 1
+            for other in others:
+                np.testing.assert_array_equal(first.view(np.uint8), other.view(np.uint8))
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@every_kind
+def test_apply_if_finite_around_it_is_refused_before_a_rank_can_wait_forever(kept):
+    inner = optax.chain(sync(**KEPT[kept]), optax.sgd(0.1))
+    tx = optax.apply_if_finite(inner, 5)
+    message = "sync_gradients: optax.apply_if_finite around it .* Put it after sync_gradients"
+    with pytest.raises(ValueError, match=message):
+        tx.init(LIKE)
+    zero = jnp.zeros((), jnp.int32)
+    state = optax.ApplyIfFiniteState(zero, jnp.array(True), zero, inner.init(LIKE))
+    with pytest.raises(ValueError, match=message):
+        optax_steps.run(tx, mesh(), gradients(1), state)
+    step = jax.pmap(lambda g: tx.update(g, state), "data", devices=jax.devices()[:WORLD])
+    with pytest.raises(ValueError, match=message):
+        step(jax.tree.map(lambda g: g[0], gradients(1)))
+
+
+@every_kind
+def test_multi_steps_around_it_is_refused_where_types_cannot_say_what_it_accumulates(kept):
+    tx = optax.MultiSteps(optax.chain(sync(**KEPT[kept]), optax.sgd(0.1)), 2)
+    message = "sync_gradients: optax.MultiSteps around it accumulates .* Put it after"
+    with pytest.raises(ValueError, match=message):
+        optax_steps.run(tx, mesh(), gradients(1))
+
+
+@every_kind
+def test_apply_if_finite_after_it_skips_what_one_rank_spoiled_on_all(kept):
+    grads = gradients(4)
+    grads["w"][2, 1, 0, 0] = np.inf
+    tx = optax.chain(sync(**KEPT[kept]), optax.apply_if_finite(optax.adam(0.1), 5))
+    results, states = optax_steps.run(tx, mesh(), grads)
+    assert not any(x.any() for x in jax.tree.leaves(results[2]))
+    for state in states[1:]:
+        check_same_on_all_ranks(state)
+    before, after = states[2], states[3]
+    assert int(after[1].total_notfinite) == 1
+    equal(before[1].inner_state, after[1].inner_state)
+    equal(before[0]._replace(step=3), after[0]._replace(step=3))
+    without = jax.tree.map(lambda x: np.delete(x, 2, 0), grads)
+    expected, _ = optax_steps.run(tx, mesh(), without)
+    equal([results[i] for i in (0, 1, 3)], expected)
+
+
+@every_kind
+def test_multi_steps_after_it_accumulates_the_same_means_on_every_rank(kept):
+    grads, k = gradients(4), 2
+    alone, _ = optax_steps.run(sync(**KEPT[kept]), mesh(), grads)
+    after = optax.MultiSteps(optax.sgd(1.0), k).gradient_transformation()
+    results, states = optax_steps.run(optax.chain(sync(**KEPT[kept]), after), mesh(), grads)
+    for state in states[1:]:
+        check_same_on_all_ranks(state)
+    for t in range(4):
+        if t % k < k - 1:
+            assert not any(x.any() for x in jax.tree.leaves(results[t]))
+        else:
+            mean = jax.tree.map(lambda *x: -sum(x) / k, *alone[t - k + 1 : t + 1])
+            jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), results[t], mean)
+    assert int(states[-1][1].gradient_step) == 2
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["apply_if_finite", pytest.param("MultiSteps", marks=pytest.mark.slow)]
+)
+def test_an_adaptive_policy_measures_on_through_wrappers_after_it(wrapper):
+    grads = gradients(6)
+    grads["w"][3, 1, 0, 0] = np.nan
+    widths = tuple(Quantize(b, 64) for b in (2, 4, 8))
+    policy = cgx_jax.Adaptive(warmup=2, every=2, sample_every=1, candidates=widths)
+    inner = {
+        "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(1.0), 5),
+        "MultiSteps": lambda: optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
+    }[wrapper]()
+    tx = optax.chain(sync(policy, memory=ErrorFeedback(), precondition=SecondMoment()), inner)
+    _, states = optax_steps.run(tx, mesh(), grads, compiler=policy.jit)
+    for state in states[1:]:
+        check_same_on_all_ranks(state)
+    equal(states[3][0].memory, states[4][0].memory)
+    equal(states[3][0].moments, states[4][0].moments)
+    assert policy.metrics()["cgx/refresh"] != "warmup"
+
+
+def accumulating_in_scan(tx, specs):
+    """A step of k micro-batches f32[world, k, ...]: gradients are added up, then reduced once."""
+
+    def step(params, state, micro):
+        varying = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
+
+        def add(total, own):
+            return jax.tree.map(jnp.add, total, own), None
+
+        zeros = jax.tree.map(jnp.zeros_like, varying)
+        total, _ = lax.scan(add, zeros, jax.tree.map(lambda x: x[0], micro))
+        grads = jax.tree.map(lambda x: x / len(jax.tree.leaves(micro)[0][0]), total)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    in_specs = (P(), specs, P("data"))
+    return jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=in_specs, out_specs=(P(), specs)))
+
+
+def accumulating_over_calls(tx, specs, k):
+    """A step of one micro-batch: its sum lives in `total`, one row a rank; every k-th reduces."""
+
+    def step(params, state, total, i, own):
+        total = jax.tree.map(lambda t, x: t + x / k, total, own)
+
+        def apply(params, state, total):
+            updates, state = tx.update(jax.tree.map(lambda t: t[0], total), state, params)
+            return optax.apply_updates(params, updates), state, jax.tree.map(jnp.zeros_like, total)
+
+        def wait(*carried):
+            return carried
+
+        return lax.cond((i + 1) % k == 0, apply, wait, params, state, total)
+
+    split = (P(), specs, P("data"))
+    in_specs = (*split, P(), P("data"))
+    return jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=in_specs, out_specs=split))
+
+
+@every_kind
+def test_gradients_added_up_in_the_step_are_reduced_once_in_k(kept):
+    grads, k = gradients(6), 3
+    tx = optax.chain(sync(**KEPT[kept]), optax.adam(0.1))
+    state = tx.init(LIKE)
+    specs = cgx_jax.state_specs(state, "data")
+    in_scan, over_calls = accumulating_in_scan(tx, specs), accumulating_over_calls(tx, specs, k)
+    scanned = LIKE, state
+    for t in range(0, 6, k):
+        micro = jax.tree.map(lambda g, t=t: np.swapaxes(g[t : t + k], 0, 1), grads)
+        scanned = in_scan(*scanned, micro)
+    total = jax.tree.map(lambda x: jnp.zeros((WORLD, *x.shape), x.dtype), LIKE)
+    called = LIKE, state, total
+    for t in range(6):
+        called = over_calls(*called, jnp.int32(t), jax.tree.map(lambda g, t=t: g[t], grads))
+        assert int(called[1][0].step) == (t + 1) // k
+        check_same_on_all_ranks(called[:2])
+    check_same_on_all_ranks(scanned)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
+    jax.tree.map(close, called[0], scanned[0])
+
+
+def test_it_takes_extra_arguments_and_the_chain_after_it_gets_them():
+    tx = sync()
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    grads = gradients(2)
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    chained = optax.chain(tx, plateau)
+
+    def update(updates, state, params=None):
+        return chained.update(updates, state, params, value=jnp.float32(1.0))
+
+    step = optax.GradientTransformationExtraArgs(chained.init, update)
+    results, states = optax_steps.run(step, mesh(), grads)
+    alone, _ = optax_steps.run(tx, mesh(), grads)
+    equal(results[0], alone[0])
+    assert float(states[-1][1].scale) == 0.5
+    np.testing.assert_allclose(results[1]["w"], 0.5 * alone[1]["w"], rtol=1e-6)
+
+
+def test_signature_says_what_it_returns():
+    hints = typing.get_type_hints(cgx_jax.sync_gradients, localns={"optax": optax})
+    assert hints["return"] is optax.GradientTransformationExtraArgs
+
+
+def test_injected_learning_rates_and_seeds_are_those_that_were_given():
+    grads = gradients(3)
+    rounding = Quantize(4, rounding="stochastic")
+
+    def optimizer(learning_rate):
+        first = sync(precondition=SecondMoment(), memory=ErrorFeedback())
+        return optax.chain(first, optax.sgd(learning_rate))
+
+    pairs = [
+        (optax.inject_hyperparams(optimizer)(learning_rate=0.5), optimizer(0.5)),
+        (
+            optax.inject_hyperparams(cgx_jax.sync_gradients)("data", rounding, seed=7),
+            cgx_jax.sync_gradients("data", rounding, seed=7),
+        ),
+    ]
+    for injected, plain in pairs:
+        got, _ = optax_steps.run(injected, mesh(), grads)
+        want, _ = optax_steps.run(plain, mesh(), grads)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: optax.inject_hyperparams(cgx_jax.sync_gradients)("data", mesh=mesh()),
+            "sync_gradients: mesh=.* is not a jax.sharding.Mesh.* inject the optimizer after it",
+        ),
+        (
+            lambda: optax.inject_hyperparams(cgx_jax.sync_gradients)(0),
+            "sync_gradients: axis_name=.* is an array, not a name.* inject the optimizer after it",
+        ),
+        (
+            lambda: optax.inject_hyperparams(lambda x: sync(memory=ErrorFeedback(x)))(x=0.5),
+            "ErrorFeedback: decay=.* is not a number.* after sync_gradients instead",
+        ),
+        (
+            lambda: optax.inject_hyperparams(lambda x: sync(memory=MomentumCorrection(x)))(x=0.5),
+            "MomentumCorrection: momentum=.* is not a number.* after sync_gradients instead",
+        ),
+    ],
+    ids=["mesh", "axis_name", "decay", "momentum"],
+)
+def test_what_cannot_be_injected_is_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        make().init(LIKE)
+
+
+def test_clipping_belongs_after_it_where_the_norm_is_that_of_the_mean():
+    grads = gradients(1)
+    grads["w"][:, 0] *= 100  # one rank has much larger ones
+    clip = optax.clip_by_global_norm(1.0)
+    exact = jax.tree.map(lambda g: jnp.asarray(g[0].mean(0)), grads)
+    want, _ = clip.update(exact, clip.init(exact))
+
+    def error(*order):
+        (got,), _ = optax_steps.run(optax.chain(*order), mesh(), grads)
+        return np.linalg.norm(np.asarray(got["w"] - want["w"]))
+
+    assert error(sync(Quantize(8)), clip) < 0.02
+    assert error(clip, sync(Quantize(8))) > 0.5
+
+
+def test_a_memory_that_was_copied_to_every_rank_is_refused():
+    tx = sync(memory=ErrorFeedback())
+    state, grads = tx.init(LIKE), jax.tree.map(lambda g: g[0], gradients(1))
+    devices = jax.devices()[:WORLD]
+    copies = jax.tree.map(lambda x: np.broadcast_to(x, (WORLD, *x.shape)), state)
+    with pytest.raises(ValueError, match=r"memory has 4 rows here.* jax.pmap\(tx.init"):
+        jax.pmap(tx.update, "data", devices=devices)(grads, copies)
+    params = jax.tree.map(lambda x: np.broadcast_to(x, (WORLD, *x.shape)), LIKE)
+    own = jax.pmap(tx.init, "data", devices=devices)(params)
+    _, after = jax.pmap(tx.update, "data", devices=devices)(grads, own)
+    assert after.memory[0]["w"].shape == (WORLD, 1, 40, 64)
+
+    def step(grads, state):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    for check_vma in (True, False):
+        whole = jax.shard_map(
+            step, mesh=mesh(), in_specs=(P("data"), P()), out_specs=P(), check_vma=check_vma
+        )
+        with pytest.raises(ValueError, match="Inside shard_map, split the state"):
+            jax.eval_shape(whole, grads, state)
