@@ -31,11 +31,13 @@ ENCODERS = {  # what each asks of the encoding kernel
     "units": {},
     "factored": {},
     "rotated units": {"rotation": True},
+    "rotated factored": {"rotation": True},
 }
 KERNELS = (
     *ENCODERS,
-    *("decode", "decode rotated", "decode units", "decode factored", "decode rotated units"),
-    *("reduce", "reduce rotated", "reduce rotated units", "accumulate"),
+    *("decode", "decode units", "decode factored"),
+    *("decode rotated", "decode rotated units", "decode rotated factored"),
+    *("reduce", "reduce rotated", "reduce rotated units", "reduce rotated factored", "accumulate"),
 )
 COLUMNS = 1024  # of factored units
 

@@ -368,15 +368,15 @@ def _moved(
     precondition: SecondMoment, moments: Moments, means: list[Any], step: jax.Array
 ) -> Moments:
     """The moments after a step: changed in one that is due and finite."""
-
-    def move() -> Moments:
-        old = _moments_by_leaf(moments)
-        new = [precondition.update(*pair, step) for pair in zip(old, means, strict=True)]
-        finite = _finite([leaf.weights for leaf in new])
-        tree = _moments_by_tree(new, jax.tree.structure(moments.weights))
-        return jax.tree.map(functools.partial(jnp.where, finite), tree, moments)
-
-    return lax.cond(precondition.due(step), move, lambda: moments)
+    due = precondition.due(step)
+    new, old = [], _moments_by_leaf(moments)
+    for before, mean in zip(old, means, strict=True):
+        # Each leaf by itself: one branch of all would keep all means until the last has come.
+        update = functools.partial(precondition.update, before, mean, step)
+        new.append(lax.cond(due, update, lambda before=before: before))
+    finite = _finite([leaf.weights for leaf in new])
+    tree = _moments_by_tree(new, jax.tree.structure(moments.weights))
+    return jax.tree.map(functools.partial(jnp.where, finite), tree, moments)
 
 
 def _finite(means: list[Any]) -> Any:

@@ -72,10 +72,11 @@ CGX_HD void turn_rows(const float* x, int64_t stride, F f) {
 // Values times this are rotated and scaled in one product.
 CGX_HD F32 signed_scale(float scale, U32 signs) { return flip(F32{} + scale, signs); }
 
-// The first half of a block's rotation, from `x` to `out`. Asks for kAhead bytes of memory.
-template <typename Store, int64_t kAhead>
-CGX_HD void turn_in(const typename Store::Item* x, float* out, int64_t stride, int64_t first,
-                    const Rotation& rotation, const char* ahead) {
+// The first half of a block's rotation, from `x` to `out`; of `x` times `factor` where kUnits says
+// so. Asks for kAhead bytes of memory.
+template <typename Store, int64_t kAhead, bool kUnits>
+CGX_HD void turn_in(const typename Store::Item* x, const float* factor, float* out, int64_t stride,
+                    int64_t first, const Rotation& rotation, const char* ahead) {
   U32 signs[kVectors];
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
@@ -87,7 +88,9 @@ CGX_HD void turn_in(const typename Store::Item* x, float* out, int64_t stride, i
     F32 row[kRows];
 #pragma GCC unroll 8
     for (uint32_t r = 0; r < kRows; ++r) {
-      const F32 value = Store::load_lanes(x + r * stride + v * kLanes);
+      const int64_t i = r * stride + v * kLanes;
+      F32 value = Store::load_lanes(x + i);
+      if (kUnits) value *= load<F32>(factor + i);
       row[r] = value * signed_scale(rotation.forward, signs[v] << r);
     }
     turn_vector(row, out + v * kLanes, stride);
@@ -96,15 +99,17 @@ CGX_HD void turn_in(const typename Store::Item* x, float* out, int64_t stride, i
 
 // What becomes of a value that is turned back.
 enum class Finish {
-  kAsIs,    // nothing: it is finite
-  kLost,    // a NaN becomes the canonical one
-  kDecoded  // also, what rounding took past the largest float becomes that
+  kAsIs,     // nothing: it is finite
+  kLost,     // a NaN becomes the canonical one
+  kDecoded,  // also, what rounding took past the largest float becomes that
+  kInUnits   // also, it is multiplied by its factor
 };
 
-// The second half of the way back, from `x` to `out`.
+// The second half of the way back, from `x` to `out`. Only kInUnits reads `factor`.
 template <typename Store, Finish kFinish>
-__attribute__((noinline)) void finish_back(const float* x, int64_t stride, int64_t first,
-                                           const Rotation& rotation, typename Store::Item* out) {
+__attribute__((noinline)) void finish_back(const float* x, const float* factor, int64_t stride,
+                                           int64_t first, const Rotation& rotation,
+                                           typename Store::Item* out) {
   U32 signs[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     signs[v] = rotation.signs(lane_index() + (uint32_t)(first + v * kLanes));
@@ -114,9 +119,13 @@ __attribute__((noinline)) void finish_back(const float* x, int64_t stride, int64
     for (int v = 0; v < kVectors; ++v) {
       F32 value = flip(row[v], signs[v]);
       signs[v] <<= 1;
-      if (kFinish == Finish::kDecoded) value = finite_or_nan(value);
+      const int64_t i = r * stride + v * kLanes;
+      if (kFinish == Finish::kDecoded || kFinish == Finish::kInUnits) value = finite_or_nan(value);
       if (kFinish == Finish::kLost) value = canonical_nan(value);
-      Store::store_lanes(out + r * stride + v * kLanes, value);
+      if (kFinish == Finish::kInUnits) {
+        value = finite_of<Store>(value * load<F32>(factor + i));
+      }
+      Store::store_lanes(out + i, value);
     }
   });
 }
@@ -124,7 +133,7 @@ __attribute__((noinline)) void finish_back(const float* x, int64_t stride, int64
 // Blocks of 64 columns, which any vector divides.
 __attribute__((noinline)) void turn_usual(float* x, int64_t stride, int64_t first,
                                           const Rotation& rotation) {
-  turn_in<StoreF32, 0>(x, x, stride, first, rotation, nullptr);
+  turn_in<StoreF32, 0, false>(x, nullptr, x, stride, first, rotation, nullptr);
   turn_rows(x, stride, [&](uint32_t r, const F32(&row)[kVectors]) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) store(x + r * stride + v * kLanes, row[v]);
@@ -140,17 +149,19 @@ __attribute__((noinline)) void turn_back_usual(float* x, int64_t stride, int64_t
     }
     turn_vector(row, x + v * kLanes, stride);
   }
-  finish_back<StoreF32, Finish::kLost>(x, stride, first, rotation, x);
+  finish_back<StoreF32, Finish::kLost>(x, nullptr, stride, first, rotation, x);
 }
 
-// A bucket of the default size from `x` to `out`, rotated, and its extremes. Asks for three
-// quarters of the bucket at `ahead`; encode_bucket asks for the last.
-template <typename Store>
-__attribute__((noinline)) Extremes rotate_usual(const typename Store::Item* x,
+// A bucket of the default size from `x`, times `factor` where kUnits says so, to `out`, rotated;
+// and its extremes. Asks for three quarters of the bucket at `ahead`; encode_bucket asks for the
+// last.
+template <typename Store, bool kUnits>
+__attribute__((noinline)) Extremes rotate_usual(const typename Store::Item* x, const float* factor,
                                                 const Rotation& rotation, const char* ahead,
                                                 float* out) {
   constexpr int64_t kQuarter = kUsualValues * sizeof(*x) / 4, kRowAhead = 2 * kQuarter / kRows;
-  turn_in<Store, kQuarter>(x, out, kUsualColumns, 0, rotation, ahead + 2 * kQuarter);
+  turn_in<Store, kQuarter, kUnits>(x, factor, out, kUsualColumns, 0, rotation,
+                                   ahead + 2 * kQuarter);
   Range range;
   turn_rows(out, kUsualColumns, [&](uint32_t r, const F32(&row)[kVectors]) {
     prefetch_l2<kRowAhead>(ahead + r * kRowAhead);

@@ -67,12 +67,16 @@ template <typename Store>
 Extremes stage_values(const typename Store::Item* x, const Slot& slot, LeafSeed signs, int64_t k,
                       const Factors& in, float* out) {
   const Record record = slot.record(k);
-  const bool fast = slot.rotated && usual(record);
-  const char* const ahead = (const char*)x + kFarAhead;
-  if (fast && in.none()) return rotate_usual<Store>(x, rotation_of(slot, signs, k), ahead, out);
+  if (slot.rotated && usual(record)) {
+    const Rotation rotation = rotation_of(slot, signs, k);
+    const char* const ahead = (const char*)x + kFarAhead;
+    if (in.none()) return rotate_usual<Store, false>(x, nullptr, rotation, ahead, out);
+    alignas(kLine) float factor[kUsualValues];
+    in.fill(k * slot.bucket_size, kUsualValues, factor);
+    return rotate_usual<Store, true>(x, factor, rotation, ahead, out);
+  }
   const Extremes found = read_values<Store>(x, record.values, in, k * slot.bucket_size, out);
   if (!slot.rotated) return found;
-  if (fast) return rotate_usual<StoreF32>(out, rotation_of(slot, signs, k), ahead, out);
   rotate(out, record, rotation_of(slot, signs, k));
   return find_extremes<StoreF32, false>(out, filled(record).values);
 }
@@ -192,6 +196,7 @@ struct DecodeStaged {
     const Factors back(call.units, run.leaf, kOut);
     const bool stream = call.layout.values > kStreamValues;
     Stage<kUsualValues * sizeof(Item)> values;
+    alignas(kLine) float factor[kUsualValues] = {};
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = slot.record(k), coded = slot.rotated ? filled(record) : record;
       const bool staged = stream && usual(record);
@@ -206,15 +211,16 @@ struct DecodeStaged {
         decode(from, coded, call.scratch);
         if (slot.rotated) rotate_back(call.scratch, record.columns(), rotation);
       }
-      if (fast && back.none()) {
-        const auto finish = stays_finite(load<Meta>(from), kBits, rotation)
-                                ? finish_back<Store, Finish::kAsIs>
-                                : finish_back<Store, Finish::kDecoded>;
-        finish(call.scratch, kUsualColumns, 0, rotation, to);
+      if (fast) {
+        auto finish = finish_back<Store, Finish::kDecoded>;
+        if (!back.none()) {
+          finish = finish_back<Store, Finish::kInUnits>;
+          back.fill(k * slot.bucket_size, kUsualValues, factor);
+        } else if (stays_finite(load<Meta>(from), kBits, rotation)) {
+          finish = finish_back<Store, Finish::kAsIs>;
+        }
+        finish(call.scratch, factor, kUsualColumns, 0, rotation, to);
       } else {
-        if (fast)
-          finish_back<StoreF32, Finish::kAsIs>(call.scratch, kUsualColumns, 0, rotation,
-                                               call.scratch);
         write_decoded<Store>(call.scratch, record.values, back, k * slot.bucket_size, to);
       }
       if (staged) values.stream_to(out, record.values * sizeof(Item));

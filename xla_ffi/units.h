@@ -55,7 +55,10 @@ class Factors {
   __attribute__((noinline)) void fill(int64_t first, int64_t count, float* out) const {
     each_row(first, count, [&](int64_t at, int64_t here, const float* from, float row) {
       int64_t i = 0;
-      for (; i + kLanes <= here; i += kLanes) store(out + at + i, load<F32>(from + i) * row);
+      for (; i + kLanes <= here; i += kLanes) {
+        prefetch_l2<kLanes * 4>((const char*)(from + i) + kFarAhead);
+        store(out + at + i, load<F32>(from + i) * row);
+      }
       for (; i < here; ++i) out[at + i] = row * from[i];
     });
   }
@@ -148,18 +151,22 @@ __attribute__((noinline)) void write_lost(const float* x, int64_t n, float scale
   write_values<Store>(x, n, factors, first, out, times, [](F32 v) { return canonical_nan(v); });
 }
 
-// The inverse, for decoded values. Rounding may take one past the largest, of fp32 or in its units
-// of its dtype; what was finite stays so.
+// A decoded value that was multiplied by its factor. Rounding may take it past the largest, of fp32
+// or of its dtype; what was finite stays so.
+template <typename Store>
+CGX_HD F32 finite_of(F32 v) {
+  v = finite_or_nan(v);
+  if (Store::kMost == kLargest) return v;
+  const F32 most = F32{} + Store::kMost;
+  return Lanes<F32>::greater(Lanes<F32>::lesser(v, most), -most);
+}
+
+// The inverse, for decoded values.
 template <typename Store>
 __attribute__((noinline)) void write_decoded(const float* x, int64_t n, const Factors& factors,
                                              int64_t first, typename Store::Item* out) {
-  const auto after = [](F32 v) {
-    v = finite_or_nan(v);
-    if (Store::kMost == kLargest) return v;
-    const F32 most = F32{} + Store::kMost;
-    return Lanes<F32>::greater(Lanes<F32>::lesser(v, most), -most);
-  };
-  write_values<Store>(x, n, factors, first, out, [](F32 v) { return finite_or_nan(v); }, after);
+  const auto before = [](F32 v) { return finite_or_nan(v); };
+  write_values<Store>(x, n, factors, first, out, before, finite_of<Store>);
 }
 
 }  // namespace
