@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ def check_wrappers(checked: bool) -> None:
     `checked` says whether shard_map's check_vma is on. Nothing but the call stack knows what
     holds a transformation; it is read while tracing only.
     """
-    around = set(_optax_callers())
+    around = _optax_callers()
     if "apply_if_finite" in around:
         raise ValueError(
             f"{_NAME}: optax.apply_if_finite around it looks at the gradients of one rank. Where "
@@ -40,6 +39,14 @@ def check_wrappers(checked: bool) -> None:
             "forever. Put it after sync_gradients, where all ranks see the same mean: "
             "optax.chain(sync_gradients(...), optax.apply_if_finite(optimizer, n)). "
             "sync_gradients skips such a step by itself: its memory and moments stay as they were."
+        )
+    if "MultiSteps" in around and _skips(around["MultiSteps"]):
+        raise ValueError(
+            f"{_NAME}: optax.MultiSteps with should_skip_update_fn around it looks at the "
+            "gradients of one rank. Where it skips, that rank alone leaves out the reduction, and "
+            "all others wait for it forever. Put it after sync_gradients, where all ranks see the same mean: "
+            "optax.chain(sync_gradients(...), optax.MultiSteps(optimizer, k, "
+            "should_skip_update_fn=...).gradient_transformation())."
         )
     if checked and "MultiSteps" in around:
         raise ValueError(
@@ -51,10 +58,21 @@ def check_wrappers(checked: bool) -> None:
         )
 
 
-def _optax_callers() -> Iterator[str]:
-    """Names of the functions and classes of Optax whose code is on the call stack."""
+def _optax_callers() -> dict[str, Any]:
+    """The functions and classes of Optax whose code is on the call stack; each with its `self`."""
+    found: dict[str, Any] = {}
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("optax."):
-            yield frame.f_code.co_qualname.partition(".")[0]
+            name = frame.f_code.co_qualname.partition(".")[0]
+            found[name] = found.get(name) or frame.f_locals.get("self")
         frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _skips(multi_steps: Any) -> bool:
+    """Whether `optax.MultiSteps` was given a function that skips mini-steps."""
+    decide = getattr(multi_steps, "_should_skip_update_fn", None)
+    # Without one it takes a function of its own, which never skips.
+    own = getattr(decide, "__qualname__", "").startswith("MultiSteps.")
+    return decide is not None and not own

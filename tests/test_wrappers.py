@@ -90,6 +90,25 @@ def test_multi_steps_around_it_is_refused_where_types_cannot_say_what_it_accumul
         optax_steps.run(tx, mesh(), gradients(1))
 
 
+SKIPS = {
+    "not finite": optax.skip_not_finite,
+    "large": functools.partial(optax.skip_large_updates, max_squared_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_multi_steps_that_skip_around_it_are_refused_before_a_rank_can_wait_forever(name):
+    inner = optax.chain(sync(), optax.sgd(0.1))
+    tx = optax.MultiSteps(inner, 2, should_skip_update_fn=SKIPS[name])
+    message = "sync_gradients: optax.MultiSteps with should_skip_update_fn .* Put it after"
+    with pytest.raises(ValueError, match=message):
+        tx.init(LIKE)
+    state = optax.MultiSteps(inner, 2).init(LIKE)
+    step = jax.pmap(lambda g: tx.update(g, state), "data", devices=jax.devices()[:WORLD])
+    with pytest.raises(ValueError, match=message):
+        step(jax.tree.map(lambda g: g[0], gradients(1)))
+
+
 @every_kind
 def test_apply_if_finite_after_it_skips_what_one_rank_spoiled_on_all(kept):
     grads = gradients(4)

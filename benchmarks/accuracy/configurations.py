@@ -13,13 +13,15 @@ from cgx_jax.memory import Memory
 class Configuration:
     """Exact without `policy`, which makes a run's policy from its number of steps.
 
-    `takes_momentum` says that `memory` holds the optimizer's momentum.
+    `takes_momentum` says that `memory` holds the optimizer's momentum. `rate` multiplies the
+    learning rate.
     """
 
     policy: Callable[[int], Compressor | Adaptive] | None = None
     memory: Memory | None = None
     precondition: SecondMoment | None = None
     takes_momentum: bool = False
+    rate: float = 1.0
 
 
 def uniform(
@@ -70,6 +72,7 @@ MOMENT = SecondMoment()
 
 CONFIGURATIONS = {
     "exact": Configuration(),
+    "exact, learning rate 2 % lower": Configuration(rate=0.98),
     "8 bits": uniform(8),
     "6 bits": uniform(6),
     "5 bits": uniform(5),

@@ -51,7 +51,8 @@ class Trainer:
         make = task.plain if configuration.takes_momentum else task.optimizer
         if make is None:
             raise ValueError("this task's optimizer has no momentum to take over")
-        self.tx = optax.chain(self._reduction(configuration), make(steps))
+        rate = optax.scale(configuration.rate)
+        self.tx = optax.chain(self._reduction(configuration), make(steps), rate)
         state = jax.eval_shape(self.tx.init, params)
         specs = cgx_jax.state_specs(state, "data")
         sharded = jax.shard_map(
