@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import jax
@@ -44,8 +45,8 @@ def check_wrappers(checked: bool) -> None:
         raise ValueError(
             f"{_NAME}: optax.MultiSteps with should_skip_update_fn around it looks at the "
             "gradients of one rank. Where it skips, that rank alone leaves out the reduction, and "
-            "all others wait for it forever. Put it after sync_gradients, where all ranks see the same mean: "
-            "optax.chain(sync_gradients(...), optax.MultiSteps(optimizer, k, "
+            "all others wait for it forever. Put it after sync_gradients, where all ranks see the "
+            "same mean: optax.chain(sync_gradients(...), optax.MultiSteps(optimizer, k, "
             "should_skip_update_fn=...).gradient_transformation())."
         )
     if checked and "MultiSteps" in around:
@@ -61,12 +62,12 @@ def check_wrappers(checked: bool) -> None:
 def _optax_callers() -> dict[str, Any]:
     """The functions and classes of Optax whose code is on the call stack; each with its `self`."""
     found: dict[str, Any] = {}
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("optax."):
             name = frame.f_code.co_qualname.partition(".")[0]
             found[name] = found.get(name) or frame.f_locals.get("self")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found
 
 
