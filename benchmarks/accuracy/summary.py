@@ -220,6 +220,27 @@ def adam() -> str:
     return tables.table(head, body)
 
 
+def where_lost() -> str:
+    """How much worse than exact where a part of the leaves or of the steps is reduced exactly."""
+    rows: list[dict[str, Any]] = tables.rows("accuracy/where_lost")
+    parts = dict.fromkeys(r["exact"] for r in rows)
+    body = []
+    for task in dict.fromkeys(r["task"] for r in rows):
+        runs = Runs(task)
+        exact = runs.values("exact", "held_out_loss")
+        cells = []
+        for part in parts:
+            own = {
+                r["seed"]: r["held_out_loss"]
+                for r in rows
+                if (r["task"], r["exact"]) == (task, part)
+            }
+            gap = np.array([own[seed] for seed in runs.seeds("exact")]) - exact
+            cells.append(f"{gap.mean() / exact.std(ddof=1):+.2f}")
+        body.append([task, *cells])
+    return tables.table(["exact:", *parts], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{task: partial(task_table, task) for task in TASKS},
     "bars": bars,
@@ -228,6 +249,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "preconditioned": preconditioned,
     "mean_error": mean_error,
     "adam": adam,
+    "where_lost": where_lost,
 }
 
 
