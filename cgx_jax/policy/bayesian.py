@@ -20,6 +20,8 @@ from cgx_jax.policy.solvers import (
 TREES = 32
 BATCH = 16  # choices tried with one forest
 POOL = 512  # choices among which the forest names those
+# Logarithms differ in their last bits between processors, and so would the search.
+DECIMALS = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Bayesian(Solver):
                 choice[order] = best + allowed.start
                 return choice
             goal = np.log(np.maximum(sizes, 1)) + np.log(np.maximum(errors, limit) + tiny)
+            goal = goal.round(DECIMALS)
             forest = RandomForestRegressor(TREES, max_features="sqrt", random_state=self.seed)
             trees = forest.fit(tried, goal).estimators_
             pool = _pool(rng, best, count)
@@ -89,7 +92,7 @@ class Bayesian(Solver):
             gain, spread = goal.min() - predicted.mean(axis=0), predicted.std(axis=0) + 1e-9
             normal = np.exp(-((gain / spread) ** 2) / 2) / np.sqrt(2 * np.pi)
             expected = gain * ndtr(gain / spread) + spread * normal
-            new = pool[np.argsort(-expected, kind="stable")[: min(BATCH, left)]]
+            new = pool[np.argsort(-expected.round(DECIMALS), kind="stable")[: min(BATCH, left)]]
             left -= len(new)
 
 
