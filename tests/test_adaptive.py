@@ -209,7 +209,7 @@ def test_memory_and_plan_changes_lose_nothing():
 
 
 # 6 is between a look at the statistics and its use.
-@pytest.mark.parametrize("steps", [6, 10])
+@pytest.mark.parametrize("steps", [6, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(steps):
     first = Training(adaptive(), memory=ErrorFeedback())
     first.run(steps)

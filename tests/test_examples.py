@@ -30,7 +30,12 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("name", "arguments", "expected"),
     [
         ("01_all_reduce.py", (), "7.8 times fewer"),
-        ("03_pmap.py", ("--steps", "8"), "ranks hold the same parameters: True"),
+        pytest.param(
+            "03_pmap.py",
+            ("--steps", "8"),
+            "ranks hold the same parameters: True",
+            marks=pytest.mark.slow,
+        ),
         ("04_jit.py", ("--steps", "8"), "step   7  loss"),
         ("05_multiprocess.py", ("--steps", "8"), "ranks hold the same parameters: True"),
         ("06_linen_hook.py", ("--steps", "20"), "step  19  loss"),
@@ -38,10 +43,13 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
             "07_mpi.py",
             ("--steps", "8"),
             "ranks hold the same parameters: True",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("mpi4py") is None,
-                reason="no mpi4py: pip install mpich mpi4py runs this",
-            ),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("mpi4py") is None,
+                    reason="no mpi4py: pip install mpich mpi4py runs this",
+                ),
+            ],
         ),
         pytest.param(
             "08_adaptive.py",
@@ -97,6 +105,7 @@ def test_language_model_reports_both_runs_and_draws_them(tmp_path):
     assert len(chart) > 10_000
 
 
+@pytest.mark.slow
 def test_language_model_fails_when_compression_costs_too_much(tmp_path):
     result = run("02_language_model.py", *TINY_MODEL, "--bits", "1", "--out", str(tmp_path))
     assert result.returncode == 1, result.stdout + result.stderr

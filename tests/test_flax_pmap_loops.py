@@ -23,7 +23,7 @@ import cgx_jax
 
 WORLD = 4
 STEPS = 24
-QUICK = ("imagenet", "nlp_seq")
+QUICK = ("imagenet",)
 SEEDS = range(4)
 DEVICES = jax.devices()[:WORLD]
 Q4 = cgx_jax.Quantize(4, rotation=True)

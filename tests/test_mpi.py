@@ -54,6 +54,7 @@ def of_rank(output, rank):
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation():
     assert run(4, "agreement").count("ok") == 4
 

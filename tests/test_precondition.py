@@ -87,10 +87,15 @@ class Oracle:
         self.steps.append((matrix.mean(1), matrix.mean(0), share, square.mean()))
 
 
-PRECONDITIONS = [SecondMoment(), SecondMoment(0.99, 0.03, factored=False)]
+# Units of single values take much longer to compile.
+PRECONDITIONS = [
+    pytest.param(SecondMoment(), id="factored"),
+    pytest.param(SecondMoment(0.99, 0.03, factored=False), id="single", marks=pytest.mark.slow),
+]
+either = pytest.mark.parametrize("factored", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
-@pytest.mark.parametrize("precondition", PRECONDITIONS, ids=["factored", "single"])
+@pytest.mark.parametrize("precondition", PRECONDITIONS)
 @pytest.mark.parametrize("compressor", [Quantize(4), Cast(jnp.bfloat16)], ids=str)
 def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor, precondition):
     grads = gradients(5)
@@ -132,7 +137,7 @@ def small_to_large(results, grads):
 
 
 @pytest.mark.parametrize("compressor", [Quantize(4), Quantize(3, rotation=True)], ids=str)
-@pytest.mark.parametrize("factored", [False, True])
+@either
 def test_errors_of_small_values_are_in_proportion_to_them(compressor, factored):
     grads = gradients(40)
     precondition = SecondMoment(floor=0.01, factored=factored)
@@ -143,7 +148,7 @@ def test_errors_of_small_values_are_in_proportion_to_them(compressor, factored):
     assert (small_to_large(results, grads) > 20).all()
 
 
-@pytest.mark.parametrize("factored", [False, True])
+@either
 def test_gradients_of_another_size_take_the_same_codes(factored):
     grads = gradients(3)
     tx = transformation(Quantize(4), SecondMoment(factored=factored))
@@ -189,7 +194,7 @@ def test_world_of_one_and_the_first_steps_are_as_without_it():
         jax.tree.map(lambda r, g, t=t: np.testing.assert_array_equal(r, g[t, 0]), results[t], alone)
 
 
-@pytest.mark.parametrize("factored", [False, True])
+@either
 def test_a_step_that_is_not_finite_never_happened(factored):
     grads = gradients(3)
     grads["w"][1, 2, 0, 0] = np.nan
@@ -244,7 +249,7 @@ def test_an_adaptive_policy_measures_errors_in_the_same_units():
     np.testing.assert_allclose(found, expected, rtol=1e-3)  # five runs are all of this leaf
 
 
-@pytest.mark.parametrize("factored", [True, False])
+@either
 def test_it_composes_with_optax_and_adam_comes_near_its_exact_steps(factored):
     grads = gradients(24)
     mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
