@@ -236,7 +236,9 @@ def where_lost() -> str:
                 if (r["task"], r["exact"]) == (task, part)
             }
             gap = np.array([own[seed] for seed in runs.seeds("exact")]) - exact
-            cells.append(f"{gap.mean() / exact.std(ddof=1):+.2f}")
+            worse = gap / exact.std(ddof=1)
+            error = worse.std(ddof=1) / len(worse) ** 0.5
+            cells.append(f"{worse.mean():+.2f} ± {error:.2f}")
         body.append([task, *cells])
     return tables.table(["exact:", *parts], body)
 
