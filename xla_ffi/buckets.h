@@ -305,7 +305,7 @@ template <typename Store, int kBits, int kColumns>
 __attribute__((noinline)) void decode_bucket(const uint8_t* from, Record record,
                                              typename Store::Item* out) {
   const int64_t columns = kColumns ? kColumns : record.columns();
-  const Meta meta = load<Meta>(from);
+  const Meta meta = checked(load<Meta>(from));
   const uint8_t* const planes = Record::planes(from);
   for (int64_t column = 0; column < columns; column += kLanes) {
     const Tile tile{columns, record.values, column};

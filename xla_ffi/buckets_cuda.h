@@ -12,10 +12,39 @@
 #ifndef CGX_BUCKETS_CUDA_H_
 #define CGX_BUCKETS_CUDA_H_
 
+#include "rotate_cuda.h"
 #include "tiles_cuda.h"
 
 namespace cgx {
 namespace {
+
+// A float of 2^23 + n has n in its low bits: the way from a small whole number to a float and back
+// that needs no conversion.
+constexpr uint32_t kWhole = 0x4b000000u;
+constexpr float kWholeFloat = 8388608.0f;
+
+// kWhole + the whole part of x, in [0, 2^23).
+__device__ uint32_t whole_part(float x) {
+#if defined(__CUDA_ARCH__)
+  return bit_cast<uint32_t>(__fadd_rz(x, kWholeFloat));
+#else
+  return kWhole + static_cast<uint32_t>(x);
+#endif
+}
+
+// The compiler shall multiply by this number, although it is a power of two: there are twice as
+// many places for a multiply-add as for a shift, and the addition comes with it.
+__device__ uint32_t opaque(uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
+// Byte `kByte` of each of four words.
+template <int kByte>
+__device__ uint32_t gather_bytes(const uint32_t (&w)[kColumns]) {
+  constexpr unsigned kPair = kByte | (4 + kByte) << 4;
+  return __byte_perm(__byte_perm(w[0], w[1], kPair), __byte_perm(w[2], w[3], kPair), 0x5410);
+}
 
 // Bytes of four words, transposed: byte k of word j becomes byte j of word k.
 __device__ void transpose_bytes(uint32_t (&w)[kColumns]) {
@@ -29,40 +58,48 @@ __device__ void transpose_bytes(uint32_t (&w)[kColumns]) {
 
 // The planes that a half's bits lie in. At an odd width the halves share the middle one.
 struct Planes {
-  int first, last;
+  int first, count;
   int shift;  // where the half's first bit lies in its first plane
 
   __device__ Planes(int bits, int half)
-      : first(half ? bits / 2 : 0),
-        last(half ? bits : (bits + 1) / 2),
-        shift(half * (bits & 1) * 4) {}
+      : first(half ? bits / 2 : 0), count((bits + 1) / 2), shift(half * (bits & 1) * 4) {}
 };
 
-// A lane's codes: for each of its columns the number that its four rows make.
+// A lane's codes: for each of its columns the number that its four rows make. Bits above theirs may
+// be anything, up to a width of 6.
 struct Codes {
-  uint32_t number[kColumns] = {};
-
-  __device__ void set(int r, int c, int bits, uint32_t code) { number[c] |= code << (r * bits); }
-  __device__ uint32_t get(int r, int c, int bits) const {
-    return number[c] >> (r * bits) & ((1u << bits) - 1u);
-  }
+  uint32_t number[kColumns];
 };
 
 __device__ void store_codes(const Bucket& bucket, uint8_t* planes, int tile, Codes codes) {
   const Planes mine(bucket.bits, bucket.lane.half);
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) codes.number[c] <<= mine.shift;
-  transpose_bytes(codes.number);
+  const int columns = bucket.columns;
+  uint8_t* const at = planes + mine.first * columns + bucket.column(tile);
+  const auto store = [&](int k, uint32_t word) {
+    *reinterpret_cast<uint32_t*>(at + k * columns) = word;
+  };
   const bool odd = bucket.bits & 1;
-  const uint32_t shared = __shfl_xor_sync(kEveryLane, codes.number[0], kWarp / 2);
+  if (!odd && mine.count <= 2) {  // of most buffers: 2 or 4 bits
+    const uint32_t first = gather_bytes<0>(codes.number);
+    const uint32_t second = gather_bytes<1>(codes.number);
+    if (!bucket.has(tile)) return;
+    store(0, first);
+    if (mine.count == 2) store(1, second);
+    return;
+  }
+  if (odd) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) codes.number[c] <<= mine.shift;
+  }
+  transpose_bytes(codes.number);
+  const uint32_t other = __shfl_xor_sync(kEveryLane, codes.number[0], kWarp / 2);
   if (!bucket.has(tile)) return;
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
-    const int plane = mine.first + k;
-    const bool middle = odd && plane == bucket.bits / 2;  // the lower half stores it
-    if (plane >= mine.last || (middle && bucket.lane.half)) continue;
-    *reinterpret_cast<uint32_t*>(planes + plane * bucket.columns + bucket.column(tile)) =
-        middle ? codes.number[k] | shared : codes.number[k];
+    if (k >= mine.count) break;
+    const bool middle = odd && k == (bucket.lane.half ? 0 : mine.count - 1);
+    if (middle && bucket.lane.half) continue;  // the lower half stores it
+    store(k, middle ? codes.number[k] | other : codes.number[k]);
   }
 }
 
@@ -75,92 +112,130 @@ __device__ Meta load_meta(const uint8_t* record) {
 // What a lane reads of a record's tile: its bytes of each plane, as they lie.
 struct Encoded {
   Meta meta;
-  uint32_t word[kColumns] = {};
+  uint32_t word[kColumns];
 
-  __device__ Encoded(const Bucket& bucket, const uint8_t* record, int tile)
-      : meta(load_meta(record)) {
-    const Planes mine(bucket.bits, bucket.lane.half);
-    const uint8_t* const planes = Record::planes(record) + bucket.column(tile);
-    if (!bucket.has(tile)) return;
+  // `planes` are the lane's own of the tile, `columns` of the bucket apart.
+  __device__ void load(const uint8_t* record, int64_t planes, int columns, int count) {
+    meta = load_meta(record);
+    const uint8_t* plane = record + planes;
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      const int plane = mine.first + k;
-      if (plane >= mine.last) break;
-      word[k] = *reinterpret_cast<const uint32_t*>(planes + plane * bucket.columns);
+      if (k < count) word[k] = *reinterpret_cast<const uint32_t*>(plane);
+      plane += columns;
     }
   }
+
+  // f(value, row, column) for the lane's values.
+  template <typename F>
+  __device__ void values(const Bucket& bucket, F f) const {
+    const Codes codes = this->codes(bucket);
+    const int bits = bucket.bits;
+    const uint32_t low = (1u << bits) - 1u, high = low << bits;
+    const float unit = meta.unit;
+    if (unit == 0.0f || (unit >= kLeast && unit <= kMost)) {
+      // unit * (2^23 + code) - unit * 2^23, rounded once, is unit * code, rounded once. The code of
+      // an odd row keeps its place, 2^bits times too large, and has a unit as many times smaller.
+      const float odd_unit = unit * bit_cast<float>(static_cast<uint32_t>(127 - bits) << 23);
+      const float below = unit * -kWholeFloat, odd_below = odd_unit * -kWholeFloat;
+      const auto value = [&](uint32_t number, uint32_t mask, float unit, float below) {
+        return meta.lo + fmaf(unit, bit_cast<float>((number & mask) | kWhole), below);
+      };
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const uint32_t rows01 = codes.number[c], rows23 = rows01 >> 2 * bits;
+        f(value(rows01, low, unit, below), 0, c);
+        f(value(rows01, high, odd_unit, odd_below), 1, c);
+        f(value(rows23, low, unit, below), 2, c);
+        f(value(rows23, high, odd_unit, odd_below), 3, c);
+      }
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        f(decode<float>(codes.number[c] >> r * bits & low, meta), r, c);
+      }
+    }
+  }
+
+ private:
+  // Units of which 2^23 times, and a 2^8th, are floats without loss.
+  static constexpr float kLeast = 7.8886091e-31f, kMost = 1.2676506e+30f;  // 2^-100, 2^100
+
   __device__ Codes codes(const Bucket& bucket) const {
     const Planes mine(bucket.bits, bucket.lane.half);
     Codes codes;
+    if (mine.count <= 2) {
+      const uint32_t first = word[0], second = mine.count == 2 ? word[1] : 0;
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) codes.number[k] = word[k];
-    transpose_bytes(codes.number);
+      for (unsigned c = 0; c < kColumns; ++c) {
+        codes.number[c] = __byte_perm(first, second, c | (4 + c) << 4);
+      }
+    } else {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) codes.number[c] >>= mine.shift;
+      for (int k = 0; k < kColumns; ++k) codes.number[k] = k < mine.count ? word[k] : 0;
+      transpose_bytes(codes.number);
+    }
+    if (bucket.bits & 1) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) codes.number[c] >>= mine.shift;
+    }
     return codes;
   }
 };
+
+// Where a lane's bytes of a tile lie in a record, for Encoded::load.
+__device__ int64_t planes_of(const Bucket& bucket, int tile) {
+  const Planes mine(bucket.bits, bucket.lane.half);
+  return static_cast<int64_t>(sizeof(Meta)) + mine.first * bucket.columns + bucket.column(tile);
+}
 
 __device__ void store_meta(const Lane& lane, uint8_t* record, Meta meta) {
   if (lane.index < 2)
     reinterpret_cast<float*>(record)[lane.index] = lane.index ? meta.unit : meta.lo;
 }
 
-// Floats in the order of signed integers, for the warp's integer reductions; its own inverse.
-__device__ int32_t ordered(float x) {
-  const int32_t bits = bit_cast<int32_t>(x);
-  return bits ^ (bits >> 31 & 0x7fffffff);
-}
-__device__ float unordered(int32_t x) { return bit_cast<float>(x ^ (x >> 31 & 0x7fffffff)); }
-
-// The extremes of the values that a lane has seen.
+// The extremes of values, from their bits. As signed numbers the largest bits are those of the
+// largest value, unless all values are negative; as unsigned ones those of the smallest, unless
+// none is. A NaN lies past infinity in one of the two orders.
 struct Range {
-  float min = bit_cast<float>(0x7f800000u), max = bit_cast<float>(0xff800000u);
-  uint32_t magnitude = 0;  // the largest, as bits: exponents of 255 stand out
+  int32_t as_signed = INT32_MIN;
+  uint32_t as_unsigned = 0;
+  float min, max;  // once they have met
 
   __device__ void add(const Bucket& bucket, int tile, const Tile& t) {
     if (!bucket.has(tile)) return;
-#pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        min = fminf(min, t.v[r][c]);
-        max = fmaxf(max, t.v[r][c]);
-        const uint32_t bits = bit_cast<uint32_t>(t.v[r][c]) & 0x7fffffffu;
-        magnitude = bits > magnitude ? bits : magnitude;
-      }
-    }
+    t.each([&](float x, int, int) {
+      const uint32_t bits = bit_cast<uint32_t>(x);
+      as_signed = ::max(as_signed, static_cast<int32_t>(bits));
+      as_unsigned = ::max(as_unsigned, bits);
+    });
   }
-  // Makes the extremes those of all lanes; whether all values are finite.
-  __device__ bool meet() {
-    min = unordered(__reduce_min_sync(kEveryLane, ordered(min)));
-    max = unordered(__reduce_max_sync(kEveryLane, ordered(max)));
-    return __all_sync(kEveryLane, magnitude < 0x7f800000u);
+  // Makes the extremes those of all lanes; whether all values are finite. `smallest()` gives the
+  // smallest bits of a lane's values and is called by every lane or by none.
+  template <typename F>
+  __device__ bool meet(F smallest) {
+    as_signed = __reduce_max_sync(kEveryLane, as_signed);
+    as_unsigned = __reduce_max_sync(kEveryLane, as_unsigned);
+    max = bit_cast<float>(as_signed);
+    min = bit_cast<float>(as_unsigned);
+    // All of one sign: then the other extreme is the one closest to zero.
+    const bool no_positive = as_signed < 0, no_negative = as_unsigned < 0x80000000u;
+    if (no_positive || no_negative) {
+      const float closest = bit_cast<float>(__reduce_min_sync(kEveryLane, smallest()));
+      if (no_positive) max = closest;
+      if (no_negative) min = closest;
+    }
+    return as_signed < 0x7f800000 && as_unsigned < 0xff800000u;
+  }
+  __device__ static uint32_t smallest(const Bucket& bucket, int tile, const Tile& t) {
+    uint32_t bits = 0xffffffffu;
+    if (bucket.has(tile))
+      t.each([&](float x, int, int) { bits = ::min(bits, bit_cast<uint32_t>(x)); });
+    return bits;
   }
 };
-
-// The sum of the squares of a bucket's values times `scale`, in the order of the wire format, for a
-// bucket of one tile. An addition gives both of its lanes the same bits, so every lane ends with
-// the same sum; columns that do not exist add nothing.
-__device__ float sum_of_squares(const Bucket& bucket, const Tile& t, float scale) {
-  float sum[kColumns] = {};
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    float square[kHalfRows];
-#pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
-      const float x = t.v[r][c] * scale;
-      square[r] = x * x;
-    }
-    if (bucket.has(0)) sum[c] = (square[0] + square[1]) + (square[2] + square[3]);
-    sum[c] += __shfl_xor_sync(kEveryLane, sum[c], kWarp / 2);
-#pragma unroll
-    for (int lanes = kWarp / 4; lanes > 0; lanes /= 2) {
-      sum[c] += __shfl_xor_sync(kEveryLane, sum[c], lanes);
-    }
-  }
-  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
 
 // Noise of a bucket's values.
 struct Noise {
@@ -172,31 +247,44 @@ struct Noise {
 template <bool kStochastic, bool kResidual>
 __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int tile, uint8_t* record,
                             Tile* t) {
-  const float inverse = inverse_unit(meta);
-  Codes codes;
-  const auto encode = [&](auto code_of) {
+  const int bits = bucket.bits;
+  Codes codes = {};
+  // `level(x, i)` is the code of the bucket's value i but for its fraction.
+  const auto encode = [&](auto level) {
+    const uint32_t scale = opaque(1u << bits);
 #pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
+    for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
+      for (int r = kHalfRows - 1; r >= 0; --r) {
         float& x = t->v[r][c];
         const int i = bucket.index(tile, r) + c;
-        uint32_t code = code_of(x, i);
-        if (poisoned(meta) || (bucket.padded() && i >= bucket.values)) code = 0;
-        codes.set(r, c, bucket.bits, code);
-        if (kResidual) x -= decode<float>(code, meta);
+        uint32_t code = whole_part(level(x, i));
+        if (bucket.padded() && i >= bucket.values) code = kWhole;
+        codes.number[c] = codes.number[c] * scale + code;
+        if (kResidual) x -= meta.lo + meta.unit * (bit_cast<float>(code) - kWholeFloat);
       }
     }
+    // Four times kWhole, each times its row's scale: above the codes, but at the largest widths.
+    if (bits > 6) {
+      const uint32_t above = kWhole * (1 + scale * (1 + scale * (1 + scale)));
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) codes.number[c] -= above;
+    }
   };
-  if (kStochastic) {
-    encode([&](float x, int i) {
-      const float up = cgx::noise<float>(static_cast<uint32_t>(i), noise.seed, noise.offset);
-      return stochastic_code(x, meta.lo, inverse, up, bucket.bits);
-    });
-  } else if (bucket.rotated) {
-    encode([&](float x, int) { return clipped_code(x, meta.lo, inverse, bucket.bits); });
+  if (poisoned(meta)) {
+    if (kResidual) *t = filled(bit_cast<float>(kQuietNan));
   } else {
-    encode([&](float x, int) { return nearest_code(x, meta.lo, inverse); });
+    const float inverse = inverse_unit(meta), top = static_cast<float>((1 << bits) - 1);
+    if (kStochastic) {
+      encode([&](float x, int i) {
+        const float up = cgx::noise<float>(static_cast<uint32_t>(i), noise.seed, noise.offset);
+        return fminf((x - meta.lo) * inverse + up, top);
+      });
+    } else if (bucket.rotated) {
+      encode([&](float x, int) { return fminf(fmaxf((x - meta.lo) * inverse + 0.5f, 0.0f), top); });
+    } else {
+      encode([&](float x, int) { return (x - meta.lo) * inverse + 0.5f; });
+    }
   }
   store_codes(bucket, Record::planes(record), tile, codes);
 }
@@ -204,12 +292,8 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
 // Stores what coding has lost of a tile, times `factor`.
 __device__ void store_lost(const Bucket& bucket, int tile, float factor, Tile t) {
   rotate_back(bucket, tile, &t);
-#pragma unroll
-  for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) t.v[r][c] = canonical_nan(t.v[r][c] * factor);
-  }
-  store_tile(bucket, tile, t);
+  t.each([&](float& x, int, int) { x = canonical_nan(x * factor); });
+  store_tile<false>(bucket, tile, t);
 }
 
 // Finds a bucket's range and encodes it. `values(tile)` gives a tile as it is coded, pads within
@@ -236,7 +320,11 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
   };
   Range range;
   pass(true, [&](int k, Tile* t) { range.add(bucket, k, *t); });
-  const bool finite = range.meet();
+  const bool finite = range.meet([&] {
+    uint32_t bits = 0xffffffffu;
+    pass(false, [&](int k, Tile* t) { bits = ::min(bits, Range::smallest(bucket, k, *t)); });
+    return bits;
+  });
   Meta meta = make_meta(range.min, range.max, finite, bucket.bits);
   if (!kStochastic && bucket.rotated && Rotation::whole(bucket.columns)) {
     const float down = Scaling(range.min, range.max).down;
@@ -251,59 +339,71 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
   });
 }
 
-// Adds the decoded records of the peers, in order, without `skip`.
-__device__ void add_peers(const Bucket& bucket, const uint8_t* records, int64_t peer_stride,
-                          int peers, int skip, int tile, Tile* t) {
-  // The next peer's record is asked for before this one's is decoded: memory is far, and a warp
-  // that waited for every peer in turn would leave it idle.
-  const auto after = [&](int peer) { return peer + 1 == skip ? peer + 2 : peer + 1; };
-  int peer = after(-1);
-  if (peer >= peers) return;
-  Encoded now(bucket, records + peer * peer_stride, tile);
+// The decoded records of the peers, one after the other and without `skip`, as a lane reads them.
+// Memory is far: kAhead records are on their way before the first is decoded, and each that is
+// decoded makes place for one more.
+class Peers {
+ public:
+  // Asks for the first of them.
+  __device__ Peers(const Bucket& bucket, const uint8_t* records, int64_t stride, int peers,
+                   int skip, int tile)
+      : next_(records + (skip == 0 ? stride : 0)),
+        stride_(stride),
+        planes_(planes_of(bucket, tile)),
+        columns_(bucket.columns),
+        words_(bucket.has(tile) ? Planes(bucket.bits, bucket.lane.half).count : 0),
+        count_(peers - (skip >= 0 && skip < peers)),
+        skip_(skip) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) ask(k, k);
+  }
+
+  // Adds them all to `t`, in order.
+  __device__ void add_to(const Bucket& bucket, Tile* t) {
 #pragma unroll 1
-  while (peer < peers) {
-    peer = after(peer);
-    Encoded ahead = now;
-    if (peer < peers) ahead = Encoded(bucket, records + peer * peer_stride, tile);
-    const Codes codes = now.codes(bucket);
+    for (int first = 0; first < count_; first += kAhead) {
 #pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        t->v[r][c] += decode<float>(codes.get(r, c, bucket.bits), now.meta);
+      for (int k = 0; k < kAhead; ++k) {
+        if (first + k >= count_) break;
+        ahead_[k].values(bucket, [&](float x, int r, int c) { t->v[r][c] += x; });
+        ask(first + kAhead + k, k);
       }
     }
-    now = ahead;
   }
-}
+
+ private:
+  static constexpr int kAhead = 4;
+
+  __device__ void ask(int number, int place) {
+    if (number >= count_) return;
+    ahead_[place].load(next_, planes_, columns_, words_);
+    next_ += number + 1 == skip_ ? 2 * stride_ : stride_;
+  }
+
+  Encoded ahead_[kAhead];
+  const uint8_t* next_;
+  const int64_t stride_, planes_;
+  const int columns_, words_, count_, skip_;
+};
 
 __device__ void add_tile(const Tile& other, Tile* t) {
-#pragma unroll
-  for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) t->v[r][c] += other.v[r][c];
-  }
+  t->each([&](float& x, int r, int c) { x += other.v[r][c]; });
 }
 
 __device__ void divide_tile(Divide divide, Tile* t) {
-#pragma unroll
-  for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) t->v[r][c] = canonical_nan(divide(t->v[r][c]));
+  if (divide.multiply) {
+    t->each([&](float& x, int, int) { x = canonical_nan(x * divide.by); });
+  } else {
+    t->each([&](float& x, int, int) { x = canonical_nan(x / divide.by); });
   }
 }
 
 // The values that a range is found from: those that do not exist repeat the bucket's first.
-__device__ Tile without_pads(const Bucket& bucket, int tile, Tile t, float first) {
-  if (!bucket.padded()) return t;
-#pragma unroll
-  for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      if (bucket.index(tile, r) + c >= bucket.values) t.v[r][c] = first;
-    }
-  }
-  return t;
+__device__ void replace_pads(const Bucket& bucket, int tile, float first, Tile* t) {
+  if (!bucket.padded()) return;
+  t->each([&](float& x, int r, int c) {
+    if (bucket.index(tile, r) + c >= bucket.values) x = first;
+  });
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 constexpr int blocks_of(int tiles, int more_registers = 0) {
   return tiles == 1 ? 4 - more_registers : tiles == 0 ? 2 : 1;
 }
-constexpr int64_t kMaxBlocks = 1 << 20;
+constexpr int kMaxBlocks = 1 << 20;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
 
 // The first piece of the table for which `beyond` holds; `count` when there is none.
@@ -34,27 +34,32 @@ __device__ int first_piece(const Table& table, Beyond beyond) {
 
 // Units of the pieces before that one.
 template <typename Beyond>
-__device__ int64_t units_before(const Table& table, Beyond beyond) {
+__device__ int units_before(const Table& table, Beyond beyond) {
   const int p = first_piece(table, beyond);
   return p < table.count ? table.piece[p].before : table.units;
 }
 
 // Calls f(piece, number of the unit in it) for this warp's share of the units [first, end).
 template <typename F>
-__device__ void for_each_unit(const Table& table, int64_t first, int64_t end, F f) {
-  const unsigned warps = gridDim.x * (blockDim.x / kWarp);
-  const unsigned warp = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-  for (int64_t unit = first + warp; unit < end; unit += warps) {
-    const int p = first_piece(table, [&](const Piece& piece) { return piece.before > unit; }) - 1;
+__device__ void for_each_unit(const Table& table, int first, int end, F f) {
+  const int warps = gridDim.x * (kThreads / kWarp);
+  // All lanes have the same number. The shuffle tells the compiler, which then computes what hangs
+  // on it once for the warp.
+  const int warp = __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarp, 0);
+  int unit = first + static_cast<int>(blockIdx.x) * (kThreads / kWarp) + warp;
+  if (unit >= end) return;
+  int p = first_piece(table, [&](const Piece& piece) { return piece.before > unit; }) - 1;
+  for (; unit < end; unit += warps) {
+    while (p + 1 < table.count && table.piece[p + 1].before <= unit) ++p;
     f(table.piece[p], unit - table.piece[p].before);
   }
 }
 
-__device__ void clear_unit(const Piece& piece, int64_t number) {
-  const int64_t rest = piece.values - number * piece.unit;
-  const int64_t bytes = rest < piece.unit ? rest : piece.unit;
-  uint32_t* const to = reinterpret_cast<uint32_t*>(piece.out + number * piece.unit);
-  for (int64_t i = threadIdx.x % kWarp; i < bytes / 4; i += kWarp) to[i] = 0;
+__device__ void clear_unit(const Piece& piece, int number) {
+  const int words = (number == piece.last ? piece.tail : piece.unit) / 4;
+  uint32_t* const to =
+      reinterpret_cast<uint32_t*>(piece.out + static_cast<int64_t>(number) * piece.unit);
+  for (int i = threadIdx.x % kWarp; i < words; i += kWarp) to[i] = 0;
 }
 
 __device__ int32_t rank_of(RankSource rank) { return rank.device ? *rank.device : rank.value; }
@@ -63,15 +68,15 @@ template <int kTiles, bool kStochastic, bool kResidual>
 __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
     encode_kernel(const __grid_constant__ Table table, const EncodeArgs args) {
   const int32_t own = rank_of(args.rank);
-  for_each_unit(table, 0, table.units, [&](const Piece& piece, int64_t number) {
+  for_each_unit(table, 0, table.units, [&](const Piece& piece, int number) {
     if (piece.bits == 0) return clear_unit(piece, number);
     const Bucket bucket(piece, number);
-    uint8_t* const record = args.payload + piece.chunk * args.chunk_bytes + bucket.record();
+    uint8_t* const record = args.payload + bucket.record();
     if (piece.chunk == own) {
       uint32_t* const words = reinterpret_cast<uint32_t*>(record);
       const int64_t size = Record{bucket.values, bucket.bits}.bytes() / 4;
       for (int64_t i = bucket.lane.index; i < size; i += kWarp) words[i] = 0;
-      for (int k = 0; kResidual && k < bucket.tiles(); ++k) store_tile(bucket, k, Tile{});
+      for (int k = 0; kResidual && k < bucket.tiles(); ++k) store_tile<true>(bucket, k, filled(0));
       return;
     }
     Noise noise = {};
@@ -80,11 +85,10 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
       // A chunk with a key of its own is no part of a sum whose ranks spread their noise.
       if (args.key_step == 0) noise.offset = noise_offset(piece.rounding, own, args.world);
     }
-    const float pad = bucket.rotated ? 0.0f : load_item(bucket.in(), 0, bucket.dtype);
     encode_bucket<kTiles, kStochastic, kResidual>(
         bucket, noise, record,
         [&](int k) {
-          Tile t = load_tile(bucket, k, pad);
+          Tile t = load_tile(bucket, k, Pad::kFirst);
           rotate(bucket, k, &t);
           return t;
         },
@@ -97,59 +101,59 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual ? 2 : 1)
     reduce_kernel(const __grid_constant__ Table table, const ReduceArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
-  const int64_t first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
-  const int64_t last = units_before(table, [&](const Piece& piece) { return piece.chunk > own; });
-  for_each_unit(table, first, last, [&](const Piece& piece, int64_t number) {
+  const int first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
+  const int last = units_before(table, [&](const Piece& piece) { return piece.chunk > own; });
+  for_each_unit(table, first, last, [&](const Piece& piece, int number) {
     if (piece.bits == 0) return clear_unit(piece, number);
     const Bucket bucket(piece, number);
     const int64_t record = bucket.record();
     Noise noise = {};
     if (kStochastic) noise.seed = bucket.seed(args.key);
-    const auto sum = [&](int k) {
-      Tile t = load_tile(bucket, k, 0.0f);
-      rotate(bucket, k, &t);
-      add_peers(bucket, args.payload + record, args.chunk_bytes, args.world, own, k, &t);
-      divide_tile(divide, &t);
-      return t;
-    };
     // The first value of the bucket is lane 0's in tile 0; every lane with pads needs it.
     float pad = 0.0f;
-    encode_bucket<kTiles, kStochastic, kResidual>(
-        bucket, noise, args.chunk + record,
-        [&](int k) {
-          const Tile t = sum(k);
-          if (k == 0) pad = __shfl_sync(kEveryLane, t.v[0][0], 0);
-          return without_pads(bucket, k, t, pad);
-        },
-        args.divisor);
+    const auto mean = [&](int k) {
+      Peers peers(bucket, args.payload + record, args.chunk_bytes, args.world, own, k);
+      Tile t = load_tile(bucket, k, Pad::kZero);
+      rotate(bucket, k, &t);
+      peers.add_to(bucket, &t);
+      divide_tile(divide, &t);
+      if (k == 0) pad = __shfl_sync(kEveryLane, t.v[0][0], 0);
+      replace_pads(bucket, k, pad, &t);
+      return t;
+    };
+    encode_bucket<kTiles, kStochastic, kResidual>(bucket, noise, args.chunk + record, mean,
+                                                  args.divisor);
   });
+}
+
+// Decoded values of a rotated bucket may leave the range of floats on their way back.
+__device__ void keep_within(Tile* t) {
+  t->each([&](float& x, int, int) { x = within(canonical_nan(x), kLargest); });
 }
 
 __global__ void __launch_bounds__(kThreads, blocks_of(1))
     decode_kernel(const __grid_constant__ Table table, const DecodeArgs args) {
-  for_each_unit(table, 0, table.units, [&](const Piece& piece, int64_t number) {
+  constexpr float kHarmless = 1.2676506e+30f;  // 2^100: no sum of 512 overflows
+  for_each_unit(table, 0, table.units, [&](const Piece& piece, int number) {
     const Bucket bucket(piece, number);
-    const uint8_t* const record = args.payload + piece.chunk * args.chunk_bytes + bucket.record();
+    const uint8_t* const record = args.payload + bucket.record();
+    const int planes = Planes(bucket.bits, bucket.lane.half).count;
     for (int k = 0; k < bucket.tiles(); ++k) {
-      const Encoded encoded(bucket, record, k);
-      const Codes codes = encoded.codes(bucket);
+      Encoded encoded;
+      encoded.load(record, planes_of(bucket, k), bucket.columns, bucket.has(k) ? planes : 0);
+      encoded.meta = checked(encoded.meta);
+      if (poisoned(encoded.meta)) {
+        store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
+        continue;
+      }
       Tile t;
-#pragma unroll
-      for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          t.v[r][c] = decode<float>(codes.get(r, c, bucket.bits), encoded.meta);
-        }
+      encoded.values(bucket, [&](float x, int r, int c) { t.v[r][c] = x; });
+      if (bucket.rotated) {
+        rotate_back(bucket, k, &t);
+        const float largest = fabsf(encoded.meta.lo) + 255.0f * fabsf(encoded.meta.unit);
+        if (!(largest <= kHarmless)) keep_within(&t);
       }
-      rotate_back(bucket, k, &t);
-#pragma unroll
-      for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          if (bucket.rotated) t.v[r][c] = within(t.v[r][c], kLargest);
-        }
-      }
-      store_tile(bucket, k, t);
+      store_tile<true>(bucket, k, t);
     }
   });
 }
@@ -158,29 +162,30 @@ __global__ void __launch_bounds__(kThreads, blocks_of(0))
     accumulate_kernel(const __grid_constant__ Table table, const AccumulateArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
-  for_each_unit(table, 0, table.units, [&](const Piece& piece, int64_t number) {
+  for_each_unit(table, 0, table.units, [&](const Piece& piece, int number) {
     const Bucket bucket(piece, number);
     const uint8_t* const records = args.payload + bucket.record();
     for (int k = 0; k < bucket.tiles(); ++k) {
-      Tile t = {};
-      if (!bucket.rotated) t = load_tile(bucket, k, 0.0f);
-      add_peers(bucket, records, args.row_bytes, args.peers, own, k, &t);
+      Peers peers(bucket, records, args.row_bytes, args.peers, own, k);
+      Tile leaf = load_tile(bucket, k, Pad::kZero);
+      Tile t = bucket.rotated ? filled(0.0f) : leaf;
+      peers.add_to(bucket, &t);
       if (bucket.rotated) {
         rotate_back(bucket, k, &t);
-        add_tile(load_tile(bucket, k, 0.0f), &t);
+        add_tile(leaf, &t);
       }
       divide_tile(divide, &t);
-      store_tile(bucket, k, t);
+      store_tile<false>(bucket, k, t);
     }
   });
 }
 
 template <typename Args>
-cudaError_t launch(void (*kernel)(Table, Args), const Table& table, const Args& args, int64_t units,
+cudaError_t launch(void (*kernel)(Table, Args), const Table& table, const Args& args, int32_t units,
                    cudaStream_t stream) {
   if (units == 0) return cudaSuccess;
-  constexpr int64_t kWarps = kThreads / kWarp;
-  const int64_t blocks = (units + kWarps - 1) / kWarps;
+  constexpr int kWarps = kThreads / kWarp;
+  const int blocks = (units + kWarps - 1) / kWarps;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks));
   config.blockDim = dim3(kThreads);
@@ -190,7 +195,7 @@ cudaError_t launch(void (*kernel)(Table, Args), const Table& table, const Args& 
 
 template <int kTiles>
 cudaError_t launch_encode_of(const Table& table, const EncodeArgs& args, bool stochastic,
-                             bool residual, int64_t units, cudaStream_t stream) {
+                             bool residual, int32_t units, cudaStream_t stream) {
   const auto kernel =
       residual ? stochastic ? encode_kernel<kTiles, true, true> : encode_kernel<kTiles, false, true>
       : stochastic ? encode_kernel<kTiles, true, false>
@@ -200,7 +205,7 @@ cudaError_t launch_encode_of(const Table& table, const EncodeArgs& args, bool st
 
 template <int kTiles>
 cudaError_t launch_reduce_of(const Table& table, const ReduceArgs& args, bool stochastic,
-                             bool residual, int64_t units, cudaStream_t stream) {
+                             bool residual, int32_t units, cudaStream_t stream) {
   const auto kernel =
       residual ? stochastic ? reduce_kernel<kTiles, true, true> : reduce_kernel<kTiles, false, true>
       : stochastic ? reduce_kernel<kTiles, true, false>
@@ -211,7 +216,7 @@ cudaError_t launch_reduce_of(const Table& table, const ReduceArgs& args, bool st
 }  // namespace
 
 cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
-                          bool residual, int64_t units, cudaStream_t stream) {
+                          bool residual, int32_t units, cudaStream_t stream) {
   const auto launch_of = table.tiles <= 1            ? launch_encode_of<1>
                          : table.tiles <= kHeldTiles ? launch_encode_of<kHeldTiles>
                                                      : launch_encode_of<0>;
@@ -219,19 +224,19 @@ cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stoch
 }
 
 cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
-                          bool residual, int64_t units, cudaStream_t stream) {
+                          bool residual, int32_t units, cudaStream_t stream) {
   const auto launch_of = table.tiles <= 1            ? launch_reduce_of<1>
                          : table.tiles <= kHeldTiles ? launch_reduce_of<kHeldTiles>
                                                      : launch_reduce_of<0>;
   return launch_of(table, args, stochastic, residual, units, stream);
 }
 
-cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int64_t units,
+cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t units,
                           cudaStream_t stream) {
   return launch(decode_kernel, table, args, units, stream);
 }
 
-cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int64_t units,
+cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,
                               cudaStream_t stream) {
   return launch(accumulate_kernel, table, args, units, stream);
 }

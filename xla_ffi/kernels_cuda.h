@@ -11,15 +11,18 @@
 
 namespace cgx {
 
-// Consecutive buckets of one leaf within one chunk, or bytes to clear.
+// Consecutive buckets of one leaf within one chunk, or bytes to clear. What a warp reads of it for
+// every bucket is 32 bits wide wherever a bucket's or a table's limits allow it.
 struct Piece {
   const char* in;   // the first bucket's values; null in decode
   char* out;        // where its residuals, values or sums go, or the bytes to clear; null: nowhere
-  int64_t record;   // of the first bucket, in its payload row
+  int64_t record;   // of the first bucket: in the payload, in reduce and accumulate in a row of it
   int64_t bucket;   // number of the first bucket in its leaf
-  int64_t values;   // of all buckets; bytes when cleared
-  int64_t before;   // units of the pieces before this one in the table
+  int32_t before;   // units of the pieces before this one in the table
+  int32_t last;     // number of its last unit
   int32_t unit;     // values a bucket; bytes a unit when cleared
+  int32_t tail;     // the same of the last unit
+  uint32_t stride;  // bytes from a record to the next
   uint32_t stream;  // leaf number of the noise generator
   int32_t chunk;
   uint8_t bits;  // 0: clear bytes, a multiple of 4 of them
@@ -32,10 +35,12 @@ struct Piece {
 // Every driver takes 4 KB of kernel parameters.
 constexpr int kPieces = 56;
 constexpr int kClearedUnit = 512;  // bytes that a warp clears at once
+// A table's units are counted in 32 bits, with room for what a grid adds to the last one.
+constexpr int64_t kTableUnits = int64_t{1} << 30;
 
 struct Table {
   Piece piece[kPieces];
-  int64_t units;  // of all pieces
+  int32_t units;  // of all pieces
   int32_t count;
   int32_t tiles;  // of the longest bucket
 };
@@ -48,8 +53,7 @@ struct RankSource {
 };
 
 struct EncodeArgs {
-  uint8_t* payload;  // u8[world, chunk_bytes]
-  int64_t chunk_bytes;
+  uint8_t* payload;     // u8[world, chunk_bytes]
   const uint32_t* key;  // device, two words
   int32_t key_step;     // words from a chunk's key to the next one's; 0: one key for all
   RankSource rank;      // the chunk that is cleared instead; -1: none
@@ -68,7 +72,6 @@ struct ReduceArgs {
 
 struct DecodeArgs {
   const uint8_t* payload;  // u8[world, chunk_bytes]
-  int64_t chunk_bytes;
 };
 
 struct AccumulateArgs {
@@ -84,12 +87,12 @@ constexpr int64_t kTileValues = 512;
 // Each starts one kernel with work for `units` warps at most. reduce_kernel works on the pieces of
 // one chunk, so pieces are in the order of their chunks.
 cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
-                          bool residual, int64_t units, cudaStream_t stream);
+                          bool residual, int32_t units, cudaStream_t stream);
 cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
-                          bool residual, int64_t units, cudaStream_t stream);
-cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int64_t units,
+                          bool residual, int32_t units, cudaStream_t stream);
+cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t units,
                           cudaStream_t stream);
-cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int64_t units,
+cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,
                               cudaStream_t stream);
 
 }  // namespace cgx

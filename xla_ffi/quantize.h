@@ -53,6 +53,14 @@ constexpr uint32_t kQuietNan = 0x7fc00000u;
 
 CGX_HD bool poisoned(Meta meta) { return meta.lo != meta.lo; }
 
+// A meta as it was received: numbers that no encoder writes poison the bucket. So what a NaN is
+// decoded to depends neither on its payload nor on the processor.
+CGX_HD Meta checked(Meta meta) {
+  const float lo = meta.lo < 0.0f ? -meta.lo : meta.lo;
+  const float unit = meta.unit < 0.0f ? -meta.unit : meta.unit;
+  return lo <= kLargest && unit <= kLargest ? meta : Meta{bit_cast<float>(kQuietNan), 0.0f};
+}
+
 // The meta of a bucket from its extremes; a quiet NaN poisons a bucket that cannot be represented.
 CGX_HD Meta make_meta(float min, float max, bool finite, int bits) {
   const float lo = min + 0.0f;  // -0 becomes +0

@@ -187,7 +187,7 @@ bool stays_finite(Meta meta, int bits, const Rotation& rotation) {
 template <int kBits>
 __attribute__((noinline)) void decode_turned(const uint8_t* from, const Rotation& rotation,
                                              float* out) {
-  const Meta meta = load<Meta>(from);
+  const Meta meta = checked(load<Meta>(from));
   const uint8_t* const planes = Record::planes(from);
 #pragma GCC unroll 1
   for (int v = 0; v < kVectors; ++v) {

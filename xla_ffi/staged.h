@@ -216,7 +216,7 @@ struct DecodeStaged {
         if (!back.none()) {
           finish = finish_back<Store, Finish::kInUnits>;
           back.fill(k * slot.bucket_size, kUsualValues, factor);
-        } else if (stays_finite(load<Meta>(from), kBits, rotation)) {
+        } else if (stays_finite(checked(load<Meta>(from)), kBits, rotation)) {
           finish = finish_back<Store, Finish::kAsIs>;
         }
         finish(call.scratch, factor, kUsualColumns, 0, rotation, to);

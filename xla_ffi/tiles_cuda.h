@@ -1,5 +1,10 @@
-// A bucket as a warp holds it, tile by tile: reading, writing and rotating; included only by
-// buckets_cuda.h, which tells how the lanes share a tile.
+// A bucket as a warp holds it, tile by tile: reading and writing; included only by kernels_cuda.cu.
+// buckets_cuda.h tells how the lanes share a tile.
+//
+// A multiprocessor has half as many places for integer operations and conversions as for
+// floating-point ones, and these kernels come near both its limits and the memory's. So what a
+// value costs is counted here: branches that all values of a tile share are taken once, outside
+// of the loops over values, and two 16-bit values are converted at a time.
 #ifndef CGX_TILES_CUDA_H_
 #define CGX_TILES_CUDA_H_
 
@@ -33,12 +38,30 @@ struct Lane {
 // A lane's part of a tile.
 struct Tile {
   float v[kHalfRows][kColumns];
+
+  // f(value, row, column) for each of them.
+  template <typename F>
+  __device__ void each(F f) {
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) f(v[r][c], r, c);
+    }
+  }
+  template <typename F>
+  __device__ void each(F f) const {
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) f(v[r][c], r, c);
+    }
+  }
 };
 
 // A bucket of a piece as a lane sees it. It has 2^30 values at most, so places in it are 32-bit.
 struct Bucket {
   const Piece& piece;
-  int64_t number;  // in the piece
+  int number;  // in the piece
   int values;
   int columns;
   int bits;
@@ -46,18 +69,23 @@ struct Bucket {
   bool rotated;
   Lane lane;
 
-  __device__ Bucket(const Piece& piece, int64_t number)
-      : piece(piece), number(number), bits(piece.bits), dtype(piece.dtype), rotated(piece.rotated) {
-    const int64_t rest = piece.values - number * piece.unit;
-    values = rest < piece.unit ? static_cast<int>(rest) : piece.unit;
-    columns = static_cast<int>(Record{values, bits}.columns());
+  __device__ Bucket(const Piece& piece, int number)
+      : piece(piece),
+        number(number),
+        values(number == piece.last ? piece.tail : piece.unit),
+        columns(static_cast<int>((static_cast<unsigned>(values) + (kTailValues - 1)) / kTailValues *
+                                 (kTailValues / kRows))),
+        bits(piece.bits),
+        dtype(piece.dtype),
+        rotated(piece.rotated) {}
+  __device__ int64_t bytes_before() const {
+    return static_cast<int64_t>(number) * piece.unit * item_size(dtype);
   }
-  __device__ int64_t bytes_before() const { return number * piece.unit * item_size(dtype); }
   __device__ const char* in() const { return piece.in + bytes_before(); }
   __device__ char* out() const { return piece.out + bytes_before(); }
-  // Where the record lies in its payload row.
+  // Where the record lies; the piece says in what.
   __device__ int64_t record() const {
-    return piece.record + number * Record{piece.unit, bits}.bytes();
+    return piece.record + static_cast<int64_t>(number) * piece.stride;
   }
   __device__ NoiseSeed seed(const uint32_t* key) const {
     return noise_seed(key, piece.stream, piece.bucket + number);
@@ -76,6 +104,10 @@ struct Bucket {
   __device__ bool ragged() const { return values != kRows * columns; }
   // Whether some of its codes stand for nothing: a rotation spreads the values over all of them.
   __device__ bool padded() const { return ragged() && !rotated; }
+  // Whether every lane has all of its values of every tile, and reads and writes four at once.
+  __device__ bool whole() const {
+    return piece.aligned && !ragged() && columns % kTileColumns == 0;
+  }
 };
 
 __device__ float load_item(const char* values, int i, DType dtype) {
@@ -96,169 +128,151 @@ __device__ void store_item(char* values, int i, DType dtype, float x) {
   }
 }
 
-// Reads this lane's part; values that do not exist are `pad`.
-__device__ Tile load_tile(const Bucket& bucket, int tile, float pad) {
+// The two f16 values of a word. The processor's conversion is exact; of a NaN it keeps no payload,
+// and none is ever read.
+__device__ void widen_f16_pair(uint32_t word, float* low, float* high) {
+#if defined(__CUDA_ARCH__)
+  asm("{.reg .f16 a, b;\n mov.b32 {a, b}, %2;\n cvt.f32.f16 %0, a;\n cvt.f32.f16 %1, b;}"
+      : "=f"(*low), "=f"(*high)
+      : "r"(word));
+#else
+  *low = widen_f16<float>(word & 0xffffu);
+  *high = widen_f16<float>(word >> 16);
+#endif
+}
+
+// Two values that are no NaN, rounded to nearest even, as the low and the high half of a word.
+__device__ uint32_t narrow_bf16_pair(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  return narrow_bf16<float>(low) | narrow_bf16<float>(high) << 16;
+#endif
+}
+__device__ uint32_t narrow_f16_pair(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  return narrow_f16<float>(low) | narrow_f16<float>(high) << 16;
+#endif
+}
+
+// Reads this lane's part of a tile of a bucket that is whole.
+__device__ Tile load_whole_tile(const Bucket& bucket, int tile) {
   const char* const values = bucket.in();
+  const int first = bucket.index(tile, 0), row = bucket.columns;
   Tile t;
-  const bool here = bucket.has(tile);
-  if (here && bucket.piece.aligned && !bucket.ragged()) {
-    if (bucket.dtype == DType::kF32) {
-#pragma unroll
-      for (int r = 0; r < kHalfRows; ++r) {
-        const float4 x = *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(values) +
-                                                          bucket.index(tile, r));
-        t.v[r][0] = x.x, t.v[r][1] = x.y, t.v[r][2] = x.z, t.v[r][3] = x.w;
-      }
-      return t;
-    }
-    uint2 x[kHalfRows];
+  if (bucket.dtype == DType::kF32) {
 #pragma unroll
     for (int r = 0; r < kHalfRows; ++r) {
-      x[r] = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint16_t*>(values) +
-                                             bucket.index(tile, r));
-    }
-#pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
-      const uint32_t item[kColumns] = {x[r].x & 0xffffu, x[r].x >> 16, x[r].y & 0xffffu,
-                                       x[r].y >> 16};
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        t.v[r][c] =
-            bucket.dtype == DType::kBF16 ? widen_bf16<float>(item[c]) : widen_f16<float>(item[c]);
-      }
+      const float4 x = *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(values) +
+                                                        first + r * row);
+      t.v[r][0] = x.x, t.v[r][1] = x.y, t.v[r][2] = x.z, t.v[r][3] = x.w;
     }
     return t;
   }
+  uint2 x[kHalfRows];
 #pragma unroll
   for (int r = 0; r < kHalfRows; ++r) {
+    x[r] = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint16_t*>(values) + first +
+                                           r * row);
+  }
+  if (bucket.dtype == DType::kBF16) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const int i = bucket.index(tile, r) + c;
-      t.v[r][c] = here && i < bucket.values ? load_item(values, i, bucket.dtype) : pad;
+    for (int r = 0; r < kHalfRows; ++r) {
+      t.v[r][0] = bit_cast<float>(x[r].x << 16), t.v[r][1] = bit_cast<float>(x[r].x & 0xffff0000u);
+      t.v[r][2] = bit_cast<float>(x[r].y << 16), t.v[r][3] = bit_cast<float>(x[r].y & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+      widen_f16_pair(x[r].x, &t.v[r][0], &t.v[r][1]);
+      widen_f16_pair(x[r].y, &t.v[r][2], &t.v[r][3]);
     }
   }
   return t;
 }
 
-__device__ void store_tile(const Bucket& bucket, int tile, const Tile& t) {
-  if (!bucket.has(tile)) return;
+// What stands in the place of values that do not exist.
+enum class Pad { kZero, kFirst };
+
+// Reads this lane's part of a tile. Where values do not exist it holds 0, or the bucket's first.
+__device__ Tile load_tile(const Bucket& bucket, int tile, Pad pad) {
+  if (bucket.whole()) return load_whole_tile(bucket, tile);
+  const char* const values = bucket.in();
+  // Asked for here alone: a whole bucket's reads shall not wait for one value.
+  const float other =
+      pad == Pad::kFirst && bucket.padded() ? load_item(values, 0, bucket.dtype) : 0.0f;
+  const bool here = bucket.has(tile);
+  Tile t;
+  t.each([&](float& x, int r, int c) {
+    const int i = bucket.index(tile, r) + c;
+    x = here && i < bucket.values ? load_item(values, i, bucket.dtype) : other;
+  });
+  return t;
+}
+
+__device__ bool any_nan(const Tile& t) {
+  bool nan = false;
+  t.each([&](float x, int, int) { nan |= x != x; });
+  return nan;
+}
+
+// Writes a tile of a bucket that is whole. 16-bit values are no NaN.
+__device__ void store_whole_tile(const Bucket& bucket, int tile, const Tile& t) {
   char* const values = bucket.out();
-  if (!bucket.piece.aligned || bucket.ragged()) {
+  const int first = bucket.index(tile, 0), row = bucket.columns;
+  if (bucket.dtype == DType::kF32) {
 #pragma unroll
     for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int i = bucket.index(tile, r) + c;
-        if (i < bucket.values) store_item(values, i, bucket.dtype, t.v[r][c]);
-      }
+      *reinterpret_cast<float4*>(reinterpret_cast<float*>(values) + first + r * row) =
+          make_float4(t.v[r][0], t.v[r][1], t.v[r][2], t.v[r][3]);
     }
     return;
   }
+  uint2 x[kHalfRows];
+  if (bucket.dtype == DType::kBF16) {
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+      x[r] = make_uint2(narrow_bf16_pair(t.v[r][0], t.v[r][1]),
+                        narrow_bf16_pair(t.v[r][2], t.v[r][3]));
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+      x[r] =
+          make_uint2(narrow_f16_pair(t.v[r][0], t.v[r][1]), narrow_f16_pair(t.v[r][2], t.v[r][3]));
+    }
+  }
 #pragma unroll
   for (int r = 0; r < kHalfRows; ++r) {
-    const int i = bucket.index(tile, r);
-    if (bucket.dtype == DType::kF32) {
-      *reinterpret_cast<float4*>(reinterpret_cast<float*>(values) + i) =
-          make_float4(t.v[r][0], t.v[r][1], t.v[r][2], t.v[r][3]);
-    } else {
-      uint32_t item[kColumns];
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) item[c] = narrow(t.v[r][c], bucket.dtype);
-      *reinterpret_cast<uint2*>(reinterpret_cast<uint16_t*>(values) + i) =
-          make_uint2(item[0] | item[1] << 16, item[2] | item[3] << 16);
-    }
+    *reinterpret_cast<uint2*>(reinterpret_cast<uint16_t*>(values) + first + r * row) = x[r];
   }
 }
 
-// A step of a Hadamard transform.
-__device__ void add_and_subtract(float* a, float* b) {
-  const float sum = *a + *b;
-  *b = *a - *b;
-  *a = sum;
+// Writes a tile; with kFinite none of its values is NaN.
+template <bool kFinite>
+__device__ void store_tile(const Bucket& bucket, int tile, const Tile& t) {
+  if (bucket.whole() && (kFinite || bucket.dtype == DType::kF32 || !any_nan(t))) {
+    return store_whole_tile(bucket, tile, t);
+  }
+  if (!bucket.has(tile)) return;
+  char* const values = bucket.out();
+  t.each([&](float x, int r, int c) {
+    const int i = bucket.index(tile, r) + c;
+    if (i < bucket.values) store_item(values, i, bucket.dtype, x);
+  });
 }
 
-// The same between lanes whose numbers differ in one bit. The product is exact, so the fused
-// multiply-add rounds as the sum or the difference does.
-__device__ void add_and_subtract_lanes(const Lane& lane, int bit, Tile* t) {
-  const float sign = lane.index & bit ? -1.0f : 1.0f;
-#pragma unroll
-  for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float& x = t->v[r][c];
-      x = fmaf(x, sign, __shfl_xor_sync(kEveryLane, x, bit));
-    }
-  }
-}
-
-// The transform of a tile's blocks of 8 rows by `columns` columns, but for its scale.
-__device__ void transform(const Lane& lane, int columns, Tile* t) {
-#pragma unroll
-  for (int h = 1; h < kHalfRows; h *= 2) {
-#pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        if (!(r & h)) add_and_subtract(&t->v[r][c], &t->v[r + h][c]);
-      }
-    }
-  }
-  add_and_subtract_lanes(lane, kWarp / 2, t);
-#pragma unroll
-  for (int h = 1; h < kColumns; h *= 2) {
-#pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        if (!(c & h)) add_and_subtract(&t->v[r][c], &t->v[r][c + h]);
-      }
-    }
-  }
-#pragma unroll 1
-  for (int h = kColumns; h < columns; h *= 2) add_and_subtract_lanes(lane, h / kColumns, t);
-}
-
-// The signs of this lane's rows of a column: bit 31 of this number, shifted left by the row in its
-// half.
-__device__ uint32_t signs_of(const Bucket& bucket, const Rotation& rotation, int tile, int c) {
-  const uint32_t signs = rotation.signs(static_cast<uint32_t>(bucket.column(tile) + c));
-  return signs << (bucket.lane.half * kHalfRows);
-}
-
-// Turns a tile of a leaf's values into what is coded. Columns past the bucket's last are apart from
-// all others: a block never reaches over it.
-__device__ void rotate(const Bucket& bucket, int tile, Tile* t) {
-  if (!bucket.rotated) return;
-  const Rotation rotation = bucket.rotation();
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    const uint32_t signs = signs_of(bucket, rotation, tile, c);
-#pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
-      t->v[r][c] = flip(t->v[r][c], signs << r) * rotation.forward;
-    }
-  }
-  transform(bucket.lane, rotation.columns, t);
-}
-
-// The inverse.
-__device__ void rotate_back(const Bucket& bucket, int tile, Tile* t) {
-  if (!bucket.rotated) return;
-  const Rotation rotation = bucket.rotation();
-#pragma unroll
-  for (int r = 0; r < kHalfRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) t->v[r][c] *= rotation.inverse;
-  }
-  transform(bucket.lane, rotation.columns, t);
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    const uint32_t signs = signs_of(bucket, rotation, tile, c);
-#pragma unroll
-    for (int r = 0; r < kHalfRows; ++r) {
-      t->v[r][c] = canonical_nan(flip(t->v[r][c], signs << r));
-    }
-  }
+// A tile of one value.
+__device__ Tile filled(float x) {
+  Tile t;
+  t.each([&](float& v, int, int) { v = x; });
+  return t;
 }
 
 }  // namespace

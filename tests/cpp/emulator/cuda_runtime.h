@@ -59,22 +59,29 @@ template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return emulator::Exchange<T>("shfl_xor", mask, value)[emulator::lane() ^ lanes];
 }
-inline int __reduce_min_sync(unsigned mask, int value) {
-  const emulator::Exchange<int> all("reduce_min", mask, value);
-  for (int i = 0; i < emulator::kWarp; ++i) value = all[i] < value ? all[i] : value;
+template <typename T, typename Better>
+T reduce_sync(const char* operation, unsigned mask, T value, Better better) {
+  const emulator::Exchange<T> all(operation, mask, value);
+  for (int i = 0; i < emulator::kWarp; ++i) value = better(all[i], value) ? all[i] : value;
   return value;
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
+  return reduce_sync("reduce_min", mask, value, [](unsigned a, unsigned b) { return a < b; });
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  return reduce_sync("reduce_max", mask, value, [](unsigned a, unsigned b) { return a > b; });
 }
 inline int __reduce_max_sync(unsigned mask, int value) {
-  const emulator::Exchange<int> all("reduce_max", mask, value);
-  for (int i = 0; i < emulator::kWarp; ++i) value = all[i] > value ? all[i] : value;
-  return value;
+  return reduce_sync("reduce_max", mask, value, [](int a, int b) { return a > b; });
 }
-inline int __all_sync(unsigned mask, int predicate) {
-  const emulator::Exchange<int> all("all", mask, predicate != 0);
-  for (int i = 0; i < emulator::kWarp; ++i) predicate = predicate && all[i];
-  return predicate;
+template <typename T>
+T min(T a, T b) {
+  return b < a ? b : a;
 }
-
+template <typename T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;

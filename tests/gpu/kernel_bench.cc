@@ -1,0 +1,443 @@
+// The CUDA kernels on one GPU: their bytes against the CPU's, and their time beside a copy's.
+//
+//     kernel_bench [--values 134217728] [--repeats 15] [--only SUBSTRING] [--seconds 200]
+//
+// Prints one line of JSON for each case as soon as it is known, the most important cases first, and
+// stops before a case that would start after `seconds`. `share` is the bytes that have to cross
+// device memory over the time they take, as a part of what a copy within the device reaches: the
+// median of interleaved repeats. Launches are replayed from a graph, so small sizes show what a
+// training step sees. Inputs are random. Exits with 1 if any byte differs.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "codec_cuda.h"
+#include "layout.h"
+#include "quantize.h"
+
+namespace {
+
+void require(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "kernel_bench: %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(2);
+}
+#define CGX_REQUIRE(call) require((call), #call)
+
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(int64_t bytes) : bytes_(bytes) {
+    CGX_REQUIRE(cudaMalloc(&data_, bytes));
+    CGX_REQUIRE(cudaMemset(data_, 0xFF, bytes));
+  }
+  ~DeviceMemory() { cudaFree(data_); }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  char* data() const { return static_cast<char*>(data_); }
+  int64_t bytes() const { return bytes_; }
+  void set(const void* from, int64_t bytes) const {
+    CGX_REQUIRE(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
+  }
+  std::vector<uint8_t> get() const {
+    std::vector<uint8_t> bytes(bytes_);
+    CGX_REQUIRE(cudaMemcpy(bytes.data(), data_, bytes_, cudaMemcpyDeviceToHost));
+    return bytes;
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_;
+};
+
+enum class Kernel { kEncode, kDecode, kReduce, kAccumulate };
+constexpr const char* kKernels[] = {"encode", "decode", "reduce", "accumulate"};
+constexpr const char* kDTypes[] = {"f32", "bf16", "f16"};
+
+struct Case {
+  Kernel kernel;
+  int bits;
+  cgx::DType dtype = cgx::DType::kF32;
+  int world = 1;  // ranks of a reduce, peers of an accumulate
+  int64_t rounding = 0;
+  bool rotated = false;
+  bool residual = false;
+  int64_t bucket = 512;
+
+  std::string name() const {
+    std::string text = kKernels[static_cast<int>(kernel)];
+    text += " " + std::to_string(bits) + " " + kDTypes[static_cast<int>(dtype)];
+    if (kernel == Kernel::kReduce) text += " w" + std::to_string(world);
+    if (kernel == Kernel::kAccumulate) text += " p" + std::to_string(world);
+    if (rounding) text += " stochastic";
+    if (rotated) text += " rotated";
+    if (residual) text += " residual";
+    if (bucket != 512) text += " bucket " + std::to_string(bucket);
+    return text;
+  }
+};
+
+std::vector<Case> cases() {
+  using D = cgx::DType;
+  std::vector<Case> all;
+  // What most training steps run comes first.
+  for (int bits : {4, 8}) {
+    all.push_back({Kernel::kEncode, bits});
+    all.push_back({Kernel::kDecode, bits});
+    for (int world : {2, 4, 8}) all.push_back({Kernel::kReduce, bits, D::kF32, world});
+    all.push_back({Kernel::kAccumulate, bits, D::kF32, 8});
+  }
+  for (D dtype : {D::kBF16, D::kF16}) {
+    for (int bits : {4, 8}) {
+      all.push_back({Kernel::kEncode, bits, dtype});
+      all.push_back({Kernel::kDecode, bits, dtype});
+      all.push_back({Kernel::kReduce, bits, dtype, 8});
+    }
+  }
+  for (D dtype : {D::kF32, D::kBF16}) {
+    for (Kernel kernel : {Kernel::kEncode, Kernel::kDecode, Kernel::kReduce, Kernel::kAccumulate}) {
+      all.push_back({kernel, 4, dtype, kernel >= Kernel::kReduce ? 8 : 1, 0, true});
+    }
+    all.push_back({Kernel::kEncode, 4, dtype, 1, 1});
+    all.push_back({Kernel::kReduce, 4, dtype, 8, 1});
+    all.push_back({Kernel::kEncode, 4, dtype, 1, 0, false, true});
+    all.push_back({Kernel::kReduce, 4, dtype, 8, 0, false, true});
+    all.push_back({Kernel::kEncode, 4, dtype, 1, 0, true, true});
+    all.push_back({Kernel::kReduce, 4, dtype, 8, 0, true, true});
+    all.push_back({Kernel::kEncode, 4, dtype, 1, 1, true});
+    all.push_back({Kernel::kAccumulate, 4, dtype, 2});
+  }
+  for (int bits : {1, 2, 3, 5, 6, 7}) {
+    all.push_back({Kernel::kEncode, bits});
+    all.push_back({Kernel::kDecode, bits});
+    all.push_back({Kernel::kReduce, bits, D::kF32, 4});
+  }
+  for (int64_t bucket : {64, 128, 1024, 2048, 8192}) {
+    all.push_back({Kernel::kEncode, 4, D::kF32, 1, 0, false, false, bucket});
+    all.push_back({Kernel::kDecode, 4, D::kF32, 1, 0, false, false, bucket});
+    all.push_back({Kernel::kReduce, 4, D::kF32, 8, 0, false, false, bucket});
+  }
+  return all;
+}
+
+// Random values, the same for host and device.
+std::vector<uint8_t> random_values(int64_t count, cgx::DType dtype) {
+  std::mt19937 rng(1);
+  std::normal_distribution<float> normal;
+  std::vector<uint8_t> bytes(count * cgx::item_size(dtype));
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = normal(rng);
+    if (dtype == cgx::DType::kF32) {
+      std::memcpy(&bytes[4 * i], &x, 4);
+    } else {
+      const uint32_t half =
+          dtype == cgx::DType::kBF16 ? cgx::narrow_bf16<float>(x) : cgx::narrow_f16<float>(x);
+      std::memcpy(&bytes[2 * i], &half, 2);
+    }
+  }
+  return bytes;
+}
+
+constexpr uint32_t kKey[2] = {7, 11};
+constexpr float kDivisor = 3.0f;
+constexpr int kRank = 0;
+
+// The arrays of one case. `values` are those of a chunk of a reduce, of the leaf otherwise.
+class Bench {
+ public:
+  Bench(const Case& c, int64_t values, const DeviceMemory& noise)
+      : case_(c),
+        chunks_(c.kernel == Kernel::kReduce ? c.world : 1),
+        size_(values * chunks_),
+        item_(cgx::item_size(c.dtype)) {
+    const std::string error =
+        owned_.build({{size_, c.bits, c.bucket, c.rounding, 3, c.rotated}}, chunks_);
+    if (!error.empty()) {
+      std::fprintf(stderr, "kernel_bench: %s\n", error.c_str());
+      std::exit(2);
+    }
+    in_ = make(size_ * item_);
+    fill(*in_, noise);
+    payload_ = make(rows() * layout().chunk_bytes);
+    key_ = make(sizeof(kKey));
+    key_->set(kKey, sizeof(kKey));
+    cudaStream_t stream = nullptr;
+    if (c.kernel != Kernel::kEncode) prepare_payload(stream);
+    switch (c.kernel) {
+      case Kernel::kReduce:
+        out_ = make(layout().chunk_bytes);
+        break;
+      case Kernel::kEncode:
+        break;
+      case Kernel::kDecode:
+      case Kernel::kAccumulate:
+        out_ = make(size_ * item_);
+        break;
+    }
+    if (c.residual) residual_ = make(size_ * item_);
+    CGX_REQUIRE(cudaDeviceSynchronize());
+  }
+
+  // What the kernel must read and write.
+  int64_t bytes_to_move() const {
+    const int64_t record = layout().chunk_bytes, chunk = size_ / chunks_ * item_;
+    const int64_t residual = case_.residual ? chunk : 0;
+    switch (case_.kernel) {
+      case Kernel::kEncode:
+      case Kernel::kDecode:
+        return chunk + record + residual;
+      case Kernel::kReduce:
+        return chunk + case_.world * record + residual;  // the peers' and the sum's
+      case Kernel::kAccumulate:
+        return 2 * chunk + case_.world * record;
+    }
+    return 0;
+  }
+
+  void launch(cudaStream_t stream) const {
+    const std::vector<cgx::Range> all = {{0, layout().total_bytes()}};
+    const void* const in = in_->data();
+    void* const out = out_ ? out_->data() : nullptr;
+    void* const lost = residual_ ? residual_->data() : nullptr;
+    const cgx::LeavesIn leaves{&in, &case_.dtype};
+    const cgx::LeavesOut outs{&out, &case_.dtype};
+    const cgx::LeavesOut residuals =
+        residual_ ? cgx::LeavesOut{&lost, &case_.dtype} : cgx::LeavesOut{};
+    const auto* const key = reinterpret_cast<const uint32_t*>(key_->data());
+    auto* const payload = reinterpret_cast<uint8_t*>(payload_->data());
+    switch (case_.kernel) {
+      case Kernel::kEncode:
+        CGX_REQUIRE(cgx::encode(
+            {layout(), leaves, residuals, key, cgx::RankSource{nullptr, -1}, payload, true}, all,
+            stream));
+        return;
+      case Kernel::kDecode:
+        CGX_REQUIRE(cgx::decode({layout(), payload, outs}, all, stream));
+        return;
+      case Kernel::kReduce: {
+        const std::vector<cgx::Range> own = {{layout().begin[kRank], layout().begin[kRank + 1]}};
+        CGX_REQUIRE(cgx::reduce({layout(), leaves, key, cgx::RankSource{nullptr, kRank}, payload,
+                                 kDivisor, static_cast<uint8_t*>(out), true, residuals},
+                                own, stream));
+        return;
+      }
+      case Kernel::kAccumulate:
+        CGX_REQUIRE(cgx::accumulate(
+            {layout(), leaves, payload, case_.world, cgx::RankSource{nullptr, -1}, kDivisor, outs},
+            all, stream));
+        return;
+    }
+  }
+
+  // Whether a launch leaves the bytes that the CPU's kernel leaves.
+  bool equals_cpu() const {
+    cudaStream_t stream;
+    CGX_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    launch(stream);
+    CGX_REQUIRE(cudaStreamSynchronize(stream));
+    CGX_REQUIRE(cudaStreamDestroy(stream));
+    const cgx::KernelTable& cpu = cgx::current_kernels();
+    const std::vector<uint8_t> values = in_->get();
+    std::vector<uint8_t> payload = payload_->get(), result(out_ ? out_->bytes() : 0, 0xFF);
+    std::vector<uint8_t> lost(residual_ ? residual_->bytes() : 0, 0xFF);
+    std::vector<float> scratch(owned_.longest_bucket() + 64);
+    const void* const in = values.data();
+    void* const out = result.data();
+    void* const residual = lost.data();
+    const cgx::LeavesIn leaves{&in, &case_.dtype};
+    const cgx::LeavesOut outs{&out, &case_.dtype};
+    const cgx::LeavesOut residuals =
+        residual_ ? cgx::LeavesOut{&residual, &case_.dtype} : cgx::LeavesOut{};
+    const cgx::Layout l = layout();
+    switch (case_.kernel) {
+      case Kernel::kEncode: {
+        std::vector<uint8_t> expected(payload.size(), 0xFF);
+        cpu.encode({l, leaves, residuals, kKey, -1, expected.data(), scratch.data()}, 0,
+                   l.total_bytes());
+        cgx::zero_tails(l, expected.data());
+        if (expected != payload) return false;
+        break;
+      }
+      case Kernel::kDecode:
+        cpu.decode({l, payload.data(), outs, scratch.data()}, 0, l.total_bytes());
+        break;
+      case Kernel::kReduce:
+        cpu.reduce({l, leaves, kKey, kRank, payload.data(), kDivisor, result.data(), scratch.data(),
+                    residuals},
+                   l.begin[kRank], l.begin[kRank + 1]);
+        break;
+      case Kernel::kAccumulate:
+        cpu.accumulate({l, leaves, payload.data(), case_.world, -1, kDivisor, outs, scratch.data()},
+                       0, l.total_bytes());
+        break;
+    }
+    return (!out_ || result == out_->get()) && (!residual_ || lost == residual_->get());
+  }
+
+ private:
+  static std::unique_ptr<DeviceMemory> make(int64_t bytes) {
+    return std::make_unique<DeviceMemory>(std::max<int64_t>(bytes, 16));
+  }
+  static void fill(const DeviceMemory& to, const DeviceMemory& noise) {
+    for (int64_t at = 0; at < to.bytes(); at += noise.bytes()) {
+      CGX_REQUIRE(cudaMemcpy(to.data() + at, noise.data(), std::min(noise.bytes(), to.bytes() - at),
+                             cudaMemcpyDeviceToDevice));
+    }
+  }
+  cgx::Layout layout() const { return owned_.view(); }
+  int64_t rows() const { return case_.kernel == Kernel::kAccumulate ? case_.world : chunks_; }
+  // Records of random values in every row: the chunks of a leaf have the same structure.
+  void prepare_payload(cudaStream_t stream) const {
+    const void* const in = in_->data();
+    for (int64_t row = 0; row < rows(); row += chunks_) {
+      CGX_REQUIRE(
+          cgx::encode({layout(),
+                       {&in, &case_.dtype},
+                       {},
+                       reinterpret_cast<const uint32_t*>(key_->data()),
+                       cgx::RankSource{nullptr, -1},
+                       reinterpret_cast<uint8_t*>(payload_->data()) + row * layout().chunk_bytes,
+                       true},
+                      {{0, layout().total_bytes()}}, stream));
+    }
+  }
+
+  const Case case_;
+  const int64_t chunks_, size_, item_;
+  cgx::OwnedLayout owned_;
+  std::unique_ptr<DeviceMemory> in_, out_, payload_, residual_, key_;
+};
+
+// A graph of `count` launches.
+class Replay {
+ public:
+  Replay(int count, const std::function<void(cudaStream_t)>& launch, cudaStream_t stream) {
+    cudaGraph_t graph;
+    CGX_REQUIRE(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < count; ++i) launch(stream);
+    CGX_REQUIRE(cudaStreamEndCapture(stream, &graph));
+    CGX_REQUIRE(cudaGraphInstantiate(&graph_, graph, 0));
+    CGX_REQUIRE(cudaGraphDestroy(graph));
+    CGX_REQUIRE(cudaEventCreate(&begin_));
+    CGX_REQUIRE(cudaEventCreate(&end_));
+  }
+  ~Replay() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+    cudaGraphExecDestroy(graph_);
+  }
+  Replay(const Replay&) = delete;
+  Replay& operator=(const Replay&) = delete;
+
+  double microseconds(cudaStream_t stream) const {
+    CGX_REQUIRE(cudaEventRecord(begin_, stream));
+    CGX_REQUIRE(cudaGraphLaunch(graph_, stream));
+    CGX_REQUIRE(cudaEventRecord(end_, stream));
+    CGX_REQUIRE(cudaStreamSynchronize(stream));
+    float milliseconds;
+    CGX_REQUIRE(cudaEventElapsedTime(&milliseconds, begin_, end_));
+    return 1e3 * milliseconds;
+  }
+
+ private:
+  cudaGraphExec_t graph_;
+  cudaEvent_t begin_, end_;
+};
+
+double quantile(std::vector<double> values, double q) {
+  std::sort(values.begin(), values.end());
+  return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1) + 0.5)];
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int64_t values = int64_t{1} << 27;
+  int repeats = 15;
+  double seconds = 200;
+  std::string only;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string option = argv[i];
+    if (option == "--values") values = std::atoll(argv[i + 1]);
+    if (option == "--repeats") repeats = std::atoi(argv[i + 1]);
+    if (option == "--only") only = argv[i + 1];
+    if (option == "--seconds") seconds = std::atof(argv[i + 1]);
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  const auto elapsed = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  cudaStream_t stream;
+  CGX_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  constexpr int64_t kCopied = 512;
+  constexpr int64_t kNoise = int64_t{1} << 22;
+  std::vector<std::unique_ptr<DeviceMemory>> noise;
+  for (int d = 0; d < 3; ++d) {
+    const std::vector<uint8_t> bytes = random_values(kNoise, static_cast<cgx::DType>(d));
+    noise.push_back(std::make_unique<DeviceMemory>(static_cast<int64_t>(bytes.size())));
+    noise.back()->set(bytes.data(), static_cast<int64_t>(bytes.size()));
+  }
+  int wrong = 0, left_out = 0;
+  const auto run = [&](const Case& c, int64_t count, int launches, bool check) {
+    if (!only.empty() && c.name().find(only) == std::string::npos) return;
+    if (elapsed() > seconds) {
+      ++left_out;
+      return;
+    }
+    const DeviceMemory& random = *noise[static_cast<int>(c.dtype)];
+    // An odd count: a last bucket that is short, rows that are not aligned.
+    const bool equal = !check || Bench(c, 300007, random).equals_cpu();
+    wrong += !equal;
+    const Bench bench(c, count, random);
+    const int64_t bytes = bench.bytes_to_move();
+    // A copy of an odd number of bytes is slower.
+    const int64_t copied = (bytes / 2 + kCopied - 1) / kCopied * kCopied;
+    const DeviceMemory from(copied), to(copied);
+    const Replay ours(launches, [&](cudaStream_t s) { bench.launch(s); }, stream);
+    const Replay copy(
+        launches,
+        [&](cudaStream_t s) {
+          CGX_REQUIRE(cudaMemcpyAsync(to.data(), from.data(), copied, cudaMemcpyDeviceToDevice, s));
+        },
+        stream);
+    std::vector<double> times, copies, shares;
+    for (int i = -3; i < repeats; ++i) {
+      const double t = ours.microseconds(stream), u = copy.microseconds(stream);
+      if (i < 0) continue;
+      times.push_back(t / launches);
+      copies.push_back(u / launches);
+      shares.push_back(u / t * static_cast<double>(bytes) / static_cast<double>(2 * copied));
+    }
+    const double median = quantile(times, 0.5);
+    std::printf(
+        "{\"case\": \"%s\", \"values\": %lld, \"microseconds\": %.3f, \"copy\": %.3f, "
+        "\"gigabytes_per_second\": %.1f, \"share\": [%.3f, %.3f, %.3f], \"equals_cpu\": %s}\n",
+        c.name().c_str(), static_cast<long long>(count), median, quantile(copies, 0.5),
+        static_cast<double>(bytes) / median / 1e3, quantile(shares, 0.25), quantile(shares, 0.5),
+        quantile(shares, 0.75),
+        !check  ? "null"
+        : equal ? "true"
+                : "false");
+    std::fflush(stdout);
+  };
+  for (const Case& c : cases()) run(c, values, 1, true);
+  for (int64_t small : {int64_t{1} << 14, int64_t{1} << 18, int64_t{1} << 22}) {
+    for (const Case& c : {Case{Kernel::kEncode, 4}, Case{Kernel::kDecode, 4},
+                          Case{Kernel::kReduce, 4, cgx::DType::kF32, 2},
+                          Case{Kernel::kReduce, 4, cgx::DType::kF32, 8}}) {
+      run(c, small, 20, false);
+    }
+  }
+  std::printf("{\"cases_with_other_bytes\": %d, \"left_out\": %d, \"seconds\": %.1f}\n", wrong,
+              left_out, elapsed());
+  return wrong ? 1 : 0;
+}
