@@ -118,11 +118,15 @@ struct Encoded {
   __device__ void load(const uint8_t* record, int64_t planes, int columns, int count) {
     meta = load_meta(record);
     const uint8_t* plane = record + planes;
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
-      if (k < count) word[k] = *reinterpret_cast<const uint32_t*>(plane);
-      plane += columns;
-    }
+    const auto load = [&](int k) { word[k] = *reinterpret_cast<const uint32_t*>(plane); };
+    if (count > 0) load(0);
+    plane += columns;
+    if (count > 1) load(1);
+    if (count <= 2) return;
+    plane += columns;
+    load(2);
+    plane += columns;
+    if (count > 3) load(3);
   }
 
   // f(value, row, column) for the lane's values.
@@ -229,8 +233,9 @@ struct Range {
     }
     return as_signed < 0x7f800000 && as_unsigned < 0xff800000u;
   }
+  static constexpr uint32_t kNone = 0xffffffffu;
   __device__ static uint32_t smallest(const Bucket& bucket, int tile, const Tile& t) {
-    uint32_t bits = 0xffffffffu;
+    uint32_t bits = kNone;
     if (bucket.has(tile))
       t.each([&](float x, int, int) { bits = ::min(bits, bit_cast<uint32_t>(x)); });
     return bits;
@@ -249,17 +254,15 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
                             Tile* t) {
   const int bits = bucket.bits;
   Codes codes = {};
-  // `level(x, i)` is the code of the bucket's value i but for its fraction.
-  const auto encode = [&](auto level) {
+  // `code_of(x, i)` is kWhole and the code of the bucket's value i.
+  const auto encode_as = [&](auto code_of) {
     const uint32_t scale = opaque(1u << bits);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
       for (int r = kHalfRows - 1; r >= 0; --r) {
         float& x = t->v[r][c];
-        const int i = bucket.index(tile, r) + c;
-        uint32_t code = whole_part(level(x, i));
-        if (bucket.padded() && i >= bucket.values) code = kWhole;
+        const uint32_t code = code_of(x, bucket.index(tile, r) + c);
         codes.number[c] = codes.number[c] * scale + code;
         if (kResidual) x -= meta.lo + meta.unit * (bit_cast<float>(code) - kWholeFloat);
       }
@@ -269,6 +272,15 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
       const uint32_t above = kWhole * (1 + scale * (1 + scale * (1 + scale)));
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) codes.number[c] -= above;
+    }
+  };
+  // `level(x, i)` is the code but for its fraction.
+  const auto encode = [&](auto level) {
+    if (bucket.padded()) {
+      encode_as(
+          [&](float x, int i) { return i < bucket.values ? whole_part(level(x, i)) : kWhole; });
+    } else {
+      encode_as([&](float x, int i) { return whole_part(level(x, i)); });
     }
   };
   if (poisoned(meta)) {
@@ -296,52 +308,78 @@ __device__ void store_lost(const Bucket& bucket, int tile, float factor, Tile t)
   store_tile<false>(bucket, tile, t);
 }
 
+// The meta of a bucket whose range is known. `smallest()` is what Range::meet asks for; `t` is the
+// bucket's tile if it has but one.
+template <bool kStochastic, typename F>
+__device__ Meta meta_of(const Bucket& bucket, Range range, const Tile& t, F smallest) {
+  const bool finite = range.meet(smallest);
+  if (kStochastic || !bucket.rotated || !Rotation::whole(bucket.columns)) {
+    return make_meta(range.min, range.max, finite, bucket.bits);
+  }
+  const float squares = sum_of_squares(bucket, t, Scaling(range.min, range.max).down);
+  return make_clipped_meta(range.min, range.max, finite, squares, kRows * bucket.columns,
+                           bucket.bits);
+}
+
 // Finds a bucket's range and encodes it. `values(tile)` gives a tile as it is coded, pads within
-// the range; it is called once for each tile where kTiles says how many there are at most (0: any
-// number, more than once). With kResidual it stores what is lost, times `factor`.
+// the range; it is called once for each tile where kTiles says how many there are at most, and
+// twice where nobody knows (0). With kResidual it stores what is lost, times `factor`.
 template <int kTiles, bool kStochastic, bool kResidual, typename Values>
 __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record, Values values,
                               float factor) {
-  Tile held[kTiles ? kTiles : 1];
-  const auto pass = [&](bool first, auto f) {
-    if (kTiles) {
-#pragma unroll
-      for (int k = 0; k < kTiles; ++k) {
-        if (k >= bucket.tiles()) break;
-        if (first) held[k] = values(k);
-        f(k, &held[k]);
-      }
-    } else {
-      for (int k = 0; k < bucket.tiles(); ++k) {
-        Tile t = values(k);
-        f(k, &t);
-      }
-    }
-  };
-  Range range;
-  pass(true, [&](int k, Tile* t) { range.add(bucket, k, *t); });
-  const bool finite = range.meet([&] {
-    uint32_t bits = 0xffffffffu;
-    pass(false, [&](int k, Tile* t) { bits = ::min(bits, Range::smallest(bucket, k, *t)); });
-    return bits;
-  });
-  Meta meta = make_meta(range.min, range.max, finite, bucket.bits);
-  if (!kStochastic && bucket.rotated && Rotation::whole(bucket.columns)) {
-    const float down = Scaling(range.min, range.max).down;
-    const float squares = sum_of_squares(bucket, kTiles ? held[0] : values(0), down);
-    meta = make_clipped_meta(range.min, range.max, finite, squares, kRows * bucket.columns,
-                             bucket.bits);
-  }
-  store_meta(bucket.lane, record, meta);
-  pass(false, [&](int k, Tile* t) {
+  const auto code = [&](Meta meta, int k, Tile* t) {
     encode_tile<kStochastic, kResidual>(bucket, meta, noise, k, record, t);
     if (kResidual) store_lost(bucket, k, factor, *t);
+  };
+  Range range;
+  Meta meta;
+  if (kTiles == 0) {
+    uint32_t smallest = Range::kNone;
+#pragma unroll 1
+    for (int step = 0; step < 2 * bucket.tiles(); ++step) {  // so that the code is there once
+      const bool first = step < bucket.tiles();
+      const int k = first ? step : step - bucket.tiles();
+      Tile t = values(k);
+      if (!first) {
+        code(meta, k, &t);
+        continue;
+      }
+      range.add(bucket, k, t);
+      smallest = ::min(smallest, Range::smallest(bucket, k, t));
+      if (k + 1 < bucket.tiles()) continue;
+      meta = meta_of<kStochastic>(bucket, range, t, [&] { return smallest; });
+      store_meta(bucket.lane, record, meta);
+    }
+    return;
+  }
+  Tile held[kTiles ? kTiles : 1];
+#pragma unroll
+  for (int k = 0; k < kTiles; ++k) {
+    if (k >= bucket.tiles()) break;
+    held[k] = values(k);
+    range.add(bucket, k, held[k]);
+  }
+  meta = meta_of<kStochastic>(bucket, range, held[0], [&] {
+    uint32_t smallest = Range::kNone;
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      if (k >= bucket.tiles()) break;
+      smallest = ::min(smallest, Range::smallest(bucket, k, held[k]));
+    }
+    return smallest;
   });
+  store_meta(bucket.lane, record, meta);
+#pragma unroll
+  for (int k = 0; k < kTiles; ++k) {
+    if (k >= bucket.tiles()) break;
+    code(meta, k, &held[k]);
+  }
 }
 
 // The decoded records of the peers, one after the other and without `skip`, as a lane reads them.
 // Memory is far: kAhead records are on their way before the first is decoded, and each that is
 // decoded makes place for one more.
+template <int kAhead>
 class Peers {
  public:
   // Asks for the first of them.
@@ -372,8 +410,6 @@ class Peers {
   }
 
  private:
-  static constexpr int kAhead = 4;
-
   __device__ void ask(int number, int place) {
     if (number >= count_) return;
     ahead_[place].load(next_, planes_, columns_, words_);

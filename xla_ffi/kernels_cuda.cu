@@ -12,9 +12,10 @@ constexpr int kThreads = 256;
 // warps keep enough reads in flight, and a bucket of several tiles brings that many reads more by
 // itself.
 constexpr int blocks_of(int tiles, int more_registers = 0) {
-  return tiles == 1 ? 4 - more_registers : tiles == 0 ? 2 : 1;
+  return tiles == 1 ? 4 - more_registers : 2;
 }
-constexpr int kMaxBlocks = 1 << 20;
+// Of a large buffer a warp works on several buckets, and looks for their piece once.
+constexpr int kMaxBlocks = 8192;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
 
 // The first piece of the table for which `beyond` holds; `count` when there is none.
@@ -39,22 +40,6 @@ __device__ int units_before(const Table& table, Beyond beyond) {
   return p < table.count ? table.piece[p].before : table.units;
 }
 
-// Calls f(piece, number of the unit in it) for this warp's share of the units [first, end).
-template <typename F>
-__device__ void for_each_unit(const Table& table, int first, int end, F f) {
-  const int warps = gridDim.x * (kThreads / kWarp);
-  // All lanes have the same number. The shuffle tells the compiler, which then computes what hangs
-  // on it once for the warp.
-  const int warp = __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarp, 0);
-  int unit = first + static_cast<int>(blockIdx.x) * (kThreads / kWarp) + warp;
-  if (unit >= end) return;
-  int p = first_piece(table, [&](const Piece& piece) { return piece.before > unit; }) - 1;
-  for (; unit < end; unit += warps) {
-    while (p + 1 < table.count && table.piece[p + 1].before <= unit) ++p;
-    f(table.piece[p], unit - table.piece[p].before);
-  }
-}
-
 __device__ void clear_unit(const Piece& piece, int number) {
   const int words = (number == piece.last ? piece.tail : piece.unit) / 4;
   uint32_t* const to =
@@ -62,37 +47,72 @@ __device__ void clear_unit(const Piece& piece, int number) {
   for (int i = threadIdx.x % kWarp; i < words; i += kWarp) to[i] = 0;
 }
 
+// For this warp's share of the units [first, end): work(piece) gives what is then called with the
+// number of each unit in that piece, so that what units of a piece share is computed once.
+template <typename Work>
+__device__ void for_each_unit(const Table& table, int first, int end, Work work) {
+  const int warps = gridDim.x * (kThreads / kWarp);
+  // All lanes have the same number. The shuffle tells the compiler, which then computes what hangs
+  // on it once for the warp.
+  const int warp = __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarp, 0);
+  int unit = first + static_cast<int>(blockIdx.x) * (kThreads / kWarp) + warp;
+  if (unit >= end) return;
+  int p = first_piece(table, [&](const Piece& piece) { return piece.before > unit; }) - 1;
+  for (; unit < end; ++p) {
+    const Piece& piece = table.piece[p];
+    if (piece.bits == 0) {
+      for (; unit < end && unit - piece.before <= piece.last; unit += warps) {
+        clear_unit(piece, unit - piece.before);
+      }
+    } else if (unit - piece.before <= piece.last) {
+      const auto of_unit = work(piece);
+      for (; unit < end && unit - piece.before <= piece.last; unit += warps) {
+        of_unit(unit - piece.before);
+      }
+    }
+  }
+}
+
 __device__ int32_t rank_of(RankSource rank) { return rank.device ? *rank.device : rank.value; }
+
+// What the noise of a leaf's buckets has in common.
+template <bool kStochastic>
+__device__ LeafSeed noise_of(const uint32_t* key, const Piece& piece) {
+  return kStochastic ? LeafSeed(key[0], key[1], piece.stream) : LeafSeed(0, 0, 0);
+}
+
+// A record of the rank's own chunk, which nobody reads, and what it has lost.
+template <bool kResidual>
+__device__ void clear_record(const Bucket& bucket, uint8_t* record) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(record);
+  const int size = static_cast<int>(Record{bucket.values, bucket.bits}.bytes() / 4);
+  for (int i = bucket.lane.index; i < size; i += kWarp) words[i] = 0;
+  for (int k = 0; kResidual && k < bucket.tiles(); ++k) store_tile<true>(bucket, k, filled(0.0f));
+}
 
 template <int kTiles, bool kStochastic, bool kResidual>
 __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
     encode_kernel(const __grid_constant__ Table table, const EncodeArgs args) {
   const int32_t own = rank_of(args.rank);
-  for_each_unit(table, 0, table.units, [&](const Piece& piece, int number) {
-    if (piece.bits == 0) return clear_unit(piece, number);
-    const Bucket bucket(piece, number);
-    uint8_t* const record = args.payload + bucket.record();
-    if (piece.chunk == own) {
-      uint32_t* const words = reinterpret_cast<uint32_t*>(record);
-      const int64_t size = Record{bucket.values, bucket.bits}.bytes() / 4;
-      for (int64_t i = bucket.lane.index; i < size; i += kWarp) words[i] = 0;
-      for (int k = 0; kResidual && k < bucket.tiles(); ++k) store_tile<true>(bucket, k, filled(0));
-      return;
-    }
-    Noise noise = {};
-    if (kStochastic) {
-      noise.seed = bucket.seed(args.key + piece.chunk * args.key_step);
-      // A chunk with a key of its own is no part of a sum whose ranks spread their noise.
-      if (args.key_step == 0) noise.offset = noise_offset(piece.rounding, own, args.world);
-    }
-    encode_bucket<kTiles, kStochastic, kResidual>(
-        bucket, noise, record,
-        [&](int k) {
-          Tile t = load_tile(bucket, k, Pad::kFirst);
-          rotate(bucket, k, &t);
-          return t;
-        },
-        1.0f);
+  for_each_unit(table, 0, table.units, [&](const Piece& piece) {
+    const LeafSeed rotation = Rotation::leaf_seed(piece.stream);
+    const LeafSeed seed = noise_of<kStochastic>(args.key + piece.chunk * args.key_step, piece);
+    // A chunk with a key of its own is no part of a sum whose ranks spread their noise.
+    const float offset =
+        kStochastic && args.key_step == 0 ? noise_offset(piece.rounding, own, args.world) : 0.0f;
+    return [=, &piece](int number) {
+      const Bucket bucket(piece, rotation, number);
+      uint8_t* const record = args.payload + bucket.record();
+      if (piece.chunk == own) return clear_record<kResidual>(bucket, record);
+      encode_bucket<kTiles, kStochastic, kResidual>(
+          bucket, {seed.bucket(bucket.of_leaf()), offset}, record,
+          [&](int k) {
+            Tile t = load_tile(bucket, k, Pad::kFirst);
+            rotate(bucket, k, &t);
+            return t;
+          },
+          1.0f);
+    };
   });
 }
 
@@ -103,26 +123,28 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual ? 2 : 1)
   const Divide divide(args.divisor);
   const int first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
   const int last = units_before(table, [&](const Piece& piece) { return piece.chunk > own; });
-  for_each_unit(table, first, last, [&](const Piece& piece, int number) {
-    if (piece.bits == 0) return clear_unit(piece, number);
-    const Bucket bucket(piece, number);
-    const int64_t record = bucket.record();
-    Noise noise = {};
-    if (kStochastic) noise.seed = bucket.seed(args.key);
-    // The first value of the bucket is lane 0's in tile 0; every lane with pads needs it.
-    float pad = 0.0f;
-    const auto mean = [&](int k) {
-      Peers peers(bucket, args.payload + record, args.chunk_bytes, args.world, own, k);
-      Tile t = load_tile(bucket, k, Pad::kZero);
-      rotate(bucket, k, &t);
-      peers.add_to(bucket, &t);
-      divide_tile(divide, &t);
-      if (k == 0) pad = __shfl_sync(kEveryLane, t.v[0][0], 0);
-      replace_pads(bucket, k, pad, &t);
-      return t;
+  for_each_unit(table, first, last, [&](const Piece& piece) {
+    const LeafSeed rotation = Rotation::leaf_seed(piece.stream);
+    const LeafSeed seed = noise_of<kStochastic>(args.key, piece);
+    return [=, &piece](int number) {
+      const Bucket bucket(piece, rotation, number);
+      const int64_t record = bucket.record();
+      // The first value of the bucket is lane 0's in tile 0; every lane with pads needs it.
+      float pad = 0.0f;
+      const auto mean = [&](int k) {
+        Peers<kTiles == 1 ? 4 : 2> peers(bucket, args.payload + record, args.chunk_bytes,
+                                         args.world, own, k);
+        Tile t = load_tile(bucket, k, Pad::kZero);
+        rotate(bucket, k, &t);
+        peers.add_to(bucket, &t);
+        divide_tile(divide, &t);
+        if (k == 0) pad = __shfl_sync(kEveryLane, t.v[0][0], 0);
+        replace_pads(bucket, k, pad, &t);
+        return t;
+      };
+      encode_bucket<kTiles, kStochastic, kResidual>(bucket, {seed.bucket(bucket.of_leaf()), 0.0f},
+                                                    args.chunk + record, mean, args.divisor);
     };
-    encode_bucket<kTiles, kStochastic, kResidual>(bucket, noise, args.chunk + record, mean,
-                                                  args.divisor);
   });
 }
 
@@ -134,27 +156,30 @@ __device__ void keep_within(Tile* t) {
 __global__ void __launch_bounds__(kThreads, blocks_of(1))
     decode_kernel(const __grid_constant__ Table table, const DecodeArgs args) {
   constexpr float kHarmless = 1.2676506e+30f;  // 2^100: no sum of 512 overflows
-  for_each_unit(table, 0, table.units, [&](const Piece& piece, int number) {
-    const Bucket bucket(piece, number);
-    const uint8_t* const record = args.payload + bucket.record();
-    const int planes = Planes(bucket.bits, bucket.lane.half).count;
-    for (int k = 0; k < bucket.tiles(); ++k) {
-      Encoded encoded;
-      encoded.load(record, planes_of(bucket, k), bucket.columns, bucket.has(k) ? planes : 0);
-      encoded.meta = checked(encoded.meta);
-      if (poisoned(encoded.meta)) {
-        store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
-        continue;
+  for_each_unit(table, 0, table.units, [&](const Piece& piece) {
+    const LeafSeed rotation = Rotation::leaf_seed(piece.stream);
+    return [=, &piece](int number) {
+      const Bucket bucket(piece, rotation, number);
+      const uint8_t* const record = args.payload + bucket.record();
+      const int planes = Planes(bucket.bits, bucket.lane.half).count;
+      for (int k = 0; k < bucket.tiles(); ++k) {
+        Encoded encoded;
+        encoded.load(record, planes_of(bucket, k), bucket.columns, bucket.has(k) ? planes : 0);
+        encoded.meta = checked(encoded.meta);
+        if (poisoned(encoded.meta)) {
+          store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
+          continue;
+        }
+        Tile t;
+        encoded.values(bucket, [&](float x, int r, int c) { t.v[r][c] = x; });
+        if (bucket.rotated) {
+          rotate_back(bucket, k, &t);
+          const float largest = fabsf(encoded.meta.lo) + 255.0f * fabsf(encoded.meta.unit);
+          if (!(largest <= kHarmless)) keep_within(&t);
+        }
+        store_tile<true>(bucket, k, t);
       }
-      Tile t;
-      encoded.values(bucket, [&](float x, int r, int c) { t.v[r][c] = x; });
-      if (bucket.rotated) {
-        rotate_back(bucket, k, &t);
-        const float largest = fabsf(encoded.meta.lo) + 255.0f * fabsf(encoded.meta.unit);
-        if (!(largest <= kHarmless)) keep_within(&t);
-      }
-      store_tile<true>(bucket, k, t);
-    }
+    };
   });
 }
 
@@ -162,21 +187,24 @@ __global__ void __launch_bounds__(kThreads, blocks_of(0))
     accumulate_kernel(const __grid_constant__ Table table, const AccumulateArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
-  for_each_unit(table, 0, table.units, [&](const Piece& piece, int number) {
-    const Bucket bucket(piece, number);
-    const uint8_t* const records = args.payload + bucket.record();
-    for (int k = 0; k < bucket.tiles(); ++k) {
-      Peers peers(bucket, records, args.row_bytes, args.peers, own, k);
-      Tile leaf = load_tile(bucket, k, Pad::kZero);
-      Tile t = bucket.rotated ? filled(0.0f) : leaf;
-      peers.add_to(bucket, &t);
-      if (bucket.rotated) {
-        rotate_back(bucket, k, &t);
-        add_tile(leaf, &t);
+  for_each_unit(table, 0, table.units, [&](const Piece& piece) {
+    const LeafSeed rotation = Rotation::leaf_seed(piece.stream);
+    return [=, &piece](int number) {
+      const Bucket bucket(piece, rotation, number);
+      const uint8_t* const records = args.payload + bucket.record();
+      for (int k = 0; k < bucket.tiles(); ++k) {
+        Peers<4> peers(bucket, records, args.row_bytes, args.peers, own, k);
+        const Tile leaf = load_tile(bucket, k, Pad::kZero);
+        Tile t = bucket.rotated ? filled(0.0f) : leaf;
+        peers.add_to(bucket, &t);
+        if (bucket.rotated) {
+          rotate_back(bucket, k, &t);
+          add_tile(leaf, &t);
+        }
+        divide_tile(divide, &t);
+        store_tile<false>(bucket, k, t);
       }
-      divide_tile(divide, &t);
-      store_tile<false>(bucket, k, t);
-    }
+    };
   });
 }
 

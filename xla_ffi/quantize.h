@@ -113,7 +113,8 @@ CGX_HD Meta make_clipped_meta(float min, float max, bool finite, float squares, 
   const float limit =
       normal_range(bits) * square_root(squares / (float)values) * Scaling(min, max).up;
   const float lo = min < -limit ? -limit : min, hi = max > limit ? limit : max;
-  return finite && lo < hi ? make_meta(lo, hi, finite, bits) : make_meta(min, max, finite, bits);
+  const bool clipped = finite && lo < hi;
+  return make_meta(clipped ? lo : min, clipped ? hi : max, finite, bits);
 }
 
 CGX_HD float inverse_unit(Meta meta) { return meta.unit > 0.0f ? 1.0f / meta.unit : 0.0f; }

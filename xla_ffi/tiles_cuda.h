@@ -61,6 +61,7 @@ struct Tile {
 // A bucket of a piece as a lane sees it. It has 2^30 values at most, so places in it are 32-bit.
 struct Bucket {
   const Piece& piece;
+  const LeafSeed& rotation_seed;
   int number;  // in the piece
   int values;
   int columns;
@@ -69,8 +70,9 @@ struct Bucket {
   bool rotated;
   Lane lane;
 
-  __device__ Bucket(const Piece& piece, int number)
+  __device__ Bucket(const Piece& piece, const LeafSeed& rotation_seed, int number)
       : piece(piece),
+        rotation_seed(rotation_seed),
         number(number),
         values(number == piece.last ? piece.tail : piece.unit),
         columns(static_cast<int>((static_cast<unsigned>(values) + (kTailValues - 1)) / kTailValues *
@@ -78,21 +80,21 @@ struct Bucket {
         bits(piece.bits),
         dtype(piece.dtype),
         rotated(piece.rotated) {}
+  // A product of two unsigned 32-bit numbers is one instruction.
+  __device__ int64_t times(uint32_t bytes) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(number)) * bytes);
+  }
   __device__ int64_t bytes_before() const {
-    return static_cast<int64_t>(number) * piece.unit * item_size(dtype);
+    const int64_t halves = times(2 * static_cast<uint32_t>(piece.unit));
+    return dtype == DType::kF32 ? 2 * halves : halves;
   }
   __device__ const char* in() const { return piece.in + bytes_before(); }
   __device__ char* out() const { return piece.out + bytes_before(); }
   // Where the record lies; the piece says in what.
-  __device__ int64_t record() const {
-    return piece.record + static_cast<int64_t>(number) * piece.stride;
-  }
-  __device__ NoiseSeed seed(const uint32_t* key) const {
-    return noise_seed(key, piece.stream, piece.bucket + number);
-  }
-  __device__ Rotation rotation() const {
-    return Rotation(columns, piece.stream, piece.bucket + number);
-  }
+  __device__ int64_t record() const { return piece.record + times(piece.stride); }
+  // The bucket's number in its leaf.
+  __device__ int64_t of_leaf() const { return piece.bucket + number; }
+  __device__ Rotation rotation() const { return Rotation(columns, rotation_seed, of_leaf()); }
   __device__ int tiles() const { return (columns + kTileColumns - 1) / kTileColumns; }
   __device__ int column(int tile) const { return tile * kTileColumns + lane.column; }
   // Index in the bucket of the first of this lane's values in row r of its half.
@@ -104,10 +106,8 @@ struct Bucket {
   __device__ bool ragged() const { return values != kRows * columns; }
   // Whether some of its codes stand for nothing: a rotation spreads the values over all of them.
   __device__ bool padded() const { return ragged() && !rotated; }
-  // Whether every lane has all of its values of every tile, and reads and writes four at once.
-  __device__ bool whole() const {
-    return piece.aligned && !ragged() && columns % kTileColumns == 0;
-  }
+  // Whether a lane has all values of its columns, and reads and writes four at once.
+  __device__ bool whole() const { return piece.aligned && !ragged(); }
 };
 
 __device__ float load_item(const char* values, int i, DType dtype) {
@@ -161,10 +161,18 @@ __device__ uint32_t narrow_f16_pair(float low, float high) {
 #endif
 }
 
+// A tile of one value.
+__device__ Tile filled(float x) {
+  Tile t;
+  t.each([&](float& v, int, int) { v = x; });
+  return t;
+}
+
 // Reads this lane's part of a tile of a bucket that is whole.
 __device__ Tile load_whole_tile(const Bucket& bucket, int tile) {
   const char* const values = bucket.in();
   const int first = bucket.index(tile, 0), row = bucket.columns;
+  if (!bucket.has(tile)) return filled(0.0f);
   Tile t;
   if (bucket.dtype == DType::kF32) {
 #pragma unroll
@@ -257,22 +265,15 @@ __device__ void store_whole_tile(const Bucket& bucket, int tile, const Tile& t) 
 // Writes a tile; with kFinite none of its values is NaN.
 template <bool kFinite>
 __device__ void store_tile(const Bucket& bucket, int tile, const Tile& t) {
+  if (!bucket.has(tile)) return;
   if (bucket.whole() && (kFinite || bucket.dtype == DType::kF32 || !any_nan(t))) {
     return store_whole_tile(bucket, tile, t);
   }
-  if (!bucket.has(tile)) return;
   char* const values = bucket.out();
   t.each([&](float x, int r, int c) {
     const int i = bucket.index(tile, r) + c;
     if (i < bucket.values) store_item(values, i, bucket.dtype, x);
   });
-}
-
-// A tile of one value.
-__device__ Tile filled(float x) {
-  Tile t;
-  t.each([&](float& v, int, int) { v = x; });
-  return t;
 }
 
 }  // namespace

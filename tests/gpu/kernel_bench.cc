@@ -93,7 +93,7 @@ std::vector<Case> cases() {
   for (int bits : {4, 8}) {
     all.push_back({Kernel::kEncode, bits});
     all.push_back({Kernel::kDecode, bits});
-    for (int world : {2, 4, 8}) all.push_back({Kernel::kReduce, bits, D::kF32, world});
+    for (int world : {2, 3, 4, 8}) all.push_back({Kernel::kReduce, bits, D::kF32, world});
     all.push_back({Kernel::kAccumulate, bits, D::kF32, 8});
   }
   for (D dtype : {D::kBF16, D::kF16}) {
@@ -148,7 +148,6 @@ std::vector<uint8_t> random_values(int64_t count, cgx::DType dtype) {
 }
 
 constexpr uint32_t kKey[2] = {7, 11};
-constexpr float kDivisor = 3.0f;
 constexpr int kRank = 0;
 
 // The arrays of one case. `values` are those of a chunk of a reduce, of the leaf otherwise.
@@ -226,13 +225,13 @@ class Bench {
       case Kernel::kReduce: {
         const std::vector<cgx::Range> own = {{layout().begin[kRank], layout().begin[kRank + 1]}};
         CGX_REQUIRE(cgx::reduce({layout(), leaves, key, cgx::RankSource{nullptr, kRank}, payload,
-                                 kDivisor, static_cast<uint8_t*>(out), true, residuals},
+                                 divisor(), static_cast<uint8_t*>(out), true, residuals},
                                 own, stream));
         return;
       }
       case Kernel::kAccumulate:
         CGX_REQUIRE(cgx::accumulate(
-            {layout(), leaves, payload, case_.world, cgx::RankSource{nullptr, -1}, kDivisor, outs},
+            {layout(), leaves, payload, case_.world, cgx::RankSource{nullptr, -1}, divisor(), outs},
             all, stream));
         return;
     }
@@ -271,13 +270,14 @@ class Bench {
         cpu.decode({l, payload.data(), outs, scratch.data()}, 0, l.total_bytes());
         break;
       case Kernel::kReduce:
-        cpu.reduce({l, leaves, kKey, kRank, payload.data(), kDivisor, result.data(), scratch.data(),
-                    residuals},
+        cpu.reduce({l, leaves, kKey, kRank, payload.data(), divisor(), result.data(),
+                    scratch.data(), residuals},
                    l.begin[kRank], l.begin[kRank + 1]);
         break;
       case Kernel::kAccumulate:
-        cpu.accumulate({l, leaves, payload.data(), case_.world, -1, kDivisor, outs, scratch.data()},
-                       0, l.total_bytes());
+        cpu.accumulate(
+            {l, leaves, payload.data(), case_.world, -1, divisor(), outs, scratch.data()}, 0,
+            l.total_bytes());
         break;
     }
     return (!out_ || result == out_->get()) && (!residual_ || lost == residual_->get());
@@ -294,6 +294,8 @@ class Bench {
     }
   }
   cgx::Layout layout() const { return owned_.view(); }
+  // Of a mean. A power of two is a multiplication.
+  float divisor() const { return static_cast<float>(case_.world); }
   int64_t rows() const { return case_.kernel == Kernel::kAccumulate ? case_.world : chunks_; }
   // Records of random values in every row: the chunks of a leaf have the same structure.
   void prepare_payload(cudaStream_t stream) const {
@@ -378,7 +380,8 @@ int main(int argc, char** argv) {
   };
   cudaStream_t stream;
   CGX_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  constexpr int64_t kCopied = 512;
+  constexpr int64_t kCopied = int64_t{1} << 28;
+  const DeviceMemory from(kCopied), to(kCopied);
   constexpr int64_t kNoise = int64_t{1} << 22;
   std::vector<std::unique_ptr<DeviceMemory>> noise;
   for (int d = 0; d < 3; ++d) {
@@ -399,9 +402,8 @@ int main(int argc, char** argv) {
     wrong += !equal;
     const Bench bench(c, count, random);
     const int64_t bytes = bench.bytes_to_move();
-    // A copy of an odd number of bytes is slower.
-    const int64_t copied = (bytes / 2 + kCopied - 1) / kCopied * kCopied;
-    const DeviceMemory from(copied), to(copied);
+    // One size for all large cases: a copy's speed changes with its length and place.
+    const int64_t copied = launches > 1 ? (bytes / 2 + 511) / 512 * 512 : kCopied;
     const Replay ours(launches, [&](cudaStream_t s) { bench.launch(s); }, stream);
     const Replay copy(
         launches,
