@@ -117,11 +117,10 @@ std::vector<T> repeated(const std::vector<T>& once, int64_t rows) {
 }
 
 template <Collective kCollective>
-ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAllocator scratch,
-                   Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints bits,
-                   Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers,
-                   int64_t world, float divisor, Ints positions, int64_t segment_bytes,
-                   std::string_view name) {
+ffi::Error execute(cudaStream_t stream, Collectives collectives, Keys keys, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints rounding,
+                   Ints rotation, Ints stream_numbers, int64_t world, float divisor, Ints positions,
+                   int64_t segment_bytes, std::string_view name) {
   const std::string call(name);
   const auto internal = [&](const std::string& text) {
     return ffi::Error::Internal(call + ": " + text);
@@ -136,7 +135,7 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
     Leaves leaves, results, residuals;
     OwnedLayout owned;
     CGX_TRY(leaves.add(call, args, rows_in));
-    CGX_TRY(results.add(call, rets, rows_out));
+    CGX_TRY(results.add(call, rets, rows_out, /*others=*/1));
     if (rows == 1 && results.size.size() > leaves.size.size()) {
       CGX_TRY(results.split(call, leaves.size.size(), &residuals));
       CGX_TRY(same_leaves(call, leaves, residuals));
@@ -148,6 +147,11 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
     CGX_TRY(check_count(call, "keys", keys, kScatters ? 2 * world : kGathers ? 2 : 4));
     CGX_TRY(check_divisor(call, divisor));
     if (segment_bytes < 1) return invalid(call, expected("segment_bytes", segment_bytes, 1));
+    const Layout layout = owned.view();
+    const auto payloads = rets.get<Payload>(rets.size() - 1);
+    if (payloads.has_error()) return invalid(call, "payloads: " + payloads.error().message());
+    CGX_TRY(
+        check_count(call, "payloads", **payloads, CudaFused::scratch_bytes(kCollective, layout)));
 
     std::string error;
     const NcclLibrary* const nccl = nccl_library(&error);
@@ -164,14 +168,6 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
     }
     if (count != world) return internal(expected("size of the communicator", count, world));
 
-    const Layout layout = owned.view();
-    const int64_t bytes = CudaFused::scratch_bytes(kCollective, layout);
-    const auto memory = scratch.Allocate(bytes, 256);
-    if (!memory) {
-      return ffi::Error(
-          ffi::ErrorCode::kResourceExhausted,
-          call + ": no " + std::to_string(bytes) + " bytes of device memory for payloads");
-    }
     int device = 0;
     if (const cudaError_t failed = cudaGetDevice(&device); failed != cudaSuccess) {
       return internal(cudaGetErrorString(failed));
@@ -191,7 +187,7 @@ ffi::Error execute(cudaStream_t stream, Collectives collectives, ffi::ScratchAll
                      divisor,
                      rank,
                      segment_bytes,
-                     static_cast<uint8_t*>(*memory)},
+                     (*payloads)->typed_data()},
                     *nccl, comm, own.lane, stream);
     error = fused.run();
     return error.empty() ? ffi::Error::Success() : internal(error);
@@ -203,7 +199,6 @@ XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
   static const auto handler = with_layout(ffi::Ffi::Bind()
                                               .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                               .Ctx<ffi::Extension<Collectives>>()
-                                              .Ctx<ffi::ScratchAllocator>()
                                               .Arg<Keys>()
                                               .RemainingArgs()
                                               .RemainingRets())

@@ -1,6 +1,9 @@
 // XLA FFI handlers of the fused calls on CUDA: all-reduce and its two halves. They need the
 // collectives extension of the runtime, which lends XLA's own communicator; without its header they
 // are not built.
+//
+// The last result of every call is u8[CudaFused::scratch_bytes()]: the payloads. Both streams still
+// use them when a handler returns, and only a result lives until the whole call is over.
 #ifndef CGX_HANDLERS_NCCL_H_
 #define CGX_HANDLERS_NCCL_H_
 
@@ -17,11 +20,12 @@ namespace cgx {
 
 // Asks for the communicator of any of the calls, before anything runs.
 XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame);
-// (keys of both phases, leaves) -> leaves
+// (keys of both phases, leaves) -> leaves [, residuals], payloads
 XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame);
-// (keys[world], leaves[world]) -> leaves. Attributes speak of one row; each is encoded by itself.
+// (keys[world], leaves[world]) -> leaves, payloads. Attributes speak of one row; each is encoded by
+// itself.
 XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame);
-// (key, leaves) -> leaves[world]
+// (key, leaves) -> leaves[world], payloads
 XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame);
 
 }  // namespace cgx

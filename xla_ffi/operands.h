@@ -78,8 +78,10 @@ struct Leaves {
     return ffi::Error::Success();
   }
 
-  ffi::Error add(const std::string& call, const ffi::RemainingRets& rets, int64_t batch) {
-    for (size_t k = 0; k < rets.size(); ++k) {
+  // All results but the last `others`.
+  ffi::Error add(const std::string& call, const ffi::RemainingRets& rets, int64_t batch,
+                 size_t others = 0) {
+    for (size_t k = 0; k + others < rets.size(); ++k) {
       auto buffer = rets.get<ffi::AnyBuffer>(k);
       if (buffer.has_error()) return buffer.error();
       if (auto error = add(call, **buffer, batch); error.failure()) return error;

@@ -140,7 +140,12 @@ def _call(
     return _compat.on_collective_stream(call)(*(jnp.asarray(x) for x in operands))
 
 
-def _lowering(target: str) -> Callable[..., Any]:
+def payload_bytes(rows: int, layout: Layout) -> int:
+    """What C++ calls CudaFused::scratch_bytes: room for `rows` payload rows."""
+    return rows * layout.chunk_bytes
+
+
+def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
     def rule(
         ctx: Any,
         *operands: Any,
@@ -151,12 +156,17 @@ def _lowering(target: str) -> Callable[..., Any]:
         name: str,
         residual: bool,
     ) -> Any:
-        return jax.ffi.ffi_lowering(target)(
-            ctx,
+        # The last result holds the payloads: both streams use them until the asynchronous call is
+        # done, and XLA keeps only results for as long.
+        rows = rows_per_rank * len(positions[0])
+        payloads = jax.core.ShapedArray((payload_bytes(rows, layout),), np.uint8)
+        *results, _ = jax.ffi.ffi_lowering(target)(
+            ctx.replace(avals_out=[*ctx.avals_out, payloads]),
             *operands,
             **fused.attributes(layout, divisor, positions, name),
             segment_bytes=np.int64(SEGMENT_BYTES),
         )
+        return results
 
     return rule
 
@@ -169,13 +179,14 @@ def _no_lowering(ctx: Any, *operands: Any, name: str, **params: Any) -> Any:
     )
 
 
-def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
+def _primitive(target: str, result: Callable[..., Any], rows_per_rank: int) -> Primitive:
     p = fused.primitive(target, 1, result)
     mlir.register_lowering(p, _no_lowering)
-    mlir.register_lowering(p, _lowering(target), platform="cuda")
+    mlir.register_lowering(p, _lowering(target, rows_per_rank), platform="cuda")
     return p
 
 
-all_reduce_p = _primitive("cgx_all_reduce_nccl", fused.reduced)
-reduce_scatter_p = _primitive("cgx_reduce_scatter_nccl", fused.scattered)
-all_gather_p = _primitive("cgx_all_gather_nccl", fused.gathered)
+# What a call receives to sum up needs rows of its own, beside those that it sends.
+all_reduce_p = _primitive("cgx_all_reduce_nccl", fused.reduced, 2)
+reduce_scatter_p = _primitive("cgx_reduce_scatter_nccl", fused.scattered, 2)
+all_gather_p = _primitive("cgx_all_gather_nccl", fused.gathered, 1)

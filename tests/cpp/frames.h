@@ -4,7 +4,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -21,9 +20,6 @@ struct XLA_FFI_Error {
 struct XLA_FFI_InvokeContext {
   cudaStream_t stream = nullptr;
   const XLA_FFI_Extension* extension = nullptr;
-  bool memory = true;                     // whether there is any for scratch
-  std::vector<void*> allocated = {};      // by the call
-  std::vector<void*>* outlive = nullptr;  // where freed memory waits until the streams have run
 };
 
 namespace {
@@ -38,18 +34,6 @@ void error_details(XLA_FFI_Error_GetDetails_Args* args) {
 void destroy_error(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 XLA_FFI_Error* stream_of(XLA_FFI_Stream_Get_Args* args) {
   args->stream = args->ctx->stream;
-  return nullptr;
-}
-XLA_FFI_Error* allocate(XLA_FFI_DeviceMemory_Allocate_Args* args) {
-  if (!args->ctx->memory) {
-    return new XLA_FFI_Error{"no memory", XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
-  }
-  args->data = std::aligned_alloc(256, (args->size + 255) / 256 * 256 + 256);
-  return nullptr;
-}
-// Streams still use the memory, as on a device, where freeing is ordered by the stream.
-XLA_FFI_Error* release(XLA_FFI_DeviceMemory_Free_Args* args) {
-  args->ctx->outlive->push_back(args->data);
   return nullptr;
 }
 XLA_FFI_Error* find_extension(XLA_FFI_InvokeContext_FindExtension_Args* args) {
@@ -67,8 +51,6 @@ XLA_FFI_Api make_api() {
   api.XLA_FFI_Error_GetDetails = error_details;
   api.XLA_FFI_Error_Destroy = destroy_error;
   api.XLA_FFI_Stream_Get = stream_of;
-  api.XLA_FFI_DeviceMemory_Allocate = allocate;
-  api.XLA_FFI_DeviceMemory_Free = release;
   api.XLA_FFI_InvokeContext_FindExtension = find_extension;
   return api;
 }

@@ -157,21 +157,37 @@ XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicat
   return nullptr;
 }
 
-// A fused call: its handler, and the sizes of its operands.
+// A fused call: its handler, and the sizes of its operands and results.
 struct Fused {
   const char* name;
   XLA_FFI_Handler* execute;
+  cgx::Collective collective;
   int64_t keys, rows_in, rows_out;
+  bool residual = false;
+  int64_t more_payloads = 0;  // bytes beyond those needed
 };
 const Fused kFused[] = {
-    {"all-reduce", cgx::all_reduce_nccl_execute, 4, 1, 1},
-    {"reduce-scatter", cgx::reduce_scatter_nccl_execute, 2 * kWorld, kWorld, 1},
-    {"all-gather", cgx::all_gather_nccl_execute, 2, 1, kWorld},
+    {"all-reduce", cgx::all_reduce_nccl_execute, cgx::Collective::kAllReduce, 4, 1, 1},
+    {"reduce-scatter", cgx::reduce_scatter_nccl_execute, cgx::Collective::kReduceScatter,
+     2 * kWorld, kWorld, 1},
+    {"all-gather", cgx::all_gather_nccl_execute, cgx::Collective::kAllGather, 2, 1, kWorld},
+    {"all-reduce with residuals", cgx::all_reduce_nccl_execute, cgx::Collective::kAllReduce, 4, 1,
+     1, true},
 };
+
+// What the call's payloads need.
+int64_t payload_bytes(const Fused& call) {
+  const cgx::LeafSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation};
+  const bool whole = call.collective == cgx::Collective::kAllReduce;
+  cgx::OwnedLayout owned;
+  check(owned.build(std::vector<cgx::LeafSpec>(whole ? 1 : kWorld, leaf), kWorld).empty(),
+        "fused: layout");
+  return cgx::CudaFused::scratch_bytes(call.collective, owned.view());
+}
 
 struct Options {
   int32_t major = 0, minor = 2;
-  bool extension = true, clique = true, memory = true;
+  bool extension = true, clique = true;
   int count = kWorld, state = cgx::NcclLibrary::kSuccess;
   int64_t failing = -1;
   int64_t world = kWorld;
@@ -201,7 +217,13 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
   const Arrays in = operands(call.rows_in);
   out->assign(kWorld, std::vector<float>(call.rows_out * kValues, NAN));
   const uint32_t keys[4] = {1, 2, 3, 4};
-  std::vector<void*> memory;
+  // Aligned as XLA's buffers are; they live until the streams have run.
+  struct alignas(256) Line {
+    uint8_t bytes[256];
+  };
+  const int64_t bytes = payload_bytes(call) + call.more_payloads;
+  std::vector<std::vector<Line>> payloads(kWorld, std::vector<Line>(bytes / sizeof(Line) + 1));
+  Arrays lost = *out;
   std::string error;
   for (int r = 0; r < kWorld; ++r) {
     comms[r] = {r, static_cast<int>(kWorld)};
@@ -215,13 +237,13 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
     context.stream = emulator::create_stream();
     static int devices = 0;
     emulator::set_device(devices++);  // what a device keeps belongs to the streams of one run
-    context.memory = options.memory;
-    context.outlive = &memory;
     if (options.extension) context.extension = &extension.extension_base;
     Frame frame;
     frame.arg(XLA_FFI_DataType_U32, keys, {call.keys})
         .arg(XLA_FFI_DataType_F32, in[r].data(), {call.rows_in, kValues})
-        .ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues})
+        .ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues});
+    if (call.residual) frame.ret(XLA_FFI_DataType_F32, lost[r].data(), {kValues});
+    frame.ret(XLA_FFI_DataType_U8, payloads[r].data(), {bytes})
         .attr("divisor", 1.0f)
         .attr("groups", options.groups)
         .attr("segment_bytes", int64_t{100})
@@ -239,7 +261,11 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
     }
   }
   if (error.empty() && !emulator::run_streams(3)) error = "the streams wait for ever";
-  for (void* p : memory) std::free(p);
+  for (const auto& rank : lost) {
+    for (size_t i = 0; call.residual && error.empty() && i < rank.size(); ++i) {
+      if (std::isnan(rank[i])) error = "a residual is left out";
+    }
+  }
   return error;
 }
 
@@ -302,18 +328,17 @@ void fused_calls() {
       {"Extension version mismatch", {1, 0}},
       {"Collectives not found", {0, 2, false}},
       {"no clique", {0, 2, true, false}},
-      {"bytes of device memory for payloads", {0, 2, true, true, false}},
-      {"size of the communicator is 3, expected 2", {0, 2, true, true, true, 3}},
-      {"the communicator has failed: internal error", {0, 2, true, true, true, 2, 3}},
-      {"over axis 'data': ncclGroupStart: internal", {0, 2, true, true, true, 2, 0, 0}},
-      {"over axis 'data': ncclSend: internal error", {0, 2, true, true, true, 2, 0, 1}},
-      {"over axis 'data': ncclRecv: internal error", {0, 2, true, true, true, 2, 0, 2}},
-      {"over axis 'data': ncclGroupEnd: internal error", {0, 2, true, true, true, 2, 0, 3}},
-      {"world is 0, must be in [1, 2^20]", {0, 2, true, true, true, 2, 0, -1, 0}},
+      {"size of the communicator is 3, expected 2", {0, 2, true, true, 3}},
+      {"the communicator has failed: internal error", {0, 2, true, true, 2, 3}},
+      {"over axis 'data': ncclGroupStart: internal", {0, 2, true, true, 2, 0, 0}},
+      {"over axis 'data': ncclSend: internal error", {0, 2, true, true, 2, 0, 1}},
+      {"over axis 'data': ncclRecv: internal error", {0, 2, true, true, 2, 0, 2}},
+      {"over axis 'data': ncclGroupEnd: internal error", {0, 2, true, true, 2, 0, 3}},
+      {"world is 0, must be in [1, 2^20]", {0, 2, true, true, 2, 0, -1, 0}},
       {"size of groups is 3, must be a positive multiple of world, 2",
-       {0, 2, true, true, true, 2, 0, -1, kWorld, {0, 1, 2}}},
+       {0, 2, true, true, 2, 0, -1, kWorld, {0, 1, 2}}},
       {"size of groups is 0, must be a positive multiple of world, 2",
-       {0, 2, true, true, true, 2, 0, -1, kWorld, {}}},
+       {0, 2, true, true, 2, 0, -1, kWorld, {}}},
   };
   for (const Fused& call : kFused) {
     for (const auto& c : refused) {
@@ -329,6 +354,15 @@ void fused_calls() {
     ++wrong.rows_out;
     check(has(fused(wrong, {}, &out), "leaf 0 has "),
           std::string(call.name) + ": a result of another size is refused");
+    for (const int64_t more : {-1, 1}) {
+      wrong = call;
+      wrong.more_payloads = more;
+      const int64_t needed = payload_bytes(call);
+      check(has(fused(wrong, {}, &out), "over axis 'data': size of payloads is " +
+                                            std::to_string(needed + more) + ", expected " +
+                                            std::to_string(needed)),
+            std::string(call.name) + ": payloads of another size are refused");
+    }
   }
 }
 
