@@ -8,6 +8,13 @@ namespace {
 // Memory is the limit of what may be in flight, and every segment has its own.
 constexpr int64_t kNoWindow = int64_t{1} << 62;
 
+// One for the order of streams as messages are posted, and one for each phase of a segment.
+int64_t events_of(int64_t segments) { return 1 + 2 * segments; }
+
+std::string said(cudaError_t error) {
+  return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
+}
+
 }  // namespace
 
 CudaFused::CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm,
@@ -21,18 +28,35 @@ CudaFused::CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclCom
       sent_(spec.scratch),
       received_(spec.scratch + spec.layout.world * spec.layout.chunk_bytes) {}
 
+std::string CudaLane::prepare(int64_t segments) {
+  const auto make = [&]() -> cudaError_t {
+    if (!loaded) {
+      if (const cudaError_t error = load_kernels(); error != cudaSuccess) return error;
+      loaded = true;
+    }
+    if (!wire) {
+      int least, greatest;
+      cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+      if (error == cudaSuccess) {
+        error = cudaStreamCreateWithPriority(&wire, cudaStreamNonBlocking, greatest);
+      }
+      if (error != cudaSuccess) return error;
+    }
+    while (static_cast<int64_t>(events.size()) < events_of(segments)) {
+      cudaEvent_t event;
+      const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+      if (error != cudaSuccess) return error;
+      events.push_back(event);
+    }
+    return cudaSuccess;
+  };
+  return said(make());
+}
+
 std::string CudaFused::run() {
-  if (!lane_.wire) {
-    int least, greatest;
-    check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    check(cudaStreamCreateWithPriority(&lane_.wire, cudaStreamNonBlocking, greatest));
+  if (static_cast<int64_t>(lane_.events.size()) < events_of(segments_.count())) {
+    return "the stage Initialize of this call has not run on its device";
   }
-  while (error_.empty() && static_cast<int64_t>(lane_.events.size()) < 1 + 2 * segments_.count()) {
-    cudaEvent_t event;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    if (error_.empty()) lane_.events.push_back(event);
-  }
-  if (!error_.empty()) return error_;
   Schedule<CudaFused, CudaFused> schedule(segments_.count(), kNoWindow, *this, *this);
   while (error_.empty() && schedule.step()) {
   }
@@ -163,9 +187,7 @@ cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {
 }
 
 void CudaFused::check(cudaError_t error) {
-  if (error != cudaSuccess && error_.empty()) {
-    error_ = std::string("CUDA: ") + cudaGetErrorString(error);
-  }
+  if (error_.empty()) error_ = said(error);
 }
 
 void CudaFused::check_nccl(const char* call, int result) {

@@ -41,6 +41,12 @@ struct CudaFusedSpec {
 struct CudaLane {
   cudaStream_t wire = nullptr;
   std::vector<cudaEvent_t> events;
+  bool loaded = false;
+
+  // Makes what calls of up to `segments` segments use on the current device; what went wrong, or
+  // "". Comes before any call, and no call makes anything: CUDA may then wait for all work on the
+  // device, and messages there wait for ranks that this process still has to start.
+  std::string prepare(int64_t segments);
 };
 
 class CudaFused {
@@ -50,6 +56,10 @@ class CudaFused {
 
   static int64_t scratch_bytes(Collective collective, const Layout& layout) {
     return (collective == Collective::kAllGather ? 1 : 2) * layout.world * layout.chunk_bytes;
+  }
+
+  static int64_t segments(const Layout& layout, int64_t segment_bytes) {
+    return Segments(layout, segment_bytes).count();
   }
 
   // Puts the whole call on the streams; what went wrong, or "". Whatever happens, work that comes

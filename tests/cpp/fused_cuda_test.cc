@@ -216,6 +216,7 @@ struct Problem {
     std::vector<Bytes> scratch(world);
     std::vector<emulator::Comm> comms(world);
     std::vector<cgx::CudaLane> lanes(world);
+    std::vector<cudaStream_t> streams(world);
     std::vector<std::vector<void*>> from(world), to(world), lost(world);
     const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout);
     outcome.out.assign(world, empty(rows_out));
@@ -226,7 +227,10 @@ struct Problem {
       from[r] = pointers_of_rows(in[r]);
       to[r] = pointers_of_rows(outcome.out[r]);
       lost[r] = pointers(outcome.lost[r]);
-      cudaStream_t stream = emulator::create_stream();
+      streams[r] = emulator::create_stream();
+      check(lanes[r].prepare(cgx::CudaFused::segments(layout, segment_bytes)).empty(), "lane");
+    }
+    for (int64_t r = 0; r < world; ++r) {
       for (int call = 0; call < calls; ++call) {
         cgx::CudaFused fused({collective,
                               layout,
@@ -239,11 +243,12 @@ struct Problem {
                               segment_bytes,
                               scratch[r].data()},
                              emulated_nccl(), reinterpret_cast<cgx::NcclComm>(&comms[r]), lanes[r],
-                             stream);
+                             streams[r]);
         const std::string error = fused.run();
         if (!error.empty()) outcome.error = error;
       }
     }
+    check(emulator::late() == 0, "nothing is made between messages");
     if (outcome.error.empty()) outcome.finished = emulator::run_streams(seed);
     return outcome;
   }

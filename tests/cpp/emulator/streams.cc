@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,8 @@ struct World {
   const Comm* comm = nullptr;
   Stream* stream = nullptr;
   uint64_t progress = 0;
+  std::set<std::pair<int, const void*>> loaded;  // by device
+  int64_t late = 0;
 };
 
 World world;
@@ -94,7 +97,7 @@ void submit(Stream* stream, Operation operation) {
 }
 
 Stream* create_stream() {
-  world.streams.push_back(std::make_unique<Stream>());
+  world.streams.push_back(std::make_unique<Stream>(Stream{current_device, {}}));
   return world.streams.back().get();
 }
 
@@ -102,6 +105,22 @@ Event* create_event() {
   world.events.push_back(std::make_unique<Event>());
   return world.events.back().get();
 }
+
+Stream* make_stream() {
+  world.late += world.calls > 0;
+  return create_stream();
+}
+
+Event* make_event() {
+  world.late += world.calls > 0;
+  return create_event();
+}
+
+void load(const void* kernel) {
+  if (world.loaded.insert({current_device, kernel}).second) world.late += world.calls > 0;
+}
+
+int64_t late() { return world.late; }
 
 void record(Event* event, Stream* stream) {
   const uint64_t number = ++event->recorded;
