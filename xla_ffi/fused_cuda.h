@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,9 @@ struct CudaFusedSpec {
   int32_t rank;
   int64_t segment_bytes;
   uint8_t* scratch;  // device, scratch_bytes(collective, layout)
+  // How long a communicator may take to put messages on its stream. It connects to its peers at the
+  // first ones, which takes seconds; where a rank is missing, it never ends.
+  std::chrono::milliseconds patience = std::chrono::seconds(60);
 };
 
 // What a device keeps from call to call.
@@ -79,7 +83,7 @@ class CudaFused {
   std::vector<Range> own_range(int64_t segment) const;
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
   cudaEvent_t event(Phase phase, int64_t segment) const;
-  int settled(int result) const;
+  int settled(int result);
   void check(cudaError_t error);
   void check_nccl(const char* call, int result);
 

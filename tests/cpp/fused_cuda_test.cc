@@ -33,6 +33,7 @@ cgx::NcclLibrary& emulated_nccl() {
 
 // An all-reduce, or one half of it, of leaves of given sizes over `world` ranks.
 struct Problem {
+  std::chrono::milliseconds patience = std::chrono::seconds(60);
   cgx::Collective collective;
   bool residual;
   int64_t world;
@@ -241,7 +242,8 @@ struct Problem {
                               divisor,
                               static_cast<int32_t>(r),
                               segment_bytes,
-                              scratch[r].data()},
+                              scratch[r].data(),
+                              patience},
                              emulated_nccl(), reinterpret_cast<cgx::NcclComm>(&comms[r]), lanes[r],
                              streams[r]);
         const std::string error = fused.run();
@@ -350,6 +352,34 @@ void waits_for_communicators_that_do_not_block() {
   nccl = blocking;
 }
 
+// Neither a communicator that never gets done nor one that was aborted is asked for ever.
+void gives_up_on_communicators() {
+  const auto collective = cgx::Collective::kAllReduce;
+  Problem problem(collective, leaves(collective, 0), 2, 1.0f);
+  problem.patience = std::chrono::milliseconds(20);
+  cgx::NcclLibrary& nccl = emulated_nccl();
+  const cgx::NcclLibrary blocking = nccl;
+  nccl.group_end = [] {
+    emulator::group_end();
+    return cgx::NcclLibrary::kInProgress;
+  };
+  nccl.comm_get_async_error = [](cgx::NcclComm, int* state) {
+    *state = cgx::NcclLibrary::kInProgress;
+    return cgx::NcclLibrary::kSuccess;
+  };
+  const std::string late = problem.fused(100, 1).error;
+  check(late.find("still in progress after 20 ms: a rank has not come") != late.npos,
+        "a communicator that never gets done: " + late);
+  nccl.comm_get_async_error = [](cgx::NcclComm, int* state) {
+    *state = 6;  // ncclRemoteError
+    return cgx::NcclLibrary::kSuccess;
+  };
+  check(problem.fused(100, 1).error == "ncclGroupEnd: internal error", "an aborted communicator");
+  nccl.comm_get_async_error = [](cgx::NcclComm, int*) { return 4; };  // ncclInvalidArgument
+  check(problem.fused(100, 1).error == "ncclGroupEnd: internal error", "one that is no more");
+  nccl = blocking;
+}
+
 // Whatever NCCL call fails, the error names it, no group stays open, and the caller's stream still
 // comes after the wire.
 void failures_are_named() {
@@ -370,6 +400,7 @@ int main() {
   equals_the_steps();
   every_wait_is_needed();
   waits_for_communicators_that_do_not_block();
+  gives_up_on_communicators();
   failures_are_named();
   return report();
 }
