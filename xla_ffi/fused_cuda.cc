@@ -11,6 +11,11 @@ constexpr int64_t kNoWindow = int64_t{1} << 62;
 // One for the order of streams as messages are posted, and one for each phase of a segment.
 int64_t events_of(int64_t segments) { return 1 + 2 * segments; }
 
+Layout with_rows(Layout layout, int64_t bytes) {
+  layout.chunk_bytes = bytes;
+  return layout;
+}
+
 std::string said(cudaError_t error) {
   return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
 }
@@ -25,8 +30,9 @@ CudaFused::CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclCom
       lane_(lane),
       stream_(stream),
       segments_(spec.layout, spec.segment_bytes),
+      rows_(with_rows(spec.layout, row_bytes(spec.layout, spec.segment_bytes))),
       sent_(spec.scratch),
-      received_(spec.scratch + spec.layout.world * spec.layout.chunk_bytes) {}
+      received_(spec.scratch + rows_.world * rows_.chunk_bytes) {}
 
 std::string CudaLane::prepare(int64_t segments) {
   const auto make = [&]() -> cudaError_t {
@@ -77,13 +83,11 @@ bool CudaFused::has(Phase phase) const {
 
 void CudaFused::encode(int64_t segment) {
   if (!has(Phase::kScatter)) return;
-  const Layout& layout = spec_.layout;
   std::vector<Range> ranges;
-  for (int64_t chunk = 0; chunk < layout.world; ++chunk) {
-    if (chunk == spec_.rank) continue;
-    ranges.push_back({segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1)});
+  for (int64_t chunk = 0; chunk < rows_.world; ++chunk) {
+    if (chunk != spec_.rank) ranges.push_back(range(chunk, segment));
   }
-  check(cgx::encode({layout,
+  check(cgx::encode({rows_,
                      spec_.in,
                      spec_.residuals,
                      spec_.keys,
@@ -96,37 +100,34 @@ void CudaFused::encode(int64_t segment) {
 
 // What this rank owns: reduced, added up or only encoded.
 void CudaFused::reduce(int64_t segment) {
-  const Layout& layout = spec_.layout;
+  const std::vector<Range> own = {range(spec_.rank, segment)};
   const RankSource rank{nullptr, spec_.rank};
   switch (spec_.collective) {
     case Collective::kAllReduce:
-      check(cgx::reduce({layout, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
-                         sent_ + spec_.rank * layout.chunk_bytes, /*tails=*/false, spec_.residuals},
-                        own_range(segment), stream_));
+      check(cgx::reduce({rows_, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
+                         sent_ + spec_.rank * rows_.chunk_bytes, /*tails=*/false, spec_.residuals},
+                        own, stream_));
       break;
     case Collective::kReduceScatter:
       check(cgx::accumulate(
-          {layout, spec_.in, received_, layout.world, rank, spec_.divisor, spec_.out},
-          own_range(segment), stream_));
+          {rows_, spec_.in, received_, rows_.world, rank, spec_.divisor, spec_.out}, own, stream_));
       break;
     case Collective::kAllGather:
-      check(cgx::encode({layout, spec_.in, {}, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
-                        own_range(segment), stream_));
+      check(cgx::encode({rows_, spec_.in, {}, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
+                        own, stream_));
   }
 }
 
 void CudaFused::decode(int64_t segment) {
   if (!has(Phase::kGather)) return;
   std::vector<Range> ranges;
-  for (int64_t chunk = 0; chunk < spec_.layout.world; ++chunk) {
-    ranges.push_back({segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1)});
-  }
-  check(cgx::decode({spec_.layout, sent_, spec_.out}, ranges, stream_));
+  for (int64_t chunk = 0; chunk < rows_.world; ++chunk) ranges.push_back(range(chunk, segment));
+  check(cgx::decode({rows_, sent_, spec_.out}, ranges, stream_));
 }
 
 void CudaFused::post(Phase phase, int64_t segment) {
   if (!has(phase)) return;
-  const int64_t world = spec_.layout.world;
+  const int64_t world = rows_.world;
   const int32_t own = spec_.rank;
   check(cudaEventRecord(lane_.events[0], stream_));
   check(cudaStreamWaitEvent(lane_.wire, lane_.events[0], 0));
@@ -181,15 +182,17 @@ bool CudaFused::arrived(Phase phase, int64_t segment) {
   return true;
 }
 
-// Positions of the segment in this rank's chunk.
-std::vector<Range> CudaFused::own_range(int64_t segment) const {
-  return {{segments_.begin(spec_.rank, segment), segments_.begin(spec_.rank, segment + 1)}};
+// The segment of a chunk, which starts at an aligned byte of its row.
+Range CudaFused::range(int64_t chunk, int64_t segment) const {
+  const int64_t from = segments_.begin(chunk, segment);
+  const int64_t before = from - rows_.begin[chunk];
+  return {from, segments_.begin(chunk, segment + 1),
+          aligned(before) + kAlignment * segment - before};
 }
 
-// Where the segment of a chunk lies in a row: rows keep the chunk's own distances.
 uint8_t* CudaFused::place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const {
-  return rows + row * spec_.layout.chunk_bytes + segments_.begin(chunk, segment) -
-         spec_.layout.begin[chunk];
+  const Range r = range(chunk, segment);
+  return rows + row * rows_.chunk_bytes + r.from - rows_.begin[chunk] + r.shift;
 }
 
 cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {

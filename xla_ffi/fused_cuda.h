@@ -35,7 +35,7 @@ struct CudaFusedSpec {
   float divisor;
   int32_t rank;
   int64_t segment_bytes;
-  uint8_t* scratch;  // device, scratch_bytes(collective, layout)
+  uint8_t* scratch;  // device, scratch_bytes()
   // How long a communicator may take to put messages on its stream. It connects to its peers at the
   // first ones, which takes seconds; where a rank is missing, it never ends.
   std::chrono::milliseconds patience = std::chrono::seconds(60);
@@ -58,10 +58,17 @@ class CudaFused {
   CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm, CudaLane& lane,
             cudaStream_t stream);
 
-  static int64_t scratch_bytes(Collective collective, const Layout& layout) {
-    return (collective == Collective::kAllGather ? 1 : 2) * layout.world * layout.chunk_bytes;
+  // NCCL copies single bytes where 16 does not divide an address, and records come in multiples of
+  // 4 bytes. So every segment starts at a multiple of a cache line in its row, further than the
+  // wire's own rows have it by less than a line for itself and for each segment before it.
+  static constexpr int64_t kAlignment = 128;
+  static int64_t row_bytes(const Layout& layout, int64_t segment_bytes) {
+    return aligned(layout.chunk_bytes) + kAlignment * segments(layout, segment_bytes);
   }
-
+  static int64_t scratch_bytes(Collective collective, const Layout& layout, int64_t segment_bytes) {
+    const int64_t rows = (collective == Collective::kAllGather ? 1 : 2) * layout.world;
+    return rows * row_bytes(layout, segment_bytes);
+  }
   static int64_t segments(const Layout& layout, int64_t segment_bytes) {
     return Segments(layout, segment_bytes).count();
   }
@@ -79,8 +86,11 @@ class CudaFused {
   bool arrived(Phase phase, int64_t segment);
 
  private:
+  static int64_t aligned(int64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
   bool has(Phase phase) const;
-  std::vector<Range> own_range(int64_t segment) const;
+  Range range(int64_t chunk, int64_t segment) const;
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
   cudaEvent_t event(Phase phase, int64_t segment) const;
   int settled(int result);
@@ -93,7 +103,8 @@ class CudaFused {
   CudaLane& lane_;
   const cudaStream_t stream_;
   const Segments segments_;
-  uint8_t *const sent_, *const received_;  // u8[world, chunk_bytes]
+  const Layout rows_;                      // the layout with rows of row_bytes()
+  uint8_t *const sent_, *const received_;  // u8[world, row_bytes()]
   std::string error_;
 };
 

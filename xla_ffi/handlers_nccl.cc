@@ -182,7 +182,7 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
   const auto payloads = rets.get<Payload>(rets.size() - 1);
   if (payloads.has_error()) return invalid(name, "payloads: " + payloads.error().message());
   CGX_TRY(check_count(name, "payloads", **payloads,
-                      CudaFused::scratch_bytes(kCollective, call->owned.view())));
+                      CudaFused::scratch_bytes(kCollective, call->owned.view(), segment_bytes)));
   call->keys = keys.typed_data();
   call->divisor = divisor;
   call->groups = groups;

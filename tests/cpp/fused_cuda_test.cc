@@ -219,7 +219,7 @@ struct Problem {
     std::vector<cgx::CudaLane> lanes(world);
     std::vector<cudaStream_t> streams(world);
     std::vector<std::vector<void*>> from(world), to(world), lost(world);
-    const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout);
+    const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout, segment_bytes);
     outcome.out.assign(world, empty(rows_out));
     outcome.lost.assign(world, empty(1));
     for (int64_t r = 0; r < world; ++r) {
@@ -394,9 +394,30 @@ void failures_are_named() {
   }
 }
 
+// The sizes that cgx_jax/exchange/nccl.py computes, in tests/test_sharded.py.
+void payload_memory() {
+  const struct {
+    cgx::Collective collective;
+    int64_t size, bytes;
+  } cases[] = {{cgx::Collective::kAllReduce, 2048 * 2048, 4'327'424},
+               {cgx::Collective::kAllReduce, 25'000'000, 25'788'416},
+               {cgx::Collective::kReduceScatter, 25'000'000 / 8, 25'786'368},
+               {cgx::Collective::kAllGather, 25'000'000 / 8, 12'893'184}};
+  for (const auto& c : cases) {
+    const bool whole = c.collective == cgx::Collective::kAllReduce;
+    cgx::OwnedLayout owned;
+    check(owned.build(std::vector<cgx::LeafSpec>(whole ? 1 : 8, {c.size, 4, 512, 0, 0}), 8).empty(),
+          "layout");
+    const int64_t bytes = cgx::CudaFused::scratch_bytes(c.collective, owned.view(), 1 << 20);
+    check(bytes == c.bytes,
+          "payload memory of " + std::to_string(c.size) + " values: " + std::to_string(bytes));
+  }
+}
+
 }  // namespace
 
 int main() {
+  payload_memory();
   equals_the_steps();
   every_wait_is_needed();
   waits_for_communicators_that_do_not_block();

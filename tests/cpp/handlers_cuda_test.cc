@@ -177,6 +177,8 @@ const Fused kFused[] = {
      cgx::Collective::kAllReduce, 4, 1, 1, true},
 };
 
+constexpr int64_t kSegment = 100;
+
 // What the call's payloads need.
 int64_t payload_bytes(const Fused& call) {
   const cgx::LeafSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation};
@@ -184,7 +186,7 @@ int64_t payload_bytes(const Fused& call) {
   cgx::OwnedLayout owned;
   check(owned.build(std::vector<cgx::LeafSpec>(whole ? 1 : kWorld, leaf), kWorld).empty(),
         "fused: layout");
-  return cgx::CudaFused::scratch_bytes(call.collective, owned.view());
+  return cgx::CudaFused::scratch_bytes(call.collective, owned.view(), kSegment);
 }
 
 struct Options {
@@ -249,7 +251,7 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
     frame.ret(XLA_FFI_DataType_U8, payloads[r].data(), {bytes})
         .attr("divisor", 1.0f)
         .attr("groups", options.groups)
-        .attr("segment_bytes", int64_t{100})
+        .attr("segment_bytes", kSegment)
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
     with_layout(frame, kNearest);
     frame.attr("world", options.world);

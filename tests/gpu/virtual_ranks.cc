@@ -200,7 +200,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const cgx::Layout layout = owned.view();
-  const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout);
+  const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout, segment_bytes);
   std::mt19937 rng(1);
   std::normal_distribution<float> normal;
   std::vector<Values> inputs(world, Values(count)), outputs(world, Values(count));

@@ -42,7 +42,8 @@ struct World {
 World world;
 int current_device = 0;
 
-constexpr int kSuccess = 0, kInternalError = 3;
+constexpr int kSuccess = 0, kInternalError = 3, kInvalidArgument = 4;
+constexpr uintptr_t kAlignment = 16;  // NCCL takes any pointer, but copies single bytes then
 
 int called() { return world.calls++ == world.failing ? kInternalError : kSuccess; }
 
@@ -76,6 +77,8 @@ bool exchange(const Comm* comm, std::vector<Message>* group) {
 
 int add(Message message, const Comm* comm, Stream* stream) {
   if (const int result = called(); result != kSuccess) return result;
+  const void* const data = message.from ? message.from : message.to;
+  if (reinterpret_cast<uintptr_t>(data) % kAlignment != 0) return kInvalidArgument;
   if (world.depth == 0) {
     fprintf(stderr, "emulator: a message outside of a group\n");
     abort();

@@ -56,7 +56,8 @@ void leave_out(int64_t wait);
 bool run_streams(uint64_t seed);
 
 // NCCL's point-to-point calls between ranks that are this process's: results are ncclResult_t's.
-// fail_at counts calls of group_start, send, recv and group_end; that one fails (-1: none).
+// send and recv take pointers to multiples of 16 only. fail_at counts calls of group_start, send,
+// recv and group_end; that one fails (-1: none).
 struct Comm {
   int rank, world;
 };
