@@ -131,6 +131,45 @@ def test_fused_calls_overlap_the_backward_pass(tmp_path):
     assert overlapped >= 3  # four layers; the last has nothing left to hide behind
 
 
+def lifetimes(live_range):
+    """XLA's order of instructions, and the first and last of them that each value lives for."""
+    order = re.findall(r"^ +\d+:(\S+)$", live_range, re.MULTILINE)
+    lives = re.findall(r"^ +(\S+)\{([\d,]*)\}:(\d+)-(\d+)$", live_range, re.MULTILINE)
+    return order, {(name, index): (int(a), int(b)) for name, index, a, b in lives}
+
+
+def places(assignment):
+    """Every value as (name, index), type, allocation, first byte and end."""
+    for allocation, text in enumerate(re.split(r"^allocation ", assignment, flags=re.MULTILINE)):
+        for name, index, size, offset, kind in re.findall(
+            r"value: <\d+ (\S+?)(?:\{([\d,]*)\})? @0> \(size=(\d+),offset=(\d+)\): (.*)", text
+        ):
+            yield (name, index), kind, allocation, int(offset), int(offset) + int(size)
+
+
+@needs_nccl
+@pytest.mark.parametrize(("style", "calls"), [("backward", 4), ("sharded", 8)])
+def test_payloads_have_their_memory_alone_until_the_call_is_done(tmp_path, style, calls):
+    module, _ = compiled(tmp_path, "nccl", style)
+    (live_range,) = tmp_path.glob("*-live-range.txt")
+    (assignment,) = tmp_path.glob("*-buffer-assignment.txt")
+    order, lives = lifetimes(live_range.read_text())
+    done_of = {s: d for d, s in re.findall(r"%(\S+) = .* \S+-done\(%(\S+?)\)", module)}
+    values = list(places(assignment.read_text()))
+    payloads = [v for v in values if re.match(r"cgx_\w+_nccl", v[0][0]) and v[1].startswith("u8[")]
+    assert len(payloads) == calls
+    for payload, _, allocation, begin, end in payloads:
+        born, dead = lives[payload]
+        # The order has what an asynchronous call runs just before its start.
+        start = next(i for i in range(born, len(order)) if order[i] in done_of)
+        assert dead >= order.index(done_of[order[start]])
+        for other, _, its_allocation, its_begin, its_end in values:
+            if other == payload or its_allocation != allocation:
+                continue
+            at_once = lives[other][0] <= dead and born <= lives[other][1]
+            assert not (at_once and its_begin < end and begin < its_end), (payload, other)
+
+
 @needs_nccl
 def test_fused_call_is_refused_elsewhere():
     """On CPU devices, while compiling, with the remedy."""

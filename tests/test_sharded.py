@@ -19,6 +19,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.exchange import choose, nccl, xla
 from cgx_jax.exchange.profile import Codec
 from cgx_jax.kernels import primitives
+from cgx_jax.wire import Layout
 
 WORLD = 8
 KEY = jax.random.key(3)
@@ -170,6 +171,21 @@ def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
     assert len(targets(batched, values(WORLD, 3, WORLD, 40))) == 3  # one for each element
     shape = jax.eval_shape(batched, values(WORLD, 3, WORLD, 40)).shape
     assert shape == ((WORLD, 3, 40) if half == "scatter" else (WORLD, 3, WORLD, WORLD, 40))
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "rows", "expected"),
+    [
+        (2048 * 2048, 8, 16, 4_327_424),
+        (25_000_000, 8, 16, 25_788_416),
+        (25_000_000 // 8, 1, 16, 25_786_368),
+        (25_000_000 // 8, 1, 8, 12_893_184),
+    ],
+)
+def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected):
+    """The sizes of tests/cpp/fused_cuda_test.cc."""
+    layout = Layout((Quantize(4, 512).field(size),), world)
+    assert nccl.payload_bytes(rows, layout) == expected
 
 
 @needs_streams

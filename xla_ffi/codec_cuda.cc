@@ -114,8 +114,9 @@ void for_each_chunk(const Layout& layout, const std::vector<Range>& ranges, F f,
       const int64_t begin = layout.begin[chunk], end = layout.begin[chunk + 1];
       const int64_t first = std::max(range.from, begin), last = std::min(range.to, end);
       if (first < last) {
-        for_each_run(layout, first, last,
-                     [&](const Run& run) { f(run, run.offset - chunk * layout.chunk_bytes); });
+        for_each_run(layout, first, last, [&](const Run& run) {
+          f(run, run.offset - chunk * layout.chunk_bytes + range.shift);
+        });
       }
       if (range.from <= begin && end <= range.to) tail(chunk);
     }

@@ -10,9 +10,11 @@
 
 namespace cgx {
 
-// Positions [from, to) of a fusion buffer.
+// Positions [from, to) of a fusion buffer. In payload rows, their records lie `shift` bytes further
+// than in the wire's own rows.
 struct Range {
   int64_t from, to;
+  int64_t shift = 0;
 };
 
 // Every call works on the records that start in the ranges, which come in order; with `tails` it

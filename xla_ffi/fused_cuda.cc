@@ -8,6 +8,18 @@ namespace {
 // Memory is the limit of what may be in flight, and every segment has its own.
 constexpr int64_t kNoWindow = int64_t{1} << 62;
 
+// One for the order of streams as messages are posted, and one for each phase of a segment.
+int64_t events_of(int64_t segments) { return 1 + 2 * segments; }
+
+Layout with_rows(Layout layout, int64_t bytes) {
+  layout.chunk_bytes = bytes;
+  return layout;
+}
+
+std::string said(cudaError_t error) {
+  return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
+}
+
 }  // namespace
 
 CudaFused::CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm,
@@ -18,21 +30,39 @@ CudaFused::CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclCom
       lane_(lane),
       stream_(stream),
       segments_(spec.layout, spec.segment_bytes),
+      rows_(with_rows(spec.layout, row_bytes(spec.layout, spec.segment_bytes))),
       sent_(spec.scratch),
-      received_(spec.scratch + spec.layout.world * spec.layout.chunk_bytes) {}
+      received_(spec.scratch + rows_.world * rows_.chunk_bytes) {}
+
+std::string CudaLane::prepare(int64_t segments) {
+  const auto make = [&]() -> cudaError_t {
+    if (!loaded) {
+      if (const cudaError_t error = load_kernels(); error != cudaSuccess) return error;
+      loaded = true;
+    }
+    if (!wire) {
+      int least, greatest;
+      cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+      if (error == cudaSuccess) {
+        error = cudaStreamCreateWithPriority(&wire, cudaStreamNonBlocking, greatest);
+      }
+      if (error != cudaSuccess) return error;
+    }
+    while (static_cast<int64_t>(events.size()) < events_of(segments)) {
+      cudaEvent_t event;
+      const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+      if (error != cudaSuccess) return error;
+      events.push_back(event);
+    }
+    return cudaSuccess;
+  };
+  return said(make());
+}
 
 std::string CudaFused::run() {
-  if (!lane_.wire) {
-    int least, greatest;
-    check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    check(cudaStreamCreateWithPriority(&lane_.wire, cudaStreamNonBlocking, greatest));
+  if (static_cast<int64_t>(lane_.events.size()) < events_of(segments_.count())) {
+    return "the stage Initialize of this call has not run on its device";
   }
-  while (error_.empty() && static_cast<int64_t>(lane_.events.size()) < 1 + 2 * segments_.count()) {
-    cudaEvent_t event;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    if (error_.empty()) lane_.events.push_back(event);
-  }
-  if (!error_.empty()) return error_;
   Schedule<CudaFused, CudaFused> schedule(segments_.count(), kNoWindow, *this, *this);
   while (error_.empty() && schedule.step()) {
   }
@@ -53,13 +83,11 @@ bool CudaFused::has(Phase phase) const {
 
 void CudaFused::encode(int64_t segment) {
   if (!has(Phase::kScatter)) return;
-  const Layout& layout = spec_.layout;
   std::vector<Range> ranges;
-  for (int64_t chunk = 0; chunk < layout.world; ++chunk) {
-    if (chunk == spec_.rank) continue;
-    ranges.push_back({segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1)});
+  for (int64_t chunk = 0; chunk < rows_.world; ++chunk) {
+    if (chunk != spec_.rank) ranges.push_back(range(chunk, segment));
   }
-  check(cgx::encode({layout,
+  check(cgx::encode({rows_,
                      spec_.in,
                      spec_.residuals,
                      spec_.keys,
@@ -72,37 +100,34 @@ void CudaFused::encode(int64_t segment) {
 
 // What this rank owns: reduced, added up or only encoded.
 void CudaFused::reduce(int64_t segment) {
-  const Layout& layout = spec_.layout;
+  const std::vector<Range> own = {range(spec_.rank, segment)};
   const RankSource rank{nullptr, spec_.rank};
   switch (spec_.collective) {
     case Collective::kAllReduce:
-      check(cgx::reduce({layout, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
-                         sent_ + spec_.rank * layout.chunk_bytes, /*tails=*/false, spec_.residuals},
-                        own_range(segment), stream_));
+      check(cgx::reduce({rows_, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
+                         sent_ + spec_.rank * rows_.chunk_bytes, /*tails=*/false, spec_.residuals},
+                        own, stream_));
       break;
     case Collective::kReduceScatter:
       check(cgx::accumulate(
-          {layout, spec_.in, received_, layout.world, rank, spec_.divisor, spec_.out},
-          own_range(segment), stream_));
+          {rows_, spec_.in, received_, rows_.world, rank, spec_.divisor, spec_.out}, own, stream_));
       break;
     case Collective::kAllGather:
-      check(cgx::encode({layout, spec_.in, {}, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
-                        own_range(segment), stream_));
+      check(cgx::encode({rows_, spec_.in, {}, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
+                        own, stream_));
   }
 }
 
 void CudaFused::decode(int64_t segment) {
   if (!has(Phase::kGather)) return;
   std::vector<Range> ranges;
-  for (int64_t chunk = 0; chunk < spec_.layout.world; ++chunk) {
-    ranges.push_back({segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1)});
-  }
-  check(cgx::decode({spec_.layout, sent_, spec_.out}, ranges, stream_));
+  for (int64_t chunk = 0; chunk < rows_.world; ++chunk) ranges.push_back(range(chunk, segment));
+  check(cgx::decode({rows_, sent_, spec_.out}, ranges, stream_));
 }
 
 void CudaFused::post(Phase phase, int64_t segment) {
   if (!has(phase)) return;
-  const int64_t world = spec_.layout.world;
+  const int64_t world = rows_.world;
   const int32_t own = spec_.rank;
   check(cudaEventRecord(lane_.events[0], stream_));
   check(cudaStreamWaitEvent(lane_.wire, lane_.events[0], 0));
@@ -131,9 +156,19 @@ void CudaFused::post(Phase phase, int64_t segment) {
 }
 
 // A communicator that does not block says "in progress", and must be asked until it is done: only
-// then are the messages on the stream.
-int CudaFused::settled(int result) const {
+// then are the messages on the stream. One that has been aborted answers with an error.
+int CudaFused::settled(int result) {
+  const auto deadline = std::chrono::steady_clock::now() + spec_.patience;
   while (result == NcclLibrary::kInProgress) {
+    if (std::chrono::steady_clock::now() >= deadline) {
+      if (error_.empty()) {
+        error_ = "the communicator is still in progress after " +
+                 std::to_string(spec_.patience.count()) +
+                 " ms: a rank has not come to this call. See whether every process still runs and "
+                 "makes the same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
+      }
+      break;
+    }
     std::this_thread::yield();
     int state = NcclLibrary::kSuccess;
     const int asked = nccl_.comm_get_async_error(comm_, &state);
@@ -147,15 +182,17 @@ bool CudaFused::arrived(Phase phase, int64_t segment) {
   return true;
 }
 
-// Positions of the segment in this rank's chunk.
-std::vector<Range> CudaFused::own_range(int64_t segment) const {
-  return {{segments_.begin(spec_.rank, segment), segments_.begin(spec_.rank, segment + 1)}};
+// The segment of a chunk, which starts at an aligned byte of its row.
+Range CudaFused::range(int64_t chunk, int64_t segment) const {
+  const int64_t from = segments_.begin(chunk, segment);
+  const int64_t before = from - rows_.begin[chunk];
+  return {from, segments_.begin(chunk, segment + 1),
+          aligned(before) + kAlignment * segment - before};
 }
 
-// Where the segment of a chunk lies in a row: rows keep the chunk's own distances.
 uint8_t* CudaFused::place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const {
-  return rows + row * spec_.layout.chunk_bytes + segments_.begin(chunk, segment) -
-         spec_.layout.begin[chunk];
+  const Range r = range(chunk, segment);
+  return rows + row * rows_.chunk_bytes + r.from - rows_.begin[chunk] + r.shift;
 }
 
 cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {
@@ -163,9 +200,7 @@ cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {
 }
 
 void CudaFused::check(cudaError_t error) {
-  if (error != cudaSuccess && error_.empty()) {
-    error_ = std::string("CUDA: ") + cudaGetErrorString(error);
-  }
+  if (error_.empty()) error_ = said(error);
 }
 
 void CudaFused::check_nccl(const char* call, int result) {

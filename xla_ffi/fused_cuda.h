@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -34,13 +35,22 @@ struct CudaFusedSpec {
   float divisor;
   int32_t rank;
   int64_t segment_bytes;
-  uint8_t* scratch;  // device, scratch_bytes(collective, layout)
+  uint8_t* scratch;  // device, scratch_bytes()
+  // How long a communicator may take to put messages on its stream. It connects to its peers at the
+  // first ones, which takes seconds; where a rank is missing, it never ends.
+  std::chrono::milliseconds patience = std::chrono::seconds(60);
 };
 
 // What a device keeps from call to call.
 struct CudaLane {
   cudaStream_t wire = nullptr;
   std::vector<cudaEvent_t> events;
+  bool loaded = false;
+
+  // Makes what calls of up to `segments` segments use on the current device; what went wrong, or
+  // "". Comes before any call, and no call makes anything: CUDA may then wait for all work on the
+  // device, and messages there wait for ranks that this process still has to start.
+  std::string prepare(int64_t segments);
 };
 
 class CudaFused {
@@ -48,8 +58,19 @@ class CudaFused {
   CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm, CudaLane& lane,
             cudaStream_t stream);
 
-  static int64_t scratch_bytes(Collective collective, const Layout& layout) {
-    return (collective == Collective::kAllGather ? 1 : 2) * layout.world * layout.chunk_bytes;
+  // NCCL copies single bytes where 16 does not divide an address, and records come in multiples of
+  // 4 bytes. So every segment starts at a multiple of a cache line in its row, further than the
+  // wire's own rows have it by less than a line for itself and for each segment before it.
+  static constexpr int64_t kAlignment = 128;
+  static int64_t row_bytes(const Layout& layout, int64_t segment_bytes) {
+    return aligned(layout.chunk_bytes) + kAlignment * segments(layout, segment_bytes);
+  }
+  static int64_t scratch_bytes(Collective collective, const Layout& layout, int64_t segment_bytes) {
+    const int64_t rows = (collective == Collective::kAllGather ? 1 : 2) * layout.world;
+    return rows * row_bytes(layout, segment_bytes);
+  }
+  static int64_t segments(const Layout& layout, int64_t segment_bytes) {
+    return Segments(layout, segment_bytes).count();
   }
 
   // Puts the whole call on the streams; what went wrong, or "". Whatever happens, work that comes
@@ -65,11 +86,14 @@ class CudaFused {
   bool arrived(Phase phase, int64_t segment);
 
  private:
+  static int64_t aligned(int64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
   bool has(Phase phase) const;
-  std::vector<Range> own_range(int64_t segment) const;
+  Range range(int64_t chunk, int64_t segment) const;
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
   cudaEvent_t event(Phase phase, int64_t segment) const;
-  int settled(int result) const;
+  int settled(int result);
   void check(cudaError_t error);
   void check_nccl(const char* call, int result);
 
@@ -79,7 +103,8 @@ class CudaFused {
   CudaLane& lane_;
   const cudaStream_t stream_;
   const Segments segments_;
-  uint8_t *const sent_, *const received_;  // u8[world, chunk_bytes]
+  const Layout rows_;                      // the layout with rows of row_bytes()
+  uint8_t *const sent_, *const received_;  // u8[world, row_bytes()]
   std::string error_;
 };
 

@@ -20,12 +20,18 @@ namespace cgx {
 
 // Asks for the communicator of any of the calls, before anything runs.
 XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame);
+// The stage Initialize makes all that Execute uses on a device; between the two, the runtime waits
+// for the group's other devices in this process.
+//
 // (keys of both phases, leaves) -> leaves [, residuals], payloads
+XLA_FFI_Error* all_reduce_nccl_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame);
 // (keys[world], leaves[world]) -> leaves, payloads. Attributes speak of one row; each is encoded by
 // itself.
+XLA_FFI_Error* reduce_scatter_nccl_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame);
 // (key, leaves) -> leaves[world], payloads
+XLA_FFI_Error* all_gather_nccl_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame);
 
 }  // namespace cgx

@@ -269,4 +269,26 @@ cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, in
   return launch(accumulate_kernel, table, args, units, stream);
 }
 
+cudaError_t load_kernels() {
+  cudaError_t error = cudaSuccess;
+  const auto load = [&](auto... kernels) {
+    cudaFuncAttributes unused;
+    ((error = error == cudaSuccess ? cudaFuncGetAttributes(&unused, kernels) : error), ...);
+  };
+  load(encode_kernel<0, false, false>, encode_kernel<0, false, true>, encode_kernel<0, true, false>,
+       encode_kernel<0, true, true>);
+  load(encode_kernel<1, false, false>, encode_kernel<1, false, true>, encode_kernel<1, true, false>,
+       encode_kernel<1, true, true>);
+  load(encode_kernel<kHeldTiles, false, false>, encode_kernel<kHeldTiles, false, true>,
+       encode_kernel<kHeldTiles, true, false>, encode_kernel<kHeldTiles, true, true>);
+  load(reduce_kernel<0, false, false>, reduce_kernel<0, false, true>, reduce_kernel<0, true, false>,
+       reduce_kernel<0, true, true>);
+  load(reduce_kernel<1, false, false>, reduce_kernel<1, false, true>, reduce_kernel<1, true, false>,
+       reduce_kernel<1, true, true>);
+  load(reduce_kernel<kHeldTiles, false, false>, reduce_kernel<kHeldTiles, false, true>,
+       reduce_kernel<kHeldTiles, true, false>, reduce_kernel<kHeldTiles, true, true>);
+  load(decode_kernel, accumulate_kernel);
+  return error;
+}
+
 }  // namespace cgx

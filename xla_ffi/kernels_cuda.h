@@ -95,6 +95,10 @@ cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t un
 cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,
                               cudaStream_t stream);
 
+// Loads every kernel on the current device, which otherwise happens at its first launch and may
+// wait for all work there.
+cudaError_t load_kernels();
+
 }  // namespace cgx
 
 #endif  // CGX_KERNELS_CUDA_H_

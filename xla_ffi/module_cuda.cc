@@ -23,15 +23,19 @@ py::dict handlers() {
   all["cgx_decode"] = capsule(cgx::decode_cuda_handler);
   all["cgx_accumulate"] = capsule(cgx::accumulate_cuda_handler);
 #if CGX_HAVE_COLLECTIVES
-  const auto with_communicator = [&](XLA_FFI_Handler* execute) {
+  const auto with_communicator = [&](XLA_FFI_Handler* initialize, XLA_FFI_Handler* execute) {
     py::dict stages;
     stages["prepare"] = capsule(cgx::nccl_prepare);
+    stages["initialize"] = capsule(initialize);
     stages["execute"] = capsule(execute);
     return stages;
   };
-  all["cgx_all_reduce_nccl"] = with_communicator(cgx::all_reduce_nccl_execute);
-  all["cgx_reduce_scatter_nccl"] = with_communicator(cgx::reduce_scatter_nccl_execute);
-  all["cgx_all_gather_nccl"] = with_communicator(cgx::all_gather_nccl_execute);
+  all["cgx_all_reduce_nccl"] =
+      with_communicator(cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute);
+  all["cgx_reduce_scatter_nccl"] =
+      with_communicator(cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute);
+  all["cgx_all_gather_nccl"] =
+      with_communicator(cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute);
 #endif
   return all;
 }

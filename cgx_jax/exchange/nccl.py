@@ -23,6 +23,7 @@ from cgx_jax.wire import Layout
 # Of payload to each peer. A message should take much longer than NCCL needs to start one, and a
 # buffer should have several of them to overlap. A guess until it is measured: docs/gpu.md.
 SEGMENT_BYTES = 1 << 20
+ALIGNMENT = 128  # of a message's first byte, as `CudaFused::kAlignment`
 
 
 def missing() -> str | None:
@@ -141,8 +142,10 @@ def _call(
 
 
 def payload_bytes(rows: int, layout: Layout) -> int:
-    """What C++ calls CudaFused::scratch_bytes: room for `rows` payload rows."""
-    return rows * layout.chunk_bytes
+    """Room for `rows` payload rows of aligned segments: `CudaFused::row_bytes` in C++."""
+    row = -(-layout.chunk_bytes // ALIGNMENT) * ALIGNMENT
+    segments = max(1, -(-layout.chunk_bytes // SEGMENT_BYTES))
+    return rows * (row + ALIGNMENT * segments)
 
 
 def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:

@@ -295,6 +295,8 @@ void large_offsets() {
 }  // namespace
 
 int main() {
+  check(done(cgx::load_kernels()), "kernels load");
+  emulator::group_start();  // from here on, loading would be late
   std::mt19937 rng(3);
   for (const int round : {0, 1}) {
     emulator::set_seed(round + 1);
@@ -302,5 +304,6 @@ int main() {
   }
   for (const Options& options : kOptions) special_values(options);
   large_offsets();
+  check(emulator::late() == 0, "all kernels have been loaded");
   return report();
 }

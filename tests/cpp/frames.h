@@ -19,6 +19,7 @@ struct XLA_FFI_Error {
 };
 struct XLA_FFI_InvokeContext {
   cudaStream_t stream = nullptr;
+  int32_t device = 0;
   const XLA_FFI_Extension* extension = nullptr;
 };
 
@@ -36,6 +37,10 @@ XLA_FFI_Error* stream_of(XLA_FFI_Stream_Get_Args* args) {
   args->stream = args->ctx->stream;
   return nullptr;
 }
+XLA_FFI_Error* device_of(XLA_FFI_DeviceOrdinal_Get_Args* args) {
+  args->device_ordinal = args->ctx->device;
+  return nullptr;
+}
 XLA_FFI_Error* find_extension(XLA_FFI_InvokeContext_FindExtension_Args* args) {
   const XLA_FFI_Extension* found = args->ctx->extension;
   args->extension = found && found->id.extension_type == args->extension_type ? found : nullptr;
@@ -51,6 +56,7 @@ XLA_FFI_Api make_api() {
   api.XLA_FFI_Error_GetDetails = error_details;
   api.XLA_FFI_Error_Destroy = destroy_error;
   api.XLA_FFI_Stream_Get = stream_of;
+  api.XLA_FFI_DeviceOrdinal_Get = device_of;
   api.XLA_FFI_InvokeContext_FindExtension = find_extension;
   return api;
 }

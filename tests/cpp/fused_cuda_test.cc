@@ -33,6 +33,7 @@ cgx::NcclLibrary& emulated_nccl() {
 
 // An all-reduce, or one half of it, of leaves of given sizes over `world` ranks.
 struct Problem {
+  std::chrono::milliseconds patience = std::chrono::seconds(60);
   cgx::Collective collective;
   bool residual;
   int64_t world;
@@ -216,8 +217,9 @@ struct Problem {
     std::vector<Bytes> scratch(world);
     std::vector<emulator::Comm> comms(world);
     std::vector<cgx::CudaLane> lanes(world);
+    std::vector<cudaStream_t> streams(world);
     std::vector<std::vector<void*>> from(world), to(world), lost(world);
-    const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout);
+    const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout, segment_bytes);
     outcome.out.assign(world, empty(rows_out));
     outcome.lost.assign(world, empty(1));
     for (int64_t r = 0; r < world; ++r) {
@@ -226,7 +228,10 @@ struct Problem {
       from[r] = pointers_of_rows(in[r]);
       to[r] = pointers_of_rows(outcome.out[r]);
       lost[r] = pointers(outcome.lost[r]);
-      cudaStream_t stream = emulator::create_stream();
+      streams[r] = emulator::create_stream();
+      check(lanes[r].prepare(cgx::CudaFused::segments(layout, segment_bytes)).empty(), "lane");
+    }
+    for (int64_t r = 0; r < world; ++r) {
       for (int call = 0; call < calls; ++call) {
         cgx::CudaFused fused({collective,
                               layout,
@@ -237,13 +242,15 @@ struct Problem {
                               divisor,
                               static_cast<int32_t>(r),
                               segment_bytes,
-                              scratch[r].data()},
+                              scratch[r].data(),
+                              patience},
                              emulated_nccl(), reinterpret_cast<cgx::NcclComm>(&comms[r]), lanes[r],
-                             stream);
+                             streams[r]);
         const std::string error = fused.run();
         if (!error.empty()) outcome.error = error;
       }
     }
+    check(emulator::late() == 0, "nothing is made between messages");
     if (outcome.error.empty()) outcome.finished = emulator::run_streams(seed);
     return outcome;
   }
@@ -345,6 +352,34 @@ void waits_for_communicators_that_do_not_block() {
   nccl = blocking;
 }
 
+// Neither a communicator that never gets done nor one that was aborted is asked for ever.
+void gives_up_on_communicators() {
+  const auto collective = cgx::Collective::kAllReduce;
+  Problem problem(collective, leaves(collective, 0), 2, 1.0f);
+  problem.patience = std::chrono::milliseconds(20);
+  cgx::NcclLibrary& nccl = emulated_nccl();
+  const cgx::NcclLibrary blocking = nccl;
+  nccl.group_end = [] {
+    emulator::group_end();
+    return cgx::NcclLibrary::kInProgress;
+  };
+  nccl.comm_get_async_error = [](cgx::NcclComm, int* state) {
+    *state = cgx::NcclLibrary::kInProgress;
+    return cgx::NcclLibrary::kSuccess;
+  };
+  const std::string late = problem.fused(100, 1).error;
+  check(late.find("still in progress after 20 ms: a rank has not come") != late.npos,
+        "a communicator that never gets done: " + late);
+  nccl.comm_get_async_error = [](cgx::NcclComm, int* state) {
+    *state = 6;  // ncclRemoteError
+    return cgx::NcclLibrary::kSuccess;
+  };
+  check(problem.fused(100, 1).error == "ncclGroupEnd: internal error", "an aborted communicator");
+  nccl.comm_get_async_error = [](cgx::NcclComm, int*) { return 4; };  // ncclInvalidArgument
+  check(problem.fused(100, 1).error == "ncclGroupEnd: internal error", "one that is no more");
+  nccl = blocking;
+}
+
 // Whatever NCCL call fails, the error names it, no group stays open, and the caller's stream still
 // comes after the wire.
 void failures_are_named() {
@@ -359,12 +394,34 @@ void failures_are_named() {
   }
 }
 
+// The sizes that cgx_jax/exchange/nccl.py computes, in tests/test_sharded.py.
+void payload_memory() {
+  const struct {
+    cgx::Collective collective;
+    int64_t size, bytes;
+  } cases[] = {{cgx::Collective::kAllReduce, 2048 * 2048, 4'327'424},
+               {cgx::Collective::kAllReduce, 25'000'000, 25'788'416},
+               {cgx::Collective::kReduceScatter, 25'000'000 / 8, 25'786'368},
+               {cgx::Collective::kAllGather, 25'000'000 / 8, 12'893'184}};
+  for (const auto& c : cases) {
+    const bool whole = c.collective == cgx::Collective::kAllReduce;
+    cgx::OwnedLayout owned;
+    check(owned.build(std::vector<cgx::LeafSpec>(whole ? 1 : 8, {c.size, 4, 512, 0, 0}), 8).empty(),
+          "layout");
+    const int64_t bytes = cgx::CudaFused::scratch_bytes(c.collective, owned.view(), 1 << 20);
+    check(bytes == c.bytes,
+          "payload memory of " + std::to_string(c.size) + " values: " + std::to_string(bytes));
+  }
+}
+
 }  // namespace
 
 int main() {
+  payload_memory();
   equals_the_steps();
   every_wait_is_needed();
   waits_for_communicators_that_do_not_block();
+  gives_up_on_communicators();
   failures_are_named();
   return report();
 }

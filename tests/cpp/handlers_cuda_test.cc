@@ -157,23 +157,27 @@ XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicat
   return nullptr;
 }
 
-// A fused call: its handler, and the sizes of its operands and results.
+// A fused call: its handlers, and the sizes of its operands and results.
 struct Fused {
   const char* name;
-  XLA_FFI_Handler* execute;
+  XLA_FFI_Handler *initialize, *execute;
   cgx::Collective collective;
   int64_t keys, rows_in, rows_out;
   bool residual = false;
   int64_t more_payloads = 0;  // bytes beyond those needed
 };
 const Fused kFused[] = {
-    {"all-reduce", cgx::all_reduce_nccl_execute, cgx::Collective::kAllReduce, 4, 1, 1},
-    {"reduce-scatter", cgx::reduce_scatter_nccl_execute, cgx::Collective::kReduceScatter,
-     2 * kWorld, kWorld, 1},
-    {"all-gather", cgx::all_gather_nccl_execute, cgx::Collective::kAllGather, 2, 1, kWorld},
-    {"all-reduce with residuals", cgx::all_reduce_nccl_execute, cgx::Collective::kAllReduce, 4, 1,
-     1, true},
+    {"all-reduce", cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute,
+     cgx::Collective::kAllReduce, 4, 1, 1},
+    {"reduce-scatter", cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute,
+     cgx::Collective::kReduceScatter, 2 * kWorld, kWorld, 1},
+    {"all-gather", cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute,
+     cgx::Collective::kAllGather, 2, 1, kWorld},
+    {"all-reduce with residuals", cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute,
+     cgx::Collective::kAllReduce, 4, 1, 1, true},
 };
+
+constexpr int64_t kSegment = 100;
 
 // What the call's payloads need.
 int64_t payload_bytes(const Fused& call) {
@@ -182,12 +186,12 @@ int64_t payload_bytes(const Fused& call) {
   cgx::OwnedLayout owned;
   check(owned.build(std::vector<cgx::LeafSpec>(whole ? 1 : kWorld, leaf), kWorld).empty(),
         "fused: layout");
-  return cgx::CudaFused::scratch_bytes(call.collective, owned.view());
+  return cgx::CudaFused::scratch_bytes(call.collective, owned.view(), kSegment);
 }
 
 struct Options {
   int32_t major = 0, minor = 2;
-  bool extension = true, clique = true;
+  bool extension = true, clique = true, initialize = true;
   int count = kWorld, state = cgx::NcclLibrary::kSuccess;
   int64_t failing = -1;
   int64_t world = kWorld;
@@ -207,7 +211,7 @@ Arrays operands(int64_t rows) {
   return all;
 }
 
-// Both ranks' calls, Prepare and then Execute; the first error.
+// Both ranks' calls, stage by stage; the first error.
 std::string fused(const Fused& call, const Options& options, Arrays* out) {
   emulator::reset();
   emulator::fail_at(options.failing);
@@ -224,21 +228,22 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
   const int64_t bytes = payload_bytes(call) + call.more_payloads;
   std::vector<std::vector<Line>> payloads(kWorld, std::vector<Line>(bytes / sizeof(Line) + 1));
   Arrays lost = *out;
-  std::string error;
+  XLA_FFI_Collectives_Extension extensions[kWorld] = {};
+  XLA_FFI_InvokeContext contexts[kWorld];
+  std::vector<Frame> frames(kWorld);
   for (int r = 0; r < kWorld; ++r) {
     comms[r] = {r, static_cast<int>(kWorld)};
-    XLA_FFI_Collectives_Extension extension = {};
-    extension.extension_base = {XLA_FFI_Collectives_Extension_STRUCT_SIZE,
-                                {XLA_FFI_Extension_Collectives, options.major, options.minor},
-                                nullptr};
-    extension.request_communicator = request;
-    extension.get_communicator = get;
-    XLA_FFI_InvokeContext context;
-    context.stream = emulator::create_stream();
+    extensions[r].extension_base = {XLA_FFI_Collectives_Extension_STRUCT_SIZE,
+                                    {XLA_FFI_Extension_Collectives, options.major, options.minor},
+                                    nullptr};
+    extensions[r].request_communicator = request;
+    extensions[r].get_communicator = get;
     static int devices = 0;
-    emulator::set_device(devices++);  // what a device keeps belongs to the streams of one run
-    if (options.extension) context.extension = &extension.extension_base;
-    Frame frame;
+    contexts[r].device = ++devices;  // what a device keeps belongs to the streams of one run
+    emulator::set_device(devices);
+    contexts[r].stream = emulator::create_stream();
+    if (options.extension) contexts[r].extension = &extensions[r].extension_base;
+    Frame& frame = frames[r];
     frame.arg(XLA_FFI_DataType_U32, keys, {call.keys})
         .arg(XLA_FFI_DataType_F32, in[r].data(), {call.rows_in, kValues})
         .ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues});
@@ -246,20 +251,27 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
     frame.ret(XLA_FFI_DataType_U8, payloads[r].data(), {bytes})
         .attr("divisor", 1.0f)
         .attr("groups", options.groups)
-        .attr("segment_bytes", int64_t{100})
+        .attr("segment_bytes", kSegment)
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
     with_layout(frame, kNearest);
     frame.attr("world", options.world);
-    for (const bool execute : {false, true}) {
-      if (execute && options.clique) {
-        extension.state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comms[r]);
-      }
-      const std::string said = frame.call(
-          execute ? call.execute : cgx::nccl_prepare,
-          execute ? XLA_FFI_ExecutionStage_EXECUTE : XLA_FFI_ExecutionStage_PREPARE, &context);
+  }
+  std::string error;
+  const auto stage = [&](XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage number) {
+    for (int r = 0; r < kWorld; ++r) {
+      const std::string said = frames[r].call(handler, number, &contexts[r]);
       if (error.empty()) error = said;
     }
+  };
+  emulator::set_device(0);  // none that a call runs on
+  stage(cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE);
+  for (int r = 0; r < kWorld && options.clique; ++r) {
+    extensions[r].state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comms[r]);
   }
+  if (options.initialize) stage(call.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
+  stage(call.execute, XLA_FFI_ExecutionStage_EXECUTE);
+  if (error.empty() && emulator::late() > 0) error = "something was made after the first message";
+  if (error.empty() && emulator::device() != 0) error = "another device is left current";
   if (error.empty() && !emulator::run_streams(3)) error = "the streams wait for ever";
   for (const auto& rank : lost) {
     for (size_t i = 0; call.residual && error.empty() && i < rank.size(); ++i) {
@@ -328,17 +340,19 @@ void fused_calls() {
       {"Extension version mismatch", {1, 0}},
       {"Collectives not found", {0, 2, false}},
       {"no clique", {0, 2, true, false}},
-      {"size of the communicator is 3, expected 2", {0, 2, true, true, 3}},
-      {"the communicator has failed: internal error", {0, 2, true, true, 2, 3}},
-      {"over axis 'data': ncclGroupStart: internal", {0, 2, true, true, 2, 0, 0}},
-      {"over axis 'data': ncclSend: internal error", {0, 2, true, true, 2, 0, 1}},
-      {"over axis 'data': ncclRecv: internal error", {0, 2, true, true, 2, 0, 2}},
-      {"over axis 'data': ncclGroupEnd: internal error", {0, 2, true, true, 2, 0, 3}},
-      {"world is 0, must be in [1, 2^20]", {0, 2, true, true, 2, 0, -1, 0}},
+      {"over axis 'data': the stage Initialize of this call has not run on its device",
+       {0, 2, true, true, false}},
+      {"size of the communicator is 3, expected 2", {0, 2, true, true, true, 3}},
+      {"the communicator has failed: internal error", {0, 2, true, true, true, 2, 3}},
+      {"over axis 'data': ncclGroupStart: internal", {0, 2, true, true, true, 2, 0, 0}},
+      {"over axis 'data': ncclSend: internal error", {0, 2, true, true, true, 2, 0, 1}},
+      {"over axis 'data': ncclRecv: internal error", {0, 2, true, true, true, 2, 0, 2}},
+      {"over axis 'data': ncclGroupEnd: internal error", {0, 2, true, true, true, 2, 0, 3}},
+      {"world is 0, must be in [1, 2^20]", {0, 2, true, true, true, 2, 0, -1, 0}},
       {"size of groups is 3, must be a positive multiple of world, 2",
-       {0, 2, true, true, 2, 0, -1, kWorld, {0, 1, 2}}},
+       {0, 2, true, true, true, 2, 0, -1, kWorld, {0, 1, 2}}},
       {"size of groups is 0, must be a positive multiple of world, 2",
-       {0, 2, true, true, 2, 0, -1, kWorld, {}}},
+       {0, 2, true, true, true, 2, 0, -1, kWorld, {}}},
   };
   for (const Fused& call : kFused) {
     for (const auto& c : refused) {

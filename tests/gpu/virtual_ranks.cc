@@ -200,7 +200,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const cgx::Layout layout = owned.view();
-  const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout);
+  const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout, segment_bytes);
   std::mt19937 rng(1);
   std::normal_distribution<float> normal;
   std::vector<Values> inputs(world, Values(count)), outputs(world, Values(count));
@@ -228,6 +228,11 @@ int main(int argc, char** argv) {
     CGX_REQUIRE(cudaEventCreate(&begin));
     CGX_REQUIRE(cudaEventCreate(&end));
     cgx::CudaLane lane;
+    if (const std::string failed = lane.prepare(cgx::CudaFused::segments(layout, segment_bytes));
+        !failed.empty()) {
+      std::fprintf(stderr, "virtual_ranks: rank %d: %s\n", number, failed.c_str());
+      std::exit(4);
+    }
     for (int i = 0; i < repeats; ++i) {
       const void* const leaf = in;
       CGX_REQUIRE(cudaEventRecord(begin, stream));

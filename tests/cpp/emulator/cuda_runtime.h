@@ -82,6 +82,15 @@ template <typename T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
+
+struct cudaFuncAttributes {};
+
+template <typename... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(Parameters...)) {
+  emulator::load(reinterpret_cast<const void*>(kernel));
+  return cudaSuccess;
+}
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
@@ -93,6 +102,8 @@ struct cudaLaunchConfig_t {
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
+  if (config->stream && config->stream->device != emulator::device()) return cudaErrorLaunchFailure;
+  emulator::load(reinterpret_cast<const void*>(kernel));
   const unsigned blocks = config->gridDim.x, threads = config->blockDim.x;
   const std::tuple<Parameters...> copies(arguments...);
   emulator::submit(config->stream, [=] {

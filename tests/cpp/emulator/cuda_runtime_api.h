@@ -16,16 +16,20 @@ inline cudaError_t cudaGetDevice(int* device) {
   *device = emulator::device();
   return cudaSuccess;
 }
+inline cudaError_t cudaSetDevice(int device) {
+  emulator::set_device(device);
+  return cudaSuccess;
+}
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = *greatest = 0;
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
-  *stream = emulator::create_stream();
+  *stream = emulator::make_stream();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = emulator::create_event();
+  *event = emulator::make_event();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {

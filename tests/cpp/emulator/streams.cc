@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -34,12 +35,15 @@ struct World {
   const Comm* comm = nullptr;
   Stream* stream = nullptr;
   uint64_t progress = 0;
+  std::set<std::pair<int, const void*>> loaded;  // by device
+  int64_t late = 0;
 };
 
 World world;
 int current_device = 0;
 
-constexpr int kSuccess = 0, kInternalError = 3;
+constexpr int kSuccess = 0, kInternalError = 3, kInvalidArgument = 4;
+constexpr uintptr_t kAlignment = 16;  // NCCL takes any pointer, but copies single bytes then
 
 int called() { return world.calls++ == world.failing ? kInternalError : kSuccess; }
 
@@ -73,6 +77,8 @@ bool exchange(const Comm* comm, std::vector<Message>* group) {
 
 int add(Message message, const Comm* comm, Stream* stream) {
   if (const int result = called(); result != kSuccess) return result;
+  const void* const data = message.from ? message.from : message.to;
+  if (reinterpret_cast<uintptr_t>(data) % kAlignment != 0) return kInvalidArgument;
   if (world.depth == 0) {
     fprintf(stderr, "emulator: a message outside of a group\n");
     abort();
@@ -94,7 +100,7 @@ void submit(Stream* stream, Operation operation) {
 }
 
 Stream* create_stream() {
-  world.streams.push_back(std::make_unique<Stream>());
+  world.streams.push_back(std::make_unique<Stream>(Stream{current_device, {}}));
   return world.streams.back().get();
 }
 
@@ -102,6 +108,22 @@ Event* create_event() {
   world.events.push_back(std::make_unique<Event>());
   return world.events.back().get();
 }
+
+Stream* make_stream() {
+  world.late += world.calls > 0;
+  return create_stream();
+}
+
+Event* make_event() {
+  world.late += world.calls > 0;
+  return create_event();
+}
+
+void load(const void* kernel) {
+  if (world.loaded.insert({current_device, kernel}).second) world.late += world.calls > 0;
+}
+
+int64_t late() { return world.late; }
 
 void record(Event* event, Stream* stream) {
   const uint64_t number = ++event->recorded;

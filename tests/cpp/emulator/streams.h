@@ -16,6 +16,7 @@ namespace emulator {
 using Operation = std::function<bool()>;
 
 struct Stream {
+  int device;
   std::deque<Operation> queue;
 };
 
@@ -26,7 +27,7 @@ struct Event {
 // Puts an operation on a stream; the null stream runs it at once.
 void submit(Stream* stream, Operation operation);
 
-Stream* create_stream();
+Stream* create_stream();  // of the current device
 Event* create_event();
 void record(Event* event, Stream* stream);
 void wait(Stream* stream, Event* event);
@@ -35,7 +36,15 @@ void wait(Stream* stream, Event* event);
 void set_device(int device);
 int device();
 
-// Forgets all streams, events and messages.
+// What the runtime makes and loads. On a device each may wait for all streams, and messages on them
+// for other ranks of this process: late() is how many came after NCCL's first call since reset(). A
+// kernel that is launched is loaded, unless the current device has it.
+Stream* make_stream();
+Event* make_event();
+void load(const void* kernel);
+int64_t late();
+
+// Forgets all streams, events, messages and kernels.
 void reset();
 // How many waits have been put on streams since reset(), and the one of them to leave out (-1:
 // none).
@@ -47,7 +56,8 @@ void leave_out(int64_t wait);
 bool run_streams(uint64_t seed);
 
 // NCCL's point-to-point calls between ranks that are this process's: results are ncclResult_t's.
-// fail_at counts calls of group_start, send, recv and group_end; that one fails (-1: none).
+// send and recv take pointers to multiples of 16 only. fail_at counts calls of group_start, send,
+// recv and group_end; that one fails (-1: none).
 struct Comm {
   int rank, world;
 };
