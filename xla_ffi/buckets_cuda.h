@@ -109,31 +109,34 @@ __device__ Meta load_meta(const uint8_t* record) {
   return {words[0], words[1]};
 }
 
+// The width that most buffers have is known to the compiler, so that its masks and shifts are
+// constants; kAny is the others.
+constexpr int kUsualBits = 4, kAny = 0;
+
 // What a lane reads of a record's tile: its bytes of each plane, as they lie.
 struct Encoded {
   Meta meta;
-  uint32_t word[kColumns];
+  uint32_t word[kColumns] = {};
 
   // `planes` are the lane's own of the tile, `columns` of the bucket apart.
-  __device__ void load(const uint8_t* record, int64_t planes, int columns, int count) {
+  __device__ void load(const uint8_t* record, const uint8_t* planes, int columns, int count) {
     meta = load_meta(record);
-    const uint8_t* plane = record + planes;
-    const auto load = [&](int k) { word[k] = *reinterpret_cast<const uint32_t*>(plane); };
+    const auto load = [&](int k) { word[k] = *reinterpret_cast<const uint32_t*>(planes); };
     if (count > 0) load(0);
-    plane += columns;
+    planes += columns;
     if (count > 1) load(1);
     if (count <= 2) return;
-    plane += columns;
+    planes += columns;
     load(2);
-    plane += columns;
+    planes += columns;
     if (count > 3) load(3);
   }
 
   // f(value, row, column) for the lane's values.
-  template <typename F>
+  template <int kBits, typename F>
   __device__ void values(const Bucket& bucket, F f) const {
-    const Codes codes = this->codes(bucket);
-    const int bits = bucket.bits;
+    const int bits = kBits ? kBits : bucket.bits;
+    const Codes codes = this->codes(bits, bucket.lane.half);
     const uint32_t low = (1u << bits) - 1u, high = low << bits;
     const float unit = meta.unit;
     if (unit == 0.0f || (unit >= kLeast && unit <= kMost)) {
@@ -167,23 +170,23 @@ struct Encoded {
   // Units of which 2^23 times, and a 2^8th, are floats without loss.
   static constexpr float kLeast = 7.8886091e-31f, kMost = 1.2676506e+30f;  // 2^-100, 2^100
 
-  __device__ Codes codes(const Bucket& bucket) const {
-    const Planes mine(bucket.bits, bucket.lane.half);
+  // Words past the last plane may hold anything: their bits lie above those of the codes.
+  __device__ Codes codes(int bits, int half) const {
     Codes codes;
-    if (mine.count <= 2) {
-      const uint32_t first = word[0], second = mine.count == 2 ? word[1] : 0;
+    if (bits <= 4) {
 #pragma unroll
       for (unsigned c = 0; c < kColumns; ++c) {
-        codes.number[c] = __byte_perm(first, second, c | (4 + c) << 4);
+        codes.number[c] = __byte_perm(word[0], word[1], c | (4 + c) << 4);
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) codes.number[k] = k < mine.count ? word[k] : 0;
+      for (int k = 0; k < kColumns; ++k) codes.number[k] = word[k];
       transpose_bytes(codes.number);
     }
-    if (bucket.bits & 1) {
+    if (bits & 1) {
+      const int shift = Planes(bits, half).shift;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) codes.number[c] >>= mine.shift;
+      for (int c = 0; c < kColumns; ++c) codes.number[c] >>= shift;
     }
     return codes;
   }
@@ -382,44 +385,54 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
 template <int kAhead>
 class Peers {
  public:
-  // Asks for the first of them.
+  // Asks for the first of them. Rows are a multiple of 4 bytes apart.
   __device__ Peers(const Bucket& bucket, const uint8_t* records, int64_t stride, int peers,
                    int skip, int tile)
-      : next_(records + (skip == 0 ? stride : 0)),
-        stride_(stride),
-        planes_(planes_of(bucket, tile)),
+      : records_(records),
+        planes_(records + planes_of(bucket, tile)),
+        stride_(static_cast<uint32_t>(stride / 4)),
         columns_(bucket.columns),
         words_(bucket.has(tile) ? Planes(bucket.bits, bucket.lane.half).count : 0),
         count_(peers - (skip >= 0 && skip < peers)),
-        skip_(skip) {
+        skip_(static_cast<unsigned>(skip)) {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) ask(k, k);
   }
 
   // Adds them all to `t`, in order.
   __device__ void add_to(const Bucket& bucket, Tile* t) {
+    if (bucket.bits == kUsualBits) {
+      add_as<kUsualBits>(bucket, t);
+    } else {
+      add_as<kAny>(bucket, t);
+    }
+  }
+
+ private:
+  template <int kBits>
+  __device__ void add_as(const Bucket& bucket, Tile* t) {
 #pragma unroll 1
     for (int first = 0; first < count_; first += kAhead) {
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         if (first + k >= count_) break;
-        ahead_[k].values(bucket, [&](float x, int r, int c) { t->v[r][c] += x; });
+        ahead_[k].template values<kBits>(bucket, [&](float x, int r, int c) { t->v[r][c] += x; });
         ask(first + kAhead + k, k);
       }
     }
   }
-
- private:
   __device__ void ask(int number, int place) {
     if (number >= count_) return;
-    ahead_[place].load(next_, planes_, columns_, words_);
-    next_ += number + 1 == skip_ ? 2 * stride_ : stride_;
+    const uint32_t row = number + (static_cast<unsigned>(number) >= skip_);
+    const uint64_t offset = static_cast<uint64_t>(4 * row) * stride_;
+    ahead_[place].load(records_ + offset, planes_ + offset, columns_, words_);
   }
 
   Encoded ahead_[kAhead];
-  const uint8_t* next_;
-  const int64_t stride_, planes_;
-  const int columns_, words_, count_, skip_;
+  const uint8_t *const records_, *const planes_;
+  const uint32_t stride_;
+  const int columns_, words_, count_;
+  const unsigned skip_;
 };
 
 __device__ void add_tile(const Tile& other, Tile* t) {
@@ -428,17 +441,19 @@ __device__ void add_tile(const Tile& other, Tile* t) {
 
 __device__ void divide_tile(Divide divide, Tile* t) {
   if (divide.multiply) {
-    t->each([&](float& x, int, int) { x = canonical_nan(x * divide.by); });
+    t->each([&](float& x, int, int) { x *= divide.by; });
   } else {
-    t->each([&](float& x, int, int) { x = canonical_nan(x / divide.by); });
+    t->each([&](float& x, int, int) { x /= divide.by; });
   }
 }
 
-// The values that a range is found from: those that do not exist repeat the bucket's first.
-__device__ void replace_pads(const Bucket& bucket, int tile, float first, Tile* t) {
+// What a range is found from: in the place of values that do not exist the bucket's first, which
+// is lane 0's of tile 0 and is kept in `first` for the tiles after it.
+__device__ void replace_pads(const Bucket& bucket, int tile, float* first, Tile* t) {
   if (!bucket.padded()) return;
+  if (tile == 0) *first = __shfl_sync(kEveryLane, t->v[0][0], 0);
   t->each([&](float& x, int r, int c) {
-    if (bucket.index(tile, r) + c >= bucket.values) x = first;
+    if (bucket.index(tile, r) + c >= bucket.values) x = *first;
   });
 }
 

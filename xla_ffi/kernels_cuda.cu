@@ -7,15 +7,15 @@
 namespace cgx {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 // Blocks that a multiprocessor shall hold, which bounds the registers of a thread: half of its
 // warps keep enough reads in flight, and a bucket of several tiles brings that many reads more by
 // itself.
 constexpr int blocks_of(int tiles, int more_registers = 0) {
-  return tiles == 1 ? 4 - more_registers : 2;
+  return tiles == 1 ? 8 - 2 * more_registers : 4;
 }
 // Of a large buffer a warp works on several buckets, and looks for their piece once.
-constexpr int kMaxBlocks = 8192;
+constexpr int kMaxBlocks = 16384;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
 
 // The first piece of the table for which `beyond` holds; `count` when there is none.
@@ -129,7 +129,6 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual ? 2 : 1)
     return [=, &piece](int number) {
       const Bucket bucket(piece, rotation, number);
       const int64_t record = bucket.record();
-      // The first value of the bucket is lane 0's in tile 0; every lane with pads needs it.
       float pad = 0.0f;
       const auto mean = [&](int k) {
         Peers<kTiles == 1 ? 4 : 2> peers(bucket, args.payload + record, args.chunk_bytes,
@@ -138,8 +137,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual ? 2 : 1)
         rotate(bucket, k, &t);
         peers.add_to(bucket, &t);
         divide_tile(divide, &t);
-        if (k == 0) pad = __shfl_sync(kEveryLane, t.v[0][0], 0);
-        replace_pads(bucket, k, pad, &t);
+        replace_pads(bucket, k, &pad, &t);
         return t;
       };
       encode_bucket<kTiles, kStochastic, kResidual>(bucket, {seed.bucket(bucket.of_leaf()), 0.0f},
@@ -164,14 +162,20 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1))
       const int planes = Planes(bucket.bits, bucket.lane.half).count;
       for (int k = 0; k < bucket.tiles(); ++k) {
         Encoded encoded;
-        encoded.load(record, planes_of(bucket, k), bucket.columns, bucket.has(k) ? planes : 0);
+        encoded.load(record, record + planes_of(bucket, k), bucket.columns,
+                     bucket.has(k) ? planes : 0);
         encoded.meta = checked(encoded.meta);
         if (poisoned(encoded.meta)) {
           store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
           continue;
         }
         Tile t;
-        encoded.values(bucket, [&](float x, int r, int c) { t.v[r][c] = x; });
+        const auto keep = [&](float x, int r, int c) { t.v[r][c] = x; };
+        if (bucket.bits == kUsualBits) {
+          encoded.values<kUsualBits>(bucket, keep);
+        } else {
+          encoded.values<kAny>(bucket, keep);
+        }
         if (bucket.rotated) {
           rotate_back(bucket, k, &t);
           const float largest = fabsf(encoded.meta.lo) + 255.0f * fabsf(encoded.meta.unit);
@@ -183,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1))
   });
 }
 
-__global__ void __launch_bounds__(kThreads, blocks_of(0))
+__global__ void __launch_bounds__(kThreads, blocks_of(1, 1))
     accumulate_kernel(const __grid_constant__ Table table, const AccumulateArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
@@ -194,14 +198,15 @@ __global__ void __launch_bounds__(kThreads, blocks_of(0))
       const uint8_t* const records = args.payload + bucket.record();
       for (int k = 0; k < bucket.tiles(); ++k) {
         Peers<4> peers(bucket, records, args.row_bytes, args.peers, own, k);
-        const Tile leaf = load_tile(bucket, k, Pad::kZero);
-        Tile t = bucket.rotated ? filled(0.0f) : leaf;
+        Tile t = filled(0.0f);
+        if (!bucket.rotated) t = load_tile(bucket, k, Pad::kZero);
         peers.add_to(bucket, &t);
         if (bucket.rotated) {
           rotate_back(bucket, k, &t);
-          add_tile(leaf, &t);
+          add_tile(load_tile(bucket, k, Pad::kZero), &t);
         }
         divide_tile(divide, &t);
+        if (any_nan(t)) t.each([&](float& x, int, int) { x = canonical_nan(x); });
         store_tile<false>(bucket, k, t);
       }
     };

@@ -12,7 +12,7 @@ namespace {
 __global__ void exchange_through_memory(float* memory, float* result, bool meet) {
   const int lane = threadIdx.x;
   memory[lane] = static_cast<float>(lane);
-  if (meet) __all_sync(0xffffffffu, 1);
+  if (meet) __reduce_max_sync(0xffffffffu, 1);
   result[lane] = memory[(lane + 1) % 32];
 }
 

@@ -30,6 +30,8 @@ def main() -> int:
     parser.add_argument("--rate", help="of loopback, as tc takes it")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--exchanges", default="xla,nccl")
+    parser.add_argument("--calls", default="psum,psum_scatter,all_gather")
+    parser.add_argument("--segment-bytes", type=int, help="of the fused calls; default: theirs")
     parser.add_argument("--platform", default="cuda", help="cpu tries the script itself")
     arguments = parser.parse_args()
     if "CGX_RANK" in os.environ:
@@ -73,6 +75,8 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from cgx_jax.exchange import nccl
+
     jax.config.update("jax_platforms", arguments.platform)
     if arguments.platform == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -86,7 +90,9 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
         [jax.device_put(own, jax.local_devices()[0])],
     )
     rows = []
-    for call in ("psum", "psum_scatter", "all_gather"):
+    if arguments.segment_bytes:
+        nccl.SEGMENT_BYTES = arguments.segment_bytes
+    for call in arguments.calls.split(","):
         rows += measured(call, mesh, x, arguments)
     if number == 0:
         for row in rows:
@@ -100,6 +106,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
             "world": arguments.world,
             "megabytes": arguments.megabytes,
             "rate": arguments.rate or "unlimited",
+            "segment_bytes": nccl.SEGMENT_BYTES,
             "rows": rows,
         }
         known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
