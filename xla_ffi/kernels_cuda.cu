@@ -14,8 +14,9 @@ constexpr int kThreads = 128;
 constexpr int blocks_of(int tiles, int more_registers = 0) {
   return tiles == 1 ? 8 - 2 * more_registers : 4;
 }
-// Of a large buffer a warp works on several buckets, and looks for their piece once.
-constexpr int kMaxBlocks = 16384;
+// Of a large buffer a warp works on several buckets, and looks for their piece once. Where a bucket
+// costs little, a block for every four is faster: memory likes its requests in order.
+constexpr int kMaxBlocks = 16384, kMaxLightBlocks = 1 << 20;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
 
 // The first piece of the table for which `beyond` holds; `count` when there is none.
@@ -213,14 +214,19 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1, 1))
   });
 }
 
+// Whether the buckets are plain float32, which cost the least.
+bool light(const Table& table) {
+  return table.piece[0].dtype == DType::kF32 && !table.piece[0].rotated;
+}
+
 template <typename Args>
 cudaError_t launch(void (*kernel)(Table, Args), const Table& table, const Args& args, int32_t units,
-                   cudaStream_t stream) {
+                   cudaStream_t stream, int most = kMaxBlocks) {
   if (units == 0) return cudaSuccess;
   constexpr int kWarps = kThreads / kWarp;
   const int blocks = (units + kWarps - 1) / kWarps;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks));
+  config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, table, args);
@@ -233,7 +239,8 @@ cudaError_t launch_encode_of(const Table& table, const EncodeArgs& args, bool st
       residual ? stochastic ? encode_kernel<kTiles, true, true> : encode_kernel<kTiles, false, true>
       : stochastic ? encode_kernel<kTiles, true, false>
                    : encode_kernel<kTiles, false, false>;
-  return launch(kernel, table, args, units, stream);
+  return launch(kernel, table, args, units, stream,
+                light(table) && !stochastic ? kMaxLightBlocks : kMaxBlocks);
 }
 
 template <int kTiles>
@@ -266,7 +273,8 @@ cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stoch
 
 cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t units,
                           cudaStream_t stream) {
-  return launch(decode_kernel, table, args, units, stream);
+  return launch(decode_kernel, table, args, units, stream,
+                light(table) ? kMaxLightBlocks : kMaxBlocks);
 }
 
 cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,

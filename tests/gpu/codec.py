@@ -1,21 +1,17 @@
-"""On a machine with an NVIDIA GPU: the CUDA kernels against the CPU kernels, and their bandwidth.
+"""On a machine with an NVIDIA GPU: the CUDA kernels in JAX programs against the CPU kernels.
 
     python tests/gpu/codec.py OUT.json
-    python tests/gpu/codec.py OUT.json --platform cpu --values 100000     # tries the script itself
+    python tests/gpu/codec.py OUT.json --platform cpu     # tries the script itself
 
-Every width, rounding and dtype, rotated or not, has to give the CPU's bytes. Bandwidth is bytes
-moved over time, for 25 M fp32 values, beside a copy within the device of the same bytes; a share of
-0.85 is the aim (0.6 where rounding is stochastic; none for rotated buckets). The result is JSON;
-the exit code tells whether all bytes are equal.
+Every width, rounding and dtype, rotated or not, has to give the CPU's bytes. The result is JSON;
+the exit code tells whether all bytes are equal. kernel_bench times the kernels.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import pathlib
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +27,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--platform", default="gpu")
-    parser.add_argument("--values", type=int, default=25_000_000)
     arguments = parser.parse_args()
     gpu, cpu = jax.devices(arguments.platform)[0], jax.devices("cpu")[0]
     wrong = differences(gpu, cpu)
-    rows = bandwidth(gpu, arguments.values)
-    facts = {"device": gpu.device_kind, "jax": jax.__version__, "wrong": wrong, "rows": rows}
+    facts = {"device": gpu.device_kind, "jax": jax.__version__, "wrong": wrong}
     arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
-    for row in rows:
-        print(
-            f"{row['kernel']:<26} {row['bits']} bits  {row['terabytes']:.2f} TB/s"
-            f"  {row['share']:.2f} of a copy"
-        )
     print(f"cases with other bytes than the CPU's: {wrong or 'none'}")
     return 1 if wrong else 0
 
@@ -81,63 +70,6 @@ def differences(gpu, cpu) -> list[str]:
                 turned = "rotated" if rotation else "plain"
                 wrong.append(f"{name} {bits} {rounding} {turned} {dtype.__name__} {size}")
     return wrong
-
-
-def bandwidth(gpu, values: int) -> list[dict]:
-    """Bytes moved over time, and over a device copy's in the same round."""
-    x = jax.device_put(np.random.default_rng(0).standard_normal(values).astype(np.float32), gpu)
-    key = jax.device_put(np.array([1, 2], np.uint32), gpu)
-    rank = jax.device_put(np.int32(0), gpu)
-    copy = jax.jit(lambda x: x + 0)
-    rows = []
-    for bits in (4, 8):
-        for rounding, rotation in itertools.product(("nearest", "stochastic"), (False, True)):
-            one = layout_of(values, bits, 512, rounding, rotation, 1)
-            four = layout_of(values, bits, 512, rounding, rotation, WORLD)
-            encode = jax.jit(lambda k, x, one=one: primitives.encode(k, [x], one)[0])
-            reduce = jax.jit(
-                lambda k, r, rows, x, four=four: primitives.reduce(k, r, rows, [x], four)[0]
-            )
-            decode = jax.jit(lambda rows, x, one=one: primitives.decode(rows, one, [x]))
-            payload = encode(key, x)
-            split = jax.device_put(np.zeros((WORLD, four.chunk_bytes), np.uint8), gpu)
-            sent = one.total_bytes
-            moved = {
-                "encode": (functools.partial(encode, key, x), 4 * values + sent),
-                "reduce": (
-                    functools.partial(reduce, key, rank, split, x),
-                    values + WORLD * four.chunk_bytes,
-                ),
-                "decode": (functools.partial(decode, payload, x), 4 * values + sent),
-            }
-            named = [rounding] * (rounding != "nearest") + ["rotated"] * rotation
-            for kernel, (call, nbytes) in moved.items():
-                if kernel == "decode" and rounding != "nearest":
-                    continue
-                ours, theirs = interleaved(call, lambda: copy(x))
-                speed = nbytes / ours
-                rows.append(
-                    {
-                        "kernel": " ".join([kernel, *named]),
-                        "bits": bits,
-                        "terabytes": speed / 1e12,
-                        "share": speed / (8 * values / theirs),
-                    }
-                )
-    return rows
-
-
-def interleaved(ours, theirs, repeats=20, calls=10) -> tuple[float, float]:
-    """Median seconds of a call of each, taking turns; several calls a turn hide the launch."""
-    seconds = ([], [])
-    for rep in range(-2, repeats):
-        for function, times in zip((ours, theirs), seconds, strict=True):
-            start = time.perf_counter()
-            results = [function() for _ in range(calls)]
-            jax.block_until_ready(results)
-            if rep >= 0:
-                times.append((time.perf_counter() - start) / calls)
-    return float(np.median(seconds[0])), float(np.median(seconds[1]))
 
 
 if __name__ == "__main__":
