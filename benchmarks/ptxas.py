@@ -21,7 +21,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "xla_ffi" / "kernels_cuda.cu"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 WARPS = {"sm_80": 64, "sm_86": 48, "sm_89": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48}
 REGISTERS = 65536  # of a multiprocessor
-BLOCK_WARPS = 8
+BLOCK_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,8 +150,64 @@ def kernels() -> str:
     return table(["kernel", *architectures], [line(label) for label in labels])
 
 
+def gpu_kernels() -> str:
+    lines = (RESULTS / "gpu_h100" / "kernels.jsonl").read_text().splitlines()
+    measured = [row for row in map(json.loads, lines) if "case" in row]
+    largest = max(row["values"] for row in measured)
+    share = {row["case"]: row["share"][1] for row in measured if row["values"] == largest}
+    dtypes = ("f32", "bf16", "f16")
+    # A case is named "kernel bits dtype ranks, and so on".
+    ways = dict.fromkeys(" ".join(case.split()[:2] + case.split()[3:]) for case in share)
+
+    def line(way: str) -> list[str]:
+        kernel, bits, *rest = way.split()
+        cells = [share.get(" ".join([kernel, bits, dtype, *rest])) for dtype in dtypes]
+        return [" ".join([f"`{kernel}`", *rest]), bits, *(f"{c:.2f}" if c else "" for c in cells)]
+
+    return table(["kernel", "bits", *dtypes], [line(way) for way in ways])
+
+
+def gpu_small() -> str:
+    lines = (RESULTS / "gpu_h100" / "kernels.jsonl").read_text().splitlines()
+    measured = [row for row in map(json.loads, lines) if "case" in row]
+    times = {(row["case"], row["values"]): row["microseconds"] for row in measured}
+    sizes = sorted({row["values"] for row in measured})[:-1]
+    cases = dict.fromkeys(case for case, size in times if size == sizes[0])
+    body = [[f"`{case}`", *(f"{times[case, size]:.1f} us" for size in sizes)] for case in cases]
+    return table(["kernel", *(size_text(4 * size) for size in sizes)], body)
+
+
+def gpu_ranks() -> str:
+    runs = json.loads((RESULTS / "gpu_h100" / "ranks.json").read_text())
+    body = [
+        [
+            str(run["world"]),
+            f"`{row['call']}`",
+            f"`{row['method']}`" if row["method"] != "lax" else "exact, by `lax`",
+            size_text(run["segment_bytes"]) if row["method"] == "nccl" else "",
+            f"{row['seconds'] * 1e3:.1f} ms",
+            f"{row['ratio'][1]:.1f}",
+        ]
+        for run in runs
+        for row in run["rows"]
+        if run["segment_bytes"] == runs[0]["segment_bytes"] or row["method"] == "nccl"
+    ]
+    return table(["ranks", "call", "method", "segment", "time", "times faster"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (all_reduce, auto_default, codec, kernels, rivals, segments)
+    f.__name__: f
+    for f in (
+        all_reduce,
+        auto_default,
+        codec,
+        gpu_kernels,
+        gpu_ranks,
+        gpu_small,
+        kernels,
+        rivals,
+        segments,
+    )
 }
 
 

@@ -11,8 +11,9 @@ constexpr int kThreads = 128;
 // Blocks that a multiprocessor shall hold, which bounds the registers of a thread: half of its
 // warps keep enough reads in flight, and a bucket of several tiles brings that many reads more by
 // itself.
-constexpr int blocks_of(int tiles, int more_registers = 0) {
-  return tiles == 1 ? 8 - 2 * more_registers : 4;
+constexpr int blocks_of(int tiles, bool reduces, bool stochastic, bool residual) {
+  if (tiles == 1) return 8 - 2 * (reduces + residual);
+  return tiles == 0 || !(stochastic || residual) ? 4 : 3;
 }
 // Of a large buffer a warp works on several buckets, and looks for their piece once. Where a bucket
 // costs little, a block for every four is faster: memory likes its requests in order.
@@ -92,7 +93,7 @@ __device__ void clear_record(const Bucket& bucket, uint8_t* record) {
 }
 
 template <int kTiles, bool kStochastic, bool kResidual>
-__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
+__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, false, kStochastic, kResidual))
     encode_kernel(const __grid_constant__ Table table, const EncodeArgs args) {
   const int32_t own = rank_of(args.rank);
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual))
 }
 
 template <int kTiles, bool kStochastic, bool kResidual>
-__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, kResidual ? 2 : 1))
+__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic, kResidual))
     reduce_kernel(const __grid_constant__ Table table, const ReduceArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
@@ -152,7 +153,7 @@ __device__ void keep_within(Tile* t) {
   t->each([&](float& x, int, int) { x = within(canonical_nan(x), kLargest); });
 }
 
-__global__ void __launch_bounds__(kThreads, blocks_of(1))
+__global__ void __launch_bounds__(kThreads, blocks_of(1, false, false, false))
     decode_kernel(const __grid_constant__ Table table, const DecodeArgs args) {
   constexpr float kHarmless = 1.2676506e+30f;  // 2^100: no sum of 512 overflows
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1))
   });
 }
 
-__global__ void __launch_bounds__(kThreads, blocks_of(1, 1))
+__global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
     accumulate_kernel(const __grid_constant__ Table table, const AccumulateArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
