@@ -20,8 +20,8 @@ from cgx_jax.exchange import fused
 from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
-# Of payload to each peer. Kernels take a hundredth of the time that a link takes, so there is little
-# to overlap, and every message more costs what NCCL needs to start one: docs/gpu.md has the times.
+# Of payload to each peer. Kernels take a small part of the time that a link takes, so there is
+# little to overlap, and each message more costs what NCCL needs to start one (docs/gpu.md).
 SEGMENT_BYTES = 8 << 20
 ALIGNMENT = 128  # of a message's first byte, as `CudaFused::kAlignment`
 
