@@ -47,8 +47,9 @@ class Least(NamedTuple):
 # By what sends and encodes. CPU rows: larger buffers beat lax.psum at 1 Gbit/s, at 10 Gbit/s and
 # without a limit, between 2 and between 4 processes (`benchmarks/auto.py --exchange`); smaller ones
 # lose on some of these links, by latency. XLA's all-to-all over gloo uses one direction of a link
-# at a time, so half the bytes gain nothing there. Nobody has measured links between GPUs: below this size the
-# kernels' memory traffic takes longer than NVLink would save. Encoding in plain jnp never pays.
+# at a time, so half the bytes gain nothing there. Nobody has measured links between GPUs: below
+# this size the kernels' memory traffic takes longer than NVLink would save, by a model. Encoding in
+# plain jnp never pays.
 LEAST = {
     "xla": Least(3 << 19, 0.5),
     "mpi": Least(1 << 19, 1.0),
