@@ -12,8 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from cgx_jax.precondition import SecondMoment
-
 _NAME = "sync_gradients"
 _INJECT = (
     "optax.inject_hyperparams makes arrays of numbers and schedules of callables; inject the "
@@ -23,13 +21,13 @@ _INJECT = (
 
 
 # Set while `restore_step_size` traces the optimizer that it holds.
-_LEARNT: ContextVar[list[SecondMoment] | None] = ContextVar("learnt", default=None)
+_LEARNT: ContextVar[list[Any] | None] = ContextVar("learnt", default=None)
 
 
 @contextlib.contextmanager
-def restore_step_size_around() -> Iterator[list[SecondMoment]]:
+def restore_step_size_around() -> Iterator[list[Any]]:
     """`restore_step_size` traces its optimizer in here; the list receives its `SecondMoment`."""
-    learnt: list[SecondMoment] = []
+    learnt: list[Any] = []
     token = _LEARNT.set(learnt)
     try:
         yield learnt
@@ -37,7 +35,7 @@ def restore_step_size_around() -> Iterator[list[SecondMoment]]:
         _LEARNT.reset(token)
 
 
-def within_restore_step_size() -> list[SecondMoment] | None:
+def within_restore_step_size() -> list[Any] | None:
     """The list that receives a `SecondMoment` under `restore_step_size`; None elsewhere."""
     return _LEARNT.get()
 

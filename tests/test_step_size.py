@@ -112,6 +112,7 @@ def gradients():
         "Gaussian": signals(rng, normal, 0),
         "Laplace": signals(rng, rng.laplace, 0),
         "rows": signals(rng, normal, 0, sizes),
+        "wide rows": signals(rng, normal, 0, sizes**2),
         "half agree": signals(rng, normal, 0.5),
         "agree": signals(rng, normal, 0.5, ranks=1),
         "persist": signals(rng, functools.partial(normal, scale=0.3)),
@@ -119,7 +120,8 @@ def gradients():
 
 
 # What the ratio to exact may be off by. Ranks that agree round alike, which is less of a loss.
-OFF = {"half agree": (0.006, 0.016), "agree": (0.007, 0.02)}
+# A leaf's large values dominate its factor.
+OFF = {"half agree": (0.006, 0.016), "agree": (0.007, 0.02), "wide rows": (0.03, 0.065)}
 
 
 @functools.cache
