@@ -32,6 +32,7 @@ from cgx_jax.policy.solvers import Linear as Linear
 from cgx_jax.precondition import SecondMoment as SecondMoment
 from cgx_jax.sharded import all_gather_compressed as all_gather_compressed
 from cgx_jax.sharded import psum_scatter_compressed as psum_scatter_compressed
+from cgx_jax.step_size import restore_step_size as restore_step_size
 from cgx_jax.sync import SyncState as SyncState
 from cgx_jax.sync import state_shardings as state_shardings
 from cgx_jax.sync import state_specs as state_specs

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Units are updated in each of the first WARMUP steps, and in every PERIOD-th step after them: an
@@ -39,6 +40,18 @@ class Units(NamedTuple):
         return (matrix * (self.rows[way][:, None] * self.columns[way][None])).reshape(x.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """The noise in a leaf's mean, where it is known.
+
+    In units it is the same for all values of a bucket of `bucket_size`: the share `share` of the
+    bucket's mean square.
+    """
+
+    share: float
+    bucket_size: int
+
+
 class Moments(NamedTuple):
     """What `SecondMoment` knows of one leaf, fp32.
 
@@ -48,7 +61,11 @@ class Moments(NamedTuple):
     it does in Adam's second moment: by its mean square, and decayed. `weights` f32[3] holds the
     sum of the decayed weights of time, that of the steps' weights, and by how many steps of equal
     weight, inverted, these could be replaced. `row_units` and `column_units` are the `Units` that
-    follow from rows and columns.
+    follow from rows and columns. `noise_rows` f32[R] and `noise_columns` f32[C] are row and
+    column means of the squared noise (`Rounding`) of the last step that was due, over the leaf's
+    mean square, averaged over the steps as Adam's second moment weights them; `noise_square` is the
+    mean of that moment. They are kept under `restore_step_size`, and 0 elsewhere and where the
+    noise is not known.
     """
 
     weights: jax.Array
@@ -58,6 +75,9 @@ class Moments(NamedTuple):
     values: jax.Array
     row_units: jax.Array
     column_units: jax.Array
+    noise_rows: jax.Array
+    noise_columns: jax.Array
+    noise_square: jax.Array
 
     @property
     def units(self) -> Units:
@@ -114,6 +134,9 @@ class SecondMoment:
             values=values if self.factored else lax.full_like(x, 0, jnp.float32),
             row_units=jnp.ones((2, rows), jnp.float32),
             column_units=jnp.ones((2, columns), jnp.float32),
+            noise_rows=jnp.zeros(rows, jnp.float32),
+            noise_columns=jnp.zeros(columns, jnp.float32),
+            noise_square=jnp.zeros((), jnp.float32),
         )
 
     def units(self, state: Moments) -> tuple[Units, jax.Array]:
@@ -136,9 +159,16 @@ class SecondMoment:
         """Whether the step after `step` others updates the units, bool[]."""
         return (step < WARMUP) | (step % PERIOD == 0)
 
-    def update(self, state: Moments, mean: jax.Array, step: jax.Array) -> Moments:
+    def since(self, step: jax.Array) -> jax.Array:
+        """`decay` over the steps that the one after `step` others stands for, if it is due."""
+        return jnp.where(step < WARMUP, self.decay, self.decay**PERIOD).astype(jnp.float32)
+
+    def update(
+        self, state: Moments, mean: jax.Array, step: jax.Array, rounding: Rounding | None = None
+    ) -> Moments:
         """The state after a step that is due, whose reduced gradient is `mean`.
 
+        `rounding` is the noise of compression in `units(state)`, None where that is not known.
         Its `weights` are not finite where `mean`, or the sum of its squares, is not.
         """
         if not mean.size:
@@ -154,8 +184,7 @@ class SecondMoment:
             values = inverse * squares.reshape(values.shape)
         seen = (rows, columns, values)
         spreads = jnp.stack([jnp.square(v).mean() for v in seen])
-        # A step that is due stands for those since the one before.
-        decay = jnp.where(step < WARMUP, self.decay, self.decay**PERIOD).astype(jnp.float32)
+        decay = self.since(step)
         weight = (1 - decay) * mean_square
 
         def add(old: jax.Array, now: Any) -> jax.Array:
@@ -172,6 +201,8 @@ class SecondMoment:
             add(state.values, values),
             state.row_units,
             state.column_units,
+            *self._noise(state, mean, inverse, rounding),
+            state.noise_square,
         )
         new = new._replace(
             row_units=self._factors(new.rows, new.spreads[0], new.weights),
@@ -179,6 +210,23 @@ class SecondMoment:
         )
         # A leaf without a gradient tells nothing of what its gradients are like.
         return jax.tree.map(lambda a, b: jnp.where(mean_square == 0, b, a), new, state)
+
+    def _noise(
+        self, state: Moments, mean: jax.Array, inverse: jax.Array, rounding: Rounding | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Row and column means of the squared noise, times `inverse`."""
+        if rounding is None:
+            return jnp.zeros_like(state.rows), jnp.zeros_like(state.columns)
+        units, _ = self.units(state)
+        squares = inverse * jnp.square(units.divide(mean)).reshape(-1)
+        size, width = squares.size, rounding.bucket_size
+        buckets = jnp.pad(squares, (0, -size % width)).reshape(-1, width)
+        counts = np.minimum(size - width * np.arange(len(buckets)), width).astype(np.float32)
+        each = rounding.share * buckets.sum(axis=1) / counts
+        spread = jnp.broadcast_to(each[:, None], buckets.shape).reshape(-1)[:size]
+        matrix = state.rows.shape[0], state.columns.shape[0]
+        noise = units.multiply(units.multiply(spread)).reshape(matrix)
+        return noise.mean(axis=1), noise.mean(axis=0)
 
     def _factors(self, sums: jax.Array, spread: jax.Array, weights: jax.Array) -> jax.Array:
         return _ways(jnp.sqrt(_shrunk(sums, spread, weights) + self.floor**2))

@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.collectives import pmean_with_residual
-from cgx_jax.compressors import Compressor
+from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.memory import Memory
-from cgx_jax.plan import Plan, leaves_of
+from cgx_jax.plan import Plan, Slot, leaves_of
 from cgx_jax.policy.adaptive import Adaptive
 from cgx_jax.policy.rules import Policy
-from cgx_jax.precondition import Moments, SecondMoment, Units
-from cgx_jax.wrappers import check_options, check_wrappers
+from cgx_jax.precondition import Moments, Rounding, SecondMoment, Units
+from cgx_jax.wrappers import check_options, check_wrappers, within_restore_step_size
 
 if TYPE_CHECKING:
     import optax
@@ -93,7 +93,7 @@ def sync_gradients(
         if isinstance(policy, Adaptive):
             statistics = policy.empty_statistics(leaves_of(params))
         if precondition is not None:
-            moments = _moments_by_tree([precondition.init(x) for x in leaves], treedef)
+            moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
         if mesh is not None:
             replicated = NamedSharding(mesh, PartitionSpec())
             step, statistics = lax.with_sharding_constraint((step, statistics), replicated)
@@ -113,11 +113,18 @@ def sync_gradients(
         check_wrappers(axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
         _check_state(state, memory, precondition, leaves)
+        learns = within_restore_step_size()
+        if learns is not None and precondition is not None:
+            _require_known_errors(plan, policy, memory)
+            learns.append(precondition)
         scales: list[_Scale] = [None] * len(leaves)
+        roundings: list[Rounding | None] = [None] * len(leaves)
         if precondition is not None:
-            old = _moments_by_leaf(state.moments)
+            old = moments_by_leaf(state.moments)
             for i in plan.compressed(_NAME, exchange, axes):
                 scales[i] = precondition.units(old[i])
+                if learns is not None:
+                    roundings[i] = _rounding(plan.slots[i], axes.world)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         reduction = _Reduction(plan, axis_name, exchange, key, treedef, scales)
         if memory is None:
@@ -127,7 +134,7 @@ def sync_gradients(
             sent, means, remembered = _Feedback(memory, axes, reduction)(leaves, state.memory)
         moments = state.moments
         if precondition is not None:
-            moments = _moved(precondition, moments, means, state.step)
+            moments = _moved(precondition, moments, means, state.step, roundings)
         measured = state.statistics
         if isinstance(policy, Adaptive):
             measured = policy.observe(measured, sent, scales, state.step, axes, plan)
@@ -353,29 +360,73 @@ def _by_tree(leaves: list[tuple[Any, ...]], treedef: Any) -> tuple[Any, ...]:
     return tuple(jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
 
 
-def _moments_by_leaf(moments: Moments) -> list[Moments]:
+def moments_by_leaf(moments: Moments) -> list[Moments]:
+    """The moments of each leaf, from those whose fields are trees."""
     return [Moments(*leaf) for leaf in zip(*map(jax.tree.leaves, moments), strict=True)]
 
 
-def _moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
+def moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
     """Moments whose fields are trees, from those of each leaf."""
     if not moments:
         return Moments(*[jax.tree.unflatten(treedef, [])] * len(Moments._fields))
     return Moments(*(jax.tree.unflatten(treedef, field) for field in zip(*moments, strict=True)))
 
 
+def _rounding(slot: Slot, world: int) -> Rounding | None:
+    """How much of the mean square of a leaf's mean is noise, for ranks that are independent.
+
+    An encoding of squared error D multiplies the signal by 1 - D, and so its square by (1 - D)**2.
+    Noise makes up the rest of a mean square of 1 - D. A chunk's owner adds its own values as they
+    are, so the first of the two encodings counts (world - 1) / world.
+    """
+    compressor = slot.compressor
+    error = _known_error(compressor, slot.size)
+    if not isinstance(compressor, Quantize) or error is None:
+        return None
+    share = 1 - (1 - error) * (1 - error * (world - 1) / world)
+    return Rounding(share, compressor.bucket_size)
+
+
+def _known_error(compressor: Compressor, size: int) -> float | None:
+    return compressor.known_error(size) if isinstance(compressor, Quantize) else None
+
+
+def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> None:
+    """Raises ValueError where no step size can be restored, for the wrapper around the caller."""
+    if memory is not None:
+        raise ValueError(
+            f"restore_step_size: {memory} sends with later steps what compression loses, so steps "
+            "are not shorter by what rounding takes; leave out one of the two."
+        )
+    choices = [(s.compressor, s.size) for s in plan.slots]
+    if isinstance(policy, Adaptive):
+        choices += [(c, c.bucket_size) for c in policy.sampler.candidates]
+    if not any(_known_error(*choice) for choice in choices):
+        found = sorted({str(s.compressor) for s in plan.slots})
+        raise ValueError(
+            f"restore_step_size: the plan has {', '.join(found)}, and by how much a step is "
+            "shorter is known only for rotated codes that round to nearest, in buckets of a power "
+            "of two of values up to 512; use cgx_jax.Quantize(bits=4, rotation=True), or the "
+            "optimizer as it is."
+        )
+
+
 def _moved(
-    precondition: SecondMoment, moments: Moments, means: list[Any], step: jax.Array
+    precondition: SecondMoment,
+    moments: Moments,
+    means: list[Any],
+    step: jax.Array,
+    roundings: list[Rounding | None],
 ) -> Moments:
     """The moments after a step: changed in one that is due and finite."""
     due = precondition.due(step)
-    new, old = [], _moments_by_leaf(moments)
-    for before, mean in zip(old, means, strict=True):
+    new, old = [], moments_by_leaf(moments)
+    for before, mean, rounding in zip(old, means, roundings, strict=True):
         # Each leaf by itself: one branch of all would keep all means until the last has come.
-        update = functools.partial(precondition.update, before, mean, step)
+        update = functools.partial(precondition.update, before, mean, step, rounding)
         new.append(lax.cond(due, update, lambda before=before: before))
     finite = _finite([leaf.weights for leaf in new])
-    tree = _moments_by_tree(new, jax.tree.structure(moments.weights))
+    tree = moments_by_tree(new, jax.tree.structure(moments.weights))
     return jax.tree.map(functools.partial(jnp.where, finite), tree, moments)
 
 

@@ -1,8 +1,11 @@
-"""What Optax may hold around `sync_gradients`, and what it may pass to it."""
+"""What may be around `sync_gradients`, and what Optax may pass to it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -15,6 +18,26 @@ _INJECT = (
     "optimizer after it instead: optax.chain(sync_gradients(...), "
     "optax.inject_hyperparams(optax.adam)(learning_rate=...))."
 )
+
+
+# Set while `restore_step_size` traces the optimizer that it holds.
+_LEARNT: ContextVar[list[Any] | None] = ContextVar("learnt", default=None)
+
+
+@contextlib.contextmanager
+def restore_step_size_around() -> Iterator[list[Any]]:
+    """`restore_step_size` traces its optimizer in here; the list receives its `SecondMoment`."""
+    learnt: list[Any] = []
+    token = _LEARNT.set(learnt)
+    try:
+        yield learnt
+    finally:
+        _LEARNT.reset(token)
+
+
+def within_restore_step_size() -> list[Any] | None:
+    """The list that receives a `SecondMoment` under `restore_step_size`; None elsewhere."""
+    return _LEARNT.get()
 
 
 def check_options(axis_name: Any, mesh: Any) -> None:

@@ -200,6 +200,7 @@ ALLOWED = {
         "wrappers",
     },
     "wrappers": set(),
+    "step_size": {"precondition", "sync", "wrappers"},
     "links": set(),
     "tuning": {"collectives", "compressors", "exchange", "installation", "links", "plan"},
     "commands": {

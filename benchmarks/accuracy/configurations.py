@@ -14,7 +14,7 @@ class Configuration:
     """Exact without `policy`, which makes a run's policy from its number of steps.
 
     `takes_momentum` says that `memory` holds the optimizer's momentum. `rate` multiplies the
-    learning rate.
+    learning rate. `restored` puts `restore_step_size` around it all, for tasks under Adam.
     """
 
     policy: Callable[[int], Compressor | Adaptive] | None = None
@@ -22,6 +22,7 @@ class Configuration:
     precondition: SecondMoment | None = None
     takes_momentum: bool = False
     rate: float = 1.0
+    restored: bool = False
 
 
 def uniform(
@@ -32,9 +33,12 @@ def uniform(
     rotation: bool = False,
     precondition: SecondMoment | None = None,
     takes_momentum: bool = False,
+    restored: bool = False,
 ) -> Configuration:
     compressor = Quantize(bits, bucket_size, rounding, rotation)
-    return Configuration(lambda _: compressor, memory, precondition, takes_momentum)
+    return Configuration(
+        lambda _: compressor, memory, precondition, takes_momentum, restored=restored
+    )
 
 
 def adaptive(
@@ -73,6 +77,7 @@ MOMENT = SecondMoment()
 CONFIGURATIONS = {
     "exact": Configuration(),
     "exact, learning rate 2 % lower": Configuration(rate=0.98),
+    "exact, learning rate 2 % higher": Configuration(rate=1.02),
     "8 bits": uniform(8),
     "6 bits": uniform(6),
     "5 bits": uniform(5),
@@ -105,6 +110,12 @@ CONFIGURATIONS = {
     "4 bits, rotated, preconditioned": uniform(4, rotation=True, precondition=MOMENT),
     "3 bits, rotated, preconditioned": uniform(3, rotation=True, precondition=MOMENT),
     "2 bits, rotated, preconditioned": uniform(2, rotation=True, precondition=MOMENT),
+    "4 bits, rotated, preconditioned, step size restored": uniform(
+        4, rotation=True, precondition=MOMENT, restored=True
+    ),
+    "3 bits, rotated, preconditioned, step size restored": uniform(
+        3, rotation=True, precondition=MOMENT, restored=True
+    ),
     "LeastError(3.2), rotated, preconditioned": adaptive(
         LeastError(3.2), 3, rotation=True, precondition=MOMENT
     ),

@@ -53,6 +53,8 @@ class Trainer:
             raise ValueError("this task's optimizer has no momentum to take over")
         rate = optax.scale(configuration.rate)
         self.tx = optax.chain(self._reduction(configuration), make(steps), rate)
+        if configuration.restored:
+            self.tx = cgx_jax.restore_step_size(self.tx)
         state = jax.eval_shape(self.tx.init, params)
         specs = cgx_jax.state_specs(state, "data")
         sharded = jax.shard_map(
@@ -189,7 +191,10 @@ def parse_arguments() -> argparse.Namespace:
 def names_of(task: Task, given: str | None) -> list[str]:
     if given:
         return given.split(";")
-    return [n for n, c in CONFIGURATIONS.items() if task.plain or not c.takes_momentum]
+    under_adam = task.plain is None
+    return [
+        n for n, c in CONFIGURATIONS.items() if not (c.takes_momentum if under_adam else c.restored)
+    ]
 
 
 def main() -> int:

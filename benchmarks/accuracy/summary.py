@@ -111,6 +111,8 @@ def bars() -> str:
         ("4 bits, rotated", 1, 8.0),
         ("4 bits, rotated, preconditioned", 0.3, 8.0),
         ("3 bits, rotated, preconditioned", 0.6, 8.0),
+        ("4 bits, rotated, preconditioned, step size restored", 0.3, 8.0),
+        ("3 bits, rotated, preconditioned, step size restored", 0.6, 8.0),
         ("LeastError(3.2)", 1, 3.2),
         ("LeastError(3.2), rotated", 1, 3.2),
         ("LeastError(3.2), rotated, preconditioned", 1, 3.2),
@@ -220,6 +222,29 @@ def adam() -> str:
     return tables.table(head, body)
 
 
+def worse_with_error(gaps: np.ndarray, exact: np.ndarray) -> str:
+    """Mean of `gaps` to exact by seed, in its standard deviations, with the standard error."""
+    worse = gaps / exact.std(ddof=1)
+    return f"{worse.mean():+.2f} ± {worse.std(ddof=1) / len(worse) ** 0.5:.2f}"
+
+
+def step_size() -> str:
+    """How much worse than exact under Adam, by how long the steps are."""
+    tasks = [task for task in TASKS if task != "images"]
+    names = [f"exact, learning rate 2 % {way}" for way in ("lower", "higher")]
+    for bits in (4, 3):
+        full = f"{bits} bits, rotated, preconditioned"
+        names += [full, f"{full}, step size restored"]
+    body = []
+    for name in names:
+        line = [name]
+        for runs in map(Runs, tasks):
+            exact = runs.values(name, "held_out_loss", "exact")
+            line.append(worse_with_error(runs.values(name, "held_out_loss") - exact, exact))
+        body.append(line)
+    return tables.table(["", *tasks], body)
+
+
 def where_lost() -> str:
     """How much worse than exact where a part of the leaves or of the steps is reduced exactly."""
     rows: list[dict[str, Any]] = tables.rows("accuracy/where_lost")
@@ -236,9 +261,7 @@ def where_lost() -> str:
                 if (r["task"], r["exact"]) == (task, part)
             }
             gap = np.array([own[seed] for seed in runs.seeds("exact")]) - exact
-            worse = gap / exact.std(ddof=1)
-            error = worse.std(ddof=1) / len(worse) ** 0.5
-            cells.append(f"{worse.mean():+.2f} ± {error:.2f}")
+            cells.append(worse_with_error(gap, exact))
         body.append([task, *cells])
     return tables.table(["exact:", *parts], body)
 
@@ -252,6 +275,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mean_error": mean_error,
     "adam": adam,
     "where_lost": where_lost,
+    "step_size": step_size,
 }
 
 
