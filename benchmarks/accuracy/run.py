@@ -111,6 +111,7 @@ class Trainer:
             **self._evaluate(params),
             "training_loss": float(np.mean(losses[-max(1, self.steps // 10) :])),
             "bits_per_value": float(np.mean(bits)),
+            "kernels": cgx_jax.backends()["cpu"],  # rows of one file may be of two machines
         }
         if looks:
             # Once the first plan was chosen, which takes a moment after the warm-up.
