@@ -189,10 +189,28 @@ def gpu_ranks() -> str:
             f"{row['ratio'][1]:.1f}",
         ]
         for run in runs
+        if run["megabytes"] == runs[0]["megabytes"]
         for row in run["rows"]
         if run["segment_bytes"] == runs[0]["segment_bytes"] or row["method"] == "nccl"
     ]
     return table(["ranks", "call", "method", "segment", "time", "times faster"], body)
+
+
+def gpu_sizes() -> str:
+    runs = json.loads((RESULTS / "gpu_h100" / "ranks.json").read_text())
+    ratios = {
+        (run["world"], row["method"], run["megabytes"]): row["ratio"][1]
+        for run in runs
+        if run["segment_bytes"] == runs[0]["segment_bytes"]
+        for row in run["rows"]
+        if row["call"] == "psum" and row["method"] != "lax"
+    }
+    sizes = sorted({megabytes for _, _, megabytes in ratios})
+    body = [
+        [str(world), f'`"{method}"`', *(f"{ratios[world, method, mb]:.1f}" for mb in sizes)]
+        for world, method in dict.fromkeys((w, m) for w, m, _ in ratios)
+    ]
+    return table(["ranks", "exchange", *(f"{mb:g} MB" for mb in sizes)], body)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -203,6 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
         codec,
         gpu_kernels,
         gpu_ranks,
+        gpu_sizes,
         gpu_small,
         kernels,
         rivals,

@@ -61,7 +61,7 @@ done
 ranks() {
   local name=$1
   shift
-  step "$name" 60 "$python" "$root/tests/gpu/ranks.py" "$out/ranks.json" "$@"
+  step "$name" 40 "$python" "$root/tests/gpu/ranks.py" "$out/ranks.json" "$@"
 }
 rm -f "$out/ranks.json"
 if command -v nvidia-cuda-mps-control >/dev/null; then
@@ -69,7 +69,12 @@ if command -v nvidia-cuda-mps-control >/dev/null; then
   mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
   nvidia-cuda-mps-control -d
 fi
-for world in 2 4; do ranks nccl_$world --world $world; done
+for world in 2 4; do
+  ranks nccl_$world --world $world
+  for megabytes in 0.1 0.4 1 4 25; do
+    ranks nccl_${world}_${megabytes}MB --world $world --calls psum --megabytes $megabytes --repeats 31
+  done
+done
 for bytes in 262144 1048576 67108864; do
   ranks nccl_2_$bytes --world 2 --calls psum --segment-bytes $bytes
 done
