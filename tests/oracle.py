@@ -344,12 +344,25 @@ def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=(),
     return out, filled
 
 
+def checked(data, leaves):
+    """The buffer with a quiet NaN as the lo of every record whose meta is not finite."""
+    data = data.copy()
+    for leaf, start in zip(leaves, leaf_starts(leaves), strict=False):
+        for first, count, n in leaf.parts():
+            at = start + first * record_bytes(leaf.bucket_size, leaf.bits)
+            size = record_bytes(n, leaf.bits)
+            metas = data[at : at + count * size].reshape(count, size)[:, :8]
+            strange = ~np.isfinite(metas.copy().view(np.float32)).all(axis=1)
+            metas[strange] = np.array([QUIET_NAN, 0], np.float32).view(np.uint8)
+    return data
+
+
 def decode(payload, leaves, dtypes, units=()):
     begin, _ = layout(leaves, len(payload))
     data = np.concatenate(
         [row[: b - a] for row, a, b in zip(payload, begin, begin[1:], strict=False)]
     )
-    coded = decode_buffer(data, leaves)
+    coded = decode_buffer(checked(data, leaves), leaves)
     values = [rotate_back(y, leaf) for y, leaf in zip(coded, leaves, strict=True)]
     each = list(units) or [None] * len(leaves)
     staged = [leaf.rotation or u is not None for leaf, u in zip(leaves, each, strict=True)]

@@ -377,8 +377,6 @@ def test_narrowing_rounds_to_nearest_even_at_every_tie():
             np.arange(0, 2**32, 2**12, np.uint64).astype(np.uint32),
         ]
     )
-    bits = bits[(bits & 0x7FC00000) != 0x7F800000]  # no infinities or signalling NaNs
-    bits = np.append(bits, np.uint32([0x7F800000, 0xFF800000]))
     lo = bits.view(np.float32)
     record = np.zeros((lo.size, 16), np.uint8)  # 32 values at 1 bit, all equal to lo
     record[:, :4] = lo[:, None].view(np.uint8)
@@ -386,7 +384,10 @@ def test_narrowing_rounds_to_nearest_even_at_every_tie():
     payload = np.concatenate([record[:, :12].reshape(-1)] * 2)[None]
     got = decode(payload, leaves, [np.float16, ml_dtypes.bfloat16])
     for y in got:
-        want = oracle.narrow(lo + np.float32(0), y.dtype)
+        # Of numbers that no encoder writes, a decoder makes one NaN.
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            lo_and_zero = np.where(np.isfinite(lo), lo + np.float32(0), oracle.QUIET_NAN)
+        want = oracle.narrow(lo_and_zero, y.dtype)
         assert_same_bytes(y[::32], want, f"narrow to {y.dtype}")
 
 

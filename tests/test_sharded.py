@@ -182,8 +182,9 @@ def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
         (25_000_000 // 8, 1, 8, 12_893_184),
     ],
 )
-def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected):
-    """The sizes of tests/cpp/fused_cuda_test.cc."""
+def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected, monkeypatch):
+    """The sizes, and segments, of tests/cpp/fused_cuda_test.cc."""
+    monkeypatch.setattr(nccl, "SEGMENT_BYTES", 1 << 20)
     layout = Layout((Quantize(4, 512).field(size),), world)
     assert nccl.payload_bytes(rows, layout) == expected
 

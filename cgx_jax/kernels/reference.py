@@ -214,7 +214,8 @@ def decode_buckets(records: jax.Array, n: int, f: Field) -> jax.Array:
     """u8[k, record] -> f32[k, n], as they were coded."""
     meta = lax.bitcast_convert_type(records[:, :8].reshape(-1, 2, 4), jnp.float32)
     codes = _unpack(records[:, 8:], f.bits)[:, :n].astype(jnp.float32)
-    return meta[:, :1] + jnp.maximum(meta[:, 1:] * codes, 0)
+    low = jnp.where(jnp.isfinite(meta).all(axis=1, keepdims=True), meta[:, :1], np.float32(np.nan))
+    return low + jnp.maximum(meta[:, 1:] * codes, 0)
 
 
 def add_peers(
