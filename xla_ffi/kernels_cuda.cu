@@ -13,7 +13,7 @@ constexpr int kThreads = 128;
 // itself.
 constexpr int blocks_of(int tiles, bool reduces, bool stochastic, bool residual) {
   if (tiles == 1) return 8 - 2 * (reduces + residual);
-  return tiles == 0 || !(stochastic || residual) ? 4 : 3;
+  return tiles == 0 ? 4 : residual ? 2 : stochastic ? 3 : 4;
 }
 // Of a large buffer a warp works on several buckets, and looks for their piece once. Where a bucket
 // costs little, a block for every four is faster: memory likes its requests in order.
