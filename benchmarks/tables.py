@@ -150,9 +150,13 @@ def kernels() -> str:
     return table(["kernel", *architectures], [line(label) for label in labels])
 
 
+def gpu_cases(machine: str) -> list[dict[str, Any]]:
+    lines = (RESULTS / machine / "kernels.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "case" in row]
+
+
 def gpu_kernels() -> str:
-    lines = (RESULTS / "gpu_h100" / "kernels.jsonl").read_text().splitlines()
-    measured = [row for row in map(json.loads, lines) if "case" in row]
+    measured = gpu_cases("gpu_h100")
     largest = max(row["values"] for row in measured)
     share = {row["case"]: row["share"][1] for row in measured if row["values"] == largest}
     dtypes = ("f32", "bf16", "f16")
@@ -167,9 +171,20 @@ def gpu_kernels() -> str:
     return table(["kernel", "bits", *dtypes], [line(way) for way in ways])
 
 
+def gpu_machines() -> str:
+    machines = {"H100": gpu_cases("gpu_h100"), "H200": gpu_cases("gpu_h200")}
+    largest = max(row["values"] for row in machines["H100"])
+    shares = {
+        name: {r["case"]: r["share"][1] for r in measured if r["values"] == largest}
+        for name, measured in machines.items()
+    }
+    cases = [c for c in shares["H100"] if c.split()[1] == "4" and "bucket" not in c]
+    body = [[f"`{case}`", *(f"{share[case]:.2f}" for share in shares.values())] for case in cases]
+    return table(["kernel", *machines], body)
+
+
 def gpu_small() -> str:
-    lines = (RESULTS / "gpu_h100" / "kernels.jsonl").read_text().splitlines()
-    measured = [row for row in map(json.loads, lines) if "case" in row]
+    measured = gpu_cases("gpu_h100")
     times = {(row["case"], row["values"]): row["microseconds"] for row in measured}
     sizes = sorted({row["values"] for row in measured})[:-1]
     cases = dict.fromkeys(case for case, size in times if size == sizes[0])
@@ -220,6 +235,7 @@ TABLES: dict[str, Callable[[], str]] = {
         auto_default,
         codec,
         gpu_kernels,
+        gpu_machines,
         gpu_ranks,
         gpu_sizes,
         gpu_small,

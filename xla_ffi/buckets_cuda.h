@@ -32,8 +32,8 @@ __device__ uint32_t whole_part(float x) {
 #endif
 }
 
-// The compiler shall multiply by this number, although it is a power of two: there are twice as
-// many places for a multiply-add as for a shift, and the addition comes with it.
+// The compiler shall multiply by this number, although it is a power of two: a multiply-add leaves
+// the busy integer units alone, and the addition comes with it.
 __device__ uint32_t opaque(uint32_t x) {
   asm("" : "+r"(x));
   return x;

@@ -126,6 +126,15 @@ std::vector<Case> cases() {
     all.push_back({Kernel::kDecode, 4, D::kF32, 1, 0, false, false, bucket});
     all.push_back({Kernel::kReduce, 4, D::kF32, 8, 0, false, false, bucket});
   }
+  // The kernels of several tiles, and of any number of them, have variants of their own.
+  for (int64_t bucket : {2048, 8192}) {
+    for (Kernel kernel : {Kernel::kEncode, Kernel::kReduce}) {
+      const int world = kernel == Kernel::kReduce ? 8 : 1;
+      all.push_back({kernel, 4, D::kF32, world, 0, false, true, bucket});
+      all.push_back({kernel, 4, D::kF32, world, 1, false, false, bucket});
+      all.push_back({kernel, 4, D::kF32, world, 1, false, true, bucket});
+    }
+  }
   return all;
 }
 
