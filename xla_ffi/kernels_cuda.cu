@@ -3,6 +3,7 @@
 
 #include "buckets_cuda.h"
 #include "kernels_cuda.h"
+#include "peers_cuda.h"
 
 namespace cgx {
 namespace {
