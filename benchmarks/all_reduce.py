@@ -35,7 +35,7 @@ import cgx_jax
 import measure
 import rig
 from cgx_jax.commands import bench, bound
-from cgx_jax.links import Links, gradient
+from cgx_jax.link_timer import LinkTimer, gradient
 
 METHODS = ("psum", "cast", "xla", "mpi", "auto")
 
@@ -96,7 +96,7 @@ def rank_of_process() -> int | None:
     return None if rank is None else int(rank)
 
 
-class Ranks(Links):
+class Ranks(LinkTimer):
     """The ranks of this run, one device each: all in this process, or one in each of several."""
 
     def __init__(self, world: int):

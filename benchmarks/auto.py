@@ -24,8 +24,8 @@ import cgx_jax
 import measure
 import rig
 from all_reduce import Ranks, rank_of_process
-from cgx_jax.exchange import choose
-from cgx_jax.links import gradient, size_text
+from cgx_jax.exchanges import auto
+from cgx_jax.link_timer import gradient, size_text
 
 BAR = 0.95
 COMPRESSORS = {
@@ -112,7 +112,7 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
     rows = []
     for i, name in enumerate(names, 1):
         plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), COMPRESSORS[name])
-        usable = choose.available() if arguments.exchange == "auto" else (arguments.exchange,)
+        usable = auto.available() if arguments.exchange == "auto" else (arguments.exchange,)
         (method,) = plan.methods("auto", arguments.exchange, usable, ranks.world).values()
         same = program(functions[i], x) == program(functions[0], x)
         assert same == (method == "psum"), (name, method)

@@ -13,7 +13,7 @@ import jax
 import cgx_jax
 from cgx_jax import installation
 from cgx_jax.commands.bench import quartiles as quartiles
-from cgx_jax.links import size_in_bytes as size_in_bytes
+from cgx_jax.link_timer import size_in_bytes as size_in_bytes
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

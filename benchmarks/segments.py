@@ -17,8 +17,8 @@ import cgx_jax
 import measure
 import rig
 from all_reduce import Ranks, rank_of_process
-from cgx_jax.exchange import mpi
-from cgx_jax.links import gradient
+from cgx_jax.exchanges import mpi
+from cgx_jax.link_timer import gradient
 
 
 def main() -> int:

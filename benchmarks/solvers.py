@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 import measure
-from cgx_jax.policy.knapsack import Solution, minimise, total
-from cgx_jax.policy.solvers import Problem
+from cgx_jax.policies.knapsack import Solution, minimise, total
+from cgx_jax.policies.solvers import Problem
 from cgx_jax.wire import leaf_bytes
 
 BITS = np.arange(1, 9)

@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 
 from cgx_jax import tuning
 from cgx_jax.commands import bench, doctor, report
-from cgx_jax.exchange import choose
-from cgx_jax.exchange.profile import Profile
-from cgx_jax.links import Links, size_in_bytes, size_text
+from cgx_jax.exchanges import auto
+from cgx_jax.exchanges.profile import Profile
+from cgx_jax.link_timer import LinkTimer, size_in_bytes, size_text
 
 AXIS = "ranks"
 
@@ -55,13 +55,13 @@ def main() -> int:
         _tune(mesh, arguments)
     else:
         if arguments.profile:
-            choose.use_profile(arguments.profile)
+            auto.use_profile(arguments.profile)
         bench.run(
-            Links("bench", mesh, AXIS),
+            LinkTimer("bench", mesh, AXIS),
             arguments.sizes,
             arguments.bits,
             arguments.reps,
-            auto=arguments.profile is not None,
+            follow_profile=arguments.profile is not None,
             json_path=arguments.json,
             png_path=arguments.png,
         )
@@ -182,9 +182,9 @@ def _print_choices(profile: Profile) -> None:
     for size in sorted({row.bytes for row in profile.rows}):
         cells = []
         for width in widths:
-            load = choose.Load(size // 4, size, width)
-            method = choose.choose(profile, choose.available(), load)
-            gain = choose.estimate(profile, "psum", load) / choose.estimate(profile, method, load)
+            load = auto.Load(size // 4, size, width)
+            method = auto.choose(profile, auto.available(), load)
+            gain = auto.estimate(profile, "psum", load) / auto.estimate(profile, method, load)
             cells.append(f"{method} ({gain:.2f}x)")
         print(f"{size_text(size):>10}", *(f"{cell:>20}" for cell in cells))
 

@@ -18,14 +18,14 @@ import numpy as np
 
 from cgx_jax import _compat, debug
 from cgx_jax.axes import Axes
-from cgx_jax.codecs import Codec, QuantizeCodec
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.base import require_key
+from cgx_jax.compressors.buffers import Codec, QuantizeCodec
 from cgx_jax.compressors.quantize import seed
-from cgx_jax.exchange import choose, xla
+from cgx_jax.exchanges import auto, xla
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.plan import Plan
-from cgx_jax.policy.rules import Policy
+from cgx_jax.policies.rules import Policy
 
 _PHASE_ENCODE, _PHASE_REDUCE = 0, 1
 
@@ -97,7 +97,7 @@ class _AllReduce:
         """The reduced leaves, and the residuals where asked."""
         names, groups = self.axes.names, self.axes.groups
         divisor = self.axes.world if self.mean else 1
-        if (fused := choose.FUSED.get(self.exchange)) is not None:
+        if (fused := auto.FUSED.get(self.exchange)) is not None:
             assert isinstance(self.codec, QuantizeCodec)  # Plan.methods sees to it
             reduced, residuals = fused.all_reduce(
                 self.name,
@@ -209,7 +209,7 @@ def _all_reduce(
     residual: bool = False,
     units: Units | None = None,
 ) -> tuple[Any, list[Any]]:
-    choose.require_known(name, exchange)
+    auto.require_known(name, exchange)
     axes = Axes.resolve(name, axis_name, groups)
     plan = Plan.resolve(name, tree, compressor)
     leaves, treedef = jax.tree.flatten(tree)
@@ -240,7 +240,7 @@ def reduce_leaves(
     out = list(leaves)
     lost: list[Any] = [None] * len(leaves)
     in_units = {i for i, unit in enumerate(units or ()) if unit is not None}
-    usable = choose.available(axes.names)
+    usable = auto.available(axes.names)
     methods = plan.methods(name, exchange, usable, axes.world, in_units)
     buffers = {b: method for b, method in methods.items() if method != "psum"}
     fused = {i for buffer in buffers for i in buffer}
@@ -250,7 +250,7 @@ def reduce_leaves(
         summed = axes.mean(values) if mean else axes.sum(values)
         for i, x in zip(exact, summed, strict=True):
             out[i] = x
-    for method, fused_exchange in choose.FUSED.items():
+    for method, fused_exchange in auto.FUSED.items():
         if method in buffers.values() or (method == exchange and axes.world > 1):
             fused_exchange.require(name, axes.names)
     if methods:  # a wrong call is refused whatever the profile says of it

@@ -14,7 +14,7 @@ from jax import lax
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.exchange import xla
+from cgx_jax.exchanges import xla
 
 _enabled = False
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jaxlib.version
 
-import cgx_jax
+from cgx_jax._version import __version__
 
 MOST_NAME = 200  # characters
 
@@ -24,7 +24,7 @@ def facts() -> dict[str, Any]:
         "device": one_line(jax.devices()[0].device_kind),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
-        "cgx_jax": cgx_jax.__version__,
+        "cgx_jax": __version__,
     }
 
 

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from cgx_jax.axes import Axes
-from cgx_jax.codecs import Codec, ComposedCodec, QuantizeCodec
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.base import require_stateless
-from cgx_jax.exchange import choose
-from cgx_jax.policy.rules import Leaf, Policy, Uniform
+from cgx_jax.compressors.buffers import Codec, ComposedCodec, QuantizeCodec
+from cgx_jax.exchanges import auto
+from cgx_jax.policies.rules import Leaf, Policy, Uniform
 from cgx_jax.wire import FUSION_BYTES, Layout
 
 
@@ -243,7 +243,7 @@ class Plan:
         exact = sum(self.slots[i].nbytes for i in self.exact)
         return 2 * (world - 1) * rows + -(-2 * (world - 1) * exact // world)
 
-    def load(self, buffer: tuple[int, ...], units: Collection[int] = ()) -> choose.Load:
+    def load(self, buffer: tuple[int, ...], units: Collection[int] = ()) -> auto.Load:
         """What the choice of an exchange for `buffer` depends on; leaves in `units` have units."""
         slots = [self.slots[i] for i in buffer]
         size = sum(s.size for s in slots)
@@ -252,7 +252,7 @@ class Plan:
         rotated = sum(s.size for s in slots if rotates(s.compressor))
         in_units = sum(s.size for s in slots if s.leaf in units)
         nbytes = sum(s.nbytes for s in slots)
-        return choose.Load(size, nbytes, bits / size, noisy, rotated, in_units)
+        return auto.Load(size, nbytes, bits / size, noisy, rotated, in_units)
 
     def methods(
         self,
@@ -271,12 +271,12 @@ class Plan:
         for buffer in self.buffers if world > 1 else ():
             quantized = all(isinstance(self.slots[i].compressor, Quantize) for i in buffer)
             load = self.load(buffer, units)
-            methods[buffer] = choose.resolve(caller, exchange, usable, world, load, quantized)
+            methods[buffer] = auto.resolve(caller, exchange, usable, world, load, quantized)
         return methods
 
     def compressed(self, caller: str, exchange: str, axes: Axes) -> list[int]:
         """Numbers of the leaves that a reduction over `axes` compresses, given `exchange`."""
-        methods = self.methods(caller, exchange, choose.available(axes.names), axes.world)
+        methods = self.methods(caller, exchange, auto.available(axes.names), axes.world)
         return [i for buffer, method in methods.items() if method != "psum" for i in buffer]
 
     def summary(self, world: int | None = None) -> str:
@@ -291,7 +291,7 @@ class Plan:
         total = 0
         method_of = {}
         if world is not None:
-            methods = self.methods("summary", "auto", choose.available(), world)
+            methods = self.methods("summary", "auto", auto.available(), world)
             method_of = {i: method for buffer, method in methods.items() for i in buffer}
         for s in self.slots:
             method = method_of.get(s.leaf, "psum")
@@ -343,7 +343,7 @@ def _fuse(slots: list[Slot], fusion_bytes: int) -> tuple[tuple[int, ...], ...]:
 def _codec(slots: tuple[Slot, ...], world: int) -> Codec:
     quantized = [s.compressor for s in slots if isinstance(s.compressor, Quantize)]
     if len(quantized) == len(slots):
-        fields = tuple(q.field(s.size, s.leaf) for q, s in zip(quantized, slots, strict=True))
+        fields = tuple(q.slot(s.size, s.leaf) for q, s in zip(quantized, slots, strict=True))
         return QuantizeCodec(Layout(fields, world))
     return ComposedCodec(
         tuple(s.compressor for s in slots),

@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from cgx_jax import installation
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Quantize
-from cgx_jax.exchange import choose
-from cgx_jax.exchange.profile import Codec, Profile, Row
-from cgx_jax.links import Links, gradient, size_text
+from cgx_jax.exchanges import auto
+from cgx_jax.exchanges.profile import Codec, Profile, Row
+from cgx_jax.link_timer import LinkTimer, gradient, size_text
 from cgx_jax.plan import Plan
 
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
@@ -58,7 +58,7 @@ def tune(
     `path`. Shows its progress on stderr. With several processes every one calls it, and all get the
     same profile. Raises ValueError for a wrong axis, width, size or budget.
     """
-    links = Links("tune", mesh, axis_name)
+    links = LinkTimer("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
     if not sizes or sizes[0] < 4 or not bits or not budget_seconds > 0:
         raise ValueError(
@@ -97,13 +97,13 @@ def tune(
     return _follow(links, latency, codec, rows, path)
 
 
-def _methods(links: Links, bits: Sequence[int]) -> dict[tuple[str, float], Callable[..., Any]]:
+def _methods(links: LinkTimer, bits: Sequence[int]) -> dict[tuple[str, float], Callable[..., Any]]:
     """(exchange, payload bits of a value) to the compiled reduction."""
     methods = {}
     for width in sorted(set(bits)):
         compressor = Quantize(width)
         payload_bits = compressor.wire_bits(compressor.bucket_size) / compressor.bucket_size
-        for exchange in choose.available():
+        for exchange in auto.available():
             methods[exchange, payload_bits] = links.collective(
                 functools.partial(
                     psum_compressed,
@@ -115,7 +115,7 @@ def _methods(links: Links, bits: Sequence[int]) -> dict[tuple[str, float], Calla
     return methods
 
 
-def _codec(links: Links) -> Codec:
+def _codec(links: LinkTimer) -> Codec:
     """Seconds per value of every kind in `CODEC`, while all ranks are at it."""
     works = [links.local(functools.partial(_encode_and_decode, links, kind)) for kind in CODEC]
     x = links.place(gradient, CODEC_VALUES)
@@ -124,7 +124,7 @@ def _codec(links: Links) -> Codec:
     return Codec(**{k: float(s) / CODEC_VALUES for k, s in zip(CODEC, medians, strict=True)})
 
 
-def _encode_and_decode(links: Links, kind: str, x: jax.Array) -> jax.Array:
+def _encode_and_decode(links: LinkTimer, kind: str, x: jax.Array) -> jax.Array:
     """What a rank computes in an all-reduce of `x` by the "xla" exchange, without the wire."""
     codec, rank = Plan.build(x, CODEC[kind]).codec((0,), links.world), lax.axis_index(links.axis)
     seed = np.zeros(2, np.uint32)
@@ -135,13 +135,13 @@ def _encode_and_decode(links: Links, kind: str, x: jax.Array) -> jax.Array:
     return codec.decode(jnp.broadcast_to(chunk, rows.shape), [x], units=units)[0]
 
 
-def _elapsed(links: Links, start: float) -> float:
+def _elapsed(links: LinkTimer, start: float) -> float:
     """Seconds since `start` on the slowest process: all decide by the same number."""
     return float(links.gather([time.perf_counter() - start]).max())
 
 
 def _follow(
-    links: Links,
+    links: LinkTimer,
     latency: float,
     codec: Codec,
     rows: list[Row],
@@ -160,7 +160,7 @@ def _follow(
         codec=codec,
         rows=tuple(rows),
     )
-    agreed = choose.use_profile(profile)
+    agreed = auto.use_profile(profile)
     assert agreed is not None
     if path is not None and jax.process_index() == 0:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -29,10 +29,10 @@ def leaf_bytes(size: int, bits: int, bucket_size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Field:
+class Slot:
     """One leaf's place in a fusion buffer, as the kernels see it.
 
-    `rounding` is one of ROUNDINGS. `stream` numbers the leaf for the noise generator and for the
+    `rounding` is one of ROUNDINGS. `number` is that of the leaf for the noise generator and for the
     signs of its rotation: it is the leaf's place in the user's tree, so that fusion does not change
     a leaf's bytes. With `units` the call has two more operands that its values are multiplied by.
     """
@@ -41,7 +41,7 @@ class Field:
     bits: int
     bucket_size: int
     rounding: str
-    stream: int
+    number: int
     rotation: bool = False
     units: bool = False
 
@@ -58,25 +58,25 @@ class Field:
 class Layout:
     """A fusion buffer cut into one chunk for each rank.
 
-    Records follow one another over all fields, `total_bytes` in all. The record that starts at
+    Records follow one another over all slots, `total_bytes` in all. The record that starts at
     byte s belongs to chunk floor(s * world / total_bytes). Rows are as long as the longest chunk.
     """
 
-    fields: tuple[Field, ...]
+    slots: tuple[Slot, ...]
     world: int
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.fields, self.world))
+        return hash((self.slots, self.world))
 
-    def __hash__(self) -> int:  # hashed on every bind: hundreds of fields, so only once
+    def __hash__(self) -> int:  # hashed on every bind: hundreds of slots, so only once
         return self._hash
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """First byte of every field, and the end."""
+        """First byte of every slot, and the end."""
         out = [0]
-        for f in self.fields:
+        for f in self.slots:
             out.append(out[-1] + f.bytes)
         return tuple(out)
 
@@ -90,16 +90,16 @@ class Layout:
         total, out, i = self.total_bytes, [], 0
         for w in range(self.world):
             target = -(-w * total // self.world)
-            while i < len(self.fields) and self.starts[i + 1] <= target:
+            while i < len(self.slots) and self.starts[i + 1] <= target:
                 i += 1
             out.append(self._boundary(i, target))
         return (*out, total)
 
     def _boundary(self, i: int, target: int) -> int:
-        """First record start at or after `target`, a byte of field `i`."""
-        if i == len(self.fields):
+        """First record start at or after `target`, a byte of slot `i`."""
+        if i == len(self.slots):
             return self.total_bytes
-        start, record = self.starts[i], self.fields[i].record
+        start, record = self.starts[i], self.slots[i].record
         return min(start + -(-(target - start) // record) * record, self.starts[i + 1])
 
     @property
@@ -111,30 +111,30 @@ class Layout:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a layout is a value
     def with_units(self, units: tuple[bool, ...]) -> Layout:
-        """The same bytes for fields that have units where `units` says so."""
-        pairs = zip(self.fields, units, strict=True)
+        """The same bytes for slots that have units where `units` says so."""
+        pairs = zip(self.slots, units, strict=True)
         return Layout(tuple(dataclasses.replace(f, units=u) for f, u in pairs), self.world)
 
     def without_units(self) -> Layout:
-        return self.with_units((False,) * len(self.fields))
+        return self.with_units((False,) * len(self.slots))
 
     def attributes(self, *, units: bool = False) -> dict[str, Sequence[int]]:
-        """The arrays a kernel call carries, one entry a field; `units` of kernels that know any."""
+        """The arrays a kernel call carries, one entry a slot; `units` of kernels that know any."""
         arrays: dict[str, Sequence[int]] = {
-            "bits": [f.bits for f in self.fields],
-            "bucket_size": [f.bucket_size for f in self.fields],
-            "rounding": [ROUNDINGS.index(f.rounding) for f in self.fields],
-            "rotation": [int(f.rotation) for f in self.fields],
-            "stream": [f.stream for f in self.fields],
+            "bits": [s.bits for s in self.slots],
+            "bucket_size": [s.bucket_size for s in self.slots],
+            "rounding": [ROUNDINGS.index(s.rounding) for s in self.slots],
+            "rotation": [int(s.rotation) for s in self.slots],
+            "stream": [s.number for s in self.slots],
         }
-        return arrays | {"units": [int(f.units) for f in self.fields]} if units else arrays
+        return arrays | {"units": [int(s.units) for s in self.slots]} if units else arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Consecutive buckets of one field that lie in one chunk."""
+    """Consecutive buckets of one slot that lie in one chunk."""
 
-    field: int
+    slot: int
     first_bucket: int
     buckets: int
     values: tuple[int, int]  # [begin, end) in the leaf
@@ -144,7 +144,7 @@ def spans(layout: Layout, chunk: int) -> list[Span]:
     """The pieces of leaves that chunk number `chunk` carries, in order."""
     begin, end = layout.begins[chunk], layout.begins[chunk + 1]
     out = []
-    for i, f in enumerate(layout.fields):
+    for i, f in enumerate(layout.slots):
         lo, hi = max(begin, layout.starts[i]), min(end, layout.starts[i + 1])
         if lo >= hi:
             continue

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import Mesh
 
 from cgx_jax import use_profile
-from cgx_jax.exchange import choose
+from cgx_jax.exchanges import auto
 
-BUILT_IN_RULE = choose.LEAST
+BUILT_IN_RULE = auto.LEAST
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -23,15 +23,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 @pytest.fixture(scope="session", autouse=True)
 def auto_compresses_every_size():
     """Small arrays are quick to test: `exchange="auto"` compresses them, unlike for users."""
-    choose.LEAST = dict.fromkeys(BUILT_IN_RULE, choose.Least(0, float("inf")))
+    auto.LEAST = dict.fromkeys(BUILT_IN_RULE, auto.Least(0, float("inf")))
     yield
-    choose.LEAST = BUILT_IN_RULE
+    auto.LEAST = BUILT_IN_RULE
 
 
 @pytest.fixture
 def built_in_rule(monkeypatch):
     """The sizes from which `exchange="auto"` compresses for users."""
-    monkeypatch.setattr(choose, "LEAST", BUILT_IN_RULE)
+    monkeypatch.setattr(auto, "LEAST", BUILT_IN_RULE)
 
 
 @pytest.fixture(scope="session")

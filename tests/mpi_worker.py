@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, Quantize
 from cgx_jax.collectives import pmean_with_residual
-from cgx_jax.exchange import fused, mpi
+from cgx_jax.exchanges import fused, mpi
 
 RANK, WORLD = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 jax.config.update("jax_platforms", "cpu")

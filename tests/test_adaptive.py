@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from adaptive_training import LIKE, SCALE, WIDTHS, WORLD, Training, adaptive, gradients, mesh
 from cgx_jax import Adaptive, ErrorFeedback, Identity, LeastBytes, LeastError, Quantize, Rule, Rules
-from cgx_jax.policy.decide import Decision, Subject, decide
+from cgx_jax.policies.decide import Decision, Subject, decide
 
 
 def bits(policy):

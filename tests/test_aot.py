@@ -51,7 +51,7 @@ def compiled(tmp_path, exchange, style):
 
 
 def has_nccl():
-    from cgx_jax.exchange import nccl
+    from cgx_jax.exchanges import nccl
 
     return nccl.missing() is None
 

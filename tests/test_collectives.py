@@ -516,7 +516,7 @@ def test_world_and_fusion_do_not_change_a_leafs_first_payload():
             ends = zip(layout.begins, layout.begins[1:], strict=False)
             stream = np.concatenate([r[: b - a] for r, (a, b) in zip(rows, ends, strict=True)])
             for i, at in zip(buffer, layout.starts, strict=False):
-                got[i] = stream[at : at + layout.fields[buffer.index(i)].bytes].tobytes()
+                got[i] = stream[at : at + layout.slots[buffer.index(i)].bytes].tobytes()
         if (world, fusion) == (1, 1):
             want = got
         assert got == want

@@ -10,14 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 import oracle
 from cgx_jax.kernels import chunk, primitives, reference
-from cgx_jax.wire import ROUNDINGS, Field, Layout
+from cgx_jax.wire import ROUNDINGS, Layout, Slot
 
 KEY = np.uint32([3, 5])
 
 
 def layout_of(fields, world):
     """The layout of (size, bits, bucket size, rounding, rotation), and the oracle's leaves."""
-    fields = tuple(Field(*f[:4], i, *f[4:]) for i, f in enumerate(fields))
+    fields = tuple(Slot(*f[:4], i, *f[4:]) for i, f in enumerate(fields))
     leaves = [
         oracle.Leaf(
             f.size, f.bits, f.bucket_size, ROUNDINGS.index(f.rounding), f.stream, f.rotation
@@ -93,7 +93,7 @@ def test_reduced_bytes_and_residuals_of_every_width_are_the_oracles(rounding):
         np.testing.assert_array_equal(got, want)
         for a, b in zip(lost, want_lost, strict=True):
             np.testing.assert_array_equal(a, b)
-    one, every = Layout(layout.fields, 1), np.stack(peers)
+    one, every = Layout(layout.slots, 1), np.stack(peers)
     got = compiled(reference.accumulate, jnp.int32(1), every, *x, layout=one, divisor=3.0)
     for a, b in zip(got, oracle.accumulate(x, every, leaves, 1, 3.0), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgx_jax.policy import knapsack
-from cgx_jax.policy.knapsack import minimise, total
+from cgx_jax.policies import knapsack
+from cgx_jax.policies.knapsack import minimise, total
 
 NUMBERS = {
     "few": st.integers(0, 3),

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax.exchange import mpi
+from cgx_jax.exchanges import mpi
 from cgx_jax.kernels import native
 
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, ErrorFeedback, MomentumCorrection, Quantize
 from cgx_jax.kernels import chunk, reference
-from cgx_jax.wire import Field, Layout
+from cgx_jax.wire import Layout, Slot
 
 KEY = jax.random.key(0)
 TREE = {"kernel": np.ones((8, 40, 64), np.float32), "bias": np.ones((8, 64), np.float32)}
@@ -109,7 +109,7 @@ def test_value_and_grad_needs_no_rank_promotion(mesh):
 @pytest.mark.parametrize("rounding", ["nearest", "correlated"])
 def test_the_fallback_needs_no_rank_promotion(rounding, rotation):
     layout = Layout(
-        tuple(Field(n, 3, 64, rounding, i, rotation) for i, n in enumerate((200, 64))), 2
+        tuple(Slot(n, 3, 64, rounding, i, rotation) for i, n in enumerate((200, 64))), 2
     )
     x = [jnp.ones(200), jnp.ones(64)]
     key, rank = np.uint32([1, 2]), jnp.int32(1)
@@ -121,7 +121,7 @@ def test_the_fallback_needs_no_rank_promotion(rounding, rotation):
         jax.eval_shape(reduce, key, rank, rows, *x, *lost)
         decode = functools.partial(reference.decode, layout=layout, dtypes=[np.float32] * 2)
         jax.eval_shape(decode, rows)
-        one = Layout(layout.fields, 1)
+        one = Layout(layout.slots, 1)
         sent = jnp.zeros((3, one.total_bytes), jnp.uint8)
         jax.eval_shape(
             functools.partial(reference.accumulate, layout=one, divisor=2.0), rank, sent, *x

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Quantize
 from cgx_jax.kernels import chunk, native, primitives, reference
-from cgx_jax.wire import Field, Layout
+from cgx_jax.wire import Layout, Slot
 
 needs_native = pytest.mark.skipif(
     "_native" not in str(native.module()), reason="no native module; a C++17 compiler builds it"
@@ -31,7 +31,7 @@ def leaves_of(dtype, sizes=SIZES):
 
 
 def layout_of(bits, bucket_size, world, sizes=SIZES, rounding="nearest", rotation=False):
-    fields = (Field(n, bits, bucket_size, rounding, i, rotation) for i, n in enumerate(sizes))
+    fields = (Slot(n, bits, bucket_size, rounding, i, rotation) for i, n in enumerate(sizes))
     return Layout(tuple(fields), world)
 
 
@@ -45,7 +45,7 @@ def split(rows, layout):
     lengths = np.diff(layout.begins)
     stream = np.concatenate([np.asarray(r)[:n] for r, n in zip(rows, lengths, strict=True)])
     metas, levels, at = [], [], 0
-    for f in layout.fields:
+    for f in layout.slots:
         for first in range(0, f.size, f.bucket_size):
             n = min(f.bucket_size, f.size - first)
             n += -n % 32 if f.rotation else 0
@@ -184,7 +184,7 @@ def test_an_all_equal_bucket_is_exact(value, size, bits):
 
 
 def test_a_batch_of_residuals_takes_a_leaf_that_is_whole_in_one_chunk_under_shard_map(mesh):
-    fields = Field(512, 4, 512, "nearest", 0), Field(5000, 4, 512, "nearest", 1)
+    fields = Slot(512, 4, 512, "nearest", 0), Slot(5000, 4, 512, "nearest", 1)
     layout = Layout(fields, 2)
     leaves = leaves_of(jnp.float32, [512, 5000])
 
@@ -218,7 +218,7 @@ sys.modules["cgx_jax._native"] = None
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import cgx_jax
-    import cgx_jax.gradients
+    import cgx_jax.backward_hook
 assert [w.category for w in caught] == [RuntimeWarning], caught
 assert "C++17 compiler" in str(caught[0].message)
 assert cgx_jax.backends()["cpu"] == "jnp"

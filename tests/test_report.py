@@ -8,7 +8,7 @@ import pytest
 
 from adaptive_training import WIDTHS, Training
 from cgx_jax import Adaptive, Quantize
-from cgx_jax.commands import report, run_file
+from cgx_jax.commands import report_choices, run_file
 from test_cli import PNG_SIGNATURE, run
 
 
@@ -37,9 +37,9 @@ def test_a_log_holds_the_leaves_every_look_and_the_recorded_numbers(log):
 
 def test_the_front_is_no_worse_than_any_choice_of_as_many_bytes(log):
     one = run_file.Run.read(log)
-    front = report.front(one)
+    front = report_choices.front(one)
     assert all(a.error >= b.error for a, b in itertools.pairwise(front))
-    named = {c.name.split("(")[0]: c for c in report.choices(one)}
+    named = {c.name.split("(")[0]: c for c in report_choices.choices(one)}
     assert {"uniform 2", "uniform 8", "Linear", "KMeans", "LeastBytes", "this run"} == {
         n for n in named if n in ("uniform 2", "uniform 8") or not n.startswith("uniform")
     }

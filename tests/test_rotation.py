@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Quantize
 from cgx_jax.kernels import primitives, reference
-from cgx_jax.policy.statistics import squared_errors
+from cgx_jax.policies.statistics import squared_errors
 from cgx_jax.wire import Layout
 
 # Mean square errors of the best even levels for a normal distribution (Max, 1960), by width.
@@ -189,7 +189,7 @@ def test_ranks_that_agree_round_up_as_often_as_they_should(rotation):
     """Their sum then errs by about one rounding, whatever their number."""
     world, x = 8, jnp.asarray(heavy_tailed(512))
     c = Quantize(2, 512, "correlated", rotation)
-    layout = Layout((c.field(512),), world)  # one record, in one chunk
+    layout = Layout((c.slot(512),), world)  # one record, in one chunk
 
     def decoded(rank):
         payload = primitives.encode(np.uint32([3, 5]), [x], layout, rank=rank)[0]

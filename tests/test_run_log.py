@@ -9,7 +9,7 @@ import pytest
 from adaptive_training import WIDTHS, Training
 from cgx_jax import Adaptive, SyncState
 from cgx_jax.commands import run_file
-from cgx_jax.policy.run_log import RunLog
+from cgx_jax.policies.run_log import RunLog
 
 FULL = pathlib.Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from cgx_jax import Profile, Quantize
-from cgx_jax.exchange.profile import Codec, Row
-from cgx_jax.policy import bayesian, knapsack, least_time, solvers
-from cgx_jax.policy.bayesian import Bayesian
-from cgx_jax.policy.decide import Subject
-from cgx_jax.policy.knapsack import minimise, total
-from cgx_jax.policy.least_time import LeastTime
-from cgx_jax.policy.solvers import KMeans, LeastBytes, LeastError, Linear, Problem
+from cgx_jax.exchanges.profile import Codec, Row
+from cgx_jax.policies import bayesian, knapsack, least_time, solvers
+from cgx_jax.policies.bayesian import Bayesian
+from cgx_jax.policies.decide import Subject
+from cgx_jax.policies.knapsack import minimise, total
+from cgx_jax.policies.least_time import LeastTime
+from cgx_jax.policies.solvers import KMeans, LeastBytes, LeastError, Linear, Problem
 
 MB = 1_000_000
 BITS = tuple(range(1, 9))
@@ -201,7 +201,7 @@ def test_kmeans_gives_more_bits_to_the_cluster_of_larger_norm():
     assert p.bits[KMeans(2, 4).solve(part(p, [0, 0, 5]))].tolist() == [3, 3, 4]
 
 
-# Links.
+# LinkTimer.
 
 
 def test_a_fast_link_takes_wide_widths_and_a_slow_one_narrow_ones():

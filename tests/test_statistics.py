@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Quantize
 from cgx_jax.axes import Axes
-from cgx_jax.policy import statistics
-from cgx_jax.policy.statistics import Sampler, Statistics, squared_errors
+from cgx_jax.policies import statistics
+from cgx_jax.policies.statistics import Sampler, Statistics, squared_errors
 
 WIDTHS = tuple(Quantize(b) for b in range(1, 9))
 

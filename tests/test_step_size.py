@@ -27,7 +27,7 @@ from cgx_jax import (
     restore_step_size,
 )
 from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE
-from cgx_jax.precondition import PERIOD, WARMUP
+from cgx_jax.transforms.precondition import PERIOD, WARMUP
 from optax_steps import run
 
 WORLD = 4

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Plan, Profile, Quantize, installation, tune
-from cgx_jax.exchange import choose
-from cgx_jax.exchange.profile import Codec
+from cgx_jax.exchanges import auto
+from cgx_jax.exchanges.profile import Codec
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
 COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
@@ -215,7 +215,7 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys):
     sizes = [65536, 4096]
     profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=30)
     assert Profile.from_json(path.read_text()) == profile
-    assert choose._active == profile
+    assert auto._active == profile
     want = {("psum", 32), ("xla", 4.125), ("xla", 8.125)}
     assert {row[:3] for row in profile.rows} == {(*m, s) for m in want for s in sizes}
     assert (profile.world, profile.axis) == (8, "data")
@@ -268,11 +268,11 @@ jax.distributed.initialize(f"localhost:{port}", 2, rank, local_device_ids=[0])
 import numpy as np
 from jax.sharding import Mesh
 import cgx_jax
-from cgx_jax.exchange import choose
+from cgx_jax.exchanges import auto
 
 plan = cgx_jax.Plan.build([np.zeros((16, 128), np.float32), np.zeros((64, 1024), np.float32)],
                           fusion_bytes=262144)
-methods = lambda: list(plan.methods("test", "auto", choose.available(), 2).values())
+methods = lambda: list(plan.methods("test", "auto", auto.available(), 2).values())
 assert methods() == ["psum", "psum"]  # small, and nothing was measured
 cgx_jax.use_profile(good if rank == 0 else None)
 assert methods() == ["psum", "xla"]

@@ -10,7 +10,7 @@ import pytest
 
 from cgx_jax import Profile, installation, untrusted, use_profile
 from cgx_jax.commands import report, run_file
-from test_choose import MEASURED
+from test_auto import MEASURED
 
 ESCAPE = "\x1b]0;owned\x07"
 BAD_JSON = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import cgx_jax
 from cgx_jax import Adaptive, LeastBytes, LeastError, Quantize, SecondMoment, Uniform
 from cgx_jax.compressors import Compressor
-from cgx_jax.memory import Memory
+from cgx_jax.transforms.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def uniform(
 
 
 def adaptive(
-    solver: cgx_jax.policy.solvers.Solver,
+    solver: cgx_jax.policies.solvers.Solver,
     start_bits: int,
     memory: Memory | None = None,
     rotation: bool = False,

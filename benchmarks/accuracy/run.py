@@ -31,9 +31,9 @@ from tasks import TASKS, Task
 import cgx_jax
 import measure
 from cgx_jax import Adaptive, Plan
-from cgx_jax.policy import statistics
-from cgx_jax.policy.decide import Subject
-from cgx_jax.policy.statistics import Statistics
+from cgx_jax.policies import statistics
+from cgx_jax.policies.decide import Subject
+from cgx_jax.policies.statistics import Statistics
 
 WORLD = 4
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "accuracy"

@@ -16,8 +16,8 @@ from cgx_jax import installation
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.commands import bound
 from cgx_jax.compressors import Quantize
-from cgx_jax.exchange import choose
-from cgx_jax.links import Links, gradient
+from cgx_jax.exchanges import auto
+from cgx_jax.link_timer import LinkTimer, gradient
 
 EXPLANATION = """\
 Every repeat times all methods one after the other, each behind a barrier; a time is the slowest
@@ -29,19 +29,19 @@ counts values farther from the exact sum than the stated error bound.
 
 
 def run(
-    links: Links,
+    links: LinkTimer,
     sizes: Sequence[int],
     bits: Sequence[int],
     reps: int,
     *,
-    auto: bool,
+    follow_profile: bool,
     json_path: Path | None,
     png_path: Path | None,
 ) -> None:
-    """Prints the table, and writes what is asked for on process 0. `auto` adds that exchange."""
+    """Prints the table, and writes what is asked for on process 0. `follow_profile` adds "auto"."""
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        found = measure(links, size // 4, bits, reps, auto)
+        found = measure(links, size // 4, bits, reps, follow_profile)
         if links.first:
             print_rows(found, header=not rows)
         rows += found
@@ -63,10 +63,10 @@ def _parent(path: Path) -> Path:
 
 
 def measure(
-    links: Links, values: int, bits: Sequence[int], reps: int, auto: bool
+    links: LinkTimer, values: int, bits: Sequence[int], reps: int, follow_profile: bool
 ) -> list[dict[str, Any]]:
     """Times every method on f32[values] a rank; one row a method."""
-    exchanges = [*choose.available(), *(["auto"] if auto else [])]
+    exchanges = [*auto.available(), *(["auto"] if follow_profile else [])]
     methods = [(exchange, width) for width in bits for exchange in exchanges]
     functions = [links.psum, *(reduction(links, Quantize(b), method) for method, b in methods)]
     x = links.place(gradient, values)
@@ -84,7 +84,7 @@ def measure(
     ]
 
 
-def reduction(links: Links, compressor: Quantize, exchange: str) -> Callable[..., jax.Array]:
+def reduction(links: LinkTimer, compressor: Quantize, exchange: str) -> Callable[..., jax.Array]:
     """`psum_compressed` over the links, compiled."""
     return links.collective(
         functools.partial(
@@ -94,7 +94,12 @@ def reduction(links: Links, compressor: Quantize, exchange: str) -> Callable[...
 
 
 def check(
-    links: Links, values: int, compressor: Quantize, results: Sequence[jax.Array], *, exact: bool
+    links: LinkTimer,
+    values: int,
+    compressor: Quantize,
+    results: Sequence[jax.Array],
+    *,
+    exact: bool,
 ) -> list[int]:
     """How many values of each result break the bound (on process 0, 0 elsewhere).
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from cgx_jax.exchange.choose import EXCHANGES
-from cgx_jax.links import size_text
+from cgx_jax.exchanges.auto import EXCHANGES
+from cgx_jax.link_timer import size_text
 
 PSUM_COLOR = "#4c566a"
 COLORS = ("#d9622b", "#2b7bba", "#3a9a5b", "#8a5bb5", "#b58a2b", "#b52b5b")

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-import cgx_jax
 from cgx_jax import installation
-from cgx_jax.exchange import choose
-from cgx_jax.exchange import nccl as fused_on_cuda
+from cgx_jax._version import __version__
+from cgx_jax.compressors import Quantize
+from cgx_jax.exchanges import auto
+from cgx_jax.exchanges import nccl as fused_on_cuda
+from cgx_jax.kernels.native import backends
 
 # A child asks MPI: a broken MPI library ends the process that loads it.
 _ASK_MPI = """
@@ -54,13 +56,13 @@ def run() -> int:
 def _round_trip() -> bool:
     """Whether values come back from the kernels within the stated error."""
     x = np.linspace(-1, 1, 5000, dtype=np.float32)
-    compressor = cgx_jax.Quantize(bits=4)
+    compressor = Quantize(bits=4)
     back = compressor.decode(compressor.encode(x)[0], x.shape, x.dtype)
     return bool((np.abs(np.asarray(back) - x) <= np.asarray(compressor.error_bound(x))).all())
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("cgx_jax", cgx_jax.__version__)
+    yield Finding("cgx_jax", __version__)
     yield Finding("python", platform.python_version())
     for name in ("jax", "jaxlib", "numpy"):
         yield Finding(name, metadata.version(name))
@@ -75,22 +77,22 @@ def _devices() -> Iterator[Finding]:
 
 
 def _package(good: bool) -> Iterator[Finding]:
-    backends = cgx_jax.backends()
+    built = backends()
     remedy = ""
-    if backends["cpu"] == "jnp":
+    if built["cpu"] == "jnp":
         remedy = "install a C++17 compiler, then pip install --force-reinstall cgx-jax"
-    yield Finding("kernels on CPU", backends["cpu"], remedy)
+    yield Finding("kernels on CPU", built["cpu"], remedy)
     remedy = ""
-    if backends["cuda"] == "jnp" and any(d.platform == "gpu" for d in jax.devices()):
+    if built["cuda"] == "jnp" and any(d.platform == "gpu" for d in jax.devices()):
         remedy = "put nvcc (CUDA 13) on PATH, then pip install --force-reinstall cgx-jax"
-    yield Finding("kernels on CUDA", backends["cuda"], remedy)
+    yield Finding("kernels on CUDA", built["cuda"], remedy)
     if good:
         yield Finding("self-test", "values come back within the error bound")
     else:
         again = "pip install --force-reinstall cgx-jax"
         yield Finding("self-test", "broken: values come back wrong", again)
-    yield Finding("wire format", str(backends["wire_format"]))
-    yield Finding("exchanges", ", ".join(("psum", *choose.available())))
+    yield Finding("wire format", str(built["wire_format"]))
+    yield Finding("exchanges", ", ".join(("psum", *auto.available())))
 
 
 def _mpi() -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 
 from cgx_jax.commands.chart import COLORS
-from cgx_jax.commands.report import choices, front
+from cgx_jax.commands.report_choices import choices, front
 from cgx_jax.commands.run_file import Run
 
 MOST_LABELS = 40

@@ -10,8 +10,8 @@ import numpy as np
 
 from cgx_jax import untrusted
 from cgx_jax.compressors import Quantize
-from cgx_jax.policy import run_log
-from cgx_jax.policy.decide import Refresh, Subject
+from cgx_jax.policies import run_log
+from cgx_jax.policies.decide import Refresh, Subject
 from cgx_jax.wire import MAX_BITS
 
 MOST_LEAVES = 1_000_000

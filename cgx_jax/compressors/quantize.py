@@ -15,7 +15,7 @@ import numpy as np
 from cgx_jax.compressors.base import Compressor
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE, one_block
-from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Field, Layout, leaf_bytes
+from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -119,10 +119,10 @@ class Quantize(Compressor):
         size = shape if isinstance(shape, int) else math.prod(shape)
         return 8 * leaf_bytes(size, self.bits, self.bucket_size)
 
-    def field(self, size: int, stream: int = 0) -> Field:
+    def slot(self, size: int, number: int = 0) -> Slot:
         """This compressor's place for a leaf of `size` values in a fusion buffer."""
-        return Field(
-            size, self.bits, self.bucket_size, self.rounding, stream, rotation=self.rotation
+        return Slot(
+            size, self.bits, self.bucket_size, self.rounding, number, rotation=self.rotation
         )
 
     def words(self, key: Any) -> Any:
@@ -190,9 +190,9 @@ class Quantize(Compressor):
             raise ValueError(
                 f"{self}: stochastic rounding needs a key; pass key=jax.random.key(n)."
             )
-        payload, _ = primitives.encode(self.words(key), [x], Layout((self.field(x.size),), 1))
+        payload, _ = primitives.encode(self.words(key), [x], Layout((self.slot(x.size),), 1))
         return payload.reshape(-1), state
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        return primitives.decode(payload, Layout((self.field(like.size),), 1), [like])[0]
+        return primitives.decode(payload, Layout((self.slot(like.size),), 1), [like])[0]

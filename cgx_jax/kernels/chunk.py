@@ -18,19 +18,19 @@ from jax import lax
 
 from cgx_jax import _compat
 from cgx_jax.kernels.reference import add_peers, decode_buckets, divide, encode_buckets, rotate
-from cgx_jax.wire import GROUP, Field, Layout, record_bytes, spans
+from cgx_jax.wire import GROUP, Layout, Slot, record_bytes, spans
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Consecutive buckets of `n` values of one field, and what each chunk carries of them.
+    """Consecutive buckets of `n` values of one slot, and what each chunk carries of them.
 
     `start` and `number` are of the first one: its place in the leaf, and its number there. By the
     chunk: `first` counts from that one, of `count` buckets, whose records begin at byte `at` of the
     chunk, or at its end where it carries none.
     """
 
-    field: int
+    slot: int
     start: int
     number: int
     buckets: int
@@ -50,7 +50,7 @@ def _runs(layout: Layout) -> list[_Run]:
     """In the order of their records."""
     pieces = [(s, w) for w in range(layout.world) for s in spans(layout, w)]
     runs = []
-    for i, f in enumerate(layout.fields):
+    for i, f in enumerate(layout.slots):
         full, tail = divmod(f.size, f.bucket_size)
         for number, buckets, n in ((0, full, f.bucket_size), (full, 1, tail)):
             if not buckets * n:
@@ -60,7 +60,7 @@ def _runs(layout: Layout) -> list[_Run]:
             for s, w in pieces:
                 begin = max(s.first_bucket, number)
                 end = min(s.first_bucket + s.buckets, number + buckets)
-                if s.field == i and begin < end:
+                if s.slot == i and begin < end:
                     first[w], count[w] = begin - number, end - begin
                     at[w] = layout.starts[i] + begin * f.record - layout.begins[w]
             start = number * f.bucket_size
@@ -82,20 +82,20 @@ def reduce(
     Leaves past the layout's are residuals; they follow, with what the chunk's encoding lost, times
     `divisor`, in its place. Chunks are under 2 GiB.
     """
-    residuals = list(leaves[len(layout.fields) :])
+    residuals = list(leaves[len(layout.slots) :])
     runs = _runs(layout)
     # Records past those of the chunk: the next run's are written over them, or the end is cleared.
     margin = max((run.most * run.record for run in runs), default=0)
     sent = jnp.pad(payload, ((0, 0), (0, margin)))
     out = _zeros(layout.chunk_bytes + margin, like=payload)
     for run in runs:
-        i, f = run.field, layout.fields[run.field]
+        i, f = run.slot, layout.slots[run.slot]
         window = _Window.of(run, rank)
         old = [window.cut(r) for r in residuals[i : i + 1]]
 
         def own(run=run, f=f, window=window, old=old):  # type: ignore[no-untyped-def]
             records = window.records(sent)
-            made, lost = _reduced(window, key, rank, records, leaves[run.field], f, divisor)
+            made, lost = _reduced(window, key, rank, records, leaves[run.slot], f, divisor)
             here = window.here[:, None]
             return made, [jnp.where(here, lost.astype(x.dtype), x) for x in old]
 
@@ -174,18 +174,18 @@ def _reduced(
     rank: jax.Array,
     records: jax.Array,
     leaf: jax.Array,
-    f: Field,
+    f: Slot,
     divisor: float,
 ) -> tuple[jax.Array, jax.Array]:
     """The window's records from the chunk's on, u8[bytes], and `divisor` times what they lose."""
     number, n = window.run.number + window.begin, window.run.n
     x = window.cut(leaf).astype(jnp.float32)
     if f.rotation:
-        x = rotate(jnp.pad(x, ((0, 0), (0, -n % GROUP))), f.stream, number)
+        x = rotate(jnp.pad(x, ((0, 0), (0, -n % GROUP))), f.number, number)
     decode = functools.partial(decode_buckets, n=x.shape[1], f=f)
     total = divide(add_peers(rank, records, x, decode), divisor)
     made = encode_buckets(total, f, number, key, 0)
     lost = total - decode(made)
     if f.rotation:
-        lost = rotate(lost, f.stream, number, back=True)[:, :n]
+        lost = rotate(lost, f.number, number, back=True)[:, :n]
     return window.from_first(made), lost * np.float32(divisor)

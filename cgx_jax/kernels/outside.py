@@ -19,9 +19,9 @@ IN, OUT = 0, 1
 
 
 def pairs(units: Sequence[Any], layout: Layout) -> list[tuple[Any, Any] | None]:
-    """The (rows, columns) of every field, from the operands of those that have units."""
+    """The (rows, columns) of every slot, from the operands of those that have units."""
     given = iter(units)
-    return [(next(given), next(given)) if f.units else None for f in layout.fields]
+    return [(next(given), next(given)) if f.units else None for f in layout.slots]
 
 
 def multiply(x: jax.Array, unit: tuple[Any, Any] | None, way: int, *, batch: int = 1) -> jax.Array:
@@ -50,7 +50,7 @@ def encode(
     primitive: Any, key: Any, rank: Any, *operands: Any, layout: Layout, residual: bool, batch: int
 ) -> list[jax.Array]:
     """`encode_p`: leaves are multiplied before, residuals after."""
-    count = len(layout.fields)
+    count = len(layout.slots)
     leaves, units = operands[:count], pairs(operands[count:], layout)
     inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
     plain = layout.without_units()
@@ -73,8 +73,8 @@ def reduce(
     batch: int,
 ) -> list[jax.Array]:
     """`reduce_p`: own values are multiplied before, what the chunk's encoding lost after."""
-    count = len(layout.fields)
-    end = len(operands) - 2 * sum(f.units for f in layout.fields)
+    count = len(layout.slots)
+    end = len(operands) - 2 * sum(f.units for f in layout.slots)
     leaves, residuals = operands[:count], operands[count:end]
     units = pairs(operands[end:], layout)
     inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
@@ -111,15 +111,15 @@ def decode(
     ]
 
 
-def _own(layout: Layout, field: int, rank: Any, batch: int) -> jax.Array:
-    """bool[batch, size]: which values of a field lie in the chunk of `rank`."""
+def _own(layout: Layout, slot: int, rank: Any, batch: int) -> jax.Array:
+    """bool[batch, size]: which values of a slot lie in the chunk of `rank`."""
     ranges = [(0, 0)] * layout.world
     for w in range(layout.world):
         for span in spans(layout, w):
-            if span.field == field:
+            if span.slot == slot:
                 ranges[w] = span.values
     begin, end = (
         jnp.asarray(x, jnp.uint32)[rank.reshape(batch)] for x in zip(*ranges, strict=True)
     )
-    index = jnp.arange(layout.fields[field].size, dtype=jnp.uint32)
+    index = jnp.arange(layout.slots[slot].size, dtype=jnp.uint32)
     return (begin[:, None] <= index) & (index < end[:, None])

@@ -48,7 +48,7 @@ Units = Sequence[tuple[Any, Any] | None]
 
 
 def with_units(layout: Layout, units: Units) -> tuple[Layout, list[Any]]:
-    """The layout of fields that have these units (() for none), and the operands they are."""
+    """The layout of slots that have these units (() for none), and the operands they are."""
     if not any(unit is not None for unit in units):
         return layout, []
     marked = layout.with_units(tuple(unit is not None for unit in units))
@@ -67,7 +67,7 @@ def encode(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Leaves to payload u8[world, chunk_bytes], and the residuals where asked (else []).
 
-    `key` is uint32[2]; `leaves` are f32, bf16 or f16 of any shape, one a field of `layout`;
+    `key` is uint32[2]; `leaves` are f32, bf16 or f16 of any shape, one a slot of `layout`;
     `units` has one entry per leaf, None for a leaf without. The chunk of `rank` is the caller's
     own, never sent: its row is zeros and its residual 0.
     """
@@ -135,14 +135,14 @@ def _lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _residuals(operands: Sequence[Any], layout: Layout) -> Sequence[Any]:
     """What lies between the leaves and the units."""
-    units = 2 * sum(f.units for f in layout.fields)
-    return operands[len(layout.fields) : len(operands) - units]
+    units = 2 * sum(f.units for f in layout.slots)
+    return operands[len(layout.slots) : len(operands) - units]
 
 
 def _encode_shapes(
     key: Any, rank: Any, *operands: Any, layout: Any, residual: Any, batch: Any
 ) -> Any:
-    leaves = operands[: len(layout.fields)]
+    leaves = operands[: len(layout.slots)]
     rows = _compat.result_aval(
         _lead(batch, (layout.world, layout.chunk_bytes)), jnp.dtype(jnp.uint8), key
     )
@@ -204,7 +204,7 @@ def _reduce_jnp(
     out = _each(
         one, batch, key.reshape(batch, 2), rank.reshape(batch), payload, *_flat(batch, leaves)
     )
-    residuals = leaves[len(layout.fields) :]
+    residuals = leaves[len(layout.slots) :]
     first = out[0].reshape(_lead(batch, (layout.chunk_bytes,)))
     return [first, *(r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True))]
 
@@ -240,7 +240,7 @@ def _native_lowering(target: str, *, units: bool) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
         aliases = {}
         if target == "cgx_reduce":  # residuals are filled in where they lie
-            first = 3 + len(layout.fields)
+            first = 3 + len(layout.slots)
             aliases = {first + i: 1 + i for i in range(len(ctx.avals_out) - 1)}
         lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
         return lower(ctx, *operands, **_attributes(layout, units=units, **params))
@@ -300,7 +300,7 @@ def _primitive(
         around = mlir.lower_fun(functools.partial(outside, p), multiple_results=True)
 
         def with_units(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
-            lower = around if any(f.units for f in layout.fields) else lowering
+            lower = around if any(f.units for f in layout.slots) else lowering
             return lower(ctx, *operands, layout=layout, **params)
 
         return with_units

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.wire import GROUP, Field, Layout, record_bytes, spans
+from cgx_jax.wire import GROUP, Layout, Slot, record_bytes, spans
 
 _MIN_NORMAL = np.float32(np.finfo(np.float32).tiny)
 _MOST = np.finfo(np.float32).max
@@ -54,7 +54,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 def _random_bits(
     key: Sequence[Any] | jax.Array,
-    stream: int,
+    number: int,
     first_bucket: int | jax.Array,
     buckets: int,
     width: int,
@@ -70,7 +70,7 @@ def _random_bits(
     else:
         low = first_bucket.astype(jnp.uint32) + jnp.arange(buckets, dtype=jnp.uint32)
         high = jnp.zeros((buckets,), jnp.uint32)
-    a = _mix(key[0] ^ _mix(_U32(stream) + _U32(0x9E3779B9)))
+    a = _mix(key[0] ^ _mix(_U32(number) + _U32(0x9E3779B9)))
     d = _mix(key[1] + a)
     s0 = _mix(_mix(a ^ low) + high)
     s1 = _mix((d + s0 * _U32(0x85EBCA6B)) ^ low)
@@ -81,10 +81,10 @@ def _random_bits(
 
 
 def _noise(
-    key: jax.Array, f: Field, first_bucket: int | jax.Array, buckets: int, width: int
+    key: jax.Array, f: Slot, first_bucket: int | jax.Array, buckets: int, width: int
 ) -> jax.Array:
     """Uniform numbers in [0, 1), shape [buckets, width]."""
-    bits = _random_bits(key, f.stream, first_bucket, buckets, width)
+    bits = _random_bits(key, f.number, first_bucket, buckets, width)
     return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
@@ -110,12 +110,12 @@ def squares_turned_back(n: int) -> float:
 
 
 def rotate(
-    x: jax.Array, stream: int, first_bucket: int | jax.Array, *, back: bool = False
+    x: jax.Array, number: int, first_bucket: int | jax.Array, *, back: bool = False
 ) -> jax.Array:
     """f32[k, n] buckets in whole columns, n a multiple of 32, rotated or turned back."""
     k, n = x.shape
     stages = _rotation_stages(n)
-    words = _random_bits(_ROTATION_KEY, stream, first_bucket, k, n // 8)
+    words = _random_bits(_ROTATION_KEY, number, first_bucket, k, n // 8)
     shift = jnp.arange(8, dtype=jnp.uint32)[None, :, None]
     sign = jnp.where((words[:, None] << shift) >> 31, np.float32(-1), np.float32(1))
     y = x.reshape(k, 8, n // 8)
@@ -175,7 +175,7 @@ def _unpack(planes: jax.Array, bits: int) -> jax.Array:
 
 
 def encode_buckets(
-    x: jax.Array, f: Field, first_bucket: int | jax.Array, key: jax.Array, offset: Any
+    x: jax.Array, f: Slot, first_bucket: int | jax.Array, key: jax.Array, offset: Any
 ) -> jax.Array:
     """f32[k, n] -> u8[k, record]: whole buckets of the same length, as they are coded."""
     k, n = x.shape
@@ -210,7 +210,7 @@ def encode_buckets(
     return jnp.concatenate([meta, _pack(codes, f.bits)], axis=1)
 
 
-def decode_buckets(records: jax.Array, n: int, f: Field) -> jax.Array:
+def decode_buckets(records: jax.Array, n: int, f: Slot) -> jax.Array:
     """u8[k, record] -> f32[k, n], as they were coded."""
     meta = lax.bitcast_convert_type(records[:, :8].reshape(-1, 2, 4), jnp.float32)
     codes = _unpack(records[:, 8:], f.bits)[:, :n].astype(jnp.float32)
@@ -231,7 +231,7 @@ def add_peers(
 
 
 def _each_length(
-    x: jax.Array, f: Field, first_bucket: int, of: Callable[[jax.Array, int], jax.Array]
+    x: jax.Array, f: Slot, first_bucket: int, of: Callable[[jax.Array, int], jax.Array]
 ) -> list[jax.Array]:
     """of(buckets [k, n], number of the first), flat: the full buckets, and the shorter last one."""
     full, tail = divmod(x.size, f.bucket_size)
@@ -244,28 +244,28 @@ def _each_length(
     return parts
 
 
-def _code(x: jax.Array, f: Field, first_bucket: int) -> jax.Array:
+def _code(x: jax.Array, f: Slot, first_bucket: int) -> jax.Array:
     """f32[n] starting at a bucket of leaf `f`, as it is coded: rotated buckets are filled up."""
     if not f.rotation or not x.size:
         return x
     filled = jnp.pad(x, (0, -x.size % GROUP))
     return jnp.concatenate(
-        _each_length(filled, f, first_bucket, lambda b, first: rotate(b, f.stream, first))
+        _each_length(filled, f, first_bucket, lambda b, first: rotate(b, f.number, first))
     )
 
 
-def _uncode(x: jax.Array, n: int, f: Field, first_bucket: int) -> jax.Array:
+def _uncode(x: jax.Array, n: int, f: Slot, first_bucket: int) -> jax.Array:
     """The inverse of `_code`, f32[n]."""
     if not f.rotation or not n:
         return x
     turn = functools.partial(rotate, back=True)
     return jnp.concatenate(
-        _each_length(x, f, first_bucket, lambda b, first: turn(b, f.stream, first))
+        _each_length(x, f, first_bucket, lambda b, first: turn(b, f.number, first))
     )[:n]
 
 
 def _encode_span(
-    x: jax.Array, f: Field, first_bucket: int, key: jax.Array, offset: Any = 0
+    x: jax.Array, f: Slot, first_bucket: int, key: jax.Array, offset: Any = 0
 ) -> jax.Array:
     """f32[n] starting at a bucket of leaf `f`, as it is coded -> its records, u8[bytes]."""
     parts = _each_length(
@@ -274,7 +274,7 @@ def _encode_span(
     return jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.uint8)
 
 
-def _decode_span(payload: jax.Array, n: int, f: Field) -> jax.Array:
+def _decode_span(payload: jax.Array, n: int, f: Slot) -> jax.Array:
     """Records of n values, u8[bytes] -> as they were coded, f32[n] or more of rotated ones."""
     n += -n % GROUP if f.rotation else 0
     full, tail = divmod(n, f.bucket_size)
@@ -294,35 +294,35 @@ def _concatenate(parts: Sequence[jax.Array], bytes_: int) -> jax.Array:
     return jnp.concatenate([*parts, jnp.zeros((bytes_ - have,), jnp.uint8)])
 
 
-def _rows(stream: jax.Array, layout: Layout) -> jax.Array:
+def _rows(joined: jax.Array, layout: Layout) -> jax.Array:
     """All records, u8[total] -> one row for each rank, u8[world, chunk_bytes]."""
-    cut = [stream[a:b] for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
+    cut = [joined[a:b] for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
     return jnp.stack([_concatenate([c], layout.chunk_bytes) for c in cut])
 
 
-def _stream(rows: jax.Array, layout: Layout) -> jax.Array:
+def _joined(rows: jax.Array, layout: Layout) -> jax.Array:
     """The inverse of `_rows`."""
     lengths = [b - a for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
     return jnp.concatenate([rows[w, :n] for w, n in enumerate(lengths)])
 
 
-def _decode_stream(stream: jax.Array, layout: Layout) -> list[jax.Array]:
+def _decode_joined(joined: jax.Array, layout: Layout) -> list[jax.Array]:
     return [
-        _decode_span(stream[a : a + f.bytes], f.size, f)
-        for f, a in zip(layout.fields, layout.starts, strict=False)
+        _decode_span(joined[a : a + f.bytes], f.size, f)
+        for f, a in zip(layout.slots, layout.starts, strict=False)
     ]
 
 
 def _uncode_all(coded: Sequence[jax.Array], layout: Layout) -> list[jax.Array]:
-    return [_uncode(x, f.size, f, 0) for x, f in zip(coded, layout.fields, strict=True)]
+    return [_uncode(x, f.size, f, 0) for x, f in zip(coded, layout.slots, strict=True)]
 
 
 def _own_values(layout: Layout) -> np.ndarray:
-    """[fields, world, 2]: the values of every field that lie in every chunk."""
-    ranges = np.zeros((len(layout.fields), layout.world, 2), np.int64)
+    """[slots, world, 2]: the values of every slot that lie in every chunk."""
+    ranges = np.zeros((len(layout.slots), layout.world, 2), np.int64)
     for w in range(layout.world):
         for s in spans(layout, w):
-            ranges[s.field, w] = s.values
+            ranges[s.slot, w] = s.values
     return ranges.astype(np.int32)
 
 
@@ -333,17 +333,15 @@ def encode(
 
     The row of the caller's own `rank` is zeros and its residual 0; rank -1 owns nothing.
     """
-    values = [
-        _code(x.astype(jnp.float32), f, 0) for x, f in zip(leaves, layout.fields, strict=True)
-    ]
+    values = [_code(x.astype(jnp.float32), f, 0) for x, f in zip(leaves, layout.slots, strict=True)]
     offset = divide(jnp.maximum(rank, 0).astype(jnp.float32), layout.world)
-    parts = [_encode_span(x, f, 0, key, offset) for x, f in zip(values, layout.fields, strict=True)]
+    parts = [_encode_span(x, f, 0, key, offset) for x, f in zip(values, layout.slots, strict=True)]
     rows = _rows(_concatenate(parts, layout.total_bytes), layout)
     mine = jnp.arange(layout.world) == rank
     out = [jnp.where(mine[:, None], jnp.uint8(0), rows)]
     if residual:
         ranges = _own_values(layout)
-        decoded = _decode_stream(_stream(rows, layout), layout)
+        decoded = _decode_joined(_joined(rows, layout), layout)
         lost = [x - y for x, y in zip(values, decoded, strict=True)]
         for i, (x, leaf) in enumerate(zip(_uncode_all(lost, layout), leaves, strict=True)):
             begin, end = jnp.asarray(ranges[i])[jnp.maximum(rank, 0)]
@@ -355,11 +353,11 @@ def encode(
 
 def decode(payload: jax.Array, *, layout: Layout, dtypes: Sequence[np.dtype]) -> list[jax.Array]:
     """u8[world, chunk_bytes] -> leaves, f32[size] rounded to their dtypes."""
-    decoded = _uncode_all(_decode_stream(_stream(payload, layout), layout), layout)
+    decoded = _uncode_all(_decode_joined(_joined(payload, layout), layout), layout)
     # Rounding may take a rotated value past the largest float.
     within = [
         jnp.clip(x, -_MOST, _MOST) if f.rotation else x
-        for x, f in zip(decoded, layout.fields, strict=True)
+        for x, f in zip(decoded, layout.slots, strict=True)
     ]
     return [x.astype(t) for x, t in zip(within, dtypes, strict=True)]
 
@@ -369,7 +367,7 @@ def accumulate(
 ) -> list[jax.Array]:
     """Leaves plus the other ranks' payloads u8[peers, total_bytes], divided; same dtypes."""
     out = []
-    for leaf, f, start in zip(leaves, layout.fields, layout.starts, strict=False):
+    for leaf, f, start in zip(leaves, layout.slots, layout.starts, strict=False):
         x, sent = leaf.astype(jnp.float32), payload[:, start : start + f.bytes]
         # What the peers sent of a rotated leaf is added up as it came and turned back once.
         own = jnp.zeros((f.size + -f.size % GROUP,), jnp.float32) if f.rotation else x

@@ -7,12 +7,12 @@ from typing import Any
 
 from cgx_jax.collectives import pmean_compressed
 from cgx_jax.compressors import Compressor
-from cgx_jax.memory import Memory
 from cgx_jax.plain_jit.arguments import CALLER
 from cgx_jax.plan import Plan
-from cgx_jax.policy.rules import Policy
-from cgx_jax.precondition import SecondMoment
-from cgx_jax.sync import sync_gradients
+from cgx_jax.policies.rules import Policy
+from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.precondition import SecondMoment
+from cgx_jax.transforms.sync_gradients import sync_gradients
 
 _WITH_STATE = (
     "state = f.init(params), then (loss, grads), state = f.apply(state, params, batch), for the f "

@@ -13,7 +13,7 @@ from cgx_jax.plain_jit import outputs
 from cgx_jax.plain_jit.model_axes import Shards
 from cgx_jax.plain_jit.program import Program
 from cgx_jax.plain_jit.reduction import Reduction
-from cgx_jax.sync import state_specs
+from cgx_jax.transforms.sync_gradients import state_specs
 
 
 class Step:

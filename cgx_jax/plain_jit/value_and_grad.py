@@ -12,7 +12,6 @@ import jax
 from jax.sharding import NamedSharding
 
 from cgx_jax.compressors import Compressor
-from cgx_jax.memory import Memory
 from cgx_jax.plain_jit import inference
 from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, is_nnx, names_of, nnx
 from cgx_jax.plain_jit.closures import Closure
@@ -22,8 +21,9 @@ from cgx_jax.plain_jit.program import Program
 from cgx_jax.plain_jit.reduction import Reduction
 from cgx_jax.plain_jit.step import Step
 from cgx_jax.plan import Plan
-from cgx_jax.policy.rules import Policy
-from cgx_jax.precondition import SecondMoment
+from cgx_jax.policies.rules import Policy
+from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.precondition import SecondMoment
 
 
 def value_and_grad(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax.kernels import primitives
-from cgx_jax.wire import ROUNDINGS, Field, Layout
+from cgx_jax.wire import ROUNDINGS, Layout, Slot
 
 WORLD = 4
 
@@ -39,7 +39,7 @@ def main() -> int:
 def layout_of(
     size: int, bits: int, bucket: int, rounding: str, rotation: bool, world: int
 ) -> Layout:
-    return Layout((Field(size, bits, bucket, rounding, 0, rotation),), world)
+    return Layout((Slot(size, bits, bucket, rounding, 0, rotation),), world)
 
 
 def differences(gpu, cpu) -> list[str]:

@@ -75,7 +75,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from cgx_jax.exchange import nccl
+    from cgx_jax.exchanges import nccl
 
     jax.config.update("jax_platforms", arguments.platform)
     if arguments.platform == "cpu":

@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from cgx_jax.exchange import choose
-from cgx_jax.exchange.profile import Profile
-from cgx_jax.policy import knapsack
-from cgx_jax.policy.solvers import (
+from cgx_jax.exchanges import auto
+from cgx_jax.exchanges.profile import Profile
+from cgx_jax.policies import knapsack
+from cgx_jax.policies.solvers import (
     Problem,
     Solver,
     check_constraint,
@@ -32,7 +32,7 @@ class LeastTime(Solver):
     The prediction: leaves of fp32 share fusion buffers of at most `fusion_bytes`, all equally
     full. A leaf under a candidate takes its share, by values, of the time that `profile` has for
     a buffer of that candidate alone; by the fastest method, psum included, and by psum for a
-    candidate of 32 bits. Candidates that rotate or round at random take what `choose.estimate`
+    candidate of 32 bits. Candidates that rotate or round at random take what `auto.estimate`
     adds for them. A buffer of mixed widths takes the sum where time is linear in bits, as it is
     between measured widths. Latency is shared in the same way: that a buffer of exact leaves alone
     is a collective more is not in the sum. Time outside the reduction is not either.
@@ -59,7 +59,7 @@ class LeastTime(Solver):
         limit = error_limit(self, problem, problem.error)
         seconds = self.seconds(problem)
         fastest = knapsack.minimise(seconds, problem.error, limit)
-        enough = fastest.cost / (1 - choose.LEAST_GAIN)
+        enough = fastest.cost / (1 - auto.LEAST_GAIN)
         finest = knapsack.minimise(problem.error, seconds, enough)
         errors = [knapsack.total(problem.error, s.choice) for s in (fastest, finest)]
         return finest.choice if errors[1] <= errors[0] else fastest.choice
@@ -75,8 +75,8 @@ class LeastTime(Solver):
         kinds = (problem.bits, problem.nbytes.sum(axis=0), problem.noisy, problem.rotated)
         for bits, nbytes, noisy, rotated in zip(*kinds, strict=True):
             mean_bits = 8 * int(nbytes) / values
-            load = choose.Load(full, 4 * full, mean_bits, full * int(noisy), full * int(rotated))
-            usable = () if bits == EXACT_BITS else choose.EXCHANGES
-            method = choose.choose(self.profile, usable, load)
-            times.append(choose.estimate(self.profile, method, load) / full)
+            load = auto.Load(full, 4 * full, mean_bits, full * int(noisy), full * int(rotated))
+            usable = () if bits == EXACT_BITS else auto.EXCHANGES
+            method = auto.choose(self.profile, usable, load)
+            times.append(auto.estimate(self.profile, method, load) / full)
         return np.outer(problem.values, times)

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
-from cgx_jax.exchange import fused
+from cgx_jax.exchanges import fused
 from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
@@ -72,7 +72,7 @@ def all_reduce(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
 
-    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`;
+    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a slot of `layout`;
     `units` as in `primitives.encode`. Residuals follow where asked.
     """
     keys = jnp.stack([jnp.asarray(s) for s in seeds])

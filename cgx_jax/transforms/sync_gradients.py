@@ -16,12 +16,12 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.collectives import pmean_with_residual
 from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.memory import Memory
 from cgx_jax.plan import Plan, Slot, leaves_of
-from cgx_jax.policy.adaptive import Adaptive
-from cgx_jax.policy.rules import Policy
-from cgx_jax.precondition import Moments, Rounding, SecondMoment, Units
-from cgx_jax.wrappers import check_options, check_wrappers, within_restore_step_size
+from cgx_jax.policies.adaptive import Adaptive
+from cgx_jax.policies.rules import Policy
+from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.precondition import Moments, Rounding, SecondMoment, Units
+from cgx_jax.transforms.wrappers import check_options, check_wrappers, within_restore_step_size
 
 if TYPE_CHECKING:
     import optax

@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from cgx_jax.policy import knapsack
-from cgx_jax.policy.solvers import (
+from cgx_jax.policies import knapsack
+from cgx_jax.policies.solvers import (
     Problem,
     Solver,
     candidates,

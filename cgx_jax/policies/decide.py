@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cgx_jax.compressors import Quantize
-from cgx_jax.policy.solvers import Problem, Solver
+from cgx_jax.policies.solvers import Problem, Solver
 
 Widths = tuple[Quantize, ...]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from cgx_jax.precondition import Moments
-from cgx_jax.sync import SyncState, moments_by_leaf, moments_by_tree
-from cgx_jax.wrappers import restore_step_size_around
+from cgx_jax.transforms.precondition import Moments
+from cgx_jax.transforms.sync_gradients import SyncState, moments_by_leaf, moments_by_tree
+from cgx_jax.transforms.wrappers import restore_step_size_around
 
 if TYPE_CHECKING:
     import optax

@@ -117,7 +117,7 @@ EXACT = (
 class Rules(Policy):
     """The first rule that matches a leaf chooses for it; `default` takes what none matches.
 
-    Without `exact=()` the rules `cgx_jax.policy.rules.EXACT` come after the given ones: leaves
+    Without `exact=()` the rules `cgx_jax.policies.rules.EXACT` come after the given ones: leaves
     with ndim <= 1, under 1,024 values, or named bias, norm or bn are reduced exactly. A given rule
     that chooses for no leaf raises a UserWarning, since that is most often a misspelt path.
     """

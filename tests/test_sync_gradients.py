@@ -22,8 +22,8 @@ from cgx_jax import (
     Rules,
     SecondMoment,
 )
-from cgx_jax.precondition import Moments
-from cgx_jax.sync import SyncState
+from cgx_jax.transforms.precondition import Moments
+from cgx_jax.transforms.sync_gradients import SyncState
 
 LOSSY = [
     Quantize(2),

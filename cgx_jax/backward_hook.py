@@ -12,9 +12,9 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.collectives import reduce_leaves
 from cgx_jax.compressors import Compressor
-from cgx_jax.exchange import choose
+from cgx_jax.exchanges import auto
 from cgx_jax.plan import Plan
-from cgx_jax.policy.rules import Policy
+from cgx_jax.policies.rules import Policy
 
 # Small enough that the first layers' reduction starts while the backward pass runs on, large
 # enough that a collective's latency is a small part of it.
@@ -38,7 +38,7 @@ def reduce_in_backward(
     (`lax.pmean(loss, axis_name)` under check_vma) or divide. Leaves, `key`, `exchange` and errors
     as in `psum_compressed`.
     """
-    choose.require_known(_HOOK, exchange)
+    auto.require_known(_HOOK, exchange)
     axes = Axes.resolve(_HOOK, axis_name, None)
     plan = Plan.resolve(_HOOK, params, compressor, fusion_bytes=HOOK_FUSION_BYTES)
     leaves, treedef = jax.tree.flatten(params)

@@ -57,7 +57,7 @@ def bind(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Calls a primitive of `primitive()`; `name` heads its errors. Reduced leaves and residuals.
 
-    Operands are what is particular to the exchange, then the leaves, one a field of `layout`, then
+    Operands are what is particular to the exchange, then the leaves, one a slot of `layout`, then
     the units of those that have any.
     """
     # An all-gather takes an operand that does not vary; what it returns does.
@@ -72,7 +72,7 @@ def bind(
         name=f"{name} over axis {', '.join(map(repr, axes))}",
         residual=residual,
     )
-    count = len(layout.fields)
+    count = len(layout.slots)
     return out[:count], out[count:]
 
 
@@ -113,7 +113,7 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     p.multiple_results = True
 
     def shapes(*operands: Any, residual: bool, **params: Any) -> list[Any]:
-        leaves = operands[leading : leading + len(params["layout"].fields)]
+        leaves = operands[leading : leading + len(params["layout"].slots)]
         return [*(result(x, **params) for x in leaves), *(leaves if residual else ())]
 
     p.def_abstract_eval(shapes)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgx_jax import Profile, installation, use_profile
-from cgx_jax.exchange import choose
-from cgx_jax.exchange.choose import Load
-from cgx_jax.exchange.profile import Codec, Row
+from cgx_jax.exchanges import auto
+from cgx_jax.exchanges.auto import Load
+from cgx_jax.exchanges.profile import Codec, Row
 
 MB = 1_000_000
 CODEC = Codec(plain=1e-9, noise=2e-9, rotation=3e-9, units=1.5e-9)
@@ -84,7 +84,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_fastest_method_is_chosen(name):
     usable, load, expected = CASES[name]
-    assert choose.choose(MEASURED, usable, load) == expected
+    assert auto.choose(MEASURED, usable, load) == expected
 
 
 SIZES = [2**i for i in range(12, 27, 2)]
@@ -107,7 +107,7 @@ def test_at_measured_points_the_choice_is_the_measured_fastest_or_psum(made, usa
         for width in WIDTHS:
             psum = measured["psum", 32, size]
             times = {m: measured[m, width, size] for m in usable}
-            method = choose.choose(made, tuple(usable), fp32(size, width))
+            method = auto.choose(made, tuple(usable), fp32(size, width))
             fastest = min(times.values(), default=math.inf)
             if method == "psum":
                 assert fastest >= 0.95 * psum * (1 - 1e-9)
@@ -127,12 +127,12 @@ def test_what_is_chosen_is_never_slower_than_psum_and_none_of_the_others(
     made, usable, nbytes, bits
 ):
     load = fp32(nbytes, bits)
-    method = choose.choose(made, tuple(usable), load)
-    taken = choose.estimate(made, method, load)
+    method = auto.choose(made, tuple(usable), load)
+    taken = auto.estimate(made, method, load)
     assert method in {"psum", *usable}
-    assert taken <= choose.estimate(made, "psum", load)
+    assert taken <= auto.estimate(made, "psum", load)
     if method != "psum":
-        assert all(taken <= choose.estimate(made, other, load) for other in usable)
+        assert all(taken <= auto.estimate(made, other, load) for other in usable)
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -146,7 +146,7 @@ def test_where_compression_costs_latency_and_saves_bytes_there_is_one_crossing(l
     rows = [("psum", 32, n, latency + n / rate) for n in SIZES]
     rows += [("xla", 4.125, n, latency * more + n / rate / faster) for n in SIZES]
     made = profile(rows)
-    chosen = [choose.choose(made, ("xla",), fp32(n)) for n in SIZES]
+    chosen = [auto.choose(made, ("xla",), fp32(n)) for n in SIZES]
     assert chosen == sorted(chosen)  # "psum" before "xla"
 
 
@@ -216,24 +216,24 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 def test_mpi_is_for_axes_of_a_mesh_and_processes_that_have_it(monkeypatch):
-    assert choose.available() == ("xla",)
+    assert auto.available() == ("xla",)
     world = types.SimpleNamespace(size=8, rank=0)
     library = types.SimpleNamespace(COMM_WORLD=world, Is_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
-    monkeypatch.setattr(choose.mpi, "_unfit", lambda mpi: None)
-    assert choose.available() == BOTH
-    assert choose.available(("an axis of vmap",)) == ("xla",)
+    monkeypatch.setattr(auto.mpi, "_unfit", lambda mpi: None)
+    assert auto.available() == BOTH
+    assert auto.available(("an axis of vmap",)) == ("xla",)
 
 
 def test_names_of_exchanges_are_checked():
     with pytest.raises(ValueError, match=r"here: exchange='pigeon'.*auto.*xla"):
-        choose.require_known("here", "pigeon")
+        auto.require_known("here", "pigeon")
 
 
 def test_without_a_profile_mpi_goes_before_xla():
-    assert choose.resolve("here", "auto", ("xla",), 4, fp32(MB)) == "xla"
-    assert choose.resolve("here", "auto", BOTH, 4, fp32(4)) == "mpi"
-    assert choose.resolve("here", "xla", BOTH, 4, fp32(4)) == "xla"
+    assert auto.resolve("here", "auto", ("xla",), 4, fp32(MB)) == "xla"
+    assert auto.resolve("here", "auto", BOTH, 4, fp32(4)) == "mpi"
+    assert auto.resolve("here", "xla", BOTH, 4, fp32(4)) == "xla"
 
 
 NATIVE, NONE = object(), None
@@ -263,12 +263,12 @@ UNMEASURED = {
 @pytest.mark.parametrize("name", UNMEASURED)
 def test_without_a_profile_what_may_lose_goes_by_psum(name, built_in_rule, monkeypatch):
     platform, kernels, usable, load, expected = UNMEASURED[name]
-    monkeypatch.setattr(choose.jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(auto.jax, "default_backend", lambda: platform)
     for module in ("module", "cuda_module"):
-        monkeypatch.setattr(choose.native, module, lambda: kernels)
-    assert choose.resolve("here", "auto", usable, 4, load) == expected
+        monkeypatch.setattr(auto.native, module, lambda: kernels)
+    assert auto.resolve("here", "auto", usable, 4, load) == expected
     # An exchange that is named compresses whatever the size.
-    assert choose.resolve("here", "xla", usable, 4, load) == "xla"
+    assert auto.resolve("here", "xla", usable, 4, load) == "xla"
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -276,13 +276,13 @@ def test_without_a_profile_what_may_lose_goes_by_psum(name, built_in_rule, monke
 def test_without_a_profile_a_larger_buffer_and_a_smaller_payload_are_compressed_first(
     bits, more, nbytes
 ):
-    rule = {"xla": choose.Least(MB, 0.5), "mpi": choose.Least(MB // 2, 1.0)}
+    rule = {"xla": auto.Least(MB, 0.5), "mpi": auto.Least(MB // 2, 1.0)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "LEAST", rule)
+        patch.setattr(auto, "LEAST", rule)
         for usable in (("xla",), BOTH):
-            if choose.unmeasured(usable, fp32(nbytes, bits)) != "psum":
-                assert choose.unmeasured(usable, fp32(int(nbytes * more), bits)) != "psum"
-                assert choose.unmeasured(usable, fp32(nbytes, bits / more)) != "psum"
+            if auto.unmeasured(usable, fp32(nbytes, bits)) != "psum":
+                assert auto.unmeasured(usable, fp32(int(nbytes * more), bits)) != "psum"
+                assert auto.unmeasured(usable, fp32(nbytes, bits / more)) != "psum"
 
 
 def slow_codec(load, **kinds):
@@ -317,9 +317,9 @@ def test_noise_and_rotation_are_priced(kind, usable):
     seconds, expected = PRICED[kind, usable]
     load = slow_codec(fp32(10 * MB), **KINDS[kind])
     slow = dataclasses.replace(MEASURED, codec=SLOW_CODEC)
-    assert choose.estimate(slow, usable[0], load) == pytest.approx(seconds)
-    assert choose.choose(slow, usable, load) == expected
-    assert choose.estimate(slow, "psum", load) == pytest.approx(10e-3)
+    assert auto.estimate(slow, usable[0], load) == pytest.approx(seconds)
+    assert auto.choose(slow, usable, load) == expected
+    assert auto.estimate(slow, "psum", load) == pytest.approx(10e-3)
 
 
 def test_a_kind_that_measures_faster_than_plain_costs_nothing():
@@ -327,4 +327,4 @@ def test_a_kind_that_measures_faster_than_plain_costs_nothing():
         MEASURED, codec=Codec(plain=2e-9, noise=1e-9, rotation=1e-9, units=1e-9)
     )
     load = slow_codec(fp32(10 * MB), **KINDS["all"])
-    assert choose.estimate(quick, "xla", load) == pytest.approx(5e-3)
+    assert auto.estimate(quick, "xla", load) == pytest.approx(5e-3)

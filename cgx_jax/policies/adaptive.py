@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import processes
+from cgx_jax import agreement
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.policy import run_log, statistics
-from cgx_jax.policy.decide import Decision, Refresh, Subject, Widths, decide
-from cgx_jax.policy.rules import Leaf, Policy, Uniform
-from cgx_jax.policy.run_log import RunLog
-from cgx_jax.policy.same_tree import check_same, saved_leaves
-from cgx_jax.policy.solvers import LeastBytes, Solver
-from cgx_jax.policy.statistics import Sampler, Statistics
+from cgx_jax.policies import run_log, statistics
+from cgx_jax.policies.decide import Decision, Refresh, Subject, Widths, decide
+from cgx_jax.policies.rules import Leaf, Policy, Uniform
+from cgx_jax.policies.run_log import RunLog
+from cgx_jax.policies.same_tree import check_same, saved_leaves
+from cgx_jax.policies.solvers import LeastBytes, Solver
+from cgx_jax.policies.statistics import Sampler, Statistics
 
 START = Quantize(4, rotation=True)
 CANDIDATES = tuple(dataclasses.replace(START, bits=bits) for bits in range(2, 9))
@@ -240,7 +240,7 @@ class Adaptive(Policy):
         measured = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), self._pending[1])
         self._pending = None
         averages = statistics.mean(measured)
-        digests = processes.gather(zlib.crc32(b"".join(x.tobytes() for x in measured)))
+        digests = agreement.gather(zlib.crc32(b"".join(x.tobytes() for x in measured)))
         others = [i for i, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise ValueError(
@@ -253,7 +253,7 @@ class Adaptive(Policy):
                 message = self._decision(averages)
             except (ArithmeticError, ImportError, ValueError) as error:
                 message = b"!" + str(error).encode()
-        agreed = processes.broadcast(message)
+        agreed = agreement.broadcast(message)
         if agreed.startswith(b"!"):
             raise ValueError(agreed[1:].decode())
         made = json.loads(agreed)

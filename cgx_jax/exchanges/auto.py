@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cgx_jax import processes, untrusted
-from cgx_jax.exchange import mpi, nccl
-from cgx_jax.exchange.profile import Profile
+from cgx_jax import agreement, untrusted
+from cgx_jax.exchanges import mpi, nccl
+from cgx_jax.exchanges.profile import Profile
 from cgx_jax.kernels import native
 
 # One call for a whole buffer, of quantized leaves only.
@@ -117,7 +117,7 @@ def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
             message = b"" if profile is None else b"profile" + profile.to_json().encode()
         except (OSError, TypeError, ValueError) as error:
             message = f"use_profile: process 0 has no profile to follow: {error}".encode()
-    agreed = processes.broadcast(message)
+    agreed = agreement.broadcast(message)
     if not agreed:
         return None
     if not agreed.startswith(b"profile"):

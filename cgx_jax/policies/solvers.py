@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cgx_jax.policy import knapsack
+from cgx_jax.policies import knapsack
 
 LLOYD_STEPS = 300  # far more than it takes: a stop in case rounding makes it circle
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
-from cgx_jax.exchange import fused
+from cgx_jax.exchanges import fused
 from cgx_jax.kernels import native, primitives
 from cgx_jax.wire import Layout
 
@@ -216,7 +216,7 @@ def all_reduce(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
 
-    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a field of `layout`;
+    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a slot of `layout`;
     `units` as in `primitives.encode`. Residuals follow where asked.
     """
     layout, factors = primitives.with_units(layout, units)

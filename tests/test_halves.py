@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Policy, Profile, Quantize, Rule, Rules, installation
 from cgx_jax.axes import Axes
-from cgx_jax.exchange import choose, nccl, xla
-from cgx_jax.exchange.profile import Codec
+from cgx_jax.exchanges import auto, nccl, xla
+from cgx_jax.exchanges.profile import Codec
 from cgx_jax.kernels import primitives
 from cgx_jax.wire import Layout
 
@@ -185,7 +185,7 @@ def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
 def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected, monkeypatch):
     """The sizes, and segments, of tests/cpp/fused_cuda_test.cc."""
     monkeypatch.setattr(nccl, "SEGMENT_BYTES", 1 << 20)
-    layout = Layout((Quantize(4, 512).field(size),), world)
+    layout = Layout((Quantize(4, 512).slot(size),), world)
     assert nccl.payload_bytes(rows, layout) == expected
 
 
@@ -238,7 +238,7 @@ def profile_of(times):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("fastest", ["psum", "xla", "nccl"])
 def test_auto_follows_the_profile(half, fastest, mesh, built, following, monkeypatch):
-    monkeypatch.setattr(choose, "available", lambda axes=(): ("xla", "mpi", "nccl"))
+    monkeypatch.setattr(auto, "available", lambda axes=(): ("xla", "mpi", "nccl"))
     times = {"psum": 2.0, "xla": 2.0, "nccl": 2.0, "mpi": 0.1}
     following(profile_of(times | {fastest: 1.0}))
     f = sharded(lambda v: HALVES[half](v, "data"), mesh)
@@ -249,7 +249,7 @@ def test_auto_follows_the_profile(half, fastest, mesh, built, following, monkeyp
 
 @pytest.mark.parametrize("half", HALVES)
 def test_auto_without_a_profile_is_xla(half, mesh, built, monkeypatch):
-    monkeypatch.setattr(choose, "available", lambda axes=(): ("xla", "mpi", "nccl"))
+    monkeypatch.setattr(auto, "available", lambda axes=(): ("xla", "mpi", "nccl"))
     f = sharded(lambda v: HALVES[half](v, "data"), mesh)
     assert "cgx_encode" in str(jax.make_jaxpr(f)(values(WORLD, WORLD, 512)))
 

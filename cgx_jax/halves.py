@@ -18,12 +18,12 @@ from jax import lax
 
 from cgx_jax import _compat, debug
 from cgx_jax.axes import Axes
-from cgx_jax.codecs import accumulate_rows, encode_rows, row_words
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.base import require_key
-from cgx_jax.exchange import choose, xla
+from cgx_jax.compressors.buffers import accumulate_rows, encode_rows, row_words
+from cgx_jax.exchanges import auto, xla
 from cgx_jax.plan import Plan, compressors_of, is_bare, leaves_of, rotates
-from cgx_jax.policy.rules import Policy
+from cgx_jax.policies.rules import Policy
 from cgx_jax.wire import Layout
 
 
@@ -124,7 +124,7 @@ class _Half(abc.ABC):
         """The same from compressed payloads, by the exchange named."""
 
     def quantizer(self) -> Quantize:
-        assert isinstance(self.compressor, Quantize)  # for a fused call; choose.resolve sees to it
+        assert isinstance(self.compressor, Quantize)  # for a fused call; auto.resolve sees to it
         return self.compressor
 
 
@@ -163,9 +163,9 @@ class _PsumScatter(_Half):
         d, world, names = self.dimension, self.axes.world, self.axes.names
         split = x.reshape(*x.shape[:d], world, x.shape[d] // world, *x.shape[d + 1 :])
         rows = jnp.moveaxis(split, d, 0)
-        if (fused := choose.HALVES.get(self.exchange)) is not None:
+        if (fused := auto.HALVES.get(self.exchange)) is not None:
             words = row_words(self.quantizer(), key, world)
-            layout = Layout((self.quantizer().field(x.size // world),), 1)
+            layout = Layout((self.quantizer().slot(x.size // world),), 1)
             out = fused.reduce_scatter(self.name, words, rows, layout, names, self.axes.groups)
         else:
             rank = self.axes.rank()
@@ -202,8 +202,8 @@ class _AllGather(_Half):
 
     def run(self, key: Any, x: jax.Array) -> jax.Array:
         d, names, groups = self.dimension, self.axes.names, self.axes.groups
-        if (fused := choose.HALVES.get(self.exchange)) is not None:
-            layout = Layout((self.quantizer().field(x.size),), 1)
+        if (fused := auto.HALVES.get(self.exchange)) is not None:
+            layout = Layout((self.quantizer().slot(x.size),), 1)
             words = self.quantizer().words(key)
             every = fused.all_gather(self.name, words, x, layout, names, groups)
         else:
@@ -229,8 +229,8 @@ def _halve(
     exchange: str,
 ) -> Any:
     """`half` of every leaf."""
-    choose.require_half(name, exchange)
-    bare, fused = is_bare(tree), choose.HALVES.get(exchange)
+    auto.require_half(name, exchange)
+    bare, fused = is_bare(tree), auto.HALVES.get(exchange)
     if fused is not None and axes.world > 1:
         fused.require(name, axes.names)
     tree = jax.tree.map(jnp.asarray, tree)
@@ -254,11 +254,11 @@ def _where(name: str, path: str) -> str:
 
 
 def _apply(
-    call: _Half, path: str, stream: int | None, key: Any, x: jax.Array, row: int
+    call: _Half, path: str, number: int | None, key: Any, x: jax.Array, row: int
 ) -> jax.Array:
     """One leaf's result, by the exchange asked for or the fastest.
 
-    `row` values travel to each rank; `stream` keeps a leaf's noise apart from that of others.
+    `row` values travel to each rank; `number` keeps a leaf's noise apart from that of others.
     """
     name, compressor, world = call.name, call.compressor, call.axes.world
     if world == 1 or row == 0 or compressor.lossless or not compressor.supports(x.dtype):
@@ -268,14 +268,14 @@ def _apply(
     own = None
     if require_key(_where(name, path), [compressor], key):
         own = jax.random.fold_in(key, call.axes.index())
-        own = own if stream is None else jax.random.fold_in(own, stream)
-    usable = [e for e in choose.available(call.axes.names) if e == "xla" or e in choose.HALVES]
+        own = own if number is None else jax.random.fold_in(own, number)
+    usable = [e for e in auto.available(call.axes.names) if e == "xla" or e in auto.HALVES]
     bits = compressor.wire_bits(row, x.dtype) / row
     values = world * row
     noisy, rotated = values * compressor.needs_key, values * rotates(compressor)
-    load = choose.Load(values, values * x.dtype.itemsize, bits, noisy, rotated)
+    load = auto.Load(values, values * x.dtype.itemsize, bits, noisy, rotated)
     quantized = isinstance(compressor, Quantize)
-    method = choose.resolve(name, call.exchange, usable, world, load, quantized)
+    method = auto.resolve(name, call.exchange, usable, world, load, quantized)
     if method == "psum":
         return call.exactly(x)
     return _run(dataclasses.replace(call, exchange=method), own, x)

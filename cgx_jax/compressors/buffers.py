@@ -132,10 +132,10 @@ class ComposedCodec:
         flat = jnp.ravel(x).astype(jnp.float32)
         return jnp.pad(flat, (0, run * self.world - x.size)).reshape(self.world, run)
 
-    def _key(self, compressor: Compressor, seed: Any, stream: int) -> Any:
+    def _key(self, compressor: Compressor, seed: Any, number: int) -> Any:
         if not compressor.needs_key:
             return None
-        return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), stream)
+        return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), number)
 
     def encode(
         self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool = False, units: Units = ()
@@ -227,7 +227,7 @@ def accumulate_rows(
 ) -> jax.Array:
     """Own exact values plus the decoded rows of every other rank, in fp32 and rank order."""
     if isinstance(compressor, Quantize):
-        layout = Layout((compressor.field(own.size),), 1)
+        layout = Layout((compressor.slot(own.size),), 1)
         return primitives.accumulate(rank, rows, [own], layout, divisor=divisor)[0]
     total = own.astype(jnp.float32)
     for w in range(rows.shape[0]):

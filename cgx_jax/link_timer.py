@@ -35,7 +35,7 @@ def gradient(rank: int, values: int) -> np.ndarray:
     return np.random.default_rng(rank).standard_normal(values, dtype=np.float32) * 1e-2
 
 
-class Links:
+class LinkTimer:
     """The ranks of the axis `axis` of `mesh`, in one process or in several.
 
     Every method but `place` is collective: all processes call it. Raises ValueError for an axis
