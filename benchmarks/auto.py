@@ -24,6 +24,8 @@ import cgx_jax
 import measure
 import rig
 from all_reduce import Ranks, rank_of_process
+from cgx_jax.axes import Axes
+from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import auto
 from cgx_jax.link_timer import gradient, size_text
 
@@ -112,8 +114,10 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
     rows = []
     for i, name in enumerate(names, 1):
         plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), COMPRESSORS[name])
-        usable = auto.available() if arguments.exchange == "auto" else (arguments.exchange,)
-        (method,) = plan.methods("auto", arguments.exchange, usable, ranks.world).values()
+        exchange = auto.named("auto", arguments.exchange)
+        options = Options("auto", Axes((), None, ranks.world), exchange)
+        (way,) = ways(options, plan).values()
+        method = "psum" if way is None else way.exchange.shorthand
         same = program(functions[i], x) == program(functions[0], x)
         assert same == (method == "psum"), (name, method)
         rows.append(

@@ -17,7 +17,7 @@ import cgx_jax
 import measure
 import rig
 from all_reduce import Ranks, rank_of_process
-from cgx_jax.exchanges import mpi
+from cgx_jax.exchanges import Mpi, mpi
 from cgx_jax.link_timer import gradient
 
 
@@ -56,13 +56,12 @@ def sweep(ranks: Ranks, arguments: argparse.Namespace, size: int) -> list[dict[s
         settings.append(dict(zip(names, map(measure.size_in_bytes, values), strict=True)))
     x = ranks.place(gradient, size // 4)
     compressor = cgx_jax.Quantize(bits=arguments.bits)
-    default = mpi.settings()
     seconds = np.empty((arguments.reps, len(settings)))
     for rep in range(arguments.reps):
         for i, setting in enumerate(settings):
-            mpi.configure(**{name: getattr(default, name) for name in names} | setting)
+            exchange = Mpi(**{name: mpi.DEFAULTS[name] for name in names} | setting)
             reduce = ranks.collective(
-                lambda x: cgx_jax.psum_compressed(x, "ranks", compressor, exchange="mpi")
+                lambda x, e=exchange: cgx_jax.psum_compressed(x, "ranks", compressor, exchange=e)
             )
             ranks.seconds([reduce], x, 1)  # compiles, and warms the buffers up
             seconds[rep, i] = ranks.seconds([reduce], x, 3).min()

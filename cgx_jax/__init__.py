@@ -19,6 +19,7 @@ from cgx_jax.halves import psum_scatter_compressed as psum_scatter_compressed
 from cgx_jax.kernels.native import backends as backends
 from cgx_jax.plain_jit.value_and_grad import value_and_grad as value_and_grad
 from cgx_jax.plan import Plan as Plan
+from cgx_jax.plan_table import plan_table as plan_table
 from cgx_jax.policies.adaptive import Adaptive as Adaptive
 from cgx_jax.policies.bayesian import Bayesian as Bayesian
 from cgx_jax.policies.least_time import LeastTime as LeastTime
@@ -33,9 +34,9 @@ from cgx_jax.policies.solvers import Linear as Linear
 from cgx_jax.transforms.memory import ErrorFeedback as ErrorFeedback
 from cgx_jax.transforms.memory import MomentumCorrection as MomentumCorrection
 from cgx_jax.transforms.precondition import SecondMoment as SecondMoment
+from cgx_jax.transforms.state import SyncState as SyncState
+from cgx_jax.transforms.state import state_shardings as state_shardings
+from cgx_jax.transforms.state import state_specs as state_specs
 from cgx_jax.transforms.step_size import restore_step_size as restore_step_size
-from cgx_jax.transforms.sync_gradients import SyncState as SyncState
-from cgx_jax.transforms.sync_gradients import state_shardings as state_shardings
-from cgx_jax.transforms.sync_gradients import state_specs as state_specs
 from cgx_jax.transforms.sync_gradients import sync_gradients as sync_gradients
 from cgx_jax.tuning import tune as tune

@@ -179,11 +179,12 @@ def _print_choices(profile: Profile) -> None:
     print(f"algbw {profile.algbw * 8e-9:.2f} Gbit/s, codec {spent} ns per value.")
     print("Fastest at payload bits per value, plain rounding:")
     print(f"{'size':>10}", *(f"{width:>20g}" for width in widths))
+    usable = [exchange.shorthand for exchange in auto.available()]
     for size in sorted({row.bytes for row in profile.rows}):
         cells = []
         for width in widths:
             load = auto.Load(size // 4, size, width)
-            method = auto.choose(profile, auto.available(), load)
+            method = auto.fastest(profile, usable, load)
             gain = auto.estimate(profile, "psum", load) / auto.estimate(profile, method, load)
             cells.append(f"{method} ({gain:.2f}x)")
         print(f"{size_text(size):>10}", *(f"{cell:>20}" for cell in cells))

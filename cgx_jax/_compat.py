@@ -52,6 +52,20 @@ batching.defvectorized(_retype_p)
 mlir.register_lowering(_retype_p, lambda ctx, x, *, like: [x])
 
 
+def same_over(x: Any, axes: Sequence[str]) -> Any:
+    """`x`, which is the same on all ranks of `axes`, typed so; the caller answers for it."""
+    replicated = tuple(a for a in axes if a in varying_axes(x))
+    return _same_p.bind(x, axes=replicated) if replicated else x
+
+
+# A gather over groups that follow each other over all ranks is typed as varying.
+_same_p = Primitive("cgx_same")
+_same_p.def_impl(lambda x, *, axes: x)
+_same_p.def_abstract_eval(lambda x, *, axes: reduced_aval(x, axes))
+batching.defvectorized(_same_p)
+mlir.register_lowering(_same_p, lambda ctx, x, *, axes: [x])
+
+
 def result_aval(shape: Sequence[int], dtype: Any, like: Any) -> jax.core.ShapedArray:
     """Abstract value of a kernel's result: varies where the operand `like` varies."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -72,6 +72,10 @@ class Axes:
             self.index()
         )
 
+    def varying(self) -> frozenset[str]:
+        """The axes that a rank's own values are typed as varying over; none outside check_vma."""
+        return frozenset(self.names) if self.checked() else frozenset()
+
     def check_varying(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
         """Raises ValueError for a leaf that AD (or anyone) has reduced over the axes already."""
         if not self.checked():

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes
-from cgx_jax.collectives import reduce_leaves
 from cgx_jax.compressors import Compressor
-from cgx_jax.exchanges import auto
-from cgx_jax.plan import Plan
+from cgx_jax.core import Options, reduce_leaves
+from cgx_jax.exchanges import Exchange
+from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
+from cgx_jax.reductions import Levels, Reduction
 
 # Small enough that the first layers' reduction starts while the backward pass runs on, large
 # enough that a collective's latency is a small part of it.
@@ -28,23 +28,27 @@ def reduce_in_backward(
     compressor: Compressor | Policy | Plan | None = None,
     *,
     key: Any = None,
-    exchange: str = "auto",
+    exchange: Exchange | str = "auto",
+    reduction: Reduction | str | None = None,
+    levels: Levels | None = None,
 ) -> Any:
     """`params` unchanged; in the backward pass their gradients are summed, compressed.
 
     Wrap the parameters inside the loss. Each fusion buffer (4 MB, or the plan's) is reduced as
     soon as its own gradients are there, while the backward pass goes on. The gradient is that of
     a replicated parameter: the sum over `axis_name`, so take the mean in the loss
-    (`lax.pmean(loss, axis_name)` under check_vma) or divide. Leaves, `key`, `exchange` and errors
-    as in `psum_compressed`.
+    (`lax.pmean(loss, axis_name)` under check_vma) or divide. Leaves, `key`, `exchange`,
+    `reduction`, `levels` and errors as in `psum_compressed`.
     """
-    auto.require_known(_HOOK, exchange)
-    axes = Axes.resolve(_HOOK, axis_name, None)
-    plan = Plan.resolve(_HOOK, params, compressor, fusion_bytes=HOOK_FUSION_BYTES)
+    options = Options.resolve(
+        _HOOK, axis_name, exchange=exchange, reduction=reduction, levels=levels
+    )
+    plan = resolve(_HOOK, params, compressor, fusion_bytes=HOOK_FUSION_BYTES)
+    plan.require_stateless(_HOOK)
     leaves, treedef = jax.tree.flatten(params)
-    inexact = [i for i in plan.exact if jnp.issubdtype(plan.slots[i].dtype, jnp.inexact)]
+    inexact = [i for i in plan.exact if jnp.issubdtype(plan.leaves[i].dtype, jnp.inexact)]
     for number, part in enumerate([*plan.buffers, *((i,) for i in inexact)]):
-        call = _Hook(axes, plan.subset(part), exchange)
+        call = _Hook(options, plan.subset(part))
         own = None if key is None else jax.random.fold_in(key, number)
         for i, x in zip(part, call(own, tuple(leaves[i] for i in part)), strict=True):
             leaves[i] = x
@@ -54,15 +58,15 @@ def reduce_in_backward(
 class _Hook:
     """Identity on some leaves whose cotangents are summed by `plan`."""
 
-    def __init__(self, axes: Axes, plan: Plan, exchange: str):
-        self.axes, self.plan, self.exchange = axes, plan, exchange
+    def __init__(self, options: Options, plan: Plan):
+        self.options, self.plan = options, plan
 
     def __call__(self, key: Any, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         before = [_compat.varying_axes(x) for x in leaves]
         identity = jax.custom_vjp(self._forward)
 
         def backward(key: Any, cotangents: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-            summed, _ = reduce_leaves(_HOOK, cotangents, self.axes, self.plan, key, self.exchange)
+            summed = reduce_leaves(self.options, cotangents, self.plan, key).values
             out = tuple(_compat.vary_over(x, axes) for x, axes in zip(summed, before, strict=True))
             return jax.tree.map(_no_gradient, key), out
 
@@ -70,9 +74,7 @@ class _Hook:
         return identity(key, leaves)
 
     def _forward(self, key: Any, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not self.axes.checked():
-            return leaves
-        return tuple(_compat.vary_over(x, frozenset(self.axes.names)) for x in leaves)
+        return tuple(_compat.vary_over(x, self.options.axes.varying()) for x in leaves)
 
 
 def _no_gradient(key: Any) -> np.ndarray:

@@ -45,7 +45,7 @@ def compare(caller: str, axes: Axes, leaves: Sequence[jax.Array]) -> None:
     total = sum((_checksum(x) for x in leaves), start=jnp.uint32(0))
     if _compat.bound_by_mesh(axes.names):
         total = _compat.vary_over(total, frozenset(axes.names))
-    rows = xla.gather(lax.bitcast_convert_type(total, jnp.uint8), axes.names, axes.groups)
+    rows = xla.gather(lax.bitcast_convert_type(total, jnp.uint8), axes)
     jax.debug.callback(functools.partial(_require_equal, caller, axes.names), rows)
 
 

@@ -18,13 +18,16 @@ from jax import lax
 
 from cgx_jax import _compat, debug
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import Compressor, Quantize
+from cgx_jax.compressors import Compressor, Identity, PayloadCompressor
 from cgx_jax.compressors.base import require_key
-from cgx_jax.compressors.buffers import accumulate_rows, encode_rows, row_words
-from cgx_jax.exchanges import auto, xla
-from cgx_jax.plan import Plan, compressors_of, is_bare, leaves_of, rotates
+from cgx_jax.compressors.buffers import row_code
+from cgx_jax.compressors.codes import CodedLeaf, RowCode
+from cgx_jax.core import load_of
+from cgx_jax.exchanges import Auto, Exchange, Xla, auto
+from cgx_jax.kernels.primitives import NO_RANK
+from cgx_jax.leaves import is_bare, leaves_of
+from cgx_jax.plan import Plan, compressors_of
 from cgx_jax.policies.rules import Policy
-from cgx_jax.wire import Layout
 
 
 def psum_scatter_compressed(
@@ -36,7 +39,7 @@ def psum_scatter_compressed(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     key: Any = None,
-    exchange: str = "auto",
+    exchange: Exchange | str = "auto",
 ) -> Any:
     """Each rank's slice of the sum, from compressed payloads; `lax.psum_scatter`.
 
@@ -53,12 +56,13 @@ def psum_scatter_compressed(
     stochastic rounding, which no two leaves share (nor ranks, so that "correlated" is "stochastic"
     here): one key for all ranks, another for every step.
 
-    `exchange` is "xla"; "nccl", one fused call a leaf between CUDA devices (for `Quantize`; others
-    go by "xla"); or "auto": by the active profile, of which a leaf takes half a `psum_compressed`,
-    and without one "xla" for leaves of a few megabytes and more, exact for smaller ones. Raises
-    ValueError or TypeError while tracing, with the leaf's path: a dimension that cannot be divided,
-    an operand that is already reduced, a missing key; and without it: an exchange that does not
-    work here ("mpi" is for sums alone), a plan of another tree, a policy that adapts.
+    `exchange` is "xla"; "mpi" between CPU processes; "nccl" between CUDA devices, one call a leaf
+    where the code is `Quantize`'s; an instance from `cgx_jax.exchanges`; or "auto": by the active
+    profile, of which a leaf takes half a `psum_compressed`, and without one "xla" for leaves of a
+    few megabytes and more, exact for smaller ones. Raises ValueError or TypeError while tracing,
+    with the leaf's path: a dimension that cannot be divided, an operand that is already reduced, a
+    missing key; and without it: an exchange that does not work here, a plan of another tree, a
+    policy that adapts, a compressor whose code is sums.
     """
     name = "psum_scatter_compressed"
     axes = Axes.resolve(name, axis_name, axis_index_groups)
@@ -76,7 +80,7 @@ def all_gather_compressed(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     key: Any = None,
-    exchange: str = "auto",
+    exchange: Exchange | str = "auto",
 ) -> Any:
     """Every rank's `tree`, compressed on the wire; `lax.all_gather`.
 
@@ -100,13 +104,15 @@ class _Half(abc.ABC):
     """What a leaf's call is traced from: static and hashable."""
 
     name: str
-    compressor: Compressor
+    compressor: PayloadCompressor
     axes: Axes
-    exchange: str
+    exchange: Exchange
     dimension: int
     tiled: bool
 
     sums: ClassVar[bool]
+    call: ClassVar[str]  # of an exchange, which does it in one piece
+    needs: ClassVar[str]  # of an exchange otherwise
 
     @staticmethod
     @abc.abstractmethod
@@ -123,13 +129,18 @@ class _Half(abc.ABC):
     def run(self, key: Any, x: jax.Array) -> jax.Array:
         """The same from compressed payloads, by the exchange named."""
 
-    def quantizer(self) -> Quantize:
-        assert isinstance(self.compressor, Quantize)  # for a fused call; auto.resolve sees to it
-        return self.compressor
+    def code(self, size: int) -> RowCode:
+        """The code of rows of `size` values."""
+        return row_code(self.compressor, size)
+
+    def in_one_call(self, exchange: Exchange, code: RowCode) -> bool:
+        """Whether an exchange has a call of its own for rows of this code."""
+        return code.layout is not None and self.call in exchange.can
 
 
 class _PsumScatter(_Half):
     sums = True
+    call, needs = "reduce_scatter", "scatter"
 
     @staticmethod
     def place(
@@ -160,24 +171,29 @@ class _PsumScatter(_Half):
         )
 
     def run(self, key: Any, x: jax.Array) -> jax.Array:
-        d, world, names = self.dimension, self.axes.world, self.axes.names
+        d, world, axes = self.dimension, self.axes.world, self.axes
         split = x.reshape(*x.shape[:d], world, x.shape[d] // world, *x.shape[d + 1 :])
         rows = jnp.moveaxis(split, d, 0)
-        if (fused := auto.HALVES.get(self.exchange)) is not None:
-            words = row_words(self.quantizer(), key, world)
-            layout = Layout((self.quantizer().slot(x.size // world),), 1)
-            out = fused.reduce_scatter(self.name, words, rows, layout, names, self.axes.groups)
+        code = self.code(x.size // world)
+        if self.in_one_call(self.exchange, code):
+            words = code.words(key, world)
+            assert code.layout is not None
+            out = self.exchange.reduce_scatter(self.name, words, rows, code.layout, axes)
         else:
-            rank = self.axes.rank()
-            sent = encode_rows(self.compressor, key, rows)
-            received = xla.scatter(sent, names, self.axes.groups)
-            own = lax.dynamic_index_in_dim(rows, rank, 0, keepdims=False)
-            out = accumulate_rows(self.compressor, rank, received, own, 1)
+            rank = axes.rank()
+            received = self.exchange.scatter(self.name, code.encode(key, rows), axes)
+            if self.compressor.owner_exact:
+                own = lax.dynamic_index_in_dim(rows, rank, 0, keepdims=False)
+                out = code.accumulate(rank, received, own, 1)
+            else:
+                zeros = jnp.zeros(rows.shape[1:], rows.dtype)
+                out = code.accumulate(jnp.int32(NO_RANK), received, zeros, 1)
         return out if self.tiled else out.squeeze(d)
 
 
 class _AllGather(_Half):
     sums = False
+    call, needs = "all_gather", "gather"
 
     @staticmethod
     def place(
@@ -201,20 +217,26 @@ class _AllGather(_Half):
         )
 
     def run(self, key: Any, x: jax.Array) -> jax.Array:
-        d, names, groups = self.dimension, self.axes.names, self.axes.groups
-        if (fused := auto.HALVES.get(self.exchange)) is not None:
-            layout = Layout((self.quantizer().slot(x.size),), 1)
-            words = self.quantizer().words(key)
-            every = fused.all_gather(self.name, words, x, layout, names, groups)
+        d, axes, code = self.dimension, self.axes, self.code(x.size)
+        if self.in_one_call(self.exchange, code):
+            words = code.words(key, None)
+            assert code.layout is not None
+            every = self.exchange.all_gather(self.name, words, x, code.layout, axes)
         else:
             payload = self.compressor.encode(x, key=key)[0]
-            rows = lax.all_gather(payload, names, axis_index_groups=groups)
-            every = jax.vmap(lambda p: self.compressor.decode(p, x.shape, x.dtype))(rows)
+            every = code.decode(self._gather(payload), x.shape, x.dtype)
         debug.compare(self.name, self.axes, [every])
         stacked = jnp.moveaxis(every, 0, d)
         if not self.tiled:
             return stacked
         return stacked.reshape(*x.shape[:d], self.axes.world * x.shape[d], *x.shape[d + 1 :])
+
+    def _gather(self, payload: jax.Array) -> jax.Array:
+        if isinstance(self.exchange, Xla):
+            # As lax.all_gather does, whose result is typed as varying.
+            names, groups = self.axes.names, self.axes.groups
+            return lax.all_gather(payload, names, axis_index_groups=groups)
+        return self.exchange.gather(self.name, payload, self.axes)
 
 
 def _halve(
@@ -226,13 +248,12 @@ def _halve(
     dimension: int,
     tiled: bool,
     key: Any,
-    exchange: str,
+    exchange: Exchange | str,
 ) -> Any:
     """`half` of every leaf."""
-    auto.require_half(name, exchange)
-    bare, fused = is_bare(tree), auto.HALVES.get(exchange)
-    if fused is not None and axes.world > 1:
-        fused.require(name, axes.names)
+    bare, sends = is_bare(tree), auto.named(name, exchange)
+    if axes.world > 1:
+        sends.require(name, axes.names)
     tree = jax.tree.map(jnp.asarray, tree)
     whole, dimensions = [], []
     for leaf in leaves_of(tree):
@@ -244,8 +265,12 @@ def _halve(
     leaves, treedef = jax.tree.flatten(tree)
     out = []
     for i, (x, leaf, d) in enumerate(zip(leaves, whole, dimensions, strict=True)):
-        call = half(name, chosen[i], axes, exchange, d, tiled)
-        out.append(_apply(call, leaf.path, None if bare else i, key, x, leaf.size // axes.world))
+        compressor, number = chosen[i], None if bare else i
+        row = leaf.size // axes.world
+        if axes.world == 1 or row == 0 or compressor.lossless or not compressor.supports(x.dtype):
+            compressor = Identity()
+        call = half(name, _with_rows(name, leaf.path, compressor), axes, sends, d, tiled)
+        out.append(_apply(call, leaf.path, number, key, x, row))
     return jax.tree.unflatten(treedef, out)
 
 
@@ -261,7 +286,7 @@ def _apply(
     `row` values travel to each rank; `number` keeps a leaf's noise apart from that of others.
     """
     name, compressor, world = call.name, call.compressor, call.axes.world
-    if world == 1 or row == 0 or compressor.lossless or not compressor.supports(x.dtype):
+    if compressor.lossless:
         return call.exactly(x)
     if call.sums:
         call.axes.check_varying(name, [(path, x)])
@@ -269,16 +294,29 @@ def _apply(
     if require_key(_where(name, path), [compressor], key):
         own = jax.random.fold_in(key, call.axes.index())
         own = own if number is None else jax.random.fold_in(own, number)
-    usable = [e for e in auto.available(call.axes.names) if e == "xla" or e in auto.HALVES]
-    bits = compressor.wire_bits(row, x.dtype) / row
-    values = world * row
-    noisy, rotated = values * compressor.needs_key, values * rotates(compressor)
-    load = auto.Load(values, values * x.dtype.itemsize, bits, noisy, rotated)
-    quantized = isinstance(compressor, Quantize)
-    method = auto.resolve(name, call.exchange, usable, world, load, quantized)
-    if method == "psum":
+    exchange: Exchange | None = call.exchange
+    if isinstance(exchange, Auto):
+        code = call.code(row)
+        usable = [
+            e
+            for e in auto.available(call.axes.names)
+            if isinstance(e, Xla) or call.in_one_call(e, code)
+        ]
+        sent = CodedLeaf(compressor, (row,), x.dtype, 0)
+        exchange = exchange.choose(name, usable, world, load_of([sent], rows=world))
+    if exchange is None:
         return call.exactly(x)
-    return _run(dataclasses.replace(call, exchange=method), own, x)
+    return _run(dataclasses.replace(call, exchange=exchange), own, x)
+
+
+def _with_rows(name: str, path: str, compressor: Compressor) -> PayloadCompressor:
+    """Raises ValueError for a compressor whose code is no bytes."""
+    if isinstance(compressor, PayloadCompressor):
+        return compressor
+    raise ValueError(
+        f"{_where(name, path)}: the code of {compressor} is numbers that all ranks sum up, and "
+        "this call sends each rank a row of its own; use a compressor of bytes, such as Quantize."
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

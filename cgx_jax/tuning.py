@@ -21,10 +21,11 @@ from jax.sharding import Mesh
 from cgx_jax import installation
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Quantize
+from cgx_jax.compressors.buffers import chunk_code
+from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import Codec, Profile, Row
 from cgx_jax.link_timer import LinkTimer, gradient, size_text
-from cgx_jax.plan import Plan
 
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 BITS = (2, 4, 8)
@@ -104,7 +105,7 @@ def _methods(links: LinkTimer, bits: Sequence[int]) -> dict[tuple[str, float], C
         compressor = Quantize(width)
         payload_bits = compressor.wire_bits(compressor.bucket_size) / compressor.bucket_size
         for exchange in auto.available():
-            methods[exchange, payload_bits] = links.collective(
+            methods[exchange.shorthand, payload_bits] = links.collective(
                 functools.partial(
                     psum_compressed,
                     axis_name=links.axis,
@@ -126,13 +127,14 @@ def _codec(links: LinkTimer) -> Codec:
 
 def _encode_and_decode(links: LinkTimer, kind: str, x: jax.Array) -> jax.Array:
     """What a rank computes in an all-reduce of `x` by the "xla" exchange, without the wire."""
-    codec, rank = Plan.build(x, CODEC[kind]).codec((0,), links.world), lax.axis_index(links.axis)
+    code = chunk_code((CodedLeaf(CODEC[kind], x.shape, x.dtype, 0),), links.world)
+    rank = lax.axis_index(links.axis)
     seed = np.zeros(2, np.uint32)
     rows_and_columns = np.ones((2, x.size // 512), np.float32), np.ones((2, 512), np.float32)
     units = [rows_and_columns] if kind == "units" else []
-    rows, _ = codec.encode(seed, rank, [x], units=units)
-    chunk, _ = codec.reduce(seed, rank, rows, [x], 1, units=units)
-    return codec.decode(jnp.broadcast_to(chunk, rows.shape), [x], units=units)[0]
+    rows, _ = code.encode(seed, rank, [x], residual=False, units=units)
+    chunk, _ = code.reduce(seed, rank, rows, [x], 1, [], units=units)
+    return code.decode(jnp.broadcast_to(chunk, rows.shape), [x], units=units)[0]
 
 
 def _elapsed(links: LinkTimer, start: float) -> float:

@@ -68,7 +68,7 @@ def main() -> int:
     ]
 
     print(f"corpus: {training.size:,} bytes to train on, {held_out.size:,} held out")
-    print(f"gradients: {plan.summary().splitlines()[-1]}")
+    print(f"gradients: {cgx_jax.plan_table(plan).splitlines()[-1]}")
     runs = []
     with report.progress_bar() as bar:
         for name, mean, sent_bytes in ways:

@@ -73,7 +73,7 @@ def main() -> None:
 
     plan = cgx_jax.Plan.build(params, RULES)
     exact, sent = ring_bytes(params, WORLD), plan.wire_bytes(WORLD)
-    print(plan.summary())
+    print(cgx_jax.plan_table(plan))
     print(
         f"sent by a rank and step: {exact / 1e6:.2f} MB exact, {sent / 1e6:.2f} MB by the rules, "
         f"{exact / sent:.1f} times fewer"

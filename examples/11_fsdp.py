@@ -35,7 +35,11 @@ TOLERANCE = 0.03
 def sent_bytes(params, ways) -> int:
     """What a rank sends in a step: its shard in the gather, the others' in the scatter."""
     plans = [cgx_jax.Plan.build(params, way) for way in ways]
-    bits = sum(s.compressor.wire_bits(s.size // WORLD) for plan in plans for s in plan.slots)
+    bits = sum(
+        compressor.wire_bits(leaf.size // WORLD)
+        for plan in plans
+        for leaf, compressor in zip(plan.leaves, plan.compressors, strict=True)
+    )
     return (WORLD - 1) * bits // 8
 
 

@@ -24,8 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Quantize
-from cgx_jax.collectives import pmean_with_residual
-from cgx_jax.exchanges import fused, mpi
+from cgx_jax.axes import Axes
+from cgx_jax.core import Options, ways
+from cgx_jax.exchanges import Auto, Mpi, fused
+from reducing import pmean_with_residual
 
 RANK, WORLD = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 jax.config.update("jax_platforms", "cpu")
@@ -81,7 +83,7 @@ def agreement():
     line, grid = mesh_of(data=WORLD), mesh_of(data=2, model=WORLD // 2)
     key = jax.random.key(5)
     x, y = normal(WORLD, 33, 301), normal(WORLD, 70, 40, seed=1, dtype=jnp.bfloat16)
-    mpi.configure(segment_bytes=512)  # many segments of few bytes
+    Mpi(segment_bytes=512).require("here", ())  # many segments of few bytes
     compressors = [
         Quantize(4), Quantize(1, 64), Quantize(8, 96), Quantize(3, 32, "stochastic"),
         Quantize(4, 128, "correlated", rotation=True), Cast(jnp.bfloat16),
@@ -195,7 +197,7 @@ def report(message):
 def killed():
     """The last rank dies in the middle of a fused call."""
     mesh = mesh_of(data=WORLD)
-    mpi.configure(timeout=3.0)
+    Mpi(timeout=3.0).require("here", ())
     x, step = place(mesh, normal(WORLD, 2_000_000)), reducer(mesh)
     jax.block_until_ready(step(x))
     if RANK == WORLD - 1:
@@ -243,9 +245,9 @@ def tuned():
     assert len(set(MPI.COMM_WORLD.allgather(profile.to_json()))) == 1
     x = np.zeros((WORLD, 64, 4096), np.float32)
     plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Quantize(4))
-    (method,) = plan.methods("here", "auto", ("xla", "mpi"), WORLD).values()
+    (way,) = ways(Options("here", Axes((), None, WORLD), Auto()), plan).values()
     text = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", plan)).lower(place(mesh, x))
-    assert ("cgx_all_reduce_mpi" in text.as_text()) == (method == "mpi")
+    assert ("cgx_all_reduce_mpi" in text.as_text()) == (way is not None and way.exchange == Mpi())
 
 
 def refused():

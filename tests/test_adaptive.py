@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from adaptive_training import LIKE, SCALE, WIDTHS, WORLD, Training, adaptive, gradients, mesh
 from cgx_jax import Adaptive, ErrorFeedback, Identity, LeastBytes, LeastError, Quantize, Rule, Rules
+from cgx_jax.leaves import leaves_of
 from cgx_jax.policies.decide import Decision, Subject, decide
 
 
@@ -115,13 +116,15 @@ def test_metrics_say_what_every_leaf_has_and_what_a_rank_sends():
     training.run(8)
     after, plan = policy.metrics(), policy.plan
     for metrics, reduced in ((before, first), (after, plan)):
-        reduced.check(LIKE)
+        reduced.check("here", leaves_of(LIKE))
         assert metrics["cgx/wire_bytes"] == reduced.wire_bytes(WORLD)
-        slots = {s.path: s for s in reduced.slots}
-        assert slots["bias"].compressor == Identity()
+        pairs = zip(reduced.leaves, reduced.compressors, strict=True)
+        chosen = {leaf.path: (c, leaf.size) for leaf, c in pairs}
+        assert chosen["bias"][0] == Identity()
         for k in leaves:
-            assert metrics[f"cgx/bits/{k}"] == slots[k].compressor.bits
-            assert metrics[f"cgx/bytes/{k}"] == slots[k].compressor.wire_bits(slots[k].size) // 8
+            compressor, size = chosen[k]
+            assert metrics[f"cgx/bits/{k}"] == compressor.bits
+            assert metrics[f"cgx/bytes/{k}"] == compressor.wire_bits(size) // 8
         assert metrics["cgx/bytes"] == sum(metrics[f"cgx/bytes/{k}"] for k in leaves)
     assert plan == cgx_jax.Plan.build(LIKE, policy) != first
     assert before["cgx/wire_bytes"] > after["cgx/wire_bytes"] > 64 * 4  # with the exact bias
@@ -186,7 +189,8 @@ def test_rules_keep_what_is_not_quantized_out_of_it():
     Training(policy).run(9)
     assert set(bits(policy)) == {"big", "small"}
     plan = cgx_jax.Plan.build(LIKE, policy)
-    assert [s.compressor for s in plan.slots if s.path in ("bias", "table")] == [Identity()] * 2
+    pairs = zip(plan.leaves, plan.compressors, strict=True)
+    assert [c for x, c in pairs if x.path in ("bias", "table")] == [Identity()] * 2
 
 
 def test_a_budget_that_cannot_be_met_says_what_the_least_is():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgx_jax import Profile, installation, use_profile
-from cgx_jax.exchanges import auto
+from cgx_jax.exchanges import Auto, Mpi, Xla, auto, mpi
 from cgx_jax.exchanges.auto import Load
 from cgx_jax.exchanges.profile import Codec, Row
 
@@ -84,7 +84,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_fastest_method_is_chosen(name):
     usable, load, expected = CASES[name]
-    assert auto.choose(MEASURED, usable, load) == expected
+    assert auto.fastest(MEASURED, usable, load) == expected
 
 
 SIZES = [2**i for i in range(12, 27, 2)]
@@ -107,7 +107,7 @@ def test_at_measured_points_the_choice_is_the_measured_fastest_or_psum(made, usa
         for width in WIDTHS:
             psum = measured["psum", 32, size]
             times = {m: measured[m, width, size] for m in usable}
-            method = auto.choose(made, tuple(usable), fp32(size, width))
+            method = auto.fastest(made, tuple(usable), fp32(size, width))
             fastest = min(times.values(), default=math.inf)
             if method == "psum":
                 assert fastest >= 0.95 * psum * (1 - 1e-9)
@@ -127,7 +127,7 @@ def test_what_is_chosen_is_never_slower_than_psum_and_none_of_the_others(
     made, usable, nbytes, bits
 ):
     load = fp32(nbytes, bits)
-    method = auto.choose(made, tuple(usable), load)
+    method = auto.fastest(made, tuple(usable), load)
     taken = auto.estimate(made, method, load)
     assert method in {"psum", *usable}
     assert taken <= auto.estimate(made, "psum", load)
@@ -146,7 +146,7 @@ def test_where_compression_costs_latency_and_saves_bytes_there_is_one_crossing(l
     rows = [("psum", 32, n, latency + n / rate) for n in SIZES]
     rows += [("xla", 4.125, n, latency * more + n / rate / faster) for n in SIZES]
     made = profile(rows)
-    chosen = [auto.choose(made, ("xla",), fp32(n)) for n in SIZES]
+    chosen = [auto.fastest(made, ("xla",), fp32(n)) for n in SIZES]
     assert chosen == sorted(chosen)  # "psum" before "xla"
 
 
@@ -216,24 +216,23 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 def test_mpi_is_for_axes_of_a_mesh_and_processes_that_have_it(monkeypatch):
-    assert auto.available() == ("xla",)
+    assert auto.available() == (Xla(),)
     world = types.SimpleNamespace(size=8, rank=0)
     library = types.SimpleNamespace(COMM_WORLD=world, Is_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
-    monkeypatch.setattr(auto.mpi, "_unfit", lambda mpi: None)
-    assert auto.available() == BOTH
-    assert auto.available(("an axis of vmap",)) == ("xla",)
+    monkeypatch.setattr(mpi, "_unfit", lambda mpi: None)
+    assert auto.available() == (Xla(), Mpi())
+    assert auto.available(("an axis of vmap",)) == (Xla(),)
 
 
 def test_names_of_exchanges_are_checked():
     with pytest.raises(ValueError, match=r"here: exchange='pigeon'.*auto.*xla"):
-        auto.require_known("here", "pigeon")
+        auto.named("here", "pigeon")
 
 
 def test_without_a_profile_mpi_goes_before_xla():
-    assert auto.resolve("here", "auto", ("xla",), 4, fp32(MB)) == "xla"
-    assert auto.resolve("here", "auto", BOTH, 4, fp32(4)) == "mpi"
-    assert auto.resolve("here", "xla", BOTH, 4, fp32(4)) == "xla"
+    assert Auto().choose("here", (Xla(),), 4, fp32(MB)) == Xla()
+    assert Auto().choose("here", (Xla(), Mpi()), 4, fp32(4)) == Mpi()
 
 
 NATIVE, NONE = object(), None
@@ -266,9 +265,9 @@ def test_without_a_profile_what_may_lose_goes_by_psum(name, built_in_rule, monke
     monkeypatch.setattr(auto.jax, "default_backend", lambda: platform)
     for module in ("module", "cuda_module"):
         monkeypatch.setattr(auto.native, module, lambda: kernels)
-    assert auto.resolve("here", "auto", usable, 4, load) == expected
-    # An exchange that is named compresses whatever the size.
-    assert auto.resolve("here", "xla", usable, 4, load) == "xla"
+    assert auto.unmeasured(usable, load) == expected
+    taken = Auto().choose("here", [auto.named("here", name) for name in usable], 4, load)
+    assert expected == ("psum" if taken is None else taken.shorthand)
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -318,7 +317,7 @@ def test_noise_and_rotation_are_priced(kind, usable):
     load = slow_codec(fp32(10 * MB), **KINDS[kind])
     slow = dataclasses.replace(MEASURED, codec=SLOW_CODEC)
     assert auto.estimate(slow, usable[0], load) == pytest.approx(seconds)
-    assert auto.choose(slow, usable, load) == expected
+    assert auto.fastest(slow, usable, load) == expected
     assert auto.estimate(slow, "psum", load) == pytest.approx(10e-3)
 
 

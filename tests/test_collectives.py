@@ -502,6 +502,7 @@ def test_leaves_that_vary_differently_are_reduced_apart():
 
 
 def test_world_and_fusion_do_not_change_a_leafs_first_payload():
+    from cgx_jax.compressors.buffers import chunk_code
     from cgx_jax.kernels import primitives
 
     leaves = [values(17, 41, seed=i) for i in range(5)]
@@ -511,7 +512,7 @@ def test_world_and_fusion_do_not_change_a_leafs_first_payload():
         plan = Plan.build(leaves, policy, fusion_bytes=fusion)
         got = {}
         for buffer in plan.buffers:
-            layout = plan.codec(buffer, world).layout
+            layout = chunk_code(plan.coded(buffer), world).layout
             rows = np.asarray(primitives.encode(key, [leaves[i] for i in buffer], layout)[0])
             ends = zip(layout.begins, layout.begins[1:], strict=False)
             stream = np.concatenate([r[: b - a] for r, (a, b) in zip(rows, ends, strict=True)])

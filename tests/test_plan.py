@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cgx_jax import Cast, Identity, Plan, Quantize
+from cgx_jax import Cast, Identity, Plan, Quantize, plan_table
+from cgx_jax.core import load_of
 from cgx_jax.exchanges.auto import Load
 
 TREE = {
@@ -17,19 +18,22 @@ TREE = {
 }
 
 
+def chosen(plan):
+    return {leaf.path: c for leaf, c in zip(plan.leaves, plan.compressors, strict=True)}
+
+
 def test_default_rule_leaves_vectors_small_leaves_and_other_dtypes_exact():
     plan = Plan.build(TREE, Quantize(4))
-    lossy = {s.path for s in plan.slots if s.compressor == Quantize(4)}
+    lossy = {path for path, c in chosen(plan).items() if c == Quantize(4)}
     assert lossy == {"dense/kernel", "half"}
-    exact = {plan.slots[i].path for i in plan.exact}
+    exact = {plan.leaves[i].path for i in plan.exact}
     assert exact == {"dense/bias", "small", "double", "count", "empty"}
 
 
 def test_overrides_go_before_the_rule():
     plan = Plan.build(TREE, Quantize(4), overrides={"small": Quantize(2), "half": Identity()})
-    chosen = {s.path: s.compressor for s in plan.slots}
-    assert chosen["small"] == Quantize(2)
-    assert chosen["half"] == Identity()
+    assert chosen(plan)["small"] == Quantize(2)
+    assert chosen(plan)["half"] == Identity()
 
 
 def test_a_buffers_load_counts_the_values_that_are_dearer_to_encode():
@@ -43,15 +47,15 @@ def test_a_buffers_load_counts_the_values_that_are_dearer_to_encode():
     plan = Plan.build(tree, Quantize(4), overrides=overrides)
     (buffer,) = plan.buffers
     sizes = {name: x.size for name, x in tree.items()}
-    assert plan.load(buffer) == Load(
+    assert load_of(plan.coded(buffer)) == Load(
         values=sum(sizes.values()),
         nbytes=sum(x.nbytes for x in tree.values()),
         bits=4.125,
         noisy=sizes["noisy"] + sizes["both"],
         rotated=sizes["rotated"] + sizes["both"],
     )
-    (both,) = [s.leaf for s in plan.slots if s.path == "both"]
-    assert plan.load(buffer, units={both}).in_units == sizes["both"]
+    (both,) = [i for i, leaf in enumerate(plan.leaves) if leaf.path == "both"]
+    assert load_of(plan.coded(buffer), in_units={both}).in_units == sizes["both"]
 
 
 def test_a_bare_array_is_compressed_as_asked():
@@ -82,8 +86,8 @@ def test_wire_bytes_follow_the_arithmetic(world):
     assert Plan.build(tree, Identity()).wire_bytes(world) == -(-2 * (world - 1) * 2**22 // world)
 
 
-def test_summary_names_leaf_shape_compressor_bits_and_bytes():
-    text = Plan.build(TREE, Quantize(4)).summary()
+def test_the_table_names_leaf_shape_compressor_bits_and_bytes():
+    text = plan_table(Plan.build(TREE, Quantize(4)))
     (line,) = [row for row in text.splitlines() if row.startswith("dense/kernel")]
     for word in ("float32[64, 64]", "Quantize(bits=4", "4.12", "2,112"):
         assert word in line

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, ErrorFeedback, Identity, Plan, Quantize, Rule, Rules, SecondMoment
-from cgx_jax.collectives import pmean_with_residual
 from cgx_jax.transforms.precondition import PERIOD, WARMUP
 from optax_steps import run
+from reducing import pmean_with_residual
 
 WORLD = 3
 EXACT_BIAS = [Rule(Identity(), path="bias")]

@@ -38,7 +38,8 @@ LEAVES = [
 
 
 def chosen(tree, policy):
-    return {s.path: s.compressor for s in Plan.build(tree, policy).slots}
+    plan = Plan.build(tree, policy)
+    return {leaf.path: c for leaf, c in zip(plan.leaves, plan.compressors, strict=True)}
 
 
 def takes(tree, policy, compressor):
@@ -65,7 +66,7 @@ CASES = [
 
 @pytest.mark.parametrize(("rules", "expected"), CASES, ids=lambda x: str(x[0]) if x else "")
 def test_the_first_rule_that_matches_chooses(rules, expected):
-    assert [s.path for s in Plan.build(TREE).slots] == LEAVES
+    assert [leaf.path for leaf in Plan.build(TREE).leaves] == LEAVES
     assert takes(TREE, Rules(rules, Q4), Q2) == expected
 
 

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Compressor, Plan, Rules
+from cgx_jax import Cast, Plan, Rules
+from cgx_jax.compressors import PayloadCompressor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Delta(Cast):
 
 
 @dataclasses.dataclass(frozen=True)
-class ThreeBits(Compressor):
+class ThreeBits(PayloadCompressor):
     """Whole numbers from -4 to 3 in three bits: payloads are no whole bytes for most sizes."""
 
     @property

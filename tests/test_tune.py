@@ -15,8 +15,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Plan, Profile, Quantize, installation, tune
-from cgx_jax.exchanges import auto
+from cgx_jax import Plan, Profile, Quantize, installation, plan_table, tune
+from cgx_jax.axes import Axes
+from cgx_jax.core import Options, ways
+from cgx_jax.exchanges import Auto, auto
 from cgx_jax.exchanges.profile import Codec
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
@@ -116,13 +118,14 @@ def test_without_a_profile_the_size_of_a_buffer_counts_and_not_a_leafs(mesh, bui
     apart = Plan.build(trees[1], fusion_bytes=leaf.nbytes)
 
     def methods(plan):
-        return set(plan.methods("test", "auto", ("xla",), 8).values())
+        found = ways(Options("test", Axes((), None, 8), Auto()), plan).values()
+        return {"psum" if way is None else way.exchange.shorthand for way in found}
 
     assert methods(few) == {"psum"}
     assert methods(many) == {"xla"}
     assert methods(apart) == {"psum"}
-    assert few.summary(8).splitlines()[2].endswith("psum")
-    assert many.summary(8).splitlines()[2].endswith("xla")
+    assert plan_table(few, 8).splitlines()[2].endswith("psum")
+    assert plan_table(many, 8).splitlines()[2].endswith("xla")
 
 
 def test_without_a_profile_feedback_of_a_small_tree_keeps_nothing(mesh, built_in_rule):
@@ -183,15 +186,15 @@ def test_the_summary_shows_the_method_of_each_leaf(following):
     plan = Plan.build(tree, Quantize(4), fusion_bytes=LARGE[0] * LARGE[1] * 4)
 
     def shown(world):
-        return {line.split()[0]: line.split()[-1] for line in plan.summary(world).splitlines()}
+        return {line.split()[0]: line.split()[-1] for line in plan_table(plan, world).splitlines()}
 
     assert shown(8).items() >= {"large": "xla", "small": "xla", "vector": "psum"}.items()
     assert shown(1).items() >= {"large": "psum", "small": "psum"}.items()
     following(profile_with_crossing())
     assert shown(8).items() >= {"large": "xla", "small": "psum", "vector": "psum"}.items()
-    (small,) = [line for line in plan.summary(8).splitlines() if line.startswith("small")]
+    (small,) = [line for line in plan_table(plan, 8).splitlines() if line.startswith("small")]
     assert "8,192" in small  # sent as it is
-    assert "method" not in plan.summary()
+    assert "method" not in plan_table(plan)
 
 
 def test_a_profile_of_another_world_size_is_refused(mesh, following):
@@ -199,8 +202,8 @@ def test_a_profile_of_another_world_size_is_refused(mesh, following):
     message = r"has 8 ranks.*measured on 4 .*'data'.*tune .*exchange=.*use_profile\(None\)"
     with pytest.raises(ValueError, match="pmean_compressed: this call " + message):
         compiled(mesh, LARGE)
-    with pytest.raises(ValueError, match="summary: this call " + message):
-        Plan.build(np.zeros(LARGE, np.float32)).summary(8)
+    with pytest.raises(ValueError, match="plan_table: this call " + message):
+        plan_table(Plan.build(np.zeros(LARGE, np.float32)), 8)
     assert compiled(mesh, LARGE, exchange="xla") == {"u8"}
 
 
@@ -268,11 +271,14 @@ jax.distributed.initialize(f"localhost:{port}", 2, rank, local_device_ids=[0])
 import numpy as np
 from jax.sharding import Mesh
 import cgx_jax
-from cgx_jax.exchanges import auto
+from cgx_jax.axes import Axes
+from cgx_jax.core import Options, ways
+from cgx_jax.exchanges import Auto
 
 plan = cgx_jax.Plan.build([np.zeros((16, 128), np.float32), np.zeros((64, 1024), np.float32)],
                           fusion_bytes=262144)
-methods = lambda: list(plan.methods("test", "auto", auto.available(), 2).values())
+found = lambda: ways(Options("test", Axes((), None, 2), Auto()), plan).values()
+methods = lambda: ["psum" if way is None else way.exchange.shorthand for way in found()]
 assert methods() == ["psum", "psum"]  # small, and nothing was measured
 cgx_jax.use_profile(good if rank == 0 else None)
 assert methods() == ["psum", "xla"]

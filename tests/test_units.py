@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Cast, Plan, Quantize
-from cgx_jax.collectives import pmean_with_residual
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.wire import Layout
+from reducing import pmean_with_residual
 
 SHAPES = {"matrix": (24, 100), "vector": (1037, 1), "exact": (70,), "narrow": (300, 7)}
 CODES = [
@@ -54,7 +54,7 @@ def plan_of(code, tree):
     """`code` for all but one leaf, which is exact."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
     plan = Plan.build(one, code)
-    assert [s.path for s in plan.slots if s.leaf in plan.exact] == ["exact"]
+    assert [plan.leaves[i].path for i in plan.exact] == ["exact"]
     return plan
 
 

@@ -75,7 +75,7 @@ class Trainer:
         self.tx = cgx_jax.sync_gradients("data", quantize, **options)
         self.graphdef, params = self.task.initial(0)
         plan = cgx_jax.Plan.build(params, quantize)
-        self.lossy = [s.leaf for s in plan.slots if not s.compressor.lossless]
+        self.lossy = [i for i, c in enumerate(plan.compressors) if not c.lossless]
         self.begin = jax.jit(self._begin)
         specs = cgx_jax.state_specs(jax.eval_shape(self._begin, params), "data")
         sharded = jax.shard_map(

@@ -75,13 +75,14 @@ def recorded(name: str, seeds: range) -> Iterator[dict[int, Ranks]]:
             params, state = step(params, state, tuple(x[i] for x in batches))
         each = batches[0].shape[1] // TASK_RANKS
         rest = tuple(x[half:].reshape(-1, *x.shape[2:]) for x in batches)
-        lossy = [s for s in Plan.build(params).slots if not s.compressor.lossless]
+        plan = Plan.build(params)
+        lossy = {i: plan.leaves[i].path for b in plan.buffers for i in b}
         made = {}
         for world in WORLDS:
             shares = tuple(x[: world * each].reshape(world, each, *x.shape[1:]) for x in rest)
             grads = every_rank(params, shares)
             leaves = [np.asarray(x).reshape(world, -1) for x in jax.tree.leaves(grads)]
-            made[world] = {s.path: leaves[s.leaf] for s in lossy}
+            made[world] = {path: leaves[i] for i, path in lossy.items()}
         yield made
 
 

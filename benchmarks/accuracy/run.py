@@ -31,6 +31,7 @@ from tasks import TASKS, Task
 import cgx_jax
 import measure
 from cgx_jax import Adaptive, Plan
+from cgx_jax.leaves import Leaf
 from cgx_jax.policies import statistics
 from cgx_jax.policies.decide import Subject
 from cgx_jax.policies.statistics import Statistics
@@ -136,12 +137,15 @@ class Trainer:
             return 32.0
         if isinstance(self.policy, Adaptive):
             return float(self.policy.metrics()["cgx/bits_per_value"])
-        slots = [s for s in self._plan(params).slots if not s.compressor.lossless]
-        sent = sum(s.compressor.wire_bits(s.shape, s.dtype) for s in slots)
-        return sent / sum(s.size for s in slots)
+        lossy = self._lossy(params)
+        sent = sum(c.wire_bits(leaf.shape, leaf.dtype) for leaf, c in lossy)
+        return sent / sum(leaf.size for leaf, _ in lossy)
 
-    def _plan(self, params: Any) -> Plan:
-        return Plan.build(params, self.policy)
+    def _lossy(self, params: Any) -> list[tuple[Leaf, Any]]:
+        """The leaves that are compressed, each with its compressor."""
+        plan = Plan.build(params, self.policy)
+        pairs = zip(plan.leaves, plan.compressors, strict=True)
+        return [(leaf, c) for leaf, c in pairs if not c.lossless]
 
     def _look(self, params: Any, state: Any) -> tuple[list[float], int]:
         """Bytes and squared error of the plan over those of 4 bits everywhere; calls so far.
@@ -149,15 +153,17 @@ class Trainer:
         The error is by the statistics that the training holds, 4 bits are rotated where the plan's
         are.
         """
-        slots = [s for s in self._plan(params).slots if not s.compressor.lossless]
+        leaves, taken = zip(*self._lossy(params), strict=True)
         candidates = self.policy.sampler.candidates
         four = next(c for c in candidates if c.bits == 4)
-        subject = Subject(tuple(s.path for s in slots), tuple(s.size for s in slots), candidates)
-        leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Statistics))
-        measured = next(x for x in leaves if isinstance(x, Statistics))
+        subject = Subject(
+            tuple(leaf.path for leaf in leaves), tuple(leaf.size for leaf in leaves), candidates
+        )
+        nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Statistics))
+        measured = next(x for x in nodes if isinstance(x, Statistics))
         averages = statistics.mean(jax.device_get(measured))
-        mine = subject.cost(tuple(s.compressor for s in slots), averages)
-        uniform = subject.cost((four,) * len(slots), averages)
+        mine = subject.cost(taken, averages)
+        uniform = subject.cost((four,) * len(leaves), averages)
         ratios = [a / b if b else math.nan for a, b in zip(mine, uniform, strict=True)]
         return ratios, self.policy.state_dict()["step"]
 

@@ -66,7 +66,7 @@ def measure(
     links: LinkTimer, values: int, bits: Sequence[int], reps: int, follow_profile: bool
 ) -> list[dict[str, Any]]:
     """Times every method on f32[values] a rank; one row a method."""
-    exchanges = [*auto.available(), *(["auto"] if follow_profile else [])]
+    exchanges = [e.shorthand for e in auto.available()] + ["auto"] * follow_profile
     methods = [(exchange, width) for width in bits for exchange in exchanges]
     functions = [links.psum, *(reduction(links, Quantize(b), method) for method, b in methods)]
     x = links.place(gradient, values)

@@ -92,7 +92,7 @@ def _package(good: bool) -> Iterator[Finding]:
         again = "pip install --force-reinstall cgx-jax"
         yield Finding("self-test", "broken: values come back wrong", again)
     yield Finding("wire format", str(built["wire_format"]))
-    yield Finding("exchanges", ", ".join(("psum", *auto.available())))
+    yield Finding("exchanges", ", ".join(("psum", *(e.shorthand for e in auto.available()))))
 
 
 def _mpi() -> Iterator[Finding]:
@@ -149,7 +149,7 @@ def _nvidia() -> Iterator[Finding]:
     lacking = bool(plugins) and not nccl
     yield Finding("NCCL", ", ".join(nccl) or "none", 'pip install "jax[cuda13]"' if lacking else "")
     if plugins or driver:
-        problem = fused_on_cuda.missing()
+        problem = fused_on_cuda.not_installed()
         found = "no" if problem else "built in"
         yield Finding(
             "exchange 'nccl'", found, f"{problem}; 'xla' is used until then" if problem else ""

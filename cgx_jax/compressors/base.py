@@ -1,44 +1,49 @@
-"""The compressor protocol."""
+"""The protocols of a compressor: what every one states, and its two families."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Generator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
+
 
 class Compressor(abc.ABC):
-    """A lossy (or exact) code for one leaf: static, hashable, equal by value.
+    """A code for one leaf, lossy or exact: static, hashable, equal by value.
 
-    Subclasses are frozen dataclasses. A compressor knows no axis and no tree: it turns one array
-    into a payload of `wire_bits` bits and back. The exchange is chosen from its class attributes:
+    Subclasses are frozen dataclasses of one of two families. A `PayloadCompressor` turns a leaf
+    into bytes and back; a `SummedCompressor` turns it into arrays whose sum over the ranks is the
+    code of the ranks' sum. A compressor knows no axis and no tree. What it states decides how it is
+    reduced:
 
-    * `lossless`: decode(encode(x)) == x always. Exact leaves skip the codec.
-    * `unbiased`: the expectation of decode(encode(x)) is x.
-    * `chunkable`: any run of a leaf's values can be encoded by itself, so a leaf may be cut into
-      one chunk a rank (scatter-reduce-allgather). Sparse and low-rank codes are not.
-    * `needs_key`: `encode` takes a key for its randomness.
+    * `lossless`: nothing is lost, so exact leaves skip the code.
+    * `reductions`: the names of the reductions that are right for it; the first is taken.
+    * `unbiased`: the expectation of what comes back is what went in.
+    * `needs_key`: it draws random numbers.
+    * `shares_noise`: all ranks are given the same key, instead of one each.
+    * `shares_state`: its state is made of sums over the ranks alone, so all ranks hold the same.
 
-    State (momenta, low-rank factors) is a pytree that `init` makes and `encode` returns anew;
-    stateless compressors use the empty tuple. No reduction keeps state yet, so each refuses a
-    compressor whose `init` makes an array. Reductions encode fp32 values, except for `Quantize`,
-    and all-gathers values of the leaf's dtype. Terms after GRACE (Xu et al., ICDCS 2021).
+    State (momenta, low-rank factors) is a pytree that `init` makes and every use returns anew;
+    stateless compressors have the empty tuple. `sync_gradients` keeps it from step to step; calls
+    that keep nothing refuse such a compressor. Terms after GRACE (Xu et al., ICDCS 2021).
     """
 
     lossless: ClassVar[bool] = False
-    chunkable: ClassVar[bool] = True
+    reductions: ClassVar[tuple[str, ...]]
+    shares_state: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
     def unbiased(self) -> bool:
-        """Whether the expectation of decode(encode(x)) is x."""
+        """Whether the expectation of what comes back is what went in."""
 
     @property
     def needs_key(self) -> bool:
-        """Whether `encode` needs a key."""
+        """Whether a key is needed."""
         return False
 
     @property
@@ -46,20 +51,34 @@ class Compressor(abc.ABC):
         """Whether ranks take their noise from one source, each another part, instead of apart."""
         return False
 
+    @property
+    def block_size(self) -> int | None:
+        """How many values share one code; None where a leaf is coded as a whole."""
+        return None
+
+    @property
+    def codec_work(self) -> frozenset[str]:
+        """What encoding takes time for beyond plain rounding: "noise", "rotation"."""
+        return frozenset({"noise"} if self.needs_key else ())
+
     @abc.abstractmethod
     def supports(self, dtype: Any) -> bool:
         """Whether values of `dtype` can be encoded; others are reduced exactly."""
 
     @abc.abstractmethod
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
-        """Exact bits of the payload of a leaf of `shape` (or of that many values).
+        """Exact bits of the code of a leaf of `shape` (or of that many values).
 
-        A payload is whole bytes: where this is no multiple of 8, `encode` fills up the last one.
+        What travels is whole bytes, `payload_bytes`: where this is no multiple of 8, `encode` fills
+        up the last one.
         """
 
     @abc.abstractmethod
     def error_bound(self, x: Any) -> jax.Array:
-        """Largest possible |decode(encode(x)) - x|, one fp32 number a value, in x's shape."""
+        """Largest possible error of what comes back for `x`, one fp32 number a value, x's shape.
+
+        Of a payload it is |decode(encode(x)) - x|; of summed arrays `x` is the ranks' sum.
+        """
 
     @property
     def feedback_scale(self) -> float | None:
@@ -71,13 +90,41 @@ class Compressor(abc.ABC):
         """
         return 1.0
 
+    def known_error(self, size: int) -> float | None:
+        """The relative squared error of encoding a leaf of `size` values; None where not known.
+
+        A code that states one makes decoded values smaller by the same share on average.
+        """
+        return None
+
     def payload_bytes(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
-        """Bytes of the payload of a leaf of `shape` (or of that many values)."""
+        """Bytes of the code of a leaf of `shape` (or of that many values)."""
         return -(-self.wire_bits(shape, dtype) // 8)
 
     def init(self, shape: Sequence[int], dtype: Any) -> Any:
-        """The state before the first call for a leaf of `shape` and `dtype`."""
+        """The state before the first step for a leaf of `shape` and `dtype`."""
         return ()
+
+    def has_state(self, shape: Sequence[int], dtype: Any) -> bool:
+        """Whether `init` makes an array for such a leaf."""
+        if type(self).init is Compressor.init:
+            return False
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.init(shape, dtype))))
+
+
+class PayloadCompressor(Compressor):
+    """A compressor whose code is bytes: a payload of `wire_bits` bits, filled up to whole bytes.
+
+    `scatter_gather` cuts leaves into one chunk a rank, so a compressor that allows it can encode
+    any run of a leaf's values by itself; `gather_sum` sends whole leaves. `owner_exact` says that
+    the rank which adds up a chunk may add its own values as they are, which makes the sum more
+    exact. It is False where every rank must have the same weight, as in a vote. Reductions encode
+    fp32 values unless the compressor brings kernels (`codes`), all-gathers values of the leaf's
+    dtype.
+    """
+
+    reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum")
+    owner_exact: ClassVar[bool] = True
 
     @abc.abstractmethod
     def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
@@ -87,20 +134,61 @@ class Compressor(abc.ABC):
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""
 
+    @classmethod
+    def chunk_kernels(cls, leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode | None:
+        """Code of this family that treats a fusion buffer, cut into chunks, in one call."""
+        return None
+
+    @classmethod
+    def whole_kernels(cls, leaves: tuple[CodedLeaf, ...]) -> WholeCode | None:
+        """Code of this family that treats a fusion buffer of whole leaves in one call."""
+        return None
+
+    def row_kernels(self, size: int) -> RowCode | None:
+        """Code that treats all rows of `size` values of a leaf in one call."""
+        return None
+
+
+class Summed(NamedTuple):
+    """What a `SummedCompressor` ends with: `total` and `own` are fp32 in the leaf's shape.
+
+    `total` is the ranks' sum as the code gives it, alike on all ranks; `own` is this rank's part of
+    it: the sum of all ranks' `own` is `total`. `state` is the compressor's new state.
+    """
+
+    total: jax.Array
+    own: jax.Array
+    state: Any
+
+
+# What `rounds` yields, what it is sent, and what it returns.
+Rounds = Generator[Sequence[jax.Array], list[jax.Array], Summed]
+
+
+class SummedCompressor(Compressor):
+    """A compressor whose code is numeric arrays that `lax.psum` adds, in one round or several."""
+
+    reductions: ClassVar[tuple[str, ...]] = ("sum_rounds",)
+
+    @abc.abstractmethod
+    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
+        """A generator: yields the arrays of a round, and is sent their sums over `world` ranks.
+
+        `x` is fp32 in the leaf's shape. Every rank yields arrays of the same shapes and dtypes, in
+        the same number of rounds.
+        """
+
 
 def require_stateless(
     caller: str, compressor: Compressor, path: str, shape: Sequence[int], dtype: Any
 ) -> None:
-    """Raises ValueError for a lossy compressor that needs to be kept from call to call."""
-    if compressor.lossless or type(compressor).init is Compressor.init:
-        return
-    state = jax.tree.leaves(jax.eval_shape(lambda: compressor.init(shape, dtype)))
-    if state:
+    """Raises ValueError for a compressor whose state the caller would lose."""
+    if compressor.has_state(shape, dtype):
         where = f" of leaf {path!r}" if path else ""
         raise ValueError(
-            f"{caller}: {compressor}{where} has state ({len(state)} arrays from init), which no "
-            "reduction keeps from step to step yet, so it would be lost; use a compressor without "
-            "state. For what compression loses, sync_gradients has memory=ErrorFeedback()."
+            f"{caller}: {compressor}{where} has state, which this call cannot keep from step to "
+            "step, so it would be lost; use cgx_jax.sync_gradients, which keeps it in its own "
+            "state, or a compressor without state."
         )
 
 

@@ -1,117 +1,56 @@
-"""How a group of leaves becomes one row of bytes a rank, and back.
-
-A codec joins a compressor to the order of steps in `collectives`, which is blind to it. There are
-two: `QuantizeCodec` calls the kernels over all leaves at once; `ComposedCodec` runs any chunkable
-compressor leaf by leaf through its protocol.
-"""
+"""The code of a fusion buffer: a family's kernels, or leaf by leaf through its own protocol."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.kernels import outside, primitives
-from cgx_jax.kernels.primitives import Units
-from cgx_jax.wire import Layout
+from cgx_jax.compressors.base import PayloadCompressor
+from cgx_jax.compressors.codes import (
+    Arrays,
+    ChunkCode,
+    CodedLeaf,
+    RowCode,
+    WholeCode,
+    leaf_key,
+    unit_of,
+)
+from cgx_jax.kernels import outside
+from cgx_jax.kernels.primitives import NO_RANK, Units
 
-Arrays = Sequence[jax.Array]
+
+@functools.lru_cache(maxsize=1024)
+def chunk_code(leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode:
+    """The code of a buffer of one family's leaves in `world` chunks."""
+    kernels = type(leaves[0].compressor).chunk_kernels(leaves, world)
+    return _ChunksLeafByLeaf(leaves, world) if kernels is None else kernels
 
 
-class Codec(Protocol):
-    """The three sides of a fusion buffer; `seed` is uint32[2], `rank` int32, rows u8[world, n].
+@functools.lru_cache(maxsize=1024)
+def whole_code(leaves: tuple[CodedLeaf, ...]) -> WholeCode:
+    """The code of a buffer of one family's whole leaves."""
+    kernels = type(leaves[0].compressor).whole_kernels(leaves)
+    return _WholeLeafByLeaf(leaves) if kernels is None else kernels
 
-    `units` has one entry per leaf, as in `primitives`, or none at all.
-    """
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes one rank sends to one other in each of the two phases."""
-
-    def encode(
-        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool = False, units: Units = ()
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """Leaves to rows: row r holds the chunk that rank r owns; and where asked the residuals.
-
-        A residual is what encoding a leaf lost, 0 in this rank's own chunk.
-        """
-
-    def reduce(
-        self,
-        seed: Any,
-        rank: Any,
-        rows: jax.Array,
-        leaves: Arrays,
-        divisor: float,
-        residuals: Arrays = (),
-        *,
-        units: Units = (),
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """Rows from every rank and this rank's own values to its chunk's payload, u8[n].
-
-        In `residuals`, where given, the chunk becomes `divisor` times what encoding it lost.
-        """
-
-    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units = ()) -> list[jax.Array]:
-        """Every chunk's payload to leaves with the shapes and dtypes of `like`."""
+def row_code(compressor: PayloadCompressor, size: int) -> RowCode:
+    """The code of rows of `size` values each."""
+    kernels = compressor.row_kernels(size)
+    return _RowByRow(compressor) if kernels is None else kernels
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizeCodec:
-    """Quantized leaves, cut at bucket boundaries; one kernel call a phase."""
+class _ChunksLeafByLeaf(ChunkCode):
+    """Each leaf padded to `world` equal runs of values, fp32 in both phases."""
 
-    layout: Layout
-
-    @property
-    def row_bytes(self) -> int:
-        return self.layout.chunk_bytes
-
-    def encode(
-        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool = False, units: Units = ()
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        return primitives.encode(
-            seed, leaves, self.layout, rank=rank, residual=residual, units=units
-        )
-
-    def reduce(
-        self,
-        seed: Any,
-        rank: Any,
-        rows: jax.Array,
-        leaves: Arrays,
-        divisor: float,
-        residuals: Arrays = (),
-        *,
-        units: Units = (),
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        return primitives.reduce(
-            seed,
-            rank,
-            rows,
-            leaves,
-            self.layout,
-            divisor=divisor,
-            residuals=residuals,
-            units=units,
-        )
-
-    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units = ()) -> list[jax.Array]:
-        return primitives.decode(rows, self.layout, like, units=units)
-
-
-@dataclasses.dataclass(frozen=True)
-class ComposedCodec:
-    """Leaves of any chunkable compressor, each padded to `world` equal runs of values."""
-
-    compressors: tuple[Compressor, ...]
-    sizes: tuple[int, ...]
-    streams: tuple[int, ...]
+    leaves: tuple[CodedLeaf, ...]
     world: int
 
     def _run(self, size: int) -> int:
@@ -122,9 +61,7 @@ class ComposedCodec:
         return sum(self._bytes())
 
     def _bytes(self) -> list[int]:
-        return [
-            c.payload_bytes(self._run(n)) for c, n in zip(self.compressors, self.sizes, strict=True)
-        ]
+        return [x.compressor.payload_bytes(self._run(x.size)) for x in self.leaves]
 
     def _runs(self, x: jax.Array) -> jax.Array:
         """fp32[world, run]: both phases encode the same dtype, so their payloads are alike."""
@@ -132,22 +69,23 @@ class ComposedCodec:
         flat = jnp.ravel(x).astype(jnp.float32)
         return jnp.pad(flat, (0, run * self.world - x.size)).reshape(self.world, run)
 
-    def _key(self, compressor: Compressor, seed: Any, number: int) -> Any:
-        if not compressor.needs_key:
-            return None
-        return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), number)
+    def _own(self, rank: Any, compressor: PayloadCompressor) -> Any:
+        """bool[world, 1]: the rows whose values this rank never loses."""
+        own = rank if compressor.owner_exact else NO_RANK
+        return (jnp.arange(self.world) == own)[:, None]
 
     def encode(
-        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool = False, units: Units = ()
+        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
     ) -> tuple[jax.Array, list[jax.Array]]:
         rows, residuals = [], []
-        for i, (c, x, s) in enumerate(zip(self.compressors, leaves, self.streams, strict=True)):
-            unit = units[i] if units else None
+        for i, (leaf, x) in enumerate(zip(self.leaves, leaves, strict=True)):
+            c, unit = leaf.compressor, unit_of(units, i)
+            code = _RowByRow(c)
             runs = self._runs(outside.multiply(x, unit, outside.IN))
-            rows.append(encode_rows(c, self._key(c, seed, s), runs))
+            rows.append(code.encode(leaf_key(leaf, seed), runs))
             if residual:
-                lost = runs - _decode_rows(c, rows[-1], runs.shape[1:])
-                lost = jnp.where((jnp.arange(self.world) == rank)[:, None], 0, lost)
+                lost = runs - code.decode(rows[-1], runs.shape[1:], jnp.float32)
+                lost = jnp.where(self._own(rank, c), 0, lost)
                 residuals.append(self._leaf(lost, x, unit))
         return jnp.concatenate(rows, axis=1), residuals
 
@@ -161,36 +99,37 @@ class ComposedCodec:
         rows: jax.Array,
         leaves: Arrays,
         divisor: float,
-        residuals: Arrays = (),
+        residuals: Arrays,
         *,
-        units: Units = (),
+        units: Units,
     ) -> tuple[jax.Array, list[jax.Array]]:
         out, filled = [], []
-        parts = zip(self.compressors, leaves, self.streams, self._split(rows), strict=True)
-        for i, (c, x, s, part) in enumerate(parts):
-            unit = units[i] if units else None
+        parts = zip(self.leaves, leaves, self._split(rows), strict=True)
+        for i, (leaf, x, part) in enumerate(parts):
+            c, unit = leaf.compressor, unit_of(units, i)
             inner = self._runs(outside.multiply(x, unit, outside.IN))
             own = jnp.take(inner, rank, axis=0)
-            total = accumulate_rows(c, rank, part, own, divisor)
-            out.append(c.encode(total, key=self._key(c, seed, s))[0])
+            if c.owner_exact:
+                total = _RowByRow(c).accumulate(rank, part, own, divisor)
+            else:
+                total = _sum_decoded(c, part, own.shape, divisor)
+            out.append(c.encode(total, key=leaf_key(leaf, seed))[0])
             if residuals:
                 lost = (total - c.decode(out[-1], total.shape, jnp.float32)) * np.float32(divisor)
                 whole = jnp.zeros(inner.shape, jnp.float32).at[rank].set(lost)
-                own_run = (jnp.arange(self.world) == rank)[:, None]
                 mine = self._runs(self._leaf(whole, x, unit))
-                filled.append(self._leaf(jnp.where(own_run, mine, self._runs(residuals[i])), x))
+                before = self._runs(residuals[i])
+                kept = jnp.where(self._own(rank, c), 0, before)
+                filled.append(self._leaf(kept + mine, x))
         return jnp.concatenate(out), filled
 
-    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units = ()) -> list[jax.Array]:
+    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
         out = []
-        for i, (c, part, x) in enumerate(
-            zip(self.compressors, self._split(rows), like, strict=True)
-        ):
-            unit = units[i] if units else None
+        for i, (leaf, part, x) in enumerate(zip(self.leaves, self._split(rows), like, strict=True)):
             run = (self._run(math.prod(x.shape)),)
             like_runs = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-            leaf = self._leaf(_decode_rows(c, part, run), like_runs)
-            out.append(outside.decoded(leaf, unit, x.dtype))
+            runs = _RowByRow(leaf.compressor).decode(part, run, jnp.float32)
+            out.append(outside.decoded(self._leaf(runs, like_runs), unit_of(units, i), x.dtype))
         return out
 
     @staticmethod
@@ -200,37 +139,78 @@ class ComposedCodec:
         return outside.multiply(leaf, unit, outside.OUT).astype(like.dtype)
 
 
-def encode_rows(compressor: Compressor, key: Any, rows: jax.Array) -> jax.Array:
-    """[rows, ...] -> payloads u8[rows, n], each row a leaf by itself."""
-    if not isinstance(compressor, Quantize):  # its kernels read 16-bit values as they are
-        rows = rows.astype(jnp.float32)
-    if not compressor.needs_key:
-        return jax.vmap(lambda x: compressor.encode(x)[0])(rows)
-    keys = jax.random.split(key, rows.shape[0])
-    return jax.vmap(lambda x, k: compressor.encode(x, key=k)[0])(rows, keys)
+@dataclasses.dataclass(frozen=True)
+class _WholeLeafByLeaf(WholeCode):
+    """Each leaf in its own shape, fp32, with its compressor's state."""
+
+    leaves: tuple[CodedLeaf, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self._bytes())
+
+    def _bytes(self) -> list[int]:
+        return [x.compressor.payload_bytes(x.shape) for x in self.leaves]
+
+    def encode(
+        self, seed: Any, leaves: Arrays, states: Sequence[Any], *, residual: bool, units: Units
+    ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
+        payloads, residuals, after = [], [], []
+        for i, (leaf, x, state) in enumerate(zip(self.leaves, leaves, states, strict=True)):
+            c, unit = leaf.compressor, unit_of(units, i)
+            value = outside.multiply(x, unit, outside.IN).astype(jnp.float32)
+            payload, new = c.encode(value, state, key=leaf_key(leaf, seed))
+            payloads.append(payload)
+            after.append(new)
+            if residual:
+                lost = value - c.decode(payload, x.shape, jnp.float32)
+                residuals.append(outside.multiply(lost, unit, outside.OUT).astype(x.dtype))
+        return jnp.concatenate(payloads), residuals, after
+
+    def sum(
+        self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
+    ) -> list[jax.Array]:
+        out = []
+        parts = jnp.split(rows, np.cumsum(self._bytes())[:-1].tolist(), axis=1)
+        for i, (leaf, part, x) in enumerate(zip(self.leaves, parts, like, strict=True)):
+            total = _sum_decoded(leaf.compressor, part, x.shape, divisor)
+            out.append(outside.decoded(total, unit_of(units, i), x.dtype))
+        return out
 
 
-def _decode_rows(compressor: Compressor, rows: jax.Array, run: tuple[int, ...]) -> jax.Array:
-    """Payloads u8[rows, n] -> fp32[rows, *run]."""
-    return jax.vmap(lambda payload: compressor.decode(payload, run, jnp.float32))(rows)
+@dataclasses.dataclass(frozen=True)
+class _RowByRow(RowCode):
+    compressor: PayloadCompressor
+
+    def encode(self, key: Any, rows: jax.Array) -> jax.Array:
+        c, rows = self.compressor, rows.astype(jnp.float32)
+        if not c.needs_key:
+            return jax.vmap(lambda x: c.encode(x)[0])(rows)
+        keys = jax.random.split(key, rows.shape[0])
+        return jax.vmap(lambda x, k: c.encode(x, key=k)[0])(rows, keys)
+
+    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jax.vmap(lambda p: self.compressor.decode(p, tuple(shape), dtype))(payloads)
+
+    def accumulate(
+        self, rank: Any, payloads: jax.Array, own: jax.Array, divisor: float
+    ) -> jax.Array:
+        total = own.astype(jnp.float32)
+        for w in range(payloads.shape[0]):
+            peer = self.compressor.decode(payloads[w], own.shape, jnp.float32)
+            total = jnp.where(rank == w, total, total + peer)
+        return _divided(total, divisor).astype(own.dtype)
 
 
-def row_words(quantizer: Quantize, key: Any, rows: int) -> Any:
-    """What `encode_rows` feeds the kernels for each row, uint32[rows, 2]."""
-    if not quantizer.needs_key:
-        return np.zeros((rows, 2), np.uint32)
-    return jax.vmap(quantizer.words)(jax.random.split(key, rows))
-
-
-def accumulate_rows(
-    compressor: Compressor, rank: Any, rows: jax.Array, own: jax.Array, divisor: float
+def _sum_decoded(
+    compressor: PayloadCompressor, payloads: jax.Array, shape: Sequence[int], divisor: float
 ) -> jax.Array:
-    """Own exact values plus the decoded rows of every other rank, in fp32 and rank order."""
-    if isinstance(compressor, Quantize):
-        layout = Layout((compressor.slot(own.size),), 1)
-        return primitives.accumulate(rank, rows, [own], layout, divisor=divisor)[0]
-    total = own.astype(jnp.float32)
-    for w in range(rows.shape[0]):
-        peer = compressor.decode(rows[w], own.shape, jnp.float32)
-        total = jnp.where(rank == w, total, total + peer)
-    return (total if divisor == 1 else total / np.float32(divisor)).astype(own.dtype)
+    """The sum of every rank's decoded payload, fp32 in rank order, divided."""
+    total = jnp.zeros(tuple(shape), jnp.float32)
+    for payload in payloads:
+        total = total + compressor.decode(payload, tuple(shape), jnp.float32)
+    return _divided(total, divisor)
+
+
+def _divided(total: jax.Array, divisor: float) -> jax.Array:
+    return total if divisor == 1 else total / np.float32(divisor)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cgx_jax.compressors.base import Compressor
+from cgx_jax.compressors.base import PayloadCompressor
 
 
 def _size(shape: int | Sequence[int]) -> int:
@@ -36,10 +36,14 @@ def _from_bytes(payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Identity(Compressor):
+class Identity(PayloadCompressor):
     """No compression: the reduction is `lax.psum`, bit for bit, for every dtype it takes."""
 
     lossless = True
+
+    @property
+    def block_size(self) -> int:
+        return 1
 
     @property
     def unbiased(self) -> bool:
@@ -70,7 +74,7 @@ _CAST_TYPES = tuple(
 
 
 @dataclasses.dataclass(frozen=True)
-class Cast(Compressor):
+class Cast(PayloadCompressor):
     """Values rounded to `dtype` (bfloat16, float16, float8_e4m3fn or float8_e5m2).
 
     16 or 8 bits a value on the wire on every platform: payloads travel as bytes, so XLA cannot
@@ -88,6 +92,10 @@ class Cast(Compressor):
                 "use Identity() to send values as they are."
             )
         object.__setattr__(self, "dtype", dtype)
+
+    @property
+    def block_size(self) -> int:
+        return 1
 
     @property
     def unbiased(self) -> bool:

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax.compressors.base import Compressor
+from cgx_jax.compressors.base import PayloadCompressor
+from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
+from cgx_jax.compressors.quantized import (
+    QuantizedChunks,
+    QuantizedRows,
+    QuantizedWhole,
+    seed,
+)
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE, one_block
 from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
@@ -20,13 +27,8 @@ from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def seed(key: Any) -> jax.Array:
-    """Two 32-bit words of randomness, uint32[2], from a JAX key (typed or raw)."""
-    return jax.random.bits(key, (2,), jnp.uint32)
-
-
 @dataclasses.dataclass(frozen=True)
-class Quantize(Compressor):
+class Quantize(PayloadCompressor):
     """Each bucket's values on `2**bits` even levels between its minimum and maximum.
 
     `bits` is 1..8 and packed truly; `bucket_size` is a multiple of 32. Values are f32, bf16 or
@@ -91,6 +93,14 @@ class Quantize(Compressor):
         return self.rounding == "correlated"
 
     @property
+    def block_size(self) -> int:
+        return self.bucket_size
+
+    @property
+    def codec_work(self) -> frozenset[str]:
+        return super().codec_work | ({"rotation"} if self.rotation else set())
+
+    @property
     def feedback_scale(self) -> float | None:
         # What a bucket loses has a range of at most 1 / levels of the bucket's own (nearest), twice
         # that (stochastic). From 2 bits on that is under 1, so what is fed back shrinks from step
@@ -125,9 +135,20 @@ class Quantize(Compressor):
             size, self.bits, self.bucket_size, self.rounding, number, rotation=self.rotation
         )
 
-    def words(self, key: Any) -> Any:
-        """What `encode` feeds the kernels from its key, uint32[2]."""
-        return seed(key) if self.needs_key else np.zeros(2, np.uint32)
+    @classmethod
+    def chunk_kernels(cls, leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode:
+        return QuantizedChunks(cls._layout(leaves, world))
+
+    @classmethod
+    def whole_kernels(cls, leaves: tuple[CodedLeaf, ...]) -> WholeCode:
+        return QuantizedWhole(cls._layout(leaves, 1))
+
+    def row_kernels(self, size: int) -> RowCode:
+        return QuantizedRows(self, Layout((self.slot(size),), 1))
+
+    @staticmethod
+    def _layout(leaves: tuple[CodedLeaf, ...], world: int) -> Layout:
+        return Layout(tuple(x.compressor.slot(x.size, x.number) for x in leaves), world)
 
     def error_bound(self, x: Any) -> jax.Array:
         """Half a unit (nearest) or one (stochastic), and the rounding of fp32 and of x's dtype.
@@ -190,7 +211,8 @@ class Quantize(Compressor):
             raise ValueError(
                 f"{self}: stochastic rounding needs a key; pass key=jax.random.key(n)."
             )
-        payload, _ = primitives.encode(self.words(key), [x], Layout((self.slot(x.size),), 1))
+        words = seed(key) if self.needs_key else np.zeros(2, np.uint32)
+        payload, _ = primitives.encode(words, [x], Layout((self.slot(x.size),), 1))
         return payload.reshape(-1), state
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:

@@ -1,1 +1,7 @@
-"""Ways for payloads to travel: one file each, every one blind to what the bytes mean."""
+"""Exchanges: ways for payloads to travel, one file each, every one blind to what the bytes mean."""
+
+from cgx_jax.exchanges.auto import Auto as Auto
+from cgx_jax.exchanges.base import Exchange as Exchange
+from cgx_jax.exchanges.mpi import Mpi as Mpi
+from cgx_jax.exchanges.nccl import Nccl as Nccl
+from cgx_jax.exchanges.xla import Xla as Xla

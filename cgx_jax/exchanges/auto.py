@@ -13,21 +13,21 @@ import math
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 
 from cgx_jax import agreement, untrusted
-from cgx_jax.exchanges import mpi, nccl
+from cgx_jax.exchanges.base import Exchange
+from cgx_jax.exchanges.mpi import Mpi
+from cgx_jax.exchanges.nccl import Nccl
 from cgx_jax.exchanges.profile import Profile
+from cgx_jax.exchanges.xla import Xla
 from cgx_jax.kernels import native
 
-# One call for a whole buffer, of quantized leaves only.
-FUSED = {"mpi": mpi, "nccl": nccl}
-# Of those the ones that have calls for one half too: a reduce-scatter, an all-gather.
-HALVES = {"nccl": nccl}
-EXCHANGES = ("xla", *FUSED)
+# Every exchange that sends, with its defaults.
+EXCHANGES: tuple[Exchange, ...] = (Xla(), Mpi(), Nccl())
 # A smaller measured gain is noise, and psum has no error.
 LEAST_GAIN = 0.05
 
@@ -125,59 +125,66 @@ def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
     return Profile.from_json(agreed.removeprefix(b"profile").decode())
 
 
-def available(axes: Sequence[Any] = ()) -> tuple[str, ...]:
-    """The exchanges that this process can use over `axes`, or over some mesh when none is named."""
-    return ("xla", *(name for name, exchange in FUSED.items() if exchange.usable(axes)))
+@dataclasses.dataclass(frozen=True)
+class Auto(Exchange):
+    """The fastest of the others for each fusion buffer, or `lax.psum` where compression costs time.
 
-
-def require_known(caller: str, exchange: str) -> None:
-    """Raises ValueError for a name that is no exchange."""
-    known = ["auto", *EXCHANGES]
-    if exchange not in known:
-        raise ValueError(f"{caller}: exchange={exchange!r} is unknown; use one of {known}.")
-
-
-def require_half(caller: str, exchange: str) -> None:
-    """Raises ValueError for a name that is no exchange of a reduce-scatter or an all-gather."""
-    require_known(caller, exchange)
-    if exchange in FUSED and exchange not in HALVES:
-        known = ["auto", "xla", *HALVES]
-        raise ValueError(
-            f"{caller}: exchange={exchange!r} has a fused call for psum and pmean only; use one of "
-            f"{known} here."
-        )
-
-
-def resolve(
-    caller: str,
-    exchange: str,
-    usable: Collection[str],
-    world: int,
-    load: Load,
-    quantized: bool = True,
-) -> str:
-    """The method that `exchange` stands for: an exchange's name, or "psum".
-
-    What is not `quantized` has no fused call: it travels by "xla" instead. Raises ValueError when
-    the active profile was measured at another world size.
+    By `profile`, or the one that `use_profile` made active; without one by size (`LEAST`).
     """
-    if not quantized:
-        usable = [name for name in usable if name not in FUSED]
-    if exchange != "auto":
-        return "xla" if exchange in FUSED and not quantized else exchange
-    if _active is None:
-        return unmeasured(usable, load)
-    if _active.world != world:
-        raise ValueError(
-            f"{caller}: this call has {world} ranks, the active profile was measured on "
-            f"{_active.world} (axis {_active.axis!r}). Run cgx_jax.tune on an axis of {world} "
-            'ranks, name the exchange (exchange="xla"), or use_profile(None).'
+
+    profile: Profile | None = None
+
+    shorthand: ClassVar[str] = "auto"
+    can: ClassVar[frozenset[str]] = frozenset()
+
+    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+        return None
+
+    def here(self) -> bool:
+        return True
+
+    def choose(
+        self, caller: str, usable: Sequence[Exchange], world: int, load: Load
+    ) -> Exchange | None:
+        """The exchange for `load`, of those that are usable; None for `lax.psum`.
+
+        Raises ValueError when the profile was measured at another world size.
+        """
+        names = {exchange.shorthand: exchange for exchange in usable}
+        profile = _active if self.profile is None else self.profile
+        if profile is None:
+            return names.get(unmeasured(names, load))
+        if profile.world != world:
+            raise ValueError(
+                f"{caller}: this call has {world} ranks, the active profile was measured on "
+                f"{profile.world} (axis {profile.axis!r}). Run cgx_jax.tune on an axis of {world} "
+                'ranks, name the exchange (exchange="xla"), or use_profile(None).'
+            )
+        return names.get(fastest(profile, names, load))
+
+
+def available(axes: Sequence[Any] = ()) -> tuple[Exchange, ...]:
+    """The exchanges that this process can use over `axes`, or over some mesh when none is named."""
+    return tuple(exchange for exchange in EXCHANGES if exchange.usable(axes))
+
+
+def named(caller: str, exchange: Exchange | str) -> Exchange:
+    """The exchange that a name stands for; raises ValueError or TypeError for what is none."""
+    if isinstance(exchange, Exchange):
+        return exchange
+    known = {e.shorthand: e for e in (Auto(), *EXCHANGES)}
+    if not isinstance(exchange, str):
+        raise TypeError(
+            f"{caller}: exchange={exchange!r} is no exchange; pass one of {list(known)} or an "
+            "instance such as cgx_jax.exchanges.Mpi(window=8)."
         )
-    return choose(_active, usable, load)
+    if exchange not in known:
+        raise ValueError(f"{caller}: exchange={exchange!r} is unknown; use one of {list(known)}.")
+    return known[exchange]
 
 
 def unmeasured(usable: Collection[str], load: Load) -> str:
-    """The method for `load` while no profile is active: an exchange, or "psum" below `LEAST`.
+    """The method for `load` without a profile: the name of an exchange, or "psum" below `LEAST`.
 
     Devices simulated in one process follow the rule too, although nothing is sent there: their
     numbers are then those of the run that they simulate.
@@ -196,7 +203,7 @@ def _kernels(method: str) -> str:
     return "gpu" if platform == "gpu" and native.cuda_module() is not None else "jnp"
 
 
-def choose(profile: Profile, usable: Collection[str], load: Load) -> str:
+def fastest(profile: Profile, usable: Collection[str], load: Load) -> str:
     """The fastest method for `load` by the profile, of "psum" and the exchanges in `usable`.
 
     An exchange must beat psum by 5 %: under that psum, which is exact, is kept.

@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, xla
 
 from cgx_jax import _compat
+from cgx_jax.axes import Axes
 from cgx_jax.wire import Layout
 
 Groups = Sequence[Sequence[int]] | None
@@ -49,28 +50,29 @@ def bind(
     name: str,
     operands: Sequence[Any],
     layout: Layout,
-    axes: tuple[str, ...],
-    groups: Groups,
-    divisor: float,
+    axes: Axes,
     *,
-    residual: bool,
+    divisor: float = 1,
+    residual: bool = False,
+    **params: Any,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Calls a primitive of `primitive()`; `name` heads its errors. Reduced leaves and residuals.
 
     Operands are what is particular to the exchange, then the leaves, one a slot of `layout`, then
-    the units of those that have any.
+    the units of those that have any; `params` are the exchange's own.
     """
     # An all-gather takes an operand that does not vary; what it returns does.
-    index = lax.axis_index(axes)
+    index = lax.axis_index(axes.names)
     varying = frozenset().union(*(_compat.varying_axes(x) for x in (index, *operands)))
     out = primitive.bind(
         *(_compat.vary_over(x, varying) for x in operands),
         layout=layout,
         divisor=float(divisor),
-        positions=positions(axes, groups),
-        replicated=axes if groups is None else (),
-        name=f"{name} over axis {', '.join(map(repr, axes))}",
+        positions=positions(axes.names, axes.groups),
+        replicated=axes.names if axes.groups is None else (),
+        name=f"{name} over axis {', '.join(map(repr, axes.names))}",
         residual=residual,
+        **params,
     )
     count = len(layout.slots)
     return out[:count], out[count:]

@@ -1,4 +1,4 @@
-"""The fused all-reduce over MPI: one call that encodes, sends, reduces and decodes in segments.
+"""MPI: rows of bytes, and a call that encodes, sends, reduces and decodes in segments.
 
 For CPU processes, one device each, started by an MPI launcher. The library is the one that mpi4py
 has loaded, whatever its ABI; nothing is linked to it. Importing this module loads no MPI.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,81 +21,104 @@ from jax import lax
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
-from cgx_jax.exchanges import fused
+from cgx_jax.axes import Axes
+from cgx_jax.exchanges import fused, mpi_rows
+from cgx_jax.exchanges.base import Exchange
 from cgx_jax.kernels import native, primitives
 from cgx_jax.wire import Layout
 
 _INSTALL = 'pip install "cgx-jax[mpi]" and start the processes with mpiexec'
 
 
+_LIMITS = {
+    "timeout": (0.001, 1e9),
+    "segment_bytes": (64, 1 << 30),
+    "window": (2, 1024),
+    "threads": (1, 1024),
+}
+# docs/exchanges.md has the measurements behind these.
+DEFAULTS = {
+    "timeout": 600.0,
+    "segment_bytes": 1 << 17,
+    "window": 4,
+    "threads": max(1, min(4, (os.cpu_count() or 1) // 2)),
+}
+# How the engine of this process runs; None before the first call.
+_running: dict[str, float] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """What `configure` sets; docs/exchanges.md has the measurements behind the defaults."""
+class Mpi(Exchange):
+    """MPI between CPU processes, one device each, that an MPI launcher started.
 
-    timeout: float = 600.0
-    segment_bytes: int = 1 << 17
-    window: int = 4
-    threads: int = max(1, min(4, (os.cpu_count() or 1) // 2))
-
-
-_settings = Settings()
-
-
-def configure(**changes: float) -> None:
-    """Sets how fused calls run in this process; alike on every rank, with no call in flight.
-
-    `timeout`: seconds without a message after which a call fails (default 600); `segment_bytes`
-    of payload that travel as one message; `window`: segments in flight, 2 or more; `threads` that
-    run kernels. Clears JAX's caches, since tracing starts the engine. Raises ValueError for an
-    unknown or impossible setting.
+    `segment_bytes` of payload travel as one message (default 128 KiB), `window` segments are in
+    flight (4), `threads` run kernels (half the cores, at most 4), and a call fails after `timeout`
+    seconds without a message (600). A process has one engine: options that are None are as it runs
+    already, or the defaults. Others start it anew, so they are given on every rank, with no call in
+    flight. Raises ValueError for an impossible option.
     """
-    global _settings
-    unknown = set(changes) - {f.name for f in dataclasses.fields(Settings)}
-    if unknown:
-        raise ValueError(f"mpi.configure: unknown settings {sorted(unknown)}.")
-    limits = {
-        "timeout": (0.001, 1e9),
-        "segment_bytes": (64, 1 << 30),
-        "window": (2, 1024),
-        "threads": (1, 1024),
-    }
-    for name, value in changes.items():
-        low, high = limits[name]
-        if not low <= value <= high:
-            raise ValueError(f"mpi.configure: {name}={value} must be in [{low:g}, {high:g}].")
-    whole = {name: value if name == "timeout" else int(value) for name, value in changes.items()}
-    _settings = dataclasses.replace(_settings, **whole)  # type: ignore[arg-type]
-    _start.cache_clear()
-    jax.clear_caches()
+
+    segment_bytes: int | None = None
+    window: int | None = None
+    threads: int | None = None
+    timeout: float | None = None
+
+    shorthand: ClassVar[str] = "mpi"
+    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "all_reduce"})
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"Mpi: {name}={value} must be in [{low:g}, {high:g}].")
+
+    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+        return _missing() or (_unfit_axes(axes) if axes else None)
+
+    def here(self) -> bool:
+        mpi = sys.modules.get("mpi4py.MPI")
+        return mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1
+
+    def require(self, name: str, axes: Sequence[Any]) -> None:
+        super().require(name, axes)
+        given = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        _start({**(_running or DEFAULTS), **given})
+
+    def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
+        return mpi_rows.scatter(f"{name}(exchange='mpi')", rows, axes.names, axes.groups)
+
+    def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
+        return mpi_rows.gather(f"{name}(exchange='mpi')", row, axes.names, axes.groups)
+
+    def all_reduce(
+        self,
+        name: str,
+        seeds: Sequence[Any],
+        leaves: Sequence[jax.Array],
+        layout: Layout,
+        axes: Axes,
+        divisor: float,
+        *,
+        residual: bool,
+        units: primitives.Units,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        layout, factors = primitives.with_units(layout, units)
+        mesh = jax.sharding.get_abstract_mesh()
+        operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
+        operands += [*leaves, *factors]
+        label = f"{name}(exchange='mpi')"
+        return fused.bind(
+            all_reduce_p, label, operands, layout, axes, divisor=divisor, residual=residual
+        )
 
 
-def settings() -> Settings:
-    """How fused calls run in this process."""
-    return _settings
-
-
-def usable(axes: Sequence[Any] = ()) -> bool:
-    """Whether this process was started so that fused calls work here over `axes`; loads nothing."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return (
-        mpi is not None
-        and native.module() is not None
-        and mpi.Is_initialized()
-        and mpi.COMM_WORLD.size > 1
-        and _unfit(mpi) is None
-        and (not axes or _unfit_axes(axes) is None)
-    )
-
-
-def require(caller: str, axes: Sequence[Any]) -> None:
-    """Raises ValueError, with the remedy, where a fused call over `axes` cannot work."""
-    problem = _missing() or _unfit_axes(axes)
-    if problem is not None:
-        raise ValueError(f"{caller}: exchange='mpi' does not work here: {problem}.")
-    _start()
+def settings() -> dict[str, float] | None:
+    """How the engine of this process runs; None before the first call."""
+    return _running
 
 
 def _missing() -> str | None:
+    """What this process lacks, or None. Imports mpi4py."""
     if native.module() is None:
         return "there is no native module; install a C++17 compiler and reinstall cgx-jax"
     try:
@@ -143,9 +165,11 @@ def _unfit_axes(axes: Sequence[Any]) -> str | None:
     return None
 
 
-@functools.cache
-def _start() -> None:
-    """Binds the library and starts the engine; every rank comes here at its first fused call."""
+def _start(settings: dict[str, float]) -> None:
+    """Binds the library and starts the engine; every rank comes here at its first call."""
+    global _running
+    if settings == _running:
+        return
     from mpi4py import MPI
 
     module = native.module()
@@ -156,7 +180,7 @@ def _start() -> None:
             f"two MPI libraries are loaded in this process: {libraries}; they cannot work side by "
             "side. Let mpi4py, and whatever loads the other one, use the same."
         )
-    own = _duplicate(MPI)
+    own = _duplicate(MPI, settings["timeout"])
     own.Set_errhandler(MPI.ERRORS_RETURN)
     module.mpi_start(
         module=MPI.__file__,
@@ -167,21 +191,22 @@ def _start() -> None:
         null_request=MPI._handleof(MPI.REQUEST_NULL),
         largest_tag=own.Get_attr(MPI.TAG_UB),
         rank=own.rank,
-        **dataclasses.asdict(_settings),
+        **{k: v if k == "timeout" else int(v) for k, v in settings.items()},
     )
+    _running = settings
     atexit.unregister(_stop)
     atexit.register(_stop)
 
 
-def _duplicate(mpi: Any) -> Any:
+def _duplicate(mpi: Any, timeout: float) -> Any:
     """A communicator of our own, so that no message of the user's meets one of ours."""
     own, request = mpi.COMM_WORLD.Idup()
-    deadline = time.monotonic() + _settings.timeout
+    deadline = time.monotonic() + timeout
     while not request.Test():
         if time.monotonic() > deadline:
             raise ValueError(
-                f"exchange='mpi': not every rank came to its first fused call in "
-                f"{_settings.timeout} s; every rank must run the same program."
+                f"exchange='mpi': not every rank came to its first call in "
+                f"{timeout} s; every rank must run the same program."
             )
         time.sleep(0.001)
     return own
@@ -200,33 +225,6 @@ def _stop() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
-
-
-def all_reduce(
-    name: str,
-    seeds: Sequence[Any],
-    leaves: Sequence[jax.Array],
-    layout: Layout,
-    axes: tuple[str, ...],
-    groups: fused.Groups,
-    divisor: float,
-    *,
-    residual: bool = False,
-    units: primitives.Units = (),
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
-
-    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a slot of `layout`;
-    `units` as in `primitives.encode`. Residuals follow where asked.
-    """
-    layout, factors = primitives.with_units(layout, units)
-    mesh = jax.sharding.get_abstract_mesh()
-    operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
-    label = f"{name}(exchange='mpi')"
-    operands += [*leaves, *factors]
-    return fused.bind(
-        all_reduce_p, label, operands, layout, axes, groups, divisor, residual=residual
-    )
 
 
 def _lowering(

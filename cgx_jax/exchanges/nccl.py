@@ -6,8 +6,9 @@ it overlaps with the computation around it and comes in one order with XLA's own
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
-from cgx_jax.exchanges import fused
+from cgx_jax.axes import Axes
+from cgx_jax.exchanges import fused, xla
+from cgx_jax.exchanges.base import Exchange
 from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
@@ -26,7 +29,100 @@ SEGMENT_BYTES = 8 << 20
 ALIGNMENT = 128  # of a message's first byte, as `CudaFused::kAlignment`
 
 
-def missing() -> str | None:
+@dataclasses.dataclass(frozen=True)
+class Nccl(Exchange):
+    """Calls of our own between CUDA devices, on the NCCL communicator that XLA itself has made.
+
+    A payload travels in messages of `segment_bytes`, a multiple of 128. What has no such call goes
+    by XLA's collectives, which are NCCL's. Raises ValueError for an impossible `segment_bytes`.
+    """
+
+    segment_bytes: int = SEGMENT_BYTES
+
+    shorthand: ClassVar[str] = "nccl"
+    can: ClassVar[frozenset[str]] = frozenset(
+        {"scatter", "gather", "sum", "all_reduce", "reduce_scatter", "all_gather"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.segment_bytes < ALIGNMENT or self.segment_bytes % ALIGNMENT:
+            raise ValueError(
+                f"Nccl: segment_bytes={self.segment_bytes} is not a positive multiple of "
+                f"{ALIGNMENT}; the default is {SEGMENT_BYTES}."
+            )
+
+    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+        if (problem := not_installed()) is not None:
+            return problem
+        return fused.unfit_axes(axes) if axes else None
+
+    def here(self) -> bool:
+        version = jax.devices()[0].client.platform_version.lower()
+        return jax.default_backend() == "gpu" and "cuda" in version
+
+    def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
+        return xla.scatter(rows, axes)
+
+    def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
+        return xla.gather(row, axes)
+
+    def all_reduce(
+        self,
+        name: str,
+        seeds: Sequence[Any],
+        leaves: Sequence[jax.Array],
+        layout: Layout,
+        axes: Axes,
+        divisor: float,
+        *,
+        residual: bool,
+        units: primitives.Units,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        keys = jnp.stack([jnp.asarray(s) for s in seeds])
+        # The CUDA kernels know no units: they see float32 leaves that are multiplied already.
+        each = list(units) or [None] * len(leaves)
+        inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
+        reduced, lost = self._call(
+            all_reduce_p, name, [keys, *inner], layout, axes, divisor=divisor, residual=residual
+        )
+        means = [
+            outside.decoded(y, u, x.dtype) for y, u, x in zip(reduced, each, leaves, strict=True)
+        ]
+        lost = [
+            outside.multiply(e, u, outside.OUT).astype(x.dtype)
+            for e, u, x in zip(lost, each, leaves, strict=False)
+        ]
+        return means, lost
+
+    def reduce_scatter(
+        self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
+    ) -> jax.Array:
+        return self._call(reduce_scatter_p, name, [words, rows], layout, axes)[0][0]
+
+    def all_gather(
+        self, name: str, words: Any, x: jax.Array, layout: Layout, axes: Axes
+    ) -> jax.Array:
+        return self._call(all_gather_p, name, [words, x], layout, axes)[0][0]
+
+    def _call(
+        self,
+        primitive: Primitive,
+        name: str,
+        operands: Sequence[Any],
+        layout: Layout,
+        axes: Axes,
+        **options: Any,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        def call(*operands: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+            label, segment = f"{name}(exchange='nccl')", self.segment_bytes
+            return fused.bind(
+                primitive, label, operands, layout, axes, segment_bytes=segment, **options
+            )
+
+        return _compat.on_collective_stream(call)(*(jnp.asarray(x) for x in operands))
+
+
+def not_installed() -> str | None:
     """What this installation lacks, with the remedy, or None."""
     module = native.cuda_module()
     if module is None:
@@ -41,110 +137,10 @@ def missing() -> str | None:
     return None
 
 
-def usable(axes: Sequence[Any] = ()) -> bool:
-    """Whether fused calls work on this process's devices over `axes`."""
-    return (
-        missing() is None
-        and jax.default_backend() == "gpu"
-        and "cuda" in jax.devices()[0].client.platform_version.lower()
-        and (not axes or fused.unfit_axes(axes) is None)
-    )
-
-
-def require(caller: str, axes: Sequence[Any]) -> None:
-    """Raises ValueError, with the remedy, where a fused call over `axes` cannot work."""
-    problem = missing() or fused.unfit_axes(axes)
-    if problem is not None:
-        raise ValueError(f"{caller}: exchange='nccl' does not work here: {problem}.")
-
-
-def all_reduce(
-    name: str,
-    seeds: Sequence[Any],
-    leaves: Sequence[jax.Array],
-    layout: Layout,
-    axes: tuple[str, ...],
-    groups: fused.Groups,
-    divisor: float,
-    *,
-    residual: bool = False,
-    units: primitives.Units = (),
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Quantized leaves to their sum over the group, divided; the bytes of the `xla` exchange.
-
-    `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a slot of `layout`;
-    `units` as in `primitives.encode`. Residuals follow where asked.
-    """
-    keys = jnp.stack([jnp.asarray(s) for s in seeds])
-    # The CUDA kernels know no units: they see float32 leaves that are multiplied already.
-    each = list(units) or [None] * len(leaves)
-    inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
-    reduced, lost = _call(
-        all_reduce_p, name, [keys, *inner], layout, axes, groups, divisor, residual=residual
-    )
-
-    means = [outside.decoded(y, u, x.dtype) for y, u, x in zip(reduced, each, leaves, strict=True)]
-    lost = [
-        outside.multiply(e, u, outside.OUT).astype(x.dtype)
-        for e, u, x in zip(lost, each, leaves, strict=False)
-    ]
-    return means, lost
-
-
-def reduce_scatter(
-    name: str,
-    seeds: Any,
-    rows: jax.Array,
-    layout: Layout,
-    axes: tuple[str, ...],
-    groups: fused.Groups,
-) -> jax.Array:
-    """Rows, f32, bf16 or f16 and one for each rank, to the sum of this rank's: the bytes of `xla`.
-
-    `seeds` are uint32[world, 2]; `layout` is that of one row.
-    """
-    return _call(reduce_scatter_p, name, [seeds, rows], layout, axes, groups)[0][0]
-
-
-def all_gather(
-    name: str,
-    seed: Any,
-    x: jax.Array,
-    layout: Layout,
-    axes: tuple[str, ...],
-    groups: fused.Groups,
-) -> jax.Array:
-    """Every rank's `x`, f32, bf16 or f16, decoded: [world, ...], the bytes of the `xla` exchange.
-
-    `seed` is uint32[2]; `layout` is that of `x` for one rank.
-    """
-    return _call(all_gather_p, name, [seed, x], layout, axes, groups)[0][0]
-
-
-def _call(
-    primitive: Primitive,
-    name: str,
-    operands: Sequence[Any],
-    layout: Layout,
-    axes: tuple[str, ...],
-    groups: fused.Groups,
-    divisor: float = 1,
-    *,
-    residual: bool = False,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    def call(*operands: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        label = f"{name}(exchange='nccl')"
-        return fused.bind(
-            primitive, label, operands, layout, axes, groups, divisor, residual=residual
-        )
-
-    return _compat.on_collective_stream(call)(*(jnp.asarray(x) for x in operands))
-
-
-def payload_bytes(rows: int, layout: Layout) -> int:
+def payload_bytes(rows: int, layout: Layout, segment_bytes: int = SEGMENT_BYTES) -> int:
     """Room for `rows` payload rows of aligned segments: `CudaFused::row_bytes` in C++."""
     row = -(-layout.chunk_bytes // ALIGNMENT) * ALIGNMENT
-    segments = max(1, -(-layout.chunk_bytes // SEGMENT_BYTES))
+    segments = max(1, -(-layout.chunk_bytes // segment_bytes))
     return rows * (row + ALIGNMENT * segments)
 
 
@@ -158,16 +154,17 @@ def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
         replicated: Any,
         name: str,
         residual: bool,
+        segment_bytes: int,
     ) -> Any:
         # The last result holds the payloads: both streams use them until the asynchronous call is
         # done, and XLA keeps only results for as long.
         rows = rows_per_rank * len(positions[0])
-        payloads = jax.core.ShapedArray((payload_bytes(rows, layout),), np.uint8)
+        payloads = jax.core.ShapedArray((payload_bytes(rows, layout, segment_bytes),), np.uint8)
         *results, _ = jax.ffi.ffi_lowering(target)(
             ctx.replace(avals_out=[*ctx.avals_out, payloads]),
             *operands,
             **fused.attributes(layout, divisor, positions, name),
-            segment_bytes=np.int64(SEGMENT_BYTES),
+            segment_bytes=np.int64(segment_bytes),
         )
         return results
 

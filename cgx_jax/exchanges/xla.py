@@ -1,36 +1,57 @@
 """Payloads over XLA's own collectives: u8 all_to_all, then u8 all_gather.
 
-Runs on every platform that has them. A group is a list of rank lists as `axis_index_groups`
-takes; None is everybody.
+Runs on every platform that has them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
 
 from cgx_jax import _compat
+from cgx_jax.axes import Axes
+from cgx_jax.exchanges.base import Exchange
 
-Groups = Sequence[Sequence[int]] | None
+
+@dataclasses.dataclass(frozen=True)
+class Xla(Exchange):
+    """XLA's own collectives: everywhere, and for every code."""
+
+    shorthand: ClassVar[str] = "xla"
+    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "sum"})
+
+    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+        return None
+
+    def here(self) -> bool:
+        return True
+
+    def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
+        return scatter(rows, axes)
+
+    def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
+        return gather(row, axes)
 
 
-def scatter(payload: jax.Array, axes: tuple[str, ...], groups: Groups) -> jax.Array:
+def scatter(rows: jax.Array, axes: Axes) -> jax.Array:
     """u8[world, n], row r for rank r -> u8[world, n], row r from rank r."""
-    if _vmapped(axes):
-        return _gather_each(payload, axes)[:, lax.axis_index(axes)]
-    return lax.all_to_all(payload, axes, 0, 0, axis_index_groups=groups, tiled=True)
+    if _vmapped(axes.names):
+        return _gather_each(rows, axes.names)[:, lax.axis_index(axes.names)]
+    return lax.all_to_all(rows, axes.names, 0, 0, axis_index_groups=axes.groups, tiled=True)
 
 
-def gather(payload: jax.Array, axes: tuple[str, ...], groups: Groups) -> jax.Array:
+def gather(row: jax.Array, axes: Axes) -> jax.Array:
     """u8[n] of every rank -> u8[world, n], the same on all, and typed so under check_vma."""
-    if _vmapped(axes):
-        return _gather_each(payload, axes)
-    checked = set(axes) <= _compat.varying_axes(payload)
-    if checked and groups is None:
-        return lax.all_gather(payload, axes, to="invarying")
-    return lax.all_gather(payload, axes, axis_index_groups=groups)
+    if _vmapped(axes.names):
+        return _gather_each(row, axes.names)
+    checked = set(axes.names) <= _compat.varying_axes(row)
+    if checked and axes.groups is None:
+        return lax.all_gather(row, axes.names, to="invarying")
+    return lax.all_gather(row, axes.names, axis_index_groups=axes.groups)
 
 
 def _vmapped(axes: tuple[str, ...]) -> bool:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, known_spec, nnx
 from cgx_jax.plain_jit.inference import Ranks
-from cgx_jax.transforms.sync_gradients import SyncState
+from cgx_jax.transforms.state import SyncState
 
 _REPLICATED: Any = PartitionSpec()
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cgx_jax.collectives import pmean_compressed
+import jax
+
 from cgx_jax.compressors import Compressor
+from cgx_jax.core import Options, reduce_leaves
+from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit.arguments import CALLER
-from cgx_jax.plan import Plan
+from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
+from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
+from cgx_jax.transforms.state import stateful
 from cgx_jax.transforms.sync_gradients import sync_gradients
 
 _WITH_STATE = (
@@ -21,7 +26,7 @@ _WITH_STATE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduction:
+class GradientMean:
     """The options of `sync_gradients`, which keeps the state where there is one."""
 
     axis_name: Any
@@ -29,7 +34,9 @@ class Reduction:
     memory: Memory | None
     precondition: SecondMoment | None
     seed: int
-    exchange: str
+    exchange: Exchange | str
+    reduction: Reduction | str | None
+    levels: Levels | None
 
     @property
     def adapts(self) -> bool:
@@ -51,14 +58,23 @@ class Reduction:
         """The mean over the axis and the next state, inside the axis; None for no state."""
         if state is not None:
             return self._transformation(None).update(grads, state)
-        plan = Plan.resolve(CALLER, grads, self.policy)
-        random = [slot.compressor for slot in plan.slots if slot.compressor.needs_key]
+        plan = resolve(CALLER, grads, self.policy)
+        kept = [c for c, has in zip(plan.compressors, stateful(plan), strict=True) if has]
+        if kept:
+            raise ValueError(f"{CALLER}: {kept[0]} has state between steps: {_WITH_STATE}.")
+        random = [c for c in plan.compressors if c.needs_key]
         if random:
             raise ValueError(
                 f"{CALLER}: {random[0]} rounds at random, and without a state every step would "
                 f"round alike: {_WITH_STATE}."
             )
-        return pmean_compressed(grads, self.axis_name, plan, exchange=self.exchange), None
+        options = Options.resolve(CALLER, self.axis_name, mean=True, **self._how())
+        leaves, treedef = jax.tree.flatten(grads)
+        means = reduce_leaves(options, leaves, plan, None).values
+        return jax.tree.unflatten(treedef, means), None
+
+    def _how(self) -> dict[str, Any]:
+        return {"exchange": self.exchange, "reduction": self.reduction, "levels": self.levels}
 
     def _transformation(self, mesh: Any) -> Any:
         return sync_gradients(
@@ -67,6 +83,6 @@ class Reduction:
             memory=self.memory,
             precondition=self.precondition,
             seed=self.seed,
-            exchange=self.exchange,
             mesh=mesh,
+            **self._how(),
         )

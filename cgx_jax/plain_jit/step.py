@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from cgx_jax.plain_jit import outputs
 from cgx_jax.plain_jit.model_axes import Shards
 from cgx_jax.plain_jit.program import Program
-from cgx_jax.plain_jit.reduction import Reduction
-from cgx_jax.transforms.sync_gradients import state_specs
+from cgx_jax.plain_jit.reduction import GradientMean
+from cgx_jax.transforms.state import state_specs
 
 
 class Step:
@@ -23,7 +23,7 @@ class Step:
         self,
         program: Program,
         shards: Shards,
-        reduction: Reduction,
+        reduction: GradientMean,
         aux_specs: Any,
         *,
         single: bool,

@@ -12,16 +12,18 @@ import jax
 from jax.sharding import NamedSharding
 
 from cgx_jax.compressors import Compressor
+from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit import inference
 from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, is_nnx, names_of, nnx
 from cgx_jax.plain_jit.closures import Closure
 from cgx_jax.plain_jit.inference import Ranks, Split
 from cgx_jax.plain_jit.model_axes import Shards
 from cgx_jax.plain_jit.program import Program
-from cgx_jax.plain_jit.reduction import Reduction
+from cgx_jax.plain_jit.reduction import GradientMean
 from cgx_jax.plain_jit.step import Step
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
+from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
 
@@ -40,7 +42,9 @@ def value_and_grad(
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
     seed: int = 0,
-    exchange: str = "auto",
+    exchange: Exchange | str = "auto",
+    reduction: Reduction | str | None = None,
+    levels: Levels | None = None,
 ) -> ValueAndGrad:
     """`jax.value_and_grad` for data-parallel training under plain jit, gradients compressed.
 
@@ -48,9 +52,11 @@ def value_and_grad(
     arrays: `loss, grads = f(params, batch)`, or `(loss, aux), grads` with `has_aux`. Every rank
     of `axis_name` (a name or a tuple of names) differentiates the loss of its part of the batch;
     loss and gradients are the means over ranks. `mesh` defaults to that of `jax.set_mesh`, or of
-    the arguments' NamedShardings. `policy` and `exchange` as in `pmean_compressed`.
+    the arguments' NamedShardings. `policy`, `exchange`, `reduction` and `levels` as in
+    `pmean_compressed`.
 
-    *State.* `memory`, `precondition`, stochastic rounding and an `Adaptive` policy need a state:
+    *State.* `memory`, `precondition`, stochastic rounding, compressors with state and an `Adaptive`
+    policy need one:
     `state = f.init(params)`, then `(loss, grads), state = f.apply(state, params, batch)`. It is a
     `SyncState`, as `sync_gradients` keeps it (`seed` as there); `state_shardings` places it, and
     under `Adaptive` the step is compiled by the policy's `jit`.
@@ -90,10 +96,10 @@ def value_and_grad(
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if mesh is not None:
         _ranks(names, mesh)
-    reduction = Reduction(axis_name, policy, memory, precondition, seed, exchange)
+    mean = GradientMean(axis_name, policy, memory, precondition, seed, exchange, reduction, levels)
     wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     options = _Options(names, mesh, wanted, isinstance(argnums, int), has_aux, aux_specs)
-    return ValueAndGrad(loss_fn, options, dict(in_specs or {}), specs, reduction)
+    return ValueAndGrad(loss_fn, options, dict(in_specs or {}), specs, mean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +121,17 @@ class ValueAndGrad:
         options: _Options,
         in_specs: Mapping[Any, Any],
         specs: Any,
-        reduction: Reduction,
+        mean: GradientMean,
     ):
         functools.update_wrapper(self, loss_fn, updated=())
         self._loss_fn, self._options = loss_fn, options
-        self._in_specs, self._specs, self._reduction = in_specs, specs, reduction
+        self._in_specs, self._specs, self._mean = in_specs, specs, mean
         # A function of its own: what jax.jit compiled is shared by all who jit the same one.
         self._compiled = jax.jit(lambda step, *given: step(*given), static_argnums=0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(value, gradients) of the loss at these arguments, without a state."""
-        self._reduction.require_stateless()
+        self._mean.require_stateless()
         return self._run(None, args, kwargs)[0]
 
     def init(self, params: Any) -> Any:
@@ -146,7 +152,7 @@ class ValueAndGrad:
             trees.append(argument.parameters(kept))
             arrays += own
         ranks = _ranks(options.names, options.mesh or _mesh(options.names, arrays))
-        return self._reduction.init(trees[0] if options.single else tuple(trees), ranks.mesh)
+        return self._mean.init(trees[0] if options.single else tuple(trees), ranks.mesh)
 
     def apply(self, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """((value, gradients), the state after the step)."""
@@ -182,7 +188,7 @@ class ValueAndGrad:
         specs = (self._specs,) if options.single else self._specs
         specs = (None,) * len(options.wanted) if self._specs is None else tuple(specs)
         shards = Shards.of(arguments, arrays, places, ranks, specs)
-        step = Step(program, shards, self._reduction, options.aux_specs, single=options.single)
+        step = Step(program, shards, self._mean, options.aux_specs, single=options.single)
         loss, grads, aux, rests, state = self._execute(step, arrays, state)
         objects = [x for x in (*args, *kwargs.values()) if is_nnx(x)]
         for owner, rest in zip(objects, rests, strict=True):
@@ -192,7 +198,7 @@ class ValueAndGrad:
     def _execute(self, step: Step, arrays: list[Any], state: Any) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, state))):
             return step(arrays, state)
-        if not self._reduction.adapts and step.hashable():
+        if not self._mean.adapts and step.hashable():
             return self._compiled(step, arrays, state)
         return jax.jit(lambda *given: step(*given))(arrays, state)
 

@@ -18,9 +18,10 @@ import numpy as np
 from cgx_jax import agreement
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Quantize
+from cgx_jax.leaves import Leaf
 from cgx_jax.policies import run_log, statistics
 from cgx_jax.policies.decide import Decision, Refresh, Subject, Widths, decide
-from cgx_jax.policies.rules import Leaf, Policy, Uniform
+from cgx_jax.policies.rules import Policy, Uniform
 from cgx_jax.policies.run_log import RunLog
 from cgx_jax.policies.same_tree import check_same, saved_leaves
 from cgx_jax.policies.solvers import LeastBytes, Solver

@@ -76,7 +76,7 @@ class LeastTime(Solver):
         for bits, nbytes, noisy, rotated in zip(*kinds, strict=True):
             mean_bits = 8 * int(nbytes) / values
             load = auto.Load(full, 4 * full, mean_bits, full * int(noisy), full * int(rotated))
-            usable = () if bits == EXACT_BITS else auto.EXCHANGES
-            method = auto.choose(self.profile, usable, load)
+            usable = () if bits == EXACT_BITS else [e.shorthand for e in auto.EXCHANGES]
+            method = auto.fastest(self.profile, usable, load)
             times.append(auto.estimate(self.profile, method, load) / full)
         return np.outer(problem.values, times)

@@ -13,21 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cgx_jax.compressors import Compressor, Identity, Quantize
+from cgx_jax.leaves import Leaf
 
 MIN_SIZE = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What a policy sees of one leaf: its path ("layer/kernel"), local shape and dtype."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
 
 class Policy(abc.ABC):

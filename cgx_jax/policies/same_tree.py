@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cgx_jax.policies.rules import Leaf
+from cgx_jax.leaves import Leaf
 
 
 def saved_leaves(state: dict[str, Any]) -> tuple[Leaf, ...]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_jax.transforms.precondition import Moments
-from cgx_jax.transforms.sync_gradients import SyncState, moments_by_leaf, moments_by_tree
+from cgx_jax.transforms.state import SyncState, moments_by_leaf, moments_by_tree
 from cgx_jax.transforms.wrappers import restore_step_size_around
 
 if TYPE_CHECKING:

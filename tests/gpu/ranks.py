@@ -75,7 +75,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from cgx_jax.exchanges import nccl
+    from cgx_jax.exchanges import Nccl
 
     jax.config.update("jax_platforms", arguments.platform)
     if arguments.platform == "cpu":
@@ -90,10 +90,11 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
         [jax.device_put(own, jax.local_devices()[0])],
     )
     rows = []
+    nccl = Nccl()
     if arguments.segment_bytes:
-        nccl.SEGMENT_BYTES = arguments.segment_bytes
+        nccl = Nccl(arguments.segment_bytes)
     for call in arguments.calls.split(","):
-        rows += measured(call, mesh, x, arguments)
+        rows += measured(call, mesh, x, arguments, nccl)
     if number == 0:
         for row in rows:
             print(
@@ -106,7 +107,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
             "world": arguments.world,
             "megabytes": arguments.megabytes,
             "rate": arguments.rate or "unlimited",
-            "segment_bytes": nccl.SEGMENT_BYTES,
+            "segment_bytes": nccl.segment_bytes,
             "rows": rows,
         }
         known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
@@ -115,7 +116,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     return 1 if any(row["bytes_of_xla"] is False for row in rows) else 0
 
 
-def measured(call: str, mesh, x, arguments: argparse.Namespace) -> list[dict]:
+def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl) -> list[dict]:
     """A row for lax's `call` and each exchange, on as many values of the whole array."""
     import jax
     import numpy as np
@@ -138,8 +139,9 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace) -> list[dict]:
 
     methods = {"lax": mapped(namesake)}
     for exchange in arguments.exchanges.split(","):
+        taken = nccl if exchange == "nccl" else exchange
         methods[exchange] = mapped(
-            lambda x, axis, e=exchange, **tiled: ours(x, axis, compressor, exchange=e, **tiled)
+            lambda x, axis, e=taken, **tiled: ours(x, axis, compressor, exchange=e, **tiled)
         )
     results = {name: np.asarray(f(x).addressable_data(0)) for name, f in methods.items()}
     seconds = {name: [] for name in methods}

@@ -1,0 +1,136 @@
+"""How a fusion buffer becomes bytes, and back: in chunks, whole, or in rows.
+
+A reduction asks for one of three codes and is blind to what is inside. A family of compressors
+may bring kernels that treat a whole buffer in one call; `buffers` has what any other runs through.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.wire import Layout
+
+Arrays = Sequence[jax.Array]
+
+
+class CodedLeaf(NamedTuple):
+    """A leaf of a fusion buffer: static. `number`, its place in the tree, tells noise apart."""
+
+    compressor: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    number: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class ChunkCode(abc.ABC):
+    """A fusion buffer cut into one chunk a rank; `seed` is uint32[2], rows u8[world, row_bytes].
+
+    `units` has one entry per leaf, as in `primitives`, or none at all. `layout` is what fused calls
+    of exchanges take, None where there are no kernels for the buffer.
+    """
+
+    layout: Layout | None = None
+
+    @property
+    @abc.abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes one rank sends to one other in each of the two phases."""
+
+    @abc.abstractmethod
+    def encode(
+        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Leaves to rows, row r the chunk that rank r owns; where asked what that lost."""
+
+    @abc.abstractmethod
+    def reduce(
+        self,
+        seed: Any,
+        rank: Any,
+        rows: jax.Array,
+        leaves: Arrays,
+        divisor: float,
+        residuals: Arrays,
+        *,
+        units: Units,
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Rows from every rank to the payload of this rank's chunk, u8[row_bytes].
+
+        To `residuals`, where given, the chunk of this rank gets `divisor` times what encoding the
+        sum lost.
+        """
+
+    @abc.abstractmethod
+    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
+        """Every chunk's payload to leaves with the shapes and dtypes of `like`."""
+
+
+class WholeCode(abc.ABC):
+    """A fusion buffer of whole leaves: one payload, u8[row_bytes]."""
+
+    @property
+    @abc.abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes of the payload."""
+
+    @abc.abstractmethod
+    def encode(
+        self, seed: Any, leaves: Arrays, states: Sequence[Any], *, residual: bool, units: Units
+    ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
+        """Leaves to the payload, what it lost where asked, and the compressors' new states."""
+
+    @abc.abstractmethod
+    def sum(
+        self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
+    ) -> list[jax.Array]:
+        """Payloads u8[ranks, row_bytes] to the leaves' sums in fp32 and rank order, divided."""
+
+
+class RowCode(abc.ABC):
+    """The rows of one leaf, each encoded like a leaf of its own.
+
+    `layout` and `words` are what fused calls of exchanges take; `layout` is None without kernels.
+    """
+
+    layout: Layout | None = None
+
+    @abc.abstractmethod
+    def encode(self, key: Any, rows: jax.Array) -> jax.Array:
+        """[rows, ...] to payloads u8[rows, n]."""
+
+    @abc.abstractmethod
+    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """Payloads u8[rows, n] to [rows, *shape]."""
+
+    @abc.abstractmethod
+    def accumulate(
+        self, rank: Any, payloads: jax.Array, own: jax.Array, divisor: float
+    ) -> jax.Array:
+        """Own exact values plus the decoded payloads of the other ranks, in fp32 and rank order."""
+
+    def words(self, key: Any, rows: int | None) -> Any:
+        """What a fused call draws its noise from: uint32[rows, 2], or [2] for a single row."""
+        raise NotImplementedError
+
+
+def leaf_key(leaf: CodedLeaf, seed: Any) -> Any:
+    """The key of one leaf of a buffer, or None where it needs none."""
+    if not leaf.compressor.needs_key:
+        return None
+    return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), leaf.number)
+
+
+def unit_of(units: Units, i: int) -> tuple[Any, Any] | None:
+    """The units of leaf `i`, of as many entries as leaves or none."""
+    return units[i] if units else None

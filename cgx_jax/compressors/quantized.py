@@ -1,0 +1,124 @@
+"""The codes of `Quantize`: its kernels treat a whole fusion buffer in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode
+from cgx_jax.kernels import outside, primitives
+from cgx_jax.kernels.primitives import NO_RANK, Units
+from cgx_jax.wire import Layout
+
+
+def seed(key: Any) -> jax.Array:
+    """Two 32-bit words of randomness, uint32[2], from a JAX key (typed or raw)."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedChunks(ChunkCode):
+    """Chunks cut at bucket boundaries; one kernel call a phase."""
+
+    layout: Layout
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layout.chunk_bytes
+
+    def encode(
+        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        return primitives.encode(
+            seed, leaves, self.layout, rank=rank, residual=residual, units=units
+        )
+
+    def reduce(
+        self,
+        seed: Any,
+        rank: Any,
+        rows: jax.Array,
+        leaves: Arrays,
+        divisor: float,
+        residuals: Arrays,
+        *,
+        units: Units,
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        return primitives.reduce(
+            seed,
+            rank,
+            rows,
+            leaves,
+            self.layout,
+            divisor=divisor,
+            residuals=residuals,
+            units=units,
+        )
+
+    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
+        return primitives.decode(rows, self.layout, like, units=units)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedWhole(WholeCode):
+    """Whole leaves one after the other; one kernel call for each direction."""
+
+    layout: Layout
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layout.total_bytes
+
+    def encode(
+        self, seed: Any, leaves: Arrays, states: Sequence[Any], *, residual: bool, units: Units
+    ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
+        rows, lost = primitives.encode(seed, leaves, self.layout, residual=residual, units=units)
+        return rows.reshape(-1), lost, list(states)
+
+    def sum(
+        self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
+    ) -> list[jax.Array]:
+        # Decoded payloads are added to zeros, this rank's own among them: all ranks add the same.
+        in_units = any(unit is not None for unit in units)
+        dtypes = [jnp.float32 if in_units else x.dtype for x in like]
+        zeros = [jnp.zeros(x.shape, t) for x, t in zip(like, dtypes, strict=True)]
+        rank = jnp.int32(NO_RANK)
+        sums = primitives.accumulate(rank, rows, zeros, self.layout, divisor=divisor)
+        if not in_units:
+            return sums
+        return [
+            outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, units, like, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedRows(RowCode):
+    """Rows of a leaf; values are read in their own dtype."""
+
+    quantizer: Any  # a `Quantize`
+    layout: Layout  # of one row
+
+    def encode(self, key: Any, rows: jax.Array) -> jax.Array:
+        c = self.quantizer
+        if not c.needs_key:
+            return jax.vmap(lambda x: c.encode(x)[0])(rows)
+        keys = jax.random.split(key, rows.shape[0])
+        return jax.vmap(lambda x, k: c.encode(x, key=k)[0])(rows, keys)
+
+    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jax.vmap(lambda p: self.quantizer.decode(p, tuple(shape), dtype))(payloads)
+
+    def accumulate(
+        self, rank: Any, payloads: jax.Array, own: jax.Array, divisor: float
+    ) -> jax.Array:
+        return primitives.accumulate(rank, payloads, [own], self.layout, divisor=divisor)[0]
+
+    def words(self, key: Any, rows: int | None) -> Any:
+        if not self.quantizer.needs_key:
+            return np.zeros((2,) if rows is None else (rows, 2), np.uint32)
+        return seed(key) if rows is None else jax.vmap(seed)(jax.random.split(key, rows))

@@ -1,0 +1,333 @@
+"""The one path of every all-reduce: from leaves and their plan to their sums.
+
+`psum_compressed`, `sync_gradients` and the hook of the backward pass all come here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax import _compat, debug
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor
+from cgx_jax.compressors.base import require_key
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.quantized import seed
+from cgx_jax.exchanges import Auto, Exchange, Xla, auto
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.plan import Plan
+from cgx_jax.reductions import Job, Levels, PayloadReduction, Reduced, Reduction
+from cgx_jax.reductions.levels import Leveled
+from cgx_jax.reductions.named import named as reduction_named
+from cgx_jax.reductions.named import reduction_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a call asks for beside its leaves: static. `name` is the call that the user wrote.
+
+    `exchange` is an instance, "auto" one of `Auto`; `reduction` None for each compressor's first.
+    """
+
+    name: str
+    axes: Axes
+    exchange: Exchange
+    reduction: Reduction | None = None
+    levels: Levels | None = None
+    mean: bool = False
+
+    @classmethod
+    def resolve(
+        cls,
+        name: str,
+        axis_name: Any,
+        *,
+        groups: Any = None,
+        exchange: Exchange | str = "auto",
+        reduction: Reduction | str | None = None,
+        levels: Levels | None = None,
+        mean: bool = False,
+    ) -> Options:
+        """Checks what the user wrote against the axes that are bound."""
+        sends = auto.named(name, exchange)
+        sums = reduction_named(name, reduction)
+        if not isinstance(levels, Levels | None):
+            raise TypeError(
+                f"{name}: levels={levels!r} is not an instance of cgx_jax.Levels; pass "
+                'Levels("local") for an axis inside a node, or Levels(groups=...).'
+            )
+        axes = Axes.resolve(name, axis_name, groups)
+        return cls(name, axes, sends, sums, levels, mean)
+
+
+class Way(NamedTuple):
+    """How a fusion buffer is reduced."""
+
+    reduction: Reduction
+    exchange: Exchange
+
+
+class Sums(NamedTuple):
+    """One entry per leaf; residuals are None for exact leaves and where not asked for."""
+
+    values: list[Any]
+    residuals: list[Any]
+    states: list[Any]
+
+
+def ways(
+    options: Options, plan: Plan, in_units: Collection[int] = ()
+) -> dict[tuple[int, ...], Way | None]:
+    """How each fusion buffer is reduced; None by `lax.psum`, where that is exact or faster.
+
+    `in_units` are the leaves that are compressed in units. Raises ValueError for a reduction that
+    is wrong for a compressor, and for a named exchange that cannot do what the reduction needs.
+    """
+    name, axes = options.name, options.axes
+    found: dict[tuple[int, ...], Way | None] = {}
+    for buffer in plan.buffers if axes.world > 1 else ():
+        coded = plan.coded(buffer)
+        paths = [plan.leaves[i].path for i in buffer]
+        pairs = list(zip(paths, coded, strict=True))
+        flat = reduction_of(name, options.reduction, pairs)
+        reduction = _over_levels(options, flat, pairs)
+        if reduction is None:
+            found[buffer] = None
+        elif isinstance(options.exchange, Auto):
+            found[buffer] = _fastest(options, reduction, coded, in_units)
+        else:
+            _require_able(name, options.exchange, reduction)
+            found[buffer] = Way(reduction, options.exchange)
+    return found
+
+
+def compressed(options: Options, plan: Plan) -> list[int]:
+    """Numbers of the leaves that are compressed."""
+    return [i for buffer, way in ways(options, plan).items() if way is not None for i in buffer]
+
+
+def _over_levels(
+    options: Options, reduction: Reduction, leaves: list[tuple[str, CodedLeaf]]
+) -> Reduction | None:
+    """`reduction` across the nodes of the call's levels, if any; None where there is one node."""
+    if options.levels is None:
+        return reduction
+    inner, outer = options.levels.split(options.name, options.axes)
+    if outer.world == 1:
+        return None
+    if inner.world == 1:
+        return reduction
+    for path, leaf in leaves:
+        if isinstance(reduction, PayloadReduction) and leaf.compressor.has_state(
+            leaf.shape, leaf.dtype
+        ):
+            raise ValueError(
+                f"{options.name}: {leaf.compressor} of leaf {path!r} has state, which belongs to "
+                "whole leaves, and levels= gives every rank of a node another share; leave out "
+                "one of them."
+            )
+    return Leveled(reduction, inner, outer, options.levels.compressor)
+
+
+def _fastest(
+    options: Options, reduction: Reduction, coded: tuple[CodedLeaf, ...], in_units: Collection[int]
+) -> Way | None:
+    sent, world = reduction.across_links(coded, options.axes.world)
+    # Profiles measure calls in one piece; whatever has none goes by XLA's own collectives.
+    usable = [
+        e
+        for e in auto.available(options.axes.names)
+        if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)
+    ]
+    assert isinstance(options.exchange, Auto)
+    exchange = options.exchange.choose(options.name, usable, world, load_of(sent, in_units))
+    return None if exchange is None else Way(reduction, exchange)
+
+
+def load_of(
+    leaves: Sequence[CodedLeaf], in_units: Collection[int] = (), *, rows: int = 1
+) -> auto.Load:
+    """What the choice of an exchange depends on: `rows` times `leaves`.
+
+    The leaves numbered in `in_units` have units.
+    """
+    size = sum(x.size for x in leaves)
+    bits = sum(x.compressor.wire_bits(x.shape, x.dtype) for x in leaves)
+    nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
+    dear = {
+        kind: sum(x.size for x in leaves if kind in x.compressor.codec_work)
+        for kind in ("noise", "rotation")
+    }
+    units = sum(x.size for x in leaves if x.number in in_units)
+    counts = (dear["noise"], dear["rotation"], units)
+    return auto.Load(rows * size, rows * nbytes, bits / size, *(rows * n for n in counts))
+
+
+def _require_able(name: str, exchange: Exchange, reduction: Reduction) -> None:
+    lacking = sorted(reduction.needs - exchange.can)
+    if lacking:
+        raise ValueError(
+            f"{name}: exchange={exchange.shorthand!r} has no {lacking[0]!r}, which the reduction "
+            f"{reduction.shorthand!r} needs; it can {', '.join(sorted(exchange.can))}. Use "
+            'exchange="xla", or "auto".'
+        )
+
+
+def reduce_leaves(
+    options: Options,
+    leaves: Sequence[Any],
+    plan: Plan,
+    key: Any,
+    *,
+    residual: bool = False,
+    units: Units | None = None,
+    states: Sequence[Any] | None = None,
+) -> Sums:
+    """The sums or means of `leaves`, which are those of `plan`.
+
+    Compressors with state need `states`, one entry per leaf. A `residual` is what this rank must
+    send again to lose nothing: the mean over ranks of `leaves` minus the result is the mean of the
+    residuals, up to the rounding of the leaves' dtype.
+
+    `units` has one entry per leaf: None, or (rows float32[2, R], columns float32[2, C]) for a leaf
+    of R * C values. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before encoding;
+    the result and the residual, which is in the leaf's own units, by the products of rows[1] and
+    columns[1]. All ranks pass the same units. A leaf that is reduced exactly ignores its units.
+    Raises ValueError for units that do not fit their leaf.
+    """
+    name, axes = options.name, options.axes
+    if units is not None:
+        _check_units(name, plan, leaves, units)
+    if states is None:
+        plan.require_stateless(name)
+    in_units = {i for i, unit in enumerate(units or ()) if unit is not None}
+    by_buffer = ways(options, plan, in_units)
+    taken = {b: way for b, way in by_buffer.items() if way is not None}
+    out = Sums(list(leaves), [None] * len(leaves), list(states or [()] * len(leaves)))
+    lossy = sorted(i for buffer in taken for i in buffer)
+    exact = [i for i in range(len(leaves)) if i not in set(lossy)]
+    if exact:
+        values = [leaves[i] for i in exact]
+        summed = axes.mean(values) if options.mean else axes.sum(values)
+        for i, x in zip(exact, summed, strict=True):
+            out.values[i] = x
+    if axes.world > 1:
+        for exchange in {way.exchange for way in taken.values()} | {options.exchange}:
+            exchange.require(name, axes.names)
+    if by_buffer:  # a wrong call is refused whatever the profile says of it
+        every = sorted(i for buffer in by_buffer for i in buffer)
+        axes.check_varying(name, [(plan.leaves[i].path, leaves[i]) for i in every])
+        inside = options.levels.compressor if options.levels is not None else None
+        drawing = [plan.compressors[i] for i in every] + ([inside] if inside is not None else [])
+        require_key(name, drawing, key)
+        chosen = [plan.compressors[i] for i in lossy] + drawing[len(every) :]
+        most = max((way.reduction.encodings for way in taken.values()), default=1)
+        seeds = _seeds(chosen, key, axes, most)
+        for buffer, way in taken.items():
+            for part, shared in _calls(buffer, leaves, plan.compressors):
+                divisor = axes.world if options.mean else 1
+                job = Job(name, plan.coded(part), axes, way.exchange, divisor, residual)
+                reduced = _reduce_buffer(
+                    (way.reduction, job),
+                    seeds[shared][: way.reduction.encodings],
+                    tuple(jnp.asarray(leaves[i]) for i in part),
+                    tuple(units[i] for i in part) if units else (),
+                    [out.states[i] for i in part],
+                )
+                for n, i in enumerate(part):
+                    out.values[i] = reduced.sums[n]
+                    out.states[i] = reduced.states[n]
+                    out.residuals[i] = reduced.residuals[n] if residual else None
+    return out
+
+
+# The sum is linear, so its derivative in direction t is the sum of t. Rounding moves the value by
+# a bounded step and has no useful derivative of its own: the tangent is the exact sum, and that
+# of what rounding lost is 0. Units and states are constants.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _reduce_buffer(
+    call: tuple[Reduction, Job], seeds: Any, leaves: tuple[Any, ...], units: Units, states: Any
+) -> Reduced:
+    reduction, job = call
+    plain = [_compat.plain(x) for x in leaves]
+    sums, residuals, after = reduction.run(job, seeds, plain, units, states)
+    debug.compare(job.name, job.axes, sums)
+    typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
+    kept = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=False)]
+    return Reduced(typed, kept, after)
+
+
+@_reduce_buffer.defjvp
+def _reduce_buffer_jvp(call: tuple[Reduction, Job], primals: Any, tangents: Any) -> Any:
+    _, job = call
+    reduced = _reduce_buffer(call, *primals)
+    leaves = list(tangents[1])
+    exact = job.axes.mean(leaves) if job.divisor != 1 else job.axes.sum(leaves)
+    none = jax.tree.map(_no_tangent, (reduced.residuals, reduced.states))
+    return reduced, Reduced(list(exact), *none)
+
+
+def _no_tangent(x: jax.Array) -> Any:
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _check_units(name: str, plan: Plan, leaves: Sequence[Any], units: Units) -> None:
+    if len(units) != len(leaves):
+        raise ValueError(
+            f"{name}: {len(units)} units for {len(leaves)} leaves; pass one entry per leaf, None "
+            "for a leaf without units."
+        )
+    for known, leaf, unit in zip(plan.leaves, leaves, units, strict=True):
+        if unit is None:
+            continue
+        shapes = [tuple(x.shape) for x in unit]
+        types = {jnp.result_type(x) for x in unit}
+        fits = all(len(s) == 2 and s[0] == 2 for s in shapes) and types == {jnp.dtype(jnp.float32)}
+        if not fits or shapes[0][1] * shapes[1][1] != leaf.size:
+            raise ValueError(
+                f"{name}: the units of leaf {known.path!r} have shapes {shapes} and dtypes "
+                f"{sorted(map(str, types))}; a leaf of {leaf.size} values needs float32[2, R] and "
+                "float32[2, C] with R * C values."
+            )
+
+
+def _calls(
+    buffer: Sequence[int], leaves: Sequence[Any], compressors: Sequence[Compressor]
+) -> list[tuple[tuple[int, ...], bool]]:
+    """Splits a buffer so that leaves in one call vary over the same mesh axes.
+
+    And so that ranks share the noise of all of them or of none; which of both comes along.
+    """
+    parts: dict[tuple[frozenset[str], bool], list[int]] = {}
+    for i in buffer:
+        kind = _compat.varying_axes(leaves[i]), compressors[i].shares_noise
+        parts.setdefault(kind, []).append(i)
+    return [(tuple(part), shared) for (_, shared), part in parts.items()]
+
+
+def _seeds(
+    compressors: Collection[Compressor], key: Any, axes: Axes, count: int
+) -> Mapping[bool, tuple[Any, ...]]:
+    """`count` seeds by whether ranks share their noise. Zeros where none needs a key.
+
+    Those that do not round independently: their errors then average out.
+    """
+    if not any(c.needs_key for c in compressors):
+        return dict.fromkeys((False, True), (np.zeros(2, np.uint32),) * count)
+    keys = {}
+    if any(not c.shares_noise for c in compressors):
+        keys[False] = jax.random.fold_in(key, axes.index())
+    if any(c.shares_noise for c in compressors):
+        keys[True] = key
+    return {
+        shared: tuple(seed(jax.random.fold_in(k, phase)) for phase in range(count))
+        for shared, k in keys.items()
+    }

@@ -1,0 +1,90 @@
+"""What an exchange is: how bytes travel between the ranks of a collective."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from cgx_jax.axes import Axes
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.wire import Layout
+
+
+class Exchange(abc.ABC):
+    """A way for payloads to travel: static, hashable, equal by value; it knows no compressor.
+
+    What an exchange can do is in `can`, the names of its methods: "scatter" and "gather" move rows
+    of bytes, "sum" is XLA's own sum of numbers, and the calls that encode, send, reduce and decode
+    in one are "all_reduce", "reduce_scatter" and "all_gather". `name` heads error messages: that of
+    the call that the user wrote.
+    """
+
+    shorthand: ClassVar[str]
+    can: ClassVar[frozenset[str]]
+
+    @abc.abstractmethod
+    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+        """Why no program can use it here, over `axes` where any are named, with the remedy."""
+
+    @abc.abstractmethod
+    def here(self) -> bool:
+        """Whether this process's devices are of the kind that it is for; loads nothing."""
+
+    def usable(self, axes: Sequence[Any] = ()) -> bool:
+        """Whether `exchange="auto"` may take it over `axes`; loads nothing."""
+        return self.here() and self.missing(axes) is None
+
+    def require(self, name: str, axes: Sequence[Any]) -> None:
+        """Makes it ready for calls over `axes`; raises ValueError where it does not work."""
+        problem = self.missing(axes)
+        if problem is not None:
+            raise ValueError(f"{name}: exchange={self.shorthand!r} does not work here: {problem}.")
+
+    def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
+        """u8[world, n], row r for rank r -> u8[world, n], row r from rank r."""
+        raise NotImplementedError
+
+    def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
+        """u8[n] of every rank -> u8[world, n], the same on all, and typed so under check_vma."""
+        raise NotImplementedError
+
+    def all_reduce(
+        self,
+        name: str,
+        seeds: Sequence[Any],
+        leaves: Sequence[jax.Array],
+        layout: Layout,
+        axes: Axes,
+        divisor: float,
+        *,
+        residual: bool,
+        units: Units,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Leaves to their sum over the ranks, divided, and residuals where asked.
+
+        `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a slot of `layout`;
+        `units` as in `primitives.encode`. The bytes are those of `scatter` and `gather` around the
+        kernels.
+        """
+        raise NotImplementedError
+
+    def reduce_scatter(
+        self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
+    ) -> jax.Array:
+        """Rows, f32, bf16 or f16 and one for each rank, to the sum of this rank's.
+
+        `words` are uint32[world, 2]; `layout` is that of one row.
+        """
+        raise NotImplementedError
+
+    def all_gather(
+        self, name: str, words: Any, x: jax.Array, layout: Layout, axes: Axes
+    ) -> jax.Array:
+        """Every rank's `x`, f32, bf16 or f16, decoded: [world, ...].
+
+        `words` is uint32[2]; `layout` is that of `x` for one rank.
+        """
+        raise NotImplementedError

@@ -1,0 +1,51 @@
+"""A plan as a table for people."""
+
+from __future__ import annotations
+
+from cgx_jax.axes import Axes
+from cgx_jax.core import Options, Way, ways
+from cgx_jax.exchanges import Auto
+from cgx_jax.plan import Plan
+
+_HEAD = ("leaf", "shape", "compressor", "bits", "bytes", "method")
+
+
+def plan_table(plan: Plan, world: int | None = None) -> str:
+    """A table: leaf, shape, compressor, bits a value and payload bytes.
+
+    With `world` ranks given, also the method that `exchange="auto"` takes for each leaf there,
+    by the active profile or without one by size; what goes by "psum" is sent uncompressed.
+    Raises ValueError when the profile was measured at another world size.
+    """
+    way_of: dict[int, Way | None] = {}
+    if world is not None:
+        options = Options("plan_table", Axes((), None, world), Auto())
+        way_of = {i: way for buffer, way in ways(options, plan).items() for i in buffer}
+    rows = [_HEAD]
+    total = 0
+    for i, (leaf, compressor) in enumerate(zip(plan.leaves, plan.compressors, strict=True)):
+        way = way_of.get(i)
+        exact = world is not None and way is None
+        bits = 8 * leaf.nbytes if exact else compressor.wire_bits(leaf.shape, leaf.dtype)
+        nbytes = -(-bits // 8)
+        total += nbytes
+        per_value = f"{bits / leaf.size:.2f}" if leaf.size else "-"
+        shape = f"{leaf.dtype}{list(leaf.shape)}"
+        method = "psum" if way is None else way.exchange.shorthand
+        rows.append((leaf.path or ".", shape, str(compressor), per_value, f"{nbytes:,}", method))
+    columns = range(len(_HEAD) - (world is None))
+    widths = [max(len(r[c]) for r in rows) for c in columns]
+    lines = [
+        "  ".join(
+            v.ljust(w) if c < 3 else v.rjust(w)
+            for c, (v, w) in enumerate(zip(r, widths, strict=False))
+        ).rstrip()
+        for r in rows
+    ]
+    raw = sum(leaf.nbytes for leaf in plan.leaves)
+    lines.insert(1, "-" * max(map(len, lines)))
+    lines.append(
+        f"{len(plan.leaves)} leaves in {len(plan.buffers)} fusion buffers and "
+        f"{len(plan.exact)} exact: {total:,} of {raw:,} bytes ({raw / max(total, 1):.2f}x less)"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""What a reduction is: how the ranks' codes become a sum."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor, PayloadCompressor
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.exchanges import Exchange
+from cgx_jax.kernels.primitives import Units
+
+Seeds = Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One fusion buffer to reduce: static and hashable.
+
+    `name` is the call that the user wrote. Sums over `axes` are divided by `divisor`.
+    """
+
+    name: str
+    leaves: tuple[CodedLeaf, ...]
+    axes: Axes
+    exchange: Exchange
+    divisor: int
+    residual: bool
+
+
+class Reduced(NamedTuple):
+    """The sums, alike on all ranks; where asked what this rank's part of them lost; new states.
+
+    The ranks' sum minus `sums` times the divisor is the sum of the ranks' `residuals`, up to the
+    rounding of the leaves' dtypes.
+    """
+
+    sums: list[jax.Array]
+    residuals: list[jax.Array]
+    states: list[Any]
+
+
+class Reduction(abc.ABC):
+    """An order of steps: static, hashable, equal by value; it knows no transport and no tree.
+
+    It asks the exchange for the capabilities in `needs`, and encodes a value `encodings` times. A
+    compressor lists the reductions that are right for it by their `shorthand`.
+    """
+
+    shorthand: ClassVar[str]
+    needs: ClassVar[frozenset[str]]
+    encodings: ClassVar[int] = 1
+
+    def unfit(self, compressor: Compressor) -> str | None:
+        """Why this reduction is wrong for a compressor, or None."""
+        if self.shorthand in compressor.reductions:
+            return None
+        return f"it allows {', '.join(compressor.reductions)}"
+
+    def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
+        """Whether the exchange has a call that does the whole reduction of these leaves."""
+        return False
+
+    def across_links(
+        self, leaves: tuple[CodedLeaf, ...], world: int
+    ) -> tuple[tuple[CodedLeaf, ...], int]:
+        """What of these leaves is sent over the slowest links, and between how many ranks."""
+        return leaves, world
+
+    @abc.abstractmethod
+    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        """Exact bytes that a rank sends in a reduction of these leaves over `world` ranks."""
+
+    @abc.abstractmethod
+    def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
+        """Largest possible error of one leaf's sum, from all ranks' values f32[world, ...]."""
+
+    @abc.abstractmethod
+    def run(
+        self,
+        job: Job,
+        seeds: Seeds,
+        leaves: Sequence[jax.Array],
+        units: Units,
+        states: Sequence[Any],
+    ) -> Reduced:
+        """Reduces a buffer; `seeds` are uint32[2], one for each time that a value is encoded.
+
+        `units` has one entry per leaf, as in `primitives`, or none at all; `states` one per leaf,
+        () for a compressor without.
+        """
+
+
+class Rows(NamedTuple):
+    """Sums on their way: `rows`, u8[k, n], are the same on all ranks of the job."""
+
+    rows: jax.Array
+    residuals: list[jax.Array]
+    states: list[Any]
+
+
+class PayloadReduction(Reduction):
+    """A reduction of payloads, which ends in rows of bytes that every rank decodes alike."""
+
+    def run(
+        self,
+        job: Job,
+        seeds: Seeds,
+        leaves: Sequence[jax.Array],
+        units: Units,
+        states: Sequence[Any],
+    ) -> Reduced:
+        rows, residuals, after = self.rows(job, seeds, leaves, units, states)
+        return Reduced(self.sums(job, rows, leaves, units), residuals, after)
+
+    @abc.abstractmethod
+    def rows(
+        self,
+        job: Job,
+        seeds: Seeds,
+        leaves: Sequence[jax.Array],
+        units: Units,
+        states: Sequence[Any],
+    ) -> Rows:
+        """All that comes before the last decoding."""
+
+    @abc.abstractmethod
+    def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        """Bytes of `rows` of these leaves over `world` ranks."""
+
+    @abc.abstractmethod
+    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+        """The sums, with the shapes and dtypes of `like`."""
+
+
+def sum_of_bounds(compressor: PayloadCompressor, x: jax.Array) -> jax.Array:
+    """What the decoded values of all ranks together may be off."""
+    return sum((compressor.error_bound(row) for row in x), start=jnp.zeros(x.shape[1:]))

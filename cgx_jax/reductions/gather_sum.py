@@ -1,0 +1,52 @@
+"""Every rank's whole payload to everybody, decoded and added up in rank order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.reductions.base import Job, PayloadReduction, Rows, Seeds, sum_of_bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherSum(PayloadReduction):
+    """One phase: a value is encoded once and there is one latency; for codes of whole leaves.
+
+    A rank sends world - 1 payloads and decodes as many as there are ranks, its own among them, so
+    that all add up the same numbers. Right for sparse codes, for codes with state, and for small
+    buffers. Source: GRACE (Xu et al., ICDCS 2021).
+    """
+
+    shorthand: ClassVar[str] = "gather_sum"
+    needs: ClassVar[frozenset[str]] = frozenset({"gather"})
+
+    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        return (world - 1) * whole_code(leaves).row_bytes
+
+    def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        return world * whole_code(leaves).row_bytes
+
+    def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
+        return sum_of_bounds(compressor, x) / divisor
+
+    def rows(
+        self,
+        job: Job,
+        seeds: Seeds,
+        leaves: Sequence[jax.Array],
+        units: Units,
+        states: Sequence[Any],
+    ) -> Rows:
+        payload, residuals, after = whole_code(job.leaves).encode(
+            seeds[0], leaves, states, residual=job.residual, units=units
+        )
+        return Rows(job.exchange.gather(job.name, payload, job.axes), residuals, after)
+
+    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+        return whole_code(job.leaves).sum(rows, like, job.divisor, units=units)

@@ -1,0 +1,206 @@
+"""A reduction over two levels of a mesh: exact inside a node, compressed across."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax import _compat
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import PayloadCompressor
+from cgx_jax.compressors.buffers import row_code
+from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
+from cgx_jax.exchanges import xla
+from cgx_jax.kernels import outside
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Reduction, Seeds
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """Which ranks are near each other: by the names of inner axes, or as groups of one flat axis.
+
+    `inner` names the axes of the call inside a node; the others lead across. Or `groups` holds the
+    indices of each node's ranks, all of one size. With `compressor` the sums inside are compressed
+    as well. Raises ValueError unless exactly one of `inner` and `groups` is given.
+    """
+
+    inner: str | tuple[str, ...] | None = None
+    groups: Sequence[Sequence[int]] | None = None
+    compressor: PayloadCompressor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.inner is None) == (self.groups is None):
+            raise ValueError(
+                f"Levels: inner={self.inner!r} and groups={self.groups!r}; give one of them, the "
+                "axes inside a node or the indices of each node's ranks."
+            )
+        c = self.compressor
+        if c is not None and "scatter_gather" not in c.reductions:
+            raise ValueError(
+                f"Levels: compressor={c} cannot be cut into a share for each rank of a node; use "
+                "Quantize or Cast inside, or none."
+            )
+        if self.inner is not None:
+            names = (self.inner,) if isinstance(self.inner, str) else tuple(self.inner)
+            object.__setattr__(self, "inner", names)
+        if self.groups is not None:
+            object.__setattr__(self, "groups", tuple(tuple(map(int, g)) for g in self.groups))
+
+    def split(self, caller: str, axes: Axes) -> tuple[Axes, Axes]:
+        """The ranks of `axes` inside a node, and those across; raises ValueError for a misfit."""
+        if axes.groups is not None:
+            raise ValueError(f"{caller}: levels= and axis_index_groups= do not go together.")
+        if self.groups is not None:
+            inner = Axes.resolve(f"{caller}, Levels", axes.names, self.groups)
+            assert inner.groups is not None
+            across = tuple(zip(*inner.groups, strict=True))
+            return inner, Axes(axes.names, across, len(inner.groups))
+        assert self.inner is not None
+        missing = [n for n in self.inner if n not in axes.names]
+        outer = tuple(n for n in axes.names if n not in self.inner)
+        if missing or not outer:
+            raise ValueError(
+                f"{caller}: Levels(inner={self.inner}) must name some of the call's axes "
+                f"{axes.names}, and leave one that leads across."
+            )
+        return Axes.resolve(caller, self.inner, None), Axes.resolve(caller, outer, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leveled(Reduction):
+    """`across` of this rank's share of the exact sum inside a node.
+
+    Every rank of a node reduces another share across, so a node sends no more than one rank would
+    in a flat reduction. Encoded sums then travel inside: all ranks decode the same bytes.
+    """
+
+    across: Reduction
+    inner: Axes
+    outer: Axes
+    compressor: PayloadCompressor | None
+
+    shorthand: ClassVar[str] = "levels"
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return self.across.needs
+
+    @property
+    def encodings(self) -> int:  # type: ignore[override]
+        return self.across.encodings + (self.compressor is not None)
+
+    def unfit(self, compressor: Any) -> str | None:
+        return self.across.unfit(compressor)
+
+    def _shares(self, leaves: tuple[CodedLeaf, ...]) -> tuple[CodedLeaf, ...]:
+        f32 = np.dtype(np.float32)
+        return tuple(x._replace(shape=(-(-x.size // self.inner.world),), dtype=f32) for x in leaves)
+
+    def across_links(
+        self, leaves: tuple[CodedLeaf, ...], world: int
+    ) -> tuple[tuple[CodedLeaf, ...], int]:
+        if not isinstance(self.across, PayloadReduction):
+            return leaves, world
+        return self._shares(leaves), self.outer.world
+
+    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        return sum(self.bytes_by_level(leaves))
+
+    def bytes_by_level(self, leaves: tuple[CodedLeaf, ...]) -> tuple[int, int]:
+        """Bytes that a rank sends inside its node, and to other nodes."""
+        if not isinstance(self.across, PayloadReduction):
+            return 0, self.across.bytes_sent(leaves, self.inner.world * self.outer.world)
+        shares = self._shares(leaves)
+        between = self.across.bytes_sent(shares, self.outer.world)
+        if self.compressor is None:
+            down = 4 * sum(x.size for x in shares)
+        else:
+            down = sum(self.compressor.payload_bytes(x.size) for x in shares)
+        rows = self.across.rows_bytes(shares, self.outer.world)
+        return (self.inner.world - 1) * (down + rows), between
+
+    def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
+        nodes = x.reshape(self.outer.world, self.inner.world, *x.shape[1:])
+        bound = self.across.error_bound(compressor, nodes.sum(1), divisor)
+        if self.compressor is None:
+            return bound
+        inside = sum((self.compressor.error_bound(row) for row in x), start=jnp.zeros(x.shape[1:]))
+        return bound + 3 * inside / divisor
+
+    def run(
+        self,
+        job: Job,
+        seeds: Seeds,
+        leaves: Sequence[jax.Array],
+        units: Units,
+        states: Sequence[Any],
+    ) -> Reduced:
+        across = self.across
+        if not isinstance(across, PayloadReduction):
+            return across.run(job, seeds, leaves, units, states)  # its arrays are small
+        world = self.inner.world
+        values = [outside.multiply(x, unit_of(units, i), outside.IN) for i, x in enumerate(leaves)]
+        runs = [_runs(x, world) for x in values]
+        own, lost = self._inside(job, seeds, runs)
+        shares = self._shares(job.leaves)
+        outer = dataclasses.replace(job, leaves=shares, axes=self.outer)
+        rows, residuals, after = across.rows(outer, seeds, own, (), states)
+        every = xla.gather(rows.reshape(-1), self.inner).reshape(world, *rows.shape)
+        sums = jax.vmap(lambda r: across.sums(outer, r, own, ()))(every)
+        out = [
+            outside.decoded(_leaf(y, x), unit_of(units, i), x.dtype)
+            for i, (y, x) in enumerate(zip(sums, leaves, strict=True))
+        ]
+        kept = []
+        for i, (e, x) in enumerate(zip(residuals, leaves, strict=False)):
+            whole = lost[i].at[self.inner.rank()].set(e)
+            kept.append(outside.multiply(_leaf(whole, x), unit_of(units, i), outside.OUT))
+        if job.axes.checked() and self.inner.groups is not None:
+            out = [_compat.same_over(y, job.axes.names) for y in out]
+        return Reduced(out, [e.astype(x.dtype) for e, x in zip(kept, leaves, strict=False)], after)
+
+    def _inside(
+        self, job: Job, seeds: Seeds, runs: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """This rank's share of the node's sums; what the others' shares lost on the way to them."""
+        sizes = [x.shape[1] for x in runs]
+        inner = self.inner
+        if self.compressor is None:
+            rows = jnp.concatenate(runs, axis=1)
+            total = lax.psum_scatter(rows, inner.names, axis_index_groups=inner.groups)
+            own = jnp.split(total, np.cumsum(sizes)[:-1].tolist())
+            return own, [jnp.zeros_like(x) for x in runs]
+        own, lost = [], []
+        codes = [row_code(self.compressor, n) for n in sizes]
+        sent = []
+        for leaf, code, x in zip(job.leaves, codes, runs, strict=True):
+            key = leaf_key(leaf._replace(compressor=self.compressor), seeds[self.across.encodings])
+            key = None if key is None else jax.random.fold_in(key, inner.index())
+            sent.append(code.encode(key, x))
+        counts = [p.shape[1] for p in sent]
+        received = xla.scatter(jnp.concatenate(sent, axis=1), inner)
+        parts = jnp.split(received, np.cumsum(counts)[:-1].tolist(), axis=1)
+        mine = (jnp.arange(inner.world) == inner.rank())[:, None]
+        for code, x, payload, part in zip(codes, runs, sent, parts, strict=True):
+            exact = jnp.take(x, inner.rank(), axis=0)
+            own.append(code.accumulate(inner.rank(), part, exact, 1))
+            lost.append(jnp.where(mine, 0, x - code.decode(payload, x.shape[1:], jnp.float32)))
+        return own, lost
+
+
+def _runs(x: jax.Array, world: int) -> jax.Array:
+    """f32[world, share]: a leaf cut into a share for each rank of a node, the last one padded."""
+    flat = jnp.ravel(x).astype(jnp.float32)
+    share = -(-flat.size // world)
+    return jnp.pad(flat, (0, share * world - flat.size)).reshape(world, share)
+
+
+def _leaf(runs: jax.Array, like: jax.Array) -> jax.Array:
+    return runs.reshape(-1)[: like.size].reshape(like.shape)

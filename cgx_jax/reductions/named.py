@@ -1,0 +1,62 @@
+"""Reductions by their names, and the one that a compressor takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.reductions.base import Reduction
+from cgx_jax.reductions.gather_sum import GatherSum
+from cgx_jax.reductions.scatter_gather import ScatterGather
+from cgx_jax.reductions.sum_rounds import SumRounds
+
+REDUCTIONS: tuple[Reduction, ...] = (ScatterGather(), GatherSum(), SumRounds())
+
+
+def named(caller: str, reduction: Reduction | str | None) -> Reduction | None:
+    """The reduction that a name stands for; None for each compressor's own first.
+
+    Raises ValueError or TypeError for what is none.
+    """
+    if reduction is None or isinstance(reduction, Reduction):
+        return reduction
+    known = {r.shorthand: r for r in REDUCTIONS}
+    if not isinstance(reduction, str):
+        raise TypeError(
+            f"{caller}: reduction={reduction!r} is no reduction; pass one of {list(known)} or an "
+            "instance such as cgx_jax.reductions.GatherSum()."
+        )
+    if reduction not in known:
+        raise ValueError(f"{caller}: reduction={reduction!r} is unknown; use one of {list(known)}.")
+    return known[reduction]
+
+
+def reduction_of(
+    caller: str, wanted: Reduction | None, leaves: Sequence[tuple[str, CodedLeaf]]
+) -> Reduction:
+    """What reduces these leaves, given with their paths: the one that is wanted, or their first.
+
+    Raises ValueError for a compressor that it is wrong for, or that has state where it is cut.
+    """
+    known = {r.shorthand: r for r in REDUCTIONS}
+    for path, leaf in leaves:
+        c = leaf.compressor
+        where = f" of leaf {path!r}" if path else ""
+        unknown = [name for name in c.reductions if name not in known]
+        if wanted is None and c.reductions[0] in unknown:
+            raise ValueError(
+                f"{caller}: {c}{where} allows the reductions {list(c.reductions)}, and the first "
+                f"is none of {list(known)}; pass reduction= with an instance of it."
+            )
+        taken = known[c.reductions[0]] if wanted is None else wanted
+        if (problem := taken.unfit(c)) is not None:
+            raise ValueError(
+                f"{caller}: {taken.shorthand!r} is no reduction for {c}{where}: {problem}."
+            )
+        if taken.shorthand == ScatterGather.shorthand and c.has_state(leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"{caller}: {c}{where} has state, which belongs to whole leaves, and "
+                '"scatter_gather" cuts them into chunks; a compressor with state allows '
+                '"gather_sum" or "sum_rounds" first.'
+            )
+    return known[leaves[0][1].compressor.reductions[0]] if wanted is None else wanted

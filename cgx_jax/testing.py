@@ -1,0 +1,250 @@
+"""Checks that any compressor, reduction or exchange must pass, yours as well.
+
+Call them from a test, on simulated devices for instance:
+`jax.config.update("jax_num_cpu_devices", 8)`. Each raises AssertionError with what is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor, PayloadCompressor, Quantize
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.core import Options, reduce_leaves
+from cgx_jax.exchanges import Exchange, Xla, xla
+from cgx_jax.plan import Plan
+from cgx_jax.policies.rules import Rules
+from cgx_jax.reductions import Job, Reduction, ScatterGather, named
+from cgx_jax.reductions.named import reduction_of
+from cgx_jax.wire import Layout
+
+SHAPES = ((16, 33), (1, 5), (130, 70))
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def check_compressor(compressor: Compressor, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
+    """The protocol: a value, exact sizes, the stated bound, states of one shape.
+
+    Values are a normal gradient's, and zeros, in every dtype that is supported.
+    """
+    assert hash(compressor) == hash(dataclasses.replace(compressor)), "equal ones hash alike"  # type: ignore[type-var]
+    assert compressor == dataclasses.replace(compressor), "copies are equal"  # type: ignore[type-var]
+    assert compressor.lossless or compressor.reductions, "it allows a reduction"
+    kinds = [dtype for dtype in DTYPES if compressor.supports(jnp.dtype(dtype))]
+    assert kinds, "it supports a float dtype"
+    for shape in shapes:
+        bits = compressor.wire_bits(shape)
+        assert bits == int(bits) > 0, f"wire_bits({shape}) is {bits}, must be a whole number"
+        for dtype in kinds:
+            for scale in (1.0, 0.0):
+                x = jnp.asarray(scale * _normal(0, shape), dtype)
+                if isinstance(compressor, PayloadCompressor):
+                    _check_payload(compressor, x)
+
+
+def _check_payload(compressor: PayloadCompressor, x: jax.Array) -> None:
+    state = compressor.init(x.shape, x.dtype)
+    key = jax.random.key(3) if compressor.needs_key else None
+    payload, after = compressor.encode(x, state, key=key)
+    where = f"{compressor} of {x.dtype}{list(x.shape)}"
+    expected = compressor.payload_bytes(x.shape, x.dtype)
+    assert payload.dtype == jnp.uint8, f"{where}: the payload is {payload.dtype}, not uint8"
+    assert payload.shape == (expected,), f"{where}: {payload.shape} is not [payload_bytes]"
+    again = jax.jit(lambda v: compressor.encode(v, state, key=key)[0])(x)
+    assert (again == payload).all(), f"{where}: encode is not a function of values, state and key"
+    shapes = [(y.shape, y.dtype) for y in jax.tree.leaves((state, after))]
+    half = len(shapes) // 2
+    assert shapes[:half] == shapes[half:], f"{where}: encode's state is not like that of init"
+    back = compressor.decode(payload, x.shape, x.dtype)
+    assert (back.shape, back.dtype) == (x.shape, x.dtype), f"{where}: decode gives {back.aval}"
+    lost = np.abs(np.asarray(back, np.float64) - np.asarray(x, np.float64))
+    bound = np.asarray(compressor.error_bound(x), np.float64)
+    assert bound.shape == x.shape, f"{where}: error_bound has shape {bound.shape}"
+    assert (lost <= bound).all(), f"{where}: an error of {(lost - bound).max():.3g} over its bound"
+
+
+def check_reduction(
+    compressor: Compressor,
+    reduction: Reduction | str | None = None,
+    *,
+    exchange: Exchange | str = "xla",
+    worlds: Sequence[int] = (2, 3, 8),
+    shape: tuple[int, ...] = (16, 33),
+) -> None:
+    """A reduction of a compressor's codes: the same bits on all ranks, the bound, the account.
+
+    Over each of `worlds` that there are devices for, sums and means, in fp32: every rank's result
+    is the same to the bit, within `Reduction.error_bound` of the exact sum; what the ranks lost
+    adds up to the difference; new states are like the old; the derivative is that of `lax.psum`.
+    """
+    for world in (w for w in worlds if w <= jax.device_count()):
+        for mean in (False, True):
+            _check_reduction(compressor, reduction, exchange, world, shape, mean)
+
+
+def _check_reduction(
+    compressor: Compressor,
+    reduction: Any,
+    exchange: Any,
+    world: int,
+    shape: tuple[int, ...],
+    mean: bool,
+) -> None:
+    mesh = Mesh(np.array(jax.devices()[:world]), ("ranks",))
+    one = jax.ShapeDtypeStruct(shape, jnp.float32)
+    plan = Plan.build([one, one], Rules((), compressor, exact=()))
+    key = jax.random.key(5) if compressor.needs_key else None
+    x = [jnp.stack([_normal(100 * n + r, shape) for r in range(world)]) for n in range(2)]
+    states = [compressor.init(shape, one.dtype)] * 2
+
+    def run(leaves: Sequence[Any]) -> Any:
+        options = Options.resolve(
+            "check_reduction", "ranks", exchange=exchange, reduction=reduction, mean=mean
+        )
+        return reduce_leaves(options, leaves, plan, key, residual=True, states=states)
+
+    def of_rank(leaves: Sequence[Any]) -> Any:
+        own = [v[0] for v in leaves]
+        made = run(own)
+        gradient = jax.grad(lambda v: sum(map(jnp.vdot, run(v).values, own)))(own)
+        return jax.tree.map(lambda v: v[None], (made.values, made.residuals, made.states, gradient))
+
+    spec = P("ranks")
+    f = jax.shard_map(of_rank, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
+    sums, lost, after, gradient = jax.jit(f)(x)
+    where = f"{compressor} over {world} ranks"
+    wanted = named("check_reduction", reduction)
+    taken = reduction_of("check_reduction", wanted, [("", plan.coded((0,))[0])])
+    for n in range(2):
+        got = np.asarray(sums[n])
+        assert all(row.tobytes() == got[0].tobytes() for row in got), f"{where}: ranks differ"
+        exact = np.asarray(x[n], np.float64).sum(0) / (world if mean else 1)
+        bound = np.asarray(taken.error_bound(compressor, x[n], world if mean else 1), np.float64)
+        off = np.abs(got[0] - exact) - bound - 1e-5
+        assert (off <= 0).all(), f"{where}: an error of {off.max():.3g} over its bound"
+        account = exact - got[0] - np.asarray(lost[n], np.float64).sum(0) / (world if mean else 1)
+        assert np.abs(account).max() < 1e-4, f"{where}: what is lost does not add up"
+        likes = [(y.shape, y.dtype) for y in jax.tree.leaves(states[n])]
+        assert likes == [(y.shape[1:], y.dtype) for y in jax.tree.leaves(after[n])], where
+        want = np.asarray(x[n]).sum(0) / (world if mean else 1)
+        tangent = np.abs(np.asarray(gradient[n]) - want).max()
+        assert tangent < 1e-4, f"{where}: the derivative is not lax.psum's, but {tangent:.3g} off"
+
+
+def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
+    """An exchange over `axis` of `mesh`, by all processes: every capability that `can` names.
+
+    Rows arrive where they belong, of 0, 1, 13 and 100,000 bytes; calls in one piece give the bytes
+    of kernels around XLA's collectives. Results are compared on this process's devices.
+    """
+    world = mesh.shape[axis]
+    for size in (0, 1, 13, 100_000):
+        rows = np.random.default_rng(size).integers(0, 256, (world, world, size), np.uint8)
+        if "scatter" in exchange.can:
+            _same(mesh, axis, exchange, Exchange.scatter, rows, rows.swapaxes(0, 1))
+        if "gather" in exchange.can:
+            every = np.broadcast_to(rows[:, 0], (world, world, size))
+            _same(mesh, axis, exchange, Exchange.gather, rows[:, 0], every)
+    code = Quantize(4)
+    x = np.stack([_normal(r, (world, 3000)) for r in range(world)])
+    slot = code.slot(x[0].size)
+    if "all_reduce" in exchange.can:
+        layout = Layout((slot,), world)
+        seeds = (np.zeros(2, np.uint32),) * 2
+
+        def fused(own: Any, axes: Axes) -> Any:
+            sums, _ = exchange.all_reduce(
+                "check_exchange", seeds, [own], layout, axes, 1, residual=False, units=()
+            )
+            return sums[0]
+
+        def composed(own: Any, axes: Axes) -> Any:
+            leaves = (CodedLeaf(code, own.shape, np.dtype(np.float32), 0),)
+            job = Job("check", leaves, axes, Xla(), 1, residual=False)
+            return ScatterGather().run(job, seeds, [own], (), [()]).sums[0]
+
+        _alike(mesh, axis, exchange, x, fused, composed)
+    row = Layout((code.slot(x[0, 0].size),), 1)
+    words = np.zeros((world, 2), np.uint32)
+    if "reduce_scatter" in exchange.can:
+        _alike(
+            mesh,
+            axis,
+            exchange,
+            x,
+            lambda own, axes: exchange.reduce_scatter("check", words, own, row, axes),
+            lambda own, axes: code.row_kernels(own[0].size).accumulate(
+                axes.rank(),
+                xla.scatter(jax.vmap(lambda v: code.encode(v)[0])(own), axes),
+                jnp.take(own, axes.rank(), axis=0),
+                1,
+            ),
+        )
+    if "all_gather" in exchange.can:
+        _alike(
+            mesh,
+            axis,
+            exchange,
+            x[:, 0],
+            lambda own, axes: exchange.all_gather("check", words[0], own, row, axes),
+            lambda own, axes: code.row_kernels(own.size).decode(
+                xla.gather(code.encode(own)[0], axes), own.shape, own.dtype
+            ),
+        )
+
+
+def _over(mesh: Mesh, axis: str, exchange: Exchange, x: np.ndarray, f: Callable[..., Any]) -> Any:
+    """f(own, axes) of each rank's row of `x`, compiled and run."""
+
+    def of_rank(v: Any) -> Any:
+        axes = Axes.resolve("check_exchange", axis, None)
+        exchange.require("check_exchange", axes.names)
+        return f(v[0], axes)[None]
+
+    spec = P(axis)
+    run = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return run(jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), x.__getitem__))
+
+
+def _same(
+    mesh: Mesh,
+    axis: str,
+    exchange: Exchange,
+    method: Callable[..., Any],
+    x: np.ndarray,
+    expected: np.ndarray,
+) -> None:
+    call = getattr(exchange, method.__name__)
+    got = _over(mesh, axis, exchange, x, lambda own, axes: call("check_exchange", own, axes))
+    for shard in got.addressable_shards:
+        same = np.array_equal(shard.data, expected[shard.index])
+        assert same, (
+            f"{exchange}.{method.__name__} of {list(x.shape)}: bytes are not where they belong"
+        )
+
+
+def _alike(
+    mesh: Mesh,
+    axis: str,
+    exchange: Exchange,
+    x: np.ndarray,
+    one: Callable[..., Any],
+    other: Callable[..., Any],
+) -> None:
+    got, want = (_over(mesh, axis, exchange, x, f) for f in (one, other))
+    for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
+        same = np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+        assert same, f"{exchange}: a call in one piece gives other bytes than its parts"
+
+
+def _normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)

@@ -1,0 +1,306 @@
+"""The state of `sync_gradients`: what it holds, how it begins, and how it is split over ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cgx_jax import _compat
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor
+from cgx_jax.plan import Plan
+from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.precondition import Moments, SecondMoment
+
+CALLER = "sync_gradients"
+_OTHER_OPTIONS = (
+    "it belongs to other options. Take the state from this transformation's init, or restore one "
+    "that does."
+)
+
+
+class CodeState(NamedTuple):
+    """States of compressors: trees like the parameters, with a state, or (), at each leaf.
+
+    `own` differs between ranks: an array of shape s is [world, *s], one row a rank ([1, *s] inside
+    shard_map and pmap). `shared` is that of compressors with `shares_state`, the same everywhere.
+    """
+
+    own: Any
+    shared: Any
+
+
+class SyncState(NamedTuple):
+    """State of `sync_gradients`: the same on every rank, but for `memory` and `codes.own`.
+
+    `step` is i32[], the number of updates; `memory` () or a tuple of residual trees, in which a
+    leaf of shape s is [world, *s], one row a rank ([1, *s] inside shard_map and pmap);
+    `statistics` () or what an adaptive policy measures; `moments` () or the `Moments` by which
+    gradients are preconditioned, each field a tree like the parameters; `codes` () or the
+    `CodeState` of compressors that have state.
+    """
+
+    step: jax.Array
+    memory: Any
+    statistics: Any
+    moments: Any = ()
+    codes: Any = ()
+
+
+def state_specs(state: Any, axis_name: Any) -> Any:
+    """PartitionSpecs of an optimizer state that holds a `SyncState`: in_specs of a training step.
+
+    `state` is what `init` returned, or `jax.eval_shape` of it; what belongs to a rank is split over
+    `axis_name`, everything else is replicated.
+    """
+
+    def specs(x: Any) -> Any:
+        replicated: Any = PartitionSpec()
+        if not isinstance(x, SyncState):
+            return replicated
+        made = SyncState(*jax.tree.map(lambda _: replicated, tuple(x)))
+        split = lambda tree: jax.tree.map(lambda _: PartitionSpec(axis_name), tree)  # noqa: E731
+        codes = made.codes
+        if isinstance(x.codes, CodeState):
+            codes = CodeState(split(x.codes.own), made.codes.shared)
+        return made._replace(memory=split(x.memory), codes=codes)
+
+    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, SyncState))
+
+
+def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
+    """NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings and restoring.
+
+    `state` as in `state_specs`; it may hold more than the optimizer's state, such as parameters,
+    which are replicated. Raises ValueError for an axis that is not in the mesh, and for memories
+    of another number of ranks than it has there.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    require_axes("state_shardings", names, mesh)
+    world = math.prod(mesh.shape[n] for n in names)
+
+    def check(path: Any, spec: PartitionSpec, x: Any) -> NamedSharding:
+        if len(spec) and x.shape[0] != world:
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"state_shardings: {where} remembers for {x.shape[0]} ranks, and axis "
+                f"{axis_name!r} of this mesh has {world}; a memory belongs to a rank. Pass a mesh "
+                f"of {x.shape[0]}, or the state of an init on this one."
+            )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(check, state_specs(state, axis_name), state)
+
+
+def require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
+    """Raises ValueError for an axis that is not in the mesh."""
+    missing = [n for n in names if n not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"{caller}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
+        )
+
+
+def by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
+    """What a tuple of trees holds for each of `count` leaves."""
+    parts = [jax.tree.leaves(tree) for tree in trees]
+    return [tuple(part[i] for part in parts) for i in range(count)]
+
+
+def by_tree(leaves: list[tuple[Any, ...]], treedef: Any) -> tuple[Any, ...]:
+    """The tuple of trees back from what it holds for each leaf."""
+    return tuple(jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
+
+
+def moments_by_leaf(moments: Moments) -> list[Moments]:
+    """The moments of each leaf, from those whose fields are trees."""
+    return [Moments(*leaf) for leaf in zip(*map(jax.tree.leaves, moments), strict=True)]
+
+
+def moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
+    """Moments whose fields are trees, from those of each leaf."""
+    if not moments:
+        return Moments(*[jax.tree.unflatten(treedef, [])] * len(Moments._fields))
+    return Moments(*(jax.tree.unflatten(treedef, field) for field in zip(*moments, strict=True)))
+
+
+def init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh | None) -> Any:
+    """The memories before the first step: a row for each rank."""
+    if memory is None:
+        return ()
+    leaves, treedef = jax.tree.flatten(params)
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    make = lambda: by_tree([memory.init(x) for x in like], treedef)  # noqa: E731
+    return _rows(make, axis_name, mesh)
+
+
+def init_codes(plan: Plan | None, treedef: Any, axis_name: Any, mesh: Mesh | None) -> Any:
+    """The compressors' states before the first step; () where none has any."""
+    if plan is None or not any(stateful(plan)):
+        return ()
+
+    def states(shared: bool) -> Any:
+        made = [
+            c.init(x.shape, x.dtype) if kept and c.shares_state == shared else ()
+            for c, x, kept in zip(plan.compressors, plan.leaves, stateful(plan), strict=True)
+        ]
+        return jax.tree.unflatten(treedef, made)
+
+    return CodeState(_rows(lambda: states(False), axis_name, mesh), states(True))
+
+
+def stateful(plan: Plan) -> list[bool]:
+    """Which leaves have a compressor with state."""
+    pairs = zip(plan.compressors, plan.leaves, strict=True)
+    return [not c.lossless and c.has_state(x.shape, x.dtype) for c, x in pairs]
+
+
+def codes_by_leaf(codes: Any, plan: Plan, treedef: Any) -> list[Any]:
+    """The state of each leaf's compressor on this rank, () for one without."""
+    if codes == ():
+        return [()] * len(plan.leaves)
+    own = treedef.flatten_up_to(codes.own)
+    shared = treedef.flatten_up_to(codes.shared)
+    return [
+        s if c.shares_state else jax.tree.map(lambda x: x[0], o)
+        for c, o, s in zip(plan.compressors, own, shared, strict=True)
+    ]
+
+
+def codes_after(
+    old: Any, states: list[Any], plan: Plan, treedef: Any, axes: Axes, finite: Any
+) -> Any:
+    """The state after a step: `states`, or the old ones where a mean is not `finite`."""
+    if old == ():
+        return ()
+    before = codes_by_leaf(old, plan, treedef)
+    keep = functools.partial(jax.tree.map, lambda new, was: jnp.where(finite, new, was))
+    kept = [keep(new, was) for new, was in zip(states, before, strict=True)]
+    own, shared = [], []
+    for compressor, leaf, state in zip(plan.compressors, plan.leaves, kept, strict=True):
+        if compressor.shares_state:
+            _check_shared(compressor, leaf.path, state, axes)
+        split = jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), state)
+        own.append(() if compressor.shares_state else split)
+        shared.append(state if compressor.shares_state else ())
+    return CodeState(jax.tree.unflatten(treedef, own), jax.tree.unflatten(treedef, shared))
+
+
+def _check_shared(compressor: Compressor, path: str, state: Any, axes: Axes) -> None:
+    for x in jax.tree.leaves(state):
+        varying = _compat.varying_axes(x) & frozenset(axes.names)
+        if varying:
+            raise ValueError(
+                f"{CALLER}: {compressor} of leaf {path!r} says that ranks share its state "
+                f"(shares_state), and its state differs over axis {min(varying)!r}; make it from "
+                "sums over the ranks alone, or leave shares_state False."
+            )
+
+
+def check_state(
+    state: SyncState,
+    memory: Memory | None,
+    precondition: SecondMoment | None,
+    plan: Plan,
+    treedef: Any,
+) -> None:
+    """Raises ValueError for the state of a transformation with other options."""
+    if not plan.leaves:
+        return
+    like = jax.ShapeDtypeStruct(plan.leaves[0].shape, plan.leaves[0].dtype)
+    kept = len(jax.eval_shape(memory.init, like)) if memory is not None else 0
+    if len(state.memory) != kept:
+        raise ValueError(
+            f"{CALLER}: the state holds {len(state.memory)} arrays per leaf where {memory} keeps "
+            f"{kept}; {_OTHER_OPTIONS}"
+        )
+    _check_codes(state.codes, plan, treedef)
+    own = state.codes.own if isinstance(state.codes, CodeState) else ()
+    rows = {x.shape[0] for x in jax.tree.leaves((state.memory, own))} - {1}
+    if rows:
+        raise ValueError(
+            f"{CALLER}: the memory has {rows.pop()} rows here, and a rank has one. Inside "
+            "shard_map, split the state: in_specs=cgx_jax.state_specs(state, axis_name). Under "
+            "pmap, let each rank make its own: state = jax.pmap(tx.init, axis_name=...)(params), "
+            "with parameters that are replicated already."
+        )
+    if precondition is None and state.moments != ():
+        raise ValueError(
+            f"{CALLER}: the state holds moments, and precondition is None; {_OTHER_OPTIONS}"
+        )
+    if precondition is None:
+        return
+    if not isinstance(state.moments, Moments):
+        raise ValueError(
+            f"{CALLER}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
+        )
+    expected = jax.eval_shape(precondition.init, like).values.shape
+    found = jax.tree.leaves(state.moments.values)[0].shape
+    if found != expected:
+        raise ValueError(
+            f"{CALLER}: the state's moments have values of shape {list(found)} where "
+            f"{precondition} keeps {list(expected)}; {_OTHER_OPTIONS}"
+        )
+
+
+def _check_codes(codes: Any, plan: Plan, treedef: Any) -> None:
+    kept = stateful(plan)
+    if not any(kept) and codes == ():
+        return
+    first = next((i for i, one in enumerate(kept) if one), 0)
+    whose = f"{plan.compressors[first]} of leaf {plan.leaves[first].path!r}"
+    if not isinstance(codes, CodeState):
+        raise ValueError(f"{CALLER}: the state holds nothing for {whose}; {_OTHER_OPTIONS}")
+    for compressor, leaf, here, state in zip(
+        plan.compressors, plan.leaves, kept, codes_by_leaf(codes, plan, treedef), strict=True
+    ):
+        make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
+        wanted: Any = jax.eval_shape(make) if here else ()
+        shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(wanted)]
+        found = [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+        if shapes != found:
+            raise ValueError(
+                f"{CALLER}: the state of {compressor} of leaf {leaf.path!r} is {found} here, and "
+                f"its init makes {shapes}; {_OTHER_OPTIONS}"
+            )
+
+
+def _rows(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None) -> Any:
+    """`make()` with a leading row for each rank, which holds its own."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    bound = _bound(names)
+    checked = bound and Axes.resolve(CALLER, names, None).checked()
+    if not bound and mesh is None:
+        raise ValueError(
+            f"{CALLER}: init cannot know how many ranks axis {axis_name!r} has, and each has a "
+            "memory of its own; pass mesh= to sync_gradients, or call init inside shard_map "
+            "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
+        )
+
+    def row() -> Any:
+        vary = frozenset(names) if checked else frozenset()
+        return jax.tree.map(lambda x: _compat.vary_over(x[None], vary), make())
+
+    if bound:
+        return row()
+    assert mesh is not None
+    require_axes(CALLER, names, mesh)
+    # The types of explicit axes hold here too, which a sharding constraint would not take.
+    specs = PartitionSpec(axis_name)
+    return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+
+
+def _bound(names: Sequence[Any]) -> bool:
+    try:
+        for n in names:
+            lax.axis_size(n)
+    except (NameError, KeyError):
+        return False
+    return True

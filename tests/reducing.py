@@ -1,0 +1,16 @@
+"""The core's call with what tests ask of it."""
+
+import jax
+
+from cgx_jax.core import Options, reduce_leaves
+from cgx_jax.plan import resolve
+
+
+def pmean_with_residual(name, tree, axis, plan, *, units=None, key=None, residual=True, **options):
+    """The mean of a tree over the ranks, and a list of what this rank's part of it lost."""
+    given = Options.resolve(name, axis, mean=True, **options)
+    leaves, treedef = jax.tree.flatten(tree)
+    made = reduce_leaves(
+        given, leaves, resolve(name, tree, plan), key, residual=residual, units=units
+    )
+    return jax.tree.unflatten(treedef, made.values), made.residuals

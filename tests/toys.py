@@ -1,0 +1,157 @@
+"""A compressor of each kind, as small as one can be: what "add a compressor" in CONTRIBUTING asks.
+
+`Steps` can be cut into chunks, `Vote` too, with equal weights; `Largest` is sparse and whole,
+`Difference` whole with a state of each rank; `RankOne` is summed in two rounds with shared state.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax.compressors import PayloadCompressor, Summed, SummedCompressor
+
+
+def size_of(shape):
+    return shape if isinstance(shape, int) else math.prod(shape)
+
+
+def as_bytes(x):
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(-1)
+
+
+def from_bytes(payload, dtype, width):
+    return lax.bitcast_convert_type(payload.reshape(-1, width), dtype)
+
+
+class Floats:
+    """What the toys have in common."""
+
+    unbiased = False
+
+    def supports(self, dtype):
+        return dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps(Floats, PayloadCompressor):
+    """Whole numbers of steps, int16: any run of values is encoded by itself."""
+
+    step: float = 1 / 256
+
+    def wire_bits(self, shape, dtype=jnp.float32):
+        return 16 * size_of(shape)
+
+    def error_bound(self, x):
+        fits = jnp.abs(x) <= 32767 * self.step
+        near = jnp.abs(x.astype(jnp.float32)) * float(jnp.finfo(jnp.result_type(x)).eps)
+        return jnp.where(fits, self.step / 2 + near, jnp.inf).astype(jnp.float32)
+
+    def encode(self, x, state=(), *, key=None):
+        steps = jnp.round(jnp.ravel(x).astype(jnp.float32) / self.step)
+        return as_bytes(jnp.clip(steps, -32767, 32767).astype(jnp.int16)), state
+
+    def decode(self, payload, shape, dtype):
+        steps = from_bytes(payload, jnp.int16, 2).astype(jnp.float32)
+        return (steps * self.step).reshape(shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vote(Floats, PayloadCompressor):
+    """The sign alone, one byte a value: the sum's sign is the majority's, so all weigh the same."""
+
+    reductions = ("scatter_gather",)
+    owner_exact = False
+    feedback_scale = None  # it may lose more than it is given
+
+    def wire_bits(self, shape, dtype=jnp.float32):
+        return 8 * size_of(shape)
+
+    def error_bound(self, x):
+        return jnp.abs(x).astype(jnp.float32) + 1
+
+    def encode(self, x, state=(), *, key=None):
+        return lax.bitcast_convert_type(jnp.sign(jnp.ravel(x)).astype(jnp.int8), jnp.uint8), state
+
+    def decode(self, payload, shape, dtype):
+        return lax.bitcast_convert_type(payload, jnp.int8).astype(dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest(Floats, PayloadCompressor):
+    """The `share` of values that are largest in magnitude, each with its index."""
+
+    share: float = 0.25
+
+    reductions = ("gather_sum",)
+
+    def _count(self, shape):
+        return max(1, math.ceil(self.share * size_of(shape)))
+
+    def wire_bits(self, shape, dtype=jnp.float32):
+        return 64 * self._count(shape)
+
+    def error_bound(self, x):
+        return jnp.abs(x).astype(jnp.float32)
+
+    def encode(self, x, state=(), *, key=None):
+        flat = jnp.ravel(x).astype(jnp.float32)
+        _, at = lax.top_k(jnp.abs(flat), self._count(x.shape))
+        return jnp.concatenate([as_bytes(at.astype(jnp.int32)), as_bytes(flat[at])]), state
+
+    def decode(self, payload, shape, dtype):
+        at, kept = jnp.split(payload, 2)
+        flat = jnp.zeros(size_of(shape), jnp.float32)
+        flat = flat.at[from_bytes(at, jnp.int32, 4)].set(
+            from_bytes(kept, jnp.float32, 4), mode="drop"
+        )
+        return flat.reshape(shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference(Steps):
+    """Steps of the change since the last step, which every rank remembers of its own gradient.
+
+    A toy: it sends changes and the ranks add them up as if they were gradients.
+    """
+
+    reductions = ("gather_sum",)
+
+    def init(self, shape, dtype):
+        return (jnp.zeros(shape, jnp.float32),)
+
+    def encode(self, x, state=(), *, key=None):
+        (before,) = state
+        now = x.astype(jnp.float32)
+        return super().encode(now - before)[0], (now,)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankOne(Floats, SummedCompressor):
+    """PowerSGD of rank 1: two rounds of sums, and the last right factor, which all ranks share."""
+
+    shares_state = True
+
+    def _sides(self, shape):
+        return shape[0], size_of(shape) // shape[0]
+
+    def init(self, shape, dtype):
+        _, columns = self._sides(shape)
+        return jnp.asarray(np.random.default_rng(0).normal(size=columns), jnp.float32)
+
+    def wire_bits(self, shape, dtype=jnp.float32):
+        return 32 * sum(self._sides(shape))
+
+    def error_bound(self, x):
+        flat = x.astype(jnp.float32)
+        return jnp.full(x.shape, 1.001 * jnp.linalg.norm(flat.ravel()), jnp.float32)
+
+    def rounds(self, x, state, *, key, world):
+        matrix = x.reshape(self._sides(x.shape))
+        (left,) = yield [matrix @ state]
+        left = left / jnp.maximum(jnp.linalg.norm(left), 1e-20)
+        (right,) = yield [matrix.T @ left]
+        own = jnp.outer(left, matrix.T @ left)
+        return Summed(jnp.outer(left, right).reshape(x.shape), own.reshape(x.shape), right)
