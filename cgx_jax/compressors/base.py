@@ -46,6 +46,48 @@ class Compressor(abc.ABC):
         """Whether ranks take their noise from one source, each another part, instead of apart."""
         return False
 
+    @property
+    def width(self) -> int:
+        """Whole bits per value, 1 or more: how solvers, logs and metrics name this compressor.
+
+        By default those of the payload of fp32[1024, 1024], rounded. A subclass whose values have
+        codes of one size states that size, without metadata.
+        """
+        return max(1, round(self.wire_bits((1024, 1024)) / 2**20))
+
+    @property
+    def block_size(self) -> int | None:
+        """How many consecutive values are coded together; None where that is the whole leaf."""
+        return None
+
+    @property
+    def codec_work(self) -> frozenset[str]:
+        """What encoding costs beyond plain rounding: fields of `exchanges.profile.Codec`."""
+        return frozenset({"noise"}) if self.needs_key else frozenset()
+
+    @classmethod
+    def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
+        """What each of `candidates`, all of this class, loses of `rows`: fp32[rows, candidates].
+
+        A row of fp32[rows, ...] is whole blocks or a whole leaf. The sum of squared errors is over
+        its first `filled` values; the others are copies of the last. By default every row is
+        encoded and decoded, with a constant key of its own where one is needed: one draw per row
+        stands for the expectation. A subclass may compute all candidates together.
+        """
+
+        def lost(compressor: Any, row: jax.Array, key: jax.Array) -> jax.Array:
+            state = compressor.init(row.shape, row.dtype)
+            payload, _ = compressor.encode(row, state, key=key if compressor.needs_key else None)
+            return jnp.ravel(compressor.decode(payload, row.shape, row.dtype) - row)
+
+        keys = jax.random.split(jax.random.key(0), len(rows))
+        here = jnp.arange(rows[0].size) < jnp.asarray(filled)[:, None]
+        columns = []
+        for c in candidates:
+            error = jax.vmap(lambda row, key, c=c: lost(c, row, key))(rows, keys)
+            columns.append(jnp.where(here, jnp.square(error), 0).sum(axis=1))
+        return jnp.stack(columns, axis=1)
+
     @abc.abstractmethod
     def supports(self, dtype: Any) -> bool:
         """Whether values of `dtype` can be encoded; others are reduced exactly."""

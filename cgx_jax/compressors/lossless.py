@@ -45,6 +45,10 @@ class Identity(Compressor):
     def unbiased(self) -> bool:
         return True
 
+    @property
+    def block_size(self) -> int:
+        return 1
+
     def supports(self, dtype: Any) -> bool:
         return True
 
@@ -92,6 +96,10 @@ class Cast(Compressor):
     @property
     def unbiased(self) -> bool:
         return False
+
+    @property
+    def block_size(self) -> int:
+        return 1
 
     def supports(self, dtype: Any) -> bool:
         return any(dtype == t for t in (jnp.float32, jnp.bfloat16, jnp.float16))

@@ -15,6 +15,7 @@ import numpy as np
 from cgx_jax.compressors.base import Compressor
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE, one_block
+from cgx_jax.kernels.squared_error import quantized_errors
 from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -89,6 +90,23 @@ class Quantize(Compressor):
     @property
     def shares_noise(self) -> bool:
         return self.rounding == "correlated"
+
+    @property
+    def width(self) -> int:
+        return self.bits
+
+    @property
+    def block_size(self) -> int:
+        return self.bucket_size
+
+    @property
+    def codec_work(self) -> frozenset[str]:
+        return super().codec_work | ({"rotation"} if self.rotation else set())
+
+    @classmethod
+    def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
+        codes = [(c.bits, c.bucket_size, c.unbiased, c.rotation) for c in candidates]
+        return quantized_errors(codes, rows, filled)
 
     @property
     def feedback_scale(self) -> float | None:

@@ -400,7 +400,7 @@ def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> Non
         )
     choices = [(s.compressor, s.size) for s in plan.slots]
     if isinstance(policy, Adaptive):
-        choices += [(c, c.bucket_size) for c in policy.sampler.candidates]
+        choices += [(c, c.block_size or 0) for c in policy.sampler.candidates]
     if not any(_known_error(*choice) for choice in choices):
         found = sorted({str(s.compressor) for s in plan.slots})
         raise ValueError(
