@@ -33,6 +33,7 @@ import measure
 from cgx_jax import Adaptive, Plan
 from cgx_jax.policies import statistics
 from cgx_jax.policies.decide import Subject
+from cgx_jax.policies.rules import Leaf
 from cgx_jax.policies.statistics import Statistics
 
 WORLD = 4
@@ -151,8 +152,8 @@ class Trainer:
         """
         slots = [s for s in self._plan(params).slots if not s.compressor.lossless]
         candidates = self.policy.sampler.candidates
-        four = next(c for c in candidates if c.bits == 4)
-        subject = Subject(tuple(s.path for s in slots), tuple(s.size for s in slots), candidates)
+        four = next(c for c in candidates if c.width == 4)
+        subject = Subject(tuple(Leaf(s.path, s.shape, s.dtype) for s in slots), candidates)
         leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Statistics))
         measured = next(x for x in leaves if isinstance(x, Statistics))
         averages = statistics.mean(jax.device_get(measured))
