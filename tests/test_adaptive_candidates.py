@@ -62,8 +62,9 @@ def trained(policy, steps=9):
 
 
 def chosen(policy, like=LIKE):
-    plan = cgx_jax.Plan.build(like, policy)
-    return {s.path: s.compressor for s in plan.slots if s.path != "bias"}
+    """What each adaptive leaf takes, by its path."""
+    cgx_jax.Plan.build(like, policy)
+    return dict(zip(policy._subject.paths, policy.progress.current, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,23 @@ def mixed(tmp_path_factory):
     return training, got, log
 
 
+# Width, block size, codec work.
+STATED = {
+    Quantize(4, 64): (4, 64, set()),
+    Quantize(3, rotation=True): (3, 512, {"rotation"}),
+    Quantize(8, rounding="correlated", rotation=True): (8, 512, {"noise", "rotation"}),
+    Cast(jnp.bfloat16): (16, 1, set()),
+    Cast(jnp.float8_e5m2): (8, 1, set()),
+    Identity(): (32, 1, set()),
+    Mean(): (1, None, set()),
+}
+
+
+@pytest.mark.parametrize("c", STATED, ids=str)
+def test_every_compressor_states_what_solvers_and_statistics_need(c):
+    assert (c.width, c.block_size, c.codec_work) == STATED[c]
+
+
 # --- in a training.
 
 
@@ -84,7 +102,7 @@ def test_each_leaf_takes_the_kind_that_suits_it(mixed):
     assert [r.outcome for r in policy.history] == ["changed"]
     assert policy.history[0].bits == (4, 16, 4)  # big, small, table
     assert chosen(policy) == EXPECTED
-    assert {s.path: s.compressor for s in policy.plan.slots if s.path != "bias"} == EXPECTED
+    assert policy.plan == cgx_jax.Plan.build(LIKE, policy)
     metrics = policy.metrics()
     for path, compressor in EXPECTED.items():
         assert metrics[f"cgx/bits/{path}"] == compressor.width
@@ -126,22 +144,17 @@ def test_a_leaf_may_become_exact():
 # --- which leaves adapt.
 
 
-def adaptive_leaves(policy, like=LIKE):
-    cgx_jax.Plan.build(like, policy)
-    return set(policy._subject.paths)
-
-
 def test_leaves_that_base_compresses_adapt_whatever_with():
     base = Rules([Rule(Identity(), path="big"), Rule(WIDE, path="small")], Quantize(4, 64))
-    assert adaptive_leaves(Adaptive(base=base, candidates=MIXED)) == {"small", "table"}
+    assert set(chosen(Adaptive(base=base, candidates=MIXED))) == {"small", "table"}
 
 
 def test_a_leaf_whose_dtype_some_candidate_does_not_take_stays_as_it_is():
     like = LIKE | {"table": jnp.zeros((64, 64), jnp.bfloat16)}
-    assert adaptive_leaves(Adaptive(base=START, candidates=MIXED), like) == set(EXPECTED)
+    assert set(chosen(Adaptive(base=START, candidates=MIXED), like)) == set(EXPECTED)
     policy = Adaptive(base=START, candidates=(Mean(), *MIXED))
-    assert adaptive_leaves(policy, like) == {"big", "small"}
-    assert chosen(policy, like) == dict.fromkeys(EXPECTED, Quantize(4, 64))
+    assert chosen(policy, like) == dict.fromkeys(("big", "small"), Quantize(4, 64))
+    assert set(cgx_jax.Plan.build(like, policy).exact) == {0}  # table is coded, the bias is not
 
 
 def test_a_start_that_is_no_candidate_counts_as_the_nearest_in_bytes():
@@ -226,6 +239,16 @@ def test_a_checkpoint_of_a_compressor_that_is_not_at_hand_is_refused_with_its_na
     Training(other)
     with pytest.raises(ValueError, match=r'the saved policy has the compressor .*"Remembering"'):
         other.load_state_dict(saved)
+
+
+def test_a_checkpoint_of_other_adaptive_leaves_is_refused(mixed):
+    saved = mixed[0].policy.state_dict()
+    fewer = adaptive(base=Rules([Rule(Identity(), path="big")], PLAIN), candidates=MIXED)
+    fewer.load_state_dict(saved)
+    with pytest.raises(
+        ValueError, match="saved policy has 3 adaptive leaves, and this one 2; pass"
+    ):
+        Training(fewer)
 
 
 def test_a_checkpoint_of_another_format_is_refused(mixed):

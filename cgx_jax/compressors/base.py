@@ -47,6 +47,20 @@ class Compressor(abc.ABC):
         return False
 
     @property
+    def block_size(self) -> int | None:
+        """How many values share one code; None where a leaf is coded as a whole."""
+        return None
+
+    @property
+    def codec_work(self) -> frozenset[str]:
+        """What encoding takes time for beyond plain rounding: "noise", "rotation"."""
+        return frozenset({"noise"} if self.needs_key else ())
+
+    @abc.abstractmethod
+    def supports(self, dtype: Any) -> bool:
+        """Whether values of `dtype` can be encoded; others are reduced exactly."""
+
+    @property
     def width(self) -> int:
         """Whole bits per value, 1 or more: how solvers, logs and metrics name this compressor.
 
@@ -54,16 +68,6 @@ class Compressor(abc.ABC):
         codes of one size states that size, without metadata.
         """
         return max(1, round(self.wire_bits((1024, 1024)) / 2**20))
-
-    @property
-    def block_size(self) -> int | None:
-        """How many consecutive values are coded together; None where that is the whole leaf."""
-        return None
-
-    @property
-    def codec_work(self) -> frozenset[str]:
-        """What encoding costs beyond plain rounding: fields of `exchanges.profile.Codec`."""
-        return frozenset({"noise"}) if self.needs_key else frozenset()
 
     @classmethod
     def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
@@ -87,10 +91,6 @@ class Compressor(abc.ABC):
             error = jax.vmap(lambda row, key, c=c: lost(c, row, key))(rows, keys)
             columns.append(jnp.where(here, jnp.square(error), 0).sum(axis=1))
         return jnp.stack(columns, axis=1)
-
-    @abc.abstractmethod
-    def supports(self, dtype: Any) -> bool:
-        """Whether values of `dtype` can be encoded; others are reduced exactly."""
 
     @abc.abstractmethod
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:

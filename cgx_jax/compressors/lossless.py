@@ -42,12 +42,12 @@ class Identity(Compressor):
     lossless = True
 
     @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
     def block_size(self) -> int:
         return 1
+
+    @property
+    def unbiased(self) -> bool:
+        return True
 
     def supports(self, dtype: Any) -> bool:
         return True
@@ -94,12 +94,12 @@ class Cast(Compressor):
         object.__setattr__(self, "dtype", dtype)
 
     @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
     def block_size(self) -> int:
         return 1
+
+    @property
+    def unbiased(self) -> bool:
+        return False
 
     def supports(self, dtype: Any) -> bool:
         return any(dtype == t for t in (jnp.float32, jnp.bfloat16, jnp.float16))

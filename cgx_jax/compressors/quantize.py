@@ -92,21 +92,12 @@ class Quantize(Compressor):
         return self.rounding == "correlated"
 
     @property
-    def width(self) -> int:
-        return self.bits
-
-    @property
     def block_size(self) -> int:
         return self.bucket_size
 
     @property
     def codec_work(self) -> frozenset[str]:
         return super().codec_work | ({"rotation"} if self.rotation else set())
-
-    @classmethod
-    def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
-        codes = [(c.bits, c.bucket_size, c.unbiased, c.rotation) for c in candidates]
-        return quantized_errors(codes, rows, filled)
 
     @property
     def feedback_scale(self) -> float | None:
@@ -132,6 +123,15 @@ class Quantize(Compressor):
 
     def supports(self, dtype: Any) -> bool:
         return any(dtype == t for t in _DTYPES)
+
+    @property
+    def width(self) -> int:
+        return self.bits
+
+    @classmethod
+    def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
+        codes = [(c.bits, c.bucket_size, c.unbiased, c.rotation) for c in candidates]
+        return quantized_errors(codes, rows, filled)
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         size = shape if isinstance(shape, int) else math.prod(shape)

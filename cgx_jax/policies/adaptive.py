@@ -105,7 +105,7 @@ class Adaptive(Policy):
         known = Known((*candidates, *start))
         progress = Progress(start, [start])
         if self._saved is not None:
-            progress = checkpoint.restore(self._saved, known)
+            progress = checkpoint.restore(self._saved, known, len(given))
         self.progress, self.known, self._saved = progress, known, None
         self._leaves, self._adaptive = leaves, tuple(given)
         self._subject = Subject(tuple(leaves[i] for i in given), candidates)
@@ -256,4 +256,4 @@ class Adaptive(Policy):
             self._saved = state
             return
         check_same(self._leaves, saved_leaves(state), "the saved policy's")
-        self.progress = checkpoint.restore(state, self.known)
+        self.progress = checkpoint.restore(state, self.known, len(self._adaptive))

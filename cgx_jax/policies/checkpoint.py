@@ -108,16 +108,25 @@ def check_format(state: dict[str, Any]) -> None:
         )
 
 
-def restore(state: dict[str, Any], known: Known) -> Progress:
-    """The progress that `save` was given; raises ValueError for a compressor that is not known."""
+def restore(state: dict[str, Any], known: Known, adaptive: int) -> Progress:
+    """The progress that `save` was given, of a policy with so many `adaptive` leaves.
+
+    Raises ValueError for a compressor that is not known, and for another number of leaves.
+    """
     of = "the saved policy"
+    (current,) = unpack(state["current"], known, of)
+    if len(current) != adaptive:
+        raise ValueError(
+            f"Adaptive: {of} has {len(current)} adaptive leaves, and this one {adaptive}; pass the "
+            "candidates and the base of the run that it comes from."
+        )
     pending = None
     if state["pending"] is not None:
         due, measured = state["pending"]
         pending = due, Statistics(*(jnp.asarray(x, jnp.float32) for x in measured))
     nonfinite = state["nonfinite"]
     return Progress(
-        current=unpack(state["current"], known, of)[0],
+        current=current,
         plans=unpack(state["plans"], known, of),
         step=state["step"],
         history=[Refresh.from_json(r) for r in state["history"]],
