@@ -16,7 +16,7 @@ import numpy as np
 
 import measure
 from cgx_jax.policies.knapsack import Solution, minimise, total
-from cgx_jax.policies.solvers import Problem
+from cgx_jax.policies.problem import Problem
 from cgx_jax.wire import leaf_bytes
 
 BITS = np.arange(1, 9)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from adaptive_training import LIKE, SCALE, WIDTHS, WORLD, Training, adaptive, gradients, mesh
 from cgx_jax import Adaptive, ErrorFeedback, Identity, LeastBytes, LeastError, Quantize, Rule, Rules
-from cgx_jax.leaves import leaves_of
+from cgx_jax.leaves import Leaf, leaves_of
 from cgx_jax.policies.decide import Decision, Subject, decide
 
 
@@ -254,7 +254,8 @@ def test_a_step_compiled_by_something_else_is_refused():
     inner = training.policy.jit(jax.jit(training.sharded()))
     state = training.state
     while training.policy.metrics()["cgx/refresh"] == "warmup":
-        if training.policy._pending and training.policy._step >= training.policy._pending[0]:
+        progress = training.policy.progress
+        if progress.pending and progress.step >= progress.pending[0]:
             break
         _, state = inner(gradients(0), state)
     with pytest.raises(ValueError, match="it is jitted already"):
@@ -303,7 +304,8 @@ def test_calls_that_keep_no_statistics_refuse_it():
 
 # --- decisions, without a training around them.
 
-SUBJECT = Subject(("a", "b"), (4096, 4096), WIDTHS)
+LEAVES = tuple(Leaf(path, (4096,), np.dtype(np.float32)) for path in "ab")
+SUBJECT = Subject(LEAVES, WIDTHS)
 
 
 def averages(a, b):
@@ -330,17 +332,17 @@ def test_a_decision_is_a_pure_function_of_what_it_is_given():
     wide = decision(start, averages(100, 1))
     assert wide.outcome == "changed"
     assert wide == decision(start, averages(100, 1))
-    assert decision(wide.widths, averages(100, 1), (start, wide.widths)).outcome == "kept"
+    assert decision(wide.compressors, averages(100, 1), (start, wide.compressors)).outcome == "kept"
 
 
 def test_at_the_bound_only_a_known_plan_that_errs_no_more_is_taken():
     start = (WIDTHS[2], WIDTHS[2])
-    wanted = decision(start, averages(1000, 1)).widths
+    wanted = decision(start, averages(1000, 1)).compressors
     assert decision(start, averages(1000, 1), (start,), max_plans=1) == Decision("bounded", start)
     finer = tuple(dataclasses.replace(w, bits=w.bits + 1) for w in wanted)
     coarse = (WIDTHS[0], WIDTHS[0])
     got = decision(start, averages(1000, 1), (start, coarse, finer), max_plans=3)
-    assert got.widths in (start, finer)
+    assert got.compressors in (start, finer)
     assert decision(coarse, averages(1000, 1), (coarse, finer), max_plans=2) == Decision(
         "changed", finer
     )

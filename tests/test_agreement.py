@@ -54,10 +54,10 @@ def train(solver, steps, damage=False):
     for t in range(steps):
         grads = {k: place(v * every[rank]) for k, v in SCALE.items()}
         _, state = step(grads, state)
-        if damage and rank == 1 and policy._pending:
-            due, measured = policy._pending
+        if damage and rank == 1 and policy.progress.pending:
+            due, measured = policy.progress.pending
             wrong = jnp.asarray(2 * np.asarray(measured.square.addressable_data(0)))
-            policy._pending = due, measured._replace(square=wrong)
+            policy.progress.pending = due, measured._replace(square=wrong)
     return policy
 
 policy = train(None, 8)

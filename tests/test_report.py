@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from adaptive_training import WIDTHS, Training
-from cgx_jax import Adaptive, Quantize
+from cgx_jax import Adaptive
 from cgx_jax.commands import report_choices, run_file
 from test_cli import PNG_SIGNATURE, run
 
@@ -25,7 +25,7 @@ def log(tmp_path_factory):
 
 def test_a_log_holds_the_leaves_every_look_and_the_recorded_numbers(log):
     one = run_file.Run.read(log)
-    assert one.subject.paths == ("big", "small", "table")
+    assert one.menu.paths == ("big", "small", "table")
     assert [r.outcome for r, _ in one.refreshes] == ["changed", "kept", "kept"]
     assert [p.step for p in one.plans] == [0, one.refreshes[0][0].step]
     assert [p.bits for p in one.plans] == [(4, 4, 4), one.refreshes[0][0].bits]
@@ -77,7 +77,7 @@ def test_a_run_without_statistics_is_said_to_have_none(tmp_path):
     [
         ("", "is empty: the run has not taken its first step"),
         ("step,loss\n", "line 1 of .* is not of a run's log"),
-        ('{"kind": "run", "schema": 99}', "schema 99, this version reads 1"),
+        ('{"kind": "run", "schema": 99}', "schema 99, this version reads 2"),
         ('{"loss": 1}', "line 1 of .* is not of a run's log"),
     ],
 )
@@ -96,4 +96,9 @@ def test_a_missing_file_ends_with_its_name():
 
 def test_a_log_says_the_widths_it_chose_from(log):
     first = json.loads(log.read_text().splitlines()[0])
-    assert [Quantize(**c) for c in first["candidates"]] == list(WIDTHS)
+    named = [f"Quantize(bits={w.bits}, bucket_size={w.bucket_size})" for w in WIDTHS]
+    assert [c["name"] for c in first["candidates"]] == named
+    assert [c["bits"] for c in first["candidates"]] == [w.bits for w in WIDTHS]
+    sizes = first["sizes"]
+    nbytes = [[w.payload_bytes(n) for n in sizes] for w in WIDTHS]
+    assert [c["nbytes"] for c in first["candidates"]] == nbytes

@@ -9,6 +9,7 @@ import pytest
 from adaptive_training import WIDTHS, Training
 from cgx_jax import Adaptive, SyncState
 from cgx_jax.commands import run_file
+from cgx_jax.policies.menu import Menu
 from cgx_jax.policies.run_log import RunLog
 
 FULL = pathlib.Path("/dev/full")
@@ -58,8 +59,7 @@ class HalfWritten:
 def test_half_an_entry_is_taken_back_and_later_ones_are_written(tmp_path, monkeypatch):
     path = tmp_path / "log"
     log = RunLog(path)
-    run = {"schema": 1, "paths": [], "sizes": [], "candidates": [{"bits": 4}]}
-    log.write("run", **run)
+    log.run(Menu.of((), WIDTHS))
     before, opened = path.read_bytes(), pathlib.Path.open
     with monkeypatch.context() as full:
         full.setattr(pathlib.Path, "open", lambda *a, **k: HalfWritten(opened(*a, **k)))

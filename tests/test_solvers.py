@@ -12,12 +12,15 @@ import pytest
 
 from cgx_jax import Profile, Quantize
 from cgx_jax.exchanges.profile import Codec, Row
+from cgx_jax.leaves import Leaf
 from cgx_jax.policies import bayesian, knapsack, least_time, solvers
+from cgx_jax.policies import problem as problems
 from cgx_jax.policies.bayesian import Bayesian
 from cgx_jax.policies.decide import Subject
 from cgx_jax.policies.knapsack import minimise, total
 from cgx_jax.policies.least_time import LeastTime
-from cgx_jax.policies.solvers import KMeans, LeastBytes, LeastError, Linear, Problem
+from cgx_jax.policies.problem import Problem
+from cgx_jax.policies.solvers import KMeans, LeastBytes, LeastError, Linear
 
 MB = 1_000_000
 BITS = tuple(range(1, 9))
@@ -238,7 +241,7 @@ def test_candidates_that_rotate_or_round_at_random_are_priced():
 def test_adaptive_hands_the_kinds_of_its_candidates_to_the_solver():
     candidates = (Quantize(2), Quantize(4, rotation=True), Quantize(8, rounding="stochastic"))
     averages = {"square": np.ones(1), "error": np.ones((1, 3))}
-    p = Subject(("w",), (5000,), candidates).problem(averages)
+    p = Subject((Leaf("w", (5000,), np.dtype(np.float32)),), candidates).problem(averages)
     assert p.rotated.tolist() == [False, True, False]
     assert p.noisy.tolist() == [False, False, True]
 
@@ -406,7 +409,7 @@ def test_the_remedy_that_a_message_names_is_enough(seed):
 
 
 def test_solvers_import_no_jax():
-    for module in (bayesian, knapsack, least_time, solvers):
+    for module in (bayesian, knapsack, least_time, problems, solvers):
         tree = ast.parse(pathlib.Path(module.__file__).read_text())
         for node in ast.walk(tree):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from cgx_jax import Quantize
+from cgx_jax import Cast, Compressor, Identity, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.policies import statistics
 from cgx_jax.policies.statistics import Sampler, Statistics, squared_errors
+from mean_compressor import Mean
 
 WIDTHS = tuple(Quantize(b) for b in range(1, 9))
 
@@ -64,6 +65,46 @@ def test_stochastic_rounding_s_error_is_the_expected_one():
     deviation = np.std(tried) / np.sqrt(len(tried))
     expected = float(squared_errors(jnp.asarray(x[None]), np.array([512]), [c])[0, 0])
     assert abs(np.mean(tried) - expected) < 4 * deviation
+
+
+@pytest.mark.parametrize("c", [Quantize(3, 64), Quantize(4, 64, "stochastic")], ids=str)
+def test_encoding_and_decoding_finds_the_error_that_the_arithmetic_gives(c):
+    rows = jnp.asarray(np.random.default_rng(5).normal(size=(50, 128)), jnp.float32)
+    filled = np.repeat([128, 100], 25)
+    general = Compressor.squared_errors.__func__(Quantize, [c], rows, filled)
+    rtol = 0.05 if c.needs_key else 2e-4  # of one draw
+    got, expected = general.sum(0), Quantize.squared_errors([c], rows, filled).sum(0)
+    np.testing.assert_allclose(got, expected, rtol=rtol)
+
+
+def test_candidates_of_several_kinds_keep_their_order():
+    rng = np.random.default_rng(6)
+    leaves = [rng.normal(size=(2, 4096)), rng.normal(size=(2, 40, 30)), rng.normal(size=(2, 33))]
+    leaves = [x.astype(np.float32) for x in leaves]
+    candidates = (Cast(jnp.float8_e5m2), Quantize(2), Mean(), Quantize(4), Identity())
+    got = measure(Sampler(candidates, runs=100), leaves)["error"]
+    for row, x in zip(got, leaves, strict=True):
+        for c, error in zip(candidates, row, strict=True):
+            true = np.mean([true_error(own, c) for own in x])
+            # The mean is of all values, as a run would not show it.
+            np.testing.assert_allclose(error, true, rtol=1e-4 if c == Mean() else 0.2, atol=1e-10)
+
+
+def test_candidates_that_code_values_one_by_one_are_measured_on_long_runs():
+    x = np.random.default_rng(7).normal(size=(2, 8 * 512)).astype(np.float32)
+    c = Cast(jnp.bfloat16)
+    got = measure(Sampler((c,), runs=8), [x])
+    np.testing.assert_allclose(got["square"][0], np.square(x).sum(1).mean(), rtol=1e-5)
+    true = np.mean([true_error(own, c) for own in x])
+    np.testing.assert_allclose(got["error"][0], [true], rtol=1e-4)
+
+
+def test_a_candidate_that_overflows_counts_as_useless_and_strikes_no_leaf():
+    x = 1e5 * np.random.default_rng(8).normal(size=(2, 4096)).astype(np.float32)
+    got = measure(Sampler((Quantize(4), Cast(jnp.float16)), runs=8), [x])
+    assert got["weight"].tolist() == [1]
+    assert got["error"][0, 0] < 0.1 * got["square"][0]
+    np.testing.assert_allclose(got["error"][0, 1], 1e12 * got["square"][0], rtol=1e-5)
 
 
 def test_averages_are_those_of_the_ranks_leaves():

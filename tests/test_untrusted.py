@@ -109,12 +109,14 @@ def test_whatever_names_this_machine_goes_into_a_profile(name, monkeypatch):
     assert Profile.from_json(profile.to_json()) == profile
 
 
+TWO = {"name": "Quantize(bits=2)", "bits": 2, "work": ["rotation"], "nbytes": [1088, 2176]}
+FOUR = {"name": "Quantize(bits=4)", "bits": 4, "work": [], "nbytes": [2112, 4224]}
 RUN = {
     "kind": "run",
-    "schema": 1,
+    "schema": 2,
     "paths": ["a", "b"],
     "sizes": [4096, 8192],
-    "candidates": [{"bits": 2}, {"bits": 4}],
+    "candidates": [TWO, FOUR],
 }
 REFRESH = {
     "kind": "refresh",
@@ -160,7 +162,7 @@ BAD_ENTRIES = {
     ),
     "an unknown outcome": (REFRESH | {"outcome": "won"}, "outcome='won' is none of"),
     "text for nonfinite leaves": (REFRESH | {"nonfinite": "abc"}, "nonfinite='abc' is not a list"),
-    "40 bits": (REFRESH | {"bits": [40, 4]}, r"bits=40 is not a whole number in \[1, 8\]"),
+    "90 bits": (REFRESH | {"bits": [90, 4]}, r"bits=90 is not a whole number in \[1, 64\]"),
     "bits of one leaf": (PLAN | {"bits": [4]}, "is not a list of 2"),
     "a negative size": (PLAN | {"wire_bytes": -1}, "wire_bytes=-1 is not a whole number"),
     "text as seconds": (PLAN | {"compile_seconds": "1"}, "compile_seconds='1' is not a number"),
@@ -170,7 +172,20 @@ BAD_ENTRIES = {
     "a number as a path": (RUN | {"paths": ["a", 3]}, "a path=3 is not text"),
     "an escape as a path": (RUN | {"paths": ["a", ESCAPE]}, "not printable"),
     "no candidates": (RUN | {"candidates": []}, "which must ascend"),
-    "candidates of 9 bits": (RUN | {"candidates": [{"bits": 9}]}, "bits=9 is outside"),
+    "candidates that descend": (RUN | {"candidates": [FOUR, TWO]}, "which must ascend"),
+    "a candidate of 90 bits": (RUN | {"candidates": [FOUR | {"bits": 90}]}, "bits=90 is not"),
+    "a candidate without a name": (
+        RUN | {"candidates": [FOUR | {"name": 4}]},
+        "name=4 is not text",
+    ),
+    "an escape as a name": (RUN | {"candidates": [FOUR | {"name": ESCAPE}]}, "not printable"),
+    "an unknown kind of work": (RUN | {"candidates": [FOUR | {"work": ["x"]}]}, r"work=.* not of"),
+    "bytes of one leaf": (RUN | {"candidates": [FOUR | {"nbytes": [1]}]}, "is not a list of 2"),
+    "no bytes": (RUN | {"candidates": [FOUR | {"nbytes": [0, 1]}]}, "nbytes=0 is not a whole"),
+    "too many bytes": (
+        RUN | {"candidates": [FOUR | {"nbytes": [1 << 49, 1 << 50]}]},
+        "the sum of nbytes=",
+    ),
     "other leaves": (RUN | {"sizes": [4096, 4096]}, "a log of its own"),
     "text as a curve": (SCALARS | {"loss": "low"}, "loss='low' is not a number"),
     "a fraction as a step": (SCALARS | {"step": 0.5}, "step=0.5 is not a whole number"),

@@ -155,10 +155,8 @@ class Trainer:
         """
         leaves, taken = zip(*self._lossy(params), strict=True)
         candidates = self.policy.sampler.candidates
-        four = next(c for c in candidates if c.bits == 4)
-        subject = Subject(
-            tuple(leaf.path for leaf in leaves), tuple(leaf.size for leaf in leaves), candidates
-        )
+        four = next(c for c in candidates if c.width == 4)
+        subject = Subject(leaves, candidates)
         nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Statistics))
         measured = next(x for x in nodes if isinstance(x, Statistics))
         averages = statistics.mean(jax.device_get(measured))

@@ -31,7 +31,7 @@ def run(paths: Sequence[Path], png: Path | None) -> None:
 def _print(one: Run) -> None:
     outcomes = [r.outcome for r, _ in one.refreshes]
     print(
-        f"{one.name}: {len(one.subject.paths)} adaptive leaves, {len(outcomes)} looks at their "
+        f"{one.name}: {len(one.menu.paths)} adaptive leaves, {len(outcomes)} looks at their "
         f"statistics, {outcomes.count('changed')} changes of plan"
     )
     for plan in one.plans:
@@ -46,12 +46,14 @@ def _print(one: Run) -> None:
         print("  no statistics yet that a solver could work with")
         return
     last = one.refreshes[-1][0]
-    width = max(map(len, one.subject.paths), default=4)
+    width = max(map(len, one.menu.paths), default=4)
     print(f"  {'leaf'.ljust(width)}  values      bits  relative error")
     for path, n, bits, error in zip(
-        one.subject.paths, one.subject.sizes, last.bits, last.relative, strict=True
+        one.menu.paths, one.menu.sizes, last.bits, last.relative, strict=True
     ):
         print(f"  {path.ljust(width)}  {n:<10,}  {bits:>4}  {error:.4f}")
-    print("  choice                bits a value  relative error")
-    for choice in choices(one):
-        print(f"  {choice.name.split('(')[0]:<20}  {choice.bits:>12.3f}  {choice.error:.4f}")
+    compared = choices(one)
+    width = max(20, *(len(choice.name) for choice in compared))
+    print(f"  {'choice'.ljust(width)}  bits a value  relative error")
+    for choice in compared:
+        print(f"  {choice.name.ljust(width)}  {choice.bits:>12.3f}  {choice.error:.4f}")

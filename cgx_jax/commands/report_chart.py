@@ -20,7 +20,7 @@ MOST_LABELS = 40
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Draws the runs into a PNG at `path`; widths and errors are those of the first."""
     names = sorted({name for run in runs for name in run.scalars})
-    leaves = min(MOST_LABELS, len(runs[0].subject.paths))
+    leaves = min(MOST_LABELS, len(runs[0].menu.paths))
     columns = 2 + len(names)
     figure = Figure(figsize=(5.2 * columns, max(4.2, 0.16 * leaves + 2)), layout="constrained")
     axes = figure.subplots(1, columns)
@@ -40,9 +40,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def _draw_widths(figure: Figure, axes: Any, run: Run) -> None:
-    widths = [c.bits for c in run.subject.candidates]
+    widths = [c.bits for c in run.menu.candidates]
     axes.set(title="bits of every leaf", xlabel="step of the look at the statistics")
-    paths = run.subject.paths
+    paths = run.menu.paths
     if len(paths) <= MOST_LABELS:
         axes.set_yticks(range(len(paths)), paths, fontsize=7)
     else:
@@ -75,8 +75,6 @@ def _draw_front(axes: Any, run: Run) -> None:
     others = [c for c in choices(run) if not c.name.startswith("uniform")]
     for choice, color in zip(others, COLORS, strict=False):
         size = 9 if choice.name == "this run" else 6
-        axes.plot(
-            choice.bits, choice.error, "o", ms=size, color=color, label=choice.name.split("(")[0]
-        )
+        axes.plot(choice.bits, choice.error, "o", ms=size, color=color, label=choice.name)
     if line:
         axes.legend(frameon=False, fontsize=8)

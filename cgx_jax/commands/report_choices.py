@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -27,18 +28,28 @@ def choices(run: Run) -> list[Choice]:
     if last is None:
         return []
     refresh, averages = last
-    out = []
-    for i, c in enumerate(run.subject.candidates):
-        out.append(_choice(run, f"uniform {c.bits}", np.full(len(run.subject.sizes), i), averages))
-    widths = [c.bits for c in run.subject.candidates]
-    solvers: list[Solver] = [Linear(widths[0], widths[-1]), KMeans(widths[0], widths[-1])]
-    if 4 in widths:
-        solvers.append(LeastBytes())
-    problem = run.subject.problem(averages)
-    out += [_choice(run, str(s), s.solve(problem), averages) for s in solvers]
+    menu, out = run.menu, []
+    bits = np.array([c.bits for c in menu.candidates])
+    for i, c in enumerate(menu.candidates):
+        name = f"{c.bits}" if (bits == c.bits).sum() == 1 else c.name
+        out.append(_choice(run, f"uniform {name}", np.full(len(menu.sizes), i), averages))
+    problem = menu.problem(averages)
+    for solver in _solvers(bits):
+        out.append(_choice(run, type(solver).__name__, solver.solve(problem), averages))
     total = averages["square"].sum()
-    bits = 8 * refresh.nbytes / sum(run.subject.sizes)
-    return [*out, Choice("this run", bits, float(np.sqrt(refresh.error / total)))]
+    per_value = 8 * refresh.nbytes / sum(menu.sizes)
+    return [*out, Choice("this run", per_value, float(np.sqrt(refresh.error / total)))]
+
+
+def _solvers(bits: np.ndarray) -> list[Solver]:
+    """Those that can choose from candidates of these widths."""
+    narrow, wide = int(bits[0]), int(bits[-1])
+    able: list[Solver] = []
+    for solver in (Linear(narrow, wide), KMeans(narrow, wide), LeastBytes()):
+        with contextlib.suppress(ValueError):
+            solver.check(bits)
+            able.append(solver)
+    return able
 
 
 def front(run: Run) -> list[Choice]:
@@ -46,14 +57,13 @@ def front(run: Run) -> list[Choice]:
     last = run.measured()
     if last is None:
         return []
-    problem = run.subject.problem(last[1])
+    problem = run.menu.problem(last[1])
     per_value = 8 * problem.nbytes.sum(axis=0) / problem.values.sum()
     budgets = np.linspace(per_value.min() + 1e-6, per_value.max(), FRONT_POINTS)
     return [_choice(run, "front", LeastError(float(b)).solve(problem), last[1]) for b in budgets]
 
 
 def _choice(run: Run, name: str, choice: np.ndarray, averages: dict[str, np.ndarray]) -> Choice:
-    widths = tuple(run.subject.candidates[i] for i in choice)
-    nbytes, error = run.subject.cost(widths, averages)
-    bits = 8 * nbytes / sum(run.subject.sizes)
+    nbytes, error = run.menu.cost(choice, averages)
+    bits = 8 * nbytes / sum(run.menu.sizes)
     return Choice(name, bits, float(np.sqrt(error / averages["square"].sum())))

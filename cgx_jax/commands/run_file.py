@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cgx_jax import untrusted
-from cgx_jax.compressors import Quantize
+from cgx_jax.exchanges.profile import Codec
 from cgx_jax.policies import run_log
-from cgx_jax.policies.decide import Refresh, Subject
-from cgx_jax.wire import MAX_BITS
+from cgx_jax.policies.decide import Refresh
+from cgx_jax.policies.menu import Candidate, Menu
 
 MOST_LEAVES = 1_000_000
+MOST_BITS = 64  # of a width
 LARGEST = 1e60  # an average: sums are kept in fp32
 OUTCOMES = ("changed", "kept", "bounded", "unusable")
 
@@ -33,7 +34,7 @@ class Run:
     """A run's log: leaves with their candidates, plans, refreshes with averages, scalars."""
 
     name: str
-    subject: Subject
+    menu: Menu
     refreshes: tuple[tuple[Refresh, dict[str, np.ndarray]], ...]
     plans: tuple[Traced, ...]
     scalars: dict[str, np.ndarray]  # name -> [count, 2]: step, value
@@ -50,10 +51,10 @@ class Run:
                     f"report: line {number} of {path} is not of a run's log ({error}); pass the "
                     "file that was given to cgx_jax.Adaptive(log=...)."
                 ) from None
-        if reader.subject is None:
+        if reader.menu is None:
             raise ValueError(f"report: {path} is empty: the run has not taken its first step.")
         curves = {name: np.array(points, float) for name, points in reader.scalars.items()}
-        return cls(path.stem, reader.subject, tuple(reader.refreshes), tuple(reader.plans), curves)
+        return cls(path.stem, reader.menu, tuple(reader.refreshes), tuple(reader.plans), curves)
 
     def measured(self) -> tuple[Refresh, dict[str, np.ndarray]] | None:
         """The last refresh that a solver could work with."""
@@ -65,7 +66,7 @@ class _Reader:
     """What the entries so far hold."""
 
     def __init__(self) -> None:
-        self.subject: Subject | None = None
+        self.menu: Menu | None = None
         self.refreshes: list[tuple[Refresh, dict[str, np.ndarray]]] = []
         self.plans: list[Traced] = []
         self.scalars: dict[str, list[tuple[int, float]]] = {}
@@ -74,13 +75,13 @@ class _Reader:
         """One more entry; raises ValueError or TypeError for what the log never holds."""
         kind = untrusted.field(entry, "kind")
         if kind == "run":
-            self.subject = _subject(entry, self.subject)
-        elif self.subject is None:
+            self.menu = _menu(entry, self.menu)
+        elif self.menu is None:
             raise ValueError("no entry of kind 'run' comes before it")
         elif kind == "refresh":
-            self.refreshes.append(_refresh(entry, self.subject))
+            self.refreshes.append(_refresh(entry, self.menu))
         elif kind == "plan":
-            self.plans.append(_plan(entry, self.subject))
+            self.plans.append(_plan(entry, self.menu))
         elif kind == "scalars":
             step = _step(entry)
             for name, value in entry.items():
@@ -91,7 +92,7 @@ class _Reader:
             raise ValueError(f"its kind, {untrusted.shown(kind)}, is unknown")
 
 
-def _subject(entry: dict[str, Any], before: Subject | None) -> Subject:
+def _menu(entry: dict[str, Any], before: Menu | None) -> Menu:
     schema = untrusted.field(entry, "schema")
     if schema != run_log.SCHEMA:
         raise ValueError(f"schema {untrusted.shown(schema)}, this version reads {run_log.SCHEMA}")
@@ -100,35 +101,47 @@ def _subject(entry: dict[str, Any], before: Subject | None) -> Subject:
         raise ValueError(f"{len(paths)} leaves are more than {MOST_LEAVES}")
     sizes = untrusted.items(untrusted.field(entry, "sizes"), "sizes", len(paths))
     candidates = untrusted.items(untrusted.field(entry, "candidates"), "candidates")
-    if not all(isinstance(c, dict) for c in candidates):
-        raise ValueError(f"candidates={untrusted.shown(candidates)} are not objects")
-    made = tuple(Quantize(**c) for c in candidates)
-    bits = [c.bits for c in made]
-    if not bits or bits != sorted(set(bits)):
-        raise ValueError(f"candidates have the widths {bits}, which must ascend")
-    for c in made:
-        untrusted.whole(c.bucket_size, "bucket_size", 1, 1 << 20)
-    subject = Subject(
+    menu = Menu(
         tuple(untrusted.text(p, "a path") for p in paths),
-        tuple(untrusted.whole(n, "a size", 1) for n in sizes),
-        made,
+        _counts(sizes, "a size"),
+        tuple(_candidate(c, len(paths)) for c in candidates),
     )
-    untrusted.whole(sum(subject.sizes), "the sum of sizes")
-    if before is not None and subject != before:
+    bits = [c.bits for c in menu.candidates]
+    if not bits or bits != sorted(bits):
+        raise ValueError(f"candidates have the widths {bits}, which must ascend")
+    if before is not None and menu != before:
         raise ValueError("it begins a run of other leaves; give each run a log of its own")
-    return subject
+    return menu
 
 
-def _refresh(entry: dict[str, Any], subject: Subject) -> tuple[Refresh, dict[str, np.ndarray]]:
-    leaves = len(subject.paths)
+def _candidate(entry: Any, leaves: int) -> Candidate:
+    work = untrusted.items(untrusted.field(entry, "work"), "work")
+    if not all(w in Codec._fields for w in work):
+        raise ValueError(f"work={untrusted.shown(work)} is not of {Codec._fields}")
+    return Candidate(
+        untrusted.text(untrusted.field(entry, "name"), "a candidate's name"),
+        untrusted.whole(untrusted.field(entry, "bits"), "bits", 1, MOST_BITS),
+        tuple(work),
+        _counts(untrusted.items(untrusted.field(entry, "nbytes"), "nbytes", leaves), "nbytes"),
+    )
+
+
+def _counts(values: Any, what: str) -> tuple[int, ...]:
+    counts = tuple(untrusted.whole(n, what, 1) for n in values)
+    untrusted.whole(sum(counts), f"the sum of {what}")
+    return counts
+
+
+def _refresh(entry: dict[str, Any], menu: Menu) -> tuple[Refresh, dict[str, np.ndarray]]:
+    leaves = len(menu.paths)
     outcome = untrusted.field(entry, "outcome")
     if outcome not in OUTCOMES:
         raise ValueError(f"outcome={untrusted.shown(outcome)} is none of {OUTCOMES}")
     averages = untrusted.field(entry, "averages")
     rows = untrusted.items(untrusted.field(averages, "error"), "error", leaves)
     error = _numbers(
-        [x for row in rows for x in untrusted.items(row, "error", len(subject.candidates))], "error"
-    ).reshape(leaves, len(subject.candidates))
+        [x for row in rows for x in untrusted.items(row, "error", len(menu.candidates))], "error"
+    ).reshape(leaves, len(menu.candidates))
     square = _numbers(
         untrusted.items(untrusted.field(averages, "square"), "square", leaves), "square"
     )
@@ -159,10 +172,10 @@ def _refresh(entry: dict[str, Any], subject: Subject) -> tuple[Refresh, dict[str
     return refresh, {"error": error, "square": square}
 
 
-def _plan(entry: dict[str, Any], subject: Subject) -> Traced:
+def _plan(entry: dict[str, Any], menu: Menu) -> Traced:
     return Traced(
         _step(entry),
-        _bits(entry, len(subject.paths)),
+        _bits(entry, len(menu.paths)),
         untrusted.whole(untrusted.field(entry, "wire_bytes"), "wire_bytes"),
         untrusted.number(untrusted.field(entry, "compile_seconds"), "compile_seconds"),
     )
@@ -174,7 +187,7 @@ def _step(entry: dict[str, Any]) -> int:
 
 def _bits(entry: dict[str, Any], leaves: int) -> tuple[int, ...]:
     bits = untrusted.items(untrusted.field(entry, "bits"), "bits", leaves)
-    return tuple(untrusted.whole(b, "bits", 1, MAX_BITS) for b in bits)
+    return tuple(untrusted.whole(b, "bits", 1, MOST_BITS) for b in bits)
 
 
 def _numbers(values: Any, what: str) -> np.ndarray:

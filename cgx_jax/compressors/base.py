@@ -65,6 +65,41 @@ class Compressor(abc.ABC):
     def supports(self, dtype: Any) -> bool:
         """Whether values of `dtype` can be encoded; others are reduced exactly."""
 
+    @property
+    def width(self) -> int:
+        """Whole bits per value, 1 or more: how solvers, logs and metrics name this compressor.
+
+        By default those of the payload of fp32[1024, 1024], rounded. A subclass whose values have
+        codes of one size states that size, without metadata.
+        """
+        return max(1, round(self.wire_bits((1024, 1024)) / 2**20))
+
+    @classmethod
+    def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
+        """What each of `candidates`, all of this class, loses of `rows`: fp32[rows, candidates].
+
+        A row of fp32[rows, ...] is whole blocks or a whole leaf. The sum of squared errors is over
+        its first `filled` values; the others are copies of the last. By default every row is
+        approximated by itself, with a constant key of its own where one is needed: one draw per row
+        stands for the expectation. A subclass may compute all candidates together.
+        """
+
+        def lost(compressor: Any, row: jax.Array, key: jax.Array) -> jax.Array:
+            back = compressor.approximate(row, key=key if compressor.needs_key else None)
+            return jnp.ravel(back - row)
+
+        keys = jax.random.split(jax.random.key(0), len(rows))
+        here = jnp.arange(rows[0].size) < jnp.asarray(filled)[:, None]
+        columns = []
+        for c in candidates:
+            error = jax.vmap(lambda row, key, c=c: lost(c, row, key))(rows, keys)
+            columns.append(jnp.where(here, jnp.square(error), 0).sum(axis=1))
+        return jnp.stack(columns, axis=1)
+
+    @abc.abstractmethod
+    def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        """What comes back for `x` on a single rank, from the state that `init` makes."""
+
     @abc.abstractmethod
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         """Exact bits of the code of a leaf of `shape` (or of that many values).
@@ -126,6 +161,10 @@ class PayloadCompressor(Compressor):
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum")
     owner_exact: ClassVar[bool] = True
 
+    def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        payload, _ = self.encode(x, self.init(x.shape, x.dtype), key=key)
+        return self.decode(payload, x.shape, x.dtype)
+
     @abc.abstractmethod
     def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
         """`x` to (payload uint8[payload_bytes], new state)."""
@@ -177,6 +216,16 @@ class SummedCompressor(Compressor):
         `x` is fp32 in the leaf's shape. Every rank yields arrays of the same shapes and dtypes, in
         the same number of rounds.
         """
+
+    def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        state = self.init(x.shape, x.dtype)
+        running = self.rounds(x.astype(jnp.float32), state, key=key, world=1)
+        arrays = next(running)
+        while True:
+            try:
+                arrays = running.send([jnp.asarray(a) for a in arrays])
+            except StopIteration as stop:
+                return stop.value.total.reshape(x.shape).astype(x.dtype)
 
 
 def require_stateless(

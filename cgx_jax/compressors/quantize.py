@@ -22,6 +22,7 @@ from cgx_jax.compressors.quantized import (
 )
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE, one_block
+from cgx_jax.kernels.squared_error import quantized_errors
 from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -124,6 +125,15 @@ class Quantize(PayloadCompressor):
 
     def supports(self, dtype: Any) -> bool:
         return any(dtype == t for t in _DTYPES)
+
+    @property
+    def width(self) -> int:
+        return self.bits
+
+    @classmethod
+    def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
+        codes = [(c.bits, c.bucket_size, c.unbiased, c.rotation) for c in candidates]
+        return quantized_errors(codes, rows, filled)
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         size = shape if isinstance(shape, int) else math.prod(shape)

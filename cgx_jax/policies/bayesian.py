@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from cgx_jax.policies import knapsack
+from cgx_jax.policies.problem import Problem, of_width
 from cgx_jax.policies.solvers import (
-    Problem,
     Solver,
     candidates,
     check_constraint,
@@ -28,12 +28,13 @@ DECIMALS = 9
 class Bayesian(Solver):
     """Fewest bytes that a search guided by a random forest finds under `LeastBytes`' constraint.
 
-    Widths are `least` to `most`. The search minimises log(bytes) + log(error), which is CGX's
-    product, with errors under the limit counted as the limit: there, only bytes matter. It starts
-    from all uniform widths and the least error; then each of `trials` choices is of the largest
-    expected improvement in a pool of random ones and neighbours of the best. The answer is the
-    smallest choice seen within the limit: never larger than a uniform width that is within it. No
-    other optimality is promised; `LeastBytes` is faster and exact. `seed` fixes the randomness.
+    Candidates are those from the first of width `least` to the last of width `most`. The search
+    minimises log(bytes) + log(error), which is CGX's product, with errors under the limit counted
+    as the limit: there, only bytes matter. It starts from all uniform choices and the least error;
+    then each of `trials` choices is of the largest expected improvement in a pool of random ones
+    and neighbours of the best. The answer is the smallest choice seen within the limit: never
+    larger than a uniform one that is within it. No other optimality is promised; `LeastBytes` is
+    faster and exact. `seed` fixes the randomness.
 
     `solve` raises ValueError when no choice has so little error, ImportError without
     scikit-learn. Source: CGX (Markov et al., Middleware 2022), adaptive compression; there
@@ -53,6 +54,10 @@ class Bayesian(Solver):
         check_integer("Bayesian", "trials", self.trials, 1)
         check_integer("Bayesian", "seed", self.seed, 0)
 
+    def check(self, bits: np.ndarray) -> None:
+        candidates(self, bits)
+        of_width("Bayesian", "uniform_bits", self.uniform_bits, bits)
+
     def solve(self, problem: Problem) -> np.ndarray:
         try:
             from scipy.special import ndtr
@@ -62,7 +67,7 @@ class Bayesian(Solver):
                 f"Bayesian: scikit-learn cannot be imported ({missing}); "
                 'pip install "cgx-jax[bayesian]", or use LeastBytes.'
             ) from missing
-        allowed = candidates(self, problem)
+        allowed = candidates(self, problem.bits)
         # In an order of their own, so that the tree's order does not matter.
         order = np.lexsort((*problem.error.T, problem.norm, problem.values))
         nbytes, error = problem.nbytes[order, allowed], problem.error[order, allowed]

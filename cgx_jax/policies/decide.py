@@ -3,61 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cgx_jax.compressors import Quantize
-from cgx_jax.policies.solvers import Problem, Solver
+from cgx_jax.compressors import Compressor
+from cgx_jax.leaves import Leaf
+from cgx_jax.policies.menu import Menu
+from cgx_jax.policies.problem import Problem
+from cgx_jax.policies.solvers import Solver
 
-Widths = tuple[Quantize, ...]
+Compressors = tuple[Compressor, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The leaves that are adapted, by path and size, and what they may take."""
+    """The leaves that are adapted, and the compressors that each may take."""
 
-    paths: tuple[str, ...]
-    sizes: tuple[int, ...]
-    candidates: Widths
+    leaves: tuple[Leaf, ...]
+    candidates: Compressors
 
-    def nbytes(self, widths: Sequence[Quantize]) -> int:
-        """Payload bytes of all leaves."""
-        return sum(w.wire_bits(n) // 8 for w, n in zip(widths, self.sizes, strict=True))
+    @functools.cached_property
+    def menu(self) -> Menu:
+        """The same in numbers."""
+        return Menu.of(self.leaves, self.candidates)
 
-    def errors(self, widths: Sequence[Quantize], averages: dict[str, Any]) -> list[float]:
-        """Squared error of each leaf. A start that is no candidate counts as the nearest one."""
-        bits = np.array([c.bits for c in self.candidates])
-        return [
-            float(row[int(np.argmin(np.abs(bits - w.bits)))])
-            for w, row in zip(widths, averages["error"], strict=True)
-        ]
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return self.menu.paths
 
-    def cost(self, widths: Widths, averages: dict[str, Any]) -> tuple[int, float]:
+    def nbytes(self, compressors: Compressors) -> list[int]:
+        """Payload bytes of each leaf."""
+        pairs = zip(compressors, self.leaves, strict=True)
+        return [c.payload_bytes(x.shape, x.dtype) for c, x in pairs]
+
+    def errors(self, compressors: Compressors, averages: dict[str, Any]) -> list[float]:
+        """Squared error of each leaf.
+
+        Only candidates are measured. A compressor that is none, as a run may start with, counts as
+        the candidate whose payload of the leaf is nearest to its own, in bytes.
+        """
+        return [float(averages["error"][i][self._index(i, c)]) for i, c in enumerate(compressors)]
+
+    def _index(self, leaf: int, compressor: Compressor) -> int:
+        if compressor in self.candidates:
+            return self.candidates.index(compressor)
+        own = compressor.payload_bytes(self.leaves[leaf].shape, self.leaves[leaf].dtype)
+        away = [abs(c.nbytes[leaf] - own) for c in self.menu.candidates]
+        return away.index(min(away))
+
+    def cost(self, compressors: Compressors, averages: dict[str, Any]) -> tuple[int, float]:
         """Payload bytes and squared error of all leaves."""
-        return self.nbytes(widths), math.fsum(self.errors(widths, averages))
+        return sum(self.nbytes(compressors)), math.fsum(self.errors(compressors, averages))
 
     def problem(self, averages: dict[str, Any]) -> Problem:
         """What a solver is given."""
-        table = [[c.wire_bits(n) // 8 for c in self.candidates] for n in self.sizes]
-        return Problem(
-            values=np.array(self.sizes, np.int64),
-            norm=np.sqrt(averages["square"]),
-            bits=np.array([c.bits for c in self.candidates]),
-            nbytes=np.array(table, np.int64).reshape(len(self.sizes), len(self.candidates)),
-            error=averages["error"],
-            noisy=[c.needs_key for c in self.candidates],
-            rotated=[c.rotation for c in self.candidates],
-        )
+        return self.menu.problem(averages)
 
 
 class Decision(NamedTuple):
     """`outcome` as in `Refresh`; the plan that holds from now; leaves that are in the way."""
 
     outcome: str
-    widths: Widths
+    compressors: Compressors
     leaves: tuple[str, ...] = ()
 
 
@@ -68,9 +79,9 @@ class Refresh:
     `step` counts calls of the training step. `outcome` is "changed", "kept" (the gain was under
     the hysteresis), "bounded" (a better plan would be one too many) or "unusable" (statistics of
     `unusable` leaves are missing, zero or not finite: the old plan stays). `bits` are the widths
-    of the plan that holds after it, `nbytes` its payload and `error` its squared error by the
-    statistics, over adaptive leaves; `relative` each leaf's error over its norm. `nonfinite` names
-    leaves that held a NaN or infinity since the last look.
+    (`Compressor.width`) of the plan that holds after it, `nbytes` its payload and `error` its
+    squared error by the statistics, over adaptive leaves; `relative` each leaf's error over its
+    norm. `nonfinite` names leaves that held a NaN or infinity since the last look.
     """
 
     step: int
@@ -100,7 +111,7 @@ class Refresh:
         struck: Sequence[bool],
     ) -> Refresh:
         """The record of a decision; `struck` are the leaves that were not finite."""
-        errors = subject.errors(decision.widths, averages)
+        errors = subject.errors(decision.compressors, averages)
         relative = [
             math.sqrt(e / s) if s > 0 else math.nan
             for e, s in zip(errors, averages["square"], strict=True)
@@ -108,8 +119,8 @@ class Refresh:
         return cls(
             step,
             decision.outcome,
-            tuple(w.bits for w in decision.widths),
-            subject.nbytes(decision.widths),
+            tuple(c.width for c in decision.compressors),
+            sum(subject.nbytes(decision.compressors)),
             math.fsum(errors),
             tuple(relative),
             decision.leaves,
@@ -121,29 +132,29 @@ def decide(
     averages: dict[str, Any],
     subject: Subject,
     solver: Solver,
-    widths: Widths,
-    plans: Sequence[Widths],
+    current: Compressors,
+    plans: Sequence[Compressors],
     *,
     hysteresis: float,
     max_plans: int,
 ) -> Decision:
-    """What holds after a look at `averages` (of `statistics.mean`), now that `widths` do.
+    """What holds after a look at `averages` (of `statistics.mean`), now that `current` does.
 
     `plans` are those that were compiled already. Raises what the solver raises.
     """
     usable = np.isfinite(averages["error"]).all(axis=1) & np.isfinite(averages["square"])
     if not (usable.all() and (averages["square"] > 0).any()):
         named = [p for p, ok in zip(subject.paths, usable, strict=True) if not ok]
-        return Decision("unusable", widths, tuple(named or subject.paths))
+        return Decision("unusable", current, tuple(named or subject.paths))
     choice = solver.solve(subject.problem(averages))
     best = tuple(subject.candidates[i] for i in choice)
-    now, new = subject.cost(widths, averages), subject.cost(best, averages)
+    now, new = subject.cost(current, averages), subject.cost(best, averages)
     if all(abs(b - a) <= hysteresis * a for a, b in zip(now, new, strict=True)):
-        return Decision("kept", widths)
+        return Decision("kept", current)
     if best in plans or len(plans) < max_plans:
         return Decision("changed", best)
     # Of the plans at hand, the smallest that errs no more than the one that is wanted.
     costs = [(subject.cost(p, averages), i) for i, p in enumerate(plans)]
     allowed = [c for c in costs if c[0][1] <= new[1] * (1 + hysteresis)]
-    known = plans[min(allowed)[1]] if allowed else widths
-    return Decision("bounded" if known == widths else "changed", known)
+    known = plans[min(allowed)[1]] if allowed else current
+    return Decision("bounded" if known == current else "changed", known)

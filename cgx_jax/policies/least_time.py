@@ -9,8 +9,8 @@ import numpy as np
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import Profile
 from cgx_jax.policies import knapsack
+from cgx_jax.policies.problem import Problem, of_width
 from cgx_jax.policies.solvers import (
-    Problem,
     Solver,
     check_constraint,
     check_integer,
@@ -33,9 +33,10 @@ class LeastTime(Solver):
     full. A leaf under a candidate takes its share, by values, of the time that `profile` has for
     a buffer of that candidate alone; by the fastest method, psum included, and by psum for a
     candidate of 32 bits. Candidates that rotate or round at random take what `auto.estimate`
-    adds for them. A buffer of mixed widths takes the sum where time is linear in bits, as it is
-    between measured widths. Latency is shared in the same way: that a buffer of exact leaves alone
-    is a collective more is not in the sum. Time outside the reduction is not either.
+    adds for them. Profiles measure `Quantize`: other lossy candidates are predicted as if they were
+    one of as many bytes. A buffer of mixed widths takes the sum where time is linear in bits, as it
+    is between measured widths. Latency is shared in the same way: that a buffer of exact leaves
+    alone is a collective more is not in the sum. Time outside the reduction is not either.
 
     `exchange="auto"` follows the profile that `use_profile` was given: give it this one. There is
     no prediction without a profile: raises TypeError for anything else.
@@ -54,6 +55,9 @@ class LeastTime(Solver):
             )
         check_constraint(self)
         check_integer("LeastTime", "fusion_bytes", self.fusion_bytes, 4)
+
+    def check(self, bits: np.ndarray) -> None:
+        of_width("LeastTime", "uniform_bits", self.uniform_bits, bits)
 
     def solve(self, problem: Problem) -> np.ndarray:
         limit = error_limit(self, problem, problem.error)

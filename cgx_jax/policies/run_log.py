@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
-SCHEMA = 1
+from cgx_jax.policies.menu import Menu
+
+SCHEMA = 2
 
 
 class RunLog:
@@ -24,6 +26,12 @@ class RunLog:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._warned = False
+
+    def run(self, menu: Menu) -> None:
+        """The entry that a run begins with: what its leaves may take."""
+        candidates = [c._asdict() for c in menu.candidates]
+        paths, sizes = menu.paths, menu.sizes
+        self.write("run", schema=SCHEMA, paths=paths, sizes=sizes, candidates=candidates)
 
     def write(self, kind: str, **fields: Any) -> None:
         """One entry; `fields` are of JSON types."""

@@ -1,4 +1,4 @@
-"""Solvers: from what every leaf would cost and err under every candidate, a width for each leaf."""
+"""Solvers: from what every leaf costs and errs under every candidate, a choice for each leaf."""
 
 from __future__ import annotations
 
@@ -11,83 +11,9 @@ from typing import Any
 import numpy as np
 
 from cgx_jax.policies import knapsack
+from cgx_jax.policies.problem import Problem, of_width
 
 LLOYD_STEPS = 300  # far more than it takes: a stop in case rounding makes it circle
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Problem:
-    """What a solver chooses from: a candidate for every leaf.
-
-    `values` int64[leaves] counts a leaf's values, `norm` float64[leaves] is the L2 norm of its
-    gradient. `bits` int64[candidates] are the candidates' widths, ascending; 32 stands for an exact
-    leaf. `nbytes` int64[leaves, candidates] is the payload with its metadata, `error`
-    float64[leaves, candidates] the squared L2 error. `noisy` and `rotated`, bool[candidates], say
-    which candidates round at random and which rotate, since both take time; by default none.
-    Anything that converts to these is taken. Raises ValueError for shapes that disagree and for
-    numbers that are negative or not finite.
-    """
-
-    values: np.ndarray
-    norm: np.ndarray
-    bits: np.ndarray
-    nbytes: np.ndarray
-    error: np.ndarray
-    noisy: Any = False
-    rotated: Any = False
-
-    def __post_init__(self) -> None:
-        leaves, candidates = np.size(self.values), np.size(self.bits)
-        for name in ("noisy", "rotated"):
-            kind = np.asarray(getattr(self, name), bool)
-            if kind.shape not in ((), (candidates,)):
-                raise ValueError(
-                    f"Problem: {name} has the shape {list(kind.shape)}; give each of the "
-                    f"{candidates} candidates one bool, or one for all."
-                )
-            object.__setattr__(self, name, np.broadcast_to(kind, (candidates,)))
-        shapes = {
-            "values": (leaves,),
-            "norm": (leaves,),
-            "bits": (candidates,),
-            "nbytes": (leaves, candidates),
-            "error": (leaves, candidates),
-        }
-        for name, shape in shapes.items():
-            given = np.asarray(getattr(self, name))
-            if given.shape != shape:
-                raise ValueError(
-                    f"Problem: {name} has the shape {list(given.shape)}, {leaves} values and "
-                    f"{candidates} bits need {list(shape)}; give every leaf and candidate a number."
-                )
-            whole = name not in ("norm", "error")
-            if whole and given.size and given.dtype.kind not in "iu":
-                raise ValueError(
-                    f"Problem: {name} is {given.dtype}, it counts and must be whole; pass integers."
-                )
-            wrong = np.argwhere(~(np.isfinite(given) & (given >= 0)))
-            if wrong.size:
-                place = tuple(wrong[0].tolist())
-                raise ValueError(
-                    f"Problem: {name}{list(place)}={given[place]} must be finite and at least 0; "
-                    "leave such a leaf or such a step out of the statistics."
-                )
-            object.__setattr__(self, name, given.astype(np.int64 if whole else np.float64))
-        if not candidates or self.bits[0] < 1 or (np.diff(self.bits) <= 0).any():
-            raise ValueError(
-                f"Problem: bits={self.bits.tolist()} must be widths of 1 or more, ascending; sort "
-                "the candidates by width."
-            )
-
-    def candidate(self, caller: str, name: str, bits: int) -> int:
-        """The index of the candidate of width `bits`; raises ValueError when there is none."""
-        found = np.flatnonzero(self.bits == bits)
-        if not found.size:
-            raise ValueError(
-                f"{caller}: {name}={bits} is not among the candidates, which have "
-                f"{self.bits.tolist()} bits; pass one of these, or add the candidate."
-            )
-        return int(found[0])
 
 
 class Solver(abc.ABC):
@@ -100,6 +26,13 @@ class Solver(abc.ABC):
     @abc.abstractmethod
     def solve(self, problem: Problem) -> np.ndarray:
         """The chosen candidates, int64[leaves]: indices into `problem.bits`."""
+
+    def check(self, bits: np.ndarray) -> None:
+        """Raises ValueError if `solve` could not work with candidates of these widths, ascending.
+
+        By default it works with any.
+        """
+        return
 
 
 def check_range(solver: Any) -> None:
@@ -139,16 +72,30 @@ def check_positive(caller: str, name: str, value: Any) -> None:
         raise ValueError(f"{caller}: {name}={value!r} is not a finite number above 0; pass one.")
 
 
-def candidates(solver: Any, problem: Problem) -> slice:
-    """The candidates from the width `least` to `most`."""
+def candidates(solver: Any, bits: np.ndarray) -> slice:
+    """The candidates from the first of width `least` to the last of width `most`."""
     caller = type(solver).__name__
-    first = problem.candidate(caller, "least", solver.least)
-    return slice(first, problem.candidate(caller, "most", solver.most) + 1)
+    first = of_width(caller, "least", solver.least, bits)[0]
+    return slice(first, of_width(caller, "most", solver.most, bits)[-1] + 1)
+
+
+def one_of_each_width(solver: Any, bits: np.ndarray) -> slice:
+    """`candidates`, where no two of them have the same width; raises ValueError otherwise."""
+    allowed = candidates(solver, bits)
+    twice = bits[allowed][1:][np.diff(bits[allowed]) == 0]
+    if twice.size:
+        raise ValueError(
+            f"{type(solver).__name__}: it chooses by width alone, and several candidates have "
+            f"{twice[0]} bits; pass one candidate of each width from {solver.least} to "
+            f"{solver.most}, or use LeastBytes() or LeastError(), which weigh errors."
+        )
+    return allowed
 
 
 def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
     """`alpha` times the squared error that the width `uniform_bits` has on all leaves together.
 
+    Of several candidates of that width, the first one counts.
     Raises ValueError when `error`, of the candidates that the solver may take, has no such choice.
     """
     caller = type(solver).__name__
@@ -175,7 +122,8 @@ def _up(number: float) -> str:
 class Linear(Solver):
     """`most` bits for the leaf of the largest norm, a bit less for every halving, down to `least`.
 
-    Widths round up to a candidate's. There is no error constraint. Source: CGX (Markov et al.,
+    Widths round up to a candidate's, and no two candidates between the two ends may have the same.
+    There is no error constraint. Source: CGX (Markov et al.,
     Middleware 2022), adaptive compression; there the norm is of the largest values only.
     """
 
@@ -185,8 +133,11 @@ class Linear(Solver):
     def __post_init__(self) -> None:
         check_range(self)
 
+    def check(self, bits: np.ndarray) -> None:
+        one_of_each_width(self, bits)
+
     def solve(self, problem: Problem) -> np.ndarray:
-        candidates(self, problem)
+        one_of_each_width(self, problem.bits)
         largest = problem.norm.max(initial=np.finfo(float).tiny)
         with np.errstate(divide="ignore"):
             width = np.ceil(self.most + np.log2(problem.norm / largest))
@@ -197,10 +148,10 @@ class Linear(Solver):
 class KMeans(Solver):
     """Leaves in clusters of similar size and norm: the larger a cluster's norm, the wider.
 
-    One cluster for every candidate from `least` to `most` bits; fewer where leaves coincide, and
-    then the widest. There is no error constraint: the range alone limits the error. Source: CGX
-    (Markov et al., Middleware 2022), adaptive compression; there the norm is of the largest
-    values only, and starting centroids are random.
+    One cluster for every candidate from `least` to `most` bits, of which no two may have the same
+    width; fewer where leaves coincide, and then the widest. There is no error constraint: the range
+    alone limits the error. Source: CGX (Markov et al., Middleware 2022), adaptive compression;
+    there the norm is of the largest values only, and starting centroids are random.
     """
 
     least: int = 2
@@ -209,8 +160,11 @@ class KMeans(Solver):
     def __post_init__(self) -> None:
         check_range(self)
 
+    def check(self, bits: np.ndarray) -> None:
+        one_of_each_width(self, bits)
+
     def solve(self, problem: Problem) -> np.ndarray:
-        allowed = candidates(self, problem)
+        allowed = one_of_each_width(self, problem.bits)
         features = np.stack([problem.values, problem.norm], axis=1)
         spread = features.std(axis=0) if features.size else 1.0
         cluster, centroids = _cluster(
@@ -254,7 +208,8 @@ def _distances(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 class LeastBytes(Solver):
     """Fewest payload bytes with at most `alpha` times the error of `uniform_bits` on every leaf.
 
-    The error is the sum over leaves of squared L2 errors, so that of the whole gradient. `solve`
+    The error is the sum over leaves of squared L2 errors, so that of the whole gradient.
+    `uniform_bits` is the width of a candidate (`Compressor.width`), of several the first. `solve`
     raises ValueError when no choice has so little error. Source: L-GreCo (Alimohammadi et al.,
     arXiv 2210.17357), which sums unsquared errors, in 10,000 bins; `knapsack` needs no bins.
     """
@@ -264,6 +219,9 @@ class LeastBytes(Solver):
 
     def __post_init__(self) -> None:
         check_constraint(self)
+
+    def check(self, bits: np.ndarray) -> None:
+        of_width("LeastBytes", "uniform_bits", self.uniform_bits, bits)
 
     def solve(self, problem: Problem) -> np.ndarray:
         limit = error_limit(self, problem, problem.error)

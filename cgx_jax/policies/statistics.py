@@ -13,8 +13,11 @@ import numpy as np
 from jax import lax
 
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import Quantize
-from cgx_jax.kernels import reference
+from cgx_jax.compressors import Compressor
+
+RUN = 512  # values of a run where no candidate codes several together
+# A candidate under which finite values overflow: its error, in squared norms of the leaf.
+OVERFLOWN = 1e12
 
 
 class Statistics(NamedTuple):
@@ -44,13 +47,14 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Measures leaves under `candidates`, on `runs` runs of whole buckets of each.
+    """Measures leaves under `candidates`, on `runs` runs of whole blocks of each.
 
     The runs are the same in every step: evenly spaced from the leaf's start, each as long as the
-    candidates' buckets need to fit in whole. Static and hashable.
+    candidates' blocks need to fit in whole. A candidate without blocks (`block_size` None) is
+    measured on the whole leaf, by operations of its own for each leaf. Static and hashable.
     """
 
-    candidates: tuple[Quantize, ...]
+    candidates: tuple[Compressor, ...]
     runs: int
 
     def observe(
@@ -85,13 +89,16 @@ class Sampler:
         """
         if not leaves:
             return jnp.zeros((0, len(self.candidates) + 3), jnp.float32)
-        length = math.lcm(*(c.bucket_size for c in self.candidates))
+        blocks = [c.block_size for c in self.candidates]
+        length = math.lcm(*(b for b in blocks if b is not None))
+        length = RUN if length == 1 else length
         samples = [self._sample(x, length) for x in leaves]
         counts = [len(rows) for rows in samples]
         # Only a leaf that is shorter than a run leaves part of one empty.
         filled = np.repeat([min(length, x.size) for x in leaves], counts)
         rows = jnp.concatenate(samples)
-        errors = squared_errors(rows, filled, self.candidates)
+        in_runs = [c for c, b in zip(self.candidates, blocks, strict=True) if b is not None]
+        errors = squared_errors(rows, filled, in_runs)
         here = np.arange(length) < filled[:, None]
         square = jnp.square(jnp.where(here, rows, 0)).sum(axis=1)
         scale = [
@@ -106,7 +113,20 @@ class Sampler:
         # Of all values, since one that is not finite is worth a pass to find.
         share = [(~jnp.isfinite(x)).sum(dtype=jnp.float32) / max(1, x.size) for x in leaves]
         scaled = sums * np.array(scale, np.float32)[:, None]
-        return jnp.concatenate([scaled, (high - low)[:, None], jnp.stack(share)[:, None]], axis=1)
+        errors, square = self._with_whole(scaled[:, :-1], leaves), scaled[:, -1:]
+        errors = jnp.where(jnp.isfinite(errors), errors, OVERFLOWN * square)
+        columns = [errors, square, (high - low)[:, None], jnp.stack(share)[:, None]]
+        return jnp.concatenate(columns, axis=1)
+
+    def _with_whole(self, errors: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
+        """All candidates' errors, in order, from those that were measured on runs."""
+        is_whole = [c.block_size is None for c in self.candidates]
+        if not any(is_whole):
+            return errors
+        whole = [c for c in self.candidates if c.block_size is None]
+        found = [squared_errors(x[None].astype(jnp.float32), [x.size], whole) for x in leaves]
+        place = np.argsort(np.argsort(is_whole, kind="stable"))
+        return jnp.concatenate([errors, jnp.concatenate(found)], axis=1)[:, place]
 
     def _sample(self, x: jax.Array, length: int) -> jax.Array:
         """fp32[runs, length] of the leaf's values; a shorter leaf ends in copies of its last."""
@@ -121,44 +141,20 @@ class Sampler:
         return sample.astype(jnp.float32)
 
 
-def squared_errors(
-    rows: jax.Array, filled: np.ndarray, candidates: Sequence[Quantize]
-) -> jax.Array:
+def squared_errors(rows: jax.Array, filled: Any, candidates: Sequence[Compressor]) -> jax.Array:
     """Sums of squared errors of the first `filled` values of each row, fp32[rows, candidates].
 
-    `rows` are fp32[rows, length] of whole buckets, or of one short leaf and copies of its last
-    value. Stochastic rounding gives the expectation. Signs of a rotation are others than those that
-    the leaf is sent with, which says as much.
+    As `Compressor.squared_errors`, for candidates of any classes.
     """
-    runs, length = rows.shape
-    here = np.arange(length) < np.asarray(filled)[:, None]
     columns: list[Any] = [None] * len(candidates)
-    kinds = [(c.bucket_size, c.unbiased, c.rotation) for c in candidates]
-    for size, unbiased, rotation in dict.fromkeys(kinds):
-        own = [i for i, kind in enumerate(kinds) if kind == (size, unbiased, rotation)]
-        bits = np.array([candidates[i].bits for i in own])
-        levels = (2.0**bits - 1).astype(np.float32)[None]  # [1, own]
-        values = jnp.where(here, rows, 0) if rotation else rows
-        buckets = values.reshape(-1, size)
-        if rotation:
-            buckets = reference.rotate(buckets, 0, 0)
-        low, high = buckets.min(axis=1)[:, None], buckets.max(axis=1)[:, None]  # [buckets, own]
-        if rotation and not unbiased and reference.one_block(size):
-            limits = jax.vmap(reference.normal_limits, (None, 0), 1)(buckets, bits)
-            low, high = jnp.maximum(low, -limits), jnp.minimum(high, limits)
-        unit = ((high - low) / levels)[:, None]  # [buckets, 1, own]
-        level = (buckets[:, :, None] - low[:, None]) / jnp.where(unit > 0, unit, 1)
-        nearest = jnp.clip(jnp.floor(level + 0.5), 0, levels[None])
-        up = level - jnp.floor(level)
-        moved = up * (1 - up) if unbiased else jnp.square(level - nearest)
-        error = (moved * jnp.square(unit)).reshape(runs, length, len(own))
-        if rotation:  # of all that is sent; turned back, squares have another scale
-            error = error * reference.squares_turned_back(size)
-        else:
-            error = jnp.where(here[..., None], error, 0)
-        for i, sums in zip(own, error.sum(axis=1).T, strict=True):
-            columns[i] = sums
-    return jnp.stack(columns, axis=1)
+    for family in dict.fromkeys(type(c) for c in candidates):
+        own = [i for i, c in enumerate(candidates) if type(c) is family]
+        errors = family.squared_errors([candidates[i] for i in own], rows, filled)
+        if len(own) == len(candidates):
+            return errors
+        for i, column in zip(own, errors.T, strict=True):
+            columns[i] = column
+    return jnp.stack(columns, axis=1) if columns else jnp.zeros((len(rows), 0), jnp.float32)
 
 
 def mean(statistics: Statistics) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""What a solver is given: numbers of leaves and of the candidates that each may take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """What a solver chooses from: a candidate for every leaf.
+
+    `values` int64[leaves] counts a leaf's values, `norm` float64[leaves] is the L2 norm of its
+    gradient. `bits` int64[candidates] are the candidates' widths (`Compressor.width`), ascending;
+    several candidates may share one, and 32 stands for an exact leaf. `nbytes` int64[leaves,
+    candidates] is the payload with its metadata, `error` float64[leaves, candidates] the squared L2
+    error. `noisy` and `rotated`, bool[candidates], say which candidates round at random and which
+    rotate, since both take time; by default none. Anything that converts to these is taken. Raises
+    ValueError for shapes that disagree and for numbers that are negative or not finite.
+    """
+
+    values: np.ndarray
+    norm: np.ndarray
+    bits: np.ndarray
+    nbytes: np.ndarray
+    error: np.ndarray
+    noisy: Any = False
+    rotated: Any = False
+
+    def __post_init__(self) -> None:
+        leaves, candidates = np.size(self.values), np.size(self.bits)
+        for name in ("noisy", "rotated"):
+            kind = np.asarray(getattr(self, name), bool)
+            if kind.shape not in ((), (candidates,)):
+                raise ValueError(
+                    f"Problem: {name} has the shape {list(kind.shape)}; give each of the "
+                    f"{candidates} candidates one bool, or one for all."
+                )
+            object.__setattr__(self, name, np.broadcast_to(kind, (candidates,)))
+        shapes = {
+            "values": (leaves,),
+            "norm": (leaves,),
+            "bits": (candidates,),
+            "nbytes": (leaves, candidates),
+            "error": (leaves, candidates),
+        }
+        for name, shape in shapes.items():
+            given = np.asarray(getattr(self, name))
+            if given.shape != shape:
+                raise ValueError(
+                    f"Problem: {name} has the shape {list(given.shape)}, {leaves} values and "
+                    f"{candidates} bits need {list(shape)}; give every leaf and candidate a number."
+                )
+            whole = name not in ("norm", "error")
+            if whole and given.size and given.dtype.kind not in "iu":
+                raise ValueError(
+                    f"Problem: {name} is {given.dtype}, it counts and must be whole; pass integers."
+                )
+            wrong = np.argwhere(~(np.isfinite(given) & (given >= 0)))
+            if wrong.size:
+                place = tuple(wrong[0].tolist())
+                raise ValueError(
+                    f"Problem: {name}{list(place)}={given[place]} must be finite and at least 0; "
+                    "leave such a leaf or such a step out of the statistics."
+                )
+            object.__setattr__(self, name, given.astype(np.int64 if whole else np.float64))
+        if not candidates or self.bits[0] < 1 or (np.diff(self.bits) < 0).any():
+            raise ValueError(
+                f"Problem: bits={self.bits.tolist()} must be widths of 1 or more, ascending; sort "
+                "the candidates by width."
+            )
+
+    def candidate(self, caller: str, name: str, bits: int) -> int:
+        """The index of the first candidate of width `bits`; raises ValueError without any."""
+        return of_width(caller, name, bits, self.bits)[0]
+
+
+def of_width(caller: str, name: str, value: int, bits: np.ndarray) -> list[int]:
+    """Indices of the candidates of width `value`; raises ValueError when there is none.
+
+    `bits` are the widths of all candidates, and `name` is the option that asks for this one.
+    """
+    found = np.flatnonzero(bits == value).tolist()
+    if not found:
+        raise ValueError(
+            f"{caller}: {name}={value} is not among the candidates, which have {bits.tolist()} "
+            "bits; pass one of these, or add the candidate."
+        )
+    return found
