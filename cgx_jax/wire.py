@@ -1,4 +1,4 @@
-"""Static sizes of the wire format: what the C++ header `wire_format.h` says, in Python integers.
+"""Static sizes of the wire format: what `xla_ffi/format/wire_format.h` says, in Python integers.
 
 Nothing here touches an array: these are the numbers that shapes are made of at trace time.
 """

@@ -183,7 +183,7 @@ def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
     ],
 )
 def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected, monkeypatch):
-    """The sizes, and segments, of tests/cpp/fused_cuda_test.cc."""
+    """The sizes, and segments, of tests/cpp/nccl/fused_test.cc."""
     monkeypatch.setattr(nccl, "SEGMENT_BYTES", 1 << 20)
     layout = Layout((Quantize(4, 512).slot(size),), world)
     assert nccl.payload_bytes(rows, layout) == expected

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels_cpu.h"
-#include "layout.h"
+#include "format/layout.h"
+#include "format/leaves.h"
 
 namespace {
 
