@@ -22,7 +22,7 @@ constexpr int64_t kNearAhead = kGroupValues * 4;
 
 // A call over more values than this does not fit a last-level cache: its results go past the
 // caches, which spares the processor from reading the lines that it is about to overwrite.
-constexpr int64_t kStreamValues = 8 << 20;
+constexpr int64_t kNontemporalValues = 8 << 20;
 
 // Columns of a full bucket of the default size. The loops below are compiled once for it, with
 // every stride known and no edges, and once for any size (kColumns = 0).
@@ -40,13 +40,13 @@ struct Stage {
   CGX_HD T* at(T* to) {
     return (T*)(bytes + (uintptr_t)to % kLine);
   }
-  CGX_HD void stream_to(void* target, int64_t size) const {
+  CGX_HD void store_nontemporal(void* target, int64_t size) const {
     uint8_t* const to = (uint8_t*)target;
     const uint8_t* const from = bytes + (uintptr_t)to % kLine;
     int64_t i = (kLine - (uintptr_t)to % kLine) % kLine;
     if (i > size) i = size;
     memcpy(to, from, i);
-    for (; i + kLine <= size; i += kLine) stream_line(to + i, from + i);
+    for (; i + kLine <= size; i += kLine) store_line_nontemporal(to + i, from + i);
     memcpy(to + i, from + i, size - i);
   }
 };

@@ -24,7 +24,8 @@ struct Encode {
     Item* residual = kResidual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
     uint8_t* out = call.payload + run.offset;
     const float offset = noise_offset(slot.rounding, call.rank, call.layout.world);
-    const bool stream = call.layout.values > kStreamValues && slot.bucket_size == kUsualValues;
+    const bool nontemporal =
+        call.layout.values > kNontemporalValues && slot.bucket_size == kUsualValues;
     const int64_t group = kGroupValues > slot.bucket_size ? kGroupValues / slot.bucket_size : 1;
     Stage<kGroupValues / kUsualValues * Record{kUsualValues, kBits}.bytes()> records;
     Stage<kUsualValues * sizeof(Item)> errors;
@@ -36,25 +37,26 @@ struct Encode {
         meta[k - first] =
             find_extremes<Store, !kStochastic>(bucket, slot.bucket_values(k)).meta(kBits);
       }
-      uint8_t* const group_out = stream ? records.at(out) : out;
+      uint8_t* const group_out = nontemporal ? records.at(out) : out;
       int64_t bytes = 0;
       for (int64_t k = first; k < last; ++k) {
         const NoiseSeed seed =
-            kStochastic ? noise_seed(call.key, slot.stream, (uint64_t)k) : NoiseSeed{};
+            kStochastic ? noise_seed(call.key, slot.number, (uint64_t)k) : NoiseSeed{};
         const Record record = slot.record(k);
         const auto encode = usual(record)
                                 ? encode_bucket<Store, kBits, kCoding, kResidual, kUsualColumns>
                                 : encode_bucket<Store, kBits, kCoding, kResidual, 0>;
         const char* const from = (const char*)x;
-        Item* const error = kResidual && stream ? errors.at(residual) : residual;
+        Item* const error = kResidual && nontemporal ? errors.at(residual) : residual;
         encode(x, record, meta[k - first], {seed, offset}, {from + kNearAhead, from + kFarAhead},
                group_out + bytes, error);
-        if (kResidual && stream) errors.stream_to(residual, record.values * sizeof(Item));
+        if (kResidual && nontemporal)
+          errors.store_nontemporal(residual, record.values * sizeof(Item));
         x += record.values;
         if (kResidual) residual += record.values;
         bytes += record.bytes();
       }
-      if (stream) records.stream_to(out, bytes);
+      if (nontemporal) records.store_nontemporal(out, bytes);
       out += bytes;
     }
   }
@@ -67,15 +69,15 @@ struct Decode {
   static void run(const DecodeCall& call, const Run& run) {
     const uint8_t* from = call.payload + run.offset;
     Item* out = (Item*)call.leaves.data[run.leaf] + run.first_value();
-    const bool stream = call.layout.values > kStreamValues;
+    const bool nontemporal = call.layout.values > kNontemporalValues;
     Stage<kUsualValues * sizeof(Item)> values;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k);
-      const bool staged = stream && usual(record);
+      const bool staged = nontemporal && usual(record);
       const auto decode = usual(record) ? decode_bucket<Store, kBits, kUsualColumns>
                                         : decode_bucket<Store, kBits, 0>;
       decode(from, record, staged ? values.at(out) : out);
-      if (staged) values.stream_to(out, record.values * sizeof(Item));
+      if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
       from += record.bytes();
       out += record.values;
     }
@@ -91,16 +93,16 @@ struct Accumulate {
     Item* out = (Item*)call.sums.data[run.leaf] + run.first_value();
     const uint8_t* records = call.payload + run.offset;
     const Divide divide(call.divisor);
-    const bool stream = call.layout.values > kStreamValues;
+    const bool nontemporal = call.layout.values > kNontemporalValues;
     Stage<kUsualValues * sizeof(Item)> values;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k);
-      const bool staged = stream && usual(record);
+      const bool staged = nontemporal && usual(record);
       const auto sum = usual(record) ? sum_bucket<Store, Store, kBits, kUsualColumns>
                                      : sum_bucket<Store, Store, kBits, 0>;
       sum(x, record, records, call.layout.total_bytes(), call.peers, call.rank, divide,
           (const char*)x, staged ? values.at(out) : out);
-      if (staged) values.stream_to(out, record.values * sizeof(Item));
+      if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
       x += record.values;
       out += record.values;
       records += record.bytes();
@@ -124,7 +126,7 @@ struct AccumulateRotated {
                                     : sum_bucket<StoreF32, StoreF32, kBits, 0>;
       sum(call.scratch, coded, records, call.layout.total_bytes(), call.peers, call.rank,
           Divide(1.0f), (const char*)x, call.scratch);
-      const Rotation rotation(record.columns(), run.slot.stream, (uint64_t)k);
+      const Rotation rotation(record.columns(), run.slot.number, (uint64_t)k);
       rotate_back(call.scratch, record.columns(), rotation);
       add_into<Store>(x, call.scratch, record.values, Divide(call.divisor), out);
       x += record.values;
@@ -202,7 +204,7 @@ void encode(const EncodeCall& call, int64_t from, int64_t to) {
                : run_dtype<EncodeNearest>(dtype, call, run);
     }
   });
-  end_streams();
+  end_nontemporal();
 }
 
 void reduce(const ReduceCall& call, int64_t from, int64_t to) {
@@ -216,7 +218,7 @@ void decode(const DecodeCall& call, int64_t from, int64_t to) {
     staged(run, call.units) ? run_dtype<DecodeStaged>(dtype, call, run)
                             : run_dtype<Decode>(dtype, call, run);
   });
-  end_streams();
+  end_nontemporal();
 }
 
 void accumulate(const AccumulateCall& call, int64_t from, int64_t to) {
@@ -225,7 +227,7 @@ void accumulate(const AccumulateCall& call, int64_t from, int64_t to) {
     run.slot.rotated ? run_dtype<AccumulateRotated>(dtype, call, run)
                      : run_dtype<Accumulate>(dtype, call, run);
   });
-  end_streams();
+  end_nontemporal();
 }
 
 #define CGX_STRING(x) #x

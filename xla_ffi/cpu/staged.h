@@ -59,7 +59,7 @@ CGX_HD Rotation rotation_of(const Slot& slot, LeafSeed signs, int64_t bucket) {
 
 CGX_HD Noise noise_of(const Slot& slot, const uint32_t* key, int64_t bucket, float offset) {
   if (slot.rounding == Rounding::kNearest) return {};
-  return {noise_seed(key, slot.stream, (uint64_t)bucket), offset};
+  return {noise_seed(key, slot.number, (uint64_t)bucket), offset};
 }
 
 // Bucket number k of a slot that is rotated or has units, as it is coded; and its extremes.
@@ -90,7 +90,7 @@ struct EncodeStaged {
   template <int kBits>
   static void run(const EncodeCall& call, const Run& run) {
     const Slot& slot = run.slot;
-    const LeafSeed signs = Rotation::leaf_seed(slot.stream);
+    const LeafSeed signs = Rotation::leaf_seed(slot.number);
     const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
     Item* residual = kResidual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
     uint8_t* out = call.payload + run.offset;
@@ -98,7 +98,7 @@ struct EncodeStaged {
     const Factors in(call.units, run.leaf, kIn), back(call.units, run.leaf, kOut);
     // Several buckets at a time: what one waits for, its range and its unit, another can fill.
     const bool usual_size = slot.bucket_size == kUsualValues;
-    const bool stream = call.layout.values > kStreamValues && usual_size;
+    const bool nontemporal = call.layout.values > kNontemporalValues && usual_size;
     const int64_t group = usual_size ? kStaged : 1;
     alignas(kLine) float staged[kStaged][kUsualValues];
     Stage<kStaged * Record{kUsualValues, kBits}.bytes()> records;
@@ -118,7 +118,7 @@ struct EncodeStaged {
       for (int64_t k = first, i = 0; k < last; ++k, ++i) {
         meta[i] = meta_of(value[i], slot, coded(k), found[i]);
       }
-      uint8_t* const group_out = stream ? records.at(out) : out;
+      uint8_t* const group_out = nontemporal ? records.at(out) : out;
       int64_t bytes = 0;
       for (int64_t k = first, i = 0; k < last; ++k, ++i) {
         const Record record = slot.record(k);
@@ -134,7 +134,7 @@ struct EncodeStaged {
         x += record.values;
         bytes += record.bytes();
       }
-      if (stream) records.stream_to(out, bytes);
+      if (nontemporal) records.store_nontemporal(out, bytes);
       out += bytes;
     }
   }
@@ -146,7 +146,7 @@ struct Reduce {
   template <int kBits>
   static void run(const ReduceCall& call, const Run& run) {
     const Slot& slot = run.slot;
-    const LeafSeed signs = Rotation::leaf_seed(slot.stream);
+    const LeafSeed signs = Rotation::leaf_seed(slot.number);
     const Layout& layout = call.layout;
     const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
     const Divide divide(call.divisor);
@@ -190,16 +190,16 @@ struct DecodeStaged {
   template <int kBits>
   static void run(const DecodeCall& call, const Run& run) {
     const Slot& slot = run.slot;
-    const LeafSeed signs = Rotation::leaf_seed(slot.stream);
+    const LeafSeed signs = Rotation::leaf_seed(slot.number);
     const uint8_t* from = call.payload + run.offset;
     Item* out = (Item*)call.leaves.data[run.leaf] + run.first_value();
     const Factors back(call.units, run.leaf, kOut);
-    const bool stream = call.layout.values > kStreamValues;
+    const bool nontemporal = call.layout.values > kNontemporalValues;
     Stage<kUsualValues * sizeof(Item)> values;
     alignas(kLine) float factor[kUsualValues] = {};
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = slot.record(k), coded = slot.rotated ? filled(record) : record;
-      const bool staged = stream && usual(record);
+      const bool staged = nontemporal && usual(record);
       Item* const to = staged ? values.at(out) : out;
       const bool fast = slot.rotated && usual(record);
       const Rotation rotation = rotation_of(slot, signs, k);
@@ -223,7 +223,7 @@ struct DecodeStaged {
       } else {
         write_decoded<Store>(call.scratch, record.values, back, k * slot.bucket_size, to);
       }
-      if (staged) values.stream_to(out, record.values * sizeof(Item));
+      if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
       from += record.bytes();
       out += record.values;
     }

@@ -72,8 +72,8 @@ CGX_HD void prefetch_l2(const char* from) {
   for (int64_t i = 0; i < kBytes; i += kLine) __builtin_prefetch(from + i, 0, 2);
 }
 
-// Writes an aligned cache line past the caches. Other threads see it after end_streams().
-CGX_HD void stream_line(void* to, const void* from) {
+// Writes an aligned cache line past the caches. Other threads see it after end_nontemporal().
+CGX_HD void store_line_nontemporal(void* to, const void* from) {
 #pragma GCC unroll 4
   for (int64_t i = 0; i < kLine; i += sizeof(F32)) {
     const F32 v = load<F32>((const char*)from + i);
@@ -89,7 +89,7 @@ CGX_HD void stream_line(void* to, const void* from) {
 #endif
   }
 }
-CGX_HD void end_streams() {
+CGX_HD void end_nontemporal() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif

@@ -31,7 +31,7 @@ class Tables {
     piece.bucket = run.first;
     piece.unit = static_cast<int32_t>(run.slot.bucket_size);
     piece.stride = static_cast<uint32_t>(Record{run.slot.bucket_size, run.slot.bits}.bytes());
-    piece.stream = run.slot.stream;
+    piece.number = run.slot.number;
     piece.chunk = static_cast<int32_t>(run.chunk);
     piece.bits = static_cast<uint8_t>(run.slot.bits);
     piece.dtype = dtype;

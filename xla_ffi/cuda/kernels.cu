@@ -81,7 +81,7 @@ __device__ int32_t rank_of(RankSource rank) { return rank.device ? *rank.device 
 // What the noise of a leaf's buckets has in common.
 template <bool kStochastic>
 __device__ LeafSeed noise_of(const uint32_t* key, const Piece& piece) {
-  return kStochastic ? LeafSeed(key[0], key[1], piece.stream) : LeafSeed(0, 0, 0);
+  return kStochastic ? LeafSeed(key[0], key[1], piece.number) : LeafSeed(0, 0, 0);
 }
 
 // A record of the rank's own chunk, which nobody reads, and what it has lost.
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, false, kStochastic
     encode_kernel(const __grid_constant__ Table table, const EncodeArgs args) {
   const int32_t own = rank_of(args.rank);
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
-    const LeafSeed rotation = Rotation::leaf_seed(piece.stream);
+    const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     const LeafSeed seed = noise_of<kStochastic>(args.key + piece.chunk * args.key_step, piece);
     // A chunk with a key of its own is no part of a sum whose ranks spread their noise.
     const float offset =
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic,
   const int first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
   const int last = units_before(table, [&](const Piece& piece) { return piece.chunk > own; });
   for_each_unit(table, first, last, [&](const Piece& piece) {
-    const LeafSeed rotation = Rotation::leaf_seed(piece.stream);
+    const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     const LeafSeed seed = noise_of<kStochastic>(args.key, piece);
     return [=, &piece](int number) {
       const Bucket bucket(piece, rotation, number);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1, false, false, false))
     decode_kernel(const __grid_constant__ Table table, const DecodeArgs args) {
   constexpr float kHarmless = 1.2676506e+30f;  // 2^100: no sum of 512 overflows
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
-    const LeafSeed rotation = Rotation::leaf_seed(piece.stream);
+    const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     return [=, &piece](int number) {
       const Bucket bucket(piece, rotation, number);
       const uint8_t* const record = args.payload + bucket.record();
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
-    const LeafSeed rotation = Rotation::leaf_seed(piece.stream);
+    const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     return [=, &piece](int number) {
       const Bucket bucket(piece, rotation, number);
       const uint8_t* const records = args.payload + bucket.record();

@@ -24,7 +24,7 @@ struct Piece {
   int32_t unit;     // values a bucket; bytes a unit when cleared
   int32_t tail;     // the same of the last unit
   uint32_t stride;  // bytes from a record to the next
-  uint32_t stream;  // leaf number of the noise generator
+  uint32_t number;  // of the leaf: feeds its noise and its rotation's signs
   int32_t chunk;
   uint8_t bits;  // 0: clear bytes, a multiple of 4 of them
   DType dtype;   // of the leaf

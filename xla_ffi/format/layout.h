@@ -1,4 +1,4 @@
-// Builds a Layout from leaf specifications that nobody has checked yet.
+// Builds a Layout from specifications that nobody has checked yet.
 #ifndef CGX_FORMAT_LAYOUT_H_
 #define CGX_FORMAT_LAYOUT_H_
 
@@ -15,12 +15,13 @@ constexpr int64_t kMaxBucket = int64_t{1} << 30;
 constexpr int64_t kMaxWorld = int64_t{1} << 20;
 constexpr int64_t kMaxSize = int64_t{1} << 48;
 
-struct LeafSpec {
+// A leaf's slot before it is checked, so its numbers may be anything.
+struct SlotSpec {
   int64_t size;
   int64_t bits;
   int64_t bucket_size;
-  int64_t rounding;  // a Rounding
-  int64_t stream;
+  int64_t rounding;      // a Rounding
+  int64_t number;        // of the leaf, for its noise and its rotation
   int64_t rotation = 0;  // 0 or 1
   int64_t units = 0;     // 0 or 1: whether the values are multiplied by units
 };
@@ -29,7 +30,7 @@ struct LeafSpec {
 class OwnedLayout {
  public:
   // Returns what is wrong with the arguments, with the value and the limit; empty when nothing is.
-  std::string build(const std::vector<LeafSpec>& leaves, int64_t world);
+  std::string build(const std::vector<SlotSpec>& specs, int64_t world);
 
   Layout view() const;
   int64_t values() const { return values_; }

@@ -192,8 +192,8 @@ struct NoiseSeed {
 struct LeafSeed {
   uint32_t a, d;
 
-  CGX_HD LeafSeed(uint32_t key0, uint32_t key1, uint32_t stream)
-      : a(mix(key0 ^ mix(stream + 0x9e3779b9u))), d(mix(key1 + a)) {}
+  CGX_HD LeafSeed(uint32_t key0, uint32_t key1, uint32_t number)
+      : a(mix(key0 ^ mix(number + 0x9e3779b9u))), d(mix(key1 + a)) {}
   CGX_HD NoiseSeed bucket(uint64_t bucket) const {
     const uint32_t k_lo = (uint32_t)bucket, k_hi = (uint32_t)(bucket >> 32);
     const uint32_t s0 = mix(mix(a ^ k_lo) + k_hi);
@@ -201,14 +201,14 @@ struct LeafSeed {
   }
 };
 
-CGX_HD NoiseSeed noise_seed(const uint32_t key[2], uint32_t stream, uint64_t bucket) {
-  return LeafSeed(key[0], key[1], stream).bucket(bucket);
+CGX_HD NoiseSeed noise_seed(const uint32_t key[2], uint32_t number, uint64_t bucket) {
+  return LeafSeed(key[0], key[1], number).bucket(bucket);
 }
 
-// 32 random bits for each of these numbers.
+// 32 random bits for each of these indices.
 template <typename U>
-CGX_HD U random_bits(U number, NoiseSeed seed) {
-  U x = number + seed.s0;
+CGX_HD U random_bits(U index, NoiseSeed seed) {
+  U x = index + seed.s0;
   x ^= x >> 16;
   x *= 0x7feb352du;
   x += seed.s1;
@@ -242,11 +242,11 @@ struct Rotation {
   float forward, inverse;
   NoiseSeed seed;
 
-  CGX_HD static LeafSeed leaf_seed(uint32_t stream) {
-    return LeafSeed(0x726f7461u, 0x74696f6eu, stream);
+  CGX_HD static LeafSeed leaf_seed(uint32_t number) {
+    return LeafSeed(0x726f7461u, 0x74696f6eu, number);
   }
-  CGX_HD Rotation(int64_t bucket_columns, uint32_t stream, uint64_t bucket)
-      : Rotation(bucket_columns, leaf_seed(stream), bucket) {}
+  CGX_HD Rotation(int64_t bucket_columns, uint32_t number, uint64_t bucket)
+      : Rotation(bucket_columns, leaf_seed(number), bucket) {}
   CGX_HD Rotation(int64_t bucket_columns, LeafSeed leaf, uint64_t bucket) {
     seed = leaf.bucket(bucket);
     columns = block(bucket_columns);

@@ -52,7 +52,7 @@ struct Slot {
   int32_t bits;
   Rounding rounding;
   bool rotated;     // codes are those of the rotated bucket
-  uint32_t stream;  // leaf number of the noise generator
+  uint32_t number;  // of the leaf: feeds its noise and its rotation's signs
   int64_t start;    // of the first record
 
   CGX_HD int64_t buckets() const { return size / bucket_size + (size % bucket_size != 0); }

@@ -44,7 +44,7 @@ std::pair<std::vector<int64_t>, int64_t> layout(const std::vector<int64_t>& size
   if (bits.size() != sizes.size() || bucket_sizes.size() != sizes.size()) {
     throw py::value_error("sizes, bits and bucket_sizes differ in length");
   }
-  std::vector<cgx::LeafSpec> leaves;
+  std::vector<cgx::SlotSpec> leaves;
   for (size_t k = 0; k < sizes.size(); ++k)
     leaves.push_back({sizes[k], bits[k], bucket_sizes[k], 0, 0});
   cgx::OwnedLayout owned;

@@ -158,7 +158,7 @@ inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
                                     leaves.size.size()));
     }
   }
-  std::vector<LeafSpec> specs;
+  std::vector<SlotSpec> specs;
   for (int64_t row = 0; row < attributes.rows; ++row) {
     for (size_t k = 0; k < leaves.size.size(); ++k) {
       specs.push_back({leaves.size[k], attributes.bits[k], attributes.bucket_size[k],

@@ -35,12 +35,12 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
   // Results that go past the caches, as those of large calls do, are the same.
   cgx::Layout large = layout;
   large.values = int64_t{1} << 40;
-  Buffers streamed(x.specs, dtype, rng);
-  kernels.encode({large, x.in(), streamed.out(), key, -1, again.get(), own}, 0, total);
-  check(std::memcmp(payload.get(), again.get(), bytes) == 0, name + ": streamed payload");
-  check(streamed == residual, name + ": streamed residual");
-  kernels.decode({large, payload.get(), streamed.out(), own}, 0, total);
-  check(streamed == y, name + ": streamed decode");
+  Buffers nontemporal(x.specs, dtype, rng);
+  kernels.encode({large, x.in(), nontemporal.out(), key, -1, again.get(), own}, 0, total);
+  check(std::memcmp(payload.get(), again.get(), bytes) == 0, name + ": nontemporal payload");
+  check(nontemporal == residual, name + ": nontemporal residual");
+  kernels.decode({large, payload.get(), nontemporal.out(), own}, 0, total);
+  check(nontemporal == y, name + ": nontemporal decode");
   // Units of 1 change nothing, however many rows they have; the arrays are of exactly their size.
   for (const bool one_row : {true, false}) {
     std::vector<std::vector<float>> arrays;
@@ -52,12 +52,12 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
       units.push_back({arrays[arrays.size() - 2].data(), arrays.back().data(), rows, columns});
     }
     for (const auto& of : {layout, large}) {
-      kernels.encode({of, x.in(), streamed.out(), key, -1, again.get(), own, units.data()}, 0,
+      kernels.encode({of, x.in(), nontemporal.out(), key, -1, again.get(), own, units.data()}, 0,
                      total);
       check(std::memcmp(payload.get(), again.get(), bytes) == 0, name + ": payload in units");
-      check(streamed == residual, name + ": residual in units");
-      kernels.decode({of, payload.get(), streamed.out(), own, units.data()}, 0, total);
-      check(streamed == y, name + ": decode in units");
+      check(nontemporal == residual, name + ": residual in units");
+      kernels.decode({of, payload.get(), nontemporal.out(), own, units.data()}, 0, total);
+      check(nontemporal == y, name + ": decode in units");
     }
   }
   if (dtype == cgx::DType::kF32 && !rotation) {
@@ -81,8 +81,8 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
   if (world == 1) {
     const auto peers = noise(3 * total, rng);
     kernels.accumulate({layout, x.in(), peers.get(), 3, 1, 1.0f, y.out(), own}, 0, total);
-    kernels.accumulate({large, x.in(), peers.get(), 3, 1, 1.0f, streamed.out(), own}, 0, total);
-    check(streamed == y, name + ": streamed sum");
+    kernels.accumulate({large, x.in(), peers.get(), 3, 1, 1.0f, nontemporal.out(), own}, 0, total);
+    check(nontemporal == y, name + ": nontemporal sum");
   }
   check(true, name + ": corrupted payloads");
 }

@@ -16,7 +16,7 @@ namespace {
 using Bytes = std::vector<uint8_t>;
 
 struct Case {
-  std::vector<cgx::LeafSpec> leaves;
+  std::vector<cgx::SlotSpec> leaves;
   cgx::DType dtype;
   int64_t world;
   float divisor;
@@ -24,7 +24,7 @@ struct Case {
 };
 
 std::string name_of(const Case& c) {
-  const cgx::LeafSpec& last = c.leaves.back();
+  const cgx::SlotSpec& last = c.leaves.back();
   return "bits " + std::to_string(last.bits) + " bucket " + std::to_string(last.bucket_size) +
          " rounding " + std::to_string(last.rounding) + (last.rotation ? " rotated" : "") +
          " dtype " + std::to_string(static_cast<int>(c.dtype)) + " world " +
@@ -142,12 +142,12 @@ struct Options {
 };
 constexpr Options kOptions[] = {{0, 0}, {1, 0}, {2, 0}, {0, 1}, {1, 1}, {2, 1}};
 
-std::vector<cgx::LeafSpec> of_sizes(const std::vector<int64_t>& sizes, int64_t bits, int64_t bucket,
+std::vector<cgx::SlotSpec> of_sizes(const std::vector<int64_t>& sizes, int64_t bits, int64_t bucket,
                                     Options options) {
-  std::vector<cgx::LeafSpec> specs;
+  std::vector<cgx::SlotSpec> specs;
   for (const int64_t size : sizes) {
-    const int64_t stream = static_cast<int64_t>(specs.size());
-    specs.push_back({size, bits, bucket, options.rounding, stream, options.rotation});
+    const int64_t number = static_cast<int64_t>(specs.size());
+    specs.push_back({size, bits, bucket, options.rounding, number, options.rotation});
   }
   return specs;
 }
@@ -181,7 +181,7 @@ void tables(std::mt19937& rng, int round) {
     }
   }
   // More leaves, and more ranks, than a table has pieces; all widths and options in one.
-  std::vector<cgx::LeafSpec> many;
+  std::vector<cgx::SlotSpec> many;
   for (int64_t k = 0; k < 3 * cgx::kPieces; ++k) {
     many.push_back({(37 * k) % 300, 1 + k % 8, 32 + 32 * (k % 3), k / 8 % 3, k, k % 7 == 0});
   }

@@ -182,10 +182,10 @@ constexpr int64_t kSegment = 100;
 
 // What the call's payloads need.
 int64_t payload_bytes(const Fused& call) {
-  const cgx::LeafSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation};
+  const cgx::SlotSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation};
   const bool whole = call.collective == cgx::Collective::kAllReduce;
   cgx::OwnedLayout owned;
-  check(owned.build(std::vector<cgx::LeafSpec>(whole ? 1 : kWorld, leaf), kWorld).empty(),
+  check(owned.build(std::vector<cgx::SlotSpec>(whole ? 1 : kWorld, leaf), kWorld).empty(),
         "fused: layout");
   return cgx::CudaFused::scratch_bytes(call.collective, owned.view(), kSegment);
 }

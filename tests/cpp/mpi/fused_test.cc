@@ -83,7 +83,7 @@ class FakePort : public cgx::Port {
 };
 
 struct Case {
-  std::vector<cgx::LeafSpec> leaves;
+  std::vector<cgx::SlotSpec> leaves;
   DType dtype = DType::kF32;
   int64_t world = 2;
   cgx::FusedSettings settings{1 << 16, 4};

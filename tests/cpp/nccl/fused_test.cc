@@ -40,14 +40,14 @@ struct Problem {
   int64_t world;
   float divisor;
   int64_t rows_in, rows_out;  // of the leaves, in a rank's memory
-  std::vector<cgx::LeafSpec> specs;
+  std::vector<cgx::SlotSpec> specs;
   std::vector<Values> in;                   // by rank, row and leaf
   std::vector<std::vector<uint32_t>> keys;  // by rank
   std::vector<cgx::DType> dtypes;           // of all rows
   cgx::OwnedLayout row, owned;              // of one row; of all that travel together
   std::vector<Values> expected, expected_lost;
 
-  Problem(cgx::Collective collective, std::vector<cgx::LeafSpec> leaves, int64_t world,
+  Problem(cgx::Collective collective, std::vector<cgx::SlotSpec> leaves, int64_t world,
           float divisor, bool residual = false)
       : collective(collective),
         residual(residual),
@@ -67,7 +67,7 @@ struct Problem {
       }
       for (int64_t k = 0; k < 2 * world + 2; ++k) keys[r].push_back(rng());
     }
-    std::vector<cgx::LeafSpec> all;
+    std::vector<cgx::SlotSpec> all;
     for (int64_t r = 0; r < std::max(rows_in, rows_out); ++r) {
       all.insert(all.end(), specs.begin(), specs.end());
     }
@@ -282,7 +282,7 @@ const struct {
                     {cgx::Collective::kAllGather, "all-gather", false}};
 
 // Of an all-reduce; the halves have them once for every rank, so shorter ones do.
-std::vector<cgx::LeafSpec> leaves(cgx::Collective collective, int64_t rounding) {
+std::vector<cgx::SlotSpec> leaves(cgx::Collective collective, int64_t rounding) {
   const int64_t size = collective == cgx::Collective::kAllReduce ? 777 : 177;
   return {{size + 223, 4, 64, rounding, 0}, {3, 8, 32, 0, 1, 1}, {size, 3, 96, rounding, 2}};
 }
@@ -407,7 +407,7 @@ void payload_memory() {
   for (const auto& c : cases) {
     const bool whole = c.collective == cgx::Collective::kAllReduce;
     cgx::OwnedLayout owned;
-    check(owned.build(std::vector<cgx::LeafSpec>(whole ? 1 : 8, {c.size, 4, 512, 0, 0}), 8).empty(),
+    check(owned.build(std::vector<cgx::SlotSpec>(whole ? 1 : 8, {c.size, 4, 512, 0, 0}), 8).empty(),
           "layout");
     const int64_t bytes = cgx::CudaFused::scratch_bytes(c.collective, owned.view(), 1 << 20);
     check(bytes == c.bytes,
