@@ -76,12 +76,10 @@ def bind(
     return out[:count], out[count:]
 
 
-def attributes(
-    layout: Layout, divisor: float, positions: Any, name: str, *, units: bool = False
-) -> dict[str, Any]:
-    """The attributes that every fused handler takes; `units` of those that know units."""
+def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
+    """The attributes that every fused handler takes."""
     return {
-        **{k: np.asarray(v, np.int64) for k, v in layout.attributes(units=units).items()},
+        **{k: np.asarray(v, np.int64) for k, v in layout.attributes().items()},
         "world": np.int64(len(positions[0])),
         "divisor": np.float32(divisor),
         "groups": np.asarray(positions, np.int64).reshape(-1),

@@ -242,7 +242,7 @@ def _lowering(
     return jax.ffi.ffi_lowering("cgx_all_reduce_mpi")(
         ctx,
         *operands,
-        **fused.attributes(layout, divisor, positions, name, units=True),
+        **fused.attributes(layout, divisor, positions, name),
         channel=np.int64(_compat.new_channel(ctx)),
     )
 

@@ -11,15 +11,15 @@
 namespace cgx {
 namespace {
 
+constexpr bool kTakesUnits = true;
+
 ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs args,
-                  ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints bits,
-                  Ints bucket_size, Ints rounding, Ints rotation, Ints stream, int64_t world,
-                  Ints units) {
+                  ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints slots,
+                  int64_t world) {
   const char* const name = "cgx_encode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_encode(name, key, rank, args, *payload, rets,
-                         {bits, bucket_size, rounding, rotation, stream, world, 1, units},
+    CGX_TRY(check_encode(name, key, rank, args, *payload, rets, {slots, world, 1, kTakesUnits},
                          &operands));
     CGX_TRY(check_ranks(name, rank, -1, world));
     const int64_t batch = operands.batch;
@@ -53,14 +53,12 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
 
 ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
                   ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
-                  Ints bits, Ints bucket_size, Ints rounding, Ints rotation, Ints stream,
-                  int64_t world, Ints units, float divisor) {
+                  Ints slots, int64_t world, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets,
-                         {bits, bucket_size, rounding, rotation, stream, world, 1, units}, divisor,
-                         &operands));
+                         {slots, world, 1, kTakesUnits}, divisor, &operands));
     CGX_TRY(check_ranks(name, rank, 0, world));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
@@ -95,14 +93,12 @@ ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
 }
 
 ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingArgs args,
-                  ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints rounding,
-                  Ints rotation, Ints stream, int64_t world, Ints units) {
+                  ffi::RemainingRets rets, Ints slots, int64_t world) {
   const char* const name = "cgx_decode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     Leaves unit_operands;
-    const LayoutAttributes attributes{bits,   bucket_size, rounding, rotation,
-                                      stream, world,       1,        units};
+    const LayoutAttributes attributes{slots, world, 1, kTakesUnits};
     CGX_TRY(check_decode(name, payload, rets, attributes, &operands));
     CGX_TRY(unit_operands.add(name, args, operands.batch));
     CGX_TRY(check_number(name, "units", args.size(), 2 * attributes.num_units()));
@@ -128,15 +124,13 @@ ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingArgs args
 }
 
 ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::RemainingArgs args,
-                      ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints rounding,
-                      Ints rotation, Ints stream, int64_t world, float divisor) {
+                      ffi::RemainingRets rets, Ints slots, int64_t world, float divisor) {
   const char* const name = "cgx_accumulate";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     int64_t peers = 0;
-    CGX_TRY(check_accumulate(name, rank, payload, args, rets,
-                             {bits, bucket_size, rounding, rotation, stream, world}, divisor,
-                             &operands, &peers));
+    CGX_TRY(check_accumulate(name, rank, payload, args, rets, {slots, world}, divisor, &operands,
+                             &peers));
     CGX_TRY(check_ranks(name, rank, -1, peers));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
@@ -172,7 +166,6 @@ XLA_FFI_Error* encode_handler(XLA_FFI_CallFrame* frame) {
                                               .RemainingArgs()
                                               .Ret<Payload>()
                                               .RemainingRets())
-                                  .Attr<Ints>("units")
                                   .To(encode);
   return handler->Call(frame);
 }
@@ -186,7 +179,6 @@ XLA_FFI_Error* reduce_handler(XLA_FFI_CallFrame* frame) {
                                               .RemainingArgs()
                                               .Ret<Payload>()
                                               .RemainingRets())
-                                  .Attr<Ints>("units")
                                   .Attr<float>("divisor")
                                   .To(reduce);
   return handler->Call(frame);
@@ -196,7 +188,6 @@ XLA_FFI_Error* decode_handler(XLA_FFI_CallFrame* frame) {
   static const auto handler =
       with_layout(
           ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Payload>().RemainingArgs().RemainingRets())
-          .Attr<Ints>("units")
           .To(decode);
   return handler->Call(frame);
 }

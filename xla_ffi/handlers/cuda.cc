@@ -16,15 +16,12 @@ ffi::Error launched(const char* call, cudaError_t error) {
 }
 
 ffi::Error run_encode(cudaStream_t stream, Keys key, Ranks rank, ffi::RemainingArgs args,
-                      ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints bits,
-                      Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers,
+                      ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints slots,
                       int64_t world) {
   const char* const name = "cgx_encode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_encode(name, key, rank, args, *payload, rets,
-                         {bits, bucket_size, rounding, rotation, stream_numbers, world},
-                         &operands));
+    CGX_TRY(check_encode(name, key, rank, args, *payload, rets, {slots, world}, &operands));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
     const auto to = operands.results.pointers(operands.batch);
@@ -46,13 +43,11 @@ ffi::Error run_encode(cudaStream_t stream, Keys key, Ranks rank, ffi::RemainingA
 
 ffi::Error run_reduce(cudaStream_t stream, Keys key, Ranks rank, Payload payload,
                       ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
-                      Ints bits, Ints bucket_size, Ints rounding, Ints rotation,
-                      Ints stream_numbers, int64_t world, float divisor) {
+                      Ints slots, int64_t world, float divisor) {
   const char* const name = "cgx_reduce";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets,
-                         {bits, bucket_size, rounding, rotation, stream_numbers, world}, divisor,
+    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets, {slots, world}, divisor,
                          &operands));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
@@ -75,15 +70,12 @@ ffi::Error run_reduce(cudaStream_t stream, Keys key, Ranks rank, Payload payload
   });
 }
 
-ffi::Error run_decode(cudaStream_t stream, Payload payload, ffi::RemainingRets rets, Ints bits,
-                      Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers,
+ffi::Error run_decode(cudaStream_t stream, Payload payload, ffi::RemainingRets rets, Ints slots,
                       int64_t world) {
   const char* const name = "cgx_decode";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
-    CGX_TRY(check_decode(name, payload, rets,
-                         {bits, bucket_size, rounding, rotation, stream_numbers, world},
-                         &operands));
+    CGX_TRY(check_decode(name, payload, rets, {slots, world}, &operands));
     const Layout layout = operands.layout();
     const auto to = operands.leaves.pointers(operands.batch);
     const size_t n = operands.num_leaves();
@@ -98,15 +90,13 @@ ffi::Error run_decode(cudaStream_t stream, Payload payload, ffi::RemainingRets r
 }
 
 ffi::Error run_accumulate(cudaStream_t stream, Ranks rank, Payload payload, ffi::RemainingArgs args,
-                          ffi::RemainingRets rets, Ints bits, Ints bucket_size, Ints rounding,
-                          Ints rotation, Ints stream_numbers, int64_t world, float divisor) {
+                          ffi::RemainingRets rets, Ints slots, int64_t world, float divisor) {
   const char* const name = "cgx_accumulate";
   return no_throw(name, [&]() -> ffi::Error {
     Operands operands;
     int64_t peers = 0;
-    CGX_TRY(check_accumulate(name, rank, payload, args, rets,
-                             {bits, bucket_size, rounding, rotation, stream_numbers, world},
-                             divisor, &operands, &peers));
+    CGX_TRY(check_accumulate(name, rank, payload, args, rets, {slots, world}, divisor, &operands,
+                             &peers));
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
     const auto to = operands.results.pointers(operands.batch);

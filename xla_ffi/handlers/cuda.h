@@ -1,4 +1,4 @@
-// XLA FFI handlers for the CUDA platform. What each takes and returns is said in operands.h.
+// XLA FFI handlers for the CUDA platform. operands.h says what each takes and returns.
 #ifndef CGX_HANDLERS_CUDA_H_
 #define CGX_HANDLERS_CUDA_H_
 

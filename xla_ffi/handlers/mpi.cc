@@ -64,7 +64,7 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
   CGX_TRY(results.split(name, leaves.size.size(), &residuals));
   CGX_TRY(same_leaves(name, leaves, results));
   if (!residuals.data.empty()) CGX_TRY(same_leaves(name, leaves, residuals));
-  CGX_TRY(build_layout(name, leaves, attributes.layout, &spec->owned));
+  CGX_TRY(build_layout(name, leaves.size, attributes.layout, &spec->owned));
   CGX_TRY(units.add(name, leaves, unit_operands, attributes.layout));
   CGX_TRY(check_count(name, "keys", keys, 4));
   CGX_TRY(check_count(name, "position", position, 1));
@@ -106,8 +106,7 @@ ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::Remaining
 
 // (keys of both phases, position in the mesh, leaves, units) -> leaves [, residuals]
 ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::RunId run, Ints bits, Ints bucket_size, Ints rounding, Ints rotation,
-                       Ints stream, int64_t world, Ints units, float divisor, Ints groups,
+                       ffi::RunId run, Ints slots, int64_t world, float divisor, Ints groups,
                        int64_t channel, std::string_view name) {
   ffi::Promise promise;
   ffi::Future future(promise);
@@ -122,12 +121,8 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
   std::vector<int32_t> peers;
   const ffi::Error error = no_throw(call.c_str(), [&] {
     return prepare(keys, position, args, rets,
-                   {{bits, bucket_size, rounding, rotation, stream, world, 1, units},
-                    divisor,
-                    groups,
-                    channel,
-                    name},
-                   call, engine->settings(), &spec, &peers);
+                   {{slots, world, 1, /*takes_units=*/true}, divisor, groups, channel, name}, call,
+                   engine->settings(), &spec, &peers);
   });
   if (error.failure()) {
     promise.SetError(error);
@@ -163,7 +158,6 @@ XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame) {
                                               .RemainingArgs()
                                               .RemainingRets()
                                               .Ctx<ffi::RunId>())
-                                  .Attr<Ints>("units")
                                   .Attr<float>("divisor")
                                   .Attr<Ints>("groups")
                                   .Attr<int64_t>("channel")

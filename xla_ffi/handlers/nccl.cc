@@ -154,9 +154,8 @@ struct Call {
 };
 
 template <Collective kCollective>
-ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints bits,
-                 Ints bucket_size, Ints rounding, Ints rotation, Ints stream_numbers, int64_t world,
-                 float divisor, Ints groups, int64_t segment_bytes) {
+ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 Ints slots, int64_t world, float divisor, Ints groups, int64_t segment_bytes) {
   const std::string& name = call->name;
   CGX_TRY(check_world(name, world));
   CGX_TRY(check_groups(name, groups, world));
@@ -173,9 +172,7 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
     CGX_TRY(same_leaves(name, leaves, call->residuals));
   }
   CGX_TRY(same_leaves(name, leaves, results));
-  CGX_TRY(build_layout(name, leaves,
-                       {bits, bucket_size, rounding, rotation, stream_numbers, world, call->rows},
-                       &call->owned));
+  CGX_TRY(build_layout(name, leaves.size, {slots, world, call->rows}, &call->owned));
   CGX_TRY(check_count(name, "keys", keys, kScatters ? 2 * world : kGathers ? 2 : 4));
   CGX_TRY(check_divisor(name, divisor));
   if (segment_bytes < 1) return invalid(name, expected("segment_bytes", segment_bytes, 1));

@@ -1,39 +1,25 @@
-// What the handlers share: checks of operands and attributes, with the value and the limit.
+// The operands of the codec's calls, checked.
+//
 // A call carries a batch of independent fusion buffers, so that vmap needs no loop; operands lead
 // with the batch, and only element counts matter past that, so that a leaf is passed in whatever
 // shape it has.
 #ifndef CGX_HANDLERS_OPERANDS_H_
 #define CGX_HANDLERS_OPERANDS_H_
 
-#include <algorithm>
-#include <cmath>
-#include <new>
 #include <string>
 #include <vector>
 
 #include "format/layout.h"
 #include "format/leaves.h"
+#include "handlers/checks.h"
+#include "handlers/slots.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cgx {
 
-namespace ffi = xla::ffi;
-
-using Ints = ffi::Span<const int64_t>;
 using Keys = ffi::Buffer<ffi::U32>;
 using Ranks = ffi::Buffer<ffi::S32>;   // one a batch element, so it tells the batch
 using Payload = ffi::Buffer<ffi::U8>;  // [batch,] rows, bytes
-
-inline ffi::Error invalid(const std::string& call, const std::string& text) {
-  return ffi::Error::InvalidArgument(call + ": " + text);
-}
-
-#define CGX_TRY(expression) \
-  if (ffi::Error error = (expression); error.failure()) return error
-
-inline std::string expected(const std::string& what, int64_t value, int64_t limit) {
-  return what + " is " + std::to_string(value) + ", expected " + std::to_string(limit);
-}
 
 // Leaves of all batch elements.
 struct Leaves {
@@ -131,63 +117,6 @@ inline ffi::Error same_leaves(const std::string& call, const Leaves& in, const L
   return ffi::Error::Success();
 }
 
-struct LayoutAttributes {
-  Ints bits, bucket_size, rounding, rotation, stream;
-  int64_t world;
-  int64_t rows = 1;  // how often the leaves follow one another
-  Ints units = {};   // 1 for each leaf that has units; empty: none has
-
-  size_t num_units() const {
-    return static_cast<size_t>(std::count(units.begin(), units.end(), int64_t{1}));
-  }
-};
-
-inline ffi::Error build_layout(const std::string& call, const Leaves& leaves,
-                               const LayoutAttributes& attributes, OwnedLayout* layout) {
-  const struct {
-    const char* name;
-    Ints values;
-    bool required = true;
-  } lists[] = {{"bits", attributes.bits},         {"bucket_size", attributes.bucket_size},
-               {"rounding", attributes.rounding}, {"rotation", attributes.rotation},
-               {"stream", attributes.stream},     {"units", attributes.units, false}};
-  for (const auto& list : lists) {
-    if (list.values.size() == 0 && !list.required) continue;
-    if (list.values.size() != leaves.size.size()) {
-      return invalid(call, expected(std::string("length of ") + list.name, list.values.size(),
-                                    leaves.size.size()));
-    }
-  }
-  std::vector<SlotSpec> specs;
-  for (int64_t row = 0; row < attributes.rows; ++row) {
-    for (size_t k = 0; k < leaves.size.size(); ++k) {
-      specs.push_back({leaves.size[k], attributes.bits[k], attributes.bucket_size[k],
-                       attributes.rounding[k], attributes.stream[k], attributes.rotation[k],
-                       attributes.units.size() ? attributes.units[k] : 0});
-    }
-  }
-  const std::string error = layout->build(specs, attributes.world);
-  return error.empty() ? ffi::Error::Success() : invalid(call, error);
-}
-
-template <typename Buffer>
-ffi::Error check_count(const std::string& call, const std::string& what, const Buffer& buffer,
-                       int64_t limit) {
-  const int64_t count = static_cast<int64_t>(buffer.element_count());
-  if (count == limit) return ffi::Error::Success();
-  return invalid(call, expected("size of " + what, count, limit));
-}
-
-inline ffi::Error check_number(const std::string& call, const std::string& what, size_t number,
-                               size_t limit) {
-  if (number == limit) return ffi::Error::Success();
-  return invalid(call, expected("number of " + what, number, limit));
-}
-
-inline ffi::Error check_batch(const std::string& call, int64_t batch) {
-  return batch > 0 ? ffi::Error::Success() : invalid(call, expected("batch", batch, 1));
-}
-
 inline ffi::Error check_ranks(const std::string& call, const Ranks& ranks, int64_t from,
                               int64_t to) {
   for (size_t b = 0; b < ranks.element_count(); ++b) {
@@ -198,18 +127,6 @@ inline ffi::Error check_ranks(const std::string& call, const Ranks& ranks, int64
     }
   }
   return ffi::Error::Success();
-}
-
-// Positions in the mesh, one group of `world` after the other.
-inline ffi::Error check_groups(const std::string& call, Ints groups, int64_t world) {
-  if (groups.size() > 0 && groups.size() % world == 0) return ffi::Error::Success();
-  return invalid(call, "size of groups is " + std::to_string(groups.size()) +
-                           ", must be a positive multiple of world, " + std::to_string(world));
-}
-
-inline ffi::Error check_divisor(const std::string& call, float divisor) {
-  if (std::isfinite(divisor) && divisor != 0.0f) return ffi::Error::Success();
-  return invalid(call, "divisor is " + std::to_string(divisor) + ", must be finite and not 0");
 }
 
 // Units of all batch elements: an entry per leaf, without arrays for a leaf that has none.
@@ -223,7 +140,7 @@ struct Units {
     size_t next = 0;
     for (size_t k = 0; k < leaves.size.size(); ++k) {
       LeafUnits& own = first.emplace_back();
-      if (attributes.units[k] == 0) continue;
+      if (!attributes.has_units(k)) continue;
       for (const char* what : {"rows", "columns"}) {
         const std::string name = std::string(what) + " of the units of leaf " + std::to_string(k);
         if (operands.dtype[next] != DType::kF32) {
@@ -277,6 +194,7 @@ struct Operands {
 // Moves the last operands to `units`, as many as the attributes ask for.
 inline ffi::Error split_units(const std::string& call, const LayoutAttributes& attributes,
                               Leaves* operands, Leaves* units) {
+  CGX_TRY(check_units(call, attributes));
   const size_t wanted = 2 * attributes.num_units(), given = operands->size.size();
   if (given < wanted) {
     return invalid(call, "number of operands is " + std::to_string(given) + ", must be at least " +
@@ -297,7 +215,7 @@ inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& r
   Leaves units;
   CGX_TRY(split_units(call, attributes, &out->leaves, &units));
   if (rets.size() > 0) CGX_TRY(same_leaves(call, out->leaves, out->results));
-  CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
   CGX_TRY(out->units.add(call, out->leaves, units, attributes));
   CGX_TRY(check_count(call, "key", key, out->batch * 2));
   const Layout layout = out->layout();
@@ -325,7 +243,7 @@ inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& r
       return invalid(call, "residual results must lie where their operands lie");
     }
   }
-  CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
   CGX_TRY(out->units.add(call, out->leaves, units, attributes));
   CGX_TRY(check_count(call, "key", key, out->batch * 2));
   const Layout layout = out->layout();
@@ -342,7 +260,7 @@ inline ffi::Error check_decode(const char* call, const Payload& payload,
   out->batch = dims.size() == 3 ? dims[0] : 1;
   CGX_TRY(check_batch(call, out->batch));
   CGX_TRY(out->leaves.add(call, rets, out->batch));
-  CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
   const Layout layout = out->layout();
   return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
 }
@@ -361,29 +279,9 @@ inline ffi::Error check_accumulate(const char* call, const Ranks& rank, const Pa
   CGX_TRY(out->results.add(call, rets, out->batch));
   CGX_TRY(same_leaves(call, out->leaves, out->results));
   if (attributes.world != 1) return invalid(call, expected("world", attributes.world, 1));
-  CGX_TRY(build_layout(call, out->leaves, attributes, &out->owned));
+  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
   CGX_TRY(check_count(call, "payload", payload, out->batch * *peers * out->layout().total_bytes()));
   return check_divisor(call, divisor);
-}
-
-template <typename F>
-ffi::Error no_throw(const char* call, F&& f) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(call) + ": out of memory");
-  }
-}
-
-template <typename Binding>
-auto with_layout(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<Ints>("bits")
-      .template Attr<Ints>("bucket_size")
-      .template Attr<Ints>("rounding")
-      .template Attr<Ints>("rotation")
-      .template Attr<Ints>("stream")
-      .template Attr<int64_t>("world");
 }
 
 }  // namespace cgx

@@ -25,12 +25,8 @@ bool has(const std::string& text, const std::string& part) {
 constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1;
 constexpr int64_t kNearest = 0, kCorrelated = 2;
 
-void with_layout(Frame& frame, int64_t rounding, int64_t bits = kBits) {
-  frame.attr("bits", std::vector<int64_t>{bits})
-      .attr("bucket_size", std::vector<int64_t>{kBucket})
-      .attr("rounding", std::vector<int64_t>{rounding})
-      .attr("rotation", std::vector<int64_t>{kRotation})
-      .attr("stream", std::vector<int64_t>{0})
+void with_layout(Frame& frame, int64_t rounding, int64_t bits = kBits, int64_t units = 0) {
+  frame.attr("slots", std::vector<int64_t>{bits, kBucket, rounding, 0, kRotation, units})
       .attr("world", kWorld);
 }
 
@@ -54,13 +50,13 @@ void codec() {
   cpu.encode({layout, {&in, &dtype}, {}, key, rank, expected.data(), scratch.data()}, 0,
              layout.total_bytes());
   XLA_FFI_InvokeContext context;
-  const auto encode = [&](XLA_FFI_DataType type, int64_t bytes, int64_t bits) {
+  const auto encode = [&](XLA_FFI_DataType type, int64_t bytes, int64_t bits, int64_t units = 0) {
     Frame frame;
     frame.arg(XLA_FFI_DataType_U32, key, {2})
         .arg(XLA_FFI_DataType_S32, &rank, {})
         .arg(type, x.data(), {kValues})
         .ret(XLA_FFI_DataType_U8, payload.data(), {kWorld, bytes});
-    with_layout(frame, kCorrelated, bits);
+    with_layout(frame, kCorrelated, bits, units);
     return frame.call(cgx::encode_cuda_handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
   };
   check(encode(XLA_FFI_DataType_F32, row, kBits).empty(), "codec: encode");
@@ -71,6 +67,9 @@ void codec() {
         "codec: another dtype is refused");
   check(has(encode(XLA_FFI_DataType_F32, row, 9), "bits of leaf 0 is 9, must be in [1, 8]"),
         "codec: nine bits are refused");
+  check(has(encode(XLA_FFI_DataType_F32, row, kBits, 1),
+            "cgx_encode: units of leaf 0 is 1, must be 0: this call takes no units"),
+        "codec: units are refused");
 
   std::vector<float> lost(kValues, 7.0f), expected_lost = lost, elsewhere = lost;
   void* const expected_residual = expected_lost.data();
