@@ -336,7 +336,7 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
   };
   Range range;
   Meta meta;
-  if (kTiles == 0) {
+  if constexpr (kTiles == 0) {
     uint32_t smallest = Range::kNone;
 #pragma unroll 1
     for (int step = 0; step < 2 * bucket.tiles(); ++step) {  // so that the code is there once
@@ -353,29 +353,29 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
       meta = meta_of<kStochastic>(bucket, range, t, [&] { return smallest; });
       store_meta(bucket.lane, record, meta);
     }
-    return;
-  }
-  Tile held[kTiles ? kTiles : 1];
-#pragma unroll
-  for (int k = 0; k < kTiles; ++k) {
-    if (k >= bucket.tiles()) break;
-    held[k] = values(k);
-    range.add(bucket, k, held[k]);
-  }
-  meta = meta_of<kStochastic>(bucket, range, held[0], [&] {
-    uint32_t smallest = Range::kNone;
+  } else {
+    Tile held[kTiles];
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
       if (k >= bucket.tiles()) break;
-      smallest = ::min(smallest, Range::smallest(bucket, k, held[k]));
+      held[k] = values(k);
+      range.add(bucket, k, held[k]);
     }
-    return smallest;
-  });
-  store_meta(bucket.lane, record, meta);
+    meta = meta_of<kStochastic>(bucket, range, held[0], [&] {
+      uint32_t smallest = Range::kNone;
 #pragma unroll
-  for (int k = 0; k < kTiles; ++k) {
-    if (k >= bucket.tiles()) break;
-    code(meta, k, &held[k]);
+      for (int k = 0; k < kTiles; ++k) {
+        if (k >= bucket.tiles()) break;
+        smallest = ::min(smallest, Range::smallest(bucket, k, held[k]));
+      }
+      return smallest;
+    });
+    store_meta(bucket.lane, record, meta);
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      if (k >= bucket.tiles()) break;
+      code(meta, k, &held[k]);
+    }
   }
 }
 
