@@ -116,11 +116,11 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
 
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))
-    batching.primitive_batchers[p] = _batch_rule(p)
+    batching.primitive_batchers[p] = batch_rule(p)
     return p
 
 
-def _batch_rule(p: Primitive) -> Callable[..., Any]:
+def batch_rule(p: Primitive) -> Callable[..., Any]:
     """One call for each element: chunks are cut in each by itself, as under the `xla` exchange."""
 
     def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:

@@ -6,6 +6,7 @@
 #include <new>
 #include <string>
 
+#include "format/layout.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cgx {
@@ -41,6 +42,11 @@ inline ffi::Error check_number(const std::string& call, const std::string& what,
 
 inline ffi::Error check_batch(const std::string& call, int64_t batch) {
   return batch > 0 ? ffi::Error::Success() : invalid(call, expected("batch", batch, 1));
+}
+
+inline ffi::Error check_world(const std::string& call, int64_t world) {
+  if (world >= 1 && world <= kMaxWorld) return ffi::Error::Success();
+  return invalid(call, "world is " + std::to_string(world) + ", must be in [1, 2^20]");
 }
 
 // Positions in the mesh, one group of `world` after the other.

@@ -22,7 +22,9 @@ std::map<std::string, py::capsule> handlers() {
           {"cgx_reduce", capsule(cgx::reduce_handler)},
           {"cgx_decode", capsule(cgx::decode_handler)},
           {"cgx_accumulate", capsule(cgx::accumulate_handler)},
-          {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)}};
+          {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)},
+          {"cgx_scatter_mpi", capsule(cgx::scatter_mpi_handler)},
+          {"cgx_gather_mpi", capsule(cgx::gather_mpi_handler)}};
 }
 
 std::vector<std::string> isas() {
@@ -90,7 +92,7 @@ PYBIND11_MODULE(_native, m) {
         py::arg("status_bytes"), py::arg("communicator"), py::arg("byte_type"),
         py::arg("null_request"), py::arg("largest_tag"), py::arg("rank"), py::arg("segment_bytes"),
         py::arg("window"), py::arg("timeout"), py::arg("threads"),
-        "Binds the MPI library that `module` links to and starts the engine of fused calls.");
+        "Binds the MPI library that `module` links to and starts the engine of its calls.");
   m.def("mpi_stop", &mpi_stop, "Ends the engine; calls in flight fail.");
-  m.def("mpi_failure", &cgx::engine_failure, "What has made a fused call fail; '' when nothing.");
+  m.def("mpi_failure", &cgx::engine_failure, "What has made a call fail; '' when nothing.");
 }

@@ -1,12 +1,15 @@
-// Checks the operands of a fused all-reduce, then hands it to the engine and returns a future.
+// Checks the operands of each call, then hands it to the engine and returns a future.
 #include "handlers/mpi.h"
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <utility>
 
 #include "handlers/operands.h"
+#include "mpi/fused.h"
+#include "mpi/rows.h"
 
 namespace cgx {
 namespace {
@@ -44,70 +47,60 @@ class Twins {
   std::deque<std::pair<int64_t, int64_t>> order_;
 };
 
-struct Attributes {
-  LayoutAttributes layout;
-  float divisor;
-  Ints groups;  // [groups, world]: positions in the mesh
+// What every call is told of its ranks.
+struct Where {
+  Ranks position;  // of this process in the mesh
+  Ints groups;     // [groups, world]: positions in the mesh
+  int64_t world;
   int64_t channel;
-  std::string_view name;
 };
 
-ffi::Error prepare(const Keys& keys, const Ranks& position, const ffi::RemainingArgs& args,
-                   const ffi::RemainingRets& rets, const Attributes& attributes,
-                   const std::string& name, const EngineSettings& settings, FusedSpec* spec,
-                   std::vector<int32_t>* peers) {
-  Leaves leaves, results, residuals, unit_operands;
-  Units units;
-  CGX_TRY(leaves.add(name, args, 1));
-  CGX_TRY(split_units(name, attributes.layout, &leaves, &unit_operands));
-  CGX_TRY(results.add(name, rets, 1));
-  CGX_TRY(results.split(name, leaves.size.size(), &residuals));
-  CGX_TRY(same_leaves(name, leaves, results));
-  if (!residuals.data.empty()) CGX_TRY(same_leaves(name, leaves, residuals));
-  CGX_TRY(build_layout(name, leaves.size, attributes.layout, &spec->owned));
-  CGX_TRY(units.add(name, leaves, unit_operands, attributes.layout));
-  CGX_TRY(check_count(name, "keys", keys, 4));
-  CGX_TRY(check_count(name, "position", position, 1));
-  CGX_TRY(check_divisor(name, attributes.divisor));
-  CGX_TRY(check_groups(name, attributes.groups, attributes.layout.world));
-  const int64_t tag = attributes.channel * Transport::kTags;
-  if (attributes.channel < 0 || tag + Transport::kTags > settings.largest_tag) {
-    return invalid(name, "channel is " + std::to_string(attributes.channel) + ", must be in [0, " +
-                             std::to_string(settings.largest_tag / Transport::kTags) + ")");
+// Who takes part in a call, and with which messages.
+struct Group {
+  int64_t rank;                // of this process in the group
+  std::vector<int32_t> peers;  // the communicator's rank of each of the group's
+  int tag;
+};
+
+ffi::Error find_group(const std::string& name, const Where& where, const EngineSettings& settings,
+                      Group* group) {
+  CGX_TRY(check_world(name, where.world));
+  CGX_TRY(check_count(name, "position", where.position, 1));
+  CGX_TRY(check_groups(name, where.groups, where.world));
+  const int64_t channels = settings.largest_tag / kCallTags;
+  if (where.channel < 0 || where.channel >= channels) {
+    return invalid(name, "channel is " + std::to_string(where.channel) + ", must be in [0, " +
+                             std::to_string(channels) + ")");
   }
-  const int64_t own = position.typed_data()[0];
+  group->tag = static_cast<int>(where.channel * kCallTags);
+  const int64_t own = where.position.typed_data()[0];
   if (own != settings.rank) {
     return invalid(name, "position " + std::to_string(own) + " of the mesh is on MPI rank " +
                              std::to_string(settings.rank) +
                              "; build the mesh from jax.devices() in their order");
   }
-  for (size_t i = 0; i < attributes.groups.size(); ++i) {
-    if (attributes.groups[i] != own) continue;
-    const size_t first = i / attributes.layout.world * attributes.layout.world;
-    spec->rank = static_cast<int64_t>(i - first);
-    for (int64_t r = 0; r < attributes.layout.world; ++r) {
-      peers->push_back(static_cast<int32_t>(attributes.groups[first + r]));
-    }
-    break;
-  }
-  if (static_cast<int64_t>(peers->size()) != attributes.layout.world) {
+  const int64_t* const found = std::find(where.groups.begin(), where.groups.end(), own);
+  if (found == where.groups.end()) {
     return invalid(name, "position " + std::to_string(own) + " is in no group");
   }
-  spec->in.assign(leaves.data.begin(), leaves.data.end());
-  spec->out.assign(results.data.begin(), results.data.end());
-  spec->residuals.assign(residuals.data.begin(), residuals.data.end());
-  spec->dtypes = leaves.dtype;
-  spec->units = units.first;
-  std::copy_n(keys.typed_data(), 4, spec->keys);
-  spec->divisor = attributes.divisor;
-  spec->tag = static_cast<int>(tag);
+  group->rank = (found - where.groups.begin()) % where.world;
+  const int64_t* const first = found - group->rank;
+  for (int64_t r = 0; r < where.world; ++r) {
+    group->peers.push_back(static_cast<int32_t>(first[r]));
+  }
   return ffi::Error::Success();
 }
 
-// (keys of both phases, position in the mesh, leaves, units) -> leaves [, residuals]
-ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::RunId run, Ints slots, int64_t world, float divisor, Ints groups,
-                       int64_t channel, std::string_view name) {
+// A call whose operands are checked.
+struct Prepared {
+  Group group;
+  Engine::Start start;
+  const void *operand = nullptr, *result = nullptr;  // what tells it from a twin; null: no memory
+};
+
+// Lets `prepare(settings, &prepared)` check a call and hands it to the engine.
+template <typename Prepare>
+ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepare prepare) {
   ffi::Promise promise;
   ffi::Future future(promise);
   const std::string call(name);
@@ -117,19 +110,15 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
                                 call + ": the MPI exchange of this process has been stopped"));
     return future;
   }
-  FusedSpec spec;
-  std::vector<int32_t> peers;
-  const ffi::Error error = no_throw(call.c_str(), [&] {
-    return prepare(keys, position, args, rets,
-                   {{slots, world, 1, /*takes_units=*/true}, divisor, groups, channel, name}, call,
-                   engine->settings(), &spec, &peers);
-  });
+  Prepared prepared;
+  const ffi::Error error =
+      no_throw(call.c_str(), [&] { return prepare(engine->settings(), &prepared); });
   if (error.failure()) {
     promise.SetError(error);
     return future;
   }
   static Twins twins;
-  if (!spec.in.empty() && twins.seen(run.run_id, channel, spec.in[0], spec.out[0])) {
+  if (prepared.operand && twins.seen(run.run_id, channel, prepared.operand, prepared.result)) {
     promise.SetError(ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
         call + ": one compiled function (an inner jax.jit, or a scan's body with unroll) holds "
@@ -138,7 +127,7 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
                "that function, or use exchange=\"xla\" there"));
     return future;
   }
-  engine->submit(call, std::move(spec), std::move(peers),
+  engine->submit(call, std::move(prepared.group.peers), std::move(prepared.start),
                  [promise](const std::string& error) mutable {
                    if (error.empty()) {
                      promise.SetAvailable();
@@ -149,22 +138,115 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
   return future;
 }
 
+ffi::Error check_all_reduce(const std::string& name, const Keys& keys,
+                            const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                            const LayoutAttributes& attributes, float divisor, FusedSpec* spec) {
+  Leaves leaves, results, residuals, unit_operands;
+  Units units;
+  CGX_TRY(leaves.add(name, args, 1));
+  CGX_TRY(split_units(name, attributes, &leaves, &unit_operands));
+  CGX_TRY(results.add(name, rets, 1));
+  CGX_TRY(results.split(name, leaves.size.size(), &residuals));
+  CGX_TRY(same_leaves(name, leaves, results));
+  if (!residuals.data.empty()) CGX_TRY(same_leaves(name, leaves, residuals));
+  CGX_TRY(build_layout(name, leaves.size, attributes, &spec->owned));
+  CGX_TRY(units.add(name, leaves, unit_operands, attributes));
+  CGX_TRY(check_count(name, "keys", keys, 4));
+  CGX_TRY(check_divisor(name, divisor));
+  spec->in.assign(leaves.data.begin(), leaves.data.end());
+  spec->out.assign(results.data.begin(), results.data.end());
+  spec->residuals.assign(residuals.data.begin(), residuals.data.end());
+  spec->dtypes = leaves.dtype;
+  spec->units = units.first;
+  std::copy_n(keys.typed_data(), 4, spec->keys);
+  spec->divisor = divisor;
+  return ffi::Error::Success();
+}
+
+ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::RunId run, Ints slots, int64_t world, float divisor, Ints groups,
+                       int64_t channel, std::string_view name) {
+  return submit(
+      name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
+        const std::string call(name);
+        const auto spec = std::make_shared<FusedSpec>();
+        CGX_TRY(check_all_reduce(call, keys, args, rets, {slots, world, 1, /*takes_units=*/true},
+                                 divisor, spec.get()));
+        CGX_TRY(find_group(call, {position, groups, world, channel}, settings, &prepared->group));
+        spec->rank = prepared->group.rank;
+        spec->tag = prepared->group.tag;
+        if (!spec->in.empty()) prepared->operand = spec->in[0], prepared->result = spec->out[0];
+        prepared->start = [spec](Engine::Means means) {
+          return std::make_unique<FusedCall>(std::move(*spec), means.settings,
+                                             std::move(means.port), means.workers, means.buffers);
+        };
+        return ffi::Error::Success();
+      });
+}
+
+template <bool kGathers>
+ffi::Future move_rows(Ranks position, Payload rows, ffi::Result<Payload> out, ffi::RunId run,
+                      int64_t world, Ints groups, int64_t channel, std::string_view name) {
+  return submit(
+      name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
+        const std::string call(name);
+        Group& group = prepared->group;
+        CGX_TRY(find_group(call, {position, groups, world, channel}, settings, &group));
+        const int64_t bytes = static_cast<int64_t>(rows.element_count());
+        if (!kGathers && bytes % world != 0) {
+          return invalid(call, "size of rows is " + std::to_string(bytes) +
+                                   ", must be a multiple of world, " + std::to_string(world));
+        }
+        const int64_t row_bytes = kGathers ? bytes : bytes / world;
+        CGX_TRY(check_count(call, "the result", *out, world * row_bytes));
+        const RowsSpec spec{kGathers, rows.typed_data(), out->typed_data(), row_bytes,
+                            world,    group.rank,        group.tag};
+        prepared->operand = spec.in, prepared->result = spec.out;
+        prepared->start = [spec](Engine::Means means) {
+          return std::make_unique<RowsCall>(spec, means.settings, std::move(means.port),
+                                            means.buffers);
+        };
+        return ffi::Error::Success();
+      });
+}
+
+template <typename Binding>
+auto with_ranks(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<Ints>("groups")
+      .template Attr<int64_t>("channel")
+      .template Attr<std::string_view>("name");
+}
+
+template <bool kGathers>
+XLA_FFI_Error* call_rows(XLA_FFI_CallFrame* frame) {
+  static const auto handler = with_ranks(ffi::Ffi::Bind()
+                                             .Arg<Ranks>()
+                                             .Arg<Payload>()
+                                             .Ret<Payload>()
+                                             .Ctx<ffi::RunId>()
+                                             .Attr<int64_t>("world"))
+                                  .To(move_rows<kGathers>);
+  return handler->Call(frame);
+}
+
 }  // namespace
 
 XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .RemainingArgs()
-                                              .RemainingRets()
-                                              .Ctx<ffi::RunId>())
-                                  .Attr<float>("divisor")
-                                  .Attr<Ints>("groups")
-                                  .Attr<int64_t>("channel")
-                                  .Attr<std::string_view>("name")
+  static const auto handler = with_ranks(with_layout(ffi::Ffi::Bind()
+                                                         .Arg<Keys>()
+                                                         .Arg<Ranks>()
+                                                         .RemainingArgs()
+                                                         .RemainingRets()
+                                                         .Ctx<ffi::RunId>())
+                                             .Attr<float>("divisor"))
                                   .To(all_reduce);
   return handler->Call(frame);
 }
+
+XLA_FFI_Error* scatter_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<false>(frame); }
+
+XLA_FFI_Error* gather_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<true>(frame); }
 
 void set_engine(std::unique_ptr<Engine> next) {
   std::shared_ptr<Engine> old(std::move(next));

@@ -35,11 +35,6 @@ struct Collectives {
 // The number of XLA's own collectives: a call shares their communicator.
 constexpr int64_t kCommunication = 0;
 
-ffi::Error check_world(const std::string& call, int64_t world) {
-  if (world >= 1 && world <= kMaxWorld) return ffi::Error::Success();
-  return invalid(call, "world is " + std::to_string(world) + ", must be in [1, 2^20]");
-}
-
 // Positions in the mesh, group by group, as the runtime takes them.
 std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world) {
   std::vector<XLA_FFI_ReplicaGroup> groups;

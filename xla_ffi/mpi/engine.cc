@@ -95,10 +95,10 @@ Engine::~Engine() {
   for (Active& active : lost_) active.call.release();  // its memory stays: see lost_
 }
 
-void Engine::submit(std::string name, FusedSpec spec, std::vector<int32_t> peers, Done done) {
+void Engine::submit(std::string name, std::vector<int32_t> peers, Start start, Done done) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    requests_.push_back({std::move(name), std::move(spec), std::move(peers), std::move(done)});
+    requests_.push_back({std::move(name), std::move(peers), std::move(start), std::move(done)});
   }
   wake_.notify_one();
 }
@@ -138,9 +138,8 @@ void Engine::accept(std::list<Request> requests) {
       continue;
     }
     try {
-      auto call =
-          std::make_unique<FusedCall>(std::move(request.spec), settings_.fused,
-                                      library_->port(std::move(request.peers)), workers_, buffers_);
+      auto call = request.start(
+          {settings_.calls, library_->port(std::move(request.peers)), workers_, buffers_});
       active_.push_back({request.name, std::move(call), std::move(request.done), now()});
     } catch (const std::bad_alloc&) {
       finisher_->report(std::move(request.done), request.name + ": out of memory");
@@ -149,7 +148,7 @@ void Engine::accept(std::list<Request> requests) {
 }
 
 bool Engine::move(std::list<Active>::iterator active) {
-  FusedCall& call = *active->call;
+  Call& call = *active->call;
   const bool moved = call.advance();
   if (moved) active->moved_at = now();
   if (!call.error().empty()) {

@@ -1,4 +1,4 @@
-// Runs fused calls on a thread of its own.
+// Runs calls, fused ones and those that move rows, on a thread of its own.
 //
 // The runtime may start the calls of a program in any order, another one on every rank, and has few
 // threads. So a call takes none of them: its handler hands it over and returns, and all calls in
@@ -17,7 +17,9 @@
 #include <string>
 #include <thread>
 
-#include "mpi/fused.h"
+#include "cpu/worker_pool.h"
+#include "mpi/buffer_pool.h"
+#include "mpi/call.h"
 #include "mpi/library.h"
 
 namespace cgx {
@@ -25,13 +27,21 @@ namespace cgx {
 struct EngineSettings {
   int64_t rank;  // of this process in the communicator
   int64_t largest_tag;
-  FusedSettings fused;
+  CallSettings calls;
   double timeout_seconds;  // without any message from a peer
   int64_t threads;         // that run the kernels
 };
 
 class Engine {
  public:
+  // What a call is made with, on the engine's thread.
+  struct Means {
+    const CallSettings& settings;
+    std::unique_ptr<Port> port;
+    WorkerPool& workers;
+    BufferPool& buffers;
+  };
+  using Start = std::function<std::unique_ptr<Call>(Means means)>;
   // Receives what went wrong, empty when nothing did. Called on a thread that may be kept.
   using Done = std::function<void(const std::string& error)>;
 
@@ -40,7 +50,7 @@ class Engine {
   ~Engine();
 
   // `name` says in errors which call this is; `peers` are the ranks of the group.
-  void submit(std::string name, FusedSpec spec, std::vector<int32_t> peers, Done done);
+  void submit(std::string name, std::vector<int32_t> peers, Start start, Done done);
   const EngineSettings& settings() const { return settings_; }
   // What made the first call fail; calls after it fail too, since messages may be lost.
   std::string failure() const;
@@ -48,14 +58,14 @@ class Engine {
  private:
   struct Active {
     std::string name;
-    std::unique_ptr<FusedCall> call;
+    std::unique_ptr<Call> call;
     Done done;
     double moved_at;
   };
   struct Request {
     std::string name;
-    FusedSpec spec;
     std::vector<int32_t> peers;
+    Start start;
     Done done;
   };
   class Finisher;

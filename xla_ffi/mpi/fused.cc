@@ -3,31 +3,11 @@
 #include <string.h>
 
 #include <algorithm>
-#include <new>
 
 #include "cpu/parallel.h"
 
 namespace cgx {
 namespace {
-
-constexpr std::align_val_t kAlignment{64};
-constexpr size_t kKept = 16;  // buffers kept for later calls
-
-constexpr uint64_t kProtocol = 1;
-
-// FNV-1a over everything that decides what the bytes of a call mean.
-class Fingerprint {
- public:
-  template <typename T>
-  void add(T value) {
-    const uint64_t word = static_cast<uint64_t>(value);
-    for (int i = 0; i < 8; ++i) hash_ = (hash_ ^ (word >> (8 * i) & 255)) * 0x100000001b3u;
-  }
-  uint64_t value() const { return hash_; }
-
- private:
-  uint64_t hash_ = 0xcbf29ce484222325u;
-};
 
 Hello hello(const FusedSpec& spec, const Layout& layout, const Segments& segments) {
   Fingerprint plan;
@@ -46,38 +26,12 @@ Hello hello(const FusedSpec& spec, const Layout& layout, const Segments& segment
   memcpy(&divisor, &spec.divisor, sizeof(divisor));
   plan.add(divisor);
   plan.add(layout.world);
-  return {kProtocol << 32 | kWireVersion, plan.value(), layout.total_bytes(), segments.count(),
-          spec.rank};
+  return {kHelloVersion, plan.value(), layout.total_bytes(), segments.count(), spec.rank};
 }
 
 }  // namespace
 
-void BufferPool::Free::operator()(uint8_t* p) const { operator delete(p, kAlignment); }
-
-BufferPool::Buffer BufferPool::take(int64_t bytes) {
-  auto best = free_.end();
-  for (auto it = free_.begin(); it != free_.end(); ++it) {
-    if (it->bytes >= bytes && it->bytes / 2 <= bytes &&
-        (best == free_.end() || it->bytes < best->bytes)) {
-      best = it;
-    }
-  }
-  if (best == free_.end()) {
-    return {std::unique_ptr<uint8_t, Free>(
-                static_cast<uint8_t*>(operator new(std::max<int64_t>(bytes, 1), kAlignment))),
-            bytes};
-  }
-  Buffer found = std::move(*best);
-  free_.erase(best);
-  return found;
-}
-
-void BufferPool::give_back(Buffer buffer) {
-  if (free_.size() == kKept) free_.erase(free_.begin());
-  free_.push_back(std::move(buffer));
-}
-
-FusedCall::FusedCall(FusedSpec spec, const FusedSettings& settings, std::unique_ptr<Port> port,
+FusedCall::FusedCall(FusedSpec spec, const CallSettings& settings, std::unique_ptr<Port> port,
                      WorkerPool& workers, BufferPool& buffers)
     : spec_(std::move(spec)),
       layout_(spec_.owned.view()),

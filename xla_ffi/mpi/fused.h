@@ -13,26 +13,11 @@
 #include "cpu/worker_pool.h"
 #include "format/layout.h"
 #include "format/leaves.h"
+#include "mpi/buffer_pool.h"
+#include "mpi/call.h"
 #include "mpi/transport.h"
 
 namespace cgx {
-
-// Memory at a cache line's start, kept from call to call: fresh pages cost more than the encoding.
-class BufferPool {
- public:
-  struct Free {
-    void operator()(uint8_t* p) const;
-  };
-  struct Buffer {
-    std::unique_ptr<uint8_t, Free> data;
-    int64_t bytes = 0;
-  };
-  Buffer take(int64_t bytes);
-  void give_back(Buffer buffer);
-
- private:
-  std::vector<Buffer> free_;
-};
 
 // What one call reduces, and among whom. Leaves belong to the caller until the call is over.
 struct FusedSpec {
@@ -45,26 +30,19 @@ struct FusedSpec {
   uint32_t keys[4];              // two for encode, two for reduce
   float divisor;
   int64_t rank;
-  int tag;  // the first of Transport::kTags
+  int tag;  // the first of kCallTags
 };
 
-struct FusedSettings {
-  int64_t segment_bytes;
-  int64_t window;
-};
-
-class FusedCall {
+class FusedCall : public Call {
  public:
-  FusedCall(FusedSpec spec, const FusedSettings& settings, std::unique_ptr<Port> port,
+  FusedCall(FusedSpec spec, const CallSettings& settings, std::unique_ptr<Port> port,
             WorkerPool& workers, BufferPool& buffers);
 
-  // Does what can be done now; false when that was nothing.
-  bool advance();
-  bool done() const { return schedule_.done() && transport_.drained(); }
-  const std::string& error() const { return transport_.error(); }
-  std::string awaited() const { return transport_.awaited(); }
-  // Memory for the next call; only when done, since messages may still write to it otherwise.
-  void release(BufferPool& buffers);
+  bool advance() override;
+  bool done() const override { return schedule_.done() && transport_.drained(); }
+  const std::string& error() const override { return transport_.error(); }
+  std::string awaited() const override { return transport_.awaited(); }
+  void release(BufferPool& buffers) override;
 
   // The schedule's kernels.
   void encode(int64_t segment);

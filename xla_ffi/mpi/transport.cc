@@ -108,7 +108,7 @@ void Transport::complete(int64_t ticket) {
   --pending_;
   switch (static_cast<Kind>(ticket >> (kPeerBits + kSegmentBits))) {
     case kHelloReceive:
-      check(p);
+      error_ = disagreement(p, peer.hello, hello_);
       peer.greeted = true;
       break;
     case kScatterReceive:
@@ -129,24 +129,6 @@ void Transport::complete(int64_t ticket) {
       return;
   }
   pump(p);
-}
-
-void Transport::check(int64_t p) {
-  const Hello& theirs = peers_[p].hello;
-  if (theirs.version == hello_.version && theirs.fingerprint == hello_.fingerprint &&
-      theirs.total_bytes == hello_.total_bytes && theirs.segments == hello_.segments &&
-      theirs.rank == p) {
-    return;
-  }
-  const auto text = [](const Hello& h) {
-    return std::to_string(h.total_bytes) + " bytes in " + std::to_string(h.segments) +
-           " segments, version " + std::to_string(h.version) + ", plan " +
-           std::to_string(h.fingerprint) + ", rank " + std::to_string(h.rank);
-  };
-  error_ = "rank " + std::to_string(p) + " is in another call (" + text(theirs) +
-           ") than this rank (" + text(hello_) +
-           "), so no gradient was sent; every rank must run " +
-           "the same program with the same leaves, compressor, widths and settings";
 }
 
 std::string Transport::awaited() const {

@@ -7,25 +7,15 @@
 #include <string>
 #include <vector>
 
+#include "mpi/hello.h"
 #include "mpi/port.h"
 #include "schedule/schedule.h"
 #include "schedule/segments.h"
 
 namespace cgx {
 
-// What both sides of a message must agree on; sent before anything else.
-struct Hello {
-  uint64_t version;
-  uint64_t fingerprint;  // of the plan: sizes, dtypes, widths, buckets, divisor
-  int64_t total_bytes;
-  int64_t segments;
-  int64_t rank;
-};
-
 class Transport {
  public:
-  static constexpr int kTags = 3;  // that a call takes: hello, scatter, gather
-
   // `sent` and `received` are u8[world, chunk_bytes]. The chunks to send lie in their rows of
   // `sent`, where the gathered ones then take their place; row `rank` is the own reduced chunk.
   Transport(Port& port, const Layout& layout, const Segments& segments, int64_t rank, int tag,
@@ -64,7 +54,6 @@ class Transport {
 
   void pump(int64_t peer);
   void complete(int64_t ticket);
-  void check(int64_t peer);
   void message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes);
   uint8_t* place(uint8_t* payload, int64_t row, int64_t chunk, int64_t segment) const {
     return payload + row * layout_.chunk_bytes + segments_.begin(chunk, segment) -

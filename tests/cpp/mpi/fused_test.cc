@@ -3,90 +3,20 @@
 #include "mpi/fused.h"
 
 #include <algorithm>
-#include <deque>
-#include <map>
-#include <tuple>
 
 #include "cases.h"
 #include "counted_memory.h"
+#include "mpi/network.h"
 
 namespace {
 
 using cgx::DType;
 
-// Messages that wait until they are picked at random. A message's bytes are read and written at
-// that moment, so memory that is used too early shows.
-class Network {
- public:
-  struct End {
-    void* data;
-    int64_t bytes, ticket;
-    std::vector<int64_t>* done;
-  };
-  explicit Network(uint32_t seed) : rng_(seed) {}
-
-  void put(bool sends, int64_t from, int64_t to, int tag, End end) {
-    auto& channel = channels_[{from, to, tag}];
-    (sends ? channel.first : channel.second).push_back(end);
-  }
-  bool deliver() {
-    std::vector<std::pair<std::deque<End>, std::deque<End>>*> ready;
-    for (auto& [key, channel] : channels_) {
-      if (!channel.first.empty() && !channel.second.empty()) ready.push_back(&channel);
-    }
-    if (ready.empty()) return false;
-    auto& [sends, receives] = *ready[rng_() % ready.size()];
-    const End send = sends.front(), receive = receives.front();
-    sends.pop_front(), receives.pop_front();
-    if (send.bytes != receive.bytes) mismatched = true;
-    std::memcpy(receive.data, send.data, std::min(send.bytes, receive.bytes));
-    send.done->push_back(send.ticket);
-    receive.done->push_back(receive.ticket);
-    return true;
-  }
-  bool empty() const {
-    for (const auto& [key, channel] : channels_) {
-      if (!channel.first.empty() || !channel.second.empty()) return false;
-    }
-    return true;
-  }
-  bool mismatched = false;
-
- private:
-  std::mt19937 rng_;
-  std::map<std::tuple<int64_t, int64_t, int>, std::pair<std::deque<End>, std::deque<End>>>
-      channels_;
-};
-
-class FakePort : public cgx::Port {
- public:
-  FakePort(Network& network, int64_t rank) : network_(network), rank_(rank) {}
-  std::string send(int64_t peer, int tag, const void* from, int64_t bytes,
-                   int64_t ticket) override {
-    network_.put(true, rank_, peer, tag, {const_cast<void*>(from), bytes, ticket, &done_});
-    return "";
-  }
-  std::string receive(int64_t peer, int tag, void* to, int64_t bytes, int64_t ticket) override {
-    network_.put(false, peer, rank_, tag, {to, bytes, ticket, &done_});
-    return "";
-  }
-  std::string poll(std::vector<int64_t>* done) override {
-    done->insert(done->end(), done_.begin(), done_.end());
-    done_.clear();
-    return "";
-  }
-
- private:
-  Network& network_;
-  const int64_t rank_;
-  std::vector<int64_t> done_;
-};
-
 struct Case {
   std::vector<cgx::SlotSpec> leaves;
   DType dtype = DType::kF32;
   int64_t world = 2;
-  cgx::FusedSettings settings{1 << 16, 4};
+  cgx::CallSettings settings{1 << 16, 4};
   bool residual = true;
   bool units = false;
 };
@@ -216,8 +146,7 @@ void run(const std::vector<Case>& cases, const std::string& name, uint32_t seed)
   std::vector<cgx::BufferPool> buffers(world);
   std::vector<std::unique_ptr<Job>> jobs;
   for (size_t j = 0; j < cases.size(); ++j) {
-    jobs.push_back(
-        std::make_unique<Job>(cases[j], static_cast<int>(j) * cgx::Transport::kTags, rng));
+    jobs.push_back(std::make_unique<Job>(cases[j], static_cast<int>(j) * cgx::kCallTags, rng));
   }
   std::vector<std::vector<std::unique_ptr<cgx::FusedCall>>> active(world);
   std::vector<std::vector<size_t>> waiting(world);
