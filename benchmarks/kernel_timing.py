@@ -9,7 +9,6 @@
 import ctypes
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -107,8 +106,6 @@ class Kernels:
         """Seconds of memcpy, split evenly over the threads."""
         if to.nbytes != source.nbytes or threads < 1:
             raise ValueError("sizes differ, or there is no thread")
-        operands: tuple[Any, ...] = (to.ctypes.data, source.ctypes.data)
-        pointers = (ctypes.c_void_p(x) for x in operands)
-        return self.library.cgx_time_copy(
-            *pointers, ctypes.c_int64(to.nbytes), ctypes.c_int64(threads)
-        )
+        pointers = (ctypes.c_void_p(x.ctypes.data) for x in (to, source))
+        sizes = (ctypes.c_int64(n) for n in (to.nbytes, threads))
+        return self.library.cgx_time_copy(*pointers, *sizes)
