@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMPS := $(VENV)/.stamps
 NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake xla_ffi -type f)
 CPP_FORMATTED := $(filter %.cc %.cu %.h,$(NATIVE_SOURCES) \
-                   $(wildcard tests/cpp/* tests/cpp/emulator/* tests/gpu/*))
+                   $(shell find tests/cpp tests/gpu benchmarks -type f))
 
 # Prints the one interpreter that all is built with, or what to do to have one.
 define FIND_PYTHON
@@ -92,7 +92,10 @@ format: $(STAMPS)/lint
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_FORMATTED)
 
-bench: $(STAMPS)/package
+bench: $(STAMPS)/package $(STAMPS)/cpp
+	$(BIN)/cmake -S . -B build/bench -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_BENCHMARKS=ON
+	$(BIN)/cmake --build build/bench --target cgx_timing
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/compile_time.py

@@ -1,6 +1,6 @@
 """Every CPU kernel against memcpy, in one process, without XLA around it.
 
-    python benchmarks/codec.py --size 100M --bits 4,8
+    python benchmarks/codec.py --size 100M --bits 4,8     # kernel_timing.py says how to build it
 
 `ratio` is the time of memcpy over the kernel's, for the same uncompressed bytes on one thread,
 measured in turns; the time on one thread over that on two stands beside memcpy's own gain from the
@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+import kernel_timing
 import measure
-from cgx_jax.kernels import native
+from cgx_jax import wire
 
 BUCKET = 512
 PEERS = 4
@@ -53,8 +54,8 @@ def aligned(size: int, dtype: Any) -> np.ndarray:
 class Buffers:
     """The operands of every kernel at one width, and the calls on them."""
 
-    def __init__(self, module: Any, size: int, bits: int) -> None:
-        self.module = module
+    def __init__(self, kernels: kernel_timing.Kernels, size: int, bits: int) -> None:
+        self.kernels = kernels
         self.bits = bits
         self.values = aligned(size, np.float32)
         self.values[:] = np.random.default_rng(0).standard_normal(size, np.float32)
@@ -71,8 +72,9 @@ class Buffers:
             },
         }
         self.units["units"]["columns"][:] = 1
-        _, self.row = module.layout([size], [bits], [BUCKET], 1)
-        _, self.chunk_bytes = module.layout([size], [bits], [BUCKET], PEERS)
+        leaf = wire.Slot(size, bits, BUCKET, "nearest", 0)
+        self.row = wire.Layout((leaf,), 1).chunk_bytes
+        self.chunk_bytes = wire.Layout((leaf,), PEERS).chunk_bytes
         self.payload = aligned(PEERS * self.row, np.uint8)
         self.chunk = aligned(self.chunk_bytes, np.uint8)
         for _ in range(2):  # real payloads, of which a kernel may read as many rows as it takes
@@ -90,7 +92,7 @@ class Buffers:
         options = {"bits": self.bits, "bucket_size": BUCKET, "threads": threads}
         options |= ENCODERS.get(kernel, {"rotation": "rotated" in kernel})
         options |= self.units.get(kernel.split()[-1], {})
-        time, x, none = self.module.time_kernel, self.values, self.none
+        time, x, none = self.kernels.time_kernel, self.values, self.none
         if kernel in ENCODERS:
             out = self.out if kernel == "residual" else none
             return time("encode", x, out, one_row, none, **options)
@@ -104,7 +106,7 @@ class Buffers:
     def copy(self, kernel: str, threads: int) -> float:
         """Seconds of memcpy of the float32 bytes that the kernel handles."""
         n = self.handled(kernel)
-        return self.module.time_copy(self.out[:n], self.values[:n], threads)
+        return self.kernels.time_copy(self.out[:n], self.values[:n], threads)
 
     def wrong(self, stochastic: bool) -> int:
         """Values that decode to something outside of the error bound."""
@@ -138,14 +140,16 @@ def measured(buffers: Buffers, kernel: str, reps: int) -> dict[str, Any]:
     }
 
 
-def sweep(module: Any, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def sweep(
+    kernels: kernel_timing.Kernels, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """One row for each instruction set, width and kernel."""
     size = arguments.size // 4 // COLUMNS * COLUMNS
     for bits in arguments.bits:
-        buffers = Buffers(module, size, bits)
+        buffers = Buffers(kernels, size, bits)
         first: dict[bool, np.ndarray] = {}
-        for isa in arguments.isas.split(",") if arguments.isas else module.isas():
-            module.set_isa(isa)
+        for isa in arguments.isas.split(",") if arguments.isas else kernels.isas():
+            kernels.set_isa(isa)
             wrong: dict[bool, int] = {}
             for stochastic in (False, True):
                 wrong[stochastic] = buffers.wrong(stochastic)
@@ -189,16 +193,17 @@ def main() -> int:
     arguments.kernels = arguments.kernels.split(",")
     if unknown := sorted(set(arguments.kernels) - set(KERNELS)):
         parser.error(f"--kernels: {unknown} not among {', '.join(KERNELS)}")
-    module = native.module()
-    if module is None:
-        print("codec.py measures the native module, which is not built here", file=sys.stderr)
+    try:
+        kernels = kernel_timing.Kernels()
+    except FileNotFoundError as error:
+        print(f"codec.py: {error}", file=sys.stderr)
         return 1
     print(
         f"{'isa':>8} bits {'kernel':>20} {'time ms':>8} {'GB/s':>6}  {'ratio to memcpy':<18}"
         f" {'1 / 2 threads':<18} copy #wrong"
     )
     rows = []
-    for row in sweep(module, arguments):
+    for row in sweep(kernels, arguments):
         show(row)
         rows.append(row)
     measure.write_json(arguments.json, rows)

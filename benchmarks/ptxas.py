@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "xla_ffi" / "kernels_cuda.cu"
+SOURCES = Path(__file__).resolve().parents[1] / "xla_ffi"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 WARPS = {"sm_80": 64, "sm_86": 48, "sm_89": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48}
 REGISTERS = 65536  # of a multiprocessor
@@ -58,7 +58,8 @@ def nvcc() -> str | None:
 def compile_report(compiler: str, architecture: str) -> list[Kernel]:
     """Compiles the kernels as the build does and reads what ptxas prints."""
     command = [compiler, "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-cubin"]
-    command += [f"-arch={architecture}", "-o", os.devnull, str(SOURCE)]
+    command += [f"-I{SOURCES}", f"-arch={architecture}", "-o", os.devnull]
+    command += [str(SOURCES / "cuda" / "kernels.cu")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")

@@ -1,4 +1,4 @@
-"""Static sizes of the wire format: what the C++ header `wire_format.h` says, in Python integers.
+"""Static sizes of the wire format: what `xla_ffi/format/wire_format.h` says, in Python integers.
 
 Nothing here touches an array: these are the numbers that shapes are made of at trace time.
 """
@@ -118,16 +118,13 @@ class Layout:
     def without_units(self) -> Layout:
         return self.with_units((False,) * len(self.slots))
 
-    def attributes(self, *, units: bool = False) -> dict[str, Sequence[int]]:
-        """The arrays a kernel call carries, one entry a slot; `units` of kernels that know any."""
-        arrays: dict[str, Sequence[int]] = {
-            "bits": [s.bits for s in self.slots],
-            "bucket_size": [s.bucket_size for s in self.slots],
-            "rounding": [ROUNDINGS.index(s.rounding) for s in self.slots],
-            "rotation": [int(s.rotation) for s in self.slots],
-            "stream": [s.number for s in self.slots],
-        }
-        return arrays | {"units": [int(s.units) for s in self.slots]} if units else arrays
+    def attributes(self) -> dict[str, Sequence[int]]:
+        """What a kernel call carries: six numbers per slot, as xla_ffi/handlers/slots.h reads."""
+        numbers: list[int] = []
+        for s in self.slots:
+            numbers += (s.bits, s.bucket_size, ROUNDINGS.index(s.rounding), s.number)
+            numbers += (int(s.rotation), int(s.units))
+        return {"slots": numbers}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,26 +45,26 @@ enable_language(CUDA)
 message(STATUS "cgx_jax: CUDA kernels by nvcc ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
 
 # nvcc sees no XLA header, and contracts nothing: the bytes shall be the CPU's.
-add_library(cgx_cuda STATIC xla_ffi/codec_cuda.cc xla_ffi/fused_cuda.cc xla_ffi/kernels_cuda.cu
-                            xla_ffi/nccl_library.cc)
+add_library(cgx_cuda STATIC xla_ffi/cuda/codec.cc xla_ffi/cuda/kernels.cu xla_ffi/nccl/fused.cc
+                            xla_ffi/nccl/library.cc)
 target_include_directories(cgx_cuda SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(cgx_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false --threads=0>)
-target_link_libraries(cgx_cuda PUBLIC cgx_cpu)
+target_link_libraries(cgx_cuda PUBLIC cgx_format ${CMAKE_DL_LIBS})
 set_target_properties(cgx_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 
 if(CGX_BUILD_GPU_TESTS)
   foreach(program kernel_bench virtual_ranks)
     add_executable(${program} tests/gpu/${program}.cc)
     set_target_properties(${program} PROPERTIES CUDA_RUNTIME_LIBRARY Static LINKER_LANGUAGE CUDA)
-    target_link_libraries(${program} PRIVATE cgx_cuda)
+    target_link_libraries(${program} PRIVATE cgx_cuda cgx_cpu)
   endforeach()
 endif()
 if(NOT CGX_BUILD_MODULE)
   return()
 endif()
 
-pybind11_add_module(_cuda MODULE xla_ffi/module_cuda.cc xla_ffi/handlers_cuda.cc
-                    xla_ffi/handlers_nccl.cc)
+pybind11_add_module(_cuda MODULE xla_ffi/handlers/module_cuda.cc xla_ffi/handlers/cuda.cc
+                    xla_ffi/handlers/nccl.cc)
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
 target_compile_definitions(_cuda PRIVATE CGX_CUDA_ARCHITECTURES="${architectures}")

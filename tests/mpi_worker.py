@@ -26,7 +26,7 @@ import cgx_jax
 from cgx_jax import Cast, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.core import Options, ways
-from cgx_jax.exchanges import Auto, Mpi, fused
+from cgx_jax.exchanges import Auto, Mpi, fused, mpi_rows
 from reducing import pmean_with_residual
 
 RANK, WORLD = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -154,6 +154,88 @@ def agreement():
         assert ("cgx_all_reduce_mpi" in auto.as_text()) == by_mpi
 
 
+ROWS = {  # by exchange: rows u8[world, n] scattered, a row u8[n] gathered
+    "mpi": (
+        lambda x, axes, groups: mpi_rows.scatter("here", x, axes, groups),
+        lambda x, axes, groups: mpi_rows.gather("here", x, axes, groups),
+    ),
+    "xla": (
+        lambda x, axes, groups: lax.all_to_all(x, axes, 0, 0, axis_index_groups=groups),
+        lambda x, axes, groups: lax.all_gather(x, axes, axis_index_groups=groups),
+    ),
+}
+
+
+def both_of(e, x, *axes, groups=None):
+    """Rows scattered, and the first of them gathered."""
+    if e == "mpi":
+        Mpi().require("here", axes)
+    scatter, gather = ROWS[e]
+    return scatter(x, axes, groups), gather(x[0], axes, groups)
+
+
+def rows():
+    """Whole rows by MPI are those of XLA's collectives."""
+    line, grid = mesh_of(data=WORLD), mesh_of(data=2, model=WORLD // 2)
+    Mpi(segment_bytes=64, window=2).require("here", ())  # many segments of few bytes
+
+    def of_bytes(world, n, *more):
+        return np.random.default_rng(n).integers(0, 256, (WORLD, *more, world, n), np.uint8)
+
+    def each(f, x, mesh=line):
+        """Of a program whose results are a rank's own, whatever their type says."""
+        own = lambda e, x: jax.tree.map(lambda y: y[None], f(e, x))  # noqa: E731
+        same_bytes(f"rows {x.shape}", own, x, mesh=mesh, out=P(mesh.axis_names))
+
+    for n in (0, 1, 13, 64, 128, 1000):
+        each(lambda e, x: both_of(e, x, "data"), of_bytes(WORLD, n))
+    x = of_bytes(WORLD, 300)
+    each(lambda e, x: both_of(e, x, "data", "model"), x, mesh=grid)
+    each(lambda e, x: both_of(e, x, "data"), of_bytes(2, 300), mesh=grid)
+    each(lambda e, x: both_of(e, x, "model"), of_bytes(WORLD // 2, 300), mesh=grid)
+    halves = [[0, WORLD - 1], list(range(1, WORLD - 1))] if WORLD == 4 else [[1, 0]]
+    each(lambda e, x: both_of(e, x, "data", groups=halves), of_bytes(2, 300))
+    each(
+        lambda e, x: jax.vmap(lambda y: both_of(e, y, "data"))(x),
+        of_bytes(WORLD, 300, 3),
+    )
+
+    def in_scan(e, x):
+        def body(rows, _):
+            scattered, gathered = both_of(e, rows, "data")
+            return scattered + gathered, None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    each(in_scan, x)
+    # Without groups, a gathered array is typed as the same on all ranks.
+    gathered = sharded(line, lambda x: both_of("mpi", x, "data")[1])(place(line, x))
+    np.testing.assert_array_equal(own(gathered), x[:, 0])
+
+
+def other_rows():
+    """The last rank sends rows of another size."""
+    mesh = mesh_of(data=WORLD)
+    n = 500 if RANK == WORLD - 1 else 501
+    x = place(mesh, np.zeros((WORLD, WORLD, 501), np.uint8))
+    report(failing(sharded(mesh, lambda x: both_of("mpi", x[:, :n], "data")[1]), x)[0])
+    MPI.COMM_WORLD.Barrier()  # the first to leave with an error ends the others
+    os._exit(3)
+
+
+def twin_rows():
+    """One compiled function called twice is refused for rows too."""
+    mesh = mesh_of(data=WORLD)
+    x = place(mesh, np.zeros((WORLD, 2, 5000), np.uint8))
+    inner = jax.jit(lambda v: ROWS["mpi"][1](v, ("data",), None))
+
+    def twice(x):
+        Mpi().require("here", ("data",))
+        return [inner(x[0]), inner(x[1])]
+
+    report(failing(sharded(mesh, twice), x)[0])
+
+
 def many():
     """50 calls in one program, which every rank starts in an order of its own."""
     mesh, calls = mesh_of(data=WORLD), 50
@@ -277,6 +359,7 @@ def misgrouped():
 
 
 _ALL = (agreement, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
+_ALL += (rows, other_rows, twin_rows)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

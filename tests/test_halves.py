@@ -183,7 +183,7 @@ def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
     ],
 )
 def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected):
-    """The sizes, and segments, of tests/cpp/fused_cuda_test.cc."""
+    """The sizes, and segments, of tests/cpp/nccl/fused_test.cc."""
     layout = Layout((Quantize(4, 512).slot(size),), world)
     assert nccl.payload_bytes(rows, layout, 1 << 20) == expected
 
@@ -201,7 +201,7 @@ def test_a_fused_call_is_refused_on_a_cpu(half, mesh, built):
     ("exchange", "message"),
     [
         ("pigeon", r"exchange='pigeon' is unknown; use one of .*auto.*xla.*nccl"),
-        ("mpi", r"exchange='mpi' does not work here: .*mpi4py"),
+        ("mpi", r"exchange='mpi' does not work here: .* it must have 1"),
     ],
 )
 def test_other_exchanges_are_refused_with_those_there_are(half, exchange, message, mesh):
@@ -491,15 +491,17 @@ def test_every_compressed_leaf_is_a_fused_call_of_its_own(half, mesh, built):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_leaves_are_not_cut_so_a_compressor_need_not_be_chunkable(half, mesh, monkeypatch):
-    monkeypatch.setattr(Quantize, "chunkable", False)
+def test_rows_are_not_cut_so_a_code_may_be_of_whole_leaves(half, mesh, monkeypatch):
+    monkeypatch.setattr(Quantize, "reductions", ("gather_sum",))
     tree = {"w": values(WORLD, WORLD, 300)}
     got = ranks(lambda t: HALVES[half](t, "data", Q4), mesh)(tree)
     want = ranks(lambda t: HALVES[half](t, "data", Identity()), mesh)(tree)
     lost = np.abs(got["w"] - want["w"]).max()
     assert 0 < lost < 2
-    with pytest.raises(TypeError, match="not chunkable"):
-        ranks(lambda t: cgx_jax.psum_compressed(t, "data", Q4), mesh)(tree)
+    with pytest.raises(ValueError, match="'scatter_gather' is no reduction for Quantize"):
+        ranks(lambda t: cgx_jax.psum_compressed(t, "data", Q4, reduction="scatter_gather"), mesh)(
+            tree
+        )
 
 
 W = "leaf 'a/w': "

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax.exchanges import Mpi, mpi
+from cgx_jax.exchanges import Mpi, mpi, mpi_rows
 from cgx_jax.kernels import native
 
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")
@@ -122,6 +122,40 @@ def test_a_mesh_in_another_order_than_the_ranks_is_refused():
 def test_groups_that_end_in_the_middle_of_one_are_refused():
     says = "size of groups is 3, must be a positive multiple of world, 2"
     assert run(2, "misgrouped").count(says) == 2
+
+
+@needs_mpi
+@pytest.mark.parametrize("world", [2, 4])
+def test_whole_rows_are_those_of_xla_s_collectives(world):
+    assert run(world, "rows").count("ok") == world
+
+
+@needs_mpi
+def test_ranks_with_rows_of_other_sizes_are_told_before_anything_is_sent():
+    output = run(2, "other_rows", code=3)
+    for rank in (0, 1):
+        (line,) = of_rank(output, rank)
+        assert "here(exchange='mpi') over axis 'data': rank" in line
+        assert "is in another call" in line
+
+
+@needs_mpi
+def test_one_compiled_function_that_gathers_and_is_called_twice_is_refused():
+    assert run(2, "twin_rows").count("calls that function more than once") == 2
+
+
+@pytest.mark.parametrize(
+    ("move", "operand", "says"),
+    [
+        (mpi_rows.scatter, np.zeros((7, 5), np.uint8), r"uint8\[7, 5\], expected uint8\[8, n\]"),
+        (mpi_rows.scatter, np.zeros((8, 5), np.int8), r"int8\[8, 5\], expected uint8\[8, n\]"),
+        (mpi_rows.gather, np.zeros((8, 5), np.uint8), r"uint8\[8, 5\], expected uint8\[n\]"),
+    ],
+)
+def test_rows_of_another_shape_or_dtype_are_refused(mesh, move, operand, says):
+    f = lambda x: move("here", operand, ("data",), None)  # noqa: E731
+    with pytest.raises(ValueError, match=f"here: the operand is {says}"):
+        jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(np.zeros(8))
 
 
 def reduce_by_mpi(mesh):

@@ -33,17 +33,21 @@ def isa(request):
 # --- calling the handlers -----------------------------------------------------------------------
 
 
-def attributes(leaves, world, units=None, **more):
-    def column(name):
-        return np.array([getattr(leaf, name) for leaf in leaves], np.int64)
+SLOT = ("bits", "bucket_size", "rounding", "number", "rotation", "units")
 
-    names = ("bits", "bucket_size", "rounding", "rotation", "stream")
-    attrs = {n: column(n) for n in names} | {"world": np.int64(world)} | more
-    if units is not None:
-        attrs["units"] = np.array(
-            [i < len(units) and units[i] is not None for i in range(len(leaves))], np.int64
-        )
-    return attrs
+
+def ints(*values):
+    return np.array(values, np.int64)
+
+
+def attributes(leaves, world, units=(), **more):
+    """A call's attributes. `slots` has SLOT's numbers for each leaf."""
+    own = [unit is not None for unit in units] or [False] * len(leaves)
+    rows = [
+        (f.bits, f.bucket_size, f.rounding, f.stream, f.rotation, unit)
+        for f, unit in zip(leaves, own, strict=True)
+    ]
+    return {"slots": ints(*np.ravel(rows)), "world": np.int64(world)} | more
 
 
 @functools.cache
@@ -459,7 +463,7 @@ def test_a_batch_is_as_many_calls():
         "cgx_encode",
         [((batch, world, row), np.uint8)],
         [keys, ranks, *stacked],
-        attributes(leaves, world, ()),
+        attributes(leaves, world),
     )
     for b in range(batch):
         want, _ = oracle.encode(sets[b], leaves, world, ranks[b], keys[b])
@@ -469,7 +473,7 @@ def test_a_batch_is_as_many_calls():
         "cgx_reduce",
         [((batch, row), np.uint8)],
         [keys, own, payload, *stacked],
-        attributes(leaves, world, (), divisor=np.float32(3)),
+        attributes(leaves, world, divisor=np.float32(3)),
     )
     for b in range(batch):
         want, _ = oracle.reduce(sets[b], payload[b], leaves, own[b], 3, keys[b])
@@ -482,7 +486,7 @@ def test_a_buffer_without_leaves_or_values_is_fine(name):
         values = [np.zeros((1, 0), np.float32) for _ in leaves]
         key, rank = np.zeros((1, 2), np.uint32), np.zeros(1, np.int32)
         payload = np.zeros((1, 2, 0), np.uint8)
-        attrs = attributes(leaves, 2, ())
+        attrs = attributes(leaves, 2)
         if name == "cgx_encode":
             call(name, [((1, 2, 0), np.uint8)], [key, rank, *values], attrs)
         elif name == "cgx_reduce":
@@ -502,23 +506,21 @@ class Wrong:
     says: str
     name: str = "cgx_encode"
     attrs: dict = dataclasses.field(default_factory=dict)
+    slot: dict = dataclasses.field(default_factory=dict)  # of SLOT's numbers
     args: dict = dataclasses.field(default_factory=dict)  # position -> operand
     results: dict = dataclasses.field(default_factory=dict)  # position -> (shape, dtype)
 
 
-def ints(*values):
-    return np.array(values, np.int64)
-
-
 WRONG = [
-    Wrong("cgx_encode: bits of leaf 0 is 9, must be in", attrs={"bits": ints(9)}),
-    Wrong("bits of leaf 0 is 0, must be in", attrs={"bits": ints(0)}),
-    Wrong("bucket_size of leaf 0 is 48, must be a multiple of 32", attrs={"bucket_size": ints(48)}),
-    Wrong("bucket_size of leaf 0 is 0", attrs={"bucket_size": ints(0)}),
-    Wrong("rounding of leaf 0 is 3", attrs={"rounding": ints(3)}),
-    Wrong("rotation of leaf 0 is 2", attrs={"rotation": ints(2)}),
-    Wrong("stream of leaf 0 is -1", attrs={"stream": ints(-1)}),
-    Wrong("length of bits is 2, expected 1", attrs={"bits": ints(4, 4)}),
+    Wrong("cgx_encode: bits of leaf 0 is 9, must be in", slot={"bits": 9}),
+    Wrong("bits of leaf 0 is 0, must be in", slot={"bits": 0}),
+    Wrong("bucket_size of leaf 0 is 48, must be a multiple of 32", slot={"bucket_size": 48}),
+    Wrong("bucket_size of leaf 0 is 0", slot={"bucket_size": 0}),
+    Wrong("rounding of leaf 0 is 3", slot={"rounding": 3}),
+    Wrong("rotation of leaf 0 is 2", slot={"rotation": 2}),
+    Wrong("number of leaf 0 is -1", slot={"number": -1}),
+    Wrong("length of slots is 5, expected 6 for each of 1 leaves",
+          attrs={"slots": ints(4, 512, 0, 0, 0)}),
     Wrong("world is 0, must be in", attrs={"world": np.int64(0)}),
     Wrong("size of payload is 2, expected", results={0: ((1, 2, 1), np.uint8)}),
     Wrong("rank is 2, must be in [-1, 2)", args={1: np.array([2], np.int32)}),
@@ -531,18 +533,17 @@ WRONG = [
           results={1: ((1, 1000), np.float32), 2: ((1, 1000), np.float32)}),
     Wrong("result leaf 0 has 999 values", results={1: ((1, 999), np.float32)}),
     Wrong("result leaf 0 has 1000 values", results={1: ((1, 1000), np.float16)}),
-    Wrong("length of units is 2, expected 1", attrs={"units": ints(0, 0)}),
-    Wrong("units of leaf 0 is 2, must be 0 or 1", attrs={"units": ints(2)}),
-    Wrong("number of operands is 1, must be at least 2, the units", attrs={"units": ints(1)}),
+    Wrong("units of leaf 0 is 2, must be 0 or 1", slot={"units": 2}),
+    Wrong("number of operands is 1, must be at least 2, the units", slot={"units": 1}),
     Wrong("units of leaf 0 are 3 rows by 5 columns, expected 1000 in all",
-          attrs={"units": ints(1)},
+          slot={"units": 1},
           args={3: np.zeros((1, 2, 3), np.float32), 4: np.zeros((1, 2, 5), np.float32)}),
     Wrong("size of the columns of the units of leaf 0 is 5, must be a multiple of 2",
-          attrs={"units": ints(1)},
+          slot={"units": 1},
           args={3: np.zeros((1, 2), np.float32), 4: np.zeros((1, 5), np.float32)}),
-    Wrong("dtype of the rows of the units of leaf 0 is not f32", attrs={"units": ints(1)},
+    Wrong("dtype of the rows of the units of leaf 0 is not f32", slot={"units": 1},
           args={3: np.zeros((1, 2), np.float16), 4: np.zeros((1, 5), np.float32)}),
-    Wrong("cgx_decode: number of units is 0, expected 2", "cgx_decode", attrs={"units": ints(1)}),
+    Wrong("cgx_decode: number of units is 0, expected 2", "cgx_decode", slot={"units": 1}),
     Wrong("cgx_reduce: rank is -1, must be in [0, 2)", "cgx_reduce",
           args={1: np.array([-1], np.int32)}),
     Wrong("size of payload is 2, expected", "cgx_reduce", args={2: np.zeros((1, 2, 1), np.uint8)}),
@@ -553,7 +554,7 @@ WRONG = [
     Wrong("divisor is 0", "cgx_reduce", attrs={"divisor": np.float32(0)}),
     Wrong("divisor is nan", "cgx_reduce", attrs={"divisor": np.float32("nan")}),
     Wrong("size of chunk is 5, expected", "cgx_reduce", results={0: ((1, 5), np.uint8)}),
-    Wrong("cgx_decode: bits of leaf 0 is 12", "cgx_decode", attrs={"bits": ints(12)}),
+    Wrong("cgx_decode: bits of leaf 0 is 12", "cgx_decode", slot={"bits": 12}),
     Wrong("size of payload is 14, expected", "cgx_decode",
           args={0: np.zeros((1, 2, 7), np.uint8)}),
     Wrong("dtype of leaf 0", "cgx_decode", results={0: ((1, 1000), np.int8)}),
@@ -561,6 +562,8 @@ WRONG = [
     Wrong("rank is 2, must be in [-1, 2)", "cgx_accumulate", args={0: np.array([2], np.int32)}),
     Wrong("size of payload is 6, expected", "cgx_accumulate",
           args={1: np.zeros((1, 2, 3), np.uint8)}),
+    Wrong("units of leaf 0 is 1, must be 0: this call takes no units", "cgx_accumulate",
+          slot={"units": 1}),
     Wrong("rank of payload is 1, expected 2", "cgx_accumulate", args={1: np.zeros(9, np.uint8)}),
 ]  # fmt: skip
 
@@ -580,7 +583,9 @@ def test_a_wrong_call_names_the_value_and_the_limit(wrong):
         "cgx_accumulate": ([rank, whole, x], [x], {"divisor": np.float32(1)}),
     }[wrong.name]
     exact = wrong.name == "cgx_accumulate"
-    attrs = attributes(leaves, 1 if exact else 2, None if exact else (), **attrs) | wrong.attrs
+    attrs = attributes(leaves, 1 if exact else 2, **attrs) | wrong.attrs
+    for name, value in wrong.slot.items():
+        attrs["slots"][SLOT.index(name)] = value
     operands = [wrong.args.get(i, a) for i, a in enumerate(args)]
     operands += [a for i, a in sorted(wrong.args.items()) if i >= len(args)]
     shapes = {i: (r.shape, r.dtype) for i, r in enumerate(results)} | wrong.results

@@ -78,12 +78,10 @@ def bind(
     return out[:count], out[count:]
 
 
-def attributes(
-    layout: Layout, divisor: float, positions: Any, name: str, *, units: bool = False
-) -> dict[str, Any]:
-    """The attributes that every fused handler takes; `units` of those that know units."""
+def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
+    """The attributes that every fused handler takes."""
     return {
-        **{k: np.asarray(v, np.int64) for k, v in layout.attributes(units=units).items()},
+        **{k: np.asarray(v, np.int64) for k, v in layout.attributes().items()},
         "world": np.int64(len(positions[0])),
         "divisor": np.float32(divisor),
         "groups": np.asarray(positions, np.int64).reshape(-1),
@@ -120,11 +118,11 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
 
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))
-    batching.primitive_batchers[p] = _batch_rule(p)
+    batching.primitive_batchers[p] = batch_rule(p)
     return p
 
 
-def _batch_rule(p: Primitive) -> Callable[..., Any]:
+def batch_rule(p: Primitive) -> Callable[..., Any]:
     """One call for each element: chunks are cut in each by itself, as under the `xla` exchange."""
 
     def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:

@@ -85,10 +85,10 @@ class Mpi(Exchange):
         _start({**(_running or DEFAULTS), **given})
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
-        return mpi_rows.scatter(f"{name}(exchange='mpi')", rows, axes.names, axes.groups)
+        return mpi_rows.scatter(name, rows, axes.names, axes.groups)
 
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
-        return mpi_rows.gather(f"{name}(exchange='mpi')", row, axes.names, axes.groups)
+        return mpi_rows.gather(name, row, axes.names, axes.groups)
 
     def all_reduce(
         self,
@@ -240,7 +240,7 @@ def _lowering(
     return jax.ffi.ffi_lowering("cgx_all_reduce_mpi")(
         ctx,
         *operands,
-        **fused.attributes(layout, divisor, positions, name, units=True),
+        **fused.attributes(layout, divisor, positions, name),
         channel=np.int64(_compat.new_channel(ctx)),
     )
 

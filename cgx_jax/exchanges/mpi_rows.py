@@ -1,15 +1,104 @@
-"""Rows of bytes over MPI."""
+"""Whole rows of bytes over MPI, in segments: an all-to-all and an all-gather.
+
+They run on the engine of the fused all-reduce, with its settings, timeouts and errors;
+`Mpi.require` comes first. What the bytes mean is the caller's.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, xla
 
-def scatter(name: str, rows: Any, axes: Any, groups: Any) -> Any:
-    """Not there yet."""
-    raise NotImplementedError
+from cgx_jax import _compat
+from cgx_jax.exchanges import fused
 
 
-def gather(name: str, row: Any, axes: Any, groups: Any) -> Any:
-    """Not there yet."""
-    raise NotImplementedError
+def scatter(name: str, rows: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
+    """Row r of `rows`, uint8[world, n], to rank r of the group; row r of the result is from it.
+
+    `world` is the size of a group of `axes`, and `name` heads errors.
+    """
+    return _call(scatter_p, name, rows, 2, axes, groups)
+
+
+def gather(name: str, row: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
+    """Every rank's `row`, uint8[n]: uint8[world, n], the own one included.
+
+    Without groups the result is the same on all ranks, so it does not vary over `axes`.
+    """
+    return _call(gather_p, name, row, 1, axes, groups)
+
+
+def _call(
+    primitive: Primitive,
+    name: str,
+    x: Any,
+    dimensions: int,
+    axes: tuple[str, ...],
+    groups: fused.Groups,
+) -> jax.Array:
+    x = jnp.asarray(x)
+    positions = fused.positions(axes, groups)
+    world = len(positions[0])
+    if x.dtype != jnp.uint8 or x.ndim != dimensions or (dimensions == 2 and len(x) != world):
+        expected = f"uint8[{world}, n]" if dimensions == 2 else "uint8[n]"
+        raise ValueError(f"{name}: the operand is {x.dtype}{list(x.shape)}, expected {expected}.")
+    position = lax.axis_index(jax.sharding.get_abstract_mesh().axis_names)
+    varying = _compat.varying_axes(position) | _compat.varying_axes(x)
+    (out,) = primitive.bind(
+        *(_compat.vary_over(operand, varying) for operand in (position, x)),
+        positions=positions,
+        replicated=axes if groups is None else (),
+        name=f"{name}(exchange='mpi') over axis {', '.join(map(repr, axes))}",
+    )
+    return out
+
+
+def _scattered(x: Any, **params: Any) -> Any:
+    return _compat.result_aval(x.shape, x.dtype, x)
+
+
+def _gathered(x: Any, *, positions: Any, replicated: Any, **params: Any) -> Any:
+    rows = fused.gathered(x, positions=positions)
+    return fused.reduced(rows, replicated=replicated)
+
+
+def _lowering(target: str) -> Callable[..., Any]:
+    def rule(ctx: Any, *operands: Any, positions: Any, replicated: Any, name: str) -> Any:
+        return jax.ffi.ffi_lowering(target)(
+            ctx,
+            *operands,
+            world=np.int64(len(positions[0])),
+            groups=np.asarray(positions, np.int64).reshape(-1),
+            channel=np.int64(_compat.new_channel(ctx)),
+            name=name,
+        )
+
+    return rule
+
+
+def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
+    p = Primitive(target)
+    p.multiple_results = True
+
+    def shapes(position: Any, x: Any, **params: Any) -> Sequence[Any]:
+        return [result(x, **params)]
+
+    p.def_abstract_eval(shapes)
+    p.def_impl(functools.partial(xla.apply_primitive, p))
+    batching.primitive_batchers[p] = fused.batch_rule(p)
+    # Not cacheable: every call needs a channel of its own.
+    mlir.register_lowering(p, _lowering(target), platform="cpu", cacheable=False)
+    return p
+
+
+scatter_p = _primitive("cgx_scatter_mpi", _scattered)
+gather_p = _primitive("cgx_gather_mpi", _gathered)

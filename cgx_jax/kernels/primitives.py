@@ -228,22 +228,22 @@ def _accumulate_jnp(
 # --- the native way: the handlers' attributes from the static parameters.
 
 
-def _attributes(layout: Layout, *, units: bool, **params: Any) -> dict[str, Any]:
-    arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes(units=units).items()}
+def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
+    arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes().items()}
     scalars: dict[str, Any] = {"world": np.int64(layout.world)}
     if "divisor" in params:
         scalars["divisor"] = np.float32(params["divisor"])
     return {**arrays, **scalars}
 
 
-def _native_lowering(target: str, *, units: bool) -> Callable[..., Any]:
+def _native_lowering(target: str) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
         aliases = {}
         if target == "cgx_reduce":  # residuals are filled in where they lie
             first = 3 + len(layout.slots)
             aliases = {first + i: 1 + i for i in range(len(ctx.avals_out) - 1)}
         lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
-        return lower(ctx, *operands, **_attributes(layout, units=units, **params))
+        return lower(ctx, *operands, **_attributes(layout, **params))
 
     return rule
 
@@ -309,10 +309,9 @@ def _primitive(
     plain = rule(mlir.lower_fun(fallback, multiple_results=True))
     mlir.register_lowering(p, plain)
     if native.module() is not None:
-        on_cpu = _native_lowering(name, units=outside is not None)
-        mlir.register_lowering(p, on_cpu, platform="cpu")
+        mlir.register_lowering(p, _native_lowering(name), platform="cpu")
     with_cuda = native.cuda_module() is not None
-    on_cuda = rule(_native_lowering(name, units=False)) if with_cuda else _warning_lowering(plain)
+    on_cuda = rule(_native_lowering(name)) if with_cuda else _warning_lowering(plain)
     mlir.register_lowering(p, on_cuda, platform="cuda")
     return p
 

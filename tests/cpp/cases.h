@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels_cpu.h"
-#include "layout.h"
+#include "format/layout.h"
+#include "format/leaves.h"
 
 namespace {
 
@@ -24,12 +24,12 @@ void check(bool ok, const std::string& what) {
 
 // Leaves of every length around a bucket's, each in a heap block of exactly its size.
 struct Buffers {
-  std::vector<cgx::LeafSpec> specs;
+  std::vector<cgx::SlotSpec> specs;
   std::vector<cgx::DType> dtypes;
   std::vector<std::unique_ptr<char[]>> blocks;
   std::vector<void*> data;
 
-  Buffers(const std::vector<cgx::LeafSpec>& leaves, cgx::DType dtype, std::mt19937& rng)
+  Buffers(const std::vector<cgx::SlotSpec>& leaves, cgx::DType dtype, std::mt19937& rng)
       : specs(leaves), dtypes(leaves.size(), dtype) {
     std::normal_distribution<float> normal;
     for (const auto& leaf : leaves) {
@@ -58,13 +58,13 @@ struct Buffers {
   }
 };
 
-[[maybe_unused]] std::vector<cgx::LeafSpec> leaves_of(int64_t bits, int64_t bucket,
+[[maybe_unused]] std::vector<cgx::SlotSpec> leaves_of(int64_t bits, int64_t bucket,
                                                       int64_t rounding, int64_t rotation = 0) {
-  std::vector<cgx::LeafSpec> specs;
-  int64_t stream = 0;
+  std::vector<cgx::SlotSpec> specs;
+  int64_t number = 0;
   for (int64_t size :
        {int64_t{0}, int64_t{1}, int64_t{31}, bucket - 1, bucket, bucket + 1, 3 * bucket + 33}) {
-    specs.push_back({size, bits, bucket, rounding, stream++, rotation});
+    specs.push_back({size, bits, bucket, rounding, number++, rotation});
   }
   return specs;
 }

@@ -20,9 +20,10 @@
 #include <string>
 #include <vector>
 
-#include "codec_cuda.h"
-#include "layout.h"
-#include "quantize.h"
+#include "cpu/kernels.h"
+#include "cuda/codec.h"
+#include "format/layout.h"
+#include "format/quantize.h"
 
 namespace {
 

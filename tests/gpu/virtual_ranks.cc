@@ -23,8 +23,9 @@
 #include <tuple>
 #include <vector>
 
-#include "fused_cuda.h"
-#include "layout.h"
+#include "cpu/kernels.h"
+#include "format/layout.h"
+#include "nccl/fused.h"
 
 namespace {
 

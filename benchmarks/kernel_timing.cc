@@ -1,0 +1,150 @@
+// Times one CPU kernel on buffers of the caller, without XLA around it: a C library of its own for
+// benchmarks/codec.py, which loads it by kernel_timing.py. The package does not have it.
+#include <string.h>
+
+#include <chrono>
+#include <string>
+
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+#include "cpu/scratch.h"
+#include "cpu/worker_pool.h"
+#include "format/layout.h"
+
+#define CGX_EXPORT extern "C" __attribute__((visibility("default")))
+
+// An array of NumPy's; `bytes` is 0 for none.
+struct Array {
+  void* data;
+  int64_t bytes;
+};
+
+// A call on one leaf. `payload` is u8[world, chunk_bytes]; `chunk` is reduce's result, `out` the
+// leaf that decode and accumulate write or (encode) the residual. kernel_timing.py repeats it.
+struct Timed {
+  const char* kernel;  // encode, reduce, decode, accumulate
+  int64_t dtype;       // a cgx::DType
+  int64_t bits, bucket_size, rounding, rotation;
+  int64_t world, rank, threads;
+  double divisor;
+  Array leaf, out, payload, chunk;
+  Array rows, columns;  // of the leaf's units, float32
+};
+
+namespace cgx {
+namespace {
+
+constexpr uint32_t kKey[2] = {1, 2};
+
+template <typename F>
+double seconds_of(F&& f) {
+  const auto start = std::chrono::steady_clock::now();
+  f();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// What is wrong with the call; "" when nothing is. The kernels trust their pointers, so all sizes
+// are checked here.
+std::string time_kernel(const Timed& timed, double* seconds) {
+  if (timed.dtype < 0 || timed.dtype > 2) return "dtype must be 0, 1 or 2";
+  const DType dtype = static_cast<DType>(timed.dtype);
+  const std::string kernel = timed.kernel;
+  const bool accumulate = kernel == "accumulate", reduce = kernel == "reduce";
+  const int64_t size = timed.leaf.bytes / item_size(dtype), world = timed.world;
+  const int64_t rank = timed.rank, threads = timed.threads;
+  const int64_t item = 2 * sizeof(float);  // a row's or a column's two factors
+  const LeafUnits own{static_cast<const float*>(timed.rows.data),
+                      static_cast<const float*>(timed.columns.data), timed.rows.bytes / item,
+                      timed.columns.bytes / item};
+  if (own.num_rows * own.num_columns != (own.num_rows ? size : 0)) {
+    return "rows and columns do not fit the leaf";
+  }
+  const LeafUnits* const units = own.num_rows ? &own : nullptr;
+  OwnedLayout owned;
+  const std::string error = owned.build(
+      {{size, timed.bits, timed.bucket_size, timed.rounding, 0, timed.rotation, units != nullptr}},
+      accumulate ? 1 : world);
+  if (!error.empty()) return error;
+  const Layout layout = owned.view();
+  const int64_t row = layout.chunk_bytes;
+  const bool writes = kernel == "decode" || accumulate;
+  if (timed.payload.bytes != world * row || (reduce && timed.chunk.bytes != row) ||
+      (timed.out.bytes != timed.leaf.bytes && (timed.out.bytes != 0 || writes)) ||
+      (rank < 0 && reduce) || rank >= world || threads < 1) {
+    return "buffer sizes, rank or threads do not fit the layout";
+  }
+
+  WorkerPool pool(threads);  // started before the clock
+  const KernelTable& kernels = current_kernels();
+  const void* const leaf = timed.leaf.data;
+  void* const written = timed.out.data;
+  uint8_t* const payload = static_cast<uint8_t*>(timed.payload.data);
+  const float divisor = static_cast<float>(timed.divisor);
+  const LeavesIn in{&leaf, &dtype};
+  const LeavesOut out{timed.out.bytes ? &written : nullptr, &dtype};
+  Scratch scratch(threads, owned.longest_bucket());
+  int64_t from = 0, to = layout.total_bytes(), count = pieces(owned.values());
+  const auto time_calls = [&](auto call, void (*run)(const decltype(call)&, int64_t, int64_t)) {
+    *seconds = seconds_of([&] {
+      split_range(pool, 1, from, to, count,
+                  [&](int64_t, int64_t first, int64_t last, int64_t worker) {
+                    auto own = call;
+                    own.scratch = scratch.of(worker);
+                    run(own, first, last);
+                  });
+    });
+    return "";
+  };
+  if (kernel == "encode") {
+    return time_calls(EncodeCall{layout, in, out, kKey, rank, payload, nullptr, units},
+                      kernels.encode);
+  }
+  if (kernel == "decode") {
+    return time_calls(DecodeCall{layout, payload, out, nullptr, units}, kernels.decode);
+  }
+  if (accumulate) {
+    return time_calls(AccumulateCall{layout, in, payload, world, rank, divisor, out, nullptr},
+                      kernels.accumulate);
+  }
+  if (reduce) {
+    from = layout.begin[rank];
+    to = layout.begin[rank + 1];
+    count = pieces(owned.values() / layout.world);
+    uint8_t* const chunk = static_cast<uint8_t*>(timed.chunk.data);
+    return time_calls(
+        ReduceCall{layout, in, kKey, rank, payload, divisor, chunk, nullptr, {}, units},
+        kernels.reduce);
+  }
+  return "there is no kernel " + kernel;
+}
+
+}  // namespace
+}  // namespace cgx
+
+// What is wrong with the call, valid until the thread's next one; null when nothing is.
+CGX_EXPORT const char* cgx_time_kernel(const Timed* timed, double* seconds) {
+  thread_local std::string error;
+  error = cgx::time_kernel(*timed, seconds);
+  return error.empty() ? nullptr : error.c_str();
+}
+
+// Seconds of memcpy, split evenly over the threads.
+CGX_EXPORT double cgx_time_copy(void* to, const void* from, int64_t bytes, int64_t threads) {
+  cgx::WorkerPool pool(threads);
+  return cgx::seconds_of([&] {
+    cgx::split_range(pool, 1, 0, bytes, threads,
+                     [&](int64_t, int64_t first, int64_t last, int64_t) {
+                       memcpy(static_cast<char*>(to) + first,
+                              static_cast<const char*>(from) + first, last - first);
+                     });
+  });
+}
+
+// Instruction set number `i` of those compiled in and supported here, best first; null at the end.
+CGX_EXPORT const char* cgx_isa(int64_t i) {
+  const cgx::KernelTable* const table = cgx::available_kernels()[i];
+  return table ? table->isa : nullptr;
+}
+
+// Chooses one for the calls that follow; false when there is no such one.
+CGX_EXPORT bool cgx_set_isa(const char* isa) { return cgx::select_kernels(isa); }

@@ -1,0 +1,111 @@
+"""The library of kernel_timing.cc: one CPU kernel at a time on NumPy buffers, without XLA.
+
+`make bench` builds it; by hand:
+
+    cmake -S . -B build/bench -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_BENCHMARKS=ON
+    cmake --build build/bench --target cgx_timing
+"""
+
+import ctypes
+import os
+from pathlib import Path
+
+import numpy as np
+
+BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
+DTYPES = ("f32", "bf16", "f16")  # by their number in C++
+NONE = np.empty(0, np.uint8)
+
+
+class _Array(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
+
+
+class _Timed(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("dtype", "bits", "bucket_size", "rounding")),
+        *((name, ctypes.c_int64) for name in ("rotation", "world", "rank", "threads")),
+        ("divisor", ctypes.c_double),
+        *((name, _Array) for name in ("leaf", "out", "payload", "chunk", "rows", "columns")),
+    ]
+
+
+def _array(x: np.ndarray) -> _Array:
+    assert x.flags.c_contiguous
+    return _Array(x.ctypes.data, x.nbytes)
+
+
+class Kernels:
+    """The kernels of this processor. Raises FileNotFoundError where the library is not built."""
+
+    def __init__(self, build: Path = BUILD) -> None:
+        path = next(
+            (p for p in build.glob("libcgx_timing.*") if p.suffix in (".so", ".dylib")), None
+        )
+        if path is None:
+            raise FileNotFoundError(f"no libcgx_timing in {build}; build it with\n{__doc__}")
+        self.library = ctypes.CDLL(os.fspath(path))
+        self.library.cgx_time_kernel.restype = ctypes.c_char_p
+        self.library.cgx_time_copy.restype = ctypes.c_double
+        self.library.cgx_isa.restype = ctypes.c_char_p
+        self.library.cgx_set_isa.restype = ctypes.c_bool
+
+    def isas(self) -> list[str]:
+        """Instruction sets compiled in and supported here, best first."""
+        names = []
+        while (name := self.library.cgx_isa(ctypes.c_int64(len(names)))) is not None:
+            names.append(name.decode())
+        return names
+
+    def set_isa(self, name: str) -> None:
+        """Chooses one of isas() for the calls that follow."""
+        if not self.library.cgx_set_isa(name.encode()):
+            raise ValueError(f"isa {name!r} is not in {self.isas()}")
+
+    def time_kernel(
+        self,
+        kernel: str,
+        leaf: np.ndarray,
+        out: np.ndarray,
+        payload: np.ndarray,
+        chunk: np.ndarray,
+        *,
+        bits: int,
+        dtype: str = "f32",
+        bucket_size: int = 512,
+        rounding: int = 0,
+        rotation: bool = False,
+        world: int = 1,
+        rank: int = -1,
+        divisor: float = 1.0,
+        threads: int = 1,
+        rows: np.ndarray = NONE,
+        columns: np.ndarray = NONE,
+    ) -> float:
+        """Seconds of one call with key (1, 2) and leaf number 0."""
+        integers = (
+            DTYPES.index(dtype),
+            bits,
+            bucket_size,
+            rounding,
+            rotation,
+            world,
+            rank,
+            threads,
+        )
+        arrays = (_array(x) for x in (leaf, out, payload, chunk, rows, columns))
+        timed = _Timed(kernel.encode(), *integers, divisor, *arrays)
+        seconds = ctypes.c_double()
+        error = self.library.cgx_time_kernel(ctypes.byref(timed), ctypes.byref(seconds))
+        if error is not None:
+            raise ValueError(error.decode())
+        return seconds.value
+
+    def time_copy(self, to: np.ndarray, source: np.ndarray, threads: int) -> float:
+        """Seconds of memcpy, split evenly over the threads."""
+        if to.nbytes != source.nbytes or threads < 1:
+            raise ValueError("sizes differ, or there is no thread")
+        pointers = (ctypes.c_void_p(x.ctypes.data) for x in (to, source))
+        sizes = (ctypes.c_int64(n) for n in (to.nbytes, threads))
+        return self.library.cgx_time_copy(*pointers, *sizes)

@@ -1,0 +1,347 @@
+// The CUDA kernels' own source, run on the CPU by tests/cpp/emulator, against the CPU kernels byte
+// for byte.
+#include "cpu/kernels.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cases.h"
+#include "cuda/codec.h"
+#include "warp.h"
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+
+struct Case {
+  std::vector<cgx::SlotSpec> leaves;
+  cgx::DType dtype;
+  int64_t world;
+  float divisor;
+  bool odd;  // leaves start at odd addresses of their dtype
+};
+
+std::string name_of(const Case& c) {
+  const cgx::SlotSpec& last = c.leaves.back();
+  return "bits " + std::to_string(last.bits) + " bucket " + std::to_string(last.bucket_size) +
+         " rounding " + std::to_string(last.rounding) + (last.rotation ? " rotated" : "") +
+         " dtype " + std::to_string(static_cast<int>(c.dtype)) + " world " +
+         std::to_string(c.world) + (c.odd ? " unaligned" : "");
+}
+
+// Exact-size blocks whose values start one item later than malloc's alignment.
+struct Shifted {
+  std::vector<std::unique_ptr<char[]>> blocks;
+  std::vector<void*> data;
+
+  Shifted(const Buffers& from, bool shift) {
+    for (size_t k = 0; k < from.specs.size(); ++k) {
+      const size_t item = cgx::item_size(from.dtypes[k]), bytes = from.specs[k].size * item;
+      blocks.emplace_back(new char[bytes + shift * item]);
+      data.push_back(blocks.back().get() + shift * item);
+      std::memcpy(data.back(), from.data[k], bytes);
+    }
+  }
+};
+
+bool same(const Buffers& expected, const Shifted& got) {
+  for (size_t k = 0; k < expected.specs.size(); ++k) {
+    const size_t bytes = expected.specs[k].size * cgx::item_size(expected.dtypes[k]);
+    if (std::memcmp(expected.data[k], got.data[k], bytes) != 0) return false;
+  }
+  return true;
+}
+
+bool done(cudaError_t error) { return error == cudaSuccess; }
+
+void compare(const Case& c, std::mt19937& rng) {
+  const std::string name = name_of(c);
+  const cgx::KernelTable& cpu = cgx::current_kernels();
+  const Buffers x(c.leaves, c.dtype, rng);
+  Buffers residual(x.specs, c.dtype, rng), y(x.specs, c.dtype, rng);
+  const Shifted in(x, c.odd);
+  Shifted got_residual(residual, c.odd), got(y, c.odd);
+  cgx::OwnedLayout owned;
+  check(owned.build(x.specs, c.world).empty(), name + ": layout");
+  const cgx::Layout layout = owned.view();
+  const int64_t total = layout.total_bytes(), bytes = c.world * layout.chunk_bytes;
+  const uint32_t key[2] = {7, 11};
+  std::vector<float> scratch(owned.longest_bucket());
+  const cgx::LeavesIn leaves{in.data.data(), x.dtypes.data()};
+
+  for (const int32_t rank : {-1, static_cast<int32_t>(c.world) - 1}) {
+    Bytes payload(bytes, 0xAA), expected(bytes, 0xAA);
+    cgx::zero_tails(layout, expected.data());
+    cpu.encode({layout, x.in(), residual.out(), key, rank, expected.data(), scratch.data()}, 0,
+               total);
+    const cgx::LeavesOut lost{got_residual.data.data(), x.dtypes.data()};
+    check(done(cgx::encode({layout, leaves, lost, key, {&rank, 0}, payload.data(), true},
+                           {{0, total}}, nullptr)),
+          name + ": encode");
+    check(payload == expected, name + ": payload of rank " + std::to_string(rank));
+    check(same(residual, got_residual), name + ": residual of rank " + std::to_string(rank));
+    // Without residuals, range by range and with the rank known: the same bytes.
+    Bytes parts(bytes, 0xAA);
+    cgx::zero_tails(layout, parts.data());
+    for (const auto& [from, to] : {std::make_pair(int64_t{0}, total / 3), {total / 3, total}}) {
+      check(done(cgx::encode({layout, leaves, {}, key, {nullptr, rank}, parts.data(), false},
+                             {{from, to}}, nullptr)),
+            name + ": encode a range");
+    }
+    check(parts == expected, name + ": payload by ranges");
+  }
+
+  // Rows of peers: any bytes, which give any range, and what peers with these values send.
+  const auto peers = noise(bytes, rng);
+  Bytes encoded(bytes), sent(bytes);
+  cpu.encode({layout, x.in(), {}, key, -1, encoded.data(), scratch.data()}, 0, total);
+  for (int32_t rank = 0; rank < c.world; ++rank) {
+    for (int64_t w = 0; w < c.world; ++w) {
+      std::copy_n(&encoded[rank * layout.chunk_bytes], layout.chunk_bytes,
+                  &sent[w * layout.chunk_bytes]);
+    }
+    for (const bool real : {false, true}) {
+      const uint8_t* const rows = real ? sent.data() : peers.get();
+      const bool residuals = real == (rank % 2 == 0);
+      Bytes chunk(layout.chunk_bytes, 0xAA), expected(layout.chunk_bytes, 0);
+      cpu.reduce({layout, x.in(), key, rank, rows, c.divisor, expected.data(), scratch.data(),
+                  residuals ? residual.out() : cgx::LeavesOut{}},
+                 layout.begin[rank], layout.begin[rank + 1]);
+      const cgx::LeavesOut lost{residuals ? got_residual.data.data() : nullptr, x.dtypes.data()};
+      check(done(cgx::reduce(
+                {layout, leaves, key, {&rank, 0}, rows, c.divisor, chunk.data(), true, lost},
+                {{0, total}}, nullptr)),
+            name + ": reduce");
+      check(chunk == expected, name + ": chunk of rank " + std::to_string(rank));
+      check(same(residual, got_residual), name + ": residual of chunk " + std::to_string(rank));
+    }
+  }
+
+  cpu.decode({layout, peers.get(), y.out(), scratch.data()}, 0, total);
+  const cgx::LeavesOut out{got.data.data(), x.dtypes.data()};
+  check(done(cgx::decode({layout, peers.get(), out}, {{0, total}}, nullptr)), name + ": decode");
+  check(same(y, got), name + ": decoded values");
+
+  cgx::OwnedLayout whole;
+  check(whole.build(x.specs, 1).empty(), name + ": layout of one rank");
+  const auto rows = noise(3 * whole.view().total_bytes(), rng);
+  const int32_t skip = 1;
+  cpu.accumulate({whole.view(), x.in(), rows.get(), 3, skip, c.divisor, y.out(), scratch.data()}, 0,
+                 whole.view().total_bytes());
+  check(done(cgx::accumulate({whole.view(), leaves, rows.get(), 3, {&skip, 0}, c.divisor, out},
+                             {{0, whole.view().total_bytes()}}, nullptr)),
+        name + ": accumulate");
+  check(same(y, got), name + ": accumulated values");
+}
+
+// How the leaves of a case are coded.
+struct Options {
+  int64_t rounding, rotation;
+};
+constexpr Options kOptions[] = {{0, 0}, {1, 0}, {2, 0}, {0, 1}, {1, 1}, {2, 1}};
+
+std::vector<cgx::SlotSpec> of_sizes(const std::vector<int64_t>& sizes, int64_t bits, int64_t bucket,
+                                    Options options) {
+  std::vector<cgx::SlotSpec> specs;
+  for (const int64_t size : sizes) {
+    const int64_t number = static_cast<int64_t>(specs.size());
+    specs.push_back({size, bits, bucket, options.rounding, number, options.rotation});
+  }
+  return specs;
+}
+
+// Every length around a bucket's.
+std::vector<int64_t> around(int64_t bucket) {
+  return {0, 1, 31, bucket - 1, bucket, bucket + 1, 3 * bucket + 33};
+}
+
+// Each of two rounds takes its share of the product of widths, dtypes, buckets and options.
+void tables(std::mt19937& rng, int round) {
+  // Every width and dtype at sizes around a bucket's; every width with every option.
+  int number = 3 * round;
+  for (int64_t bits = 1; bits <= 8; ++bits, ++number) {
+    const bool odd = bits % 2;
+    for (const auto dtype : {cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16}) {
+      const Options &one = kOptions[number++ % 6], &other = kOptions[number++ % 6];
+      compare({of_sizes(around(512), bits, 512, one), dtype, 3, 3.0f, odd}, rng);
+      compare({of_sizes(around(96), bits, 96, other), dtype, 2, 2.0f, !odd}, rng);
+    }
+  }
+  // Buckets of less than a tile, of part of one, of several and of more than are held, and every
+  // width of a rotation's blocks.
+  number = 3 * round;
+  for (const int64_t bucket : {32, 64, 128, 384, 544, 768, 1024, 2048, 2080, 4096}) {
+    for (int k = 0; k < 3; ++k, ++number) {
+      const std::vector<int64_t> sizes = {5, 2 * bucket + 17};
+      compare({of_sizes(sizes, 3 + number / 2 % 2, bucket, kOptions[number % 6]), cgx::DType::kF32,
+               2, 1.0f, false},
+              rng);
+    }
+  }
+  // More leaves, and more ranks, than a table has pieces; all widths and options in one.
+  std::vector<cgx::SlotSpec> many;
+  for (int64_t k = 0; k < 3 * cgx::kPieces; ++k) {
+    many.push_back({(37 * k) % 300, 1 + k % 8, 32 + 32 * (k % 3), k / 8 % 3, k, k % 7 == 0});
+  }
+  for (const int64_t world : {1, 5, 64}) {
+    compare({many, cgx::DType::kF32, world, 7.0f, false}, rng);
+  }
+  compare({of_sizes({70000}, 4, 512, {0, 0}), cgx::DType::kF32, 130, 1.0f, false}, rng);
+}
+
+// Values that a format may trip over: each alone in a bucket of ordinary ones, all together, and
+// each in every place.
+void special_values(Options options) {
+  const std::vector<float> values = {NAN,     INFINITY, -INFINITY, 3.4e38f, -3.4e38f, 1e-45f,
+                                     -1e-45f, 1e-38f,   0.0f,      -0.0f,   2.5e-38f, 1.0f};
+  const int64_t bucket = 32, number = values.size();
+  std::vector<float> x(bucket * (2 * number + 1), 0.25f);
+  for (int64_t k = 0; k < number; ++k) {
+    x[bucket * k + k] = values[k];
+    x[bucket * number + k] = values[k];
+    std::fill_n(&x[bucket * (number + 1 + k)], bucket, values[k]);
+  }
+  for (const int64_t first : {int64_t{0}, bucket * 3}) {
+    for (const int64_t bits : {1, 4, 8}) {
+      const int64_t size = x.size() - first;
+      cgx::OwnedLayout owned;
+      check(owned.build(of_sizes({size}, bits, bucket, options), 1).empty(),
+            "special values: layout");
+      const cgx::Layout layout = owned.view();
+      const cgx::DType dtype = cgx::DType::kF32;
+      std::vector<float> lost(size), expected_lost(size), scratch(owned.longest_bucket());
+      const void* in = x.data() + first;
+      void *residual = lost.data(), *expected_residual = expected_lost.data();
+      const uint32_t key[2] = {0, 0};
+      Bytes payload(layout.chunk_bytes), expected(layout.chunk_bytes);
+      cgx::current_kernels().encode({layout,
+                                     {&in, &dtype},
+                                     {&expected_residual, &dtype},
+                                     key,
+                                     -1,
+                                     expected.data(),
+                                     scratch.data()},
+                                    0, layout.total_bytes());
+      check(done(cgx::encode({layout,
+                              {&in, &dtype},
+                              {&residual, &dtype},
+                              key,
+                              {nullptr, -1},
+                              payload.data(),
+                              true},
+                             {{0, layout.total_bytes()}}, nullptr)),
+            "special values: encode");
+      const std::string name = "special values, rounding " + std::to_string(options.rounding) +
+                               ", rotation " + std::to_string(options.rotation);
+      check(payload == expected, name + ": payload");
+      check(std::memcmp(residual, expected_residual, 4 * size) == 0, name + ": residual");
+    }
+  }
+}
+
+// Metas that no encoder writes: a bucket that has one is decoded to NaNs of one kind, whatever the
+// NaN that was received and whoever decodes.
+void strange_metas(Options options) {
+  const std::vector<uint32_t> strange = {0x7fffffffu, 0xffc00000u, 0x7f800001u, 0x7f800000u,
+                                         0xff800000u};
+  const std::vector<cgx::DType> dtypes = {cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16};
+  const std::vector<uint32_t> expected = {0x7fc00000u, 0x7fc0u, 0x7e00u};
+  const int64_t bucket = 32, size = bucket * 2 * static_cast<int64_t>(strange.size());
+  for (size_t d = 0; d < dtypes.size(); ++d) {
+    cgx::OwnedLayout owned;
+    check(owned.build(of_sizes({size}, 4, bucket, options), 1).empty(), "strange metas: layout");
+    const cgx::Layout layout = owned.view();
+    Bytes payload(layout.chunk_bytes, 0x5A);
+    for (size_t k = 0; k < 2 * strange.size(); ++k) {
+      uint32_t meta[2] = {0x3f800000u, 0x3f800000u};
+      meta[k % 2] = strange[k / 2];
+      std::memcpy(&payload[k * cgx::Record{bucket, 4}.bytes()], meta, sizeof(meta));
+    }
+    const int64_t item = cgx::item_size(dtypes[d]);
+    Bytes cpu(size * item), gpu(size * item), nan(size * item);
+    for (int64_t i = 0; i < size; ++i) std::memcpy(&nan[i * item], &expected[d], item);
+    std::vector<float> scratch(owned.longest_bucket());
+    void *cpu_out = cpu.data(), *gpu_out = gpu.data();
+    cgx::current_kernels().decode({layout, payload.data(), {&cpu_out, &dtypes[d]}, scratch.data()},
+                                  0, layout.total_bytes());
+    check(done(cgx::decode({layout, payload.data(), {&gpu_out, &dtypes[d]}},
+                           {{0, layout.total_bytes()}}, nullptr)),
+          "strange metas: decode");
+    const std::string name = "strange metas, rotation " + std::to_string(options.rotation) +
+                             ", dtype " + std::to_string(d);
+    check(cpu == nan, name + ": on the CPU");
+    check(gpu == nan, name + ": emulated");
+  }
+}
+
+// The end of a leaf of more than 2^32 values, where 32-bit offsets would wrap. The memory is
+// reserved but, past the end that is worked on, never touched.
+void large_offsets() {
+  const int64_t size = (int64_t{1} << 32) + 1000, bytes = 4 * size;
+  const auto reserve = [](int64_t n) {
+    return static_cast<char*>(mmap(nullptr, n, PROT_READ | PROT_WRITE,
+                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  };
+  cgx::OwnedLayout owned;
+  check(owned.build({{size, 8, 512, 1, 0, 1}}, 2).empty(), "large offsets: layout");
+  const cgx::Layout layout = owned.view();
+  char *const x = reserve(bytes), *const y = reserve(bytes), *const z = reserve(bytes);
+  char *const payload = reserve(2 * layout.chunk_bytes), *const expected =
+                                                             reserve(2 * layout.chunk_bytes);
+  for (const char* p : {x, y, z, payload, expected}) {
+    if (p == MAP_FAILED) return check(false, "large offsets: no address space");
+  }
+  const int64_t from = layout.total_bytes() - 3000, first = size - 4000;
+  float* const values = reinterpret_cast<float*>(x);
+  for (int64_t i = first; i < size; ++i) values[i] = std::sin(static_cast<float>(i - first));
+  const cgx::DType dtype = cgx::DType::kF32;
+  const void* in = x;
+  void *out = y, *expected_out = z;
+  const uint32_t key[2] = {1, 2};
+  std::vector<float> scratch(owned.longest_bucket());
+  cgx::current_kernels().encode(
+      {layout, {&in, &dtype}, {}, key, 0, reinterpret_cast<uint8_t*>(expected), scratch.data()},
+      from, layout.total_bytes());
+  check(done(cgx::encode({layout,
+                          {&in, &dtype},
+                          {},
+                          key,
+                          {nullptr, 0},
+                          reinterpret_cast<uint8_t*>(payload),
+                          false},
+                         {{from, layout.total_bytes()}}, nullptr)),
+        "large offsets: encode");
+  const int64_t at = layout.payload_offset(1, layout.record_from(from));
+  const int64_t length = layout.payload_offset(1, layout.total_bytes()) - at;
+  check(length > 2000 && std::memcmp(payload + at, expected + at, length) == 0,
+        "large offsets: payload");
+  cgx::current_kernels().decode(
+      {layout, reinterpret_cast<uint8_t*>(expected), {&expected_out, &dtype}, scratch.data()}, from,
+      layout.total_bytes());
+  check(done(cgx::decode({layout, reinterpret_cast<uint8_t*>(payload), {&out, &dtype}},
+                         {{from, layout.total_bytes()}}, nullptr)),
+        "large offsets: decode");
+  check(std::memcmp(y + 4 * first, z + 4 * first, 4 * (size - first)) == 0,
+        "large offsets: decoded values");
+  for (char* p : {x, y, z}) munmap(p, bytes);
+  for (char* p : {payload, expected}) munmap(p, 2 * layout.chunk_bytes);
+}
+
+}  // namespace
+
+int main() {
+  check(done(cgx::load_kernels()), "kernels load");
+  emulator::group_start();  // from here on, loading would be late
+  std::mt19937 rng(3);
+  for (const int round : {0, 1}) {
+    emulator::set_seed(round + 1);
+    tables(rng, round);
+  }
+  for (const Options& options : kOptions) special_values(options);
+  for (const Options& options : {kOptions[0], kOptions[3]}) strange_metas(options);
+  large_offsets();
+  check(emulator::late() == 0, "all kernels have been loaded");
+  return report();
+}

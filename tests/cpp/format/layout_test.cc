@@ -1,0 +1,35 @@
+// Layouts: chunks of large buffers, and specifications that are refused.
+#include "format/layout.h"
+
+#include "cases.h"
+
+namespace {
+
+void layouts() {
+  for (int64_t world : {1, 2, 3, 7, 64, 1000}) {
+    cgx::OwnedLayout owned;
+    check(owned
+              .build({{(int64_t{1} << 33) + 5, 3, 512, 0, 0}, {0, 8, 32, 0, 1}, {7, 4, 64, 0, 2}},
+                     world)
+              .empty(),
+          "layout of 2^33 values");
+    const cgx::Layout layout = owned.view();
+    bool rising = layout.begin[0] == 0;
+    for (int64_t w = 0; w < world; ++w) rising &= layout.chunk_size(w) >= 0;
+    check(rising, "chunks in order");
+    check(layout.chunk_bytes <= layout.total_bytes() / world + 201, "chunks of equal length");
+  }
+  cgx::OwnedLayout owned;
+  check(!owned.build({{5, 0, 32, 0, 0}}, 1).empty(), "bits 0 refused");
+  check(!owned.build({{5, 9, 32, 0, 0}}, 1).empty(), "bits 9 refused");
+  check(!owned.build({{5, 4, 33, 0, 0}}, 1).empty(), "bucket 33 refused");
+  check(!owned.build({{5, 4, 32, 0, 0}}, 0).empty(), "world 0 refused");
+  check(!owned.build({{-1, 4, 32, 0, 0}}, 1).empty(), "negative size refused");
+}
+
+}  // namespace
+
+int main() {
+  layouts();
+  return report();
+}

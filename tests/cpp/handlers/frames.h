@@ -1,0 +1,153 @@
+// Call frames made by hand as XLA makes them, and the functions of its runtime that handlers call.
+#ifndef CGX_TESTS_HANDLERS_FRAMES_H_
+#define CGX_TESTS_HANDLERS_FRAMES_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <deque>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+struct XLA_FFI_Error {
+  std::string message;
+  XLA_FFI_Error_Code code;
+};
+struct XLA_FFI_InvokeContext {
+  cudaStream_t stream = nullptr;
+  int32_t device = 0;
+  const XLA_FFI_Extension* extension = nullptr;
+};
+
+namespace {
+
+XLA_FFI_Error* create_error(XLA_FFI_Error_Create_Args* args) {
+  return new XLA_FFI_Error{args->message, args->errc};
+}
+void error_details(XLA_FFI_Error_GetDetails_Args* args) {
+  args->message = args->error->message.c_str();
+  args->errc = args->error->code;
+}
+void destroy_error(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
+XLA_FFI_Error* stream_of(XLA_FFI_Stream_Get_Args* args) {
+  args->stream = args->ctx->stream;
+  return nullptr;
+}
+XLA_FFI_Error* device_of(XLA_FFI_DeviceOrdinal_Get_Args* args) {
+  args->device_ordinal = args->ctx->device;
+  return nullptr;
+}
+XLA_FFI_Error* find_extension(XLA_FFI_InvokeContext_FindExtension_Args* args) {
+  const XLA_FFI_Extension* found = args->ctx->extension;
+  args->extension = found && found->id.extension_type == args->extension_type ? found : nullptr;
+  return nullptr;
+}
+
+XLA_FFI_Api make_api() {
+  XLA_FFI_Api api = {};
+  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
+                     XLA_FFI_API_MINOR};
+  api.XLA_FFI_Error_Create = create_error;
+  api.XLA_FFI_Error_GetDetails = error_details;
+  api.XLA_FFI_Error_Destroy = destroy_error;
+  api.XLA_FFI_Stream_Get = stream_of;
+  api.XLA_FFI_DeviceOrdinal_Get = device_of;
+  api.XLA_FFI_InvokeContext_FindExtension = find_extension;
+  return api;
+}
+const XLA_FFI_Api api = make_api();
+
+// A call frame: operands in order, attributes by name, as XLA sorts them.
+class Frame {
+ public:
+  Frame& arg(XLA_FFI_DataType type, const void* data, std::vector<int64_t> dims) {
+    args_.push_back(buffer(type, const_cast<void*>(data), std::move(dims)));
+    return *this;
+  }
+  Frame& ret(XLA_FFI_DataType type, void* data, std::vector<int64_t> dims) {
+    rets_.push_back(buffer(type, data, std::move(dims)));
+    return *this;
+  }
+  Frame& attr(const std::string& name, std::vector<int64_t> values) {
+    lists_.push_back(std::move(values));
+    arrays_.push_back({XLA_FFI_DataType_S64, lists_.back().size(), lists_.back().data()});
+    attrs_[name] = {XLA_FFI_AttrType_ARRAY, &arrays_.back()};
+    return *this;
+  }
+  Frame& attr(const std::string& name, int64_t value) {
+    integers_.push_back(value);
+    scalars_.push_back({XLA_FFI_DataType_S64, &integers_.back()});
+    attrs_[name] = {XLA_FFI_AttrType_SCALAR, &scalars_.back()};
+    return *this;
+  }
+  Frame& attr(const std::string& name, float value) {
+    floats_.push_back(value);
+    scalars_.push_back({XLA_FFI_DataType_F32, &floats_.back()});
+    attrs_[name] = {XLA_FFI_AttrType_SCALAR, &scalars_.back()};
+    return *this;
+  }
+  Frame& attr(const std::string& name, const char* value) {
+    spans_.push_back({value, std::strlen(value)});
+    attrs_[name] = {XLA_FFI_AttrType_STRING, &spans_.back()};
+    return *this;
+  }
+  // What the handler says is wrong; "" when nothing is.
+  std::string call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage,
+                   XLA_FFI_InvokeContext* context) {
+    std::vector<XLA_FFI_ArgType> arg_types(args_.size(), XLA_FFI_ArgType_BUFFER);
+    std::vector<XLA_FFI_RetType> ret_types(rets_.size(), XLA_FFI_RetType_BUFFER);
+    std::vector<void*> args(args_.begin(), args_.end()), rets(rets_.begin(), rets_.end());
+    std::vector<XLA_FFI_AttrType> types;
+    std::vector<XLA_FFI_ByteSpan> names;
+    std::vector<void*> values;
+    for (const auto& [name, value] : attrs_) {
+      names.push_back({name.data(), name.size()});
+      types.push_back(value.first);
+      values.push_back(value.second);
+    }
+    std::vector<XLA_FFI_ByteSpan*> name_pointers;
+    for (auto& name : names) name_pointers.push_back(&name);
+    XLA_FFI_CallFrame frame = {};
+    frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+    frame.api = &api;
+    frame.ctx = context;
+    frame.stage = stage;
+    frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()),
+                  arg_types.data(), args.data()};
+    frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
+                  ret_types.data(), rets.data()};
+    frame.attrs = {
+        XLA_FFI_Attrs_STRUCT_SIZE, nullptr,      static_cast<int64_t>(values.size()), types.data(),
+        name_pointers.data(),      values.data()};
+    XLA_FFI_Error* const error = handler(&frame);
+    const std::string message = error ? error->message : "";
+    delete error;
+    return message;
+  }
+
+ private:
+  XLA_FFI_Buffer* buffer(XLA_FFI_DataType type, void* data, std::vector<int64_t> dims) {
+    lists_.push_back(std::move(dims));
+    buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, type, data,
+                        static_cast<int64_t>(lists_.back().size()), lists_.back().data()});
+    return &buffers_.back();
+  }
+  std::vector<void*> args_, rets_;
+  std::map<std::string, std::pair<XLA_FFI_AttrType, void*>> attrs_;
+  std::deque<std::vector<int64_t>> lists_;
+  std::deque<XLA_FFI_Buffer> buffers_;
+  std::deque<XLA_FFI_Array> arrays_;
+  std::deque<XLA_FFI_Scalar> scalars_;
+  std::deque<XLA_FFI_ByteSpan> spans_;
+  std::deque<int64_t> integers_;
+  std::deque<float> floats_;
+};
+
+}  // namespace
+
+#endif  // CGX_TESTS_HANDLERS_FRAMES_H_

@@ -1,0 +1,99 @@
+// MPI's stand-in: messages between virtual ranks, delayed at random.
+#ifndef CGX_TESTS_MPI_NETWORK_H_
+#define CGX_TESTS_MPI_NETWORK_H_
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <random>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "mpi/port.h"
+
+namespace {
+
+// Messages that wait until they are picked at random. A message's bytes are read and written at
+// that moment, so memory that is used too early shows.
+class Network {
+ public:
+  struct End {
+    void* data;
+    int64_t bytes, ticket;
+    std::vector<int64_t>* done;
+  };
+  explicit Network(uint32_t seed) : rng_(seed) {}
+
+  void put(bool sends, int64_t from, int64_t to, int tag, End end) {
+    auto& channel = channels_[{from, to, tag}];
+    (sends ? channel.first : channel.second).push_back(end);
+  }
+  bool deliver() {
+    std::vector<std::pair<std::deque<End>, std::deque<End>>*> ready;
+    for (auto& [key, channel] : channels_) {
+      if (!channel.first.empty() && !channel.second.empty()) ready.push_back(&channel);
+    }
+    if (ready.empty()) return false;
+    auto& [sends, receives] = *ready[rng_() % ready.size()];
+    const End send = sends.front(), receive = receives.front();
+    sends.pop_front(), receives.pop_front();
+    if (send.bytes != receive.bytes) mismatched = true;
+    std::memcpy(receive.data, send.data, std::min(send.bytes, receive.bytes));
+    send.done->push_back(send.ticket);
+    receive.done->push_back(receive.ticket);
+    return true;
+  }
+  bool empty() const {
+    for (const auto& [key, channel] : channels_) {
+      if (!channel.first.empty() || !channel.second.empty()) return false;
+    }
+    return true;
+  }
+  // One time in `n`.
+  bool chance(uint32_t n) { return rng_() % n == 0; }
+  bool mismatched = false;
+
+ private:
+  std::mt19937 rng_;
+  std::map<std::tuple<int64_t, int64_t, int>, std::pair<std::deque<End>, std::deque<End>>>
+      channels_;
+};
+
+class FakePort : public cgx::Port {
+ public:
+  FakePort(Network& network, int64_t rank) : network_(network), rank_(rank) {}
+  std::string send(int64_t peer, int tag, const void* from, int64_t bytes,
+                   int64_t ticket) override {
+    network_.put(true, rank_, peer, tag, {const_cast<void*>(from), bytes, ticket, &done_});
+    return "";
+  }
+  std::string receive(int64_t peer, int tag, void* to, int64_t bytes, int64_t ticket) override {
+    network_.put(false, peer, rank_, tag, {to, bytes, ticket, &done_});
+    return "";
+  }
+  // As MPI does, it may report messages later than they arrive, and in another order.
+  std::string poll(std::vector<int64_t>* done) override {
+    for (size_t i = 0; i < done_.size();) {
+      if (network_.chance(4)) {
+        ++i;
+        continue;
+      }
+      done->push_back(done_[i]);
+      done_[i] = done_.back();
+      done_.pop_back();
+    }
+    return "";
+  }
+
+ private:
+  Network& network_;
+  const int64_t rank_;
+  std::vector<int64_t> done_;
+};
+
+}  // namespace
+
+#endif  // CGX_TESTS_MPI_NETWORK_H_

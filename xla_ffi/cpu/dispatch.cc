@@ -1,0 +1,93 @@
+#include <string.h>
+
+#include <atomic>
+
+#include "cpu/kernels.h"
+
+namespace cgx {
+
+#if defined(__x86_64__)
+namespace baseline {
+extern const KernelTable kTable;
+}
+namespace avx2 {
+extern const KernelTable kTable;
+}
+namespace avx512 {
+extern const KernelTable kTable;
+}
+#elif defined(__aarch64__)
+namespace neon {
+extern const KernelTable kTable;
+}
+#else
+#error "cgx_jax supports x86-64 and aarch64"
+#endif
+
+namespace {
+
+struct Available {
+  const KernelTable* tables[4] = {};
+  Available() {
+    int n = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      tables[n++] = &avx512::kTable;
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+      tables[n++] = &avx2::kTable;
+    }
+    tables[n++] = &baseline::kTable;
+#else
+    tables[n++] = &neon::kTable;
+#endif
+  }
+};
+
+const Available& available() {
+  static const Available instance;
+  return instance;
+}
+
+std::atomic<const KernelTable*> chosen{nullptr};
+
+}  // namespace
+
+const KernelTable* const* available_kernels() { return available().tables; }
+
+const KernelTable& current_kernels() {
+  const KernelTable* table = chosen.load(std::memory_order_relaxed);
+  return table ? *table : *available().tables[0];
+}
+
+bool select_kernels(const char* isa) {
+  for (const KernelTable* const* table = available_kernels(); *table; ++table) {
+    if (strcmp((*table)->isa, isa) == 0) {
+      chosen.store(*table, std::memory_order_relaxed);
+      return true;
+    }
+  }
+  return false;
+}
+
+void zero_tails(const Layout& layout, uint8_t* payload) {
+  for (int64_t w = 0; w < layout.world; ++w) {
+    const int64_t used = layout.chunk_size(w);
+    memset(payload + w * layout.chunk_bytes + used, 0, layout.chunk_bytes - used);
+  }
+}
+
+#if defined(__x86_64__)
+ScopedIeee::ScopedIeee() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80); }
+ScopedIeee::~ScopedIeee() { __builtin_ia32_ldmxcsr(static_cast<unsigned>(saved_)); }
+#else
+ScopedIeee::ScopedIeee() {
+  __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+  __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+}
+ScopedIeee::~ScopedIeee() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+#endif
+
+}  // namespace cgx

@@ -1,0 +1,242 @@
+// Compiled once for each instruction set, with CGX_ISA naming it. No std templates and no shared
+// inline functions here: a linker must never pick one build's code for another.
+#include "cpu/kernels.h"
+
+#include <string.h>
+
+#include "cpu/buckets.h"
+#include "cpu/rotate.h"
+#include "cpu/staged.h"
+#include "format/runs.h"
+
+namespace cgx {
+inline namespace CGX_ISA {
+namespace {
+
+template <typename Store, bool kStochastic, bool kResidual>
+struct Encode {
+  using Item = typename Store::Item;
+  static constexpr Coding kCoding = kStochastic ? Coding::kStochastic : Coding::kNearest;
+  template <int kBits>
+  static void run(const EncodeCall& call, const Run& run) {
+    const Slot& slot = run.slot;
+    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
+    Item* residual = kResidual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
+    uint8_t* out = call.payload + run.offset;
+    const float offset = noise_offset(slot.rounding, call.rank, call.layout.world);
+    const bool nontemporal =
+        call.layout.values > kNontemporalValues && slot.bucket_size == kUsualValues;
+    const int64_t group = kGroupValues > slot.bucket_size ? kGroupValues / slot.bucket_size : 1;
+    Stage<kGroupValues / kUsualValues * Record{kUsualValues, kBits}.bytes()> records;
+    Stage<kUsualValues * sizeof(Item)> errors;
+    for (int64_t first = run.first; first < run.last; first += group) {
+      const int64_t last = first + group < run.last ? first + group : run.last;
+      Meta meta[kMaxGroup];
+      for (int64_t k = first; k < last; ++k) {
+        const Item* const bucket = x + (k - first) * slot.bucket_size;
+        meta[k - first] =
+            find_extremes<Store, !kStochastic>(bucket, slot.bucket_values(k)).meta(kBits);
+      }
+      uint8_t* const group_out = nontemporal ? records.at(out) : out;
+      int64_t bytes = 0;
+      for (int64_t k = first; k < last; ++k) {
+        const NoiseSeed seed =
+            kStochastic ? noise_seed(call.key, slot.number, (uint64_t)k) : NoiseSeed{};
+        const Record record = slot.record(k);
+        const auto encode = usual(record)
+                                ? encode_bucket<Store, kBits, kCoding, kResidual, kUsualColumns>
+                                : encode_bucket<Store, kBits, kCoding, kResidual, 0>;
+        const char* const from = (const char*)x;
+        Item* const error = kResidual && nontemporal ? errors.at(residual) : residual;
+        encode(x, record, meta[k - first], {seed, offset}, {from + kNearAhead, from + kFarAhead},
+               group_out + bytes, error);
+        if (kResidual && nontemporal)
+          errors.store_nontemporal(residual, record.values * sizeof(Item));
+        x += record.values;
+        if (kResidual) residual += record.values;
+        bytes += record.bytes();
+      }
+      if (nontemporal) records.store_nontemporal(out, bytes);
+      out += bytes;
+    }
+  }
+};
+
+template <typename Store>
+struct Decode {
+  using Item = typename Store::Item;
+  template <int kBits>
+  static void run(const DecodeCall& call, const Run& run) {
+    const uint8_t* from = call.payload + run.offset;
+    Item* out = (Item*)call.leaves.data[run.leaf] + run.first_value();
+    const bool nontemporal = call.layout.values > kNontemporalValues;
+    Stage<kUsualValues * sizeof(Item)> values;
+    for (int64_t k = run.first; k < run.last; ++k) {
+      const Record record = run.slot.record(k);
+      const bool staged = nontemporal && usual(record);
+      const auto decode = usual(record) ? decode_bucket<Store, kBits, kUsualColumns>
+                                        : decode_bucket<Store, kBits, 0>;
+      decode(from, record, staged ? values.at(out) : out);
+      if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
+      from += record.bytes();
+      out += record.values;
+    }
+  }
+};
+
+template <typename Store>
+struct Accumulate {
+  using Item = typename Store::Item;
+  template <int kBits>
+  static void run(const AccumulateCall& call, const Run& run) {
+    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
+    Item* out = (Item*)call.sums.data[run.leaf] + run.first_value();
+    const uint8_t* records = call.payload + run.offset;
+    const Divide divide(call.divisor);
+    const bool nontemporal = call.layout.values > kNontemporalValues;
+    Stage<kUsualValues * sizeof(Item)> values;
+    for (int64_t k = run.first; k < run.last; ++k) {
+      const Record record = run.slot.record(k);
+      const bool staged = nontemporal && usual(record);
+      const auto sum = usual(record) ? sum_bucket<Store, Store, kBits, kUsualColumns>
+                                     : sum_bucket<Store, Store, kBits, 0>;
+      sum(x, record, records, call.layout.total_bytes(), call.peers, call.rank, divide,
+          (const char*)x, staged ? values.at(out) : out);
+      if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
+      x += record.values;
+      out += record.values;
+      records += record.bytes();
+    }
+  }
+};
+
+// What the peers sent is added up as it came, turned back once, and then added to the leaf.
+template <typename Store>
+struct AccumulateRotated {
+  using Item = typename Store::Item;
+  template <int kBits>
+  static void run(const AccumulateCall& call, const Run& run) {
+    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
+    Item* out = (Item*)call.sums.data[run.leaf] + run.first_value();
+    const uint8_t* records = call.payload + run.offset;
+    for (int64_t k = run.first; k < run.last; ++k) {
+      const Record record = run.slot.record(k), coded = filled(record);
+      memset(call.scratch, 0, coded.values * sizeof(float));
+      const auto sum = usual(coded) ? sum_bucket<StoreF32, StoreF32, kBits, kUsualColumns>
+                                    : sum_bucket<StoreF32, StoreF32, kBits, 0>;
+      sum(call.scratch, coded, records, call.layout.total_bytes(), call.peers, call.rank,
+          Divide(1.0f), (const char*)x, call.scratch);
+      const Rotation rotation(record.columns(), run.slot.number, (uint64_t)k);
+      rotate_back(call.scratch, record.columns(), rotation);
+      add_into<Store>(x, call.scratch, record.values, Divide(call.divisor), out);
+      x += record.values;
+      out += record.values;
+      records += record.bytes();
+    }
+  }
+};
+
+template <typename Op, typename Call>
+void run_bits(const Call& call, const Run& run) {
+  switch (run.slot.bits) {
+    case 1:
+      return Op::template run<1>(call, run);
+    case 2:
+      return Op::template run<2>(call, run);
+    case 3:
+      return Op::template run<3>(call, run);
+    case 4:
+      return Op::template run<4>(call, run);
+    case 5:
+      return Op::template run<5>(call, run);
+    case 6:
+      return Op::template run<6>(call, run);
+    case 7:
+      return Op::template run<7>(call, run);
+    default:
+      return Op::template run<8>(call, run);
+  }
+}
+
+template <template <typename> class Op, typename Call>
+void run_dtype(DType dtype, const Call& call, const Run& run) {
+  if (dtype == DType::kF32) return run_bits<Op<StoreF32>>(call, run);
+  if (dtype == DType::kBF16) return run_bits<Op<StoreBF16>>(call, run);
+  return run_bits<Op<StoreF16>>(call, run);
+}
+
+template <typename Store>
+using EncodeNearest = Encode<Store, false, false>;
+template <typename Store>
+using EncodeStochastic = Encode<Store, true, false>;
+template <typename Store>
+using EncodeNearestResidual = Encode<Store, false, true>;
+template <typename Store>
+using EncodeStochasticResidual = Encode<Store, true, true>;
+template <typename Store>
+using EncodeStagedAlone = EncodeStaged<Store, false>;
+template <typename Store>
+using EncodeStagedResidual = EncodeStaged<Store, true>;
+
+bool staged(const Run& run, const LeafUnits* units) {
+  return run.slot.rotated || !Factors(units, run.leaf, kIn).none();
+}
+
+void encode(const EncodeCall& call, int64_t from, int64_t to) {
+  for_each_run(call.layout, from, to, [&](const Run& run) {
+    const DType dtype = call.leaves.dtype[run.leaf];
+    const bool residual = call.residuals.data != nullptr;
+    if (run.chunk == call.rank) {
+      memset(call.payload + run.offset, 0, run.bytes());
+      const int64_t item = item_size(dtype);
+      if (residual) {
+        memset((char*)call.residuals.data[run.leaf] + run.first_value() * item, 0,
+               run.values() * item);
+      }
+    } else if (staged(run, call.units)) {
+      residual ? run_dtype<EncodeStagedResidual>(dtype, call, run)
+               : run_dtype<EncodeStagedAlone>(dtype, call, run);
+    } else if (run.slot.rounding != Rounding::kNearest) {
+      residual ? run_dtype<EncodeStochasticResidual>(dtype, call, run)
+               : run_dtype<EncodeStochastic>(dtype, call, run);
+    } else {
+      residual ? run_dtype<EncodeNearestResidual>(dtype, call, run)
+               : run_dtype<EncodeNearest>(dtype, call, run);
+    }
+  });
+  end_nontemporal();
+}
+
+void reduce(const ReduceCall& call, int64_t from, int64_t to) {
+  for_each_run(call.layout, from, to,
+               [&](const Run& run) { run_dtype<Reduce>(call.leaves.dtype[run.leaf], call, run); });
+}
+
+void decode(const DecodeCall& call, int64_t from, int64_t to) {
+  for_each_run(call.layout, from, to, [&](const Run& run) {
+    const DType dtype = call.leaves.dtype[run.leaf];
+    staged(run, call.units) ? run_dtype<DecodeStaged>(dtype, call, run)
+                            : run_dtype<Decode>(dtype, call, run);
+  });
+  end_nontemporal();
+}
+
+void accumulate(const AccumulateCall& call, int64_t from, int64_t to) {
+  for_each_run(call.layout, from, to, [&](const Run& run) {
+    const DType dtype = call.leaves.dtype[run.leaf];
+    run.slot.rotated ? run_dtype<AccumulateRotated>(dtype, call, run)
+                     : run_dtype<Accumulate>(dtype, call, run);
+  });
+  end_nontemporal();
+}
+
+#define CGX_STRING(x) #x
+#define CGX_NAME(x) CGX_STRING(x)
+
+}  // namespace
+
+extern const KernelTable kTable;
+const KernelTable kTable = {CGX_NAME(CGX_ISA), encode, reduce, decode, accumulate};
+
+}  // namespace CGX_ISA
+}  // namespace cgx

@@ -1,0 +1,75 @@
+// Splits work over a thread pool that the caller may itself be a thread of.
+#ifndef CGX_CPU_PARALLEL_H_
+#define CGX_CPU_PARALLEL_H_
+
+#include <stdint.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+#include "cpu/kernels.h"
+
+namespace cgx {
+
+constexpr int64_t kTaskValues = 1 << 16;  // some 10 us of work: far above the cost of a hand-over
+
+// Calls f(task, worker) once for each task in [0, tasks), worker in [0, workers(pool, tasks)).
+//
+// The caller works too and waits only for tasks that have started, so the pool cannot deadlock: a
+// helper that is scheduled late, or never, finds the counter exhausted and touches nothing else.
+template <typename Pool>
+int64_t workers(const Pool& pool, int64_t tasks) {
+  return std::max<int64_t>(1, std::min<int64_t>(tasks, pool.num_threads()));
+}
+
+template <typename Pool, typename F>
+void parallel_for(Pool& pool, int64_t tasks, F&& f) {
+  struct State {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> workers{0};
+    int64_t done = 0;
+    std::mutex mutex;
+    std::condition_variable all_done;
+  };
+  const auto state = std::make_shared<State>();
+  const auto work = [state, tasks, &f] {
+    int64_t worker = -1, finished = 0;
+    for (int64_t task; (task = state->next.fetch_add(1)) < tasks; ++finished) {
+      if (worker < 0) worker = state->workers.fetch_add(1);
+      const ScopedIeee ieee;
+      f(task, worker);
+    }
+    if (finished == 0) return;
+    const std::lock_guard<std::mutex> lock(state->mutex);
+    if ((state->done += finished) == tasks) state->all_done.notify_all();
+  };
+  try {
+    for (int64_t helper = 1; helper < workers(pool, tasks); ++helper)
+      pool.Schedule([work] { work(); });
+  } catch (...) {  // fewer helpers, the same work
+  }
+  work();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_done.wait(lock, [&] { return state->done == tasks; });
+}
+
+// How many tasks a range that holds `values` values is worth.
+inline int64_t pieces(int64_t values) { return std::max<int64_t>(1, values / kTaskValues); }
+
+// Cuts the byte range [from, to) of each of `batches` buffers into `count` pieces and calls
+// f(batch, piece_from, piece_to, worker) for each.
+template <typename Pool, typename F>
+void split_range(Pool& pool, int64_t batches, int64_t from, int64_t to, int64_t count, F&& f) {
+  parallel_for(pool, batches * count, [&](int64_t task, int64_t worker) {
+    const int64_t piece = task % count;
+    f(task / count, from + chunk_cut(piece, to - from, count),
+      from + chunk_cut(piece + 1, to - from, count), worker);
+  });
+}
+
+}  // namespace cgx
+
+#endif  // CGX_CPU_PARALLEL_H_

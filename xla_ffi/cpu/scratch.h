@@ -1,0 +1,29 @@
+// Memory that the CPU's kernels stage a bucket's values in.
+#ifndef CGX_CPU_SCRATCH_H_
+#define CGX_CPU_SCRATCH_H_
+
+#include <stdint.h>
+
+#include <vector>
+
+namespace cgx {
+
+// Room for `longest` values for each of `workers`, from a cache line's start on.
+class Scratch {
+ public:
+  Scratch(int64_t workers, int64_t longest)
+      : stride_((longest + kLine - 1) / kLine * kLine), values_(workers * stride_ + kLine) {}
+  float* of(int64_t worker) {
+    const auto start = reinterpret_cast<uintptr_t>(values_.data()) / sizeof(float);
+    return values_.data() + (kLine - start % kLine) % kLine + worker * stride_;
+  }
+
+ private:
+  static constexpr int64_t kLine = 16;  // values
+  int64_t stride_;
+  std::vector<float> values_;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_CPU_SCRATCH_H_

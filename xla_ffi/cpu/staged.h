@@ -1,0 +1,237 @@
+// The calls on slots whose values are staged in fp32: rotated ones, those that have units, and what
+// reduce sums. Included only by cpu/kernels.cc; everything lives in the instruction set's
+// namespace.
+#ifndef CGX_CPU_STAGED_H_
+#define CGX_CPU_STAGED_H_
+
+#include "cpu/clipped.h"
+#include "cpu/rotate.h"
+#include "cpu/units.h"
+#include "format/runs.h"
+
+namespace cgx {
+inline namespace CGX_ISA {
+namespace {
+
+// A record of a rotated bucket: every place of its columns holds a code.
+CGX_HD Record filled(Record record) { return {kRows * record.columns(), record.bits}; }
+
+// Encodes a bucket of fp32 values, rotated already where the slot asks for it. What is lost takes
+// the values' place where kResidual says so.
+template <int kBits, Coding kCoding, bool kResidual>
+void encode_values(float* x, Record record, Meta meta, Noise noise, Ahead ahead, uint8_t* out) {
+  constexpr bool kSaturated = kCoding == Coding::kClipped && !kResidual && saturates(kBits);
+  if constexpr (kSaturated) {
+    if (usual(record) && !poisoned(meta)) return encode_clipped<kBits>(x, meta, ahead, out);
+  }
+  constexpr int kColumns = kSaturated ? 0 : kUsualColumns;
+  const auto encode = usual(record) ? encode_bucket<StoreF32, kBits, kCoding, kResidual, kColumns>
+                                    : encode_bucket<StoreF32, kBits, kCoding, kResidual, 0>;
+  encode(x, record, meta, noise, ahead, out, kResidual ? x : nullptr);
+}
+
+bool clipped(const Slot& slot, Record record) {
+  return slot.rotated && slot.rounding == Rounding::kNearest && Rotation::whole(record.columns());
+}
+
+Meta meta_of(const float* x, const Slot& slot, Record record, Extremes found) {
+  if (!clipped(slot, record)) return found.meta(slot.bits);
+  const float down = Scaling(found.min, found.max).down;
+  const float squares = sum_squares(x, static_cast<int>(record.columns()), down);
+  return make_clipped_meta(found.min, found.max, found.finite, squares, record.values, slot.bits);
+}
+
+template <int kBits, bool kResidual>
+void encode_values(float* x, const Slot& slot, Record record, Meta meta, Noise noise, Ahead ahead,
+                   uint8_t* out) {
+  if (slot.rounding != Rounding::kNearest) {
+    encode_values<kBits, Coding::kStochastic, kResidual>(x, record, meta, noise, ahead, out);
+  } else if (clipped(slot, record)) {
+    encode_values<kBits, Coding::kClipped, kResidual>(x, record, meta, noise, ahead, out);
+  } else {
+    encode_values<kBits, Coding::kNearest, kResidual>(x, record, meta, noise, ahead, out);
+  }
+}
+
+CGX_HD Rotation rotation_of(const Slot& slot, LeafSeed signs, int64_t bucket) {
+  return Rotation(slot.record(bucket).columns(), signs, (uint64_t)bucket);
+}
+
+CGX_HD Noise noise_of(const Slot& slot, const uint32_t* key, int64_t bucket, float offset) {
+  if (slot.rounding == Rounding::kNearest) return {};
+  return {noise_seed(key, slot.number, (uint64_t)bucket), offset};
+}
+
+// Bucket number k of a slot that is rotated or has units, as it is coded; and its extremes.
+template <typename Store>
+Extremes stage_values(const typename Store::Item* x, const Slot& slot, LeafSeed signs, int64_t k,
+                      const Factors& in, float* out) {
+  const Record record = slot.record(k);
+  if (slot.rotated && usual(record)) {
+    const Rotation rotation = rotation_of(slot, signs, k);
+    const char* const ahead = (const char*)x + kFarAhead;
+    if (in.none()) return rotate_usual<Store, false>(x, nullptr, rotation, ahead, out);
+    alignas(kLine) float factor[kUsualValues];
+    in.fill(k * slot.bucket_size, kUsualValues, factor);
+    return rotate_usual<Store, true>(x, factor, rotation, ahead, out);
+  }
+  const Extremes found = read_values<Store>(x, record.values, in, k * slot.bucket_size, out);
+  if (!slot.rotated) return found;
+  rotate(out, record, rotation_of(slot, signs, k));
+  return find_extremes<StoreF32, false>(out, filled(record).values);
+}
+
+constexpr int64_t kStaged = 4;
+
+// Of slots that are rotated or have units: their values are staged in fp32.
+template <typename Store, bool kResidual>
+struct EncodeStaged {
+  using Item = typename Store::Item;
+  template <int kBits>
+  static void run(const EncodeCall& call, const Run& run) {
+    const Slot& slot = run.slot;
+    const LeafSeed signs = Rotation::leaf_seed(slot.number);
+    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
+    Item* residual = kResidual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
+    uint8_t* out = call.payload + run.offset;
+    const float offset = noise_offset(slot.rounding, call.rank, call.layout.world);
+    const Factors in(call.units, run.leaf, kIn), back(call.units, run.leaf, kOut);
+    // Several buckets at a time: what one waits for, its range and its unit, another can fill.
+    const bool usual_size = slot.bucket_size == kUsualValues;
+    const bool nontemporal = call.layout.values > kNontemporalValues && usual_size;
+    const int64_t group = usual_size ? kStaged : 1;
+    alignas(kLine) float staged[kStaged][kUsualValues];
+    Stage<kStaged * Record{kUsualValues, kBits}.bytes()> records;
+    for (int64_t first = run.first; first < run.last; first += group) {
+      const int64_t last = first + group < run.last ? first + group : run.last;
+      float* value[kStaged];
+      Extremes found[kStaged];
+      Meta meta[kStaged];
+      for (int64_t k = first, i = 0; k < last; ++k, ++i) {
+        value[i] = usual_size ? staged[i] : call.scratch;
+        const Item* const from = x + i * slot.bucket_size;
+        found[i] = stage_values<Store>(from, slot, signs, k, in, value[i]);
+      }
+      const auto coded = [&](int64_t k) {
+        return slot.rotated ? filled(slot.record(k)) : slot.record(k);
+      };
+      for (int64_t k = first, i = 0; k < last; ++k, ++i) {
+        meta[i] = meta_of(value[i], slot, coded(k), found[i]);
+      }
+      uint8_t* const group_out = nontemporal ? records.at(out) : out;
+      int64_t bytes = 0;
+      for (int64_t k = first, i = 0; k < last; ++k, ++i) {
+        const Record record = slot.record(k);
+        const Noise noise = noise_of(slot, call.key, k, offset);
+        const Ahead ahead{(const char*)(x + group * slot.bucket_size), (const char*)x + kFarAhead};
+        encode_values<kBits, kResidual>(value[i], slot, coded(k), meta[i], noise, ahead,
+                                        group_out + bytes);
+        if (kResidual) {
+          if (slot.rotated) rotate_back(value[i], record.columns(), rotation_of(slot, signs, k));
+          write_lost<Store>(value[i], record.values, 1.0f, back, k * slot.bucket_size, residual);
+          residual += record.values;
+        }
+        x += record.values;
+        bytes += record.bytes();
+      }
+      if (nontemporal) records.store_nontemporal(out, bytes);
+      out += bytes;
+    }
+  }
+};
+
+template <typename Store>
+struct Reduce {
+  using Item = typename Store::Item;
+  template <int kBits>
+  static void run(const ReduceCall& call, const Run& run) {
+    const Slot& slot = run.slot;
+    const LeafSeed signs = Rotation::leaf_seed(slot.number);
+    const Layout& layout = call.layout;
+    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
+    const Divide divide(call.divisor);
+    const bool residual = call.residuals.data != nullptr;
+    Item* lost = residual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
+    const Factors in(call.units, run.leaf, kIn), back(call.units, run.leaf, kOut);
+    const bool staged = slot.rotated || !in.none();
+    int64_t position = run.offset - run.chunk * layout.chunk_bytes;
+    for (int64_t k = run.first; k < run.last; ++k) {
+      const Record record = slot.record(k), coded = slot.rotated ? filled(record) : record;
+      if (staged) stage_values<Store>(x, slot, signs, k, in, call.scratch);
+      const auto add = [&](auto from, const auto* own) {
+        using From = decltype(from);
+        const auto sum = usual(coded) ? sum_bucket<From, StoreF32, kBits, kUsualColumns>
+                                      : sum_bucket<From, StoreF32, kBits, 0>;
+        sum(own, coded, call.payload + position, layout.chunk_bytes, layout.world, call.rank,
+            divide, (const char*)x, call.scratch);
+      };
+      staged ? add(StoreF32{}, call.scratch) : add(Store{}, x);
+      const Noise noise = noise_of(slot, call.key, k, 0.0f);
+      const auto encode = residual ? encode_values<kBits, true> : encode_values<kBits, false>;
+      const Extremes found = find_extremes<StoreF32, false>(call.scratch, coded.values);
+      const Meta meta = meta_of(call.scratch, slot, coded, found);
+      const Ahead ahead{(const char*)x + kNearAhead, (const char*)x + kFarAhead};
+      encode(call.scratch, slot, coded, meta, noise, ahead, call.chunk + position);
+      x += record.values;
+      if (residual) {
+        if (slot.rotated) rotate_back(call.scratch, record.columns(), rotation_of(slot, signs, k));
+        write_lost<Store>(call.scratch, record.values, call.divisor, back, k * slot.bucket_size,
+                          lost);
+        lost += record.values;
+      }
+      position += record.bytes();
+    }
+  }
+};
+
+template <typename Store>
+struct DecodeStaged {
+  using Item = typename Store::Item;
+  template <int kBits>
+  static void run(const DecodeCall& call, const Run& run) {
+    const Slot& slot = run.slot;
+    const LeafSeed signs = Rotation::leaf_seed(slot.number);
+    const uint8_t* from = call.payload + run.offset;
+    Item* out = (Item*)call.leaves.data[run.leaf] + run.first_value();
+    const Factors back(call.units, run.leaf, kOut);
+    const bool nontemporal = call.layout.values > kNontemporalValues;
+    Stage<kUsualValues * sizeof(Item)> values;
+    alignas(kLine) float factor[kUsualValues] = {};
+    for (int64_t k = run.first; k < run.last; ++k) {
+      const Record record = slot.record(k), coded = slot.rotated ? filled(record) : record;
+      const bool staged = nontemporal && usual(record);
+      Item* const to = staged ? values.at(out) : out;
+      const bool fast = slot.rotated && usual(record);
+      const Rotation rotation = rotation_of(slot, signs, k);
+      if (fast) {
+        decode_turned<kBits>(from, rotation, call.scratch);
+      } else {
+        const auto decode = usual(coded) ? decode_bucket<StoreF32, kBits, kUsualColumns>
+                                         : decode_bucket<StoreF32, kBits, 0>;
+        decode(from, coded, call.scratch);
+        if (slot.rotated) rotate_back(call.scratch, record.columns(), rotation);
+      }
+      if (fast) {
+        auto finish = finish_back<Store, Finish::kDecoded>;
+        if (!back.none()) {
+          finish = finish_back<Store, Finish::kInUnits>;
+          back.fill(k * slot.bucket_size, kUsualValues, factor);
+        } else if (stays_finite(checked(load<Meta>(from)), kBits, rotation)) {
+          finish = finish_back<Store, Finish::kAsIs>;
+        }
+        finish(call.scratch, factor, kUsualColumns, 0, rotation, to);
+      } else {
+        write_decoded<Store>(call.scratch, record.values, back, k * slot.bucket_size, to);
+      }
+      if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
+      from += record.bytes();
+      out += record.values;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace CGX_ISA
+}  // namespace cgx
+
+#endif  // CGX_CPU_STAGED_H_

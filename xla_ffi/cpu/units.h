@@ -1,0 +1,176 @@
+// How buckets of any dtype become fp32 values to code and come back, multiplied by their units.
+// Included only by cpu/kernels.cc; everything lives in the instruction set's namespace.
+#ifndef CGX_CPU_UNITS_H_
+#define CGX_CPU_UNITS_H_
+
+#include "cpu/buckets.h"
+
+namespace cgx {
+inline namespace CGX_ISA {
+namespace {
+
+enum Way { kIn, kOut };
+
+// `live` values, a vector at most; the other lanes repeat the first.
+template <typename Store>
+CGX_HD F32 load_part(const typename Store::Item* from, int64_t live) {
+  typename Store::Item item[kLanes];
+  for (int64_t l = 0; l < kLanes; ++l) item[l] = from[l < live ? l : 0];
+  return Store::load_lanes(item);
+}
+template <typename Store>
+CGX_HD void store_part(typename Store::Item* to, F32 x, int64_t live) {
+  typename Store::Item item[kLanes];
+  Store::store_lanes(item, x);
+  for (int64_t l = 0; l < live; ++l) to[l] = item[l];
+}
+
+// One way's factors of a leaf.
+class Factors {
+ public:
+  Factors(const LeafUnits* units, int64_t leaf, Way way) {
+    if (units == nullptr || units[leaf].rows == nullptr) return;
+    const LeafUnits& own = units[leaf];
+    rows_ = own.rows + way * own.num_rows;
+    columns_ = own.columns + way * own.num_columns;
+    num_columns_ = own.num_columns;
+    if (num_columns_ == 1) {  // the product is the same, and the rows are consecutive
+      const float* const column = columns_;
+      columns_ = rows_, rows_ = column, num_columns_ = own.num_rows;
+    }
+  }
+  CGX_HD bool none() const { return rows_ == nullptr; }
+  CGX_HD bool long_rows() const { return num_columns_ >= kRowValues; }
+  // Calls f(i, here, columns, row) for the pieces of rows that make `count` values.
+  template <typename F>
+  CGX_HD void each_row(int64_t first, int64_t count, F f) const {
+    int64_t row = first / num_columns_, column = first - row * num_columns_;
+    for (int64_t i = 0; i < count; column = 0, ++row) {
+      const int64_t rest = num_columns_ - column, here = rest < count - i ? rest : count - i;
+      f(i, here, columns_ + column, rows_[row]);
+      i += here;
+    }
+  }
+  // Writes those of `count` values from number `first` on.
+  __attribute__((noinline)) void fill(int64_t first, int64_t count, float* out) const {
+    each_row(first, count, [&](int64_t at, int64_t here, const float* from, float row) {
+      int64_t i = 0;
+      for (; i + kLanes <= here; i += kLanes) {
+        prefetch_l2<kLanes * 4>((const char*)(from + i) + kFarAhead);
+        store(out + at + i, load<F32>(from + i) * row);
+      }
+      for (; i < here; ++i) out[at + i] = row * from[i];
+    });
+  }
+
+ private:
+  static constexpr int64_t kRowValues = 128;  // from which on a row is worth a loop of its own
+  const float* rows_ = nullptr;
+  const float* columns_ = nullptr;
+  int64_t num_columns_ = 0;
+};
+
+// Calls f(i, count, factor, row) for runs of `n` values, where factor[0] * row belongs to value
+// `first` + i. Rows that are short for a vector are multiplied beforehand.
+template <typename F>
+CGX_HD void for_each_factor(const Factors& factors, int64_t first, int64_t n, F f) {
+  if (factors.long_rows()) return factors.each_row(first, n, f);
+  float factor[kUsualValues];
+  for (int64_t i = 0; i < n; i += kUsualValues) {
+    const int64_t count = n - i < kUsualValues ? n - i : kUsualValues;
+    factors.fill(first + i, count, factor);
+    f(i, count, factor, 1.0f);
+  }
+}
+
+// Values number `first` to `first` + n of a leaf, as they are coded but for the rotation, and their
+// extremes.
+template <typename Store>
+__attribute__((noinline)) Extremes read_values(const typename Store::Item* x, int64_t n,
+                                               const Factors& factors, int64_t first, float* out) {
+  Range range;
+  const auto read = [&](int64_t at, int64_t count, const float* factor, float row) {
+    const typename Store::Item* const from = x + at;
+    const auto put = [&](int64_t i, int64_t live, F32 value, F32 by, int chain) {
+      if (factor) value *= by * row;
+      range.add(chain, value);
+      live == kLanes ? store(out + at + i, value) : store_part<StoreF32>(out + at + i, value, live);
+    };
+    constexpr int kChains = Range::kChains;
+    const F32 none = {};
+    int64_t i = 0;
+    for (; i + kChains * kLanes <= count; i += kChains * kLanes) {
+      prefetch_l2<kChains * kLanes * sizeof(*x)>((const char*)(from + i) + kFarAhead);
+      if (factor) prefetch_l2<kChains * kLanes * 4>((const char*)(factor + i) + kFarAhead);
+#pragma GCC unroll 4
+      for (int c = 0; c < kChains; ++c) {
+        const int64_t j = i + c * kLanes;
+        put(j, kLanes, Store::load_lanes(from + j), factor ? load<F32>(factor + j) : none, c);
+      }
+    }
+    for (; i < count; i += kLanes) {
+      const int64_t live = count - i < kLanes ? count - i : kLanes;
+      put(i, live, load_part<Store>(from + i, live),
+          factor ? load_part<StoreF32>(factor + i, live) : none, 0);
+    }
+  };
+  factors.none() ? read(0, n, nullptr, 1.0f) : for_each_factor(factors, first, n, read);
+  return range.extremes<StoreF32>(out, n);
+}
+
+// Writes after(before(x) * factor), or before(x) where there are no factors.
+template <typename Store, typename Before, typename After>
+CGX_HD void write_values(const float* x, int64_t n, const Factors& factors, int64_t first,
+                         typename Store::Item* out, Before before, After after) {
+  const auto write = [&](int64_t at, int64_t count, const float* factor, float row) {
+    const float* const from = x + at;
+    typename Store::Item* const to = out + at;
+    const auto value = [&](F32 v, F32 by) {
+      return factor ? after(before(v) * (by * row)) : before(v);
+    };
+    const F32 none = {};
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      if (factor) prefetch_l2<kLanes * 4>((const char*)(factor + i) + kFarAhead);
+      Store::store_lanes(to + i, value(load<F32>(from + i), factor ? load<F32>(factor + i) : none));
+    }
+    const int64_t live = count - i;
+    if (live == 0) return;
+    const F32 by = factor ? load_part<StoreF32>(factor + i, live) : none;
+    store_part<Store>(to + i, value(load_part<StoreF32>(from + i, live), by), live);
+  };
+  factors.none() ? write(0, n, nullptr, 1.0f) : for_each_factor(factors, first, n, write);
+}
+
+// The inverse, for what coding has lost: values times `scale` and their factors.
+template <typename Store>
+__attribute__((noinline)) void write_lost(const float* x, int64_t n, float scale,
+                                          const Factors& factors, int64_t first,
+                                          typename Store::Item* out) {
+  const auto times = [&](F32 v) { return canonical_nan(v * scale); };
+  write_values<Store>(x, n, factors, first, out, times, [](F32 v) { return canonical_nan(v); });
+}
+
+// A decoded value that was multiplied by its factor. Rounding may take it past the largest, of fp32
+// or of its dtype; what was finite stays so.
+template <typename Store>
+CGX_HD F32 finite_of(F32 v) {
+  v = finite_or_nan(v);
+  if (Store::kMost == kLargest) return v;
+  const F32 most = F32{} + Store::kMost;
+  return Lanes<F32>::greater(Lanes<F32>::lesser(v, most), -most);
+}
+
+// The inverse, for decoded values.
+template <typename Store>
+__attribute__((noinline)) void write_decoded(const float* x, int64_t n, const Factors& factors,
+                                             int64_t first, typename Store::Item* out) {
+  const auto before = [](F32 v) { return finite_or_nan(v); };
+  write_values<Store>(x, n, factors, first, out, before, finite_of<Store>);
+}
+
+}  // namespace
+}  // namespace CGX_ISA
+}  // namespace cgx
+
+#endif  // CGX_CPU_UNITS_H_

@@ -1,0 +1,63 @@
+// A thread pool of our own, where XLA's cannot be used.
+#ifndef CGX_CPU_WORKER_POOL_H_
+#define CGX_CPU_WORKER_POOL_H_
+
+#include <stdint.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace cgx {
+
+// Threads that wait for tasks, as XLA's do; the caller counts as one of them.
+class WorkerPool {
+ public:
+  explicit WorkerPool(int64_t threads) : threads_(threads) {
+    for (int64_t t = 1; t < threads; ++t) running_.emplace_back([this] { loop(); });
+  }
+  ~WorkerPool() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : running_) thread.join();
+  }
+  int64_t num_threads() const { return threads_; }
+  void Schedule(std::function<void()> task) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    wake_.notify_one();
+  }
+
+ private:
+  void loop() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      const std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+    }
+  }
+
+  const int64_t threads_;
+  bool stop_ = false;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> tasks_;
+  std::vector<std::thread> running_;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_CPU_WORKER_POOL_H_

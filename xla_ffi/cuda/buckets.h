@@ -1,0 +1,385 @@
+// How a warp encodes and decodes one bucket; included only by cuda/kernels.cu.
+//
+// One warp works on one bucket at a time. It sees the bucket as the wire format does, 8 rows of
+// columns, in tiles of 64 columns: the lower half of the warp holds rows 0 to 3, the upper half
+// rows 4 to 7, every lane 4 rows by 4 columns. So values are read and written 16 bytes a lane (8
+// for 16-bit dtypes), a lane's codes of a column make the low or the high half of the column's
+// number, and its bytes of a plane make one 32-bit word. Only at odd widths do the two halves meet
+// in one byte.
+//
+// Ranges and codes come from the functions that the CPU kernels use, so the bytes are the same;
+// compile with -fmad=false. No shared memory: what lanes tell each other goes through registers.
+#ifndef CGX_CUDA_BUCKETS_H_
+#define CGX_CUDA_BUCKETS_H_
+
+#include "cuda/rotate.h"
+#include "cuda/tiles.h"
+
+namespace cgx {
+namespace {
+
+// A float of 2^23 + n has n in its low bits: the way from a small whole number to a float and back
+// that needs no conversion.
+constexpr uint32_t kWhole = 0x4b000000u;
+constexpr float kWholeFloat = 8388608.0f;
+
+// kWhole + the whole part of x, in [0, 2^23).
+__device__ uint32_t whole_part(float x) {
+#if defined(__CUDA_ARCH__)
+  return bit_cast<uint32_t>(__fadd_rz(x, kWholeFloat));
+#else
+  return kWhole + static_cast<uint32_t>(x);
+#endif
+}
+
+// The compiler shall multiply by this number, although it is a power of two: a multiply-add leaves
+// the busy integer units alone, and the addition comes with it.
+__device__ uint32_t opaque(uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
+// Byte `kByte` of each of four words.
+template <int kByte>
+__device__ uint32_t gather_bytes(const uint32_t (&w)[kColumns]) {
+  constexpr unsigned kPair = kByte | (4 + kByte) << 4;
+  return __byte_perm(__byte_perm(w[0], w[1], kPair), __byte_perm(w[2], w[3], kPair), 0x5410);
+}
+
+// Bytes of four words, transposed: byte k of word j becomes byte j of word k.
+__device__ void transpose_bytes(uint32_t (&w)[kColumns]) {
+  const uint32_t low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
+  const uint32_t high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
+  w[0] = __byte_perm(low01, low23, 0x5410);
+  w[1] = __byte_perm(low01, low23, 0x7632);
+  w[2] = __byte_perm(high01, high23, 0x5410);
+  w[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// The planes that a half's bits lie in. At an odd width the halves share the middle one.
+struct Planes {
+  int first, count;
+  int shift;  // where the half's first bit lies in its first plane
+
+  __device__ Planes(int bits, int half)
+      : first(half ? bits / 2 : 0), count((bits + 1) / 2), shift(half * (bits & 1) * 4) {}
+};
+
+// A lane's codes: for each of its columns the number that its four rows make. Bits above theirs may
+// be anything, up to a width of 6.
+struct Codes {
+  uint32_t number[kColumns];
+};
+
+__device__ void store_codes(const Bucket& bucket, uint8_t* planes, int tile, Codes codes) {
+  const Planes mine(bucket.bits, bucket.lane.half);
+  const int columns = bucket.columns;
+  uint8_t* const at = planes + mine.first * columns + bucket.column(tile);
+  const auto store = [&](int k, uint32_t word) {
+    *reinterpret_cast<uint32_t*>(at + k * columns) = word;
+  };
+  const bool odd = bucket.bits & 1;
+  if (!odd && mine.count <= 2) {  // of most buffers: 2 or 4 bits
+    const uint32_t first = gather_bytes<0>(codes.number);
+    const uint32_t second = gather_bytes<1>(codes.number);
+    if (!bucket.has(tile)) return;
+    store(0, first);
+    if (mine.count == 2) store(1, second);
+    return;
+  }
+  if (odd) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) codes.number[c] <<= mine.shift;
+  }
+  transpose_bytes(codes.number);
+  const uint32_t other = __shfl_xor_sync(kEveryLane, codes.number[0], kWarp / 2);
+  if (!bucket.has(tile)) return;
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k) {
+    if (k >= mine.count) break;
+    const bool middle = odd && k == (bucket.lane.half ? 0 : mine.count - 1);
+    if (middle && bucket.lane.half) continue;  // the lower half stores it
+    store(k, middle ? codes.number[k] | other : codes.number[k]);
+  }
+}
+
+// Records start at multiples of 4 bytes, not of 8.
+__device__ Meta load_meta(const uint8_t* record) {
+  const float* const words = reinterpret_cast<const float*>(record);
+  return {words[0], words[1]};
+}
+
+// The width that most buffers have is known to the compiler, so that its masks and shifts are
+// constants; kAny is the others.
+constexpr int kUsualBits = 4, kAny = 0;
+
+// What a lane reads of a record's tile: its bytes of each plane, as they lie.
+struct Encoded {
+  Meta meta;
+  uint32_t word[kColumns] = {};
+
+  // `planes` are the lane's own of the tile, `columns` of the bucket apart.
+  __device__ void load(const uint8_t* record, const uint8_t* planes, int columns, int count) {
+    meta = load_meta(record);
+    const auto load = [&](int k) { word[k] = *reinterpret_cast<const uint32_t*>(planes); };
+    if (count > 0) load(0);
+    planes += columns;
+    if (count > 1) load(1);
+    if (count <= 2) return;
+    planes += columns;
+    load(2);
+    planes += columns;
+    if (count > 3) load(3);
+  }
+
+  // f(value, row, column) for the lane's values.
+  template <int kBits, typename F>
+  __device__ void values(const Bucket& bucket, F f) const {
+    const int bits = kBits ? kBits : bucket.bits;
+    const Codes codes = this->codes(bits, bucket.lane.half);
+    const uint32_t low = (1u << bits) - 1u, high = low << bits;
+    const float unit = meta.unit;
+    if (unit == 0.0f || (unit >= kLeast && unit <= kMost)) {
+      // unit * (2^23 + code) - unit * 2^23, rounded once, is unit * code, rounded once. The code of
+      // an odd row keeps its place, 2^bits times too large, and has a unit as many times smaller.
+      const float odd_unit = unit * bit_cast<float>(static_cast<uint32_t>(127 - bits) << 23);
+      const float below = unit * -kWholeFloat, odd_below = odd_unit * -kWholeFloat;
+      const auto value = [&](uint32_t number, uint32_t mask, float unit, float below) {
+        return meta.lo + fmaf(unit, bit_cast<float>((number & mask) | kWhole), below);
+      };
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const uint32_t rows01 = codes.number[c], rows23 = rows01 >> 2 * bits;
+        f(value(rows01, low, unit, below), 0, c);
+        f(value(rows01, high, odd_unit, odd_below), 1, c);
+        f(value(rows23, low, unit, below), 2, c);
+        f(value(rows23, high, odd_unit, odd_below), 3, c);
+      }
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < kHalfRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        f(decode<float>(codes.number[c] >> r * bits & low, meta), r, c);
+      }
+    }
+  }
+
+ private:
+  // Units of which 2^23 times, and a 2^8th, are floats without loss.
+  static constexpr float kLeast = 7.8886091e-31f, kMost = 1.2676506e+30f;  // 2^-100, 2^100
+
+  // Words past the last plane may hold anything: their bits lie above those of the codes.
+  __device__ Codes codes(int bits, int half) const {
+    Codes codes;
+    if (bits <= 4) {
+#pragma unroll
+      for (unsigned c = 0; c < kColumns; ++c) {
+        codes.number[c] = __byte_perm(word[0], word[1], c | (4 + c) << 4);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) codes.number[k] = word[k];
+      transpose_bytes(codes.number);
+    }
+    if (bits & 1) {
+      const int shift = Planes(bits, half).shift;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) codes.number[c] >>= shift;
+    }
+    return codes;
+  }
+};
+
+// Where a lane's bytes of a tile lie in a record, for Encoded::load.
+__device__ int64_t planes_of(const Bucket& bucket, int tile) {
+  const Planes mine(bucket.bits, bucket.lane.half);
+  return static_cast<int64_t>(sizeof(Meta)) + mine.first * bucket.columns + bucket.column(tile);
+}
+
+__device__ void store_meta(const Lane& lane, uint8_t* record, Meta meta) {
+  if (lane.index < 2)
+    reinterpret_cast<float*>(record)[lane.index] = lane.index ? meta.unit : meta.lo;
+}
+
+// The extremes of values, from their bits. As signed numbers the largest bits are those of the
+// largest value, unless all values are negative; as unsigned ones those of the smallest, unless
+// none is. A NaN lies past infinity in one of the two orders.
+struct Range {
+  int32_t as_signed = INT32_MIN;
+  uint32_t as_unsigned = 0;
+  float min, max;  // once they have met
+
+  __device__ void add(const Bucket& bucket, int tile, const Tile& t) {
+    if (!bucket.has(tile)) return;
+    t.each([&](float x, int, int) {
+      const uint32_t bits = bit_cast<uint32_t>(x);
+      as_signed = ::max(as_signed, static_cast<int32_t>(bits));
+      as_unsigned = ::max(as_unsigned, bits);
+    });
+  }
+  // Makes the extremes those of all lanes; whether all values are finite. `smallest()` gives the
+  // smallest bits of a lane's values and is called by every lane or by none.
+  template <typename F>
+  __device__ bool meet(F smallest) {
+    as_signed = __reduce_max_sync(kEveryLane, as_signed);
+    as_unsigned = __reduce_max_sync(kEveryLane, as_unsigned);
+    max = bit_cast<float>(as_signed);
+    min = bit_cast<float>(as_unsigned);
+    // All of one sign: then the other extreme is the one closest to zero.
+    const bool no_positive = as_signed < 0, no_negative = as_unsigned < 0x80000000u;
+    if (no_positive || no_negative) {
+      const float closest = bit_cast<float>(__reduce_min_sync(kEveryLane, smallest()));
+      if (no_positive) max = closest;
+      if (no_negative) min = closest;
+    }
+    return as_signed < 0x7f800000 && as_unsigned < 0xff800000u;
+  }
+  static constexpr uint32_t kNone = 0xffffffffu;
+  __device__ static uint32_t smallest(const Bucket& bucket, int tile, const Tile& t) {
+    uint32_t bits = kNone;
+    if (bucket.has(tile))
+      t.each([&](float x, int, int) { bits = ::min(bits, bit_cast<uint32_t>(x)); });
+    return bits;
+  }
+};
+
+// Noise of a bucket's values.
+struct Noise {
+  NoiseSeed seed;
+  float offset;
+};
+
+// Encodes a tile of a bucket. With kResidual `t` becomes what is lost.
+template <bool kStochastic, bool kResidual>
+__device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int tile, uint8_t* record,
+                            Tile* t) {
+  const int bits = bucket.bits;
+  Codes codes = {};
+  // `code_of(x, i)` is kWhole and the code of the bucket's value i.
+  const auto encode_as = [&](auto code_of) {
+    const uint32_t scale = opaque(1u << bits);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int r = kHalfRows - 1; r >= 0; --r) {
+        float& x = t->v[r][c];
+        const uint32_t code = code_of(x, bucket.index(tile, r) + c);
+        codes.number[c] = codes.number[c] * scale + code;
+        if (kResidual) x -= meta.lo + meta.unit * (bit_cast<float>(code) - kWholeFloat);
+      }
+    }
+    // Four times kWhole, each times its row's scale: above the codes, but at the largest widths.
+    if (bits > 6) {
+      const uint32_t above = kWhole * (1 + scale * (1 + scale * (1 + scale)));
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) codes.number[c] -= above;
+    }
+  };
+  // `level(x, i)` is the code but for its fraction.
+  const auto encode = [&](auto level) {
+    if (bucket.padded()) {
+      encode_as(
+          [&](float x, int i) { return i < bucket.values ? whole_part(level(x, i)) : kWhole; });
+    } else {
+      encode_as([&](float x, int i) { return whole_part(level(x, i)); });
+    }
+  };
+  if (poisoned(meta)) {
+    if (kResidual) *t = filled(bit_cast<float>(kQuietNan));
+  } else {
+    const float inverse = inverse_unit(meta), top = static_cast<float>((1 << bits) - 1);
+    if (kStochastic) {
+      encode([&](float x, int i) {
+        const float up = cgx::noise<float>(static_cast<uint32_t>(i), noise.seed, noise.offset);
+        return fminf((x - meta.lo) * inverse + up, top);
+      });
+    } else if (bucket.rotated) {
+      encode([&](float x, int) { return fminf(fmaxf((x - meta.lo) * inverse + 0.5f, 0.0f), top); });
+    } else {
+      encode([&](float x, int) { return (x - meta.lo) * inverse + 0.5f; });
+    }
+  }
+  store_codes(bucket, Record::planes(record), tile, codes);
+}
+
+// Stores what coding has lost of a tile, times `factor`.
+__device__ void store_lost(const Bucket& bucket, int tile, float factor, Tile t) {
+  rotate_back(bucket, tile, &t);
+  t.each([&](float& x, int, int) { x = canonical_nan(x * factor); });
+  store_tile<false>(bucket, tile, t);
+}
+
+// The meta of a bucket whose range is known. `smallest()` is what Range::meet asks for; `t` is the
+// bucket's tile if it has but one.
+template <bool kStochastic, typename F>
+__device__ Meta meta_of(const Bucket& bucket, Range range, const Tile& t, F smallest) {
+  const bool finite = range.meet(smallest);
+  if (kStochastic || !bucket.rotated || !Rotation::whole(bucket.columns)) {
+    return make_meta(range.min, range.max, finite, bucket.bits);
+  }
+  const float squares = sum_of_squares(bucket, t, Scaling(range.min, range.max).down);
+  return make_clipped_meta(range.min, range.max, finite, squares, kRows * bucket.columns,
+                           bucket.bits);
+}
+
+// Finds a bucket's range and encodes it. `values(tile)` gives a tile as it is coded, pads within
+// the range; it is called once for each tile where kTiles says how many there are at most, and
+// twice where nobody knows (0). With kResidual it stores what is lost, times `factor`.
+template <int kTiles, bool kStochastic, bool kResidual, typename Values>
+__device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record, Values values,
+                              float factor) {
+  const auto code = [&](Meta meta, int k, Tile* t) {
+    encode_tile<kStochastic, kResidual>(bucket, meta, noise, k, record, t);
+    if (kResidual) store_lost(bucket, k, factor, *t);
+  };
+  Range range;
+  Meta meta;
+  if constexpr (kTiles == 0) {
+    uint32_t smallest = Range::kNone;
+#pragma unroll 1
+    for (int step = 0; step < 2 * bucket.tiles(); ++step) {  // so that the code is there once
+      const bool first = step < bucket.tiles();
+      const int k = first ? step : step - bucket.tiles();
+      Tile t = values(k);
+      if (!first) {
+        code(meta, k, &t);
+        continue;
+      }
+      range.add(bucket, k, t);
+      smallest = ::min(smallest, Range::smallest(bucket, k, t));
+      if (k + 1 < bucket.tiles()) continue;
+      meta = meta_of<kStochastic>(bucket, range, t, [&] { return smallest; });
+      store_meta(bucket.lane, record, meta);
+    }
+  } else {
+    Tile held[kTiles];
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      if (k >= bucket.tiles()) break;
+      held[k] = values(k);
+      range.add(bucket, k, held[k]);
+    }
+    meta = meta_of<kStochastic>(bucket, range, held[0], [&] {
+      uint32_t smallest = Range::kNone;
+#pragma unroll
+      for (int k = 0; k < kTiles; ++k) {
+        if (k >= bucket.tiles()) break;
+        smallest = ::min(smallest, Range::smallest(bucket, k, held[k]));
+      }
+      return smallest;
+    });
+    store_meta(bucket.lane, record, meta);
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      if (k >= bucket.tiles()) break;
+      code(meta, k, &held[k]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cgx
+
+#endif  // CGX_CUDA_BUCKETS_H_

@@ -1,0 +1,206 @@
+// Turns a layout's runs into tables of pieces, one launch each.
+#include "cuda/codec.h"
+
+#include <algorithm>
+
+#include "format/runs.h"
+
+namespace cgx {
+namespace {
+
+// Fills tables and hands each over when it is full: those of slots that round to nearest and those
+// that round with noise apart, since they need different kernels. Pieces come chunk by chunk.
+template <typename Launch>
+class Tables {
+ public:
+  explicit Tables(Launch launch) : launch_(launch) {}
+
+  // `record` is where the run's first record lies.
+  void add(const Run& run, const void* in, void* out, DType dtype, int64_t record) {
+    const int64_t item = item_size(dtype), first = run.first_value() * item;
+    const auto aligned = [&](const void* p) {
+      return reinterpret_cast<uintptr_t>(p) % (4 * item) == 0;
+    };
+    last_ = run.slot.rounding != Rounding::kNearest;
+    const int64_t longest = std::min(run.slot.size, run.slot.bucket_size);
+    tables_[last_].longest = std::max(tables_[last_].longest, longest);
+    Piece piece = {};
+    piece.in = in ? static_cast<const char*>(in) + first : nullptr;
+    piece.out = out ? static_cast<char*>(out) + first : nullptr;
+    piece.record = record;
+    piece.bucket = run.first;
+    piece.unit = static_cast<int32_t>(run.slot.bucket_size);
+    piece.stride = static_cast<uint32_t>(Record{run.slot.bucket_size, run.slot.bits}.bytes());
+    piece.number = run.slot.number;
+    piece.chunk = static_cast<int32_t>(run.chunk);
+    piece.bits = static_cast<uint8_t>(run.slot.bits);
+    piece.dtype = dtype;
+    piece.rounding = run.slot.rounding;
+    piece.aligned = aligned(in) && aligned(out);
+    piece.rotated = run.slot.rotated;
+    add(piece, run.values(), item);
+  }
+  void clear(uint8_t* bytes, int64_t count, int64_t chunk) {
+    if (count == 0) return;
+    Piece piece = {};
+    piece.out = reinterpret_cast<char*>(bytes);
+    piece.unit = kClearedUnit;
+    piece.chunk = static_cast<int32_t>(chunk);
+    add(piece, count, /*item=*/1);
+  }
+  // Launches what is left; the first error of all launches.
+  cudaError_t finish() {
+    flush(false);
+    flush(true);
+    return error_;
+  }
+
+ private:
+  struct Filling {
+    Table table = {};
+    int64_t chunk_units = 0, most = 0, longest = 0;
+    int32_t chunk = -1;
+  };
+
+  // Adds `total` values (bytes to clear) in units of the piece's, in as many pieces as the limit on
+  // a table's units makes of them.
+  void add(Piece piece, int64_t total, int64_t item) {
+    while (total > 0) {
+      if (tables_[last_].table.count == kPieces || tables_[last_].table.units == kTableUnits) {
+        flush(last_);
+      }
+      Filling& f = tables_[last_];
+      const int64_t units =
+          std::min((total + piece.unit - 1) / piece.unit, kTableUnits - int64_t{f.table.units});
+      const int64_t values = std::min(total, units * piece.unit);
+      piece.before = f.table.units;
+      piece.last = static_cast<int32_t>(units - 1);
+      piece.tail = static_cast<int32_t>(values - (units - 1) * piece.unit);
+      f.table.units += static_cast<int32_t>(units);
+      f.chunk_units = piece.chunk == f.chunk ? f.chunk_units + units : units;
+      f.chunk = piece.chunk;
+      f.most = std::max(f.most, f.chunk_units);
+      f.table.piece[f.table.count++] = piece;
+      total -= values;
+      if (piece.in) piece.in += values * item;
+      if (piece.out) piece.out += values * item;
+      piece.record += units * piece.stride;
+      piece.bucket += units;
+    }
+  }
+  void flush(bool stochastic) {
+    Filling& f = tables_[stochastic];
+    if (f.table.count > 0 && error_ == cudaSuccess) {
+      f.table.tiles = static_cast<int32_t>((f.longest + kTileValues - 1) / kTileValues);
+      error_ = launch_(f.table, stochastic, static_cast<int32_t>(f.most));
+    }
+    const int64_t longest = f.longest;
+    f = {};
+    f.longest = longest;  // the slot that did not fit goes on in the next table
+  }
+
+  Launch launch_;
+  Filling tables_[2];
+  bool last_ = false;
+  cudaError_t error_ = cudaSuccess;
+};
+
+// Calls f(run, offset in the chunk's row) for the records in the ranges, and tail(chunk) after each
+// chunk that lies in one.
+template <typename F, typename Tail>
+void for_each_chunk(const Layout& layout, const std::vector<Range>& ranges, F f, Tail tail) {
+  for (const Range& range : ranges) {
+    for (int64_t chunk = 0; chunk < layout.world; ++chunk) {
+      const int64_t begin = layout.begin[chunk], end = layout.begin[chunk + 1];
+      const int64_t first = std::max(range.from, begin), last = std::min(range.to, end);
+      if (first < last) {
+        for_each_run(layout, first, last, [&](const Run& run) {
+          f(run, run.offset - chunk * layout.chunk_bytes + range.shift);
+        });
+      }
+      if (range.from <= begin && end <= range.to) tail(chunk);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cudaStream_t stream) {
+  const Layout& layout = call.layout;
+  const EncodeArgs args{call.payload, call.key, call.key_step, call.rank,
+                        static_cast<int32_t>(layout.world)};
+  Tables tables([&](const Table& table, bool stochastic, int32_t) {
+    return launch_encode(table, args, stochastic, call.residuals.data != nullptr, table.units,
+                         stream);
+  });
+  for_each_chunk(
+      layout, ranges,
+      [&](const Run& run, int64_t offset) {
+        void* const residual = call.residuals.data ? call.residuals.data[run.leaf] : nullptr;
+        tables.add(run, call.leaves.data[run.leaf], residual, call.leaves.dtype[run.leaf],
+                   run.chunk * layout.chunk_bytes + offset);
+      },
+      [&](int64_t chunk) {
+        if (!call.tails) return;
+        const int64_t used = layout.chunk_size(chunk);
+        tables.clear(call.payload + chunk * layout.chunk_bytes + used, layout.chunk_bytes - used,
+                     chunk);
+      });
+  return tables.finish();
+}
+
+cudaError_t reduce(const CudaReduce& call, const std::vector<Range>& ranges, cudaStream_t stream) {
+  const Layout& layout = call.layout;
+  const ReduceArgs args{
+      call.payload, call.chunk, layout.chunk_bytes, static_cast<int32_t>(layout.world),
+      call.key,     call.rank,  call.divisor};
+  Tables tables([&](const Table& table, bool stochastic, int32_t most) {
+    return launch_reduce(table, args, stochastic, call.residuals.data != nullptr, most, stream);
+  });
+  for_each_chunk(
+      layout, ranges,
+      [&](const Run& run, int64_t offset) {
+        void* const residual = call.residuals.data ? call.residuals.data[run.leaf] : nullptr;
+        tables.add(run, call.leaves.data[run.leaf], residual, call.leaves.dtype[run.leaf], offset);
+      },
+      [&](int64_t chunk) {
+        if (!call.tails) return;
+        const int64_t used = layout.chunk_size(chunk);
+        tables.clear(call.chunk + used, layout.chunk_bytes - used, chunk);
+      });
+  return tables.finish();
+}
+
+cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cudaStream_t stream) {
+  const DecodeArgs args{call.payload};
+  Tables tables([&](const Table& table, bool, int32_t) {
+    return launch_decode(table, args, table.units, stream);
+  });
+  for_each_chunk(
+      call.layout, ranges,
+      [&](const Run& run, int64_t offset) {
+        tables.add(run, nullptr, call.leaves.data[run.leaf], call.leaves.dtype[run.leaf],
+                   run.chunk * call.layout.chunk_bytes + offset);
+      },
+      [](int64_t) {});
+  return tables.finish();
+}
+
+cudaError_t accumulate(const CudaAccumulate& call, const std::vector<Range>& ranges,
+                       cudaStream_t stream) {
+  const AccumulateArgs args{call.payload, call.layout.chunk_bytes, static_cast<int32_t>(call.peers),
+                            call.rank, call.divisor};
+  Tables tables([&](const Table& table, bool, int32_t) {
+    return launch_accumulate(table, args, table.units, stream);
+  });
+  for_each_chunk(
+      call.layout, ranges,
+      [&](const Run& run, int64_t offset) {
+        tables.add(run, call.leaves.data[run.leaf], call.sums.data[run.leaf],
+                   call.leaves.dtype[run.leaf], offset);
+      },
+      [](int64_t) {});
+  return tables.finish();
+}
+
+}  // namespace cgx

@@ -1,0 +1,309 @@
+// The kernels over tables of buckets, and their launches.
+#include <cuda_runtime.h>
+
+#include "cuda/buckets.h"
+#include "cuda/kernels.h"
+#include "cuda/peers.h"
+
+namespace cgx {
+namespace {
+
+constexpr int kThreads = 128;
+// Blocks that a multiprocessor shall hold, which bounds the registers of a thread: half of its
+// warps keep enough reads in flight, and a bucket of several tiles brings that many reads more by
+// itself.
+constexpr int blocks_of(int tiles, bool reduces, bool stochastic, bool residual) {
+  if (tiles == 1) return 8 - 2 * (reduces + residual);
+  return tiles == 0 ? 4 : residual ? 2 : stochastic ? 3 : 4;
+}
+// Of a large buffer a warp works on several buckets, and looks for their piece once. Where a bucket
+// costs little, a block for every four is faster: memory likes its requests in order.
+constexpr int kMaxBlocks = 16384, kMaxLightBlocks = 1 << 20;
+constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
+
+// The first piece of the table for which `beyond` holds; `count` when there is none.
+template <typename Beyond>
+__device__ int first_piece(const Table& table, Beyond beyond) {
+  int low = 0, high = table.count;
+  while (low < high) {
+    const int mid = (low + high) / 2;
+    if (beyond(table.piece[mid])) {
+      high = mid;
+    } else {
+      low = mid + 1;
+    }
+  }
+  return low;
+}
+
+// Units of the pieces before that one.
+template <typename Beyond>
+__device__ int units_before(const Table& table, Beyond beyond) {
+  const int p = first_piece(table, beyond);
+  return p < table.count ? table.piece[p].before : table.units;
+}
+
+__device__ void clear_unit(const Piece& piece, int number) {
+  const int words = (number == piece.last ? piece.tail : piece.unit) / 4;
+  uint32_t* const to =
+      reinterpret_cast<uint32_t*>(piece.out + static_cast<int64_t>(number) * piece.unit);
+  for (int i = threadIdx.x % kWarp; i < words; i += kWarp) to[i] = 0;
+}
+
+// For this warp's share of the units [first, end): work(piece) gives what is then called with the
+// number of each unit in that piece, so that what units of a piece share is computed once.
+template <typename Work>
+__device__ void for_each_unit(const Table& table, int first, int end, Work work) {
+  const int warps = gridDim.x * (kThreads / kWarp);
+  // All lanes have the same number. The shuffle tells the compiler, which then computes what hangs
+  // on it once for the warp.
+  const int warp = __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarp, 0);
+  int unit = first + static_cast<int>(blockIdx.x) * (kThreads / kWarp) + warp;
+  if (unit >= end) return;
+  int p = first_piece(table, [&](const Piece& piece) { return piece.before > unit; }) - 1;
+  for (; unit < end; ++p) {
+    const Piece& piece = table.piece[p];
+    if (piece.bits == 0) {
+      for (; unit < end && unit - piece.before <= piece.last; unit += warps) {
+        clear_unit(piece, unit - piece.before);
+      }
+    } else if (unit - piece.before <= piece.last) {
+      const auto of_unit = work(piece);
+      for (; unit < end && unit - piece.before <= piece.last; unit += warps) {
+        of_unit(unit - piece.before);
+      }
+    }
+  }
+}
+
+__device__ int32_t rank_of(RankSource rank) { return rank.device ? *rank.device : rank.value; }
+
+// What the noise of a leaf's buckets has in common.
+template <bool kStochastic>
+__device__ LeafSeed noise_of(const uint32_t* key, const Piece& piece) {
+  return kStochastic ? LeafSeed(key[0], key[1], piece.number) : LeafSeed(0, 0, 0);
+}
+
+// A record of the rank's own chunk, which nobody reads, and what it has lost.
+template <bool kResidual>
+__device__ void clear_record(const Bucket& bucket, uint8_t* record) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(record);
+  const int size = static_cast<int>(Record{bucket.values, bucket.bits}.bytes() / 4);
+  for (int i = bucket.lane.index; i < size; i += kWarp) words[i] = 0;
+  for (int k = 0; kResidual && k < bucket.tiles(); ++k) store_tile<true>(bucket, k, filled(0.0f));
+}
+
+template <int kTiles, bool kStochastic, bool kResidual>
+__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, false, kStochastic, kResidual))
+    encode_kernel(const __grid_constant__ Table table, const EncodeArgs args) {
+  const int32_t own = rank_of(args.rank);
+  for_each_unit(table, 0, table.units, [&](const Piece& piece) {
+    const LeafSeed rotation = Rotation::leaf_seed(piece.number);
+    const LeafSeed seed = noise_of<kStochastic>(args.key + piece.chunk * args.key_step, piece);
+    // A chunk with a key of its own is no part of a sum whose ranks spread their noise.
+    const float offset =
+        kStochastic && args.key_step == 0 ? noise_offset(piece.rounding, own, args.world) : 0.0f;
+    return [=, &piece](int number) {
+      const Bucket bucket(piece, rotation, number);
+      uint8_t* const record = args.payload + bucket.record();
+      if (piece.chunk == own) return clear_record<kResidual>(bucket, record);
+      encode_bucket<kTiles, kStochastic, kResidual>(
+          bucket, {seed.bucket(bucket.of_leaf()), offset}, record,
+          [&](int k) {
+            Tile t = load_tile(bucket, k, Pad::kFirst);
+            rotate(bucket, k, &t);
+            return t;
+          },
+          1.0f);
+    };
+  });
+}
+
+template <int kTiles, bool kStochastic, bool kResidual>
+__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic, kResidual))
+    reduce_kernel(const __grid_constant__ Table table, const ReduceArgs args) {
+  const int32_t own = rank_of(args.rank);
+  const Divide divide(args.divisor);
+  const int first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
+  const int last = units_before(table, [&](const Piece& piece) { return piece.chunk > own; });
+  for_each_unit(table, first, last, [&](const Piece& piece) {
+    const LeafSeed rotation = Rotation::leaf_seed(piece.number);
+    const LeafSeed seed = noise_of<kStochastic>(args.key, piece);
+    return [=, &piece](int number) {
+      const Bucket bucket(piece, rotation, number);
+      const int64_t record = bucket.record();
+      float pad = 0.0f;
+      const auto mean = [&](int k) {
+        Peers<kTiles == 1 ? 4 : 2> peers(bucket, args.payload + record, args.chunk_bytes,
+                                         args.world, own, k);
+        Tile t = load_tile(bucket, k, Pad::kZero);
+        rotate(bucket, k, &t);
+        peers.add_to(bucket, &t);
+        divide_tile(divide, &t);
+        replace_pads(bucket, k, &pad, &t);
+        return t;
+      };
+      encode_bucket<kTiles, kStochastic, kResidual>(bucket, {seed.bucket(bucket.of_leaf()), 0.0f},
+                                                    args.chunk + record, mean, args.divisor);
+    };
+  });
+}
+
+// Decoded values of a rotated bucket may leave the range of floats on their way back.
+__device__ void keep_within(Tile* t) {
+  t->each([&](float& x, int, int) { x = within(canonical_nan(x), kLargest); });
+}
+
+__global__ void __launch_bounds__(kThreads, blocks_of(1, false, false, false))
+    decode_kernel(const __grid_constant__ Table table, const DecodeArgs args) {
+  constexpr float kHarmless = 1.2676506e+30f;  // 2^100: no sum of 512 overflows
+  for_each_unit(table, 0, table.units, [&](const Piece& piece) {
+    const LeafSeed rotation = Rotation::leaf_seed(piece.number);
+    return [=, &piece](int number) {
+      const Bucket bucket(piece, rotation, number);
+      const uint8_t* const record = args.payload + bucket.record();
+      const int planes = Planes(bucket.bits, bucket.lane.half).count;
+      for (int k = 0; k < bucket.tiles(); ++k) {
+        Encoded encoded;
+        encoded.load(record, record + planes_of(bucket, k), bucket.columns,
+                     bucket.has(k) ? planes : 0);
+        encoded.meta = checked(encoded.meta);
+        if (poisoned(encoded.meta)) {
+          store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
+          continue;
+        }
+        Tile t;
+        const auto keep = [&](float x, int r, int c) { t.v[r][c] = x; };
+        if (bucket.bits == kUsualBits) {
+          encoded.values<kUsualBits>(bucket, keep);
+        } else {
+          encoded.values<kAny>(bucket, keep);
+        }
+        if (bucket.rotated) {
+          rotate_back(bucket, k, &t);
+          const float largest = fabsf(encoded.meta.lo) + 255.0f * fabsf(encoded.meta.unit);
+          if (!(largest <= kHarmless)) keep_within(&t);
+        }
+        store_tile<true>(bucket, k, t);
+      }
+    };
+  });
+}
+
+__global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
+    accumulate_kernel(const __grid_constant__ Table table, const AccumulateArgs args) {
+  const int32_t own = rank_of(args.rank);
+  const Divide divide(args.divisor);
+  for_each_unit(table, 0, table.units, [&](const Piece& piece) {
+    const LeafSeed rotation = Rotation::leaf_seed(piece.number);
+    return [=, &piece](int number) {
+      const Bucket bucket(piece, rotation, number);
+      const uint8_t* const records = args.payload + bucket.record();
+      for (int k = 0; k < bucket.tiles(); ++k) {
+        Peers<4> peers(bucket, records, args.row_bytes, args.peers, own, k);
+        Tile t = filled(0.0f);
+        if (!bucket.rotated) t = load_tile(bucket, k, Pad::kZero);
+        peers.add_to(bucket, &t);
+        if (bucket.rotated) {
+          rotate_back(bucket, k, &t);
+          add_tile(load_tile(bucket, k, Pad::kZero), &t);
+        }
+        divide_tile(divide, &t);
+        if (any_nan(t)) t.each([&](float& x, int, int) { x = canonical_nan(x); });
+        store_tile<false>(bucket, k, t);
+      }
+    };
+  });
+}
+
+// Whether the buckets are plain float32, which cost the least.
+bool light(const Table& table) {
+  return table.piece[0].dtype == DType::kF32 && !table.piece[0].rotated;
+}
+
+template <typename Args>
+cudaError_t launch(void (*kernel)(Table, Args), const Table& table, const Args& args, int32_t units,
+                   cudaStream_t stream, int most = kMaxBlocks) {
+  if (units == 0) return cudaSuccess;
+  constexpr int kWarps = kThreads / kWarp;
+  const int blocks = (units + kWarps - 1) / kWarps;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, table, args);
+}
+
+template <int kTiles>
+cudaError_t launch_encode_of(const Table& table, const EncodeArgs& args, bool stochastic,
+                             bool residual, int32_t units, cudaStream_t stream) {
+  const auto kernel =
+      residual ? stochastic ? encode_kernel<kTiles, true, true> : encode_kernel<kTiles, false, true>
+      : stochastic ? encode_kernel<kTiles, true, false>
+                   : encode_kernel<kTiles, false, false>;
+  return launch(kernel, table, args, units, stream,
+                light(table) && !stochastic ? kMaxLightBlocks : kMaxBlocks);
+}
+
+template <int kTiles>
+cudaError_t launch_reduce_of(const Table& table, const ReduceArgs& args, bool stochastic,
+                             bool residual, int32_t units, cudaStream_t stream) {
+  const auto kernel =
+      residual ? stochastic ? reduce_kernel<kTiles, true, true> : reduce_kernel<kTiles, false, true>
+      : stochastic ? reduce_kernel<kTiles, true, false>
+                   : reduce_kernel<kTiles, false, false>;
+  return launch(kernel, table, args, units, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
+                          bool residual, int32_t units, cudaStream_t stream) {
+  const auto launch_of = table.tiles <= 1            ? launch_encode_of<1>
+                         : table.tiles <= kHeldTiles ? launch_encode_of<kHeldTiles>
+                                                     : launch_encode_of<0>;
+  return launch_of(table, args, stochastic, residual, units, stream);
+}
+
+cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
+                          bool residual, int32_t units, cudaStream_t stream) {
+  const auto launch_of = table.tiles <= 1            ? launch_reduce_of<1>
+                         : table.tiles <= kHeldTiles ? launch_reduce_of<kHeldTiles>
+                                                     : launch_reduce_of<0>;
+  return launch_of(table, args, stochastic, residual, units, stream);
+}
+
+cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t units,
+                          cudaStream_t stream) {
+  return launch(decode_kernel, table, args, units, stream,
+                light(table) ? kMaxLightBlocks : kMaxBlocks);
+}
+
+cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,
+                              cudaStream_t stream) {
+  return launch(accumulate_kernel, table, args, units, stream);
+}
+
+cudaError_t load_kernels() {
+  cudaError_t error = cudaSuccess;
+  const auto load = [&](auto... kernels) {
+    cudaFuncAttributes unused;
+    ((error = error == cudaSuccess ? cudaFuncGetAttributes(&unused, kernels) : error), ...);
+  };
+  load(encode_kernel<0, false, false>, encode_kernel<0, false, true>, encode_kernel<0, true, false>,
+       encode_kernel<0, true, true>);
+  load(encode_kernel<1, false, false>, encode_kernel<1, false, true>, encode_kernel<1, true, false>,
+       encode_kernel<1, true, true>);
+  load(encode_kernel<kHeldTiles, false, false>, encode_kernel<kHeldTiles, false, true>,
+       encode_kernel<kHeldTiles, true, false>, encode_kernel<kHeldTiles, true, true>);
+  load(reduce_kernel<0, false, false>, reduce_kernel<0, false, true>, reduce_kernel<0, true, false>,
+       reduce_kernel<0, true, true>);
+  load(reduce_kernel<1, false, false>, reduce_kernel<1, false, true>, reduce_kernel<1, true, false>,
+       reduce_kernel<1, true, true>);
+  load(reduce_kernel<kHeldTiles, false, false>, reduce_kernel<kHeldTiles, false, true>,
+       reduce_kernel<kHeldTiles, true, false>, reduce_kernel<kHeldTiles, true, true>);
+  load(decode_kernel, accumulate_kernel);
+  return error;
+}
+
+}  // namespace cgx

@@ -1,0 +1,109 @@
+// CUDA kernels over tables of buckets. What a launch works on lies in its parameters by value, so
+// that a CUDA graph can hold it; only keys, ranks and payloads are read from device memory.
+// No XLA here, so that nvcc never sees its headers.
+#ifndef CGX_CUDA_KERNELS_H_
+#define CGX_CUDA_KERNELS_H_
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#include "format/leaves.h"
+#include "format/wire_format.h"
+
+namespace cgx {
+
+// Consecutive buckets of one leaf within one chunk, or bytes to clear. What a warp reads of it for
+// every bucket is 32 bits wide wherever a bucket's or a table's limits allow it.
+struct Piece {
+  const char* in;   // the first bucket's values; null in decode
+  char* out;        // where its residuals, values or sums go, or the bytes to clear; null: nowhere
+  int64_t record;   // of the first bucket: in the payload, in reduce and accumulate in a row of it
+  int64_t bucket;   // number of the first bucket in its leaf
+  int32_t before;   // units of the pieces before this one in the table
+  int32_t last;     // number of its last unit
+  int32_t unit;     // values a bucket; bytes a unit when cleared
+  int32_t tail;     // the same of the last unit
+  uint32_t stride;  // bytes from a record to the next
+  uint32_t number;  // of the leaf: feeds its noise and its rotation's signs
+  int32_t chunk;
+  uint8_t bits;  // 0: clear bytes, a multiple of 4 of them
+  DType dtype;   // of the leaf
+  Rounding rounding;
+  bool aligned : 1;  // four values may be read or written at once
+  bool rotated : 1;
+};
+
+// Every driver takes 4 KB of kernel parameters.
+constexpr int kPieces = 56;
+constexpr int kClearedUnit = 512;  // bytes that a warp clears at once
+// A table's units are counted in 32 bits, with room for what a grid adds to the last one. The
+// tests, which cannot run so many, set a limit of their own.
+#if !defined(CGX_TABLE_UNITS)
+#define CGX_TABLE_UNITS (1 << 30)
+#endif
+constexpr int64_t kTableUnits = CGX_TABLE_UNITS;
+
+struct Table {
+  Piece piece[kPieces];
+  int32_t units;  // of all pieces
+  int32_t count;
+  int32_t tiles;  // of the longest bucket
+};
+static_assert(sizeof(Table) <= 4000, "a table and a kernel's arguments are its parameters");
+
+// A rank: where an SPMD program finds it, or the number itself.
+struct RankSource {
+  const int32_t* device;  // null: `value`
+  int32_t value;
+};
+
+struct EncodeArgs {
+  uint8_t* payload;     // u8[world, chunk_bytes]
+  const uint32_t* key;  // device, two words
+  int32_t key_step;     // words from a chunk's key to the next one's; 0: one key for all
+  RankSource rank;      // the chunk that is cleared instead; -1: none
+  int32_t world;
+};
+
+struct ReduceArgs {
+  const uint8_t* payload;  // u8[world, chunk_bytes]
+  uint8_t* chunk;          // u8[chunk_bytes]
+  int64_t chunk_bytes;
+  int32_t world;
+  const uint32_t* key;
+  RankSource rank;  // whose chunk is reduced: pieces of other chunks are left alone
+  float divisor;
+};
+
+struct DecodeArgs {
+  const uint8_t* payload;  // u8[world, chunk_bytes]
+};
+
+struct AccumulateArgs {
+  const uint8_t* payload;  // u8[peers, row_bytes]
+  int64_t row_bytes;
+  int32_t peers;
+  RankSource rank;  // the row that is skipped; -1: none
+  float divisor;
+};
+
+constexpr int64_t kTileValues = 512;
+
+// Each starts one kernel with work for `units` warps at most. reduce_kernel works on the pieces of
+// one chunk, so pieces are in the order of their chunks.
+cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
+                          bool residual, int32_t units, cudaStream_t stream);
+cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
+                          bool residual, int32_t units, cudaStream_t stream);
+cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t units,
+                          cudaStream_t stream);
+cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,
+                              cudaStream_t stream);
+
+// Loads every kernel on the current device, which otherwise happens at its first launch and may
+// wait for all work there.
+cudaError_t load_kernels();
+
+}  // namespace cgx
+
+#endif  // CGX_CUDA_KERNELS_H_

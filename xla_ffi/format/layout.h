@@ -1,0 +1,53 @@
+// Builds a Layout from specifications that nobody has checked yet.
+#ifndef CGX_FORMAT_LAYOUT_H_
+#define CGX_FORMAT_LAYOUT_H_
+
+#include <stdint.h>
+
+#include <string>
+#include <vector>
+
+#include "format/wire_format.h"
+
+namespace cgx {
+
+constexpr int64_t kMaxBucket = int64_t{1} << 30;
+constexpr int64_t kMaxWorld = int64_t{1} << 20;
+constexpr int64_t kMaxSize = int64_t{1} << 48;
+
+// A leaf's slot before it is checked, so its numbers may be anything.
+struct SlotSpec {
+  int64_t size;
+  int64_t bits;
+  int64_t bucket_size;
+  int64_t rounding;      // a Rounding
+  int64_t number;        // of the leaf, for its noise and its rotation
+  int64_t rotation = 0;  // 0 or 1
+  int64_t units = 0;     // 0 or 1: whether the values are multiplied by units
+};
+
+// The arrays behind a Layout.
+class OwnedLayout {
+ public:
+  // Returns what is wrong with the arguments, with the value and the limit; empty when nothing is.
+  std::string build(const std::vector<SlotSpec>& specs, int64_t world);
+
+  Layout view() const;
+  int64_t values() const { return values_; }
+  // In whole columns: what a kernel needs as scratch.
+  int64_t longest_bucket() const { return longest_bucket_; }
+  // The same of the slots that are rotated or have units.
+  int64_t longest_staged_bucket() const { return longest_staged_bucket_; }
+
+ private:
+  std::vector<Slot> slots_;
+  std::vector<int64_t> begin_{0, 0};
+  int64_t chunk_bytes_ = 0;
+  int64_t values_ = 0;
+  int64_t longest_bucket_ = 0;
+  int64_t longest_staged_bucket_ = 0;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_FORMAT_LAYOUT_H_

@@ -1,0 +1,16 @@
+// XLA FFI handlers for the CUDA platform. operands.h says what each takes and returns.
+#ifndef CGX_HANDLERS_CUDA_H_
+#define CGX_HANDLERS_CUDA_H_
+
+#include "xla/ffi/api/c_api.h"
+
+namespace cgx {
+
+XLA_FFI_Error* encode_cuda_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* reduce_cuda_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* decode_cuda_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* accumulate_cuda_handler(XLA_FFI_CallFrame* frame);
+
+}  // namespace cgx
+
+#endif  // CGX_HANDLERS_CUDA_H_

@@ -1,0 +1,98 @@
+// The Python module cgx_jax._native.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "cpu/kernels.h"
+#include "format/layout.h"
+#include "handlers/cpu.h"
+#include "handlers/mpi.h"
+
+namespace py = pybind11;
+
+namespace {
+
+std::map<std::string, py::capsule> handlers() {
+  const auto capsule = [](auto* handler) {
+    return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+  };
+  return {{"cgx_encode", capsule(cgx::encode_handler)},
+          {"cgx_reduce", capsule(cgx::reduce_handler)},
+          {"cgx_decode", capsule(cgx::decode_handler)},
+          {"cgx_accumulate", capsule(cgx::accumulate_handler)},
+          {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)},
+          {"cgx_scatter_mpi", capsule(cgx::scatter_mpi_handler)},
+          {"cgx_gather_mpi", capsule(cgx::gather_mpi_handler)}};
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (auto table = cgx::available_kernels(); *table; ++table) names.push_back((*table)->isa);
+  return names;
+}
+
+void set_isa(const std::string& name) {
+  if (!cgx::select_kernels(name.c_str())) {
+    throw py::value_error("isa '" + name + "' is not in isas()");
+  }
+}
+
+std::pair<std::vector<int64_t>, int64_t> layout(const std::vector<int64_t>& sizes,
+                                                const std::vector<int64_t>& bits,
+                                                const std::vector<int64_t>& bucket_sizes,
+                                                int64_t world) {
+  if (bits.size() != sizes.size() || bucket_sizes.size() != sizes.size()) {
+    throw py::value_error("sizes, bits and bucket_sizes differ in length");
+  }
+  std::vector<cgx::SlotSpec> leaves;
+  for (size_t k = 0; k < sizes.size(); ++k)
+    leaves.push_back({sizes[k], bits[k], bucket_sizes[k], 0, 0});
+  cgx::OwnedLayout owned;
+  const std::string error = owned.build(leaves, world);
+  if (!error.empty()) throw py::value_error(error);
+  const cgx::Layout view = owned.view();
+  return {std::vector<int64_t>(view.begin, view.begin + world + 1), view.chunk_bytes};
+}
+
+void mpi_start(const std::string& module, int64_t handle_bytes, int64_t status_bytes,
+               uint64_t communicator, uint64_t byte_type, uint64_t null_request,
+               int64_t largest_tag, int64_t rank, int64_t segment_bytes, int64_t window,
+               double timeout, int64_t threads) {
+  std::string error;
+  auto library = cgx::bind_mpi(
+      {module, handle_bytes, status_bytes, communicator, byte_type, null_request, largest_tag},
+      &error);
+  if (!library) throw py::value_error(error);
+  const py::gil_scoped_release unlocked;
+  const cgx::EngineSettings settings{rank, largest_tag, {segment_bytes, window}, timeout, threads};
+  cgx::set_engine(std::make_unique<cgx::Engine>(std::move(library), settings));
+}
+
+void mpi_stop() {
+  const py::gil_scoped_release unlocked;
+  cgx::set_engine(nullptr);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "CPU kernels of cgx_jax as XLA FFI handlers.";
+  m.def("handlers", &handlers, "FFI targets for jax.ffi.register_ffi_target(platform='cpu').");
+  m.def("isa", [] { return cgx::current_kernels().isa; }, "Instruction set in use.");
+  m.def("isas", &isas, "Instruction sets compiled in and supported here, best first.");
+  m.def("set_isa", &set_isa, py::arg("name"), "Chooses one of isas(), for tests and benchmarks.");
+  m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+  m.def("layout", &layout, py::arg("sizes"), py::arg("bits"), py::arg("bucket_sizes"),
+        py::arg("world"), "Chunk starts (world + 1) and the length of a payload row, in bytes.");
+  m.def("mpi_libraries", &cgx::loaded_mpi_libraries,
+        "Shared objects of this process that define MPI.");
+  m.def("mpi_start", &mpi_start, py::kw_only(), py::arg("module"), py::arg("handle_bytes"),
+        py::arg("status_bytes"), py::arg("communicator"), py::arg("byte_type"),
+        py::arg("null_request"), py::arg("largest_tag"), py::arg("rank"), py::arg("segment_bytes"),
+        py::arg("window"), py::arg("timeout"), py::arg("threads"),
+        "Binds the MPI library that `module` links to and starts the engine of its calls.");
+  m.def("mpi_stop", &mpi_stop, "Ends the engine; calls in flight fail.");
+  m.def("mpi_failure", &cgx::engine_failure, "What has made a call fail; '' when nothing.");
+}

@@ -1,0 +1,60 @@
+// The Python module cgx_jax._cuda. It loads on machines without a GPU and without a driver: the
+// CUDA runtime inside opens the driver at its first call.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "format/wire_format.h"
+#include "handlers/cuda.h"
+#include "handlers/nccl.h"
+#include "nccl/library.h"
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict handlers() {
+  const auto capsule = [](auto* handler) {
+    return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+  };
+  py::dict all;
+  all["cgx_encode"] = capsule(cgx::encode_cuda_handler);
+  all["cgx_reduce"] = capsule(cgx::reduce_cuda_handler);
+  all["cgx_decode"] = capsule(cgx::decode_cuda_handler);
+  all["cgx_accumulate"] = capsule(cgx::accumulate_cuda_handler);
+#if CGX_HAVE_COLLECTIVES
+  const auto with_communicator = [&](XLA_FFI_Handler* initialize, XLA_FFI_Handler* execute) {
+    py::dict stages;
+    stages["prepare"] = capsule(cgx::nccl_prepare);
+    stages["initialize"] = capsule(initialize);
+    stages["execute"] = capsule(execute);
+    return stages;
+  };
+  all["cgx_all_reduce_nccl"] =
+      with_communicator(cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute);
+  all["cgx_reduce_scatter_nccl"] =
+      with_communicator(cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute);
+  all["cgx_all_gather_nccl"] =
+      with_communicator(cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute);
+#endif
+  return all;
+}
+
+std::string nccl_version() {
+  std::string error;
+  const cgx::NcclLibrary* const nccl = cgx::nccl_library(&error);
+  int version = 0;
+  if (!nccl || nccl->get_version(&version) != cgx::NcclLibrary::kSuccess) return "";
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "CUDA kernels of cgx_jax as XLA FFI handlers.";
+  m.def("handlers", &handlers, "FFI targets for jax.ffi.register_ffi_target(platform='CUDA').");
+  m.def("architectures", [] { return CGX_CUDA_ARCHITECTURES; }, "What the kernels are built for.");
+  m.def("nccl_version", &nccl_version, "Version of the NCCL that XLA uses here; '' without one.");
+  m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+}

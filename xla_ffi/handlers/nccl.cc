@@ -1,0 +1,328 @@
+#include "handlers/nccl.h"
+
+#if CGX_HAVE_COLLECTIVES
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "handlers/operands.h"
+#include "nccl/fused.h"
+#include "nccl/library.h"
+#include "xla/ffi/api/collectives_c_api.h"
+
+namespace cgx {
+namespace {
+
+// XLA's communicators. The extension grows at its end, and only what version 0.1 has is used, so
+// every later 0.x will do; the wrapper in XLA's headers insists on the version built against.
+struct Collectives {
+  using Type = Collectives;
+  using CExtension = XLA_FFI_Collectives_Extension;
+  static constexpr const char* kName = "Collectives";
+  static constexpr int32_t kExtensionType = XLA_FFI_Extension_Collectives;
+  static constexpr int32_t kMajorVersion = 0, kMinorVersion = 1;
+  static bool Support(int32_t major, int32_t minor) { return major == 0 && minor >= 1; }
+  static Collectives Create(const XLA_FFI_Api* api, const CExtension* extension) {
+    return {api, extension};
+  }
+
+  const XLA_FFI_Api* api;
+  const CExtension* extension;
+};
+
+// The number of XLA's own collectives: a call shares their communicator.
+constexpr int64_t kCommunication = 0;
+
+// Positions in the mesh, group by group, as the runtime takes them.
+std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world) {
+  std::vector<XLA_FFI_ReplicaGroup> groups;
+  for (size_t i = 0; i < positions.size(); i += world) {
+    groups.push_back({positions.begin() + i, static_cast<size_t>(world)});
+  }
+  return groups;
+}
+
+// What asking for a communicator and taking it have in common.
+template <typename Args>
+Args arguments(const std::vector<XLA_FFI_ReplicaGroup>& groups) {
+  Args args = {};
+  args.group_mode = XLA_FFI_GROUP_FLATTENED_ID;
+  args.groups = groups.data();
+  args.num_groups = groups.size();
+  args.communication_id = kCommunication;
+  return args;
+}
+
+ffi::Error taken(const Collectives& collectives, XLA_FFI_Error* error) {
+  return error ? ffi::internal::ErrorPolicy::TakeError(collectives.api, error)
+               : ffi::Error::Success();
+}
+
+// A dictionary, since the frame has all attributes of the call and a list must name every one.
+ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
+  const auto positions = attributes.get<Ints>("groups");
+  const auto world = attributes.get<int64_t>("world");
+  const auto name = attributes.get<std::string_view>("name");
+  if (positions.has_error()) return positions.error();
+  if (world.has_error()) return world.error();
+  if (name.has_error()) return name.error();
+  CGX_TRY(check_world(std::string(*name), *world));
+  CGX_TRY(check_groups(std::string(*name), *positions, *world));
+  const auto groups = groups_of(*positions, *world);
+  auto args = arguments<XLA_FFI_Communicator_Request_Args>(groups);
+  args.struct_size = XLA_FFI_Communicator_Request_Args_STRUCT_SIZE;
+  return taken(collectives,
+               collectives.extension->request_communicator(collectives.extension, &args));
+}
+
+ffi::Error communicator(const Collectives& collectives, Ints positions, int64_t world,
+                        NcclComm* comm) {
+  const auto groups = groups_of(positions, world);
+  auto args = arguments<XLA_FFI_Communicator_Get_Args>(groups);
+  args.struct_size = XLA_FFI_Communicator_Get_Args_STRUCT_SIZE;
+  CGX_TRY(
+      taken(collectives, collectives.extension->get_communicator(collectives.extension, &args)));
+  *comm = reinterpret_cast<NcclComm>(args.communicator);
+  return ffi::Error::Success();
+}
+
+// The lane of a device. Devices of one process may wait for each other inside of NCCL, so each is
+// locked by itself.
+struct LockedLane {
+  std::mutex mutex;
+  CudaLane lane;
+};
+
+LockedLane& lane_of(int device) {
+  static std::mutex mutex;
+  static auto* const lanes = new std::map<int, LockedLane>;  // streams outlive static destructors
+  const std::lock_guard<std::mutex> lock(mutex);
+  return (*lanes)[device];
+}
+
+// Makes a device current. The runtime promises nothing about the device that a handler finds, and
+// whoever runs next on the thread counts on the one it left.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
+  }
+  ~CurrentDevice() {
+    if (error_ == cudaSuccess) cudaSetDevice(before_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  std::string error() const { return error_ == cudaSuccess ? "" : cudaGetErrorString(error_); }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+// What lies in memory once, for each of `rows` rows.
+template <typename T>
+std::vector<T> repeated(const std::vector<T>& once, int64_t rows) {
+  std::vector<T> all;
+  all.reserve(once.size() * rows);
+  for (int64_t r = 0; r < rows; ++r) all.insert(all.end(), once.begin(), once.end());
+  return all;
+}
+
+// A call with its operands and attributes checked.
+struct Call {
+  std::string name;
+  int64_t world, rows, rows_in, rows_out;
+  Leaves leaves, results, residuals;
+  OwnedLayout owned;
+  const uint32_t* keys;
+  float divisor;
+  Ints groups;
+  int64_t segment_bytes;
+  uint8_t* payloads;
+
+  ffi::Error internal(const std::string& text) const {
+    return ffi::Error::Internal(name + ": " + text);
+  }
+};
+
+template <Collective kCollective>
+ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 Ints slots, int64_t world, float divisor, Ints groups, int64_t segment_bytes) {
+  const std::string& name = call->name;
+  CGX_TRY(check_world(name, world));
+  CGX_TRY(check_groups(name, groups, world));
+  constexpr bool kScatters = kCollective == Collective::kReduceScatter;
+  constexpr bool kGathers = kCollective == Collective::kAllGather;
+  call->world = world;
+  call->rows = kScatters || kGathers ? world : 1;
+  call->rows_in = kScatters ? world : 1, call->rows_out = kGathers ? world : 1;
+  Leaves &leaves = call->leaves, &results = call->results;
+  CGX_TRY(leaves.add(name, args, call->rows_in));
+  CGX_TRY(results.add(name, rets, call->rows_out, /*others=*/1));
+  if (call->rows == 1 && results.size.size() > leaves.size.size()) {
+    CGX_TRY(results.split(name, leaves.size.size(), &call->residuals));
+    CGX_TRY(same_leaves(name, leaves, call->residuals));
+  }
+  CGX_TRY(same_leaves(name, leaves, results));
+  CGX_TRY(build_layout(name, leaves.size, {slots, world, call->rows}, &call->owned));
+  CGX_TRY(check_count(name, "keys", keys, kScatters ? 2 * world : kGathers ? 2 : 4));
+  CGX_TRY(check_divisor(name, divisor));
+  if (segment_bytes < 1) return invalid(name, expected("segment_bytes", segment_bytes, 1));
+  const auto payloads = rets.get<Payload>(rets.size() - 1);
+  if (payloads.has_error()) return invalid(name, "payloads: " + payloads.error().message());
+  CGX_TRY(check_count(name, "payloads", **payloads,
+                      CudaFused::scratch_bytes(kCollective, call->owned.view(), segment_bytes)));
+  call->keys = keys.typed_data();
+  call->divisor = divisor;
+  call->groups = groups;
+  call->segment_bytes = segment_bytes;
+  call->payloads = (*payloads)->typed_data();
+  return ffi::Error::Success();
+}
+
+ffi::Error initialize(int32_t device, const Call& call) {
+  std::string error;
+  if (!nccl_library(&error)) return call.internal(error);
+  const CurrentDevice current(device);
+  if (error = current.error(); !error.empty()) return call.internal(error);
+  LockedLane& own = lane_of(device);
+  const std::lock_guard<std::mutex> lock(own.mutex);
+  error = own.lane.prepare(CudaFused::segments(call.owned.view(), call.segment_bytes));
+  return error.empty() ? ffi::Error::Success() : call.internal(error);
+}
+
+template <Collective kCollective>
+ffi::Error execute(cudaStream_t stream, int32_t device, const Collectives& collectives,
+                   const Call& call) {
+  std::string error;
+  const NcclLibrary* const nccl = nccl_library(&error);
+  if (!nccl) return call.internal(error);
+  NcclComm comm = nullptr;
+  CGX_TRY(communicator(collectives, call.groups, call.world, &comm));
+  int count = 0, rank = -1, state = NcclLibrary::kSuccess;
+  for (const int result : {nccl->comm_count(comm, &count), nccl->comm_user_rank(comm, &rank),
+                           nccl->comm_get_async_error(comm, &state)}) {
+    if (result != NcclLibrary::kSuccess) return call.internal(nccl->get_error_string(result));
+  }
+  if (state != NcclLibrary::kSuccess && state != NcclLibrary::kInProgress) {
+    return call.internal(std::string("the communicator has failed: ") +
+                         nccl->get_error_string(state));
+  }
+  if (count != call.world) {
+    return call.internal(expected("size of the communicator", count, call.world));
+  }
+
+  const CurrentDevice current(device);
+  if (error = current.error(); !error.empty()) return call.internal(error);
+  const auto in = repeated(call.leaves.pointers(call.rows_in), call.rows / call.rows_in);
+  const auto out = repeated(call.results.pointers(call.rows_out), call.rows / call.rows_out);
+  const auto lost = call.residuals.pointers(1);
+  const auto dtypes = repeated(call.leaves.dtype, call.rows);
+  LockedLane& own = lane_of(device);
+  const std::lock_guard<std::mutex> lock(own.mutex);
+  CudaFused fused({kCollective,
+                   call.owned.view(),
+                   {in.data(), dtypes.data()},
+                   {out.data(), dtypes.data()},
+                   {lost.empty() ? nullptr : lost.data(), dtypes.data()},
+                   call.keys,
+                   call.divisor,
+                   rank,
+                   call.segment_bytes,
+                   call.payloads},
+                  *nccl, comm, own.lane, stream);
+  error = fused.run();
+  return error.empty() ? ffi::Error::Success() : call.internal(error);
+}
+
+// Checks a call and hands it to `f`.
+template <Collective kCollective, typename F, typename... Given>
+ffi::Error checked(F f, std::string_view name, const Given&... given) {
+  Call call = {};
+  call.name = name;
+  return no_throw(call.name.c_str(), [&]() -> ffi::Error {
+    CGX_TRY(check<kCollective>(&call, given...));
+    return f(call);
+  });
+}
+
+// What checked() is given.
+template <typename Binding>
+auto with_call(Binding&& binding) {
+  return with_layout(std::forward<Binding>(binding)
+                         .template Attr<std::string_view>("name")
+                         .template Arg<Keys>()
+                         .RemainingArgs()
+                         .RemainingRets())
+      .template Attr<float>("divisor")
+      .template Attr<Ints>("groups")
+      .template Attr<int64_t>("segment_bytes");
+}
+
+template <Collective kCollective>
+XLA_FFI_Error* call_initialize(XLA_FFI_CallFrame* frame) {
+  static const auto handler =
+      with_call(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>())
+          .To([](int32_t device, const auto&... given) {
+            return checked<kCollective>([&](const Call& call) { return initialize(device, call); },
+                                        given...);
+          });
+  return handler->Call(frame);
+}
+
+template <Collective kCollective>
+XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
+  static const auto handler =
+      with_call(ffi::Ffi::Bind()
+                    .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                    .Ctx<ffi::DeviceOrdinal>()
+                    .Ctx<ffi::Extension<Collectives>>())
+          .To([](cudaStream_t stream, int32_t device, const Collectives& collectives,
+                 const auto&... given) {
+            return checked<kCollective>(
+                [&](const Call& call) {
+                  return execute<kCollective>(stream, device, collectives, call);
+                },
+                given...);
+          });
+  return handler->Call(frame);
+}
+
+}  // namespace
+
+XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame) {
+  static const auto handler =
+      ffi::Ffi::BindPrepare().Ctx<ffi::Extension<Collectives>>().Attrs().To(prepare);
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* all_reduce_nccl_initialize(XLA_FFI_CallFrame* frame) {
+  return call_initialize<Collective::kAllReduce>(frame);
+}
+
+XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame) {
+  return call_execute<Collective::kAllReduce>(frame);
+}
+
+XLA_FFI_Error* reduce_scatter_nccl_initialize(XLA_FFI_CallFrame* frame) {
+  return call_initialize<Collective::kReduceScatter>(frame);
+}
+
+XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame) {
+  return call_execute<Collective::kReduceScatter>(frame);
+}
+
+XLA_FFI_Error* all_gather_nccl_initialize(XLA_FFI_CallFrame* frame) {
+  return call_initialize<Collective::kAllGather>(frame);
+}
+
+XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame) {
+  return call_execute<Collective::kAllGather>(frame);
+}
+
+}  // namespace cgx
+
+#endif  // CGX_HAVE_COLLECTIVES

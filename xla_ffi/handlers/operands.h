@@ -1,0 +1,289 @@
+// The operands of the codec's calls, checked.
+//
+// A call carries a batch of independent fusion buffers, so that vmap needs no loop; operands lead
+// with the batch, and only element counts matter past that, so that a leaf is passed in whatever
+// shape it has.
+#ifndef CGX_HANDLERS_OPERANDS_H_
+#define CGX_HANDLERS_OPERANDS_H_
+
+#include <string>
+#include <vector>
+
+#include "format/layout.h"
+#include "format/leaves.h"
+#include "handlers/checks.h"
+#include "handlers/slots.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cgx {
+
+using Keys = ffi::Buffer<ffi::U32>;
+using Ranks = ffi::Buffer<ffi::S32>;   // one a batch element, so it tells the batch
+using Payload = ffi::Buffer<ffi::U8>;  // [batch,] rows, bytes
+
+// Leaves of all batch elements.
+struct Leaves {
+  std::vector<char*> data;
+  std::vector<DType> dtype;
+  std::vector<int64_t> size;  // values of one batch element
+
+  ffi::Error add(const std::string& call, const ffi::AnyBuffer& buffer, int64_t batch) {
+    const std::string name = "leaf " + std::to_string(size.size());
+    const int64_t count = static_cast<int64_t>(buffer.element_count());
+    if (count % batch != 0) {
+      return invalid(call, name + " has " + std::to_string(count) +
+                               " values, must be a multiple of the batch of " +
+                               std::to_string(batch));
+    }
+    switch (buffer.element_type()) {
+      case ffi::F32:
+        dtype.push_back(DType::kF32);
+        break;
+      case ffi::BF16:
+        dtype.push_back(DType::kBF16);
+        break;
+      case ffi::F16:
+        dtype.push_back(DType::kF16);
+        break;
+      default:
+        return invalid(call, "dtype of " + name + " is XLA type " +
+                                 std::to_string(static_cast<int>(buffer.element_type())) +
+                                 ", must be f32, bf16 or f16");
+    }
+    size.push_back(count / batch);
+    data.push_back(static_cast<char*>(buffer.untyped_data()));
+    return ffi::Error::Success();
+  }
+
+  ffi::Error add(const std::string& call, const ffi::RemainingArgs& args, int64_t batch) {
+    for (size_t k = 0; k < args.size(); ++k) {
+      auto buffer = args.get<ffi::AnyBuffer>(k);
+      if (buffer.has_error()) return buffer.error();
+      if (auto error = add(call, *buffer, batch); error.failure()) return error;
+    }
+    return ffi::Error::Success();
+  }
+
+  // All results but the last `others`.
+  ffi::Error add(const std::string& call, const ffi::RemainingRets& rets, int64_t batch,
+                 size_t others = 0) {
+    for (size_t k = 0; k + others < rets.size(); ++k) {
+      auto buffer = rets.get<ffi::AnyBuffer>(k);
+      if (buffer.has_error()) return buffer.error();
+      if (auto error = add(call, **buffer, batch); error.failure()) return error;
+    }
+    return ffi::Error::Success();
+  }
+
+  // Moves all but the first `count` leaves to `rest`.
+  ffi::Error split(const std::string& call, size_t count, Leaves* rest) {
+    if (size.size() < count) {
+      return invalid(call, "number of leaves is " + std::to_string(size.size()) +
+                               ", must be at least " + std::to_string(count));
+    }
+    rest->data.assign(data.begin() + count, data.end());
+    rest->dtype.assign(dtype.begin() + count, dtype.end());
+    rest->size.assign(size.begin() + count, size.end());
+    data.resize(count), dtype.resize(count), size.resize(count);
+    return ffi::Error::Success();
+  }
+
+  // The pointers of every batch element, leaves fastest.
+  std::vector<void*> pointers(int64_t batch) const {
+    std::vector<void*> all;
+    all.reserve(batch * data.size());
+    for (int64_t b = 0; b < batch; ++b) {
+      for (size_t k = 0; k < data.size(); ++k) {
+        all.push_back(data[k] + b * size[k] * item_size(dtype[k]));
+      }
+    }
+    return all;
+  }
+};
+
+inline ffi::Error same_leaves(const std::string& call, const Leaves& in, const Leaves& out) {
+  if (in.data.size() != out.data.size()) {
+    return invalid(call, expected("number of result leaves", out.data.size(), in.data.size()));
+  }
+  for (size_t k = 0; k < in.data.size(); ++k) {
+    if (in.size[k] != out.size[k] || in.dtype[k] != out.dtype[k]) {
+      return invalid(call, "result leaf " + std::to_string(k) + " has " +
+                               std::to_string(out.size[k]) + " values of dtype " +
+                               std::to_string(static_cast<int>(out.dtype[k])) + ", expected " +
+                               std::to_string(in.size[k]) + " of dtype " +
+                               std::to_string(static_cast<int>(in.dtype[k])));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error check_ranks(const std::string& call, const Ranks& ranks, int64_t from,
+                              int64_t to) {
+  for (size_t b = 0; b < ranks.element_count(); ++b) {
+    const int64_t rank = ranks.typed_data()[b];
+    if (rank < from || rank >= to) {
+      return invalid(call, "rank is " + std::to_string(rank) + ", must be in [" +
+                               std::to_string(from) + ", " + std::to_string(to) + ")");
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// Units of all batch elements: an entry per leaf, without arrays for a leaf that has none.
+struct Units {
+  std::vector<LeafUnits> first;  // of batch element 0
+
+  // From two operands, rows and columns, per leaf that has units.
+  ffi::Error add(const std::string& call, const Leaves& leaves, const Leaves& operands,
+                 const LayoutAttributes& attributes) {
+    if (operands.size.empty()) return ffi::Error::Success();
+    size_t next = 0;
+    for (size_t k = 0; k < leaves.size.size(); ++k) {
+      LeafUnits& own = first.emplace_back();
+      if (!attributes.has_units(k)) continue;
+      for (const char* what : {"rows", "columns"}) {
+        const std::string name = std::string(what) + " of the units of leaf " + std::to_string(k);
+        if (operands.dtype[next] != DType::kF32) {
+          return invalid(call, "dtype of the " + name + " is not f32");
+        }
+        const int64_t count = operands.size[next];
+        if (count % 2 != 0) {
+          return invalid(call, "size of the " + name + " is " + std::to_string(count) +
+                                   ", must be a multiple of 2: one half for each way");
+        }
+        const float* const data = reinterpret_cast<const float*>(operands.data[next++]);
+        (what[0] == 'r' ? own.rows : own.columns) = data;
+        (what[0] == 'r' ? own.num_rows : own.num_columns) = count / 2;
+      }
+      if (own.num_rows * own.num_columns != leaves.size[k]) {
+        return invalid(call, "units of leaf " + std::to_string(k) + " are " +
+                                 std::to_string(own.num_rows) + " rows by " +
+                                 std::to_string(own.num_columns) + " columns, expected " +
+                                 std::to_string(leaves.size[k]) + " in all");
+      }
+    }
+    return ffi::Error::Success();
+  }
+  // The units of every batch element, leaves fastest; null when no leaf has any.
+  std::vector<LeafUnits> all(int64_t batch) const {
+    std::vector<LeafUnits> out;
+    out.reserve(batch * first.size());
+    for (int64_t b = 0; b < batch; ++b) {
+      for (LeafUnits own : first) {
+        if (own.rows != nullptr) {
+          own.rows += b * 2 * own.num_rows, own.columns += b * 2 * own.num_columns;
+        }
+        out.push_back(own);
+      }
+    }
+    return out;
+  }
+};
+
+// The operands of one codec call, checked but for the ranks, which may be in device memory.
+struct Operands {
+  int64_t batch = 0;
+  Leaves leaves, results;
+  Units units;
+  OwnedLayout owned;
+
+  Layout layout() const { return owned.view(); }
+  size_t num_leaves() const { return leaves.data.size(); }
+};
+
+// Moves the last operands to `units`, as many as the attributes ask for.
+inline ffi::Error split_units(const std::string& call, const LayoutAttributes& attributes,
+                              Leaves* operands, Leaves* units) {
+  CGX_TRY(check_units(call, attributes));
+  const size_t wanted = 2 * attributes.num_units(), given = operands->size.size();
+  if (given < wanted) {
+    return invalid(call, "number of operands is " + std::to_string(given) + ", must be at least " +
+                             std::to_string(wanted) + ", the units");
+  }
+  return operands->split(call, given - wanted, units);
+}
+
+// (key, rank, leaves, units) -> payload [, residuals]
+inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& rank,
+                               const ffi::RemainingArgs& args, const Payload& payload,
+                               const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
+                               Operands* out) {
+  out->batch = rank.element_count();
+  CGX_TRY(check_batch(call, out->batch));
+  CGX_TRY(out->leaves.add(call, args, out->batch));
+  CGX_TRY(out->results.add(call, rets, out->batch));
+  Leaves units;
+  CGX_TRY(split_units(call, attributes, &out->leaves, &units));
+  if (rets.size() > 0) CGX_TRY(same_leaves(call, out->leaves, out->results));
+  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
+  CGX_TRY(out->units.add(call, out->leaves, units, attributes));
+  CGX_TRY(check_count(call, "key", key, out->batch * 2));
+  const Layout layout = out->layout();
+  return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
+}
+
+// (key, rank, payload, leaves [, residuals], units) -> chunk [, residuals, in their operands'
+// memory]
+inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& rank,
+                               const Payload& payload, const ffi::RemainingArgs& args,
+                               const Payload& chunk, const ffi::RemainingRets& rets,
+                               const LayoutAttributes& attributes, float divisor, Operands* out) {
+  out->batch = rank.element_count();
+  CGX_TRY(check_batch(call, out->batch));
+  CGX_TRY(out->leaves.add(call, args, out->batch));
+  CGX_TRY(out->results.add(call, rets, out->batch));
+  Leaves units;
+  CGX_TRY(split_units(call, attributes, &out->leaves, &units));
+  if (rets.size() > 0) {
+    Leaves residuals;
+    CGX_TRY(out->leaves.split(call, rets.size(), &residuals));
+    CGX_TRY(same_leaves(call, out->leaves, residuals));
+    CGX_TRY(same_leaves(call, out->leaves, out->results));
+    if (residuals.data != out->results.data) {
+      return invalid(call, "residual results must lie where their operands lie");
+    }
+  }
+  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
+  CGX_TRY(out->units.add(call, out->leaves, units, attributes));
+  CGX_TRY(check_count(call, "key", key, out->batch * 2));
+  const Layout layout = out->layout();
+  CGX_TRY(check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes));
+  CGX_TRY(check_count(call, "chunk", chunk, out->batch * layout.chunk_bytes));
+  return check_divisor(call, divisor);
+}
+
+// (payload) -> leaves
+inline ffi::Error check_decode(const char* call, const Payload& payload,
+                               const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
+                               Operands* out) {
+  const auto dims = payload.dimensions();
+  out->batch = dims.size() == 3 ? dims[0] : 1;
+  CGX_TRY(check_batch(call, out->batch));
+  CGX_TRY(out->leaves.add(call, rets, out->batch));
+  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
+  const Layout layout = out->layout();
+  return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
+}
+
+// (rank, payload of all peers, leaves) -> leaves
+inline ffi::Error check_accumulate(const char* call, const Ranks& rank, const Payload& payload,
+                                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                                   const LayoutAttributes& attributes, float divisor, Operands* out,
+                                   int64_t* peers) {
+  out->batch = rank.element_count();
+  const auto dims = payload.dimensions();
+  CGX_TRY(check_batch(call, out->batch));
+  if (dims.size() < 2) return invalid(call, expected("rank of payload", dims.size(), 2));
+  *peers = dims[dims.size() - 2];
+  CGX_TRY(out->leaves.add(call, args, out->batch));
+  CGX_TRY(out->results.add(call, rets, out->batch));
+  CGX_TRY(same_leaves(call, out->leaves, out->results));
+  if (attributes.world != 1) return invalid(call, expected("world", attributes.world, 1));
+  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
+  CGX_TRY(check_count(call, "payload", payload, out->batch * *peers * out->layout().total_bytes()));
+  return check_divisor(call, divisor);
+}
+
+}  // namespace cgx
+
+#endif  // CGX_HANDLERS_OPERANDS_H_

@@ -1,0 +1,184 @@
+#include "mpi/engine.h"
+
+#include <time.h>
+
+#include <chrono>
+#include <deque>
+#include <sstream>
+
+namespace cgx {
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// How a loop that found nothing to do waits: the longer it lasts, the less it takes of the cores.
+class Backoff {
+ public:
+  void reset() { idle_ = 0; }
+  void wait() {
+    if (++idle_ < kYields) {
+      std::this_thread::yield();
+    } else {
+      const timespec pause{0, idle_ < kShort ? 20000 : 100000};
+      nanosleep(&pause, nullptr);
+    }
+  }
+
+ private:
+  static constexpr int kYields = 50, kShort = 2000;
+  int idle_ = 0;
+};
+
+}  // namespace
+
+// Reports results. Whoever is told may go on with the rest of the program on the thread that tells
+// it, so there are as many threads as reports that last.
+class Engine::Finisher {
+ public:
+  ~Finisher() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stop_ = true;
+    wake_.notify_all();
+    left_.wait(lock, [this] { return threads_ == 0; });
+  }
+  void report(Done done, std::string error) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reports_.emplace_back(std::move(done), std::move(error));
+    if (idle_ >= static_cast<int64_t>(reports_.size())) {
+      wake_.notify_one();
+    } else {
+      ++threads_;
+      std::thread([this] { loop(); }).detach();
+    }
+  }
+
+ private:
+  void loop() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      ++idle_;
+      wake_.wait(lock, [this] { return stop_ || !reports_.empty(); });
+      --idle_;
+      if (reports_.empty()) break;
+      const auto [done, error] = std::move(reports_.front());
+      reports_.pop_front();
+      lock.unlock();
+      done(error);
+      lock.lock();
+    }
+    if (--threads_ == 0) left_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, left_;
+  std::deque<std::pair<Done, std::string>> reports_;
+  int64_t threads_ = 0, idle_ = 0;
+  bool stop_ = false;
+};
+
+Engine::Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settings)
+    : library_(std::move(library)),
+      settings_(settings),
+      workers_(settings.threads),
+      finisher_(std::make_unique<Finisher>()),
+      thread_([this] { loop(); }) {}
+
+Engine::~Engine() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+  for (Active& active : lost_) active.call.release();  // its memory stays: see lost_
+}
+
+void Engine::submit(std::string name, std::vector<int32_t> peers, Start start, Done done) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    requests_.push_back({std::move(name), std::move(peers), std::move(start), std::move(done)});
+  }
+  wake_.notify_one();
+}
+
+std::string Engine::failure() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+void Engine::loop() {
+  Backoff backoff;
+  for (bool stop = false; !stop;) {
+    std::list<Request> requests;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (active_.empty()) {
+        wake_.wait(lock, [this] { return stop_ || !requests_.empty(); });
+      }
+      requests.swap(requests_);
+      stop = stop_;
+    }
+    if (stop) fail("the process is ending");
+    bool moved = !requests.empty();
+    accept(std::move(requests));
+    // A call that fails takes all others with it.
+    for (auto it = active_.begin(); !active_.empty() && it != active_.end();) moved |= move(it++);
+    moved ? backoff.reset() : backoff.wait();
+  }
+}
+
+void Engine::accept(std::list<Request> requests) {
+  const std::string broken = failure();
+  for (Request& request : requests) {
+    if (!broken.empty()) {
+      finisher_->report(std::move(request.done),
+                        request.name + ": an earlier call has failed (" + broken + ")");
+      continue;
+    }
+    try {
+      auto call = request.start(
+          {settings_.calls, library_->port(std::move(request.peers)), workers_, buffers_});
+      active_.push_back({request.name, std::move(call), std::move(request.done), now()});
+    } catch (const std::bad_alloc&) {
+      finisher_->report(std::move(request.done), request.name + ": out of memory");
+    }
+  }
+}
+
+bool Engine::move(std::list<Active>::iterator active) {
+  Call& call = *active->call;
+  const bool moved = call.advance();
+  if (moved) active->moved_at = now();
+  if (!call.error().empty()) {
+    fail(active->name + ": " + call.error());
+  } else if (call.done()) {
+    call.release(buffers_);
+    finisher_->report(std::move(active->done), "");
+    active_.erase(active);
+  } else if (!moved && now() - active->moved_at > settings_.timeout_seconds) {
+    std::ostringstream text;
+    text << active->name << ": nothing moved for " << settings_.timeout_seconds
+         << " s; waiting for " << call.awaited()
+         << ". A rank has died, is busy for longer, or runs another program";
+    fail(text.str());
+  } else {
+    return moved;
+  }
+  return true;
+}
+
+void Engine::fail(const std::string& error) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_.empty()) failure_ = error;
+  }
+  for (Active& active : active_) {
+    const bool own = error.rfind(active.name + ": ", 0) == 0;
+    finisher_->report(std::move(active.done), own ? error : active.name + ": " + error);
+  }
+  lost_.splice(lost_.end(), active_);
+}
+
+}  // namespace cgx

@@ -1,0 +1,44 @@
+// The first message of every call: both sides say what they are about to do.
+#ifndef CGX_MPI_HELLO_H_
+#define CGX_MPI_HELLO_H_
+
+#include <stdint.h>
+
+#include <string>
+
+#include "format/wire_format.h"
+
+namespace cgx {
+
+// What both sides of a message must agree on; sent before anything else.
+struct Hello {
+  uint64_t version;
+  uint64_t fingerprint;  // of everything that decides what the bytes of a call mean
+  int64_t total_bytes;
+  int64_t segments;
+  int64_t rank;
+};
+
+constexpr uint64_t kProtocol = 1;
+constexpr uint64_t kHelloVersion = kProtocol << 32 | kWireVersion;
+
+// FNV-1a.
+class Fingerprint {
+ public:
+  template <typename T>
+  void add(T value) {
+    const uint64_t word = static_cast<uint64_t>(value);
+    for (int i = 0; i < 8; ++i) hash_ = (hash_ ^ (word >> (8 * i) & 255)) * 0x100000001b3u;
+  }
+  uint64_t value() const { return hash_; }
+
+ private:
+  uint64_t hash_ = 0xcbf29ce484222325u;
+};
+
+// How what `peer` said differs from what this rank says; "" when they agree.
+std::string disagreement(int64_t peer, const Hello& theirs, const Hello& own);
+
+}  // namespace cgx
+
+#endif  // CGX_MPI_HELLO_H_

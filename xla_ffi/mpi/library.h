@@ -1,0 +1,42 @@
+// The MPI library that this process has loaded already, bound at run time: nothing is linked, no
+// mpi.h is needed, and handles keep the width of the library's own ABI.
+#ifndef CGX_MPI_LIBRARY_H_
+#define CGX_MPI_LIBRARY_H_
+
+#include <stdint.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "mpi/port.h"
+
+namespace cgx {
+
+// Values that only the library's own headers know, read off mpi4py.
+struct MpiHandles {
+  std::string module;  // path of a loaded shared object that links to the library
+  int64_t handle_bytes;
+  int64_t status_bytes;
+  uint64_t communicator;
+  uint64_t byte_type;
+  uint64_t null_request;
+  int64_t largest_tag;
+};
+
+class MpiLibrary {
+ public:
+  virtual ~MpiLibrary() = default;
+  // `peers[r]` is the communicator's rank of the group's rank r.
+  virtual std::unique_ptr<Port> port(std::vector<int32_t> peers) const = 0;
+};
+
+// Null and `error` when the library cannot be bound.
+std::unique_ptr<MpiLibrary> bind_mpi(const MpiHandles& handles, std::string* error);
+
+// The shared objects of this process that define MPI on their own: more than one cannot work.
+std::vector<std::string> loaded_mpi_libraries();
+
+}  // namespace cgx
+
+#endif  // CGX_MPI_LIBRARY_H_

@@ -1,0 +1,26 @@
+// What carries messages between the ranks of one group: MPI, or a test's stand-in.
+#ifndef CGX_MPI_PORT_H_
+#define CGX_MPI_PORT_H_
+
+#include <stdint.h>
+
+#include <string>
+#include <vector>
+
+namespace cgx {
+
+// Nonblocking messages, one port a call. Not thread-safe. Every function returns what went wrong,
+// empty when nothing did. Messages between two ranks with one tag arrive in the order of posting.
+class Port {
+ public:
+  virtual ~Port() = default;
+  virtual std::string send(int64_t peer, int tag, const void* from, int64_t bytes,
+                           int64_t ticket) = 0;
+  virtual std::string receive(int64_t peer, int tag, void* to, int64_t bytes, int64_t ticket) = 0;
+  // Appends the tickets of the messages that have completed since the last poll.
+  virtual std::string poll(std::vector<int64_t>* done) = 0;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_MPI_PORT_H_

@@ -1,0 +1,78 @@
+// Whole rows of bytes between the ranks of one group: row r to rank r, or one row to all.
+//
+// A row travels in segments. Messages read and write memory of the call's own, never the caller's,
+// which is gone once a call has failed; it holds one window of segments for each peer and way.
+#ifndef CGX_MPI_ROWS_H_
+#define CGX_MPI_ROWS_H_
+
+#include <stdint.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "mpi/call.h"
+#include "mpi/hello.h"
+#include "mpi/port.h"
+
+namespace cgx {
+
+// What one call moves, and among whom. Both arrays belong to the caller until the call is over.
+struct RowsSpec {
+  bool gathers;       // one row to all ranks, instead of row r to rank r
+  const uint8_t* in;  // u8[world, row_bytes]; of a gather u8[row_bytes]
+  uint8_t* out;       // u8[world, row_bytes]: row r is from rank r
+  int64_t row_bytes;
+  int64_t world;
+  int64_t rank;
+  int tag;  // the first of kCallTags
+};
+
+class RowsCall : public Call {
+ public:
+  RowsCall(const RowsSpec& spec, const CallSettings& settings, std::unique_ptr<Port> port,
+           BufferPool& buffers);
+
+  bool advance() override;
+  bool done() const override { return pending_ == 0 && open_ == 0; }
+  const std::string& error() const override { return error_; }
+  std::string awaited() const override;
+  void release(BufferPool& buffers) override;
+
+ private:
+  struct Peer {
+    Hello hello;
+    bool greeted = false;
+    int64_t sends = 0, receives = 0;  // posted
+    int64_t sent = 0, received = 0;   // completed
+    std::vector<bool> gone, here;     // the same of each segment
+  };
+  enum Kind { kHelloSend, kHelloReceive, kSend, kReceive };
+
+  void message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes);
+  void complete(int64_t ticket);
+  void pump(int64_t peer);
+  bool finished(const Peer& peer) const {
+    return peer.greeted && peer.sent == segments_ && peer.received == segments_;
+  }
+  int64_t begin(int64_t segment) const;
+  int64_t bytes(int64_t segment) const { return begin(segment + 1) - begin(segment); }
+  uint8_t* staged(const BufferPool::Buffer& buffer, int64_t peer, int64_t segment) const {
+    return buffer.data.get() + (peer * window_ + segment % window_) * longest_;
+  }
+
+  const RowsSpec spec_;
+  const int64_t segments_, longest_, window_;
+  const std::unique_ptr<Port> port_;
+  BufferPool::Buffer outgoing_, incoming_;  // u8[world, window, longest]
+  Hello hello_;
+  std::vector<Peer> peers_;
+  int64_t pending_ = 0;  // messages
+  int64_t open_ = 0;     // peers that are not finished
+  std::vector<int64_t> finished_;
+  std::string error_;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_MPI_ROWS_H_

@@ -1,0 +1,82 @@
+// Segments as nonblocking messages between the ranks of one group.
+#ifndef CGX_MPI_TRANSPORT_H_
+#define CGX_MPI_TRANSPORT_H_
+
+#include <stdint.h>
+
+#include <string>
+#include <vector>
+
+#include "mpi/hello.h"
+#include "mpi/port.h"
+#include "schedule/schedule.h"
+#include "schedule/segments.h"
+
+namespace cgx {
+
+class Transport {
+ public:
+  // `sent` and `received` are u8[world, chunk_bytes]. The chunks to send lie in their rows of
+  // `sent`, where the gathered ones then take their place; row `rank` is the own reduced chunk.
+  Transport(Port& port, const Layout& layout, const Segments& segments, int64_t rank, int tag,
+            int64_t ahead, const Hello& hello, uint8_t* sent, uint8_t* received);
+
+  void post(Phase phase, int64_t segment);
+  bool arrived(Phase phase, int64_t segment) const {
+    return missing_[static_cast<int>(phase)][segment] == 0;
+  }
+  // Lets messages move; true when some did.
+  bool poll();
+  // Nothing of this rank's is left to be sent.
+  bool drained() const { return pending_ == 0; }
+  const std::string& error() const { return error_; }
+  // Peers from which something is awaited, as text.
+  std::string awaited() const;
+
+ private:
+  struct Peer {
+    Hello hello;
+    bool greeted = false;
+    int64_t scatter_sends = 0, gather_sends = 0;        // posted
+    int64_t scatter_receives = 0, gather_receives = 0;  // posted
+    int64_t scattered = 0, gathered = 0;                // received
+    int64_t sending = 0;                                // posted and not yet gone
+    std::vector<bool> sent;                             // scatter segments that have left
+  };
+  enum Kind {
+    kHelloSend,
+    kHelloReceive,
+    kScatterSend,
+    kScatterReceive,
+    kGatherSend,
+    kGatherReceive
+  };
+
+  void pump(int64_t peer);
+  void complete(int64_t ticket);
+  void message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes);
+  uint8_t* place(uint8_t* payload, int64_t row, int64_t chunk, int64_t segment) const {
+    return payload + row * layout_.chunk_bytes + segments_.begin(chunk, segment) -
+           layout_.begin[chunk];
+  }
+
+  Port& port_;
+  const Layout layout_;
+  const Segments& segments_;
+  const int64_t rank_;
+  const int tag_;
+  const int64_t ahead_;  // receives posted early, a peer and phase
+  Hello hello_;
+  uint8_t* const sent_;
+  uint8_t* const received_;
+  std::vector<Peer> peers_;
+  std::vector<int64_t> missing_[2];
+  int64_t posted_[2] = {0, 0};
+  int64_t pending_ = 0;
+  std::vector<int64_t> finished_;
+  std::string error_;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_MPI_TRANSPORT_H_

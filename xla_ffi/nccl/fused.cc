@@ -1,0 +1,212 @@
+#include "nccl/fused.h"
+
+#include <thread>
+
+namespace cgx {
+namespace {
+
+// Memory is the limit of what may be in flight, and every segment has its own.
+constexpr int64_t kNoWindow = int64_t{1} << 62;
+
+// One for the order of streams as messages are posted, and one for each phase of a segment.
+int64_t events_of(int64_t segments) { return 1 + 2 * segments; }
+
+Layout with_rows(Layout layout, int64_t bytes) {
+  layout.chunk_bytes = bytes;
+  return layout;
+}
+
+std::string said(cudaError_t error) {
+  return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
+}
+
+}  // namespace
+
+CudaFused::CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm,
+                     CudaLane& lane, cudaStream_t stream)
+    : spec_(spec),
+      nccl_(nccl),
+      comm_(comm),
+      lane_(lane),
+      stream_(stream),
+      segments_(spec.layout, spec.segment_bytes),
+      rows_(with_rows(spec.layout, row_bytes(spec.layout, spec.segment_bytes))),
+      sent_(spec.scratch),
+      received_(spec.scratch + rows_.world * rows_.chunk_bytes) {}
+
+std::string CudaLane::prepare(int64_t segments) {
+  const auto make = [&]() -> cudaError_t {
+    if (!loaded) {
+      if (const cudaError_t error = load_kernels(); error != cudaSuccess) return error;
+      loaded = true;
+    }
+    if (!wire) {
+      int least, greatest;
+      cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+      if (error == cudaSuccess) {
+        error = cudaStreamCreateWithPriority(&wire, cudaStreamNonBlocking, greatest);
+      }
+      if (error != cudaSuccess) return error;
+    }
+    while (static_cast<int64_t>(events.size()) < events_of(segments)) {
+      cudaEvent_t event;
+      const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+      if (error != cudaSuccess) return error;
+      events.push_back(event);
+    }
+    return cudaSuccess;
+  };
+  return said(make());
+}
+
+std::string CudaFused::run() {
+  if (static_cast<int64_t>(lane_.events.size()) < events_of(segments_.count())) {
+    return "the stage Initialize of this call has not run on its device";
+  }
+  Schedule<CudaFused, CudaFused> schedule(segments_.count(), kNoWindow, *this, *this);
+  while (error_.empty() && schedule.step()) {
+  }
+  if (!error_.empty()) {
+    // The caller frees the memory now: its stream has to come after what the wire still does.
+    const std::string error = error_;
+    check(cudaEventRecord(lane_.events[0], lane_.wire));
+    check(cudaStreamWaitEvent(stream_, lane_.events[0], 0));
+    return error;
+  }
+  return "";
+}
+
+bool CudaFused::has(Phase phase) const {
+  return spec_.collective == Collective::kAllReduce ||
+         (phase == Phase::kScatter) == (spec_.collective == Collective::kReduceScatter);
+}
+
+void CudaFused::encode(int64_t segment) {
+  if (!has(Phase::kScatter)) return;
+  std::vector<Range> ranges;
+  for (int64_t chunk = 0; chunk < rows_.world; ++chunk) {
+    if (chunk != spec_.rank) ranges.push_back(range(chunk, segment));
+  }
+  check(cgx::encode({rows_,
+                     spec_.in,
+                     spec_.residuals,
+                     spec_.keys,
+                     {nullptr, spec_.rank},
+                     sent_,
+                     /*tails=*/false,
+                     /*key_step=*/spec_.collective == Collective::kReduceScatter ? 2 : 0},
+                    ranges, stream_));
+}
+
+// What this rank owns: reduced, added up or only encoded.
+void CudaFused::reduce(int64_t segment) {
+  const std::vector<Range> own = {range(spec_.rank, segment)};
+  const RankSource rank{nullptr, spec_.rank};
+  switch (spec_.collective) {
+    case Collective::kAllReduce:
+      check(cgx::reduce({rows_, spec_.in, spec_.keys + 2, rank, received_, spec_.divisor,
+                         sent_ + spec_.rank * rows_.chunk_bytes, /*tails=*/false, spec_.residuals},
+                        own, stream_));
+      break;
+    case Collective::kReduceScatter:
+      check(cgx::accumulate(
+          {rows_, spec_.in, received_, rows_.world, rank, spec_.divisor, spec_.out}, own, stream_));
+      break;
+    case Collective::kAllGather:
+      check(cgx::encode({rows_, spec_.in, {}, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
+                        own, stream_));
+  }
+}
+
+void CudaFused::decode(int64_t segment) {
+  if (!has(Phase::kGather)) return;
+  std::vector<Range> ranges;
+  for (int64_t chunk = 0; chunk < rows_.world; ++chunk) ranges.push_back(range(chunk, segment));
+  check(cgx::decode({rows_, sent_, spec_.out}, ranges, stream_));
+}
+
+void CudaFused::post(Phase phase, int64_t segment) {
+  if (!has(phase)) return;
+  const int64_t world = rows_.world;
+  const int32_t own = spec_.rank;
+  check(cudaEventRecord(lane_.events[0], stream_));
+  check(cudaStreamWaitEvent(lane_.wire, lane_.events[0], 0));
+  check_nccl("ncclGroupStart", nccl_.group_start());
+  if (!error_.empty()) return;
+  for (int64_t d = 1; d < world; ++d) {
+    const int32_t to = static_cast<int32_t>((own + d) % world);
+    const int32_t from = static_cast<int32_t>((own + world - d) % world);
+    const bool scatter = phase == Phase::kScatter;
+    // In the first phase a rank sends each peer the peer's chunk and gets its own; in the second
+    // it sends its own to all.
+    const int32_t out_chunk = scatter ? to : own, in_chunk = scatter ? own : from;
+    const size_t out_bytes = segments_.bytes(out_chunk, segment);
+    const size_t in_bytes = segments_.bytes(in_chunk, segment);
+    if (out_bytes > 0) {
+      check_nccl("ncclSend", nccl_.send(place(sent_, out_chunk, out_chunk, segment), out_bytes,
+                                        NcclLibrary::kBytes, to, comm_, lane_.wire));
+    }
+    if (in_bytes > 0) {
+      check_nccl("ncclRecv", nccl_.recv(place(scatter ? received_ : sent_, from, in_chunk, segment),
+                                        in_bytes, NcclLibrary::kBytes, from, comm_, lane_.wire));
+    }
+  }
+  check_nccl("ncclGroupEnd", settled(nccl_.group_end()));
+  check(cudaEventRecord(event(phase, segment), lane_.wire));
+}
+
+// A communicator that does not block says "in progress", and must be asked until it is done: only
+// then are the messages on the stream. One that has been aborted answers with an error.
+int CudaFused::settled(int result) {
+  const auto deadline = std::chrono::steady_clock::now() + spec_.patience;
+  while (result == NcclLibrary::kInProgress) {
+    if (std::chrono::steady_clock::now() >= deadline) {
+      if (error_.empty()) {
+        error_ = "the communicator is still in progress after " +
+                 std::to_string(spec_.patience.count()) +
+                 " ms: a rank has not come to this call. See whether every process still runs and "
+                 "makes the same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
+      }
+      break;
+    }
+    std::this_thread::yield();
+    int state = NcclLibrary::kSuccess;
+    const int asked = nccl_.comm_get_async_error(comm_, &state);
+    result = asked == NcclLibrary::kSuccess ? state : asked;
+  }
+  return result;
+}
+
+bool CudaFused::arrived(Phase phase, int64_t segment) {
+  if (has(phase)) check(cudaStreamWaitEvent(stream_, event(phase, segment), 0));
+  return true;
+}
+
+// The segment of a chunk, which starts at an aligned byte of its row.
+Range CudaFused::range(int64_t chunk, int64_t segment) const {
+  const int64_t from = segments_.begin(chunk, segment);
+  const int64_t before = from - rows_.begin[chunk];
+  return {from, segments_.begin(chunk, segment + 1),
+          aligned(before) + kAlignment * segment - before};
+}
+
+uint8_t* CudaFused::place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const {
+  const Range r = range(chunk, segment);
+  return rows + row * rows_.chunk_bytes + r.from - rows_.begin[chunk] + r.shift;
+}
+
+cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {
+  return lane_.events[1 + 2 * segment + (phase == Phase::kGather)];
+}
+
+void CudaFused::check(cudaError_t error) {
+  if (error_.empty()) error_ = said(error);
+}
+
+void CudaFused::check_nccl(const char* call, int result) {
+  if (result != NcclLibrary::kSuccess && result != NcclLibrary::kInProgress && error_.empty()) {
+    error_ = std::string(call) + ": " + nccl_.get_error_string(result);
+  }
+}
+
+}  // namespace cgx

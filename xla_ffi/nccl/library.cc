@@ -1,0 +1,50 @@
+#include "nccl/library.h"
+
+#include <dlfcn.h>
+
+namespace cgx {
+namespace {
+
+struct Loaded {
+  NcclLibrary library = {};
+  std::string error;
+
+  Loaded() {
+    // XLA opens NCCL by this bare name too, and the linker gives the same copy to whoever asks for
+    // a name that is loaded. Asking for a loaded one first never brings a second copy in.
+    const char* const name = "libnccl.so.2";
+    void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (!handle) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (!handle) {
+      error = "libnccl.so.2 is not loaded and cannot be found; pip install \"jax[cuda13]\"";
+      return;
+    }
+    bind(handle, "ncclGetVersion", &library.get_version);
+    bind(handle, "ncclGetErrorString", &library.get_error_string);
+    bind(handle, "ncclCommCount", &library.comm_count);
+    bind(handle, "ncclCommUserRank", &library.comm_user_rank);
+    bind(handle, "ncclCommGetAsyncError", &library.comm_get_async_error);
+    bind(handle, "ncclGroupStart", &library.group_start);
+    bind(handle, "ncclGroupEnd", &library.group_end);
+    bind(handle, "ncclSend", &library.send);
+    bind(handle, "ncclRecv", &library.recv);
+  }
+
+ private:
+  template <typename F>
+  void bind(void* handle, const char* symbol, F* function) {
+    *function = reinterpret_cast<F>(dlsym(handle, symbol));
+    if (!*function) error = std::string("libnccl.so.2 has no ") + symbol + "; it needs NCCL 2.7";
+  }
+};
+
+}  // namespace
+
+const NcclLibrary* nccl_library(std::string* error) {
+  static const Loaded loaded;
+  if (loaded.error.empty()) return &loaded.library;
+  *error = loaded.error;
+  return nullptr;
+}
+
+}  // namespace cgx
