@@ -31,6 +31,7 @@ from cgx_jax.policies.solvers import KMeans as KMeans
 from cgx_jax.policies.solvers import LeastBytes as LeastBytes
 from cgx_jax.policies.solvers import LeastError as LeastError
 from cgx_jax.policies.solvers import Linear as Linear
+from cgx_jax.reductions import Levels as Levels
 from cgx_jax.transforms.memory import ErrorFeedback as ErrorFeedback
 from cgx_jax.transforms.memory import MomentumCorrection as MomentumCorrection
 from cgx_jax.transforms.precondition import SecondMoment as SecondMoment

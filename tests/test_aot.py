@@ -53,7 +53,7 @@ def compiled(tmp_path, exchange, style):
 def has_nccl():
     from cgx_jax.exchanges import nccl
 
-    return nccl.missing() is None
+    return nccl.not_installed() is None
 
 
 needs_nccl = pytest.mark.skipif(

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Policy, Profile, Quantize, Rule, Rules, installation
-from cgx_jax.axes import Axes
 from cgx_jax.exchanges import auto, nccl, xla
 from cgx_jax.exchanges.profile import Codec
 from cgx_jax.kernels import primitives
@@ -58,30 +57,30 @@ def targets(f, *args):
 @pytest.fixture
 def built(monkeypatch):
     """As if the CUDA module with its fused calls were there: enough for tracing."""
-    monkeypatch.setattr(nccl, "missing", lambda: None)
+    monkeypatch.setattr(nccl, "not_installed", lambda: None)
 
 
 @pytest.fixture
 def stand_ins(built, monkeypatch):
     """The fused calls' contract in single steps, row by row, in place of the calls."""
 
-    def reduce_scatter(name, words, rows, layout, axes, groups):
+    def reduce_scatter(self, name, words, rows, layout, axes):
         encoded = [
             primitives.encode(w, [row], layout)[0][0]
             for w, row in zip(jnp.asarray(words), rows, strict=True)
         ]
-        received = xla.scatter(jnp.stack(encoded), axes, groups)
-        rank = Axes.resolve("reduce_scatter", axes, groups).rank()
+        received = xla.scatter(jnp.stack(encoded), axes)
+        rank = axes.rank()
         own = lax.dynamic_index_in_dim(rows, rank, 0, keepdims=False)
         return primitives.accumulate(rank, received, [own], layout)[0]
 
-    def all_gather(name, words, x, layout, axes, groups):
+    def all_gather(self, name, words, x, layout, axes):
         payload = primitives.encode(words, [x], layout)[0][0]
-        payloads = lax.all_gather(payload, axes, axis_index_groups=groups)
+        payloads = lax.all_gather(payload, axes.names, axis_index_groups=axes.groups)
         return jnp.stack([primitives.decode(p[None], layout, [x])[0] for p in payloads])
 
-    monkeypatch.setattr(nccl, "reduce_scatter", reduce_scatter)
-    monkeypatch.setattr(nccl, "all_gather", all_gather)
+    monkeypatch.setattr(nccl.Nccl, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(nccl.Nccl, "all_gather", all_gather)
 
 
 @pytest.mark.parametrize(

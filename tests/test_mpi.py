@@ -167,7 +167,7 @@ def test_without_mpi_the_call_says_what_is_missing(mesh, monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ValueError, match=r'pip install "cgx-jax\[mpi\]"'):
         reduce_by_mpi(mesh)
-    assert not mpi.usable()
+    assert not Mpi().usable()
 
 
 def test_an_axis_of_vmap_has_no_wire(monkeypatch):

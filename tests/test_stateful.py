@@ -10,20 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Plan, Rules
+from cgx_jax import Plan, Quantize, Rule, Rules
 from cgx_jax.compressors import PayloadCompressor
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta(Cast):
-    """Sends the difference to what it sent before: has state."""
-
-    def init(self, shape, dtype):
-        return (jnp.zeros(shape, dtype),)
-
-    def encode(self, x, state=(), *, key=None):
-        payload, _ = super().encode(x - state[0])
-        return payload, (x,)
+from toys import Difference, RankOne
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +47,9 @@ class ThreeBits(PayloadCompressor):
         return (codes.astype(jnp.float32) - 4).reshape(shape).astype(dtype)
 
 
-DELTA = Delta(jnp.bfloat16)
+DELTA = Difference()
 TREE = {"a": {"kernel": jnp.ones((8, 64, 64))}, "bias": jnp.ones((8, 64))}
 LOCAL = {"a": {"kernel": jnp.ones((64, 64))}, "bias": jnp.ones(64)}
-
-
-def sync(t):
-    tx = cgx_jax.sync_gradients("data", DELTA)
-    return tx.update(t, tx.init(t))[0]
 
 
 def hook(t):
@@ -82,7 +66,6 @@ CALLS = {
         t, "data", DELTA, tiled=True
     ),
     "all_gather_compressed": lambda t: cgx_jax.all_gather_compressed(t, "data", DELTA),
-    "sync_gradients": sync,
     "reduce_in_backward": hook,
 }
 
@@ -91,7 +74,7 @@ CALLS = {
 def test_a_compressor_with_state_is_refused_while_tracing_by(name, mesh):
     call = lambda t: CALLS[name](jax.tree.map(lambda x: x[0], t))  # noqa: E731
     f = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    pattern = f"^{name}: {re.escape(str(DELTA))} of leaf 'a/kernel' has state .*use a compressor"
+    pattern = f"^{name}: {re.escape(str(DELTA))} of leaf 'a/kernel' has state, .*sync_gradients"
     with pytest.raises(ValueError, match=pattern):
         jax.eval_shape(f, TREE)
 
@@ -99,8 +82,159 @@ def test_a_compressor_with_state_is_refused_while_tracing_by(name, mesh):
 def test_a_compressor_with_state_is_refused_by_value_and_grad(mesh):
     loss = lambda p, x: (p["a"]["kernel"] @ x.T).mean() + p["bias"].sum()  # noqa: E731
     f = cgx_jax.value_and_grad(loss, "data", DELTA, mesh=mesh)
-    with pytest.raises(ValueError, match="has state"):
+    with pytest.raises(ValueError, match=r"value_and_grad: .* has state between steps: .*f\.init"):
         jax.eval_shape(f, LOCAL, jnp.ones((8, 64)))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def stepper(tx, mesh, state, *, check_vma=True):
+    specs = cgx_jax.state_specs(state, "data")
+    return jax.jit(
+        jax.shard_map(
+            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            mesh=mesh,
+            in_specs=(P("data"), specs),
+            out_specs=(P(), specs),
+            check_vma=check_vma,
+        )
+    )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_state_of_each_rank_is_kept_from_step_to_step(check_vma, mesh):
+    """`Difference` sends what changed: the sum of what was seen is the last gradients' mean."""
+    tx = cgx_jax.sync_gradients("data", DELTA, mesh=mesh, exchange="xla")
+    state = tx.init(LOCAL)
+    assert state.codes.own["a"]["kernel"][0].shape == (8, 64, 64)
+    assert state.codes.own["bias"] == ()  # exact
+    step = stepper(tx, mesh, state, check_vma=check_vma)
+    seen = 0.0
+    for i in range(4):
+        grads = {"a": {"kernel": normal(8, 64, 64, seed=i)}, "bias": normal(8, 64, seed=i)}
+        mean, state = step(grads, state)
+        seen = seen + np.asarray(mean["a"]["kernel"])
+        np.testing.assert_allclose(mean["bias"], grads["bias"].mean(0), atol=1e-6)
+    kernel = grads["a"]["kernel"]
+    assert np.abs(seen - kernel.mean(0)).max() <= 4 / 512 + 1e-5
+    np.testing.assert_array_equal(state.codes.own["a"]["kernel"][0], kernel)
+
+
+def test_a_shared_state_converges_as_power_iteration_does(mesh):
+    """`RankOne` keeps its right factor: on gradients that stay it finds the largest direction."""
+    tx = cgx_jax.sync_gradients("data", Rules((), RankOne()), exchange="xla")
+    grads = normal(8, 40, 60)
+    state = tx.init(jnp.zeros((40, 60)))
+    specs = cgx_jax.state_specs(state, "data")
+    assert specs.codes.shared == P()
+    step = stepper(tx, mesh, state)
+    errors = []
+    for _ in range(30):
+        mean, state = step(grads, state)
+        errors.append(np.linalg.norm(np.asarray(mean) - grads.mean(0)))
+    best = np.sqrt((np.linalg.svd(grads.mean(0))[1][1:] ** 2).sum())
+    assert errors[-1] < errors[0]
+    assert errors[-1] == pytest.approx(best, rel=0.01)
+
+
+@pytest.mark.parametrize("compressor", [DELTA, RankOne()], ids=["own", "shared"])
+def test_a_step_that_is_not_finite_leaves_the_state(compressor, mesh):
+    tx = cgx_jax.sync_gradients("data", compressor, mesh=mesh, exchange="xla")
+    state = tx.init(LOCAL)
+    step = stepper(tx, mesh, state)
+    good = {"a": {"kernel": normal(8, 64, 64)}, "bias": normal(8, 64)}
+    bad = {"a": {"kernel": good["a"]["kernel"].copy()}, "bias": good["bias"].copy()}
+    bad["bias"][3, 5] = np.nan
+    _, state = step(good, state)
+    mean, after = step(bad, state)
+    assert np.isnan(mean["bias"]).any()
+    for x, y in zip(jax.tree.leaves(state.codes), jax.tree.leaves(after.codes), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_feedback_around_a_low_rank_code_loses_nothing_in_the_long_run(mesh):
+    tx = cgx_jax.sync_gradients(
+        "data", RankOne(), memory=cgx_jax.ErrorFeedback(), mesh=mesh, exchange="xla"
+    )
+    grads = normal(8, 40, 60)
+    state = tx.init(jnp.zeros((40, 60)))
+    step = stepper(tx, mesh, state)
+    seen = np.zeros((40, 60))
+    for _ in range(10):
+        mean, state = step(grads, state)
+        seen += np.asarray(mean)
+    memory = np.asarray(state.memory[0]).mean(0)
+    np.testing.assert_allclose(seen + memory, 10 * grads.mean(0), atol=1e-3)
+
+
+@pytest.mark.parametrize("compressor", [DELTA, RankOne()], ids=["own", "shared"])
+def test_state_works_under_pmap_and_in_value_and_grad(compressor, mesh):
+    tx = cgx_jax.sync_gradients("data", compressor, exchange="xla")
+    grads = {"a": {"kernel": normal(8, 64, 64)}, "bias": normal(8, 64)}
+    state = jax.pmap(tx.init, axis_name="data")(jax.tree.map(jnp.zeros_like, grads))
+    step = jax.pmap(lambda g, s: tx.update(g, s), axis_name="data")
+    for _ in range(2):
+        mean, state = step(grads, state)
+    assert (np.asarray(mean["a"]["kernel"]) == np.asarray(mean["a"]["kernel"])[0]).all()
+
+    loss = lambda p, x: (jnp.tanh(x @ p["a"]["kernel"]) + p["bias"]).mean()  # noqa: E731
+    f = cgx_jax.value_and_grad(loss, "data", compressor, mesh=mesh, exchange="xla")
+    kept = f.init(LOCAL)
+    apply = jax.jit(f.apply)
+    for i in range(2):
+        (_, got), kept = apply(kept, LOCAL, jnp.asarray(normal(16, 64, seed=i)))
+    assert int(kept.step) == 2
+    assert np.isfinite(got["a"]["kernel"]).all()
+    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(kept.codes))
+
+
+def test_a_state_survives_orbax_and_placement(mesh, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    policy = Rules([Rule(DELTA, path="kernel")], RankOne(), exact=())
+    params = {"a": {"kernel": jnp.ones((64, 64))}, "b": jnp.ones((30, 20))}
+    tx = cgx_jax.sync_gradients("data", policy, mesh=mesh, exchange="xla")
+    state = tx.init(params)
+    step = stepper(tx, mesh, state)
+    grads = {"a": {"kernel": normal(8, 64, 64)}, "b": normal(8, 30, 20)}
+    _, state = step(grads, state)
+    shardings = cgx_jax.state_shardings(state, "data", mesh)
+    with checkpoint.StandardCheckpointer() as files:
+        files.save(tmp_path / "state", state)
+        files.wait_until_finished()
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+        )
+        restored = files.restore(tmp_path / "state", like)
+    one, other = step(grads, state), step(grads, restored)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_state_of_other_compressors_is_refused(mesh):
+    grads = jax.tree.map(lambda x: x[0], TREE)
+    stateful, other = (
+        cgx_jax.sync_gradients("data", c, mesh=mesh, exchange="xla") for c in (DELTA, Quantize(4))
+    )
+    for tx, state, says in (
+        (stateful, other.init(LOCAL), "holds nothing for Difference"),
+        (other, stateful.init(LOCAL), r"the state of Quantize.* is .*its init makes \[\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"^sync_gradients: .*{says}.*other options"):
+            jax.eval_shape(stepper(tx, mesh, state), TREE, state)
+    assert grads
+
+
+class Claims(Difference):
+    shares_state = True
+
+
+def test_a_state_that_is_said_to_be_shared_and_is_not_is_refused(mesh):
+    tx = cgx_jax.sync_gradients("data", Claims(), mesh=mesh, exchange="xla")
+    state = tx.init(LOCAL)
+    with pytest.raises(ValueError, match=r"says that ranks share its state .*differs over"):
+        jax.eval_shape(stepper(tx, mesh, state), TREE, state)
 
 
 def test_payloads_that_are_no_whole_bytes_are_filled_up(mesh):

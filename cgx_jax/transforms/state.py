@@ -274,6 +274,8 @@ def _check_codes(codes: Any, plan: Plan, treedef: Any) -> None:
 
 def _rows(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None) -> Any:
     """`make()` with a leading row for each rank, which holds its own."""
+    if not jax.tree.leaves(jax.eval_shape(make)):
+        return make()
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     bound = _bound(names)
     checked = bound and Axes.resolve(CALLER, names, None).checked()

@@ -1,0 +1,251 @@
+"""Two levels: exact inside a node, compressed between nodes, the same bits everywhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Cast, Levels, Quantize, Rules
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.reductions import GatherSum, ScatterGather
+from cgx_jax.reductions.levels import Leveled
+from reducing import pmean_with_residual
+from test_reductions import Stateless
+from toys import Difference, Largest, Steps
+
+GRIDS = {"2 x 2": (2, 2), "2 x 4": (2, 4), "4 x 2": (4, 2), "3 x 2": (3, 2)}
+CODES = {
+    "quantize": (Quantize(4, 64), None),
+    "stochastic, rotated": (Quantize(4, 64, "stochastic", rotation=True), None),
+    "correlated": (Quantize(4, 64, "correlated"), None),
+    "one-shot": (Quantize(4, 64), "gather_sum"),
+    "chunked": (Steps(), None),
+    "sparse": (Largest(), None),
+    "summed": (Stateless(), None),
+}
+KEY = jax.random.key(2)
+
+
+def values(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def grid(nodes, local):
+    devices = np.array(jax.devices()[: nodes * local]).reshape(nodes, local)
+    return Mesh(devices, ("node", "local"))
+
+
+def on_grid(f, mesh, *, check_vma=True, out=None):
+    spec = P(mesh.axis_names)
+    out = P() if out is None else out
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma))
+
+
+AXES = ("node", "local")
+
+
+def bound_of(code, how, x, nodes, local):
+    """The reduction's bound over the nodes' exact sums."""
+    across = {"gather_sum": GatherSum(), None: ScatterGather()}[how]
+    if isinstance(code, Largest):
+        across = GatherSum()
+    sums = jnp.asarray(np.asarray(x).reshape(nodes, local, -1).sum(1))
+    return np.asarray(across.error_bound(code, sums)).reshape(x.shape[1:])
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+@pytest.mark.parametrize("name", CODES)
+def test_sums_are_within_the_bound_between_nodes_and_alike_on_all_ranks(name, shape):
+    nodes, local = GRIDS[shape]
+    code, how = CODES[name]
+    x = values(nodes * local, 16, 60)
+    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+        v[0], AXES, code, key=KEY, exchange="xla", reduction=how, levels=Levels("local")
+    )
+    mesh = grid(nodes, local)
+    got = np.asarray(on_grid(lambda v: call(v)[None], mesh, out=P(AXES), check_vma=False)(x))
+    assert all(row.tobytes() == got[0].tobytes() for row in got)
+    typed = on_grid(call, mesh)(x)  # check_vma takes it for the same on all ranks
+    assert np.asarray(typed).tobytes() == got[0].tobytes()
+    exact = np.asarray(x, np.float64).sum(0)
+    if isinstance(code, Stateless):
+        bound = np.linalg.norm(exact)
+    else:
+        # A share's buckets begin elsewhere than the leaf's, so its largest value stands for all.
+        bound = bound_of(code, how, x, nodes, local).max()
+    assert 0 < np.abs(got[0] - exact).max() <= bound + 1e-5
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_groups_of_a_flat_axis_are_levels_too(check_vma, mesh):
+    x = values(8, 16, 60)
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    flat = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+        v[0], "data", Quantize(4, 64), exchange="xla", levels=Levels(groups=groups)
+    )
+    named = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+        v[0], AXES, Quantize(4, 64), exchange="xla", levels=Levels("local")
+    )
+    got = jax.jit(
+        jax.shard_map(flat, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma)
+    )(x)
+    np.testing.assert_array_equal(got, on_grid(named, grid(2, 4))(x))
+
+
+def test_levels_work_under_pmap_and_in_a_plain_vmap():
+    x, groups = values(8, 16, 60), Levels(groups=[[0, 1], [2, 3], [4, 5], [6, 7]])
+    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+        v, "data", Quantize(4, 64), exchange="xla", levels=groups
+    )
+    want = jax.pmap(call, axis_name="data")(x)
+    assert (np.asarray(want) == np.asarray(want)[0]).all()
+    twice = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+        v, AXES, Quantize(4, 64), exchange="xla", levels=Levels("local")
+    )
+    named = on_grid(lambda v: jax.vmap(twice)(jnp.stack([v[0], 2 * v[0]]))[0], grid(4, 2))
+    np.testing.assert_array_equal(named(x), want[0])
+
+
+@pytest.mark.parametrize("inner", [None, Quantize(8, 64), Cast(jnp.bfloat16)], ids=str)
+@pytest.mark.parametrize("name", ["quantize", "one-shot", "chunked", "sparse"])
+def test_what_the_ranks_lost_is_the_difference_to_the_exact_mean(name, inner):
+    code, how = CODES[name]
+    x = {"a": values(8, 16, 60), "b": values(8, 9, 7, seed=1)}
+    plan = cgx_jax.Plan.build(jax.tree.map(lambda v: v[0], x), Rules((), code, exact=()))
+
+    def step(t):
+        own = jax.tree.map(lambda v: v[0], t)
+        options = {"exchange": "xla", "reduction": how, "levels": Levels("local", compressor=inner)}
+        mean, lost = pmean_with_residual("here", own, AXES, plan, key=KEY, **options)
+        return mean, [e[None] for e in lost]
+
+    mean, lost = on_grid(step, grid(2, 4), out=(P(), P(AXES)))(x)
+    for (k, v), e in zip(x.items(), lost, strict=True):
+        account = np.asarray(v, np.float64).mean(0) - mean[k] - np.asarray(e, np.float64).mean(0)
+        assert np.abs(account).max() < 1e-5
+        assert np.abs(np.asarray(e)).max() > 0
+
+
+def test_feedback_over_levels_loses_nothing_in_the_long_run():
+    mesh, x = grid(2, 2), values(4, 40, 50)
+    tx = cgx_jax.sync_gradients(
+        AXES,
+        Quantize(2, 64),
+        memory=cgx_jax.ErrorFeedback(),
+        levels=Levels("local"),
+        exchange="xla",
+        mesh=mesh,
+    )
+    state = tx.init(jnp.zeros((40, 50)))
+    specs = cgx_jax.state_specs(state, AXES)
+    step = jax.jit(
+        jax.shard_map(
+            lambda g, s: tx.update(g[0], s),
+            mesh=mesh,
+            in_specs=(P(AXES), specs),
+            out_specs=(P(), specs),
+        )
+    )
+    seen = np.zeros((40, 50))
+    for _ in range(20):
+        mean, state = step(x, state)
+        seen += np.asarray(mean)
+    memory = np.asarray(state.memory[0]).mean(0)
+    np.testing.assert_allclose(seen + memory, 20 * np.asarray(x).mean(0), atol=1e-3)
+
+
+@pytest.mark.parametrize("call", ["pmean", "hook", "value_and_grad"])
+def test_other_calls_take_levels(call):
+    mesh, x = grid(2, 2), values(8, 40)
+    w = values(40, 60, seed=1)
+    loss = lambda p, v: (jnp.tanh(v @ p) ** 2).mean()  # noqa: E731
+    how = {"levels": Levels("local"), "exchange": "xla"}
+    want = jax.grad(loss)(w, x)
+    if call == "value_and_grad":
+        f = cgx_jax.value_and_grad(loss, AXES, Quantize(8, 64), mesh=mesh, **how)
+        got = jax.jit(f)(w, x)[1]
+    else:
+
+        def step(p, v):
+            if call == "hook":
+                wrap = functools.partial(
+                    cgx_jax.reduce_in_backward, axis_name=AXES, compressor=Quantize(8, 64), **how
+                )
+                return jax.grad(lambda q: lax.pmean(loss(wrap(q), v), AXES))(p)
+            varying = lax.pcast(p, AXES, to="varying")
+            grads = jax.grad(loss)(varying, v)
+            return cgx_jax.pmean_compressed(grads, AXES, Quantize(8, 64), **how)
+
+        got = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P(AXES)), out_specs=P()))(w, x)
+    assert 0 < np.abs(np.asarray(got - want)).max() < 0.05 * np.abs(np.asarray(want)).max()
+
+
+def test_between_nodes_a_rank_sends_its_share_alone():
+    leaf = CodedLeaf(Quantize(4), (25_000_000 // 4,), np.dtype(np.float32), 0)
+    mesh = grid(2, 2)
+    sizes = {}
+
+    def trace(v):
+        inner, outer = Levels("local").split(
+            "here", cgx_jax.core.Options.resolve("here", AXES).axes
+        )
+        sizes["between"] = Leveled(ScatterGather(), inner, outer, None).bytes_by_level((leaf,))[1]
+        return v
+
+    jax.eval_shape(
+        jax.shard_map(trace, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES)), jnp.ones(4)
+    )
+    # Flat, a rank sends every other rank a chunk in each phase: two of them are in the other node.
+    flat = ScatterGather().bytes_sent((leaf,), 4) * 2 / 3
+    assert sizes["between"] == pytest.approx(flat / 2, rel=0.001)
+
+
+WRONG = {
+    "an axis of another call": (Levels("model"), r"Levels\(inner=\('model',\)\) must name some"),
+    "all axes": (Levels(AXES), "leave one that leads across"),
+    "groups that miss a rank": (Levels(groups=[[0, 1], [2]]), "must hold every index below 4"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_levels_are_refused_by_the_call(name):
+    levels, says = WRONG[name]
+    f = lambda v: cgx_jax.psum_compressed(v[0], AXES, Quantize(4), levels=levels)  # noqa: E731
+    with pytest.raises(ValueError, match=rf"^psum_compressed.*{says}"):
+        jax.eval_shape(on_grid(f, grid(2, 2)), values(4, 64, 64))
+
+
+def test_options_that_do_not_go_with_levels_are_refused(mesh):
+    with pytest.raises(ValueError, match="give one of them"):
+        Levels()
+    with pytest.raises(ValueError, match="cannot be cut into a share"):
+        Levels("local", compressor=Largest())
+    call = functools.partial(cgx_jax.psum_compressed, axis_name=AXES, compressor=Quantize(4))
+    with pytest.raises(TypeError, match=r"^psum_compressed: levels='local' is not an instance"):
+        jax.eval_shape(on_grid(lambda v: call(v[0], levels="local"), grid(2, 2)), values(4, 64, 64))
+    groups = [[0, 1], [2, 3]]
+    f = lambda v: call(v[0], levels=Levels("local"), axis_index_groups=groups)  # noqa: E731
+    with pytest.raises(ValueError, match="do not go together"):
+        jax.eval_shape(on_grid(f, grid(2, 2)), values(4, 64, 64))
+    tx = cgx_jax.sync_gradients(AXES, Difference(), levels=Levels("local"))
+    f = lambda v: tx.update(v[0], tx.init(v[0]))[0]  # noqa: E731
+    with pytest.raises(ValueError, match=r"^sync_gradients: .* has state, .*another share"):
+        jax.eval_shape(on_grid(f, grid(2, 2), check_vma=False), values(4, 64, 64))
+
+
+def test_one_rank_a_node_is_flat_and_one_node_is_exact():
+    x = values(4, 16, 60)
+    call = lambda v, levels: cgx_jax.psum_compressed(  # noqa: E731
+        v[0], AXES, Quantize(4, 64), exchange="xla", levels=levels
+    )
+    one_each = on_grid(lambda v: call(v, Levels("local")), grid(4, 1))(x)
+    np.testing.assert_array_equal(one_each, on_grid(lambda v: call(v, None), grid(4, 1))(x))
+    one_node = on_grid(lambda v: call(v, Levels("local")), grid(1, 4))(x)
+    exact = on_grid(lambda v: lax.psum(v[0], AXES), grid(1, 4))(x)
+    np.testing.assert_array_equal(one_node, exact)

@@ -1,0 +1,327 @@
+"""Every reduction under every transformation, in every public call that allows it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cases import LOSSY, PAIRS
+from cgx_jax import Quantize, Rules
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.exchanges import Mpi
+from cgx_jax.reductions import GatherSum
+from cgx_jax.reductions.named import named
+from toys import Largest, RankOne, Steps, Vote
+
+KEY = jax.random.key(11)
+SHAPE = (12, 50)
+# One code for each reduction, without state.
+WAYS = {
+    "scatter_gather": Steps(),
+    "gather_sum": Steps(),
+    "gather_sum of Quantize": Quantize(8, 64),
+    "sum_rounds": RankOne(),
+    "majority": Vote(),
+}
+
+
+class Stateless(RankOne):
+    """`RankOne` from a start of its own in every step."""
+
+    def init(self, shape, dtype):
+        return ()
+
+    def rounds(self, x, state, *, key, world):
+        return super().rounds(x, super().init(x.shape, x.dtype), key=key, world=world)
+
+
+WAYS["sum_rounds"] = Stateless()
+
+
+def values(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def psum(name, x, axis="data", **options):
+    options |= {"exchange": "xla", "reduction": name.split()[0] if "_" in name else None}
+    return cgx_jax.psum_compressed(x, axis, WAYS[name], **options)
+
+
+def within(name, got, x, divisor=1):
+    reduction = named("test", name.split()[0] if "_" in name else "scatter_gather")
+    bound = np.asarray(reduction.error_bound(WAYS[name], x, divisor))
+    exact = np.asarray(x, np.float64).sum(0) / divisor
+    assert (np.abs(np.asarray(got) - exact) <= bound + 1e-5).all()
+
+
+def sharded(f, mesh, *, check_vma=True, out=None):
+    spec, out = P(mesh.axis_names), P() if out is None else out
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
+    x = values(8, *SHAPE)
+    call = functools.partial(psum, name)
+    both = ("data", "model")
+    got = {
+        "shard_map": sharded(lambda v: call(v[0]), mesh)(x),
+        "without check_vma": sharded(lambda v: call(v[0]), mesh, check_vma=False)(x),
+        "pmap": jax.pmap(call, axis_name="data")(x)[5],
+        "vmap over the axis": jax.vmap(call, axis_name="data")(x)[5],
+        "two axes": sharded(lambda v: call(v[0], both), mesh_2d)(x),
+        "scan": sharded(
+            lambda v: lax.scan(lambda c, _: (call(v[0] + 0 * c), None), call(v[0]), length=2)[0],
+            mesh,
+        )(x),
+        "remat": sharded(lambda v: jax.checkpoint(call)(v[0]), mesh)(x),
+        "vmap inside": sharded(lambda v: jax.vmap(call)(jnp.stack([v[0], 2 * v[0]]))[0], mesh)(x),
+    }
+    within(name, got["shard_map"], x)
+    for how, y in got.items():
+        # Rounds add up numbers: where a product or a sum is batched, its last bits may differ.
+        tolerance = 1e-5 if name == "sum_rounds" else 0
+        np.testing.assert_allclose(y, got["shard_map"], tolerance, tolerance, err_msg=how)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", WAYS)
+def test_every_world_size(name, world):
+    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+    x = values(world, *SHAPE)
+    got = sharded(lambda v: psum(name, v[0])[None], mesh, out=P("data"))(x)
+    assert (np.asarray(got) == np.asarray(got)[:1]).all()  # every rank the same bits
+    if world == 1:
+        np.testing.assert_array_equal(got, x)
+    else:
+        within(name, got[0], x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_groups_reduce_apart(name, check_vma, mesh):
+    groups, x = [[0, 3, 5, 6], [7, 1, 4, 2]], values(8, *SHAPE)
+    call = lambda v: psum(name, v[0], axis_index_groups=groups)[None]  # noqa: E731
+    got = np.asarray(sharded(call, mesh, check_vma=check_vma, out=P("data"))(x))
+    for group in groups:
+        assert (got[group] == got[group[0]]).all()
+        within(name, got[group[0]], x[jnp.array(group)])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_derivative_is_that_of_lax(name, mesh):
+    x, t = values(8, *SHAPE), values(8, *SHAPE, seed=1)
+    weights = values(*SHAPE, seed=2)
+
+    def gradient(f):
+        return sharded(jax.grad(lambda v: jnp.vdot(weights, f(v[0]))), mesh, out=P("data"))(x)
+
+    def tangent(f):
+        run = lambda v: jax.jvp(lambda u: f(u[0]), (v[0],), (v[1],))[1]  # noqa: E731
+        return sharded(run, mesh)(jnp.stack([x, t], axis=1).reshape(16, *SHAPE))
+
+    def tangents(f):
+        both = jax.shard_map(
+            lambda v, u: jax.jvp(lambda w: f(w[0]), (v,), (u,))[1],
+            mesh=mesh,
+            in_specs=(P("data"), P("data")),
+            out_specs=P(),
+        )
+        return jax.jit(both)(x, t)
+
+    exact = lambda v: lax.psum(v, "data")  # noqa: E731
+    np.testing.assert_allclose(gradient(functools.partial(psum, name)), gradient(exact), rtol=1e-6)
+    np.testing.assert_allclose(tangents(functools.partial(psum, name)), tangents(exact), rtol=1e-6)
+
+
+def sent_in(text, world):
+    """Bytes that a rank sends by the collectives of a compiled program."""
+    size = {"u8": 1, "f32": 4, "s32": 4}
+    total = 0
+    collectives = re.findall(r"= (.*?) (all-to-all|all-gather|all-reduce)\(", text)
+    for shape, kind in collectives:
+        count = 0
+        for dtype, dims in re.findall(r"(u8|f32|s32)\[([\d,]*)\]", shape):
+            count += size[dtype] * int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
+        if kind == "all-reduce":
+            total += 2 * count * (world - 1) / world
+        else:
+            total += count * (world - 1) / world
+    return total
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_stated_bytes_are_those_of_the_program(name, mesh):
+    compressor, how = PAIRS[name]
+    if LOSSY[name.rpartition(", ")[0]].stateful:
+        compressor = Stateless() if isinstance(compressor, RankOne) else Steps()
+    x = values(8, 24, 700)
+    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+        v[0], "data", compressor, key=KEY, exchange="xla", reduction=how
+    )
+    text = sharded(call, mesh).lower(x).compile().as_text()
+    leaf = CodedLeaf(compressor, (24, 700), np.dtype(np.float32), 0)
+    stated = named("test", how).bytes_sent((leaf,), 8)
+    assert stated == pytest.approx(sent_in(text, 8), rel=1e-6)
+
+
+def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
+    """Two ranks: as many bytes, and a value is encoded once instead of one and a half times."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    x = values(2, 64, 4096)
+    exact = np.asarray(x).sum(0)
+    lost = {}
+    for how in ("scatter_gather", "gather_sum"):
+        call = lambda v, h=how: cgx_jax.psum_compressed(v[0], "data", Quantize(4), reduction=h)  # noqa: E731
+        lost[how] = np.linalg.norm(np.asarray(sharded(call, mesh)(x)) - exact)
+    assert lost["gather_sum"] < 0.9 * lost["scatter_gather"]
+
+
+def test_the_owner_of_a_vote_weighs_no_more_than_others(mesh):
+    """Three ranks in eight say +1, and one of them, who owns the chunk, is large."""
+    x = np.full((8, 8), -1.0, np.float32)
+    x[:3] = 1.0
+    x[np.arange(8), np.arange(8)] *= 100
+    got = sharded(lambda v: psum("majority", v[0]), mesh)(jnp.asarray(x))
+    np.testing.assert_array_equal(got, np.full(8, -1.0))
+
+
+CALLS = {
+    "psum_compressed": lambda t, c, how: cgx_jax.psum_compressed(t, "data", c, reduction=how),
+    "pmean_compressed": lambda t, c, how: cgx_jax.pmean_compressed(t, "data", c, reduction=how),
+    "reduce_in_backward": lambda t, c, how: jax.grad(
+        lambda p: sum(
+            jnp.vdot(v, w)
+            for v, w in zip(
+                jax.tree.leaves(cgx_jax.reduce_in_backward(p, "data", c, reduction=how)),
+                jax.tree.leaves(t),
+                strict=True,
+            )
+        )
+    )(t),
+    "sync_gradients": lambda t, c, how: (lambda tx: tx.update(t, tx.init(t))[0])(
+        cgx_jax.sync_gradients("data", c, reduction=how)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["scatter_gather", "gather_sum", "sum_rounds", "majority"])
+def test_every_call_takes_every_reduction(call, name, mesh):
+    policy = Rules((), WAYS[name], exact=())
+    how = name if "_" in name else None
+    tree = {"a": values(8, *SHAPE), "b": values(8, 7, 9, seed=1)}
+    run = lambda t: CALLS[call](jax.tree.map(lambda v: v[0], t), policy, how)  # noqa: E731
+    got = sharded(run, mesh, check_vma=False)(tree)
+    divisor = 8 if call in ("pmean_compressed", "sync_gradients") else 1
+    for k, x in tree.items():
+        within(name, got[k], x, divisor)
+
+
+@pytest.mark.parametrize("half", ["psum_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    "compressor", [Steps(), Largest(1.0), Vote()], ids=lambda c: type(c).__name__
+)
+def test_halves_take_codes_of_bytes(half, compressor, mesh):
+    x = values(8, 8, 40)
+    ours = getattr(cgx_jax, f"{half}_compressed")
+    theirs = getattr(lax, half)
+    run = lambda f, *more: sharded(lambda v: f(v[0], "data", *more)[None], mesh, out=P("data"))(x)  # noqa: E731
+    got = run(ours, compressor)
+    signs = jnp.sign(x) if isinstance(compressor, Vote) else x
+    want = sharded(lambda v: theirs(v[0], "data")[None], mesh, out=P("data"))(signs)
+    np.testing.assert_allclose(got, want, atol=8 / 256)
+
+
+def test_a_half_refuses_a_code_that_is_summed(mesh):
+    f = lambda v: cgx_jax.psum_scatter_compressed(v[0], "data", Stateless())  # noqa: E731
+    with pytest.raises(ValueError, match=r"psum_scatter_compressed: the code of .* is numbers"):
+        jax.eval_shape(sharded(f, mesh, out=P("data")), values(8, 8, 40))
+
+
+class Reversed(GatherSum):
+    """Somebody else's: as `GatherSum`, for whatever can be sent whole."""
+
+    shorthand = "reversed"
+
+    def unfit(self, compressor):
+        return None if "gather_sum" in compressor.reductions else "it cannot be sent whole"
+
+
+def test_a_reduction_of_ones_own(mesh):
+    x = values(8, *SHAPE)
+
+    def call(how, code=Steps()):  # noqa: B008
+        f = lambda v: cgx_jax.psum_compressed(v[0], "data", code, reduction=how)  # noqa: E731
+        return sharded(f, mesh)(x)
+
+    np.testing.assert_array_equal(call(Reversed()), call("gather_sum"))
+    with pytest.raises(ValueError, match=r"psum_compressed: 'reversed' is no .*cannot be sent"):
+        call(Reversed(), Vote())
+
+
+WRONG = {
+    "a chunked reduction of a sparse code": (
+        {"compressor": Largest(), "reduction": "scatter_gather"},
+        ValueError,
+        r"'scatter_gather' is no reduction for Largest.*: it allows gather_sum",
+    ),
+    "rounds of a code of bytes": (
+        {"compressor": Quantize(4), "reduction": "sum_rounds"},
+        ValueError,
+        r"'sum_rounds' is no reduction for Quantize.* it allows scatter_gather, gather_sum",
+    ),
+    "an unknown name": (
+        {"compressor": Quantize(4), "reduction": "ring"},
+        ValueError,
+        r"reduction='ring' is unknown; use one of \['scatter_gather', 'gather_sum', 'sum_rounds'\]",
+    ),
+    "no reduction": (
+        {"compressor": Quantize(4), "reduction": 3},
+        TypeError,
+        r"reduction=3 is no reduction; pass one of",
+    ),
+    "no exchange": (
+        {"compressor": Quantize(4), "exchange": 3},
+        TypeError,
+        r"exchange=3 is no exchange; pass one of .* cgx_jax.exchanges.Mpi",
+    ),
+    "an exchange that is not here": (
+        {"compressor": Quantize(4), "exchange": "mpi"},
+        ValueError,
+        r"exchange='mpi' does not work here",
+    ),
+    "sums over an exchange of bytes": (
+        {"compressor": Stateless(), "exchange": Mpi()},
+        ValueError,
+        r"exchange='mpi' has no 'sum', which the reduction 'sum_rounds' needs; .*xla",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("call", ["psum_compressed", "pmean_compressed"])
+def test_a_wrong_call_is_refused_under_its_own_name(call, name, mesh):
+    options, error, says = WRONG[name]
+    f = lambda v: getattr(cgx_jax, call)(v[0], "data", **options)  # noqa: E731
+    with pytest.raises(error, match=rf"^{call}: .*{says}"):
+        jax.eval_shape(sharded(f, mesh), values(8, 64, 64))
+
+
+class ChunkedState(Steps):
+    def init(self, shape, dtype):
+        return (jnp.zeros(shape),)
+
+
+def test_state_and_chunks_do_not_go_together(mesh):
+    tx = cgx_jax.sync_gradients("data", ChunkedState())
+    f = lambda v: tx.update(v[0], tx.init(v[0]))[0]  # noqa: E731
+    with pytest.raises(ValueError, match=r"^sync_gradients: .* has state, .*whole leaves"):
+        jax.eval_shape(sharded(f, mesh, check_vma=False), values(8, 64, 64))
