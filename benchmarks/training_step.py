@@ -35,7 +35,7 @@ import cgx_jax
 import measure
 import rig
 from all_reduce import Ranks, rank_of_process
-from cgx_jax.exchanges import auto
+from cgx_jax.exchanges import Mpi, auto
 from cgx_jax.transforms.precondition import PERIOD, WARMUP, SecondMoment
 
 PLAIN = "4 bits"
@@ -83,7 +83,7 @@ def main() -> int:
         return launch(arguments)
     world, rate, megabytes = arguments.cases.split(":")
     ranks = Ranks(int(world))
-    exchange = "mpi" if "mpi" in auto.available() else "xla"
+    exchange = "mpi" if Mpi() in auto.available() else "xla"
     width = 4 * round((float(megabytes) * 1e6 / 4 / arguments.layers) ** 0.5 / 4)
     if ranks.first:
         print(

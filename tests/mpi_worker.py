@@ -1,5 +1,6 @@
 """One MPI rank of tests/test_mpi.py: runs the scenario that the command line names."""
 
+import functools
 import os
 import signal
 import sys
@@ -23,11 +24,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Quantize
+from cgx_jax import Cast, Levels, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Mpi, fused, mpi_rows
+from cgx_jax.testing import check_exchange
 from reducing import pmean_with_residual
+from toys import Largest, Steps
 
 RANK, WORLD = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 jax.config.update("jax_platforms", "cpu")
@@ -213,6 +216,31 @@ def rows():
     np.testing.assert_array_equal(own(gathered), x[:, 0])
 
 
+def kinds():
+    """Every code of bytes, both reductions, both halves and levels: the bytes of XLA's."""
+    line, grid = mesh_of(data=WORLD), mesh_of(node=2, local=WORLD // 2)
+    check_exchange(Mpi(), line, "data")
+    key, x = jax.random.key(5), normal(WORLD, 8 * WORLD, 70)
+    codes = [Quantize(4), Quantize(3, 96, "stochastic"), Cast(jnp.bfloat16), Steps(), Largest()]
+    for c in codes:
+        for how in c.reductions:
+
+            def reduce(e, x, *, c=c, how=how, axis="data", **levels):
+                options = {"key": key, "exchange": e, "reduction": how, **levels}
+                return cgx_jax.psum_compressed(x, axis, c, **options)
+
+            same_bytes(f"{c} by {how}", reduce, x, mesh=line)
+            near = {"axis": ("node", "local"), "levels": Levels("local")}
+            leveled = functools.partial(reduce, **near)
+            same_bytes(f"{c} by {how} over levels", leveled, x, mesh=grid)
+        for half in (cgx_jax.psum_scatter_compressed, cgx_jax.all_gather_compressed):
+
+            def sharded_half(e, x, *, c=c, half=half):
+                return half(x, "data", c, key=key, exchange=e, tiled=True)[None]
+
+            same_bytes(f"{c}, {half.__name__}", sharded_half, x, mesh=line, out=P("data"))
+
+
 def other_rows():
     """The last rank sends rows of another size."""
     mesh = mesh_of(data=WORLD)
@@ -358,7 +386,7 @@ def misgrouped():
     report(failing(reducer(mesh), place(mesh, normal(WORLD, 10_000)))[0])
 
 
-_ALL = (agreement, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
+_ALL = (agreement, kinds, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
 _ALL += (rows, other_rows, twin_rows)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()

@@ -25,7 +25,7 @@ class Leaf:
     bits: int = 4
     bucket_size: int = 512
     rounding: int = 0  # nearest, stochastic, correlated
-    stream: int = 0
+    number: int = 0
     rotation: bool = False
 
     def parts(self):
@@ -69,13 +69,13 @@ def mix(x):
     return x ^ (x >> np.uint32(16))
 
 
-def random_bits(key, stream, bucket, n):
+def random_bits(key, number, bucket, n):
     """uint32: one row for each bucket number, one column for each of n places."""
     u = np.uint32
-    key, stream = np.array(key, u)[:, None], np.array([[stream]], u)
+    key, number = np.array(key, u)[:, None], np.array([[number]], u)
     bucket = np.asarray(bucket, np.uint64)[:, None]
     low, high = bucket.astype(u), (bucket >> np.uint64(32)).astype(u)
-    a = mix(key[:1] ^ mix(stream + u(0x9E3779B9)))
+    a = mix(key[:1] ^ mix(number + u(0x9E3779B9)))
     d = mix(key[1:] + a)
     s0 = mix(mix(a ^ low) + high)
     s1 = mix((d + s0 * u(0x85EBCA6B)) ^ low)
@@ -87,7 +87,7 @@ def random_bits(key, stream, bucket, n):
 
 def noise(key, leaf, bucket, n, offset):
     """fp32 in [0, 1): one row for each bucket number, one column for each value."""
-    bits = random_bits(key, leaf.stream, bucket, n)
+    bits = random_bits(key, leaf.number, bucket, n)
     u = (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
     u += np.float32(offset if leaf.rounding == 2 else 0)
     return np.where(u >= 1, u - np.float32(1), u)
@@ -105,7 +105,7 @@ def turn(x, leaf, first, *, back=False):
     block = max(c for c in (4, 8, 16, 32, 64) if m % c == 0)
     stages = int(np.log2(8 * block))
     scale = np.float32(2.0 ** -(stages - stages // 2 if back else stages // 2))
-    words = random_bits((0x726F7461, 0x74696F6E), leaf.stream, first + np.arange(len(x)), m)
+    words = random_bits((0x726F7461, 0x74696F6E), leaf.number, first + np.arange(len(x)), m)
     signs = words[:, None] << np.arange(8, dtype=np.uint32)[:, None] & np.uint32(1 << 31)
     x = x.astype(np.float32).reshape(-1, 8, m)
     with np.errstate(all="ignore"):

@@ -9,7 +9,7 @@ from jax._src import dispatch
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import codecs
+from cgx_jax.compressors.quantized import QuantizedChunks
 
 X = np.random.default_rng(0).normal(size=(8, 40, 64)).astype(np.float32)
 CALLS = {
@@ -68,14 +68,14 @@ def test_the_mode_works_under(f):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
-    intact, own = codecs.QuantizeCodec.decode, cgx_jax.Quantize.decode
+    intact, own = QuantizedChunks.decode, cgx_jax.Quantize.decode
 
     def with_a_flipped_bit(x):
         flip = (lax.axis_index("data") == 5).astype(jnp.int32)
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ flip, x.dtype)
 
     monkeypatch.setattr(
-        codecs.QuantizeCodec,
+        QuantizedChunks,
         "decode",
         lambda self, rows, like, **units: [
             with_a_flipped_bit(x) for x in intact(self, rows, like, **units)

@@ -20,7 +20,7 @@ def layout_of(fields, world):
     fields = tuple(Slot(*f[:4], i, *f[4:]) for i, f in enumerate(fields))
     leaves = [
         oracle.Leaf(
-            f.size, f.bits, f.bucket_size, ROUNDINGS.index(f.rounding), f.stream, f.rotation
+            f.size, f.bits, f.bucket_size, ROUNDINGS.index(f.rounding), f.number, f.rotation
         )
         for f in fields
     ]

@@ -131,6 +131,12 @@ def test_whole_rows_are_those_of_xla_s_collectives(world):
 
 
 @needs_mpi
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_code_and_reduction_travels_by_mpi_as_by_xla(world):
+    assert run(world, "kinds").count("ok") == world
+
+
+@needs_mpi
 def test_ranks_with_rows_of_other_sizes_are_told_before_anything_is_sent():
     output = run(2, "other_rows", code=3)
     for rank in (0, 1):

@@ -44,7 +44,7 @@ def attributes(leaves, world, units=(), **more):
     """A call's attributes. `slots` has SLOT's numbers for each leaf."""
     own = [unit is not None for unit in units] or [False] * len(leaves)
     rows = [
-        (f.bits, f.bucket_size, f.rounding, f.stream, f.rotation, unit)
+        (f.bits, f.bucket_size, f.rounding, f.number, f.rotation, unit)
         for f, unit in zip(leaves, own, strict=True)
     ]
     return {"slots": ints(*np.ravel(rows)), "world": np.int64(world)} | more
@@ -175,7 +175,7 @@ every_coding = pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
 
 def edges(bits, bucket_size=512, **coding):
     """One leaf of every awkward size."""
-    return [Leaf(n, bits, bucket_size, stream=s, **coding) for s, n in enumerate(EDGES)]
+    return [Leaf(n, bits, bucket_size, number=s, **coding) for s, n in enumerate(EDGES)]
 
 
 def values_for(leaves, dtype, seed=0):
@@ -198,7 +198,7 @@ def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, dtype, cod
 @pytest.mark.parametrize("bucket_size", [32, 64, 96, 128, 160, 544, 768, 1024, 4128, 1 << 20])
 def test_every_bucket_size_is_the_oracle_s(bucket_size):
     leaves = edges(5, bucket_size, rounding=1) + edges(3, bucket_size, rotation=True)
-    leaves += [Leaf(9000, 2, bucket_size, stream=99, rotation=True)]
+    leaves += [Leaf(9000, 2, bucket_size, number=99, rotation=True)]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 0, 2.0)
 
 
@@ -222,16 +222,16 @@ def test_one_buffer_may_mix_dtypes_widths_and_buckets():
 
 
 def test_300_leaves_travel_in_one_call():
-    leaves = [Leaf(37 * k % 900, 4, 128, stream=k) for k in range(300)]
+    leaves = [Leaf(37 * k % 900, 4, 128, number=k) for k in range(300)]
     check_all_calls(values_for(leaves, np.float32), leaves, 5, 4, 1.0)
 
 
 @every_coding
 def test_work_split_over_threads_writes_the_same_bytes(coding):
     leaves = [
-        Leaf(2**20 + 3, 4, 512, stream=7, **coding),
-        Leaf(300_000, 7, 96, stream=8, **coding),
-        Leaf(2**18, 1, 1 << 18, stream=9, **coding),
+        Leaf(2**20 + 3, 4, 512, number=7, **coding),
+        Leaf(300_000, 7, 96, number=8, **coding),
+        Leaf(2**18, 1, 1 << 18, number=9, **coding),
     ]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0)
 
@@ -277,13 +277,13 @@ COLUMNS = {"one each": lambda n: n, "one column": lambda n: min(n, 1), "both": d
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_units_multiply_every_value_on_its_way_in_and_out(dtype, coding, columns):
     for bits, world, rank in [(1, 1, -1), (3, 2, 0), (4, 3, 1), (8, 8, 5)]:
-        leaves = [*edges(bits, **coding), Leaf(96 * 43, bits, 544, stream=40, **coding)]
+        leaves = [*edges(bits, **coding), Leaf(96 * 43, bits, 544, number=40, **coding)]
         values = values_for(leaves, DTYPES[dtype], bits)
         check_all_calls(values, leaves, world, rank, world, units_for(leaves, COLUMNS[columns]))
 
 
 def test_units_of_large_leaves_and_of_rows_shorter_than_a_vector():
-    leaves = [Leaf(5 * 3 * 2**16), Leaf(5 * 3 * 2**16, rotation=True, stream=1)] * 2
+    leaves = [Leaf(5 * 3 * 2**16), Leaf(5 * 3 * 2**16, rotation=True, number=1)] * 2
     units = [None, *units_for(leaves, lambda n: 5)[1:2], *units_for(leaves, lambda n: n // 3)[1:3]]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0, units)
 
@@ -410,7 +410,7 @@ def test_golden_records(case):
         case["bits"],
         size,
         case.get("rounding", 0),
-        case.get("stream", 0),
+        case.get("number", 0),
         case.get("rotation", False),
     )
     before = np.zeros(size * bucket, np.float32)

@@ -30,9 +30,8 @@ def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
         busbw = [row["busbw_gbit"] for row in mine]
         speeds.plot(sizes, busbw, style, marker=".", color=color, label=name)
     # "auto" is one of the others, and where it is psum their difference is noise.
-    ours = [
-        [row["seconds"][1] for row in m] for m in series.values() if m[0]["method"] in EXCHANGES
-    ]
+    sends = {exchange.shorthand for exchange in EXCHANGES}
+    ours = [[row["seconds"][1] for row in m] for m in series.values() if m[0]["method"] in sends]
     psum = np.array([row["seconds"][1] for row in series["psum"]])
     cross = crossing(sizes, psum, np.min(ours, axis=0))
     title = "compression does not pay at these sizes"

@@ -1,0 +1,108 @@
+"""gather_sum against scatter_gather, 4 KB to 4 MB, by the number of ranks, over shaped links.
+
+    sudo python benchmarks/one_shot.py --json benchmarks/results/one_shot.json
+    python benchmarks/one_shot.py --rate none --worlds 2,4      # simulated devices: error and bytes
+
+Every repeat times `lax.psum` and both reductions one after the other, each behind a barrier; a time
+is the slowest rank's. `ratio` is the median (and quartiles) over the repeats of scatter_gather's
+time over gather_sum's in the same repeat. `sent` are the bytes that a rank sends by the reductions'
+own arithmetic, `relative_error` that of the sum in the Euclidean norm.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.link_timer import gradient, size_text
+from cgx_jax.reductions import GatherSum, ScatterGather
+
+REDUCTIONS = {"scatter_gather": ScatterGather(), "gather_sum": GatherSum()}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", default="4k,32k,256k,1M,4M", help="(default %(default)s)")
+    parser.add_argument("--worlds", default="2,3,4,8", help="ranks (default %(default)s)")
+    parser.add_argument("--rate", default="1gbit", help="of rig.py, or none (default %(default)s)")
+    parser.add_argument("--bits", type=int, default=4, help="(default %(default)s)")
+    parser.add_argument("--reps", type=int, default=31, help="(default %(default)s)")
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if rank_of_process() is None and (arguments.rate != "none" or "," in arguments.worlds):
+        for world in arguments.worlds.split(","):
+            command = [sys.executable, sys.argv[0], "--worlds", world]
+            for name in ("sizes", "rate", "bits", "reps", "json"):
+                if (value := getattr(arguments, name)) is not None:
+                    command += [f"--{name}", str(value)]
+            if code := rig.run(int(world), arguments.rate, command, timeout=1800):
+                return code
+        return 0
+    ranks = Ranks(int(arguments.worlds))
+    rows = []
+    for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
+        rows += compare(ranks, size // 4, arguments)
+    if ranks.first:
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times psum and both reductions on f32[values] a rank; one row a reduction."""
+    compressor = cgx_jax.Quantize(arguments.bits)
+    functions = [ranks.psum]
+    for name in REDUCTIONS:
+        functions.append(
+            ranks.collective(
+                lambda x, how=name: cgx_jax.psum_compressed(
+                    x, "ranks", compressor, exchange="xla", reduction=how
+                )
+            )
+        )
+    x = ranks.place(gradient, values)
+    results = [np.asarray(f(x).addressable_data(0)) for f in functions]
+    ranks.seconds(functions, x, 1)
+    seconds = ranks.seconds(functions, x, arguments.reps)
+    leaf = (CodedLeaf(compressor, (values,), np.dtype(np.float32), 0),)
+    rows = []
+    for i, (name, reduction) in enumerate(REDUCTIONS.items(), 1):
+        error = np.linalg.norm(results[i] - results[0]) / np.linalg.norm(results[0])
+        row = {
+            "bytes": 4 * values,
+            "world": ranks.world,
+            "links": arguments.rate,
+            "bits": arguments.bits,
+            "reduction": name,
+            "seconds": measure.quartiles(seconds[:, i]),
+            "over_psum": measure.quartiles(seconds[:, 0] / seconds[:, i]),
+            "ratio": measure.quartiles(seconds[:, 1] / seconds[:, i]),
+            "sent": reduction.bytes_sent(leaf, ranks.world),
+            "relative_error": float(error),
+        }
+        rows.append(row)
+        if ranks.first:
+            low, middle, high = row["ratio"]
+            print(
+                f"{ranks.world} ranks {size_text(4 * values):>8} {name:<15}"
+                f" {row['seconds'][1] * 1e3:8.2f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) of"
+                f" scatter_gather's speed, {row['over_psum'][1]:.2f} of psum's;"
+                f" {row['sent']:>10,} bytes, relative error {error:.4f}",
+                flush=True,
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
