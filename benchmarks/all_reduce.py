@@ -152,7 +152,7 @@ def compare(
     return rows
 
 
-def sent_as(method: str, compressor: cgx_jax.Quantize) -> cgx_jax.Compressor:
+def sent_as(method: str, compressor: cgx_jax.Quantize) -> cgx_jax.compressors.Compressor:
     return cgx_jax.Cast(jnp.bfloat16) if method == "cast" else compressor
 
 

@@ -27,7 +27,7 @@ from cgx_jax.link_timer import LinkTimer, gradient, size_text
 
 NODES, LOCAL = 2, 2
 GROUPS = [[0, 1], [2, 3]]
-NEAR = cgx_jax.Levels(groups=GROUPS)
+NEAR = cgx_jax.reductions.Levels(groups=GROUPS)
 METHODS: dict[str, dict[str, Any]] = {
     "flat": {},
     "levels": {"levels": NEAR},

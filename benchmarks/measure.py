@@ -42,5 +42,5 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "cgx_jax": cgx_jax.__version__,
-        "backends": cgx_jax.backends(),
+        "backends": cgx_jax.kernels.backends(),
     }

@@ -60,7 +60,7 @@ class Options:
         sums = reduction_named(name, reduction)
         if not isinstance(levels, Levels | None):
             raise TypeError(
-                f"{name}: levels={levels!r} is not an instance of cgx_jax.Levels; pass "
+                f"{name}: levels={levels!r} is not an instance of cgx_jax.reductions.Levels; pass "
                 'Levels("local") for an axis inside a node, or Levels(groups=...).'
             )
         axes = Axes.resolve(name, axis_name, groups)

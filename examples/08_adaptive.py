@@ -45,8 +45,8 @@ class Training:
         mesh = jax.make_mesh((WORLD,), ("data",))
         # A run of thousands of steps takes the defaults of the last three.
         self.policy = cgx_jax.Adaptive(
-            cgx_jax.LeastError(bits_per_value=BUDGET),
-            base=cgx_jax.Uniform(cgx_jax.Quantize(bits=8, rotation=True)),
+            cgx_jax.policies.LeastError(bits_per_value=BUDGET),
+            base=cgx_jax.policies.Uniform(cgx_jax.Quantize(bits=8, rotation=True)),
             candidates=[cgx_jax.Quantize(bits, rotation=True) for bits in range(1, 9)],
             warmup=steps // 4,
             every=steps // 2,

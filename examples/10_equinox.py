@@ -54,7 +54,7 @@ def main() -> None:
     batches = corpus.windows(text, steps, 64 * WORLD, CONTEXT, seed=0)
     # Activation functions are leaves of an Equinox model: only its arrays are trained.
     params, static = eqx.partition(NextByte(jax.random.key(0)), eqx.is_inexact_array)
-    memory = cgx_jax.MomentumCorrection(0.9)
+    memory = cgx_jax.transforms.MomentumCorrection(0.9)
     optimizer = optax.chain(
         cgx_jax.sync_gradients(
             "data",

@@ -109,7 +109,7 @@ def main() -> None:
     batches = [(images[i], labels[i]) for i in chosen]
     graphdef, params = nnx.split(Network(nnx.Rngs(0)))
 
-    solver = cgx_jax.LeastError(bits_per_value=BUDGET)
+    solver = cgx_jax.policies.LeastError(bits_per_value=BUDGET)
     policy = cgx_jax.Adaptive(solver, warmup=steps // 4, every=steps // 4, sample_every=2)
     memory = cgx_jax.ErrorFeedback()
     exact = cgx_jax.sync_gradients("data", cgx_jax.Identity())

@@ -24,10 +24,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Levels, Quantize
+from cgx_jax import Cast, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Mpi, fused, mpi_rows
+from cgx_jax.reductions import Levels
 from cgx_jax.testing import check_exchange
 from reducing import pmean_with_residual
 from toys import Largest, Steps

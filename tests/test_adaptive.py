@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from adaptive_training import LIKE, SCALE, WIDTHS, WORLD, Training, adaptive, gradients, mesh
-from cgx_jax import Adaptive, ErrorFeedback, Identity, LeastBytes, LeastError, Quantize, Rule, Rules
+from cgx_jax import Adaptive, ErrorFeedback, Identity, Quantize, Rule, Rules
 from cgx_jax.leaves import Leaf, leaves_of
+from cgx_jax.policies import LeastBytes, LeastError
 from cgx_jax.policies.decide import Decision, Subject, decide
 
 
@@ -21,7 +22,7 @@ def bits(policy):
 
 
 def test_the_plan_changes_to_what_the_solver_finds_and_costs_fewer_bytes_at_no_more_error():
-    policy = adaptive(base=cgx_jax.Uniform(Quantize(4, 64)))
+    policy = adaptive(base=cgx_jax.policies.Uniform(Quantize(4, 64)))
     training = Training(policy)
     before = policy.metrics()
     assert bits(policy) == {"big": 4, "small": 4, "table": 4}
@@ -53,7 +54,7 @@ def exact_errors():
 
 
 def test_what_is_reduced_follows_the_plan_of_the_moment():
-    policy = adaptive(base=cgx_jax.Uniform(Quantize(4, 64)))
+    policy = adaptive(base=cgx_jax.policies.Uniform(Quantize(4, 64)))
     training = Training(policy)
     got = training.run(12)
 
@@ -101,7 +102,7 @@ def test_known_plans_are_not_compiled_again_and_their_number_is_bounded():
 
 
 def test_metrics_say_what_every_leaf_has_and_what_a_rank_sends():
-    policy = adaptive(base=cgx_jax.Uniform(Quantize(4, 64)))
+    policy = adaptive(base=cgx_jax.policies.Uniform(Quantize(4, 64)))
     assert policy.plan is None
     training = Training(policy)
     leaves = ("big", "small", "table")

@@ -10,21 +10,10 @@ import pytest
 
 import cgx_jax
 from adaptive_training import LIKE, WIDTHS, WORLD, Training, adaptive
-from cgx_jax import (
-    Adaptive,
-    Cast,
-    Identity,
-    KMeans,
-    LeastBytes,
-    LeastError,
-    Linear,
-    Quantize,
-    Rule,
-    Rules,
-    Uniform,
-)
+from cgx_jax import Adaptive, Cast, Identity, Quantize, Rule, Rules
 from cgx_jax.commands import report, report_choices, run_file
 from cgx_jax.leaves import Leaf
+from cgx_jax.policies import Bayesian, KMeans, LeastBytes, LeastError, Linear, Uniform
 from cgx_jax.policies.decide import Subject
 from mean_compressor import Mean
 
@@ -187,7 +176,7 @@ WRONG = {
     "LeastBytes: uniform_bits=3 is not among the candidates, which have": (
         lambda: Adaptive(LeastBytes(uniform_bits=3), candidates=MIXED)
     ),
-    "Bayesian: most=8 is not among": lambda: Adaptive(cgx_jax.Bayesian(), candidates=MIXED),
+    "Bayesian: most=8 is not among": lambda: Adaptive(Bayesian(), candidates=MIXED),
 }
 
 
@@ -199,7 +188,7 @@ def test_candidates_that_cannot_be_chosen_among_are_refused(message):
 
 def test_solvers_by_width_take_mixed_kinds_of_distinct_widths():
     distinct = (Quantize(2, 64), ROTATED, WIDE)
-    for solver in (Linear(2, 16), KMeans(2, 16), LeastBytes(), cgx_jax.Bayesian(2, 16)):
+    for solver in (Linear(2, 16), KMeans(2, 16), LeastBytes(), cgx_jax.policies.Bayesian(2, 16)):
         Adaptive(solver, candidates=distinct)
     leaves = tuple(Leaf(path, (4096,), np.dtype(np.float32)) for path in "abc")
     averages = {"square": np.array([1e8, 1e4, 1.0]), "error": np.ones((3, 3))}

@@ -65,7 +65,7 @@ assert policy.history[0].outcome == "changed", policy.history
 bits = multihost_utils.process_allgather(np.array(policy.history[0].bits))
 assert (bits == bits[0]).all() and bits[0][0] > bits[0][1], bits
 try:
-    train(cgx_jax.LeastError(1.0), 8)
+    train(cgx_jax.policies.LeastError(1.0), 8)
 except ValueError as error:
     assert "bits_per_value=1.0 allows" in str(error), error
 else:

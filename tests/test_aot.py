@@ -21,7 +21,7 @@ pytestmark = [
         reason=f"JAX's CUDA plugin is not in {PLUGIN}: `make test` puts it there (Linux)",
     ),
     pytest.mark.skipif(
-        cgx_jax.backends()["cuda"] == "jnp",
+        cgx_jax.kernels.backends()["cuda"] == "jnp",
         reason="the CUDA module is not built: it needs nvcc (CUDA 13)",
     ),
 ]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgx_jax import Profile, installation, use_profile
-from cgx_jax.exchanges import Auto, Mpi, Xla, auto, mpi
+from cgx_jax import installation, use_profile
+from cgx_jax.exchanges import Auto, Mpi, Profile, Xla, auto, mpi
 from cgx_jax.exchanges.auto import Load
 from cgx_jax.exchanges.profile import Codec, Row
 

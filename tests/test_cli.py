@@ -10,8 +10,9 @@ import types
 import numpy as np
 import pytest
 
-from cgx_jax import Profile, Quantize
+from cgx_jax import Quantize
 from cgx_jax.commands import chart, doctor
+from cgx_jax.exchanges import Profile
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -47,7 +47,7 @@ def run(f, x):
 @pytest.mark.parametrize("f", [*CALLS.values(), grouped], ids=[*CALLS, "groups"])
 def test_ranks_that_agree_pass_and_get_the_same_numbers(mesh, f, check_vma):
     want = run(sharded(f, mesh, check_vma), X)
-    with cgx_jax.debug_checksums():
+    with cgx_jax.debug.debug_checksums():
         np.testing.assert_array_equal(run(sharded(f, mesh, check_vma), X), want)
 
 
@@ -62,7 +62,7 @@ def test_ranks_that_agree_pass_and_get_the_same_numbers(mesh, f, check_vma):
     ids=["pmap", "vmap", "grad", "remat"],
 )
 def test_the_mode_works_under(f):
-    with cgx_jax.debug_checksums():
+    with cgx_jax.debug.debug_checksums():
         run(f, X)
 
 
@@ -88,7 +88,7 @@ def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
     request.addfinalizer(dispatch.runtime_tokens.clear)
     run(sharded(CALLS[name], mesh, False), X)  # outside of the mode nobody looks
     with (
-        cgx_jax.debug_checksums(),
+        cgx_jax.debug.debug_checksums(),
         pytest.raises(Exception, match=rf"{name}: .*axis data.*rank 5 .*\(1 of 8 ranks differ\)"),
     ):
         run(sharded(CALLS[name], mesh, False), X)

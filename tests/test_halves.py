@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Identity, Plan, Policy, Profile, Quantize, Rule, Rules, installation
-from cgx_jax.exchanges import auto, nccl, xla
+from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules, installation
+from cgx_jax.exchanges import Profile, auto, nccl, xla
 from cgx_jax.exchanges.profile import Codec
 from cgx_jax.kernels import primitives
+from cgx_jax.policies import Policy
 from cgx_jax.wire import Layout
 
 WORLD = 8

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Levels, Quantize, Rules
+from cgx_jax import Cast, Quantize, Rules
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.reductions import GatherSum, ScatterGather
+from cgx_jax.reductions import GatherSum, Levels, ScatterGather
 from cgx_jax.reductions.levels import Leveled
 from reducing import pmean_with_residual
 from test_reductions import Stateless

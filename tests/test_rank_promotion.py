@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, ErrorFeedback, MomentumCorrection, Quantize
+from cgx_jax import Cast, ErrorFeedback, Quantize
 from cgx_jax.kernels import chunk, reference
+from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.wire import Layout, Slot
 
 KEY = jax.random.key(0)
@@ -76,7 +77,7 @@ def test_restore_step_size_needs_no_rank_promotion(factored, mesh):
         precondition=cgx_jax.SecondMoment(factored=factored),
         exchange="xla",
     )
-    tx = cgx_jax.restore_step_size(optax.chain(sync, optax.scale_by_adam()))
+    tx = cgx_jax.transforms.restore_step_size(optax.chain(sync, optax.scale_by_adam()))
     with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
         traced(lambda t: tx.update(t, tx.init(t))[0], mesh)
 

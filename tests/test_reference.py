@@ -221,7 +221,7 @@ with warnings.catch_warnings(record=True) as caught:
     import cgx_jax.backward_hook
 assert [w.category for w in caught] == [RuntimeWarning], caught
 assert "C++17 compiler" in str(caught[0].message)
-assert cgx_jax.backends()["cpu"] == "jnp"
+assert cgx_jax.kernels.backends()["cpu"] == "jnp"
 import jax, jax.numpy as jnp
 from jax.extend.backend import backends
 x = jnp.arange(2 * 4 * 600, dtype=jnp.float32).reshape(2, 4, 600) % 77

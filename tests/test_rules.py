@@ -10,7 +10,8 @@ import pytest
 from flax import linen, nnx
 
 import cgx_jax
-from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules, Uniform
+from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules
+from cgx_jax.policies import Uniform
 
 BIG = np.zeros((64, 64), np.float32)
 TREE = {

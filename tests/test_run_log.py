@@ -7,10 +7,11 @@ import jax
 import pytest
 
 from adaptive_training import WIDTHS, Training
-from cgx_jax import Adaptive, SyncState
+from cgx_jax import Adaptive
 from cgx_jax.commands import run_file
 from cgx_jax.policies.menu import Menu
 from cgx_jax.policies.run_log import RunLog
+from cgx_jax.transforms import SyncState
 
 FULL = pathlib.Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")

@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from cgx_jax import Profile, Quantize
+from cgx_jax import Quantize
+from cgx_jax.exchanges import Profile
 from cgx_jax.exchanges.profile import Codec, Row
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import bayesian, knapsack, least_time, solvers

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from cgx_jax import Cast, Compressor, Identity, Quantize
+from cgx_jax import Cast, Identity, Quantize
 from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor
 from cgx_jax.policies import statistics
 from cgx_jax.policies.statistics import Sampler, Statistics, squared_errors
 from mean_compressor import Mean

@@ -13,20 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import (
-    Adaptive,
-    Cast,
-    ErrorFeedback,
-    Identity,
-    LeastError,
-    Quantize,
-    Rule,
-    Rules,
-    SecondMoment,
-    Uniform,
-    restore_step_size,
-)
+from cgx_jax import Adaptive, Cast, ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment
 from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE
+from cgx_jax.policies import LeastError, Uniform
+from cgx_jax.transforms import restore_step_size
 from cgx_jax.transforms.precondition import PERIOD, WARMUP
 from optax_steps import run
 

@@ -12,16 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import optax_steps
-from cgx_jax import (
-    Cast,
-    ErrorFeedback,
-    Identity,
-    MomentumCorrection,
-    Quantize,
-    Rule,
-    Rules,
-    SecondMoment,
-)
+from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment
+from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.sync_gradients import SyncState
 

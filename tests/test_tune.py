@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Plan, Profile, Quantize, installation, plan_table, tune
+from cgx_jax import Plan, Quantize, installation, plan_table, tune
 from cgx_jax.axes import Axes
 from cgx_jax.core import Options, ways
-from cgx_jax.exchanges import Auto, auto
+from cgx_jax.exchanges import Auto, Profile, auto
 from cgx_jax.exchanges.profile import Codec
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB

@@ -8,8 +8,9 @@ import types
 
 import pytest
 
-from cgx_jax import Profile, installation, untrusted, use_profile
+from cgx_jax import installation, untrusted, use_profile
 from cgx_jax.commands import report, run_file
+from cgx_jax.exchanges import Profile
 from test_auto import MEASURED
 
 ESCAPE = "\x1b]0;owned\x07"

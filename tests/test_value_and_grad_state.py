@@ -66,7 +66,7 @@ def test_a_state_goes_through_steps_as_sync_gradients_keeps_it(case, policy, opt
 def test_an_adaptive_policy_changes_its_plan(case):
     params, x, y, want = case
     policy = cgx_jax.Adaptive(
-        cgx_jax.LeastError(bits_per_value=4), warmup=2, every=3, sample_every=1
+        cgx_jax.policies.LeastError(bits_per_value=4), warmup=2, every=3, sample_every=1
     )
     f = vag(policy=policy)
     step, state = policy.jit(f.apply, donate_argnums=0), f.init(params)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import optax_steps
-from cgx_jax import ErrorFeedback, MomentumCorrection, Quantize, SecondMoment
+from cgx_jax import ErrorFeedback, Quantize, SecondMoment
+from cgx_jax.transforms import MomentumCorrection
 
 WORLD = 4
 LIKE = {"w": jnp.ones((40, 64)), "bias": jnp.ones(3)}

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import cgx_jax
-from cgx_jax import Adaptive, LeastBytes, LeastError, Quantize, SecondMoment, Uniform
+from cgx_jax import Adaptive, Quantize, SecondMoment
 from cgx_jax.compressors import Compressor
-from cgx_jax.transforms.memory import Memory
+from cgx_jax.policies import LeastBytes, LeastError, Uniform
+from cgx_jax.transforms import Memory, MomentumCorrection
 
 
 @dataclass(frozen=True)
@@ -122,5 +123,5 @@ CONFIGURATIONS = {
     "LeastError(2.6), rotated, preconditioned": adaptive(
         LeastError(2.6), 3, rotation=True, precondition=MOMENT
     ),
-    "2 bits, momentum correction": uniform(2, cgx_jax.MomentumCorrection(0.9), takes_momentum=True),
+    "2 bits, momentum correction": uniform(2, MomentumCorrection(0.9), takes_momentum=True),
 }

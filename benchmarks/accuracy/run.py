@@ -55,7 +55,7 @@ class Trainer:
         rate = optax.scale(configuration.rate)
         self.tx = optax.chain(self._reduction(configuration), make(steps), rate)
         if configuration.restored:
-            self.tx = cgx_jax.restore_step_size(self.tx)
+            self.tx = cgx_jax.transforms.restore_step_size(self.tx)
         state = jax.eval_shape(self.tx.init, params)
         specs = cgx_jax.state_specs(state, "data")
         sharded = jax.shard_map(
@@ -112,7 +112,7 @@ class Trainer:
             **self._evaluate(params),
             "training_loss": float(np.mean(losses[-max(1, self.steps // 10) :])),
             "bits_per_value": float(np.mean(bits)),
-            "kernels": cgx_jax.backends()["cpu"],  # rows of one file may be of two machines
+            "kernels": cgx_jax.kernels.backends()["cpu"],  # rows of one file may be of two machines
         }
         if looks:
             # Once the first plan was chosen, which takes a moment after the warm-up.

@@ -109,7 +109,9 @@ def check(
     sums = links.gather([[zlib.crc32(copy.tobytes()) for copy in mine] for mine in copies])
     sums = sums.reshape(len(sums), len(results), -1)
     if not exact and (sums != sums[:1, :, :1]).any():
-        raise RuntimeError("the ranks hold different results: cgx_jax.debug_checksums names them")
+        raise RuntimeError(
+            "the ranks hold different results: cgx_jax.debug.debug_checksums names them"
+        )
     if not links.first:
         return [0] * len(results)
     inputs = (gradient(rank, values) for rank in range(links.world))

@@ -149,5 +149,5 @@ def _require_same(measured: Statistics) -> None:
     if others:
         raise ValueError(
             f"Adaptive: processes {others} have other statistics than process 0, so the ranks no "
-            "longer hold the same state; find out where with cgx_jax.debug_checksums()."
+            "longer hold the same state; find out where with cgx_jax.debug.debug_checksums()."
         )

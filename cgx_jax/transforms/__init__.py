@@ -1,1 +1,11 @@
 """The reduction as an Optax transformation: its state, what it may keep, and what is around it."""
+
+from cgx_jax.transforms.memory import ErrorFeedback as ErrorFeedback
+from cgx_jax.transforms.memory import Memory as Memory
+from cgx_jax.transforms.memory import MomentumCorrection as MomentumCorrection
+from cgx_jax.transforms.precondition import SecondMoment as SecondMoment
+from cgx_jax.transforms.state import SyncState as SyncState
+from cgx_jax.transforms.state import state_shardings as state_shardings
+from cgx_jax.transforms.state import state_specs as state_specs
+from cgx_jax.transforms.step_size import restore_step_size as restore_step_size
+from cgx_jax.transforms.sync_gradients import sync_gradients as sync_gradients

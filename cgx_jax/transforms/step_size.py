@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _NAME = "restore_step_size"
 _EXAMPLE = (
-    "cgx_jax.restore_step_size(optax.chain(cgx_jax.sync_gradients(axis, "
+    "cgx_jax.transforms.restore_step_size(optax.chain(cgx_jax.sync_gradients(axis, "
     "cgx_jax.Quantize(4, rotation=True), precondition=cgx_jax.SecondMoment()), optax.adam(rate)))"
 )
 # Noise counts up to this share of a value's second moment, so no factor is above 2.
