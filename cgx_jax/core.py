@@ -92,11 +92,13 @@ def ways(
     """
     name, axes = options.name, options.axes
     found: dict[tuple[int, ...], Way | None] = {}
-    for buffer in plan.buffers if axes.world > 1 else ():
+    for buffer in plan.buffers:
         coded = plan.coded(buffer)
         paths = [plan.leaves[i].path for i in buffer]
         pairs = list(zip(paths, coded, strict=True))
         flat = reduction_of(name, options.reduction, pairs)
+        if axes.world == 1:
+            continue
         reduction = _over_levels(options, flat, pairs)
         if reduction is None:
             found[buffer] = None

@@ -34,10 +34,13 @@ CASES = {
     "quantize 8": Case(Quantize(8, 32)),
     "stochastic": Case(Quantize(2, 128, "stochastic")),
     "correlated": Case(Quantize(4, 128, "correlated")),
+    "rotated, correlated": Case(Quantize(4, 96, "correlated", rotation=True)),
     "rotated": Case(Quantize(4, 128, rotation=True)),
     "rotated, stochastic": Case(Quantize(3, 96, "stochastic", rotation=True)),
     "bfloat16": Case(Cast(jnp.bfloat16)),
+    "float16": Case(Cast(jnp.float16)),
     "float8": Case(Cast(jnp.float8_e5m2)),
+    "float8 without infinity": Case(Cast(jnp.float8_e4m3fn)),
     "identity": Case(Identity(), reductions=()),
     "chunked toy": Case(Steps()),
     "voting toy": Case(Vote(), reductions=("scatter_gather",)),
@@ -46,4 +49,5 @@ CASES = {
     "summed toy": Case(RankOne(), reductions=("sum_rounds",)),
 }
 LOSSY = {name: case for name, case in CASES.items() if case.reductions}
+CHUNKED = {n: c.compressor for n, c in LOSSY.items() if "scatter_gather" in c.reductions}
 PAIRS = {f"{n}, {r}": (case.compressor, r) for n, case in LOSSY.items() for r in case.reductions}

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
+from cases import CHUNKED
 from cgx_jax import Cast, Identity, Plan, Quantize, Rules
 
 WORLD = 8
@@ -132,22 +133,11 @@ def test_transformations_agree_bit_for_bit(tree):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-COMPRESSORS = [
-    Quantize(1, 64),
-    Quantize(3, 96),
-    Quantize(4),
-    Quantize(8, 32),
-    Quantize(2, 128, "stochastic"),
-    Quantize(4, 96, "correlated", rotation=True),
-    Cast(jnp.bfloat16),
-    Cast(jnp.float16),
-    Cast(jnp.float8_e4m3fn),
-]
 SHAPES = [(), (1,), (3,), (511,), (513,), (37, 70)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", CHUNKED.values(), ids=CHUNKED)
 def test_ranks_hold_the_same_bits_within_the_bound(compressor, world):
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
     leaves = [values(world, *s, seed=i, dtype=dtypes[i % 3]) for i, s in enumerate(SHAPES)]

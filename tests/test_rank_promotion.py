@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, ErrorFeedback, Quantize
+from cases import CHUNKED
+from cgx_jax import ErrorFeedback, Quantize
 from cgx_jax.kernels import chunk, reference
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.wire import Layout, Slot
@@ -18,12 +19,6 @@ from cgx_jax.wire import Layout, Slot
 KEY = jax.random.key(0)
 TREE = {"kernel": np.ones((8, 40, 64), np.float32), "bias": np.ones((8, 64), np.float32)}
 LIKE = jax.tree.map(lambda x: x[0], TREE)
-COMPRESSORS = {
-    "nearest": Quantize(4),
-    "correlated": Quantize(4, rounding="correlated"),
-    "rotated": Quantize(4, rotation=True),
-    "cast": Cast(jnp.bfloat16),
-}
 
 
 def traced(f, mesh, out=P("data"), tree=TREE):  # noqa: B008
@@ -33,7 +28,7 @@ def traced(f, mesh, out=P("data"), tree=TREE):  # noqa: B008
         jax.eval_shape(step, tree)
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS)
+@pytest.mark.parametrize("compressor", CHUNKED.values(), ids=CHUNKED)
 def test_collectives_need_no_rank_promotion(compressor, mesh):
     whole = {"kernel": np.ones((8, 40, 64), np.float32)}
     for call in (

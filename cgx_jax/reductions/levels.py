@@ -182,7 +182,7 @@ class Leveled(Reduction):
         sent = []
         for leaf, code, x in zip(job.leaves, codes, runs, strict=True):
             key = leaf_key(leaf._replace(compressor=self.compressor), seeds[self.across.encodings])
-            key = None if key is None else jax.random.fold_in(key, inner.index())
+            key = None if key is None else jax.random.fold_in(key, job.axes.index())
             sent.append(code.encode(key, x))
         counts = [p.shape[1] for p in sent]
         received = xla.scatter(jnp.concatenate(sent, axis=1), inner)
