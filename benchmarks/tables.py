@@ -228,6 +228,48 @@ def gpu_sizes() -> str:
     return table(["ranks", "exchange", *(f"{mb:g} MB" for mb in sizes)], body)
 
 
+def one_shot() -> str:
+    body = []
+    made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows("one_shot")}
+    for world, size in sorted({key[:2] for key in made}):
+        chunks, whole = made[world, size, "scatter_gather"], made[world, size, "gather_sum"]
+        low, ratio, high = whole["ratio"]
+        body.append(
+            [
+                str(world),
+                size_text(size),
+                f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                f"{chunks['over_psum'][1]:.2f}",
+                f"{whole['over_psum'][1]:.2f}",
+                f"{whole['sent'] / chunks['sent']:.2f}",
+                f"{chunks['relative_error']:.3f}",
+                f"{whole['relative_error']:.3f}",
+            ]
+        )
+    head = ["ranks", "size", "speed over scatter_gather", "scatter_gather over psum"]
+    head += ["gather_sum over psum", "bytes", "error, scatter_gather", "error, gather_sum"]
+    return table(head, body)
+
+
+def levels() -> str:
+    body = []
+    for row in rows("levels"):
+        low, ratio, high = row["ratio"]
+        body.append(
+            [
+                row["links"],
+                size_text(row["bytes"]),
+                row["method"],
+                f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                f"{row['over_flat'][1]:.2f}",
+                size_text(row["between"]),
+                f"{row['relative_error']:.3f}",
+            ]
+        )
+    head = ["link between nodes", "size", "reduction", "speed over psum", "over flat"]
+    return table([*head, "a node sends", "relative error"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -240,6 +282,8 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_sizes,
         gpu_small,
         kernels,
+        levels,
+        one_shot,
         rivals,
         segments,
     )
