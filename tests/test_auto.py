@@ -230,6 +230,17 @@ def test_names_of_exchanges_are_checked():
         auto.named("here", "pigeon")
 
 
+def test_auto_follows_the_profile_that_it_is_given():
+    here = dataclasses.replace(MEASURED, **installation.facts())
+    given, load = Auto(here), fp32(10 * MB)
+    assert given.choose("here", (Xla(), Mpi()), here.world, load) == Mpi()
+    assert given.choose("here", (Xla(), Mpi()), here.world, fp32(4)) is None
+    with pytest.raises(ValueError, match=r"here: this call has 3 ranks"):
+        given.choose("here", (Xla(),), 3, load)
+    with pytest.raises(ValueError, match="measured with cpu"):
+        Auto(dataclasses.replace(here, cpu="another")).choose("here", (Xla(),), here.world, load)
+
+
 def test_without_a_profile_mpi_goes_before_xla():
     assert Auto().choose("here", (Xla(),), 4, fp32(MB)) == Xla()
     assert Auto().choose("here", (Xla(), Mpi()), 4, fp32(4)) == Mpi()

@@ -226,6 +226,13 @@ def test_the_state_of_other_compressors_is_refused(mesh):
     assert grads
 
 
+def test_a_plan_of_local_shapes_is_taken_by_an_init_of_global_ones():
+    """Parameters that are split over a model axis are whole outside of shard_map."""
+    local = Plan.build({"w": jnp.ones((32, 64))}, Quantize(4))
+    tx = cgx_jax.sync_gradients("data", local)
+    assert int(tx.init({"w": jnp.ones((64, 64))}).step) == 0
+
+
 class Claims(Difference):
     shares_state = True
 

@@ -129,7 +129,9 @@ def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
 class Auto(Exchange):
     """The fastest of the others for each fusion buffer, or `lax.psum` where compression costs time.
 
-    By `profile`, or the one that `use_profile` made active; without one by size (`LEAST`).
+    By `profile`, which is given alike on every process, or the one that `use_profile` made active;
+    without one by size (`LEAST`). A profile of another machine or other versions raises ValueError
+    while tracing.
     """
 
     profile: Profile | None = None
@@ -152,6 +154,8 @@ class Auto(Exchange):
         """
         names = {exchange.shorthand: exchange for exchange in usable}
         profile = _active if self.profile is None else self.profile
+        if self.profile is not None:
+            self.profile.check_here()
         if profile is None:
             return names.get(unmeasured(names, load))
         if profile.world != world:

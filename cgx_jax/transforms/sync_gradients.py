@@ -86,10 +86,10 @@ def sync_gradients(
         step = jnp.zeros((), jnp.int32)
         statistics: Any = ()
         moments: Any = ()
-        plan = None
+        plan = policy if isinstance(policy, Plan) else None
         if isinstance(policy, Adaptive):
             statistics = policy.empty_statistics(leaves_of(params))
-        else:
+        elif plan is None:
             plan = resolve(CALLER, params, policy)
         if precondition is not None:
             moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
