@@ -75,6 +75,7 @@ for world in 2 4; do
     ranks nccl_${world}_${megabytes}MB --world $world --calls psum --megabytes $megabytes --repeats 31
   done
 done
+step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/reductions.json"
 for bytes in 262144 1048576 67108864; do
   ranks nccl_2_$bytes --world 2 --calls psum --segment-bytes $bytes
 done
