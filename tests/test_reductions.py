@@ -246,6 +246,21 @@ def test_a_half_refuses_a_code_that_is_summed(mesh):
         jax.eval_shape(sharded(f, mesh, out=P("data")), values(8, 8, 40))
 
 
+class OwnZeros(Stateless):
+    """Its total is right, and typed as this rank's."""
+
+    def rounds(self, x, state, *, key, world):
+        end = yield from super().rounds(x, state, key=key, world=world)
+        return end._replace(total=end.total + jnp.zeros_like(x))
+
+
+def test_a_total_that_is_not_typed_alike_is_refused_with_the_remedy(mesh):
+    f = lambda v: cgx_jax.psum_compressed(v[0], "data", OwnZeros(), exchange="xla")  # noqa: E731
+    with pytest.raises(ValueError, match=r"psum_compressed: .* over axis 'data'.*zeros_like"):
+        jax.eval_shape(sharded(f, mesh), values(8, *SHAPE))
+    sharded(f, mesh, check_vma=False)(values(8, *SHAPE))
+
+
 class Reversed(GatherSum):
     """Somebody else's: as `GatherSum`, for whatever can be sent whole."""
 

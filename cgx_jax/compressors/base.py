@@ -191,8 +191,10 @@ class PayloadCompressor(Compressor):
 class Summed(NamedTuple):
     """What a `SummedCompressor` ends with: `total` and `own` are fp32 in the leaf's shape.
 
-    `total` is the ranks' sum as the code gives it, alike on all ranks; `own` is this rank's part of
-    it: the sum of all ranks' `own` is `total`. `state` is the compressor's new state.
+    `total` is the ranks' sum as the code gives it, alike on all ranks, so it is made of the
+    received sums alone (and not of `zeros_like(x)`, whose type is this rank's). `own` is this
+    rank's part of it: the sum of all ranks' `own` is `total`. `state` is the compressor's new
+    state.
     """
 
     total: jax.Array

@@ -59,12 +59,25 @@ class SumRounds(Reduction):
         ends = _in_step(job.axes, running)
         for i, (end, x, value) in enumerate(zip(ends, leaves, values, strict=True)):
             unit = unit_of(units, i)
+            _check_alike(job, job.leaves[i].compressor, end.total)
             total = end.total if job.divisor == 1 else end.total / np.float32(job.divisor)
             sums.append(outside.decoded(total.reshape(x.shape), unit, x.dtype))
             if job.residual:
                 lost = value - end.own.reshape(x.shape)
                 residuals.append(outside.multiply(lost, unit, outside.OUT).astype(x.dtype))
         return Reduced(sums, residuals, [end.state for end in ends])
+
+
+def _check_alike(job: Job, compressor: Any, total: jax.Array) -> None:
+    """Raises ValueError where the types of check_vma do not show that all ranks hold `total`."""
+    varying = job.axes.varying() & _compat.varying_axes(total)
+    if job.axes.groups is None and varying:
+        raise ValueError(
+            f"{job.name}: the total of {compressor}.rounds is typed as varying over axis "
+            f"{min(varying)!r}, so ranks may hold different sums. Make it from the received sums "
+            "and from what all ranks know, such as jnp.zeros(shape); jnp.zeros_like(x) has the "
+            "type of this rank's own x."
+        )
 
 
 def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
