@@ -184,6 +184,19 @@ def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
     assert lost["gather_sum"] < 0.9 * lost["scatter_gather"]
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
+def test_errors_of_random_rounding_average_out_in_a_sum_of_whole_payloads(rounding, mesh):
+    """Also where all ranks hold the same values: noise that they shared would not."""
+    x = jnp.broadcast_to(values(64, 512), (8, 64, 512))
+    code = Quantize(3, 512, rounding)
+    call = lambda v: cgx_jax.pmean_compressed(  # noqa: E731
+        v[0], "data", code, key=KEY, exchange="xla", reduction="gather_sum"
+    )
+    off = np.linalg.norm(np.asarray(sharded(call, mesh)(x)) - x[0])
+    alone = np.linalg.norm(np.asarray(code.approximate(x[0], key=KEY)) - x[0])
+    assert 0.25 < off / alone < 0.45  # 1 / sqrt(8)
+
+
 def test_the_owner_of_a_vote_weighs_no_more_than_others(mesh):
     """Three ranks in eight say +1, and one of them, who owns the chunk, is large."""
     x = np.full((8, 8), -1.0, np.float32)

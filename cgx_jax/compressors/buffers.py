@@ -153,7 +153,14 @@ class _WholeLeafByLeaf(WholeCode):
         return [x.compressor.payload_bytes(x.shape) for x in self.leaves]
 
     def encode(
-        self, seed: Any, leaves: Arrays, states: Sequence[Any], *, residual: bool, units: Units
+        self,
+        seed: Any,
+        rank: Any,
+        leaves: Arrays,
+        states: Sequence[Any],
+        *,
+        residual: bool,
+        units: Units,
     ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
         payloads, residuals, after = [], [], []
         for i, (leaf, x, state) in enumerate(zip(self.leaves, leaves, states, strict=True)):

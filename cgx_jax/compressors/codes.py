@@ -86,9 +86,19 @@ class WholeCode(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self, seed: Any, leaves: Arrays, states: Sequence[Any], *, residual: bool, units: Units
+        self,
+        seed: Any,
+        rank: Any,
+        leaves: Arrays,
+        states: Sequence[Any],
+        *,
+        residual: bool,
+        units: Units,
     ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
-        """Leaves to the payload, what it lost where asked, and the compressors' new states."""
+        """Leaves to the payload, what it lost where asked, and the compressors' new states.
+
+        `rank` is this rank's place; compressors that share noise are given one `seed` everywhere.
+        """
 
     @abc.abstractmethod
     def sum(

@@ -38,7 +38,8 @@ class Quantize(PayloadCompressor):
 
     `rounding` is "nearest"; "stochastic", which is unbiased and needs a key; or "correlated", which
     is too, and spreads the noise of the ranks of an all-reduce evenly, so that their errors cancel
-    more often than independent ones do (Suresh et al., ICML 2022).
+    more often than independent ones do (Suresh et al., ICML 2022). By the reduction "gather_sum" it
+    is "stochastic".
 
     `rotation` turns each bucket by a Hadamard transform of blocks of up to 512 values with random
     signs before it is quantized, and back after it is decoded: a value that stands out then does

@@ -75,8 +75,20 @@ class QuantizedWhole(WholeCode):
         return self.layout.total_bytes
 
     def encode(
-        self, seed: Any, leaves: Arrays, states: Sequence[Any], *, residual: bool, units: Units
+        self,
+        seed: Any,
+        rank: Any,
+        leaves: Arrays,
+        states: Sequence[Any],
+        *,
+        residual: bool,
+        units: Units,
     ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
+        if any(slot.rounding == "correlated" for slot in self.layout.slots):
+            # Kernels share noise out over the ranks of a chunked buffer alone. Of a whole one every
+            # rank would draw the same, and errors would add up: independent ones average out.
+            key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
+            seed = jax.random.bits(jax.random.fold_in(key, rank), (2,), jnp.uint32)
         rows, lost = primitives.encode(seed, leaves, self.layout, residual=residual, units=units)
         return rows.reshape(-1), lost, list(states)
 

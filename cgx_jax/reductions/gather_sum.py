@@ -44,7 +44,7 @@ class GatherSum(PayloadReduction):
         states: Sequence[Any],
     ) -> Rows:
         payload, residuals, after = whole_code(job.leaves).encode(
-            seeds[0], leaves, states, residual=job.residual, units=units
+            seeds[0], job.axes.rank(), leaves, states, residual=job.residual, units=units
         )
         return Rows(job.exchange.gather(job.name, payload, job.axes), residuals, after)
 
