@@ -98,6 +98,14 @@ def test_groups_of_a_flat_axis_are_levels_too(check_vma, mesh):
     np.testing.assert_array_equal(got, on_grid(named, grid(2, 4))(x))
 
 
+def test_buckets_of_equal_values_are_exact_where_shares_are_uneven():
+    x = jnp.broadcast_to(jnp.float32(5), (8, 7, 31))
+    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+        v[0], AXES, Quantize(2, 32), exchange="xla", levels=Levels("local")
+    )
+    np.testing.assert_array_equal(on_grid(call, grid(2, 4))(x), np.full((7, 31), 40, np.float32))
+
+
 def test_levels_work_under_pmap_and_in_a_plain_vmap():
     x, groups = values(8, 16, 60), Levels(groups=[[0, 1], [2, 3], [4, 5], [6, 7]])
     call = lambda v: cgx_jax.psum_compressed(  # noqa: E731

@@ -196,10 +196,13 @@ class Leveled(Reduction):
 
 
 def _runs(x: jax.Array, world: int) -> jax.Array:
-    """f32[world, share]: a leaf cut into a share for each rank of a node, the last one padded."""
+    """f32[world, share]: a leaf cut into a share for each rank of a node.
+
+    The last ones end in copies of the last value, which do not widen the range of a bucket.
+    """
     flat = jnp.ravel(x).astype(jnp.float32)
     share = -(-flat.size // world)
-    return jnp.pad(flat, (0, share * world - flat.size)).reshape(world, share)
+    return jnp.pad(flat, (0, share * world - flat.size), mode="edge").reshape(world, share)
 
 
 def _leaf(runs: jax.Array, like: jax.Array) -> jax.Array:
