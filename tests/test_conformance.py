@@ -22,9 +22,10 @@ def test_compressor(name):
     assert case.compressor.lossless or case.compressor.reductions == case.reductions
 
 
+@pytest.mark.parametrize("worlds", [(3,), pytest.param((2, 8), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", PAIRS)
-def test_reduction(name):
-    check_reduction(*PAIRS[name])
+def test_reduction(name, worlds):
+    check_reduction(*PAIRS[name], worlds=worlds)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])

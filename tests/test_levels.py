@@ -59,7 +59,9 @@ def bound_of(code, how, x, nodes, local):
     return np.asarray(across.error_bound(code, sums)).reshape(x.shape[1:])
 
 
-@pytest.mark.parametrize("shape", GRIDS)
+@pytest.mark.parametrize(
+    "shape", ["2 x 2", *(pytest.param(g, marks=pytest.mark.slow) for g in GRIDS if g != "2 x 2")]
+)
 @pytest.mark.parametrize("name", CODES)
 def test_sums_are_within_the_bound_between_nodes_and_alike_on_all_ranks(name, shape):
     nodes, local = GRIDS[shape]

@@ -91,7 +91,9 @@ def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
         np.testing.assert_allclose(y, got["shard_map"], tolerance, tolerance, err_msg=how)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "world", [1, 3, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 4, 8))]
+)
 @pytest.mark.parametrize("name", WAYS)
 def test_every_world_size(name, world):
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
