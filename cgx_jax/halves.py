@@ -224,19 +224,15 @@ class _AllGather(_Half):
             every = self.exchange.all_gather(self.name, words, x, code.layout, axes)
         else:
             payload = self.compressor.encode(x, key=key)[0]
-            every = code.decode(self._gather(payload), x.shape, x.dtype)
+            rows = self.exchange.gather(self.name, payload, axes)
+            # Typed as what lax.all_gather returns: it varies, though it is the same on all ranks.
+            rows = _compat.vary_over(rows, axes.varying())
+            every = code.decode(rows, x.shape, x.dtype)
         debug.compare(self.name, self.axes, [every])
         stacked = jnp.moveaxis(every, 0, d)
         if not self.tiled:
             return stacked
         return stacked.reshape(*x.shape[:d], self.axes.world * x.shape[d], *x.shape[d + 1 :])
-
-    def _gather(self, payload: jax.Array) -> jax.Array:
-        if isinstance(self.exchange, Xla):
-            # As lax.all_gather does, whose result is typed as varying.
-            names, groups = self.axes.names, self.axes.groups
-            return lax.all_gather(payload, names, axis_index_groups=groups)
-        return self.exchange.gather(self.name, payload, self.axes)
 
 
 def _halve(
@@ -306,6 +302,12 @@ def _apply(
         exchange = exchange.choose(name, usable, world, load_of([sent], rows=world))
     if exchange is None:
         return call.exactly(x)
+    if call.needs not in exchange.can and not call.in_one_call(exchange, call.code(row)):
+        raise ValueError(
+            f"{_where(name, path)}: exchange={exchange.shorthand!r} has no {call.needs!r}, which "
+            f"{compressor} needs here; it can {', '.join(sorted(exchange.can))}. Use "
+            'exchange="xla", or "auto".'
+        )
     return _run(dataclasses.replace(call, exchange=exchange), own, x)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules, installation
-from cgx_jax.exchanges import Profile, auto, nccl, xla
+from cgx_jax.exchanges import Profile, Xla, auto, nccl, xla
 from cgx_jax.exchanges.profile import Codec
 from cgx_jax.kernels import primitives
 from cgx_jax.policies import Policy
@@ -215,6 +215,18 @@ def test_without_cuda_kernels_nccl_is_refused_with_the_remedy(half, mesh, monkey
     monkeypatch.setattr(nccl.native, "cuda_module", lambda: None)
     f = sharded(lambda v: HALVES[half](v, "data", exchange="nccl"), mesh)
     with pytest.raises(ValueError, match=r"exchange='nccl' does not work here: .*put nvcc"):
+        jax.make_jaxpr(f)(values(WORLD, WORLD, 40))
+
+
+class SumsAlone(Xla):
+    shorthand = "sums"
+    can = frozenset({"sum"})
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_exchange_that_cannot_send_rows_is_refused(half, mesh):
+    f = sharded(lambda v: HALVES[half](v, "data", exchange=SumsAlone()), mesh)
+    with pytest.raises(ValueError, match=r"compressed: exchange='sums' has no '(scatter|gather)'"):
         jax.make_jaxpr(f)(values(WORLD, WORLD, 40))
 
 
