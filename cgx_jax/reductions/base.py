@@ -56,6 +56,7 @@ class Reduction(abc.ABC):
     shorthand: ClassVar[str]
     needs: ClassVar[frozenset[str]]
     encodings: ClassVar[int] = 1
+    keeps_state: ClassVar[bool] = True  # False where leaves are cut, since state is of whole ones
 
     def unfit(self, compressor: Compressor) -> str | None:
         """Why this reduction is wrong for a compressor, or None."""

@@ -53,10 +53,10 @@ def reduction_of(
             raise ValueError(
                 f"{caller}: {taken.shorthand!r} is no reduction for {c}{where}: {problem}."
             )
-        if taken.shorthand == ScatterGather.shorthand and c.has_state(leaf.shape, leaf.dtype):
+        if not taken.keeps_state and c.has_state(leaf.shape, leaf.dtype):
             raise ValueError(
                 f"{caller}: {c}{where} has state, which belongs to whole leaves, and "
-                '"scatter_gather" cuts them into chunks; a compressor with state allows '
-                '"gather_sum" or "sum_rounds" first.'
+                f"{taken.shorthand!r} cuts them into chunks; a compressor with state allows "
+                "'gather_sum' or 'sum_rounds' first."
             )
     return known[leaves[0][1].compressor.reductions[0]] if wanted is None else wanted

@@ -32,6 +32,7 @@ class ScatterGather(PayloadReduction):
     shorthand: ClassVar[str] = "scatter_gather"
     needs: ClassVar[frozenset[str]] = frozenset({"scatter", "gather"})
     encodings: ClassVar[int] = 2
+    keeps_state: ClassVar[bool] = False
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         return 2 * (world - 1) * chunk_code(leaves, world).row_bytes
