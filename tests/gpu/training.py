@@ -31,7 +31,7 @@ def main() -> int:
     @jax.jit
     def step(weights, x, target):
         value, grads = jax.value_and_grad(loss)(weights, x, target)
-        sent = [compressor.decode(compressor.encode(g)[0], g.shape, g.dtype) for g in grads]
+        sent = [compressor.decode(compressor.encode(g), g.shape, g.dtype) for g in grads]
         return [w - 0.5 * g for w, g in zip(weights, sent, strict=True)], value
 
     losses = {}
