@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def measure(kernels: Kernels, name: str) -> dict[str, Any]:
         "bytes_ok": ran.same,
         "instructions": len(steps) / ran.buckets,
         "cycles": cycles,
-        "waits": multiprocessor.waits_for_memory(steps) / ran.buckets,
+        "waits": len(multiprocessor.waits_for_memory(steps)) / ran.buckets,
         "copy": copies,
         "bound": {name: min(1.0, copy / busiest) for name, copy in copies.items()},
         "share": {
@@ -107,6 +108,17 @@ def measure(kernels: Kernels, name: str) -> dict[str, Any]:
         "registers": compiled.registers,
         "warps": compiled.warps,
     }
+
+
+def waits(kernels: Kernels, name: str) -> Iterator[str]:
+    """Where a warp waits for memory in its last bucket."""
+    ran = run(kernels, Case.named(name))
+    trace = ran.warps[-1].trace
+    found = multiprocessor.waits_for_memory(multiprocessor.steps(trace, 1))
+    for place, cycles in found[-(len(found) // ran.buckets) :]:
+        i = trace[place].instruction
+        opcode, operands = ".".join([i.name, *i.suffixes]), ", ".join(o.text for o in i.operands)
+        yield f"    {cycles:.0f} cycles at {i.address:#x}: {opcode} {operands}"
 
 
 def failures(row: dict[str, Any], ceiling: dict[str, Any] | None) -> list[str]:
@@ -163,6 +175,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="*", default=list(BARS), metavar="CASE")
+    parser.add_argument("--waits", action="store_true", help="say where a warp waits for memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     arguments = parser.parse_args()
     if (lacking := missing()) is not None:
@@ -183,6 +196,8 @@ def main() -> int:
         row = measure(kernels, name)
         rows.append(row)
         print(line(row), flush=True)
+        if arguments.waits:
+            print(*waits(kernels, name), sep="\n")
         wrong += [f"{name}: {text}" for text in failures(row, ceilings.get(name))]
     if arguments.json is not None:
         command = " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])

@@ -232,12 +232,13 @@ def share_of_copy(traces: list[list[Step]], moved: int, resident: int, machine: 
     return (last - first) * moved / (ends[last] - ends[first]) / machine.rate
 
 
-def waits_for_memory(trace: list[Step]) -> int:
-    """How often a warp that is alone waits for memory."""
-    boards, cycle, waits = [0.0] * 6, 0.0, 0
-    for step in trace:
+def waits_for_memory(trace: list[Step]) -> list[tuple[int, float]]:
+    """Where a warp that is alone waits for memory: places in the trace, and cycles."""
+    boards, cycle, waits = [0.0] * 6, 0.0, []
+    for place, step in enumerate(trace):
         until = max([cycle, *(boards[k] for k in step.wait)])
-        waits += until - cycle > MEMORY_LATENCY / 4
+        if until - cycle > MEMORY_LATENCY / 4:
+            waits.append((place, until - cycle))
         latency = MEMORY_LATENCY if step.loads else step.latency
         if step.write != NONE:
             boards[step.write] = max(boards[step.write], until + latency)
