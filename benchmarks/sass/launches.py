@@ -69,18 +69,18 @@ def build() -> Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        fresh = library.exists() and library.stat().st_mtime >= newest
-        if not (fresh and release_of.read_text() == release):
+        built = release_of.exists() and release_of.read_text() == release
+        if not built or library.stat().st_mtime < newest:
             made = library.with_suffix(".new")
             command = [compiler, *ptxas.FLAGS, f"-arch={ARCHITECTURE}", "-shared", "-cudart=none"]
             command += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-o", str(made)]
             report = run([*command, *map(str, SOURCES)])[1]
             library.with_suffix(".ptxas").write_text(report)
-            release_of.write_text(release)
             # Finds nvdisasm on PATH, or beside itself.
             dump = run([disassembler, "-sass", str(made)])[0]
             library.with_suffix(".sass").write_text(dump)
             made.rename(library)
+            release_of.write_text(release)
     return library
 
 
