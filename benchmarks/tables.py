@@ -171,16 +171,34 @@ def gpu_kernels() -> str:
     return table(["kernel", "bits", *dtypes], [line(way) for way in ways])
 
 
-def gpu_machines() -> str:
+def gpu_shares() -> dict[str, dict[str, float]]:
+    """Measured shares of a copy's speed at the largest size, by machine and case."""
     machines = {"H100": gpu_cases("gpu_h100"), "H200": gpu_cases("gpu_h200")}
     largest = max(row["values"] for row in machines["H100"])
-    shares = {
+    return {
         name: {r["case"]: r["share"][1] for r in measured if r["values"] == largest}
         for name, measured in machines.items()
     }
+
+
+def gpu_machines() -> str:
+    shares = gpu_shares()
     cases = [c for c in shares["H100"] if c.split()[1] == "4" and "bucket" not in c]
     body = [[f"`{case}`", *(f"{share[case]:.2f}" for share in shares.values())] for case in cases]
-    return table(["kernel", *machines], body)
+    return table(["kernel", *shares], body)
+
+
+def sass() -> str:
+    def line(row: dict[str, Any]) -> list[str]:
+        counted = [row["instructions"], *row["cycles"].values(), row["copy"]["H100"]]
+        shares = [
+            f"{row['share'][machine]:.2f}, {measured[row['case']]:.2f}"
+            for machine, measured in gpu_shares().items()
+        ]
+        return [f"`{row['case']}`", *(f"{n:.0f}" for n in counted), *shares]
+
+    head = ["kernel", "instructions", "ALU", "XU", "SHFL", "copy", "H100: model, measured"]
+    return table([*head, "H200: model, measured"], [line(row) for row in rows("sass")])
 
 
 def gpu_small() -> str:
@@ -285,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
         levels,
         one_shot,
         rivals,
+        sass,
         segments,
     )
 }
