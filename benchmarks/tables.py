@@ -166,7 +166,11 @@ def gpu_kernels() -> str:
     def line(way: str) -> list[str]:
         kernel, bits, *rest = way.split()
         cells = [share.get(" ".join([kernel, bits, dtype, *rest])) for dtype in dtypes]
-        return [" ".join([f"`{kernel}`", *rest]), bits, *(f"{c:.2f}" if c else "" for c in cells)]
+        return [
+            " ".join([f"`{kernel}`", *rest]),
+            bits,
+            *("" if c is None else f"{c:.2f}" for c in cells),
+        ]
 
     return table(["kernel", "bits", *dtypes], [line(way) for way in ways])
 
