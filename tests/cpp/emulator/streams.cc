@@ -37,7 +37,7 @@ struct World {
   Stream* stream = nullptr;
   uint64_t progress = 0;
   std::set<std::pair<int, const void*>> loaded;  // by device
-  int64_t late = 0;
+  int64_t late = 0, launches = 0;
 };
 
 World world;
@@ -140,6 +140,14 @@ void load(const void* kernel) {
 }
 
 int64_t late() { return world.late; }
+
+void count_launch(const void* kernel) {
+  const Lock lock(mutex());
+  load(kernel);
+  ++world.launches;
+}
+
+int64_t launches() { return world.launches; }
 
 void record(Event* event, Stream* stream) {
   const Lock lock(mutex());

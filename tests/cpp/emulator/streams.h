@@ -52,6 +52,9 @@ Stream* make_stream();
 Event* make_event();
 void load(const void* kernel);
 int64_t late();
+// Loads the kernel of a launch and counts it; how many there have been since reset().
+void count_launch(const void* kernel);
+int64_t launches();
 
 // Forgets all streams, events, messages and kernels.
 void reset();
