@@ -15,7 +15,7 @@ CAPTURED = {"capture_output": True, "text": True, "check": False}
 
 def shell(script: str, folder: pathlib.Path, deadline: int = 60) -> list[str]:
     """The lines that a script prints, with `step` at hand."""
-    prelude = f"deadline={deadline} work={folder} failed=0; . {GPU / 'steps.sh'}\n"
+    prelude = f"deadline={deadline} patience=1 work={folder} failed=0; . {GPU / 'steps.sh'}\n"
     done = subprocess.run(["bash", "-uc", prelude + script], **CAPTURED)
     assert not done.stderr
     return done.stdout.splitlines()

@@ -1,9 +1,9 @@
-# The steps of tests/gpu/run.sh. They read $deadline, in seconds of $SECONDS, write their logs to
-# $work, and set failed=1 when one has failed.
+# The steps of tests/gpu/run.sh. They read $deadline, in seconds of $SECONDS, and $patience, which
+# multiplies limits; write their logs to $work; and set failed=1 when one has failed.
 
 # step NAME LIMIT COMMAND...: at most LIMIT seconds, and not at all if it might outlast the deadline.
 step() {
-  local name=$1 limit=$2 start=$SECONDS code=0
+  local name=$1 limit=$(($2 * patience)) start=$SECONDS code=0
   shift 2
   if [ $((SECONDS + limit)) -gt "$deadline" ]; then
     leave_out "$name" "it may take $limit s, and $((deadline - SECONDS)) s are left"
