@@ -413,8 +413,9 @@ int main(int argc, char** argv) {
   };
   cudaStream_t stream;
   CGX_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  // One size for all large cases: a copy's speed changes with its length and place.
-  const int64_t large_copy = 2 * values;
+  // One size for all large cases: a copy's speed changes with its length and place. Few values in
+  // many leaves take more bytes than that.
+  const int64_t large_copy = std::max<int64_t>(2 * values, 1 << 20);
   const DeviceMemory from(large_copy), to(large_copy);
   constexpr int64_t kNoise = int64_t{1} << 22;
   std::vector<std::unique_ptr<DeviceMemory>> noise;
