@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test cpp-test lint format bench sass clean
+.PHONY: demo test slow-test openmpi-test cpp-test gpu-rehearsal lint format bench sass clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -81,6 +81,13 @@ cpp-test: $(STAMPS)/cpp
 	  $(BIN)/cmake --build build/$$sanitizers && \
 	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure -j 2 || exit 1; \
 	done
+
+# The script for a machine with a GPU, on one without.
+gpu-rehearsal: $(STAMPS)/cpp
+	$(BIN)/cmake -S . -B build/rehearsal -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON
+	$(BIN)/cmake --build build/rehearsal --target emulated_kernel_bench emulated_virtual_ranks
+	$(BIN)/python tests/gpu/rehearse.py build/rehearsal/tests/cpp
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check

@@ -5,6 +5,7 @@
 
 Needs nvcc (CUDA 13), no GPU. `warps` is how many of a multiprocessor's warps the registers leave
 room for; `held` kernels are those for buckets of up to 512 values, which is what most buffers take.
+They come in two sizes of parameters, for tables of few `pieces` and of many.
 """
 
 import argparse
@@ -28,10 +29,11 @@ FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", f"-I{SOURCES}")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel as it is compiled: `arguments` are its template's."""
+    """One kernel as it is compiled: `pieces` and `arguments` are its template's."""
 
     architecture: str
     name: str
+    pieces: int
     arguments: tuple[str, ...]
     registers: int
     spilled: int
@@ -73,23 +75,24 @@ def parse(architecture: str, text: str) -> list[Kernel]:
     for part in text.split("Compiling entry function '")[1:]:
         mangled = part.split("'")[0]
         # The anonymous namespace's name, which holds the file's, is followed by the kernel's.
-        name = re.search(r"\d+([a-z]+_kernel)", mangled)
-        arguments = re.findall(r"L([ib])(\d+)E", mangled)
+        name = re.search(r"\d+([a-z]+_kernel)I((?:L[ib]\d+E)+)E", mangled)
         spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", part)
         registers = re.search(r"Used (\d+) registers", part)
         if not (name and spills and registers):
             raise RuntimeError(f"ptxas said something unexpected:\n{part}")
+        (_, pieces), *arguments = re.findall(r"L([ib])(\d+)E", name[2])
         kernels.append(
             Kernel(
                 architecture,
                 name[1],
+                int(pieces),
                 tuple(v if kind == "i" else ("false", "true")[int(v)] for kind, v in arguments),
                 int(registers[1]),
                 max(map(int, spills)),
                 mangled,
             )
         )
-    return sorted(kernels, key=lambda k: (k.name, k.arguments))
+    return sorted(kernels, key=lambda k: (k.name, k.arguments, k.pieces))
 
 
 def release(compiler: str) -> str:
@@ -103,6 +106,7 @@ def write(path: Path, compiler: str, kernels: list[Kernel]) -> None:
         {
             "architecture": k.architecture,
             "kernel": k.label,
+            "pieces": k.pieces,
             "held": k.held,
             "registers": k.registers,
             "warps": k.warps,
@@ -130,13 +134,13 @@ def main() -> int:
     reports = [compile_report(compiler, a) for a in architectures]
     if arguments.json is not None:
         write(arguments.json, compiler, [kernel for report in reports for kernel in report])
-    print(f"{'kernel':<34}" + "".join(f"{a:>22}" for a in architectures))
+    print(f"{'kernel':<34}{'pieces':>7}" + "".join(f"{a:>22}" for a in architectures))
     for row in zip(*reports, strict=True):
         if arguments.all or row[0].held:
             cells = (f"{k.registers} regs, {k.warps} warps" for k in row)
             spills = sum(k.spilled for k in row)
             print(
-                f"{row[0].label:<34}"
+                f"{row[0].label:<34}{row[0].pieces:>7}"
                 + "".join(f"{c:>22}" for c in cells)
                 + (f"  {spills} bytes spilled" if spills else "")
             )

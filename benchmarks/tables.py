@@ -140,14 +140,17 @@ def rivals() -> str:
 def kernels() -> str:
     measured = rows("ptxas")
     architectures = list(dict.fromkeys(row["architecture"] for row in measured))
-    labels = dict.fromkeys(row["kernel"] for row in measured if row["held"])
-    cells = {(row["kernel"], row["architecture"]): row for row in measured}
-
-    def line(label: str) -> list[str]:
-        mine = [cells[label, a] for a in architectures]
-        return [f"`{label}`", *(f"{row['registers']}, {row['warps']}" for row in mine)]
-
-    return table(["kernel", *architectures], [line(label) for label in labels])
+    cells: dict[tuple[str, int], list[str]] = {}
+    for row in measured:
+        if row["held"]:
+            cell = f"{row['registers']}, {row['warps']}"
+            cells.setdefault((row["kernel"], row["pieces"]), []).append(cell)
+    # Kernels that need the same for tables of either size share a line.
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for (label, pieces), line in cells.items():
+        lines.setdefault((f"`{label}`", *line), []).append(str(pieces))
+    body = [[label, ", ".join(pieces), *line] for (label, *line), pieces in lines.items()]
+    return table(["kernel", "runs", *architectures], body)
 
 
 def gpu_cases(machine: str) -> list[dict[str, Any]]:
@@ -166,7 +169,11 @@ def gpu_kernels() -> str:
     def line(way: str) -> list[str]:
         kernel, bits, *rest = way.split()
         cells = [share.get(" ".join([kernel, bits, dtype, *rest])) for dtype in dtypes]
-        return [" ".join([f"`{kernel}`", *rest]), bits, *(f"{c:.2f}" if c else "" for c in cells)]
+        return [
+            " ".join([f"`{kernel}`", *rest]),
+            bits,
+            *("" if c is None else f"{c:.2f}" for c in cells),
+        ]
 
     return table(["kernel", "bits", *dtypes], [line(way) for way in ways])
 

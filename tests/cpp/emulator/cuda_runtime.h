@@ -103,7 +103,7 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
   if (config->stream && config->stream->device != emulator::device()) return cudaErrorLaunchFailure;
-  emulator::load(reinterpret_cast<const void*>(kernel));
+  emulator::count_launch(reinterpret_cast<const void*>(kernel));
   const unsigned blocks = config->gridDim.x, threads = config->blockDim.x;
   const std::tuple<Parameters...> copies(arguments...);
   emulator::submit(config->stream, [=] {

@@ -1,27 +1,34 @@
 // CUDA streams, events and NCCL messages on the CPU: a stream is a queue, and one scheduler runs
 // the head of a queue chosen by a seed, so that a missing wait shows as a wrong result and a wrong
-// order of messages as a deadlock.
+// order of messages as a deadlock. Threads may share it: one lock guards all, kernels included.
 #ifndef CGX_EMULATOR_STREAMS_H_
 #define CGX_EMULATOR_STREAMS_H_
 
 #include <stddef.h>
 #include <stdint.h>
 
+#include <chrono>
 #include <deque>
 #include <functional>
+#include <vector>
 
 namespace emulator {
 
 // A step of a stream; false: not yet.
 using Operation = std::function<bool()>;
 
+// A recorded sequence of operations, to put on streams as often as wanted.
+using Graph = std::vector<Operation>;
+
 struct Stream {
   int device;
   std::deque<Operation> queue;
+  Graph* captured = nullptr;  // what goes there in place of the queue
 };
 
 struct Event {
   uint64_t recorded = 0, reached = 0;
+  std::chrono::steady_clock::time_point when;  // it was reached last
 };
 
 // Puts an operation on a stream; the null stream runs it at once.
@@ -31,8 +38,10 @@ Stream* create_stream();  // of the current device
 Event* create_event();
 void record(Event* event, Stream* stream);
 void wait(Stream* stream, Event* event);
+void begin_capture(Stream* stream);
+Graph* end_capture(Stream* stream);
 
-// The device that is current.
+// The device that is current in this thread.
 void set_device(int device);
 int device();
 
@@ -43,6 +52,9 @@ Stream* make_stream();
 Event* make_event();
 void load(const void* kernel);
 int64_t late();
+// Loads the kernel of a launch and counts it; how many there have been since reset().
+void count_launch(const void* kernel);
+int64_t launches();
 
 // Forgets all streams, events, messages and kernels.
 void reset();
