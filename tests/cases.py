@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from cgx_jax import Cast, Identity, Quantize
+from cgx_jax import Cast, Identity, PowerSGD, Quantize
 from toys import Difference, Largest, RankOne, Steps, Vote
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -42,6 +42,7 @@ CASES = {
     "float8": Case(Cast(jnp.float8_e5m2)),
     "float8 without infinity": Case(Cast(jnp.float8_e4m3fn)),
     "identity": Case(Identity(), reductions=()),
+    "low rank": Case(PowerSGD(2), reductions=("sum_rounds",)),
     "chunked toy": Case(Steps()),
     "voting toy": Case(Vote(), reductions=("scatter_gather",)),
     "sparse toy": Case(Largest(), reductions=("gather_sum",)),
