@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -80,33 +81,35 @@ class PowerSGD(SummedCompressor):
         if sides is None:
             (total,) = yield [x]
             return Summed(total, x, state)
-        # No product transposes the matrix: XLA's CPU backend is several times slower where one
-        # does.
+        # The matrix stays on the side where XLA's CPU backend reads it as it lies; on the other
+        # side it is transposed first, which takes several times as long.
         matrix = x.reshape(sides)
         (left,) = yield [_product(matrix, self._start(state), 1, 1)]
         left = _orthonormal(left.T).T
         part = _product(left, matrix, 0, 0)
         (right,) = yield [part]
-        total, own = (_product(left, q, 1, 0).reshape(x.shape) for q in (right, part))
+        total, own = (_outer(left, q).reshape(x.shape) for q in (right, part))
         return Summed(total, own, right)
 
     def error_bound(self, x: Any) -> jax.Array:
-        """The L2 norm of the value's column, since what is lost of a column is a projection of it.
+        """The L2 norm of the value's column, since what a column loses is a projection of it.
 
-        2**-10 of it more for rounding, and half an ulp of a 16-bit result. The bound is 0 where a
-        leaf is sent exactly, and infinite where a 16-bit result may overflow and where the matrix
-        has a non-finite value.
+        For rounding, 2**-10 of the norm and an ulp of the dtype are added; a leaf that is sent
+        exactly has that ulp alone. The bound is infinite where a 16-bit result may overflow and
+        where the matrix has a non-finite value. Where ranks cancel out, the rounding of their own
+        parts comes on top, as in `lax.psum`.
         """
-        values, sides = jnp.asarray(x).astype(jnp.float32), self._sides(jnp.shape(x))
-        if sides is None:
-            return jnp.zeros(jnp.shape(x), jnp.float32)
         info = jnp.finfo(jnp.result_type(x))
-        matrix = jnp.abs(values).reshape(sides)
+        values = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        sides = self._sides(values.shape)
+        if sides is None:
+            return values * float(info.eps)
+        matrix = values.reshape(sides)
         peak = jnp.maximum(matrix.max(axis=0), _TINY)
         norm = peak * jnp.sqrt(jnp.square(matrix / peak).sum(axis=0))
-        norm = norm + matrix * float(info.eps)
-        bound = norm * (1 + 2.0**-10) + self.rank * sides[0] * float(info.tiny)
-        fits = jnp.isfinite(values).all() & (bound + matrix <= float(info.max))
+        least = self.rank * sides[0] * _TINY + float(info.smallest_subnormal)
+        bound = norm * (1 + 2.0**-10 + float(info.eps)) + least
+        fits = jnp.isfinite(matrix).all() & (bound + matrix <= float(info.max))
         return jnp.where(fits, bound, jnp.inf).reshape(values.shape)
 
     def _sides(self, shape: int | Sequence[int]) -> tuple[int, int] | None:
@@ -138,6 +141,12 @@ def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+
+
+def _outer(left: jax.Array, right: jax.Array) -> jax.Array:
+    """`left @ right` as a sum of outer products, which XLA fuses with what is done to it."""
+    terms = [left[:, i : i + 1] * right[i : i + 1] for i in range(len(right))]
+    return functools.reduce(operator.add, terms)
 
 
 def _orthonormal(rows: jax.Array) -> jax.Array:
