@@ -101,7 +101,7 @@ def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
 def _sum_together(axes: Axes, arrays: list[jax.Array]) -> list[jax.Array]:
     """The sum of each array over the ranks, by one collective per dtype.
 
-    Collectives of single arrays have a latency each: XLA combines those of different rounds.
+    XLA would combine the collectives of single arrays across rounds, and so end with more of them.
     """
     sums: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(x.dtype for x in arrays):
