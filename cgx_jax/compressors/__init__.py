@@ -13,6 +13,7 @@ from cgx_jax.compressors.lossless import Identity as Identity
 from cgx_jax.compressors.natural import Natural as Natural
 from cgx_jax.compressors.non_uniform import DynamicTree8 as DynamicTree8
 from cgx_jax.compressors.non_uniform import NonUniform as NonUniform
+from cgx_jax.compressors.power_sgd import PowerSGD as PowerSGD
 from cgx_jax.compressors.qsgd import QSGD as QSGD
 from cgx_jax.compressors.quantize import Quantize as Quantize
 from cgx_jax.compressors.sign import OneBit as OneBit
