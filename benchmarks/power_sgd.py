@@ -96,7 +96,7 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
     side, world = arguments.side, ranks.world
     leaves = [matrix(ranks, i, side) for i in range(arguments.leaves)]
     like = [jax.ShapeDtypeStruct((side, side), np.float32)] * len(leaves)
-    low_rank = cgx_jax.PowerSGD(arguments.rank)
+    low_rank = cgx_jax.compressors.PowerSGD(arguments.rank)
     compressors = {
         "4 bits": (cgx_jax.Quantize(4), None),
         f"PowerSGD, rank {arguments.rank}": (low_rank, None),
@@ -166,7 +166,7 @@ def textbook(m: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
     return m - jnp.matmul(left, right.T, precision=HIGHEST), right
 
 
-def ours(compressor: cgx_jax.PowerSGD) -> Callable[..., Any]:
+def ours(compressor: cgx_jax.compressors.PowerSGD) -> Callable[..., Any]:
     def step(m: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         running = compressor.rounds(m, q.T, key=None, world=1)
         arrays = next(running)
@@ -228,7 +228,7 @@ def products(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         rows += turns(product, ways, (m, q, p), arguments)
     steps = {
         "textbook": lambda m, q, p: textbook(m, q),
-        "PowerSGD": lambda m, q, p: ours(cgx_jax.PowerSGD(rank))(m, q),
+        "PowerSGD": lambda m, q, p: ours(cgx_jax.compressors.PowerSGD(rank))(m, q),
     }
     return rows + turns("a step", steps, (m, q, p), arguments)
 

@@ -19,7 +19,6 @@ from cgx_jax.collectives import pmean_compressed as pmean_compressed
 from cgx_jax.collectives import psum_compressed as psum_compressed
 from cgx_jax.compressors import Cast as Cast
 from cgx_jax.compressors import Identity as Identity
-from cgx_jax.compressors import PowerSGD as PowerSGD
 from cgx_jax.compressors import Quantize as Quantize
 from cgx_jax.exchanges import use_profile as use_profile
 from cgx_jax.halves import all_gather_compressed as all_gather_compressed

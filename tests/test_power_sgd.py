@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import ErrorFeedback, Plan, PowerSGD, Rule, Rules, SecondMoment
+from cgx_jax import ErrorFeedback, Plan, Rule, Rules, SecondMoment
+from cgx_jax.compressors import PowerSGD
 from cgx_jax.core import Options, reduce_leaves
 
 MATRIX = (40, 60)
