@@ -322,16 +322,15 @@ class RandomK(SummedCompressor):
 
     def _run(self, size: int) -> int:
         """How many values one stands for."""
-        return -(-size // max(1, kept("RandomK", self.keep, size)))
+        return max(1, -(-size // max(1, kept("RandomK", self.keep, size))))
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         n = size_of(shape)
-        return 32 * (-(-n // self._run(n))) if n else 0
+        return 32 * -(-n // self._run(n))
 
     def error_bound(self, x: Any) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-        run = self._run(magnitude.size) if magnitude.size else 1
-        most = max(1, run - 1) if self.scaled else 1
+        most = max(1, self._run(magnitude.size) - 1) if self.scaled else 1
         return buckets.rounded(magnitude * np.float32(most * (1 + 2.0**-18)), x)
 
     def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
