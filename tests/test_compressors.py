@@ -37,8 +37,10 @@ from cgx_jax.compressors import (
     Threshold,
     TopK,
 )
+from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.compressors.non_uniform import tree
 from cgx_jax.compressors.packing import pack, pack_trits, packed_bytes, unpack, unpack_trits
+from cgx_jax.reductions.named import named
 
 KEY = jax.random.key(7)
 
@@ -403,6 +405,19 @@ def test_every_compressor_of_the_package_has_a_case():
 
 
 # --- in a sum
+
+
+def test_a_gathered_share_sends_more_than_four_bits_from_15_ranks_on():
+    """And a share of every bucket never does."""
+
+    def sent(c, how, world):
+        leaf = CodedLeaf(c, (25_000_000,), np.dtype(np.float32), 0)
+        return named("test", how).bytes_sent((leaf,), world)
+
+    for world in range(2, 65):
+        bits = sent(Quantize(4), "scatter_gather", world)
+        assert (sent(TopK(0.01), "gather_sum", world) > bits) == (world >= 15)
+        assert sent(BlockTopK(5), "scatter_gather", world) < bits / 8
 
 
 def over(world, f, x):
