@@ -21,7 +21,7 @@ class Identity(PayloadCompressor):
     lossless = True
 
     @property
-    def blocksize_of(self) -> int:
+    def block_size(self) -> int:
         return 1
 
     @property
@@ -73,7 +73,7 @@ class Cast(PayloadCompressor):
         object.__setattr__(self, "dtype", dtype)
 
     @property
-    def blocksize_of(self) -> int:
+    def block_size(self) -> int:
         return 1
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
