@@ -248,6 +248,7 @@ UNBIASED = {
     NonUniform(4, "exponential", 64): 1 / 8 + 64 * 2.0**-12 / 4,
     RandomK(0.25, scaled=True): 3,
     QSparse(1.0, values=QSGD(3, 32)): QSGD(3, 32).variance,
+    QSparse(1.0): QSGD(7).variance,
 }
 
 
@@ -378,6 +379,11 @@ BAD = {
     "values": (lambda: TopK(values=4), TypeError, r"TopK: values=4 must be a compressor"),
     "values of whole leaves": (lambda: TopK(values=TernGrad()), TypeError, r"any run of values"),
     "values summed": (lambda: TopK(values=RandomK()), TypeError, r"TopK: values=RandomK"),
+    "values as they are": (
+        lambda: QSparse(values=compressors.Identity()),
+        ValueError,
+        r"QSparse: values=Identity\(\) is biased or exact",
+    ),
     "biased values": (lambda: QSparse(values=Quantize(8)), ValueError, r"QSparse: .* is biased"),
     "a threshold": (lambda: Threshold(-1.0), ValueError, r"threshold=-1\.0 must be 0 or more"),
     "capacities": (lambda: INCEPTIONN((1, 2)), ValueError, r"INCEPTIONN: capacities=\(1, 2\)"),

@@ -17,6 +17,7 @@ from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor, Rounds, Summed, SummedCompressor
 from cgx_jax.compressors.lossless import Identity
 from cgx_jax.compressors.packing import pack, packed_bytes, size_of, unpack
+from cgx_jax.compressors.qsgd import QSGD
 
 Keep = float | int
 
@@ -153,14 +154,16 @@ class TopK(_Positions):
 
 @dataclasses.dataclass(frozen=True)
 class QSparse(TopK):
-    """The largest values, quantized at random without bias: `TopK(keep, values=QSGD(...))`.
+    """The largest values, quantized at random without bias: `TopK` with `QSGD` for its values.
 
     Source: Qsparse-local-SGD (Basu et al., NeurIPS 2019).
     """
 
+    values: PayloadCompressor = dataclasses.field(default=QSGD(), kw_only=True)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.values.unbiased:
+        if not self.values.unbiased or self.values.lossless:
             raise ValueError(
                 f"QSparse: values={self.values} is biased or exact; pass an unbiased code, such "
                 "as QSGD(7), or use TopK."
