@@ -2,10 +2,16 @@
 #ifndef CGX_EMULATOR_CUDA_RUNTIME_API_H_
 #define CGX_EMULATOR_CUDA_RUNTIME_API_H_
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "streams.h"
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 using cudaStream_t = emulator::Stream*;
 using cudaEvent_t = emulator::Event*;
 
@@ -38,6 +44,23 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   emulator::wait(stream, event);
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 4;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaMemset(void* memory, int byte, size_t bytes) {
+  memset(memory, byte, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  *memory = malloc(bytes);
   return cudaSuccess;
 }
 

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "warp.h"
+
 namespace emulator {
 namespace {
 
@@ -92,11 +94,29 @@ int add(Message message, const Comm* comm, Stream* stream) {
 }  // namespace
 
 void submit(Stream* stream, Operation operation) {
-  if (stream) {
-    stream->queue.push_back(std::move(operation));
-  } else {
+  if (!stream) {
     operation();
+    return;
   }
+  stream->queue.push_back([stream, operation = std::move(operation)] {
+    after_kernels_of(stream);
+    const bool over = operation();
+    before_kernels_of(stream);
+    return over;
+  });
+}
+
+void submit_kernel(Stream* stream, std::shared_ptr<Grid> grid) {
+  if (stream) {
+    stream->queue.push_back([grid = std::move(grid)] {
+      ++world.progress;
+      return grid->step();
+    });
+    return;
+  }
+  while (!grid->step()) {
+  }
+  after_kernels_of(nullptr);
 }
 
 Stream* create_stream() {
@@ -158,7 +178,7 @@ bool run_streams(uint64_t seed) {
     for (const auto& stream : world.streams) {
       if (!stream->queue.empty()) ready.push_back(stream.get());
     }
-    if (ready.empty()) return true;
+    if (ready.empty()) break;
     std::shuffle(ready.begin(), ready.end(), random);
     if (seed % 2 == 1) {
       std::sort(ready.begin(), ready.end(),
@@ -174,6 +194,8 @@ bool run_streams(uint64_t seed) {
     }
     if (!moved && world.progress == before) return false;
   }
+  for (const auto& stream : world.streams) after_kernels_of(stream.get());
+  return true;
 }
 
 int group_start() {

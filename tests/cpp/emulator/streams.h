@@ -9,8 +9,11 @@
 
 #include <deque>
 #include <functional>
+#include <memory>
 
 namespace emulator {
+
+class Grid;
 
 // A step of a stream; false: not yet.
 using Operation = std::function<bool()>;
@@ -24,8 +27,9 @@ struct Event {
   uint64_t recorded = 0, reached = 0;
 };
 
-// Puts an operation on a stream; the null stream runs it at once.
+// Puts an operation, or a kernel, on a stream; the null stream runs it at once.
 void submit(Stream* stream, Operation operation);
+void submit_kernel(Stream* stream, std::shared_ptr<Grid> grid);
 
 Stream* create_stream();  // of the current device
 Event* create_event();
@@ -52,7 +56,8 @@ int64_t waits();
 void leave_out(int64_t wait);
 
 // Runs everything that has been put on streams; false when nothing can go on (a deadlock). Odd
-// seeds starve streams for as long as others can go on, even ones choose evenly.
+// seeds starve streams for as long as others can go on, even ones choose evenly. Kernels of several
+// streams that wait for each other take turns.
 bool run_streams(uint64_t seed);
 
 // NCCL's point-to-point calls between ranks that are this process's: results are ncclResult_t's.
