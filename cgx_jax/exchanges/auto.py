@@ -22,12 +22,13 @@ from cgx_jax import agreement, untrusted
 from cgx_jax.exchanges.base import Exchange
 from cgx_jax.exchanges.mpi import Mpi
 from cgx_jax.exchanges.nccl import Nccl
+from cgx_jax.exchanges.peer import Peer
 from cgx_jax.exchanges.profile import Profile
 from cgx_jax.exchanges.xla import Xla
 from cgx_jax.kernels import native
 
 # Every exchange that sends, with its defaults.
-EXCHANGES: tuple[Exchange, ...] = (Xla(), Mpi(), Nccl())
+EXCHANGES: tuple[Exchange, ...] = (Xla(), Mpi(), Nccl(), Peer())
 # A smaller measured gain is noise, and psum has no error.
 LEAST_GAIN = 0.05
 

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <vector>
+
 #include "streams.h"
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
@@ -59,8 +61,16 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
   memcpy(to, from, bytes);
   return cudaSuccess;
 }
+namespace emulator {
+// All that cudaHostAlloc has given out.
+inline std::vector<void*>& host_memory() {
+  static std::vector<void*> all;
+  return all;
+}
+}  // namespace emulator
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   *memory = malloc(bytes);
+  emulator::host_memory().push_back(*memory);
   return cudaSuccess;
 }
 

@@ -200,7 +200,7 @@ Grid::Grid(unsigned blocks, unsigned threads, std::function<void()> body, const 
 #endif
 }
 
-Warp* Grid::start() {
+CGX_UNSEEN Warp* Grid::start() {
   const unsigned warps = threads_ / kWarp, first = started_ % warps * kWarp;
   std::deque<Warp*>& pool = idle(device_);
   Warp& w = *pool.front();
