@@ -21,7 +21,7 @@ SOURCES = Path(__file__).resolve().parents[1] / "xla_ffi"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 WARPS = {"sm_80": 64, "sm_86": 48, "sm_89": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48}
 REGISTERS = 65536  # of a multiprocessor
-BLOCK_WARPS = 4
+BLOCK_WARPS = {"peer_kernel": 12}  # others: 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Kernel:
 
     @property
     def warps(self) -> int:
-        allocated = -(-self.registers // 8) * 8 * 32 * BLOCK_WARPS
-        most = WARPS[self.architecture] // BLOCK_WARPS
-        return min(REGISTERS // allocated, most) * BLOCK_WARPS
+        block = BLOCK_WARPS.get(self.name, 4)
+        allocated = -(-self.registers // 8) * 8 * 32 * block
+        return min(REGISTERS // allocated, WARPS[self.architecture] // block) * block
 
 
 def nvcc() -> str | None:
@@ -57,13 +57,16 @@ def nvcc() -> str | None:
 
 def compile_report(compiler: str, architecture: str) -> list[Kernel]:
     """Compiles the kernels as the build does and reads what ptxas prints."""
-    command = [compiler, "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-cubin"]
-    command += [f"-I{SOURCES}", f"-arch={architecture}", "-o", os.devnull]
-    command += [str(SOURCES / "cuda" / "kernels.cu")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
-    return parse(architecture, done.stderr)
+    kernels = []
+    for source in ("kernels.cu", "peer.cu"):
+        command = [compiler, "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-cubin"]
+        command += [f"-I{SOURCES}", f"-arch={architecture}", "-o", os.devnull]
+        command += [str(SOURCES / "cuda" / source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
+        kernels += parse(architecture, done.stderr)
+    return kernels
 
 
 def parse(architecture: str, text: str) -> list[Kernel]:

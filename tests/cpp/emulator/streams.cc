@@ -29,6 +29,7 @@ struct Message {
 struct World {
   std::vector<std::unique_ptr<Stream>> streams;
   std::vector<std::unique_ptr<Event>> events;
+  std::vector<std::shared_ptr<Grid>> grids;  // until their streams have run: kernels read them
   std::map<std::pair<int, int>, std::deque<Message>> sent;  // by (from, to), in order
   int64_t waits = 0, left_out = -1;
   int64_t calls = 0, failing = -1;
@@ -108,6 +109,7 @@ void submit(Stream* stream, Operation operation) {
 
 void submit_kernel(Stream* stream, std::shared_ptr<Grid> grid) {
   if (stream) {
+    world.grids.push_back(grid);
     stream->queue.push_back([grid = std::move(grid)] {
       ++world.progress;
       return grid->step();
@@ -195,6 +197,7 @@ bool run_streams(uint64_t seed) {
     if (!moved && world.progress == before) return false;
   }
   for (const auto& stream : world.streams) after_kernels_of(stream.get());
+  world.grids.clear();
   return true;
 }
 

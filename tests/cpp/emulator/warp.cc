@@ -272,9 +272,9 @@ CGX_UNSEEN void pause() {
   to_scheduler(false);
 }
 
-bool stores(const void* word) { return word != faults.lost; }
+CGX_UNSEEN bool stores(const void* word) { return word != faults.lost; }
 
-uint64_t loaded(const void* word, uint64_t value) {
+CGX_UNSEEN uint64_t loaded(const void* word, uint64_t value) {
   return word == faults.presumed ? ~uint64_t{0} : value;
 }
 
@@ -284,9 +284,9 @@ void presume(const void* word) { faults.presumed = word; }
 
 void relax_stores(bool relax) { faults.relaxed = relax; }
 
-bool relaxed() { return faults.relaxed; }
+CGX_UNSEEN bool relaxed() { return faults.relaxed; }
 
-int64_t clock() {
+CGX_UNSEEN int64_t clock() {
   static int64_t ticks = 0;
   return ++ticks;
 }
