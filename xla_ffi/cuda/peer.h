@@ -19,16 +19,17 @@
 
 namespace cgx {
 
-constexpr int kMaxPeers = 32;   // ranks of a window: a lane waits for each
-constexpr int kPackets = 4096;  // of a chunk in a launch
+constexpr int kMaxPeers = 32;  // ranks of a window: a lane waits for each
 
 // The tests, whose buffers are small, set limits of their own.
 #if !defined(CGX_PEER_PIECES)
 #define CGX_PEER_PIECES 192
+#define CGX_PEER_PACKETS 4096
 #define CGX_PEER_THREADS 384
 #define CGX_PEER_PACKET 4096
 #endif
 constexpr int kPeerPieces = CGX_PEER_PIECES;
+constexpr int kPackets = CGX_PEER_PACKETS;  // of a chunk in a launch, at most
 constexpr int kPeerThreads = CGX_PEER_THREADS;
 constexpr int64_t kPacketValues = CGX_PEER_PACKET;  // about as many, in whole buckets
 
