@@ -23,6 +23,9 @@ constexpr bool kFaultsEndTheProcess = true;
 constexpr bool kFaultsEndTheProcess = false;
 #endif
 
+// Ticks of the emulator's clock, which every poll moves on.
+constexpr int64_t kForEver = int64_t{1} << 40, kShort = 1 << 12;
+
 struct Case {
   int64_t world;
   std::vector<cgx::SlotSpec> specs;
@@ -146,7 +149,7 @@ struct Node {
   int64_t patience;
 
   // `largest` needs the most of a window. Without two areas, both legs use one.
-  explicit Node(const Call& largest, int64_t patience = int64_t{1} << 40, bool areas = true)
+  explicit Node(const Call& largest, int64_t patience = kForEver, bool areas = true)
       : told(new uint32_t[largest.c.world]()), patience(patience) {
     emulator::reset();
     emulator::lose_stores_to(nullptr);
@@ -260,7 +263,7 @@ bool replays(int64_t world, uint64_t seed, bool areas) {
     if (k == 1) c.specs.pop_back();
     calls.emplace_back(c, static_cast<uint32_t>(10 * k + seed));
   }
-  Node node(calls[0], int64_t{1} << 40, areas);
+  Node node(calls[0], kForEver, areas);
   for (Call& call : calls) {
     int rest = 200;
     emulator::submit(node.streams[seed % world], [rest]() mutable { return --rest < 0; });
@@ -341,7 +344,7 @@ void a_lost_flag_is_told() {
     const size_t count = flags_of(Node(first), first).size();
     for (size_t k = 0; k < count; k += world == 2 ? 1 : 7) {
       Call call(small(world, true), 1), later(small(world, true), 2);
-      Node node(call, /*patience=*/1 << 15);
+      Node node(call, kShort);
       const uint64_t* const flag = flags_of(node, call)[k];
       emulator::lose_stores_to(flag);
       node.put(call);
@@ -367,7 +370,7 @@ void a_lost_flag_is_told() {
 void a_missing_rank_is_told() {
   for (const int64_t world : {2, 4}) {
     Call call(small(world), 1);
-    Node node(call, /*patience=*/1 << 15);
+    Node node(call, kShort);
     for (int64_t r = 1; r < world; ++r) node.put(call, r);
     check(node.run(1), "missing: the launches end");
     for (int64_t r = 1; r < world; ++r) {
