@@ -55,7 +55,7 @@ std::string PeerLane::make(const Layout& layout, const NcclLibrary& nccl, NcclCo
   Window made = {};
   made.comm = comm;
   made.shape.world = static_cast<int32_t>(layout.world);
-  made.shape.area_bytes = int64_t{1} << 20;
+  made.shape.area_bytes = int64_t{1} << 16;
   while (made.shape.area_bytes < area_bytes(layout)) made.shape.area_bytes *= 2;
   const size_t bytes = made.shape.bytes();
   void* memory = nullptr;
