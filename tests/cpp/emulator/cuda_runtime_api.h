@@ -64,8 +64,8 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
 namespace emulator {
 // All that cudaHostAlloc has given out.
 inline std::vector<void*>& host_memory() {
-  static std::vector<void*> all;
-  return all;
+  static auto* const all = new std::vector<void*>;
+  return *all;
 }
 }  // namespace emulator
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {

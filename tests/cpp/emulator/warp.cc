@@ -170,11 +170,17 @@ std::deque<Warp*>& idle(int device) {
   return own;
 }
 
+// What the sanitizer takes for the end of a kernel: an address that is never used again.
+char* new_end() {
+  static auto* const all = new std::deque<char>;
+  return &all->emplace_back();
+}
+
 // The end of a stream's last kernel.
 char*& last_of(const void* stream) {
   static auto* const all = new std::map<const void*, char*>;
   char*& last = (*all)[stream];
-  if (!last) last = new char;
+  if (!last) last = new_end();
   return last;
 }
 
@@ -193,7 +199,7 @@ Grid::Grid(unsigned blocks, unsigned threads, std::function<void()> body, const 
       body_(std::move(body)),
       stream_(stream),
       device_(device % 8),
-      end_(new char) {
+      end_(new_end()) {
   if (threads % kWarp != 0) fail("only whole warps are emulated", "launch");
 #if defined(__SANITIZE_THREAD__)
   __tsan_release(const_cast<std::function<void()>*>(&body_));
