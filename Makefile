@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test cpp-test lint format bench clean
+.PHONY: demo test slow-test openmpi-test cpp-test gpu-rehearsal lint format bench sass clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -82,6 +82,13 @@ cpp-test: $(STAMPS)/cpp
 	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure -j 2 || exit 1; \
 	done
 
+# The script for a machine with a GPU, on one without.
+gpu-rehearsal: $(STAMPS)/cpp
+	$(BIN)/cmake -S . -B build/rehearsal -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON
+	$(BIN)/cmake --build build/rehearsal --target emulated_kernel_bench emulated_virtual_ranks
+	$(BIN)/python tests/gpu/rehearse.py build/rehearsal/tests/cpp
+
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -99,6 +106,10 @@ bench: $(STAMPS)/package $(STAMPS)/cpp
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/compile_time.py
+
+# What the CUDA kernels cost by their machine code: needs nvcc, no GPU.
+sass: $(STAMPS)/sass
+	$(BIN)/python benchmarks/sass/cost.py
 
 clean:
 	rm -rf .venv .venv-* build demo .pytest_cache .hypothesis .ruff_cache .mypy_cache
@@ -137,6 +148,6 @@ $(STAMPS)/openmpi: $(STAMPS)/test
 	@touch $@
 
 # An extra of the package that is installed already.
-$(STAMPS)/demo $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/cpp: $(STAMPS)/package
+$(STAMPS)/demo $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/cpp $(STAMPS)/sass: $(STAMPS)/package
 	$(PIP) install "cgx-jax[$(@F)]"
 	@touch $@

@@ -5,6 +5,8 @@
 
 Needs nvcc (CUDA 13), no GPU. `warps` is how many of a multiprocessor's warps the registers leave
 room for; `held` kernels are those for buckets of up to 512 values, which is what most buffers take.
+They come in two sizes of parameters, for tables of few `pieces` and of many; only `peer_kernel`
+comes in one.
 """
 
 import argparse
@@ -22,17 +24,24 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 WARPS = {"sm_80": 64, "sm_86": 48, "sm_89": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48}
 REGISTERS = 65536  # of a multiprocessor
 BLOCK_WARPS = {"peer_kernel": 12}  # others: 4
+# As the package is built, and with the compiler's report.
+FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", f"-I{SOURCES}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel as it is compiled: `arguments` are its template's."""
+    """One kernel as it is compiled: `pieces` and `arguments` are its template's.
+
+    `pieces` is None for a kernel that comes in one size.
+    """
 
     architecture: str
     name: str
+    pieces: int | None
     arguments: tuple[str, ...]
     registers: int
     spilled: int
+    mangled: str
 
     @property
     def label(self) -> str:
@@ -59,8 +68,7 @@ def compile_report(compiler: str, architecture: str) -> list[Kernel]:
     """Compiles the kernels as the build does and reads what ptxas prints."""
     kernels = []
     for source in ("kernels.cu", "peer.cu"):
-        command = [compiler, "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-cubin"]
-        command += [f"-I{SOURCES}", f"-arch={architecture}", "-o", os.devnull]
+        command = [compiler, *FLAGS, "-cubin", f"-arch={architecture}", "-o", os.devnull]
         command += [str(SOURCES / "cuda" / source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -74,31 +82,39 @@ def parse(architecture: str, text: str) -> list[Kernel]:
     for part in text.split("Compiling entry function '")[1:]:
         mangled = part.split("'")[0]
         # The anonymous namespace's name, which holds the file's, is followed by the kernel's.
-        name = re.search(r"\d+([a-z]+_kernel)", mangled)
-        arguments = re.findall(r"L([ib])(\d+)E", mangled)
+        name = re.search(r"\d+([a-z]+_kernel)I((?:L[ib]\d+E)+)E", mangled)
         spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", part)
         registers = re.search(r"Used (\d+) registers", part)
         if not (name and spills and registers):
             raise RuntimeError(f"ptxas said something unexpected:\n{part}")
+        arguments = re.findall(r"L([ib])(\d+)E", name[2])
+        pieces = None if name[1] == "peer_kernel" else int(arguments.pop(0)[1])
         kernels.append(
             Kernel(
                 architecture,
                 name[1],
+                pieces,
                 tuple(v if kind == "i" else ("false", "true")[int(v)] for kind, v in arguments),
                 int(registers[1]),
                 max(map(int, spills)),
+                mangled,
             )
         )
-    return sorted(kernels, key=lambda k: (k.name, k.arguments))
+    return sorted(kernels, key=lambda k: (k.name, k.arguments, k.pieces or 0))
+
+
+def release(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    found = re.search(r"release [\d.]+, V([\d.]+)", version.stdout)
+    return found[1] if found else version.stdout
 
 
 def write(path: Path, compiler: str, kernels: list[Kernel]) -> None:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    release = re.search(r"release [\d.]+, V([\d.]+)", version.stdout)
     rows = [
         {
             "architecture": k.architecture,
             "kernel": k.label,
+            "pieces": k.pieces,
             "held": k.held,
             "registers": k.registers,
             "warps": k.warps,
@@ -107,7 +123,7 @@ def write(path: Path, compiler: str, kernels: list[Kernel]) -> None:
         for k in kernels
     ]
     command = " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-    run = {"command": command, "nvcc": release[1] if release else version.stdout, "rows": rows}
+    run = {"command": command, "nvcc": release(compiler), "rows": rows}
     path.write_text(json.dumps([run], indent=1) + "\n")
 
 
@@ -126,13 +142,13 @@ def main() -> int:
     reports = [compile_report(compiler, a) for a in architectures]
     if arguments.json is not None:
         write(arguments.json, compiler, [kernel for report in reports for kernel in report])
-    print(f"{'kernel':<34}" + "".join(f"{a:>22}" for a in architectures))
+    print(f"{'kernel':<34}{'pieces':>7}" + "".join(f"{a:>22}" for a in architectures))
     for row in zip(*reports, strict=True):
         if arguments.all or row[0].held:
             cells = (f"{k.registers} regs, {k.warps} warps" for k in row)
             spills = sum(k.spilled for k in row)
             print(
-                f"{row[0].label:<34}"
+                f"{row[0].label:<34}{row[0].pieces or '':>7}"
                 + "".join(f"{c:>22}" for c in cells)
                 + (f"  {spills} bytes spilled" if spills else "")
             )

@@ -140,14 +140,17 @@ def rivals() -> str:
 def kernels() -> str:
     measured = rows("ptxas")
     architectures = list(dict.fromkeys(row["architecture"] for row in measured))
-    labels = dict.fromkeys(row["kernel"] for row in measured if row["held"])
-    cells = {(row["kernel"], row["architecture"]): row for row in measured}
-
-    def line(label: str) -> list[str]:
-        mine = [cells[label, a] for a in architectures]
-        return [f"`{label}`", *(f"{row['registers']}, {row['warps']}" for row in mine)]
-
-    return table(["kernel", *architectures], [line(label) for label in labels])
+    cells: dict[tuple[str, int], list[str]] = {}
+    for row in measured:
+        if row["held"]:
+            cell = f"{row['registers']}, {row['warps']}"
+            cells.setdefault((row["kernel"], row["pieces"]), []).append(cell)
+    # Kernels that need the same for tables of either size share a line.
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for (label, pieces), line in cells.items():
+        lines.setdefault((f"`{label}`", *line), []).append(str(pieces or ""))
+    body = [[label, ", ".join(pieces), *line] for (label, *line), pieces in lines.items()]
+    return table(["kernel", "runs", *architectures], body)
 
 
 def gpu_cases(machine: str) -> list[dict[str, Any]]:
@@ -166,21 +169,43 @@ def gpu_kernels() -> str:
     def line(way: str) -> list[str]:
         kernel, bits, *rest = way.split()
         cells = [share.get(" ".join([kernel, bits, dtype, *rest])) for dtype in dtypes]
-        return [" ".join([f"`{kernel}`", *rest]), bits, *(f"{c:.2f}" if c else "" for c in cells)]
+        return [
+            " ".join([f"`{kernel}`", *rest]),
+            bits,
+            *("" if c is None else f"{c:.2f}" for c in cells),
+        ]
 
     return table(["kernel", "bits", *dtypes], [line(way) for way in ways])
 
 
-def gpu_machines() -> str:
+def gpu_shares() -> dict[str, dict[str, float]]:
+    """Measured shares of a copy's speed at the largest size, by machine and case."""
     machines = {"H100": gpu_cases("gpu_h100"), "H200": gpu_cases("gpu_h200")}
     largest = max(row["values"] for row in machines["H100"])
-    shares = {
+    return {
         name: {r["case"]: r["share"][1] for r in measured if r["values"] == largest}
         for name, measured in machines.items()
     }
+
+
+def gpu_machines() -> str:
+    shares = gpu_shares()
     cases = [c for c in shares["H100"] if c.split()[1] == "4" and "bucket" not in c]
     body = [[f"`{case}`", *(f"{share[case]:.2f}" for share in shares.values())] for case in cases]
-    return table(["kernel", *machines], body)
+    return table(["kernel", *shares], body)
+
+
+def sass() -> str:
+    def line(row: dict[str, Any]) -> list[str]:
+        counted = [row["instructions"], *row["cycles"].values(), row["copy"]["H100"]]
+        shares = [
+            f"{row['share'][machine]:.2f}, {measured[row['case']]:.2f}"
+            for machine, measured in gpu_shares().items()
+        ]
+        return [f"`{row['case']}`", *(f"{n:.0f}" for n in counted), *shares]
+
+    head = ["kernel", "instructions", "ALU", "XU", "SHFL", "copy", "H100: model, measured"]
+    return table([*head, "H200: model, measured"], [line(row) for row in rows("sass")])
 
 
 def gpu_small() -> str:
@@ -285,6 +310,7 @@ TABLES: dict[str, Callable[[], str]] = {
         levels,
         one_shot,
         rivals,
+        sass,
         segments,
     )
 }

@@ -127,12 +127,10 @@ def _over_levels(
     if inner.world == 1:
         return reduction
     for path, leaf in leaves:
-        if isinstance(reduction, PayloadReduction) and leaf.compressor.has_state(
-            leaf.shape, leaf.dtype
-        ):
+        if isinstance(reduction, PayloadReduction) and leaf.compressor.prepares:
             raise ValueError(
-                f"{options.name}: {leaf.compressor} of leaf {path!r} has state, which belongs to "
-                "whole leaves, and levels= gives every rank of a node another share; leave out "
+                f"{options.name}: {leaf.compressor} of leaf {path!r} has state, or statistics, "
+                "of whole leaves, and levels= gives every rank of a node another share; leave out "
                 "one of them."
             )
     return Leveled(reduction, inner, outer, options.levels.compressor)

@@ -223,7 +223,7 @@ class _AllGather(_Half):
             assert code.layout is not None
             every = self.exchange.all_gather(self.name, words, x, code.layout, axes)
         else:
-            payload = self.compressor.encode(x, key=key)[0]
+            payload = self.compressor.encode(x, key=key)
             rows = self.exchange.gather(self.name, payload, axes)
             # Typed as what lax.all_gather returns: it varies, though it is the same on all ranks.
             rows = _compat.vary_over(rows, axes.varying())
@@ -323,7 +323,10 @@ def _with_rows(name: str, path: str, compressor: Compressor) -> PayloadCompresso
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(call: _Half, key: Any, x: jax.Array) -> jax.Array:
-    return _compat.typed_like(call.run(key, _compat.plain(x)), x)
+    value, compressor = _compat.plain(x), call.compressor
+    if compressor.prepares:
+        value = compressor.prepare(value.astype(jnp.float32), ())[0].astype(x.dtype)
+    return _compat.typed_like(call.run(key, value), x)
 
 
 @_run.defjvp

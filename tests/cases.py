@@ -7,8 +7,33 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import pytest
 
-from cgx_jax import Cast, Identity, Quantize
+from cgx_jax.compressors import (
+    DGC,
+    INCEPTIONN,
+    QSGD,
+    AdaptiveThreshold,
+    BlockTopK,
+    Cast,
+    DynamicTree8,
+    Identity,
+    Natural,
+    NonUniform,
+    OneBit,
+    PowerSGD,
+    QSparse,
+    Quantize,
+    RandomK,
+    ScaledSign,
+    SignSGD,
+    Signum,
+    SketchML,
+    TernGrad,
+    ThreeLC,
+    Threshold,
+    TopK,
+)
 from toys import Difference, Largest, RankOne, Steps, Vote
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -42,6 +67,35 @@ CASES = {
     "float8": Case(Cast(jnp.float8_e5m2)),
     "float8 without infinity": Case(Cast(jnp.float8_e4m3fn)),
     "identity": Case(Identity(), reductions=()),
+    "sign": Case(SignSGD(), reductions=("scatter_gather",)),
+    "sign of momentum": Case(Signum(0.5), reductions=("scatter_gather",)),
+    "scaled sign": Case(ScaledSign(96)),
+    "one bit": Case(OneBit(100)),
+    "qsgd": Case(QSGD(7, 128)),
+    "qsgd of the largest": Case(QSGD(3, 50, norm="max")),
+    "qsgd in 8 bits": Case(QSGD(127)),
+    "ternary": Case(TernGrad(64)),
+    "ternary, not clipped": Case(TernGrad(100, clip=None)),
+    "three values": Case(ThreeLC(100, sparsity=1.5)),
+    "natural": Case(Natural()),
+    "dynamic tree": Case(DynamicTree8(100)),
+    "exponential levels": Case(NonUniform(4, "exponential", 100)),
+    "exponential levels in 2 bits": Case(NonUniform(2, "exponential", 96)),
+    "fitted levels": Case(NonUniform(3, "fitted", 96)),
+    "top k": Case(TopK(0.1), reductions=("gather_sum",)),
+    "top 5": Case(TopK(5), reductions=("gather_sum",)),
+    "top k of quantized": Case(TopK(0.2, values=Quantize(8, 32)), reductions=("gather_sum",)),
+    "quantized at random": Case(QSparse(0.3, values=QSGD(7, 32)), reductions=("gather_sum",)),
+    "top k of every bucket": Case(BlockTopK(3, 64)),
+    "top k of every bucket, bfloat16": Case(BlockTopK(9, 100, values=Cast(jnp.bfloat16))),
+    "threshold": Case(Threshold(1.0, 0.2), reductions=("gather_sum",)),
+    "sampled threshold": Case(DGC(0.1), reductions=("gather_sum",)),
+    "random k": Case(RandomK(0.1), reductions=("sum_rounds",)),
+    "random k, unbiased": Case(RandomK(0.3, scaled=True), reductions=("sum_rounds",)),
+    "adaptive threshold": Case(AdaptiveThreshold(0.1), reductions=("gather_sum",)),
+    "quantile bins": Case(SketchML(16)),
+    "classes of exponents": Case(INCEPTIONN((0.1, 0.3, 0.5))),
+    "low rank": Case(PowerSGD(2), reductions=("sum_rounds",)),
     "chunked toy": Case(Steps()),
     "voting toy": Case(Vote(), reductions=("scatter_gather",)),
     "sparse toy": Case(Largest(), reductions=("gather_sum",)),
@@ -49,5 +103,26 @@ CASES = {
     "summed toy": Case(RankOne(), reductions=("sum_rounds",)),
 }
 LOSSY = {name: case for name, case in CASES.items() if case.reductions}
-CHUNKED = {n: c.compressor for n, c in LOSSY.items() if "scatter_gather" in c.reductions}
+CHUNKED = {
+    name: case.compressor
+    for name, case in LOSSY.items()
+    if "scatter_gather" in case.reductions and not case.stateful
+}
 PAIRS = {f"{n}, {r}": (case.compressor, r) for n, case in LOSSY.items() for r in case.reductions}
+
+# One of every kind; the others are tried by the slow tests.
+_QUICK = (
+    *("quantize 3", "quantize 4", "stochastic", "rotated", "bfloat16", "identity"),
+    *("sign", "scaled sign", "qsgd", "ternary", "natural", "fitted levels", "sign of momentum"),
+    *("top k", "top k of every bucket", "sampled threshold", "random k", "classes of exponents"),
+    *("chunked toy", "voting toy", "sparse toy", "toy with state", "summed toy"),
+)
+
+
+def every(table, *, first_reduction=False):
+    """Parameters: the names of a table, slow ones marked; of PAIRS with a case's first alone."""
+    quick = set(_QUICK)
+    if table is PAIRS:
+        count = 1 if first_reduction else None
+        quick = {f"{n}, {r}" for n in quick for r in CASES[n].reductions[:count]}
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in table]

@@ -13,9 +13,10 @@ import pytest
 from jax.sharding import Mesh
 
 from cgx_jax import use_profile
-from cgx_jax.exchanges import auto
+from cgx_jax.exchanges.base import Least
+from cgx_jax.exchanges.table import EXCHANGES
 
-BUILT_IN_RULE = auto.LEAST
+BUILT_IN_RULE = {type(e): type(e).least for e in EXCHANGES if "least" in vars(type(e))}
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -23,15 +24,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 @pytest.fixture(scope="session", autouse=True)
 def auto_compresses_every_size():
     """Small arrays are quick to test: `exchange="auto"` compresses them, unlike for users."""
-    auto.LEAST = dict.fromkeys(BUILT_IN_RULE, auto.Least(0, float("inf")))
-    yield
-    auto.LEAST = BUILT_IN_RULE
+    with pytest.MonkeyPatch.context() as patch:
+        for exchange in BUILT_IN_RULE:
+            patch.setattr(exchange, "least", lambda self: Least(0, float("inf")))
+        yield
 
 
 @pytest.fixture
 def built_in_rule(monkeypatch):
     """The sizes from which `exchange="auto"` compresses for users."""
-    monkeypatch.setattr(auto, "LEAST", BUILT_IN_RULE)
+    for exchange, rule in BUILT_IN_RULE.items():
+        monkeypatch.setattr(exchange, "least", rule)
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ def exact_errors():
         every = []
         for c in WIDTHS:
             x = gradients(0)[k]
-            decoded = [np.asarray(c.decode(c.encode(v)[0], v.shape, v.dtype)) for v in x]
+            decoded = [np.asarray(c.decode(c.encode(v), v.shape, v.dtype)) for v in x]
             every.append(np.mean([((d - v) ** 2).sum() for d, v in zip(decoded, x, strict=True)]))
         rows.append(every)
     return rows

@@ -7,6 +7,7 @@ import re
 import sys
 import types
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from cgx_jax import installation, use_profile
 from cgx_jax.exchanges import Auto, Mpi, Profile, Xla, auto, mpi
 from cgx_jax.exchanges.auto import Load
+from cgx_jax.exchanges.base import Least
 from cgx_jax.exchanges.profile import Codec, Row
+from cgx_jax.kernels import native
 
 MB = 1_000_000
 CODEC = Codec(plain=1e-9, noise=2e-9, rotation=3e-9, units=1.5e-9)
@@ -61,7 +64,7 @@ MEASURED = profile(
         ("mpi", 4.125, 10 * MB, 2e-3),
     ]
 )
-BOTH = ("xla", "mpi")
+BOTH = ("mpi", "xla")
 CASES = {
     "small: psum": (BOTH, fp32(MB // 10), "psum"),
     "smaller than measured: as the smallest": (BOTH, fp32(4), "psum"),
@@ -181,7 +184,7 @@ BAD_TEXT = {
     "a codec of no time": (edited(codec=CODEC._asdict() | {"noise": 0}), "codec noise=0 "),
     "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no psum"),
     "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* is not .*seconds"),
-    "an unknown method": (edited(rows=[["pigeon", 4, 4096, 1.0]]), "pigeon.*psum.*xla.*mpi"),
+    "an unknown method": (edited(rows=[["pigeon", 4, 4096, 1.0]]), "pigeon.*psum.*mpi.*xla"),
     "no bits": (edited(rows=[["psum", 0, 4096, 1.0]]), "bits in 0..32"),
     "half a byte": (edited(rows=[["psum", 32, 0.5, 1.0]]), "whole bytes"),
     "a negative time": (edited(rows=[["psum", 32, 4096, -1.0]]), "positive seconds"),
@@ -221,7 +224,7 @@ def test_mpi_is_for_axes_of_a_mesh_and_processes_that_have_it(monkeypatch):
     library = types.SimpleNamespace(COMM_WORLD=world, Is_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
     monkeypatch.setattr(mpi, "_unfit", lambda mpi: None)
-    assert auto.available() == (Xla(), Mpi())
+    assert auto.available() == (Mpi(), Xla())
     assert auto.available(("an axis of vmap",)) == (Xla(),)
 
 
@@ -233,8 +236,8 @@ def test_names_of_exchanges_are_checked():
 def test_auto_follows_the_profile_that_it_is_given():
     here = dataclasses.replace(MEASURED, **installation.facts())
     given, load = Auto(here), fp32(10 * MB)
-    assert given.choose("here", (Xla(), Mpi()), here.world, load) == Mpi()
-    assert given.choose("here", (Xla(), Mpi()), here.world, fp32(4)) is None
+    assert given.choose("here", (Mpi(), Xla()), here.world, load) == Mpi()
+    assert given.choose("here", (Mpi(), Xla()), here.world, fp32(4)) is None
     with pytest.raises(ValueError, match=r"here: this call has 3 ranks"):
         given.choose("here", (Xla(),), 3, load)
     with pytest.raises(ValueError, match="measured with cpu"):
@@ -243,7 +246,7 @@ def test_auto_follows_the_profile_that_it_is_given():
 
 def test_without_a_profile_mpi_goes_before_xla():
     assert Auto().choose("here", (Xla(),), 4, fp32(MB)) == Xla()
-    assert Auto().choose("here", (Xla(), Mpi()), 4, fp32(4)) == Mpi()
+    assert Auto().choose("here", (Mpi(), Xla()), 4, fp32(4)) == Mpi()
 
 
 NATIVE, NONE = object(), None
@@ -263,8 +266,8 @@ UNMEASURED = {
     "half the bytes, both directions": ("cpu", NATIVE, BOTH, HALF, "mpi"),
     "more bytes than uncompressed": ("cpu", NATIVE, BOTH, fp32(64 * MB, 40), "psum"),
     "nothing to send with": ("cpu", NONE, ("xla",), fp32(64 * MB), "psum"),
-    "25 MB on a GPU": ("gpu", NATIVE, ("xla", "nccl"), fp32(25 * MB), "psum"),
-    "64 MB on a GPU": ("gpu", NATIVE, ("xla", "nccl"), fp32(64 * MB), "xla"),
+    "25 MB on a GPU": ("gpu", NATIVE, ("nccl", "xla"), fp32(25 * MB), "psum"),
+    "64 MB on a GPU": ("gpu", NATIVE, ("nccl", "xla"), fp32(64 * MB), "xla"),
     "a GPU without kernels": ("gpu", NONE, ("xla",), fp32(64 * MB), "psum"),
     "a TPU": ("tpu", NATIVE, ("xla",), fp32(64 * MB), "psum"),
 }
@@ -273,10 +276,9 @@ UNMEASURED = {
 @pytest.mark.parametrize("name", UNMEASURED)
 def test_without_a_profile_what_may_lose_goes_by_psum(name, built_in_rule, monkeypatch):
     platform, kernels, usable, load, expected = UNMEASURED[name]
-    monkeypatch.setattr(auto.jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     for module in ("module", "cuda_module"):
-        monkeypatch.setattr(auto.native, module, lambda: kernels)
-    assert auto.unmeasured(usable, load) == expected
+        monkeypatch.setattr(native, module, lambda: kernels)
     taken = Auto().choose("here", [auto.named("here", name) for name in usable], 4, load)
     assert expected == ("psum" if taken is None else taken.shorthand)
 
@@ -286,13 +288,13 @@ def test_without_a_profile_what_may_lose_goes_by_psum(name, built_in_rule, monke
 def test_without_a_profile_a_larger_buffer_and_a_smaller_payload_are_compressed_first(
     bits, more, nbytes
 ):
-    rule = {"xla": auto.Least(MB, 0.5), "mpi": auto.Least(MB // 2, 1.0)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "LEAST", rule)
-        for usable in (("xla",), BOTH):
-            if auto.unmeasured(usable, fp32(nbytes, bits)) != "psum":
-                assert auto.unmeasured(usable, fp32(int(nbytes * more), bits)) != "psum"
-                assert auto.unmeasured(usable, fp32(nbytes, bits / more)) != "psum"
+        patch.setattr(Xla, "least", lambda self: Least(MB, 0.5))
+        patch.setattr(Mpi, "least", lambda self: Least(MB // 2, 1.0))
+        for usable in ([Xla()], [Mpi(), Xla()]):
+            if auto.unmeasured(usable, fp32(nbytes, bits)) is not None:
+                assert auto.unmeasured(usable, fp32(int(nbytes * more), bits)) is not None
+                assert auto.unmeasured(usable, fp32(nbytes, bits / more)) is not None
 
 
 def slow_codec(load, **kinds):

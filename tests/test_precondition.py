@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -340,6 +341,29 @@ def test_units_are_updated_in_every_step_at_first_and_seldom_later():
     weights = [float(s.moments.weights["w"][0]) for s in states]
     moved = [t for t, (a, b) in enumerate(itertools.pairwise(weights)) if a != b]
     assert moved == [*range(WARMUP), *range(WARMUP, len(weights) - 1, PERIOD)]
+
+
+def conditions(jaxpr):
+    """Every `cond` of a program, however deep."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "cond":
+            yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from conditions(inner)
+
+
+def test_every_leaf_moves_its_units_by_itself():
+    """One branch over all leaves would keep every mean alive until the last has come."""
+    shapes = {"u": (5, 40), "v": (6, 40), "w": (7, 40)}
+    like = {k: jnp.zeros(shape) for k, shape in shapes.items()}
+    tx, mesh = transformation(Quantize(4), SecondMoment(factored=True))
+    step = jax.shard_map(tx.update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    jaxpr = jax.make_jaxpr(step)(like, tx.init(like)).jaxpr
+    taken = [
+        {v.aval.shape for v in eqn.invars if hasattr(v, "aval")} & set(shapes.values())
+        for eqn in conditions(jaxpr)
+    ]
+    assert sorted(map(list, filter(None, taken))) == [[shape] for shape in shapes.values()]
 
 
 def test_factored_moments_are_as_small_as_rows_and_columns():

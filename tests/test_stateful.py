@@ -34,11 +34,11 @@ class ThreeBits(PayloadCompressor):
     def error_bound(self, x):
         return jnp.full(jnp.shape(x), 0.5, jnp.float32)
 
-    def encode(self, x, state=(), *, key=None):
+    def encode(self, x, *, key=None):
         assert x.dtype == jnp.float32
         codes = jnp.clip(jnp.round(jnp.ravel(x)) + 4, 0, 7).astype(jnp.uint8)
         bits = jnp.unpackbits(codes[:, None], axis=1)[:, 5:]
-        return jnp.packbits(bits.ravel()), state
+        return jnp.packbits(bits.ravel())
 
     def decode(self, payload, shape, dtype):
         size = int(np.prod(shape))

@@ -41,7 +41,7 @@ def measure(sampler, leaves, steps=1, decay=0.5, world=2):
 
 
 def true_error(x, compressor, key=None):
-    decoded = compressor.decode(compressor.encode(x, key=key)[0], x.shape, x.dtype)
+    decoded = compressor.decode(compressor.encode(x, key=key), x.shape, x.dtype)
     return float(((np.asarray(decoded, np.float64) - np.asarray(x, np.float64)) ** 2).sum())
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Cast, Plan, Quantize
+from cgx_jax.exchanges import Nccl, xla
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.wire import Layout
 from reducing import pmean_with_residual
@@ -58,7 +59,7 @@ def plan_of(code, tree):
     return plan
 
 
-def reduce(mesh, plan, tree, units, *, residual=False, check_vma=True):
+def reduce(mesh, plan, tree, units, *, residual=False, check_vma=True, exchange="xla"):
     """(mean, residuals of every rank) as one compiled function of all devices."""
 
     def step(tree, units):
@@ -71,7 +72,7 @@ def reduce(mesh, plan, tree, units, *, residual=False, check_vma=True):
             units=units,
             key=jax.random.key(3),
             residual=residual,
-            exchange="xla",
+            exchange=exchange,
         )
         zeros = [jnp.zeros_like(x) for x in jax.tree.leaves(own)]
         lost = [z if e is None else e for z, e in zip(zeros, lost, strict=True)]
@@ -308,3 +309,30 @@ def test_units_that_do_not_fit_are_refused_while_tracing(mesh, units, says):
     plan = Plan.build(jax.ShapeDtypeStruct(tree.shape[1:], tree.dtype), Quantize(4))
     with pytest.raises(ValueError, match=says):
         reduce(mesh, plan, tree, units)
+
+
+def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual):
+    """What the fused CUDA call computes, of kernels and XLA's collectives: runs on a CPU."""
+    (phases, *leaves), rank = operands, axes.rank()
+    rows, lost = primitives.encode(phases[0], leaves, layout, rank=rank, residual=residual)
+    rows = xla.scatter(rows, axes)
+    chunk, lost = primitives.reduce(
+        phases[1], rank, rows, leaves, layout, divisor=divisor, residuals=lost
+    )
+    return primitives.decode(xla.gather(chunk, axes), layout, leaves), lost
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_fused_cuda_call_gets_values_in_units(mesh, dtype, monkeypatch):
+    """Its kernels know no units, so the exchange multiplies around the call."""
+    monkeypatch.setattr(Nccl, "missing", lambda self, axes=(): None)
+    monkeypatch.setattr(Nccl, "_call", unfused)
+    code = Quantize(4, 64, "correlated")
+    tree = jax.tree.map(lambda x: jnp.clip(x, -100, 100), tree_of(mesh.size, dtype))
+    units = units_of_tree(spread=0.5)
+    plan = plan_of(code, tree)
+    want = reduce(mesh, plan, tree, units, residual=True)
+    got = reduce(mesh, plan, tree, units, residual=True, exchange="nccl")
+    plain = reduce(mesh, plan, tree, [None] * 4, residual=True, exchange="nccl")
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not np.array_equal(got[0]["matrix"], plain[0]["matrix"])

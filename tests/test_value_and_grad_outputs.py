@@ -213,3 +213,26 @@ def test_batch_norm_has_the_statistics_of_the_whole_batch_at_one_example_a_rank(
     (value, after), grads = vag(linen_loss, has_aux=True, in_specs=specs)(*given)
     want = jax.value_and_grad(linen_loss, has_aux=True)(*given)
     check_close((value, after, grads), (*want[0], want[1]), 1e-4)
+
+
+def test_statistics_of_linens_modules_are_whole_without_a_word(case):
+    _, x, y, _ = case
+    model = nn.Sequential([nn.Dense(32), nn.BatchNorm(use_running_average=False)])
+    variables = model.init(jax.random.key(0), x)
+
+    def loss(params, statistics, x, y):
+        given = {"params": params, "batch_stats": statistics}
+        out, after = model.apply(given, x, mutable=["batch_stats"])
+        return jnp.mean((out - y) ** 2), after["batch_stats"]
+
+    given = variables["params"], variables["batch_stats"], x, y
+    got, want = vag(loss, has_aux=True)(*given), jax.value_and_grad(loss, has_aux=True)(*given)
+    check_close(got[0], want[0], 1e-4)
+    check_close(got[1], want[1])
+
+
+def test_a_batch_with_the_names_of_the_parameters_is_still_a_batch():
+    params = {"w": jnp.ones((4, 4))}
+    batch = {"w": jnp.ones((16, 4))}
+    value, _ = vag(lambda p, b: jnp.mean(b["w"] @ p["w"]))(params, batch)
+    assert value == 4

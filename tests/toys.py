@@ -49,9 +49,9 @@ class Steps(Floats, PayloadCompressor):
         near = jnp.abs(x.astype(jnp.float32)) * float(jnp.finfo(jnp.result_type(x)).eps)
         return jnp.where(fits, self.step / 2 + near, jnp.inf).astype(jnp.float32)
 
-    def encode(self, x, state=(), *, key=None):
+    def encode(self, x, *, key=None):
         steps = jnp.round(jnp.ravel(x).astype(jnp.float32) / self.step)
-        return as_bytes(jnp.clip(steps, -32767, 32767).astype(jnp.int16)), state
+        return as_bytes(jnp.clip(steps, -32767, 32767).astype(jnp.int16))
 
     def decode(self, payload, shape, dtype):
         steps = from_bytes(payload, jnp.int16, 2).astype(jnp.float32)
@@ -72,8 +72,8 @@ class Vote(Floats, PayloadCompressor):
     def error_bound(self, x):
         return jnp.abs(x).astype(jnp.float32) + 1
 
-    def encode(self, x, state=(), *, key=None):
-        return lax.bitcast_convert_type(jnp.sign(jnp.ravel(x)).astype(jnp.int8), jnp.uint8), state
+    def encode(self, x, *, key=None):
+        return lax.bitcast_convert_type(jnp.sign(jnp.ravel(x)).astype(jnp.int8), jnp.uint8)
 
     def decode(self, payload, shape, dtype):
         return lax.bitcast_convert_type(payload, jnp.int8).astype(dtype).reshape(shape)
@@ -96,10 +96,10 @@ class Largest(Floats, PayloadCompressor):
     def error_bound(self, x):
         return jnp.abs(x).astype(jnp.float32)
 
-    def encode(self, x, state=(), *, key=None):
+    def encode(self, x, *, key=None):
         flat = jnp.ravel(x).astype(jnp.float32)
         _, at = lax.top_k(jnp.abs(flat), self._count(x.shape))
-        return jnp.concatenate([as_bytes(at.astype(jnp.int32)), as_bytes(flat[at])]), state
+        return jnp.concatenate([as_bytes(at.astype(jnp.int32)), as_bytes(flat[at])])
 
     def decode(self, payload, shape, dtype):
         at, kept = jnp.split(payload, 2)
@@ -122,10 +122,9 @@ class Difference(Steps):
     def init(self, shape, dtype):
         return (jnp.zeros(shape, jnp.float32),)
 
-    def encode(self, x, state=(), *, key=None):
+    def prepare(self, x, state):
         (before,) = state
-        now = x.astype(jnp.float32)
-        return super().encode(now - before)[0], (now,)
+        return x - before, (x,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from cgx_jax.exchanges.auto import EXCHANGES
+from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.link_timer import size_text
 
 PSUM_COLOR = "#4c566a"

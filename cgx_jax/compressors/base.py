@@ -37,9 +37,9 @@ class Compressor(abc.ABC):
     shares_state: ClassVar[bool] = False
 
     @property
-    @abc.abstractmethod
     def unbiased(self) -> bool:
         """Whether the expectation of what comes back is what went in."""
+        return False
 
     @property
     def needs_key(self) -> bool:
@@ -61,9 +61,9 @@ class Compressor(abc.ABC):
         """What encoding takes time for beyond plain rounding: "noise", "rotation"."""
         return frozenset({"noise"} if self.needs_key else ())
 
-    @abc.abstractmethod
     def supports(self, dtype: Any) -> bool:
         """Whether values of `dtype` can be encoded; others are reduced exactly."""
+        return any(dtype == t for t in (jnp.float32, jnp.bfloat16, jnp.float16))
 
     @property
     def width(self) -> int:
@@ -150,28 +150,48 @@ class Compressor(abc.ABC):
 class PayloadCompressor(Compressor):
     """A compressor whose code is bytes: a payload of `wire_bits` bits, filled up to whole bytes.
 
-    `scatter_gather` cuts leaves into one chunk a rank, so a compressor that allows it can encode
-    any run of a leaf's values by itself; `gather_sum` sends whole leaves. `owner_exact` says that
-    the rank which adds up a chunk may add its own values as they are, which makes the sum more
-    exact. It is False where every rank must have the same weight, as in a vote. Reductions encode
-    fp32 values unless the compressor brings kernels (`codes`), all-gathers values of the leaf's
-    dtype.
+    A leaf is prepared as a whole, then encoded. `prepare` holds all that needs the whole leaf or
+    the past: statistics, momenta. `encode` has no state, and `scatter_gather` applies it to one
+    chunk of the leaf for each rank, so a compressor that allows that can encode any run of values
+    by itself; `gather_sum` sends whole leaves. `owner_exact` says that the rank which adds up a
+    chunk may add its own prepared values as they are, which makes the sum more exact. It is False
+    where every rank must have the same weight, as in a vote. Reductions encode fp32 values unless
+    the compressor brings kernels (`codes`), all-gathers values of the leaf's dtype.
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum")
     owner_exact: ClassVar[bool] = True
 
     def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
-        payload, _ = self.encode(x, self.init(x.shape, x.dtype), key=key)
-        return self.decode(payload, x.shape, x.dtype)
+        x = jnp.asarray(x)
+        if self.prepares:
+            ready, _ = self.prepare(x.astype(jnp.float32), self.init(x.shape, x.dtype))
+            return self.decode(self.encode(ready, key=key), x.shape, x.dtype)
+        return self.decode(self.encode(x, key=key), x.shape, x.dtype)
+
+    def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """What of a whole leaf is encoded, in its shape, and the new state; both fp32.
+
+        `x` is one rank's leaf in fp32. By default it is encoded as it is.
+        """
+        return x, state
+
+    @property
+    def prepares(self) -> bool:
+        """Whether `prepare` does anything."""
+        return type(self).prepare is not PayloadCompressor.prepare
 
     @abc.abstractmethod
-    def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
-        """`x` to (payload uint8[payload_bytes], new state)."""
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        """`x` to a payload uint8[payload_bytes]."""
 
     @abc.abstractmethod
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""
+
+    def of_sums(self, world: int) -> PayloadCompressor:
+        """The code of a chunk's sum over `world` ranks, on its way from the owner to all others."""
+        return self
 
     @classmethod
     def chunk_kernels(cls, leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode | None:

@@ -58,10 +58,21 @@ class _ChunksLeafByLeaf(ChunkCode):
 
     @property
     def row_bytes(self) -> int:
-        return sum(self._bytes())
+        return sum(self._bytes([x.compressor for x in self.leaves]))
 
-    def _bytes(self) -> list[int]:
-        return [x.compressor.payload_bytes(self._run(x.size)) for x in self.leaves]
+    @property
+    def sum_bytes(self) -> int:
+        return sum(self._bytes(self._of_sums()))
+
+    def _of_sums(self) -> list[PayloadCompressor]:
+        return [x.compressor.of_sums(self.world) for x in self.leaves]
+
+    def _bytes(self, codes: Sequence[PayloadCompressor]) -> list[int]:
+        pairs = zip(codes, self.leaves, strict=True)
+        return [c.payload_bytes(self._run(x.size)) for c, x in pairs]
+
+    def error_bounds(self, compressor: Any, x: jax.Array) -> jax.Array:
+        return self._leaf(jax.vmap(compressor.error_bound)(self._runs(x)), x)
 
     def _runs(self, x: jax.Array) -> jax.Array:
         """fp32[world, run]: both phases encode the same dtype, so their payloads are alike."""
@@ -89,8 +100,8 @@ class _ChunksLeafByLeaf(ChunkCode):
                 residuals.append(self._leaf(lost, x, unit))
         return jnp.concatenate(rows, axis=1), residuals
 
-    def _split(self, rows: jax.Array) -> list[jax.Array]:
-        return jnp.split(rows, np.cumsum(self._bytes())[:-1].tolist(), axis=1)
+    def _split(self, rows: jax.Array, codes: Sequence[PayloadCompressor]) -> list[jax.Array]:
+        return jnp.split(rows, np.cumsum(self._bytes(codes))[:-1].tolist(), axis=1)
 
     def reduce(
         self,
@@ -104,18 +115,21 @@ class _ChunksLeafByLeaf(ChunkCode):
         units: Units,
     ) -> tuple[jax.Array, list[jax.Array]]:
         out, filled = [], []
-        parts = zip(self.leaves, leaves, self._split(rows), strict=True)
+        of_sums = self._of_sums()
+        received = self._split(rows, [x.compressor for x in self.leaves])
+        parts = zip(self.leaves, leaves, received, strict=True)
         for i, (leaf, x, part) in enumerate(parts):
-            c, unit = leaf.compressor, unit_of(units, i)
+            c, again, unit = leaf.compressor, of_sums[i], unit_of(units, i)
             inner = self._runs(outside.multiply(x, unit, outside.IN))
             own = jnp.take(inner, rank, axis=0)
             if c.owner_exact:
                 total = _RowByRow(c).accumulate(rank, part, own, divisor)
             else:
                 total = _sum_decoded(c, part, own.shape, divisor)
-            out.append(c.encode(total, key=leaf_key(leaf, seed))[0])
+            out.append(again.encode(total, key=leaf_key(leaf, seed)))
             if residuals:
-                lost = (total - c.decode(out[-1], total.shape, jnp.float32)) * np.float32(divisor)
+                back = again.decode(out[-1], total.shape, jnp.float32)
+                lost = (total - back) * np.float32(divisor)
                 whole = jnp.zeros(inner.shape, jnp.float32).at[rank].set(lost)
                 mine = self._runs(self._leaf(whole, x, unit))
                 before = self._runs(residuals[i])
@@ -124,11 +138,12 @@ class _ChunksLeafByLeaf(ChunkCode):
         return jnp.concatenate(out), filled
 
     def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
-        out = []
-        for i, (leaf, part, x) in enumerate(zip(self.leaves, self._split(rows), like, strict=True)):
+        out, codes = [], self._of_sums()
+        parts = zip(codes, self._split(rows, codes), like, strict=True)
+        for i, (code, part, x) in enumerate(parts):
             run = (self._run(math.prod(x.shape)),)
             like_runs = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-            runs = _RowByRow(leaf.compressor).decode(part, run, jnp.float32)
+            runs = _RowByRow(code).decode(part, run, jnp.float32)
             out.append(outside.decoded(self._leaf(runs, like_runs), unit_of(units, i), x.dtype))
         return out
 
@@ -141,7 +156,7 @@ class _ChunksLeafByLeaf(ChunkCode):
 
 @dataclasses.dataclass(frozen=True)
 class _WholeLeafByLeaf(WholeCode):
-    """Each leaf in its own shape, fp32, with its compressor's state."""
+    """Each leaf in its own shape, fp32."""
 
     leaves: tuple[CodedLeaf, ...]
 
@@ -157,22 +172,19 @@ class _WholeLeafByLeaf(WholeCode):
         seed: Any,
         rank: Any,
         leaves: Arrays,
-        states: Sequence[Any],
         *,
         residual: bool,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
-        payloads, residuals, after = [], [], []
-        for i, (leaf, x, state) in enumerate(zip(self.leaves, leaves, states, strict=True)):
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        payloads, residuals = [], []
+        for i, (leaf, x) in enumerate(zip(self.leaves, leaves, strict=True)):
             c, unit = leaf.compressor, unit_of(units, i)
             value = outside.multiply(x, unit, outside.IN).astype(jnp.float32)
-            payload, new = c.encode(value, state, key=leaf_key(leaf, seed))
-            payloads.append(payload)
-            after.append(new)
+            payloads.append(c.encode(value, key=leaf_key(leaf, seed)))
             if residual:
-                lost = value - c.decode(payload, x.shape, jnp.float32)
+                lost = value - c.decode(payloads[-1], x.shape, jnp.float32)
                 residuals.append(outside.multiply(lost, unit, outside.OUT).astype(x.dtype))
-        return jnp.concatenate(payloads), residuals, after
+        return jnp.concatenate(payloads), residuals
 
     def sum(
         self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
@@ -192,9 +204,9 @@ class _RowByRow(RowCode):
     def encode(self, key: Any, rows: jax.Array) -> jax.Array:
         c, rows = self.compressor, rows.astype(jnp.float32)
         if not c.needs_key:
-            return jax.vmap(lambda x: c.encode(x)[0])(rows)
+            return jax.vmap(c.encode)(rows)
         keys = jax.random.split(key, rows.shape[0])
-        return jax.vmap(lambda x, k: c.encode(x, key=k)[0])(rows, keys)
+        return jax.vmap(lambda x, k: c.encode(x, key=k))(rows, keys)
 
     def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
         return jax.vmap(lambda p: self.compressor.decode(p, tuple(shape), dtype))(payloads)

@@ -45,7 +45,16 @@ class ChunkCode(abc.ABC):
     @property
     @abc.abstractmethod
     def row_bytes(self) -> int:
-        """Bytes one rank sends to one other in each of the two phases."""
+        """Bytes one rank sends to one other in the first phase."""
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a chunk's sum, which its owner sends to every other rank."""
+        return self.row_bytes
+
+    def error_bounds(self, compressor: Any, x: jax.Array) -> jax.Array:
+        """`compressor.error_bound` of a leaf that is cut as here, in its shape."""
+        return compressor.error_bound(x)
 
     @abc.abstractmethod
     def encode(
@@ -65,7 +74,7 @@ class ChunkCode(abc.ABC):
         *,
         units: Units,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Rows from every rank to the payload of this rank's chunk, u8[row_bytes].
+        """Rows from every rank to the payload of this rank's chunk, u8[sum_bytes].
 
         To `residuals`, where given, the chunk of this rank gets `divisor` times what encoding the
         sum lost.
@@ -90,12 +99,11 @@ class WholeCode(abc.ABC):
         seed: Any,
         rank: Any,
         leaves: Arrays,
-        states: Sequence[Any],
         *,
         residual: bool,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
-        """Leaves to the payload, what it lost where asked, and the compressors' new states.
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Leaves to the payload, and what it lost where asked.
 
         `rank` is this rank's place; compressors that share noise are given one `seed` everywhere.
         """

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from cgx_jax.compressors.base import PayloadCompressor
-
-
-def _size(shape: int | Sequence[int]) -> int:
-    return shape if isinstance(shape, int) else math.prod(shape)
-
-
-def _to_bytes(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(jnp.ravel(x), jnp.uint8).reshape(-1)
-
-
-def _from_bytes(payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
-    width = np.dtype(dtype).itemsize
-    expected = math.prod(shape) * width
-    if payload.size != expected:
-        raise ValueError(
-            f"decode: a payload of {payload.size} bytes, but {tuple(shape)} of {np.dtype(dtype)} "
-            f"needs {expected}; decode with the shape and compressor that encoded it."
-        )
-    grouped = payload.reshape((-1, width) if width > 1 else (-1,))
-    return lax.bitcast_convert_type(grouped, dtype).reshape(shape)
+from cgx_jax.compressors.packing import from_bytes, size_of, to_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +21,7 @@ class Identity(PayloadCompressor):
     lossless = True
 
     @property
-    def block_size(self) -> int:
+    def blocksize_of(self) -> int:
         return 1
 
     @property
@@ -53,19 +32,19 @@ class Identity(PayloadCompressor):
         return True
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
-        return 8 * np.dtype(dtype).itemsize * _size(shape)
+        return 8 * np.dtype(dtype).itemsize * size_of(shape)
 
     def error_bound(self, x: Any) -> jax.Array:
         return jnp.zeros(jnp.shape(x), jnp.float32)
 
-    def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         x = jnp.asarray(x)
-        return _to_bytes(x.astype(jnp.uint8) if x.dtype == bool else x), state
+        return to_bytes(x.astype(jnp.uint8) if x.dtype == bool else x)
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         if np.dtype(dtype) == np.dtype(bool):
-            return _from_bytes(payload, shape, jnp.uint8).astype(bool)
-        return _from_bytes(payload, shape, dtype)
+            return from_bytes(payload, shape, jnp.uint8).astype(bool)
+        return from_bytes(payload, shape, dtype)
 
 
 _CAST_TYPES = tuple(
@@ -94,18 +73,11 @@ class Cast(PayloadCompressor):
         object.__setattr__(self, "dtype", dtype)
 
     @property
-    def block_size(self) -> int:
+    def blocksize_of(self) -> int:
         return 1
 
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    def supports(self, dtype: Any) -> bool:
-        return any(dtype == t for t in (jnp.float32, jnp.bfloat16, jnp.float16))
-
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
-        return 8 * self.dtype.itemsize * _size(shape)
+        return 8 * self.dtype.itemsize * size_of(shape)
 
     def error_bound(self, x: Any) -> jax.Array:
         """Half an ulp of the target type and of x's own; infinite past the target's range."""
@@ -114,8 +86,8 @@ class Cast(PayloadCompressor):
         bound = magnitude * float(info.eps + own.eps) + float(info.smallest_subnormal)
         return jnp.where(magnitude <= float(info.max), bound, jnp.inf)
 
-    def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
-        return _to_bytes(jnp.asarray(x).astype(self.dtype)), state
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        return to_bytes(jnp.asarray(x).astype(self.dtype))
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
-        return _from_bytes(payload, shape, self.dtype).astype(dtype)
+        return from_bytes(payload, shape, self.dtype).astype(dtype)

@@ -25,8 +25,6 @@ from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE, one_block
 from cgx_jax.kernels.squared_error import quantized_errors
 from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
 
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
 
 @dataclasses.dataclass(frozen=True)
 class Quantize(PayloadCompressor):
@@ -124,9 +122,6 @@ class Quantize(PayloadCompressor):
             return None
         return NORMAL_ERROR[self.bits]
 
-    def supports(self, dtype: Any) -> bool:
-        return any(dtype == t for t in _DTYPES)
-
     @property
     def width(self) -> int:
         return self.bits
@@ -212,7 +207,7 @@ class Quantize(PayloadCompressor):
         each = jnp.repeat(bound, self.bucket_size)[: values.size]
         return each.reshape(jnp.shape(x))
 
-    def encode(self, x: Any, state: Any = (), *, key: Any = None) -> tuple[jax.Array, Any]:
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         x = jnp.asarray(x)
         if not self.supports(x.dtype):
             raise TypeError(
@@ -224,7 +219,7 @@ class Quantize(PayloadCompressor):
             )
         words = seed(key) if self.needs_key else np.zeros(2, np.uint32)
         payload, _ = primitives.encode(words, [x], Layout((self.slot(x.size),), 1))
-        return payload.reshape(-1), state
+        return payload.reshape(-1)
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)

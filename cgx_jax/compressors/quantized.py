@@ -79,18 +79,17 @@ class QuantizedWhole(WholeCode):
         seed: Any,
         rank: Any,
         leaves: Arrays,
-        states: Sequence[Any],
         *,
         residual: bool,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
+    ) -> tuple[jax.Array, list[jax.Array]]:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):
             # Kernels share noise out over the ranks of a chunked buffer alone. Of a whole one every
             # rank would draw the same, and errors would add up: independent ones average out.
             key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
             seed = jax.random.bits(jax.random.fold_in(key, rank), (2,), jnp.uint32)
         rows, lost = primitives.encode(seed, leaves, self.layout, residual=residual, units=units)
-        return rows.reshape(-1), lost, list(states)
+        return rows.reshape(-1), lost
 
     def sum(
         self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
@@ -118,9 +117,9 @@ class QuantizedRows(RowCode):
     def encode(self, key: Any, rows: jax.Array) -> jax.Array:
         c = self.quantizer
         if not c.needs_key:
-            return jax.vmap(lambda x: c.encode(x)[0])(rows)
+            return jax.vmap(c.encode)(rows)
         keys = jax.random.split(key, rows.shape[0])
-        return jax.vmap(lambda x, k: c.encode(x, key=k)[0])(rows, keys)
+        return jax.vmap(lambda x, k: c.encode(x, key=k))(rows, keys)
 
     def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
         return jax.vmap(lambda p: self.quantizer.decode(p, tuple(shape), dtype))(payloads)

@@ -9,54 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from cgx_jax import agreement, untrusted
 from cgx_jax.exchanges.base import Exchange
-from cgx_jax.exchanges.mpi import Mpi
-from cgx_jax.exchanges.nccl import Nccl
-from cgx_jax.exchanges.peer import Peer
 from cgx_jax.exchanges.profile import Profile
-from cgx_jax.exchanges.xla import Xla
-from cgx_jax.kernels import native
+from cgx_jax.exchanges.table import EXCHANGES
 
-# Every exchange that sends, with its defaults.
-EXCHANGES: tuple[Exchange, ...] = (Xla(), Mpi(), Nccl(), Peer())
 # A smaller measured gain is noise, and psum has no error.
 LEAST_GAIN = 0.05
 
-
-class Least(NamedTuple):
-    """From which size on a fusion buffer is compressed while no profile is active.
-
-    That is `nbytes` / (1 - share / even) uncompressed bytes, where `share` is the payload's share
-    of them. `nbytes` is the limit for a negligible payload. From the share `even` on no size is
-    compressed.
-    """
-
-    nbytes: float
-    even: float
-
-
-# By what sends and encodes. CPU rows: larger buffers beat lax.psum at 1 Gbit/s, at 10 Gbit/s and
-# without a limit, between 2 and between 4 processes (`benchmarks/auto.py --exchange`); smaller ones
-# lose on some of these links, by latency. XLA's all-to-all over gloo uses one direction of a link
-# at a time, so half the bytes gain nothing there. Nobody has measured links between GPUs: below
-# this size the kernels' memory traffic takes longer than NVLink would save, by a model. Encoding in
-# plain jnp never pays.
-LEAST = {
-    "xla": Least(3 << 19, 0.5),
-    "mpi": Least(1 << 19, 1.0),
-    "gpu": Least(32 << 20, 1.0),
-    "jnp": Least(math.inf, 1.0),
-}
 
 _active: Profile | None = None
 
@@ -131,8 +99,8 @@ class Auto(Exchange):
     """The fastest of the others for each fusion buffer, or `lax.psum` where compression costs time.
 
     By `profile`, which is given alike on every process, or the one that `use_profile` made active;
-    without one by size (`LEAST`). A profile of another machine or other versions raises ValueError
-    while tracing.
+    without one by size (`Exchange.least`). A profile of another machine or other versions raises
+    ValueError while tracing.
     """
 
     profile: Profile | None = None
@@ -153,18 +121,18 @@ class Auto(Exchange):
 
         Raises ValueError when the profile was measured at another world size.
         """
-        names = {exchange.shorthand: exchange for exchange in usable}
         profile = _active if self.profile is None else self.profile
         if self.profile is not None:
             self.profile.check_here()
         if profile is None:
-            return names.get(unmeasured(names, load))
+            return unmeasured(usable, load)
         if profile.world != world:
             raise ValueError(
                 f"{caller}: this call has {world} ranks, the active profile was measured on "
                 f"{profile.world} (axis {profile.axis!r}). Run cgx_jax.tune on an axis of {world} "
                 'ranks, name the exchange (exchange="xla"), or use_profile(None).'
             )
+        names = {exchange.shorthand: exchange for exchange in usable}
         return names.get(fastest(profile, names, load))
 
 
@@ -188,24 +156,18 @@ def named(caller: str, exchange: Exchange | str) -> Exchange:
     return known[exchange]
 
 
-def unmeasured(usable: Collection[str], load: Load) -> str:
-    """The method for `load` without a profile: the name of an exchange, or "psum" below `LEAST`.
+def unmeasured(usable: Sequence[Exchange], load: Load) -> Exchange | None:
+    """The exchange for `load` without a profile; None, `lax.psum`, below its `least` size.
 
-    Devices simulated in one process follow the rule too, although nothing is sent there: their
-    numbers are then those of the run that they simulate.
+    The first of `usable`, in the order of `EXCHANGES`, that states a size decides. Devices
+    simulated in one process follow the rule too, although nothing is sent there: their numbers are
+    then those of the run that they simulate.
     """
-    method = "mpi" if "mpi" in usable else "xla"
-    least = LEAST[_kernels(method)]
     share = load.bits * load.values / (8 * load.nbytes)
-    return method if load.nbytes * (1 - share / least.even) >= least.nbytes else "psum"
-
-
-def _kernels(method: str) -> str:
-    """The row of `LEAST`: what encodes on this process's devices."""
-    platform = jax.default_backend()
-    if platform == "cpu" and native.module() is not None:
-        return method
-    return "gpu" if platform == "gpu" and native.cuda_module() is not None else "jnp"
+    for exchange in usable:
+        if (least := exchange.least()) is not None:
+            return exchange if load.nbytes * (1 - share / least.even) >= least.nbytes else None
+    return None
 
 
 def fastest(profile: Profile, usable: Collection[str], load: Load) -> str:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
 from cgx_jax.axes import Axes
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.wire import Layout
+
+
+class Least(NamedTuple):
+    """From which size on a fusion buffer is compressed while no profile is active.
+
+    That is `nbytes` / (1 - share / even) uncompressed bytes, where `share` is the payload's share
+    of them. `nbytes` is the limit for a negligible payload. From the share `even` on no size is
+    compressed.
+    """
+
+    nbytes: float
+    even: float
 
 
 class Exchange(abc.ABC):
@@ -36,6 +48,13 @@ class Exchange(abc.ABC):
     def usable(self, axes: Sequence[Any] = ()) -> bool:
         """Whether `exchange="auto"` may take it over `axes`; loads nothing."""
         return self.here() and self.missing(axes) is None
+
+    def least(self) -> Least | None:
+        """From which size on it beat `lax.psum` on every link that was tried, on this platform.
+
+        None, and `exchange="auto"` takes it only where a profile measured it.
+        """
+        return None
 
     def require(self, name: str, axes: Sequence[Any]) -> None:
         """Makes it ready for calls over `axes`; raises ValueError where it does not work."""

@@ -7,11 +7,12 @@ import json
 from typing import Any, NamedTuple, get_type_hints
 
 from cgx_jax import installation, untrusted
+from cgx_jax.exchanges.table import EXCHANGES
 
 SCHEMA = 2
 MOST_ROWS = 10_000
 MOST_RANKS = 1 << 20
-METHODS = ("psum", "xla", "mpi", "nccl")
+METHODS = ("psum", *(exchange.shorthand for exchange in EXCHANGES))
 _AGAIN = "Run cgx_jax.tune again, or use_profile(None) to follow the default rule."
 
 

@@ -52,7 +52,7 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _random_bits(
+def random_bits(
     key: Sequence[Any] | jax.Array,
     number: int,
     first_bucket: int | jax.Array,
@@ -84,7 +84,7 @@ def _noise(
     key: jax.Array, f: Slot, first_bucket: int | jax.Array, buckets: int, width: int
 ) -> jax.Array:
     """Uniform numbers in [0, 1), shape [buckets, width]."""
-    bits = _random_bits(key, f.number, first_bucket, buckets, width)
+    bits = random_bits(key, f.number, first_bucket, buckets, width)
     return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
@@ -115,7 +115,7 @@ def rotate(
     """f32[k, n] buckets in whole columns, n a multiple of 32, rotated or turned back."""
     k, n = x.shape
     stages = _rotation_stages(n)
-    words = _random_bits(_ROTATION_KEY, number, first_bucket, k, n // 8)
+    words = random_bits(_ROTATION_KEY, number, first_bucket, k, n // 8)
     shift = jnp.arange(8, dtype=jnp.uint32)[None, :, None]
     sign = jnp.where((words[:, None] << shift) >> 31, np.float32(-1), np.float32(1))
     y = x.reshape(k, 8, n // 8)

@@ -177,10 +177,18 @@ class _Inference:
         )
 
     def _like_parameters(self, i: int) -> bool:
-        """Whether an array is in a tree like a differentiated one, such as a teacher's."""
+        """Whether an array is in a tree like a differentiated one.
+
+        That is one of the same shapes, such as a teacher's, or one of the same modules, such as the
+        statistics of Linen's BatchNorm.
+        """
         place = self.places[i]
         if place.argument < len(self.arguments):
             own = self.arguments[place.argument]
+            modules = self._modules(place.argument)
+            wanted = (n for n, a in enumerate(self.arguments) if a.wanted)
+            if "" not in modules and any(modules <= self._modules(n) for n in wanted):
+                return True
             structures = [a.treedef for a in self.arguments if a.wanted]
             if own.treedef not in structures or len(own.leaves) < 2:
                 return False
@@ -194,6 +202,12 @@ class _Inference:
             for x, p in zip(self.arrays, self.places, strict=True)
             if p.argument == number and variable in (None, p.variable)
         ]
+
+    def _modules(self, number: int) -> set[str]:
+        """The paths of an argument's innermost nodes, "" for one that holds arrays itself."""
+        name = self.arguments[number].name
+        paths = (p.path.removeprefix(name) for p in self.places if p.argument == number)
+        return {path.rpartition("[")[0] for path in paths}
 
     def _remedy(self, i: int) -> str:
         name = self.places[i].variable

@@ -72,11 +72,12 @@ def value_and_grad(
     NamedSharding, a type on an explicit mesh) is split by that. Otherwise the batch size is the
     first dimension of the first argument after the differentiated ones; arrays with that first
     dimension are split. Scalars, PRNG keys, NNX objects such as `nnx.Rngs`, trees like the
-    parameters or that hold them, and Python values are whole on every rank; each rank folds its
-    index into keys, so that dropout differs between ranks. Variables that the loss closes over are
-    treated as its arguments. Anything else is refused until `in_specs` names it:
-    `in_specs={"table": P(), "labels": P("data")}`, a spec or prefix tree for an argument's name
-    or position, or for a variable of the closure. A key with P() is not folded.
+    parameters (of the same shapes, or of the same modules, as batch statistics) or that hold them,
+    and Python values are whole on every rank; each rank folds its index into keys, so that dropout
+    differs between ranks. Variables that the loss closes over are treated as its arguments.
+    Anything else is refused until `in_specs` names it: `in_specs={"table": P(), "labels":
+    P("data")}`, a spec or prefix tree for an argument's name or position, or for a variable of the
+    closure. A key with P() is not folded.
 
     *Auxiliary outputs* are what plain jit returns: per-example arrays are concatenated, sums over
     the batch are summed, other float scalars averaged, and what is the same on all ranks is

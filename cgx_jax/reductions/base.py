@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, PayloadCompressor
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.codes import CodedLeaf, unit_of
 from cgx_jax.exchanges import Exchange
+from cgx_jax.kernels import outside
 from cgx_jax.kernels.primitives import Units
 
 Seeds = Sequence[Any]
@@ -56,7 +57,6 @@ class Reduction(abc.ABC):
     shorthand: ClassVar[str]
     needs: ClassVar[frozenset[str]]
     encodings: ClassVar[int] = 1
-    keeps_state: ClassVar[bool] = True  # False where leaves are cut, since state is of whole ones
 
     def unfit(self, compressor: Compressor) -> str | None:
         """Why this reduction is wrong for a compressor, or None."""
@@ -103,7 +103,6 @@ class Rows(NamedTuple):
 
     rows: jax.Array
     residuals: list[jax.Array]
-    states: list[Any]
 
 
 class PayloadReduction(Reduction):
@@ -117,19 +116,35 @@ class PayloadReduction(Reduction):
         units: Units,
         states: Sequence[Any],
     ) -> Reduced:
-        rows, residuals, after = self.rows(job, seeds, leaves, units, states)
-        return Reduced(self.sums(job, rows, leaves, units), residuals, after)
+        if not any(leaf.compressor.prepares for leaf in job.leaves):
+            rows, residuals = self.rows(job, seeds, leaves, units)
+            return Reduced(self.sums(job, rows, leaves, units), residuals, list(states))
+        each = [unit_of(units, i) for i in range(len(leaves))]
+        values = [
+            outside.multiply(x, unit, outside.IN).astype(jnp.float32)
+            for x, unit in zip(leaves, each, strict=True)
+        ]
+        made = [
+            leaf.compressor.prepare(x, state)
+            for leaf, x, state in zip(job.leaves, values, states, strict=True)
+        ]
+        ready = [y for y, _ in made]
+        rows, residuals = self.rows(job, seeds, ready, ())
+        sums = self.sums(job, rows, ready, ())
+        # What preparing took away is lost like what encoding did.
+        lost = [x - y + e for x, y, e in zip(values, ready, residuals, strict=False)]
+        return Reduced(
+            [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)],
+            [
+                outside.multiply(e, u, outside.OUT).astype(x.dtype)
+                for e, u, x in zip(lost, each, leaves, strict=False)
+            ],
+            [state for _, state in made],
+        )
 
     @abc.abstractmethod
-    def rows(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Any],
-    ) -> Rows:
-        """All that comes before the last decoding."""
+    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
+        """All that comes between preparing the leaves and the last decoding."""
 
     @abc.abstractmethod
     def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:

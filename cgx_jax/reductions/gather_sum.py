@@ -35,18 +35,11 @@ class GatherSum(PayloadReduction):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         return sum_of_bounds(compressor, x) / divisor
 
-    def rows(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Any],
-    ) -> Rows:
-        payload, residuals, after = whole_code(job.leaves).encode(
-            seeds[0], job.axes.rank(), leaves, states, residual=job.residual, units=units
+    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
+        payload, residuals = whole_code(job.leaves).encode(
+            seeds[0], job.axes.rank(), leaves, residual=job.residual, units=units
         )
-        return Rows(job.exchange.gather(job.name, payload, job.axes), residuals, after)
+        return Rows(job.exchange.gather(job.name, payload, job.axes), residuals)
 
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         return whole_code(job.leaves).sum(rows, like, job.divisor, units=units)

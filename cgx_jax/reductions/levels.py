@@ -150,7 +150,7 @@ class Leveled(Reduction):
         own, lost = self._inside(job, seeds, runs)
         shares = self._shares(job.leaves)
         outer = dataclasses.replace(job, leaves=shares, axes=self.outer)
-        rows, residuals, after = across.rows(outer, seeds, own, (), states)
+        rows, residuals = across.rows(outer, seeds, own, ())
         every = xla.gather(rows.reshape(-1), self.inner).reshape(world, *rows.shape)
         sums = jax.vmap(lambda r: across.sums(outer, r, own, ()))(every)
         out = [
@@ -163,7 +163,9 @@ class Leveled(Reduction):
             kept.append(outside.multiply(_leaf(whole, x), unit_of(units, i), outside.OUT))
         if job.axes.checked() and self.inner.groups is not None:
             out = [_compat.same_over(y, job.axes.names) for y in out]
-        return Reduced(out, [e.astype(x.dtype) for e, x in zip(kept, leaves, strict=False)], after)
+        return Reduced(
+            out, [e.astype(x.dtype) for e, x in zip(kept, leaves, strict=False)], list(states)
+        )
 
     def _inside(
         self, job: Job, seeds: Seeds, runs: list[jax.Array]

@@ -36,7 +36,7 @@ def reduction_of(
 ) -> Reduction:
     """What reduces these leaves, given with their paths: the one that is wanted, or their first.
 
-    Raises ValueError for a compressor that it is wrong for, or that has state where it is cut.
+    Raises ValueError for a compressor that it is wrong for.
     """
     known = {r.shorthand: r for r in REDUCTIONS}
     for path, leaf in leaves:
@@ -52,11 +52,5 @@ def reduction_of(
         if (problem := taken.unfit(c)) is not None:
             raise ValueError(
                 f"{caller}: {taken.shorthand!r} is no reduction for {c}{where}: {problem}."
-            )
-        if not taken.keeps_state and c.has_state(leaf.shape, leaf.dtype):
-            raise ValueError(
-                f"{caller}: {c}{where} has state, which belongs to whole leaves, and "
-                f"{taken.shorthand!r} cuts them into chunks; a compressor with state allows "
-                "'gather_sum' or 'sum_rounds' first."
             )
     return known[leaves[0][1].compressor.reductions[0]] if wanted is None else wanted

@@ -13,39 +13,43 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
 from cgx_jax.kernels.primitives import Units
-from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds, sum_of_bounds
+from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds
 
 
 @dataclasses.dataclass(frozen=True)
 class ScatterGather(PayloadReduction):
     """Two phases, in which a value is encoded twice; for codes that can be cut into chunks.
 
-    A rank sends 2 (world - 1) / world of a payload. It has no place for state, which belongs to
-    whole leaves. Source: CGX (Markov et al., Middleware 2022).
+    A rank sends 2 (world - 1) / world of a payload. Source: CGX (Markov et al., Middleware 2022).
     """
 
     shorthand: ClassVar[str] = "scatter_gather"
     needs: ClassVar[frozenset[str]] = frozenset({"scatter", "gather"})
     encodings: ClassVar[int] = 2
-    keeps_state: ClassVar[bool] = False
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
-        return 2 * (world - 1) * chunk_code(leaves, world).row_bytes
+        code = chunk_code(leaves, world)
+        return (world - 1) * (code.row_bytes + code.sum_bytes)
 
     def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
-        return world * chunk_code(leaves, world).row_bytes
+        return world * chunk_code(leaves, world).sum_bytes
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
-        peers = sum_of_bounds(compressor, x) / divisor
+        world = x.shape[0]
+        code = chunk_code((CodedLeaf(compressor, x.shape[1:], np.dtype(np.float32), 0),), world)
+        each = (code.error_bounds(compressor, row) for row in x)
+        peers = sum(each, start=jnp.zeros(x.shape[1:])) / divisor
         total = jnp.abs(x.sum(0)) / divisor + peers
         # Of the second encoding no more is known than that no value is larger than the largest.
         signs = jnp.where(jnp.arange(total.size) % 2 == 0, 1.0, -1.0).reshape(total.shape)
-        return peers + compressor.error_bound(signs * total.max()).max()
+        again = code.error_bounds(compressor.of_sums(world), signs * total.max())
+        return peers + again.max()
 
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
         return "all_reduce" in exchange.can and chunk_code(leaves, world).layout is not None
@@ -73,21 +77,14 @@ class ScatterGather(PayloadReduction):
         )
         return Reduced(sums, residuals, list(states))
 
-    def rows(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Any],
-    ) -> Rows:
+    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
         code, rank = chunk_code(job.leaves, job.axes.world), job.axes.rank()
         rows, residuals = code.encode(seeds[0], rank, leaves, residual=job.residual, units=units)
         rows = job.exchange.scatter(job.name, rows, job.axes)
         chunk, residuals = code.reduce(
             seeds[1], rank, rows, leaves, job.divisor, residuals, units=units
         )
-        return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals, list(states))
+        return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals)
 
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         return chunk_code(job.leaves, job.axes.world).decode(rows, like, units=units)

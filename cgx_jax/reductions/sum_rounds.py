@@ -93,6 +93,21 @@ def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
             except StopIteration as stop:
                 ends[i] = stop.value
         flat = [_compat.vary_over(x, axes.varying()) for xs in yielded.values() for x in xs]
-        summed = iter(axes.sum(flat) if flat else [])
+        summed = iter(_sum_together(axes, flat))
         sent = {i: [next(summed) for _ in xs] for i, xs in yielded.items()}
     return [ends[i] for i in range(len(running))]
+
+
+def _sum_together(axes: Axes, arrays: list[jax.Array]) -> list[jax.Array]:
+    """The sum of each array over the ranks, by one collective per dtype.
+
+    XLA would combine the collectives of single arrays across rounds, and so end with more of them.
+    """
+    sums: dict[int, jax.Array] = {}
+    for dtype in dict.fromkeys(x.dtype for x in arrays):
+        own = [i for i, x in enumerate(arrays) if x.dtype == dtype]
+        (joined,) = axes.sum([jnp.concatenate([jnp.ravel(arrays[i]) for i in own])])
+        ends = np.cumsum([arrays[i].size for i in own])
+        parts = jnp.split(joined, ends[:-1])
+        sums.update({i: x.reshape(arrays[i].shape) for i, x in zip(own, parts, strict=True)})
+    return [sums[i] for i in range(len(arrays))]

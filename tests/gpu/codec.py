@@ -1,7 +1,7 @@
 """On a machine with an NVIDIA GPU: the CUDA kernels in JAX programs against the CPU kernels.
 
     python tests/gpu/codec.py OUT.json
-    python tests/gpu/codec.py OUT.json --platform cpu     # tries the script itself
+    python tests/gpu/codec.py OUT.json --platform cpu     # tries the script itself, on a few cases
 
 Every width, rounding and dtype, rotated or not, has to give the CPU's bytes. The result is JSON;
 the exit code tells whether all bytes are equal. kernel_bench times the kernels.
@@ -26,10 +26,10 @@ WORLD = 4
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--platform", default="gpu")
+    parser.add_argument("--platform", default="cuda")
     arguments = parser.parse_args()
     gpu, cpu = jax.devices(arguments.platform)[0], jax.devices("cpu")[0]
-    wrong = differences(gpu, cpu)
+    wrong = differences(gpu, cpu, every=1 if arguments.platform == "cuda" else 13)
     facts = {"device": gpu.device_kind, "jax": jax.__version__, "wrong": wrong}
     arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
     print(f"cases with other bytes than the CPU's: {wrong or 'none'}")
@@ -42,14 +42,15 @@ def layout_of(
     return Layout((Slot(size, bits, bucket, rounding, 0, rotation),), world)
 
 
-def differences(gpu, cpu) -> list[str]:
-    """The cases in which a kernel's result is not the CPU's, bit for bit."""
+def differences(gpu, cpu, every: int) -> list[str]:
+    """Of every so many cases those in which a kernel's result is not the CPU's, bit for bit."""
     wrong = []
     rng = np.random.default_rng(0)
     key = np.array([7, 11], np.uint32)
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
     sizes = itertools.cycle([(1, 32), (30_011, 96), (100_003, 512), (70_001, 2048), (50_000, 4096)])
     cases = itertools.product(range(1, 9), ROUNDINGS, (False, True), dtypes)
+    cases = itertools.islice(cases, None, None, every)
     for (bits, rounding, rotation, dtype), (size, bucket) in zip(cases, sizes, strict=False):
         layout = layout_of(size, bits, bucket, rounding, rotation, WORLD)
         x = rng.standard_normal(size).astype(dtype)

@@ -6,7 +6,8 @@
 // stops before a case that would start after `seconds`. `share` is the bytes that have to cross
 // device memory over the time they take, as a part of what a copy within the device reaches: the
 // median of interleaved repeats. Launches are replayed from a graph, so small sizes show what a
-// training step sees. Inputs are random. Exits with 1 if any byte differs.
+// training step sees; they are parts of `values`, down to an 8,192th. Inputs are random. Exits with
+// 1 if any byte differs.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -73,6 +74,7 @@ struct Case {
   bool rotated = false;
   bool residual = false;
   int64_t bucket = 512;
+  int64_t leaves = 1;
 
   std::string name() const {
     std::string text = kKernels[static_cast<int>(kernel)];
@@ -83,6 +85,7 @@ struct Case {
     if (rotated) text += " rotated";
     if (residual) text += " residual";
     if (bucket != 512) text += " bucket " + std::to_string(bucket);
+    if (leaves != 1) text += " leaves " + std::to_string(leaves);
     return text;
   }
 };
@@ -160,16 +163,20 @@ std::vector<uint8_t> random_values(int64_t count, cgx::DType dtype) {
 constexpr uint32_t kKey[2] = {7, 11};
 constexpr int kRank = 0;
 
-// The arrays of one case. `values` are those of a chunk of a reduce, of the leaf otherwise.
+// The arrays of one case. `values` are those of a chunk of a reduce, of all leaves otherwise;
+// leaves of whole buckets come next to each other.
 class Bench {
  public:
   Bench(const Case& c, int64_t values, const DeviceMemory& noise)
       : case_(c),
         chunks_(c.kernel == Kernel::kReduce ? c.world : 1),
-        size_(values * chunks_),
-        item_(cgx::item_size(c.dtype)) {
-    const std::string error =
-        owned_.build({{size_, c.bits, c.bucket, c.rounding, 3, c.rotated}}, chunks_);
+        leaf_(leaf_size(c, values * chunks_)),
+        size_(leaf_ * c.leaves),
+        item_(cgx::item_size(c.dtype)),
+        dtypes_(c.leaves, c.dtype) {
+    const std::vector<cgx::SlotSpec> slots(c.leaves,
+                                           {leaf_, c.bits, c.bucket, c.rounding, 3, c.rotated});
+    const std::string error = owned_.build(slots, chunks_);
     if (!error.empty()) {
       std::fprintf(stderr, "kernel_bench: %s\n", error.c_str());
       std::exit(2);
@@ -214,13 +221,13 @@ class Bench {
 
   void launch(cudaStream_t stream) const {
     const std::vector<cgx::Range> all = {{0, layout().total_bytes()}};
-    const void* const in = in_->data();
-    void* const out = out_ ? out_->data() : nullptr;
-    void* const lost = residual_ ? residual_->data() : nullptr;
-    const cgx::LeavesIn leaves{&in, &case_.dtype};
-    const cgx::LeavesOut outs{&out, &case_.dtype};
+    const std::vector<void*> in = leaves_of(in_->data());
+    const std::vector<void*> out = leaves_of(out_ ? out_->data() : nullptr);
+    const std::vector<void*> lost = leaves_of(residual_ ? residual_->data() : nullptr);
+    const cgx::LeavesIn leaves{in.data(), dtypes_.data()};
+    const cgx::LeavesOut outs{out.data(), dtypes_.data()};
     const cgx::LeavesOut residuals =
-        residual_ ? cgx::LeavesOut{&lost, &case_.dtype} : cgx::LeavesOut{};
+        residual_ ? cgx::LeavesOut{lost.data(), dtypes_.data()} : cgx::LeavesOut{};
     const auto* const key = reinterpret_cast<const uint32_t*>(key_->data());
     auto* const payload = reinterpret_cast<uint8_t*>(payload_->data());
     switch (case_.kernel) {
@@ -234,9 +241,10 @@ class Bench {
         return;
       case Kernel::kReduce: {
         const std::vector<cgx::Range> own = {{layout().begin[kRank], layout().begin[kRank + 1]}};
-        CGX_REQUIRE(cgx::reduce({layout(), leaves, key, cgx::RankSource{nullptr, kRank}, payload,
-                                 divisor(), static_cast<uint8_t*>(out), true, residuals},
-                                own, stream));
+        CGX_REQUIRE(
+            cgx::reduce({layout(), leaves, key, cgx::RankSource{nullptr, kRank}, payload, divisor(),
+                         reinterpret_cast<uint8_t*>(out_->data()), true, residuals},
+                        own, stream));
         return;
       }
       case Kernel::kAccumulate:
@@ -255,17 +263,16 @@ class Bench {
     CGX_REQUIRE(cudaStreamSynchronize(stream));
     CGX_REQUIRE(cudaStreamDestroy(stream));
     const cgx::KernelTable& cpu = cgx::current_kernels();
-    const std::vector<uint8_t> values = in_->get();
+    std::vector<uint8_t> values = in_->get();
     std::vector<uint8_t> payload = payload_->get(), result(out_ ? out_->bytes() : 0, 0xFF);
     std::vector<uint8_t> lost(residual_ ? residual_->bytes() : 0, 0xFF);
     std::vector<float> scratch(owned_.longest_bucket() + 64);
-    const void* const in = values.data();
-    void* const out = result.data();
-    void* const residual = lost.data();
-    const cgx::LeavesIn leaves{&in, &case_.dtype};
-    const cgx::LeavesOut outs{&out, &case_.dtype};
+    const std::vector<void*> in = leaves_of(values.data()), out = leaves_of(result.data());
+    const std::vector<void*> residual = leaves_of(lost.data());
+    const cgx::LeavesIn leaves{in.data(), dtypes_.data()};
+    const cgx::LeavesOut outs{out.data(), dtypes_.data()};
     const cgx::LeavesOut residuals =
-        residual_ ? cgx::LeavesOut{&residual, &case_.dtype} : cgx::LeavesOut{};
+        residual_ ? cgx::LeavesOut{residual.data(), dtypes_.data()} : cgx::LeavesOut{};
     const cgx::Layout l = layout();
     switch (case_.kernel) {
       case Kernel::kEncode: {
@@ -303,17 +310,29 @@ class Bench {
                              cudaMemcpyDeviceToDevice));
     }
   }
+  static int64_t leaf_size(const Case& c, int64_t values) {
+    const int64_t size = values / c.leaves;
+    return c.leaves > 1 && size > c.bucket ? size / c.bucket * c.bucket
+                                           : std::max<int64_t>(size, 1);
+  }
+  std::vector<void*> leaves_of(void* first) const {
+    std::vector<void*> leaves(case_.leaves);
+    for (int64_t k = 0; first && k < case_.leaves; ++k) {
+      leaves[k] = static_cast<char*>(first) + k * leaf_ * item_;
+    }
+    return leaves;
+  }
   cgx::Layout layout() const { return owned_.view(); }
   // Of a mean. A power of two is a multiplication.
   float divisor() const { return static_cast<float>(case_.world); }
   int64_t rows() const { return case_.kernel == Kernel::kAccumulate ? case_.world : chunks_; }
   // Records of random values in every row: the chunks of a leaf have the same structure.
   void prepare_payload(cudaStream_t stream) const {
-    const void* const in = in_->data();
+    const std::vector<void*> in = leaves_of(in_->data());
     for (int64_t row = 0; row < rows(); row += chunks_) {
       CGX_REQUIRE(
           cgx::encode({layout(),
-                       {&in, &case_.dtype},
+                       {in.data(), dtypes_.data()},
                        {},
                        reinterpret_cast<const uint32_t*>(key_->data()),
                        cgx::RankSource{nullptr, -1},
@@ -324,7 +343,8 @@ class Bench {
   }
 
   const Case case_;
-  const int64_t chunks_, size_, item_;
+  const int64_t chunks_, leaf_, size_, item_;
+  const std::vector<cgx::DType> dtypes_;
   cgx::OwnedLayout owned_;
   std::unique_ptr<DeviceMemory> in_, out_, payload_, residual_, key_;
 };
@@ -393,8 +413,10 @@ int main(int argc, char** argv) {
   };
   cudaStream_t stream;
   CGX_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  constexpr int64_t kCopied = int64_t{1} << 28;
-  const DeviceMemory from(kCopied), to(kCopied);
+  // One size for all large cases: a copy's speed changes with its length and place. Few values in
+  // many leaves take more bytes than that.
+  const int64_t large_copy = std::max<int64_t>(2 * values, 1 << 20);
+  const DeviceMemory from(large_copy), to(large_copy);
   constexpr int64_t kNoise = int64_t{1} << 22;
   std::vector<std::unique_ptr<DeviceMemory>> noise;
   for (int d = 0; d < 3; ++d) {
@@ -411,12 +433,12 @@ int main(int argc, char** argv) {
     }
     const DeviceMemory& random = *noise[static_cast<int>(c.dtype)];
     // An odd count: a last bucket that is short, rows that are not aligned.
-    const bool equal = !check || Bench(c, 300007, random).equals_cpu();
+    const bool equal =
+        !check || Bench(c, std::min<int64_t>(300007, values | 7), random).equals_cpu();
     wrong += !equal;
     const Bench bench(c, count, random);
     const int64_t bytes = bench.bytes_to_move();
-    // One size for all large cases: a copy's speed changes with its length and place.
-    const int64_t copied = launches > 1 ? (bytes / 2 + 511) / 512 * 512 : kCopied;
+    const int64_t copied = launches > 1 ? (bytes / 2 + 511) / 512 * 512 : large_copy;
     const Replay ours(launches, [&](cudaStream_t s) { bench.launch(s); }, stream);
     const Replay copy(
         launches,
@@ -425,7 +447,7 @@ int main(int argc, char** argv) {
         },
         stream);
     std::vector<double> times, copies, shares;
-    for (int i = -3; i < repeats; ++i) {
+    for (int i = -std::min(3, repeats); i < repeats; ++i) {
       const double t = ours.microseconds(stream), u = copy.microseconds(stream);
       if (i < 0) continue;
       times.push_back(t / launches);
@@ -445,12 +467,20 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
   };
   for (const Case& c : cases()) run(c, values, 1, true);
-  for (int64_t small : {int64_t{1} << 14, int64_t{1} << 18, int64_t{1} << 22}) {
+  for (const int halvings : {13, 9, 5}) {
+    const int64_t small = std::max<int64_t>(1, values >> halvings);
     for (const Case& c : {Case{Kernel::kEncode, 4}, Case{Kernel::kDecode, 4},
                           Case{Kernel::kReduce, 4, cgx::DType::kF32, 2},
                           Case{Kernel::kReduce, 4, cgx::DType::kF32, 8}}) {
       run(c, small, 20, false);
     }
+  }
+  // What many leaves cost, beside the last of the small cases.
+  for (Kernel kernel : {Kernel::kEncode, Kernel::kDecode, Kernel::kReduce}) {
+    Case many = {kernel, 4};
+    many.world = kernel == Kernel::kReduce ? 8 : 1;
+    many.leaves = 300;
+    run(many, std::max<int64_t>(1, values >> 5), 5, true);
   }
   std::printf("{\"cases_with_other_bytes\": %d, \"left_out\": %d, \"seconds\": %.1f}\n", wrong,
               left_out, elapsed());

@@ -17,7 +17,7 @@ rm -rf "$to/site"
   -C cmake.define.CMAKE_CUDA_ARCHITECTURES="$architecture" "$root"
 cmake -S "$root" -B "$build" -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_GPU_TESTS=ON \
   -DCMAKE_CUDA_ARCHITECTURES="$architecture"
-cmake --build "$build" --parallel
+cmake --build "$build" --parallel --target kernel_bench virtual_ranks
 for program in kernel_bench virtual_ranks; do
   cp "$build/$program" "$to/"
   strip "$to/$program"

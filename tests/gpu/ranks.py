@@ -1,23 +1,23 @@
 """Real NCCL between processes that share one GPU: the fused calls beside their lax namesakes.
 
-    python tests/gpu/ranks.py OUT.json --world 2 --megabytes 100 [--rate 10gbit]
+    python tests/gpu/ranks.py OUT.json --world 2 --megabytes 4,100 [--rate 10gbit]
 
 Every rank tells NCCL that it is on a host of its own (NCCL_HOSTID), so they talk over sockets on
 loopback, as nodes on Ethernet do. With --rate the loopback is shaped by `tc` (needs root), and the
 ranks share that rate. Prints, and writes as JSON, for psum, psum_scatter and all_gather the median
 over interleaved repeats of lax's time over each exchange's, and whether "nccl" gave the bytes of
-"xla" on every rank.
+"xla" on every rank. What is measured of one size is written before the next size starts.
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
-
-PORT = 29561
 
 
 def main() -> int:
@@ -26,13 +26,13 @@ def main() -> int:
     )
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--megabytes", type=float, default=100.0)
+    parser.add_argument("--megabytes", default="100", help="list")
     parser.add_argument("--rate", help="of loopback, as tc takes it")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--exchanges", default="xla,nccl")
     parser.add_argument("--calls", default="psum,psum_scatter,all_gather")
-    parser.add_argument("--segment-bytes", type=int, help="of the fused calls; default: theirs")
-    parser.add_argument("--platform", default="cuda", help="cpu tries the script itself")
+    parser.add_argument("--segment-bytes", help="of the fused calls, a list; default: theirs")
+    add_platform(parser)
     arguments = parser.parse_args()
     if "CGX_RANK" in os.environ:
         return rank(arguments, int(os.environ["CGX_RANK"]))
@@ -46,16 +46,28 @@ def main() -> int:
             shape("del", "dev", "lo", "root")
 
 
+def add_platform(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--platform",
+        default="cuda",
+        help="cpu tries the script itself: little data, and xla in the place of nccl",
+    )
+
+
 def shape(*command: str) -> None:
     subprocess.run(["tc", "qdisc", *command], check=True)
 
 
 def start(arguments: argparse.Namespace) -> int:
     """Starts the ranks; the first failed exit code."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     processes = []
     for number in range(arguments.world):
         variables = {
             "CGX_RANK": str(number),
+            "CGX_COORDINATOR": address,
             "NCCL_HOSTID": f"virtual-host-{number}",
             "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_IB_DISABLE": "1",
@@ -69,6 +81,18 @@ def start(arguments: argparse.Namespace) -> int:
     return next((code for code in codes if code), 0)
 
 
+def join(arguments: argparse.Namespace, number: int) -> None:
+    """Makes this process rank `number`."""
+    import jax
+
+    jax.config.update("jax_platforms", arguments.platform)
+    if arguments.platform == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        os.environ["CGX_COORDINATOR"], arguments.world, number, local_device_ids=[0]
+    )
+
+
 def rank(arguments: argparse.Namespace, number: int) -> int:
     import jax
     import numpy as np
@@ -77,43 +101,45 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
 
     from cgx_jax.exchanges import Nccl
 
-    jax.config.update("jax_platforms", arguments.platform)
-    if arguments.platform == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{PORT}", arguments.world, number, local_device_ids=[0])
+    join(arguments, number)
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    values = int(arguments.megabytes * 1e6 / 4) // arguments.world * arguments.world
-    own = np.random.default_rng(number).standard_normal((1, values)).astype(np.float32)
-    x = jax.make_array_from_single_device_arrays(
-        (arguments.world, values),
-        NamedSharding(mesh, P("data")),
-        [jax.device_put(own, jax.local_devices()[0])],
-    )
-    rows = []
-    nccl = Nccl()
-    if arguments.segment_bytes:
-        nccl = Nccl(arguments.segment_bytes)
-    for call in arguments.calls.split(","):
-        rows += measured(call, mesh, x, arguments, nccl)
-    if number == 0:
-        for row in rows:
-            print(
-                f"{row['call']:>12} {row['method']:>4} {row['seconds'] * 1e3:9.2f} ms"
-                f"  {row['ratio'][1]:.2f}  relative error {row['error']:.3f}"
-                f"  bytes of xla: {row['bytes_of_xla']}"
-            )
-        facts = {
-            "device": jax.devices()[0].device_kind,
-            "world": arguments.world,
-            "megabytes": arguments.megabytes,
-            "rate": arguments.rate or "unlimited",
-            "segment_bytes": nccl.segment_bytes,
-            "rows": rows,
-        }
-        known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-        arguments.out.write_text(json.dumps([*known, facts], indent=1) + "\n")
+    sizes = map(float, arguments.megabytes.split(","))
+    segments = map(int, arguments.segment_bytes.split(",")) if arguments.segment_bytes else [None]
+    failed = False
+    for megabytes, segment_bytes in itertools.product(sizes, segments):
+        nccl = Nccl(segment_bytes) if segment_bytes else Nccl()
+        values = int(megabytes * 1e6 / 4) // (1 if arguments.platform == "cuda" else 1000)
+        values = max(1, values // arguments.world) * arguments.world
+        own = np.random.default_rng(number).standard_normal((1, values)).astype(np.float32)
+        x = jax.make_array_from_single_device_arrays(
+            (arguments.world, values),
+            NamedSharding(mesh, P("data")),
+            [jax.device_put(own, jax.local_devices()[0])],
+        )
+        rows = []
+        for call in arguments.calls.split(","):
+            rows += measured(call, mesh, x, arguments, nccl)
+        failed |= any(row["bytes_of_xla"] is False for row in rows)
+        if number == 0:
+            for row in rows:
+                print(
+                    f"{megabytes:6g} MB {row['call']:>12} {row['method']:>4}"
+                    f" {row['seconds'] * 1e3:9.2f} ms  {row['ratio'][1]:.2f}"
+                    f"  relative error {row['error']:.3f}  bytes of xla: {row['bytes_of_xla']}",
+                    flush=True,
+                )
+            facts = {
+                "device": jax.devices()[0].device_kind,
+                "world": arguments.world,
+                "megabytes": megabytes,
+                "rate": arguments.rate or "unlimited",
+                "segment_bytes": nccl.segment_bytes,
+                "rows": rows,
+            }
+            known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+            arguments.out.write_text(json.dumps([*known, facts], indent=1) + "\n")
     jax.distributed.shutdown()
-    return 1 if any(row["bytes_of_xla"] is False for row in rows) else 0
+    return int(failed)
 
 
 def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl) -> list[dict]:
@@ -138,8 +164,9 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl) -> list[di
         return jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=P("data"), out_specs=spec))
 
     methods = {"lax": mapped(namesake)}
+    stands_for = {"nccl": nccl if arguments.platform == "cuda" else "xla"}
     for exchange in arguments.exchanges.split(","):
-        taken = nccl if exchange == "nccl" else exchange
+        taken = stands_for.get(exchange, exchange)
         methods[exchange] = mapped(
             lambda x, axis, e=taken, **tiled: ours(x, axis, compressor, exchange=e, **tiled)
         )

@@ -24,7 +24,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--platform", default="cuda", help="cpu tries the script itself")
+    ranks.add_platform(parser)
     parser.set_defaults(world=WORLD)
     arguments = parser.parse_args()
     if "CGX_RANK" in os.environ:
@@ -46,11 +46,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     from cgx_jax.reductions.named import named
     from cgx_jax.testing import check_exchange
 
-    jax.config.update("jax_platforms", arguments.platform)
-    if arguments.platform == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address = f"127.0.0.1:{ranks.PORT}"
-    jax.distributed.initialize(address, WORLD, number, local_device_ids=[0])
+    ranks.join(arguments, number)
     exchanges = [Xla()] if arguments.platform == "cpu" else [Xla(), Nccl(), Nccl(1 << 16)]
     flat = Mesh(np.array(jax.devices()), ("data",))
     grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("node", "local"))

@@ -3,6 +3,7 @@
 #
 #     tests/gpu/run.sh [OUT]     # results in OUT (default build/gpu)
 #     PREBUILT=DIR DEADLINE=300 tests/gpu/run.sh
+#     make gpu-rehearsal             # without a GPU, so that no step fails there for a typo
 #
 # Builds what it needs with nvcc 13, cmake, a C++ compiler and a Python with jax[cuda13], pybind11
 # and scikit-build-core. On a machine without those, or with little time, PREBUILT names a folder
@@ -14,29 +15,25 @@ set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(mkdir -p "${1:-$root/build/gpu}" && cd "${1:-$root/build/gpu}" && pwd)
 python=${PYTHON:-python3}
-deadline=${DEADLINE:-580}
 work=$(mktemp -d)
 failed=0
 trap 'rm -rf "$work"' EXIT
 
-# step NAME LIMIT COMMAND...: at most LIMIT seconds.
-step() {
-  local name=$1 limit=$2 start=$SECONDS code=0
-  shift 2
-  if [ $((SECONDS + limit)) -gt "$deadline" ]; then
-    leave_out "$name" "it may take $limit s, and $((deadline - SECONDS)) s are left"
-    return
-  fi
-  timeout -k 5 "$limit" "$@" >"$work/$name.log" 2>&1 || code=$?
-  tail -n 12 "$work/$name.log"
-  printf '=== %s: %s (%d s)\n' "$name" "$([ $code = 0 ] && echo passed || echo "FAILED, code $code")" \
-    $((SECONDS - start))
-  [ $code = 0 ] || failed=1
-}
+. "$root/tests/gpu/steps.sh"
 
-leave_out() {
-  printf '=== %s: left out, %s\n' "$1" "$2"
-}
+# A rehearsal has no GPU: little data, once, and Python runs on the CPU. It gives every step more
+# time, because a machine that runs tests does other work too.
+scale=1
+patience=1
+once=()
+platform=()
+if [ -n "${REHEARSAL:-}" ]; then
+  scale=16384
+  patience=4
+  once=(--repeats 1)
+  platform=(--platform cpu)
+fi
+deadline=$((${DEADLINE:-580} * patience))
 
 {
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
@@ -51,17 +48,21 @@ programs=${PREBUILT:-$work/prebuilt}
 export PYTHONPATH=$programs/site${PYTHONPATH:+:$PYTHONPATH}
 cd "$work" || exit 1
 
-step kernels 60 "$programs/kernel_bench" --seconds 50
+step kernels 60 "$programs/kernel_bench" --seconds $((50 * patience)) \
+  --values $((134217728 / scale)) "${once[@]}"
 for world in 2 4 8; do
-  step "virtual_${world}_odd" 20 "$programs/virtual_ranks" $world 1000003 65536 3
-  step "virtual_$world" 30 "$programs/virtual_ranks" $world 25000000 8388608 20
+  step "virtual_${world}_odd" 20 "$programs/virtual_ranks" $world $((1000003 / scale)) \
+    $((65536 / scale)) 3
+  step "virtual_$world" 30 "$programs/virtual_ranks" $world $((25000000 / scale)) \
+    $((8388608 / scale)) 20
 done
 
 # Processes that share a GPU take turns on it, unless its multi-process service runs them together.
 ranks() {
-  local name=$1
-  shift
-  step "$name" 40 "$python" "$root/tests/gpu/ranks.py" "$out/ranks.json" "$@"
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" "$python" "$root/tests/gpu/ranks.py" "$out/ranks.json" "$@" \
+    "${platform[@]}" "${once[@]}"
 }
 rm -f "$out/ranks.json"
 if command -v nvidia-cuda-mps-control >/dev/null; then
@@ -70,18 +71,14 @@ if command -v nvidia-cuda-mps-control >/dev/null; then
   nvidia-cuda-mps-control -d
 fi
 for world in 2 4; do
-  ranks nccl_$world --world $world
-  for megabytes in 0.1 0.4 1 4 25; do
-    ranks nccl_${world}_${megabytes}MB --world $world --calls psum --megabytes $megabytes --repeats 31
-  done
+  ranks nccl_$world 40 --world $world
+  ranks nccl_${world}_sizes 80 --world $world --calls psum --megabytes 0.1,0.4,1,4,25 --repeats 31
 done
-step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/reductions.json"
-for bytes in 262144 1048576 67108864; do
-  ranks nccl_2_$bytes --world 2 --calls psum --segment-bytes $bytes
-done
+step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/reductions.json" "${platform[@]}"
+ranks nccl_2_segments 60 --world 2 --calls psum --segment-bytes 262144,1048576,67108864
 if command -v tc >/dev/null && tc qdisc show dev lo >/dev/null 2>&1 && [ "$(id -u)" = 0 ]; then
   # Two ranks share the loopback, so each has half of it.
-  for rate in 20gbit 50gbit; do ranks nccl_2_$rate --world 2 --calls psum --rate $rate; done
+  for rate in 20gbit 50gbit; do ranks nccl_2_$rate 40 --world 2 --calls psum --rate $rate; done
 else
   leave_out "NCCL on shaped links" "tc or root is missing"
 fi
@@ -90,8 +87,8 @@ if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 fi
 
-step training 60 "$python" "$root/tests/gpu/training.py" "$out/training.json"
-step codec 120 "$python" "$root/tests/gpu/codec.py" "$out/codec.json"
+step training 60 "$python" "$root/tests/gpu/training.py" "$out/training.json" "${platform[@]}"
+step codec 120 "$python" "$root/tests/gpu/codec.py" "$out/codec.json" "${platform[@]}"
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck initcheck synccheck; do
     step $tool 60 compute-sanitizer --tool $tool --error-exitcode 9 \
@@ -104,13 +101,13 @@ if command -v ncu >/dev/null; then
   step ncu 60 ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
     --section SchedulerStats --section InstructionStats --section Occupancy \
     --kernel-name 'regex:(encode|reduce|decode|accumulate)_kernel' --launch-count 40 \
-    "$programs/kernel_bench" --repeats 1 --only "4 f32" --values 33554432
+    "$programs/kernel_bench" --repeats 1 --only "4 f32" --values $((33554432 / scale))
 else
   leave_out "ncu" "there is no ncu"
 fi
 
-cat kernels.log | grep '^{' >"$out/kernels.jsonl"
-cat virtual_*.log | grep '^{' >"$out/virtual.jsonl"
+grep -h '^{' kernels.log >"$out/kernels.jsonl"
+grep -h '^{' virtual_*.log >"$out/virtual.jsonl"
 tar czf "$out/logs.tgz" ./*.log
 printf '=== %s in %d s; results in %s\n' "$([ $failed = 0 ] && echo "all passed" || echo FAILED)" \
   "$SECONDS" "$out"

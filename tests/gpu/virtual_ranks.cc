@@ -157,12 +157,13 @@ Values on_cpu(const cgx::Layout& layout, int64_t longest, const std::vector<Valu
   const cgx::DType dtype = cgx::DType::kF32;
   const int64_t world = layout.world, row = layout.chunk_bytes;
   std::vector<std::vector<uint8_t>> sent(world, std::vector<uint8_t>(world * row));
+  std::vector<float> scratch(longest);
   for (int64_t r = 0; r < world; ++r) {
     const void* in = inputs[r].data();
-    cpu.encode({layout, {&in, &dtype}, {}, keys, r, sent[r].data()}, 0, layout.total_bytes());
+    cpu.encode({layout, {&in, &dtype}, {}, keys, r, sent[r].data(), scratch.data()}, 0,
+               layout.total_bytes());
   }
   std::vector<uint8_t> gathered(world * row), received(world * row);
-  std::vector<float> scratch(longest);
   for (int64_t r = 0; r < world; ++r) {
     for (int64_t p = 0; p < world; ++p) {
       std::memcpy(received.data() + p * row, sent[p].data() + r * row, row);
@@ -175,12 +176,13 @@ Values on_cpu(const cgx::Layout& layout, int64_t longest, const std::vector<Valu
                 received.data(),
                 divisor,
                 gathered.data() + r * row,
-                scratch.data()},
+                scratch.data(),
+                {}},
                layout.begin[r], layout.begin[r + 1]);
   }
   Values result(inputs[0].size());
   void* out = result.data();
-  cpu.decode({layout, gathered.data(), {&out, &dtype}}, 0, layout.total_bytes());
+  cpu.decode({layout, gathered.data(), {&out, &dtype}, scratch.data()}, 0, layout.total_bytes());
   return result;
 }
 

@@ -22,8 +22,6 @@ class Tables {
       return reinterpret_cast<uintptr_t>(p) % (4 * item) == 0;
     };
     last_ = run.slot.rounding != Rounding::kNearest;
-    const int64_t longest = std::min(run.slot.size, run.slot.bucket_size);
-    tables_[last_].longest = std::max(tables_[last_].longest, longest);
     Piece piece = {};
     piece.in = in ? static_cast<const char*>(in) + first : nullptr;
     piece.out = out ? static_cast<char*>(out) + first : nullptr;
@@ -38,7 +36,7 @@ class Tables {
     piece.rounding = run.slot.rounding;
     piece.aligned = aligned(in) && aligned(out);
     piece.rotated = run.slot.rotated;
-    add(piece, run.values(), item);
+    add(piece, run.values(), item, std::min(run.slot.size, run.slot.bucket_size));
   }
   void clear(uint8_t* bytes, int64_t count, int64_t chunk) {
     if (count == 0) return;
@@ -46,7 +44,7 @@ class Tables {
     piece.out = reinterpret_cast<char*>(bytes);
     piece.unit = kClearedUnit;
     piece.chunk = static_cast<int32_t>(chunk);
-    add(piece, count, /*item=*/1);
+    add(piece, count, /*item=*/1, /*longest=*/0);
   }
   // Launches what is left; the first error of all launches.
   cudaError_t finish() {
@@ -57,19 +55,28 @@ class Tables {
 
  private:
   struct Filling {
-    Table table = {};
-    int64_t chunk_units = 0, most = 0, longest = 0;
-    int32_t chunk = -1;
+    Table table;  // its pieces are not zeroed: that would take longer than filling most tables
+    int64_t chunk_units, most, longest;
+    int32_t chunk;
+
+    Filling() { clear(); }
+    void clear() {
+      table.units = table.count = 0;
+      chunk_units = most = longest = 0;
+      chunk = -1;
+    }
   };
 
   // Adds `total` values (bytes to clear) in units of the piece's, in as many pieces as the limit on
-  // a table's units makes of them.
-  void add(Piece piece, int64_t total, int64_t item) {
+  // a table's units makes of them. `longest` is the longest bucket.
+  void add(Piece piece, int64_t total, int64_t item, int64_t longest) {
+    Filling& f = tables_[last_];
     while (total > 0) {
-      if (tables_[last_].table.count == kPieces || tables_[last_].table.units == kTableUnits) {
+      if (f.table.count >= most_pieces(std::max(f.longest, longest)) ||
+          f.table.units == kTableUnits) {
         flush(last_);
       }
-      Filling& f = tables_[last_];
+      f.longest = std::max(f.longest, longest);
       const int64_t units =
           std::min((total + piece.unit - 1) / piece.unit, kTableUnits - int64_t{f.table.units});
       const int64_t values = std::min(total, units * piece.unit);
@@ -94,9 +101,7 @@ class Tables {
       f.table.tiles = static_cast<int32_t>((f.longest + kTileValues - 1) / kTileValues);
       error_ = launch_(f.table, stochastic, static_cast<int32_t>(f.most));
     }
-    const int64_t longest = f.longest;
-    f = {};
-    f.longest = longest;  // the slot that did not fit goes on in the next table
+    f.clear();
   }
 
   Launch launch_;

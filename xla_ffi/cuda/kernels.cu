@@ -1,6 +1,9 @@
 // The kernels over tables of buckets, and their launches.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <type_traits>
+
 #include "cuda/buckets.h"
 #include "cuda/kernels.h"
 #include "cuda/steps.h"
@@ -22,8 +25,8 @@ constexpr int kMaxBlocks = 16384, kMaxLightBlocks = 1 << 20;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
 
 // Units of the pieces before that one.
-template <typename Beyond>
-__device__ int units_before(const Table& table, Beyond beyond) {
+template <int kPieces, typename Beyond>
+__device__ int units_before(const TableOf<kPieces>& table, Beyond beyond) {
   const int p = first_piece(table, beyond);
   return p < table.count ? table.piece[p].before : table.units;
 }
@@ -37,8 +40,8 @@ __device__ void clear_unit(const Piece& piece, int number) {
 
 // For this warp's share of the units [first, end): work(piece) gives what is then called with the
 // number of each unit in that piece, so that what units of a piece share is computed once.
-template <typename Work>
-__device__ void for_each_unit(const Table& table, int first, int end, Work work) {
+template <int kPieces, typename Work>
+__device__ void for_each_unit(const TableOf<kPieces>& table, int first, int end, Work work) {
   const int warps = gridDim.x * (kThreads / kWarp);
   // All lanes have the same number. The shuffle tells the compiler, which then computes what hangs
   // on it once for the warp.
@@ -72,9 +75,9 @@ __device__ void clear_record(const Bucket& bucket, uint8_t* record) {
   for (int k = 0; kResidual && k < bucket.tiles(); ++k) store_tile<true>(bucket, k, filled(0.0f));
 }
 
-template <int kTiles, bool kStochastic, bool kResidual>
+template <int kPieces, int kTiles, bool kStochastic, bool kResidual>
 __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, false, kStochastic, kResidual))
-    encode_kernel(const __grid_constant__ Table table, const EncodeArgs args) {
+    encode_kernel(const __grid_constant__ TableOf<kPieces> table, const EncodeArgs args) {
   const int32_t own = rank_of(args.rank);
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
     const LeafSeed rotation = Rotation::leaf_seed(piece.number);
@@ -92,9 +95,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, false, kStochastic
   });
 }
 
-template <int kTiles, bool kStochastic, bool kResidual>
+template <int kPieces, int kTiles, bool kStochastic, bool kResidual>
 __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic, kResidual))
-    reduce_kernel(const __grid_constant__ Table table, const ReduceArgs args) {
+    reduce_kernel(const __grid_constant__ TableOf<kPieces> table, const ReduceArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
   const int first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
@@ -111,8 +114,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic,
   });
 }
 
+template <int kPieces>
 __global__ void __launch_bounds__(kThreads, blocks_of(1, false, false, false))
-    decode_kernel(const __grid_constant__ Table table, const DecodeArgs args) {
+    decode_kernel(const __grid_constant__ TableOf<kPieces> table, const DecodeArgs args) {
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
     const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     return [=, &piece](int number) {
@@ -126,8 +130,9 @@ __device__ void add_tile(const Tile& other, Tile* t) {
   t->each([&](float& x, int r, int c) { x += other.v[r][c]; });
 }
 
+template <int kPieces>
 __global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
-    accumulate_kernel(const __grid_constant__ Table table, const AccumulateArgs args) {
+    accumulate_kernel(const __grid_constant__ TableOf<kPieces> table, const AccumulateArgs args) {
   const int32_t own = rank_of(args.rank);
   const Divide divide(args.divisor);
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
@@ -157,9 +162,9 @@ bool light(const Table& table) {
   return table.piece[0].dtype == DType::kF32 && !table.piece[0].rotated;
 }
 
-template <typename Args>
-cudaError_t launch(void (*kernel)(Table, Args), const Table& table, const Args& args, int32_t units,
-                   cudaStream_t stream, int most = kMaxBlocks) {
+template <typename Args, int kPieces>
+cudaError_t launch(void (*kernel)(TableOf<kPieces>, Args), const Table& table, const Args& args,
+                   int32_t units, cudaStream_t stream, int most = kMaxBlocks) {
   if (units == 0) return cudaSuccess;
   constexpr int kWarps = kThreads / kWarp;
   const int blocks = (units + kWarps - 1) / kWarps;
@@ -167,78 +172,99 @@ cudaError_t launch(void (*kernel)(Table, Args), const Table& table, const Args& 
   config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, table, args);
+  if constexpr (kPieces == kManyPieces) {
+    return cudaLaunchKernelEx(&config, kernel, table, args);
+  } else {
+    TableOf<kPieces> few;
+    std::copy_n(table.piece, table.count, few.piece);
+    few.units = table.units;
+    few.count = table.count;
+    few.tiles = table.tiles;
+    return cudaLaunchKernelEx(&config, kernel, few, args);
+  }
 }
 
-template <int kTiles>
-cudaError_t launch_encode_of(const Table& table, const EncodeArgs& args, bool stochastic,
-                             bool residual, int32_t units, cudaStream_t stream) {
-  const auto kernel =
-      residual ? stochastic ? encode_kernel<kTiles, true, true> : encode_kernel<kTiles, false, true>
-      : stochastic ? encode_kernel<kTiles, true, false>
-                   : encode_kernel<kTiles, false, false>;
-  return launch(kernel, table, args, units, stream,
-                light(table) && !stochastic ? kMaxLightBlocks : kMaxBlocks);
+template <int kNumber>
+using Constant = std::integral_constant<int, kNumber>;
+
+// Calls f with the pieces and the tiles of the kernels for this table.
+template <typename F>
+cudaError_t sized(const Table& table, F f) {
+  if (table.tiles > kHeldTiles) return f(Constant<kFewPieces>(), Constant<0>());
+  if (table.tiles > 1) return f(Constant<kFewPieces>(), Constant<kHeldTiles>());
+  if (table.count > kFewPieces) return f(Constant<kManyPieces>(), Constant<1>());
+  return f(Constant<kFewPieces>(), Constant<1>());
 }
 
-template <int kTiles>
-cudaError_t launch_reduce_of(const Table& table, const ReduceArgs& args, bool stochastic,
-                             bool residual, int32_t units, cudaStream_t stream) {
-  const auto kernel =
-      residual ? stochastic ? reduce_kernel<kTiles, true, true> : reduce_kernel<kTiles, false, true>
-      : stochastic ? reduce_kernel<kTiles, true, false>
-                   : reduce_kernel<kTiles, false, false>;
-  return launch(kernel, table, args, units, stream);
+template <int kPieces, int kTiles>
+constexpr auto encode_kernel_of(bool stochastic, bool residual) {
+  return residual     ? stochastic ? encode_kernel<kPieces, kTiles, true, true>
+                                   : encode_kernel<kPieces, kTiles, false, true>
+         : stochastic ? encode_kernel<kPieces, kTiles, true, false>
+                      : encode_kernel<kPieces, kTiles, false, false>;
+}
+
+template <int kPieces, int kTiles>
+constexpr auto reduce_kernel_of(bool stochastic, bool residual) {
+  return residual     ? stochastic ? reduce_kernel<kPieces, kTiles, true, true>
+                                   : reduce_kernel<kPieces, kTiles, false, true>
+         : stochastic ? reduce_kernel<kPieces, kTiles, true, false>
+                      : reduce_kernel<kPieces, kTiles, false, false>;
 }
 
 }  // namespace
 
 cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
                           bool residual, int32_t units, cudaStream_t stream) {
-  const auto launch_of = table.tiles <= 1            ? launch_encode_of<1>
-                         : table.tiles <= kHeldTiles ? launch_encode_of<kHeldTiles>
-                                                     : launch_encode_of<0>;
-  return launch_of(table, args, stochastic, residual, units, stream);
+  return sized(table, [&](auto pieces, auto tiles) {
+    return launch(encode_kernel_of<pieces(), tiles()>(stochastic, residual), table, args, units,
+                  stream, light(table) && !stochastic ? kMaxLightBlocks : kMaxBlocks);
+  });
 }
 
 cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
                           bool residual, int32_t units, cudaStream_t stream) {
-  const auto launch_of = table.tiles <= 1            ? launch_reduce_of<1>
-                         : table.tiles <= kHeldTiles ? launch_reduce_of<kHeldTiles>
-                                                     : launch_reduce_of<0>;
-  return launch_of(table, args, stochastic, residual, units, stream);
+  return sized(table, [&](auto pieces, auto tiles) {
+    return launch(reduce_kernel_of<pieces(), tiles()>(stochastic, residual), table, args, units,
+                  stream);
+  });
 }
 
 cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t units,
                           cudaStream_t stream) {
-  return launch(decode_kernel, table, args, units, stream,
-                light(table) ? kMaxLightBlocks : kMaxBlocks);
+  return sized(table, [&](auto pieces, auto) {
+    return launch(decode_kernel<pieces()>, table, args, units, stream,
+                  light(table) ? kMaxLightBlocks : kMaxBlocks);
+  });
 }
 
 cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,
                               cudaStream_t stream) {
-  return launch(accumulate_kernel, table, args, units, stream);
+  return sized(table, [&](auto pieces, auto) {
+    return launch(accumulate_kernel<pieces()>, table, args, units, stream);
+  });
 }
 
 cudaError_t load_kernels() {
   cudaError_t error = cudaSuccess;
-  const auto load = [&](auto... kernels) {
+  const auto load = [&](auto kernel) {
     cudaFuncAttributes unused;
-    ((error = error == cudaSuccess ? cudaFuncGetAttributes(&unused, kernels) : error), ...);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&unused, kernel);
   };
-  load(encode_kernel<0, false, false>, encode_kernel<0, false, true>, encode_kernel<0, true, false>,
-       encode_kernel<0, true, true>);
-  load(encode_kernel<1, false, false>, encode_kernel<1, false, true>, encode_kernel<1, true, false>,
-       encode_kernel<1, true, true>);
-  load(encode_kernel<kHeldTiles, false, false>, encode_kernel<kHeldTiles, false, true>,
-       encode_kernel<kHeldTiles, true, false>, encode_kernel<kHeldTiles, true, true>);
-  load(reduce_kernel<0, false, false>, reduce_kernel<0, false, true>, reduce_kernel<0, true, false>,
-       reduce_kernel<0, true, true>);
-  load(reduce_kernel<1, false, false>, reduce_kernel<1, false, true>, reduce_kernel<1, true, false>,
-       reduce_kernel<1, true, true>);
-  load(reduce_kernel<kHeldTiles, false, false>, reduce_kernel<kHeldTiles, false, true>,
-       reduce_kernel<kHeldTiles, true, false>, reduce_kernel<kHeldTiles, true, true>);
-  load(decode_kernel, accumulate_kernel);
+  const auto load_size = [&](auto pieces, auto tiles) {
+    for (const bool stochastic : {false, true}) {
+      for (const bool residual : {false, true}) {
+        load(encode_kernel_of<pieces(), tiles()>(stochastic, residual));
+        load(reduce_kernel_of<pieces(), tiles()>(stochastic, residual));
+      }
+    }
+    load(decode_kernel<pieces()>);
+    load(accumulate_kernel<pieces()>);
+  };
+  load_size(Constant<kFewPieces>(), Constant<0>());
+  load_size(Constant<kFewPieces>(), Constant<1>());
+  load_size(Constant<kFewPieces>(), Constant<kHeldTiles>());
+  load_size(Constant<kManyPieces>(), Constant<1>());
   return error;
 }
 

@@ -33,8 +33,9 @@ struct Piece {
   bool rotated : 1;
 };
 
-// Every driver takes 4 KB of kernel parameters.
-constexpr int kPieces = 56;
+// A launch copies its parameters, all of them, so a table comes in two sizes: 4 KB, and what
+// CUDA 12.1 and later take, 32,764 bytes.
+constexpr int kFewPieces = 56, kManyPieces = 510;
 constexpr int kClearedUnit = 512;  // bytes that a warp clears at once
 // A table's units are counted in 32 bits, with room for what a grid adds to the last one. The
 // tests, which cannot run so many, set a limit of their own.
@@ -43,13 +44,23 @@ constexpr int kClearedUnit = 512;  // bytes that a warp clears at once
 #endif
 constexpr int64_t kTableUnits = CGX_TABLE_UNITS;
 
-struct Table {
+template <int kPieces>
+struct TableOf {
   Piece piece[kPieces];
   int32_t units;  // of all pieces
   int32_t count;
   int32_t tiles;  // of the longest bucket
 };
-static_assert(sizeof(Table) <= 4000, "a table and a kernel's arguments are its parameters");
+using Table = TableOf<kManyPieces>;
+static_assert(sizeof(TableOf<kFewPieces>) <= 4000 && sizeof(Table) <= 32668,
+              "a table and a kernel's arguments are its parameters");
+
+constexpr int64_t kTileValues = 512;
+// Pieces that a launch takes. Kernels for longer buckets, which take the longest to compile, come
+// in the small size alone.
+constexpr int most_pieces(int64_t longest_bucket) {
+  return longest_bucket <= kTileValues ? kManyPieces : kFewPieces;
+}
 
 // A rank: where an SPMD program finds it, or the number itself.
 struct RankSource {
@@ -86,8 +97,6 @@ struct AccumulateArgs {
   RankSource rank;  // the row that is skipped; -1: none
   float divisor;
 };
-
-constexpr int64_t kTileValues = 512;
 
 // Each starts one kernel with work for `units` warps at most. reduce_kernel works on the pieces of
 // one chunk, so pieces are in the order of their chunks.

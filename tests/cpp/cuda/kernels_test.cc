@@ -182,13 +182,69 @@ void tables(std::mt19937& rng, int round) {
   }
   // More leaves, and more ranks, than a table has pieces; all widths and options in one.
   std::vector<cgx::SlotSpec> many;
-  for (int64_t k = 0; k < 3 * cgx::kPieces; ++k) {
+  for (int64_t k = 0; k < 3 * cgx::kFewPieces; ++k) {
     many.push_back({(37 * k) % 300, 1 + k % 8, 32 + 32 * (k % 3), k / 8 % 3, k, k % 7 == 0});
   }
   for (const int64_t world : {1, 5, 64}) {
     compare({many, cgx::DType::kF32, world, 7.0f, false}, rng);
   }
   compare({of_sizes({70000}, 4, 512, {0, 0}), cgx::DType::kF32, 130, 1.0f, false}, rng);
+  // More buckets than the emulated kernels' tables have units, and long ones among short ones.
+  compare({of_sizes({70000}, 4, 96, {0, 0}), cgx::DType::kF32, 2, 1.0f, false}, rng);
+  std::vector<cgx::SlotSpec> mixed(100, {100, 4, 512, 0, 0});
+  mixed[80] = {1500, 4, 1024, 0, 0};
+  compare({mixed, cgx::DType::kF32, 2, 2.0f, false}, rng);
+}
+
+// One launch holds the pieces of many leaves, fewer where buckets are long; the bytes are the
+// CPU's.
+void launches(std::mt19937& rng) {
+  struct Counts {
+    int64_t leaves, bucket, expected;
+  };
+  for (const Counts& c : {Counts{1, 512, 1},
+                          {56, 512, 1},
+                          {57, 512, 1},
+                          {300, 512, 1},
+                          {510, 512, 1},
+                          {511, 512, 2},
+                          {1, 544, 1},
+                          {56, 544, 1},
+                          {57, 544, 2},
+                          {300, 544, 6}}) {
+    const std::string name =
+        std::to_string(c.leaves) + " leaves, bucket " + std::to_string(c.bucket) + ": launches of ";
+    const std::vector<int64_t> sizes(c.leaves, c.bucket > 512 ? c.bucket : 33);
+    const Case one = {of_sizes(sizes, 4, c.bucket, {0, 0}), cgx::DType::kF32, 1, 1.0f, false};
+    compare(one, rng);
+    const Buffers x(one.leaves, one.dtype, rng), y(one.leaves, one.dtype, rng);
+    cgx::OwnedLayout owned;
+    check(owned.build(x.specs, 1).empty(), name + "layout");
+    const cgx::Layout layout = owned.view();
+    const std::vector<cgx::Range> all = {{0, layout.total_bytes()}};
+    const uint32_t key[2] = {0, 0};
+    Bytes payload(layout.chunk_bytes), sum(layout.chunk_bytes);
+    const auto expect = [&](const char* call, auto run) {
+      const int64_t before = emulator::launches();
+      check(done(run()), name + call);
+      const int64_t made = emulator::launches() - before;
+      check(made == c.expected, name + call + ": " + std::to_string(made));
+    };
+    expect("encode", [&] {
+      return cgx::encode({layout, x.in(), {}, key, {nullptr, -1}, payload.data(), false}, all,
+                         nullptr);
+    });
+    expect("reduce", [&] {
+      return cgx::reduce(
+          {layout, x.in(), key, {nullptr, 0}, payload.data(), 1.0f, sum.data(), false, {}}, all,
+          nullptr);
+    });
+    expect("decode", [&] { return cgx::decode({layout, payload.data(), y.out()}, all, nullptr); });
+    expect("accumulate", [&] {
+      return cgx::accumulate({layout, x.in(), payload.data(), 1, {nullptr, -1}, 1.0f, y.out()}, all,
+                             nullptr);
+    });
+  }
 }
 
 // Values that a format may trip over: each alone in a bucket of ordinary ones, all together, and
@@ -339,6 +395,7 @@ int main() {
     emulator::set_seed(round + 1);
     tables(rng, round);
   }
+  launches(rng);
   for (const Options& options : kOptions) special_values(options);
   for (const Options& options : {kOptions[0], kOptions[3]}) strange_metas(options);
   large_offsets();

@@ -6,7 +6,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include <memory>
 #include <tuple>
 
 #include "cuda_runtime_api.h"
@@ -156,12 +155,10 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
   if (config->stream && config->stream->device != emulator::device()) return cudaErrorLaunchFailure;
-  emulator::load(reinterpret_cast<const void*>(kernel));
+  emulator::count_launch(reinterpret_cast<const void*>(kernel));
   const std::tuple<Parameters...> copies(arguments...);
-  emulator::submit_kernel(
-      config->stream, std::make_shared<emulator::Grid>(
-                          config->gridDim.x, config->blockDim.x,
-                          [=] { std::apply(kernel, copies); }, config->stream, emulator::device()));
+  emulator::submit_kernel(config->stream, config->gridDim.x, config->blockDim.x,
+                          [=] { std::apply(kernel, copies); });
   return cudaSuccess;
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <set>
 #include <utility>
@@ -39,11 +40,18 @@ struct World {
   Stream* stream = nullptr;
   uint64_t progress = 0;
   std::set<std::pair<int, const void*>> loaded;  // by device
-  int64_t late = 0;
+  int64_t late = 0, launches = 0;
 };
 
 World world;
-int current_device = 0;
+thread_local int current_device = 0;
+
+// Whoever holds it may run everything on the streams, and an operation may put others there.
+std::recursive_mutex& mutex() {
+  static std::recursive_mutex m;
+  return m;
+}
+using Lock = std::lock_guard<std::recursive_mutex>;
 
 constexpr int kSuccess = 0, kInternalError = 3, kInvalidArgument = 4;
 constexpr uintptr_t kAlignment = 16;  // NCCL takes any pointer, but copies single bytes then
@@ -95,8 +103,14 @@ int add(Message message, const Comm* comm, Stream* stream) {
 }  // namespace
 
 void submit(Stream* stream, Operation operation) {
+  const Lock lock(mutex());
   if (!stream) {
     operation();
+    return;
+  }
+  if (stream->captured) {
+    stream->captured->push_back(
+        [operation = std::move(operation)](Stream* on) { submit(on, operation); });
     return;
   }
   stream->queue.push_back([stream, operation = std::move(operation)] {
@@ -107,7 +121,17 @@ void submit(Stream* stream, Operation operation) {
   });
 }
 
-void submit_kernel(Stream* stream, std::shared_ptr<Grid> grid) {
+void submit_kernel(Stream* stream, unsigned blocks, unsigned threads, std::function<void()> body) {
+  const Lock lock(mutex());
+  if (stream && stream->captured) {
+    stream->captured->push_back([blocks, threads, body = std::move(body)](Stream* on) {
+      submit_kernel(on, blocks, threads, body);
+    });
+    return;
+  }
+  const int device = stream ? stream->device : current_device;
+  // A grid runs once, so that every replay of a graph needs its own.
+  auto grid = std::make_shared<Grid>(blocks, threads, std::move(body), stream, device);
   if (stream) {
     world.grids.push_back(grid);
     stream->queue.push_back([grid = std::move(grid)] {
@@ -122,44 +146,64 @@ void submit_kernel(Stream* stream, std::shared_ptr<Grid> grid) {
 }
 
 Stream* create_stream() {
+  const Lock lock(mutex());
   world.streams.push_back(std::make_unique<Stream>(Stream{current_device, {}}));
   return world.streams.back().get();
 }
 
 Event* create_event() {
+  const Lock lock(mutex());
   world.events.push_back(std::make_unique<Event>());
   return world.events.back().get();
 }
 
 Stream* make_stream() {
+  const Lock lock(mutex());
   world.late += world.calls > 0;
   return create_stream();
 }
 
 Event* make_event() {
+  const Lock lock(mutex());
   world.late += world.calls > 0;
   return create_event();
 }
 
 void load(const void* kernel) {
+  const Lock lock(mutex());
   if (world.loaded.insert({current_device, kernel}).second) world.late += world.calls > 0;
 }
 
 int64_t late() { return world.late; }
 
+void count_launch(const void* kernel) {
+  const Lock lock(mutex());
+  load(kernel);
+  ++world.launches;
+}
+
+int64_t launches() { return world.launches; }
+
 void record(Event* event, Stream* stream) {
+  const Lock lock(mutex());
   const uint64_t number = ++event->recorded;
   submit(stream, [=] {
     event->reached = number;
+    event->when = std::chrono::steady_clock::now();
     return true;
   });
 }
 
 void wait(Stream* stream, Event* event) {
+  const Lock lock(mutex());
   if (world.waits++ == world.left_out) return;
   const uint64_t number = event->recorded;
   submit(stream, [=] { return event->reached >= number; });
 }
+
+void begin_capture(Stream* stream) { stream->captured = new Graph; }
+
+Graph* end_capture(Stream* stream) { return std::exchange(stream->captured, nullptr); }
 
 void set_device(int device) { current_device = device; }
 
@@ -172,6 +216,7 @@ int64_t waits() { return world.waits; }
 void leave_out(int64_t wait) { world.left_out = wait; }
 
 bool run_streams(uint64_t seed) {
+  const Lock lock(mutex());
   std::mt19937_64 random(seed);
   std::map<Stream*, uint64_t> rank;
   for (const auto& stream : world.streams) rank[stream.get()] = random();

@@ -1,42 +1,51 @@
 // CUDA streams, events and NCCL messages on the CPU: a stream is a queue, and one scheduler runs
 // the head of a queue chosen by a seed, so that a missing wait shows as a wrong result and a wrong
-// order of messages as a deadlock.
+// order of messages as a deadlock. Threads may share it: one lock guards all, kernels included.
 #ifndef CGX_EMULATOR_STREAMS_H_
 #define CGX_EMULATOR_STREAMS_H_
 
 #include <stddef.h>
 #include <stdint.h>
 
+#include <chrono>
 #include <deque>
 #include <functional>
-#include <memory>
+#include <vector>
 
 namespace emulator {
-
-class Grid;
 
 // A step of a stream; false: not yet.
 using Operation = std::function<bool()>;
 
+struct Stream;
+
+// A recorded sequence of operations and kernels: each puts itself on a stream, as often as wanted.
+using Graph = std::vector<std::function<void(Stream*)>>;
+
 struct Stream {
   int device;
   std::deque<Operation> queue;
+  Graph* captured = nullptr;  // what goes there in place of the queue
 };
 
 struct Event {
   uint64_t recorded = 0, reached = 0;
+  std::chrono::steady_clock::time_point when;  // it was reached last
 };
 
-// Puts an operation, or a kernel, on a stream; the null stream runs it at once.
+// Puts an operation, or a kernel, `body` as every thread of a grid, on a stream; the null stream
+// runs it at once.
 void submit(Stream* stream, Operation operation);
-void submit_kernel(Stream* stream, std::shared_ptr<Grid> grid);
+void submit_kernel(Stream* stream, unsigned blocks, unsigned threads, std::function<void()> body);
 
 Stream* create_stream();  // of the current device
 Event* create_event();
 void record(Event* event, Stream* stream);
 void wait(Stream* stream, Event* event);
+void begin_capture(Stream* stream);
+Graph* end_capture(Stream* stream);
 
-// The device that is current.
+// The device that is current in this thread.
 void set_device(int device);
 int device();
 
@@ -47,6 +56,9 @@ Stream* make_stream();
 Event* make_event();
 void load(const void* kernel);
 int64_t late();
+// Loads the kernel of a launch and counts it; how many there have been since reset().
+void count_launch(const void* kernel);
+int64_t launches();
 
 // Forgets all streams, events, messages and kernels.
 void reset();

@@ -1,0 +1,270 @@
+"""PowerSGD against lax.psum and 4 bits over shaped links (rig.py), and its products alone.
+
+    sudo python benchmarks/power_sgd.py --json benchmarks/results/power_sgd.json
+    python benchmarks/power_sgd.py --products --json benchmarks/results/power_sgd.json
+    sudo python benchmarks/power_sgd.py --leaves 2 --side 256 --reps 2     # a quick look
+
+Every rank holds `--leaves` fp32 matrices of `--side` squared. A method takes the ranks' means, as
+`sync_gradients` does in a step. Every repeat times all methods one after the other, each behind a
+barrier; a time is the slowest rank's. `ratio` is the median (and quartiles) over the repeats of
+psum's time over the method's in the same repeat. `sent` is what a rank's network device counted
+(the largest over ranks), `/plan` that over the format's arithmetic (for psum: over the ring's).
+
+With --products one process times the ways to write PowerSGD's products in plain JAX, and a whole
+step of one rank, on one matrix. The ways take turns; figures are medians with quartiles.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process, timed
+from cgx_jax.link_timer import gradient
+
+HIGHEST = lax.Precision.HIGHEST
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--products", action="store_true", help="time the products alone")
+    parser.add_argument("--rank", type=int, default=2, help="PowerSGD's (default %(default)s)")
+    parser.add_argument("--leaves", type=int, default=6, help="matrices (default %(default)s)")
+    parser.add_argument("--side", type=int, default=2048, help="of a matrix (default %(default)s)")
+    parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
+    parser.add_argument("--rate", default="1gbit", help="of each link (default %(default)s)")
+    parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.products:
+        measure.write_json(arguments.json, products(arguments))
+        return 0
+    if rank_of_process() is None:
+        return rig.run(arguments.world, arguments.rate, [sys.executable, *sys.argv], timeout=1800)
+    ranks = Ranks(arguments.world)
+    rows = compare(ranks, arguments)
+    if ranks.first:
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+# --- All-reduces over shaped links.
+
+
+class Step:
+    """Means of a rank's leaves by `sync_gradients`, whose state goes from call to call."""
+
+    def __init__(self, ranks: Ranks, leaves: list[jax.Array], compressor: Any, memory: Any):
+        tx = cgx_jax.sync_gradients(
+            "ranks", compressor, memory=memory, mesh=ranks.mesh, exchange="xla"
+        )
+        self.state = tx.init([x[0] for x in leaves])
+        specs = cgx_jax.state_specs(self.state, "ranks")
+        self.step = jax.jit(
+            jax.shard_map(
+                lambda xs, s: tx.update([x[0] for x in xs], s),
+                mesh=ranks.mesh,
+                in_specs=(P("ranks"), specs),
+                out_specs=(P(), specs),
+            ),
+            donate_argnums=1,
+        )
+
+    def __call__(self, leaves: list[jax.Array]) -> jax.Array:
+        means, self.state = self.step(leaves, self.state)
+        return means[-1]
+
+
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times all methods; one row per method."""
+    side, world = arguments.side, ranks.world
+    leaves = [matrix(ranks, i, side) for i in range(arguments.leaves)]
+    like = [jax.ShapeDtypeStruct((side, side), np.float32)] * len(leaves)
+    low_rank = cgx_jax.compressors.PowerSGD(arguments.rank)
+    compressors = {
+        "4 bits": (cgx_jax.Quantize(4), None),
+        f"PowerSGD, rank {arguments.rank}": (low_rank, None),
+        "... ErrorFeedback()": (low_rank, cgx_jax.ErrorFeedback()),
+    }
+    functions = [mean(ranks), *(Step(ranks, leaves, *how) for how in compressors.values())]
+    planned = [2 * (world - 1) * 4 * side * side * len(leaves) / world]
+    planned += [cgx_jax.Plan.build(like, c).wire_bytes(world) for c, _ in compressors.values()]
+    samples = np.array(
+        [[timed(ranks, f, leaves) for f in functions] for _ in range(arguments.reps + 1)]
+    )
+    gathered = ranks.gather(samples[1:].ravel()).reshape(-1, *samples[1:].shape).max(axis=0)
+    seconds, sent = gathered[..., 0], gathered[..., 1]
+    rows = []
+    for i, name in enumerate(["psum", *compressors]):
+        row = {
+            "bytes": 4 * side * side * len(leaves),
+            "leaves": [list(x.shape) for x in like],
+            "world": world,
+            "links": arguments.rate,
+            "method": name,
+            "reps": arguments.reps,
+            "seconds": measure.quartiles(seconds[:, i]),
+            "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
+            "sent_bytes": float(np.median(sent[:, i])),
+            "arithmetic_bytes": planned[i],
+        }
+        rows.append(row)
+        if ranks.first:
+            low, middle, high = row["ratio"]
+            print(
+                f"{arguments.rate:>8} {row['bytes']:>12,} bytes {name:<20}"
+                f" {row['seconds'][1] * 1e3:9.2f} ms  ratio {middle:.2f} ({low:.2f}-{high:.2f})"
+                f"  sent {row['sent_bytes'] / 1e6:.3f} MB,"
+                f" {row['sent_bytes'] / planned[i]:.3f} of plan",
+                flush=True,
+            )
+    return rows
+
+
+def mean(ranks: Ranks) -> Callable[[list[jax.Array]], jax.Array]:
+    """lax.pmean of a rank's leaves."""
+    run = jax.jit(
+        jax.shard_map(
+            lambda xs: lax.pmean([x[0] for x in xs], "ranks"),
+            mesh=ranks.mesh,
+            in_specs=P("ranks"),
+            out_specs=P(),
+        )
+    )
+    return lambda xs: run(xs)[-1]
+
+
+def matrix(ranks: Ranks, number: int, side: int) -> jax.Array:
+    """f32[world, side, side], a row per rank."""
+    flat = ranks.place(lambda rank, n: gradient(1000 * number + rank, n), side * side)
+    return flat.reshape(ranks.world, side, side)
+
+
+# --- The products of one rank.
+
+
+def textbook(m: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A step as papers write it: (M - P Pᵀ M, the new Q), with Q f32[columns, rank]."""
+    left, _ = jnp.linalg.qr(jnp.matmul(m, q, precision=HIGHEST))
+    right = jnp.matmul(m.T, left, precision=HIGHEST)
+    return m - jnp.matmul(left, right.T, precision=HIGHEST), right
+
+
+def ours(compressor: cgx_jax.compressors.PowerSGD) -> Callable[..., Any]:
+    def step(m: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        running = compressor.rounds(m, q.T, key=None, world=1)
+        arrays = next(running)
+        while True:
+            try:
+                arrays = running.send(list(arrays))
+            except StopIteration as stop:
+                return m - stop.value.own, stop.value.state.T
+
+    return step
+
+
+def dot(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
+    return lax.dot_general(a, b, (((axis,), (other,)), ((), ())), precision=HIGHEST)
+
+
+# With M f32[n, m], Q f32[m, r] and P f32[n, r]; names are in NumPy's terms.
+PRODUCTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "P = M Q": {
+        "M @ Q": lambda m, q, p: jnp.matmul(m, q, precision=HIGHEST),
+        'einsum("nm,mr->rn")': lambda m, q, p: jnp.einsum("nm,mr->rn", m, q, precision=HIGHEST),
+        "dot_general(M, Qᵀ)": lambda m, q, p: dot(m, q.T, 1, 1),
+        "dot_general(Qᵀ, M)": lambda m, q, p: dot(q.T, m, 1, 1),
+        "matrix times vector, r times": lambda m, q, p: [m @ column for column in q.T],
+        "(M * q).sum(1), r times": lambda m, q, p: [(m * row).sum(1) for row in q.T],
+    },
+    "Q = Mᵀ P": {
+        "M.T @ P": lambda m, q, p: jnp.matmul(m.T, p, precision=HIGHEST),
+        "dot_general(M, P)": lambda m, q, p: dot(m, p, 0, 0),
+        "dot_general(P, M)": lambda m, q, p: dot(p, m, 0, 0),
+        "P.T @ M": lambda m, q, p: jnp.matmul(p.T, m, precision=HIGHEST),
+        "vector times matrix, r times": lambda m, q, p: [column @ m for column in p.T],
+        "(M * p).sum(0), r times": lambda m, q, p: [(m * c[:, None]).sum(0) for c in p.T],
+        "scan of 64 rows": lambda m, q, p: lax.scan(
+            lambda total, part: (total + dot(part[1], part[0], 0, 0), None),
+            jnp.zeros(q.T.shape),
+            (m.reshape(-1, 64, m.shape[1]), p.reshape(-1, 64, p.shape[1])),
+        )[0],
+    },
+    "M - P Qᵀ": {
+        "P @ Q.T": lambda m, q, p: m - jnp.matmul(p, q.T, precision=HIGHEST),
+        "sum of r outer products": lambda m, q, p: (
+            m - sum(c[:, None] * row for c, row in zip(p.T, q.T, strict=True))
+        ),
+    },
+}
+
+
+def products(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times the ways to write each product, and whole steps; one row per way."""
+    jax.config.update("jax_platforms", "cpu")
+    side, rank = arguments.side, arguments.rank
+    m, q, p = (
+        jnp.asarray(gradient(i, n).reshape(side, -1))
+        for i, n in enumerate((side * side, side * rank, side * rank))
+    )
+    rows = []
+    for product, ways in PRODUCTS.items():
+        rows += turns(product, ways, (m, q, p), arguments)
+    steps = {
+        "textbook": lambda m, q, p: textbook(m, q),
+        "PowerSGD": lambda m, q, p: ours(cgx_jax.compressors.PowerSGD(rank))(m, q),
+    }
+    return rows + turns("a step", steps, (m, q, p), arguments)
+
+
+def turns(
+    product: str,
+    ways: dict[str, Callable[..., Any]],
+    operands: tuple[jax.Array, ...],
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    functions = {name: jax.jit(f) for name, f in ways.items()}
+    samples = np.empty((arguments.reps, len(functions)))
+    for rep in range(-1, arguments.reps):  # one round of warm-up
+        for i, f in enumerate(functions.values()):
+            start = time.perf_counter()
+            jax.block_until_ready(f(*operands))
+            samples[rep, i] = time.perf_counter() - start
+    rows = []
+    for i, name in enumerate(functions):
+        low, middle, high = seconds = measure.quartiles(samples[:, i])
+        rows.append(
+            {
+                "product": product,
+                "way": name,
+                "rank": arguments.rank,
+                "matrix": list(operands[0].shape),
+                "reps": arguments.reps,
+                "seconds": seconds,
+            }
+        )
+        print(
+            f"{product:<9} {name:<29} {middle * 1e3:7.2f} ms ({low * 1e3:.2f}-{high * 1e3:.2f})",
+            flush=True,
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Codes that select and quantize: adaptive thresholds, quantile bins, classes of exponents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax.compressors import buckets
+from cgx_jax.compressors.base import PayloadCompressor
+from cgx_jax.compressors.packing import from_bytes, pack, packed_bytes, size_of, to_bytes, unpack
+from cgx_jax.compressors.sparse import Keep, check_keep, kept, position_bits
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveThreshold(PayloadCompressor):
+    """The largest positive values and the lowest negative ones, each kind by its mean alone.
+
+    Half of the `keep` values are of each sign: thresholds adapt to the leaf. ceil(log2(n + 1)) bits
+    for each position, and 8 bytes for the two means. NaN and infinity are kept, and are then the
+    mean of all that is. It is a projection, so error feedback makes up for what it loses. Raises
+    ValueError as `TopK` does. Source: AdaQ (Dryden et al., MLHPC 2016).
+    """
+
+    reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
+
+    keep: Keep = 0.01
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", check_keep("AdaptiveThreshold", self.keep))
+
+    def _counts(self, size: int) -> tuple[int, int]:
+        k = kept("AdaptiveThreshold", self.keep, size)
+        return k - k // 2, k // 2
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        n = size_of(shape)
+        return 8 * (packed_bytes(sum(self._counts(n)), position_bits(n)) + 8)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        most = magnitude.max(initial=0) * np.float32(1 + 2.0**-18)
+        return buckets.rounded(jnp.broadcast_to(most, magnitude.shape), x)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        flat = jnp.ravel(x).astype(jnp.float32)
+        parts, means = [], []
+        for count, values in zip(self._counts(flat.size), (flat, -flat), strict=True):
+            largest, at = lax.top_k(values, count)
+            here = ~(largest <= 0)
+            number = jnp.maximum(here.sum(), 1).astype(jnp.float32)
+            means.append(jnp.where(here, largest / number, 0).sum())
+            parts.append(jnp.where(here, at, flat.size).astype(jnp.uint32))
+        packed = pack(jnp.concatenate(parts), position_bits(flat.size))
+        return jnp.concatenate([packed, to_bytes(jnp.stack(means))])
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        n = size_of(shape)
+        above, below = self._counts(n)
+        packed, means = jnp.split(payload, [packed_bytes(above + below, position_bits(n))])
+        at = unpack(packed, position_bits(n), above + below)
+        high, low = from_bytes(means, (2,), jnp.float32)
+        flat = jnp.zeros(n, jnp.float32)
+        flat = flat.at[at[:above]].set(high, mode="drop").at[at[above:]].set(-low, mode="drop")
+        return flat.reshape(shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class SketchML(PayloadCompressor):
+    """The mean of a value's bin; bins are the quantiles of the values themselves.
+
+    ceil(log2(bins)) bits a value, and 4 bytes a bin. Quantiles are those of at most 8,192 values of
+    the run that is encoded; means are of all. It is a projection, so error feedback makes up for
+    what it loses. NaN and infinity come back as NaN, with the rest of their bin. Raises ValueError
+    for bins outside of 2..256. Source: SketchML (Jiang et al., SIGMOD 2018), without its sketch of
+    keys.
+    """
+
+    bins: int = 64
+
+    SAMPLE: ClassVar[int] = 8192
+
+    def __post_init__(self) -> None:
+        buckets.whole_number("SketchML", "bins", self.bins, 2, 256)
+
+    @property
+    def width(self) -> int:
+        return (self.bins - 1).bit_length()
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        return 8 * (packed_bytes(size_of(shape), self.width) + 4 * self.bins)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        value = jnp.asarray(x).astype(jnp.float32)
+        most = 2 * jnp.abs(value).max(initial=0) * np.float32(1 + 2.0**-18)
+        return buckets.rounded(jnp.broadcast_to(most, value.shape), x)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        flat = jnp.ravel(x).astype(jnp.float32)
+        if not flat.size:
+            return jnp.zeros(4 * self.bins, jnp.uint8)
+        seen = jnp.sort(flat[:: -(-flat.size // self.SAMPLE)])
+        at = np.arange(1, self.bins) * seen.size // self.bins
+        code = jnp.searchsorted(seen[at], flat, side="right", method="compare_all")
+        number = jnp.zeros(self.bins, jnp.float32).at[code].add(1)
+        means = jnp.zeros(self.bins, jnp.float32).at[code].add(flat / number[code])
+        means = jnp.where(jnp.isfinite(means), means, np.float32(np.nan))
+        return jnp.concatenate([pack(code.astype(jnp.uint32), self.width), to_bytes(means)])
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        n = size_of(shape)
+        packed, means = jnp.split(payload, [packed_bytes(n, self.width)])
+        table = from_bytes(means, (self.bins,), jnp.float32)
+        code = unpack(packed, self.width, n).astype(jnp.int32)
+        return table[code].reshape(shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class INCEPTIONN(PayloadCompressor):
+    """32, 16, 8 or no bits by a value's exponent, and a tag of 2 bits that says which.
+
+    Magnitudes from 1 on are sent as they are, from 2^-5 on in 16 bits (bfloat16), from 2^-10 on in
+    8 (a sign, and 7 bits from 0 to 2^-5); less is not sent. There is room for the share
+    `capacities` of the values in each class. What finds none stays in the residual, as what is too
+    small does: it needs error feedback. NaN is of the first class. Raises ValueError for shares
+    outside of [0, 1]. Source: INCEPTIONN (Li et al., MICRO 2018), with room of a fixed size.
+    """
+
+    capacities: tuple[float, float, float] = (0.01, 0.05, 0.2)
+
+    def __post_init__(self) -> None:
+        shares = tuple(float(c) for c in self.capacities)
+        if len(shares) != 3 or not all(0 <= c <= 1 for c in shares):
+            raise ValueError(
+                f"INCEPTIONN: capacities={self.capacities} must be three shares in [0, 1]: of "
+                "values in 32, in 16 and in 8 bits."
+            )
+        object.__setattr__(self, "capacities", shares)
+
+    def _counts(self, size: int) -> list[int]:
+        return [int(np.ceil(c * size)) for c in self.capacities]
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        n = size_of(shape)
+        whole, half, byte = self._counts(n)
+        return 8 * (packed_bytes(n, 2) + 4 * whole + 2 * half + byte)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        return buckets.rounded(jnp.abs(jnp.asarray(x).astype(jnp.float32)), x)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        flat = jnp.ravel(x).astype(jnp.float32)
+        magnitude = jnp.abs(flat)
+        wanted = jnp.where(magnitude < 1, 2, 1)
+        wanted = jnp.where(magnitude < np.float32(2.0**-5), 3, wanted)
+        wanted = jnp.where(magnitude < np.float32(2.0**-10), 0, wanted)
+        tag = jnp.zeros(flat.size, jnp.uint32)
+        parts = []
+        for number, room in enumerate(self._counts(flat.size), 1):
+            mine = wanted == number
+            place = jnp.cumsum(mine) - 1
+            fits = mine & (place < room)
+            tag = jnp.where(fits, np.uint32(number), tag)
+            into = jnp.where(fits, place, room)
+            parts.append(jnp.zeros(room, jnp.float32).at[into].set(flat, mode="drop"))
+        whole, half, byte = parts
+        eighth = jnp.minimum(jnp.round(jnp.abs(byte) * np.float32(2.0**12)), 127).astype(jnp.uint8)
+        eighth = eighth | ((byte < 0).astype(jnp.uint8) << 7)
+        coded = [to_bytes(whole), to_bytes(half.astype(jnp.bfloat16)), eighth]
+        return jnp.concatenate([pack(tag, 2), *coded])
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        n = size_of(shape)
+        counts = self._counts(n)
+        sizes = [packed_bytes(n, 2), 4 * counts[0], 2 * counts[1]]
+        tags, whole, half, byte = jnp.split(payload, np.cumsum(sizes).tolist())
+        size = (byte & np.uint8(127)).astype(jnp.float32) * np.float32(2.0**-12)
+        tables = (
+            from_bytes(whole, (counts[0],), jnp.float32),
+            from_bytes(half, (counts[1],), jnp.bfloat16).astype(jnp.float32),
+            jnp.where(byte >= 128, -size, size),
+        )
+        tag = unpack(tags, 2, n)
+        flat = jnp.zeros(n, jnp.float32)
+        for number, table in enumerate(tables, 1):
+            mine = tag == number
+            place = jnp.where(mine, jnp.cumsum(mine) - 1, len(table))
+            flat = jnp.where(mine, table.at[place].get(mode="fill", fill_value=0), flat)
+        return flat.reshape(shape).astype(dtype)

@@ -1,0 +1,85 @@
+"""Codes of a few bits in whole bytes, and numbers as bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_POWERS = np.array([[1, 3, 9, 27, 81]], np.uint8)
+
+
+def size_of(shape: int | Sequence[int]) -> int:
+    """The number of values of a shape, or of that many."""
+    return shape if isinstance(shape, int) else math.prod(shape)
+
+
+def to_bytes(x: jax.Array) -> jax.Array:
+    """The bytes of an array of any dtype but bool, u8[n]."""
+    return lax.bitcast_convert_type(jnp.ravel(x), jnp.uint8).reshape(-1)
+
+
+def from_bytes(payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """The inverse of `to_bytes`; raises ValueError where the shape needs another number."""
+    width = np.dtype(dtype).itemsize
+    expected = math.prod(shape) * width
+    if payload.size != expected:
+        raise ValueError(
+            f"decode: a payload of {payload.size} bytes, but {tuple(shape)} of {np.dtype(dtype)} "
+            f"needs {expected}; decode with the shape and compressor that encoded it."
+        )
+    grouped = payload.reshape((-1, width) if width > 1 else (-1,))
+    return lax.bitcast_convert_type(grouped, dtype).reshape(shape)
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of `count` codes of `bits` bits."""
+    return -(-count * bits // 8)
+
+
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """uint32[n] below 2**bits to u8[packed_bytes], code 0 in the lowest bits of byte 0."""
+    count = codes.size
+    groups = jnp.pad(codes, (0, -count % 8)).reshape(-1, 8)  # 8 codes fill `bits` whole bytes
+    columns = []
+    for byte in range(bits):
+        total = jnp.zeros(groups.shape[0], jnp.uint32)
+        for i in range(8):
+            shift = i * bits - 8 * byte
+            if -bits < shift < 8:
+                code = groups[:, i]
+                total |= code << shift if shift >= 0 else code >> -shift
+        columns.append((total & 0xFF).astype(jnp.uint8))
+    return jnp.stack(columns, axis=1).reshape(-1)[: packed_bytes(count, bits)]
+
+
+def unpack(payload: jax.Array, bits: int, count: int) -> jax.Array:
+    """The inverse of `pack`: uint32[count]."""
+    whole = -(-count // 8) * bits
+    groups = jnp.pad(payload, (0, whole - payload.size)).reshape(-1, bits).astype(jnp.uint32)
+    columns = []
+    for i in range(8):
+        code = jnp.zeros(groups.shape[0], jnp.uint32)
+        for byte in range(bits):
+            shift = i * bits - 8 * byte
+            if -bits < shift < 8:
+                code |= groups[:, byte] >> shift if shift >= 0 else groups[:, byte] << -shift
+        columns.append(code & np.uint32(2**bits - 1))
+    return jnp.stack(columns, axis=1).reshape(-1)[:count]
+
+
+def pack_trits(codes: jax.Array) -> jax.Array:
+    """uint8[n] of 0, 1 and 2 to u8[ceil(n / 5)]: five in a byte, as digits to the base 3."""
+    groups = jnp.pad(codes, (0, -codes.size % 5)).reshape(-1, 5)
+    return (groups * _POWERS).sum(axis=1, dtype=jnp.uint8)
+
+
+def unpack_trits(payload: jax.Array, count: int) -> jax.Array:
+    """The inverse of `pack_trits`: uint8[count]; a byte that is no code gives digits too."""
+    digits = payload[:, None] // _POWERS % np.uint8(3)
+    return digits.reshape(-1)[:count]

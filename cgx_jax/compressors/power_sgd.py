@@ -1,0 +1,174 @@
+"""Low-rank codes of matrices (PowerSGD)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor
+from cgx_jax.kernels.reference import random_bits
+
+_KEY = (np.uint32(0x706F7765), np.uint32(0x72736764))
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+# A column of which less than this share is left by projection is rounding error alone.
+_LOST = 2.0**-20
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(SummedCompressor):
+    """A matrix of rank `rank`: the ranks' sum M becomes P Pᵀ M, with orthonormal columns in P.
+
+    A leaf is the matrix [product of all dimensions but the last, last dimension], so convolution
+    kernels (HWIO) are [H * W * I, O]. Two rounds add up P = M Q and Q = Mᵀ P in fp32; P is
+    orthonormalized in between. A matrix of n by m costs 4 rank (n + m) bytes.
+
+    Leaves with fewer than two dimensions, and those for which the factors would not be smaller
+    than the matrix, are summed exactly in fp32 and have no state.
+
+    The state is Qᵀ, f32[rank, m], from which the next step continues: on gradients that change
+    slowly, P Pᵀ M approaches the best approximation of this rank. The first Q is Gaussian and
+    depends on the shape alone. A column of Q that is zero or not finite begins anew in the same
+    way. A matrix with a non-finite value becomes NaN as a whole.
+
+    Raises ValueError for a rank below 1. Source: PowerSGD (Vogels et al., NeurIPS 2019). Use it
+    with `ErrorFeedback`: what a step loses is large.
+    """
+
+    rank: int = 4
+
+    shares_state = True
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "rank", operator.index(self.rank))
+        except TypeError:
+            raise TypeError(
+                f"PowerSGD: rank={self.rank!r} is not an integer; pass a Python int."
+            ) from None
+        if self.rank < 1:
+            raise ValueError(
+                f"PowerSGD: rank={self.rank} is below 1; ranks from 1 to 4 are usual, and "
+                "Identity() sends values exactly."
+            )
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    def supports(self, dtype: Any) -> bool:
+        return any(dtype == t for t in (jnp.float32, jnp.bfloat16, jnp.float16))
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        sides = self._sides(shape)
+        values = math.prod((shape,) if isinstance(shape, int) else shape)
+        return 32 * (values if sides is None else self.rank * sum(sides))
+
+    def init(self, shape: Sequence[int], dtype: Any) -> Any:
+        sides = self._sides(shape)
+        return () if sides is None else self._first(sides[1])
+
+    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
+        sides = self._sides(x.shape)
+        if sides is None:
+            (total,) = yield [x]
+            return Summed(total, x, state)
+        # The matrix stays on the side where XLA's CPU backend reads it as it lies; on the other
+        # side it is transposed first, which takes several times as long.
+        matrix = x.reshape(sides)
+        (left,) = yield [_product(matrix, self._start(state), 1, 1)]
+        left = _orthonormal(left.T).T
+        part = _product(left, matrix, 0, 0)
+        (right,) = yield [part]
+        total, own = (_outer(left, q).reshape(x.shape) for q in (right, part))
+        return Summed(total, own, right)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        """The L2 norm of the value's column, since what a column loses is a projection of it.
+
+        For rounding, 2**-10 of the norm and an ulp of the dtype are added; a leaf that is sent
+        exactly has that ulp alone. The bound is infinite where a 16-bit result may overflow and
+        where the matrix has a non-finite value. Where ranks cancel out, the rounding of their own
+        parts comes on top, as in `lax.psum`.
+        """
+        info = jnp.finfo(jnp.result_type(x))
+        values = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        sides = self._sides(values.shape)
+        if sides is None:
+            return values * float(info.eps)
+        matrix = values.reshape(sides)
+        peak = jnp.maximum(matrix.max(axis=0), _TINY)
+        norm = peak * jnp.sqrt(jnp.square(matrix / peak).sum(axis=0))
+        least = self.rank * sides[0] * _TINY + float(info.smallest_subnormal)
+        bound = norm * (1 + 2.0**-10 + float(info.eps)) + least
+        fits = jnp.isfinite(matrix).all() & (bound + matrix <= float(info.max))
+        return jnp.where(fits, bound, jnp.inf).reshape(values.shape)
+
+    def _sides(self, shape: int | Sequence[int]) -> tuple[int, int] | None:
+        """The matrix of a leaf: its rows and columns, or None where it is sent exactly."""
+        if isinstance(shape, int) or len(shape) < 2:
+            return None
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        return (rows, columns) if self.rank * (rows + columns) < rows * columns else None
+
+    def _first(self, columns: int) -> jax.Array:
+        """The Qᵀ of a first step, f32[rank, columns]."""
+        bits = random_bits(_KEY, 0, 0, self.rank, columns)
+        uniform = (bits >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1)
+        return math.sqrt(2) * lax.erf_inv(uniform)
+
+    def _start(self, state: jax.Array) -> jax.Array:
+        """Qᵀ to start from, of values around 1: rows of the state, or fresh ones."""
+        peak = jnp.abs(state).max(axis=1, keepdims=True)
+        alive = (peak >= _TINY) & jnp.isfinite(peak)
+        return jnp.where(alive, state / peak, self._first(state.shape[1]))
+
+
+def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
+    """The matrix product that contracts `axis` of `a` with `other` of `b`, in full fp32."""
+    return lax.dot_general(
+        a,
+        b,
+        (((axis,), (other,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _outer(left: jax.Array, right: jax.Array) -> jax.Array:
+    """`left @ right` as a sum of outer products, which XLA fuses with what is done to it."""
+    terms = [left[:, i : i + 1] * right[i : i + 1] for i in range(len(right))]
+    return functools.reduce(operator.add, terms)
+
+
+def _orthonormal(rows: jax.Array) -> jax.Array:
+    """Gram-Schmidt of few long rows, each projected twice; rows that depend on others become 0.
+
+    One row's NaN makes all rows after it NaN. The loop keeps programs of many leaves small.
+    """
+    # Squares of large and of small values leave the range of fp32.
+    peak = jnp.abs(rows).max(axis=1, keepdims=True)
+    rows = rows / jnp.where(peak < _TINY, 1, peak)
+    norms = jnp.sqrt(jnp.square(rows).sum(axis=1, keepdims=True))
+    rows = rows / jnp.where(norms == 0, 1, norms)
+
+    def project(step: jax.Array, rows: jax.Array) -> jax.Array:
+        # The row at hand is the first; done ones come last, and stay: a later row's rounding
+        # error must not turn them.
+        row, others = rows[:1], rows[1:]
+        norm = jnp.sqrt(_product(row, row, 1, 1))
+        lost = norm <= _LOST
+        row = jnp.where(lost, 0, row / jnp.where(lost, 1, norm))
+        to_do = jnp.arange(len(others))[:, None] < len(others) - step % len(rows)
+        shares = jnp.where(to_do, _product(others, row, 1, 1), 0)
+        return jnp.concatenate([others - _product(shares, row, 1, 0), row])
+
+    return lax.fori_loop(0, 2 * len(rows), project, rows)

@@ -1,0 +1,201 @@
+"""One bit a value: the sign, alone or with a scale for each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from cgx_jax.compressors import buckets
+from cgx_jax.compressors.base import PayloadCompressor
+from cgx_jax.compressors.packing import (
+    from_bytes,
+    pack,
+    pack_trits,
+    packed_bytes,
+    size_of,
+    to_bytes,
+    unpack,
+    unpack_trits,
+)
+
+
+class _Vote(PayloadCompressor):
+    """What comes back is 1 or -1: every rank has one vote, and magnitudes are lost."""
+
+    reductions: ClassVar[tuple[str, ...]] = ("scatter_gather",)
+    owner_exact: ClassVar[bool] = False
+    feedback_scale: ClassVar[float | None] = None  # it adds magnitude
+
+    def error_bound(self, x: Any) -> jax.Array:
+        return buckets.rounded(jnp.abs(jnp.asarray(x).astype(jnp.float32)) + 1, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class SignSGD(_Vote):
+    """The sign of every value, and of their sum the sign that most ranks have.
+
+    One bit a value. Sums are 1 where more ranks are positive, -1 where more are negative, and 0 in
+    a tie, so a mean is the same as a sum. A zero counts as positive; NaN, which a bit cannot carry,
+    as negative. Ties need a third value: over an even number of ranks the sums are sent in 1.6
+    bits. Error feedback is refused, since a sign may be larger than its value: see `ScaledSign`.
+    Source: signSGD with majority vote (Bernstein et al., 2018 and 2019).
+    """
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        return size_of(shape)
+
+    def of_sums(self, world: int) -> PayloadCompressor:
+        return self if world % 2 else _Verdict()
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        return pack((jnp.ravel(x) >= 0).astype(jnp.uint32), 1)
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return _signs(payload, size_of(shape)).reshape(shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Signum(SignSGD):
+    """`SignSGD` of a running mean of the gradients: momentum * mean + (1 - momentum) * gradient.
+
+    The mean is the compressor's state, fp32 in the leaf's shape, one for each rank. Raises
+    ValueError for a momentum outside of [0, 1). Source: Signum (Bernstein et al., ICML 2018).
+    """
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"Signum: momentum={self.momentum} must be in [0, 1); SignSGD() has none."
+            )
+
+    def init(self, shape: Sequence[int], dtype: Any) -> Any:
+        return (jnp.zeros(tuple(shape), jnp.float32),)
+
+    def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        mean = self.momentum * state[0] + (1 - self.momentum) * x
+        return mean, (mean,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict(_Vote):
+    """The sign of sums of votes, a tie's 0 among them."""
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        return 8 * -(-size_of(shape) // 5)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        return pack_trits((jnp.sign(jnp.ravel(x)) + 1).astype(jnp.uint8))
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        trits = unpack_trits(payload, size_of(shape)).astype(jnp.float32) - 1
+        return trits.reshape(shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledSign(PayloadCompressor):
+    """The sign of every value times the mean magnitude of its bucket.
+
+    One bit a value and 4 bytes a bucket. It loses a share of at most 1 - |x|_1² / (n |x|_2²) of a
+    bucket's squares, so error feedback makes up for it. A bucket with NaN or infinity comes back as
+    that. Raises ValueError for a bucket_size below 1. Source: EF-SignSGD (Karimireddy et al., ICML
+    2019), whose bucket is the whole leaf.
+    """
+
+    bucket_size: int = buckets.BUCKET
+
+    def __post_init__(self) -> None:
+        buckets.whole_number("ScaledSign", "bucket_size", self.bucket_size, 1)
+
+    @property
+    def block_size(self) -> int:
+        return self.bucket_size
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        n = size_of(shape)
+        return 8 * (packed_bytes(n, 1) + 4 * buckets.count(n, self.bucket_size))
+
+    def _scale(self, x: Any) -> jax.Array:
+        here = buckets.filled(x.size, self.bucket_size).sum(axis=1, keepdims=True)
+        rows = jnp.abs(buckets.split(x, self.bucket_size))
+        # Divided first: the sum of a bucket of large values may overflow.
+        return (rows / here.astype("float32")).sum(axis=1, keepdims=True)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        flat = jnp.ravel(x)
+        rows = jnp.abs(buckets.split(flat, self.bucket_size))
+        lost = jnp.maximum(rows, self._scale(flat)) * (1 + 2.0**-18)
+        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
+        return buckets.rounded(buckets.join(lost, like), x)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        x = jnp.asarray(x)
+        signs = pack((jnp.ravel(x) >= 0).astype(jnp.uint32), 1)
+        return jnp.concatenate([signs, to_bytes(self._scale(x))])
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        like = jax.ShapeDtypeStruct(tuple(shape), dtype)
+        signs, scales = jnp.split(payload, [packed_bytes(like.size, 1)])
+        rows = buckets.split(_signs(signs, like.size), self.bucket_size)
+        return buckets.join(rows * from_bytes(scales, (len(rows), 1), jnp.float32), like)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBit(PayloadCompressor):
+    """One bit a value: the mean of its bucket's negative values, or of the others.
+
+    8 bytes a bucket beside the bits. It is a projection, so error feedback makes up for what it
+    loses. A bucket with NaN or infinity comes back as that, on their side of zero at least. Raises
+    ValueError for a bucket_size below 1. Source: 1-bit SGD (Seide et al., Interspeech 2014), whose
+    bucket is a column of the matrix.
+    """
+
+    bucket_size: int = buckets.BUCKET
+
+    def __post_init__(self) -> None:
+        buckets.whole_number("OneBit", "bucket_size", self.bucket_size, 1)
+
+    @property
+    def block_size(self) -> int:
+        return self.bucket_size
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        n = size_of(shape)
+        return 8 * (packed_bytes(n, 1) + 8 * buckets.count(n, self.bucket_size))
+
+    def error_bound(self, x: Any) -> jax.Array:
+        rows = jnp.abs(buckets.split(x, self.bucket_size))
+        lost = jnp.broadcast_to(rows.max(axis=1, keepdims=True) * (1 + 2.0**-18), rows.shape)
+        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
+        return buckets.rounded(buckets.join(lost, like), x)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        x = jnp.asarray(x)
+        rows, here = buckets.split(x, self.bucket_size), buckets.filled(x.size, self.bucket_size)
+        means = jnp.concatenate(
+            [_mean(rows, here & (rows < 0)), _mean(rows, here & ~(rows < 0))], 1
+        )
+        bits = pack((~(jnp.ravel(x) < 0)).astype(jnp.uint32), 1)
+        return jnp.concatenate([bits, to_bytes(means)])
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        like = jax.ShapeDtypeStruct(tuple(shape), dtype)
+        bits, means = jnp.split(payload, [packed_bytes(like.size, 1)])
+        positive = buckets.split(_signs(bits, like.size), self.bucket_size) > 0
+        low, high = jnp.split(from_bytes(means, (len(positive), 2), jnp.float32), 2, axis=1)
+        return buckets.join(jnp.where(positive, high, low), like)
+
+
+def _signs(payload: jax.Array, count: int) -> jax.Array:
+    return 2 * unpack(payload, 1, count).astype(jnp.float32) - 1
+
+
+def _mean(rows: jax.Array, where: Any) -> jax.Array:
+    """The mean of each row's values where marked, f32[rows, 1]; 0 of none."""
+    number = jnp.maximum(where.sum(axis=1, keepdims=True), 1).astype(jnp.float32)
+    return jnp.where(where, rows / number, 0).sum(axis=1, keepdims=True)

@@ -1,0 +1,346 @@
+"""A few of a leaf's values, and where they lie."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax.compressors import buckets
+from cgx_jax.compressors.base import PayloadCompressor, Rounds, Summed, SummedCompressor
+from cgx_jax.compressors.lossless import Identity
+from cgx_jax.compressors.packing import pack, packed_bytes, size_of, unpack
+
+Keep = float | int
+
+
+def check_keep(where: str, keep: Any) -> Keep:
+    """A share in (0, 1], a float, or a number of values, an int from 1; raises otherwise."""
+    if isinstance(keep, float):
+        if not 0 < keep <= 1:
+            raise ValueError(
+                f"{where}: keep={keep} must be in (0, 1]: the share of values that are sent. A "
+                "number of values is an int."
+            )
+        return keep
+    return buckets.whole_number(where, "keep", keep, 1)
+
+
+def kept(where: str, keep: Keep, size: int) -> int:
+    """How many of `size` values are kept; raises ValueError for more than there are."""
+    if isinstance(keep, float):
+        return math.ceil(keep * size * (1 - 1e-12))  # 0.07 * 100 is a little over 7
+    if keep > size > 0:
+        raise ValueError(
+            f"{where}: keep={keep} values of a leaf that has {size}; pass a share such as "
+            "keep=0.01, or reduce such leaves exactly by a rule."
+        )
+    return min(keep, size)
+
+
+def position_bits(size: int) -> int:
+    """Bits of a position among `size` values, or of the one past the end, which is nothing."""
+    return max(1, size.bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sparse(PayloadCompressor):
+    """Positions in as few bits as they need, and the values there by the code `values`."""
+
+    values: PayloadCompressor = dataclasses.field(default=Identity(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, PayloadCompressor) or self.values.prepares:
+            raise TypeError(
+                f"{type(self).__name__}: values={self.values!r} must be a compressor that encodes "
+                "any run of values, such as Quantize(8), Cast(jnp.bfloat16) or Identity()."
+            )
+
+    @abc.abstractmethod
+    def count(self, size: int) -> int:
+        """How many values of a leaf of `size` have a place in the payload."""
+
+    @abc.abstractmethod
+    def position_bits(self, size: int) -> int:
+        """Bits of a position in a leaf of `size`."""
+
+    @property
+    def needs_key(self) -> bool:
+        return self.values.needs_key
+
+    @property
+    def feedback_scale(self) -> float | None:
+        return self.values.feedback_scale
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        n = size_of(shape)
+        k = self.count(n)
+        return 8 * (packed_bytes(k, self.position_bits(n)) + self.values.payload_bytes(k))
+
+    def error_bound(self, x: Any) -> jax.Array:
+        # What is not sent is lost whole; what is sent may lose what the code of values loses, of
+        # which no more is known than that none of them is larger than the largest.
+        magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        if not magnitude.size:
+            return magnitude
+        signs = jnp.where(np.arange(magnitude.size) % 2 == 0, 1.0, -1.0).astype(jnp.float32)
+        coded = self.values.error_bound(signs * magnitude.max()).max()
+        return buckets.rounded(jnp.maximum(magnitude, coded), x)
+
+
+class _Positions(_Sparse):
+    """Positions in the whole leaf, those that `select` finds; the one past the end is nothing."""
+
+    reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
+
+    @abc.abstractmethod
+    def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
+        """int32[count] positions in fp32[n], each once, or n for nothing; in any order."""
+
+    def position_bits(self, size: int) -> int:
+        return position_bits(size)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        flat = jnp.ravel(x).astype(jnp.float32)
+        keys = (key, key) if key is None else jax.random.split(key)
+        # In order, so that neighbors share a bucket of the values' code and gathers run forward.
+        at = jnp.sort(self.select(flat, self.count(flat.size), keys[0]))
+        taken = flat.at[at].get(mode="fill", fill_value=0)
+        coded = self.values.encode(taken, key=keys[1] if self.values.needs_key else None)
+        return jnp.concatenate([pack(at.astype(jnp.uint32), self.position_bits(flat.size)), coded])
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        n = size_of(shape)
+        k, bits = self.count(n), self.position_bits(n)
+        packed, coded = jnp.split(payload, [packed_bytes(k, bits)])
+        at = unpack(packed, bits, k)
+        taken = self.values.decode(coded, (k,), jnp.float32)
+        flat = jnp.zeros(n, jnp.float32).at[at].add(taken, mode="drop")
+        return flat.reshape(shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(_Positions):
+    """The `keep` largest values in magnitude, exactly: a share of the leaf, or a number of values.
+
+    ceil(log2(n + 1)) bits for each position, and the values by the code `values`: exact by default,
+    or `Cast(jnp.bfloat16)`, or `Quantize(8)`. NaN counts as the largest. It loses a share of at
+    most 1 - k / n of the squares, so it needs error feedback, without which training fails. Every
+    rank has its own positions, so payloads are gathered: the bytes a rank receives grow with the
+    number of ranks. Those of `BlockTopK` do not. Raises ValueError for a share outside of (0, 1],
+    for a number below 1 or, while tracing, above a leaf's. Source: Aji and Heafield (EMNLP 2017).
+    """
+
+    keep: Keep = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "keep", check_keep(type(self).__name__, self.keep))
+
+    def count(self, size: int) -> int:
+        return kept(type(self).__name__, self.keep, size)
+
+    def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
+        return lax.top_k(jnp.abs(x), count)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class QSparse(TopK):
+    """The largest values, quantized at random without bias: `TopK(keep, values=QSGD(...))`.
+
+    Source: Qsparse-local-SGD (Basu et al., NeurIPS 2019).
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.values.unbiased:
+            raise ValueError(
+                f"QSparse: values={self.values} is biased or exact; pass an unbiased code, such "
+                "as QSGD(7), or use TopK."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold(_Positions):
+    """Every value of magnitude above `threshold`, as long as there is room for it.
+
+    There is room for the share `capacity` of the leaf, or for that many values. The largest come
+    first; the others stay in the residual, as everything does below the threshold. A threshold that
+    keeps nothing sends nothing, in as many bytes. NaN is above any. Raises ValueError for a
+    negative threshold and a capacity like `TopK`'s keep. Source: Dutta et al. (AAAI 2020).
+    """
+
+    threshold: float = 0.0
+    capacity: Keep = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "capacity", check_keep("Threshold", self.capacity))
+        if not self.threshold >= 0:
+            raise ValueError(f"Threshold: threshold={self.threshold} must be 0 or more.")
+
+    def count(self, size: int) -> int:
+        return kept("Threshold", self.capacity, size)
+
+    def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
+        largest, at = lax.top_k(jnp.abs(x), count)
+        return jnp.where(largest <= np.float32(self.threshold), x.size, at)
+
+
+@dataclasses.dataclass(frozen=True)
+class DGC(_Positions):
+    """About the `keep` largest values: above a threshold that a sample of the leaf gives.
+
+    The sample is every 100th value, 4,096 at least, from a place that the key draws; its quantile
+    is the threshold. Room is for `keep` values: of more, those that come first from another such
+    place on are sent, so that none waits forever, and the others stay in the residual. Its memory,
+    with momentum correction, is `MomentumCorrection`. Raises ValueError as `TopK` does. Source:
+    deep gradient compression (Lin et al., ICLR 2018).
+    """
+
+    keep: Keep = 0.01
+
+    SAMPLE: ClassVar[int] = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "keep", check_keep("DGC", self.keep))
+
+    @property
+    def needs_key(self) -> bool:
+        return True
+
+    def count(self, size: int) -> int:
+        return kept("DGC", self.keep, size)
+
+    def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
+        buckets.require_key(self, key)
+        n = x.size
+        if not n:
+            return jnp.zeros(0, jnp.int32)
+        magnitude = jnp.abs(x)
+        stride = max(1, min(100, n // self.SAMPLE))
+        places = jax.random.randint(key, (2,), 0, n)
+        seen = jnp.roll(magnitude, -places[0])[::stride]
+        rank = math.ceil(count / n * seen.size)
+        threshold = lax.top_k(seen, rank)[0][-1]
+        # From a random place on, around the end.
+        turned = jnp.roll(magnitude, -places[1])
+        above = ~(turned < threshold)
+        at = jnp.nonzero(above, size=count, fill_value=n)[0].astype(jnp.int32)
+        return jnp.where(at == n, n, (at + places[1]) % n)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTopK(_Sparse):
+    """The `keep` largest values of every bucket in magnitude; a bucket is a run of the leaf.
+
+    9 bits a position in buckets of 512. A rank encodes any part of a leaf, so the leaf is cut into
+    chunks, whose owners add up and keep the largest again: the bytes do not grow with the number of
+    ranks. It keeps less of the squares than `TopK` does where a few buckets have the large values.
+    It needs error feedback. Raises ValueError unless keep is 1..bucket_size. Source: block-wise
+    top-k as in CocktailSGD (Wang et al., ICML 2023).
+    """
+
+    keep: int = 5
+    bucket_size: int = buckets.BUCKET
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = buckets.whole_number("BlockTopK", "bucket_size", self.bucket_size, 1)
+        buckets.whole_number("BlockTopK", "keep", self.keep, 1, size)
+
+    @property
+    def block_size(self) -> int:
+        return self.bucket_size
+
+    def count(self, size: int) -> int:
+        return self.keep * buckets.count(size, self.bucket_size)
+
+    def position_bits(self, size: int) -> int:
+        return max(1, (self.bucket_size - 1).bit_length())
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        rows = buckets.split(x, self.bucket_size)
+        at = jnp.sort(lax.top_k(jnp.abs(rows), self.keep)[1], axis=1)
+        taken = jnp.take_along_axis(rows, at, axis=1).reshape(-1)
+        packed = pack(at.reshape(-1).astype(jnp.uint32), self.position_bits(x.size))
+        return jnp.concatenate([packed, self.values.encode(taken, key=key)])
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        like = jax.ShapeDtypeStruct(tuple(shape), dtype)
+        k, bits = self.count(like.size), self.position_bits(like.size)
+        packed, coded = jnp.split(payload, [packed_bytes(k, bits)])
+        at = unpack(packed, bits, k).reshape(-1, self.keep)
+        taken = self.values.decode(coded, (k,), jnp.float32).reshape(-1, self.keep)
+        rows = jnp.zeros((len(at), self.bucket_size), jnp.float32)
+        rows = rows.at[np.arange(len(at))[:, None], at].add(taken, mode="drop")
+        return buckets.join(rows, like)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomK(SummedCompressor):
+    """Values at places that all ranks draw alike, so `lax.psum` adds them up: 4 bytes each.
+
+    The leaf is cut into runs of n / k values, and of each one value is taken. If `scaled`, it
+    counts for all of its run, so that the expectation is the leaf; its variance is then n / k - 1
+    times |x|². Without, the others stay in the residual, and it needs error feedback. `keep` is a
+    share of the leaf or a number of values. Raises ValueError as `TopK` does. Source: Stich et al.
+    (NeurIPS 2018).
+    """
+
+    keep: Keep = 0.01
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", check_keep("RandomK", self.keep))
+
+    @property
+    def unbiased(self) -> bool:
+        return self.scaled
+
+    @property
+    def needs_key(self) -> bool:
+        return True
+
+    @property
+    def shares_noise(self) -> bool:
+        return True
+
+    @property
+    def feedback_scale(self) -> float | None:
+        if not self.scaled:
+            return 1.0
+        return 1 / math.ceil(1 / self.keep) if isinstance(self.keep, float) else None
+
+    def _run(self, size: int) -> int:
+        """How many values one stands for."""
+        return -(-size // max(1, kept("RandomK", self.keep, size)))
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        n = size_of(shape)
+        return 32 * (-(-n // self._run(n))) if n else 0
+
+    def error_bound(self, x: Any) -> jax.Array:
+        magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        run = self._run(magnitude.size) if magnitude.size else 1
+        most = max(1, run - 1) if self.scaled else 1
+        return buckets.rounded(magnitude * np.float32(most * (1 + 2.0**-18)), x)
+
+    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
+        buckets.require_key(self, key)
+        n, run = x.size, self._run(x.size)
+        count = -(-n // run)
+        at = jax.random.randint(key, (count,), 0, run) + jnp.arange(count) * run
+        scale = np.float32(run if self.scaled else 1)
+        taken = x.reshape(-1).at[at].get(mode="fill", fill_value=0) * scale
+        (total,) = yield [taken]
+        place = lambda v: jnp.zeros(n, jnp.float32).at[at].add(v, mode="drop")  # noqa: E731
+        return Summed(place(total).reshape(x.shape), place(taken).reshape(x.shape), state)

@@ -1,0 +1,160 @@
+"""Codes of three values: TernGrad and 3LC."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax.compressors import buckets
+from cgx_jax.compressors.base import PayloadCompressor
+from cgx_jax.compressors.packing import from_bytes, pack_trits, size_of, to_bytes, unpack_trits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ternary(PayloadCompressor):
+    """-scale, 0 or scale: five values in a byte, and 4 bytes for each bucket's scale."""
+
+    bucket_size: int = buckets.BUCKET
+
+    def __post_init__(self) -> None:
+        buckets.whole_number(type(self).__name__, "bucket_size", self.bucket_size, 1)
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        n = size_of(shape)
+        return 8 * (-(-n // 5) + 4 * buckets.count(n, self.bucket_size))
+
+    @property
+    def width(self) -> int:
+        return 2
+
+    def _payload(self, rows: jax.Array, scale: jax.Array, keeps: jax.Array, size: int) -> jax.Array:
+        trits = jnp.where(keeps, jnp.where(rows < 0, 0, 2), 1).astype(jnp.uint8)
+        return jnp.concatenate([pack_trits(trits.reshape(-1)[:size]), to_bytes(scale)])
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        like = jax.ShapeDtypeStruct(tuple(shape), dtype)
+        trits, scales = jnp.split(payload, [-(-like.size // 5)])
+        values = unpack_trits(trits, like.size).astype(jnp.float32) - 1
+        rows = buckets.split(values, self.bucket_size)
+        return buckets.join(rows * from_bytes(scales, (len(rows), 1), jnp.float32), like)
+
+    def _bound(self, x: Any, each: jax.Array) -> jax.Array:
+        like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
+        shape = (len(each), self.bucket_size)
+        return buckets.join(jnp.broadcast_to(each * (1 + 2.0**-18), shape), like)
+
+
+@dataclasses.dataclass(frozen=True)
+class TernGrad(_Ternary):
+    """A value's sign times its bucket's largest magnitude, with a probability that has no bias.
+
+    1.6 bits a value and 4 bytes a bucket. Values are first clipped at `clip` standard deviations of
+    the whole leaf, which is biased; `clip=None` leaves them. Its variance is up to (sqrt(B) - 1) /
+    2 times |x|² for buckets of B values, so small buckets are more exact. A bucket with NaN or
+    infinity comes back as NaN. Raises ValueError for a clip that is not positive. Source: TernGrad
+    (Wen et al., NeurIPS 2017).
+    """
+
+    clip: float | None = 2.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"TernGrad: clip={self.clip} must be positive; None clips nothing.")
+
+    @property
+    def unbiased(self) -> bool:
+        return self.clip is None
+
+    @property
+    def needs_key(self) -> bool:
+        return True
+
+    @property
+    def block_size(self) -> int | None:
+        return self.bucket_size if self.clip is None else None
+
+    @property
+    def prepares(self) -> bool:
+        return self.clip is not None
+
+    @property
+    def feedback_scale(self) -> float:
+        # E|lost|² of a bucket is |x|_1 max|x| - |x|², and |x|_1 max|x| at most
+        # (sqrt(B) + 1) / 2 times |x|².
+        return 2 / (self.bucket_size**0.5 + 1)
+
+    def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        assert self.clip is not None
+        limit = np.float32(self.clip) * _deviation(x)
+        # NaN, and infinity, whose deviation is NaN, are no matter of clipping.
+        return jnp.where(jnp.abs(x) > limit, jnp.sign(x) * limit, x), state
+
+    def error_bound(self, x: Any) -> jax.Array:
+        value = jnp.asarray(x).astype(jnp.float32)
+        ready = self.prepare(value, ())[0] if self.prepares else value
+        bound = self._bound(x, _largest(buckets.split(ready, self.bucket_size)))
+        return buckets.rounded(bound + jnp.abs(value - ready), x)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        buckets.require_key(self, key)
+        x = jnp.asarray(x)
+        rows = buckets.split(x, self.bucket_size)
+        scale = _largest(rows)
+        share = jnp.where(scale > 0, jnp.abs(rows) / scale, 0)
+        return self._payload(rows, scale, buckets.noise(key, *rows.shape) < share, x.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreeLC(_Ternary):
+    """Values rounded to -scale, 0 or scale, where the scale is `sparsity` times the largest.
+
+    1.6 bits a value and 4 bytes a bucket. A `sparsity` above 1 makes more values zero. No value's
+    error is larger than the value, so error feedback makes up for what is lost. A bucket with NaN
+    or infinity comes back as NaN. The paper's last stage, which shortens runs of zeros, has no
+    fixed size and is left out. Raises ValueError for a sparsity outside of [1, 2). Source: 3LC (Lim
+    et al., MLSys 2019).
+    """
+
+    sparsity: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.sparsity < 2:
+            raise ValueError(f"ThreeLC: sparsity={self.sparsity} must be in [1, 2).")
+
+    @property
+    def block_size(self) -> int:
+        return self.bucket_size
+
+    def _scale(self, rows: jax.Array) -> jax.Array:
+        most = np.float32(np.finfo(np.float32).max)
+        return jnp.minimum(_largest(rows), most / np.float32(2)) * np.float32(self.sparsity)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        rows = buckets.split(x, self.bucket_size)
+        return buckets.rounded(self._bound(x, _largest(rows)), x)
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        x = jnp.asarray(x)
+        rows = buckets.split(x, self.bucket_size)
+        scale = self._scale(rows)
+        return self._payload(rows, scale, jnp.abs(rows) > scale / 2, x.size)
+
+
+def _largest(rows: jax.Array) -> jax.Array:
+    """Each row's largest magnitude, NaN where it is not finite: f32[rows, 1]."""
+    largest = jnp.abs(rows).max(axis=1, keepdims=True)
+    return jnp.where(jnp.isfinite(largest), largest, np.float32(np.nan))
+
+
+def _deviation(x: jax.Array) -> jax.Array:
+    """The standard deviation, where squares overflow too."""
+    scale = jnp.abs(x).max(initial=0)
+    scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
+    return scale * jnp.std(x / scale) if x.size else scale

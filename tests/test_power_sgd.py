@@ -1,0 +1,414 @@
+"""Low-rank codes against Gram-Schmidt in fp64, and what holds at the edges of fp32."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import ErrorFeedback, Plan, Rule, Rules, SecondMoment
+from cgx_jax.compressors import PowerSGD
+from cgx_jax.core import Options, reduce_leaves
+
+MATRIX = (40, 60)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return scale * np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def low_rank(rank, *shape, seed=0):
+    """fp32 matrices of `rank` equal singular values, 1."""
+    rng = np.random.default_rng(seed)
+    sides = (int(np.prod(shape[:-1])), shape[-1])
+    left, right = (np.linalg.qr(rng.normal(size=(n, rank)))[0] for n in sides)
+    return (left @ right.T).reshape(shape).astype(np.float32)
+
+
+def step_of(compressor, world, *, dtype=jnp.float32):
+    """A compiled step: (f[world, ...], state) -> every rank's total, residual and new state."""
+    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+
+    def of_rank(x, state):
+        plan = Plan.build(x[0], Rules((), compressor, exact=()))
+        options = Options.resolve("test", "data", exchange="xla")
+        made = reduce_leaves(options, [x[0]], plan, None, residual=True, states=[state])
+        return jax.tree.map(lambda v: v[None], (made.values[0], made.residuals[0], made.states[0]))
+
+    spec = P("data")
+    run = jax.jit(
+        jax.shard_map(of_rank, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=False)
+    )
+
+    def step(x, state):
+        total, lost, states = run(jnp.asarray(x, dtype), state)
+        for every in (total, *jax.tree.leaves(states)):
+            rows = np.asarray(every)
+            assert all(row.tobytes() == rows[0].tobytes() for row in rows), "ranks differ"
+        return np.asarray(total[0]), np.asarray(lost), jax.tree.map(lambda s: s[0], states)
+
+    return step
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def alone(compressor, x, state):
+    """A step of one rank: total, own and new state."""
+    running = compressor.rounds(x, state, key=None, world=1)
+    arrays = next(running)
+    while True:
+        try:
+            arrays = running.send(list(arrays))
+        except StopIteration as stop:
+            return stop.value
+
+
+def steps_alone(compressor, gradients):
+    state = compressor.init(gradients[0].shape, jnp.float32)
+    for x in gradients:
+        end = alone(compressor, x, state)
+        state = end.state
+    return end
+
+
+def oracle(total, right):
+    """(P Pᵀ M, new Qᵀ) of the ranks' sum and Qᵀ, by Gram-Schmidt in fp64."""
+    left = np.array(total @ right.T)
+    for i in range(left.shape[1]):
+        for _ in range(2):
+            left[:, i] -= left[:, :i] @ (left[:, :i].T @ left[:, i])
+        left[:, i] /= np.linalg.norm(left[:, i])
+    return left @ (left.T @ total), left.T @ total
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("shape", [MATRIX, (3, 3, 8, 20), (90, 12)], ids=str)
+def test_every_step_is_that_of_the_oracle(shape, world):
+    compressor = PowerSGD(3)
+    step, state = step_of(compressor, world), compressor.init(shape, jnp.float32)
+    right = np.asarray(state, np.float64)
+    for i in range(4):
+        x = normal(world, *shape, seed=i)
+        total, lost, state = step(x, state)
+        exact = x.astype(np.float64).sum(0)
+        want, right = oracle(exact.reshape(-1, shape[-1]), right)
+        np.testing.assert_allclose(total, want.reshape(shape), atol=2e-4)
+        np.testing.assert_allclose(state, right, atol=1e-3)
+        np.testing.assert_allclose(lost.astype(np.float64).sum(0), exact - total, atol=1e-4)
+        right = np.asarray(state, np.float64)
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_no_rank_loses_more_than_it_has(world):
+    x = normal(world, *MATRIX)
+    _, lost, _ = step_of(PowerSGD(2), world)(x, PowerSGD(2).init(MATRIX, jnp.float32))
+    for own, residual in zip(x, lost, strict=True):
+        assert 0 < np.linalg.norm(residual) <= np.linalg.norm(own)
+
+
+@pytest.mark.parametrize("scale", [1e30, 1.0, 1e-30])
+@pytest.mark.parametrize("rank", [1, 3, 4])
+def test_a_matrix_of_no_higher_rank_is_exact_after_one_step(rank, scale):
+    x = np.float32(scale) * low_rank(rank, 80, 50)
+    end = steps_alone(PowerSGD(4), [x, x])
+    for got in (end.total, end.own):
+        np.testing.assert_allclose(np.asarray(got) / scale, x / scale, atol=2e-6)
+
+
+def test_small_singular_values_are_kept_beside_large_ones():
+    left, right = (np.linalg.qr(normal(n, 4, seed=n).astype(np.float64))[0] for n in (80, 50))
+    x = ((left * [1, 1e-2, 1e-4, 1e-5]) @ right.T).astype(np.float32)
+    end = steps_alone(PowerSGD(4), [x] * 10)
+    np.testing.assert_allclose(end.total, x, atol=1e-6)
+
+
+def test_on_gradients_that_stay_it_finds_the_best_approximation():
+    x = normal(*MATRIX)
+    end = steps_alone(PowerSGD(4), [x] * 100)
+    values = np.linalg.svd(x)[1]
+    lost = np.linalg.norm(np.asarray(end.total) - x)
+    assert lost == pytest.approx(np.linalg.norm(values[4:]), rel=2e-3)
+    found = np.sort(np.linalg.norm(np.asarray(end.state), axis=1))[::-1]
+    np.testing.assert_allclose(found, values[:4], rtol=0.02)
+
+
+def test_a_column_that_died_comes_back():
+    """On a gradient of rank 1 all but one column have nothing left; then the rank is 3."""
+    x = low_rank(3, 80, 50)
+    compressor = PowerSGD(3)
+    state = steps_alone(compressor, [low_rank(1, 80, 50, seed=1)] * 3).state
+    assert (np.abs(np.asarray(state)).max(axis=1) == 0).sum() == 2
+    for _ in range(2):
+        end = alone(compressor, x, state)
+        state = end.state
+    np.testing.assert_allclose(end.total, x, atol=2e-6)
+
+
+EDGES = {
+    "zeros": np.zeros(MATRIX),
+    "all equal": np.full(MATRIX, 3.5),
+    "one value": np.eye(*MATRIX) * (np.arange(MATRIX[0]) == 7)[:, None],
+    "huge": normal(*MATRIX, scale=1e30),
+    "tiny": normal(*MATRIX, scale=1e-30),
+    "subnormal": np.full(MATRIX, 1e-40),
+    "huge and tiny": normal(*MATRIX) * np.where(np.arange(MATRIX[1]) % 2, 1e18, 1e-18),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_values_at_the_edges_keep_the_bound(name):
+    x = EDGES[name].astype(np.float32)
+    compressor = PowerSGD(4)
+    for steps in (1, 3):
+        end = steps_alone(compressor, [x] * steps)
+        lost = np.abs(np.asarray(end.total, np.float64) - x)
+        assert (lost <= np.asarray(compressor.error_bound(x), np.float64)).all()
+        assert np.isfinite(end.state).all()
+    if np.linalg.matrix_rank(x) <= 1:
+        np.testing.assert_allclose(end.total, x, rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_seen_and_its_state_mends(value):
+    x = normal(*MATRIX)
+    bad = x.copy()
+    bad[3, 5] = value
+    compressor = PowerSGD(2)
+    end = alone(compressor, bad, compressor.init(MATRIX, jnp.float32))
+    assert np.isnan(end.total).all()
+    assert np.isinf(compressor.error_bound(bad)).all()
+    # Without sync_gradients, which keeps the old state, the next step begins anew.
+    after = alone(compressor, x, end.state)
+    fresh = alone(compressor, x, compressor.init(MATRIX, jnp.float32))
+    np.testing.assert_allclose(after.total, fresh.total, atol=1e-5)
+
+
+EXACT = [(), (7,), (300,), (0, 5), (4, 0), (1, 50), (50, 1), (8, 8), (2, 2, 3)]
+
+
+@pytest.mark.parametrize("shape", EXACT, ids=str)
+def test_leaves_that_would_not_shrink_are_sent_exactly(shape):
+    compressor = PowerSGD(4)
+    assert compressor.init(shape, jnp.float32) == ()
+    assert not compressor.has_state(shape, jnp.float32)
+    assert compressor.wire_bits(shape) == 32 * int(np.prod(shape))
+    x = normal(2, *shape)
+    total, lost, _ = step_of(compressor, 2)(x, ())
+    np.testing.assert_array_equal(total, x[0] + x[1])
+    np.testing.assert_array_equal(lost, np.zeros_like(x))
+    np.testing.assert_allclose(compressor.error_bound(x[0]), np.abs(x[0]) * 2.0**-23)
+
+
+@pytest.mark.parametrize(
+    ("rank", "shape", "sides"),
+    [
+        (1, (40, 60), (40, 60)),
+        (4, (40, 60), (40, 60)),
+        (2, (3, 3, 64, 128), (576, 128)),
+        (2, (5, 7, 9), (35, 9)),
+        (1, (3, 3), (3, 3)),
+    ],
+)
+def test_the_code_is_two_factors_of_the_matrix_with_the_last_dimension_as_columns(
+    rank, shape, sides
+):
+    compressor = PowerSGD(rank)
+    assert compressor.wire_bits(shape) == 32 * rank * sum(sides)
+    assert compressor.payload_bytes(shape) == 4 * rank * sum(sides)
+    assert compressor.init(shape, jnp.float32).shape == (rank, sides[1])
+    running = compressor.rounds(
+        jnp.ones(shape), compressor.init(shape, jnp.float32), key=None, world=1
+    )
+    sent = next(running)
+    sent += running.send(sent)
+    assert sum(a.nbytes for a in sent) == compressor.payload_bytes(shape)
+
+
+def test_a_number_of_values_is_no_matrix():
+    assert PowerSGD(1).wire_bits(1000) == 32_000
+
+
+def test_the_first_state_depends_on_the_shape_alone():
+    one, other = (PowerSGD(4).init((30, 500), jnp.dtype(t)) for t in ("float32", "bfloat16"))
+    np.testing.assert_array_equal(one, other)
+    values = np.asarray(one)
+    assert abs(values.mean()) < 0.1
+    assert abs(values.std() - 1) < 0.1
+    assert np.abs(np.corrcoef(values) - np.eye(4)).max() < 0.2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_leaves_of_16_bits_are_summed_in_fp32(dtype):
+    compressor = PowerSGD(2)
+    x = np.asarray(jnp.asarray(normal(2, *MATRIX), dtype), np.float32)
+    step, state = step_of(compressor, 2, dtype=jnp.dtype(dtype)), compressor.init(MATRIX, dtype)
+    total, _, after = step(x, state)
+    want, right = oracle(x.astype(np.float64).sum(0), np.asarray(state, np.float64))
+    assert total.dtype == jnp.dtype(dtype)
+    assert after.dtype == np.float32
+    np.testing.assert_allclose(after, right, atol=1e-4)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(total.astype(np.float64), want, rtol=eps, atol=1e-4)
+
+
+def test_what_would_leave_float16_has_no_bound():
+    x = jnp.full(MATRIX, 60_000, jnp.float16)
+    assert np.isinf(PowerSGD(1).error_bound(x)).all()
+    assert np.isfinite(PowerSGD(1).error_bound(x / 1000)).all()
+
+
+@pytest.mark.parametrize("how", ["vmap", "scan"])
+def test_batches_and_loops_give_what_single_calls_do(how):
+    x = jnp.asarray(normal(3, *MATRIX))
+    one = PowerSGD(2).approximate
+    got = jax.vmap(one)(x) if how == "vmap" else lax.map(one, x)
+    want = jnp.stack([jax.jit(one)(v) for v in x])
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("leaves", [1, 5])
+def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
+    """Whatever the number of leaves; exact ones come along in the first round."""
+    tree = [jnp.ones((8, 30 + i, 50)) for i in range(leaves)] + [jnp.ones((8, 3, 3))]
+    compressor = PowerSGD(2)
+    policy = Plan.build([x[0] for x in tree], Rules((), compressor, exact=()))
+    states = [compressor.init(x.shape[1:], x.dtype) for x in tree]
+
+    def of_rank(xs, states):
+        options = Options.resolve("test", "data", exchange="xla")
+        return reduce_leaves(options, [x[0] for x in xs], policy, None, states=states).values
+
+    f = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))
+    text = f.lower(tree, states).compile().as_text()
+    found = re.findall(
+        r"= (\S+) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\S*\(", text
+    )
+    rows = sum(30 + i for i in range(leaves))
+    sizes = [2 * rows + 9, 2 * 50 * leaves]
+    assert sorted(kind + shape.split("{")[0] for shape, kind in found) == sorted(
+        f"all-reducef32[{n}]" for n in sizes
+    )
+    assert 4 * sum(sizes) == sum(compressor.payload_bytes(x.shape[1:]) for x in tree)
+
+
+def training(tx, mesh, params):
+    state = tx.init(params)
+    specs = cgx_jax.state_specs(state, "data")
+    step = jax.jit(
+        jax.shard_map(
+            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            mesh=mesh,
+            in_specs=(P("data"), specs),
+            out_specs=(P(), specs),
+        )
+    )
+    return step, state
+
+
+PARAMS = {"conv": jnp.zeros((3, 3, 8, 16)), "dense": jnp.zeros(MATRIX), "bias": jnp.zeros(60)}
+
+
+def gradients(seed=0):
+    return {k: normal(8, *x.shape, seed=seed) for k, x in PARAMS.items()}
+
+
+@pytest.mark.parametrize("precondition", [None, SecondMoment()], ids=["plain", "units"])
+def test_feedback_closes_the_account(precondition, mesh):
+    """What was received and what is remembered add up to what was given, step after step."""
+    tx = cgx_jax.sync_gradients(
+        "data",
+        PowerSGD(2),
+        memory=ErrorFeedback(),
+        precondition=precondition,
+        mesh=mesh,
+        exchange="xla",
+    )
+    step, state = training(tx, mesh, PARAMS)
+    given, received = (jax.tree.map(lambda x: np.zeros(x.shape), PARAMS) for _ in range(2))
+    for i in range(6):
+        grads = gradients(seed=i)
+        mean, state = step(grads, state)
+        for k in PARAMS:
+            given[k] += grads[k].astype(np.float64).mean(0)
+            received[k] += np.asarray(mean[k])
+    for k in PARAMS:
+        kept = np.asarray(state.memory[0][k], np.float64).mean(0)
+        np.testing.assert_allclose(received[k] + kept, given[k], atol=1e-4)
+    assert np.abs(received["dense"] - given["dense"]).max() > 0.01
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_leaves_the_state_usable(value, mesh):
+    tx = cgx_jax.sync_gradients("data", PowerSGD(2), mesh=mesh, exchange="xla")
+    step, state = training(tx, mesh, PARAMS)
+    good, bad = gradients(), gradients()
+    bad["dense"][3, 5, 7] = value
+    _, state = step(good, state)
+    mean, after = step(bad, state)
+    assert np.isnan(mean["dense"]).all()
+    for x, y in zip(jax.tree.leaves(state.codes), jax.tree.leaves(after.codes), strict=True):
+        np.testing.assert_array_equal(x, y)
+    mean, _ = step(good, after)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(mean))
+
+
+def test_each_leaf_has_the_rank_of_its_rule_and_all_of_it_survives_orbax(mesh, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    policy = Rules([Rule(PowerSGD(1), path="conv")], PowerSGD(3))
+    tx = cgx_jax.sync_gradients("data", policy, memory=ErrorFeedback(), mesh=mesh, exchange="xla")
+    step, state = training(tx, mesh, PARAMS)
+    assert {k: np.shape(s) for k, s in state.codes.shared.items()} == {
+        "conv": (1, 16),
+        "dense": (3, 60),
+        "bias": (0,),
+    }
+    _, state = step(gradients(), state)
+    shardings = cgx_jax.state_shardings(state, "data", mesh)
+    with checkpoint.StandardCheckpointer() as files:
+        files.save(tmp_path / "state", state)
+        files.wait_until_finished()
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+        )
+        restored = files.restore(tmp_path / "state", like)
+    one, other = step(gradients(1), state), step(gradients(1), restored)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_policies_are_told_what_each_rank_loses():
+    """The squared errors of several candidates are those of a first step alone."""
+    x = low_rank(3, *MATRIX) + 0.01 * normal(*MATRIX)
+    candidates = [PowerSGD(1), PowerSGD(3)]
+    got = PowerSGD.squared_errors(candidates, jnp.asarray(x)[None], np.array([x.size]))
+    want = [np.square(np.asarray(c.approximate(jnp.asarray(x))) - x).sum() for c in candidates]
+    np.testing.assert_allclose(got, [want], rtol=1e-4)
+    assert got[0, 1] < 0.5 * got[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "says"),
+    [
+        (0, ValueError, r"PowerSGD: rank=0 is below 1; .*Identity\(\)"),
+        (-3, ValueError, r"PowerSGD: rank=-3 is below 1; .*Identity\(\)"),
+        (1.5, TypeError, r"PowerSGD: rank=1.5 is not an integer; pass a Python int"),
+    ],
+)
+def test_a_wrong_rank_is_refused(rank, error, says):
+    with pytest.raises(error, match=says):
+        PowerSGD(rank)
+
+
+def test_a_call_that_keeps_nothing_refuses_matrices_and_takes_vectors(mesh):
+    call = lambda x: cgx_jax.psum_compressed(  # noqa: E731
+        x[0], "data", Rules((), PowerSGD(), exact=()), exchange="xla"
+    )
+    f = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    with pytest.raises(ValueError, match=r"^psum_compressed: PowerSGD\(rank=4\).*sync_gradients"):
+        jax.eval_shape(f, jnp.ones((8, *MATRIX)))
+    np.testing.assert_array_equal(f(jnp.ones((8, 60))), np.full(60, 8.0))
