@@ -18,7 +18,7 @@ from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Mpi
 from cgx_jax.reductions import GatherSum
 from cgx_jax.reductions.named import named
-from toys import Largest, RankOne, Steps, Vote
+from toys import Difference, Largest, RankOne, Steps, Vote
 
 KEY = jax.random.key(11)
 SHAPE = (12, 50)
@@ -345,13 +345,21 @@ def test_a_wrong_call_is_refused_under_its_own_name(call, name, mesh):
         jax.eval_shape(sharded(f, mesh), values(8, 64, 64))
 
 
-class ChunkedState(Steps):
-    def init(self, shape, dtype):
-        return (jnp.zeros(shape),)
+class ChunkedDifference(Difference):
+    reductions = ("scatter_gather",)
 
 
-def test_state_and_chunks_do_not_go_together(mesh):
-    tx = cgx_jax.sync_gradients("data", ChunkedState())
-    f = lambda v: tx.update(v[0], tx.init(v[0]))[0]  # noqa: E731
-    with pytest.raises(ValueError, match=r"^sync_gradients: .* has state, .*whole leaves"):
-        jax.eval_shape(sharded(f, mesh, check_vma=False), values(8, 64, 64))
+def test_state_is_of_whole_leaves_where_chunks_are_encoded(mesh):
+    """The second step sends what has changed since the first, each rank of its own leaf."""
+    tx = cgx_jax.sync_gradients("data", ChunkedDifference(), exchange="xla")
+    x = np.clip(values(16, 30, 40), -2, 2).reshape(2, 8, 30, 40)
+
+    def steps(first, second):
+        _, state = tx.update(first[0], tx.init(first[0]))
+        return tx.update(second[0], state)[0]
+
+    f = jax.shard_map(
+        steps, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P(), check_vma=False
+    )
+    change = (x[1] - x[0]).mean(0)
+    np.testing.assert_allclose(jax.jit(f)(*x), change, atol=2 * ChunkedDifference().step)

@@ -58,7 +58,7 @@ def test_the_error_in_the_table_is_that_of_normal_values(bits):
     if bits <= 4:  # the range of wider codes ends past the largest of 512 values
         x = np.random.default_rng(bits).normal(size=(200, 512)).astype(np.float32)
         code = Quantize(bits, rotation=True)
-        decoded = code.decode(code.encode(x)[0], x.shape, x.dtype)
+        decoded = code.decode(code.encode(x), x.shape, x.dtype)
         assert code.known_error(x.size) == NORMAL_ERROR[bits]
         found = np.square(decoded - x).sum() / np.square(x).sum()
         np.testing.assert_allclose(found, NORMAL_ERROR[bits], rtol=0.03)

@@ -129,7 +129,7 @@ def test_plain_feedback_around_one_unbiased_bit_diverges(monkeypatch):
 
 
 def test_one_biased_bit_is_refused_with_a_memory():
-    with pytest.raises(ValueError, match="grows without end; use 2 bits or more"):
+    with pytest.raises(ValueError, match="grows without end; use Quantize with 2 bits or more"):
         run(with_memory(Quantize(1), 2), gradients(2, 1), 2)
 
 

@@ -36,6 +36,15 @@ def filled(size: int, bucket: int) -> np.ndarray:
     return (np.arange(count(size, bucket) * bucket) < size).reshape(-1, bucket)
 
 
+def share(rows: jax.Array, scale: jax.Array) -> jax.Array:
+    """`rows` over a positive scale each; 0 where it is 0 or NaN.
+
+    XLA multiplies by the inverse, and that of a large scale is no normal number.
+    """
+    down = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-64), np.float32(1))
+    return jnp.where(scale > 0, (rows * down) / (scale * down), 0)
+
+
 def noise(key: Any, rows: int, columns: int) -> jax.Array:
     """Uniform numbers in [0, 1) of 24 bits, fp32[rows, columns]."""
     return (noise_bits(key, rows, columns) >> 8).astype(jnp.float32) * np.float32(2**-24)
@@ -51,10 +60,12 @@ def rounded(bound: jax.Array, x: Any) -> jax.Array:
     """`bound` on fp32 values like `x`'s, and the rounding of the result to the dtype of `x`.
 
     Infinite where `x` is not finite, and where the result may be past the largest of the dtype.
+    What is below fp32's normal numbers may come back as zero.
     """
     info = jnp.finfo(jnp.result_type(x))
     size = jnp.abs(jnp.asarray(x).astype(jnp.float32)) + bound
-    whole = bound + size * float(info.eps) + float(info.smallest_subnormal)
+    least = float(info.smallest_subnormal) + float(jnp.finfo(jnp.float32).tiny)
+    whole = bound + size * float(info.eps) + least
     return jnp.where(size <= float(info.max), whole, jnp.inf)
 
 

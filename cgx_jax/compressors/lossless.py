@@ -21,7 +21,7 @@ class Identity(PayloadCompressor):
     lossless = True
 
     @property
-    def blocksize_of(self) -> int:
+    def block_size(self) -> int:
         return 1
 
     @property
@@ -73,7 +73,7 @@ class Cast(PayloadCompressor):
         object.__setattr__(self, "dtype", dtype)
 
     @property
-    def blocksize_of(self) -> int:
+    def block_size(self) -> int:
         return 1
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
@@ -83,7 +83,9 @@ class Cast(PayloadCompressor):
         """Half an ulp of the target type and of x's own; infinite past the target's range."""
         info, own = jnp.finfo(self.dtype), jnp.finfo(jnp.result_type(x))
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-        bound = magnitude * float(info.eps + own.eps) + float(info.smallest_subnormal)
+        # What is below fp32's normal numbers may be taken for zero.
+        least = max(float(info.smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
+        bound = magnitude * float(info.eps + own.eps) + least
         return jnp.where(magnitude <= float(info.max), bound, jnp.inf)
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:

@@ -63,7 +63,7 @@ class DynamicTree8(PayloadCompressor):
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
         largest = _largest(rows)
-        share = jnp.where(largest > 0, jnp.abs(rows) / largest, 0)
+        share = buckets.share(jnp.abs(rows), largest)
         table = tree()
         between = ((table[1:] + table[:-1]) / 2).astype(np.float32)
         code = jnp.searchsorted(between, share.reshape(-1), method="compare_all").astype(jnp.uint8)
@@ -170,14 +170,14 @@ class NonUniform(PayloadCompressor):
         rows = buckets.split(x, self.bucket_size)
         if self._fits:
             scale = _largest(rows)
-            share = jnp.where(scale > 0, rows / scale, 0)
+            share = buckets.share(rows, scale)
             table = _fitted(share, buckets.filled(x.size, self.bucket_size), 2**self.bits)
             code = _nearest(table, share.reshape(-1))
             parts = [self._packed(code, x.size), to_bytes(scale), to_bytes(table)]
             return jnp.concatenate(parts)
         buckets.require_key(self, key)
         scale, powers = _finite(l2_norm(rows)), self._powers()
-        share = jnp.where(scale > 0, jnp.abs(rows) / scale, 0)
+        share = buckets.share(jnp.abs(rows), scale)
         below = jnp.searchsorted(powers[1:], share.reshape(-1), side="right", method="compare_all")
         below = jnp.minimum(below, len(powers) - 2).reshape(rows.shape)
         low, high = jnp.asarray(powers)[below], jnp.asarray(powers)[below + 1]

@@ -97,7 +97,7 @@ class QSGD(PayloadCompressor):
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
         norm = self._norm(rows)
-        steps = jnp.where(norm > 0, jnp.abs(rows) / norm, 0) * np.float32(self.levels)
+        steps = buckets.share(jnp.abs(rows), norm) * np.float32(self.levels)
         level = jnp.floor(steps + buckets.noise(key, *rows.shape))
         level = jnp.minimum(level, np.float32(self.levels))
         codes = jnp.where(rows < 0, -level, level) + np.float32(self.levels)
@@ -117,6 +117,7 @@ def l2_norm(rows: jax.Array) -> jax.Array:
     """Each row's, f32[rows, 1], where squares overflow or vanish too; at most the largest float."""
     largest = jnp.abs(rows).max(axis=1, keepdims=True)
     scale = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
-    norm = scale * jnp.sqrt(jnp.square(rows / scale).sum(axis=1, keepdims=True))
+    squares = jnp.square(buckets.share(rows, scale))
+    norm = scale * jnp.sqrt(squares.sum(axis=1, keepdims=True))
     most = jnp.minimum(norm, np.float32(np.finfo(np.float32).max))
     return jnp.where(jnp.isfinite(largest), most, largest)

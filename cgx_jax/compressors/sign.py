@@ -42,6 +42,7 @@ class SignSGD(_Vote):
     a tie, so a mean is the same as a sum. A zero counts as positive; NaN, which a bit cannot carry,
     as negative. Ties need a third value: over an even number of ranks the sums are sent in 1.6
     bits. Error feedback is refused, since a sign may be larger than its value: see `ScaledSign`.
+    `psum_scatter_compressed`, which encodes no sums, returns the sum of the votes.
     Source: signSGD with majority vote (Bernstein et al., 2018 and 2019).
     """
 
@@ -98,7 +99,21 @@ class _Verdict(_Vote):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaledSign(PayloadCompressor):
+class _Scaled(PayloadCompressor):
+    """Signs whose sizes are those of their bucket."""
+
+    bucket_size: int = buckets.BUCKET
+
+    def __post_init__(self) -> None:
+        buckets.whole_number(type(self).__name__, "bucket_size", self.bucket_size, 1)
+
+    @property
+    def block_size(self) -> int:
+        return self.bucket_size
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledSign(_Scaled):
     """The sign of every value times the mean magnitude of its bucket.
 
     One bit a value and 4 bytes a bucket. It loses a share of at most 1 - |x|_1² / (n |x|_2²) of a
@@ -106,15 +121,6 @@ class ScaledSign(PayloadCompressor):
     that. Raises ValueError for a bucket_size below 1. Source: EF-SignSGD (Karimireddy et al., ICML
     2019), whose bucket is the whole leaf.
     """
-
-    bucket_size: int = buckets.BUCKET
-
-    def __post_init__(self) -> None:
-        buckets.whole_number("ScaledSign", "bucket_size", self.bucket_size, 1)
-
-    @property
-    def block_size(self) -> int:
-        return self.bucket_size
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         n = size_of(shape)
@@ -146,7 +152,7 @@ class ScaledSign(PayloadCompressor):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(PayloadCompressor):
+class OneBit(_Scaled):
     """One bit a value: the mean of its bucket's negative values, or of the others.
 
     8 bytes a bucket beside the bits. It is a projection, so error feedback makes up for what it
@@ -154,15 +160,6 @@ class OneBit(PayloadCompressor):
     ValueError for a bucket_size below 1. Source: 1-bit SGD (Seide et al., Interspeech 2014), whose
     bucket is a column of the matrix.
     """
-
-    bucket_size: int = buckets.BUCKET
-
-    def __post_init__(self) -> None:
-        buckets.whole_number("OneBit", "bucket_size", self.bucket_size, 1)
-
-    @property
-    def block_size(self) -> int:
-        return self.bucket_size
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         n = size_of(shape)

@@ -17,6 +17,7 @@ from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor, Rounds, Summed, SummedCompressor
 from cgx_jax.compressors.lossless import Identity
 from cgx_jax.compressors.packing import pack, packed_bytes, size_of, unpack
+from cgx_jax.compressors.qsgd import QSGD
 
 Keep = float | int
 
@@ -132,7 +133,7 @@ class TopK(_Positions):
 
     ceil(log2(n + 1)) bits for each position, and the values by the code `values`: exact by default,
     or `Cast(jnp.bfloat16)`, or `Quantize(8)`. NaN counts as the largest. It loses a share of at
-    most 1 - k / n of the squares, so it needs error feedback, without which training fails. Every
+    most 1 - k / n of the squares, so it needs error feedback. Every
     rank has its own positions, so payloads are gathered: the bytes a rank receives grow with the
     number of ranks. Those of `BlockTopK` do not. Raises ValueError for a share outside of (0, 1],
     for a number below 1 or, while tracing, above a leaf's. Source: Aji and Heafield (EMNLP 2017).
@@ -153,14 +154,16 @@ class TopK(_Positions):
 
 @dataclasses.dataclass(frozen=True)
 class QSparse(TopK):
-    """The largest values, quantized at random without bias: `TopK(keep, values=QSGD(...))`.
+    """The largest values, quantized at random without bias: `TopK` with `QSGD` for its values.
 
     Source: Qsparse-local-SGD (Basu et al., NeurIPS 2019).
     """
 
+    values: PayloadCompressor = dataclasses.field(default=QSGD(), kw_only=True)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.values.unbiased:
+        if not self.values.unbiased or self.values.lossless:
             raise ValueError(
                 f"QSparse: values={self.values} is biased or exact; pass an unbiased code, such "
                 "as QSGD(7), or use TopK."
@@ -322,16 +325,15 @@ class RandomK(SummedCompressor):
 
     def _run(self, size: int) -> int:
         """How many values one stands for."""
-        return -(-size // max(1, kept("RandomK", self.keep, size)))
+        return max(1, -(-size // max(1, kept("RandomK", self.keep, size))))
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         n = size_of(shape)
-        return 32 * (-(-n // self._run(n))) if n else 0
+        return 32 * -(-n // self._run(n))
 
     def error_bound(self, x: Any) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-        run = self._run(magnitude.size) if magnitude.size else 1
-        most = max(1, run - 1) if self.scaled else 1
+        most = max(1, self._run(magnitude.size) - 1) if self.scaled else 1
         return buckets.rounded(magnitude * np.float32(most * (1 + 2.0**-18)), x)
 
     def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:

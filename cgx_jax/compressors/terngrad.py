@@ -106,7 +106,7 @@ class TernGrad(_Ternary):
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
         scale = _largest(rows)
-        share = jnp.where(scale > 0, jnp.abs(rows) / scale, 0)
+        share = buckets.share(jnp.abs(rows), scale)
         return self._payload(rows, scale, buckets.noise(key, *rows.shape) < share, x.size)
 
 
@@ -157,4 +157,4 @@ def _deviation(x: jax.Array) -> jax.Array:
     """The standard deviation, where squares overflow too."""
     scale = jnp.abs(x).max(initial=0)
     scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
-    return scale * jnp.std(x / scale) if x.size else scale
+    return scale * jnp.std(buckets.share(x, scale)) if x.size else scale

@@ -223,7 +223,8 @@ class _Feedback:
         if compressor.feedback_scale is None:
             raise ValueError(
                 f"{CALLER}: {compressor} of leaf {path!r} may lose more than it is given, so a "
-                "memory around it grows without end; use 2 bits or more, or stochastic rounding."
+                "memory around it grows without end; use Quantize with 2 bits or more, or "
+                "ScaledSign."
             )
         return compressor.feedback_scale
 
