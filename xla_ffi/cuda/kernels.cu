@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic,
     const LeafSeed seed = noise_of<kStochastic>(args.key, piece);
     return [=, &piece](int number) {
       const Bucket bucket(piece, rotation, number);
-      reduce_records<kTiles, kStochastic, kResidual>(
+      reduce_records<kTiles, kTiles == 1 ? 4 : 2, kStochastic, kResidual>(
           bucket, {seed.bucket(bucket.of_leaf()), 0.0f}, args.payload, args.chunk_bytes, args.world,
           own, divide, args.divisor, args.chunk + bucket.record());
     };

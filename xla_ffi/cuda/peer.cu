@@ -38,6 +38,9 @@ class PeerWarp {
   }
 
  private:
+  // One less than in the kernel that only reduces: all steps share one set of registers here.
+  static constexpr int kAhead = kTiles == 1 ? 3 : 2;
+
   struct Place {
     int64_t record;
     int64_t bytes;
@@ -133,12 +136,12 @@ class PeerWarp {
           const Bucket bucket(piece, rotation, number);
           const Noise noise{seed.bucket(bucket.of_leaf()), 0.0f};
           uint8_t* const record = means + bucket.record();
-          noisy
-              ? reduce_records<kTiles, true, kResidual>(bucket, noise, rows, args_.row_bytes, world,
-                                                        own, divide_, args_.divisor, record)
-              : reduce_records<kTiles, false, kResidual>(bucket, noise, rows, args_.row_bytes,
-                                                         world, own, divide_, args_.divisor,
-                                                         record);
+          noisy ? reduce_records<kTiles, kAhead, true, kResidual>(bucket, noise, rows,
+                                                                  args_.row_bytes, world, own,
+                                                                  divide_, args_.divisor, record)
+                : reduce_records<kTiles, kAhead, false, kResidual>(bucket, noise, rows,
+                                                                   args_.row_bytes, world, own,
+                                                                   divide_, args_.divisor, record);
         };
       });
       __syncwarp();

@@ -45,15 +45,16 @@ __device__ void encode_values(const Bucket& bucket, Noise noise, uint8_t* record
 }
 
 // Adds the peers' records, which lie in rows of `payload`, to the bucket's values and encodes their
-// mean, which is their sum divided by `divisor`, as `divide` does.
-template <int kTiles, bool kStochastic, bool kResidual>
+// mean, which is their sum divided by `divisor`, as `divide` does. kAhead records are on their way
+// at once.
+template <int kTiles, int kAhead, bool kStochastic, bool kResidual>
 __device__ void reduce_records(const Bucket& bucket, Noise noise, const uint8_t* payload,
                                int64_t row_bytes, int world, int own, Divide divide, float divisor,
                                uint8_t* record) {
   const uint8_t* const records = payload + bucket.record();
   float pad = 0.0f;
   const auto mean = [&](int k) {
-    Peers<kTiles == 1 ? 4 : 2> peers(bucket, records, row_bytes, world, own, k);
+    Peers<kAhead> peers(bucket, records, row_bytes, world, own, k);
     Tile t = load_tile(bucket, k, Pad::kZero);
     rotate(bucket, k, &t);
     peers.add_to(bucket, &t);
