@@ -54,7 +54,7 @@ target_link_libraries(cgx_cuda PUBLIC cgx_format ${CMAKE_DL_LIBS})
 set_target_properties(cgx_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 
 if(CGX_BUILD_GPU_TESTS)
-  foreach(program kernel_bench virtual_ranks)
+  foreach(program kernel_bench virtual_ranks virtual_peers)
     add_executable(${program} tests/gpu/${program}.cc)
     set_target_properties(${program} PROPERTIES CUDA_RUNTIME_LIBRARY Static LINKER_LANGUAGE CUDA)
     target_link_libraries(${program} PRIVATE cgx_cuda cgx_cpu)

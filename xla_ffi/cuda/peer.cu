@@ -27,12 +27,17 @@ class PeerWarp {
   __device__ __forceinline__ void run() {
     const int world = args_.shape.world, own = args_.own;
     // What peers hold after a launch that has given up is unknown, so nothing is sent any more.
-    const bool takes_part = __shfl_sync(kEveryLane, load_relaxed(&state_->failed), 0) == 0;
+    const bool takes_part = !has_failed();
     int next = warp_;
     // One peer after the other, each rank another one, so that no link has two senders.
     for (int d = 1; d < world; ++d) send_to_owner(takes_part, (own + d) % world, &next);
     next = warp_;
     reduce(takes_part, &next);
+    const bool sends = takes_part && !has_failed();
+    for (int d = 0; sends && d < world; ++d) {
+      int again = warp_;
+      send_means((own + d) % world, &again);
+    }
     for (int d = 0; d < world; ++d) receive(takes_part, (own + d) % world, &next);
     end();
   }
@@ -52,6 +57,10 @@ class PeerWarp {
   }
   __device__ uint64_t* arrived(int rank, Leg leg, int packet, int from) const {
     return args_.shape.arrived(window(rank), leg, packet, from);
+  }
+
+  __device__ bool has_failed() const {
+    return __shfl_sync(kEveryLane, load_relaxed(&state_->failed), 0) != 0;
   }
 
   // f(packet, first unit, last + 1) for this warp's share of a chunk's packets. `next` numbers the
@@ -144,19 +153,26 @@ class PeerWarp {
                                                                    divide_, args_.divisor, record);
         };
       });
-      __syncwarp();
-      // A packet's records lie one after the other, and start at multiples of 4 bytes.
-      const Place head = place(first), tail = place(end - 1);
-      const int words = static_cast<int>((tail.record + tail.bytes - head.record) / 4);
-      const uint32_t* const from = reinterpret_cast<const uint32_t*>(means + head.record);
-      for (int d = 1; d < world; ++d) {
-        const int to = (own + d) % world;
-        uint32_t* const at =
+    });
+  }
+
+  // The means of the own chunk's packets, each by the warp that has computed it.
+  __device__ void send_means(int to, int* next) const {
+    const int own = args_.own;
+    const int64_t row = own * args_.row_bytes;
+    const uint8_t* const means = payload(own, Leg::kFromOwner) + row;
+    for_each_packet(own, next, [&](int packet, int first, int end) {
+      if (to != own) {
+        // A packet's records lie one after the other, and start at multiples of 4 bytes.
+        const Place head = place(first), tail = place(end - 1);
+        const int words = static_cast<int>((tail.record + tail.bytes - head.record) / 4);
+        const auto* const from = reinterpret_cast<const uint32_t*>(means + head.record);
+        auto* const at =
             reinterpret_cast<uint32_t*>(payload(to, Leg::kFromOwner) + row + head.record);
         for (int i = lane_; i < words; i += kWarp) at[i] = from[i];
       }
       __syncwarp();
-      if (lane_ < world) store_release(arrived(lane_, Leg::kFromOwner, packet, own), epoch_);
+      if (lane_ == 0) store_release(arrived(to, Leg::kFromOwner, packet, own), epoch_);
     });
   }
 
@@ -242,7 +258,7 @@ __global__ void __launch_bounds__(kPeerThreads, 1)
 // for a warp that waits may wait for any warp of another device; the other half is left to kernels
 // that XLA runs beside the call.
 template <typename Kernel>
-cudaError_t blocks_of(Kernel kernel, const PeerTable& table, int world, int* blocks) {
+cudaError_t blocks_of(Kernel kernel, const PeerTable& table, int world, int sharers, int* blocks) {
   int device, processors, held;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -252,7 +268,7 @@ cudaError_t blocks_of(Kernel kernel, const PeerTable& table, int world, int* blo
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&held, kernel, kPeerThreads, 0);
   }
   if (error != cudaSuccess) return error;
-  const int most = processors * held / 2 > 1 ? processors * held / 2 : 1;
+  const int share = processors * held / 2 / sharers, most = share > 1 ? share : 1;
   constexpr int kWarps = kPeerThreads / kWarp;
   const int packets = table.chunk[world] / table.packet + world;
   const int useful = (packets + kWarps - 1) / kWarps;
@@ -261,10 +277,10 @@ cudaError_t blocks_of(Kernel kernel, const PeerTable& table, int world, int* blo
 }
 
 template <typename Kernel>
-cudaError_t launch(Kernel kernel, const PeerTable& table, const PeerArgs& args,
+cudaError_t launch(Kernel kernel, const PeerTable& table, const PeerArgs& args, int sharers,
                    cudaStream_t stream) {
   int blocks;
-  const cudaError_t error = blocks_of(kernel, table, args.shape.world, &blocks);
+  const cudaError_t error = blocks_of(kernel, table, args.shape.world, sharers, &blocks);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute together = {};
   together.id = cudaLaunchAttributeCooperative;
@@ -274,18 +290,17 @@ cudaError_t launch(Kernel kernel, const PeerTable& table, const PeerArgs& args,
   config.blockDim = dim3(kPeerThreads);
   config.stream = stream;
   config.attrs = &together;
-  config.numAttrs = 1;
+  config.numAttrs = sharers == 1;  // a device may run one cooperative launch after the other
   return cudaLaunchKernelEx(&config, kernel, table, args);
 }
 
 }  // namespace
 
 cudaError_t launch_peer(const PeerTable& table, const PeerArgs& args, bool residual,
-                        cudaStream_t stream) {
-  if (table.tiles <= 1) {
-    return launch(residual ? peer_kernel<1, true> : peer_kernel<1, false>, table, args, stream);
-  }
-  return launch(residual ? peer_kernel<0, true> : peer_kernel<0, false>, table, args, stream);
+                        cudaStream_t stream, int sharers) {
+  const auto kernel = table.tiles <= 1 ? (residual ? peer_kernel<1, true> : peer_kernel<1, false>)
+                                       : (residual ? peer_kernel<0, true> : peer_kernel<0, false>);
+  return launch(kernel, table, args, sharers, stream);
 }
 
 cudaError_t load_peer_kernels() {

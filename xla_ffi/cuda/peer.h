@@ -92,9 +92,10 @@ struct PeerArgs {
 static_assert(sizeof(PeerTable) + sizeof(PeerArgs) <= 32764, "CUDA 13 takes so many parameters");
 
 // One launch for each table. All ranks must launch the same ones in one order, and a device's
-// launches on a window must come one after the other.
+// launches on a window must come one after the other. `sharers` ranks have one device between them,
+// as in the test on a machine with one GPU.
 cudaError_t launch_peer(const PeerTable& table, const PeerArgs& args, bool residual,
-                        cudaStream_t stream);
+                        cudaStream_t stream, int sharers = 1);
 
 // Loads the kernels on the current device.
 cudaError_t load_peer_kernels();
