@@ -90,7 +90,8 @@ gpu-rehearsal: $(STAMPS)/cpp
 	$(BIN)/cmake -S . -B build/rehearsal -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
 	  -DCGX_BASELINE_ONLY=ON
-	$(BIN)/cmake --build build/rehearsal --target emulated_kernel_bench emulated_virtual_ranks
+	$(BIN)/cmake --build build/rehearsal --target emulated_kernel_bench \
+	  emulated_virtual_ranks emulated_virtual_peers
 	$(BIN)/python tests/gpu/rehearse.py build/rehearsal/tests/cpp
 
 lint: $(STAMPS)/lint
