@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -61,6 +63,8 @@ class Exchange(abc.ABC):
         problem = self.missing(axes)
         if problem is not None:
             raise ValueError(f"{name}: exchange={self.shorthand!r} does not work here: {problem}.")
+        if jax.process_count() > 1 and jax.default_backend() == "cpu" and _caches_programs():
+            _warn_of_cached_programs()
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
         """u8[world, n], row r for rank r -> u8[world, n], row r from rank r."""
@@ -107,3 +111,20 @@ class Exchange(abc.ABC):
         `words` is uint32[2]; `layout` is that of `x` for one rank.
         """
         raise NotImplementedError
+
+
+def _caches_programs() -> bool:
+    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)
+
+
+@functools.cache
+def _warn_of_cached_programs() -> None:
+    """Says once that ranks may hang: XLA forgets the order of collectives in what it caches."""
+    warnings.warn(
+        "jax_compilation_cache_dir is set, and XLA on CPUs runs the collectives of a program from "
+        "that cache in an order that differs from rank to rank: ranks may hang, or abort in gloo. "
+        'Set jax.config.update("jax_enable_compilation_cache", False) in programs of several '
+        "processes on CPUs.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
