@@ -26,6 +26,7 @@ class Compressor(abc.ABC):
     * `needs_key`: it draws random numbers.
     * `shares_noise`: all ranks are given the same key, instead of one each.
     * `shares_state`: its state is made of sums over the ranks alone, so all ranks hold the same.
+    * `selects`: it sends a few values and drops the others whole.
 
     State (momenta, low-rank factors) is a pytree that `init` makes and every use returns anew;
     stateless compressors have the empty tuple. `sync_gradients` keeps it from step to step; calls
@@ -35,6 +36,7 @@ class Compressor(abc.ABC):
     lossless: ClassVar[bool] = False
     reductions: ClassVar[tuple[str, ...]]
     shares_state: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
 
     @property
     def unbiased(self) -> bool:

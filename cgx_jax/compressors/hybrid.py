@@ -28,6 +28,7 @@ class AdaptiveThreshold(PayloadCompressor):
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
+    selects: ClassVar[bool] = True
 
     keep: Keep = 0.01
 

@@ -55,6 +55,8 @@ def position_bits(size: int) -> int:
 class _Sparse(PayloadCompressor):
     """Positions in as few bits as they need, and the values there by the code `values`."""
 
+    selects: ClassVar[bool] = True
+
     values: PayloadCompressor = dataclasses.field(default=Identity(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -298,6 +300,8 @@ class RandomK(SummedCompressor):
     share of the leaf or a number of values. Raises ValueError as `TopK` does. Source: Stich et al.
     (NeurIPS 2018).
     """
+
+    selects: ClassVar[bool] = True
 
     keep: Keep = 0.01
     scaled: bool = False

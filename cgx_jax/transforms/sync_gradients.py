@@ -144,7 +144,7 @@ def sync_gradients(
             sent, remembered = leaves, ()
             sums = mean(leaves)
         else:
-            sent, sums, remembered = _Feedback(memory, mean)(leaves, state.memory)
+            sent, sums, remembered = _Feedback(memory, mean)(leaves, state)
         means = sums.values
         moments = state.moments
         if precondition is not None:
@@ -194,13 +194,13 @@ class _Feedback:
     memory: Memory
     mean: _Mean
 
-    def __call__(self, leaves: list[Any], state: Any) -> tuple[list[Any], Sums, Any]:
+    def __call__(self, leaves: list[Any], state: SyncState) -> tuple[list[Any], Sums, Any]:
         """What is sent, its means, and the memory after it."""
         plan = self.mean.plan
         pairs = zip(plan.compressors, plan.leaves, strict=True)
         factors = [self._factor(c, leaf.path) for c, leaf in pairs]
-        old = [tuple(x[0] for x in rows) for rows in by_leaf(state, len(leaves))]
-        both = [self.memory.compensate(x, s) for x, s in zip(leaves, old, strict=True)]
+        old = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
+        both = [self.memory.compensate(x, s, state.step) for x, s in zip(leaves, old, strict=True)]
         sent = [x for x, _ in both]
         sums = self.mean(sent, residual=True)
         means, lost = sums.values, sums.residuals
@@ -213,10 +213,12 @@ class _Feedback:
         # A skipped step never happened: what it would have sent is neither lost nor remembered.
         finite = _finite(means)
         rows = []
-        for before, e, (_, partial) in zip(old, residuals, both, strict=True):
-            after = zip(self.memory.remember(e, partial), before, strict=True)
-            rows.append(tuple(self._row(_keep(finite, new, x)) for new, x in after))
-        return sent, sums, by_tree(rows, self.mean.treedef) or state
+        for i, (before, e, (_, kept)) in enumerate(zip(old, residuals, both, strict=True)):
+            selects = plan.compressors[i].selects and lost[i] is not None
+            arrived = _arrived(sent[i], e, means[i]) if selects else None
+            after = zip(self.memory.remember(e, kept, arrived), before, strict=True)
+            rows.append(tuple(self._row(_keep(finite, new, was)) for new, was in after))
+        return sent, sums, by_tree(rows, self.mean.treedef) or state.memory
 
     @staticmethod
     def _factor(compressor: Compressor, path: str) -> float:
@@ -230,6 +232,15 @@ class _Feedback:
 
     def _row(self, x: jax.Array) -> jax.Array:
         return _compat.vary_over(x[None], self.mean.options.axes.varying())
+
+
+def _arrived(sent: jax.Array, residual: jax.Array, mean: jax.Array) -> jax.Array:
+    """Which of the values that a rank sent a code of a few values has taken along.
+
+    Less than half of such a value is left. In the chunk that a rank owns its residual is what the
+    sum of all ranks lost, so a value counts only if the mean has one there too.
+    """
+    return (2 * jnp.abs(residual) < jnp.abs(sent)) & (mean != 0)
 
 
 def _rounding(compressor: Compressor, size: int, world: int) -> Rounding | None:
