@@ -22,7 +22,7 @@ REFUSED = {n: c.compressor for n, c in LOSSY.items() if n not in KEPT} | {
     "random k of a number, unbiased": RandomK(5, scaled=True),
 }
 QUICK = {
-    *(("feedback", n) for n in ("qsgd", "top k", "top k of every bucket", "toy with state")),
+    *(("feedback", n) for n in ("qsgd", "top k", "top k of every bucket", "classes of exponents")),
     *(("momentum", n) for n in ("random k, unbiased", "quantized at random")),
 }
 
