@@ -11,8 +11,16 @@ import cgx_jax
 import optax_steps
 from cases import LOSSY
 from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rules
-from cgx_jax.compressors import DGC, BlockTopK, RandomK, ScaledSign, TopK
-from cgx_jax.transforms import MomentumCorrection
+from cgx_jax.compressors import (
+    DGC,
+    INCEPTIONN,
+    BlockTopK,
+    RandomK,
+    ScaledSign,
+    Threshold,
+    TopK,
+)
+from cgx_jax.transforms import MomentumCorrection, metrics
 
 WORLD = 3
 MEMORIES = {"feedback": ErrorFeedback(), "momentum": MomentumCorrection(0.9)}
@@ -21,6 +29,7 @@ REFUSED = {n: c.compressor for n, c in LOSSY.items() if n not in KEPT} | {
     "one bit to nearest": Quantize(1),
     "random k of a number, unbiased": RandomK(5, scaled=True),
 }
+FEW = INCEPTIONN((0.01, 0.02, 0.01))
 QUICK = {
     *(("feedback", n) for n in ("qsgd", "top k", "top k of every bucket", "classes of exponents")),
     *(("momentum", n) for n in ("random k, unbiased", "quantized at random")),
@@ -196,6 +205,44 @@ def test_a_memory_of_small_rates_is_kept_in_fp32():
 def test_a_rate_that_is_no_schedule_is_refused(kind):
     with pytest.raises(TypeError, match=rf"{kind.__name__}: learning_rate=0.1 is no schedule; .*"):
         kind(learning_rate=0.1)
+
+
+# --- what found no room.
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [Threshold(0.5, 20), *(pytest.param(c, marks=pytest.mark.slow) for c in (DGC(20), FEW))],
+    ids=str,
+)
+def test_what_found_no_room_is_counted_and_waits(compressor):
+    grads = normal(2, WORLD, 30, 50)
+    tx = sync(compressor, ErrorFeedback())
+    _, states = optax_steps.run(tx, mesh(), {"w": grads})
+    kept = np.zeros((WORLD, 30, 50))
+    for t, state in enumerate(states[1:]):
+        sent = kept + grads[t]
+        kept = np.asarray(state.memory[0]["w"], np.float64)
+        arrived = 2 * np.abs(kept) < np.abs(sent)
+        if isinstance(compressor, DGC):
+            least = [np.abs(x)[a].min() for x, a in zip(sent, arrived, strict=True)]
+            wanted = np.abs(sent) >= np.array(least)[:, None, None]
+        else:
+            wanted = np.abs(sent) > (0.5 if isinstance(compressor, Threshold) else 2.0**-10)
+        counts = (wanted & ~arrived).sum(axis=(1, 2))
+        np.testing.assert_array_equal(state.overflow["w"], counts)
+        assert metrics((state, optax.EmptyState())) == {
+            "cgx/overflow": counts.sum(),
+            "cgx/overflow/w": counts.sum(),
+        }
+        assert isinstance(compressor, DGC) or counts.min() > 100
+
+
+def test_nothing_is_counted_where_there_is_room_for_all():
+    state = sync(TopK(0.1), ErrorFeedback()).init({"w": jnp.zeros((30, 50))})
+    assert state.overflow == ()
+    assert metrics(state) == {}
+    assert sync(Threshold(0.5), None).init({"w": jnp.zeros((30, 50))}).overflow == ()
 
 
 def test_exact_leaves_keep_their_momentum():

@@ -174,6 +174,9 @@ class INCEPTIONN(PayloadCompressor):
         coded = [to_bytes(whole), to_bytes(half.astype(jnp.bfloat16)), eighth]
         return jnp.concatenate([pack(tag, 2), *coded])
 
+    def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
+        return jnp.abs(x).astype(jnp.float32) >= _BYTE
+
     def _tags(self, magnitude: jax.Array) -> jax.Array:
         """The class of every value that finds room, uint32[n]; 0 of the others."""
         whole, half, byte = self._counts(magnitude.size)

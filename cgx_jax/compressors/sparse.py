@@ -194,6 +194,9 @@ class Threshold(_Positions):
     def count(self, size: int) -> int:
         return kept("Threshold", self.capacity, size)
 
+    def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
+        return jnp.abs(x).astype(jnp.float32) > np.float32(self.threshold)
+
     def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
         largest, at = lax.top_k(jnp.abs(x), count)
         return jnp.where(largest <= np.float32(self.threshold), x.size, at)
@@ -224,6 +227,11 @@ class DGC(_Positions):
 
     def count(self, size: int) -> int:
         return kept("DGC", self.keep, size)
+
+    def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
+        # The threshold is the key's; whatever is larger than a value that was sent is above it.
+        magnitude = jnp.abs(x)
+        return magnitude >= magnitude.min(where=arrived, initial=jnp.inf)
 
     def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
         buckets.require_key(self, key)
