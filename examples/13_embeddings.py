@@ -6,8 +6,8 @@ ErrorFeedback sends with later steps what either of them has lost. The model pre
 of the standard library's source from the hashes of the bytes before it. Both runs, with exact
 gradients and with the mix, start from the same parameters and see the same batches.
 
-Expected, in a minute on 2 cores: both losses fall from about 5.5 to about 2.5 nats per byte, and the
-last lines are
+Expected, in a minute on 2 cores: both losses fall from about 5.5 to about 2.5 nats per byte, and
+the last lines are
 
     exact: loss 5.542 at first, 2.539 at last
       mix: loss 5.542 at first, 2.542 at last
