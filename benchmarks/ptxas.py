@@ -5,7 +5,8 @@
 
 Needs nvcc (CUDA 13), no GPU. `warps` is how many of a multiprocessor's warps the registers leave
 room for; `held` kernels are those for buckets of up to 512 values, which is what most buffers take.
-They come in two sizes of parameters, for tables of few `pieces` and of many.
+They come in two sizes of parameters, for tables of few `pieces` and of many; only `peer_kernel`
+comes in one.
 """
 
 import argparse
@@ -22,18 +23,21 @@ SOURCES = Path(__file__).resolve().parents[1] / "xla_ffi"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 WARPS = {"sm_80": 64, "sm_86": 48, "sm_89": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48}
 REGISTERS = 65536  # of a multiprocessor
-BLOCK_WARPS = 4
+BLOCK_WARPS = {"peer_kernel": 12}  # others: 4
 # As the package is built, and with the compiler's report.
 FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", f"-I{SOURCES}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel as it is compiled: `pieces` and `arguments` are its template's."""
+    """One kernel as it is compiled: `pieces` and `arguments` are its template's.
+
+    `pieces` is None for a kernel that comes in one size.
+    """
 
     architecture: str
     name: str
-    pieces: int
+    pieces: int | None
     arguments: tuple[str, ...]
     registers: int
     spilled: int
@@ -50,9 +54,9 @@ class Kernel:
 
     @property
     def warps(self) -> int:
-        allocated = -(-self.registers // 8) * 8 * 32 * BLOCK_WARPS
-        most = WARPS[self.architecture] // BLOCK_WARPS
-        return min(REGISTERS // allocated, most) * BLOCK_WARPS
+        block = BLOCK_WARPS.get(self.name, 4)
+        allocated = -(-self.registers // 8) * 8 * 32 * block
+        return min(REGISTERS // allocated, WARPS[self.architecture] // block) * block
 
 
 def nvcc() -> str | None:
@@ -62,12 +66,15 @@ def nvcc() -> str | None:
 
 def compile_report(compiler: str, architecture: str) -> list[Kernel]:
     """Compiles the kernels as the build does and reads what ptxas prints."""
-    command = [compiler, *FLAGS, "-cubin", f"-arch={architecture}", "-o", os.devnull]
-    command += [str(SOURCES / "cuda" / "kernels.cu")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
-    return parse(architecture, done.stderr)
+    kernels = []
+    for source in ("kernels.cu", "peer.cu"):
+        command = [compiler, *FLAGS, "-cubin", f"-arch={architecture}", "-o", os.devnull]
+        command += [str(SOURCES / "cuda" / source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
+        kernels += parse(architecture, done.stderr)
+    return kernels
 
 
 def parse(architecture: str, text: str) -> list[Kernel]:
@@ -80,19 +87,20 @@ def parse(architecture: str, text: str) -> list[Kernel]:
         registers = re.search(r"Used (\d+) registers", part)
         if not (name and spills and registers):
             raise RuntimeError(f"ptxas said something unexpected:\n{part}")
-        (_, pieces), *arguments = re.findall(r"L([ib])(\d+)E", name[2])
+        arguments = re.findall(r"L([ib])(\d+)E", name[2])
+        pieces = None if name[1] == "peer_kernel" else int(arguments.pop(0)[1])
         kernels.append(
             Kernel(
                 architecture,
                 name[1],
-                int(pieces),
+                pieces,
                 tuple(v if kind == "i" else ("false", "true")[int(v)] for kind, v in arguments),
                 int(registers[1]),
                 max(map(int, spills)),
                 mangled,
             )
         )
-    return sorted(kernels, key=lambda k: (k.name, k.arguments, k.pieces))
+    return sorted(kernels, key=lambda k: (k.name, k.arguments, k.pieces or 0))
 
 
 def release(compiler: str) -> str:
@@ -140,7 +148,7 @@ def main() -> int:
             cells = (f"{k.registers} regs, {k.warps} warps" for k in row)
             spills = sum(k.spilled for k in row)
             print(
-                f"{row[0].label:<34}{row[0].pieces:>7}"
+                f"{row[0].label:<34}{row[0].pieces or '':>7}"
                 + "".join(f"{c:>22}" for c in cells)
                 + (f"  {spills} bytes spilled" if spills else "")
             )

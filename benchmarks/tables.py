@@ -148,7 +148,7 @@ def kernels() -> str:
     # Kernels that need the same for tables of either size share a line.
     lines: dict[tuple[str, ...], list[str]] = {}
     for (label, pieces), line in cells.items():
-        lines.setdefault((f"`{label}`", *line), []).append(str(pieces))
+        lines.setdefault((f"`{label}`", *line), []).append(str(pieces or ""))
     body = [[label, ", ".join(pieces), *line] for (label, *line), pieces in lines.items()]
     return table(["kernel", "runs", *architectures], body)
 

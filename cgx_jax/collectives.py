@@ -35,9 +35,10 @@ def psum_compressed(
     stochastic rounding: one key for all ranks, another for every step.
 
     `exchange` says how payloads travel: "xla", XLA's own collectives; "mpi", between CPU processes
-    that mpiexec started; "nccl", between CUDA devices, on XLA's communicator (both in one call a
-    buffer where the code is `Quantize`'s); an instance from `cgx_jax.exchanges`; or "auto", the
-    fastest for each fusion buffer by the profile that `use_profile` made active, `lax.psum`
+    that mpiexec started; "nccl", between CUDA devices, on XLA's communicator; "peer", between those
+    of a node, in one kernel over their memory (these three in one call a buffer where the code is
+    `Quantize`'s); an instance from `cgx_jax.exchanges`; or "auto", the fastest for each fusion
+    buffer by the profile that `use_profile` made active, `lax.psum`
     included. Without a profile, buffers of a few megabytes and more are compressed, over MPI where
     it is there, and smaller ones are summed exactly (docs/exchanges.md); an exchange named here
     compresses every size.

@@ -93,9 +93,10 @@ def test_kernels_are_recorded_into_command_buffers(tmp_path):
 
 
 @needs_nccl
-def test_fused_call_is_the_only_communication(tmp_path):
-    module, thunks = compiled(tmp_path, "nccl", "end")
-    assert module.count('custom_call_target="cgx_all_reduce_nccl"') == 1
+@pytest.mark.parametrize("exchange", ["nccl", "peer"])
+def test_fused_call_is_the_only_communication(tmp_path, exchange):
+    module, thunks = compiled(tmp_path, exchange, "end")
+    assert module.count(f'custom_call_target="cgx_all_reduce_{exchange}"') == 1
     assert not re.search(r"(all-to-all|all-gather|all-reduce)(-start)?\(", module)
     assert re.search(
         r"kAsyncStart.*stream=communication_stream\[\d\].*\n +\d+: kCustomCall", thunks

@@ -48,7 +48,7 @@ def test_step_that_may_outlast_the_deadline_does_not_start(tmp_path):
 def test_every_step_has_its_turn_and_the_exit_code_says_whether_one_failed(
     tmp_path, code, deadline
 ):
-    for name in ("python", "kernel_bench", "virtual_ranks"):
+    for name in ("python", "kernel_bench", "virtual_ranks", "virtual_peers"):
         (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
         (tmp_path / name).chmod(0o755)
     settings = {"PREBUILT": tmp_path, "PYTHON": tmp_path / "python", "DEADLINE": deadline}
@@ -58,7 +58,16 @@ def test_every_step_has_its_turn_and_the_exit_code_says_whether_one_failed(
         **CAPTURED,
     )
     steps = dict(re.findall(r"^=== (\w+): (\w+)", done.stdout, re.MULTILINE))
-    names = {"kernels", "virtual_8", "nccl_2", "nccl_4_sizes", "reductions", "training", "codec"}
+    names = {
+        "kernels",
+        "virtual_8",
+        "virtual_peers_8",
+        "nccl_2",
+        "nccl_4_sizes",
+        "reductions",
+        "training",
+        "codec",
+    }
     assert names <= steps.keys()
     verdict = "left" if deadline == 0 else "FAILED" if code else "passed"
     assert {steps[name] for name in names} == {verdict}

@@ -45,7 +45,15 @@ def run() -> int:
     good = _round_trip()
     if jax.process_index() > 0:
         return 0 if good else 1
-    for part in (_versions(), _devices(), _package(good), _mpi(), _nvidia(), _optional()):
+    for part in (
+        _versions(),
+        _devices(),
+        _package(good),
+        _memory(),
+        _mpi(),
+        _nvidia(),
+        _optional(),
+    ):
         for finding in part:
             print(f"{finding.what:<18} {finding.found}")
             if finding.remedy:
@@ -93,6 +101,14 @@ def _package(good: bool) -> Iterator[Finding]:
         yield Finding("self-test", "broken: values come back wrong", again)
     yield Finding("wire format", str(built["wire_format"]))
     yield Finding("exchanges", ", ".join(("psum", *(e.shorthand for e in auto.available()))))
+
+
+def _memory() -> Iterator[Finding]:
+    if platform.libc_ver()[0] == "glibc" and any(d.platform == "cpu" for d in jax.devices()):
+        yield Finding(
+            "memory",
+            "malloc returns large buffers after each step; cgx_jax.keep_memory() keeps them",
+        )
 
 
 def _mpi() -> Iterator[Finding]:

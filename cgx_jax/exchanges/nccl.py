@@ -6,6 +6,7 @@ it overlaps with the computation around it and comes in one order with XLA's own
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -29,32 +30,12 @@ SEGMENT_BYTES = 8 << 20
 ALIGNMENT = 128  # of a message's first byte, as `CudaFused::kAlignment`
 
 
-@dataclasses.dataclass(frozen=True)
-class Nccl(Exchange):
-    """Calls of our own between CUDA devices, on the NCCL communicator that XLA itself has made.
+class OnCommunicator(Exchange):
+    """What exchanges on XLA's NCCL communicator share: an all-reduce in one call.
 
-    A payload travels in messages of `segment_bytes`, a multiple of 128. What has no such call goes
-    by XLA's collectives, which are NCCL's. Raises ValueError for an impossible `segment_bytes`.
+    What has no such call goes by XLA's collectives, which are NCCL's. A subclass is a dataclass
+    whose fields are the attributes of its calls.
     """
-
-    segment_bytes: int = SEGMENT_BYTES
-
-    shorthand: ClassVar[str] = "nccl"
-    can: ClassVar[frozenset[str]] = frozenset(
-        {"scatter", "gather", "sum", "all_reduce", "reduce_scatter", "all_gather"}
-    )
-
-    def __post_init__(self) -> None:
-        if self.segment_bytes < ALIGNMENT or self.segment_bytes % ALIGNMENT:
-            raise ValueError(
-                f"Nccl: segment_bytes={self.segment_bytes} is not a positive multiple of "
-                f"{ALIGNMENT}; the default is {SEGMENT_BYTES}."
-            )
-
-    def missing(self, axes: Sequence[Any] = ()) -> str | None:
-        if (problem := not_installed()) is not None:
-            return problem
-        return fused.unfit_axes(axes) if axes else None
 
     def here(self) -> bool:
         version = jax.devices()[0].client.platform_version.lower()
@@ -83,7 +64,13 @@ class Nccl(Exchange):
         each = list(units) or [None] * len(leaves)
         inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
         reduced, lost = self._call(
-            all_reduce_p, name, [keys, *inner], layout, axes, divisor=divisor, residual=residual
+            self._all_reduce(),
+            name,
+            [keys, *inner],
+            layout,
+            axes,
+            divisor=divisor,
+            residual=residual,
         )
         means = [
             outside.decoded(y, u, x.dtype) for y, u, x in zip(reduced, each, leaves, strict=True)
@@ -94,15 +81,9 @@ class Nccl(Exchange):
         ]
         return means, lost
 
-    def reduce_scatter(
-        self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
-    ) -> jax.Array:
-        return self._call(reduce_scatter_p, name, [words, rows], layout, axes)[0][0]
-
-    def all_gather(
-        self, name: str, words: Any, x: jax.Array, layout: Layout, axes: Axes
-    ) -> jax.Array:
-        return self._call(all_gather_p, name, [words, x], layout, axes)[0][0]
+    @abc.abstractmethod
+    def _all_reduce(self) -> Primitive:
+        """The call of `all_reduce`."""
 
     def _call(
         self,
@@ -113,13 +94,54 @@ class Nccl(Exchange):
         axes: Axes,
         **options: Any,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
+        options.update((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
+
         def call(*operands: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-            label, segment = f"{name}(exchange='nccl')", self.segment_bytes
-            return fused.bind(
-                primitive, label, operands, layout, axes, segment_bytes=segment, **options
-            )
+            label = f"{name}(exchange={self.shorthand!r})"
+            return fused.bind(primitive, label, operands, layout, axes, **options)
 
         return _compat.on_collective_stream(call)(*(jnp.asarray(x) for x in operands))
+
+
+@dataclasses.dataclass(frozen=True)
+class Nccl(OnCommunicator):
+    """Calls of our own between CUDA devices, on the NCCL communicator that XLA itself has made.
+
+    A payload travels in messages of `segment_bytes`, a multiple of 128. Raises ValueError for an
+    impossible `segment_bytes`.
+    """
+
+    segment_bytes: int = SEGMENT_BYTES
+
+    shorthand: ClassVar[str] = "nccl"
+    can: ClassVar[frozenset[str]] = frozenset(
+        {"scatter", "gather", "sum", "all_reduce", "reduce_scatter", "all_gather"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.segment_bytes < ALIGNMENT or self.segment_bytes % ALIGNMENT:
+            raise ValueError(
+                f"Nccl: segment_bytes={self.segment_bytes} is not a positive multiple of "
+                f"{ALIGNMENT}; the default is {SEGMENT_BYTES}."
+            )
+
+    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+        if (problem := not_installed()) is not None:
+            return problem
+        return fused.unfit_axes(axes) if axes else None
+
+    def _all_reduce(self) -> Primitive:
+        return all_reduce_p
+
+    def reduce_scatter(
+        self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
+    ) -> jax.Array:
+        return self._call(reduce_scatter_p, name, [words, rows], layout, axes)[0][0]
+
+    def all_gather(
+        self, name: str, words: Any, x: jax.Array, layout: Layout, axes: Axes
+    ) -> jax.Array:
+        return self._call(all_gather_p, name, [words, x], layout, axes)[0][0]
 
 
 def not_installed() -> str | None:
@@ -179,11 +201,18 @@ def _no_lowering(ctx: Any, *operands: Any, name: str, **params: Any) -> Any:
     )
 
 
-def _primitive(target: str, result: Callable[..., Any], rows_per_rank: int) -> Primitive:
+def cuda_primitive(
+    target: str, result: Callable[..., Any], lowering: Callable[..., Any]
+) -> Primitive:
+    """A fused call for CUDA devices alone; elsewhere compiling it raises ValueError."""
     p = fused.primitive(target, 1, result)
     mlir.register_lowering(p, _no_lowering)
-    mlir.register_lowering(p, _lowering(target, rows_per_rank), platform="cuda")
+    mlir.register_lowering(p, lowering, platform="cuda")
     return p
+
+
+def _primitive(target: str, result: Callable[..., Any], rows_per_rank: int) -> Primitive:
+    return cuda_primitive(target, result, _lowering(target, rows_per_rank))
 
 
 # What a call receives to sum up needs rows of its own, beside those that it sends.

@@ -17,8 +17,8 @@ rm -rf "$to/site"
   -C cmake.define.CMAKE_CUDA_ARCHITECTURES="$architecture" "$root"
 cmake -S "$root" -B "$build" -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_GPU_TESTS=ON \
   -DCMAKE_CUDA_ARCHITECTURES="$architecture"
-cmake --build "$build" --parallel --target kernel_bench virtual_ranks
-for program in kernel_bench virtual_ranks; do
+cmake --build "$build" --parallel --target kernel_bench virtual_ranks virtual_peers
+for program in kernel_bench virtual_ranks virtual_peers; do
   cp "$build/$program" "$to/"
   strip "$to/$program"
 done

@@ -1,7 +1,7 @@
 """All of tests/gpu/run.sh without a GPU, so that a typo does not cost minutes on one.
 
     make gpu-rehearsal
-    python tests/gpu/rehearse.py PROGRAMS     # a folder with kernel_bench and virtual_ranks
+    python tests/gpu/rehearse.py PROGRAMS     # a folder with the emulated programs
 
 The programs run on tests/cpp/emulator, the Python steps on the CPU, and scripts stand in for
 NVIDIA's tools, for `tc` and for root. Where nvcc is at hand, it compiles the programs with CUDA's
@@ -61,7 +61,7 @@ def compile_programs() -> list[str]:
         print("=== compile: left out, there is no nvcc")
         return []
     command = [compiler, "-std=c++17", "-O0", f"-I{ROOT / 'xla_ffi'}", "-c", "-o", os.devnull]
-    programs = [HERE / "kernel_bench.cc", HERE / "virtual_ranks.cc"]
+    programs = sorted(HERE.glob("*.cc"))
     failed = [p for p in programs if subprocess.run([*command, p], check=False).returncode]
     return [f"{compiler} does not compile {path.name}" for path in failed]
 

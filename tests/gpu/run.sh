@@ -55,6 +55,8 @@ for world in 2 4 8; do
     $((65536 / scale)) 3
   step "virtual_$world" 30 "$programs/virtual_ranks" $world $((25000000 / scale)) \
     $((8388608 / scale)) 20
+  step "virtual_peers_${world}_odd" 20 "$programs/virtual_peers" $world $((1000003 / scale)) 3
+  step "virtual_peers_$world" 30 "$programs/virtual_peers" $world $((25000000 / scale)) 20
 done
 
 # Processes that share a GPU take turns on it, unless its multi-process service runs them together.
@@ -94,6 +96,8 @@ if command -v compute-sanitizer >/dev/null; then
     step $tool 60 compute-sanitizer --tool $tool --error-exitcode 9 \
       "$programs/virtual_ranks" 3 20011 4096
   done
+  step memcheck_peers 60 compute-sanitizer --tool memcheck --error-exitcode 9 \
+    "$programs/virtual_peers" 3 20011
 else
   leave_out "memcheck, racecheck, initcheck, synccheck" "there is no compute-sanitizer"
 fi

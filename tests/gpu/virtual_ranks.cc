@@ -23,18 +23,10 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/kernels.h"
-#include "format/layout.h"
 #include "nccl/fused.h"
+#include "virtual.h"
 
 namespace {
-
-void require(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "virtual_ranks: %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(2);
-}
-#define CGX_REQUIRE(call) require((call), #call)
 
 cudaEvent_t new_event() {
   cudaEvent_t event;
@@ -148,139 +140,53 @@ cgx::NcclLibrary copies() {
   return library;
 }
 
-using Values = std::vector<float>;
-
-// The same steps one after the other on the CPU.
-Values on_cpu(const cgx::Layout& layout, int64_t longest, const std::vector<Values>& inputs,
-              const uint32_t* keys, float divisor) {
-  const cgx::KernelTable& cpu = cgx::current_kernels();
-  const cgx::DType dtype = cgx::DType::kF32;
-  const int64_t world = layout.world, row = layout.chunk_bytes;
-  std::vector<std::vector<uint8_t>> sent(world, std::vector<uint8_t>(world * row));
-  std::vector<float> scratch(longest);
-  for (int64_t r = 0; r < world; ++r) {
-    const void* in = inputs[r].data();
-    cpu.encode({layout, {&in, &dtype}, {}, keys, r, sent[r].data(), scratch.data()}, 0,
-               layout.total_bytes());
-  }
-  std::vector<uint8_t> gathered(world * row), received(world * row);
-  for (int64_t r = 0; r < world; ++r) {
-    for (int64_t p = 0; p < world; ++p) {
-      std::memcpy(received.data() + p * row, sent[p].data() + r * row, row);
-    }
-    const void* in = inputs[r].data();
-    cpu.reduce({layout,
-                {&in, &dtype},
-                keys + 2,
-                r,
-                received.data(),
-                divisor,
-                gathered.data() + r * row,
-                scratch.data(),
-                {}},
-               layout.begin[r], layout.begin[r + 1]);
-  }
-  Values result(inputs[0].size());
-  void* out = result.data();
-  cpu.decode({layout, gathered.data(), {&out, &dtype}, scratch.data()}, 0, layout.total_bytes());
-  return result;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t world = argc > 1 ? std::atol(argv[1]) : 4;
-  const int64_t count = argc > 2 ? std::atol(argv[2]) : 1000003;
+  Problem problem(argc > 1 ? std::atol(argv[1]) : 4, argc > 2 ? std::atol(argv[2]) : 1000003);
   const int64_t segment_bytes = argc > 3 ? std::atol(argv[3]) : 1 << 20;
   const int repeats = argc > 4 ? std::atoi(argv[4]) : 1;
-  const uint32_t keys[4] = {1, 2, 3, 4};
-  const cgx::DType dtype = cgx::DType::kF32;
   constexpr cgx::Collective collective = cgx::Collective::kAllReduce;
-  cgx::OwnedLayout owned;
-  const std::string error = owned.build({{count, 4, 512, 0, 0}}, world);
-  if (!error.empty()) {
-    std::fprintf(stderr, "virtual_ranks: %s\n", error.c_str());
-    return 2;
-  }
-  const cgx::Layout layout = owned.view();
+  const cgx::Layout layout = problem.owned.view();
   const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout, segment_bytes);
-  std::mt19937 rng(1);
-  std::normal_distribution<float> normal;
-  std::vector<Values> inputs(world, Values(count)), outputs(world, Values(count));
-  for (auto& rank : inputs) {
-    for (float& x : rank) x = normal(rng);
-  }
   const cgx::NcclLibrary library = copies();
-  std::vector<std::vector<float>> milliseconds(world);
+  std::vector<std::vector<float>> milliseconds(problem.world);
   const auto work = [&](int number) {
     Rank rank{number, {}, {}, {}};
     self = &rank;
     CGX_REQUIRE(cudaSetDevice(0));
-    void *in, *out, *scratch, *device_keys;
-    CGX_REQUIRE(cudaMalloc(&in, count * 4));
-    CGX_REQUIRE(cudaMalloc(&out, count * 4));
+    const Buffers buffers(problem.inputs[number]);
+    void* scratch;
     CGX_REQUIRE(cudaMalloc(&scratch, bytes));
-    CGX_REQUIRE(cudaMalloc(&device_keys, sizeof(keys)));
-    CGX_REQUIRE(cudaMemset(out, 0xFF, count * 4));
     CGX_REQUIRE(cudaMemset(scratch, 0xCD, bytes));
-    CGX_REQUIRE(cudaMemcpy(in, inputs[number].data(), count * 4, cudaMemcpyHostToDevice));
-    CGX_REQUIRE(cudaMemcpy(device_keys, keys, sizeof(keys), cudaMemcpyHostToDevice));
-    cudaStream_t stream;
-    CGX_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    cudaEvent_t begin, end;
-    CGX_REQUIRE(cudaEventCreate(&begin));
-    CGX_REQUIRE(cudaEventCreate(&end));
+    const auto check = [&](const std::string& error) {
+      if (!error.empty()) fail("rank " + std::to_string(number) + ": " + error);
+    };
     cgx::CudaLane lane;
-    if (const std::string failed = lane.prepare(cgx::CudaFused::segments(layout, segment_bytes));
-        !failed.empty()) {
-      std::fprintf(stderr, "virtual_ranks: rank %d: %s\n", number, failed.c_str());
-      std::exit(4);
-    }
+    check(lane.prepare(cgx::CudaFused::segments(layout, segment_bytes)));
     for (int i = 0; i < repeats; ++i) {
-      const void* const leaf = in;
-      CGX_REQUIRE(cudaEventRecord(begin, stream));
+      const void* const leaf = buffers.in;
+      void* out = buffers.out;
+      CGX_REQUIRE(cudaEventRecord(buffers.begin, buffers.stream));
       cgx::CudaFused fused({collective,
                             layout,
-                            {&leaf, &dtype},
-                            {&out, &dtype},
+                            {&leaf, &Problem::kType},
+                            {&out, &Problem::kType},
                             {},
-                            static_cast<const uint32_t*>(device_keys),
-                            static_cast<float>(world),
+                            static_cast<const uint32_t*>(buffers.keys),
+                            problem.divisor(),
                             number,
                             segment_bytes,
                             static_cast<uint8_t*>(scratch)},
-                           library, nullptr, lane, stream);
-      if (const std::string failed = fused.run(); !failed.empty()) {
-        std::fprintf(stderr, "virtual_ranks: rank %d: %s\n", number, failed.c_str());
-        std::exit(4);
-      }
-      CGX_REQUIRE(cudaEventRecord(end, stream));
-      CGX_REQUIRE(cudaStreamSynchronize(stream));
-      float took;
-      CGX_REQUIRE(cudaEventElapsedTime(&took, begin, end));
-      milliseconds[number].push_back(took);
+                           library, nullptr, lane, buffers.stream);
+      check(fused.run());
+      CGX_REQUIRE(cudaEventRecord(buffers.end, buffers.stream));
+      milliseconds[number].push_back(buffers.wait());
     }
-    CGX_REQUIRE(cudaMemcpy(outputs[number].data(), out, count * 4, cudaMemcpyDeviceToHost));
+    buffers.copy_to(&problem.outputs[number]);
   };
   std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) threads.emplace_back(work, r);
+  for (int r = 0; r < problem.world; ++r) threads.emplace_back(work, r);
   for (auto& thread : threads) thread.join();
-
-  const Values expected =
-      on_cpu(layout, owned.longest_bucket(), inputs, keys, static_cast<float>(world));
-  bool agree = true;
-  for (const auto& out : outputs)
-    agree &= std::memcmp(out.data(), outputs[0].data(), count * 4) == 0;
-  const bool right = std::memcmp(outputs[0].data(), expected.data(), count * 4) == 0;
-  std::vector<float> slowest(repeats);
-  for (int i = 0; i < repeats; ++i) {
-    for (const auto& rank : milliseconds) slowest[i] = std::max(slowest[i], rank[i]);
-  }
-  std::nth_element(slowest.begin(), slowest.begin() + repeats / 2, slowest.end());
-  std::printf(
-      "{\"world\": %ld, \"values\": %ld, \"segment_bytes\": %ld, \"ranks_agree\": %s, "
-      "\"equals_cpu\": %s, \"milliseconds\": %.4f}\n",
-      static_cast<long>(world), static_cast<long>(count), static_cast<long>(segment_bytes),
-      agree ? "true" : "false", right ? "true" : "false", slowest[repeats / 2]);
-  return agree && right ? 0 : 1;
+  return problem.report("\"segment_bytes\": " + std::to_string(segment_bytes), milliseconds);
 }

@@ -10,12 +10,14 @@ namespace cgx {
 namespace baseline {
 extern const KernelTable kTable;
 }
+#if !defined(CGX_BASELINE_ONLY)
 namespace avx2 {
 extern const KernelTable kTable;
 }
 namespace avx512 {
 extern const KernelTable kTable;
 }
+#endif
 #elif defined(__aarch64__)
 namespace neon {
 extern const KernelTable kTable;
@@ -31,6 +33,7 @@ struct Available {
   Available() {
     int n = 0;
 #if defined(__x86_64__)
+#if !defined(CGX_BASELINE_ONLY)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
@@ -39,6 +42,7 @@ struct Available {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
       tables[n++] = &avx2::kTable;
     }
+#endif
     tables[n++] = &baseline::kTable;
 #else
     tables[n++] = &neon::kTable;

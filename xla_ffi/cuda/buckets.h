@@ -1,4 +1,4 @@
-// How a warp encodes and decodes one bucket; included only by cuda/kernels.cu.
+// How a warp encodes and decodes one bucket; for device code alone.
 //
 // One warp works on one bucket at a time. It sees the bucket as the wire format does, 8 rows of
 // columns, in tiles of 64 columns: the lower half of the warp holds rows 0 to 3, the upper half

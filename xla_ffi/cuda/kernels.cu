@@ -6,7 +6,7 @@
 
 #include "cuda/buckets.h"
 #include "cuda/kernels.h"
-#include "cuda/peers.h"
+#include "cuda/steps.h"
 
 namespace cgx {
 namespace {
@@ -23,21 +23,6 @@ constexpr int blocks_of(int tiles, bool reduces, bool stochastic, bool residual)
 // costs little, a block for every four is faster: memory likes its requests in order.
 constexpr int kMaxBlocks = 16384, kMaxLightBlocks = 1 << 20;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
-
-// The first piece of the table for which `beyond` holds; `count` when there is none.
-template <int kPieces, typename Beyond>
-__device__ int first_piece(const TableOf<kPieces>& table, Beyond beyond) {
-  int low = 0, high = table.count;
-  while (low < high) {
-    const int mid = (low + high) / 2;
-    if (beyond(table.piece[mid])) {
-      high = mid;
-    } else {
-      low = mid + 1;
-    }
-  }
-  return low;
-}
 
 // Units of the pieces before that one.
 template <int kPieces, typename Beyond>
@@ -81,12 +66,6 @@ __device__ void for_each_unit(const TableOf<kPieces>& table, int first, int end,
 
 __device__ int32_t rank_of(RankSource rank) { return rank.device ? *rank.device : rank.value; }
 
-// What the noise of a leaf's buckets has in common.
-template <bool kStochastic>
-__device__ LeafSeed noise_of(const uint32_t* key, const Piece& piece) {
-  return kStochastic ? LeafSeed(key[0], key[1], piece.number) : LeafSeed(0, 0, 0);
-}
-
 // A record of the rank's own chunk, which nobody reads, and what it has lost.
 template <bool kResidual>
 __device__ void clear_record(const Bucket& bucket, uint8_t* record) {
@@ -110,14 +89,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, false, kStochastic
       const Bucket bucket(piece, rotation, number);
       uint8_t* const record = args.payload + bucket.record();
       if (piece.chunk == own) return clear_record<kResidual>(bucket, record);
-      encode_bucket<kTiles, kStochastic, kResidual>(
-          bucket, {seed.bucket(bucket.of_leaf()), offset}, record,
-          [&](int k) {
-            Tile t = load_tile(bucket, k, Pad::kFirst);
-            rotate(bucket, k, &t);
-            return t;
-          },
-          1.0f);
+      encode_values<kTiles, kStochastic, kResidual>(bucket, {seed.bucket(bucket.of_leaf()), offset},
+                                                    record);
     };
   });
 }
@@ -134,64 +107,27 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic,
     const LeafSeed seed = noise_of<kStochastic>(args.key, piece);
     return [=, &piece](int number) {
       const Bucket bucket(piece, rotation, number);
-      const int64_t record = bucket.record();
-      float pad = 0.0f;
-      const auto mean = [&](int k) {
-        Peers<kTiles == 1 ? 4 : 2> peers(bucket, args.payload + record, args.chunk_bytes,
-                                         args.world, own, k);
-        Tile t = load_tile(bucket, k, Pad::kZero);
-        rotate(bucket, k, &t);
-        peers.add_to(bucket, &t);
-        divide_tile(divide, &t);
-        replace_pads(bucket, k, &pad, &t);
-        return t;
-      };
-      encode_bucket<kTiles, kStochastic, kResidual>(bucket, {seed.bucket(bucket.of_leaf()), 0.0f},
-                                                    args.chunk + record, mean, args.divisor);
+      reduce_records<kTiles, kTiles == 1 ? 4 : 2, kStochastic, kResidual>(
+          bucket, {seed.bucket(bucket.of_leaf()), 0.0f}, args.payload, args.chunk_bytes, args.world,
+          own, divide, args.divisor, args.chunk + bucket.record());
     };
   });
-}
-
-// Decoded values of a rotated bucket may leave the range of floats on their way back.
-__device__ void keep_within(Tile* t) {
-  t->each([&](float& x, int, int) { x = within(canonical_nan(x), kLargest); });
 }
 
 template <int kPieces>
 __global__ void __launch_bounds__(kThreads, blocks_of(1, false, false, false))
     decode_kernel(const __grid_constant__ TableOf<kPieces> table, const DecodeArgs args) {
-  constexpr float kHarmless = 1.2676506e+30f;  // 2^100: no sum of 512 overflows
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
     const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     return [=, &piece](int number) {
       const Bucket bucket(piece, rotation, number);
-      const uint8_t* const record = args.payload + bucket.record();
-      const int planes = Planes(bucket.bits, bucket.lane.half).count;
-      for (int k = 0; k < bucket.tiles(); ++k) {
-        Encoded encoded;
-        encoded.load(record, record + planes_of(bucket, k), bucket.columns,
-                     bucket.has(k) ? planes : 0);
-        encoded.meta = checked(encoded.meta);
-        if (poisoned(encoded.meta)) {
-          store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
-          continue;
-        }
-        Tile t;
-        const auto keep = [&](float x, int r, int c) { t.v[r][c] = x; };
-        if (bucket.bits == kUsualBits) {
-          encoded.values<kUsualBits>(bucket, keep);
-        } else {
-          encoded.values<kAny>(bucket, keep);
-        }
-        if (bucket.rotated) {
-          rotate_back(bucket, k, &t);
-          const float largest = fabsf(encoded.meta.lo) + 255.0f * fabsf(encoded.meta.unit);
-          if (!(largest <= kHarmless)) keep_within(&t);
-        }
-        store_tile<true>(bucket, k, t);
-      }
+      decode_record(bucket, args.payload + bucket.record());
     };
   });
+}
+
+__device__ void add_tile(const Tile& other, Tile* t) {
+  t->each([&](float& x, int r, int c) { x += other.v[r][c]; });
 }
 
 template <int kPieces>

@@ -1,5 +1,5 @@
 // What reduce and accumulate do with a bucket before it is coded or stored: adding up what peers
-// sent, and dividing; included only by cuda/kernels.cu.
+// sent, and dividing; for device code alone.
 #ifndef CGX_CUDA_PEERS_H_
 #define CGX_CUDA_PEERS_H_
 
@@ -63,10 +63,6 @@ class Peers {
   const int columns_, words_, count_;
   const unsigned skip_;
 };
-
-__device__ void add_tile(const Tile& other, Tile* t) {
-  t->each([&](float& x, int r, int c) { x += other.v[r][c]; });
-}
 
 __device__ void divide_tile(Divide divide, Tile* t) {
   if (divide.multiply) {

@@ -1,4 +1,4 @@
-// The rotation of a bucket that a warp holds tile by tile; included only by cuda/kernels.cu.
+// The rotation of a bucket that a warp holds tile by tile; for device code alone.
 #ifndef CGX_CUDA_ROTATE_H_
 #define CGX_CUDA_ROTATE_H_
 

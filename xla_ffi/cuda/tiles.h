@@ -1,4 +1,4 @@
-// A bucket as a warp holds it, tile by tile: reading and writing; included only by cuda/kernels.cu.
+// A bucket as a warp holds it, tile by tile: reading and writing; for device code alone.
 // buckets.h tells how the lanes share a tile.
 //
 // A multiprocessor has half as many places for integer operations and conversions as for

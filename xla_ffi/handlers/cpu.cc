@@ -6,6 +6,7 @@
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
+#include "handlers/fresh_results.h"
 #include "handlers/operands.h"
 
 namespace cgx {
@@ -24,6 +25,8 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
     CGX_TRY(check_ranks(name, rank, -1, world));
     const int64_t batch = operands.batch;
     const Layout layout = operands.layout();
+    prefer_huge_pages(operands.results, batch);
+    prefer_huge_pages(payload->typed_data(), batch * world * layout.chunk_bytes);
     const auto from = operands.leaves.pointers(batch), to = operands.results.pointers(batch);
     const size_t n = operands.num_leaves();
     const auto of_units = operands.units.all(batch);
@@ -103,6 +106,7 @@ ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingArgs args
     CGX_TRY(unit_operands.add(name, args, operands.batch));
     CGX_TRY(check_number(name, "units", args.size(), 2 * attributes.num_units()));
     CGX_TRY(operands.units.add(name, operands.leaves, unit_operands, attributes));
+    prefer_huge_pages(operands.leaves, operands.batch);
     const Layout layout = operands.layout();
     const auto to = operands.leaves.pointers(operands.batch);
     const size_t n = operands.num_leaves();
@@ -132,6 +136,7 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
     CGX_TRY(check_accumulate(name, rank, payload, args, rets, {slots, world}, divisor, &operands,
                              &peers));
     CGX_TRY(check_ranks(name, rank, -1, peers));
+    prefer_huge_pages(operands.results, operands.batch);
     const Layout layout = operands.layout();
     const auto from = operands.leaves.pointers(operands.batch);
     const auto to = operands.results.pointers(operands.batch);

@@ -1,11 +1,17 @@
 // The Python module cgx_jax._native.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <stdlib.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#include <unistd.h>
+#endif
 
 #include <map>
 #include <stdexcept>
 
 #include "cpu/kernels.h"
+#include "cpu/pages.h"
 #include "format/layout.h"
 #include "handlers/cpu.h"
 #include "handlers/mpi.h"
@@ -75,6 +81,29 @@ void mpi_stop() {
   cgx::set_engine(nullptr);
 }
 
+// Whether malloc keeps from now on what is freed, in huge pages, instead of giving it back to the
+// system.
+bool keep_memory() {
+#if defined(__GLIBC__)
+  // The heaps of threads are given back whatever they are told, so all threads use the main one.
+  constexpr int kNever = -1;
+  if (mallopt(M_ARENA_MAX, 1) != 1 || mallopt(M_MMAP_MAX, 0) != 1 ||
+      mallopt(M_TRIM_THRESHOLD, kNever) != 1) {
+    return false;
+  }
+  // The heap grows at once to what it may ever need. This takes address space alone: the system
+  // has pages for what is written.
+  const int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / 2;
+  void* const reserve = malloc(static_cast<size_t>(bytes));
+  if (!reserve) return false;
+  cgx::prefer_huge_pages(reserve, bytes);
+  free(reserve);
+  return true;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -84,6 +113,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("isas", &isas, "Instruction sets compiled in and supported here, best first.");
   m.def("set_isa", &set_isa, py::arg("name"), "Chooses one of isas(), for tests and benchmarks.");
   m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+  m.def("keep_memory", &keep_memory,
+        "Whether malloc keeps from now on what is freed, in huge pages.");
   m.def("layout", &layout, py::arg("sizes"), py::arg("bits"), py::arg("bucket_sizes"),
         py::arg("world"), "Chunk starts (world + 1) and the length of a payload row, in bytes.");
   m.def("mpi_libraries", &cgx::loaded_mpi_libraries,

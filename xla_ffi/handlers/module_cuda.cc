@@ -7,6 +7,7 @@
 #include "format/wire_format.h"
 #include "handlers/cuda.h"
 #include "handlers/nccl.h"
+#include "handlers/peer.h"
 #include "nccl/library.h"
 
 namespace py = pybind11;
@@ -36,6 +37,8 @@ py::dict handlers() {
       with_communicator(cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute);
   all["cgx_all_gather_nccl"] =
       with_communicator(cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute);
+  all["cgx_all_reduce_peer"] =
+      with_communicator(cgx::all_reduce_peer_initialize, cgx::all_reduce_peer_execute);
 #endif
   return all;
 }

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <utility>
 
+#include "handlers/fresh_results.h"
 #include "handlers/operands.h"
 #include "mpi/fused.h"
 #include "mpi/rows.h"
@@ -153,6 +154,8 @@ ffi::Error check_all_reduce(const std::string& name, const Keys& keys,
   CGX_TRY(units.add(name, leaves, unit_operands, attributes));
   CGX_TRY(check_count(name, "keys", keys, 4));
   CGX_TRY(check_divisor(name, divisor));
+  prefer_huge_pages(results);
+  prefer_huge_pages(residuals);
   spec->in.assign(leaves.data.begin(), leaves.data.end());
   spec->out.assign(results.data.begin(), results.data.end());
   spec->residuals.assign(residuals.data.begin(), residuals.data.end());

@@ -2,63 +2,17 @@
 
 #if CGX_HAVE_COLLECTIVES
 
-#include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "handlers/collectives.h"
 #include "handlers/operands.h"
 #include "nccl/fused.h"
 #include "nccl/library.h"
-#include "xla/ffi/api/collectives_c_api.h"
 
 namespace cgx {
 namespace {
-
-// XLA's communicators. The extension grows at its end, and only what version 0.1 has is used, so
-// every later 0.x will do; the wrapper in XLA's headers insists on the version built against.
-struct Collectives {
-  using Type = Collectives;
-  using CExtension = XLA_FFI_Collectives_Extension;
-  static constexpr const char* kName = "Collectives";
-  static constexpr int32_t kExtensionType = XLA_FFI_Extension_Collectives;
-  static constexpr int32_t kMajorVersion = 0, kMinorVersion = 1;
-  static bool Support(int32_t major, int32_t minor) { return major == 0 && minor >= 1; }
-  static Collectives Create(const XLA_FFI_Api* api, const CExtension* extension) {
-    return {api, extension};
-  }
-
-  const XLA_FFI_Api* api;
-  const CExtension* extension;
-};
-
-// The number of XLA's own collectives: a call shares their communicator.
-constexpr int64_t kCommunication = 0;
-
-// Positions in the mesh, group by group, as the runtime takes them.
-std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world) {
-  std::vector<XLA_FFI_ReplicaGroup> groups;
-  for (size_t i = 0; i < positions.size(); i += world) {
-    groups.push_back({positions.begin() + i, static_cast<size_t>(world)});
-  }
-  return groups;
-}
-
-// What asking for a communicator and taking it have in common.
-template <typename Args>
-Args arguments(const std::vector<XLA_FFI_ReplicaGroup>& groups) {
-  Args args = {};
-  args.group_mode = XLA_FFI_GROUP_FLATTENED_ID;
-  args.groups = groups.data();
-  args.num_groups = groups.size();
-  args.communication_id = kCommunication;
-  return args;
-}
-
-ffi::Error taken(const Collectives& collectives, XLA_FFI_Error* error) {
-  return error ? ffi::internal::ErrorPolicy::TakeError(collectives.api, error)
-               : ffi::Error::Success();
-}
 
 // A dictionary, since the frame has all attributes of the call and a list must name every one.
 ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
@@ -76,51 +30,6 @@ ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
   return taken(collectives,
                collectives.extension->request_communicator(collectives.extension, &args));
 }
-
-ffi::Error communicator(const Collectives& collectives, Ints positions, int64_t world,
-                        NcclComm* comm) {
-  const auto groups = groups_of(positions, world);
-  auto args = arguments<XLA_FFI_Communicator_Get_Args>(groups);
-  args.struct_size = XLA_FFI_Communicator_Get_Args_STRUCT_SIZE;
-  CGX_TRY(
-      taken(collectives, collectives.extension->get_communicator(collectives.extension, &args)));
-  *comm = reinterpret_cast<NcclComm>(args.communicator);
-  return ffi::Error::Success();
-}
-
-// The lane of a device. Devices of one process may wait for each other inside of NCCL, so each is
-// locked by itself.
-struct LockedLane {
-  std::mutex mutex;
-  CudaLane lane;
-};
-
-LockedLane& lane_of(int device) {
-  static std::mutex mutex;
-  static auto* const lanes = new std::map<int, LockedLane>;  // streams outlive static destructors
-  const std::lock_guard<std::mutex> lock(mutex);
-  return (*lanes)[device];
-}
-
-// Makes a device current. The runtime promises nothing about the device that a handler finds, and
-// whoever runs next on the thread counts on the one it left.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
-  }
-  ~CurrentDevice() {
-    if (error_ == cudaSuccess) cudaSetDevice(before_);
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-  std::string error() const { return error_ == cudaSuccess ? "" : cudaGetErrorString(error_); }
-
- private:
-  int before_ = 0;
-  cudaError_t error_;
-};
 
 // What lies in memory once, for each of `rows` rows.
 template <typename T>
@@ -188,7 +97,7 @@ ffi::Error initialize(int32_t device, const Call& call) {
   if (!nccl_library(&error)) return call.internal(error);
   const CurrentDevice current(device);
   if (error = current.error(); !error.empty()) return call.internal(error);
-  LockedLane& own = lane_of(device);
+  Locked<CudaLane>& own = lane_of<CudaLane>(device);
   const std::lock_guard<std::mutex> lock(own.mutex);
   error = own.lane.prepare(CudaFused::segments(call.owned.view(), call.segment_bytes));
   return error.empty() ? ffi::Error::Success() : call.internal(error);
@@ -201,27 +110,15 @@ ffi::Error execute(cudaStream_t stream, int32_t device, const Collectives& colle
   const NcclLibrary* const nccl = nccl_library(&error);
   if (!nccl) return call.internal(error);
   NcclComm comm = nullptr;
-  CGX_TRY(communicator(collectives, call.groups, call.world, &comm));
-  int count = 0, rank = -1, state = NcclLibrary::kSuccess;
-  for (const int result : {nccl->comm_count(comm, &count), nccl->comm_user_rank(comm, &rank),
-                           nccl->comm_get_async_error(comm, &state)}) {
-    if (result != NcclLibrary::kSuccess) return call.internal(nccl->get_error_string(result));
-  }
-  if (state != NcclLibrary::kSuccess && state != NcclLibrary::kInProgress) {
-    return call.internal(std::string("the communicator has failed: ") +
-                         nccl->get_error_string(state));
-  }
-  if (count != call.world) {
-    return call.internal(expected("size of the communicator", count, call.world));
-  }
-
+  int rank = -1;
+  CGX_TRY(communicator(call.name, collectives, *nccl, call.groups, call.world, &comm, &rank));
   const CurrentDevice current(device);
   if (error = current.error(); !error.empty()) return call.internal(error);
   const auto in = repeated(call.leaves.pointers(call.rows_in), call.rows / call.rows_in);
   const auto out = repeated(call.results.pointers(call.rows_out), call.rows / call.rows_out);
   const auto lost = call.residuals.pointers(1);
   const auto dtypes = repeated(call.leaves.dtype, call.rows);
-  LockedLane& own = lane_of(device);
+  Locked<CudaLane>& own = lane_of<CudaLane>(device);
   const std::lock_guard<std::mutex> lock(own.mutex);
   CudaFused fused({kCollective,
                    call.owned.view(),

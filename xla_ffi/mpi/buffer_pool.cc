@@ -4,6 +4,8 @@
 #include <new>
 #include <utility>
 
+#include "cpu/pages.h"
+
 namespace cgx {
 namespace {
 
@@ -23,9 +25,10 @@ BufferPool::Buffer BufferPool::take(int64_t bytes) {
     }
   }
   if (best == free_.end()) {
-    return {std::unique_ptr<uint8_t, Free>(
-                static_cast<uint8_t*>(operator new(std::max<int64_t>(bytes, 1), kAlignment))),
-            bytes};
+    auto* const fresh =
+        static_cast<uint8_t*>(operator new(std::max<int64_t>(bytes, 1), kAlignment));
+    prefer_huge_pages(fresh, bytes);
+    return {std::unique_ptr<uint8_t, Free>(fresh), bytes};
   }
   Buffer found = std::move(*best);
   free_.erase(best);

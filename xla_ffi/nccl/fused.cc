@@ -1,7 +1,5 @@
 #include "nccl/fused.h"
 
-#include <thread>
-
 namespace cgx {
 namespace {
 
@@ -155,24 +153,10 @@ void CudaFused::post(Phase phase, int64_t segment) {
   check(cudaEventRecord(event(phase, segment), lane_.wire));
 }
 
-// A communicator that does not block says "in progress", and must be asked until it is done: only
-// then are the messages on the stream. One that has been aborted answers with an error.
 int CudaFused::settled(int result) {
-  const auto deadline = std::chrono::steady_clock::now() + spec_.patience;
-  while (result == NcclLibrary::kInProgress) {
-    if (std::chrono::steady_clock::now() >= deadline) {
-      if (error_.empty()) {
-        error_ = "the communicator is still in progress after " +
-                 std::to_string(spec_.patience.count()) +
-                 " ms: a rank has not come to this call. See whether every process still runs and "
-                 "makes the same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
-      }
-      break;
-    }
-    std::this_thread::yield();
-    int state = NcclLibrary::kSuccess;
-    const int asked = nccl_.comm_get_async_error(comm_, &state);
-    result = asked == NcclLibrary::kSuccess ? state : asked;
+  result = nccl_.settled(comm_, result, spec_.patience);
+  if (result == NcclLibrary::kInProgress && error_.empty()) {
+    error_ = still_in_progress(spec_.patience);
   }
   return result;
 }

@@ -28,12 +28,19 @@ struct Loaded {
     bind(handle, "ncclGroupEnd", &library.group_end);
     bind(handle, "ncclSend", &library.send);
     bind(handle, "ncclRecv", &library.recv);
+    find(handle, "ncclMemAlloc", &library.mem_alloc);
+    find(handle, "ncclCommWindowRegister", &library.window_register);
+    find(handle, "ncclGetPeerDevicePointer", &library.peer_pointer);
   }
 
  private:
   template <typename F>
-  void bind(void* handle, const char* symbol, F* function) {
+  static void find(void* handle, const char* symbol, F* function) {
     *function = reinterpret_cast<F>(dlsym(handle, symbol));
+  }
+  template <typename F>
+  void bind(void* handle, const char* symbol, F* function) {
+    find(handle, symbol, function);
     if (!*function) error = std::string("libnccl.so.2 has no ") + symbol + "; it needs NCCL 2.7";
   }
 };

@@ -1,20 +1,25 @@
 // NCCL, bound at run time to the copy that XLA has loaded: nothing links to it, and building needs
-// no header of its. What is used has had this binary interface since NCCL 2.7.
+// no header of its. What every call uses has had this binary interface since NCCL 2.7; windows,
+// since 2.29, and their functions are null before.
 #ifndef CGX_NCCL_LIBRARY_H_
 #define CGX_NCCL_LIBRARY_H_
 
 #include <cuda_runtime_api.h>
 #include <stddef.h>
 
+#include <chrono>
 #include <string>
+#include <thread>
 
 namespace cgx {
 
 using NcclComm = struct ncclComm*;
+using NcclWindow = struct ncclWindow_vidmem*;
 
 struct NcclLibrary {
   static constexpr int kSuccess = 0, kInProgress = 7;  // of ncclResult_t
   static constexpr int kBytes = 1;                     // ncclUint8
+  static constexpr int kSymmetric = 1;                 // NCCL_WIN_COLL_SYMMETRIC
 
   int (*get_version)(int* version);
   const char* (*get_error_string)(int result);
@@ -26,7 +31,35 @@ struct NcclLibrary {
   int (*send)(const void* data, size_t count, int type, int peer, NcclComm comm,
               cudaStream_t stream);
   int (*recv)(void* data, size_t count, int type, int peer, NcclComm comm, cudaStream_t stream);
+
+  int (*mem_alloc)(void** memory, size_t bytes);
+  int (*window_register)(NcclComm comm, void* memory, size_t bytes, NcclWindow* window, int flags);
+  int (*peer_pointer)(NcclWindow window, size_t offset, int peer, void** pointer);
+
+  bool has_windows() const { return mem_alloc && window_register && peer_pointer; }
+
+  // A communicator that does not block says "in progress", and must be asked until it is done: what
+  // it says then, or kInProgress where that takes longer than `patience`. One that has been aborted
+  // answers with an error.
+  int settled(NcclComm comm, int result, std::chrono::milliseconds patience) const {
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    while (result == kInProgress && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::yield();
+      int state = kSuccess;
+      const int asked = comm_get_async_error(comm, &state);
+      result = asked == kSuccess ? state : asked;
+    }
+    return result;
+  }
 };
+
+// What to say of a communicator that is in progress for ever.
+inline std::string still_in_progress(std::chrono::milliseconds patience) {
+  return "the communicator is still in progress after " + std::to_string(patience.count()) +
+         " ms: a rank has not come to this call. See whether every process still runs and makes "
+         "the "
+         "same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
+}
 
 // The library of this process, or null and what is wrong.
 const NcclLibrary* nccl_library(std::string* error);

@@ -16,6 +16,7 @@
 #define __host__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __forceinline__ inline __attribute__((always_inline))
 
 struct dim3 {
   unsigned x, y, z;
@@ -74,6 +75,42 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
 inline int __reduce_max_sync(unsigned mask, int value) {
   return reduce_sync("reduce_max", mask, value, [](int a, int b) { return a > b; });
 }
+inline int __all_sync(unsigned mask, int predicate) {
+  return reduce_sync("all", mask, predicate != 0, [](bool a, bool b) { return a < b; });
+}
+inline int __any_sync(unsigned mask, int predicate) {
+  return reduce_sync("any", mask, predicate != 0, [](bool a, bool b) { return a > b; });
+}
+inline void __syncwarp() { emulator::exchange("syncwarp", 0xffffffffu, 0); }
+inline void __nanosleep(unsigned) { emulator::pause(); }
+inline int64_t clock64() { return emulator::clock(); }
+
+// Atomics, before and after which warps take turns.
+enum { __NV_ATOMIC_RELAXED, __NV_ATOMIC_ACQUIRE, __NV_ATOMIC_RELEASE, __NV_ATOMIC_ACQ_REL };
+enum { __NV_THREAD_SCOPE_DEVICE, __NV_THREAD_SCOPE_SYSTEM };
+template <typename T>
+void __nv_atomic_store_n(T* word, T value, int order, int) {
+  emulator::pause();
+  if (!emulator::stores(word)) return;
+  if (order == __NV_ATOMIC_RELEASE && !emulator::relaxed()) {
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+  } else {
+    __atomic_store_n(word, value, __ATOMIC_RELAXED);
+  }
+  emulator::pause();
+}
+template <typename T>
+T __nv_atomic_load_n(T* word, int order, int) {
+  emulator::pause();
+  const T value = order == __NV_ATOMIC_ACQUIRE ? __atomic_load_n(word, __ATOMIC_ACQUIRE)
+                                               : __atomic_load_n(word, __ATOMIC_RELAXED);
+  return static_cast<T>(emulator::loaded(word, value));
+}
+template <typename T>
+T __nv_atomic_fetch_add(T* word, T value, int, int) {
+  return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
+}
+
 template <typename T>
 T min(T a, T b) {
   return b < a ? b : a;
@@ -91,11 +128,26 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(Parameters
   return cudaSuccess;
 }
 
+// A device of few multiprocessors, each with room for one block.
+template <typename... Parameters>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(Parameters...), int,
+                                                          size_t) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative = 2 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int cooperative;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
-  void* attrs;
+  cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
 
@@ -104,12 +156,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Arguments... arguments) {
   if (config->stream && config->stream->device != emulator::device()) return cudaErrorLaunchFailure;
   emulator::count_launch(reinterpret_cast<const void*>(kernel));
-  const unsigned blocks = config->gridDim.x, threads = config->blockDim.x;
   const std::tuple<Parameters...> copies(arguments...);
-  emulator::submit(config->stream, [=] {
-    emulator::run_grid(blocks, threads, [&] { std::apply(kernel, copies); });
-    return true;
-  });
+  emulator::submit_kernel(config->stream, config->gridDim.x, config->blockDim.x,
+                          [=] { std::apply(kernel, copies); });
   return cudaSuccess;
 }
 

@@ -5,11 +5,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <vector>
+
 #include "streams.h"
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorLaunchFailure = 719 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
 using cudaStream_t = emulator::Stream*;
 using cudaEvent_t = emulator::Event*;
@@ -49,6 +53,33 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
   emulator::wait(stream, event);
   return cudaSuccess;
 }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 4;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() {
+  return emulator::run_streams(0) ? cudaSuccess : cudaErrorLaunchFailure;
+}
+inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
+  memset(data, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+namespace emulator {
+// All that cudaHostAlloc has given out.
+inline std::vector<void*>& host_memory() {
+  static auto* const all = new std::vector<void*>;
+  return *all;
+}
+}  // namespace emulator
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  *memory = malloc(bytes);
+  emulator::host_memory().push_back(*memory);
+  return cudaSuccess;
+}
 
 // What only the programs of tests/gpu call. Device memory is the host's. Streams and events live
 // until emulator::reset(), since work that uses them may still be queued when they are destroyed.
@@ -59,14 +90,6 @@ inline cudaError_t cudaMalloc(void** data, size_t bytes) {
 }
 inline cudaError_t cudaFree(void* data) {
   free(data);
-  return cudaSuccess;
-}
-inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
-  memset(data, value, bytes);
-  return cudaSuccess;
-}
-inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  memcpy(to, from, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
@@ -82,9 +105,6 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() {
-  return emulator::run_streams(0) ? cudaSuccess : cudaErrorLaunchFailure;
-}
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaEventCreate(cudaEvent_t* event) {
   return cudaEventCreateWithFlags(event, 0);
@@ -107,7 +127,7 @@ inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* ready, cudaGraph_t grap
   return cudaSuccess;
 }
 inline cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
-  for (const emulator::Operation& operation : *graph) emulator::submit(stream, operation);
+  for (const auto& submit : *graph) submit(stream);
   return cudaSuccess;
 }
 inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {

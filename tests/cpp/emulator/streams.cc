@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "warp.h"
+
 namespace emulator {
 namespace {
 
@@ -28,6 +30,7 @@ struct Message {
 struct World {
   std::vector<std::unique_ptr<Stream>> streams;
   std::vector<std::unique_ptr<Event>> events;
+  std::vector<std::shared_ptr<Grid>> grids;  // until their streams have run: kernels read them
   std::map<std::pair<int, int>, std::deque<Message>> sent;  // by (from, to), in order
   int64_t waits = 0, left_out = -1;
   int64_t calls = 0, failing = -1;
@@ -101,13 +104,45 @@ int add(Message message, const Comm* comm, Stream* stream) {
 
 void submit(Stream* stream, Operation operation) {
   const Lock lock(mutex());
-  if (stream && stream->captured) {
-    stream->captured->push_back(std::move(operation));
-  } else if (stream) {
-    stream->queue.push_back(std::move(operation));
-  } else {
+  if (!stream) {
     operation();
+    return;
   }
+  if (stream->captured) {
+    stream->captured->push_back(
+        [operation = std::move(operation)](Stream* on) { submit(on, operation); });
+    return;
+  }
+  stream->queue.push_back([stream, operation = std::move(operation)] {
+    after_kernels_of(stream);
+    const bool over = operation();
+    before_kernels_of(stream);
+    return over;
+  });
+}
+
+void submit_kernel(Stream* stream, unsigned blocks, unsigned threads, std::function<void()> body) {
+  const Lock lock(mutex());
+  if (stream && stream->captured) {
+    stream->captured->push_back([blocks, threads, body = std::move(body)](Stream* on) {
+      submit_kernel(on, blocks, threads, body);
+    });
+    return;
+  }
+  const int device = stream ? stream->device : current_device;
+  // A grid runs once, so that every replay of a graph needs its own.
+  auto grid = std::make_shared<Grid>(blocks, threads, std::move(body), stream, device);
+  if (stream) {
+    world.grids.push_back(grid);
+    stream->queue.push_back([grid = std::move(grid)] {
+      ++world.progress;
+      return grid->step();
+    });
+    return;
+  }
+  while (!grid->step()) {
+  }
+  after_kernels_of(nullptr);
 }
 
 Stream* create_stream() {
@@ -190,7 +225,7 @@ bool run_streams(uint64_t seed) {
     for (const auto& stream : world.streams) {
       if (!stream->queue.empty()) ready.push_back(stream.get());
     }
-    if (ready.empty()) return true;
+    if (ready.empty()) break;
     std::shuffle(ready.begin(), ready.end(), random);
     if (seed % 2 == 1) {
       std::sort(ready.begin(), ready.end(),
@@ -206,6 +241,9 @@ bool run_streams(uint64_t seed) {
     }
     if (!moved && world.progress == before) return false;
   }
+  for (const auto& stream : world.streams) after_kernels_of(stream.get());
+  world.grids.clear();
+  return true;
 }
 
 int group_start() {

@@ -17,8 +17,10 @@ namespace emulator {
 // A step of a stream; false: not yet.
 using Operation = std::function<bool()>;
 
-// A recorded sequence of operations, to put on streams as often as wanted.
-using Graph = std::vector<Operation>;
+struct Stream;
+
+// A recorded sequence of operations and kernels: each puts itself on a stream, as often as wanted.
+using Graph = std::vector<std::function<void(Stream*)>>;
 
 struct Stream {
   int device;
@@ -31,8 +33,10 @@ struct Event {
   std::chrono::steady_clock::time_point when;  // it was reached last
 };
 
-// Puts an operation on a stream; the null stream runs it at once.
+// Puts an operation, or a kernel, `body` as every thread of a grid, on a stream; the null stream
+// runs it at once.
 void submit(Stream* stream, Operation operation);
+void submit_kernel(Stream* stream, unsigned blocks, unsigned threads, std::function<void()> body);
 
 Stream* create_stream();  // of the current device
 Event* create_event();
@@ -64,7 +68,8 @@ int64_t waits();
 void leave_out(int64_t wait);
 
 // Runs everything that has been put on streams; false when nothing can go on (a deadlock). Odd
-// seeds starve streams for as long as others can go on, even ones choose evenly.
+// seeds starve streams for as long as others can go on, even ones choose evenly. Kernels of several
+// streams that wait for each other take turns.
 bool run_streams(uint64_t seed);
 
 // NCCL's point-to-point calls between ranks that are this process's: results are ncclResult_t's.

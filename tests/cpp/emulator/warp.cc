@@ -5,9 +5,12 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <deque>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -36,9 +39,11 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStack]};
   bool started, done;
-  uint64_t waits_for;  // the exchange that must be over before it goes on
-  void* sanitizer;     // what the sanitizer keeps of its stack
+  uint64_t waits_for;         // the exchange that must be over before it goes on
+  void* sanitizer = nullptr;  // what the sanitizer keeps of its stack
 };
+
+}  // namespace
 
 // Two sets of slots: a lane may give to the next exchange before another has read this one.
 struct Warp {
@@ -48,18 +53,23 @@ struct Warp {
   uint64_t over;  // exchanges that all lanes have come to
   int arrived, live;
   int lane;
+  bool paused;
   Thread thread;
+  unsigned first_thread;
   const std::function<void()>* body;
+  char *before,
+      *after;  // what the sanitizer takes for the ends of the kernel before and of this one
   ucontext_t scheduler;
   void* sanitizer;
   const void* scheduler_stack;
   size_t scheduler_stack_size;
 };
 
-Warp& warp() {
-  static Warp* const w = new Warp;
-  return *w;
-}
+namespace {
+
+Warp* running = nullptr;
+
+Warp& warp() { return *running; }
 
 std::mt19937_64& random() {
   static std::mt19937_64 engine(1);
@@ -88,22 +98,23 @@ CGX_UNSEEN void enter() {
   __sanitizer_finish_switch_fiber(nullptr, &w.scheduler_stack, &w.scheduler_stack_size);
 #endif
 #if defined(__SANITIZE_THREAD__)
-  __tsan_acquire(&w.body);
+  __tsan_acquire(const_cast<std::function<void()>*>(w.body));  // the launch
+  __tsan_acquire(w.before);
 #endif
   (*w.body)();
 #if defined(__SANITIZE_THREAD__)
-  __tsan_release(&w.live);
+  __tsan_release(w.after);
 #endif
   w.fibers[w.lane].done = true;
   --w.live;
   to_scheduler(true);
 }
 
-CGX_UNSEEN void resume(int lane, unsigned first_thread) {
+CGX_UNSEEN void resume(int lane) {
   Warp& w = warp();
   Fiber& fiber = w.fibers[lane];
   w.lane = lane;
-  w.thread.thread = first_thread + lane;
+  w.thread.thread = w.first_thread + lane;
   if (!fiber.started) {
     fiber.started = true;
     getcontext(&fiber.context);
@@ -115,6 +126,7 @@ CGX_UNSEEN void resume(int lane, unsigned first_thread) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(&w.sanitizer, fiber.stack.get(), kStack);
 #elif defined(__SANITIZE_THREAD__)
+  w.sanitizer = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(fiber.sanitizer, kNoOrder);
 #endif
   swapcontext(&w.scheduler, &fiber.context);
@@ -128,29 +140,10 @@ CGX_UNSEEN void resume(int lane, unsigned first_thread) {
   abort();
 }
 
-CGX_UNSEEN void run_warp(unsigned first_thread) {
-  Warp& w = warp();
-  w.arrived = 0;
-  w.over = 0;
-  w.live = kWarp;
-  for (int lane = 0; lane < kWarp; ++lane) {
-    Fiber& fiber = w.fibers[lane];
-    fiber.started = fiber.done = false;
-    fiber.waits_for = 0;
-    fiber.sanitizer = nullptr;
-#if defined(__SANITIZE_THREAD__)
-    // One for each thread of a block, made once: making them takes longer than most kernels.
-    static std::vector<void*> sanitizers;
-    while (sanitizers.size() <= first_thread + lane) {
-      sanitizers.push_back(__tsan_create_fiber(0));
-    }
-    fiber.sanitizer = sanitizers[first_thread + lane];
-#endif
-  }
-#if defined(__SANITIZE_THREAD__)
-  w.sanitizer = __tsan_get_current_fiber();
-  __tsan_release(&w.body);
-#endif
+// Runs the warp until it pauses or ends; whether it has ended.
+CGX_UNSEEN bool run_warp(Warp* next) {
+  running = next;
+  Warp& w = *next;
   int order[kWarp];
   std::iota(order, order + kWarp, 0);
   while (w.live > 0) {
@@ -158,17 +151,151 @@ CGX_UNSEEN void run_warp(unsigned first_thread) {
     bool moved = false;
     for (const int lane : order) {
       if (w.fibers[lane].done || w.fibers[lane].waits_for > w.over) continue;
-      resume(lane, first_thread);
+      resume(lane);
       moved = true;
     }
     if (!moved) fail("lanes wait for lanes that have ended", w.operation);
+    if (w.paused) break;
   }
+  w.paused = false;
+  return w.live == 0;
+}
+
+// Warps that have ended, by device. Those used last come last, since the sanitizer takes what they
+// have done for the past of what they do next.
+std::deque<Warp*>& idle(int device) {
+  static auto* const all = new std::map<int, std::deque<Warp*>>;
+  std::deque<Warp*>& own = (*all)[device];
+  while (own.size() < 4) own.push_back(new Warp);
+  return own;
+}
+
+// What the sanitizer takes for the end of a kernel: an address that is never used again.
+char* new_end() {
+  static auto* const all = new std::deque<char>;
+  return &all->emplace_back();
+}
+
+// The end of a stream's last kernel.
+char*& last_of(const void* stream) {
+  static auto* const all = new std::map<const void*, char*>;
+  char*& last = (*all)[stream];
+  if (!last) last = new_end();
+  return last;
+}
+
+struct Faults {
+  const void *lost = nullptr, *presumed = nullptr;
+  bool relaxed = false;
+};
+Faults faults;
+
+}  // namespace
+
+Grid::Grid(unsigned blocks, unsigned threads, std::function<void()> body, const void* stream,
+           int device)
+    : blocks_(blocks),
+      threads_(threads),
+      body_(std::move(body)),
+      stream_(stream),
+      device_(device % 8),
+      end_(new_end()) {
+  if (threads % kWarp != 0) fail("only whole warps are emulated", "launch");
 #if defined(__SANITIZE_THREAD__)
-  __tsan_acquire(&w.live);
+  __tsan_release(const_cast<std::function<void()>*>(&body_));
 #endif
 }
 
-}  // namespace
+CGX_UNSEEN Warp* Grid::start() {
+  const unsigned warps = threads_ / kWarp, first = started_ % warps * kWarp;
+  std::deque<Warp*>& pool = idle(device_);
+  Warp& w = *pool.front();
+  pool.pop_front();
+  w.thread = {first, started_ / warps, threads_, blocks_};
+  w.first_thread = first;
+  w.arrived = 0;
+  w.over = 0;
+  w.live = kWarp;
+  w.paused = false;
+  w.body = &body_;
+  w.before = last_of(stream_);
+  w.after = end_;
+  for (Fiber& fiber : w.fibers) {
+    fiber.started = fiber.done = false;
+    fiber.waits_for = 0;
+#if defined(__SANITIZE_THREAD__)
+    if (!fiber.sanitizer)
+      fiber.sanitizer = __tsan_create_fiber(0);  // takes longer than most kernels
+#else
+    fiber.sanitizer = nullptr;
+#endif
+  }
+  ++started_;
+  return &w;
+}
+
+bool Grid::step() {
+  const unsigned all = blocks_ * (threads_ / kWarp);
+  // Now and then a warp gets far before the others have a turn.
+  for (uint64_t turns = random()() % 8 == 0 ? random()() % 64 : 1; ended_ < all;) {
+    const size_t waiting = paused_.size() + (started_ < all);
+    const size_t which = waiting > 1 ? random()() % waiting : 0;
+    Warp* next;
+    if (which < paused_.size()) {
+      next = paused_[which];
+      paused_.erase(paused_.begin() + which);
+    } else {
+      next = start();
+    }
+    if (run_warp(next)) {
+      ++ended_;
+      idle(device_).push_back(next);
+    } else {
+      paused_.push_back(next);
+      if (turns-- <= 1) return false;
+    }
+  }
+  last_of(stream_) = end_;
+  return true;
+}
+
+void after_kernels_of(const void* stream) {
+  (void)stream;
+#if defined(__SANITIZE_THREAD__)
+  __tsan_acquire(last_of(stream));
+#endif
+}
+
+void before_kernels_of(const void* stream) {
+  (void)stream;
+#if defined(__SANITIZE_THREAD__)
+  __tsan_release(last_of(stream));
+#endif
+}
+
+CGX_UNSEEN void pause() {
+  warp().paused = true;
+  to_scheduler(false);
+}
+
+CGX_UNSEEN bool stores(const void* word) { return word != faults.lost; }
+
+CGX_UNSEEN uint64_t loaded(const void* word, uint64_t value) {
+  return word == faults.presumed ? ~uint64_t{0} : value;
+}
+
+void lose_stores_to(const void* word) { faults.lost = word; }
+
+void presume(const void* word) { faults.presumed = word; }
+
+void relax_stores(bool relax) { faults.relaxed = relax; }
+
+CGX_UNSEEN bool relaxed() { return faults.relaxed; }
+
+CGX_UNSEEN int64_t clock() {
+  static int64_t ticks = 0;
+  return ++ticks;
+}
 
 CGX_UNSEEN const Thread& current() { return warp().thread; }
 
@@ -197,18 +324,6 @@ CGX_UNSEEN const uint64_t* exchange(const char* operation, unsigned mask, uint64
   __tsan_acquire(&w.arrived);
 #endif
   return w.slots[mine % 2];
-}
-
-void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& body) {
-  Warp& w = warp();
-  if (threads % kWarp != 0) fail("only whole warps are emulated", "launch");
-  w.body = &body;
-  for (unsigned block = 0; block < blocks; ++block) {
-    for (unsigned first = 0; first < threads; first += kWarp) {
-      w.thread = {first, block, threads, blocks};
-      run_warp(first);
-    }
-  }
 }
 
 void set_seed(uint64_t seed) { random().seed(seed); }

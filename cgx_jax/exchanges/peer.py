@@ -1,0 +1,95 @@
+"""The all-reduce on CUDA in one kernel, over memory that the GPUs of a node map of each other.
+
+No messages: each GPU writes its payload where it is read, and raises a flag (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, ClassVar
+
+import jax
+from jax.extend.core import Primitive
+
+from cgx_jax.axes import Axes
+from cgx_jax.exchanges import fused, nccl
+from cgx_jax.kernels import primitives
+from cgx_jax.wire import Layout
+
+MOST_RANKS = 32  # `kMaxPeers` in C++
+NCCL = (2, 29)  # the first that tells the host where a peer's memory is mapped
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer(nccl.OnCommunicator):
+    """One kernel per all-reduce between the CUDA devices of a node, over NVLink or PCIe.
+
+    Needs NCCL 2.29, peer access between all GPUs of the axis and at most 32 of them. Where a GPU
+    cannot reach another's memory, the first call fails and says so. `exchange="auto"` never takes
+    it: nobody has run it on several GPUs.
+    """
+
+    shorthand: ClassVar[str] = "peer"
+    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "sum", "all_reduce"})
+
+    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+        if (problem := nccl.not_installed() or old_nccl()) is not None:
+            return problem
+        return fused.unfit_axes(axes) if axes else None
+
+    def usable(self, axes: Sequence[Any] = ()) -> bool:
+        return False
+
+    def all_reduce(
+        self,
+        name: str,
+        seeds: Sequence[Any],
+        leaves: Sequence[jax.Array],
+        layout: Layout,
+        axes: Axes,
+        divisor: float,
+        *,
+        residual: bool,
+        units: primitives.Units,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        if axes.world > MOST_RANKS:
+            raise ValueError(
+                f"{name}: exchange='peer' reduces over at most {MOST_RANKS} ranks of a node, and "
+                f'this call has {axes.world}; use exchange="nccl", or a node\'s axis in `Levels`.'
+            )
+        return super().all_reduce(
+            name, seeds, leaves, layout, axes, divisor, residual=residual, units=units
+        )
+
+    def _all_reduce(self) -> Primitive:
+        return all_reduce_p
+
+
+def old_nccl() -> str | None:
+    """That the NCCL installed for JAX is too old, with the remedy, or None."""
+    try:
+        version = metadata.version("nvidia-nccl-cu13")
+    except metadata.PackageNotFoundError:
+        return None  # another copy than PyPI's; the first call looks at it
+    if tuple(int(part) for part in version.split(".")[:2]) >= NCCL:
+        return None
+    return f"NCCL is {version}, and it needs 2.29 or newer; pip install -U nvidia-nccl-cu13"
+
+
+def _lowering(
+    ctx: Any,
+    *operands: Any,
+    layout: Layout,
+    divisor: float,
+    positions: Any,
+    replicated: Any,
+    name: str,
+    residual: bool,
+) -> Any:
+    attributes = fused.attributes(layout, divisor, positions, name)
+    return jax.ffi.ffi_lowering(all_reduce_p.name)(ctx, *operands, **attributes)
+
+
+all_reduce_p = nccl.cuda_primitive("cgx_all_reduce_peer", fused.reduced, _lowering)

@@ -1,0 +1,409 @@
+// The all-reduce over peers' memory: the kernels of all ranks run at once, taking turns as a seed
+// says. Against the steps of the xla exchange on the CPU's kernels, byte for byte.
+//
+//     peer_test            all tests
+//     peer_test relaxed    flags that bring nothing along: the thread sanitizer has to complain
+#include "cuda/peer.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cases.h"
+#include "cpu/kernels.h"
+#include "warp.h"
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+
+// The thread sanitizer finds the races that a planted fault brings about.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kFaultsEndTheProcess = true;
+#else
+constexpr bool kFaultsEndTheProcess = false;
+#endif
+
+// Ticks of the emulator's clock, which every poll moves on.
+constexpr int64_t kForEver = int64_t{1} << 40, kShort = 1 << 12;
+
+struct Case {
+  int64_t world;
+  std::vector<cgx::SlotSpec> specs;
+  cgx::DType dtype = cgx::DType::kF32;
+  bool residual = false;
+  bool aligned = true;
+  float divisor = 3.0f;
+};
+
+// A rank's leaves, each in a heap block of exactly its size.
+struct Leaves {
+  std::vector<std::unique_ptr<char[]>> blocks;
+  std::vector<int64_t> bytes;
+  std::vector<void*> data;
+  std::vector<cgx::DType> dtypes;
+
+  explicit Leaves(const Case& c, std::mt19937* rng = nullptr) : dtypes(c.specs.size(), c.dtype) {
+    const int64_t item = cgx::item_size(c.dtype), skipped = c.aligned ? 0 : item;
+    std::normal_distribution<float> normal;
+    for (const auto& leaf : c.specs) {
+      bytes.push_back(leaf.size * item);
+      blocks.emplace_back(new char[skipped + bytes.back()]);
+      char* const to = blocks.back().get() + skipped;
+      data.push_back(to);
+      std::memset(to, 0x5A, bytes.back());
+      for (int64_t i = 0; rng && i < leaf.size; ++i) {
+        const float x = normal(*rng);
+        uint32_t word;
+        std::memcpy(&word, &x, 4);
+        const uint16_t half = (word >> 16) & 0xBBFF;  // finite, as a bf16 and as an f16
+        std::memcpy(to + i * item, item == 4 ? static_cast<const void*>(&x) : &half, item);
+      }
+    }
+  }
+  cgx::LeavesIn in() const { return {data.data(), dtypes.data()}; }
+  cgx::LeavesOut out() const { return {data.data(), dtypes.data()}; }
+  bool operator==(const Leaves& other) const {
+    for (size_t k = 0; k < data.size(); ++k) {
+      if (std::memcmp(data[k], other.data[k], bytes[k]) != 0) return false;
+    }
+    return true;
+  }
+  // Whether every value of the leaf is NaN; fp32 only.
+  bool all_nan() const {
+    for (size_t k = 0; k < data.size(); ++k) {
+      for (int64_t i = 0; i < bytes[k] / 4; ++i) {
+        if (!std::isnan(static_cast<const float*>(data[k])[i])) return false;
+      }
+    }
+    return true;
+  }
+};
+
+// One call of all ranks: operands, results, and what they have to be.
+struct Call {
+  Case c;
+  cgx::OwnedLayout owned;
+  std::vector<Leaves> in, out, lost, expected_lost;
+  std::vector<Leaves> expected;  // one for all ranks
+  std::vector<std::vector<uint32_t>> keys;
+
+  Call(const Case& given, uint32_t seed) : c(given) {
+    std::mt19937 rng(seed);
+    check(owned.build(c.specs, c.world).empty(), "layout");
+    for (int64_t r = 0; r < c.world; ++r) {
+      in.emplace_back(c, &rng);
+      out.emplace_back(c);
+      lost.emplace_back(c);
+      expected_lost.emplace_back(c);
+      keys.emplace_back();
+      for (int k = 0; k < 4; ++k) keys[r].push_back(static_cast<uint32_t>(rng()));
+    }
+    in_steps();
+  }
+
+  void in_steps() {
+    const cgx::Layout layout = owned.view();
+    const int64_t row = layout.chunk_bytes;
+    const cgx::KernelTable& cpu = cgx::current_kernels();
+    std::vector<Bytes> sent(c.world, Bytes(c.world * row));
+    std::vector<float> scratch(owned.longest_bucket());
+    const auto residual = [&](int64_t r) {
+      return c.residual ? expected_lost[r].out() : cgx::LeavesOut{};
+    };
+    for (int64_t r = 0; r < c.world; ++r) {
+      cpu.encode(
+          {layout, in[r].in(), residual(r), keys[r].data(), r, sent[r].data(), scratch.data()}, 0,
+          layout.total_bytes());
+    }
+    Bytes gathered(c.world * row), received(c.world * row);
+    for (int64_t r = 0; r < c.world; ++r) {
+      for (int64_t from = 0; from < c.world; ++from) {
+        std::copy_n(&sent[from][r * row], row, &received[from * row]);
+      }
+      cpu.reduce({layout, in[r].in(), keys[r].data() + 2, r, received.data(), c.divisor,
+                  &gathered[r * row], scratch.data(), residual(r)},
+                 layout.begin[r], layout.begin[r + 1]);
+    }
+    expected.emplace_back(c);
+    cpu.decode({layout, gathered.data(), expected[0].out(), scratch.data()}, 0,
+               layout.total_bytes());
+  }
+
+  bool right(int64_t rank) const {
+    return out[rank] == expected[0] && lost[rank] == expected_lost[rank];
+  }
+  bool right() const {
+    for (int64_t r = 0; r < c.world; ++r) {
+      if (!right(r)) return false;
+    }
+    return true;
+  }
+};
+
+// A node's devices: their windows and streams.
+struct Node {
+  cgx::WindowShape shape;
+  std::vector<std::unique_ptr<uint64_t[]>> memory;
+  std::vector<cudaStream_t> streams;
+  std::unique_ptr<uint32_t[]> told;
+  int64_t patience;
+
+  // `largest` needs the most of a window. Without two areas, both legs use one.
+  explicit Node(const Call& largest, int64_t patience = kForEver, bool areas = true)
+      : told(new uint32_t[largest.c.world]()), patience(patience) {
+    emulator::reset();
+    emulator::lose_stores_to(nullptr);
+    emulator::presume(nullptr);
+    shape.world = static_cast<int32_t>(largest.c.world);
+    shape.area_bytes = shape.world * row_bytes(largest);
+    const int64_t bytes = shape.bytes();
+    if (!areas) shape.area_bytes = 0;
+    for (int32_t r = 0; r < shape.world; ++r) {
+      memory.emplace_back(new uint64_t[bytes / 8]);
+      // Records are whatever was there; flags and state are down.
+      std::memset(memory[r].get(), 0xCD, bytes);
+      std::memset(memory[r].get(), 0, shape.rows());
+      emulator::set_device(r);
+      streams.push_back(emulator::create_stream());
+    }
+    for (int32_t r = 0; r < shape.world; ++r) {
+      for (int32_t peer = 0; peer < shape.world; ++peer) {
+        reinterpret_cast<cgx::WindowState*>(window(r))->window[peer] = window(peer);
+      }
+    }
+  }
+  uint8_t* window(int64_t rank) const { return reinterpret_cast<uint8_t*>(memory[rank].get()); }
+  static int64_t row_bytes(const Call& call) {
+    return (call.owned.view().chunk_bytes + 127) / 128 * 128;
+  }
+
+  // Puts a rank's part of a call on its stream; how many launches that takes.
+  size_t put(Call& call, int64_t rank) {
+    std::vector<cgx::PeerTable> tables;
+    const std::string error =
+        cgx::peer_tables(call.owned.view(), call.in[rank].in(), call.out[rank].out(),
+                         call.c.residual ? call.lost[rank].out() : cgx::LeavesOut{}, &tables);
+    check(error.empty(), "tables: " + error);
+    emulator::set_device(static_cast<int>(rank));
+    for (const cgx::PeerTable& table : tables) {
+      const cgx::PeerArgs args{
+          window(rank),    shape,    &told[rank],    call.keys[rank].data(),
+          row_bytes(call), patience, call.c.divisor, static_cast<int32_t>(rank)};
+      check(cgx::launch_peer(table, args, call.c.residual, streams[rank]) == cudaSuccess, "launch");
+    }
+    return tables.size();
+  }
+  size_t put(Call& call) {
+    size_t launches = 0;
+    for (int64_t r = 0; r < shape.world; ++r) launches = put(call, r);
+    return launches;
+  }
+  bool run(uint64_t seed) {
+    emulator::set_seed(seed);
+    return emulator::run_streams(seed);
+  }
+};
+
+std::vector<cgx::SlotSpec> leaves(int64_t bits, int64_t bucket, int64_t rounding,
+                                  int64_t rotation) {
+  return {{7 * bucket + 33, bits, bucket, rounding, 0, rotation},
+          {0, bits, bucket, rounding, 1, rotation},
+          {3, bits, bucket, 0, 2, rotation},
+          {2 * bucket, bits % 8 + 1, bucket, rounding, 3, 1 - rotation}};
+}
+
+void equals_the_steps() {
+  uint32_t seed = 0;
+  for (const int64_t world : {1, 2, 3, 4, 8}) {
+    for (int64_t bits = 1; bits <= 8; ++bits) {
+      for (const bool residual : {false, true}) {
+        ++seed;
+        const auto dtype = static_cast<cgx::DType>(seed % 3);
+        const int64_t bucket = seed % 5 == 0 ? 1024 : 64;  // more than a tile; less
+        const Case c{world,         leaves(bits, bucket, seed % 3, seed / 2 % 2),
+                     dtype,         residual,
+                     seed % 4 != 0, static_cast<float>(1 + seed % 4)};
+        Call call(c, seed);
+        Node node(call);
+        node.put(call);
+        check(node.run(seed) && call.right(), "world " + std::to_string(world) + ", " +
+                                                  std::to_string(bits) + " bits, case " +
+                                                  std::to_string(seed));
+      }
+    }
+  }
+}
+
+// Leaves that need several launches, and fewer records than ranks.
+void any_number_of_pieces() {
+  for (const int64_t count : {1, 16, 17, 60}) {
+    for (const int64_t world : {2, 8}) {
+      std::vector<cgx::SlotSpec> specs;
+      for (int64_t k = 0; k < count; ++k) specs.push_back({40 + k, 4, 64, k % 3, k, 0});
+      Call call({world, specs}, 7);
+      Node node(call);
+      const size_t launches = node.put(call);
+      check(count == 16 || (launches > 1) == (count > 16), "pieces: launches");
+      check(node.run(3) && call.right(),
+            "pieces: " + std::to_string(count) + " leaves, world " + std::to_string(world));
+    }
+  }
+}
+
+Case small(int64_t world, bool residual = false) {
+  return {world, {{400, 4, 32, 0, 0, 0}, {70, 3, 32, 2, 1, 0}}, cgx::DType::kF32, residual};
+}
+
+// Replays with other values every time, and now and then of another size; a rank falls behind
+// before each of its calls. Whether all are right.
+bool replays(int64_t world, uint64_t seed, bool areas) {
+  std::vector<Call> calls;
+  for (uint32_t k = 0; k < 4; ++k) {
+    Case c = small(world, k % 2);
+    if (k == 1) c.specs.pop_back();
+    calls.emplace_back(c, static_cast<uint32_t>(10 * k + seed));
+  }
+  Node node(calls[0], kForEver, areas);
+  for (Call& call : calls) {
+    int rest = 200;
+    emulator::submit(node.streams[seed % world], [rest]() mutable { return --rest < 0; });
+    node.put(call);
+  }
+  bool right = node.run(seed);
+  for (const Call& call : calls) right = right && call.right();
+  return right;
+}
+
+// A rank that is ahead by as much as it can be does not disturb one that is behind; it would, if
+// both legs used the same memory.
+void replays_do_not_meet() {
+  for (const int64_t world : {2, 3, 4, 8}) {
+    bool caught = false;
+    for (uint64_t seed = 1; seed <= 6; ++seed) {
+      check(replays(world, seed, /*areas=*/true),
+            "replays of world " + std::to_string(world) + " seed " + std::to_string(seed));
+      caught = caught || kFaultsEndTheProcess || !replays(world, seed, /*areas=*/false);
+    }
+    check(caught, "world " + std::to_string(world) + ": nothing misses the second area");
+  }
+}
+
+// Every flag that a call of these raises, by the reader.
+std::vector<const uint64_t*> flags_of(const Node& node, const Call& call) {
+  std::vector<cgx::PeerTable> tables;
+  check(
+      cgx::peer_tables(call.owned.view(), call.in[0].in(), call.out[0].out(), {}, &tables).empty(),
+      "tables");
+  check(tables.size() == 1, "flags: one launch");
+  const auto packets = [&](int chunk) {
+    return (tables[0].chunk[chunk + 1] - tables[0].chunk[chunk] + tables[0].packet - 1) /
+           tables[0].packet;
+  };
+  std::vector<const uint64_t*> flags;
+  for (int reader = 0; reader < node.shape.world; ++reader) {
+    for (int from = 0; from < node.shape.world; ++from) {
+      for (int p = 0; from != reader && p < packets(reader); ++p) {
+        flags.push_back(node.shape.arrived(node.window(reader), cgx::Leg::kToOwner, p, from));
+      }
+      for (int p = 0; p < packets(from); ++p) {
+        flags.push_back(node.shape.arrived(node.window(reader), cgx::Leg::kFromOwner, p, from));
+      }
+    }
+  }
+  return flags;
+}
+
+// Taking any one flag for raised, which is what a flag raised before its data comes to, gives a
+// wrong result in some order.
+void every_wait_is_needed() {
+  for (const int64_t world : {2, 3}) {
+    Call call(small(world), 1);
+    const size_t count = flags_of(Node(call), call).size();
+    check(count >= static_cast<size_t>(8 * world), "waits: several packets");
+    for (size_t k = 0; k < count; ++k) {
+      bool caught = false;
+      for (uint64_t seed = 1; seed <= 60 && !caught; ++seed) {
+        Call again(small(world), 1);
+        Node node(again);
+        emulator::presume(flags_of(node, again)[k]);
+        node.put(again);
+        caught = !(node.run(seed) && again.right());
+      }
+      check(caught, "world " + std::to_string(world) + ": nothing misses the wait for flag " +
+                        std::to_string(k));
+    }
+  }
+  emulator::presume(nullptr);
+}
+
+// A flag that is never raised: its reader gives up, says so and leaves NaN; what comes later is NaN
+// there too, and every other rank gives up at the latest then.
+void a_lost_flag_is_told() {
+  for (const int64_t world : {2, 3, 8}) {
+    Call first(small(world, true), 1);
+    const size_t count = flags_of(Node(first), first).size();
+    for (size_t k = 0; k < count; k += world == 2 ? 1 : 7) {
+      Call call(small(world, true), 1), later(small(world, true), 2);
+      Node node(call, kShort);
+      const uint64_t* const flag = flags_of(node, call)[k];
+      emulator::lose_stores_to(flag);
+      node.put(call);
+      check(node.run(k), "lost: the launches end");
+      int64_t reader = 0;
+      while (reinterpret_cast<const uint8_t*>(flag) < node.window(reader) ||
+             reinterpret_cast<const uint8_t*>(flag) >= node.window(reader) + node.shape.bytes()) {
+        ++reader;
+      }
+      check(node.told[reader] == 1 && !call.right(reader), "lost: its reader knows");
+      emulator::lose_stores_to(nullptr);
+      node.put(later);
+      check(node.run(k + 1), "lost: later launches end");
+      for (int64_t r = 0; r < world; ++r) {
+        check(node.told[r] == 1 && !later.right(r), "lost: every rank knows");
+      }
+      check(later.out[reader].all_nan() && later.lost[reader].all_nan(), "lost: NaN");
+    }
+  }
+}
+
+// A rank that never comes.
+void a_missing_rank_is_told() {
+  for (const int64_t world : {2, 4}) {
+    Call call(small(world), 1);
+    Node node(call, kShort);
+    for (int64_t r = 1; r < world; ++r) node.put(call, r);
+    check(node.run(1), "missing: the launches end");
+    for (int64_t r = 1; r < world; ++r) {
+      check(node.told[r] == 1 && call.out[r].all_nan(), "missing: every other rank knows");
+    }
+  }
+}
+
+void too_many_ranks_are_refused() {
+  Call call({33, {{400, 4, 32, 0, 0, 0}}}, 1);
+  std::vector<cgx::PeerTable> tables;
+  check(cgx::peer_tables(call.owned.view(), call.in[0].in(), call.out[0].out(), {}, &tables) ==
+            "the number of ranks is 33, must be at most 32",
+        "33 ranks are refused");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 1 && std::strcmp(argv[1], "relaxed") == 0) {
+    emulator::relax_stores(true);
+    Call call(small(2), 1);
+    Node node(call);
+    node.put(call);
+    node.run(1);
+    return report();
+  }
+  equals_the_steps();
+  any_number_of_pieces();
+  replays_do_not_meet();
+  if (!kFaultsEndTheProcess) every_wait_is_needed();
+  a_lost_flag_is_told();
+  a_missing_rank_is_told();
+  too_many_ranks_are_refused();
+  return report();
+}

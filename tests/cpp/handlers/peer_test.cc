@@ -1,0 +1,240 @@
+// The handlers of the all-reduce over peers' memory, driven by call frames made by hand as XLA
+// makes them; NCCL's windows are this process's memory. Needs the FFI headers of a jaxlib with the
+// collectives extension.
+#include "handlers/peer.h"
+
+#include <cmath>
+
+#include "cases.h"
+#include "handlers/frames.h"
+#include "nccl/library.h"
+#include "xla/ffi/api/collectives_c_api.h"
+
+namespace {
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+constexpr int kWorld = 2;
+constexpr int64_t kBucket = 64;
+
+emulator::Comm comms[kWorld];
+
+// What NCCL does: the result of each call, and what it has made.
+struct Nccl {
+  bool windows = true, maps = true;
+  int allocated = 0, registered = 0, found = 0;  // ncclResult_t
+  // Memory of each window, for all ranks at once: a rank may ask where another's is before that one
+  // has come, which NCCL would wait for.
+  std::vector<std::vector<std::unique_ptr<uint64_t[]>>> memory;
+  size_t made[kWorld] = {};
+  size_t gone = 0;  // windows that NCCL no longer knows
+} nccl;
+
+XLA_FFI_Error* request(const XLA_FFI_Collectives_Extension*, XLA_FFI_Communicator_Request_Args*) {
+  return nullptr;
+}
+XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicator_Get_Args* args) {
+  args->communicator = reinterpret_cast<XLA_FFI_Communicator*>(self->state);
+  return nullptr;
+}
+
+// Both ranks' calls on two devices of their own.
+struct Ranks {
+  std::vector<int> devices;
+  std::vector<cudaStream_t> streams;
+  XLA_FFI_Collectives_Extension extensions[kWorld] = {};
+  XLA_FFI_InvokeContext contexts[kWorld];
+
+  Ranks() {
+    emulator::reset();
+    nccl = Nccl();
+    static int last = 0;  // what a device keeps belongs to the communicators of one case
+    for (int r = 0; r < kWorld; ++r) {
+      comms[r] = {r, kWorld};
+      devices.push_back(++last);
+      emulator::set_device(last);
+      streams.push_back(emulator::create_stream());
+      extensions[r].extension_base = {XLA_FFI_Collectives_Extension_STRUCT_SIZE,
+                                      {XLA_FFI_Extension_Collectives, 0, 1},
+                                      nullptr};
+      extensions[r].request_communicator = request;
+      extensions[r].get_communicator = get;
+      extensions[r].state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comms[r]);
+      contexts[r].device = last;
+      contexts[r].stream = streams[r];
+      contexts[r].extension = &extensions[r].extension_base;
+    }
+    emulator::set_device(0);
+  }
+};
+
+struct Options {
+  int64_t values = 1000, keys = 4, more_out = 0;
+  bool residual = false, initialize = true;
+  uint64_t seed = 1;
+};
+
+// One call of every rank, stage by stage: the first error, or what is wrong with the results.
+std::string call(Ranks& ranks, const Options& options) {
+  // Whole numbers from 0 to 15, alike on all ranks: 4 bits hold them and their sum exactly.
+  std::vector<float> in(options.values);
+  for (int64_t i = 0; i < options.values; ++i) in[i] = static_cast<float>(i % 16);
+  const uint32_t keys[4] = {1, 2, 3, 4};
+  std::vector<std::vector<float>> out(kWorld, std::vector<float>(options.values, NAN)), lost = out;
+  std::vector<Frame> frames(kWorld);
+  for (int r = 0; r < kWorld; ++r) {
+    frames[r]
+        .arg(XLA_FFI_DataType_U32, keys, {options.keys})
+        .arg(XLA_FFI_DataType_F32, in.data(), {options.values})
+        .ret(XLA_FFI_DataType_F32, out[r].data(), {options.values + options.more_out});
+    if (options.residual) frames[r].ret(XLA_FFI_DataType_F32, lost[r].data(), {options.values});
+    frames[r]
+        .attr("divisor", 1.0f)
+        .attr("groups", std::vector<int64_t>{0, 1})
+        .attr("name", "psum_compressed(exchange='peer') over axis 'data'")
+        .attr("slots", std::vector<int64_t>{4, kBucket, 0, 0, 0, 0})
+        .attr("world", int64_t{kWorld});
+  }
+  std::string error;
+  const auto stage = [&](XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage number) {
+    for (int r = 0; r < kWorld && error.empty(); ++r) {
+      error = frames[r].call(handler, number, &ranks.contexts[r]);
+    }
+  };
+  stage(cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE);
+  if (options.initialize) {
+    stage(cgx::all_reduce_peer_initialize, XLA_FFI_ExecutionStage_INITIALIZE);
+  }
+  stage(cgx::all_reduce_peer_execute, XLA_FFI_ExecutionStage_EXECUTE);
+  if (!error.empty()) return error;
+  if (emulator::device() != 0) return "another device is left current";
+  if (!emulator::run_streams(options.seed)) return "the streams wait for ever";
+  for (int r = 0; r < kWorld; ++r) {
+    for (int64_t i = 0; i < options.values; ++i) {
+      if (out[r][i] != 2 * in[i]) return "a sum is wrong";
+      if (options.residual && lost[r][i] != 0.0f) return "a residual is wrong";
+    }
+  }
+  return "";
+}
+
+void sums() {
+  Ranks ranks;
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    const std::string said = call(ranks, {1000, 4, 0, seed % 2 == 0, true, seed});
+    check(said.empty(), "sums: " + said);
+  }
+  check(nccl.made[0] == 1 && nccl.made[1] == 1, "one window does for all calls");
+  Options larger;
+  larger.values = 200000;
+  check(call(ranks, larger).empty() && nccl.made[0] == 2, "a larger call gets a larger one");
+  check(call(ranks, {}).empty() && nccl.made[0] == 2, "which does for smaller calls too");
+  nccl.gone = 2;  // as when XLA has made its communicators anew
+  check(call(ranks, {}).empty() && nccl.made[0] == 3,
+        "a window that NCCL no longer knows is not used");
+}
+
+void refused() {
+  const struct {
+    const char* says;
+    Options options;
+    bool windows, maps;
+    int allocated, registered, found;
+  } cases[] = {
+      {"has no ncclGetPeerDevicePointer; it needs NCCL 2.29", {}, false, true, 0, 0, 0},
+      {"ncclMemAlloc of a window of ", {}, true, true, 3, 0, 0},
+      {"ncclCommWindowRegister: internal error", {}, true, true, 0, 3, 0},
+      {"ncclGetPeerDevicePointer: internal error", {}, true, true, 0, 0, 3},
+      {"rank 0 has no access to the memory of rank 0; it needs all ranks in one node",
+       {},
+       true,
+       false,
+       0,
+       0,
+       0},
+      {"the stage Initialize of this call has not run on its device",
+       {1000, 4, 0, false, false, 1},
+       true,
+       true,
+       0,
+       0,
+       0},
+      {"size of keys is 2, expected 4", {1000, 2, 0, false, true, 1}, true, true, 0, 0, 0},
+      {"result leaf 0 has 1001 values", {1000, 4, 1, false, true, 1}, true, true, 0, 0, 0},
+  };
+  for (const auto& c : cases) {
+    Ranks ranks;
+    nccl.windows = c.windows, nccl.maps = c.maps;
+    nccl.allocated = c.allocated, nccl.registered = c.registered, nccl.found = c.found;
+    const std::string said = call(ranks, c.options);
+    check(has(said, "psum_compressed(exchange='peer') over axis 'data': ") && has(said, c.says),
+          std::string("expected '") + c.says + "', got '" + said + "'");
+  }
+}
+
+// After a launch has given up, the next call says so.
+void a_call_that_gave_up_is_reported() {
+  Ranks ranks;
+  check(call(ranks, {}).empty(), "gave up: the first call");
+  for (void* told : emulator::host_memory()) *static_cast<uint32_t*>(told) = 1;
+  check(has(call(ranks, {}),
+            "over axis 'data': an earlier call waited 300 s for a rank in vain, and "
+            "its results are NaN"),
+        "gave up: the next call says so");
+}
+
+}  // namespace
+
+namespace cgx {
+
+const NcclLibrary* nccl_library(std::string*) {
+  static NcclLibrary library;
+  library = {};
+  library.get_error_string = [](int) { return "internal error"; };
+  library.comm_count = [](NcclComm, int* count) {
+    *count = kWorld;
+    return NcclLibrary::kSuccess;
+  };
+  library.comm_user_rank = [](NcclComm comm, int* rank) {
+    *rank = reinterpret_cast<emulator::Comm*>(comm)->rank;
+    return NcclLibrary::kSuccess;
+  };
+  library.comm_get_async_error = [](NcclComm, int* state) {
+    *state = NcclLibrary::kSuccess;
+    return NcclLibrary::kSuccess;
+  };
+  if (!nccl.windows) return &library;
+  library.mem_alloc = [](void** memory, size_t bytes) {
+    const int rank = (emulator::device() - 1) % kWorld;
+    if (nccl.memory.size() == nccl.made[rank]) {
+      nccl.memory.emplace_back();
+      for (int r = 0; r < kWorld; ++r) nccl.memory.back().emplace_back(new uint64_t[bytes / 8]);
+    }
+    *memory = nccl.memory[nccl.made[rank]][rank].get();
+    return nccl.allocated;
+  };
+  // A window's number stands for it.
+  library.window_register = [](NcclComm comm, void*, size_t, NcclWindow* window, int) {
+    const int rank = reinterpret_cast<emulator::Comm*>(comm)->rank;
+    *window = reinterpret_cast<NcclWindow>(++nccl.made[rank]);
+    return nccl.registered;
+  };
+  library.peer_pointer = [](NcclWindow window, size_t, int peer, void** pointer) {
+    const size_t number = reinterpret_cast<size_t>(window);
+    if (number <= nccl.gone) return 4;  // ncclInvalidArgument
+    *pointer = nccl.maps ? nccl.memory[number - 1][peer].get() : nullptr;
+    return nccl.found;
+  };
+  return &library;
+}
+
+}  // namespace cgx
+
+int main() {
+  sums();
+  refused();
+  a_call_that_gave_up_is_reported();
+  return report();
+}

@@ -1,0 +1,109 @@
+"""The exchange over peers' memory as far as it goes without a GPU: what is traced, and refused.
+
+Its bytes are the matter of tests/cpp/cuda/peer_test.cc.
+"""
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax.exchanges import Peer, auto, nccl, peer
+
+WORLD = 8
+needs_streams = pytest.mark.skipif(
+    jaxlib.version.__version_info__ < (0, 11), reason="fused calls on CUDA need jaxlib 0.11"
+)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """As if the CUDA module with its fused calls were there: enough for tracing."""
+    monkeypatch.setattr(nccl, "not_installed", lambda: None)
+    monkeypatch.setattr(peer, "old_nccl", lambda: None)
+
+
+def psum(mesh):
+    return jax.shard_map(
+        lambda x: cgx_jax.psum_compressed(x, "data", exchange="peer"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+
+
+def values():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(WORLD, 4096)), jnp.float32)
+
+
+@needs_streams
+def test_a_buffer_is_reduced_in_one_call(built, mesh):
+    jaxpr = str(jax.make_jaxpr(psum(mesh))(values()))
+    assert jaxpr.count("cgx_all_reduce_peer") == 1
+    assert "all_gather" not in jaxpr
+    assert "all_to_all" not in jaxpr
+
+
+@needs_streams
+def test_it_is_refused_for_other_devices(built, mesh):
+    with pytest.raises(ValueError, match=r"psum_compressed.*'peer'.*for CUDA.*compiled for cpu"):
+        jax.jit(psum(mesh)).lower(values())
+
+
+def test_halves_go_by_kernels_around_collectives(built, mesh):
+    f = jax.shard_map(
+        lambda x: cgx_jax.psum_scatter_compressed(x[0], "data", exchange="peer"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    jaxpr = str(jax.make_jaxpr(f)(values().reshape(WORLD, 1, -1).repeat(WORLD, 1)))
+    assert "cgx_encode" in jaxpr
+    assert "all_to_all" in jaxpr
+    assert "cgx_all_reduce_peer" not in jaxpr
+
+
+def test_more_ranks_than_lanes_are_refused(built, mesh, monkeypatch):
+    monkeypatch.setattr(peer, "MOST_RANKS", 4)
+    with pytest.raises(ValueError, match=r"psum_compressed: .*at most 4 ranks.* has 8; use .*nccl"):
+        jax.make_jaxpr(psum(mesh))(values())
+
+
+def test_an_axis_of_vmap_is_refused(built):
+    f = jax.vmap(lambda x: cgx_jax.psum_compressed(x, "data", exchange="peer"), axis_name="data")
+    with pytest.raises(ValueError, match=r"exchange='peer'.*the axis is one of vmap"):
+        f(values())
+
+
+def test_without_cuda_kernels_it_is_refused_with_the_remedy(mesh, monkeypatch):
+    monkeypatch.setattr(nccl.native, "cuda_module", lambda: None)
+    with pytest.raises(ValueError, match=r"exchange='peer' does not work here: .*put nvcc"):
+        jax.make_jaxpr(psum(mesh))(values())
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("2.28.9", True), ("2.29.2", False), ("2.30", False), (None, False)]
+)
+def test_an_nccl_without_windows_of_peers_is_refused(version, refused, mesh, monkeypatch):
+    def installed(name):
+        assert name == "nvidia-nccl-cu13"
+        if version is None:
+            raise peer.metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(nccl, "not_installed", lambda: None)
+    monkeypatch.setattr(peer.metadata, "version", installed)
+    if refused:
+        with pytest.raises(ValueError, match=r"NCCL is 2\.28\.9, and it needs 2\.29 or newer; pip"):
+            jax.make_jaxpr(psum(mesh))(values())
+    else:
+        assert Peer().missing() is None
+
+
+def test_auto_never_takes_it(built, monkeypatch):
+    monkeypatch.setattr(Peer, "here", lambda self: True)
+    assert Peer() in auto.EXCHANGES
+    assert Peer() not in auto.available()

@@ -1,0 +1,316 @@
+// The all-reduce over peers' memory, and its launches.
+#include <cuda_runtime.h>
+
+#include "cuda/peer.h"
+#include "cuda/signals.h"
+#include "cuda/steps.h"
+
+namespace cgx {
+namespace {
+
+// One warp's part of a launch. Warps meet only at flags.
+template <int kTiles, bool kResidual>
+class PeerWarp {
+ public:
+  __device__ PeerWarp(const PeerTable& table, const PeerArgs& args)
+      : table_(table),
+        args_(args),
+        state_(reinterpret_cast<WindowState*>(args.window)),
+        divide_(args.divisor),
+        epoch_(state_->epoch + 1),
+        lane_(threadIdx.x % kWarp),
+        warps_(gridDim.x * (kPeerThreads / kWarp)),
+        // All lanes have the same number. The shuffle tells the compiler so.
+        warp_(blockIdx.x * (kPeerThreads / kWarp) +
+              __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarp, 0)) {}
+
+  __device__ __forceinline__ void run() {
+    const int world = args_.shape.world, own = args_.own;
+    // What peers hold after a launch that has given up is unknown, so nothing is sent any more.
+    const bool takes_part = !has_failed();
+    int next = warp_;
+    // One peer after the other, each rank another one, so that no link has two senders.
+    for (int d = 1; d < world; ++d) send_to_owner(takes_part, (own + d) % world, &next);
+    next = warp_;
+    reduce(takes_part, &next);
+    const bool sends = takes_part && !has_failed();
+    for (int d = 0; sends && d < world; ++d) {
+      int again = warp_;
+      send_means((own + d) % world, &again);
+    }
+    for (int d = 0; d < world; ++d) receive(takes_part, (own + d) % world, &next);
+    end();
+  }
+
+ private:
+  // One less than in the kernel that only reduces: all steps share one set of registers here.
+  static constexpr int kAhead = kTiles == 1 ? 3 : 2;
+
+  struct Place {
+    int64_t record;
+    int64_t bytes;
+  };
+
+  __device__ uint8_t* window(int rank) const { return state_->window[rank]; }
+  __device__ uint8_t* payload(int rank, Leg leg) const {
+    return args_.shape.payload(window(rank), leg);
+  }
+  __device__ uint64_t* arrived(int rank, Leg leg, int packet, int from) const {
+    return args_.shape.arrived(window(rank), leg, packet, from);
+  }
+
+  __device__ bool has_failed() const {
+    return __shfl_sync(kEveryLane, load_relaxed(&state_->failed), 0) != 0;
+  }
+
+  // f(packet, first unit, last + 1) for this warp's share of a chunk's packets. `next` numbers the
+  // packets on through the chunks, so that warps without one in a chunk are the first in the next.
+  template <typename F>
+  __device__ void for_each_packet(int chunk, int* next, F f) const {
+    const int begin = table_.chunk[chunk], end = table_.chunk[chunk + 1];
+    const int count = (end - begin + table_.packet - 1) / table_.packet;
+    int packet = *next;
+    for (; packet < count; packet += warps_) {
+      const int first = begin + packet * table_.packet;
+      f(packet, first, ::min(first + table_.packet, end));
+    }
+    *next = packet - count;
+  }
+  __device__ int piece_of(int unit) const {
+    return first_piece(table_, [&](const Piece& piece) { return piece.before > unit; }) - 1;
+  }
+  // work(number of the piece) gives what is then called with the number of each unit in it.
+  template <typename Work>
+  __device__ void for_each_unit(int first, int end, Work work) const {
+    int unit = first;
+    for (int p = piece_of(first); unit < end; ++p) {
+      const Piece& piece = table_.piece[p];
+      const auto of_unit = work(p);
+      for (; unit < end && unit - piece.before <= piece.last; ++unit) of_unit(unit - piece.before);
+    }
+  }
+  // Where a unit's record lies in its row.
+  __device__ Place place(int unit) const {
+    const Piece& piece = table_.piece[piece_of(unit)];
+    const int number = unit - piece.before;
+    return {piece.record + static_cast<int64_t>(number) * piece.stride,
+            Record{number == piece.last ? piece.tail : piece.unit, piece.bits}.bytes()};
+  }
+
+  __device__ void send_to_owner(bool takes_part, int to, int* next) const {
+    uint8_t* const row = payload(to, Leg::kToOwner) + args_.own * args_.row_bytes;
+    for_each_packet(to, next, [&](int packet, int first, int end) {
+      if (!takes_part) {
+        if (kResidual) poison(first, end, /*results=*/false);
+        return;
+      }
+      for_each_unit(first, end, [&](int p) {
+        const Piece& piece = table_.piece[p];
+        const LeafSeed rotation = Rotation::leaf_seed(piece.number);
+        const bool noisy = piece.rounding != Rounding::kNearest;
+        const LeafSeed seed = noisy ? noise_of<true>(args_.keys, piece) : LeafSeed(0, 0, 0);
+        const float offset =
+            noisy ? noise_offset(piece.rounding, args_.own, args_.shape.world) : 0.0f;
+        return [=, &piece](int number) {
+          const Bucket bucket(piece, rotation, number);
+          const Noise noise{seed.bucket(bucket.of_leaf()), offset};
+          uint8_t* const record = row + bucket.record();
+          noisy ? encode_values<kTiles, true, kResidual>(bucket, noise, record)
+                : encode_values<kTiles, false, kResidual>(bucket, noise, record);
+        };
+      });
+      __syncwarp();
+      if (lane_ == 0) store_release(arrived(to, Leg::kToOwner, packet, args_.own), epoch_);
+    });
+  }
+
+  __device__ void reduce(bool takes_part, int* next) const {
+    const int world = args_.shape.world, own = args_.own;
+    const uint8_t* const rows = payload(own, Leg::kToOwner);
+    const int64_t row = own * args_.row_bytes;
+    for_each_packet(own, next, [&](int packet, int first, int end) {
+      const bool sends = lane_ < world && lane_ != own;
+      const uint64_t* const flag = arrived(own, Leg::kToOwner, packet, lane_);
+      if (!takes_part || !wait(sends ? flag : nullptr)) {
+        if (kResidual) poison(first, end, /*results=*/false);
+        return;
+      }
+      uint8_t* const means = payload(own, Leg::kFromOwner) + row;
+      for_each_unit(first, end, [&](int p) {
+        const Piece& piece = table_.piece[p];
+        const LeafSeed rotation = Rotation::leaf_seed(piece.number);
+        const bool noisy = piece.rounding != Rounding::kNearest;
+        const LeafSeed seed = noisy ? noise_of<true>(args_.keys + 2, piece) : LeafSeed(0, 0, 0);
+        return [=, &piece](int number) {
+          const Bucket bucket(piece, rotation, number);
+          const Noise noise{seed.bucket(bucket.of_leaf()), 0.0f};
+          uint8_t* const record = means + bucket.record();
+          noisy ? reduce_records<kTiles, kAhead, true, kResidual>(bucket, noise, rows,
+                                                                  args_.row_bytes, world, own,
+                                                                  divide_, args_.divisor, record)
+                : reduce_records<kTiles, kAhead, false, kResidual>(bucket, noise, rows,
+                                                                   args_.row_bytes, world, own,
+                                                                   divide_, args_.divisor, record);
+        };
+      });
+    });
+  }
+
+  // The means of the own chunk's packets, each by the warp that has computed it.
+  __device__ void send_means(int to, int* next) const {
+    const int own = args_.own;
+    const int64_t row = own * args_.row_bytes;
+    const uint8_t* const means = payload(own, Leg::kFromOwner) + row;
+    for_each_packet(own, next, [&](int packet, int first, int end) {
+      if (to != own) {
+        // A packet's records lie one after the other, and start at multiples of 4 bytes.
+        const Place head = place(first), tail = place(end - 1);
+        const int words = static_cast<int>((tail.record + tail.bytes - head.record) / 4);
+        const auto* const from = reinterpret_cast<const uint32_t*>(means + head.record);
+        auto* const at =
+            reinterpret_cast<uint32_t*>(payload(to, Leg::kFromOwner) + row + head.record);
+        for (int i = lane_; i < words; i += kWarp) at[i] = from[i];
+      }
+      __syncwarp();
+      if (lane_ == 0) store_release(arrived(to, Leg::kFromOwner, packet, own), epoch_);
+    });
+  }
+
+  __device__ void receive(bool takes_part, int chunk, int* next) const {
+    const uint8_t* const row = payload(args_.own, Leg::kFromOwner) + chunk * args_.row_bytes;
+    for_each_packet(chunk, next, [&](int packet, int first, int end) {
+      const uint64_t* const flag = arrived(args_.own, Leg::kFromOwner, packet, chunk);
+      if (!takes_part || !wait(lane_ == 0 ? flag : nullptr)) {
+        return poison(first, end, /*results=*/true);
+      }
+      for_each_unit(first, end, [&](int p) {
+        Piece piece = table_.piece[p];
+        piece.out = table_.result[p];
+        const LeafSeed rotation = Rotation::leaf_seed(piece.number);
+        return [=](int number) {
+          const Bucket bucket(piece, rotation, number);
+          decode_record(bucket, row + bucket.record());
+        };
+      });
+    });
+  }
+
+  // NaN in the results or the residuals of these units.
+  __device__ void poison(int first, int end, bool results) const {
+    for_each_unit(first, end, [&](int p) {
+      Piece piece = table_.piece[p];
+      if (results) piece.out = table_.result[p];
+      const LeafSeed none(0, 0, 0);
+      return [=](int number) {
+        const Bucket bucket(piece, none, number);
+        for (int k = 0; k < bucket.tiles(); ++k) {
+          store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
+        }
+      };
+    });
+  }
+
+  // Waits until each lane's flag, where it has one, has been raised in this launch; whether all
+  // have.
+  __device__ bool wait(const uint64_t* flag) const {
+    const uint64_t begin = nanoseconds();
+    while (true) {
+      const bool raised = !flag || load_acquire(flag) >= epoch_;
+      if (__all_sync(kEveryLane, raised)) break;
+      const bool late = nanoseconds() - begin > static_cast<uint64_t>(args_.patience);
+      if (__any_sync(kEveryLane, late || load_relaxed(&state_->failed) != 0)) {
+        if (lane_ == 0) {
+          store_relaxed(&state_->failed, 1);
+          store_relaxed(args_.told, 1);
+        }
+        return false;
+      }
+      __nanosleep(100);
+    }
+    __syncwarp();  // what one lane has acquired is every lane's
+    return true;
+  }
+
+  // The last warp counts the launch.
+  __device__ void end() const {
+    __syncwarp();
+    if (lane_ == 0 && count_up(&state_->ended) + 1 == static_cast<uint32_t>(warps_)) {
+      state_->ended = 0;
+      state_->epoch = epoch_;
+    }
+  }
+
+  const PeerTable& table_;
+  const PeerArgs& args_;
+  WindowState* const state_;
+  const Divide divide_;
+  const uint64_t epoch_;
+  const int lane_, warps_, warp_;
+};
+
+template <int kTiles, bool kResidual>
+__global__ void __launch_bounds__(kPeerThreads, 1)
+    peer_kernel(const __grid_constant__ PeerTable table, const __grid_constant__ PeerArgs args) {
+  PeerWarp<kTiles, kResidual>(table, args).run();
+}
+
+// Half of what the device can run at once, as long as there is work. All of it must run at once,
+// for a warp that waits may wait for any warp of another device; the other half is left to kernels
+// that XLA runs beside the call.
+template <typename Kernel>
+cudaError_t blocks_of(Kernel kernel, const PeerTable& table, int world, int sharers, int* blocks) {
+  int device, processors, held;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&held, kernel, kPeerThreads, 0);
+  }
+  if (error != cudaSuccess) return error;
+  const int share = processors * held / 2 / sharers, most = share > 1 ? share : 1;
+  constexpr int kWarps = kPeerThreads / kWarp;
+  const int packets = table.chunk[world] / table.packet + world;
+  const int useful = (packets + kWarps - 1) / kWarps;
+  *blocks = useful < most ? useful : most;
+  return cudaSuccess;
+}
+
+template <typename Kernel>
+cudaError_t launch(Kernel kernel, const PeerTable& table, const PeerArgs& args, int sharers,
+                   cudaStream_t stream) {
+  int blocks;
+  const cudaError_t error = blocks_of(kernel, table, args.shape.world, sharers, &blocks);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute together = {};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kPeerThreads);
+  config.stream = stream;
+  config.attrs = &together;
+  config.numAttrs = sharers == 1;  // a device may run one cooperative launch after the other
+  return cudaLaunchKernelEx(&config, kernel, table, args);
+}
+
+}  // namespace
+
+cudaError_t launch_peer(const PeerTable& table, const PeerArgs& args, bool residual,
+                        cudaStream_t stream, int sharers) {
+  const auto kernel = table.tiles <= 1 ? (residual ? peer_kernel<1, true> : peer_kernel<1, false>)
+                                       : (residual ? peer_kernel<0, true> : peer_kernel<0, false>);
+  return launch(kernel, table, args, sharers, stream);
+}
+
+cudaError_t load_peer_kernels() {
+  cudaError_t error = cudaSuccess;
+  for (auto* kernel :
+       {peer_kernel<1, false>, peer_kernel<1, true>, peer_kernel<0, false>, peer_kernel<0, true>}) {
+    cudaFuncAttributes unused;
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&unused, kernel);
+  }
+  return error;
+}
+
+}  // namespace cgx

@@ -1,0 +1,93 @@
+// Cuts a fusion buffer into the launches of an all-reduce over peers' memory.
+#include <algorithm>
+
+#include "cuda/peer.h"
+#include "format/runs.h"
+
+namespace cgx {
+namespace {
+
+Piece piece_of(const Run& run, const void* in, void* residual, const void* result, DType dtype) {
+  const int64_t item = item_size(dtype), first = run.first_value() * item;
+  const int64_t units = run.last - run.first;
+  const auto aligned = [&](const void* p) {
+    return reinterpret_cast<uintptr_t>(p) % (4 * item) == 0;
+  };
+  Piece piece = {};
+  piece.in = static_cast<const char*>(in) + first;
+  piece.out = residual ? static_cast<char*>(residual) + first : nullptr;
+  piece.record = run.offset;
+  piece.bucket = run.first;
+  piece.last = static_cast<int32_t>(units - 1);
+  piece.unit = static_cast<int32_t>(run.slot.bucket_size);
+  piece.tail = static_cast<int32_t>(run.values() - (units - 1) * run.slot.bucket_size);
+  piece.stride = static_cast<uint32_t>(Record{run.slot.bucket_size, run.slot.bits}.bytes());
+  piece.number = run.slot.number;
+  piece.chunk = static_cast<int32_t>(run.chunk);
+  piece.bits = static_cast<uint8_t>(run.slot.bits);
+  piece.dtype = dtype;
+  piece.rounding = run.slot.rounding;
+  piece.aligned = aligned(in) && aligned(residual) && aligned(result);
+  piece.rotated = run.slot.rotated;
+  return piece;
+}
+
+}  // namespace
+
+std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, LeavesOut residuals,
+                        std::vector<PeerTable>* tables) {
+  if (layout.world > kMaxPeers) {
+    return "the number of ranks is " + std::to_string(layout.world) + ", must be at most " +
+           std::to_string(kMaxPeers);
+  }
+  struct Part {
+    Piece piece;
+    char* result;
+  };
+  std::vector<std::vector<Part>> parts(layout.world);  // by chunk
+  int64_t units = 0, longest = 0;
+  for_each_run(layout, 0, layout.total_bytes(), [&](const Run& run) {
+    void* const residual = residuals.data ? residuals.data[run.leaf] : nullptr;
+    void* const result = out.data[run.leaf];
+    const DType dtype = in.dtype[run.leaf];
+    Part part{piece_of(run, in.data[run.leaf], residual, result, dtype),
+              static_cast<char*>(result) + run.first_value() * item_size(dtype)};
+    part.piece.record -= run.chunk * layout.chunk_bytes;
+    units += run.last - run.first;
+    longest = std::max(longest, std::min(run.slot.size, run.slot.bucket_size));
+    parts[run.chunk].push_back(part);
+  });
+  if (constexpr int64_t kMost = 1 << 30; units > kMost) {
+    return "the number of buckets is " + std::to_string(units) + ", must be at most " +
+           std::to_string(kMost);
+  }
+  // As few launches as hold the pieces, each with its share of every chunk.
+  int64_t launches = 0, most;
+  do {
+    ++launches, most = 0;
+    for (const auto& chunk : parts) most += (chunk.size() + launches - 1) / launches;
+  } while (most > kPeerPieces);
+  tables->assign(most == 0 ? 0 : launches, PeerTable{});
+  for (int64_t l = 0; l < static_cast<int64_t>(tables->size()); ++l) {
+    PeerTable& table = (*tables)[l];
+    int64_t before = 0, longest_chunk = 0;
+    for (int64_t c = 0; c < layout.world; ++c) {
+      const int64_t size = parts[c].size(), share = (size + launches - 1) / launches;
+      table.chunk[c] = static_cast<int32_t>(before);
+      for (int64_t k = l * share; k < std::min(size, (l + 1) * share); ++k) {
+        table.piece[table.count] = parts[c][k].piece;
+        table.piece[table.count].before = static_cast<int32_t>(before);
+        table.result[table.count++] = parts[c][k].result;
+        before += parts[c][k].piece.last + 1;
+      }
+      longest_chunk = std::max(longest_chunk, before - table.chunk[c]);
+    }
+    table.chunk[layout.world] = static_cast<int32_t>(before);
+    table.packet = static_cast<int32_t>(std::max(std::max<int64_t>(1, kPacketValues / longest),
+                                                 (longest_chunk + kPackets - 1) / kPackets));
+    table.tiles = static_cast<int32_t>((longest + kTileValues - 1) / kTileValues);
+  }
+  return "";
+}
+
+}  // namespace cgx

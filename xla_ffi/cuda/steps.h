@@ -1,0 +1,104 @@
+// The steps of an all-reduce for one bucket, and what a table's pieces have in common: included by
+// cuda/kernels.cu, which launches each step by itself, and by cuda/peer.cu, which fuses them.
+#ifndef CGX_CUDA_STEPS_H_
+#define CGX_CUDA_STEPS_H_
+
+#include "cuda/buckets.h"
+#include "cuda/kernels.h"
+#include "cuda/peers.h"
+
+namespace cgx {
+namespace {
+
+// The first piece of the table for which `beyond` holds; `count` when there is none.
+template <typename Table, typename Beyond>
+__device__ int first_piece(const Table& table, Beyond beyond) {
+  int low = 0, high = table.count;
+  while (low < high) {
+    const int mid = (low + high) / 2;
+    if (beyond(table.piece[mid])) {
+      high = mid;
+    } else {
+      low = mid + 1;
+    }
+  }
+  return low;
+}
+
+// What the noise of a leaf's buckets has in common.
+template <bool kStochastic>
+__device__ LeafSeed noise_of(const uint32_t* key, const Piece& piece) {
+  return kStochastic ? LeafSeed(key[0], key[1], piece.number) : LeafSeed(0, 0, 0);
+}
+
+// Encodes a bucket's values.
+template <int kTiles, bool kStochastic, bool kResidual>
+__device__ void encode_values(const Bucket& bucket, Noise noise, uint8_t* record) {
+  encode_bucket<kTiles, kStochastic, kResidual>(
+      bucket, noise, record,
+      [&](int k) {
+        Tile t = load_tile(bucket, k, Pad::kFirst);
+        rotate(bucket, k, &t);
+        return t;
+      },
+      1.0f);
+}
+
+// Adds the peers' records, which lie in rows of `payload`, to the bucket's values and encodes their
+// mean, which is their sum divided by `divisor`, as `divide` does. kAhead records are on their way
+// at once.
+template <int kTiles, int kAhead, bool kStochastic, bool kResidual>
+__device__ void reduce_records(const Bucket& bucket, Noise noise, const uint8_t* payload,
+                               int64_t row_bytes, int world, int own, Divide divide, float divisor,
+                               uint8_t* record) {
+  const uint8_t* const records = payload + bucket.record();
+  float pad = 0.0f;
+  const auto mean = [&](int k) {
+    Peers<kAhead> peers(bucket, records, row_bytes, world, own, k);
+    Tile t = load_tile(bucket, k, Pad::kZero);
+    rotate(bucket, k, &t);
+    peers.add_to(bucket, &t);
+    divide_tile(divide, &t);
+    replace_pads(bucket, k, &pad, &t);
+    return t;
+  };
+  encode_bucket<kTiles, kStochastic, kResidual>(bucket, noise, record, mean, divisor);
+}
+
+// Decoded values of a rotated bucket may leave the range of floats on their way back.
+__device__ void keep_within(Tile* t) {
+  t->each([&](float& x, int, int) { x = within(canonical_nan(x), kLargest); });
+}
+
+// Decodes a bucket.
+__device__ void decode_record(const Bucket& bucket, const uint8_t* record) {
+  constexpr float kHarmless = 1.2676506e+30f;  // 2^100: no sum of 512 overflows
+  const int planes = Planes(bucket.bits, bucket.lane.half).count;
+  for (int k = 0; k < bucket.tiles(); ++k) {
+    Encoded encoded;
+    encoded.load(record, record + planes_of(bucket, k), bucket.columns, bucket.has(k) ? planes : 0);
+    encoded.meta = checked(encoded.meta);
+    if (poisoned(encoded.meta)) {
+      store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
+      continue;
+    }
+    Tile t;
+    const auto keep = [&](float x, int r, int c) { t.v[r][c] = x; };
+    if (bucket.bits == kUsualBits) {
+      encoded.values<kUsualBits>(bucket, keep);
+    } else {
+      encoded.values<kAny>(bucket, keep);
+    }
+    if (bucket.rotated) {
+      rotate_back(bucket, k, &t);
+      const float largest = fabsf(encoded.meta.lo) + 255.0f * fabsf(encoded.meta.unit);
+      if (!(largest <= kHarmless)) keep_within(&t);
+    }
+    store_tile<true>(bucket, k, t);
+  }
+}
+
+}  // namespace
+}  // namespace cgx
+
+#endif  // CGX_CUDA_STEPS_H_

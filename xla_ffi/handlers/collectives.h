@@ -1,0 +1,127 @@
+// What the handlers on XLA's communicators share: taking a communicator, and being on its device.
+// Needs the header of the collectives extension.
+#ifndef CGX_HANDLERS_COLLECTIVES_H_
+#define CGX_HANDLERS_COLLECTIVES_H_
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "handlers/checks.h"
+#include "nccl/library.h"
+#include "xla/ffi/api/collectives_c_api.h"
+
+namespace cgx {
+
+// XLA's communicators. The extension grows at its end, and only what version 0.1 has is used, so
+// every later 0.x will do; the wrapper in XLA's headers insists on the version built against.
+struct Collectives {
+  using Type = Collectives;
+  using CExtension = XLA_FFI_Collectives_Extension;
+  static constexpr const char* kName = "Collectives";
+  static constexpr int32_t kExtensionType = XLA_FFI_Extension_Collectives;
+  static constexpr int32_t kMajorVersion = 0, kMinorVersion = 1;
+  static bool Support(int32_t major, int32_t minor) { return major == 0 && minor >= 1; }
+  static Collectives Create(const XLA_FFI_Api* api, const CExtension* extension) {
+    return {api, extension};
+  }
+
+  const XLA_FFI_Api* api;
+  const CExtension* extension;
+};
+
+// The number of XLA's own collectives: a call shares their communicator.
+constexpr int64_t kCommunication = 0;
+
+// Positions in the mesh, group by group, as the runtime takes them.
+inline std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world) {
+  std::vector<XLA_FFI_ReplicaGroup> groups;
+  for (size_t i = 0; i < positions.size(); i += world) {
+    groups.push_back({positions.begin() + i, static_cast<size_t>(world)});
+  }
+  return groups;
+}
+
+// What asking for a communicator and taking it have in common.
+template <typename Args>
+Args arguments(const std::vector<XLA_FFI_ReplicaGroup>& groups) {
+  Args args = {};
+  args.group_mode = XLA_FFI_GROUP_FLATTENED_ID;
+  args.groups = groups.data();
+  args.num_groups = groups.size();
+  args.communication_id = kCommunication;
+  return args;
+}
+
+inline ffi::Error taken(const Collectives& collectives, XLA_FFI_Error* error) {
+  return error ? ffi::internal::ErrorPolicy::TakeError(collectives.api, error)
+               : ffi::Error::Success();
+}
+
+// The communicator of the group that this device is in, and the rank in it. `call` heads errors.
+inline ffi::Error communicator(const std::string& call, const Collectives& collectives,
+                               const NcclLibrary& nccl, Ints positions, int64_t world,
+                               NcclComm* comm, int* rank) {
+  const auto groups = groups_of(positions, world);
+  auto args = arguments<XLA_FFI_Communicator_Get_Args>(groups);
+  args.struct_size = XLA_FFI_Communicator_Get_Args_STRUCT_SIZE;
+  CGX_TRY(
+      taken(collectives, collectives.extension->get_communicator(collectives.extension, &args)));
+  *comm = reinterpret_cast<NcclComm>(args.communicator);
+  const auto internal = [&](const std::string& text) {
+    return ffi::Error::Internal(call + ": " + text);
+  };
+  int count = 0, state = NcclLibrary::kSuccess;
+  for (const int result : {nccl.comm_count(*comm, &count), nccl.comm_user_rank(*comm, rank),
+                           nccl.comm_get_async_error(*comm, &state)}) {
+    if (result != NcclLibrary::kSuccess) return internal(nccl.get_error_string(result));
+  }
+  if (state != NcclLibrary::kSuccess && state != NcclLibrary::kInProgress) {
+    return internal(std::string("the communicator has failed: ") + nccl.get_error_string(state));
+  }
+  if (count != world) return internal(expected("size of the communicator", count, world));
+  return ffi::Error::Success();
+}
+
+template <typename Lane>
+struct Locked {
+  std::mutex mutex;
+  Lane lane;
+};
+
+// The lane of a device. Devices of one process may wait for each other inside of NCCL, so each is
+// locked by itself.
+template <typename Lane>
+Locked<Lane>& lane_of(int device) {
+  static std::mutex mutex;
+  static auto* const lanes = new std::map<int, Locked<Lane>>;  // they outlive static destructors
+  const std::lock_guard<std::mutex> lock(mutex);
+  return (*lanes)[device];
+}
+
+// Makes a device current. The runtime promises nothing about the device that a handler finds, and
+// whoever runs next on the thread counts on the one it left.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
+  }
+  ~CurrentDevice() {
+    if (error_ == cudaSuccess) cudaSetDevice(before_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  std::string error() const { return error_ == cudaSuccess ? "" : cudaGetErrorString(error_); }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_HANDLERS_COLLECTIVES_H_

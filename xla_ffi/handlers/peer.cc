@@ -1,0 +1,117 @@
+#include "handlers/peer.h"
+
+#if CGX_HAVE_COLLECTIVES
+
+#include <mutex>
+#include <string>
+
+#include "handlers/collectives.h"
+#include "handlers/operands.h"
+#include "nccl/peer.h"
+
+namespace cgx {
+namespace {
+
+struct Call {
+  std::string name;
+  Leaves leaves, results, residuals;
+  OwnedLayout owned;
+
+  ffi::Error failed(const std::string& text) const {
+    return text.empty() ? ffi::Error::Success() : ffi::Error::Internal(name + ": " + text);
+  }
+};
+
+ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 Ints slots, int64_t world, float divisor, Ints groups) {
+  const std::string& name = call->name;
+  CGX_TRY(check_world(name, world));
+  CGX_TRY(check_groups(name, groups, world));
+  CGX_TRY(call->leaves.add(name, args, 1));
+  CGX_TRY(call->results.add(name, rets, 1));
+  if (call->results.size.size() > call->leaves.size.size()) {
+    CGX_TRY(call->results.split(name, call->leaves.size.size(), &call->residuals));
+    CGX_TRY(same_leaves(name, call->leaves, call->residuals));
+  }
+  CGX_TRY(same_leaves(name, call->leaves, call->results));
+  CGX_TRY(build_layout(name, call->leaves.size, {slots, world}, &call->owned));
+  CGX_TRY(check_count(name, "keys", keys, 4));
+  return check_divisor(name, divisor);
+}
+
+// Checks a call, takes its communicator and hands its lane to `run(call, lane, nccl, comm, rank)`,
+// which says what went wrong.
+template <typename Run>
+ffi::Error with_lane(Run run, int32_t device, const Collectives& collectives, std::string_view name,
+                     Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,
+                     int64_t world, float divisor, Ints groups) {
+  Call call = {};
+  call.name = name;
+  return no_throw(call.name.c_str(), [&]() -> ffi::Error {
+    CGX_TRY(check(&call, keys, args, rets, slots, world, divisor, groups));
+    std::string error;
+    const NcclLibrary* const nccl = nccl_library(&error);
+    if (!nccl) return call.failed(error);
+    NcclComm comm = nullptr;
+    int rank = -1;
+    CGX_TRY(communicator(call.name, collectives, *nccl, groups, world, &comm, &rank));
+    const CurrentDevice current(device);
+    if (error = current.error(); !error.empty()) return call.failed(error);
+    Locked<PeerLane>& own = lane_of<PeerLane>(device);
+    const std::lock_guard<std::mutex> lock(own.mutex);
+    return call.failed(run(call, own.lane, *nccl, comm, rank));
+  });
+}
+
+template <typename Binding>
+auto with_call(Binding&& binding) {
+  return with_layout(std::forward<Binding>(binding)
+                         .template Ctx<ffi::DeviceOrdinal>()
+                         .template Ctx<ffi::Extension<Collectives>>()
+                         .template Attr<std::string_view>("name")
+                         .template Arg<Keys>()
+                         .RemainingArgs()
+                         .RemainingRets())
+      .template Attr<float>("divisor")
+      .template Attr<Ints>("groups");
+}
+
+}  // namespace
+
+XLA_FFI_Error* all_reduce_peer_initialize(XLA_FFI_CallFrame* frame) {
+  static const auto handler = with_call(ffi::Ffi::BindInitialize()).To([](const auto&... given) {
+    return with_lane([](const Call& call, PeerLane& lane, const NcclLibrary& nccl, NcclComm comm,
+                        int rank) { return lane.prepare(call.owned.view(), nccl, comm, rank); },
+                     given...);
+  });
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* all_reduce_peer_execute(XLA_FFI_CallFrame* frame) {
+  static const auto handler =
+      with_call(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
+          .To([](cudaStream_t stream, int32_t device, const Collectives& collectives,
+                 std::string_view name, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 Ints slots, int64_t world, float divisor, Ints groups) {
+            const auto run = [&](const Call& call, PeerLane& lane, const NcclLibrary&,
+                                 NcclComm comm, int rank) {
+              const auto in = call.leaves.pointers(1), out = call.results.pointers(1),
+                         lost = call.residuals.pointers(1);
+              const DType* const dtypes = call.leaves.dtype.data();
+              return lane.all_reduce({call.owned.view(),
+                                      {in.data(), dtypes},
+                                      {out.data(), dtypes},
+                                      {lost.empty() ? nullptr : lost.data(), dtypes},
+                                      keys.typed_data(),
+                                      divisor},
+                                     comm, rank, stream);
+            };
+            return with_lane(run, device, collectives, name, keys, args, rets, slots, world,
+                             divisor, groups);
+          });
+  return handler->Call(frame);
+}
+
+}  // namespace cgx
+
+#endif  // CGX_HAVE_COLLECTIVES
