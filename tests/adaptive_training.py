@@ -35,12 +35,12 @@ def gradients(seed, scale=SCALE):
 class Training:
     """A step that does nothing but reduce given gradients under a policy."""
 
-    def __init__(self, policy, memory=None):
+    def __init__(self, policy, memory=None, like=LIKE):
         self.policy = policy
         self.tx = optax.chain(
             cgx_jax.sync_gradients("data", policy, memory=memory, mesh=mesh()), optax.sgd(1.0)
         )
-        self.state = self.tx.init(LIKE)
+        self.state = self.tx.init(like)
         self.specs = cgx_jax.state_specs(self.state, "data")
         self.step = policy.jit(self.sharded(), donate_argnums=(1,))
 

@@ -1,6 +1,5 @@
 """Adaptive among compressors of several kinds: measured, chosen, compiled, saved and reported."""
 
-import dataclasses
 import json
 import re
 
@@ -24,14 +23,6 @@ START = Uniform(Quantize(4, 64))
 EXPECTED = {"big": PLAIN, "table": ROTATED, "small": WIDE}
 # What they take together: 5 bits per value in buckets of 64, and 16.
 BUDGET = LeastError(1.001 * (5 * (128 * 128 + 64 * 64) + 16 * 32 * 64) / (128 * 128 + 96 * 64))
-
-
-@dataclasses.dataclass(frozen=True)
-class Remembering(Mean):
-    """One that keeps an array from step to step."""
-
-    def init(self, shape, dtype):
-        return jnp.zeros(shape, dtype)
 
 
 def gradients():
@@ -165,7 +156,6 @@ WRONG = {
     r"must be Quantize\(...\) or other compressors": lambda: Adaptive(candidates=(4,)),
     "by ascending bits": lambda: Adaptive(candidates=(WIDE, PLAIN)),
     "none of them twice": lambda: Adaptive(candidates=(PLAIN, ROTATED, PLAIN)),
-    r"the candidate Remembering\(\) has state": lambda: Adaptive(candidates=(Remembering(), PLAIN)),
     "Linear: it chooses by width alone, and several candidates have 2 bits; pass one": (
         lambda: Adaptive(Linear(2, 4), candidates=MIXED)
     ),

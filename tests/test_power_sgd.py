@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Plan, Rule, Rules, SecondMoment
-from cgx_jax.compressors import PowerSGD
+from cgx_jax.compressors import PowerSGD, base
 from cgx_jax.core import Options, reduce_leaves
 
 MATRIX = (40, 60)
@@ -59,13 +59,7 @@ def step_of(compressor, world, *, dtype=jnp.float32):
 @functools.partial(jax.jit, static_argnums=0)
 def alone(compressor, x, state):
     """A step of one rank: total, own and new state."""
-    running = compressor.rounds(x, state, key=None, world=1)
-    arrays = next(running)
-    while True:
-        try:
-            arrays = running.send(list(arrays))
-        except StopIteration as stop:
-            return stop.value
+    return base.alone(compressor.rounds(x, state, key=None, world=1))
 
 
 def steps_alone(compressor, gradients):
@@ -225,7 +219,8 @@ def test_the_code_is_two_factors_of_the_matrix_with_the_last_dimension_as_column
         jnp.ones(shape), compressor.init(shape, jnp.float32), key=None, world=1
     )
     sent = next(running)
-    sent += running.send(sent)
+    function, rows = running.send(sent)
+    sent += running.send(function(rows))
     assert sum(a.nbytes for a in sent) == compressor.payload_bytes(shape)
 
 
@@ -294,6 +289,46 @@ def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
         f"all-reducef32[{n}]" for n in sizes
     )
     assert 4 * sum(sizes) == sum(compressor.payload_bytes(x.shape[1:]) for x in tree)
+
+
+def test_leaves_of_one_shape_share_the_loop_that_orthonormalizes(mesh):
+    """A loop compiles in a third of a second: of twenty leaves, there were twenty."""
+    tree = [jnp.ones((8, *shape)) for shape in (MATRIX, MATRIX, (30, 50), MATRIX)]
+    compressor = PowerSGD(2)
+    plan = Plan.build([x[0] for x in tree], Rules((), compressor, exact=()))
+    states = [compressor.init(x.shape[1:], x.dtype) for x in tree]
+
+    def of_rank(xs, states):
+        options = Options.resolve("test", "data", exchange="xla")
+        return reduce_leaves(options, [x[0] for x in xs], plan, None, states=states).values
+
+    f = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))
+    grads = [normal(*x.shape, seed=i) for i, x in enumerate(tree)]
+    step = f.lower(grads, states).compile()
+    assert len(re.findall(r" while\(", step.as_text())) == 2
+    for x, total in zip(grads, step(grads, states), strict=True):
+        right = np.asarray(compressor.init(x.shape[1:], jnp.float32), np.float64)
+        np.testing.assert_allclose(total, oracle(x.sum(0).astype(np.float64), right)[0], atol=2e-4)
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD(2), cgx_jax.Quantize(4)], ids=str)
+def test_a_donated_memory_is_written_over_in_place(compressor, mesh):
+    tx = cgx_jax.sync_gradients(
+        "data", compressor, memory=ErrorFeedback(), mesh=mesh, exchange="xla"
+    )
+    params = [jnp.zeros(MATRIX), jnp.zeros((30, 50))]
+    state = tx.init(params)
+    specs = cgx_jax.state_specs(state, "data")
+    step = jax.shard_map(
+        lambda g, s: tx.update([x[0] for x in g], s)[::-1],
+        mesh=mesh,
+        in_specs=(P("data"), specs),
+        out_specs=(specs, P()),
+    )
+    grads = [normal(8, *x.shape) for x in params]
+    text = jax.jit(step, donate_argnums=1).lower(grads, state).compile().as_text()
+    copied = re.findall(r"= f32\[1,(\d+,\d+)\]\S* copy\(", text[text.index("ENTRY") :])
+    assert not copied
 
 
 def training(tx, mesh, params):

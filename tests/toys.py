@@ -118,6 +118,7 @@ class Difference(Steps):
     """
 
     reductions = ("gather_sum",)
+    feedback_scale = None  # a change says nothing of what was lost before it
 
     def init(self, shape, dtype):
         return (jnp.zeros(shape, jnp.float32),)

@@ -5,6 +5,7 @@ from cgx_jax.compressors.base import PayloadCompressor as PayloadCompressor
 from cgx_jax.compressors.base import Rounds as Rounds
 from cgx_jax.compressors.base import Summed as Summed
 from cgx_jax.compressors.base import SummedCompressor as SummedCompressor
+from cgx_jax.compressors.base import Together as Together
 from cgx_jax.compressors.hybrid import INCEPTIONN as INCEPTIONN
 from cgx_jax.compressors.hybrid import AdaptiveThreshold as AdaptiveThreshold
 from cgx_jax.compressors.hybrid import SketchML as SketchML

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ class Compressor(abc.ABC):
     * `needs_key`: it draws random numbers.
     * `shares_noise`: all ranks are given the same key, instead of one each.
     * `shares_state`: its state is made of sums over the ranks alone, so all ranks hold the same.
+    * `selects`: it sends a few values and drops the others whole.
 
     State (momenta, low-rank factors) is a pytree that `init` makes and every use returns anew;
     stateless compressors have the empty tuple. `sync_gradients` keeps it from step to step; calls
@@ -35,6 +36,7 @@ class Compressor(abc.ABC):
     lossless: ClassVar[bool] = False
     reductions: ClassVar[tuple[str, ...]]
     shares_state: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
 
     @property
     def unbiased(self) -> bool:
@@ -124,6 +126,18 @@ class Compressor(abc.ABC):
         factor is known to be enough.
         """
         return 1.0
+
+    def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array | None:
+        """Which of the values it was given a code would send if it had room, bool like `x`.
+
+        `arrived` marks those that it has sent. None for codes that always have room.
+        """
+        return None
+
+    @property
+    def has_rooms(self) -> bool:
+        """Whether values may find no room in the payload."""
+        return type(self).wants is not Compressor.wants
 
     def known_error(self, size: int) -> float | None:
         """The relative squared error of encoding a leaf of `size` values; None where not known.
@@ -222,8 +236,19 @@ class Summed(NamedTuple):
     state: Any
 
 
+class Together(NamedTuple):
+    """What `rounds` may yield between two rounds; it is sent `function(x)`.
+
+    Leaves that ask for the same function of the same shape share one call, under `jax.vmap`: a loop
+    of its own for each of many leaves would take long to compile.
+    """
+
+    function: Callable[[jax.Array], jax.Array]
+    x: jax.Array
+
+
 # What `rounds` yields, what it is sent, and what it returns.
-Rounds = Generator[Sequence[jax.Array], list[jax.Array], Summed]
+Rounds = Generator[Sequence[jax.Array] | Together, Any, Summed]
 
 
 class SummedCompressor(Compressor):
@@ -236,18 +261,28 @@ class SummedCompressor(Compressor):
         """A generator: yields the arrays of a round, and is sent their sums over `world` ranks.
 
         `x` is fp32 in the leaf's shape. Every rank yields arrays of the same shapes and dtypes, in
-        the same number of rounds.
+        the same number of rounds, and may yield `Together` in between.
         """
 
     def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         state = self.init(x.shape, x.dtype)
-        running = self.rounds(x.astype(jnp.float32), state, key=key, world=1)
-        arrays = next(running)
-        while True:
-            try:
-                arrays = running.send([jnp.asarray(a) for a in arrays])
-            except StopIteration as stop:
-                return stop.value.total.reshape(x.shape).astype(x.dtype)
+        end = alone(self.rounds(x.astype(jnp.float32), state, key=key, world=1))
+        return end.total.reshape(x.shape).astype(x.dtype)
+
+
+def alone(running: Rounds) -> Summed:
+    """What `rounds` ends with on a single rank."""
+    made = next(running)
+    while True:
+        answer: Any
+        if isinstance(made, Together):
+            answer = made.function(made.x)
+        else:
+            answer = [jnp.asarray(a) for a in made]
+        try:
+            made = running.send(answer)
+        except StopIteration as stop:
+            return stop.value
 
 
 def require_stateless(

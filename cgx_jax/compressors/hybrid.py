@@ -28,6 +28,7 @@ class AdaptiveThreshold(PayloadCompressor):
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
+    selects: ClassVar[bool] = True
 
     keep: Keep = 0.01
 
@@ -120,15 +121,21 @@ class SketchML(PayloadCompressor):
         return table[code].reshape(shape).astype(dtype)
 
 
+# Least magnitudes of 16 and of 8 bits.
+_HALF, _BYTE = np.float32(2.0**-5), np.float32(2.0**-10)
+
+
 @dataclasses.dataclass(frozen=True)
 class INCEPTIONN(PayloadCompressor):
     """32, 16, 8 or no bits by a value's exponent, and a tag of 2 bits that says which.
 
     Magnitudes from 1 on are sent as they are, from 2^-5 on in 16 bits (bfloat16), from 2^-10 on in
     8 (a sign, and 7 bits from 0 to 2^-5); less is not sent. There is room for the share
-    `capacities` of the values in each class. What finds none stays in the residual, as what is too
-    small does: it needs error feedback. NaN is of the first class. Raises ValueError for shares
-    outside of [0, 1]. Source: INCEPTIONN (Li et al., MICRO 2018), with room of a fixed size.
+    `capacities` of the values in each class. The largest come first, so that none waits forever,
+    and those from 1 on that find no room take 16 bits. What finds none there stays in the residual,
+    as what is too small does: it needs error feedback. NaN counts as the largest. Raises ValueError
+    for shares outside of [0, 1]. Source: INCEPTIONN (Li et al., MICRO 2018), with room of a fixed
+    size.
     """
 
     capacities: tuple[float, float, float] = (0.01, 0.05, 0.2)
@@ -155,24 +162,34 @@ class INCEPTIONN(PayloadCompressor):
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
-        magnitude = jnp.abs(flat)
-        wanted = jnp.where(magnitude < 1, 2, 1)
-        wanted = jnp.where(magnitude < np.float32(2.0**-5), 3, wanted)
-        wanted = jnp.where(magnitude < np.float32(2.0**-10), 0, wanted)
-        tag = jnp.zeros(flat.size, jnp.uint32)
+        tag = self._tags(jnp.abs(flat))
         parts = []
         for number, room in enumerate(self._counts(flat.size), 1):
-            mine = wanted == number
-            place = jnp.cumsum(mine) - 1
-            fits = mine & (place < room)
-            tag = jnp.where(fits, np.uint32(number), tag)
-            into = jnp.where(fits, place, room)
+            mine = tag == number
+            into = jnp.where(mine, jnp.cumsum(mine) - 1, room)
             parts.append(jnp.zeros(room, jnp.float32).at[into].set(flat, mode="drop"))
         whole, half, byte = parts
         eighth = jnp.minimum(jnp.round(jnp.abs(byte) * np.float32(2.0**12)), 127).astype(jnp.uint8)
         eighth = eighth | ((byte < 0).astype(jnp.uint8) << 7)
         coded = [to_bytes(whole), to_bytes(half.astype(jnp.bfloat16)), eighth]
         return jnp.concatenate([pack(tag, 2), *coded])
+
+    def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
+        return jnp.abs(x).astype(jnp.float32) >= _BYTE
+
+    def _tags(self, magnitude: jax.Array) -> jax.Array:
+        """The class of every value that finds room, uint32[n]; 0 of the others."""
+        whole, half, byte = self._counts(magnitude.size)
+        most = min(magnitude.size, whole + half)
+        largest, at = lax.top_k(magnitude, most)
+        first = (np.arange(most) < whole) & ~(largest < 1)
+        second = ~first & ~(largest < _HALF) & (np.arange(most) - first.sum() < half)
+        tag = jnp.where(first, np.uint32(1), jnp.where(second, np.uint32(2), np.uint32(0)))
+        small = (magnitude < _HALF) & ~(magnitude < _BYTE)
+        fits = small & (jnp.cumsum(small) <= byte)
+        # What is small may be among the largest too.
+        into = jnp.where(tag > 0, at, magnitude.size)
+        return jnp.where(fits, np.uint32(3), np.uint32(0)).at[into].set(tag, mode="drop")
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         n = size_of(shape)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor
+from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor, Together
 from cgx_jax.kernels.reference import random_bits
 
 _KEY = (np.uint32(0x706F7765), np.uint32(0x72736764))
@@ -85,7 +85,8 @@ class PowerSGD(SummedCompressor):
         # side it is transposed first, which takes several times as long.
         matrix = x.reshape(sides)
         (left,) = yield [_product(matrix, self._start(state), 1, 1)]
-        left = _orthonormal(left.T).T
+        rows = yield Together(_orthonormal, left.T)
+        left = rows.T
         part = _product(left, matrix, 0, 0)
         (right,) = yield [part]
         total, own = (_outer(left, q).reshape(x.shape) for q in (right, part))
@@ -152,7 +153,7 @@ def _outer(left: jax.Array, right: jax.Array) -> jax.Array:
 def _orthonormal(rows: jax.Array) -> jax.Array:
     """Gram-Schmidt of few long rows, each projected twice; rows that depend on others become 0.
 
-    One row's NaN makes all rows after it NaN. The loop keeps programs of many leaves small.
+    One row's NaN makes all rows after it NaN.
     """
     # Squares of large and of small values leave the range of fp32.
     peak = jnp.abs(rows).max(axis=1, keepdims=True)

@@ -55,6 +55,8 @@ def position_bits(size: int) -> int:
 class _Sparse(PayloadCompressor):
     """Positions in as few bits as they need, and the values there by the code `values`."""
 
+    selects: ClassVar[bool] = True
+
     values: PayloadCompressor = dataclasses.field(default=Identity(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -192,6 +194,9 @@ class Threshold(_Positions):
     def count(self, size: int) -> int:
         return kept("Threshold", self.capacity, size)
 
+    def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
+        return jnp.abs(x).astype(jnp.float32) > np.float32(self.threshold)
+
     def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
         largest, at = lax.top_k(jnp.abs(x), count)
         return jnp.where(largest <= np.float32(self.threshold), x.size, at)
@@ -222,6 +227,11 @@ class DGC(_Positions):
 
     def count(self, size: int) -> int:
         return kept("DGC", self.keep, size)
+
+    def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
+        # The threshold is the key's; whatever is larger than a value that was sent is above it.
+        magnitude = jnp.abs(x)
+        return magnitude >= magnitude.min(where=arrived, initial=jnp.inf)
 
     def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
         buckets.require_key(self, key)
@@ -298,6 +308,8 @@ class RandomK(SummedCompressor):
     share of the leaf or a number of values. Raises ValueError as `TopK` does. Source: Stich et al.
     (NeurIPS 2018).
     """
+
+    selects: ClassVar[bool] = True
 
     keep: Keep = 0.01
     scaled: bool = False

@@ -13,3 +13,5 @@ from cgx_jax.policies.solvers import LeastBytes as LeastBytes
 from cgx_jax.policies.solvers import LeastError as LeastError
 from cgx_jax.policies.solvers import Linear as Linear
 from cgx_jax.policies.solvers import Solver as Solver
+from cgx_jax.policies.stages import Stages as Stages
+from cgx_jax.policies.stages import density_warmup as density_warmup

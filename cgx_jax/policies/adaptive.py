@@ -35,7 +35,7 @@ class Adaptive(Policy):
     stands where `jax.jit(step)` stood and compiles the step anew when the plan changes, and
     `policy.metrics()` says what it does. The step must return the optimizer state.
 
-    `candidates` are compressors without state, by ascending `Compressor.width`. A leaf to which
+    `candidates` are compressors of any kinds, by ascending `Compressor.width`. A leaf to which
     `base` (default: 4 bits, rotated) gives a lossy compressor is adaptive, and starts with it, if
     every candidate takes its dtype; all others stay as `base` has them. Every `sample_every` steps
     the error of each candidate is measured, on `runs` runs of each leaf; every `every` steps,
@@ -114,7 +114,7 @@ class Adaptive(Policy):
 
     def _adapts(self, given: Compressor, leaf: Leaf) -> bool:
         """Whether any candidate may take the place of what `base` gives a leaf."""
-        if given.lossless or not leaf.size or given.has_state(leaf.shape, leaf.dtype):
+        if given.lossless or not leaf.size:
             return False  # an empty leaf has no error to weigh
         return all(c.lossless or c.supports(leaf.dtype) for c in self.sampler.candidates)
 
@@ -126,6 +126,14 @@ class Adaptive(Policy):
             chosen[i] = compressor
         return chosen
 
+    def choices(self, leaves: Sequence[Leaf]) -> list[tuple[Compressor, ...]]:
+        """Every compressor that each leaf may come to have; their number is that of states kept."""
+        self.bind(leaves)
+        some: list[tuple[Compressor, ...]] = [(c,) for c in self.base.choose(leaves)]
+        for i in self._adaptive:
+            some[i] = tuple(dict.fromkeys((*self.sampler.candidates, *some[i])))
+        return some
+
     def empty_statistics(self, leaves: Sequence[Leaf]) -> Statistics:
         """The statistics' state before training."""
         self.bind(leaves)
@@ -134,13 +142,13 @@ class Adaptive(Policy):
     def observe(
         self,
         old: Statistics,
-        sent: Sequence[Any],
+        grads: Sequence[Any],
         units: Sequence[Any],
         step: Any,
         axes: Axes,
         plan: Any,
     ) -> Statistics:
-        """The statistics after a step in which `sent`, all leaves, go by `plan` over `axes`.
+        """The statistics after a step of a rank's `grads`, all leaves, by `plan` over `axes`.
 
         `units` has one entry per leaf: None, or the `precondition.Units` that it is compressed in
         and their size. Statistics are those of values in these units.
@@ -150,11 +158,12 @@ class Adaptive(Policy):
                 "Adaptive: the step is compiled by something else than the policy, which then "
                 "could never change the plan; write policy.jit(step) where jax.jit(step) stands."
             )
+        self._subject = dataclasses.replace(self._subject, world=axes.world)
         self._traced[self.progress.current] = plan, plan.wire_bytes(axes.world)
 
         def measure(old: Statistics) -> Statistics:
             values = [
-                sent[i] if units[i] is None else units[i][0].divide(sent[i]) / units[i][1]
+                grads[i] if units[i] is None else units[i][0].divide(grads[i]) / units[i][1]
                 for i in self._adaptive
             ]
             return self.sampler.observe(old, values, axes, self.decay)

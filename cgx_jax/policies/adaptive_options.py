@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax.compressors import Compressor
@@ -30,10 +29,4 @@ def check_options(policy: Any) -> None:
             f"Adaptive: candidates={[str(c) for c in candidates]} must be Quantize(...) or other "
             "compressors by ascending bits (Compressor.width), none of them twice; sort them."
         )
-    for c in candidates:
-        if c.has_state((1024, 1024), jnp.float32):
-            raise ValueError(
-                f"Adaptive: the candidate {c} has state, which a change of plan would lose; leave "
-                "it out of candidates."
-            )
     policy.solver.check(np.array(widths))

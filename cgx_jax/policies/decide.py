@@ -21,10 +21,11 @@ Compressors = tuple[Compressor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The leaves that are adapted, and the compressors that each may take."""
+    """The leaves that are adapted, the compressors that each may take, and the number of ranks."""
 
     leaves: tuple[Leaf, ...]
     candidates: Compressors
+    world: int = 2
 
     @functools.cached_property
     def menu(self) -> Menu:
@@ -55,13 +56,26 @@ class Subject:
         away = [abs(c.nbytes[leaf] - own) for c in self.menu.candidates]
         return away.index(min(away))
 
-    def cost(self, compressors: Compressors, averages: dict[str, Any]) -> tuple[int, float]:
-        """Payload bytes and squared error of all leaves."""
-        return sum(self.nbytes(compressors)), math.fsum(self.errors(compressors, averages))
+    def cost(self, compressors: Compressors, averages: dict[str, Any]) -> tuple[float, float]:
+        """Payload bytes, in those of a code of chunks, and squared error of all leaves."""
+        pairs = zip(compressors, self.nbytes(compressors), strict=True)
+        nbytes = math.fsum(self._weight(c) * n for c, n in pairs)
+        return nbytes, math.fsum(self.errors(compressors, averages))
 
     def problem(self, averages: dict[str, Any]) -> Problem:
-        """What a solver is given."""
-        return self.menu.problem(averages)
+        """What a solver is given: bytes are those of a code of chunks that sends as much."""
+        problem = self.menu.problem(averages)
+        weights = [self._weight(c) for c in self.candidates]
+        nbytes = np.ceil(problem.nbytes * np.array(weights)).astype(np.int64)
+        return dataclasses.replace(problem, nbytes=nbytes)
+
+    def _weight(self, compressor: Compressor) -> float:
+        """How much more a byte of payload costs than in a code of chunks or of sums.
+
+        Of those a rank sends 2 (world - 1) / world payloads, of a gathered one world - 1.
+        """
+        gathered = not compressor.lossless and compressor.reductions[0] == "gather_sum"
+        return max(1.0, self.world / 2) if gathered else 1.0
 
 
 class Decision(NamedTuple):

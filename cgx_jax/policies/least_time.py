@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -32,12 +33,13 @@ class LeastTime(Solver):
 
     The prediction: leaves of fp32 share fusion buffers of at most `fusion_bytes`, all equally
     full. A leaf under a candidate takes its share, by values, of the time that `profile` has for
-    a buffer of that candidate alone; by the fastest method, psum included, and by psum for a
-    candidate of 32 bits. Candidates that rotate or round at random take what `auto.estimate`
-    adds for them. Profiles measure `Quantize`: other lossy candidates are predicted as if they were
-    one of as many bytes. A buffer of mixed widths takes the sum where time is linear in bits, as it
-    is between measured widths. Latency is shared in the same way: that a buffer of exact leaves
-    alone is a collective more is not in the sum. Time outside the reduction is not either.
+    a buffer that has as many bits a value throughout; by the fastest method, psum included, and by
+    psum for a candidate of 32 bits. Candidates that rotate or round at random take what
+    `auto.estimate` adds for them. Profiles measure `Quantize`: other lossy candidates are predicted
+    as if they were one of as many bytes. A buffer of mixed widths takes the sum where time is
+    linear in bits, as it is between measured widths. Latency is shared in the same way: that a
+    buffer of exact leaves alone is a collective more is not in the sum. Time outside the reduction
+    is not either.
 
     `exchange="auto"` follows the profile that `use_profile` was given: give it this one. There is
     no prediction without a profile: raises TypeError for anything else.
@@ -76,12 +78,22 @@ class LeastTime(Solver):
             return np.zeros(problem.nbytes.shape)
         buffers = -(-4 * values // self.fusion_bytes)
         full = -(-values // buffers)
-        times = []
-        kinds = (problem.bits, problem.nbytes.sum(axis=0), problem.noisy, problem.rotated)
-        for bits, nbytes, noisy, rotated in zip(*kinds, strict=True):
-            mean_bits = 8 * int(nbytes) / values
-            load = auto.Load(full, 4 * full, mean_bits, full * int(noisy), full * int(rotated))
-            usable = () if bits == EXACT_BITS else [e.shorthand for e in EXCHANGES]
+
+        @functools.cache
+        def of_value(mean_bits: float, exact: bool, noisy: bool, rotated: bool) -> float:
+            load = auto.Load(full, 4 * full, mean_bits, full * noisy, full * rotated)
+            usable = () if exact else [e.shorthand for e in EXCHANGES]
             method = auto.fastest(self.profile, usable, load)
-            times.append(auto.estimate(self.profile, method, load) / full)
-        return np.outer(problem.values, times)
+            return auto.estimate(self.profile, method, load) / full
+
+        exact = problem.bits == EXACT_BITS
+        kinds = [
+            tuple(map(bool, kind))
+            for kind in zip(exact, problem.noisy, problem.rotated, strict=True)
+        ]
+        return np.array(
+            [
+                [n * of_value(8 * b / max(1, n), *kind) for b, kind in zip(row, kinds, strict=True)]
+                for n, row in zip(problem.values.tolist(), problem.nbytes.tolist(), strict=True)
+            ]
+        )

@@ -13,7 +13,7 @@ import numpy as np
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Summed
-from cgx_jax.compressors.base import Rounds
+from cgx_jax.compressors.base import Rounds, Together
 from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.primitives import Units
@@ -55,7 +55,7 @@ class SumRounds(Reduction):
             leaf.compressor.rounds(x, state, key=leaf_key(leaf, seeds[0]), world=job.axes.world)
             for leaf, x, state in zip(job.leaves, values, states, strict=True)
         ]
-        sums, residuals = [], []
+        sums, residuals, own = [], [], []
         ends = _in_step(job.axes, running)
         for i, (end, x, value) in enumerate(zip(ends, leaves, values, strict=True)):
             unit = unit_of(units, i)
@@ -63,9 +63,11 @@ class SumRounds(Reduction):
             total = end.total if job.divisor == 1 else end.total / np.float32(job.divisor)
             sums.append(outside.decoded(total.reshape(x.shape), unit, x.dtype))
             if job.residual:
-                lost = value - end.own.reshape(x.shape)
-                residuals.append(outside.multiply(lost, unit, outside.OUT).astype(x.dtype))
-        return Reduced(sums, residuals, [end.state for end in ends])
+                part = end.own.reshape(x.shape)
+                lost = outside.multiply(value - part, unit, outside.OUT)
+                residuals.append(lost.astype(x.dtype))
+                own.append(outside.multiply(part, unit, outside.OUT))
+        return Reduced(sums, residuals, [end.state for end in ends], own)
 
 
 def _check_alike(job: Job, compressor: Any, total: jax.Array) -> None:
@@ -83,19 +85,42 @@ def _check_alike(job: Job, compressor: Any, total: jax.Array) -> None:
 def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
     """Runs the generators to their ends, one sum over the ranks for each round of all of them."""
     ends: dict[int, Summed] = {}
-    sent: dict[int, list[jax.Array] | None] = dict.fromkeys(range(len(running)))
-    while sent:
+    answers: dict[int, Any] = dict.fromkeys(range(len(running)))
+    while answers:
         yielded: dict[int, list[jax.Array]] = {}
-        for i, answer in sent.items():
-            try:
-                arrays = next(running[i]) if answer is None else running[i].send(answer)
-                yielded[i] = [jnp.asarray(x) for x in arrays]
-            except StopIteration as stop:
-                ends[i] = stop.value
+        while answers:  # until all have come to their next sum
+            asked: dict[int, Together] = {}
+            for i, answer in answers.items():
+                try:
+                    made = next(running[i]) if answer is None else running[i].send(answer)
+                except StopIteration as stop:
+                    ends[i] = stop.value
+                    continue
+                if isinstance(made, Together):
+                    asked[i] = made
+                else:
+                    yielded[i] = [jnp.asarray(x) for x in made]
+            answers = _together(asked)
         flat = [_compat.vary_over(x, axes.varying()) for xs in yielded.values() for x in xs]
         summed = iter(_sum_together(axes, flat))
-        sent = {i: [next(summed) for _ in xs] for i, xs in yielded.items()}
+        answers = {i: [next(summed) for _ in xs] for i, xs in yielded.items()}
     return [ends[i] for i in range(len(running))]
+
+
+def _together(asked: dict[int, Together]) -> dict[int, Any]:
+    """The answers, by one call for all that ask for the same."""
+    groups: dict[Any, list[int]] = {}
+    for i, (function, x) in asked.items():
+        kind = function, x.shape, x.dtype, _compat.varying_axes(x)
+        groups.setdefault(kind, []).append(i)
+    answers: dict[int, Any] = {}
+    for (function, *_), part in groups.items():
+        if len(part) == 1:
+            answers[part[0]] = function(asked[part[0]].x)
+        else:
+            rows = jax.vmap(function)(jnp.stack([asked[i].x for i in part]))
+            answers.update(zip(part, rows, strict=True))
+    return answers
 
 
 def _sum_together(axes: Axes, arrays: list[jax.Array]) -> list[jax.Array]:

@@ -1,8 +1,11 @@
 """The reduction as an Optax transformation: its state, what it may keep, and what is around it."""
 
+from cgx_jax.transforms.local_steps import local_params as local_params
+from cgx_jax.transforms.local_steps import local_steps as local_steps
 from cgx_jax.transforms.memory import ErrorFeedback as ErrorFeedback
 from cgx_jax.transforms.memory import Memory as Memory
 from cgx_jax.transforms.memory import MomentumCorrection as MomentumCorrection
+from cgx_jax.transforms.metrics import metrics as metrics
 from cgx_jax.transforms.precondition import SecondMoment as SecondMoment
 from cgx_jax.transforms.state import SyncState as SyncState
 from cgx_jax.transforms.state import state_shardings as state_shardings

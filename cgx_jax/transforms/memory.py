@@ -5,16 +5,21 @@ from __future__ import annotations
 import abc
 import dataclasses
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+# From a step's number, i32[], to its rate, as Optax's schedules.
+Schedule = Callable[[Any], Any]
 
 
 class Memory(abc.ABC):
     """What a rank remembers of one leaf between steps; instances are static and hashable.
 
-    The state is a tuple of arrays like the leaf. `compensate` comes before the reduction and
+    The state is a tuple of arrays in the leaf's shape. `compensate` comes before the reduction and
     `remember` after it; neither knows the axis or the compressor.
     """
 
@@ -24,13 +29,22 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def compensate(
-        self, gradient: jax.Array, state: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """The gradient to (what is sent, the state that `remember` completes)."""
+        self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """The gradient to (what is sent, what `remember` makes the new state of).
+
+        `step`, i32[], counts the updates before this one.
+        """
 
     @abc.abstractmethod
-    def remember(self, residual: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The state after a step in which `residual` of what was sent is lost."""
+    def remember(
+        self, residual: jax.Array, kept: Any, arrived: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        """The state after a step in which `residual` of what was sent is lost.
+
+        `kept` comes from `compensate`. `arrived`, bool in the leaf's shape, marks the values that a
+        code of a few values has sent; None where a code sends every value.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +54,20 @@ class ErrorFeedback(Memory):
     With decay 1 nothing is lost: over any number of steps the sum of what the optimizer saw and
     the sum of the gradients' means differ by the mean of the ranks' memories, no more. That helps
     an optimizer that adds gradients up (SGD, momentum); Adam divides by their size, and there
-    feedback may cost more than it gives: docs/accuracy.md. Source:
-    1-bit SGD (Seide et al., Interspeech 2014), EF-SGD (Karimireddy et al., ICML 2019); here the
-    second encoding of the reduction is fed back as well.
+    feedback may cost more than it gives: docs/accuracy.md.
+
+    `learning_rate` is the optimizer's schedule, from a step's number to its rate. What a step lost
+    then counts by that step's rate in whatever step sends it: the memory, in fp32 or wider, holds
+    residuals times their rates, and the account is of gradients times rates. Without it, a residual
+    counts by the rate of the step that sends it. A constant rate needs none.
+
+    Raises TypeError for a rate that is no schedule, ValueError for a decay outside of (0, 1].
+    Source: 1-bit SGD (Seide et al., Interspeech 2014), EF-SGD (Karimireddy et al., ICML 2019); here
+    the second encoding of the reduction is fed back as well.
     """
 
     decay: float = 1.0
+    learning_rate: Schedule | None = None
 
     def __post_init__(self) -> None:
         _require_number("ErrorFeedback", "decay", self.decay)
@@ -54,19 +76,23 @@ class ErrorFeedback(Memory):
                 f"ErrorFeedback: decay={self.decay} is outside (0, 1]; use 1 to lose nothing, "
                 "memory=None for no feedback."
             )
+        _require_schedule("ErrorFeedback", self.learning_rate)
 
     def init(self, x: Any) -> tuple[jax.Array, ...]:
-        return (jnp.zeros(x.shape, x.dtype),)
+        return (_no_residual(x, self.learning_rate),)
 
     def compensate(
-        self, gradient: jax.Array, state: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        (residual,) = state
-        decay = jnp.asarray(self.decay, gradient.dtype)
-        return gradient + (residual if self.decay == 1 else decay * residual), ()
+        self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        (memory,) = state
+        if self.decay != 1:
+            memory = jnp.asarray(self.decay, memory.dtype) * memory
+        return _with_residual(gradient, memory, self.learning_rate, step)
 
-    def remember(self, residual: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return (residual,)
+    def remember(
+        self, residual: jax.Array, kept: Any, arrived: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        return (_in_rates(residual, kept),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +101,16 @@ class MomentumCorrection(Memory):
 
     A rank sends its velocity u = momentum * u + gradient and what earlier steps lost of it; follow
     with plain SGD. The sum of velocities that the optimizer sees is then that of exact momentum
-    SGD, also for values that reach it late. Source: DGC (Lin et al., ICLR 2018); nothing is
-    masked, since a quantizer sends every value.
+    SGD, also for values that reach it late. Under a code that sends a few values, such as `TopK`,
+    the velocity of a value that has arrived starts again from 0 (momentum factor masking), so that
+    a late value does not push on in its old direction. `learning_rate` as in `ErrorFeedback`.
+
+    Raises TypeError for a rate that is no schedule, ValueError for a momentum outside of [0, 1).
+    Source: DGC (Lin et al., ICLR 2018).
     """
 
     momentum: float = 0.9
+    learning_rate: Schedule | None = None
 
     def __post_init__(self) -> None:
         _require_number("MomentumCorrection", "momentum", self.momentum)
@@ -88,19 +119,61 @@ class MomentumCorrection(Memory):
                 f"MomentumCorrection: momentum={self.momentum} is outside [0, 1); 0.9 is usual, "
                 "ErrorFeedback() is feedback without momentum."
             )
+        _require_schedule("MomentumCorrection", self.learning_rate)
 
     def init(self, x: Any) -> tuple[jax.Array, ...]:
-        return jnp.zeros(x.shape, x.dtype), jnp.zeros(x.shape, x.dtype)
+        return _no_residual(x, self.learning_rate), jnp.zeros(x.shape, x.dtype)
 
     def compensate(
-        self, gradient: jax.Array, state: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        residual, velocity = state
+        self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        memory, velocity = state
         velocity = jnp.asarray(self.momentum, gradient.dtype) * velocity + gradient
-        return residual + velocity, (velocity,)
+        sent, kept = _with_residual(velocity, memory, self.learning_rate, step)
+        return sent, (kept, velocity)
 
-    def remember(self, residual: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return residual, *state
+    def remember(
+        self, residual: jax.Array, kept: Any, arrived: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        kept, velocity = kept
+        if arrived is not None:
+            velocity = jnp.where(arrived, 0, velocity).astype(velocity.dtype)
+        return _in_rates(residual, kept), velocity
+
+
+def _no_residual(x: Any, schedule: Schedule | None) -> jax.Array:
+    # Residuals times small rates leave float16.
+    narrow = schedule is not None and np.dtype(x.dtype).itemsize < 4
+    return jnp.zeros(x.shape, jnp.float32 if narrow else x.dtype)
+
+
+def _with_residual(
+    x: jax.Array, memory: jax.Array, schedule: Schedule | None, step: jax.Array
+) -> tuple[jax.Array, Any]:
+    """`x` plus the residual that the memory stands for, and what `_in_rates` needs."""
+    if schedule is None:
+        return x + memory, None
+    rate = jnp.asarray(schedule(step), memory.dtype)
+    # A step of rate 0 can send nothing that counts: the memory waits.
+    late = jnp.where(rate == 0, 0, memory / jnp.where(rate == 0, 1, rate))
+    return (x.astype(memory.dtype) + late).astype(x.dtype), (rate, memory)
+
+
+def _in_rates(residual: jax.Array, kept: Any) -> jax.Array:
+    """The memory of a residual."""
+    if kept is None:
+        return residual
+    rate, before = kept
+    return jnp.where(rate == 0, before, rate * residual.astype(before.dtype))
+
+
+def _require_schedule(caller: str, schedule: Any) -> None:
+    if schedule is not None and not callable(schedule):
+        raise TypeError(
+            f"{caller}: learning_rate={schedule!r} is no schedule; pass the function of the step "
+            "that the optimizer has, such as optax.cosine_decay_schedule(0.1, 1000). A constant "
+            "rate needs none."
+        )
 
 
 def _require_number(caller: str, name: str, value: Any) -> None:

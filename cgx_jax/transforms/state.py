@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
+from cgx_jax.leaves import Leaf
 from cgx_jax.plan import Plan
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import Moments, SecondMoment
@@ -26,9 +27,15 @@ _OTHER_OPTIONS = (
 )
 
 
+# The compressors that each leaf may take: one under a plan, several under an adaptive policy.
+Choices = Sequence[tuple[Compressor, ...]]
+
+
 class CodeState(NamedTuple):
     """States of compressors: trees like the parameters, with a state, or (), at each leaf.
 
+    A leaf that several compressors may code, under an adaptive policy, has a tuple with the state
+    of each: that of a compressor that is not in use waits, so that no plan changes the shapes.
     `own` differs between ranks: an array of shape s is [world, *s], one row a rank ([1, *s] inside
     shard_map and pmap). `shared` is that of compressors with `shares_state`, the same everywhere.
     """
@@ -38,13 +45,14 @@ class CodeState(NamedTuple):
 
 
 class SyncState(NamedTuple):
-    """State of `sync_gradients`: the same on every rank, but for `memory` and `codes.own`.
+    """State of `sync_gradients`: the same on every rank but for `memory`, `codes.own`, `overflow`.
 
     `step` is i32[], the number of updates; `memory` () or a tuple of residual trees, in which a
     leaf of shape s is [world, *s], one row a rank ([1, *s] inside shard_map and pmap);
     `statistics` () or what an adaptive policy measures; `moments` () or the `Moments` by which
     gradients are preconditioned, each field a tree like the parameters; `codes` () or the
-    `CodeState` of compressors that have state.
+    `CodeState` of compressors that have state; `overflow` () or a tree like the parameters of
+    i32[world], how many values found no room in the last step, which `metrics` reads.
     """
 
     step: jax.Array
@@ -52,6 +60,21 @@ class SyncState(NamedTuple):
     statistics: Any
     moments: Any = ()
     codes: Any = ()
+    overflow: Any = ()
+
+
+class LocalState(NamedTuple):
+    """State of `local_steps`, of which `moved` and `optimizer` differ between ranks.
+
+    `step` is i32[], the number of updates; `moved` a tree like the parameters, what a rank's own
+    are away from them; `optimizer` the inner optimizer's state: an array of shape s is [world, *s],
+    one row a rank ([1, *s] inside shard_map and pmap); `sync` the `SyncState` of the reductions.
+    """
+
+    step: jax.Array
+    moved: Any
+    optimizer: Any
+    sync: SyncState
 
 
 def state_specs(state: Any, axis_name: Any) -> Any:
@@ -61,18 +84,23 @@ def state_specs(state: Any, axis_name: Any) -> Any:
     `axis_name`, everything else is replicated.
     """
 
+    def split(tree: Any) -> Any:
+        return jax.tree.map(lambda _: PartitionSpec(axis_name), tree)
+
     def specs(x: Any) -> Any:
         replicated: Any = PartitionSpec()
+        if isinstance(x, LocalState):
+            return LocalState(replicated, split(x.moved), split(x.optimizer), specs(x.sync))
         if not isinstance(x, SyncState):
             return replicated
         made = SyncState(*jax.tree.map(lambda _: replicated, tuple(x)))
-        split = lambda tree: jax.tree.map(lambda _: PartitionSpec(axis_name), tree)  # noqa: E731
         codes = made.codes
         if isinstance(x.codes, CodeState):
             codes = CodeState(split(x.codes.own), made.codes.shared)
-        return made._replace(memory=split(x.memory), codes=codes)
+        overflow = split(x.overflow)
+        return made._replace(memory=split(x.memory), codes=codes, overflow=overflow)
 
-    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, SyncState))
+    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, SyncState | LocalState))
 
 
 def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
@@ -138,58 +166,97 @@ def init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh |
     leaves, treedef = jax.tree.flatten(params)
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     make = lambda: by_tree([memory.init(x) for x in like], treedef)  # noqa: E731
-    return _rows(make, axis_name, mesh)
+    return rows_of(make, axis_name, mesh)
 
 
-def init_codes(plan: Plan | None, treedef: Any, axis_name: Any, mesh: Mesh | None) -> Any:
+def init_overflow(
+    memory: Memory | None, choices: Choices, treedef: Any, axis_name: Any, mesh: Mesh | None
+) -> Any:
+    """The counts before the first step; () where there is room for all, or no memory."""
+    if memory is None or not any(c.has_rooms for some in choices for c in some):
+        return ()
+
+    def none() -> Any:
+        return jax.tree.unflatten(treedef, [jnp.zeros((), jnp.int32)] * treedef.num_leaves)
+
+    return rows_of(none, axis_name, mesh)
+
+
+def init_codes(
+    leaves: Sequence[Leaf], choices: Choices, treedef: Any, axis_name: Any, mesh: Mesh | None
+) -> Any:
     """The compressors' states before the first step; () where none has any."""
-    if plan is None or not any(stateful(plan)):
+    if not any(_has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some):
         return ()
 
     def states(shared: bool) -> Any:
         made = [
-            c.init(x.shape, x.dtype) if kept and c.shares_state == shared else ()
-            for c, x, kept in zip(plan.compressors, plan.leaves, stateful(plan), strict=True)
+            _of_choices(
+                [
+                    c.init(x.shape, x.dtype)
+                    if _has_state(c, x) and c.shares_state == shared
+                    else ()
+                    for c in some
+                ]
+            )
+            for some, x in zip(choices, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, made)
 
-    return CodeState(_rows(lambda: states(False), axis_name, mesh), states(True))
+    return CodeState(rows_of(lambda: states(False), axis_name, mesh), states(True))
+
+
+def _of_choices(states: Sequence[Any]) -> Any:
+    """What a leaf keeps for its choices, from the state of each."""
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def _has_state(compressor: Compressor, leaf: Leaf) -> bool:
+    return not compressor.lossless and compressor.has_state(leaf.shape, leaf.dtype)
 
 
 def stateful(plan: Plan) -> list[bool]:
     """Which leaves have a compressor with state."""
-    pairs = zip(plan.compressors, plan.leaves, strict=True)
-    return [not c.lossless and c.has_state(x.shape, x.dtype) for c, x in pairs]
+    return [_has_state(c, x) for c, x in zip(plan.compressors, plan.leaves, strict=True)]
 
 
-def codes_by_leaf(codes: Any, plan: Plan, treedef: Any) -> list[Any]:
+def codes_by_leaf(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> list[Any]:
     """The state of each leaf's compressor on this rank, () for one without."""
     if codes == ():
         return [()] * len(plan.leaves)
-    own = treedef.flatten_up_to(codes.own)
-    shared = treedef.flatten_up_to(codes.shared)
-    return [
-        s if c.shares_state else jax.tree.map(lambda x: x[0], o)
-        for c, o, s in zip(plan.compressors, own, shared, strict=True)
-    ]
+    out = []
+    own, shared = treedef.flatten_up_to(codes.own), treedef.flatten_up_to(codes.shared)
+    for c, some, o, s in zip(plan.compressors, choices, own, shared, strict=True):
+        kept = s if c.shares_state else jax.tree.map(lambda x: x[0], o)
+        out.append(kept if len(some) == 1 else kept[some.index(c)])
+    return out
 
 
 def codes_after(
-    old: Any, states: list[Any], plan: Plan, treedef: Any, axes: Axes, finite: Any
+    old: Any,
+    states: list[Any],
+    plan: Plan,
+    choices: Choices,
+    treedef: Any,
+    axes: Axes,
+    finite: Any,
 ) -> Any:
     """The state after a step: `states`, or the old ones where a mean is not `finite`."""
     if old == ():
         return ()
-    before = codes_by_leaf(old, plan, treedef)
+    before = codes_by_leaf(old, plan, choices, treedef)
     keep = functools.partial(jax.tree.map, lambda new, was: jnp.where(finite, new, was))
-    kept = [keep(new, was) for new, was in zip(states, before, strict=True)]
-    own, shared = [], []
-    for compressor, leaf, state in zip(plan.compressors, plan.leaves, kept, strict=True):
+    own, shared = treedef.flatten_up_to(old.own), treedef.flatten_up_to(old.shared)
+    for i, (compressor, leaf) in enumerate(zip(plan.compressors, plan.leaves, strict=True)):
+        state = keep(states[i], before[i])
         if compressor.shares_state:
             _check_shared(compressor, leaf.path, state, axes)
-        split = jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), state)
-        own.append(() if compressor.shares_state else split)
-        shared.append(state if compressor.shares_state else ())
+        else:
+            state = jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), state)
+        kept = shared if compressor.shares_state else own
+        place = choices[i].index(compressor)
+        waiting = [kept[i]] if len(choices[i]) == 1 else list(kept[i])
+        kept[i] = _of_choices([*waiting[:place], state, *waiting[place + 1 :]])
     return CodeState(jax.tree.unflatten(treedef, own), jax.tree.unflatten(treedef, shared))
 
 
@@ -209,6 +276,7 @@ def check_state(
     memory: Memory | None,
     precondition: SecondMoment | None,
     plan: Plan,
+    choices: Choices,
     treedef: Any,
 ) -> None:
     """Raises ValueError for the state of a transformation with other options."""
@@ -221,7 +289,7 @@ def check_state(
             f"{CALLER}: the state holds {len(state.memory)} arrays per leaf where {memory} keeps "
             f"{kept}; {_OTHER_OPTIONS}"
         )
-    _check_codes(state.codes, plan, treedef)
+    _check_codes(state.codes, plan, choices, treedef)
     own = state.codes.own if isinstance(state.codes, CodeState) else ()
     rows = {x.shape[0] for x in jax.tree.leaves((state.memory, own))} - {1}
     if rows:
@@ -250,29 +318,40 @@ def check_state(
         )
 
 
-def _check_codes(codes: Any, plan: Plan, treedef: Any) -> None:
-    kept = stateful(plan)
-    if not any(kept) and codes == ():
+def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> None:
+    needy = [
+        (c, leaf)
+        for leaf, some in zip(plan.leaves, choices, strict=True)
+        for c in some
+        if _has_state(c, leaf)
+    ]
+    if not needy and codes == ():
         return
-    first = next((i for i, one in enumerate(kept) if one), 0)
-    whose = f"{plan.compressors[first]} of leaf {plan.leaves[first].path!r}"
     if not isinstance(codes, CodeState):
-        raise ValueError(f"{CALLER}: the state holds nothing for {whose}; {_OTHER_OPTIONS}")
-    for compressor, leaf, here, state in zip(
-        plan.compressors, plan.leaves, kept, codes_by_leaf(codes, plan, treedef), strict=True
-    ):
-        make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
-        wanted: Any = jax.eval_shape(make) if here else ()
-        shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(wanted)]
-        found = [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
-        if shapes != found:
-            raise ValueError(
-                f"{CALLER}: the state of {compressor} of leaf {leaf.path!r} is {found} here, and "
-                f"its init makes {shapes}; {_OTHER_OPTIONS}"
-            )
+        compressor, leaf = needy[0]
+        raise ValueError(
+            f"{CALLER}: the state holds nothing for {compressor} of leaf {leaf.path!r}; "
+            f"{_OTHER_OPTIONS}"
+        )
+    own, shared = treedef.flatten_up_to(codes.own), treedef.flatten_up_to(codes.shared)
+    for leaf, some, o, s in zip(plan.leaves, choices, own, shared, strict=True):
+        for place, compressor in enumerate(some):
+            make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
+            wanted: Any = jax.eval_shape(make) if _has_state(compressor, leaf) else ()
+            shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(wanted)]
+            kept = [s] if compressor.shares_state else [o]
+            if len(some) > 1:
+                kept = [x[place] for x in kept if isinstance(x, tuple) and len(x) == len(some)]
+            skip = 0 if compressor.shares_state else 1  # the row of this rank
+            found = [(x.shape[skip:], x.dtype) for x in jax.tree.leaves(kept)]
+            if shapes != found:
+                raise ValueError(
+                    f"{CALLER}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
+                    f"and its init makes {shapes}; {_OTHER_OPTIONS}"
+                )
 
 
-def _rows(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None) -> Any:
+def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None) -> Any:
     """`make()` with a leading row for each rank, which holds its own."""
     if not jax.tree.leaves(jax.eval_shape(make)):
         return make()

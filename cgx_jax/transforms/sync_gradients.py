@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,11 +20,13 @@ from cgx_jax.leaves import leaves_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
+from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import Moments, Rounding, SecondMoment, Units
 from cgx_jax.transforms.state import (
     CALLER,
+    Choices,
     SyncState,
     by_leaf,
     by_tree,
@@ -32,6 +35,7 @@ from cgx_jax.transforms.state import (
     codes_by_leaf,
     init_codes,
     init_memory,
+    init_overflow,
     moments_by_leaf,
     moments_by_tree,
 )
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 
 def sync_gradients(
     axis_name: Any,
-    policy: Compressor | Policy | Plan | None = None,
+    policy: Compressor | Policy | Plan | Stages | None = None,
     *,
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
@@ -58,13 +62,13 @@ def sync_gradients(
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`; everything after it
     sees the same mean on every rank. `policy`, `exchange`, `reduction` and `levels` as in
     `pmean_compressed`; `seed` feeds stochastic rounding. An `Adaptive` policy measures here, and
-    the step is compiled by its `jit`. With `memory` (`ErrorFeedback()`, `MomentumCorrection()`)
-    what compression loses is sent with the next step. With `precondition` (`SecondMoment()`, the
-    choice for Adam and its kin) values are compressed in units of their own size, and an adaptive
-    policy measures errors in these. The state of compressors that have any is kept too. A step
-    whose mean holds a NaN or infinity leaves memory, moments and states as they were. Memory
-    belongs to a rank: `init` runs inside shard_map or pmap, or is given the `mesh`, and
-    `state_specs` and `state_shardings` say how the state is split.
+    the step is compiled by its `jit`; `Stages` follow one another in one program. With `memory`
+    (`ErrorFeedback()`, `MomentumCorrection()`) what compression loses is sent with the next step.
+    With `precondition` (`SecondMoment()`, the choice for Adam and its kin) values are compressed in
+    units of their own size, and an adaptive policy measures errors in these. The state of
+    compressors that have any is kept too. A step whose mean holds a NaN or infinity leaves memory,
+    moments and states as they were. Memory belongs to a rank: `init` runs inside shard_map or pmap,
+    or is given the `mesh`, and `state_specs` and `state_shardings` say how the state is split.
 
     Clip, and skip steps (`optax.apply_if_finite`), after it in the chain, where all ranks see the
     same mean. A clip before it uses each rank's own norm: it scales ranks differently, and the mean
@@ -86,14 +90,17 @@ def sync_gradients(
         step = jnp.zeros((), jnp.int32)
         statistics: Any = ()
         moments: Any = ()
-        plan = policy if isinstance(policy, Plan) else None
+        known = leaves_of(params)
         if isinstance(policy, Adaptive):
-            statistics = policy.empty_statistics(leaves_of(params))
-        elif plan is None:
-            plan = resolve(CALLER, params, policy)
+            statistics = policy.empty_statistics(known)
+            choices: Choices = policy.choices(known)
+        else:
+            stages = policy.policies if isinstance(policy, Stages) else (policy,)
+            plans = [p if isinstance(p, Plan) else resolve(CALLER, params, p) for p in stages]
+            known, choices = list(plans[0].leaves), _choices(plans)
         if precondition is not None:
             moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
-        codes = init_codes(plan, treedef, axis_name, mesh)
+        codes = init_codes(known, choices, treedef, axis_name, mesh)
         if mesh is not None:
             replicated = NamedSharding(mesh, PartitionSpec())
             step, statistics = lax.with_sharding_constraint((step, statistics), replicated)
@@ -106,10 +113,25 @@ def sync_gradients(
                 if not precondition.factored:  # which lie as their leaves do
                     moments = moments._replace(values=values)
         remembered = init_memory(memory, params, axis_name, mesh)
-        return SyncState(step, remembered, statistics, moments, codes)
+        overflow = init_overflow(memory, choices, treedef, axis_name, mesh)
+        return SyncState(step, remembered, statistics, moments, codes, overflow)
 
     def update(
         updates: Any, state: SyncState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SyncState]:
+        if isinstance(policy, Stages):
+            plans = [resolve(CALLER, updates, p) for p in policy.policies]
+            choices = _choices(plans)
+            branches = [functools.partial(reduce, plan, choices) for plan in plans]
+            return lax.switch(policy.stage(state.step), branches, updates, state)
+        plan = resolve(CALLER, updates, policy, adapts=True)
+        choices = _choices([plan])
+        if isinstance(policy, Adaptive):
+            choices = policy.choices(plan.leaves)
+        return reduce(plan, choices, updates, state)
+
+    def reduce(
+        plan: Plan, choices: Choices, updates: Any, state: SyncState
     ) -> tuple[Any, SyncState]:
         options = Options.resolve(
             CALLER,
@@ -119,11 +141,12 @@ def sync_gradients(
             levels=levels,
             mean=True,
         )
-        plan = resolve(CALLER, updates, policy, adapts=True)
         axes = options.axes
         check_wrappers(axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
-        check_state(state, memory, precondition, plan, treedef)
+        check_state(state, memory, precondition, plan, choices, treedef)
+        if memory is not None:
+            _require_bounded(plan, choices)
         learns = within_restore_step_size()
         if learns is not None and precondition is not None:
             _require_known_errors(plan, policy, memory)
@@ -138,23 +161,23 @@ def sync_gradients(
                     size = plan.leaves[i].size
                     roundings[i] = _rounding(plan.compressors[i], size, axes.world)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        codes = codes_by_leaf(state.codes, plan, treedef)
+        codes = codes_by_leaf(state.codes, plan, choices, treedef)
         mean = _Mean(options, plan, key, treedef, scales, codes)
         if memory is None:
-            sent, remembered = leaves, ()
-            sums = mean(leaves)
+            sums, remembered, overflow = mean(leaves), (), ()
         else:
-            sent, sums, remembered = _Feedback(memory, mean)(leaves, state.memory)
+            sums, remembered, overflow = _Feedback(memory, mean)(leaves, state)
         means = sums.values
         moments = state.moments
         if precondition is not None:
             moments = _moved(precondition, moments, means, state.step, roundings)
         measured = state.statistics
         if isinstance(policy, Adaptive):
-            measured = policy.observe(measured, sent, scales, state.step, axes, plan)
+            # Gradients, not what feedback makes of them: that depends on the plan in use.
+            measured = policy.observe(measured, leaves, scales, state.step, axes, plan)
         finite = _finite(means) if state.codes != () else True
-        after = codes_after(state.codes, sums.states, plan, treedef, axes, finite)
-        new = SyncState(state.step + 1, remembered, measured, moments, after)
+        after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
+        new = SyncState(state.step + 1, remembered, measured, moments, after, overflow)
         return jax.tree.unflatten(treedef, means), new
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -194,42 +217,78 @@ class _Feedback:
     memory: Memory
     mean: _Mean
 
-    def __call__(self, leaves: list[Any], state: Any) -> tuple[list[Any], Sums, Any]:
-        """What is sent, its means, and the memory after it."""
+    def __call__(self, leaves: list[Any], state: SyncState) -> tuple[Sums, Any, Any]:
+        """The means of what is sent, the memory after it, and the counts of what had no room."""
         plan = self.mean.plan
-        pairs = zip(plan.compressors, plan.leaves, strict=True)
-        factors = [self._factor(c, leaf.path) for c, leaf in pairs]
-        old = [tuple(x[0] for x in rows) for rows in by_leaf(state, len(leaves))]
-        both = [self.memory.compensate(x, s) for x, s in zip(leaves, old, strict=True)]
-        sent = [x for x, _ in both]
+        factors = [c.feedback_scale or 1.0 for c in plan.compressors]
+        old = by_leaf(state.memory, len(leaves))
+        # In the memory's shape, a row of one rank: where all that follows keeps that shape, XLA
+        # writes over a donated memory instead of copying it first.
+        compensate = jax.vmap(self.memory.compensate, in_axes=(0, 0, None))
+        both = [compensate(x[None], rows, state.step) for x, rows in zip(leaves, old, strict=True)]
+        sent = [x[0] for x, _ in both]
         sums = self.mean(sent, residual=True)
-        means, lost = sums.values, sums.residuals
-        residuals = [jnp.zeros_like(x) if e is None else e for x, e in zip(sent, lost, strict=True)]
+        means = sums.values
         for i, number in enumerate(factors):
-            if lost[i] is not None and number != 1:
-                factor = jnp.asarray(number, sent[i].dtype)
-                means[i] *= factor
-                residuals[i] = sent[i] - factor * (sent[i] - lost[i])
+            if sums.residuals[i] is not None and number != 1:
+                means[i] *= jnp.asarray(number, sent[i].dtype)
         # A skipped step never happened: what it would have sent is neither lost nor remembered.
         finite = _finite(means)
-        rows = []
-        for before, e, (_, partial) in zip(old, residuals, both, strict=True):
-            after = zip(self.memory.remember(e, partial), before, strict=True)
-            rows.append(tuple(self._row(_keep(finite, new, x)) for new, x in after))
-        return sent, sums, by_tree(rows, self.mean.treedef) or state
-
-    @staticmethod
-    def _factor(compressor: Compressor, path: str) -> float:
-        if compressor.feedback_scale is None:
-            raise ValueError(
-                f"{CALLER}: {compressor} of leaf {path!r} may lose more than it is given, so a "
-                "memory around it grows without end; use Quantize with 2 bits or more, or "
-                "ScaledSign."
+        rows, overflow = [], []
+        for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
+            residual = _residual(x, sums, i, factors[i])
+            came = _arrived(x, residual, means[i][None])
+            wanted = plan.compressors[i].wants(x, came)
+            no_room = jnp.int32(0) if wanted is None else (wanted & ~came).sum(dtype=jnp.int32)
+            overflow.append(self._varying(no_room[None]))
+            selects = plan.compressors[i].selects and sums.residuals[i] is not None
+            arrived = came if selects else None
+            after = zip(
+                jax.vmap(self.memory.remember)(residual, kept, arrived), before, strict=True
             )
-        return compressor.feedback_scale
+            rows.append(tuple(_keep(finite, self._varying(new), was) for new, was in after))
+        counts = jax.tree.unflatten(self.mean.treedef, overflow) if state.overflow != () else ()
+        return sums, by_tree(rows, self.mean.treedef) or state.memory, counts
 
-    def _row(self, x: jax.Array) -> jax.Array:
-        return _compat.vary_over(x[None], self.mean.options.axes.varying())
+    def _varying(self, x: jax.Array) -> jax.Array:
+        return _compat.vary_over(x, self.mean.options.axes.varying())
+
+
+def _choices(plans: list[Plan]) -> Choices:
+    every = zip(*(plan.compressors for plan in plans), strict=True)
+    return [tuple(dict.fromkeys(some)) for some in every]
+
+
+def _require_bounded(plan: Plan, choices: Choices) -> None:
+    """Raises ValueError for a compressor around which a memory would grow."""
+    for leaf, some in zip(plan.leaves, choices, strict=True):
+        for compressor in some:
+            if compressor.feedback_scale is None:
+                raise ValueError(
+                    f"{CALLER}: {compressor} of leaf {leaf.path!r} may lose more than it is given, "
+                    "so a memory around it grows without end; use Quantize with 2 bits or more, or "
+                    "ScaledSign."
+                )
+
+
+def _residual(sent: jax.Array, sums: Sums, i: int, factor: float) -> jax.Array:
+    """What leaf `i`, as it was `sent`, lost where `factor` of what comes back counts."""
+    if sums.residuals[i] is None:
+        return jnp.zeros_like(sent)
+    if sums.own[i] is not None:
+        wide = sent.astype(jnp.float32)
+        return (wide - np.float32(factor) * sums.own[i][None]).astype(sent.dtype)
+    lost = sums.residuals[i][None]
+    return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
+
+
+def _arrived(sent: jax.Array, residual: jax.Array, mean: jax.Array) -> jax.Array:
+    """Which of the values that a rank sent a code of a few values has taken along.
+
+    Less than half of such a value is left. In the chunk that a rank owns its residual is what the
+    sum of all ranks lost, so a value counts only if the mean has one there too.
+    """
+    return (2 * jnp.abs(residual) < jnp.abs(sent)) & (mean != 0)
 
 
 def _rounding(compressor: Compressor, size: int, world: int) -> Rounding | None:

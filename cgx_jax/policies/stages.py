@@ -1,0 +1,75 @@
+"""Policies that follow one another in a training, such as the warm-up of a density."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """`policies[0]` until step `boundaries[0]`, `policies[1]` until `boundaries[1]`, and so on.
+
+    For `sync_gradients`, in place of a policy: each of `policies` is what it takes, but for one
+    that adapts. All stages are in one compiled program, which branches on the number of updates in
+    the state; a checkpoint goes on in the right stage. Compiling takes as long as for all stages
+    together.
+
+    Raises ValueError unless there is one policy more than there are ascending boundaries.
+    """
+
+    policies: tuple[Any, ...]
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        policies, boundaries = tuple(self.policies), tuple(map(operator.index, self.boundaries))
+        ascending = all(a < b for a, b in itertools.pairwise((0, *boundaries)))
+        if len(policies) != len(boundaries) + 1 or not ascending:
+            raise ValueError(
+                f"Stages: {len(policies)} policies and boundaries={boundaries}; pass the first "
+                "step of every policy but the first, in ascending order."
+            )
+        if any(getattr(p, "adapts", False) for p in policies):
+            raise ValueError(
+                "Stages: a policy that adapts cannot be a stage, since it compiles a step for each "
+                "of its plans; use it alone."
+            )
+        object.__setattr__(self, "policies", policies)
+        object.__setattr__(self, "boundaries", boundaries)
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        """The number of the policy of the update after `step` others, i32[]."""
+        return (jnp.asarray(step) >= np.array(self.boundaries, np.int32)).sum(dtype=jnp.int32)
+
+
+def density_warmup(
+    make: Callable[[float], Any], keep: float, steps: int, *, first: float = 0.25
+) -> Stages:
+    """`make(share)` for shares that fall from `first` to a fourth each time, and then `keep`.
+
+    `make` is a compressor's class, such as `TopK` or `DGC`, or a function that gives a policy. The
+    stages before the last take `steps` steps together. With `keep=0.001` shares are 25, 6.25, 1.6,
+    0.4 and 0.1 %. Raises ValueError unless 0 < keep < first <= 1, and for fewer steps than stages.
+    Source: DGC (Lin et al., ICLR 2018).
+    """
+    if not 0 < keep < first <= 1:
+        raise ValueError(
+            f"density_warmup: keep={keep} and first={first} must be shares, 0 < keep < first <= 1."
+        )
+    shares = [first]
+    while shares[-1] / 4 > keep * 1.01:
+        shares.append(shares[-1] / 4)
+    if steps < len(shares):
+        raise ValueError(
+            f"density_warmup: steps={steps} is under the number of stages, {len(shares)}; pass "
+            "more, such as those of an epoch each."
+        )
+    ends = [round(steps * (i + 1) / len(shares)) for i in range(len(shares))]
+    return Stages(tuple(map(make, (*shares, keep))), tuple(ends))

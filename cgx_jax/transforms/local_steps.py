@@ -1,0 +1,114 @@
+"""`local_steps`: ranks train on their own for some steps, then reduce what they have moved."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from cgx_jax import _compat
+from cgx_jax.axes import Axes
+from cgx_jax.transforms.state import LocalState, rows_of
+from cgx_jax.transforms.sync_gradients import sync_gradients
+
+if TYPE_CHECKING:
+    import optax
+
+_NAME = "local_steps"
+
+
+def local_steps(
+    optimizer: optax.GradientTransformation,
+    axis_name: Any,
+    policy: Any = None,
+    *,
+    every: int,
+    mesh: Mesh | None = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Local SGD: `optimizer` steps on every rank alone, and each `every` steps their mean.
+
+    An update moves this rank's parameters, which are `local_params(params, state)`: take gradients
+    there. `params` are the same on all ranks. In a step that reduces, their update is the mean of
+    what the ranks have moved since the last one; in all other steps it is 0 and nothing is sent.
+    With `memory=ErrorFeedback()` a rank sends what compression lost in the next such step. `policy`
+    and `options` are those of `sync_gradients`, which reduces. The optimizer's state is each
+    rank's, like a memory, and `state_specs` says so.
+
+    `optax.MultiSteps` is another thing: it adds up gradients at the same parameters.
+
+    Raises TypeError or ValueError for an `every` that is no integer from 1 on. Source:
+    Qsparse-local-SGD (Basu et al., NeurIPS 2019).
+    """
+    import optax
+
+    if operator.index(every) < 1:
+        raise ValueError(f"{_NAME}: every={every} must be 1 or more; 1 reduces in every step.")
+    inner = optax.with_extra_args_support(optimizer)
+    sync = sync_gradients(axis_name, policy, mesh=mesh, **options)
+
+    def init(params: Any) -> LocalState:
+        def moved() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+
+        return LocalState(
+            jnp.zeros((), jnp.int32),
+            rows_of(moved, axis_name, mesh),
+            rows_of(lambda: inner.init(params), axis_name, mesh),
+            sync.init(params),
+        )
+
+    def update(
+        updates: Any, state: LocalState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, LocalState]:
+        axes = Axes.resolve(_NAME, axis_name, None)
+        before = _own(state.moved)
+        here = None if params is None else jax.tree.map(jnp.add, params, before)
+        updates, own = inner.update(updates, _own(state.optimizer), here, **extra_args)
+        moved = jax.tree.map(lambda a, b: a + b.astype(a.dtype), before, updates)
+
+        def zeros() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), moved)
+
+        def row(tree: Any) -> Any:
+            return jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), tree)
+
+        def reduce() -> Any:
+            mean, synced = sync.update(moved, state.sync)
+            return mean, row(zeros()), synced
+
+        def wait() -> Any:
+            return zeros(), row(moved), state.sync
+
+        due = (state.step + 1) % every == 0
+        mean, rows, synced = reduce() if every == 1 else lax.cond(due, reduce, wait)
+        return mean, LocalState(state.step + 1, rows, row(own), synced)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def local_params(params: Any, state: Any) -> Any:
+    """This rank's parameters: `params` and what it has moved since the last reduction.
+
+    `state` is the optimizer's, with that of one `local_steps` in it, inside shard_map or pmap.
+    Raises ValueError for a state without or with several.
+    """
+
+    def is_local(x: Any) -> bool:
+        return isinstance(x, LocalState)
+
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_local) if is_local(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"local_params: the state has {len(found)} states of local_steps, and it takes one; "
+            "pass what the init of a chain with one local_steps returned."
+        )
+    return jax.tree.map(jnp.add, params, _own(found[0].moved))
+
+
+def _own(rows: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], rows)

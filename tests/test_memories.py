@@ -1,0 +1,253 @@
+"""Memories around every compressor: the account closes; what would grow is refused or scaled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import cgx_jax
+import optax_steps
+from cases import LOSSY
+from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rules
+from cgx_jax.compressors import (
+    DGC,
+    INCEPTIONN,
+    BlockTopK,
+    RandomK,
+    ScaledSign,
+    Threshold,
+    TopK,
+)
+from cgx_jax.transforms import MomentumCorrection, metrics
+
+WORLD = 3
+MEMORIES = {"feedback": ErrorFeedback(), "momentum": MomentumCorrection(0.9)}
+KEPT = {n: c.compressor for n, c in LOSSY.items() if c.compressor.feedback_scale is not None}
+REFUSED = {n: c.compressor for n, c in LOSSY.items() if n not in KEPT} | {
+    "one bit to nearest": Quantize(1),
+    "random k of a number, unbiased": RandomK(5, scaled=True),
+}
+FEW = INCEPTIONN((0.01, 0.02, 0.01))
+QUICK = {
+    *(("feedback", n) for n in ("qsgd", "top k", "top k of every bucket", "classes of exponents")),
+    *(("momentum", n) for n in ("random k, unbiased", "quantized at random")),
+}
+
+
+def every_pair():
+    pairs = [(m, n) for m in MEMORIES for n in KEPT]
+    return [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in pairs]
+
+
+def mesh(world=WORLD):
+    return Mesh(np.array(jax.devices()[:world]), ("data",))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def sync(compressor, memory, world=WORLD, **options):
+    policy = Rules((), compressor, exact=())
+    return cgx_jax.sync_gradients(
+        "data", policy, memory=memory, mesh=mesh(world), exchange="xla", **options
+    )
+
+
+def run(compressor, memory, grads, **options):
+    """Means fp64[steps, ...], and the memories before the first step and after each."""
+    world = grads.shape[1]
+    tx = sync(compressor, memory, world, **options)
+    means, states = optax_steps.run(tx, mesh(world), {"w": grads})
+    kept = [[np.asarray(x["w"], np.float64) for x in s.memory] for s in states]
+    return np.array([m["w"] for m in means], np.float64), kept
+
+
+@pytest.mark.parametrize(("memory", "name"), every_pair())
+def test_what_was_seen_and_what_is_kept_is_what_was_given(memory, name):
+    """Up to the rounding of fp32: a few ulps of the largest sum per step."""
+    grads = normal(4, WORLD, 30, 50)
+    seen, kept = run(KEPT[name], MEMORIES[memory], grads)
+    given = grads.astype(np.float64)
+    if memory == "momentum":  # each rank's velocity, from that which the step before has left
+        given = given + 0.9 * np.array([m[1] for m in kept[:-1]])
+    residual = kept[-1][0]
+    largest = WORLD * max(np.abs(given).sum(0).max(), np.abs(residual).max())
+    np.testing.assert_allclose(
+        seen.sum(0) + residual.mean(0), given.mean(1).sum(0), atol=8 * 2.0**-24 * largest
+    )
+    assert residual.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("name", KEPT)
+def test_a_memory_of_gradients_that_stay_does_not_grow(memory, name):
+    grads = np.repeat(normal(1, WORLD, 30, 50), 240, 0)
+    _, kept = run(KEPT[name], MEMORIES[memory], grads)
+    size = np.array([np.linalg.norm(m[0]) for m in kept])
+    assert size[160:].max() < 1.5 * size[80:160].max()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_memory_that_would_grow_is_refused(memory, name):
+    tx = sync(REFUSED[name], MEMORIES[memory])
+    with pytest.raises(ValueError, match=r"^sync_gradients: .* of leaf 'w' may lose more than it"):
+        optax_steps.run(tx, mesh(), {"w": normal(1, WORLD, 30, 50)})
+
+
+# --- momentum.
+
+
+@pytest.mark.parametrize(
+    "compressor", [TopK(0.1), pytest.param(DGC(0.1), marks=pytest.mark.slow)], ids=str
+)
+def test_a_value_that_has_arrived_starts_with_a_new_velocity(compressor):
+    """DGC's masking: u and v become 0 where a value is sent, as in the paper's algorithm."""
+    grads = normal(6, WORLD, 30, 50)
+    means, kept = run(compressor, MomentumCorrection(0.9), grads)
+    u = v = np.zeros((WORLD, 30, 50))
+    for t in range(6):
+        u = 0.9 * u + grads[t]
+        v = v + u
+        sent = kept[t + 1][0] == 0
+        assert sent.sum(axis=(1, 2)).max() <= 150
+        if isinstance(compressor, TopK):
+            for rank in range(WORLD):
+                np.testing.assert_array_equal(
+                    np.sort(np.abs(v[rank][sent[rank]])), np.sort(np.abs(v[rank]), None)[-150:]
+                )
+        np.testing.assert_allclose(means[t], np.where(sent, v, 0).mean(0), atol=1e-5)
+        u, v = np.where(sent, 0, u), np.where(sent, 0, v)
+        np.testing.assert_allclose(kept[t + 1][0], v, atol=1e-5)
+        np.testing.assert_allclose(kept[t + 1][1], u, atol=1e-5)
+        u, v = kept[t + 1][1], kept[t + 1][0]
+
+
+def test_an_owner_s_velocity_goes_on_where_the_sum_was_not_sent():
+    grads = normal(3, WORLD, 30, 50)
+    means, kept = run(BlockTopK(5, 50), MomentumCorrection(0.9), grads)
+    for t in range(3):
+        before, after = kept[t][1], kept[t + 1][1]
+        velocity = 0.9 * before + grads[t]
+        masked = after == 0
+        assert masked.any()
+        assert not (masked & (means[t] == 0)).any()
+        np.testing.assert_allclose(after, np.where(masked, 0, velocity), atol=1e-6)
+
+
+def test_a_code_of_every_value_masks_no_velocity():
+    grads = normal(3, WORLD, 30, 50)
+    _, kept = run(Quantize(4), MomentumCorrection(0.9), grads)
+    u = 0
+    for t in range(3):
+        u = 0.9 * u + grads[t].astype(np.float64)
+    np.testing.assert_allclose(kept[-1][1], u, atol=1e-5)
+
+
+# --- a schedule of the learning rate.
+
+
+def signs(p):
+    return np.mean(np.abs(p)) * np.where(p >= 0, 1.0, -1.0)
+
+
+def rates(step):
+    return jnp.where(step < 2, 0.5, jnp.where(step == 2, 0.0, 0.01))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_feedback_by_rates_is_the_paper_s_ef_sgd_under_a_schedule(momentum):
+    """p = rate * g + e, x -= mean C(p), e = p - C(p): Karimireddy et al., algorithm 2."""
+    grads = normal(6, WORLD, 40, 50)
+    memory = ErrorFeedback(learning_rate=rates)
+    if momentum is not None:
+        memory = MomentumCorrection(momentum, learning_rate=rates)
+    tx = optax.chain(
+        sync(ScaledSign(2000), memory, reduction="gather_sum"), optax.scale_by_learning_rate(rates)
+    )
+    steps, states = optax_steps.run(tx, mesh(), {"w": grads})
+    e = velocity = np.zeros((WORLD, 40, 50))
+    for t, step in enumerate(steps):
+        rate = float(rates(t))
+        velocity = (momentum or 0) * velocity + grads[t]
+        p = rate * velocity + e
+        sent = np.array([signs(x) for x in p]) if rate else np.zeros_like(p)
+        e = p - sent
+        np.testing.assert_allclose(step["w"], -sent.mean(0), atol=1e-6)
+        np.testing.assert_allclose(states[t + 1][0].memory[0]["w"], e, atol=1e-5)
+
+
+def test_without_the_schedule_a_late_value_counts_by_a_later_rate():
+    """What the schedule is for: from 0.5 to 0.01 plain feedback loses most of what is late."""
+    grads = normal(4, WORLD, 40, 50)
+    given = sum(float(rates(t)) * grads[t].astype(np.float64).mean(0) for t in range(4))
+    for memory, closes in ((ErrorFeedback(), False), (ErrorFeedback(learning_rate=rates), True)):
+        means, kept = run(ScaledSign(2000), memory, grads)
+        seen = sum(float(rates(t)) * m for t, m in enumerate(means))
+        left = kept[-1][0].mean(0) * (1 if closes else float(rates(3)))
+        off = np.abs(seen + left - given).max()
+        assert (off < 1e-5) == closes
+        assert closes or off > 0.1
+
+
+def test_a_memory_of_small_rates_is_kept_in_fp32():
+    x = jnp.zeros((3, 4), jnp.float16)
+    assert ErrorFeedback().init(x)[0].dtype == jnp.float16
+    kept = MomentumCorrection(learning_rate=rates).init(x)
+    assert [m.dtype for m in kept] == [jnp.float32, jnp.float16]
+
+
+@pytest.mark.parametrize("kind", [ErrorFeedback, MomentumCorrection])
+def test_a_rate_that_is_no_schedule_is_refused(kind):
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: learning_rate=0.1 is no schedule; .*"):
+        kind(learning_rate=0.1)
+
+
+# --- what found no room.
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [Threshold(0.5, 20), *(pytest.param(c, marks=pytest.mark.slow) for c in (DGC(20), FEW))],
+    ids=str,
+)
+def test_what_found_no_room_is_counted_and_waits(compressor):
+    grads = normal(2, WORLD, 30, 50)
+    tx = sync(compressor, ErrorFeedback())
+    _, states = optax_steps.run(tx, mesh(), {"w": grads})
+    kept = np.zeros((WORLD, 30, 50))
+    for t, state in enumerate(states[1:]):
+        sent = kept + grads[t]
+        kept = np.asarray(state.memory[0]["w"], np.float64)
+        arrived = 2 * np.abs(kept) < np.abs(sent)
+        if isinstance(compressor, DGC):
+            least = [np.abs(x)[a].min() for x, a in zip(sent, arrived, strict=True)]
+            wanted = np.abs(sent) >= np.array(least)[:, None, None]
+        else:
+            wanted = np.abs(sent) > (0.5 if isinstance(compressor, Threshold) else 2.0**-10)
+        counts = (wanted & ~arrived).sum(axis=(1, 2))
+        np.testing.assert_array_equal(state.overflow["w"], counts)
+        assert metrics((state, optax.EmptyState())) == {
+            "cgx/overflow": counts.sum(),
+            "cgx/overflow/w": counts.sum(),
+        }
+        assert isinstance(compressor, DGC) or counts.min() > 100
+
+
+def test_nothing_is_counted_where_there_is_room_for_all():
+    state = sync(TopK(0.1), ErrorFeedback()).init({"w": jnp.zeros((30, 50))})
+    assert state.overflow == ()
+    assert metrics(state) == {}
+    assert sync(Threshold(0.5), None).init({"w": jnp.zeros((30, 50))}).overflow == ()
+
+
+def test_exact_leaves_keep_their_momentum():
+    grads = normal(3, WORLD, 4, 5)
+    _, kept = run(Identity(), MomentumCorrection(0.5), grads)
+    np.testing.assert_allclose(kept[-1][1], 0.25 * grads[0] + 0.5 * grads[1] + grads[2], atol=1e-6)
+    assert not kept[-1][0].any()
+    assert Cast(jnp.bfloat16).selects is False
