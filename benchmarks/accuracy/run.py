@@ -46,6 +46,9 @@ LOOKS = 20  # at an adaptive plan's error, in a run
 class Trainer:
     """A task under one configuration: compiled once, run for many seeds."""
 
+    exchange = "xla"  # compresses every size
+    check_vma = True
+
     def __init__(self, task: Task, configuration: Configuration, steps: int) -> None:
         self.task, self.steps = task, steps
         self.mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -65,6 +68,7 @@ class Trainer:
             mesh=self.mesh,
             in_specs=(P(), specs, P("data")),
             out_specs=(P(), specs, P()),
+            check_vma=self.check_vma,
         )
         jit = self.policy.jit if isinstance(self.policy, Adaptive) else jax.jit
         self.step = jit(sharded, donate_argnums=(0, 1))
@@ -80,7 +84,7 @@ class Trainer:
             memory=configuration.memory,
             precondition=configuration.precondition,
             mesh=self.mesh,
-            exchange="xla",  # compresses every size
+            exchange=self.exchange,
         )
 
     def _step(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
@@ -89,7 +93,10 @@ class Trainer:
             lambda params: self.task.loss(nnx.merge(self.graphdef, params), *batch)
         )(varying)
         updates, state = self.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
+        return optax.apply_updates(params, updates), state, self._mean_loss(loss)
+
+    def _mean_loss(self, loss: jax.Array) -> jax.Array:
+        return jax.lax.pmean(loss, "data")
 
     def run(self, seed: int) -> dict[str, Any]:
         """One training run: its row of results."""
