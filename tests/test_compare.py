@@ -1,5 +1,6 @@
 """`python -m cgx_jax compare`: what it measures, recommends and refuses."""
 
+import dataclasses
 import json
 import socket
 import sys
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax.commands import compare
-from cgx_jax.commands.tried import METHODS, Trial
+from cgx_jax.commands.tried import METHODS, Method, Trial
 from cgx_jax.link_timer import LinkTimer
 from test_cli import PNG_SIGNATURE, finish, start
 
@@ -138,6 +139,15 @@ def test_what_the_function_returns_is_checked(name, mesh):
     build, message = RETURNED[name]
     with pytest.raises(compare.Refused, match=message):
         compare.measure(build, LinkTimer("compare", mesh, "data"), ["exact"], 1, "xla")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "exact"])
+def test_what_is_recommended_is_what_was_timed(name):
+    method = METHODS[name]
+    names = vars(cgx_jax) | vars(cgx_jax.compressors) | {"jnp": jnp}
+    names["timed"] = lambda compressor, **options: Method("", compressor, **options)
+    written = eval(f"timed({method.write})", names)
+    assert written == dataclasses.replace(method, write="", close=False)
 
 
 def test_sums_of_numbers_go_by_xla():

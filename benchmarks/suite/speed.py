@@ -38,9 +38,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-HERE = Path(__file__).resolve()
-sys.path.append(str(HERE.parents[1]))
-sys.path.append(str(HERE.parents[1] / "accuracy"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "accuracy"))
 
 from configurations import Configuration
 from methods import METHODS
