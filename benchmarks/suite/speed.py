@@ -109,6 +109,7 @@ def unplugged() -> Iterator[None]:
         return jnp.broadcast_to(row, (axes.world, *row.shape))
 
     with (
+        mock.patch.object(jax.lax, "pmean", lambda x, axis_name: x),
         mock.patch.object(Axes, "sum", lambda self, leaves: list(leaves)),
         mock.patch.object(Axes, "mean", lambda self, leaves: list(leaves)),
         mock.patch.object(xla, "scatter", lambda rows, axes: rows),
