@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import Codec, Profile, Row
 from cgx_jax.link_timer import LinkTimer, gradient, size_text
+from cgx_jax.progress import Progress
 
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 BITS = (2, 4, 8)
@@ -69,7 +69,7 @@ def tune(
     start = time.perf_counter()
     methods = _methods(links, bits)
     functions = [links.psum, *methods.values()]
-    progress = _Progress(len(sizes), links.first)
+    progress = Progress("tune", len(sizes), links.first)
     latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
     codec = _codec(links)
     rows: list[Row] = []
@@ -79,9 +79,14 @@ def tune(
         needed = set_up + growth * (1 + ROUNDS[0]) * one_round
         begun = _elapsed(links, start)
         if done and begun + needed > budget_seconds:
-            progress.stop(done, size, needed, budget_seconds - begun)
+            left = max(budget_seconds - begun, 0)
+            progress.step(done, f"stopped: {done} of {len(sizes)} sizes", last=True)
+            progress.say(
+                f"tune: {size_text(size)} and larger are left out: they take {needed:.0f} s and "
+                f"more of the {left:.0f} s left; a larger budget_seconds measures them."
+            )
             break
-        progress.step(done, size)
+        progress.step(done, f"measuring {size_text(size)}")
         x = links.place(gradient, size // 4)
         links.seconds(functions, x, 1)  # compiles
         one_round = float(links.seconds(functions, x, 1).sum())
@@ -94,7 +99,7 @@ def tune(
         for (method, width), seconds in zip(methods, medians[1:], strict=True):
             rows.append(Row(method, width, size, float(seconds)))
     else:
-        progress.step(len(sizes), None)
+        progress.step(len(sizes), "done", last=True)
     return _follow(links, latency, codec, rows, path)
 
 
@@ -168,36 +173,3 @@ def _follow(
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(agreed.to_json())
     return agreed
-
-
-class _Progress:
-    """A bar on stderr: redrawn in a terminal, a line a size elsewhere."""
-
-    WIDTH = 24
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self.total, self.shown = total, shown
-
-    def step(self, done: int, size: int | None) -> None:
-        """`done` sizes are measured, `size` is next."""
-        what = "done" if size is None else f"measuring {size_text(size)}"
-        redraw = sys.stderr.isatty() and size is not None
-        self._draw(done, what, end="" if redraw else "\n")
-
-    def stop(self, done: int, size: int, needed: float, left: float) -> None:
-        """Says that `size` and what is larger are left out: `done` sizes are measured."""
-        self._draw(done, f"stopped: {done} of {self.total} sizes")
-        self._print(
-            f"tune: {size_text(size)} and larger are left out: they take {needed:.0f} s and more "
-            f"of the {max(left, 0):.0f} s left; a larger budget_seconds measures them."
-        )
-
-    def _draw(self, done: int, what: str, end: str = "\n") -> None:
-        filled = self.WIDTH * done // self.total
-        bar = "#" * filled + "." * (self.WIDTH - filled)
-        self._print(f"\rtune [{bar}] {what:<20}", end)
-
-    def _print(self, text: str, end: str = "\n") -> None:
-        if self.shown:
-            print(text if sys.stderr.isatty() else text.lstrip("\r"), end=end, file=sys.stderr)
-            sys.stderr.flush()
