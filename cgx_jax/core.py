@@ -228,15 +228,16 @@ def reduce_leaves(
         drawing = [plan.compressors[i] for i in every] + ([inside] if inside is not None else [])
         require_key(name, drawing, key)
         chosen = [plan.compressors[i] for i in lossy] + drawing[len(every) :]
-        most = max((way.reduction.encodings for way in taken.values()), default=1)
-        seeds = _seeds(chosen, key, axes, most)
+        most = max((way.reduction.seed_count for way in taken.values()), default=1)
+        alike = any(way.reduction.shares_seeds for way in taken.values())
+        seeds = _seeds(chosen, key, axes, most, alike=alike)
         for buffer, way in taken.items():
             for part, shared in _calls(buffer, leaves, plan.compressors):
                 divisor = axes.world if options.mean else 1
                 job = Job(name, plan.coded(part), axes, way.exchange, divisor, residual)
                 reduced = _reduce_buffer(
                     (way.reduction, job),
-                    seeds[shared][: way.reduction.encodings],
+                    seeds[shared or way.reduction.shares_seeds][: way.reduction.seed_count],
                     tuple(jnp.asarray(leaves[i]) for i in part),
                     tuple(units[i] for i in part) if units else (),
                     [out.states[i] for i in part],
@@ -314,9 +315,11 @@ def _calls(
 
 
 def _seeds(
-    compressors: Collection[Compressor], key: Any, axes: Axes, count: int
+    compressors: Collection[Compressor], key: Any, axes: Axes, count: int, *, alike: bool
 ) -> Mapping[bool, tuple[Any, ...]]:
     """`count` seeds by whether ranks share their noise. Zeros where none needs a key.
+
+    `alike` says that a reduction needs shared seeds for any compressor.
 
     Those that do not round independently: their errors then average out.
     """
@@ -325,7 +328,7 @@ def _seeds(
     keys = {}
     if any(not c.shares_noise for c in compressors):
         keys[False] = jax.random.fold_in(key, axes.index())
-    if any(c.shares_noise for c in compressors):
+    if alike or any(c.shares_noise for c in compressors):
         keys[True] = key
     return {
         shared: tuple(seed(jax.random.fold_in(k, phase)) for phase in range(count))

@@ -41,7 +41,7 @@ class Nccl(Exchange):
 
     shorthand: ClassVar[str] = "nccl"
     can: ClassVar[frozenset[str]] = frozenset(
-        {"scatter", "gather", "sum", "all_reduce", "reduce_scatter", "all_gather"}
+        {"scatter", "gather", "permute", "sum", "all_reduce", "reduce_scatter", "all_gather"}
     )
 
     def __post_init__(self) -> None:
@@ -65,6 +65,11 @@ class Nccl(Exchange):
 
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
         return xla.gather(row, axes)
+
+    def permute(
+        self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
+    ) -> jax.Array:
+        return xla.permute(row, axes, pairs)
 
     def all_reduce(
         self,
