@@ -23,7 +23,15 @@ from cgx_jax.compressors.quantized import seed
 from cgx_jax.exchanges import Auto, Exchange, Xla, auto
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.plan import Plan
-from cgx_jax.reductions import Job, Levels, PayloadReduction, Reduced, Reduction
+from cgx_jax.reductions import (
+    GatherSum,
+    Job,
+    Levels,
+    PayloadReduction,
+    Reduced,
+    Reduction,
+    ScatterGather,
+)
 from cgx_jax.reductions.levels import Leveled
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.reductions.named import reduction_of
@@ -141,13 +149,18 @@ def _fastest(
 ) -> Way | None:
     sent, world = reduction.across_links(coded, options.axes.world)
     # Profiles measure calls in one piece; whatever has none goes by XLA's own collectives.
-    usable = [
-        e
-        for e in auto.available(options.axes.names)
-        if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)
-    ]
+    here = auto.available(options.axes.names)
+    usable = [e for e in here if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)]
     assert isinstance(options.exchange, Auto)
-    exchange = options.exchange.choose(options.name, usable, world, load_of(sent, in_units))
+    load = load_of(sent, in_units)
+    once = GatherSum()
+    either = isinstance(reduction, ScatterGather) and options.reduction is None
+    if either and all(once.unfit(x.compressor) is None for x in coded):
+        able = [e for e in here if once.needs <= e.can]
+        exchange = options.exchange.one_shot(options.name, usable, able, world, load)
+        if exchange is not None:
+            return Way(once, exchange)
+    exchange = options.exchange.choose(options.name, usable, world, load)
     return None if exchange is None else Way(reduction, exchange)
 
 

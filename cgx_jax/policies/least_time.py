@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 
 from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.profile import Profile
-from cgx_jax.exchanges.table import EXCHANGES
+from cgx_jax.exchanges.profile import METHODS, Profile
 from cgx_jax.policies import knapsack
 from cgx_jax.policies.problem import Problem, of_width
 from cgx_jax.policies.solvers import (
@@ -81,7 +80,7 @@ class LeastTime(Solver):
         for bits, nbytes, noisy, rotated in zip(*kinds, strict=True):
             mean_bits = 8 * int(nbytes) / values
             load = auto.Load(full, 4 * full, mean_bits, full * int(noisy), full * int(rotated))
-            usable = () if bits == EXACT_BITS else [e.shorthand for e in EXCHANGES]
+            usable = () if bits == EXACT_BITS else METHODS
             method = auto.fastest(self.profile, usable, load)
             times.append(auto.estimate(self.profile, method, load) / full)
         return np.outer(problem.values, times)
