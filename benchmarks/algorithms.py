@@ -11,7 +11,6 @@ and the relative error of the sum in the Euclidean norm, and no times.
 """
 
 import argparse
-import copy
 import sys
 from typing import Any
 
@@ -55,7 +54,7 @@ def main() -> int:
     ranks = Ranks(worlds[0])
     rows = []
     for size in sizes:
-        rows += timed(ranks, size // 4, arguments)
+        rows += one_shot.compare(ranks, size // 4, arguments, REDUCTIONS, arguments.seconds)
         if ranks.first:  # after every size, so that a run that is stopped leaves what it has
             measure.write_json(arguments.json, rows)
     return 0
@@ -71,17 +70,6 @@ def launch(worlds: list[int], arguments: argparse.Namespace) -> int:
         if code := rig.run(world, arguments.rate, command, timeout=3600):
             return code
     return 0
-
-
-def timed(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a reduction, of as many repeats as there is time for."""
-    one = copy.copy(arguments)
-    one.reps = 1
-    first = one_shot.compare(ranks, values, one, REDUCTIONS)
-    # Every process saw the same slowest ranks' times, so all take as many repeats.
-    round_seconds = sum(row["seconds"][1] * (1 + row["over_psum"][1]) for row in first)
-    one.reps = int(np.clip(arguments.seconds / round_seconds, 5, arguments.reps))
-    return one_shot.compare(ranks, values, one, REDUCTIONS)
 
 
 def errors(world: int, values: int, bits: int) -> list[dict[str, Any]]:

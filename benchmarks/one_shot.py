@@ -10,6 +10,7 @@ own arithmetic, `relative_error` that of the sum in the Euclidean norm.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -68,10 +69,12 @@ def compare(
     values: int,
     arguments: argparse.Namespace,
     reductions: Mapping[str, Reduction] = REDUCTIONS,
+    seconds_each: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Times psum and the reductions on f32[values] a rank; one row a reduction.
 
-    `ratio` is to the first of them.
+    `ratio` is to the first of them. There are 5 repeats or more, as many as `seconds_each` allow,
+    and `arguments.reps` at most.
     """
     compressor = cgx_jax.Quantize(arguments.bits)
     functions = [ranks.psum]
@@ -85,8 +88,9 @@ def compare(
         )
     x = ranks.place(gradient, values)
     results = [np.asarray(f(x).addressable_data(0)) for f in functions]
-    ranks.seconds(functions, x, 1)
-    seconds = ranks.seconds(functions, x, arguments.reps)
+    # Every process sees the same slowest ranks' times, so all take as many repeats.
+    once = float(ranks.seconds(functions, x, 1).sum())
+    seconds = ranks.seconds(functions, x, int(np.clip(seconds_each / once, 5, arguments.reps)))
     leaf = (CodedLeaf(compressor, (values,), np.dtype(np.float32), 0),)
     rows = []
     for i, (name, reduction) in enumerate(reductions.items(), 1):

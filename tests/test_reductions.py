@@ -90,6 +90,9 @@ def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
         "without check_vma": sharded(lambda v: call(v[0]), mesh, check_vma=False)(x),
         "pmap": jax.pmap(call, axis_name="data")(x)[5],
         "vmap over the axis": jax.vmap(call, axis_name="data")(x)[5],
+        "vmap over two axes": jax.jit(
+            jax.vmap(jax.vmap(lambda v: call(v, both), axis_name="model"), axis_name="data")
+        )(x.reshape(4, 2, *SHAPE))[1, 1],
         "two axes": sharded(lambda v: call(v[0], both), mesh_2d)(x),
         "scan": sharded(
             lambda v: lax.scan(lambda c, _: (call(v[0] + 0 * c), None), call(v[0]), length=2)[0],

@@ -241,7 +241,7 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, m
     path = tmp_path / "new" / "profile.json"
     monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", 4096)
     sizes = [65536, 4096]
-    profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=30)
+    profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=120)
     assert Profile.from_json(path.read_text()) == profile
     assert auto._active == profile
     want = {("psum", 32), ("xla", 4.125), ("xla", 8.125)}

@@ -65,7 +65,8 @@ class Ring(PartialSums):
 
         def own(hop: Any) -> list[jax.Array]:
             """This rank's values of the chunk that it encodes after `hop` hops."""
-            return [jnp.take(x, (rank - hop) % world, axis=0) for x in runs]
+            at = (rank - hop) % world
+            return [lax.dynamic_index_in_dim(x, at, keepdims=False) for x in runs]
 
         def add(payload: jax.Array, hop: Any) -> tuple[jax.Array, list[jax.Array]]:
             received = job.exchange.permute(job.name, payload, job.axes, to_next)
