@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from cgx_jax import tuning
 from cgx_jax.commands import bench, compare, doctor, report, tried
 from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.profile import Profile
+from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.link_timer import LinkTimer, size_in_bytes, size_text
 
@@ -247,8 +247,9 @@ def _print_choices(profile: Profile) -> None:
     print(f"{profile.world} ranks: latency {profile.latency * 1e6:.0f} us, ", end="")
     print(f"algbw {profile.algbw * 8e-9:.2f} Gbit/s, codec {spent} ns per value.")
     print("Fastest at payload bits per value, plain rounding:")
-    print(f"{'size':>10}", *(f"{width:>20g}" for width in widths))
-    usable = [exchange.shorthand for exchange in auto.available()]
+    print(f"{'size':>10}", *(f"{width:>24g}" for width in widths))
+    usable = [e.shorthand for e in auto.available()]
+    usable += [e.shorthand + ONE_SHOT for e in auto.available() if "gather" in e.can]
     for size in sorted({row.bytes for row in profile.rows}):
         cells = []
         for width in widths:
@@ -256,7 +257,7 @@ def _print_choices(profile: Profile) -> None:
             method = auto.fastest(profile, usable, load)
             gain = auto.estimate(profile, "psum", load) / auto.estimate(profile, method, load)
             cells.append(f"{method} ({gain:.2f}x)")
-        print(f"{size_text(size):>10}", *(f"{cell:>20}" for cell in cells))
+        print(f"{size_text(size):>10}", *(f"{cell:>24}" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.profile import Codec, Profile, Row
+from cgx_jax.exchanges.profile import ONE_SHOT, Codec, Profile, Row
 from cgx_jax.link_timer import LinkTimer, gradient, size_text
 from cgx_jax.progress import Progress
 
@@ -36,6 +36,8 @@ CODEC = {
     "rotation": Quantize(rotation=True),
     "units": Quantize(),
 }
+# "gather_sum" wins where latency decides; of larger buffers it sends too much.
+ONE_SHOT_BYTES = 1 << 20
 CODEC_VALUES = 1 << 18  # small enough for caches, where what a kind costs shows most
 CODEC_ROUNDS = 21
 
@@ -53,7 +55,8 @@ def tune(
 
     Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
     arrays of `sizes` bytes a rank and at `bits` bits (bucket 512); a time is the median over the
-    repeats of the slowest process's. Times the codec alone as well, to price random rounding,
+    repeats of the slowest process's. Up to 1 MiB each exchange is timed with the reduction
+    "gather_sum" too. Times the codec alone as well, to price random rounding,
     rotation and units. A size that does not fit into what is left of `budget_seconds` ends the
     measurement. Returns the profile, active now as by `use_profile`, and process 0 writes it to
     `path`. Shows its progress on stderr. With several processes every one calls it, and all get the
@@ -68,7 +71,6 @@ def tune(
         )
     start = time.perf_counter()
     methods = _methods(links, bits)
-    functions = [links.psum, *methods.values()]
     progress = Progress("tune", len(sizes), links.first)
     latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
     codec = _codec(links)
@@ -88,6 +90,8 @@ def tune(
             break
         progress.step(done, f"measuring {size_text(size)}")
         x = links.place(gradient, size // 4)
+        tried = [m for m in methods if size <= ONE_SHOT_BYTES or not m[0].endswith(ONE_SHOT)]
+        functions = [links.psum, *(methods[m] for m in tried)]
         links.seconds(functions, x, 1)  # compiles
         one_round = float(links.seconds(functions, x, 1).sum())
         now = _elapsed(links, start)
@@ -96,7 +100,7 @@ def tune(
         rounds = int(np.clip(share / one_round, ROUNDS[0], ROUNDS[-1]))
         medians = np.median(links.seconds(functions, x, rounds), axis=0)
         rows.append(Row("psum", 32, size, float(medians[0])))
-        for (method, width), seconds in zip(methods, medians[1:], strict=True):
+        for (method, width), seconds in zip(tried, medians[1:], strict=True):
             rows.append(Row(method, width, size, float(seconds)))
     else:
         progress.step(len(sizes), "done", last=True)
@@ -104,20 +108,19 @@ def tune(
 
 
 def _methods(links: LinkTimer, bits: Sequence[int]) -> dict[tuple[str, float], Callable[..., Any]]:
-    """(exchange, payload bits of a value) to the compiled reduction."""
+    """(method, payload bits of a value) to the compiled reduction."""
     methods = {}
     for width in sorted(set(bits)):
         compressor = Quantize(width)
         payload_bits = compressor.wire_bits(compressor.bucket_size) / compressor.bucket_size
         for exchange in auto.available():
-            methods[exchange.shorthand, payload_bits] = links.collective(
-                functools.partial(
-                    psum_compressed,
-                    axis_name=links.axis,
-                    compressor=compressor,
-                    exchange=exchange,
-                )
+            call = functools.partial(
+                psum_compressed, axis_name=links.axis, compressor=compressor, exchange=exchange
             )
+            methods[exchange.shorthand, payload_bits] = links.collective(call)
+            if "gather" in exchange.can:
+                once = functools.partial(call, reduction="gather_sum")
+                methods[exchange.shorthand + ONE_SHOT, payload_bits] = links.collective(once)
     return methods
 
 

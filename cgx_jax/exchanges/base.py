@@ -30,10 +30,10 @@ class Least(NamedTuple):
 class Exchange(abc.ABC):
     """A way for payloads to travel: static, hashable, equal by value; it knows no compressor.
 
-    What an exchange can do is in `can`, the names of its methods: "scatter" and "gather" move rows
-    of bytes, "sum" is XLA's own sum of numbers, and the calls that encode, send, reduce and decode
-    in one are "all_reduce", "reduce_scatter" and "all_gather". `name` heads error messages: that of
-    the call that the user wrote.
+    What an exchange can do is in `can`, the names of its methods: "scatter", "gather" and "permute"
+    move rows of bytes, "sum" is XLA's own sum of numbers, and the calls that encode, send, reduce
+    and decode in one are "all_reduce", "reduce_scatter" and "all_gather". `name` heads error
+    messages: that of the call that the user wrote.
     """
 
     shorthand: ClassVar[str]
@@ -72,6 +72,15 @@ class Exchange(abc.ABC):
 
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
         """u8[n] of every rank -> u8[world, n], the same on all, and typed so under check_vma."""
+        raise NotImplementedError
+
+    def permute(
+        self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
+    ) -> jax.Array:
+        """u8[n] from one rank to another, for each (source, destination) in `pairs`.
+
+        No rank is twice a source or twice a destination. A rank that receives nothing gets zeros.
+        """
         raise NotImplementedError
 
     def all_reduce(
@@ -114,7 +123,8 @@ class Exchange(abc.ABC):
 
 
 def _caches_programs() -> bool:
-    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)
+    config: Any = jax.config
+    return bool(config.jax_compilation_cache_dir and config.jax_enable_compilation_cache)
 
 
 @functools.cache
