@@ -278,6 +278,10 @@ def one_shot() -> str:
     return table(head, body)
 
 
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def _power_of_two(row: dict[str, Any]) -> bool:
     return not row["world"] & (row["world"] - 1)
 
@@ -340,7 +344,7 @@ def algorithm_model() -> str:
             }
             best = next(name for name in times if times[name] <= 1.01 * min(times.values()))
             gain = times["scatter_gather"] / times[best]
-            line.append(f"`{best}` {times[best] * 1e3:.3g} ms, {gain:.3g}")
+            line.append(f"`{best}` {_duration(times[best])}, {gain:.3g}")
         body.append(line)
     head = f"ranks (alpha {alpha * 1e3:.2f} ms, beta {beta * 1e9:.1f} ns per byte)"
     return table([head, *map(size_text, sizes)], body)

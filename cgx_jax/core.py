@@ -157,6 +157,7 @@ def _fastest(
     usable = [e for e in here if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)]
     assert isinstance(options.exchange, Auto)
     load = load_of(sent, in_units)
+    # Where latency decides, one phase may be faster than two. A reduction that is named stays.
     once = GatherSum()
     either = isinstance(reduction, ScatterGather) and options.reduction is None
     if either and all(once.unfit(x.compressor) is None for x in coded):

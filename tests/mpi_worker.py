@@ -29,6 +29,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Mpi, fused, mpi_rows
 from cgx_jax.reductions import Levels
+from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_exchange
 from reducing import pmean_with_residual
 from toys import Largest, Steps
@@ -218,13 +219,13 @@ def rows():
 
 
 def kinds():
-    """Every code of bytes, both reductions, both halves and levels: the bytes of XLA's."""
+    """Every code and reduction of rows to owners or to all, halves and levels: XLA's bytes."""
     line, grid = mesh_of(data=WORLD), mesh_of(node=2, local=WORLD // 2)
     check_exchange(Mpi(), line, "data")
     key, x = jax.random.key(5), normal(WORLD, 8 * WORLD, 70)
     codes = [Quantize(4), Quantize(3, 96, "stochastic"), Cast(jnp.bfloat16), Steps(), Largest()]
     for c in codes:
-        for how in c.reductions:
+        for how in (r for r in c.reductions if named("kinds", r).needs <= Mpi().can):
 
             def reduce(e, x, *, c=c, how=how, axis="data", **levels):
                 options = {"key": key, "exchange": e, "reduction": how, **levels}

@@ -18,6 +18,7 @@ from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Mpi
 from cgx_jax.reductions import GatherSum
 from cgx_jax.reductions.named import named
+from cgx_jax.testing import check_reduction
 from toys import Difference, Largest, RankOne, Steps, Vote
 
 KEY = jax.random.key(11)
@@ -209,6 +210,12 @@ def test_between_two_ranks_a_tree_is_the_sum_of_whole_payloads():
         for n in ("tree", "gather_sum")
     )
     np.testing.assert_array_equal(tree, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ring", "tree"])
+def test_partial_sums_of_worlds_that_are_no_power_of_two(name):
+    check_reduction(Quantize(4, 64, "stochastic"), name, worlds=(5, 6, 7))
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])

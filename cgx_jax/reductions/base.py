@@ -112,7 +112,7 @@ class Rows(NamedTuple):
 class PayloadReduction(Reduction):
     """A reduction of payloads, which ends in rows of bytes that every rank decodes alike.
 
-    One that `adds_decoded` has `rows` and `sums` of fp32 leaves without units.
+    Where it `adds_decoded`, `rows` and `sums` are given fp32 leaves without units.
     """
 
     adds_decoded: ClassVar[bool] = False
