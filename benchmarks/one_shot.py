@@ -10,7 +10,9 @@ own arithmetic, `relative_error` that of the sum in the Euclidean norm.
 """
 
 import argparse
+import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,12 @@ import rig
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.link_timer import gradient, size_text
-from cgx_jax.reductions import GatherSum, ScatterGather
+from cgx_jax.reductions import GatherSum, Reduction, ScatterGather
 
-REDUCTIONS = {"scatter_gather": ScatterGather(), "gather_sum": GatherSum()}
+REDUCTIONS: dict[str, Reduction] = {
+    "scatter_gather": ScatterGather(),
+    "gather_sum": GatherSum(),
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,11 +64,21 @@ def main() -> int:
     return 0
 
 
-def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times psum and both reductions on f32[values] a rank; one row a reduction."""
+def compare(
+    ranks: Ranks,
+    values: int,
+    arguments: argparse.Namespace,
+    reductions: Mapping[str, Reduction] = REDUCTIONS,
+    seconds_each: float = math.inf,
+) -> list[dict[str, Any]]:
+    """Times psum and the reductions on f32[values] a rank; one row a reduction.
+
+    `ratio` is to the first of them. There are 5 repeats or more, as many as `seconds_each` allow,
+    and `arguments.reps` at most.
+    """
     compressor = cgx_jax.Quantize(arguments.bits)
     functions = [ranks.psum]
-    for name in REDUCTIONS:
+    for name in reductions:
         functions.append(
             ranks.collective(
                 lambda x, how=name: cgx_jax.psum_compressed(
@@ -73,11 +88,12 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
         )
     x = ranks.place(gradient, values)
     results = [np.asarray(f(x).addressable_data(0)) for f in functions]
-    ranks.seconds(functions, x, 1)
-    seconds = ranks.seconds(functions, x, arguments.reps)
+    # Every process sees the same slowest ranks' times, so all take as many repeats.
+    once = float(ranks.seconds(functions, x, 1).sum())
+    seconds = ranks.seconds(functions, x, int(np.clip(seconds_each / once, 5, arguments.reps)))
     leaf = (CodedLeaf(compressor, (values,), np.dtype(np.float32), 0),)
     rows = []
-    for i, (name, reduction) in enumerate(REDUCTIONS.items(), 1):
+    for i, (name, reduction) in enumerate(reductions.items(), 1):
         error = np.linalg.norm(results[i] - results[0]) / np.linalg.norm(results[0])
         row = {
             "bytes": 4 * values,
@@ -97,7 +113,7 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
             print(
                 f"{ranks.world} ranks {size_text(4 * values):>8} {name:<15}"
                 f" {row['seconds'][1] * 1e3:8.2f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) of"
-                f" scatter_gather's speed, {row['over_psum'][1]:.2f} of psum's;"
+                f" {next(iter(reductions))}'s speed, {row['over_psum'][1]:.2f} of psum's;"
                 f" {row['sent']:>10,} bytes, relative error {error:.4f}",
                 flush=True,
             )

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import alpha_beta
+import cgx_jax
 from cgx_jax.link_timer import size_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -276,6 +278,74 @@ def one_shot() -> str:
     return table(head, body)
 
 
+def _power_of_two(row: dict[str, Any]) -> bool:
+    return not row["world"] & (row["world"] - 1)
+
+
+def _alpha_and_beta(measured: list[dict[str, Any]]) -> tuple[float, float]:
+    """Fitted to the median times of the rows."""
+    return alpha_beta.fitted(
+        [(r["reduction"], r["bytes"] // 4, r["world"], r["seconds"][1]) for r in measured]
+    )
+
+
+def algorithms() -> str:
+    """Median times, and those of the model that is fitted to the same number of ranks."""
+    made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows("algorithms")}
+    fits = {
+        world: _alpha_and_beta([r for key, r in made.items() if key[0] == world])
+        for world in {key[0] for key in made}
+    }
+    body = []
+    for world, size in sorted({key[:2] for key in made}):
+        cells = []
+        for name in alpha_beta.REDUCTIONS:
+            row = made[world, size, name]
+            predicted = alpha_beta.seconds(name, size // 4, world, *fits[world])
+            cells.append(f"{row['seconds'][1] * 1e3:.3g} ({predicted * 1e3:.3g})")
+            cells.append(f"{row['over_psum'][1]:.2f}")
+        body.append([str(world), size_text(size), *cells])
+    head = [cell for name in alpha_beta.REDUCTIONS for cell in (f"{name}, ms (model)", "over psum")]
+    return table(["ranks", "size", *head], body)
+
+
+def algorithm_errors() -> str:
+    """Bytes as a multiple of one payload, and errors, at the largest size."""
+    every = rows("algorithms_error")
+    largest = max(row["bytes"] for row in every)
+    payload = cgx_jax.Quantize(every[0]["bits"]).payload_bytes(largest // 4)
+    made = {(r["world"], r["reduction"]): r for r in every if r["bytes"] == largest}
+    body = []
+    for world in sorted({world for world, _ in made}):
+        each = [made[world, name] for name in alpha_beta.REDUCTIONS]
+        cells = [f"{row['sent'] / payload:.2f}, {row['relative_error']:.3f}" for row in each]
+        body.append([str(world), *cells])
+    return table(["ranks", *(f"{name}: bytes, error" for name in alpha_beta.REDUCTIONS)], body)
+
+
+def algorithm_model() -> str:
+    """The fastest reduction by the model, its time, and how much faster than scatter_gather.
+
+    Of those within 1 % of the fastest it is the first.
+    """
+    alpha, beta = _alpha_and_beta([row for row in rows("one_shot") if _power_of_two(row)])
+    sizes = [4_000, 256_000, 4_000_000, 256_000_000]
+    body = []
+    for world in (2, 4, 8, 64, 512, 4096):
+        line = [str(world)]
+        for size in sizes:
+            times = {
+                name: alpha_beta.seconds(name, size // 4, world, alpha, beta)
+                for name in alpha_beta.REDUCTIONS
+            }
+            best = next(name for name in times if times[name] <= 1.01 * min(times.values()))
+            gain = times["scatter_gather"] / times[best]
+            line.append(f"`{best}` {times[best] * 1e3:.3g} ms, {gain:.3g}")
+        body.append(line)
+    head = f"ranks (alpha {alpha * 1e3:.2f} ms, beta {beta * 1e9:.1f} ns per byte)"
+    return table([head, *map(size_text, sizes)], body)
+
+
 def levels() -> str:
     body = []
     for row in rows("levels"):
@@ -298,6 +368,9 @@ def levels() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
+        algorithm_errors,
+        algorithm_model,
+        algorithms,
         all_reduce,
         auto_default,
         codec,

@@ -1,7 +1,8 @@
-"""Measures, tunes and examines a cgx_jax installation, and reports on runs.
+"""Measures, tunes and examines a cgx_jax installation, compares methods, and reports on runs.
 
     python -m cgx_jax bench --devices 8 --png sweep.png
     python -m cgx_jax tune --devices 8 --out profile.json
+    python -m cgx_jax compare train --devices 8 --png compare.png
     python -m cgx_jax doctor
     python -m cgx_jax report run.jsonl --png report.png
 
@@ -21,9 +22,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cgx_jax import tuning
-from cgx_jax.commands import bench, doctor, report
+from cgx_jax.commands import bench, compare, doctor, report, tried
 from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.profile import Profile
+from cgx_jax.exchanges.profile import ONE_SHOT, Profile
+from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.link_timer import LinkTimer, size_in_bytes, size_text
 
 AXIS = "ranks"
@@ -53,11 +55,26 @@ def main() -> int:
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     if arguments.command == "tune":
         _tune(mesh, arguments)
+        return 0
+    links = LinkTimer(arguments.command, mesh, AXIS)
+    if arguments.profile:
+        auto.use_profile(arguments.profile)
+    if arguments.command == "compare":
+        try:
+            compare.run(
+                arguments.target,
+                links,
+                arguments.methods,
+                arguments.steps,
+                exchange="auto" if arguments.profile else arguments.exchange,
+                json_path=arguments.json,
+                png_path=arguments.png,
+            )
+        except compare.Refused as error:
+            parser.error(str(error))
     else:
-        if arguments.profile:
-            auto.use_profile(arguments.profile)
         bench.run(
-            LinkTimer("bench", mesh, AXIS),
+            links,
             arguments.sizes,
             arguments.bits,
             arguments.reps,
@@ -110,6 +127,43 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser(
+        "compare",
+        parents=[ranks],
+        formatter_class=plain,
+        help="time your own training step by several methods, and recommend one",
+        description=compare.EXPLANATION,
+    )
+    command.add_argument(
+        "target",
+        metavar="MODULE[:FUNCTION]",
+        help=f"where the step is built (FUNCTION {compare.DEFAULT_FUNCTION!r} if left out)",
+    )
+    command.add_argument(
+        "--methods",
+        type=_methods,
+        default=list(tried.METHODS),
+        help=f"list of {', '.join(tried.METHODS)} (default all)",
+    )
+    command.add_argument(
+        "--steps", type=_steps, default=20, help="timed ones (default %(default)s)"
+    )
+    how = command.add_mutually_exclusive_group()
+    how.add_argument(
+        "--exchange",
+        default="xla",
+        choices=[exchange.shorthand for exchange in EXCHANGES],
+        help="how bytes travel; every buffer is compressed (default %(default)s)",
+    )
+    how.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help='send each buffer as exchange="auto" does by this profile',
+    )
+    command.add_argument("--png", type=Path, metavar="FILE", help="draw time, bytes and error")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+
+    command = commands.add_parser(
         "report",
         formatter_class=plain,
         help="show what an adaptive policy did in a run",
@@ -151,6 +205,21 @@ def _bits(text: str) -> list[int]:
     return [int(width) for width in bits]
 
 
+def _methods(text: str) -> list[str]:
+    names = list(dict.fromkeys(["exact", *text.split(",")]))
+    if unknown := [name for name in names if name not in tried.METHODS]:
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is no method; it is one of {', '.join(tried.METHODS)}"
+        )
+    return names
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps from 1")
+    return int(text)
+
+
 def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
     profile = tuning.tune(
         mesh,
@@ -178,8 +247,9 @@ def _print_choices(profile: Profile) -> None:
     print(f"{profile.world} ranks: latency {profile.latency * 1e6:.0f} us, ", end="")
     print(f"algbw {profile.algbw * 8e-9:.2f} Gbit/s, codec {spent} ns per value.")
     print("Fastest at payload bits per value, plain rounding:")
-    print(f"{'size':>10}", *(f"{width:>20g}" for width in widths))
-    usable = [exchange.shorthand for exchange in auto.available()]
+    print(f"{'size':>10}", *(f"{width:>24g}" for width in widths))
+    usable = [e.shorthand for e in auto.available()]
+    usable += [e.shorthand + ONE_SHOT for e in auto.available() if "gather" in e.can]
     for size in sorted({row.bytes for row in profile.rows}):
         cells = []
         for width in widths:
@@ -187,7 +257,7 @@ def _print_choices(profile: Profile) -> None:
             method = auto.fastest(profile, usable, load)
             gain = auto.estimate(profile, "psum", load) / auto.estimate(profile, method, load)
             cells.append(f"{method} ({gain:.2f}x)")
-        print(f"{size_text(size):>10}", *(f"{cell:>20}" for cell in cells))
+        print(f"{size_text(size):>10}", *(f"{cell:>24}" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -44,9 +44,11 @@ def psum_compressed(
     compresses every size.
 
     `reduction` says how payloads become a sum: "scatter_gather", every rank adds up a chunk;
-    "gather_sum", all payloads go to all ranks, which encodes once and suits small buffers;
-    "sum_rounds", for codes that are numbers; an instance from `cgx_jax.reductions`; by default the
-    first that a leaf's compressor allows. With `levels` (`Levels("local")` for a mesh axis inside
+    "gather_sum", all payloads go to all ranks, which encodes once and suits small buffers; "ring"
+    and "tree", partial sums go from rank to rank and are encoded anew on their way, over "xla" and
+    "nccl"; "sum_rounds", for codes that are numbers; an instance from `cgx_jax.reductions`; by
+    default the first that a leaf's compressor allows, or "gather_sum" where "auto" follows a
+    profile that measured it as the fastest. With `levels` (`Levels("local")` for a mesh axis inside
     a node) sums are exact inside a node and compressed between nodes.
 
     Every rank gets the same bits. Sums run in fp32, in rank order. The derivative is that of

@@ -23,7 +23,15 @@ from cgx_jax.compressors.quantized import seed
 from cgx_jax.exchanges import Auto, Exchange, Xla, auto
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.plan import Plan
-from cgx_jax.reductions import Job, Levels, PayloadReduction, Reduced, Reduction
+from cgx_jax.reductions import (
+    GatherSum,
+    Job,
+    Levels,
+    PayloadReduction,
+    Reduced,
+    Reduction,
+    ScatterGather,
+)
 from cgx_jax.reductions.levels import Leveled
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.reductions.named import reduction_of
@@ -141,13 +149,18 @@ def _fastest(
 ) -> Way | None:
     sent, world = reduction.across_links(coded, options.axes.world)
     # Profiles measure calls in one piece; whatever has none goes by XLA's own collectives.
-    usable = [
-        e
-        for e in auto.available(options.axes.names)
-        if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)
-    ]
+    here = auto.available(options.axes.names)
+    usable = [e for e in here if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)]
     assert isinstance(options.exchange, Auto)
-    exchange = options.exchange.choose(options.name, usable, world, load_of(sent, in_units))
+    load = load_of(sent, in_units)
+    once = GatherSum()
+    either = isinstance(reduction, ScatterGather) and options.reduction is None
+    if either and all(once.unfit(x.compressor) is None for x in coded):
+        able = [e for e in here if once.needs <= e.can]
+        exchange = options.exchange.one_shot(options.name, usable, able, world, load)
+        if exchange is not None:
+            return Way(once, exchange)
+    exchange = options.exchange.choose(options.name, usable, world, load)
     return None if exchange is None else Way(reduction, exchange)
 
 
@@ -228,15 +241,16 @@ def reduce_leaves(
         drawing = [plan.compressors[i] for i in every] + ([inside] if inside is not None else [])
         require_key(name, drawing, key)
         chosen = [plan.compressors[i] for i in lossy] + drawing[len(every) :]
-        most = max((way.reduction.encodings for way in taken.values()), default=1)
-        seeds = _seeds(chosen, key, axes, most)
+        most = max((way.reduction.seed_count for way in taken.values()), default=1)
+        alike = any(way.reduction.shares_seeds for way in taken.values())
+        seeds = _seeds(chosen, key, axes, most, alike=alike)
         for buffer, way in taken.items():
             for part, shared in _calls(buffer, leaves, plan.compressors):
                 divisor = axes.world if options.mean else 1
                 job = Job(name, plan.coded(part), axes, way.exchange, divisor, residual)
                 reduced = _reduce_buffer(
                     (way.reduction, job),
-                    seeds[shared][: way.reduction.encodings],
+                    seeds[shared or way.reduction.shares_seeds][: way.reduction.seed_count],
                     tuple(jnp.asarray(leaves[i]) for i in part),
                     tuple(units[i] for i in part) if units else (),
                     [out.states[i] for i in part],
@@ -314,9 +328,11 @@ def _calls(
 
 
 def _seeds(
-    compressors: Collection[Compressor], key: Any, axes: Axes, count: int
+    compressors: Collection[Compressor], key: Any, axes: Axes, count: int, *, alike: bool
 ) -> Mapping[bool, tuple[Any, ...]]:
     """`count` seeds by whether ranks share their noise. Zeros where none needs a key.
+
+    `alike` says that a reduction needs shared seeds for any compressor.
 
     Those that do not round independently: their errors then average out.
     """
@@ -325,7 +341,7 @@ def _seeds(
     keys = {}
     if any(not c.shares_noise for c in compressors):
         keys[False] = jax.random.fold_in(key, axes.index())
-    if any(c.shares_noise for c in compressors):
+    if alike or any(c.shares_noise for c in compressors):
         keys[True] = key
     return {
         shared: tuple(seed(jax.random.fold_in(k, phase)) for phase in range(count))

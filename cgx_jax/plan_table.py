@@ -32,6 +32,8 @@ def plan_table(plan: Plan, world: int | None = None) -> str:
         per_value = f"{bits / leaf.size:.2f}" if leaf.size else "-"
         shape = f"{leaf.dtype}{list(leaf.shape)}"
         method = "psum" if way is None else way.exchange.shorthand
+        if way is not None and way.reduction.shorthand != compressor.reductions[0]:
+            method += f"/{way.reduction.shorthand}"
         rows.append((leaf.path or ".", shape, str(compressor), per_value, f"{nbytes:,}", method))
     columns = range(len(_HEAD) - (world is None))
     widths = [max(len(r[c]) for r in rows) for c in columns]

@@ -171,6 +171,11 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
         if "gather" in exchange.can:
             every = np.broadcast_to(rows[:, 0], (world, world, size))
             _same(mesh, axis, exchange, Exchange.gather, rows[:, 0], every)
+        if "permute" in exchange.can and world > 1:
+            # All but the last rank send, and the first receives nothing.
+            pairs = [(r, r + 1) for r in range(world - 1)]
+            moved = np.concatenate([np.zeros((1, size), np.uint8), rows[:-1, 0]])
+            _same(mesh, axis, exchange, Exchange.permute, rows[:, 0], moved, pairs)
     code = Quantize(4)
     x = np.stack([_normal(r, (world, 3000)) for r in range(world)])
     slot = code.slot(x[0].size)
@@ -239,9 +244,10 @@ def _same(
     method: Callable[..., Any],
     x: np.ndarray,
     expected: np.ndarray,
+    *more: Any,
 ) -> None:
     call = getattr(exchange, method.__name__)
-    got = _over(mesh, axis, exchange, x, lambda own, axes: call("check_exchange", own, axes))
+    got = _over(mesh, axis, exchange, x, lambda own, axes: call("check_exchange", own, axes, *more))
     for shard in got.addressable_shards:
         same = got.size == 0 or np.array_equal(shard.data, expected[shard.index])
         assert same, (

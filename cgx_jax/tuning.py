@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.profile import Codec, Profile, Row
+from cgx_jax.exchanges.profile import ONE_SHOT, Codec, Profile, Row
 from cgx_jax.link_timer import LinkTimer, gradient, size_text
+from cgx_jax.progress import Progress
 
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 BITS = (2, 4, 8)
@@ -36,6 +36,8 @@ CODEC = {
     "rotation": Quantize(rotation=True),
     "units": Quantize(),
 }
+# "gather_sum" wins where latency decides; of larger buffers it sends too much.
+ONE_SHOT_BYTES = 1 << 20
 CODEC_VALUES = 1 << 18  # small enough for caches, where what a kind costs shows most
 CODEC_ROUNDS = 21
 
@@ -53,7 +55,8 @@ def tune(
 
     Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
     arrays of `sizes` bytes a rank and at `bits` bits (bucket 512); a time is the median over the
-    repeats of the slowest process's. Times the codec alone as well, to price random rounding,
+    repeats of the slowest process's. Up to 1 MiB each exchange is timed with the reduction
+    "gather_sum" too. Times the codec alone as well, to price random rounding,
     rotation and units. A size that does not fit into what is left of `budget_seconds` ends the
     measurement. Returns the profile, active now as by `use_profile`, and process 0 writes it to
     `path`. Shows its progress on stderr. With several processes every one calls it, and all get the
@@ -68,8 +71,7 @@ def tune(
         )
     start = time.perf_counter()
     methods = _methods(links, bits)
-    functions = [links.psum, *methods.values()]
-    progress = _Progress(len(sizes), links.first)
+    progress = Progress("tune", len(sizes), links.first)
     latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
     codec = _codec(links)
     rows: list[Row] = []
@@ -79,10 +81,17 @@ def tune(
         needed = set_up + growth * (1 + ROUNDS[0]) * one_round
         begun = _elapsed(links, start)
         if done and begun + needed > budget_seconds:
-            progress.stop(done, size, needed, budget_seconds - begun)
+            left = max(budget_seconds - begun, 0)
+            progress.step(done, f"stopped: {done} of {len(sizes)} sizes", last=True)
+            progress.say(
+                f"tune: {size_text(size)} and larger are left out: they take {needed:.0f} s and "
+                f"more of the {left:.0f} s left; a larger budget_seconds measures them."
+            )
             break
-        progress.step(done, size)
+        progress.step(done, f"measuring {size_text(size)}")
         x = links.place(gradient, size // 4)
+        tried = [m for m in methods if size <= ONE_SHOT_BYTES or not m[0].endswith(ONE_SHOT)]
+        functions = [links.psum, *(methods[m] for m in tried)]
         links.seconds(functions, x, 1)  # compiles
         one_round = float(links.seconds(functions, x, 1).sum())
         now = _elapsed(links, start)
@@ -91,28 +100,27 @@ def tune(
         rounds = int(np.clip(share / one_round, ROUNDS[0], ROUNDS[-1]))
         medians = np.median(links.seconds(functions, x, rounds), axis=0)
         rows.append(Row("psum", 32, size, float(medians[0])))
-        for (method, width), seconds in zip(methods, medians[1:], strict=True):
+        for (method, width), seconds in zip(tried, medians[1:], strict=True):
             rows.append(Row(method, width, size, float(seconds)))
     else:
-        progress.step(len(sizes), None)
+        progress.step(len(sizes), "done", last=True)
     return _follow(links, latency, codec, rows, path)
 
 
 def _methods(links: LinkTimer, bits: Sequence[int]) -> dict[tuple[str, float], Callable[..., Any]]:
-    """(exchange, payload bits of a value) to the compiled reduction."""
+    """(method, payload bits of a value) to the compiled reduction."""
     methods = {}
     for width in sorted(set(bits)):
         compressor = Quantize(width)
         payload_bits = compressor.wire_bits(compressor.bucket_size) / compressor.bucket_size
         for exchange in auto.available():
-            methods[exchange.shorthand, payload_bits] = links.collective(
-                functools.partial(
-                    psum_compressed,
-                    axis_name=links.axis,
-                    compressor=compressor,
-                    exchange=exchange,
-                )
+            call = functools.partial(
+                psum_compressed, axis_name=links.axis, compressor=compressor, exchange=exchange
             )
+            methods[exchange.shorthand, payload_bits] = links.collective(call)
+            if "gather" in exchange.can:
+                once = functools.partial(call, reduction="gather_sum")
+                methods[exchange.shorthand + ONE_SHOT, payload_bits] = links.collective(once)
     return methods
 
 
@@ -168,36 +176,3 @@ def _follow(
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(agreed.to_json())
     return agreed
-
-
-class _Progress:
-    """A bar on stderr: redrawn in a terminal, a line a size elsewhere."""
-
-    WIDTH = 24
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self.total, self.shown = total, shown
-
-    def step(self, done: int, size: int | None) -> None:
-        """`done` sizes are measured, `size` is next."""
-        what = "done" if size is None else f"measuring {size_text(size)}"
-        redraw = sys.stderr.isatty() and size is not None
-        self._draw(done, what, end="" if redraw else "\n")
-
-    def stop(self, done: int, size: int, needed: float, left: float) -> None:
-        """Says that `size` and what is larger are left out: `done` sizes are measured."""
-        self._draw(done, f"stopped: {done} of {self.total} sizes")
-        self._print(
-            f"tune: {size_text(size)} and larger are left out: they take {needed:.0f} s and more "
-            f"of the {max(left, 0):.0f} s left; a larger budget_seconds measures them."
-        )
-
-    def _draw(self, done: int, what: str, end: str = "\n") -> None:
-        filled = self.WIDTH * done // self.total
-        bar = "#" * filled + "." * (self.WIDTH - filled)
-        self._print(f"\rtune [{bar}] {what:<20}", end)
-
-    def _print(self, text: str, end: str = "\n") -> None:
-        if self.shown:
-            print(text if sys.stderr.isatty() else text.lstrip("\r"), end=end, file=sys.stderr)
-            sys.stderr.flush()

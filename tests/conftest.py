@@ -7,12 +7,6 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-# A test is mostly compiling, and what one process has compiled others need too: workers, ranks of
-# several processes, the slow tests, and the next run.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(f"{__file__}/../../.pytest_cache/xla")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
 import jax
 import numpy as np
 import pytest
@@ -25,6 +19,12 @@ from cgx_jax.exchanges.table import EXCHANGES
 BUILT_IN_RULE = {type(e): type(e).least for e in EXCHANGES if "least" in vars(type(e))}
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# A test is mostly compiling, and what one process has compiled others need too: workers, the slow
+# tests, and the next run. Not ranks of their own: XLA orders collectives anew in cached programs.
+cache = os.path.abspath(f"{__file__}/../../.pytest_cache/xla")
+jax.config.update("jax_compilation_cache_dir", cache)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(scope="session", autouse=True)

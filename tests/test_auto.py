@@ -340,3 +340,15 @@ def test_a_kind_that_measures_faster_than_plain_costs_nothing():
     )
     load = slow_codec(fp32(10 * MB), **KINDS["all"])
     assert auto.estimate(quick, "xla", load) == pytest.approx(5e-3)
+
+
+def test_decoding_every_payload_is_priced():
+    """Of 4 ranks `gather_sum` decodes 4 payloads, `scatter_gather` 7 quarters of one."""
+    rows = [*MEASURED.rows, Row("xla/gather_sum", 4.125, MB, 1e-3)]
+    made = profile(rows, codec=CODEC)
+    load = dataclasses.replace(fp32(MB), rotated=MB // 4)
+    beyond = [
+        auto.estimate(made, method, load) - auto.estimate(made, method, fp32(MB))
+        for method in ("xla", "xla/gather_sum")
+    ]
+    assert beyond[1] / beyond[0] == pytest.approx(4 / (7 / 4))

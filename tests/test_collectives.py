@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cases import CHUNKED, every
 from cgx_jax import Cast, Identity, Plan, Quantize, Rules
+from cgx_jax.exchanges import base
 from cgx_jax.reductions import ScatterGather
 
 WORLD = 8
@@ -516,3 +518,21 @@ def test_world_and_fusion_do_not_change_a_leafs_first_payload():
         if (world, fusion) == (1, 1):
             want = got
         assert got == want
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_cached_programs_of_several_processes_on_cpus_are_warned_of(cached, monkeypatch, mesh):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    base._warn_of_cached_programs.cache_clear()
+    before = jax.config.jax_enable_compilation_cache
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.config.update("jax_enable_compilation_cache", cached)
+        for exchange in ("xla", "auto"):
+            f = functools.partial(cgx_jax.psum_compressed, axis_name="data", exchange=exchange)
+            jax.eval_shape(
+                jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()), jnp.zeros((8, 64))
+            )
+        jax.config.update("jax_enable_compilation_cache", before)
+    found = [w for w in caught if "jax_enable_compilation_cache" in str(w.message)]
+    assert len(found) == cached

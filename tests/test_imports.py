@@ -32,6 +32,7 @@ LAYERS = [
     "halves",
     "backward_hook",
     "link_timer",
+    "progress",
     "tuning",
     "transforms",
     "plain_jit",

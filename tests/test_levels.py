@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, Quantize, Rules
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.reductions import GatherSum, Levels, ScatterGather
+from cgx_jax.reductions import GatherSum, Levels, ScatterGather, Tree
 from cgx_jax.reductions.levels import Leveled
 from reducing import pmean_with_residual
 from test_reductions import Stateless
@@ -25,6 +25,7 @@ CODES = {
     "stochastic, rotated": (Quantize(4, 64, "stochastic", rotation=True), None),
     "correlated": (Quantize(4, 64, "correlated"), None),
     "one-shot": (Quantize(4, 64), "gather_sum"),
+    "tree": (Quantize(4, 64, "stochastic"), "tree"),
     "chunked": (Steps(), None),
     "sparse": (Largest(), None),
     "summed": (Stateless(), None),
@@ -52,7 +53,7 @@ AXES = ("node", "local")
 
 def bound_of(code, how, x, nodes, local):
     """The reduction's bound over the nodes' exact sums."""
-    across = {"gather_sum": GatherSum(), None: ScatterGather()}[how]
+    across = {"gather_sum": GatherSum(), "tree": Tree(), None: ScatterGather()}[how]
     if isinstance(code, Largest):
         across = GatherSum()
     sums = jnp.asarray(np.asarray(x).reshape(nodes, local, -1).sum(1))

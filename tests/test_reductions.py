@@ -27,6 +27,10 @@ WAYS = {
     "scatter_gather": Steps(),
     "gather_sum": Steps(),
     "gather_sum of Quantize": Quantize(8, 64),
+    "ring": Steps(),
+    "ring of Quantize": Quantize(8, 64),
+    "tree": Steps(),
+    "tree of Quantize": Quantize(8, 64),
     "sum_rounds": RankOne(),
     "majority": Vote(),
 }
@@ -43,6 +47,16 @@ class Stateless(RankOne):
 
 
 WAYS["sum_rounds"] = Stateless()
+# One of the two that add to partial sums is enough where only the slow tests try both.
+QUICK_WAYS = [
+    pytest.param(n, marks=pytest.mark.slow if n in ("tree", "ring of Quantize") else ())
+    for n in WAYS
+]
+
+
+def how_of(name):
+    """The reduction that a row of WAYS names; None for the compressor's first."""
+    return None if name == "majority" else name.split()[0]
 
 
 def values(*shape, seed=0):
@@ -50,12 +64,12 @@ def values(*shape, seed=0):
 
 
 def psum(name, x, axis="data", **options):
-    options |= {"exchange": "xla", "reduction": name.split()[0] if "_" in name else None}
+    options |= {"exchange": "xla", "reduction": how_of(name)}
     return cgx_jax.psum_compressed(x, axis, WAYS[name], **options)
 
 
 def within(name, got, x, divisor=1):
-    reduction = named("test", name.split()[0] if "_" in name else "scatter_gather")
+    reduction = named("test", how_of(name) or "scatter_gather")
     bound = np.asarray(jax.jit(lambda v: reduction.error_bound(WAYS[name], v, divisor))(x))
     exact = np.asarray(x, np.float64).sum(0) / divisor
     assert (np.abs(np.asarray(got) - exact) <= bound + 1e-5).all()
@@ -66,7 +80,7 @@ def sharded(f, mesh, *, check_vma=True, out=None):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", QUICK_WAYS)
 def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
     x = values(8, *SHAPE)
     call = functools.partial(psum, name)
@@ -76,6 +90,9 @@ def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
         "without check_vma": sharded(lambda v: call(v[0]), mesh, check_vma=False)(x),
         "pmap": jax.pmap(call, axis_name="data")(x)[5],
         "vmap over the axis": jax.vmap(call, axis_name="data")(x)[5],
+        "vmap over two axes": jax.jit(
+            jax.vmap(jax.vmap(lambda v: call(v, both), axis_name="model"), axis_name="data")
+        )(x.reshape(4, 2, *SHAPE))[1, 1],
         "two axes": sharded(lambda v: call(v[0], both), mesh_2d)(x),
         "scan": sharded(
             lambda v: lax.scan(lambda c, _: (call(v[0] + 0 * c), None), call(v[0]), length=2)[0],
@@ -94,7 +111,7 @@ def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
 @pytest.mark.parametrize(
     "world", [1, 3, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 4, 8))]
 )
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", QUICK_WAYS)
 def test_every_world_size(name, world):
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
     x = values(world, *SHAPE)
@@ -107,7 +124,7 @@ def test_every_world_size(name, world):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", QUICK_WAYS)
 def test_groups_reduce_apart(name, check_vma, mesh):
     groups, x = [[0, 3, 5, 6], [7, 1, 4, 2]], values(8, *SHAPE)
     call = lambda v: psum(name, v[0], axis_index_groups=groups)[None]  # noqa: E731
@@ -117,7 +134,7 @@ def test_groups_reduce_apart(name, check_vma, mesh):
         within(name, got[group[0]], x[jnp.array(group)])
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", QUICK_WAYS)
 def test_the_derivative_is_that_of_lax(name, mesh):
     x, t = values(8, *SHAPE), values(8, *SHAPE, seed=1)
     weights = values(*SHAPE, seed=2)
@@ -144,18 +161,21 @@ def test_the_derivative_is_that_of_lax(name, mesh):
 
 
 def sent_in(text, world):
-    """Bytes that a rank sends by the collectives of a compiled program."""
+    """Bytes that a rank sends by the collectives of a compiled program, in its loops as well."""
     size = {"u8": 1, "f32": 4, "s32": 4}
-    total = 0
-    collectives = re.findall(r"= (.*?) (all-to-all|all-gather|all-reduce)\(", text)
-    for shape, kind in collectives:
-        count = 0
-        for dtype, dims in re.findall(r"(u8|f32|s32)\[([\d,]*)\]", shape):
-            count += size[dtype] * int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
-        if kind == "all-reduce":
-            total += 2 * count * (world - 1) / world
-        else:
-            total += count * (world - 1) / world
+    share = (world - 1) / world
+    shares = {"all-reduce": 2 * share, "all-to-all": share, "all-gather": share}
+    shares["collective-permute"] = 1
+    loops = re.findall(r'body=%([\w.]+),.*"known_trip_count":\{"n":"(\d+)"\}', text)
+    times, total = dict(loops), 0
+    for line in text.splitlines():
+        if start := re.match(r"(?:ENTRY )?%([\w.]+) \(", line):
+            trips = int(times.get(start[1], 1))
+        elif found := re.search(rf"= (.*?) ({'|'.join(shares)})\(", line):
+            count = 0
+            for dtype, dims in re.findall(r"(u8|f32|s32)\[([\d,]*)\]", found[1]):
+                count += size[dtype] * int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
+            total += trips * count * shares[found[2]]
     return total
 
 
@@ -172,6 +192,39 @@ def test_the_stated_bytes_are_those_of_the_program(name, mesh):
     leaf = CodedLeaf(compressor, (24, 700), np.dtype(np.float32), 0)
     stated = named("test", how).bytes_sent((leaf,), 8)
     assert stated == pytest.approx(sent_in(text, 8), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ring", "tree of Quantize"])
+def test_partial_sums_travel_as_bytes_between_pairs_alone(name, mesh):
+    text = sharded(lambda v: psum(name, v[0]), mesh).lower(values(8, *SHAPE)).compile().as_text()
+    assert set(re.findall(r"= (\w+)\[\S* (all-\w+|collective-\w+)\(", text)) == {
+        ("u8", "collective-permute")
+    }
+
+
+def test_between_two_ranks_a_tree_is_the_sum_of_whole_payloads():
+    mesh, x = Mesh(np.array(jax.devices()[:2]), ("data",)), values(2, *SHAPE)
+    tree, whole = (
+        sharded(lambda v, n=n: psum(f"{n} of Quantize", v[0]), mesh)(x)
+        for n in ("tree", "gather_sum")
+    )
+    np.testing.assert_array_equal(tree, whole)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
+@pytest.mark.parametrize("name", ["ring", "tree"])
+def test_partial_sums_are_rounded_with_noise_of_their_own(name, rounding):
+    """Errors of hops and levels that shared their noise would add up."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    x, code = values(4, 64, 512), Quantize(4, 512, rounding)
+    call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+        v[0], "data", code, key=KEY, exchange="xla", reduction=name
+    )
+    off = np.asarray(sharded(call, mesh)(x)) - np.asarray(x, np.float64).sum(0)
+    alone = np.asarray(code.approximate(x[0], key=KEY)) - x[0]
+    # A sum of k ranks is sqrt(k) as large, and so is what encoding it loses.
+    squares = {"ring": 1 + 2 + 3 + 4, "tree": 4 * 1 + 2 * 2}[name]
+    assert np.linalg.norm(off) / np.linalg.norm(alone) == pytest.approx(squares**0.5, rel=0.1)
 
 
 def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
@@ -228,10 +281,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", ["scatter_gather", "gather_sum", "sum_rounds", "majority"])
+@pytest.mark.parametrize(
+    "name", ["scatter_gather", "gather_sum", "ring", "tree", "sum_rounds", "majority"]
+)
 def test_every_call_takes_every_reduction(call, name, mesh):
     policy = Rules((), WAYS[name], exact=())
-    how = name if "_" in name else None
+    how = how_of(name)
     tree = {"a": values(8, *SHAPE), "b": values(8, 7, 9, seed=1)}
     run = lambda t: CALLS[call](jax.tree.map(lambda v: v[0], t), policy, how)  # noqa: E731
     got = sharded(run, mesh, check_vma=False)(tree)
@@ -309,9 +364,19 @@ WRONG = {
         r"'sum_rounds' is no reduction for Quantize.* it allows scatter_gather, gather_sum",
     ),
     "an unknown name": (
-        {"compressor": Quantize(4), "reduction": "ring"},
+        {"compressor": Quantize(4), "reduction": "butterfly"},
         ValueError,
-        r"reduction='ring' is unknown; use one of \['scatter_gather', 'gather_sum', 'sum_rounds'\]",
+        r"reduction='butterfly' is unknown; use one of \['scatter_gather', 'gather_sum', 'ring', ",
+    ),
+    "partial sums of votes": (
+        {"compressor": Vote(), "reduction": "tree"},
+        ValueError,
+        r"'tree' is no reduction for Vote.*: it gives every rank the same weight",
+    ),
+    "pairs over an exchange without": (
+        {"compressor": Quantize(4), "exchange": Mpi(), "reduction": "ring"},
+        ValueError,
+        r"exchange='mpi' has no 'permute', which the reduction 'ring' needs; .*xla",
     ),
     "no reduction": (
         {"compressor": Quantize(4), "reduction": 3},

@@ -1,5 +1,6 @@
 """Tuning; and the profile is followed: what is compiled and shown, and who decides."""
 
+import dataclasses
 import os
 import re
 import socket
@@ -15,11 +16,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Plan, Quantize, installation, plan_table, tune
+from cgx_jax import Plan, Quantize, installation, plan_table, tune, tuning
 from cgx_jax.axes import Axes
+from cgx_jax.compressors import SignSGD
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Profile, auto
 from cgx_jax.exchanges.profile import Codec
+from cgx_jax.reductions import ScatterGather
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
 COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
@@ -197,6 +200,27 @@ def test_the_summary_shows_the_method_of_each_leaf(following):
     assert "method" not in plan_table(plan)
 
 
+def test_small_buffers_go_by_gather_sum_where_a_profile_measured_it(following):
+    """Unless another reduction is named, a code forbids it, or a buffer is larger."""
+    slow = profile_with_crossing(world=2)
+    once = [("xla/gather_sum", 4.125, 4096 * 4**i, 1e-6) for i in range(2)]
+    following(dataclasses.replace(slow, rows=(*slow.rows, *once)))
+
+    def way(nbytes, compressor=Quantize(4), reduction=None):  # noqa: B008
+        plan = Plan.build(np.zeros(nbytes // 4, np.float32), compressor)
+        options = Options("test", Axes((), None, 2), Auto(), reduction)
+        (found,) = ways(options, plan).values()
+        return found and (found.reduction.shorthand, found.exchange.shorthand)
+
+    assert way(4096) == way(16384) == ("gather_sum", "xla")
+    assert way(16384, reduction=ScatterGather()) is None
+    assert way(16384, SignSGD()) is None
+    assert way(65536) is None
+    assert way(262144) == ("scatter_gather", "xla")
+    table = plan_table(Plan.build(np.zeros(4096, np.float32), Quantize(4)), 2)
+    assert table.splitlines()[2].endswith("xla/gather_sum")
+
+
 def test_a_profile_of_another_world_size_is_refused(mesh, following):
     following(profile_with_crossing(world=4))
     message = r"has 8 ranks.*measured on 4 .*'data'.*tune .*exchange=.*use_profile\(None\)"
@@ -213,14 +237,16 @@ def test_a_wrong_call_is_refused_even_where_the_profile_says_psum(mesh, followin
         compiled(mesh, SMALL, compressor=Quantize(4, rounding="stochastic"))
 
 
-def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys):
+def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, monkeypatch):
     path = tmp_path / "new" / "profile.json"
+    monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", 4096)
     sizes = [65536, 4096]
-    profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=30)
+    profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=120)
     assert Profile.from_json(path.read_text()) == profile
     assert auto._active == profile
     want = {("psum", 32), ("xla", 4.125), ("xla", 8.125)}
-    assert {row[:3] for row in profile.rows} == {(*m, s) for m in want for s in sizes}
+    once = {("xla/gather_sum", bits, 4096) for bits in (4.125, 8.125)}
+    assert {row[:3] for row in profile.rows} == {(*m, s) for m in want for s in sizes} | once
     assert (profile.world, profile.axis) == (8, "data")
     assert all(1e-12 < seconds < 1e-3 for seconds in profile.codec)
     largest = max(row for row in profile.rows if row.method == "psum")

@@ -59,7 +59,9 @@ def plan_of(code, tree):
     return plan
 
 
-def reduce(mesh, plan, tree, units, *, residual=False, check_vma=True, exchange="xla"):
+def reduce(
+    mesh, plan, tree, units, *, residual=False, check_vma=True, exchange="xla", reduction=None
+):
     """(mean, residuals of every rank) as one compiled function of all devices."""
 
     def step(tree, units):
@@ -73,6 +75,7 @@ def reduce(mesh, plan, tree, units, *, residual=False, check_vma=True, exchange=
             key=jax.random.key(3),
             residual=residual,
             exchange=exchange,
+            reduction=reduction,
         )
         zeros = [jnp.zeros_like(x) for x in jax.tree.leaves(own)]
         lost = [z if e is None else e for z, e in zip(zeros, lost, strict=True)]
@@ -125,10 +128,14 @@ def test_a_mean_in_units_is_the_mean_of_what_they_make(mesh_of_each_size, code):
 
 @EVERY_CODE
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_what_is_lost_in_units_is_what_the_mean_lacks(mesh, code, dtype):
+@pytest.mark.parametrize(
+    "how", [None, *(pytest.param(h, marks=pytest.mark.slow) for h in ("ring", "tree"))]
+)
+def test_what_is_lost_in_units_is_what_the_mean_lacks(mesh, code, dtype, how):
     tree = jax.tree.map(lambda x: jnp.clip(x, -100, 100), tree_of(mesh.size, dtype))
     units = units_of_tree(spread=0.2)
-    mean, lost = reduce(mesh, plan_of(code, tree), tree, units, residual=True)
+    plan = plan_of(code, tree)
+    mean, lost = reduce(mesh, plan, tree, units, residual=True, reduction=how)
     for (name, m), e in zip(sorted(mean.items()), lost, strict=True):
         exact = np.asarray(tree[name], np.float64).mean(0)
         account = np.asarray(m, np.float64) + np.asarray(e, np.float64).mean(0)

@@ -11,8 +11,10 @@ long run can be stopped and continued. Needs the packages of the extra `accuracy
 import argparse
 import json
 import math
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,9 @@ LOOKS = 20  # at an adaptive plan's error, in a run
 class Trainer:
     """A task under one configuration: compiled once, run for many seeds."""
 
+    exchange = "xla"  # compresses every size
+    check_vma = True
+
     def __init__(self, task: Task, configuration: Configuration, steps: int) -> None:
         self.task, self.steps = task, steps
         self.mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -63,6 +68,7 @@ class Trainer:
             mesh=self.mesh,
             in_specs=(P(), specs, P("data")),
             out_specs=(P(), specs, P()),
+            check_vma=self.check_vma,
         )
         jit = self.policy.jit if isinstance(self.policy, Adaptive) else jax.jit
         self.step = jit(sharded, donate_argnums=(0, 1))
@@ -78,7 +84,7 @@ class Trainer:
             memory=configuration.memory,
             precondition=configuration.precondition,
             mesh=self.mesh,
-            exchange="xla",  # compresses every size
+            exchange=self.exchange,
         )
 
     def _step(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
@@ -87,7 +93,10 @@ class Trainer:
             lambda params: self.task.loss(nnx.merge(self.graphdef, params), *batch)
         )(varying)
         updates, state = self.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
+        return optax.apply_updates(params, updates), state, self._mean_loss(loss)
+
+    def _mean_loss(self, loss: jax.Array) -> jax.Array:
+        return jax.lax.pmean(loss, "data")
 
     def run(self, seed: int) -> dict[str, Any]:
         """One training run: its row of results."""
@@ -112,6 +121,7 @@ class Trainer:
             **self._evaluate(params),
             "training_loss": float(np.mean(losses[-max(1, self.steps // 10) :])),
             "bits_per_value": float(np.mean(bits)),
+            "bytes_per_step": self._bytes_per_step(params),
             "kernels": cgx_jax.kernels.backends()["cpu"],  # rows of one file may be of two machines
         }
         if looks:
@@ -140,6 +150,11 @@ class Trainer:
         lossy = self._lossy(params)
         sent = sum(c.wire_bits(leaf.shape, leaf.dtype) for leaf, c in lossy)
         return sent / sum(leaf.size for leaf, _ in lossy)
+
+    def _bytes_per_step(self, params: Any) -> int:
+        """What a rank sends in a step, by the plan that it ends with."""
+        policy = cgx_jax.Identity() if self.policy is None else self.policy
+        return Plan.build(params, policy).wire_bytes(WORLD)
 
     def _lossy(self, params: Any) -> list[tuple[Leaf, Any]]:
         """The leaves that are compressed, each with its compressor."""
@@ -170,40 +185,51 @@ def read(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())[0]["rows"] if path.exists() else []
 
 
-def write(path: Path, task: str, rows: list[dict[str, Any]], steps: int | None = None) -> None:
-    order = list(CONFIGURATIONS)
+def write(
+    path: Path, task: str, rows: list[dict[str, Any]], order: list[str], steps: int | None = None
+) -> None:
     rows = sorted(rows, key=lambda r: (r["seed"], order.index(r["configuration"])))
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = f"python benchmarks/accuracy/run.py --task {task}"
+    command = f"python {os.path.relpath(sys.argv[0])} --task {task}"
     command += f" --steps {steps}" if steps else ""
     run = {"command": command, "machine": measure.machine(), "rows": rows}
     path.write_text(json.dumps([run], indent=1) + "\n")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(
+    description: str | None, tasks: Mapping[str, Task], results: Path
+) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--task", nargs="+", choices=tasks, default=list(tasks))
     parser.add_argument("--seeds", default="0-4", help="a range such as 0-4, or one number")
     parser.add_argument("--configs", help="names separated by ';' (default: all that fit the task)")
     parser.add_argument("--steps", type=int, help="default: the task's own")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of TASK.json")
+    parser.add_argument("--out", type=Path, default=results, help="folder of TASK.json")
     parser.add_argument("--again", action="store_true", help="replace results that are there")
     return parser.parse_args()
 
 
-def names_of(task: Task, given: str | None) -> list[str]:
-    if given:
-        return given.split(";")
+def names_of(
+    task: Task, configurations: Mapping[str, Configuration], given: str | None
+) -> list[str]:
+    """The configurations `given`, or all, that fit the task's optimizer."""
     under_adam = task.plain is None
     return [
-        n for n, c in CONFIGURATIONS.items() if not (c.takes_momentum if under_adam else c.restored)
+        name
+        for name in (given.split(";") if given else configurations)
+        if not getattr(configurations[name], "takes_momentum" if under_adam else "restored")
     ]
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(
+    description: str | None = __doc__,
+    tasks: Mapping[str, Task] = TASKS,
+    configurations: Mapping[str, Configuration] = CONFIGURATIONS,
+    results: Path = RESULTS,
+) -> int:
+    arguments = parse_arguments(description, tasks, results)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     first, _, last = arguments.seeds.partition("-")
@@ -211,17 +237,18 @@ def main() -> int:
     for seed in range(int(first), int(last or first) + 1):
         for task in arguments.task:
             out = arguments.out / f"{task}.json"
-            for name in names_of(TASKS[task], arguments.configs):
+            for name in names_of(tasks[task], configurations, arguments.configs):
                 rows = read(out)
                 same = [r for r in rows if (r["configuration"], r["seed"]) == (name, seed)]
                 if same and not arguments.again:
                     continue
                 start = time.perf_counter()
                 if (task, name) not in trainers:
-                    steps = arguments.steps or TASKS[task].steps
-                    trainers[task, name] = Trainer(TASKS[task], CONFIGURATIONS[name], steps)
+                    steps = arguments.steps or tasks[task].steps
+                    trainers[task, name] = Trainer(tasks[task], configurations[name], steps)
                 row = {"configuration": name, **trainers[task, name].run(seed)}
-                write(out, task, [r for r in rows if r not in same] + [row], arguments.steps)
+                rows = [r for r in rows if r not in same] + [row]
+                write(out, task, rows, list(configurations), arguments.steps)
                 said = f"{task}, seed {seed}, {name}: {row['held_out_loss']:.5f}"
                 print(f"{said} ({time.perf_counter() - start:.1f} s)", flush=True)
     return 0

@@ -4,7 +4,7 @@ python benchmarks/accuracy/summary.py
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,16 @@ METRICS = {  # task: (what a row holds, whether more is better, digits)
 class Runs:
     """A task's results by configuration and seed."""
 
-    def __init__(self, task: str, folder: str = "accuracy") -> None:
+    def __init__(
+        self,
+        task: str,
+        folder: str = "accuracy",
+        configurations: Mapping[str, Any] = CONFIGURATIONS,
+    ) -> None:
         self.task = task
         self.rows = {(r["configuration"], r["seed"]): r for r in tables.rows(f"{folder}/{task}")}
         present = {name for name, _ in self.rows}
-        self.names = [name for name in CONFIGURATIONS if name in present]
+        self.names = [name for name in configurations if name in present]
 
     def seeds(self, name: str) -> list[int]:
         """The seeds that both `name` and exact have run."""

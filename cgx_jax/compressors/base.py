@@ -167,13 +167,15 @@ class PayloadCompressor(Compressor):
     A leaf is prepared as a whole, then encoded. `prepare` holds all that needs the whole leaf or
     the past: statistics, momenta. `encode` has no state, and `scatter_gather` applies it to one
     chunk of the leaf for each rank, so a compressor that allows that can encode any run of values
-    by itself; `gather_sum` sends whole leaves. `owner_exact` says that the rank which adds up a
-    chunk may add its own prepared values as they are, which makes the sum more exact. It is False
-    where every rank must have the same weight, as in a vote. Reductions encode fp32 values unless
-    the compressor brings kernels (`codes`), all-gathers values of the leaf's dtype.
+    by itself; `gather_sum` sends whole leaves. `ring` and `tree` encode sums over some of the ranks
+    with the code of one rank's values. `owner_exact` says that the rank which adds up a chunk may
+    add its own prepared values as they are, which makes the sum more exact. It is False where every
+    rank must have the same weight, as in a vote; `ring` and `tree` then refuse the code. Reductions
+    encode fp32 values unless the compressor brings kernels (`codes`), all-gathers values of the
+    leaf's dtype.
     """
 
-    reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum")
+    reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")
     owner_exact: ClassVar[bool] = True
 
     def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax.kernels.primitives import Units
@@ -147,6 +148,12 @@ def leaf_key(leaf: CodedLeaf, seed: Any) -> Any:
     if not leaf.compressor.needs_key:
         return None
     return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), leaf.number)
+
+
+def folded(seed: Any, number: Any) -> jax.Array:
+    """A seed of its own for `number`, uint32[2]."""
+    key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
+    return jax.random.bits(jax.random.fold_in(key, number), (2,), jnp.uint32)
 
 
 def unit_of(units: Units, i: int) -> tuple[Any, Any] | None:

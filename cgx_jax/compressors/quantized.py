@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode
+from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode, folded
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.kernels.primitives import NO_RANK, Units
 from cgx_jax.wire import Layout
@@ -86,8 +86,7 @@ class QuantizedWhole(WholeCode):
         if any(slot.rounding == "correlated" for slot in self.layout.slots):
             # Kernels share noise out over the ranks of a chunked buffer alone. Of a whole one every
             # rank would draw the same, and errors would add up: independent ones average out.
-            key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
-            seed = jax.random.bits(jax.random.fold_in(key, rank), (2,), jnp.uint32)
+            seed = folded(seed, rank)
         rows, lost = primitives.encode(seed, leaves, self.layout, residual=residual, units=units)
         return rows.reshape(-1), lost
 

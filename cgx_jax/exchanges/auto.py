@@ -19,7 +19,7 @@ import numpy as np
 
 from cgx_jax import agreement, untrusted
 from cgx_jax.exchanges.base import Exchange
-from cgx_jax.exchanges.profile import Profile
+from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 
 # A smaller measured gain is noise, and psum has no error.
@@ -121,19 +121,42 @@ class Auto(Exchange):
 
         Raises ValueError when the profile was measured at another world size.
         """
+        profile = self._follow(caller, world)
+        if profile is None:
+            return unmeasured(usable, load)
+        names = {exchange.shorthand: exchange for exchange in usable}
+        return names.get(fastest(profile, names, load))
+
+    def one_shot(
+        self,
+        caller: str,
+        usable: Sequence[Exchange],
+        gathering: Sequence[Exchange],
+        world: int,
+        load: Load,
+    ) -> Exchange | None:
+        """Which of `gathering` is faster by "gather_sum" than what `choose` takes, or None.
+
+        Only a profile that measured it says so, of buffers no larger than it measured.
+        """
+        profile = self._follow(caller, world)
+        if profile is None:
+            return None
+        names = {exchange.shorthand + ONE_SHOT: exchange for exchange in gathering}
+        every = [*names, *(exchange.shorthand for exchange in usable)]
+        return names.get(fastest(profile, every, load))
+
+    def _follow(self, caller: str, world: int) -> Profile | None:
         profile = _active if self.profile is None else self.profile
         if self.profile is not None:
             self.profile.check_here()
-        if profile is None:
-            return unmeasured(usable, load)
-        if profile.world != world:
+        if profile is not None and profile.world != world:
             raise ValueError(
                 f"{caller}: this call has {world} ranks, the active profile was measured on "
                 f"{profile.world} (axis {profile.axis!r}). Run cgx_jax.tune on an axis of {world} "
                 'ranks, name the exchange (exchange="xla"), or use_profile(None).'
             )
-        names = {exchange.shorthand: exchange for exchange in usable}
-        return names.get(fastest(profile, names, load))
+        return profile
 
 
 def available(axes: Sequence[Any] = ()) -> tuple[Exchange, ...]:
@@ -173,10 +196,14 @@ def unmeasured(usable: Sequence[Exchange], load: Load) -> Exchange | None:
 def fastest(profile: Profile, usable: Collection[str], load: Load) -> str:
     """The fastest method for `load` by the profile, of "psum" and the exchanges in `usable`.
 
-    An exchange must beat psum by 5 %: under that psum, which is exact, is kept.
+    An exchange must beat psum by 5 %: under that psum, which is exact, is kept. "gather_sum", which
+    wins where latency decides, is not taken for more values than were measured.
     """
     best, least = "psum", estimate(profile, "psum", load) * (1 - LEAST_GAIN)
     for method in sorted(set(usable) & {row.method for row in profile.rows}):
+        measured = max(row.bytes for row in profile.rows if row.method == method)
+        if method.endswith(ONE_SHOT) and 4 * load.values > measured:
+            continue
         seconds = estimate(profile, method, load)
         if seconds < least:
             best, least = method, seconds
@@ -205,7 +232,12 @@ def estimate(profile: Profile, method: str, load: Load) -> float:
         for sizes, times in curves
     ]
     plain = float(np.interp(load.bits, widths, seconds) * max(1, load.bits / widths[-1]))
-    return plain if method == "psum" else plain + _beyond_plain(profile, load)
+    if method == "psum":
+        return plain
+    # By "gather_sum" a rank decodes this many times as much.
+    world = profile.world
+    more = world**2 / (2 * world - 1) if method.endswith(ONE_SHOT) else 1
+    return plain + more * _beyond_plain(profile, load)
 
 
 def _beyond_plain(profile: Profile, load: Load) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,10 +30,10 @@ class Least(NamedTuple):
 class Exchange(abc.ABC):
     """A way for payloads to travel: static, hashable, equal by value; it knows no compressor.
 
-    What an exchange can do is in `can`, the names of its methods: "scatter" and "gather" move rows
-    of bytes, "sum" is XLA's own sum of numbers, and the calls that encode, send, reduce and decode
-    in one are "all_reduce", "reduce_scatter" and "all_gather". `name` heads error messages: that of
-    the call that the user wrote.
+    What an exchange can do is in `can`, the names of its methods: "scatter", "gather" and "permute"
+    move rows of bytes, "sum" is XLA's own sum of numbers, and the calls that encode, send, reduce
+    and decode in one are "all_reduce", "reduce_scatter" and "all_gather". `name` heads error
+    messages: that of the call that the user wrote.
     """
 
     shorthand: ClassVar[str]
@@ -61,6 +63,8 @@ class Exchange(abc.ABC):
         problem = self.missing(axes)
         if problem is not None:
             raise ValueError(f"{name}: exchange={self.shorthand!r} does not work here: {problem}.")
+        if jax.process_count() > 1 and jax.default_backend() == "cpu" and _caches_programs():
+            _warn_of_cached_programs()
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
         """u8[world, n], row r for rank r -> u8[world, n], row r from rank r."""
@@ -68,6 +72,15 @@ class Exchange(abc.ABC):
 
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
         """u8[n] of every rank -> u8[world, n], the same on all, and typed so under check_vma."""
+        raise NotImplementedError
+
+    def permute(
+        self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
+    ) -> jax.Array:
+        """u8[n] from one rank to another, for each (source, destination) in `pairs`.
+
+        No rank is twice a source or twice a destination. A rank that receives nothing gets zeros.
+        """
         raise NotImplementedError
 
     def all_reduce(
@@ -107,3 +120,21 @@ class Exchange(abc.ABC):
         `words` is uint32[2]; `layout` is that of `x` for one rank.
         """
         raise NotImplementedError
+
+
+def _caches_programs() -> bool:
+    config: Any = jax.config
+    return bool(config.jax_compilation_cache_dir and config.jax_enable_compilation_cache)
+
+
+@functools.cache
+def _warn_of_cached_programs() -> None:
+    """Says once that ranks may hang: XLA forgets the order of collectives in what it caches."""
+    warnings.warn(
+        "jax_compilation_cache_dir is set, and XLA on CPUs runs the collectives of a program from "
+        "that cache in an order that differs from rank to rank: ranks may hang, or abort in gloo. "
+        'Set jax.config.update("jax_enable_compilation_cache", False) in programs of several '
+        "processes on CPUs.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

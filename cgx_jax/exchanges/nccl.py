@@ -47,6 +47,11 @@ class OnCommunicator(Exchange):
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
         return xla.gather(row, axes)
 
+    def permute(
+        self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
+    ) -> jax.Array:
+        return xla.permute(row, axes, pairs)
+
     def all_reduce(
         self,
         name: str,
@@ -115,7 +120,7 @@ class Nccl(OnCommunicator):
 
     shorthand: ClassVar[str] = "nccl"
     can: ClassVar[frozenset[str]] = frozenset(
-        {"scatter", "gather", "sum", "all_reduce", "reduce_scatter", "all_gather"}
+        {"scatter", "gather", "permute", "sum", "all_reduce", "reduce_scatter", "all_gather"}
     )
 
     def __post_init__(self) -> None:

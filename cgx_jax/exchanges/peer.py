@@ -32,7 +32,7 @@ class Peer(nccl.OnCommunicator):
     """
 
     shorthand: ClassVar[str] = "peer"
-    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "sum", "all_reduce"})
+    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "permute", "sum", "all_reduce"})
 
     def missing(self, axes: Sequence[Any] = ()) -> str | None:
         if (problem := nccl.not_installed() or old_nccl()) is not None:

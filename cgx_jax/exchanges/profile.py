@@ -12,7 +12,12 @@ from cgx_jax.exchanges.table import EXCHANGES
 SCHEMA = 2
 MOST_ROWS = 10_000
 MOST_RANKS = 1 << 20
-METHODS = ("psum", *(exchange.shorthand for exchange in EXCHANGES))
+ONE_SHOT = "/gather_sum"  # after an exchange's name: with that reduction, not a code's first
+METHODS = (
+    "psum",
+    *(exchange.shorthand for exchange in EXCHANGES),
+    *(exchange.shorthand + ONE_SHOT for exchange in EXCHANGES if "gather" in exchange.can),
+)
 _AGAIN = "Run cgx_jax.tune again, or use_profile(None) to follow the default rule."
 
 
@@ -46,9 +51,10 @@ class Profile:
     `cpu`, `cores`, `device` (JAX's device kind) and `hosts` name the machine, `jax`, `jaxlib`,
     `cgx_jax` and `mpi` (the MPI library, or None) the versions. `latency` is seconds of a psum of
     one value, `algbw` bytes per second of the largest psum. `codec` is what encoding and decoding
-    take, nothing sent. `rows` are the measurements, of plain rounding; a method is "psum" (32 bits)
-    or an exchange. `cgx_jax.tune` makes profiles. Raises ValueError or TypeError for values that no
-    measurement gives, and for text that is long or not printable.
+    take, nothing sent. `rows` are the measurements, of plain rounding; a method is "psum" (32
+    bits), an exchange, or an exchange with the reduction "gather_sum". `cgx_jax.tune` makes
+    profiles. Raises ValueError or TypeError for values that no measurement gives, and for text that
+    is long or not printable.
     """
 
     cpu: str

@@ -1,4 +1,4 @@
-"""Payloads over XLA's own collectives: u8 all_to_all, then u8 all_gather.
+"""Payloads over XLA's own collectives of u8: all_to_all, all_gather and collective_permute.
 
 Runs on every platform that has them.
 """
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
@@ -23,7 +25,7 @@ class Xla(Exchange):
     """XLA's own collectives: everywhere, and for every code."""
 
     shorthand: ClassVar[str] = "xla"
-    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "sum"})
+    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "permute", "sum"})
 
     def missing(self, axes: Sequence[Any] = ()) -> str | None:
         return None
@@ -49,6 +51,11 @@ class Xla(Exchange):
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
         return gather(row, axes)
 
+    def permute(
+        self, name: str, row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
+    ) -> jax.Array:
+        return permute(row, axes, pairs)
+
 
 def scatter(rows: jax.Array, axes: Axes) -> jax.Array:
     """u8[world, n], row r for rank r -> u8[world, n], row r from rank r."""
@@ -65,6 +72,17 @@ def gather(row: jax.Array, axes: Axes) -> jax.Array:
     if checked and axes.groups is None:
         return lax.all_gather(row, axes.names, to="invarying")
     return lax.all_gather(row, axes.names, axis_index_groups=axes.groups)
+
+
+def permute(row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """u8[n] from one rank to another, for each (source, destination); zeros where none comes."""
+    if _vmapped(axes.names):
+        sources = np.full(axes.world, -1)
+        sources[[b for _, b in pairs]] = [a for a, _ in pairs]
+        source = jnp.asarray(sources)[axes.index()]
+        return jnp.where(source < 0, 0, _gather_each(row, axes.names)[source])
+    groups = axes.groups or (tuple(range(axes.world)),)
+    return lax.ppermute(row, axes.names, [(g[a], g[b]) for g in groups for a, b in pairs])
 
 
 def _vmapped(axes: tuple[str, ...]) -> bool:

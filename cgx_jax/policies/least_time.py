@@ -8,8 +8,7 @@ import functools
 import numpy as np
 
 from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.profile import Profile
-from cgx_jax.exchanges.table import EXCHANGES
+from cgx_jax.exchanges.profile import METHODS, Profile
 from cgx_jax.policies import knapsack
 from cgx_jax.policies.problem import Problem, of_width
 from cgx_jax.policies.solvers import (
@@ -82,7 +81,7 @@ class LeastTime(Solver):
         @functools.cache
         def of_value(mean_bits: float, exact: bool, noisy: bool, rotated: bool) -> float:
             load = auto.Load(full, 4 * full, mean_bits, full * noisy, full * rotated)
-            usable = () if exact else [e.shorthand for e in EXCHANGES]
+            usable = () if exact else METHODS
             method = auto.fastest(self.profile, usable, load)
             return auto.estimate(self.profile, method, load) / full
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -50,13 +50,15 @@ class Reduced(NamedTuple):
 class Reduction(abc.ABC):
     """An order of steps: static, hashable, equal by value; it knows no transport and no tree.
 
-    It asks the exchange for the capabilities in `needs`, and encodes a value `encodings` times. A
-    compressor lists the reductions that are right for it by their `shorthand`.
+    It asks the exchange for the capabilities in `needs`. It takes `seed_count` seeds, which differ
+    from rank to rank unless it `shares_seeds` or the compressor shares noise. A compressor lists
+    the reductions that are right for it by their `shorthand`.
     """
 
     shorthand: ClassVar[str]
     needs: ClassVar[frozenset[str]]
-    encodings: ClassVar[int] = 1
+    seed_count: ClassVar[int] = 1
+    shares_seeds: ClassVar[bool] = False
 
     def unfit(self, compressor: Compressor) -> str | None:
         """Why this reduction is wrong for a compressor, or None."""
@@ -91,7 +93,7 @@ class Reduction(abc.ABC):
         units: Units,
         states: Sequence[Any],
     ) -> Reduced:
-        """Reduces a buffer; `seeds` are uint32[2], one for each time that a value is encoded.
+        """Reduces a buffer; `seeds` are `seed_count` times uint32[2].
 
         `units` has one entry per leaf, as in `primitives`, or none at all; `states` one per leaf,
         () for a compressor without.
@@ -106,7 +108,12 @@ class Rows(NamedTuple):
 
 
 class PayloadReduction(Reduction):
-    """A reduction of payloads, which ends in rows of bytes that every rank decodes alike."""
+    """A reduction of payloads, which ends in rows of bytes that every rank decodes alike.
+
+    One that `adds_decoded` has `rows` and `sums` of fp32 leaves without units.
+    """
+
+    adds_decoded: ClassVar[bool] = False
 
     def run(
         self,
@@ -116,7 +123,7 @@ class PayloadReduction(Reduction):
         units: Units,
         states: Sequence[Any],
     ) -> Reduced:
-        if not any(leaf.compressor.prepares for leaf in job.leaves):
+        if not self.adds_decoded and not any(leaf.compressor.prepares for leaf in job.leaves):
             rows, residuals = self.rows(job, seeds, leaves, units)
             return Reduced(self.sums(job, rows, leaves, units), residuals, list(states))
         each = [unit_of(units, i) for i in range(len(leaves))]
@@ -153,6 +160,15 @@ class PayloadReduction(Reduction):
     @abc.abstractmethod
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         """The sums, with the shapes and dtypes of `like`."""
+
+
+def largest_error(error_bound: Callable[[jax.Array], jax.Array], size: jax.Array) -> jax.Array:
+    """The most that encoding may lose of a value, where magnitudes are at most `size`.
+
+    Of such values no more is known than that none is larger than the largest.
+    """
+    signs = jnp.where(jnp.arange(size.size) % 2 == 0, 1.0, -1.0).reshape(size.shape)
+    return error_bound(signs * size.max()).max()
 
 
 def sum_of_bounds(compressor: PayloadCompressor, x: jax.Array) -> jax.Array:

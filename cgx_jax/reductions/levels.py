@@ -18,6 +18,7 @@ from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
 from cgx_jax.exchanges import xla
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.primitives import Units
+from cgx_jax.reductions import shares
 from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Reduction, Seeds
 
 
@@ -92,15 +93,18 @@ class Leveled(Reduction):
         return self.across.needs
 
     @property
-    def encodings(self) -> int:  # type: ignore[override]
-        return self.across.encodings + (self.compressor is not None)
+    def seed_count(self) -> int:  # type: ignore[override]
+        return self.across.seed_count + (self.compressor is not None)
+
+    @property
+    def shares_seeds(self) -> bool:  # type: ignore[override]
+        return self.across.shares_seeds
 
     def unfit(self, compressor: Any) -> str | None:
         return self.across.unfit(compressor)
 
     def _shares(self, leaves: tuple[CodedLeaf, ...]) -> tuple[CodedLeaf, ...]:
-        f32 = np.dtype(np.float32)
-        return tuple(x._replace(shape=(-(-x.size // self.inner.world),), dtype=f32) for x in leaves)
+        return shares.of(leaves, self.inner.world)
 
     def across_links(
         self, leaves: tuple[CodedLeaf, ...], world: int
@@ -116,13 +120,13 @@ class Leveled(Reduction):
         """Bytes that a rank sends inside its node, and to other nodes."""
         if not isinstance(self.across, PayloadReduction):
             return 0, self.across.bytes_sent(leaves, self.inner.world * self.outer.world)
-        shares = self._shares(leaves)
-        between = self.across.bytes_sent(shares, self.outer.world)
+        own = self._shares(leaves)
+        between = self.across.bytes_sent(own, self.outer.world)
         if self.compressor is None:
-            down = 4 * sum(x.size for x in shares)
+            down = 4 * sum(x.size for x in own)
         else:
-            down = sum(self.compressor.payload_bytes(x.size) for x in shares)
-        rows = self.across.rows_bytes(shares, self.outer.world)
+            down = sum(self.compressor.payload_bytes(x.size) for x in own)
+        rows = self.across.rows_bytes(own, self.outer.world)
         return (self.inner.world - 1) * (down + rows), between
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
@@ -146,21 +150,20 @@ class Leveled(Reduction):
             return across.run(job, seeds, leaves, units, states)  # its arrays are small
         world = self.inner.world
         values = [outside.multiply(x, unit_of(units, i), outside.IN) for i, x in enumerate(leaves)]
-        runs = [_runs(x, world) for x in values]
+        runs = [shares.cut(x, world) for x in values]
         own, lost = self._inside(job, seeds, runs)
-        shares = self._shares(job.leaves)
-        outer = dataclasses.replace(job, leaves=shares, axes=self.outer)
+        outer = dataclasses.replace(job, leaves=self._shares(job.leaves), axes=self.outer)
         rows, residuals = across.rows(outer, seeds, own, ())
         every = xla.gather(rows.reshape(-1), self.inner).reshape(world, *rows.shape)
         sums = jax.vmap(lambda r: across.sums(outer, r, own, ()))(every)
         out = [
-            outside.decoded(_leaf(y, x), unit_of(units, i), x.dtype)
+            outside.decoded(shares.joined(y, x), unit_of(units, i), x.dtype)
             for i, (y, x) in enumerate(zip(sums, leaves, strict=True))
         ]
         kept = []
         for i, (e, x) in enumerate(zip(residuals, leaves, strict=False)):
             whole = lost[i].at[self.inner.rank()].set(e)
-            kept.append(outside.multiply(_leaf(whole, x), unit_of(units, i), outside.OUT))
+            kept.append(outside.multiply(shares.joined(whole, x), unit_of(units, i), outside.OUT))
         if job.axes.checked() and self.inner.groups is not None:
             out = [_compat.same_over(y, job.axes.names) for y in out]
         return Reduced(
@@ -183,7 +186,7 @@ class Leveled(Reduction):
         codes = [row_code(self.compressor, n) for n in sizes]
         sent = []
         for leaf, code, x in zip(job.leaves, codes, runs, strict=True):
-            key = leaf_key(leaf._replace(compressor=self.compressor), seeds[self.across.encodings])
+            key = leaf_key(leaf._replace(compressor=self.compressor), seeds[self.across.seed_count])
             key = None if key is None else jax.random.fold_in(key, job.axes.index())
             sent.append(code.encode(key, x))
         counts = [p.shape[1] for p in sent]
@@ -195,17 +198,3 @@ class Leveled(Reduction):
             own.append(code.accumulate(inner.rank(), part, exact, 1))
             lost.append(jnp.where(mine, 0, x - code.decode(payload, x.shape[1:], jnp.float32)))
         return own, lost
-
-
-def _runs(x: jax.Array, world: int) -> jax.Array:
-    """f32[world, share]: a leaf cut into a share for each rank of a node.
-
-    The last ones end in copies of the last value, which do not widen the range of a bucket.
-    """
-    flat = jnp.ravel(x).astype(jnp.float32)
-    share = -(-flat.size // world)
-    return jnp.pad(flat, (0, share * world - flat.size), mode="edge").reshape(world, share)
-
-
-def _leaf(runs: jax.Array, like: jax.Array) -> jax.Array:
-    return runs.reshape(-1)[: like.size].reshape(like.shape)

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.reductions.base import Reduction
 from cgx_jax.reductions.gather_sum import GatherSum
+from cgx_jax.reductions.ring import Ring
 from cgx_jax.reductions.scatter_gather import ScatterGather
 from cgx_jax.reductions.sum_rounds import SumRounds
+from cgx_jax.reductions.tree import Tree
 
-REDUCTIONS: tuple[Reduction, ...] = (ScatterGather(), GatherSum(), SumRounds())
+REDUCTIONS: tuple[Reduction, ...] = (
+    ScatterGather(),
+    GatherSum(),
+    Ring(),
+    Tree(),
+    SumRounds(),
+)
 
 
 def named(caller: str, reduction: Reduction | str | None) -> Reduction | None:

@@ -19,7 +19,7 @@ from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
 from cgx_jax.kernels.primitives import Units
-from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds
+from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds, largest_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ScatterGather(PayloadReduction):
 
     shorthand: ClassVar[str] = "scatter_gather"
     needs: ClassVar[frozenset[str]] = frozenset({"scatter", "gather"})
-    encodings: ClassVar[int] = 2
+    seed_count: ClassVar[int] = 2
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         code = chunk_code(leaves, world)
@@ -46,10 +46,8 @@ class ScatterGather(PayloadReduction):
         each = (code.error_bounds(compressor, row) for row in x)
         peers = sum(each, start=jnp.zeros(x.shape[1:])) / divisor
         total = jnp.abs(x.sum(0)) / divisor + peers
-        # Of the second encoding no more is known than that no value is larger than the largest.
-        signs = jnp.where(jnp.arange(total.size) % 2 == 0, 1.0, -1.0).reshape(total.shape)
-        again = code.error_bounds(compressor.of_sums(world), signs * total.max())
-        return peers + again.max()
+        of_sums = compressor.of_sums(world)
+        return peers + largest_error(lambda v: code.error_bounds(of_sums, v), total)
 
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
         return "all_reduce" in exchange.can and chunk_code(leaves, world).layout is not None

@@ -1,0 +1,107 @@
+"""scatter_gather, gather_sum, ring and tree, by size and number of ranks.
+
+    sudo python benchmarks/algorithms.py --json benchmarks/results/algorithms.json
+    python benchmarks/algorithms.py --rate none --worlds 2,4,8,64 --sizes 4k,256k,4M \\
+        --json benchmarks/results/algorithms_error.json
+
+Over the links of rig.py every repeat times `lax.psum` and all reductions one after the other, each
+behind a barrier, as in one_shot.py. There are as many repeats of a size as --seconds allow, 5 to
+--reps. With --rate none the ranks are those of `vmap` in one program: the bytes that a rank sends
+and the relative error of the sum in the Euclidean norm, and no times.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+import cgx_jax
+import measure
+import one_shot
+import rig
+from all_reduce import Ranks, rank_of_process
+from alpha_beta import REDUCTIONS, sent
+from cgx_jax.link_timer import gradient, size_text
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = "4k,32k,256k,1M,4M,25M,100M,256M"
+    parser.add_argument("--sizes", default=sizes, help="(default %(default)s)")
+    parser.add_argument("--worlds", default="2,4,8", help="ranks (default %(default)s)")
+    parser.add_argument("--rate", default="1gbit", help="of rig.py, or none (default %(default)s)")
+    parser.add_argument("--bits", type=int, default=4, help="(default %(default)s)")
+    parser.add_argument("--reps", type=int, default=31, help="at most (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="a size (default %(default)s)")
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    worlds = [int(world) for world in arguments.worlds.split(",")]
+    sizes = [measure.size_in_bytes(size) for size in arguments.sizes.split(",")]
+    if arguments.rate == "none":
+        rows = [r for w in worlds for size in sizes for r in errors(w, size // 4, arguments.bits)]
+        measure.write_json(arguments.json, rows)
+        return 0
+    if rank_of_process() is None:
+        return launch(worlds, arguments)
+    ranks = Ranks(worlds[0])
+    rows = []
+    for size in sizes:
+        rows += one_shot.compare(ranks, size // 4, arguments, REDUCTIONS, arguments.seconds)
+        if ranks.first:  # after every size, so that a run that is stopped leaves what it has
+            measure.write_json(arguments.json, rows)
+    return 0
+
+
+def launch(worlds: list[int], arguments: argparse.Namespace) -> int:
+    """Runs every number of ranks in processes of its own."""
+    for world in worlds:
+        command = [sys.executable, sys.argv[0], "--worlds", str(world)]
+        for name in ("sizes", "rate", "bits", "reps", "seconds", "json"):
+            if (value := getattr(arguments, name)) is not None:
+                command += [f"--{name}", str(value)]
+        if code := rig.run(world, arguments.rate, command, timeout=3600):
+            return code
+    return 0
+
+
+def errors(world: int, values: int, bits: int) -> list[dict[str, Any]]:
+    """Bytes and error of every reduction of f32[values] a rank."""
+    x = np.stack([gradient(rank, values) for rank in range(world)])
+    exact = x.sum(0, dtype=np.float64)
+    rows = []
+    for name in REDUCTIONS:
+
+        def call(own: jax.Array, how: str = name) -> jax.Array:
+            return cgx_jax.psum_compressed(
+                own, "ranks", cgx_jax.Quantize(bits), exchange="xla", reduction=how
+            )
+
+        got = np.asarray(jax.jit(jax.vmap(call, axis_name="ranks"))(x))
+        assert all(row.tobytes() == got[0].tobytes() for row in got), (name, world)
+        row = {
+            "bytes": 4 * values,
+            "world": world,
+            "bits": bits,
+            "reduction": name,
+            "sent": sent(name, values, world, bits),
+            "relative_error": float(np.linalg.norm(got[0] - exact) / np.linalg.norm(exact)),
+        }
+        rows.append(row)
+        print(
+            f"{world:>3} ranks {size_text(4 * values):>8} {name:<15} {row['sent']:>12,} bytes,"
+            f" relative error {row['relative_error']:.4f}",
+            flush=True,
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

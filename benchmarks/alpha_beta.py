@@ -1,0 +1,58 @@
+"""The alpha-beta model of the reductions: a rank sends its messages one after the other.
+
+A message takes alpha seconds, and beta for each byte. What a rank computes is not in it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cgx_jax import Quantize
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.reductions import GatherSum, Reduction, Ring, ScatterGather, Tree
+
+REDUCTIONS: dict[str, Reduction] = {
+    r.shorthand: r for r in (ScatterGather(), GatherSum(), Ring(), Tree())
+}
+
+
+def messages(reduction: str, world: int) -> int:
+    """Messages that a rank sends; raises ValueError for a world that is no power of two."""
+    if world & (world - 1):
+        raise ValueError(f"messages: world={world} is not a power of two.")
+    counts = {
+        "scatter_gather": 2 * (world - 1),
+        "gather_sum": world - 1,
+        "ring": 2 * (world - 1),
+        "tree": world.bit_length() - 1,
+    }
+    return counts[reduction]
+
+
+def sent(reduction: str, values: int, world: int, bits: int = 4) -> int:
+    """Bytes that a rank sends to reduce one leaf of `values`."""
+    leaf = CodedLeaf(Quantize(bits), (values,), np.dtype(np.float32), 0)
+    return REDUCTIONS[reduction].bytes_sent((leaf,), world)
+
+
+def seconds(
+    reduction: str, values: int, world: int, alpha: float, beta: float, bits: int = 4
+) -> float:
+    """Predicted seconds of reducing one leaf of `values`."""
+    return messages(reduction, world) * alpha + sent(reduction, values, world, bits) * beta
+
+
+def fitted(cells: Sequence[tuple[str, int, int, float]]) -> tuple[float, float]:
+    """Alpha and beta, at least 0, of measured (reduction, values, world, seconds).
+
+    Least squares of relative errors, so that small buffers count as much as large ones.
+    """
+    terms = np.array([(messages(r, w), sent(r, n, w)) for r, n, w, _ in cells], float)
+    terms /= np.array([cell[3] for cell in cells])[:, None]
+    both = np.linalg.lstsq(terms, np.ones(len(cells)), rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    # One of them explains the times alone.
+    single = terms.sum(axis=0) / np.square(terms).sum(axis=0)
+    errors = np.square(terms * single - 1).sum(axis=0)
+    return (float(single[0]), 0.0) if errors[0] < errors[1] else (0.0, float(single[1]))

@@ -1,0 +1,176 @@
+"""The suite's table and pictures, from benchmarks/results/suite.
+
+    python benchmarks/suite/findings.py                       # the tables of docs/choosing.md
+    python benchmarks/suite/findings.py --pictures FOLDER     # and quality.png, speed.png
+
+"Worse by" is in standard deviations of exact over seeds, with the standard error over the seeds
+that a method and exact have both run.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "accuracy"))
+
+from methods import METHODS
+from models import METRICS
+from summary import Runs, worse_with_error
+
+import tables
+from cgx_jax.commands.chart import COLORS, PSUM_COLOR
+
+TEXT = tables.ROOT / "docs" / "choosing.md"
+FOLDER = tables.RESULTS / "suite"
+ENOUGH = 5  # seeds, for a claim
+MARKERS = "osD^vP*X"
+
+
+def quality() -> str:
+    """A line a method: bytes, and by task how much worse than exact it learns."""
+    runs = done()
+    body = []
+    for name in METHODS:
+        cells = [quality_cell(one, name) for one in runs.values()]
+        if any(cells):
+            shares = [bytes_share(one, name) for one in runs.values() if name in one.names]
+            body.append([name, f"{np.mean(shares):.3f}", *cells])
+    heads = [f"{task}: {METRICS[task][1]}" for task in runs]
+    return tables.table(["", "bytes to exact", *heads], body)
+
+
+def done() -> dict[str, Runs]:
+    """The tasks that have results, each with the methods that were run."""
+    found = {}
+    for task in METRICS:
+        if (FOLDER / f"{task}.json").exists():
+            found[task] = Runs(task, "suite", METHODS)
+    return found
+
+
+def gaps(runs: Runs, name: str) -> np.ndarray:
+    """How much worse than exact by seed, in the task's own metric."""
+    field, _, more, _ = METRICS[runs.task]
+    own, exact = (runs.values(name, field, of) for of in (name, "exact"))
+    return exact - own if more else own - exact
+
+
+def quality_cell(runs: Runs, name: str) -> str:
+    field, _, _, digits = METRICS[runs.task]
+    if name not in runs.names or not runs.seeds(name):
+        return ""
+    own = runs.values(name, field)
+    text = f"{own.mean():.{digits}f}"
+    seeds = len(own)
+    if seeds < ENOUGH:
+        return f"{text} ({seeds} seed{'s' * (seeds > 1)})"
+    exact = runs.values(name, field, "exact")
+    if name == "exact":
+        return f"{text} ± {own.std(ddof=1):.{digits}f}"
+    return f"{text}, worse by {worse_with_error(gaps(runs, name), exact)} sd"
+
+
+def bytes_share(runs: Runs, name: str) -> float:
+    own, exact = (runs.values(name, "bytes_per_step", of) for of in (name, "exact"))
+    return float((own / exact).mean())
+
+
+def speed_rows() -> list[dict[str, Any]]:
+    return tables.rows("suite/speed") if (FOLDER / "speed.json").exists() else []
+
+
+def speed() -> str:
+    """A line a task, world and link: times the fp32 step's speed, by method."""
+    rows = speed_rows()
+    names = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "exact"))
+    cells = {(r["task"], r["world"], r["links"], r["method"]): r for r in rows}
+    body = []
+    for task, world, links in dict.fromkeys(key[:3] for key in cells):
+        found = [cells.get((task, world, links, name)) for name in names]
+        exact = cells[task, world, links, "exact"]
+        share = exact["compute"][1] / exact["seconds"][1]
+        body.append([task, str(world), links, f"{share:.2f}", *map(ratio_cell, found)])
+    return tables.table(["task", "ranks", "link", "compute's share", *names], body)
+
+
+def ratio_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    low, ratio, high = row["ratio"]
+    return f"{ratio:.2f} ({low:.2f}-{high:.2f})"
+
+
+def draw(folder: Path) -> None:
+    """Quality against bytes, and against samples a second, as GRACE drew them."""
+    runs = done()
+    field = {task: METRICS[task][0] for task in runs}
+    by_bytes = {
+        task: {name: (bytes_share(one, name), one.values(name, field[task])) for name in one.names}
+        for task, one in runs.items()
+    }
+    picture(folder / "quality.png", by_bytes, "bytes a rank sends, to exact's", "log")
+    for world, links in dict.fromkeys((r["world"], r["links"]) for r in speed_rows()):
+        rows = [r for r in speed_rows() if (r["world"], r["links"]) == (world, links)]
+        by_speed = {
+            task: {
+                r["method"]: (r["samples_per_second"], one.values(r["method"], field[task]))
+                for r in rows
+                if r["task"] == task and r["method"] in one.names
+            }
+            for task, one in runs.items()
+        }
+        label = f"samples a second, {world} ranks at {links}"
+        picture(folder / f"speed_{world}_{links}.png", by_speed, label, "linear")
+
+
+def picture(path: Path, points: dict[str, dict[str, Any]], label: str, scale: str) -> None:
+    """One panel a task: each method's metric over seeds at its place."""
+    from matplotlib.figure import Figure
+
+    points = {task: methods for task, methods in points.items() if methods}
+    if not points:
+        return
+    figure = Figure(figsize=(4.2 * len(points), 4.6), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(points)))
+    names = [name for name in METHODS if any(name in methods for methods in points.values())]
+    for axes, (task, methods) in zip(panels, points.items(), strict=True):
+        for i, name in enumerate(names):
+            if name not in methods:
+                continue
+            x, values = methods[name]
+            color = PSUM_COLOR if name == "exact" else COLORS[i % len(COLORS)]
+            deviation = values.std(ddof=1) if len(values) > 1 else 0
+            marker = MARKERS[i % len(MARKERS)]
+            axes.errorbar(x, values.mean(), deviation, fmt=marker, color=color, label=name)
+        axes.set(title=task, xlabel=label, ylabel=METRICS[task][1], xscale=scale)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles = {h.get_label(): h for axes in panels for h in axes.get_legend_handles_labels()[0]}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    print(f"drawn in {path}")
+
+
+TABLES: dict[str, Callable[[], str]] = {"suite_quality": quality, "suite_speed": speed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the pictures there")
+    arguments = parser.parse_args()
+    TEXT.write_text("".join(tables.filled(TEXT.read_text(), TABLES)))
+    if arguments.pictures is not None:
+        draw(arguments.pictures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The methods that the suite compares, as configurations of benchmarks/accuracy/run.py."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "accuracy"))
+
+from configurations import FEEDBACK, MOMENT, Configuration
+
+from cgx_jax import Cast, Quantize
+from cgx_jax.compressors import (
+    DGC,
+    QSGD,
+    BlockTopK,
+    Compressor,
+    Natural,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    ScaledSign,
+    TernGrad,
+    TopK,
+)
+from cgx_jax.transforms import MomentumCorrection
+
+
+@dataclasses.dataclass(frozen=True)
+class UnscaledQSGD(QSGD):
+    """QSGD as feedback is often put around it: without the factor that keeps it bounded."""
+
+    feedback_scale = 1.0
+
+
+def method(compressor: Compressor, memory: Any = None, **options: Any) -> Configuration:
+    return Configuration(lambda _: compressor, memory, **options)
+
+
+METHODS = {
+    "exact": Configuration(),
+    "bf16": method(Cast(jnp.bfloat16)),
+    "4 bits, rotated, SecondMoment": method(Quantize(4, rotation=True), precondition=MOMENT),
+    "TopK 1 %": method(TopK(0.01)),
+    "TopK 1 %, feedback": method(TopK(0.01), FEEDBACK),
+    "DGC 1 %, momentum correction": method(DGC(0.01), MomentumCorrection(0.9), takes_momentum=True),
+    "PowerSGD 4, feedback": method(PowerSGD(4), FEEDBACK),
+    "ScaledSign, feedback": method(ScaledSign(), FEEDBACK),
+    "QSGD, feedback without factor": method(UnscaledQSGD(), FEEDBACK),
+    "QSGD, feedback": method(QSGD(), FEEDBACK),
+    "BlockTopK 5 of 512, feedback": method(BlockTopK(5), FEEDBACK),
+    "4 bits, rotated": method(Quantize(4, rotation=True)),
+    "8 bits": method(Quantize(8)),
+    "DGC 1 %, feedback": method(DGC(0.01), FEEDBACK),
+    "4 bits": method(Quantize(4)),
+    "QSGD": method(QSGD()),
+    "TernGrad": method(TernGrad()),
+    "Natural": method(Natural()),
+    "OneBit, feedback": method(OneBit(), FEEDBACK),
+    "RandomK 1 %, feedback": method(RandomK(0.01), FEEDBACK),
+}

@@ -1,0 +1,323 @@
+"""Times a training step of the suite's tasks by every method, on shaped links (rig.py).
+
+    sudo python benchmarks/suite/speed.py                    # every task, link and world: hours
+    sudo python benchmarks/suite/speed.py --task recommender --cases 2:1gbit --reps 5
+
+A case is RANKS:RATE. The ranks share the task's batch. Every repeat takes one step of each method,
+one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and
+quartiles) over the repeats of the fp32 step's time over the method's in the same repeat. A step is
+split by steps that leave something out, in the same repeat:
+
+    compute   the step without a reduction
+    encode    the first encoding of a rank's gradients by itself, without units
+    decode    the rest of a step in which nothing is sent: adding up, encoding sums, decoding
+    wire      what the step with links takes longer
+
+"bf16, lax.psum" is a sum of 16-bit values as XLA makes it; "bf16" sends 16 bits as bytes. Ranks
+are started by mpiexec and reduce by the "mpi" exchange where it is there, else by "xla". A step in
+which nothing is sent goes by the kernels of "xla".
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "accuracy"))
+
+from configurations import Configuration
+from methods import METHODS
+from models import MODELS
+from run import Trainer
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import SummedCompressor
+from cgx_jax.compressors.buffers import chunk_code, whole_code
+from cgx_jax.exchanges import Mpi, auto, xla
+from cgx_jax.reductions.named import reduction_of
+from cgx_jax.transforms.precondition import WARMUP
+
+BF16_PSUM = "bf16, lax.psum"
+TIMED = [
+    "exact",
+    BF16_PSUM,
+    "bf16",
+    "8 bits",
+    "4 bits, rotated",
+    "4 bits, rotated, SecondMoment",
+    "TopK 1 %, feedback",
+    "BlockTopK 5 of 512, feedback",
+    "DGC 1 %, feedback",
+    "PowerSGD 4, feedback",
+    "ScaledSign, feedback",
+    "QSGD, feedback",
+]
+
+
+class Timed(Trainer):
+    """A training step that sends its gradients and nothing else."""
+
+    check_vma = False  # steps without a reduction end with parameters that differ
+
+    def _mean_loss(self, loss: jax.Array) -> jax.Array:
+        return loss
+
+
+class Computing(Timed):
+    """The step without a reduction."""
+
+    def _reduction(self, configuration: Configuration) -> optax.GradientTransformation:
+        return optax.identity()
+
+
+class HalfPsum(Timed):
+    """The step with `lax.pmean` of gradients in bf16."""
+
+    def _reduction(self, configuration: Configuration) -> optax.GradientTransformation:
+        def update(grads: Any, _: Any) -> Any:
+            means = jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), "data")
+            return jax.tree.map(lambda m, g: m.astype(g.dtype), means, grads)
+
+        return optax.stateless(update)
+
+
+@contextlib.contextmanager
+def unplugged() -> Iterator[None]:
+    """What is traced in here computes all of a reduction and sends nothing."""
+
+    def gather(row: jax.Array, axes: Axes) -> jax.Array:
+        return jnp.broadcast_to(row, (axes.world, *row.shape))
+
+    with (
+        mock.patch.object(jax.lax, "pmean", lambda x, axis_name: x),
+        mock.patch.object(Axes, "sum", lambda self, leaves: list(leaves)),
+        mock.patch.object(Axes, "mean", lambda self, leaves: list(leaves)),
+        mock.patch.object(xla, "scatter", lambda rows, axes: rows),
+        mock.patch.object(xla, "gather", gather),
+    ):
+        yield
+
+
+class Step:
+    """A compiled step of a trainer, which goes on from its own state."""
+
+    def __init__(self, trainer: Trainer, batch: Any) -> None:
+        replicated = NamedSharding(trainer.mesh, P())
+        _, params = trainer.task.initial(0)
+        params = jax.device_put(params, replicated)
+        init = trainer.tx.init
+        split = cgx_jax.state_shardings(jax.eval_shape(init, params), "data", trainer.mesh)
+        self.state = params, jax.jit(init, out_shardings=split)(params)
+        self.batch = jax.device_put(batch, NamedSharding(trainer.mesh, P("data")))
+        self.step = trainer.step.lower(*self.state, self.batch).compile()
+
+    def __call__(self) -> None:
+        *self.state, _ = jax.block_until_ready(self.step(*self.state, self.batch))
+
+
+def encoding(trainer: Trainer, configuration: Configuration, ranks: Ranks) -> Callable[[], Any]:
+    """The first encoding of gradients by the trainer's method; nothing where codes are sums."""
+    _, params = trainer.task.initial(0)
+    policy = trainer.policy or cgx_jax.Identity()
+    plan = cgx_jax.Plan.build(params, policy)
+
+    def encode(x: jax.Array) -> list[jax.Array]:
+        out = [x]
+        for buffer in plan.buffers:
+            coded = plan.coded(buffer)
+            if isinstance(coded[0].compressor, SummedCompressor):
+                continue
+            pairs = [(plan.leaves[leaf.number].path, leaf) for leaf in coded]
+            chunks = reduction_of("speed", None, pairs).shorthand == "scatter_gather"
+            code = chunk_code(coded, ranks.world) if chunks else whole_code(coded)
+            leaves = [jnp.resize(x, leaf.shape) for leaf in coded]
+            rank = jax.lax.axis_index("data")
+            residual = configuration.memory is not None
+            seed = np.zeros(2, np.uint32)
+            rows, residuals = code.encode(seed, rank, leaves, residual=residual, units=())
+            out += [rows, *residuals]
+        return [y[None] for y in out]
+
+    mapped = jax.shard_map(
+        lambda x: encode(x[0]),
+        mesh=trainer.mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    values = max(leaf.size for leaf in plan.leaves)
+    x = jax.device_put(
+        np.zeros((ranks.world, 1), np.float32), NamedSharding(trainer.mesh, P("data"))
+    )
+    x = jax.jit(lambda x: x + jax.random.normal(jax.random.key(0), (ranks.world, values)))(x)
+    compiled = jax.jit(mapped).lower(x).compile()
+    return lambda: jax.block_until_ready(compiled(x))
+
+
+def compare(
+    ranks: Ranks, task: str, names: list[str], exchange: str, reps: int
+) -> list[dict[str, Any]]:
+    """Times a task's step by every method; one row a method."""
+    model = MODELS[task]
+    batch = tuple(x[0] for x in model.batches(1, 0))
+    steps: dict[tuple[str, str], Callable[[], Any]] = {}
+    sent = {}
+
+    for name in names:
+        configuration = METHODS.get(name, METHODS["exact"])
+        kind = HalfPsum if name == BF16_PSUM else Timed
+        policy = configuration.policy and configuration.policy(model.steps)
+        summed = policy is None or isinstance(policy, SummedCompressor)
+        trainer = of_exchange(kind, "xla" if summed else exchange, model, configuration)
+        steps["step", name] = Step(trainer, batch)
+        with unplugged():
+            silent = of_exchange(kind, "xla", model, configuration)
+            steps["silent", name] = Step(silent, batch)
+        steps["encode", name] = encoding(trainer, configuration, ranks)
+        plan = cgx_jax.Plan.build(model.initial(0)[1], policy or cgx_jax.Identity())
+        sent[name] = plan.wire_bytes(ranks.world) // (2 if name == BF16_PSUM else 1)
+        if ranks.first:
+            print(f"  compiled {name}", flush=True)
+    steps["compute", ""] = Step(Computing(model, METHODS["exact"], model.steps), batch)
+    seconds = in_turns(ranks, steps, reps)
+    size = len(batch[0])
+    exact, compute = seconds["step", names[0]], seconds["compute", ""]
+    rows = []
+    for name in names:
+        whole, silent, encode = (seconds[part, name] for part in ("step", "silent", "encode"))
+        rows.append(
+            {
+                "task": task,
+                "method": name,
+                "exchange": exchange,
+                "reps": reps,
+                "batch": size,
+                "seconds": measure.quartiles(whole),
+                "ratio": measure.quartiles(exact / whole),
+                "samples_per_second": size / float(np.median(whole)),
+                "compute": measure.quartiles(compute),
+                "encode": measure.quartiles(encode),
+                "decode": measure.quartiles(silent - compute - encode),
+                "wire": measure.quartiles(whole - silent),
+                "sent_bytes": sent[name],
+            }
+        )
+    return rows
+
+
+def of_exchange(
+    kind: type[Timed], exchange: str, model: Any, configuration: Configuration
+) -> Timed:
+    return type(kind.__name__, (kind,), {"exchange": exchange})(model, configuration, model.steps)
+
+
+def in_turns(ranks: Ranks, steps: dict[Any, Callable[[], Any]], reps: int) -> dict[Any, np.ndarray]:
+    """Seconds of every step, f64[reps], by the slowest rank."""
+    samples = np.empty((reps, len(steps)))
+    for rep in range(-WARMUP - 1, reps):
+        for i, step in enumerate(steps.values()):
+            ranks.barrier()
+            ranks.barrier()  # the first one's stragglers have arrived now
+            start = time.perf_counter()
+            step()
+            if rep >= 0:
+                samples[rep, i] = time.perf_counter() - start
+    slowest = ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+    return dict(zip(steps, slowest.T, strict=True))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--cases",
+        default=",".join(f"{w}:{r}" for w in (2, 4) for r in ("100mbit", "1gbit", "10gbit")),
+        help="(default %(default)s)",
+    )
+    parser.add_argument("--methods", default=";".join(TIMED), help="names separated by ';'")
+    parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if rank_of_process() is None:
+        return launch(arguments)
+    world, rate = arguments.cases.split(":")
+    ranks = Ranks(int(world))
+    exchange = "mpi" if Mpi() in auto.available() else "xla"
+    names = list(dict.fromkeys(["exact", *arguments.methods.split(";")]))
+    rows = []
+    for task in arguments.task:
+        if ranks.first:
+            print(f"{task}: {world} ranks, {rate}, exchange {exchange!r}", flush=True)
+        new = compare(ranks, task, names, exchange, arguments.reps)
+        rows += [row | {"world": int(world), "links": rate} for row in new]
+        if ranks.first:
+            print_rows(new)
+    if ranks.first:
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Runs every task of every case in processes of its own."""
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
+    # A step is the same program on every link: it is compiled once a world.
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        for case in arguments.cases.split(","):
+            world, rate = case.split(":")
+            for task in arguments.task:
+                command = [sys.executable, sys.argv[0], "--task", task, "--cases", case]
+                for name in ("methods", "reps", "json"):
+                    if (value := getattr(arguments, name)) is not None:
+                        command += [f"--{name}", str(value)]
+                if code := rig.run(int(world), rate, command, timeout=3600, mpi=mpi):
+                    return code
+    return 0
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"  {'method':<30} {'step ms':>8}  {'ratio (quartiles)':<18} {'samples/s':>9} "
+        f"{'compute':>8} {'encode':>7} {'decode':>7} {'wire':>8} ms"
+    )
+    for row in rows:
+        low, ratio, high = row["ratio"]
+        parts = [row[part][1] * 1e3 for part in ("compute", "encode", "decode", "wire")]
+        print(
+            f"  {row['method']:<30} {row['seconds'][1] * 1e3:>8.1f}  "
+            f"{f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18} {row['samples_per_second']:>9.0f} "
+            f"{parts[0]:>8.1f} {parts[1]:>7.1f} {parts[2]:>7.1f} {parts[3]:>8.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""`python -m cgx_jax compare`: a user's own training step by several methods, in turns."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cgx_jax import installation
+from cgx_jax.commands.bench import parent, quartiles
+from cgx_jax.commands.tried import ERROR_STEPS, METHODS, Trial
+from cgx_jax.link_timer import LinkTimer, size_text
+from cgx_jax.progress import Progress
+
+EXPLANATION = f"""\
+MODULE has a function that builds your training step around the transformation to try:
+
+    def compare(sync):
+        tx = optax.chain(sync("data", mesh=mesh), optax.adamw(3e-4))
+        ...
+        return step, (params, tx.init(params)), [(x, y)]
+
+`sync` stands where cgx_jax.sync_gradients does and takes the axis and the mesh. Return the step,
+its state and a list of batches, each a tuple. The step is called as step(*state, *batch), and its
+results begin with the new state. It is compiled as in your training.
+
+Every method trains from the state that the function returns, and the methods take turns: one step
+each, behind a barrier; a time is the slowest process's. `ratio` is the median (and quartiles) over
+the steps of exact's time over the method's in the same turn. `sent` is what a rank sends in a step
+by the format's arithmetic. `error` is |mean - exact| / |exact| over the first {ERROR_STEPS} steps,
+which are not timed. With feedback the error of a step is sent later, so a large one costs less than
+it seems. What a method costs in what is learned shows in a long training only: docs/choosing.md.
+"""
+DEFAULT_FUNCTION = "compare"
+
+
+class Refused(ValueError):
+    """What the user named or returned does not fit."""
+
+
+class Built(NamedTuple):
+    """What the user's function returned."""
+
+    step: Callable[..., Any]
+    state: tuple[Any, ...]
+    batches: Sequence[tuple[Any, ...]]
+
+
+def run(
+    target: str,
+    links: LinkTimer,
+    names: Sequence[str],
+    steps: int,
+    *,
+    exchange: str,
+    json_path: Path | None,
+    png_path: Path | None,
+) -> None:
+    """Prints the table and the recommendation, and writes what is asked for, on process 0.
+
+    Raises Refused where the target, or what it returns, does not fit.
+    """
+    build = function_of(target)
+    rows = measure(build, links, names, steps, exchange)
+    if not links.first:
+        return
+    print_rows(rows)
+    print(*recommendation(rows), sep="\n")
+    if json_path is not None:
+        machine = installation.facts() | {"exchange": exchange}
+        document = {"target": target, "machine": machine, "world": links.world, "rows": rows}
+        parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
+    if png_path is not None:
+        from cgx_jax.commands import compare_chart  # matplotlib is an extra
+
+        compare_chart.draw(rows, links.world, parent(png_path))
+        print(f"drawn in {png_path}")
+
+
+def function_of(target: str) -> Callable[..., Any]:
+    """The function that MODULE[:FUNCTION] names."""
+    module_name, _, name = target.partition(":")
+    name = name or DEFAULT_FUNCTION
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the module imports
+        raise Refused(
+            f"compare: there is no module {error.name!r} for {target!r}; run the command in the "
+            "folder that holds it, and write it as in an import: train for train.py."
+        ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = sorted(n for n, x in vars(module).items() if callable(x) and n[0] != "_")
+        raise Refused(
+            f"compare: {module_name} has no function {name!r}; it has {', '.join(there) or 'none'}."
+            f" Write `def {name}(sync)`, or name another: {module_name}:FUNCTION."
+        )
+    return function
+
+
+def measure(
+    build: Callable[..., Any], links: LinkTimer, names: Sequence[str], steps: int, exchange: str
+) -> list[dict[str, Any]]:
+    """Times `steps` steps of every method, in turns; one row a method, exact's first."""
+    progress = Progress("compare", len(names) + steps, links.first)
+    trials, runs = [], []
+    for done, name in enumerate(names):
+        progress.step(done, f"compiling {name}")
+        trial = Trial(METHODS[name], exchange)
+        running = _Running(built(build, trial))
+        for _ in range(ERROR_STEPS):
+            running()
+        if trial.sent_bytes is None:
+            raise Refused(
+                "compare: the step did not call the update of sync(...); put it first in the "
+                "optimizer's chain, and use that optimizer in the step."
+            )
+        trials.append(trial)
+        runs.append(running)
+    samples = np.empty((steps, len(names)))
+    for i, sample in enumerate(samples):
+        progress.step(len(names) + i, f"step {i + 1} of {steps}")
+        for j, running in enumerate(runs):
+            links.barrier()
+            links.barrier()  # the first one's stragglers have arrived now
+            start = time.perf_counter()
+            running()
+            sample[j] = time.perf_counter() - start
+    progress.step(progress.total, "done", last=True)
+    seconds = links.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+    return [
+        {
+            "method": name,
+            "write": METHODS[name].write,
+            "seconds": quartiles(seconds[:, j]),
+            "ratio": quartiles(seconds[:, 0] / seconds[:, j]),
+            "sent_bytes": trials[j].sent_bytes,
+            "error": trials[j].error(runs[j].state),
+        }
+        for j, name in enumerate(names)
+    ]
+
+
+def built(build: Callable[..., Any], trial: Trial) -> Built:
+    """What the user's function returns for one method, checked."""
+    made = build(trial.sync)
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise Refused(
+            f"compare: the function returned {_shown(made)}; return three things: the step, a "
+            "tuple with its state, and a list of batches, each a tuple."
+        )
+    step, state, batches = made
+    if not callable(step):
+        raise Refused(f"compare: the step is {_shown(step)}; return a function, compiled or not.")
+    if not isinstance(state, tuple) or not state:
+        raise Refused(
+            f"compare: the state is {_shown(state)}; return a tuple of what the step takes before "
+            "the batch, such as (params, opt_state)."
+        )
+    batches = list(batches)
+    if not batches or not all(isinstance(batch, tuple) for batch in batches):
+        raise Refused(
+            f"compare: the batches are {_shown(batches)}; return a list of at least one tuple of "
+            "what the step takes after the state, such as [(x, y)]."
+        )
+    if not trial.made:
+        raise Refused(
+            "compare: the function did not call sync; put sync(axis_name, mesh=mesh) where "
+            "cgx_jax.sync_gradients stands in the optimizer's chain."
+        )
+    # A step may donate its state, of which the user's module may hold the only other reference.
+    return Built(step, jax.tree.map(_copied, state), batches)
+
+
+def _copied(x: Any) -> Any:
+    return x.copy() if isinstance(x, jax.Array) else x
+
+
+def _shown(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} of {len(value)}" if isinstance(value, tuple | list | dict) else kind
+
+
+class _Running:
+    """A step with the state that it goes on from."""
+
+    def __init__(self, made: Built) -> None:
+        self.step, self.state, self.batches = made
+        self.calls = 0
+
+    def __call__(self) -> None:
+        batch = self.batches[self.calls % len(self.batches)]
+        self.calls += 1
+        results = jax.block_until_ready(self.step(*self.state, *batch))
+        if len(self.state) == 1 and _same(results, self.state[0]):
+            results = (results,)
+        new = results[: len(self.state)] if isinstance(results, tuple) else ()
+        if not _same(new, self.state):
+            raise Refused(
+                f"compare: the step took a state of {_shown(self.state)} and returned "
+                f"{_shown(results)} that does not begin with one like it; return the new state's "
+                "parts first: params, opt_state, loss."
+            )
+        self.state = new
+
+
+def _same(a: Any, b: Any) -> bool:
+    shape: Any = jax.tree.structure(a)
+    return bool(shape == jax.tree.structure(b))
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """One line a method."""
+    print(
+        f"{'method':<12} {'median ms (quartiles)':<26} {'ratio (quartiles)':<20} {'sent':>9} error"
+    )
+    for row in rows:
+        low, middle, high = (s * 1e3 for s in row["seconds"])
+        slow, ratio, fast = row["ratio"]
+        print(
+            f"{row['method']:<12} {f'{middle:.2f} ({low:.2f}-{high:.2f})':<26} "
+            f"{f'{ratio:.2f} ({slow:.2f}-{fast:.2f})':<20} {size_text(row['sent_bytes']):>9} "
+            f"{row['error']:.4f}",
+            flush=True,
+        )
+
+
+def recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What to write, by the quartiles of `measure`'s rows.
+
+    A method is faster than another where its lower quartile is above the other's upper one; exact's
+    ratio is 1. Of methods that no quartile tells apart, the one with the least error is taken.
+    """
+    faster = [row for row in rows if row["ratio"][0] > 1]
+    if not faster:
+        return [
+            "Keep lax.pmean: no method was faster than exact gradients in three turns of four. "
+            "Sending is too small a part of this step on this link."
+        ]
+    close = [row for row in faster if METHODS[row["method"]].close]
+    lines = []
+    best = _best(close) if close else None
+    if best is not None:
+        lines.append(f"Write {best['write']}: {_said(best)}, and it learns like exact gradients.")
+    level = best["ratio"][2] if best is not None else 1.0
+    if others := [row for row in faster if row not in close and row["ratio"][0] > level]:
+        other = _best(others)
+        lines.append(
+            f"{'Faster still' if best else 'Faster'}: {other['write']}: {_said(other)}. What it "
+            "costs in what is learned, a few steps do not show: see docs/choosing.md, and train "
+            "with it before you rely on it."
+        )
+    return lines
+
+
+def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    fastest = max(rows, key=lambda row: row["ratio"][1])
+    alike = [row for row in rows if row["ratio"][2] >= fastest["ratio"][0]]
+    return min(alike, key=lambda row: row["error"])
+
+
+def _said(row: dict[str, Any]) -> str:
+    low, ratio, high = row["ratio"]
+    return f"{ratio:.2f} ({low:.2f}-{high:.2f}) times as fast a step as exact"

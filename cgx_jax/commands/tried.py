@@ -1,0 +1,151 @@
+"""What `compare` tries, and how a method stands in the user's step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from cgx_jax.compressors import (
+    BlockTopK,
+    Cast,
+    Compressor,
+    Identity,
+    PowerSGD,
+    Quantize,
+    ScaledSign,
+    SummedCompressor,
+    TopK,
+)
+from cgx_jax.core import Options, ways
+from cgx_jax.exchanges import Xla
+from cgx_jax.plan import resolve
+from cgx_jax.transforms import ErrorFeedback, Memory, SecondMoment, SyncState, sync_gradients
+
+if TYPE_CHECKING:
+    import optax
+
+CALLER = "compare"
+ERROR_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """Options of `sync_gradients`, and how a user writes them.
+
+    `close`: trained models were within the spread of exact ones over seeds (docs/choosing.md).
+    """
+
+    write: str
+    compressor: Compressor
+    memory: Memory | None = None
+    precondition: SecondMoment | None = None
+    close: bool = False
+
+
+METHODS = {
+    "exact": Method("lax.pmean", Identity()),
+    "bf16": Method("Cast(jnp.bfloat16)", Cast(jnp.bfloat16), close=True),
+    "8bit": Method("Quantize(8)", Quantize(8), close=True),
+    "4bit": Method("Quantize(4)", Quantize(4)),
+    "4bit-rotated": Method("Quantize(4, rotation=True)", Quantize(4, rotation=True)),
+    "4bit-moment": Method(
+        "Quantize(4, rotation=True), precondition=SecondMoment()",
+        Quantize(4, rotation=True),
+        precondition=SecondMoment(),
+        close=True,
+    ),
+    "topk": Method("TopK(0.01), memory=ErrorFeedback()", TopK(0.01), ErrorFeedback()),
+    "blocktopk": Method("BlockTopK(5), memory=ErrorFeedback()", BlockTopK(5), ErrorFeedback()),
+    "powersgd": Method("PowerSGD(4), memory=ErrorFeedback()", PowerSGD(4), ErrorFeedback()),
+    "sign": Method("ScaledSign(), memory=ErrorFeedback()", ScaledSign(), ErrorFeedback()),
+}
+
+
+class Watched(NamedTuple):
+    """The state of `sync_gradients`, and squares summed over the first steps, f32[] each."""
+
+    sync: SyncState
+    lost: jax.Array  # |mean - exact|²
+    exact: jax.Array  # |exact|²
+
+
+class Trial:
+    """One method in the user's step: `sync` makes its transformation."""
+
+    def __init__(self, method: Method, exchange: str) -> None:
+        # Sums of numbers go by XLA's own collectives.
+        summed = isinstance(method.compressor, SummedCompressor) or method.compressor.lossless
+        self.method, self.exchange = method, Xla.shorthand if summed else exchange
+        self.made = False
+        self.sent_bytes: int | None = None
+
+    def sync(
+        self, axis_name: Any, *, mesh: Mesh | None = None
+    ) -> optax.GradientTransformationExtraArgs:
+        """`sync_gradients` by this method, which looks at the mean's error in its first steps."""
+        import optax
+
+        method = self.method
+        inner = sync_gradients(
+            axis_name,
+            method.compressor,
+            memory=method.memory,
+            precondition=method.precondition,
+            mesh=mesh,
+            exchange=self.exchange,
+        )
+        self.made = True
+
+        def init(params: Any) -> Watched:
+            state = inner.init(params)
+            zero = state.step.astype(jnp.float32)  # placed on the mesh as the state is
+            return Watched(state, zero, zero)
+
+        def update(
+            updates: Any, state: Watched, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, Watched]:
+            options = Options.resolve(CALLER, axis_name, exchange=self.exchange)
+            self.sent_bytes = self._sent_bytes(options, updates)
+            means, after = inner.update(updates, state.sync, params, **extra_args)
+
+            def look() -> tuple[jax.Array, jax.Array]:
+                exact = lax.pmean(updates, axis_name)
+                lost = jax.tree.map(jnp.subtract, means, exact)
+                return state.lost + _square(lost), state.exact + _square(exact)
+
+            # Later steps skip it, so that the exact mean does not count where steps are timed.
+            early = state.sync.step < ERROR_STEPS
+            lost, exact = lax.cond(early, look, lambda: (state.lost, state.exact))
+            return means, Watched(after, lost, exact)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def _sent_bytes(self, options: Options, updates: Any) -> int:
+        """What a rank sends in a step: exact buffers as a ring all-reduce does."""
+        plan = resolve(CALLER, updates, self.method.compressor)
+        in_units = range(len(plan.leaves)) if self.method.precondition is not None else ()
+        exact, total = list(plan.exact), 0
+        for buffer, way in ways(options, plan, in_units).items():
+            if way is None:
+                exact += buffer
+            else:
+                total += way.reduction.bytes_sent(plan.coded(buffer), options.axes.world)
+        nbytes, world = sum(plan.leaves[i].nbytes for i in exact), options.axes.world
+        return total + -(-2 * (world - 1) * nbytes // world)
+
+    def error(self, state: Any) -> float:
+        """The relative error over the first steps, from the training's state."""
+        nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Watched))
+        watched = next(x for x in nodes if isinstance(x, Watched))
+        lost, exact = (float(jnp.ravel(x.addressable_data(0))[0]) for x in watched[1:])
+        return (lost / exact) ** 0.5 if exact else 0.0
+
+
+def _square(tree: Any) -> jax.Array:
+    squares = [jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)]
+    return jnp.stack(squares).sum()

@@ -1,0 +1,48 @@
+"""What `Ring` and `Tree` share: sums that grow from rank to rank, encoded anew on the way."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar
+
+import jax
+
+from cgx_jax import _compat
+from cgx_jax.compressors import Compressor
+from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.compressors.codes import CodedLeaf, folded
+from cgx_jax.reductions.base import Job, PayloadReduction
+
+
+class PartialSums(PayloadReduction):
+    """Rows travel between pairs of ranks, and whoever receives a partial sum adds to it.
+
+    Each row is the payload of `coded(leaves, world)`. What a partial sum loses each time that it
+    is encoded belongs to the residual of the rank or the group of ranks that encode it.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"permute"})
+    adds_decoded: ClassVar[bool] = True
+
+    def unfit(self, compressor: Compressor) -> str | None:
+        if not getattr(compressor, "owner_exact", True):
+            return "it gives every rank the same weight, which partial sums do not"
+        return super().unfit(compressor)
+
+    @abc.abstractmethod
+    def coded(self, leaves: tuple[CodedLeaf, ...], world: int) -> tuple[CodedLeaf, ...]:
+        """The leaves of one row."""
+
+    def row_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        """Bytes of one row."""
+        return whole_code(self.coded(leaves, world)).row_bytes
+
+
+def noise(job: Job, seed: Any, number: Any) -> Any:
+    """The seed of encoding `number`; as it is where no compressor rounds at random."""
+    return folded(seed, number) if any(x.compressor.needs_key for x in job.leaves) else seed
+
+
+def alike(job: Job, rows: jax.Array) -> jax.Array:
+    """`rows`, which every rank of the job holds, typed so under check_vma."""
+    return rows if job.axes.groups is not None else _compat.same_over(rows, job.axes.names)

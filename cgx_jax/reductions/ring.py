@@ -1,0 +1,98 @@
+"""A ring: partial sums of chunks go round and are encoded anew at every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.reductions import shares
+from cgx_jax.reductions.base import Job, Rows, Seeds, largest_error
+from cgx_jax.reductions.partial_sums import PartialSums, alike, noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(PartialSums):
+    """2 (world - 1) hops of one chunk to the next rank; for codes that can be cut into chunks.
+
+    In the first half every rank decodes the partial sum that it receives, adds its own values and
+    encodes the result: a value is encoded `world` times. In the second half the codes of the sums
+    go round unchanged. A rank sends 2 (world - 1) / world of a payload, to one neighbor only.
+    Source: the ring reduction of CGX (Markov et al., Middleware 2022).
+    """
+
+    shorthand: ClassVar[str] = "ring"
+
+    def coded(self, leaves: tuple[CodedLeaf, ...], world: int) -> tuple[CodedLeaf, ...]:
+        return shares.of(leaves, world)
+
+    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        return 2 * (world - 1) * self.row_bytes(leaves, world)
+
+    def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        return world * self.row_bytes(leaves, world)
+
+    def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
+        world = x.shape[0]
+        runs = jnp.stack([shares.cut(row, world) for row in x])  # [rank, chunk, value]
+        # Chunk c starts at rank c.
+        chunks = np.arange(world)
+        total = runs[chunks, chunks]
+        bound = jax.vmap(compressor.error_bound)(total)
+        for hop in range(1, world):
+            total = total + runs[(chunks + hop) % world, chunks]
+            again = jax.vmap(lambda size: largest_error(compressor.error_bound, size))
+            bound = bound + again(jnp.abs(total) + bound)[:, None]
+        return shares.joined(bound, x[0]) / divisor
+
+    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
+        world, rank = job.axes.world, job.axes.rank()
+        code = whole_code(self.coded(job.leaves, world))
+        runs = [shares.cut(x, world) for x in leaves]
+        to_next = [(r, (r + 1) % world) for r in range(world)]
+
+        def encode(hop: Any, values: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            words = noise(job, seeds[0], hop)
+            return code.encode(words, rank, values, residual=job.residual, units=())
+
+        def own(hop: Any) -> list[jax.Array]:
+            """This rank's values of the chunk that it encodes after `hop` hops."""
+            at = (rank - hop) % world
+            return [lax.dynamic_index_in_dim(x, at, keepdims=False) for x in runs]
+
+        def add(payload: jax.Array, hop: Any) -> tuple[jax.Array, list[jax.Array]]:
+            received = job.exchange.permute(job.name, payload, job.axes, to_next)
+            mine = own(hop)
+            before = code.sum(received[None], mine, 1, units=())
+            return encode(hop, [x + y for x, y in zip(before, mine, strict=True)])
+
+        def forward(payload: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+            received = job.exchange.permute(job.name, payload, job.axes, to_next)
+            return received, received
+
+        first, lost = encode(0, own(0))
+        last, later = lax.scan(add, first, jnp.arange(1, world))
+        _, others = lax.scan(forward, last, length=world - 1)
+        # After all hops this rank has the sum of the next rank's chunk; then that of its own comes.
+        place = (rank + 1 - jnp.arange(world)) % world
+        rows = jnp.take(jnp.concatenate([last[None], others]), place, axis=0)
+        residuals = [
+            shares.joined(jnp.take(jnp.concatenate([e[None], es]), (place - 1) % world, axis=0), x)
+            for e, es, x in zip(lost, later, leaves, strict=False)
+        ]
+        return Rows(alike(job, rows), residuals)
+
+    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+        leaves = self.coded(job.leaves, job.axes.world)
+        code = whole_code(leaves)
+        share = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        decode = jax.vmap(lambda row: code.sum(row[None], share, job.divisor, units=()))
+        return [shares.joined(y, x) for y, x in zip(decode(rows), like, strict=True)]

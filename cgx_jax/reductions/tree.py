@@ -1,0 +1,107 @@
+"""A tree: recursive doubling, in which partners exchange the codes of their partial sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.reductions.base import Job, Rows, Seeds, largest_error
+from cgx_jax.reductions.partial_sums import PartialSums, alike, noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree(PartialSums):
+    """log2(world) levels, in which ranks r and r ^ 2^level exchange whole payloads.
+
+    Both decode both payloads and add them in rank order, so that they hold the same partial sum,
+    and encode it with the same noise at the next level: a value is encoded log2(world) times. In a
+    world that is no power of two, the ranks beyond the last one send their payloads to the first
+    ranks before, and get what all others have afterwards. Source: recursive doubling (Thakur et
+    al., IJHPCA 2005).
+    """
+
+    shorthand: ClassVar[str] = "tree"
+    shares_seeds: ClassVar[bool] = True  # groups of ranks encode the same sums to the same bytes
+
+    def coded(self, leaves: tuple[CodedLeaf, ...], world: int) -> tuple[CodedLeaf, ...]:
+        return leaves
+
+    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        """Those of the first rank, which sends the most."""
+        levels, extra = _levels(world)
+        return (levels + (2 if extra else 0)) * self.row_bytes(leaves, world)
+
+    def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        return 2 * self.row_bytes(leaves, world)
+
+    def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
+        levels, extra = _levels(x.shape[0])
+        values, beyond = list(x[: 1 << levels]), list(x[1 << levels :])
+        bounds = [jnp.zeros(x.shape[1:])] * len(values)
+        for i, more in enumerate(beyond):
+            values[i], bounds[i] = values[i] + more, compressor.error_bound(more)
+        for level in range(levels):
+            for i, (value, bound) in enumerate(zip(values, bounds, strict=True)):
+                if level == 0 and i >= extra:  # its own values alone
+                    again = compressor.error_bound(value)
+                else:
+                    again = largest_error(compressor.error_bound, jnp.abs(value) + bound)
+                bounds[i] = bound + again
+            values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+            bounds = [a + b for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+        return bounds[0] / divisor
+
+    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
+        world, rank = job.axes.world, job.axes.rank()
+        levels, extra = _levels(world)
+        inner = 1 << levels
+        code = whole_code(self.coded(job.leaves, world))
+
+        def encode(level: int, values: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            group = rank >> level
+            words = noise(job, noise(job, seeds[0], level), group)
+            return code.encode(words, group, values, residual=job.residual, units=())
+
+        def permute(row: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+            return job.exchange.permute(job.name, row, job.axes, pairs)
+
+        values = list(leaves)
+        if extra:
+            payload, _ = encode(0, values)
+            received = permute(payload, [(inner + r, r) for r in range(extra)])
+            more = code.sum(received[None], values, 1, units=())
+            values = [jnp.where(rank < extra, x + y, x) for x, y in zip(values, more, strict=True)]
+        # The ranks beyond keep their values, and so lose here what they lost on the way.
+        payload, residuals = encode(0, values)
+        for level in range(levels):
+            received = permute(payload, [(r, r ^ (1 << level)) for r in range(inner)])
+            upper = (rank >> level) % 2 == 1
+            both = [jnp.stack(pair) for pair in ((payload, received), (received, payload))]
+            rows = jnp.where(upper, both[1], both[0])
+            if level + 1 < levels:
+                values = code.sum(rows, values, 1, units=())
+                payload, lost = encode(level + 1, values)
+                # The ranks of a group lose the same, and each has an equal part of it.
+                part = jnp.where(rank < inner, 0.5 ** (level + 1), 0)
+                residuals = [e + part * f for e, f in zip(residuals, lost, strict=True)]
+        if extra:
+            last = permute(rows.reshape(-1), [(r, inner + r) for r in range(extra)])
+            rows = jnp.where(rank < inner, rows, last.reshape(rows.shape))
+        return Rows(alike(job, rows), residuals)
+
+    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+        code = whole_code(self.coded(job.leaves, job.axes.world))
+        return code.sum(rows, like, job.divisor, units=())
+
+
+def _levels(world: int) -> tuple[int, int]:
+    """log2 of the largest power of two in `world`, and how many ranks are beyond it."""
+    levels = world.bit_length() - 1
+    return levels, world - (1 << levels)

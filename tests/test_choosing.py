@@ -1,0 +1,24 @@
+"""Figures of docs/choosing.md that follow from formats alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cgx_jax import Identity, Plan, Quantize
+from cgx_jax.compressors import BlockTopK, TopK
+
+VALUES = jax.ShapeDtypeStruct((25_000_000,), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("other", "first"), [(Quantize(4), 15), (Identity(), 113)], ids=["4 bits", "fp32"]
+)
+def test_gathered_top_k_sends_more_from_this_many_ranks_on(other, first):
+    for world, more in ((first - 1, False), (first, True)):
+        sent = [Plan.build(VALUES, c).wire_bytes(world) for c in (TopK(0.01), other)]
+        assert (sent[0] > sent[1]) == more
+
+
+def test_block_top_k_sends_less_than_twice_its_payload_on_any_number_of_ranks():
+    payload = BlockTopK(5).payload_bytes(VALUES.size)
+    assert Plan.build(VALUES, BlockTopK(5)).wire_bytes(1024) < 2.2 * payload

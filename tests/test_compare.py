@@ -1,0 +1,214 @@
+"""`python -m cgx_jax compare`: what it measures, recommends and refuses."""
+
+import dataclasses
+import json
+import socket
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax.commands import compare
+from cgx_jax.commands.tried import METHODS, Method, Trial
+from cgx_jax.link_timer import LinkTimer
+from test_cli import PNG_SIGNATURE, finish, start
+
+PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+
+
+def gradients(world):
+    return jax.random.normal(jax.random.key(0), (world, 64, 65))
+
+
+def training(mesh):
+    """A user's function: gradients that are the batch, under SGD."""
+
+    def build(sync):
+        tx = optax.chain(sync("data", mesh=mesh), optax.sgd(0.1))
+
+        def step(params, state, x):
+            grads = {"w": x[0, :, :64], "b": x[0, :, 64]}
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, 0.0
+
+        state = tx.init(PARAMS)
+        specs = cgx_jax.state_specs(state, "data")
+        mapped = jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P())
+        )
+        batches = [(gradients(mesh.shape["data"]),)]
+        return jax.jit(mapped, donate_argnums=(0, 1)), (PARAMS, state), batches
+
+    return build
+
+
+def test_bytes_and_error_are_those_of_the_step(mesh):
+    links = LinkTimer("compare", mesh, "data")
+    names = ["exact", "4bit", "topk"]
+    rows = compare.measure(training(mesh), links, names, 2, "xla")
+    assert [row["method"] for row in rows] == names
+    for row in rows:
+        plan = cgx_jax.Plan.build(PARAMS, METHODS[row["method"]].compressor)
+        assert row["sent_bytes"] == plan.wire_bytes(8)
+        assert all(s > 0 for s in row["seconds"])
+    # Gradients that stay the same: without feedback every step has the error of one.
+    x = gradients(8)[..., :64]
+    means = jax.jit(
+        jax.shard_map(
+            lambda x: cgx_jax.pmean_compressed(x[0], "data", cgx_jax.Quantize(4), exchange="xla"),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+    )(x)
+    exact = gradients(8).mean(0)
+    lost = np.linalg.norm(means - exact[:, :64]) / np.linalg.norm(exact)
+    assert [row["error"] for row in rows[:2]] == pytest.approx([0, lost], abs=1e-6)
+    assert rows[2]["error"] > 0.5
+
+
+def row(method, low, ratio, high, error):
+    """A row of `measure`, as far as the recommendation reads it."""
+    write = METHODS[method].write
+    return {"method": method, "write": write, "ratio": [low, ratio, high], "error": error}
+
+
+RECOMMENDED = {
+    "nothing clears exact": ([row("8bit", 0.9, 1.3, 1.5, 0.01)], ["Keep lax.pmean"]),
+    "the fastest that learns like exact": (
+        [row("bf16", 1.1, 1.2, 1.3, 0.0), row("8bit", 1.6, 1.7, 1.8, 0.01)],
+        ["Write Quantize(8): 1.70 (1.60-1.80)"],
+    ),
+    "of those not told apart, the least error": (
+        [row("bf16", 1.4, 1.6, 1.7, 0.0), row("8bit", 1.6, 1.7, 1.8, 0.01)],
+        ["Write Cast(jnp.bfloat16)"],
+    ),
+    "what learns worse comes second, where it is faster": (
+        [row("8bit", 1.6, 1.7, 1.8, 0.01), row("topk", 1.9, 2.0, 2.1, 0.9)],
+        ["Write Quantize(8)", "Faster still: TopK(0.01), memory=ErrorFeedback()"],
+    ),
+    "and not where no quartile shows it": (
+        [row("8bit", 1.6, 1.7, 1.8, 0.01), row("topk", 1.7, 2.0, 2.1, 0.9)],
+        ["Write Quantize(8)"],
+    ),
+    "only what learns worse is faster": (
+        [row("8bit", 0.6, 0.7, 0.8, 0.01), row("topk", 1.9, 2.0, 2.1, 0.9)],
+        ["Faster: TopK(0.01)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECOMMENDED)
+def test_a_recommendation_claims_what_quartiles_clear(name):
+    rows, expected = RECOMMENDED[name]
+    lines = compare.recommendation([row("exact", 1.0, 1.0, 1.0, 0.0), *rows])
+    assert len(lines) == len(expected)
+    for line, beginning in zip(lines, expected, strict=True):
+        assert line.startswith(beginning)
+
+
+def test_targets_that_are_not_there_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "here", types.SimpleNamespace(main=print))
+    with pytest.raises(compare.Refused, match=r"no module 'nowhere' for 'nowhere:f'; run"):
+        compare.function_of("nowhere:f")
+    with pytest.raises(compare.Refused, match=r"here has no function 'compare'; it has main\."):
+        compare.function_of("here")
+    assert compare.function_of("here:main") is print
+
+
+RETURNED = {
+    "two things": (lambda sync: (len, ()), "returned tuple of 2; return three things"),
+    "no step": (lambda sync: (1, (0,), [()]), "the step is int"),
+    "a state that is no tuple": (lambda sync: (len, [0], [()]), "the state is list of 1"),
+    "no batch": (lambda sync: (len, (0,), []), "the batches are list of 0"),
+    "batches that are no tuples": (lambda sync: (len, (0,), [0]), "the batches are list of 1"),
+    "sync not called": (lambda sync: (len, (0,), [()]), "did not call sync"),
+    "sync not used": (lambda sync: (lambda s: (s,), (sync("data") and 0,), [()]), "first in the"),
+    "another state": (lambda sync: (lambda s: 1.0, ((sync("data") and 0, 0),), [()]), "begin with"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_the_function_returns_is_checked(name, mesh):
+    build, message = RETURNED[name]
+    with pytest.raises(compare.Refused, match=message):
+        compare.measure(build, LinkTimer("compare", mesh, "data"), ["exact"], 1, "xla")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "exact"])
+def test_what_is_recommended_is_what_was_timed(name):
+    method = METHODS[name]
+    names = vars(cgx_jax) | vars(cgx_jax.compressors) | {"jnp": jnp}
+    names["timed"] = lambda compressor, **options: Method("", compressor, **options)
+    written = eval(f"timed({method.write})", names)
+    assert written == dataclasses.replace(method, write="", close=False)
+
+
+def test_sums_of_numbers_go_by_xla():
+    assert Trial(METHODS["powersgd"], "mpi").exchange == "xla"
+    assert Trial(METHODS["4bit"], "mpi").exchange == "mpi"
+
+
+USERS_MODULE = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.sharding import Mesh, PartitionSpec as P
+import cgx_jax
+
+def build(sync):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    tx = optax.chain(sync("data", mesh=mesh), optax.sgd(0.1))
+
+    def step(params, state):
+        grads = params * (1 + jax.lax.axis_index("data"))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.jit(lambda: jnp.ones((64, 64)))()
+    state = jax.jit(tx.init)(params)
+    specs = cgx_jax.state_specs(state, "data")
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
+    )
+    return jax.jit(step), (params, state), [()]
+"""
+
+
+def test_two_processes_compare_a_users_step(tmp_path):
+    (tmp_path / "users.py").write_text(USERS_MODULE)
+    png, numbers = tmp_path / "new" / "c.png", tmp_path / "c.json"
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    ranks = [
+        start(
+            *("compare", "users:build", "--distributed", "--methods", "4bit", "--steps", 2),
+            *("--json", numbers, "--png", png),
+            OMPI_MCA_orte_hnp_uri="4096.0;tcp://127.0.0.1:1",
+            OMPI_COMM_WORLD_SIZE="2",
+            OMPI_COMM_WORLD_RANK=str(rank),
+            OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+            JAX_PLATFORMS="cpu",
+            PYTHONPATH=str(tmp_path),
+        )
+        for rank in range(2)
+    ]
+    (code, first, error), (_, second, _) = map(finish, ranks)
+    assert code == 0, error
+    printed, by_second = (
+        [line.split()[0] for line in out.splitlines() if not line.startswith("[Gloo]")]
+        for out in (first, second)
+    )
+    assert printed[:3] == ["method", "exact", "4bit"]
+    assert by_second == []
+    assert "compare [########################] done" in error
+    rows = json.loads(numbers.read_text())["rows"]
+    plan = cgx_jax.Plan.build({"x": jnp.ones((64, 64))}, cgx_jax.Quantize(4))
+    assert rows[1]["sent_bytes"] == plan.wire_bytes(2)
+    assert png.read_bytes().startswith(PNG_SIGNATURE)
