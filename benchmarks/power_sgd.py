@@ -77,20 +77,18 @@ class Step:
         )
         self.state = tx.init([x[0] for x in leaves])
         specs = cgx_jax.state_specs(self.state, "ranks")
-        # The state first: XLA gives a donated memory to the first result of its size, and to the
-        # means it would have to copy the memory.
         self.step = jax.jit(
             jax.shard_map(
-                lambda xs, s: tx.update([x[0] for x in xs], s)[::-1],
+                lambda xs, s: tx.update([x[0] for x in xs], s),
                 mesh=ranks.mesh,
                 in_specs=(P("ranks"), specs),
-                out_specs=(specs, P()),
+                out_specs=(P(), specs),
             ),
             donate_argnums=1,
         )
 
     def __call__(self, leaves: list[jax.Array]) -> jax.Array:
-        self.state, means = self.step(leaves, self.state)
+        means, self.state = self.step(leaves, self.state)
         return means[-1]
 
 

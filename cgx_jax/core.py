@@ -83,15 +83,11 @@ class Way(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """One entry per leaf; residuals are None for exact leaves and where not asked for.
-
-    `own` is what came through of a leaf, fp32, where the reduction knows it, and None elsewhere.
-    """
+    """One entry per leaf; residuals are None for exact leaves and where not asked for."""
 
     values: list[Any]
     residuals: list[Any]
     states: list[Any]
-    own: list[Any]
 
 
 def ways(
@@ -228,8 +224,7 @@ def reduce_leaves(
     in_units = {i for i, unit in enumerate(units or ()) if unit is not None}
     by_buffer = ways(options, plan, in_units)
     taken = {b: way for b, way in by_buffer.items() if way is not None}
-    none = [None] * len(leaves)
-    out = Sums(list(leaves), list(none), list(states or [()] * len(leaves)), list(none))
+    out = Sums(list(leaves), [None] * len(leaves), list(states or [()] * len(leaves)))
     lossy = sorted(i for buffer in taken for i in buffer)
     exact = [i for i in range(len(leaves)) if i not in set(lossy)]
     if exact:
@@ -265,7 +260,6 @@ def reduce_leaves(
                     out.values[i] = reduced.sums[n]
                     out.states[i] = reduced.states[n]
                     out.residuals[i] = reduced.residuals[n] if residual else None
-                    out.own[i] = reduced.own[n] if reduced.own else None
     return out
 
 
@@ -278,12 +272,11 @@ def _reduce_buffer(
 ) -> Reduced:
     reduction, job = call
     plain = [_compat.plain(x) for x in leaves]
-    sums, residuals, after, own = reduction.run(job, seeds, plain, units, states)
+    sums, residuals, after = reduction.run(job, seeds, plain, units, states)
     debug.compare(job.name, job.axes, sums)
     typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
     kept = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=False)]
-    own = [_compat.typed_like(y, x) for y, x in zip(own, leaves, strict=False)]
-    return Reduced(typed, kept, after, own)
+    return Reduced(typed, kept, after)
 
 
 @_reduce_buffer.defjvp
@@ -292,7 +285,7 @@ def _reduce_buffer_jvp(call: tuple[Reduction, Job], primals: Any, tangents: Any)
     reduced = _reduce_buffer(call, *primals)
     leaves = list(tangents[1])
     exact = job.axes.mean(leaves) if job.divisor != 1 else job.axes.sum(leaves)
-    none = jax.tree.map(_no_tangent, (reduced.residuals, reduced.states, reduced.own))
+    none = jax.tree.map(_no_tangent, (reduced.residuals, reduced.states))
     return reduced, Reduced(list(exact), *none)
 
 

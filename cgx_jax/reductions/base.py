@@ -39,14 +39,12 @@ class Reduced(NamedTuple):
     """The sums, alike on all ranks; where asked what this rank's part of them lost; new states.
 
     The ranks' sum minus `sums` times the divisor is the sum of the ranks' `residuals`, up to the
-    rounding of the leaves' dtypes. A reduction that knows what came through of each leaf returns
-    that as `own` too, fp32: the caller may then subtract it where XLA can do so in place.
+    rounding of the leaves' dtypes.
     """
 
     sums: list[jax.Array]
     residuals: list[jax.Array]
     states: list[Any]
-    own: Sequence[jax.Array] = ()
 
 
 class Reduction(abc.ABC):

@@ -55,7 +55,7 @@ class SumRounds(Reduction):
             leaf.compressor.rounds(x, state, key=leaf_key(leaf, seeds[0]), world=job.axes.world)
             for leaf, x, state in zip(job.leaves, values, states, strict=True)
         ]
-        sums, residuals, own = [], [], []
+        sums, residuals = [], []
         ends = _in_step(job.axes, running)
         for i, (end, x, value) in enumerate(zip(ends, leaves, values, strict=True)):
             unit = unit_of(units, i)
@@ -63,11 +63,9 @@ class SumRounds(Reduction):
             total = end.total if job.divisor == 1 else end.total / np.float32(job.divisor)
             sums.append(outside.decoded(total.reshape(x.shape), unit, x.dtype))
             if job.residual:
-                part = end.own.reshape(x.shape)
-                lost = outside.multiply(value - part, unit, outside.OUT)
-                residuals.append(lost.astype(x.dtype))
-                own.append(outside.multiply(part, unit, outside.OUT))
-        return Reduced(sums, residuals, [end.state for end in ends], own)
+                lost = value - end.own.reshape(x.shape)
+                residuals.append(outside.multiply(lost, unit, outside.OUT).astype(x.dtype))
+        return Reduced(sums, residuals, [end.state for end in ends])
 
 
 def _check_alike(job: Job, compressor: Any, total: jax.Array) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -221,37 +220,31 @@ class _Feedback:
         """The means of what is sent, the memory after it, and the counts of what had no room."""
         plan = self.mean.plan
         factors = [c.feedback_scale or 1.0 for c in plan.compressors]
-        old = by_leaf(state.memory, len(leaves))
-        # In the memory's shape, a row of one rank: where all that follows keeps that shape, XLA
-        # writes over a donated memory instead of copying it first.
-        compensate = jax.vmap(self.memory.compensate, in_axes=(0, 0, None))
-        both = [compensate(x[None], rows, state.step) for x, rows in zip(leaves, old, strict=True)]
-        sent = [x[0] for x, _ in both]
-        sums = self.mean(sent, residual=True)
+        old = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
+        both = [self.memory.compensate(x, s, state.step) for x, s in zip(leaves, old, strict=True)]
+        sums = self.mean([x for x, _ in both], residual=True)
         means = sums.values
         for i, number in enumerate(factors):
             if sums.residuals[i] is not None and number != 1:
-                means[i] *= jnp.asarray(number, sent[i].dtype)
+                means[i] *= jnp.asarray(number, leaves[i].dtype)
         # A skipped step never happened: what it would have sent is neither lost nor remembered.
         finite = _finite(means)
         rows, overflow = [], []
         for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
-            residual = _residual(x, sums, i, factors[i])
-            came = _arrived(x, residual, means[i][None])
+            residual = _residual(x, sums.residuals[i], factors[i])
+            came = _arrived(x, residual, means[i])
             wanted = plan.compressors[i].wants(x, came)
             no_room = jnp.int32(0) if wanted is None else (wanted & ~came).sum(dtype=jnp.int32)
-            overflow.append(self._varying(no_room[None]))
+            overflow.append(self._row(no_room))
             selects = plan.compressors[i].selects and sums.residuals[i] is not None
-            arrived = came if selects else None
-            after = zip(
-                jax.vmap(self.memory.remember)(residual, kept, arrived), before, strict=True
-            )
-            rows.append(tuple(_keep(finite, self._varying(new), was) for new, was in after))
+            remembered = self.memory.remember(residual, kept, came if selects else None)
+            after = zip(remembered, before, strict=True)
+            rows.append(tuple(self._row(_keep(finite, new, was)) for new, was in after))
         counts = jax.tree.unflatten(self.mean.treedef, overflow) if state.overflow != () else ()
         return sums, by_tree(rows, self.mean.treedef) or state.memory, counts
 
-    def _varying(self, x: jax.Array) -> jax.Array:
-        return _compat.vary_over(x, self.mean.options.axes.varying())
+    def _row(self, x: jax.Array) -> jax.Array:
+        return _compat.vary_over(x[None], self.mean.options.axes.varying())
 
 
 def _choices(plans: list[Plan]) -> Choices:
@@ -271,14 +264,10 @@ def _require_bounded(plan: Plan, choices: Choices) -> None:
                 )
 
 
-def _residual(sent: jax.Array, sums: Sums, i: int, factor: float) -> jax.Array:
-    """What leaf `i`, as it was `sent`, lost where `factor` of what comes back counts."""
-    if sums.residuals[i] is None:
+def _residual(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.Array:
+    """What a rank lost of what it `sent`, where `factor` of what comes back counts."""
+    if lost is None:
         return jnp.zeros_like(sent)
-    if sums.own[i] is not None:
-        wide = sent.astype(jnp.float32)
-        return (wide - np.float32(factor) * sums.own[i][None]).astype(sent.dtype)
-    lost = sums.residuals[i][None]
     return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
 
 
