@@ -8,6 +8,7 @@
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
+#include "cpu/select.h"
 #include "cpu/worker_pool.h"
 #include "format/layout.h"
 
@@ -29,6 +30,13 @@ struct Timed {
   double divisor;
   Array leaf, out, payload, chunk;
   Array rows, columns;  // of the leaf's units, float32
+};
+
+// A call on one array of a code beside the wire format's: its integers are those of the code.
+struct TimedCode {
+  const char* code;
+  int64_t threads, keep, bucket_size, levels;
+  Array values, out, taken;  // `taken` where values are selected
 };
 
 namespace cgx {
@@ -118,6 +126,79 @@ std::string time_kernel(const Timed& timed, double* seconds) {
   return "there is no kernel " + kernel;
 }
 
+std::string time_code(const TimedCode& timed, double* seconds) {
+  const std::string code = timed.code;
+  const CodeKernels& codes = current_kernels().codes;
+  WorkerPool pool(timed.threads);
+  const float* const x = static_cast<const float*>(timed.values.data);
+  float* const y = static_cast<float*>(timed.values.data);
+  uint8_t* const out = static_cast<uint8_t*>(timed.out.data);
+  int32_t* const at = static_cast<int32_t*>(timed.out.data);
+  float* const taken = static_cast<float*>(timed.taken.data);
+  const int64_t n = timed.values.bytes / sizeof(float), keep = timed.keep;
+  const auto fits = [&](int64_t bytes) { return timed.out.bytes == bytes; };
+  const auto time_runs = [&](int64_t run, auto&& f) {
+    *seconds = seconds_of([&] {
+      split_runs(pool, 1, n, run, [&](int64_t, int64_t from, int64_t to) { f(from, to); });
+    });
+    return "";
+  };
+  if (code == "signs" && fits((n + 7) / 8)) {
+    return time_runs(8, [&](int64_t from, int64_t to) {
+      codes.pack_signs(x + from, to - from, out + from / 8);
+    });
+  }
+  if (code == "decode signs" && fits((n + 7) / 8)) {
+    return time_runs(8, [&](int64_t from, int64_t to) {
+      codes.unpack_signs(out + from / 8, to - from, n > kNontemporalValues, y + from);
+    });
+  }
+  const bool selected = fits(keep * 4) && timed.taken.bytes == keep * 4 && keep > 0 && keep <= n;
+  if (code == "largest" && selected) {
+    *seconds = seconds_of([&] { largest(pool, x, n, keep, at, taken); });
+    return "";
+  }
+  if (code == "above a sampled threshold" && selected) {
+    const int32_t places[2] = {static_cast<int32_t>(n / 3), static_cast<int32_t>(n / 2)};
+    constexpr int64_t kStride = 400;
+    const int64_t rank = (keep + kStride - 1) / kStride;
+    *seconds = seconds_of([&] { above_sampled(x, n, keep, places, kStride, rank, at, taken); });
+    return "";
+  }
+  const int64_t bucket = timed.bucket_size;
+  if (bucket < 1 || bucket > kLongestBucket) return "bucket_size is out of range";
+  if (code == "largest of every bucket") {
+    const int64_t buckets = (n + bucket - 1) / bucket, bytes = buckets * keep * 4;
+    if (keep < 1 || keep > bucket || !fits(bytes) || timed.taken.bytes != bytes) {
+      return "keep, out or taken does not fit";
+    }
+    return time_runs(bucket, [&](int64_t from, int64_t to) {
+      codes.largest_of_buckets(x, n, bucket, keep, from / bucket, (to + bucket - 1) / bucket, at,
+                               taken);
+    });
+  }
+  BucketsCall call{Coded::kNatural, x, n, kKey, out, nullptr, timed.bucket_size, timed.levels};
+  if (code == "natural") {
+    call.width = 8;
+  } else if (code == "ternary") {
+    call.coded = Coded::kTernary;
+  } else if (code == "qsgd" || code == "qsgd of the largest") {
+    call.coded = Coded::kSteps;
+    call.l2 = code == "qsgd";
+    while (2 * call.levels >> call.width != 0) ++call.width;
+  } else {
+    return "there is no code " + code + " of these sizes";
+  }
+  const int64_t packed = call.width == 0 ? (n + 4) / 5 : (n * call.width + 7) / 8;
+  const int64_t scales = code == "natural" ? 0 : (n + call.bucket_size - 1) / call.bucket_size;
+  if (!fits(packed + 4 * scales)) {
+    return "out does not fit";
+  }
+  call.scales = out + packed;
+  *seconds = seconds_of([&] { encode_buckets(pool, 1, [&](int64_t) { return call; }); });
+  return "";
+}
+
 }  // namespace
 }  // namespace cgx
 
@@ -125,6 +206,12 @@ std::string time_kernel(const Timed& timed, double* seconds) {
 CGX_EXPORT const char* cgx_time_kernel(const Timed* timed, double* seconds) {
   thread_local std::string error;
   error = cgx::time_kernel(*timed, seconds);
+  return error.empty() ? nullptr : error.c_str();
+}
+
+CGX_EXPORT const char* cgx_time_code(const TimedCode* timed, double* seconds) {
+  thread_local std::string error;
+  error = cgx::time_code(*timed, seconds);
   return error.empty() ? nullptr : error.c_str();
 }
 

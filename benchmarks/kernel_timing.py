@@ -31,6 +31,14 @@ class _Timed(ctypes.Structure):
     ]
 
 
+class _TimedCode(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("threads", "keep", "bucket_size", "levels")),
+        *((name, _Array) for name in ("values", "out", "taken")),
+    ]
+
+
 def _array(x: np.ndarray) -> _Array:
     assert x.flags.c_contiguous
     return _Array(x.ctypes.data, x.nbytes)
@@ -47,6 +55,7 @@ class Kernels:
             raise FileNotFoundError(f"no libcgx_timing in {build}; build it with\n{__doc__}")
         self.library = ctypes.CDLL(os.fspath(path))
         self.library.cgx_time_kernel.restype = ctypes.c_char_p
+        self.library.cgx_time_code.restype = ctypes.c_char_p
         self.library.cgx_time_copy.restype = ctypes.c_double
         self.library.cgx_isa.restype = ctypes.c_char_p
         self.library.cgx_set_isa.restype = ctypes.c_bool
@@ -98,6 +107,27 @@ class Kernels:
         timed = _Timed(kernel.encode(), *integers, divisor, *arrays)
         seconds = ctypes.c_double()
         error = self.library.cgx_time_kernel(ctypes.byref(timed), ctypes.byref(seconds))
+        if error is not None:
+            raise ValueError(error.decode())
+        return seconds.value
+
+    def time_code(
+        self,
+        code: str,
+        values: np.ndarray,
+        out: np.ndarray,
+        taken: np.ndarray = NONE,
+        *,
+        threads: int = 1,
+        keep: int = 0,
+        bucket_size: int = 512,
+        levels: int = 0,
+    ) -> float:
+        """Seconds of one call of a code beside the wire format's, with key (1, 2)."""
+        arrays = (_array(x) for x in (values, out, taken))
+        timed = _TimedCode(code.encode(), threads, keep, bucket_size, levels, *arrays)
+        seconds = ctypes.c_double()
+        error = self.library.cgx_time_code(ctypes.byref(timed), ctypes.byref(seconds))
         if error is not None:
             raise ValueError(error.decode())
         return seconds.value

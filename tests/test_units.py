@@ -281,7 +281,7 @@ def test_the_fallback_knows_units_too(mesh, monkeypatch):
         plain, around = calls[primitive.name.removeprefix("cgx_")]
         return around(Plain(plain), *operands, **params)
 
-    monkeypatch.setattr(primitives, "_bind", bind)
+    monkeypatch.setattr(primitives, "bind", bind)
     got = reduce(mesh, plan, tree, units, residual=True, check_vma=False)
     scale = jax.tree.map(lambda a: np.abs(a).max(), want)
     jax.tree.map(

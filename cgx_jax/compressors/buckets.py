@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from cgx_jax.kernels.reference import random_bits
 
 BUCKET = 512
+_TINY = np.float32(np.finfo(np.float32).tiny)
 
 
 def split(x: Any, size: int) -> jax.Array:
@@ -36,24 +38,64 @@ def filled(size: int, bucket: int) -> np.ndarray:
     return (np.arange(count(size, bucket) * bucket) < size).reshape(-1, bucket)
 
 
-def share(rows: jax.Array, scale: jax.Array) -> jax.Array:
-    """`rows` over a positive scale each; 0 where it is 0 or NaN.
+def share(rows: jax.Array, scale: jax.Array, top: float = 1) -> jax.Array:
+    """`rows` over a positive scale each, times `top`; 0 where the scale is 0 or NaN.
 
-    XLA multiplies by the inverse, and that of a large scale is no normal number.
+    By the inverse, as XLA divides, but the same everywhere: that of a large scale is no normal
+    number, and what is below the normal numbers is 0 on some processors.
     """
     down = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-64), np.float32(1))
-    return jnp.where(scale > 0, (rows * down) / (scale * down), 0)
+    here = scale >= _TINY
+    factor = jnp.where(here, np.float32(top) / (scale * down), 0)
+    return jnp.where(here, normal(rows) * down * factor, 0)
+
+
+def normal(x: jax.Array) -> jax.Array:
+    """`x`, with 0 for what is below fp32's normal numbers."""
+    return jnp.where(jnp.abs(x) < _TINY, 0, x)
+
+
+def largest(rows: jax.Array) -> jax.Array:
+    """Each row's largest magnitude, NaN where one is not finite, 0 below normal: fp32[rows, 1].
+
+    By the bits, since XLA's maximum may drop a NaN.
+    """
+    bits = lax.bitcast_convert_type(rows, jnp.int32) & np.int32(0x7FFFFFFF)
+    most = bits.max(axis=1, keepdims=True)
+    value = jnp.where(most < _TINY.view(np.int32), 0, lax.bitcast_convert_type(most, jnp.float32))
+    return jnp.where(most >= np.int32(0x7F800000), np.float32(np.nan), value)
+
+
+def row_sums(rows: jax.Array) -> jax.Array:
+    """Sums of fp32[k, n], none of them negative, in an order that kernels follow: fp32[k, 1].
+
+    Rows are filled up to a power of two, and their second half is added to the first until one
+    value is left.
+    """
+    half = 1 << (rows.shape[1] - 1).bit_length()
+    rows = jnp.pad(rows, ((0, 0), (0, half - rows.shape[1])))
+    while half > 1:
+        half //= 2
+        # The maximum changes nothing but keeps XLA from rounding a product and the sum as one.
+        rows = jnp.maximum(rows, 0)
+        rows = rows[:, :half] + rows[:, half:]
+    return rows
+
+
+def words(key: Any) -> jax.Array:
+    """What noise is drawn from: uint32[2]."""
+    return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def noise(key: Any, rows: int, columns: int) -> jax.Array:
     """Uniform numbers in [0, 1) of 24 bits, fp32[rows, columns]."""
-    return (noise_bits(key, rows, columns) >> 8).astype(jnp.float32) * np.float32(2**-24)
+    return uniform(words(key), rows, columns)
 
 
-def noise_bits(key: Any, rows: int, columns: int) -> jax.Array:
-    """uint32[rows, columns], by the generator of the native kernels."""
-    words = jax.random.bits(key, (2,), jnp.uint32)
-    return random_bits(words, 0, 0, rows, columns)
+def uniform(words: jax.Array, rows: int, columns: int) -> jax.Array:
+    """`noise` of words, by the generator of the native kernels."""
+    bits = random_bits(words, 0, 0, rows, columns)
+    return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
 def rounded(bound: jax.Array, x: Any) -> jax.Array:

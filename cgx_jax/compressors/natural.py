@@ -14,6 +14,8 @@ from jax import lax
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import size_of
+from cgx_jax.kernels import codes
+from cgx_jax.kernels.reference import random_bits
 
 LOWEST = -94  # the exponent of code 1
 LARGEST = 126  # the last code that is a power of two
@@ -57,21 +59,25 @@ class Natural(PayloadCompressor):
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         buckets.require_key(self, key)
-        x = jnp.asarray(x)
-        rows = lax.bitcast_convert_type(buckets.split(x, buckets.BUCKET), jnp.uint32)
-        noise = buckets.noise_bits(key, *rows.shape)
-        magnitude = rows & np.uint32(0x7FFFFFFF)
-        # The mantissa is the probability of the next power: adding noise carries into the exponent.
-        power = ((magnitude + (noise >> 9)) >> 23).astype(jnp.int32) - _BEFORE
-        lowest = np.float32(2.0**LOWEST)
-        share = lax.bitcast_convert_type(magnitude, jnp.float32) / lowest
-        small = ((noise >> 8).astype(jnp.float32) * np.float32(2**-24) < share).astype(jnp.int32)
-        code = jnp.where(share < 1, small, jnp.minimum(power, LARGEST + 1)).astype(jnp.uint32)
-        code = jnp.where(magnitude >> 23 == 255, np.uint32(LARGEST + 1), code)
-        return (code | ((rows >> 31) << 7)).astype(jnp.uint8).reshape(-1)[: x.size]
+        flat = jnp.ravel(x).astype(jnp.float32)
+        return codes.call("cgx_natural", _encode, buckets.words(key), flat)[0]
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         code = payload.astype(jnp.uint32) & np.uint32(127)
         power = lax.bitcast_convert_type((code + np.uint32(_BEFORE)) << 23, jnp.float32)
         power = jnp.where(code == 0, 0, jnp.where(code > LARGEST, np.float32(np.nan), power))
         return jnp.where(payload >= 128, -power, power).reshape(shape).astype(dtype)
+
+
+def _encode(words: jax.Array, x: jax.Array) -> list[jax.Array]:
+    rows = lax.bitcast_convert_type(buckets.split(x, buckets.BUCKET), jnp.uint32)
+    noise = random_bits(words, 0, 0, *rows.shape)
+    magnitude = rows & np.uint32(0x7FFFFFFF)
+    # The mantissa is the probability of the next power: adding noise carries into the exponent.
+    power = ((magnitude + (noise >> 9)) >> 23).astype(jnp.int32) - _BEFORE
+    share = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0**-LOWEST)
+    uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
+    small = (share + uniform >= 1).astype(jnp.int32)
+    code = jnp.where(share < 1, small, jnp.minimum(power, LARGEST + 1)).astype(jnp.uint32)
+    code = jnp.where(magnitude >> 23 == 255, np.uint32(LARGEST + 1), code)
+    return [(code | ((rows >> 31) << 7)).astype(jnp.uint8).reshape(-1)[: x.size]]

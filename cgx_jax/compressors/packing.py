@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cgx_jax.kernels import codes
+
 _POWERS = np.array([[1, 3, 9, 27, 81]], np.uint8)
 
 
@@ -71,6 +73,27 @@ def unpack(payload: jax.Array, bits: int, count: int) -> jax.Array:
                 code |= groups[:, byte] >> shift if shift >= 0 else groups[:, byte] << -shift
         columns.append(code & np.uint32(2**bits - 1))
     return jnp.stack(columns, axis=1).reshape(-1)[:count]
+
+
+def pack_signs(x: jax.Array) -> jax.Array:
+    """fp32[n] to u8[ceil(n / 8)]: bits that say x >= 0, the first the lowest of byte 0."""
+    return codes.call("cgx_pack_signs", _pack_signs, x)[0]
+
+
+def _pack_signs(x: jax.Array) -> list[jax.Array]:
+    # By the bits, since a comparison takes numbers below 2^-126 for 0 on some processors.
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    least, infinity = np.int32(-(2**31)), np.int32(0x7F800000)
+    return [pack((((bits >= 0) & (bits <= infinity)) | (bits == least)).astype(jnp.uint32), 1)]
+
+
+def unpack_signs(payload: jax.Array, count: int) -> jax.Array:
+    """The inverse of `pack_signs`: fp32[count] of 1 and -1."""
+    return codes.call("cgx_unpack_signs", _unpack_signs, payload, count=count)[0]
+
+
+def _unpack_signs(payload: jax.Array, *, count: int) -> list[jax.Array]:
+    return [2 * unpack(payload, 1, count).astype(jnp.float32) - 1]
 
 
 def pack_trits(codes: jax.Array) -> jax.Array:

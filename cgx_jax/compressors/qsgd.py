@@ -21,6 +21,7 @@ from cgx_jax.compressors.packing import (
     to_bytes,
     unpack,
 )
+from cgx_jax.kernels import codes
 
 NORMS = ("l2", "max")
 
@@ -79,45 +80,55 @@ class QSGD(PayloadCompressor):
         n = size_of(shape)
         return 8 * (packed_bytes(n, self.width) + 4 * buckets.count(n, self.bucket_size))
 
-    def _norm(self, rows: jax.Array) -> jax.Array:
-        norm = jnp.abs(rows).max(axis=1, keepdims=True)
-        if self.norm == "l2":
-            norm = l2_norm(rows)
-        return jnp.where(jnp.isfinite(norm), norm, np.float32(np.nan))
-
     def error_bound(self, x: Any) -> jax.Array:
         rows = buckets.split(x, self.bucket_size)
-        each = self._norm(rows) * (1 / self.levels + 2.0**-18)
+        each = _norm(rows, self.norm == "l2") * (1 / self.levels + 2.0**-18)
         like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
         bound = buckets.join(jnp.broadcast_to(each, rows.shape), like)
         return buckets.rounded(jnp.where(jnp.isnan(bound), jnp.inf, bound), x)
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         buckets.require_key(self, key)
-        x = jnp.asarray(x)
-        rows = buckets.split(x, self.bucket_size)
-        norm = self._norm(rows)
-        steps = buckets.share(jnp.abs(rows), norm) * np.float32(self.levels)
-        level = jnp.floor(steps + buckets.noise(key, *rows.shape))
-        level = jnp.minimum(level, np.float32(self.levels))
-        codes = jnp.where(rows < 0, -level, level) + np.float32(self.levels)
-        packed = pack(codes.reshape(-1)[: x.size].astype(jnp.uint32), self.width)
-        return jnp.concatenate([packed, to_bytes(norm)])
+        flat = jnp.ravel(x).astype(jnp.float32)
+        static: dict[str, Any] = {"bucket_size": self.bucket_size, "levels": self.levels}
+        static["l2"] = self.norm == "l2"
+        if self.width > 8 or self.bucket_size > codes.LONGEST_BUCKET:
+            return _encode(buckets.words(key), flat, **static)[0]
+        return codes.call("cgx_qsgd", _encode, buckets.words(key), flat, **static)[0]
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         packed, norms = jnp.split(payload, [packed_bytes(like.size, self.width)])
-        codes = unpack(packed, self.width, like.size).astype(jnp.float32) - np.float32(self.levels)
-        rows = buckets.split(codes, self.bucket_size)
+        levels = unpack(packed, self.width, like.size).astype(jnp.float32) - np.float32(self.levels)
+        rows = buckets.split(levels, self.bucket_size)
         unit = from_bytes(norms, (len(rows), 1), jnp.float32) / np.float32(self.levels)
         return buckets.join(rows * unit, like)
 
 
+def _encode(
+    words: jax.Array, x: jax.Array, *, bucket_size: int, levels: int, l2: bool
+) -> list[jax.Array]:
+    rows = buckets.split(x, bucket_size)
+    norm = _norm(rows, l2)
+    # The maximum changes nothing but keeps XLA from rounding product and sum as one.
+    steps = jnp.maximum(buckets.share(jnp.abs(rows), norm, levels), 0)
+    level = jnp.floor(steps + buckets.uniform(words, *rows.shape))
+    level = jnp.minimum(level, np.float32(levels))
+    codes = jnp.where(rows < 0, -level, level) + np.float32(levels)
+    packed = pack(codes.reshape(-1)[: x.size].astype(jnp.uint32), (2 * levels).bit_length())
+    return [jnp.concatenate([packed, to_bytes(norm)])]
+
+
+def _norm(rows: jax.Array, l2: bool) -> jax.Array:
+    return l2_norm(rows) if l2 else buckets.largest(rows)
+
+
 def l2_norm(rows: jax.Array) -> jax.Array:
-    """Each row's, f32[rows, 1], where squares overflow or vanish too; at most the largest float."""
-    largest = jnp.abs(rows).max(axis=1, keepdims=True)
-    scale = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
-    squares = jnp.square(buckets.share(rows, scale))
-    norm = scale * jnp.sqrt(squares.sum(axis=1, keepdims=True))
-    most = jnp.minimum(norm, np.float32(np.finfo(np.float32).max))
-    return jnp.where(jnp.isfinite(largest), most, largest)
+    """Each row's, f32[rows, 1], where squares overflow or vanish too; at most the largest float.
+
+    NaN where a value is not finite.
+    """
+    scale = buckets.largest(rows)
+    norm = scale * jnp.sqrt(buckets.row_sums(jnp.square(buckets.share(rows, scale))))
+    most = np.float32(np.finfo(np.float32).max)
+    return jnp.where(norm > most, most, norm)

@@ -14,11 +14,12 @@ from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import (
     from_bytes,
     pack,
+    pack_signs,
     pack_trits,
     packed_bytes,
     size_of,
     to_bytes,
-    unpack,
+    unpack_signs,
     unpack_trits,
 )
 
@@ -53,10 +54,10 @@ class SignSGD(_Vote):
         return self if world % 2 else _Verdict()
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
-        return pack((jnp.ravel(x) >= 0).astype(jnp.uint32), 1)
+        return pack_signs(jnp.ravel(x).astype(jnp.float32))
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
-        return _signs(payload, size_of(shape)).reshape(shape).astype(dtype)
+        return unpack_signs(payload, size_of(shape)).reshape(shape).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +142,13 @@ class ScaledSign(_Scaled):
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         x = jnp.asarray(x)
-        signs = pack((jnp.ravel(x) >= 0).astype(jnp.uint32), 1)
+        signs = pack_signs(jnp.ravel(x).astype(jnp.float32))
         return jnp.concatenate([signs, to_bytes(self._scale(x))])
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         signs, scales = jnp.split(payload, [packed_bytes(like.size, 1)])
-        rows = buckets.split(_signs(signs, like.size), self.bucket_size)
+        rows = buckets.split(unpack_signs(signs, like.size), self.bucket_size)
         return buckets.join(rows * from_bytes(scales, (len(rows), 1), jnp.float32), like)
 
 
@@ -183,13 +184,9 @@ class OneBit(_Scaled):
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         bits, means = jnp.split(payload, [packed_bytes(like.size, 1)])
-        positive = buckets.split(_signs(bits, like.size), self.bucket_size) > 0
+        positive = buckets.split(unpack_signs(bits, like.size), self.bucket_size) > 0
         low, high = jnp.split(from_bytes(means, (len(positive), 2), jnp.float32), 2, axis=1)
         return buckets.join(jnp.where(positive, high, low), like)
-
-
-def _signs(payload: jax.Array, count: int) -> jax.Array:
-    return 2 * unpack(payload, 1, count).astype(jnp.float32) - 1
 
 
 def _mean(rows: jax.Array, where: Any) -> jax.Array:

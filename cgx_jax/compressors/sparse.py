@@ -18,6 +18,7 @@ from cgx_jax.compressors.base import PayloadCompressor, Rounds, Summed, SummedCo
 from cgx_jax.compressors.lossless import Identity
 from cgx_jax.compressors.packing import pack, packed_bytes, size_of, unpack
 from cgx_jax.compressors.qsgd import QSGD
+from cgx_jax.kernels import codes
 
 Keep = float | int
 
@@ -49,6 +50,46 @@ def kept(where: str, keep: Keep, size: int) -> int:
 def position_bits(size: int) -> int:
     """Bits of a position among `size` values, or of the one past the end, which is nothing."""
     return max(1, size.bit_length())
+
+
+def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The places, int32[count] in order, of the largest magnitudes of fp32[n], and the values.
+
+    Of equal ones the first are taken; NaN is the largest.
+    """
+    if not count:
+        return jnp.zeros(0, jnp.int32), x[:0]
+    at, taken = codes.call("cgx_largest", _largest, x, count=count)
+    return at, taken
+
+
+def _largest(x: jax.Array, *, count: int) -> list[jax.Array]:
+    at = jnp.sort(lax.top_k(jnp.abs(x), count)[1])
+    return [at, x[at]]
+
+
+def _largest_of_buckets(x: jax.Array, *, keep: int, bucket_size: int) -> list[jax.Array]:
+    rows = buckets.split(x, bucket_size)
+    at = jnp.sort(lax.top_k(jnp.abs(rows), keep)[1], axis=1)
+    return [at.reshape(-1), jnp.take_along_axis(rows, at, axis=1).reshape(-1)]
+
+
+def _above_sampled(
+    x: jax.Array, turns: jax.Array, *, count: int, stride: int, rank: int
+) -> list[jax.Array]:
+    """Places and values, in order, of `count` magnitudes from the `rank`-th of a sample on.
+
+    The sample is every `stride`-th value from turns[0] on; of more than `count` those are taken
+    that come first from turns[1] on, around the end.
+    """
+    n = x.size
+    # Bits are in the order of the magnitudes, NaN above infinity, and know no processor's zero.
+    magnitude = lax.bitcast_convert_type(x, jnp.int32) & np.int32(0x7FFFFFFF)
+    bound = lax.top_k(jnp.roll(magnitude, -turns[0])[::stride], rank)[0][-1]
+    above = jnp.roll(magnitude, -turns[1]) >= bound
+    at = jnp.nonzero(above, size=count, fill_value=n)[0].astype(jnp.int32)
+    at = jnp.sort(jnp.where(at == n, n, (at + turns[1]) % n))
+    return [at, x.at[at].get(mode="fill", fill_value=0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +145,11 @@ class _Positions(_Sparse):
     reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
 
     @abc.abstractmethod
-    def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
-        """int32[count] positions in fp32[n], each once, or n for nothing; in any order."""
+    def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
+        """Positions int32[count] in fp32[n], each once, in order, and the values there.
+
+        n stands for nothing, with the value 0.
+        """
 
     def position_bits(self, size: int) -> int:
         return position_bits(size)
@@ -113,9 +157,7 @@ class _Positions(_Sparse):
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
         keys = (key, key) if key is None else jax.random.split(key)
-        # In order, so that neighbors share a bucket of the values' code and gathers run forward.
-        at = jnp.sort(self.select(flat, self.count(flat.size), keys[0]))
-        taken = flat.at[at].get(mode="fill", fill_value=0)
+        at, taken = self.select(flat, self.count(flat.size), keys[0])
         coded = self.values.encode(taken, key=keys[1] if self.values.needs_key else None)
         return jnp.concatenate([pack(at.astype(jnp.uint32), self.position_bits(flat.size)), coded])
 
@@ -150,8 +192,8 @@ class TopK(_Positions):
     def count(self, size: int) -> int:
         return kept(type(self).__name__, self.keep, size)
 
-    def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
-        return lax.top_k(jnp.abs(x), count)[1]
+    def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
+        return largest(x, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,16 +239,18 @@ class Threshold(_Positions):
     def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
         return jnp.abs(x).astype(jnp.float32) > np.float32(self.threshold)
 
-    def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
-        largest, at = lax.top_k(jnp.abs(x), count)
-        return jnp.where(largest <= np.float32(self.threshold), x.size, at)
+    def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
+        at, taken = largest(x, count)
+        low = jnp.abs(taken) <= np.float32(self.threshold)
+        at, taken = lax.sort([jnp.where(low, x.size, at), jnp.where(low, 0, taken)], num_keys=1)
+        return at, taken
 
 
 @dataclasses.dataclass(frozen=True)
 class DGC(_Positions):
     """About the `keep` largest values: above a threshold that a sample of the leaf gives.
 
-    The sample is every 100th value, 4,096 at least, from a place that the key draws; its quantile
+    The sample is every 400th value, 16,384 at least, from a place that the key draws; its quantile
     is the threshold. Room is for `keep` values: of more, those that come first from another such
     place on are sent, so that none waits forever, and the others stay in the residual. Its memory,
     with momentum correction, is `MomentumCorrection`. Raises ValueError as `TopK` does. Source:
@@ -215,7 +259,8 @@ class DGC(_Positions):
 
     keep: Keep = 0.01
 
-    SAMPLE: ClassVar[int] = 4096
+    SAMPLE: ClassVar[int] = 16384
+    STRIDE: ClassVar[int] = 400
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,22 +278,17 @@ class DGC(_Positions):
         magnitude = jnp.abs(x)
         return magnitude >= magnitude.min(where=arrived, initial=jnp.inf)
 
-    def select(self, x: jax.Array, count: int, key: Any) -> jax.Array:
+    def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
         buckets.require_key(self, key)
         n = x.size
         if not n:
-            return jnp.zeros(0, jnp.int32)
-        magnitude = jnp.abs(x)
-        stride = max(1, min(100, n // self.SAMPLE))
-        places = jax.random.randint(key, (2,), 0, n)
-        seen = jnp.roll(magnitude, -places[0])[::stride]
-        rank = math.ceil(count / n * seen.size)
-        threshold = lax.top_k(seen, rank)[0][-1]
-        # From a random place on, around the end.
-        turned = jnp.roll(magnitude, -places[1])
-        above = ~(turned < threshold)
-        at = jnp.nonzero(above, size=count, fill_value=n)[0].astype(jnp.int32)
-        return jnp.where(at == n, n, (at + places[1]) % n)
+            return jnp.zeros(0, jnp.int32), x
+        stride = max(1, min(self.STRIDE, n // self.SAMPLE))
+        rank = math.ceil(count / n * -(-n // stride))
+        turns = jax.random.randint(key, (2,), 0, n)
+        static = {"count": count, "stride": stride, "rank": rank}
+        at, taken = codes.call("cgx_above_sampled", _above_sampled, x, turns, **static)
+        return at, taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,10 +321,13 @@ class BlockTopK(_Sparse):
         return max(1, (self.bucket_size - 1).bit_length())
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
-        rows = buckets.split(x, self.bucket_size)
-        at = jnp.sort(lax.top_k(jnp.abs(rows), self.keep)[1], axis=1)
-        taken = jnp.take_along_axis(rows, at, axis=1).reshape(-1)
-        packed = pack(at.reshape(-1).astype(jnp.uint32), self.position_bits(x.size))
+        flat = jnp.ravel(x).astype(jnp.float32)
+        static = {"keep": self.keep, "bucket_size": self.bucket_size}
+        if self.bucket_size > codes.LONGEST_BUCKET:
+            at, taken = _largest_of_buckets(flat, **static)
+        else:
+            at, taken = codes.call("cgx_largest_of_buckets", _largest_of_buckets, flat, **static)
+        packed = pack(at.astype(jnp.uint32), self.position_bits(flat.size))
         return jnp.concatenate([packed, self.values.encode(taken, key=key)])
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:

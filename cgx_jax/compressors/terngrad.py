@@ -13,6 +13,7 @@ import numpy as np
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import from_bytes, pack_trits, size_of, to_bytes, unpack_trits
+from cgx_jax.kernels import codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +32,6 @@ class _Ternary(PayloadCompressor):
     @property
     def width(self) -> int:
         return 2
-
-    def _payload(self, rows: jax.Array, scale: jax.Array, keeps: jax.Array, size: int) -> jax.Array:
-        trits = jnp.where(keeps, jnp.where(rows < 0, 0, 2), 1).astype(jnp.uint8)
-        return jnp.concatenate([pack_trits(trits.reshape(-1)[:size]), to_bytes(scale)])
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
@@ -98,16 +95,14 @@ class TernGrad(_Ternary):
     def error_bound(self, x: Any) -> jax.Array:
         value = jnp.asarray(x).astype(jnp.float32)
         ready = self.prepare(value, ())[0] if self.prepares else value
-        bound = self._bound(x, _largest(buckets.split(ready, self.bucket_size)))
+        bound = self._bound(x, buckets.largest(buckets.split(ready, self.bucket_size)))
         return buckets.rounded(bound + jnp.abs(value - ready), x)
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         buckets.require_key(self, key)
-        x = jnp.asarray(x)
-        rows = buckets.split(x, self.bucket_size)
-        scale = _largest(rows)
-        share = buckets.share(jnp.abs(rows), scale)
-        return self._payload(rows, scale, buckets.noise(key, *rows.shape) < share, x.size)
+        flat = jnp.ravel(x).astype(jnp.float32)
+        operands = buckets.words(key), flat
+        return codes.call("cgx_ternary", _encode, *operands, bucket_size=self.bucket_size)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,23 +129,30 @@ class ThreeLC(_Ternary):
 
     def _scale(self, rows: jax.Array) -> jax.Array:
         most = np.float32(np.finfo(np.float32).max)
-        return jnp.minimum(_largest(rows), most / np.float32(2)) * np.float32(self.sparsity)
+        return jnp.minimum(buckets.largest(rows), most / np.float32(2)) * np.float32(self.sparsity)
 
     def error_bound(self, x: Any) -> jax.Array:
         rows = buckets.split(x, self.bucket_size)
-        return buckets.rounded(self._bound(x, _largest(rows)), x)
+        return buckets.rounded(self._bound(x, buckets.largest(rows)), x)
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
         scale = self._scale(rows)
-        return self._payload(rows, scale, jnp.abs(rows) > scale / 2, x.size)
+        return _payload(rows, scale, jnp.abs(rows) > scale / 2, x.size)
 
 
-def _largest(rows: jax.Array) -> jax.Array:
-    """Each row's largest magnitude, NaN where it is not finite: f32[rows, 1]."""
-    largest = jnp.abs(rows).max(axis=1, keepdims=True)
-    return jnp.where(jnp.isfinite(largest), largest, np.float32(np.nan))
+def _encode(words: jax.Array, x: jax.Array, *, bucket_size: int) -> list[jax.Array]:
+    rows = buckets.split(x, bucket_size)
+    scale = buckets.largest(rows)
+    # The maximum changes nothing but keeps XLA from rounding product and sum as one.
+    share = jnp.maximum(buckets.share(jnp.abs(rows), scale), 0)
+    return [_payload(rows, scale, share + buckets.uniform(words, *rows.shape) >= 1, x.size)]
+
+
+def _payload(rows: jax.Array, scale: jax.Array, keeps: jax.Array, size: int) -> jax.Array:
+    trits = jnp.where(keeps, jnp.where(rows < 0, 0, 2), 1).astype(jnp.uint8)
+    return jnp.concatenate([pack_trits(trits.reshape(-1)[:size]), to_bytes(scale)])
 
 
 def _deviation(x: jax.Array) -> jax.Array:

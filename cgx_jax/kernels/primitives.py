@@ -29,7 +29,7 @@ from cgx_jax.wire import Layout
 NO_RANK = -1
 
 
-def _bind(primitive: Primitive, *operands: Any, **params: Any) -> list[jax.Array]:
+def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[jax.Array]:
     """Binds with every operand varying over the same axes, as one kernel call needs."""
     arrays = [jnp.asarray(x) for x in operands]
     axes = frozenset().union(*(_compat.varying_axes(x) for x in arrays))
@@ -73,7 +73,7 @@ def encode(
     """
     layout, factors = with_units(layout, units)
     params = {"layout": layout, "residual": residual, "batch": 1}
-    out = _bind(encode_p, key, jnp.int32(rank), *leaves, *factors, **params)
+    out = bind(encode_p, key, jnp.int32(rank), *leaves, *factors, **params)
     payload = out[0].reshape(layout.world, layout.chunk_bytes)
     return payload, [r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False)]
 
@@ -98,7 +98,7 @@ def reduce(
     _check_payload("reduce", payload, layout.world * layout.chunk_bytes)
     layout, factors = with_units(layout, units)
     params = {"layout": layout, "divisor": float(divisor), "batch": 1}
-    out = _bind(reduce_p, key, rank, payload, *leaves, *residuals, *factors, **params)
+    out = bind(reduce_p, key, rank, payload, *leaves, *residuals, *factors, **params)
     return out[0], [r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True)]
 
 
@@ -110,7 +110,7 @@ def decode(
     shapes = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in like)
     rows = jnp.asarray(payload).reshape(layout.world, layout.chunk_bytes)
     layout, factors = with_units(layout, units)
-    return _bind(decode_p, rows, *factors, layout=layout, shapes=shapes, batch=1)
+    return bind(decode_p, rows, *factors, layout=layout, shapes=shapes, batch=1)
 
 
 def accumulate(
@@ -123,7 +123,7 @@ def accumulate(
     peers = payload.shape[0]
     _check_payload("accumulate", payload, peers * layout.total_bytes)
     params = {"layout": layout, "divisor": float(divisor), "peers": peers, "batch": 1}
-    return _bind(accumulate_p, rank, payload, *leaves, **params)
+    return bind(accumulate_p, rank, payload, *leaves, **params)
 
 
 # --- shapes. A batch of one adds no dimension: a call's results are then the leaves' own shapes.
@@ -259,7 +259,7 @@ def _batch_rule(primitive: Primitive, size: int, args: Any, dims: Any, params: A
     old = params["batch"]
     if old != 1:
         front = [x.reshape(size * old, *x.shape[2:]) for x in front]
-    out = _bind(primitive, *front, **{**params, "batch": size * old})
+    out = bind(primitive, *front, **{**params, "batch": size * old})
     # A total of one adds no dimension to shapes made from parameters: restore both here.
     shapes = [a.shape for a in _unbatched_shapes(primitive, args, dims, params)]
     return [y.reshape(size, *s) for y, s in zip(out, shapes, strict=True)], [0] * len(out)

@@ -17,12 +17,7 @@ constexpr int64_t kMaxGroup = kGroupValues / kTailValues;
 
 // A pass that computes leaves the memory idle, and the processor's own prefetcher stops at pages.
 // So memory is asked for by hand: into L2 far ahead, into L1 one group ahead.
-constexpr int64_t kFarAhead = 32768;
 constexpr int64_t kNearAhead = kGroupValues * 4;
-
-// A call over more values than this does not fit a last-level cache: its results go past the
-// caches, which spares the processor from reading the lines that it is about to overwrite.
-constexpr int64_t kNontemporalValues = 8 << 20;
 
 // Columns of a full bucket of the default size. The loops below are compiled once for it, with
 // every stride known and no edges, and once for any size (kColumns = 0).

@@ -235,8 +235,9 @@ void accumulate(const AccumulateCall& call, int64_t from, int64_t to) {
 
 }  // namespace
 
+extern const CodeKernels kCodes;  // codes.cc
 extern const KernelTable kTable;
-const KernelTable kTable = {CGX_NAME(CGX_ISA), encode, reduce, decode, accumulate};
+const KernelTable kTable = {CGX_NAME(CGX_ISA), encode, reduce, decode, accumulate, kCodes};
 
 }  // namespace CGX_ISA
 }  // namespace cgx

@@ -5,10 +5,15 @@
 
 #include <stdint.h>
 
+#include "cpu/codes.h"
 #include "format/leaves.h"
 #include "format/wire_format.h"
 
 namespace cgx {
+
+// A call over more values than this does not fit a last-level cache: its results go past the
+// caches, which spares the processor from reading the lines that it is about to overwrite.
+constexpr int64_t kNontemporalValues = 8 << 20;
 
 // Every call below works on the records that start in [from, to) of the buffer, so that calls on
 // disjoint ranges may run at once. Bytes past a chunk's end are zero_tails' work. `scratch` holds
@@ -73,6 +78,7 @@ struct KernelTable {
   void (*reduce)(const ReduceCall&, int64_t from, int64_t to);
   void (*decode)(const DecodeCall&, int64_t from, int64_t to);
   void (*accumulate)(const AccumulateCall&, int64_t from, int64_t to);
+  const CodeKernels& codes;
 };
 
 // Builds compiled in and supported by this processor, best first, ended by null.

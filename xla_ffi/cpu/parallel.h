@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <numeric>
 
 #include "cpu/kernels.h"
 
@@ -67,6 +68,29 @@ void split_range(Pool& pool, int64_t batches, int64_t from, int64_t to, int64_t 
     const int64_t piece = task % count;
     f(task / count, from + chunk_cut(piece, to - from, count),
       from + chunk_cut(piece + 1, to - from, count), worker);
+  });
+}
+
+// Cuts each of `batches` arrays of `values` values into pieces of whole runs of `run` values, the
+// last one but for its end, and calls f(batch, from, to) for each.
+template <typename Pool, typename F>
+void split_runs(Pool& pool, int64_t batches, int64_t values, int64_t run, F&& f) {
+  const int64_t runs = (values + run - 1) / run;
+  const int64_t count = std::min(pieces(values), std::max<int64_t>(runs, 1));
+  parallel_for(pool, batches * count, [&](int64_t task, int64_t) {
+    const int64_t piece = task % count;
+    f(task / count, runs * piece / count * run, std::min(values, runs * (piece + 1) / count * run));
+  });
+}
+
+// Encodes `batch` arrays; call(b) is the BucketsCall of one of them.
+template <typename Pool, typename F>
+void encode_buckets(Pool& pool, int64_t batch, F&& call) {
+  const BucketsCall first = call(0);
+  const int64_t whole = first.width == 0 ? 5 : 8;  // codes that make whole bytes
+  const int64_t run = std::lcm(first.bucket_size, whole);
+  split_runs(pool, batch, first.n, run, [&](int64_t b, int64_t from, int64_t to) {
+    current_kernels().codes.encode_buckets(call(b), from, to);
   });
 }
 

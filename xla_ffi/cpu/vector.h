@@ -58,7 +58,8 @@ CGX_HD void store(void* to, const V& v) {
   memcpy(to, &v, sizeof(V));
 }
 
-constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int64_t kLine = 64;         // bytes of a cache line
+constexpr int64_t kFarAhead = 32768;  // bytes
 
 // Asks for kBytes of memory, which need not exist: into L1, or into L2 alone.
 template <int64_t kBytes>

@@ -1,0 +1,80 @@
+"""Codes of one array each as JAX operations: a native call on the CPU, plain jnp elsewhere.
+
+The native call writes the bytes that the jnp function beside it does. A leading batch is part of
+the primitive, so `vmap` stays one call. CUDA runs the jnp functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, xla
+
+from cgx_jax import _compat
+from cgx_jax.kernels import native
+from cgx_jax.kernels.primitives import bind
+
+LONGEST_BUCKET = 4096  # of those whose values a kernel keeps
+
+
+def call(target: str, plain: Callable[..., Any], *operands: Any, **static: int) -> list[jax.Array]:
+    """The results of plain(*operands, **static), a function of jnp, by the handler `target`.
+
+    `plain` is a function of a module and returns a list of arrays. `static` are the handler's
+    attributes too. Operands and results have one dimension each.
+    """
+    rows = [jnp.asarray(x)[None] for x in operands]
+    params = {"target": target, "plain": plain, "static": tuple(sorted(static.items()))}
+    return [y[0] for y in bind(code_p, *rows, **params)]
+
+
+def _shapes(*rows: Any, target: str, plain: Callable[..., Any], static: Any) -> list[Any]:
+    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
+    results = _result_shapes(plain, static, *one)
+    return [
+        _compat.result_aval((rows[0].shape[0], *y.shape), np.dtype(y.dtype), rows[0])
+        for y in results
+    ]
+
+
+@functools.cache
+def _result_shapes(plain: Callable[..., Any], static: Any, *one: Any) -> Any:
+    return jax.eval_shape(functools.partial(plain, **dict(static)), *one)
+
+
+def _jnp(*rows: Any, target: str, plain: Callable[..., Any], static: Any) -> Any:
+    one = functools.partial(plain, **dict(static))
+    if rows[0].shape[0] != 1:
+        return jax.vmap(one)(*rows)
+    return [y[None] for y in one(*(x[0] for x in rows))]
+
+
+def _native(ctx: Any, *rows: Any, target: str, plain: Any, static: Any) -> Any:
+    attributes = {name: np.int64(value) for name, value in static}
+    return jax.ffi.ffi_lowering(target)(ctx, *rows, **attributes)
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    front = [
+        jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x[None], (size, *x.shape))
+        for x, d in zip(args, dims, strict=True)
+    ]
+    out = bind(code_p, *(x.reshape(-1, *x.shape[2:]) for x in front), **params)
+    return [y.reshape(size, -1, *y.shape[1:]) for y in out], [0] * len(out)
+
+
+code_p = Primitive("cgx_code")
+code_p.multiple_results = True
+code_p.def_abstract_eval(_shapes)
+code_p.def_impl(functools.partial(xla.apply_primitive, code_p))
+batching.primitive_batchers[code_p] = _batch
+mlir.register_lowering(code_p, mlir.lower_fun(_jnp, multiple_results=True))
+if native.module() is not None:
+    mlir.register_lowering(code_p, _native, platform="cpu")
