@@ -8,10 +8,12 @@ second thread (where that is small, memory is the limit and not the kernel).
 `#wrong` counts decoded values outside of the stated error bound and payload bytes that differ
 between instruction sets. `units` multiplies each value by one of its own, which is read as well,
 `factored` by those of its row and column. 100 MB of values do not fit the caches; --size 1M shows
-those that do.
+those that do. Codes beside the wire format's, --codes, are of values in buckets of 512; what is
+selected is 1 %, or 5 of every bucket.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +43,19 @@ KERNELS = (
     *("reduce", "reduce rotated", "reduce rotated units", "reduce rotated factored", "accumulate"),
 )
 COLUMNS = 1024  # of factored units
+KEPT = 0.01
+BLOCK_KEPT = 5
+CODES = {  # of one array each: the options of its call, and the bytes of its result by the value
+    "signs": ({}, 1 / 8),
+    "decode signs": ({}, 1 / 8),
+    "natural": ({}, 1),
+    "ternary": ({}, 1 / 5 + 4 / BUCKET),
+    "qsgd": ({"levels": 7}, 1 / 2 + 4 / BUCKET),
+    "qsgd of the largest": ({"levels": 7}, 1 / 2 + 4 / BUCKET),
+    "largest": ({}, 4 * KEPT),
+    "above a sampled threshold": ({}, 4 * KEPT),
+    "largest of every bucket": ({"keep": BLOCK_KEPT}, 4 * BLOCK_KEPT / BUCKET),
+}
 
 
 def aligned(size: int, dtype: Any) -> np.ndarray:
@@ -120,7 +135,59 @@ class Buffers:
         return int((abs(self.out.reshape(-1, BUCKET) - x) > bound[:, None]).sum())
 
 
-def measured(buffers: Buffers, kernel: str, reps: int) -> dict[str, Any]:
+class CodeBuffers:
+    """The operands of the codes beside the wire format's, and the calls on them."""
+
+    def __init__(self, kernels: kernel_timing.Kernels, size: int) -> None:
+        self.kernels = kernels
+        self.values, self.copied = aligned(size, np.float32), aligned(size, np.float32)
+        self.values[:] = np.random.default_rng(0).standard_normal(size, np.float32)
+        self.decoded = aligned(size, np.float32)
+        self.out = {
+            name: aligned(round(each * size), np.uint8) for name, (_, each) in CODES.items()
+        }
+        self.taken = {name: aligned(out.size // 4, np.float32) for name, out in self.out.items()}
+
+    def handled(self, code: str) -> int:
+        """The values that a call is about."""
+        return self.values.size
+
+    def run(self, code: str, threads: int) -> float:
+        """Seconds of one call."""
+        options, _ = CODES[code]
+        values, taken = self.values, kernel_timing.NONE
+        if code == "decode signs":
+            values = self.decoded
+        elif code in ("largest", "above a sampled threshold", "largest of every bucket"):
+            taken = self.taken[code]
+            options = {"keep": taken.size} | options
+        options = options | {"threads": threads, "bucket_size": BUCKET}
+        return self.kernels.time_code(code, values, self.out[code], taken, **options)
+
+    def copy(self, code: str, threads: int) -> float:
+        """Seconds of memcpy of the float32 values."""
+        return self.kernels.time_copy(self.copied, self.values, threads)
+
+
+def code_sweep(
+    kernels: kernel_timing.Kernels, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """One row for each instruction set and code."""
+    size = arguments.size // 4 // (5 * BUCKET) * (5 * BUCKET)
+    buffers = CodeBuffers(kernels, size)
+    first: dict[str, np.ndarray] = {}
+    for isa in arguments.isas.split(",") if arguments.isas else kernels.isas():
+        kernels.set_isa(isa)
+        for code in arguments.codes:
+            row = {"isa": isa, "bits": 0, "kernel": code, "bytes": 4 * size}
+            row |= {"reps": arguments.reps} | measured(buffers, code, arguments.reps)
+            wrong = int(
+                (buffers.out[code] != first.setdefault(code, buffers.out[code].copy())).sum()
+            )
+            yield row | {"wrong": wrong}
+
+
+def measured(buffers: Buffers | CodeBuffers, kernel: str, reps: int) -> dict[str, Any]:
     """Quartiles of the ratios of one kernel; each repeat measures all four times in turn."""
     times = np.empty((reps, 4))
     for rep in range(-1, reps):  # one round of warm-up
@@ -168,7 +235,7 @@ def show(row: dict[str, Any]) -> None:
         return f"{middle:5.2f} ({low:.2f}-{high:.2f})"
 
     print(
-        f"{row['isa']:>8} {row['bits']:>4} {row['kernel']:>20} {row['seconds'] * 1e3:>8.2f}"
+        f"{row['isa']:>8} {row['bits'] or '':>4} {row['kernel']:>25} {row['seconds'] * 1e3:>8.2f}"
         f" {row['algbw'] / 1e9:>6.1f}  {spread('ratio')}  {spread('threads')}"
         f" {row['copy_threads'][1]:5.2f} {row['wrong']:>6}",
         flush=True,
@@ -185,12 +252,16 @@ def main() -> int:
     parser.add_argument("--bits", default="1,2,3,4,5,6,7,8", help="list (default %(default)s)")
     parser.add_argument("--isas", help="list (default: all that this processor has)")
     parser.add_argument("--kernels", default=",".join(KERNELS), help="list (default %(default)s)")
+    parser.add_argument("--codes", default=",".join(CODES), help="list (default %(default)s)")
     parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
     measure.add_json_option(parser)
     arguments = parser.parse_args()
     arguments.size = measure.size_in_bytes(arguments.size)
-    arguments.bits = [int(bits) for bits in arguments.bits.split(",")]
+    arguments.bits = [int(bits) for bits in arguments.bits.split(",") if bits]
     arguments.kernels = arguments.kernels.split(",")
+    arguments.codes = [code for code in arguments.codes.split(",") if code]
+    if unknown := sorted(set(arguments.codes) - set(CODES)):
+        parser.error(f"--codes: {unknown} not among {', '.join(CODES)}")
     if unknown := sorted(set(arguments.kernels) - set(KERNELS)):
         parser.error(f"--kernels: {unknown} not among {', '.join(KERNELS)}")
     try:
@@ -199,11 +270,11 @@ def main() -> int:
         print(f"codec.py: {error}", file=sys.stderr)
         return 1
     print(
-        f"{'isa':>8} bits {'kernel':>20} {'time ms':>8} {'GB/s':>6}  {'ratio to memcpy':<18}"
+        f"{'isa':>8} bits {'kernel':>25} {'time ms':>8} {'GB/s':>6}  {'ratio to memcpy':<18}"
         f" {'1 / 2 threads':<18} copy #wrong"
     )
     rows = []
-    for row in sweep(kernels, arguments):
+    for row in itertools.chain(sweep(kernels, arguments), code_sweep(kernels, arguments)):
         show(row)
         rows.append(row)
     measure.write_json(arguments.json, rows)
