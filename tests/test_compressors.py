@@ -358,6 +358,28 @@ def test_what_is_not_finite_does_not_come_back_finite(name, value):
     assert not np.isfinite(back(c, x)[123])
 
 
+SMALL_BUCKETS = [
+    DynamicTree8(8),
+    NonUniform(3, bucket_size=8),
+    NonUniform(3, "fitted", bucket_size=8),
+    OneBit(8),
+    QSGD(7, bucket_size=8),
+    QSGD(7, "max", bucket_size=8),
+    ScaledSign(8),
+    TernGrad(8, clip=None),
+    ThreeLC(8),
+]
+
+
+@pytest.mark.parametrize("c", SMALL_BUCKETS, ids=str)
+def test_nan_in_any_place_of_a_bucket_comes_back_as_nan(c):
+    """XLA's maximum of a few values drops some."""
+    for i in range(8):
+        x = normal(19, seed=i)
+        x[i] = np.nan
+        assert np.isnan(back(c, x)[i]), i
+
+
 # --- arguments
 
 BAD = {

@@ -50,7 +50,7 @@ class DynamicTree8(PayloadCompressor):
 
     def error_bound(self, x: Any) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-        largest = _largest(buckets.split(x, self.bucket_size))
+        largest = buckets.largest(buckets.split(x, self.bucket_size))
         like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
         shape = (len(largest), self.bucket_size)
         share = np.float32(np.diff(tree()).max() / 2 + 2.0**-20)
@@ -62,7 +62,7 @@ class DynamicTree8(PayloadCompressor):
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
-        largest = _largest(rows)
+        largest = buckets.largest(rows)
         share = buckets.share(jnp.abs(rows), largest)
         table = tree()
         between = ((table[1:] + table[:-1]) / 2).astype(np.float32)
@@ -151,7 +151,7 @@ class NonUniform(PayloadCompressor):
     def error_bound(self, x: Any) -> jax.Array:
         rows = buckets.split(x, self.bucket_size)
         if self._fits:
-            each = jnp.abs(rows) + _largest(rows) * np.float32(2.0**-18)
+            each = jnp.abs(rows) + buckets.largest(rows) * np.float32(2.0**-18)
         else:
             norm = _finite(l2_norm(rows))
             least = np.float32(self._powers()[1])
@@ -169,7 +169,7 @@ class NonUniform(PayloadCompressor):
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
         if self._fits:
-            scale = _largest(rows)
+            scale = buckets.largest(rows)
             share = buckets.share(rows, scale)
             table = _fitted(share, buckets.filled(x.size, self.bucket_size), 2**self.bits)
             code = _nearest(table, share.reshape(-1))
@@ -223,10 +223,6 @@ def _fitted(share: jax.Array, here: np.ndarray, count: int) -> jax.Array:
 def _nearest(table: jax.Array, values: jax.Array) -> jax.Array:
     between = (table[1:] + table[:-1]) / 2
     return jnp.searchsorted(between, values, method="compare_all")
-
-
-def _largest(rows: jax.Array) -> jax.Array:
-    return _finite(jnp.abs(rows).max(axis=1, keepdims=True))
 
 
 def _finite(scale: jax.Array) -> jax.Array:
