@@ -364,7 +364,7 @@ SMALL_BUCKETS = [
     NonUniform(3, "fitted", bucket_size=8),
     OneBit(8),
     QSGD(7, bucket_size=8),
-    QSGD(7, "max", bucket_size=8),
+    QSGD(7, norm="max", bucket_size=8),
     ScaledSign(8),
     TernGrad(8, clip=None),
     ThreeLC(8),
