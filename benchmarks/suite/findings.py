@@ -1,7 +1,7 @@
 """The suite's table and pictures, from benchmarks/results/suite.
 
     python benchmarks/suite/findings.py                       # the tables of docs/choosing.md
-    python benchmarks/suite/findings.py --pictures FOLDER     # and quality.png, speed.png
+    python benchmarks/suite/findings.py --pictures FOLDER     # and the pictures
 
 "Worse by" is in standard deviations of exact over seeds, with the standard error over the seeds
 that a method and exact have both run.
@@ -107,51 +107,57 @@ def ratio_cell(row: dict[str, Any] | None) -> str:
 
 def draw(folder: Path) -> None:
     """Quality against bytes, and against samples a second, as GRACE drew them."""
-    runs = done()
-    field = {task: METRICS[task][0] for task in runs}
+    runs = {task: one for task, one in done().items() if len(one.seeds("exact")) >= ENOUGH}
     by_bytes = {
-        task: {name: (bytes_share(one, name), one.values(name, field[task])) for name in one.names}
-        for task, one in runs.items()
+        task: {name: bytes_share(one, name) for name in one.names} for task, one in runs.items()
     }
-    picture(folder / "quality.png", by_bytes, "bytes a rank sends, to exact's", "log")
+    picture(folder / "quality.png", runs, by_bytes, "bytes a rank sends, to exact's", "log")
     for world, links in dict.fromkeys((r["world"], r["links"]) for r in speed_rows()):
         rows = [r for r in speed_rows() if (r["world"], r["links"]) == (world, links)]
         by_speed = {
             task: {
-                r["method"]: (r["samples_per_second"], one.values(r["method"], field[task]))
+                r["method"]: r["samples_per_second"]
                 for r in rows
                 if r["task"] == task and r["method"] in one.names
             }
             for task, one in runs.items()
         }
         label = f"samples a second, {world} ranks at {links}"
-        picture(folder / f"speed_{world}_{links}.png", by_speed, label, "linear")
+        picture(folder / f"speed_{world}_{links}.png", runs, by_speed, label, "linear")
 
 
-def picture(path: Path, points: dict[str, dict[str, Any]], label: str, scale: str) -> None:
-    """One panel a task: each method's metric over seeds at its place."""
+def picture(
+    path: Path, runs: dict[str, Runs], places: dict[str, dict[str, float]], label: str, scale: str
+) -> None:
+    """One panel a task: how much worse than exact each method learns, best on top, at its place."""
     from matplotlib.figure import Figure
 
-    points = {task: methods for task, methods in points.items() if methods}
-    if not points:
+    if not runs:
         return
-    figure = Figure(figsize=(4.2 * len(points), 4.6), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, len(points)))
-    names = [name for name in METHODS if any(name in methods for methods in points.values())]
-    for axes, (task, methods) in zip(panels, points.items(), strict=True):
-        for i, name in enumerate(names):
-            if name not in methods:
+    figure = Figure(figsize=(max(11, 4.2 * len(runs)), 6), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(runs)))
+    handles = {}
+    for axes, (task, one) in zip(panels, runs.items(), strict=True):
+        deviation = one.values("exact", METRICS[task][0]).std(ddof=1)
+        for i, name in enumerate(METHODS):
+            if name not in places[task]:
                 continue
-            x, values = methods[name]
+            worse = gaps(one, name) / deviation
+            error = worse.std(ddof=1) / len(worse) ** 0.5 if len(worse) > 1 else 0
             color = PSUM_COLOR if name == "exact" else COLORS[i % len(COLORS)]
-            deviation = values.std(ddof=1) if len(values) > 1 else 0
-            marker = MARKERS[i % len(MARKERS)]
-            axes.errorbar(x, values.mean(), deviation, fmt=marker, color=color, label=name)
-        axes.set(title=task, xlabel=label, ylabel=METRICS[task][1], xscale=scale)
+            style = {"fmt": MARKERS[i % len(MARKERS)], "color": color}
+            if len(worse) < ENOUGH:
+                style["markerfacecolor"] = "none"
+            handles[name] = axes.errorbar(places[task][name], worse.mean(), error, **style)
+        axes.set_yscale("symlog", linthresh=1)
+        axes.invert_yaxis()
+        axes.set(title=task, xlabel=label, ylabel="worse by [sd of exact]", xscale=scale)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    handles = {h.get_label(): h for axes in panels for h in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False)
+    note = f"hollow: fewer than {ENOUGH} seeds"
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, title=note
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     print(f"drawn in {path}")
