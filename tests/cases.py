@@ -119,7 +119,10 @@ _QUICK = (
 )
 # Sums that grow from rank to rank are slow to compile.
 _PARTIAL_SUMS = ("ring", "tree")
-_QUICK_PAIRS = {"quantize 4, tree", "stochastic, tree", "natural, ring", "chunked toy, ring"}
+_QUICK_PAIRS = {
+    *("quantize 4, tree", "stochastic, tree", "ternary, not clipped, tree"),
+    *("natural, ring", "chunked toy, ring"),
+}
 
 
 def every(table, *, first_reduction=False):
