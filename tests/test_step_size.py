@@ -187,7 +187,7 @@ def test_steps_are_as_long_along_exact_ones_as_these(bits, clip):
 
 
 # The values that an owner adds up hold codes of few levels, so the sum is not normal.
-OFF_BY = {3: 0.01, 4: 0.005}
+OFF_BY = {3: 0.015, 4: 0.005}
 KNOWN = pytest.mark.parametrize(
     "reduction", [ScatterGather(), GatherSum()], ids=lambda r: r.shorthand
 )
