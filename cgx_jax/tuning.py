@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from cgx_jax import installation
+from cgx_jax import agreement, installation
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.buffers import chunk_code
@@ -157,11 +155,10 @@ def _follow(
     rows: list[Row],
     path: str | os.PathLike[str] | None,
 ) -> Profile:
-    hosts = np.unique(links.gather([zlib.crc32(socket.gethostname().encode())])).size
     largest = [row for row in rows if row.method == "psum"][-1]
     profile = Profile(
         **installation.facts(),
-        hosts=hosts,
+        hosts=agreement.hosts(),
         mpi=installation.mpi_library(),
         world=links.world,
         axis=links.axis,

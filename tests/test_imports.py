@@ -34,6 +34,7 @@ LAYERS = [
     "link_timer",
     "progress",
     "tuning",
+    "tuner",
     "transforms",
     "plain_jit",
     "commands",

@@ -62,6 +62,11 @@ def use_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | N
     return agreed
 
 
+def active() -> Profile | None:
+    """The profile that `exchange="auto"` follows now."""
+    return _active
+
+
 def _load(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
     if source is None:
         return None
