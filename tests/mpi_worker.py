@@ -27,7 +27,7 @@ import cgx_jax
 from cgx_jax import Cast, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.core import Options, ways
-from cgx_jax.exchanges import Auto, Mpi, fused, mpi_rows
+from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
 from cgx_jax.reductions import Levels
 from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_exchange
@@ -362,7 +362,10 @@ def tuned():
     plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Quantize(4))
     (way,) = ways(Options("here", Axes((), None, WORLD), Auto()), plan).values()
     text = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", plan)).lower(place(mesh, x))
-    assert ("cgx_all_reduce_mpi" in text.as_text()) == (way is not None and way.exchange == Mpi())
+    by_mpi = way is not None and way.exchange == profile.engine
+    assert ("cgx_all_reduce_mpi" in text.as_text()) == by_mpi
+    running = {k: v for k, v in mpi.settings().items() if k in mpi.TUNED}
+    assert running == {k: getattr(profile.engine, k) for k in mpi.TUNED}
 
 
 def refused():

@@ -19,6 +19,7 @@ import numpy as np
 
 from cgx_jax import agreement, untrusted
 from cgx_jax.exchanges.base import Exchange
+from cgx_jax.exchanges.mpi import Mpi
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 
@@ -130,7 +131,7 @@ class Auto(Exchange):
         if profile is None:
             return unmeasured(usable, load)
         names = {exchange.shorthand: exchange for exchange in usable}
-        return names.get(fastest(profile, names, load))
+        return _as_measured(profile, names.get(fastest(profile, names, load)))
 
     def one_shot(
         self,
@@ -149,7 +150,7 @@ class Auto(Exchange):
             return None
         names = {exchange.shorthand + ONE_SHOT: exchange for exchange in gathering}
         every = [*names, *(exchange.shorthand for exchange in usable)]
-        return names.get(fastest(profile, every, load))
+        return _as_measured(profile, names.get(fastest(profile, every, load)))
 
     def _follow(self, caller: str, world: int) -> Profile | None:
         profile = _active if self.profile is None else self.profile
@@ -162,6 +163,11 @@ class Auto(Exchange):
                 'ranks, name the exchange (exchange="xla"), or use_profile(None).'
             )
         return profile
+
+
+def _as_measured(profile: Profile, exchange: Exchange | None) -> Exchange | None:
+    """The exchange with the options that it was measured with."""
+    return profile.engine if isinstance(exchange, Mpi) and profile.engine else exchange
 
 
 def available(axes: Sequence[Any] = ()) -> tuple[Exchange, ...]:

@@ -43,6 +43,7 @@ DEFAULTS = {
     "window": 4,
     "threads": max(1, min(4, (os.cpu_count() or 1) // 2)),
 }
+TUNED = ("segment_bytes", "window", "threads")  # what `tune` chooses
 # How the engine of this process runs; None before the first call.
 _running: dict[str, float] | None = None
 
@@ -113,6 +114,11 @@ class Mpi(Exchange):
         return fused.bind(
             all_reduce_p, label, operands, layout, axes, divisor=divisor, residual=residual
         )
+
+
+def defaults() -> Mpi:
+    """An exchange whose options are given, and are the defaults."""
+    return Mpi(**{name: int(DEFAULTS[name]) for name in TUNED})
 
 
 def settings() -> dict[str, float] | None:

@@ -256,6 +256,6 @@ def _exchanges(asked: Sequence[Asked]) -> tuple[Any, ...]:
     """The exchanges that every reduction can use, with all options given."""
     axes = [call.axes.names for call in asked]
     usable = [e for e in auto.available(axes[0]) if all(e.usable(names) for names in axes)]
-    options = {k: v for k, v in mpi.DEFAULTS.items() if k != "timeout"}
-    whole: dict[str, Any] = {k: int(v) for k, v in options.items()}
-    return tuple(Mpi(**whole) if isinstance(e, Mpi) else e for e in usable)
+    profile = auto.active()
+    engine = mpi.defaults() if profile is None or profile.engine is None else profile.engine
+    return tuple(engine if isinstance(e, Mpi) else e for e in usable)

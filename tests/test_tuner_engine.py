@@ -1,0 +1,64 @@
+"""The descent over the options of the MPI engine: what it compares, and when it stops."""
+
+import numpy as np
+import pytest
+
+from cgx_jax.exchanges import Mpi
+from cgx_jax.tuner.engine import descend
+
+START = Mpi(segment_bytes=1 << 17, window=4, threads=1)
+CHUNK = 1 << 21
+
+
+def away(engine):
+    """Seconds, by how far an engine is from the best one; what a slow spell adds meets all."""
+    best = Mpi(segment_bytes=1 << 15, window=8, threads=2)
+    pairs = [(getattr(engine, k), getattr(best, k)) for k in ("segment_bytes", "window", "threads")]
+    return 1 + sum(abs(np.log(a / b)) for a, b in pairs)
+
+
+def run(seconds=away, chunk=CHUNK, cores=4, left=lambda: 1.0):
+    tried = []
+
+    def measure(engines):
+        tried.append(engines)
+        spells = np.array([[1.0], [1.0], [9.0], [1.0], [1.0]])
+        return spells * [[seconds(e) for e in engines]]
+
+    return descend(START, chunk, cores, measure, left), tried
+
+
+def test_each_option_goes_to_its_fastest_value_and_the_next_starts_there():
+    found, tried = run()
+    assert found == Mpi(segment_bytes=1 << 15, window=8, threads=2)
+    assert [engines[0] for engines in tried] == [
+        START,
+        Mpi(1 << 15, 4, 1),
+        Mpi(1 << 15, 8, 1),
+    ]
+    assert [len(engines) for engines in tried] == [3, 3, 3]
+
+
+def test_what_is_no_faster_changes_nothing():
+    assert run(lambda engine: 1.0)[0] == START
+    assert run(lambda engine: 1.0 if engine == START else 1.01)[0] == START
+
+
+@pytest.mark.parametrize(
+    ("chunk", "cores", "expected"),
+    [
+        (CHUNK, 1, [3, 3]),  # a rank with one core has no use for threads
+        (1 << 18, 4, [2, 3, 3]),  # no segment longer than the chunk
+        (1 << 15, 4, [3]),  # one segment whatever the options: threads alone can differ
+    ],
+)
+def test_what_cannot_differ_is_not_measured(chunk, cores, expected):
+    tried = run(lambda engine: 1.0, chunk, cores)[1]
+    assert [len(engines) for engines in tried] == expected
+
+
+def test_without_time_left_the_descent_ends_where_it_is():
+    left = iter([1.0, 0.0])
+    found, tried = run(left=lambda: next(left))
+    assert found == Mpi(1 << 15, 4, 1)
+    assert len(tried) == 1
