@@ -48,7 +48,7 @@ def test_what_is_no_faster_changes_nothing():
     ("chunk", "cores", "expected"),
     [
         (CHUNK, 1, [3, 3]),  # a rank with one core has no use for threads
-        (1 << 18, 4, [2, 3, 3]),  # no segment longer than the chunk
+        (1 << 18, 4, [3, 3]),  # two segments, and so one window
         (1 << 15, 4, [3]),  # one segment whatever the options: threads alone can differ
     ],
 )

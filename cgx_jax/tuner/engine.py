@@ -72,22 +72,19 @@ def descend(
     """From `start` on, one option after the other to the value that is surely faster.
 
     `measure` takes engines to f64[rounds, engines], which compares them with the first. Values that
-    cannot differ are left out: by the model a chunk of `chunk` payload bytes in one segment has
-    nothing to overlap, no more segments are in flight than it has, and a rank with `cores` gains
-    nothing from more threads.
+    cannot differ are left out: no segment is longer than a chunk of `chunk` payload bytes, no more
+    of them are in flight than it has, and a rank with `cores` gains nothing from more threads.
     """
     current = start
     for name, values in VALUES.items():
         if left() <= 0:
             break
         segments = -(-chunk // (current.segment_bytes or chunk))
-        most = {"segment_bytes": chunk - 1, "window": segments, "threads": cores}[name]
-        others = [
-            dataclasses.replace(current, **{name: value})
-            for value in values
-            if value <= most and value != getattr(current, name)
-        ]
-        if others:
-            tried = [current, *others]
+        most = {"segment_bytes": chunk, "window": segments, "threads": cores}[name]
+        different = {min(value, most): value for value in (*values, getattr(current, name))}
+        tried = [dataclasses.replace(current, **{name: v}) for v in different.values()]
+        tried.remove(current)
+        if tried:
+            tried = [current, *tried]
             current = tried[best(measure(tried))]
     return current

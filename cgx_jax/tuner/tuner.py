@@ -33,13 +33,13 @@ class Tuner:
     and `tuner.jit(step)` stands where `jax.jit(step)` stood. An `Adaptive` policy is given to the
     tuner too, `Tuner(policy)`, whose `jit` then serves both.
 
-    It chooses the exchange, the reduction, levels, and how many bytes share a fusion buffer, never
-    a compressor. `reductions` (names or instances) are tried beside each compressor's first; the
-    default errs less than that. `levels` are tried too. The active profile (`use_profile`), or
-    without one the bytes that are sent, says which settings are worth a trial. These are the first
-    of them, and `lax.psum`: in all `compilations` of the step, the most that it makes. They take
-    `rounds` steps each, in turns, and the fastest is kept if it beat `lax.psum` in three rounds of
-    four; otherwise `lax.psum` is. All steps are steps of the training.
+    It chooses the exchange, the reduction, levels, and how many bytes share a fusion buffer (of a
+    given `Plan` too), never a compressor. `reductions` (names or instances) are tried beside each
+    compressor's first; the default errs less than that. `levels` are tried too. The active profile
+    (`use_profile`), or without one the bytes that are sent, ranks the settings. The first of them
+    and `lax.psum` are tried, `compilations` in all: the most that it compiles. They take `rounds`
+    steps each, in turns, and the fastest is kept if it beat `lax.psum` in three rounds of four;
+    otherwise `lax.psum` is. All steps are steps of the training.
 
     What was found goes into `cache`, a folder: that of the user's caches by default, none where it
     is False. The same job, on the same machines and with the same versions, then starts with it; a
