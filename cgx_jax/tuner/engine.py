@@ -23,43 +23,54 @@ VALUES = {
 }
 SIZES = (1 << 20, 1 << 24)  # fp32 bytes that the options are measured on
 ROUNDS = 5
+LEAST_ROUNDS = 4  # for quartiles
+CALLS = 3 * ROUNDS * sum(map(len, VALUES.values()))  # on a size, of a descent
 CODE = Quantize(4)
 
 
 def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
     """The fastest options of `Mpi`, which its engine runs with from now on.
 
-    Ends early when `left`, seconds that every process agrees on, is no longer above 0. Every
-    process calls it.
+    `left` returns seconds that every process agrees on. A size on which a descent would take longer
+    is left out, and what is under way when they are over ends. Every process calls it.
     """
-    calls = [
-        (
-            links.collective(lambda x: psum_compressed(x, links.axis, CODE, exchange="mpi")),
-            links.place(gradient, size // 4),
-        )
-        for size in SIZES
-    ]
+    mpi.defaults().require("tune", ())
+    reduce = links.collective(lambda x: psum_compressed(x, links.axis, CODE, exchange="mpi"))
+    arrays = []
+    for size in SIZES:
+        x = links.place(gradient, size // 4)
+        links.seconds([reduce], x, 1)  # compiles
+        if CALLS * float(links.seconds([reduce], x, 1).max()) > left():
+            break
+        arrays.append(x)
+    if not arrays:
+        return mpi.defaults()
 
     def measure(engines: Sequence[Mpi]) -> np.ndarray:
         """f64[rounds, engines]: the geometric mean over the sizes, of engines that take turns."""
         samples = np.empty((ROUNDS, len(engines)))
-        for row in samples:
+        for done, row in enumerate(samples):
+            if left() <= 0:
+                return samples[:done]
             for i, engine in enumerate(engines):
-                links.barrier()  # no call is in flight when an engine ends
-                engine.require("tune", ())
+                _run_with(links, engine)
                 times = []
-                for call, x in calls:
-                    links.seconds([call], x, 1)  # fills the engine's buffers
-                    times.append(links.seconds([call], x, 2).min())
+                for x in arrays:
+                    links.seconds([reduce], x, 1)  # fills the engine's buffers
+                    times.append(links.seconds([reduce], x, 2).min())
                 row[i] = np.prod(times) ** (1 / len(times))
         return samples
 
-    chunk = max(CODE.payload_bytes((size // 4,), np.dtype(np.float32)) for size in SIZES)
+    payload = CODE.payload_bytes((arrays[-1].shape[1],), np.dtype(np.float32))
     cores = max(1, (os.cpu_count() or 1) * agreement.hosts() // jax.process_count())
-    found = descend(mpi.defaults(), chunk // links.world, cores, measure, left)
-    links.barrier()
-    found.require("tune", ())
+    found = descend(mpi.defaults(), payload // links.world, cores, measure)
+    _run_with(links, found)
     return found
+
+
+def _run_with(links: LinkTimer, engine: Mpi) -> None:
+    links.barrier()  # no call is in flight when an engine ends
+    engine.require("tune", ())
 
 
 def descend(
@@ -67,18 +78,16 @@ def descend(
     chunk: int,
     cores: int,
     measure: Callable[[Sequence[Mpi]], np.ndarray],
-    left: Callable[[], float],
 ) -> Mpi:
     """From `start` on, one option after the other to the value that is surely faster.
 
-    `measure` takes engines to f64[rounds, engines], which compares them with the first. Values that
+    `measure` takes engines to f64[rounds, engines], which compares them with the first. The descent
+    ends when these are fewer than four rounds. Values that
     cannot differ are left out: no segment is longer than a chunk of `chunk` payload bytes, no more
     of them are in flight than it has, and a rank with `cores` gains nothing from more threads.
     """
     current = start
     for name, values in VALUES.items():
-        if left() <= 0:
-            break
         segments = -(-chunk // (current.segment_bytes or chunk))
         most = {"segment_bytes": chunk, "window": segments, "threads": cores}[name]
         different = {min(value, most): value for value in (*values, getattr(current, name))}
@@ -86,5 +95,8 @@ def descend(
         tried.remove(current)
         if tried:
             tried = [current, *tried]
-            current = tried[best(measure(tried))]
+            samples = measure(tried)
+            if len(samples) < LEAST_ROUNDS:
+                break
+            current = tried[best(samples)]
     return current
