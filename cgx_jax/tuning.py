@@ -56,11 +56,12 @@ def tune(
     arrays of `sizes` bytes a rank and at `bits` bits (bucket 512); a time is the median over the
     repeats of the slowest process's. Up to 1 MiB each exchange is timed with the reduction
     "gather_sum" too. Where MPI is usable, it first finds the fastest segment bytes, window and
-    threads of `Mpi`, within a quarter of the budget. Times the codec alone as well, to price random
-    rounding, rotation and units. A size that does not fit into what is left of `budget_seconds`
-    ends the measurement. Returns the profile, active now as by `use_profile`, and process 0 writes
-    it to `path`. Shows its progress on stderr. With several processes every one calls it, and all
-    get the same profile. Raises ValueError for a wrong axis, width, size or budget.
+    threads of `Mpi`, for at most a quarter of the budget. Times the codec alone as well, to price
+    random rounding, rotation and units. A size that does not fit into what is left of
+    `budget_seconds` ends the measurement. Returns the profile, active now as by `use_profile`, and
+    process 0 writes it to `path`. Shows its progress on stderr. With several processes every one
+    calls it, and all get the same profile. Raises ValueError for a wrong axis, width, size or
+    budget.
     """
     links = LinkTimer("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
@@ -77,7 +78,9 @@ def tune(
     engine = None
     if Mpi() in auto.available():
         progress.step(0, "tuning MPI")
-        engine = tune_engine(links, lambda: budget_seconds / 4 - _elapsed(links, start))
+        begun = _elapsed(links, start)
+        until = begun + (budget_seconds - begun) / 4
+        engine = tune_engine(links, lambda: until - _elapsed(links, start))
     rows: list[Row] = []
     set_up = one_round = 0.0
     for done, size in enumerate(sizes):

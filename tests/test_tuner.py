@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Adaptive, Plan, Quantize, Tuner
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import PowerSGD
+from cgx_jax.compressors import PowerSGD, SignSGD
 from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import GatherSum, Levels, Tree
@@ -220,6 +220,23 @@ def test_without_a_profile_what_sends_less_than_psum_is_tried_in_order(name):
     assert all(c.nbytes < first.nbytes for c in rest)
 
 
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        (Quantize(8), {"mpi", "mpi/gather_sum", "xla", "xla/gather_sum"}),
+        (SignSGD(), {"mpi", "xla"}),  # gather_sum is wrong for votes
+        (PowerSGD(2), {"xla"}),  # summed as numbers
+    ],
+    ids=str,
+)
+def test_a_setting_is_right_for_every_plan_that_a_policy_may_choose(later, expected):
+    (call,) = asked(BIG, Quantize(4), 2)
+    call = call._replace(later=(Plan.build(BIG, later),))
+    offered = Offered((Mpi(), Xla()), (GatherSum(),), ())
+    found = {str(c.setting).split(",")[0] for c in candidates([call], offered, None)}
+    assert found == {"psum", *expected}
+
+
 def test_settings_that_compile_to_one_program_are_one_candidate():
     offered = Offered((Xla(),), (), ())
     small = candidates(asked(np.zeros((64, 64), np.float32), Quantize(4)), offered, None)
@@ -300,6 +317,23 @@ def test_options_that_cannot_hold_are_refused(name):
     options, message = BAD[name]
     with pytest.raises((TypeError, ValueError), match=f"Tuner: .*{message}"):
         tuner(**options)
+
+
+def test_a_first_step_that_fails_leaves_nothing_behind():
+    training, other = Training(tuner()), Training(tuner())
+    good = training.tx
+
+    def fail(grads, state):
+        good.update(grads, state)
+        raise RuntimeError("a mistake of the user's")
+
+    training.tx = good._replace(update=fail)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        training.run(1)
+    training.tx = good
+    for each in (training, other):
+        each.run(1)
+    assert training.tuner._found == other.tuner._found
 
 
 def test_a_tuner_without_its_jit_is_refused():

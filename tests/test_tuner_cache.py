@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cgx_jax import installation
-from cgx_jax.compressors import Quantize
+from cgx_jax.compressors import Quantize, SignSGD
 from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.reductions import GatherSum, Levels
 from cgx_jax.tuner import Setting, cache
@@ -160,6 +160,27 @@ def test_a_second_run_starts_tuned_and_a_neighbor_tries_it_first(tmp_path, monke
     moved = Training(tuner(cache=tmp_path, compilations=2), monkeypatch=monkeypatch, costs=costs)
     moved.run(2)
     assert moved.ran == [Setting(), SPLIT]
+
+
+def test_a_neighbors_setting_that_is_wrong_for_this_tree_is_not_tried(tmp_path, monkeypatch):
+    costs = costs_of(0.8, 0.5)
+    first = Training(tuner(cache=tmp_path), monkeypatch=monkeypatch, costs=costs)
+    first.run(TRIAL_STEPS + 1)
+    assert first.tuner.current == WHOLE
+    signs = Training(tuner(cache=tmp_path), SignSGD(), monkeypatch=monkeypatch, costs=costs)
+    signs.run(2)  # gather_sum is wrong for votes
+    assert signs.ran == [Setting(), SPLIT]
+
+
+def test_a_user_without_a_home_is_told_and_has_no_cache(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.warns(RuntimeWarning, match="no folder for caches .*home.*pass cache="):
+        assert cache.folder(True) is None
 
 
 def test_a_tuner_without_a_cache_writes_nothing(tmp_path, monkeypatch):

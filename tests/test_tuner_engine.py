@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cgx_jax.exchanges import Mpi
+from cgx_jax.tuner import engine
 from cgx_jax.tuner.engine import descend
 
 START = Mpi(segment_bytes=1 << 17, window=4, threads=1)
@@ -55,6 +56,41 @@ def test_what_is_no_faster_changes_nothing():
 def test_what_cannot_differ_is_not_measured(chunk, cores, expected):
     tried = run(lambda engine: 1.0, chunk, cores)[1]
     assert [len(engines) for engines in tried] == expected
+
+
+class Links:
+    """A simulated link: every call and every start of an engine takes its time of a clock."""
+
+    world, axis = 2, "data"
+
+    def __init__(self, speed):
+        self.now, self.speed = 0.0, speed
+
+    def collective(self, function):
+        return None
+
+    def place(self, value_of, values):
+        return np.zeros((self.world, values), np.float32)
+
+    def seconds(self, functions, x, rounds):
+        self.now += rounds * x.nbytes / self.speed
+        return np.full((rounds, 1), x.nbytes / self.speed)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.1])  # of an engine
+@pytest.mark.parametrize("speed", [1e6, 1e8, 1e10])
+def test_a_descent_takes_no_longer_than_it_is_given(monkeypatch, speed, start):
+    """But for the first calls of a size, which say how long it takes."""
+    for budget in (0.01, 1.0, 5.0, 30.0, 100.0):
+        links = Links(speed)
+
+        def run_with(links, engine):
+            links.now += start
+
+        monkeypatch.setattr(engine, "_run_with", run_with)
+        engine.tune_engine(links, lambda links=links, budget=budget: budget - links.now)
+        first = sum(2 * links.world * size / speed for size in engine.SIZES)
+        assert links.now <= budget + first + 2 * start
 
 
 def test_without_time_left_the_descent_ends_where_it_is():

@@ -142,7 +142,8 @@ def sync_gradients(
     ) -> tuple[Any, SyncState]:
         if isinstance(exchange, Tuner):
             axes = Axes.resolve(CALLER, axis_name, None)
-            setting = exchange.setting(CALLER, plan, axes, in_units=precondition is not None)
+            in_units = precondition is not None
+            setting = exchange.setting(CALLER, plan, axes, choices, in_units=in_units)
             plan, options = plan.in_buffers(setting.fusion_bytes), setting.options(CALLER, axes)
         else:
             options = Options.resolve(

@@ -50,6 +50,25 @@ def user_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "cgx_jax"
 
 
+def folder(cache: str | os.PathLike[str] | bool) -> Path | None:
+    """The folder that `cache=` asks for: the user's for True, None for False.
+
+    None as well for a user without a home, with one RuntimeWarning.
+    """
+    if cache is not True:
+        return Path(cache) if cache else None
+    try:
+        return user_folder()
+    except RuntimeError as error:
+        warnings.warn(
+            f"Tuner: there is no folder for caches ({error}), so the next run measures again; "
+            "pass cache= with a folder that can be written, or False.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+
+
 def digest(value: Any) -> str:
     """32 hexadecimal digits of a value in JSON types."""
     text = json.dumps(value, sort_keys=True)

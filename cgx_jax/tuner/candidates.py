@@ -20,12 +20,16 @@ FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
 
 
 class Asked(NamedTuple):
-    """A reduction of the step: the call that makes it, its plan, and whether values have units."""
+    """A reduction of the step: the call that makes it, its plan, and whether values have units.
+
+    `later` are plans that it may have later, under a policy that adapts.
+    """
 
     name: str
     plan: Plan
     axes: Axes
     in_units: bool
+    later: tuple[Plan, ...] = ()
 
 
 class Candidate(NamedTuple):
@@ -41,7 +45,8 @@ class Candidate(NamedTuple):
     nbytes: int
 
 
-Program = tuple[tuple[tuple[tuple[int, ...], Way | None], ...], ...]
+Buffers = tuple[tuple[tuple[int, ...], Way | None], ...]
+Program = tuple[Buffers, ...]  # of all reductions of the step
 
 
 def candidates(
@@ -61,7 +66,10 @@ def candidates(
     for setting in _settings(offered):
         try:
             program = _program(setting, asked)
-        except ValueError:  # it is wrong for a compressor of this plan
+            for call in asked:
+                for plan in call.later:
+                    _buffers(setting, call, plan)
+        except ValueError:  # it is wrong for a compressor of some plan
             continue
         if program not in known:
             known.add(program)
@@ -91,14 +99,13 @@ def _limit(candidate: Candidate, exact: Candidate) -> tuple[bool, float]:
 
 def _program(setting: Setting, asked: Sequence[Asked]) -> Program:
     """How each buffer of each reduction travels."""
-    return tuple(
-        tuple(
-            ways(
-                setting.options(call.name, call.axes), call.plan.in_buffers(setting.fusion_bytes)
-            ).items()
-        )
-        for call in asked
-    )
+    return tuple(_buffers(setting, call, call.plan) for call in asked)
+
+
+def _buffers(setting: Setting, call: Asked, plan: Plan) -> Buffers:
+    """How each buffer of `plan` travels; raises ValueError where the setting is wrong for it."""
+    options = setting.options(call.name, call.axes)
+    return tuple(ways(options, plan.in_buffers(setting.fusion_bytes)).items())
 
 
 def _candidate(

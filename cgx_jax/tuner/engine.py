@@ -31,16 +31,23 @@ CODE = Quantize(4)
 def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
     """The fastest options of `Mpi`, which its engine runs with from now on.
 
-    `left` returns seconds that every process agrees on. A size on which a descent would take longer
-    is left out, and what is under way when they are over ends. Every process calls it.
+    `left` returns seconds that every process agrees on. Sizes on which a descent would take longer
+    are left out, and a round that does not fit into what is left ends it. Every process calls it.
     """
-    mpi.defaults().require("tune", ())
+    _run_with(links, mpi.defaults())
     reduce = links.collective(lambda x: psum_compressed(x, links.axis, CODE, exchange="mpi"))
-    arrays = []
+    arrays: list[jax.Array] = []
+    needed = 0.0
     for size in SIZES:
+        if needed >= left():
+            break
         x = links.place(gradient, size // 4)
         links.seconds([reduce], x, 1)  # compiles
-        if CALLS * float(links.seconds([reduce], x, 1).max()) > left():
+        begun = left()
+        links.seconds([reduce], x, 1)
+        now = left()
+        needed += CALLS * (begun - now)
+        if needed > now:
             break
         arrays.append(x)
     if not arrays:
@@ -49,8 +56,9 @@ def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
     def measure(engines: Sequence[Mpi]) -> np.ndarray:
         """f64[rounds, engines]: the geometric mean over the sizes, of engines that take turns."""
         samples = np.empty((ROUNDS, len(engines)))
+        remaining, longest = left(), 0.0  # seconds, and those of a round
         for done, row in enumerate(samples):
-            if left() <= 0:
+            if remaining <= longest:
                 return samples[:done]
             for i, engine in enumerate(engines):
                 _run_with(links, engine)
@@ -59,6 +67,8 @@ def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
                     links.seconds([reduce], x, 1)  # fills the engine's buffers
                     times.append(links.seconds([reduce], x, 2).min())
                 row[i] = np.prod(times) ** (1 / len(times))
+            begun, remaining = remaining, left()
+            longest = max(longest, begun - remaining)
         return samples
 
     payload = CODE.payload_bytes((arrays[-1].shape[1],), np.dtype(np.float32))
@@ -82,9 +92,9 @@ def descend(
     """From `start` on, one option after the other to the value that is surely faster.
 
     `measure` takes engines to f64[rounds, engines], which compares them with the first. The descent
-    ends when these are fewer than four rounds. Values that
-    cannot differ are left out: no segment is longer than a chunk of `chunk` payload bytes, no more
-    of them are in flight than it has, and a rank with `cores` gains nothing from more threads.
+    ends at fewer than four rounds. Values that cannot differ are left out: no segment is longer
+    than a chunk of `chunk` payload bytes, a chunk has no more segments in flight than it has at
+    all, and a rank with `cores` gains nothing from more threads.
     """
     current = start
     for name, values in VALUES.items():

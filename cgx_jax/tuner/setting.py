@@ -42,6 +42,16 @@ class Setting:
         """What a call `name` over `axes` asks for by this setting, of a mean."""
         return Options(name, axes, self.exchange, self.reduction, self.levels, mean=True)
 
+    def unlike(self, other: Setting) -> int:
+        """0 for the same way by buffers of the same size, 1 for the same way, 2 otherwise."""
+        if self._way() != other._way():
+            return 2
+        return int(self.fusion_bytes != other.fusion_bytes)
+
+    def _way(self) -> tuple[str | None, Reduction | None, Levels | None]:
+        exchange = None if self.exchange is None else self.exchange.shorthand
+        return exchange, self.reduction, self.levels
+
     def to_fields(self) -> dict[str, Any]:
         """The setting in JSON types."""
         exchange, reduction = self.exchange, self.reduction

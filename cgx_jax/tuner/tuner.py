@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 
 from cgx_jax import agreement, installation
 from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Mpi, auto, mpi
 from cgx_jax.plan import Plan
 from cgx_jax.policies import Adaptive
@@ -77,7 +79,7 @@ class Tuner:
         self.compilations, self.rounds = compilations, rounds
         self._reductions = tuple(r for r in (reduction_named("Tuner", r) for r in reductions) if r)
         self._levels = tuple(levels)
-        self._folder = kept.user_folder() if cache is True else Path(cache) if cache else None
+        self._folder = kept.folder(cache)
         self._loop = TrainingLoop(self, *([] if policy is None else [policy]))
         self._used = False
         self.policy = policy
@@ -100,12 +102,28 @@ class Tuner:
         if self._used:
             raise ValueError("Tuner: it has a step already; make another Tuner for this one.")
         self._used = True
-        return self._loop.jit(step, **options)
 
-    def setting(self, name: str, plan: Plan, axes: Axes, *, in_units: bool) -> Setting:
+        @functools.wraps(step)
+        def asking(*args: Any, **kwargs: Any) -> Any:
+            if self.state == "waiting":
+                self._asked.clear()  # of a first trace that failed
+            return step(*args, **kwargs)
+
+        return self._loop.jit(asking, **options)
+
+    def setting(
+        self,
+        name: str,
+        plan: Plan,
+        axes: Axes,
+        choices: Sequence[tuple[Compressor, ...]],
+        *,
+        in_units: bool,
+    ) -> Setting:
         """The setting that a reduction of `plan` over `axes` is traced with, for the call `name`.
 
-        `in_units` says that values are compressed in units.
+        `choices` are all compressors that each leaf may come to have. `in_units` says that values
+        are compressed in units.
         """
         if not self.running:
             raise ValueError(
@@ -114,7 +132,7 @@ class Tuner:
             )
         self.traces += 1
         if self.state == "waiting":
-            self._asked.append(Asked(name, plan, axes, in_units))
+            self._asked.append(Asked(name, plan, axes, in_units, _later(plan, choices)))
             self._offered = Offered(_exchanges(self._asked), self._reductions, self._levels)
             # Here, where the axes are bound, which levels are checked against.
             self._found = candidates(self._asked, self._offered, auto.active())
@@ -130,7 +148,7 @@ class Tuner:
     @property
     def bound(self) -> bool:
         """Whether it is known what the step reduces."""
-        return bool(self._asked)
+        return self.state != "waiting"
 
     @property
     def trying(self) -> bool:
@@ -161,11 +179,12 @@ class Tuner:
             known, same = None, False
             if self._folder is not None:
                 known, same = kept.find(self._folder, key, self._offered.setting)
-            ranked = [c.setting for c in self._found]
+            psum, *ranked = [c.setting for c in self._found]
+            tried = [psum, *ranked]
             if known is not None:
-                ranked = [ranked[0], *dict.fromkeys([known, *ranked[1:]])]
-            tried = [known] if same else list(dict.fromkeys(ranked))[: self.compilations]
-            message = json.dumps([x.to_fields() for x in tried if x is not None]).encode()
+                # Another tree's setting may be wrong for this one, so it orders what is right.
+                tried = [known] if same else [psum, *sorted(ranked, key=known.unlike)]
+            message = json.dumps([x.to_fields() for x in tried[: self.compilations]]).encode()
         fields = json.loads(agreement.broadcast(message))
         self._tried = [self._offered.setting(x) for x in fields]
         self.current = self._tried[0]
@@ -190,9 +209,14 @@ class Tuner:
     def _key(self) -> kept.Key:
         """What the cache knows this job by; every process calls it."""
         tree = [
-            [list(leaf.shape), str(leaf.dtype), str(compressor), call.in_units]
+            [list(leaf.shape), str(leaf.dtype), *map(str, compressors), call.in_units]
             for call in self._asked
-            for leaf, compressor in zip(call.plan.leaves, call.plan.compressors, strict=True)
+            for leaf, *compressors in zip(
+                call.plan.leaves,
+                call.plan.compressors,
+                *(plan.compressors for plan in call.later),
+                strict=True,
+            )
         ]
         topology = installation.facts() | {
             "mpi": installation.mpi_library(),
@@ -250,6 +274,13 @@ class Tuner:
             saved = float(np.median(self._seconds[:, 0] - seconds))
             out.append((setting, float(np.median(seconds)), saved, gain))
         return out
+
+
+def _later(plan: Plan, choices: Sequence[tuple[Compressor, ...]]) -> tuple[Plan, ...]:
+    """Plans in which each leaf has, once at least, every compressor that it may come to have."""
+    count = max(map(len, choices), default=0)
+    rows = [tuple(some[min(i, len(some) - 1)] for some in choices) for i in range(count)]
+    return tuple(dataclasses.replace(plan, compressors=row) for row in rows)
 
 
 def _exchanges(asked: Sequence[Asked]) -> tuple[Any, ...]:
