@@ -272,6 +272,23 @@ def test_reductions_without_measurements_come_after_those_with_a_prediction():
     ]
 
 
+def test_nothing_is_predicted_far_beyond_what_was_measured():
+    """Up to four times its 256 KiB for xla, and not beyond its 16 KiB for gather_sum."""
+    rows = [("xla/gather_sum", 4.125, 4096 * 4**i, 1e-6) for i in range(2)]
+    profile = profile_with_crossing(world=2)
+    profile = dataclasses.replace(profile, rows=(*profile.rows, *rows))
+    offered = Offered((Xla(),), (GatherSum(),), ())
+    for nbytes, known in (
+        (1 << 14, {GatherSum()}),  # xla is ruled out
+        (1 << 20, {None}),
+        ((1 << 20) + 4, set()),
+    ):
+        like = np.zeros(nbytes // 4, np.float32)
+        _, *found = candidates(asked(like, Quantize(4), 2), offered, profile)
+        assert {c.setting.reduction for c in found if c.seconds is not None} == known
+        assert len(found) == (1 if nbytes == 1 << 14 else 2)
+
+
 def test_levels_are_tried_and_price_what_crosses(mesh_2d):
     """Over 4 x 2 ranks the share that crosses is half of the values."""
     seen = []
@@ -402,9 +419,9 @@ def test_with_adaptive_one_object_compiles_and_plans_change_after_the_trials(mon
 
 def test_the_table_sets_predicted_beside_measured(monkeypatch, following, capsys):
     rows = [
-        ("psum", 32, 4096, 1.0),
-        ("xla", 4.125, 4096, 0.25),
-        ("xla/gather_sum", 4.125, 4096, 0.5),
+        ("psum", 32, 8192, 1.0),
+        ("xla", 4.125, 8192, 0.25),
+        ("xla/gather_sum", 4.125, 8192, 0.5),
     ]
     profile = profile_with_crossing(world=WORLD)
     following(dataclasses.replace(profile, rows=tuple(rows)))
@@ -416,9 +433,9 @@ def test_the_table_sets_predicted_beside_measured(monkeypatch, following, capsys
     assert line.split()[1:4] == ["xla,", "64", "MiB"]
     assert line.split()[4:6] == ["500.00", "500.00"]
     metrics = training.tuner.metrics()
-    # psum: 8 times the measured size and the bias. xla: a quarter of it, and a psum of the bias
+    # psum: 4 times the measured size and the bias. xla: a quarter of it, and a psum of the bias
     # alone, which takes no less than the smallest that was measured.
-    assert metrics[f"cgx/predicted/{SPLIT}"] == pytest.approx((8 + 1 / 16) - (8 / 4 + 1))
+    assert metrics[f"cgx/predicted/{SPLIT}"] == pytest.approx((4 + 1 / 32) - (4 / 4 + 1))
     assert metrics[f"cgx/predicted/{PSUM}"] == 0
 
 

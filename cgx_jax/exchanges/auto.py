@@ -211,14 +211,19 @@ def fastest(profile: Profile, usable: Collection[str], load: Load) -> str:
     wins where latency decides, is not taken for more values than were measured.
     """
     best, least = "psum", estimate(profile, "psum", load) * (1 - LEAST_GAIN)
-    for method in sorted(set(usable) & {row.method for row in profile.rows}):
-        measured = max(row.bytes for row in profile.rows if row.method == method)
-        if method.endswith(ONE_SHOT) and 4 * load.values > measured:
+    for method in sorted(usable):
+        measured = largest(profile, method)
+        if not measured or (method.endswith(ONE_SHOT) and 4 * load.values > measured):
             continue
         seconds = estimate(profile, method, load)
         if seconds < least:
             best, least = method, seconds
     return best
+
+
+def largest(profile: Profile, method: str) -> int:
+    """The most bytes that the profile has measured `method` on; 0 where it has not."""
+    return max((row.bytes for row in profile.rows if row.method == method), default=0)
 
 
 def estimate(profile: Profile, method: str, load: Load) -> float:

@@ -17,6 +17,7 @@ from cgx_jax.tuner.setting import Offered, Setting
 from cgx_jax.wire import FUSION_BYTES
 
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
+REACH = 4  # times the largest size that was measured: predictions beyond are not trusted
 
 
 class Asked(NamedTuple):
@@ -135,14 +136,15 @@ def _candidate(
 def _predicted(
     profile: Profile | None, way: Way, call: Asked, buffer: tuple[int, ...]
 ) -> float | None:
-    """Seconds of one buffer, None where nothing like it was measured."""
+    """Seconds of one buffer; None where no profile measured anything like it."""
     across = way.reduction.across if isinstance(way.reduction, Leveled) else way.reduction
     kinds = {ScatterGather(): "", GatherSum(): ONE_SHOT}
     if profile is None or across not in kinds:
         return None
     method = way.exchange.shorthand + kinds[across]
-    if method not in {row.method for row in profile.rows}:
-        return None
     sent, _ = way.reduction.across_links(call.plan.coded(buffer), call.axes.world)
     in_units = {x.number for x in sent} if call.in_units else ()
-    return auto.estimate(profile, method, load_of(sent, in_units))
+    load = load_of(sent, in_units)
+    # "gather_sum" wins where latency decides, so its small sizes say nothing of larger ones.
+    reach = auto.largest(profile, method) * (1 if kinds[across] else REACH)
+    return auto.estimate(profile, method, load) if 4 * load.values <= reach else None
