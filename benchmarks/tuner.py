@@ -8,11 +8,12 @@ A cell is a link rate, a number of ranks and a tree of gradients. A step is `syn
 bits and an SGD update. First `tune` measures the links for `--tune` seconds (0: no profile). Then a
 `Tuner` chooses on the step's own calls. Every setting of the grid takes `--reps` steps after one to
 warm up, one setting after the other. The grid is exchange x reduction x fusion bytes, and for MPI
-segment bytes x window. At last psum, the grid's best and the tuner's choice take turns.
+segment bytes x window; it knows nothing of settings that compile to the same program. At last psum,
+the grid's best and the tuner's choice take turns.
 
 `share` is the median (and quartiles) over these turns of the best one's time over the choice's,
-`gain` of psum's. `trials` is the tuner's steps over the grid's. A cell passes with a share of 0.95,
-a gain of 0.95 and a tenth of the trials.
+`gain` of psum's. `trials` is the tuner's steps over the grid's, without `tune`. A cell passes with
+a share of 0.95, a gain of 0.95 and a tenth of the trials.
 """
 
 import argparse

@@ -237,6 +237,13 @@ def test_a_setting_is_right_for_every_plan_that_a_policy_may_choose(later, expec
     assert found == {"psum", *expected}
 
 
+def test_a_tuner_asks_for_all_that_an_adaptive_policy_may_choose():
+    policy = Adaptive(candidates=[SignSGD(), Quantize(4)])
+    training = Training(tuner(policy), policy)
+    training.run(1)
+    assert [c.setting.reduction for c in training.tuner._found] == [None, None]
+
+
 def test_settings_that_compile_to_one_program_are_one_candidate():
     offered = Offered((Xla(),), (), ())
     small = candidates(asked(np.zeros((64, 64), np.float32), Quantize(4)), offered, None)

@@ -1,4 +1,4 @@
-"""Settings of earlier runs, in the user's cache folder: a folder a topology, a file a tree."""
+"""Settings of earlier runs in the user's cache: one folder per topology, one file per tree."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from cgx_jax import untrusted
 
 SCHEMA = 1
-NEAR = 4.0  # trees whose bytes differ by no more than this factor are alike
-MOST_FILES = 1000  # of one topology, that are looked at
+NEAR = 4.0  # by which factor the bytes of trees may differ that start with the same setting
+MOST_FILES = 1000  # read of one topology
 
 Chosen = TypeVar("Chosen", bound=Hashable)
 
@@ -76,7 +76,7 @@ def digest(value: Any) -> str:
 
 
 def find(root: Path, key: Key, parse: Callable[[Any], Chosen]) -> tuple[Chosen | None, bool]:
-    """The setting of this tree and True, or of the nearest tree alike, or None, and False.
+    """(this tree's setting, True), or (the setting of the tree nearest in bytes or None, False).
 
     `parse` takes a setting's JSON to the setting, or raises ValueError. Files that are damaged or
     of another topology are left out, with one RuntimeWarning.

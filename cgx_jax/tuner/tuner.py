@@ -38,10 +38,10 @@ class Tuner:
     It chooses the exchange, the reduction, levels, and how many bytes share a fusion buffer (of a
     given `Plan` too), never a compressor. `reductions` (names or instances) are tried beside each
     compressor's first; the default errs less than that. `levels` are tried too. The active profile
-    (`use_profile`), or without one the bytes that are sent, ranks the settings. The first of them
-    and `lax.psum` are tried, `compilations` in all: the most that it compiles. They take `rounds`
-    steps each, in turns, and the fastest is kept if it beat `lax.psum` in three rounds of four;
-    otherwise `lax.psum` is. All steps are steps of the training.
+    (`use_profile`), or without one the bytes that are sent, ranks the settings. `lax.psum` and the
+    first of them, `compilations` in all, take `rounds` steps each, in turns. The fastest is kept if
+    it beat `lax.psum` in three rounds of four; otherwise `lax.psum` is. All of these are steps of
+    the training, and must do equal work.
 
     What was found goes into `cache`, a folder: that of the user's caches by default, none where it
     is False. The same job, on the same machines and with the same versions, then starts with it; a
