@@ -35,4 +35,5 @@ from cgx_jax.transforms import SecondMoment as SecondMoment
 from cgx_jax.transforms import state_shardings as state_shardings
 from cgx_jax.transforms import state_specs as state_specs
 from cgx_jax.transforms import sync_gradients as sync_gradients
+from cgx_jax.tuner import Tuner as Tuner
 from cgx_jax.tuning import tune as tune

@@ -41,12 +41,13 @@ from cgx_jax.reductions.named import reduction_of
 class Options:
     """What a call asks for beside its leaves: static. `name` is the call that the user wrote.
 
-    `exchange` is an instance, "auto" one of `Auto`; `reduction` None for each compressor's first.
+    `exchange` is an instance, "auto" one of `Auto`, or None for exact sums by `lax.psum`;
+    `reduction` is None for each compressor's first.
     """
 
     name: str
     axes: Axes
-    exchange: Exchange
+    exchange: Exchange | None
     reduction: Reduction | None = None
     levels: Levels | None = None
     mean: bool = False
@@ -108,7 +109,7 @@ def ways(
         if axes.world == 1:
             continue
         reduction = _over_levels(options, flat, pairs)
-        if reduction is None:
+        if reduction is None or options.exchange is None:
             found[buffer] = None
         elif isinstance(options.exchange, Auto):
             found[buffer] = _fastest(options, reduction, coded, in_units)
@@ -228,7 +229,8 @@ def reduce_leaves(
         for i, x in zip(exact, summed, strict=True):
             out.values[i] = x
     if axes.world > 1:
-        for exchange in {way.exchange for way in taken.values()} | {options.exchange}:
+        named = set() if options.exchange is None else {options.exchange}
+        for exchange in {way.exchange for way in taken.values()} | named:
             exchange.require(name, axes.names)
     if by_buffer:  # a wrong call is refused whatever the profile says of it
         every = sorted(i for buffer in by_buffer for i in buffer)

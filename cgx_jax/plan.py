@@ -77,6 +77,10 @@ class Plan:
             (buffer,) if buffer else (),
         )
 
+    def in_buffers(self, fusion_bytes: int) -> Plan:
+        """The same leaves and compressors, in buffers of up to `fusion_bytes`."""
+        return _planned(self.leaves, self.compressors, fusion_bytes)
+
     def wire_bytes(self, world: int) -> int:
         """Bytes one rank sends in one reduction over `world` ranks, all leaves.
 

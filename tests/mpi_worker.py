@@ -1,6 +1,7 @@
 """One MPI rank of tests/test_mpi.py: runs the scenario that the command line names."""
 
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -27,10 +28,12 @@ import cgx_jax
 from cgx_jax import Cast, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.core import Options, ways
-from cgx_jax.exchanges import Auto, Mpi, fused, mpi_rows
+from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
+from cgx_jax.policies import training_loop
 from cgx_jax.reductions import Levels
 from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_exchange
+from cgx_jax.tuner import Setting
 from reducing import pmean_with_residual
 from toys import Largest, Steps
 
@@ -362,7 +365,51 @@ def tuned():
     plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Quantize(4))
     (way,) = ways(Options("here", Axes((), None, WORLD), Auto()), plan).values()
     text = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", plan)).lower(place(mesh, x))
-    assert ("cgx_all_reduce_mpi" in text.as_text()) == (way is not None and way.exchange == Mpi())
+    by_mpi = way is not None and way.exchange == profile.engine
+    assert ("cgx_all_reduce_mpi" in text.as_text()) == by_mpi
+    running = {k: v for k, v in mpi.settings().items() if k in mpi.TUNED}
+    assert running == {k: getattr(profile.engine, k) for k in mpi.TUNED}
+
+
+def chosen():
+    """A tuner's trials of this exchange and of XLA's: the slowest rank counts, and all keep one."""
+    mesh, x = mesh_of(data=WORLD), normal(WORLD, 64, 64)
+    Mpi(window=8).require("here", ())  # options that are not the tuner's
+    communicator = mpi._own
+    tuner = cgx_jax.Tuner(compilations=5, rounds=4, cache=False)
+    tx = cgx_jax.sync_gradients("data", Quantize(4), exchange=tuner, mesh=mesh)
+    state = tx.init(x[0])
+    step = tuner.jit(
+        jax.shard_map(
+            lambda x, s: tx.update(x[0], s),
+            mesh=mesh,
+            in_specs=(P("data"), P()),
+            out_specs=(P(), P()),
+        )
+    )
+    costs = {"psum": 1.0, "mpi": 0.7, "xla": 0.1 if RANK else 0.9}
+
+    def cost():
+        way = tuner.current
+        name = "psum" if way.exchange is None else way.exchange.shorthand
+        return costs[name] + 0.05 * (way.reduction is not None)
+
+    ticks = itertools.cycle([lambda: 0.0, cost])
+    training_loop.clock = lambda: next(ticks)()
+    tried = set()
+    for _ in range(5 * 5 + 1):
+        mean, state = step(place(mesh, x), state)
+        tried.add(tuner.current)
+    assert len(tried) == 5, tried
+    assert tuner.state == "kept"
+    assert set(MPI.COMM_WORLD.allgather(str(tuner.current))) == {str(Setting(mpi.defaults()))}
+    want = sharded(
+        mesh, lambda x: cgx_jax.pmean_compressed(x, "data", Quantize(4), exchange=mpi.defaults())
+    )(place(mesh, x))
+    np.testing.assert_array_equal(own(mean), own(want))
+    running = {k: v for k, v in mpi.settings().items() if k in mpi.TUNED}
+    assert running == {k: getattr(mpi.defaults(), k) for k in mpi.TUNED}
+    assert mpi._own is communicator  # MPI has few of them, and engines start anew many times
 
 
 def refused():
@@ -392,7 +439,7 @@ def misgrouped():
 
 
 _ALL = (agreement, kinds, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
-_ALL += (rows, other_rows, twin_rows)
+_ALL += (rows, other_rows, twin_rows, chosen)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

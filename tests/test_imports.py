@@ -33,6 +33,7 @@ LAYERS = [
     "backward_hook",
     "link_timer",
     "progress",
+    "tuner",
     "tuning",
     "transforms",
     "plain_jit",

@@ -98,6 +98,11 @@ def test_tuning_measures_the_fused_call_and_every_rank_follows():
     assert run(2, "tuned").count("ok") == 2
 
 
+@needs_mpi
+def test_a_tuner_tries_the_fused_call_and_every_rank_keeps_what_process_0_finds():
+    assert run(2, "chosen").count("ok") == 2
+
+
 REFUSALS = {
     "alone": "this is rank 0 of 2 in MPI but process 0 of 1 in JAX",
     "two_devices": "this process has 2 devices, it must have 1",

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
+from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.core import Options, Sums, reduce_leaves, ways
@@ -40,6 +41,7 @@ from cgx_jax.transforms.state import (
     moments_by_tree,
 )
 from cgx_jax.transforms.wrappers import check_options, check_wrappers, within_restore_step_size
+from cgx_jax.tuner import Tuner
 
 if TYPE_CHECKING:
     import optax
@@ -52,7 +54,7 @@ def sync_gradients(
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
     seed: int = 0,
-    exchange: Exchange | str = "auto",
+    exchange: Exchange | str | Tuner = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
     mesh: Mesh | None = None,
@@ -61,8 +63,9 @@ def sync_gradients(
 
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`; everything after it
     sees the same mean on every rank. `policy`, `exchange`, `reduction` and `levels` as in
-    `pmean_compressed`; `seed` feeds stochastic rounding. An `Adaptive` policy measures here, and
-    the step is compiled by its `jit`; `Stages` follow one another in one program. With `memory`
+    `pmean_compressed`, or a `Tuner` as `exchange` chooses all three, and the fusion buffers too;
+    `seed` feeds stochastic rounding. An `Adaptive` policy measures here, and the step is compiled
+    by its `jit` or the tuner's; `Stages` follow one another in one program. With `memory`
     (`ErrorFeedback()`, `MomentumCorrection()`) what compression loses is sent with the next step.
     With `precondition` (`SecondMoment()`, the choice for Adam and its kin) values are compressed in
     units of their own size, and an adaptive policy measures errors in these. The state of
@@ -83,6 +86,11 @@ def sync_gradients(
     import optax
 
     check_options(axis_name, mesh)
+    if isinstance(exchange, Tuner) and (reduction is not None or levels is not None):
+        raise ValueError(
+            f"{CALLER}: reduction={reduction!r} and levels={levels!r} are the tuner's to choose; "
+            "leave them out, or let it try yours: Tuner(reductions=[...], levels=[...])."
+        )
 
     def init(params: Any) -> SyncState:
         check_wrappers(checked=False)
@@ -133,15 +141,21 @@ def sync_gradients(
     def reduce(
         plan: Plan, choices: Choices, updates: Any, state: SyncState
     ) -> tuple[Any, SyncState]:
-        options = Options.resolve(
-            CALLER,
-            axis_name,
-            exchange=exchange,
-            reduction=reduction,
-            levels=levels,
-            mean=True,
-        )
-        axes = options.axes
+        if isinstance(exchange, Tuner):
+            axes = Axes.resolve(CALLER, axis_name, None)
+            in_units = precondition is not None
+            setting = exchange.setting(CALLER, plan, axes, choices, in_units=in_units)
+            plan, options = plan.in_buffers(setting.fusion_bytes), setting.options(CALLER, axes)
+        else:
+            options = Options.resolve(
+                CALLER,
+                axis_name,
+                exchange=exchange,
+                reduction=reduction,
+                levels=levels,
+                mean=True,
+            )
+            axes = options.axes
         check_wrappers(axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
         check_state(state, memory, precondition, plan, choices, treedef)
