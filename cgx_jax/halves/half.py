@@ -150,13 +150,22 @@ class PsumScatter(Half):
         zeros = jnp.zeros(own.shape, own.dtype)
         return self._result(code.accumulate(jnp.int32(NO_RANK), payloads, zeros, 1))
 
+    def encoded(self, shape: tuple[int, ...]) -> jax.Array:
+        """Which values of a leaf are encoded, bool: not this rank's own, which it adds up exactly.
+
+        Its dimensions other than the one that is cut have length 1.
+        """
+        d, world = self.dimension, self.axes.world
+        own = self.axes.rank() if self.compressor.owner_exact else NO_RANK
+        here = jnp.arange(shape[d]) // (shape[d] // world) != own
+        return here.reshape([-1 if i == d else 1 for i in range(len(shape))])
+
     def lost(self, sent: jax.Array, x: jax.Array) -> jax.Array:
-        """What `sent` leaves out of `x`, in its shape: nothing of an own row that stays exact."""
+        """What `sent` leaves out of `x`, in its shape."""
         rows = self.rows(x)
         back = self.code(rows[0].size).decode(sent, rows.shape[1:], rows.dtype)
-        own = self.axes.rank() if self.compressor.owner_exact else NO_RANK
-        mine = (jnp.arange(len(rows)) == own).reshape(-1, *[1] * (rows.ndim - 1))
-        return jnp.moveaxis(jnp.where(mine, 0, rows - back), 0, self.dimension).reshape(x.shape)
+        lost = jnp.moveaxis(rows - back, 0, self.dimension).reshape(x.shape)
+        return jnp.where(self.encoded(x.shape), lost, 0)
 
     def fused(self, exchange: Exchange, key: Any, x: jax.Array) -> jax.Array:
         code, world = self.code(x.size // self.axes.world), self.axes.world
