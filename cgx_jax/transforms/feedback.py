@@ -29,6 +29,14 @@ def residual_of(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.A
     return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
 
 
+def taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
+    """Which of the values that a rank sent a code of a few values has taken along.
+
+    Less than half of such a value is left.
+    """
+    return 2 * jnp.abs(residual) < jnp.abs(sent)
+
+
 def finite_all(arrays: Sequence[Any]) -> Any:
     """Whether all values are finite."""
     return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])) if arrays else True

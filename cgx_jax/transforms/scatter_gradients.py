@@ -21,7 +21,13 @@ from cgx_jax.kernels import outside
 from cgx_jax.leaves import leaves_of
 from cgx_jax.plan import Plan, plan_of
 from cgx_jax.policies.rules import Policy
-from cgx_jax.transforms.feedback import finite_all, keep, require_bounded, residual_of
+from cgx_jax.transforms.feedback import (
+    finite_all,
+    keep,
+    require_bounded,
+    residual_of,
+    taken_along,
+)
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import Moments, SecondMoment, Units, matrix_of
 from cgx_jax.transforms.state import (
@@ -138,8 +144,7 @@ def scatter_gradients(
             arrived = None
             if half.compressor.selects and i in sums.lost:
                 # Own values arrive in every step, none of them late.
-                arrived = 2 * jnp.abs(residual) < jnp.abs(sent[i])
-                arrived &= half.encoded(sent[i].shape)
+                arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
             after = memory.remember(residual, kept[i], arrived)  # type: ignore[union-attr]
             pairs = zip(after, before[i], strict=True)
             row = (keep(finite, new, was) for new, was in pairs)

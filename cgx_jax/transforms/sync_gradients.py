@@ -21,7 +21,13 @@ from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.transforms.feedback import finite_all, keep, require_bounded, residual_of
+from cgx_jax.transforms.feedback import (
+    finite_all,
+    keep,
+    require_bounded,
+    residual_of,
+    taken_along,
+)
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import Moments, Rounding, SecondMoment, Units
 from cgx_jax.transforms.state import (
@@ -234,12 +240,15 @@ class _Feedback:
         rows, overflow = [], []
         for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
             residual = residual_of(x, sums.residuals[i], factors[i])
-            came = _arrived(x, residual, means[i])
+            came = taken_along(x, residual)
             wanted = plan.compressors[i].wants(x, came)
             no_room = jnp.int32(0) if wanted is None else (wanted & ~came).sum(dtype=jnp.int32)
             overflow.append(self._row(no_room))
             selects = plan.compressors[i].selects and sums.residuals[i] is not None
-            remembered = self.memory.remember(residual, kept, came if selects else None)
+            # In the chunk that a rank owns its residual is what the sum of all ranks lost, so a
+            # value has come through only if the mean has one there too.
+            through = came & (means[i] != 0) if selects else None
+            remembered = self.memory.remember(residual, kept, through)
             after = zip(remembered, before, strict=True)
             rows.append(tuple(self._row(keep(finite, new, was)) for new, was in after))
         counts = jax.tree.unflatten(self.mean.treedef, overflow) if state.overflow != () else ()
@@ -252,15 +261,6 @@ class _Feedback:
 def _choices(plans: list[Plan]) -> Choices:
     every = zip(*(plan.compressors for plan in plans), strict=True)
     return [tuple(dict.fromkeys(some)) for some in every]
-
-
-def _arrived(sent: jax.Array, residual: jax.Array, mean: jax.Array) -> jax.Array:
-    """Which of the values that a rank sent a code of a few values has taken along.
-
-    Less than half of such a value is left. In the chunk that a rank owns its residual is what the
-    sum of all ranks lost, so a value counts only if the mean has one there too.
-    """
-    return (2 * jnp.abs(residual) < jnp.abs(sent)) & (mean != 0)
 
 
 def _rounding(compressor: Compressor, size: int, world: int) -> Rounding | None:
