@@ -140,8 +140,8 @@ def scatter_gradients(
         rows = []
         for i in range(len(leaves) if memory is not None else 0):
             residual = residual_of(sent[i], sums.lost.get(i), factors[i])
-            half = halves.halves[i]
-            arrived = None
+            half, arrived = halves.halves[i], None
+            assert isinstance(half, PsumScatter)
             if half.compressor.selects and i in sums.lost:
                 # Own values arrive in every step, none of them late.
                 arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
