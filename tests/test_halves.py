@@ -527,6 +527,25 @@ def test_a_layer_travels_in_one_call_for_each_fusion_buffer(half, fusion_bytes, 
     ]
 
 
+@pytest.mark.parametrize("half", HALVES)
+def test_leaves_of_a_buffer_keep_the_mesh_axes_that_they_vary_over(half, mesh_2d):
+    """Leaves that are split over the model too do not make others so; all keep their bits."""
+    tree = {"both": values(4, 8, 512), "bias": values(4, 8), "one": values(4, 8, 256)}
+    specs = {"both": P("data", None, "model"), "bias": P("data"), "one": P("data")}
+
+    def each(call):
+        own = lambda t: jax.tree.map(lambda y: y[0], t)  # noqa: E731
+        f = lambda t: jax.tree.map(lambda y: y[None], call(own(t)))  # noqa: E731
+        return jax.jit(jax.shard_map(f, mesh=mesh_2d, in_specs=(specs,), out_specs=specs))(tree)
+
+    how = {"tiled": True, "exchange": "xla"}
+    got = each(lambda t: HALVES[half](t, "data", Q4, **how))
+    taken = {"both": Q4, "bias": Identity(), "one": Q4}
+    alone = each(lambda t: jax.tree.map(lambda x, c: HALVES[half](x, "data", c, **how), t, taken))
+    np.testing.assert_allclose(got.pop("bias"), alone.pop("bias"), rtol=0, atol=1e-5)
+    assert_same_bits(got, alone)
+
+
 @needs_streams
 @pytest.mark.parametrize("half", HALVES)
 def test_every_compressed_leaf_is_a_fused_call_of_its_own(half, mesh, built):

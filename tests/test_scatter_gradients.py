@@ -49,7 +49,7 @@ def run(tx, grads, state=None):
         )
     )
     means, states = [], [state]
-    for t in range(len(grads["bias"])):
+    for t in range(len(next(iter(grads.values())))):
         mean, state = f(jax.tree.map(lambda x, t=t: x[t], grads), state)
         means.append(jax.tree.map(np.asarray, mean))
         states.append(state)
@@ -66,6 +66,61 @@ def test_exact_shards_make_up_the_mean():
     for t, mean in enumerate(means):
         for name, x in grads.items():
             np.testing.assert_allclose(mean[name], x[t].mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [Identity(), Rules((), Quantize(8, 64), exact=())], ids=str)
+@pytest.mark.parametrize(
+    ("world", "check_vma"), [(1, True), (3, False), pytest.param(8, True, marks=pytest.mark.slow)]
+)
+def test_it_is_the_mean_over_any_number_of_ranks(world, check_vma, policy):
+    """With all that it can keep, under both kinds of shard_map; 3 ranks have no power of two."""
+    devices = Mesh(np.array(jax.devices()[:world]), ("data",))
+    options = {"memory": ErrorFeedback(), "precondition": SecondMoment(), "exchange": "xla"}
+    tx = cgx_jax.scatter_gradients("data", policy, mesh=devices, **options)
+    x = np.random.default_rng(world).standard_normal((world, 24, 60)).astype(np.float32)
+    state = tx.init({"w": jnp.zeros(x.shape[1:])})
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(
+        lambda g, s: tx.update({"w": g[0]}, s),
+        mesh=devices,
+        in_specs=(P("data"), specs),
+        out_specs=(P("data"), specs),
+        check_vma=check_vma,
+    )
+    step = jax.jit(f)
+    got = []
+    for _ in range(3):
+        mean, state = step(x, state)
+        got.append(mean["w"])
+    # 255 intervals in a range of less than 8, halved by rounding, and feedback of as much.
+    limit = 1e-6 if world == 1 or policy == Identity() else 2 * 8 / 255
+    assert np.abs(np.array(got) - x.mean(0)).max() <= limit
+
+
+@pytest.mark.parametrize("options", [{}, {"precondition": SecondMoment()}], ids=["plain", "units"])
+def test_sums_that_float16_cannot_hold_have_a_mean(options):
+    """Four ranks of up to 60,000 each; the type ends at 65,504."""
+    tx = scatter(Rules((), Quantize(8, 64), exact=()), **options)
+    x = np.random.default_rng(0).uniform(2e4, 6e4, (1, WORLD, 24, 60)).astype(np.float16)
+    like = {"kernel": jnp.zeros((24, 60), jnp.float16)}
+    means, _ = run(tx, {"kernel": x}, tx.init(like))
+    got, exact = means[0]["kernel"], x[0].astype(np.float64).mean(0)
+    assert got.dtype == np.float16
+    assert np.abs(got - exact).max() <= 4e4 / 255  # of which rounding takes a half
+
+
+def test_nothing_is_rounded_twice_between_a_bfloat16_mean_and_its_memory():
+    """What was seen and what is kept is what was given, to the rounding of the mean and memory."""
+    tx = scatter(Rules((), Quantize(3, 64), exact=()), memory=ErrorFeedback())
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, WORLD, 24, 60)), jnp.bfloat16)
+    like = {"kernel": jnp.zeros((24, 60), jnp.bfloat16)}
+    means, states = run(tx, {"kernel": x}, tx.init(like))
+    seen, kept, given = (
+        np.asarray(v, np.float64) for v in (means[0]["kernel"], states[1].memory[0]["kernel"], x[0])
+    )
+    # Half an ulp of each, at most 2**-8 of its value.
+    limit = 2.0**-8 * (np.abs(seen) + np.abs(kept).mean(0)) + 1e-6
+    assert (np.abs(seen + kept.mean(0) - given.mean(0)) <= limit).all()
 
 
 @pytest.mark.parametrize("policy", [Q3, Rules((), QSGD(7, 64), exact=()), TopK(0.1)], ids=str)
@@ -221,6 +276,30 @@ def test_momentum_on_shards_is_momentum_on_the_whole():
 def test_what_cannot_work_is_refused(make, message):
     with pytest.raises(ValueError, match=rf"^scatter_gradients: .*{message}"):
         run(make(), gradients(1))
+
+
+@pytest.mark.parametrize("options", [{"memory": ErrorFeedback()}, {"precondition": SecondMoment()}])
+def test_a_state_made_of_shards_for_whole_leaves_is_refused(options):
+    tx = scatter(Q3, **options)
+    shards = {name: jnp.zeros((s[0] // WORLD, *s[1:])) for name, s in SHAPES.items()}
+    with pytest.raises(ValueError, match=r"^scatter_gradients: the state of leaf 'bias' .*Give "):
+        run(tx, gradients(1), tx.init(shards))
+
+
+def test_a_tree_without_leaves_comes_back():
+    tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment())
+    state = tx.init({})
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(
+        lambda s: tx.update({}, s)[1], mesh=mesh(), in_specs=(specs,), out_specs=specs
+    )
+    assert f(state).step == 1
+
+
+def test_a_wrapper_that_skips_on_one_rank_is_refused():
+    tx = optax.apply_if_finite(scatter(Q3), 5)
+    with pytest.raises(ValueError, match=r"^scatter_gradients: optax.apply_if_finite .*lax.pmin"):
+        tx.init(zeros())
 
 
 def test_a_state_of_other_options_is_refused():

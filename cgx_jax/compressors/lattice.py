@@ -26,7 +26,7 @@ class ShiftedLattice(PayloadCompressor):
     only the least level of a bucket, which is sent, is shifted.
 
     It is meant for weights that are gathered: all ranks draw the same shifts, as parts of the step.
-    In a sum over ranks that agree such errors do not average out; for gradients take
+    In a sum over ranks that agree, such errors do not average out: for gradients, take
     `Quantize(rounding="stochastic")`. Raises as `Quantize` does. Source: QSDP (Markov et al., ICML
     2023), which shares one shift between all buckets.
     """

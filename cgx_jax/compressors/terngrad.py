@@ -114,11 +114,11 @@ class SharedTernGrad(SummedCompressor):
     A first round finds each bucket's largest magnitude over the ranks; in a second, `lax.psum`
     adds up the codes -1, 0 and 1. Codes are packed in words of 32 bits, each in as many bits as a
     sum over the ranks needs: 3 for 2 and 3 ranks, 4 for up to 7, 8 for 64 to 127. `wire_bits`
-    counts 8, `summed_bytes` what a number of ranks takes; 4 bytes per bucket come on top. `clip` as
-    in `TernGrad`. The variance of a rank grows with the largest rank's scale, so no factor bounds
-    error feedback. A bucket in which any rank holds NaN or infinity comes back as NaN. Raises
-    ValueError for a bucket_size below 1 and a clip that is not positive. Source: scaler sharing in
-    TernGrad (Wen et al., NeurIPS 2017).
+    counts 8 bits per value, `summed_bytes` those of a given world; 4 bytes per bucket come on top.
+    `clip` as in `TernGrad`. The variance of a rank grows with the largest rank's scale, so no
+    factor bounds error feedback. A bucket in which any rank holds NaN or infinity comes back as
+    NaN. Raises ValueError for a bucket_size below 1 and a clip that is not positive. Source: scaler
+    sharing in TernGrad (Wen et al., NeurIPS 2017).
     """
 
     bucket_size: int = buckets.BUCKET

@@ -45,10 +45,10 @@ def scan_layers(
     that of `lax.all_gather`.
 
     The backward pass keeps each layer's input, gathers the same weights again and computes `body`
-    again, so that two layers at most are whole at any time. `x` is a tree of floats. What is to be
-    differentiated goes through `x` or `shards`: `body` may close over other values. `key`: one for
-    all ranks, another for every step. Forward-mode derivatives are not defined. Raises ValueError
-    and TypeError as the two calls do, and ValueError for a stack without layers.
+    again, so the weights of at most two layers are whole at any time. `x` is a tree of floats. What
+    is to be differentiated goes through `x` or `shards`: `body` may close over other values. `key`:
+    one for all ranks, another for every step. Forward-mode derivatives are not defined. Raises
+    ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
     """
     axes = Axes.resolve(_NAME, axis_name, None)
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(shards)}

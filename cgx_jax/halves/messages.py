@@ -23,7 +23,7 @@ from cgx_jax.leaves import Leaf, is_bare, leaves_of
 from cgx_jax.plan import Plan, plan_of
 from cgx_jax.policies.rules import Policy
 
-# The latency of a call of its own costs an exact leaf of up to this size more than a copy.
+# An exact leaf of up to this size travels along: a call of its own costs more than the copy.
 SMALL_BYTES = 1 << 16
 
 
@@ -47,7 +47,7 @@ class Message:
         return self.deliver(self.payloads(keys, leaves), leaves)
 
     def payloads(self, keys: Sequence[Any], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """What of each leaf travels."""
+        """Each leaf's payload."""
         parts = zip(self.halves, keys, leaves, strict=True)
         return [half.send(key, x) for half, key, x in parts]
 
@@ -98,7 +98,8 @@ class Halves:
             bytes_of = _with_rows(name, leaf.path, chosen)
             halves.append(half(name, leaf.path, bytes_of, axes, d, tiled, None if bare else i))
         messages = []
-        for buffer in _buffers(plan, halves):
+        varying = [_compat.varying_axes(x) | axes.varying() for x in jax.tree.leaves(tree)]
+        for buffer in _buffers(plan, halves, varying):
             messages += _messages(sends, buffer, halves, whole)
         return cls(tuple(messages), tuple(halves))
 
@@ -124,23 +125,29 @@ class Halves:
         return jax.tree.unflatten(treedef, every)
 
 
-def _buffers(plan: Plan, halves: Sequence[Half]) -> list[list[int]]:
-    """The plan's buffers without what is exact, each with the small exact leaves next to it."""
-    kept = [[i for i in b if not halves[i].compressor.lossless] for b in plan.buffers]
-    buffers = [b for b in kept if b]
-    lossy = {i: b for b in buffers for i in b}
-    if not lossy:
-        return []
-    joined = [list(b) for b in buffers]
+def _buffers(
+    plan: Plan, halves: Sequence[Half], varying: Sequence[frozenset[str]]
+) -> list[list[int]]:
+    """The plan's buffers without what is exact, each with the small exact leaves next to it.
+
+    Leaves of one buffer vary over the same mesh axes: joined, all would vary over those of each.
+    """
+    buffers: list[list[int]] = []
+    for buffer in plan.buffers:
+        parts: dict[frozenset[str], list[int]] = {}
+        for i in buffer:
+            if not halves[i].compressor.lossless:
+                parts.setdefault(varying[i], []).append(i)
+        buffers += parts.values()
+    home = {i: number for number, buffer in enumerate(buffers) for i in buffer}
     for i, leaf in enumerate(plan.leaves):
-        if (
-            i not in lossy
-            and 0 < leaf.nbytes <= SMALL_BYTES
-            and Compressor.supports(halves[i].compressor, leaf.dtype)
-        ):
-            nearest = lossy[min(lossy, key=lambda j: abs(i - j))]
-            joined[buffers.index(nearest)].append(i)
-    return joined
+        small = 0 < leaf.nbytes <= SMALL_BYTES
+        alike = [j for j in home if varying[j] == varying[i]]
+        # Only values that an fp32 number holds may travel as one.
+        fits = Compressor.supports(halves[i].compressor, leaf.dtype)
+        if i not in home and small and fits and alike:
+            buffers[home[min(alike, key=lambda j: abs(i - j))]].append(i)
+    return buffers
 
 
 def _messages(

@@ -40,6 +40,7 @@ from cgx_jax.transforms.state import (
     moments_by_leaf,
     moments_by_tree,
 )
+from cgx_jax.transforms.wrappers import check_wrappers
 
 if TYPE_CHECKING:
     import optax
@@ -75,11 +76,13 @@ def scatter_gradients(
     The state is a `SyncState`: `state_specs` and `state_shardings` say how it is split, and a
     checkpoint of it restores on as many ranks. `init` is given whole parameters and the `mesh`, or
     shards inside shard_map or pmap. What follows in the chain sees only a shard:
-    `optax.clip_by_global_norm` would take the norm of that.
+    `optax.clip_by_global_norm` would take the norm of that, and `optax.apply_if_finite` would skip
+    the step on some ranks alone.
 
     Raises ValueError while tracing for what `psum_scatter_compressed` refuses, for a memory around
-    a compressor that would let it grow, and for a `SecondMoment(factored=False)`, whose units no
-    sender has. Source: QSDP (Markov et al., ICML 2023) for the scheme.
+    a compressor that would let it grow, for a `SecondMoment(factored=False)`, whose units no sender
+    has, for the state of an `init` that took shards for whole parameters, and for
+    `optax.apply_if_finite` around it. Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
     import optax
 
@@ -90,6 +93,7 @@ def scatter_gradients(
         )
 
     def init(params: Any) -> SyncState:
+        check_wrappers(_NAME, checked=False, shards=True)
         whole = _whole(params, axis_name)
         moments: Any = ()
         if precondition is not None:
@@ -106,10 +110,13 @@ def scatter_gradients(
         updates: Any, state: SyncState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SyncState]:
         axes = Axes.resolve(_NAME, axis_name, None)
+        check_wrappers(_NAME, checked=axes.checked(), shards=True)
+        updates = jax.tree.map(jnp.asarray, updates)
         leaves, treedef = jax.tree.flatten(updates)
         plan = plan_of(_NAME, leaves_of(updates), policy, bare=False)
         choices = [(c,) for c in plan.compressors]
         check_state(state, memory, precondition, plan, choices, treedef, _NAME)
+        _check_whole(state, plan)
         halves = Halves.of(PsumScatter, _NAME, updates, axes, plan, 0, True, exchange)
         if memory is not None:
             chosen = [(half.path, half.compressor) for half in halves.halves]
@@ -117,7 +124,8 @@ def scatter_gradients(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         halves.check(leaves, key)
         old = moments_by_leaf(state.moments) if precondition is not None else []
-        coded = [i for m in halves.messages for i in m.numbers if not _exact(halves, i)]
+        sent_coded = (i for message in halves.messages for i in message.numbers)
+        coded = [i for i in sent_coded if not halves.halves[i].compressor.lossless]
         units = {i: precondition.units(old[i])[0] for i in coded} if precondition else {}
         sent, kept = leaves, [None] * len(leaves)
         if memory is not None:
@@ -126,35 +134,29 @@ def scatter_gradients(
                 memory.compensate(x, s, state.step) for x, s in zip(leaves, before, strict=True)
             ]
             sent, kept = [x for x, _ in both], [k for _, k in both]
-        sums = _scattered(halves, sent, units, key, residual=memory is not None)
-        means, factors = [], [half.compressor.feedback_scale or 1.0 for half in halves.halves]
-        for i, x in enumerate(sums.values):
-            mean = x / jnp.asarray(axes.world, x.dtype)
-            scaled = i in sums.lost and factors[i] != 1
-            means.append(mean * jnp.asarray(factors[i], x.dtype) if scaled else mean)
-        if memory is None and precondition is None:
-            new = state._replace(step=state.step + 1)
-            return jax.tree.unflatten(treedef, means), new
+        factors = [half.compressor.feedback_scale or 1.0 for half in halves.halves]
+        means, lost = _scattered(halves, sent, units, key, factors if memory is not None else None)
+        updates = jax.tree.unflatten(treedef, means)
+        if not leaves or (memory is None and precondition is None):
+            return updates, state._replace(step=state.step + 1)
         (strange,) = axes.sum([(~finite_all(means)).astype(jnp.int32)])
         finite = strange == 0
-        rows = []
-        for i in range(len(leaves) if memory is not None else 0):
-            residual = residual_of(sent[i], sums.lost.get(i), factors[i])
-            half, arrived = halves.halves[i], None
-            assert isinstance(half, PsumScatter)
-            if half.compressor.selects and i in sums.lost:
-                # Own values arrive in every step, none of them late.
-                arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
-            after = memory.remember(residual, kept[i], arrived)  # type: ignore[union-attr]
-            pairs = zip(after, before[i], strict=True)
-            row = (keep(finite, new, was) for new, was in pairs)
-            rows.append(tuple(_compat.vary_over(x[None], axes.varying()) for x in row))
-        moments = state.moments
+        if memory is not None:
+            rows = []
+            for i, half in enumerate(halves.halves):
+                residual, arrived = residual_of(sent[i], lost.get(i), factors[i]), None
+                assert isinstance(half, PsumScatter)
+                if half.compressor.selects and i in lost:
+                    # Own values arrive in every step, none of them late.
+                    arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
+                pairs = zip(memory.remember(residual, kept[i], arrived), before[i], strict=True)
+                row = (keep(finite, new, was) for new, was in pairs)
+                rows.append(tuple(_compat.vary_over(x[None], axes.varying()) for x in row))
+            state = state._replace(memory=by_tree(rows, treedef))
         if precondition is not None:
             moments = _moved(precondition, old, means, coded, state.step, axes, finite, treedef)
-        remembered = by_tree(rows, treedef) if memory is not None else state.memory
-        after = SyncState(state.step + 1, remembered, (), moments)
-        return jax.tree.unflatten(treedef, means), after
+            state = state._replace(moments=moments)
+        return updates, state._replace(step=state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -171,46 +173,71 @@ def _whole(params: Any, axis_name: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(grown(x), x.dtype), params)
 
 
-def _exact(halves: Halves, i: int) -> bool:
-    return halves.halves[i].compressor.lossless
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """This rank's shards of the sums, and by leaf what this rank lost of what it sent."""
-
-    values: list[jax.Array]
-    lost: dict[int, jax.Array]
+def _check_whole(state: SyncState, plan: Plan) -> None:
+    """Raises ValueError for a state whose `init` took shards for whole leaves, or the reverse."""
+    known: list[tuple[int, ...]] = []
+    if state.memory != ():
+        known = [x.shape[1:] for x in jax.tree.leaves(state.memory[0])]
+    elif state.moments != ():
+        rows, columns = map(jax.tree.leaves, (state.moments.rows, state.moments.columns))
+        known = [(*r.shape, *c.shape) for r, c in zip(rows, columns, strict=True)]
+    for leaf, found in zip(plan.leaves, known, strict=False):
+        wanted = leaf.shape if state.memory != () else matrix_of(leaf.shape)
+        if found != wanted:
+            raise ValueError(
+                f"{_NAME}: the state of leaf {leaf.path!r} is of shape {list(found)}, and the "
+                f"gradient is {list(leaf.shape)}. Give init whole parameters outside of shard_map, "
+                "and this rank's shards inside of shard_map or pmap."
+            )
 
 
 def _scattered(
-    halves: Halves, leaves: list[Any], units: dict[int, Units], key: Any, *, residual: bool
-) -> _Sums:
-    values: dict[int, jax.Array] = {}
+    halves: Halves,
+    leaves: list[jax.Array],
+    units: dict[int, Units],
+    key: Any,
+    factors: list[float] | None,
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """This rank's shards of the means, and by leaf what this rank lost of what it sent.
+
+    With `factors`, one for each leaf, means are multiplied by them; without, nothing is known of
+    losses. Sums are fp32 until they are divided: that of float16 leaves may overflow, the mean not.
+    """
+    out: dict[int, jax.Array] = {}
     lost: dict[int, jax.Array] = {}
     for message in halves.messages:
-        inner = [outside.multiply(leaves[i], units.get(i), outside.IN) for i in message.numbers]
+        axes = message.halves[0].axes
+        inner = [
+            outside.multiply(leaves[i].astype(jnp.float32), units.get(i), outside.IN)
+            for i in message.numbers
+        ]
         keys = [half.key(key) for half in message.halves]
         ready = [prepared(half, x) for half, x in zip(message.halves, inner, strict=True)]
-        if residual:
+        if factors is None:
+            sums = message.run(keys, ready)
+        else:
             # The exchange's own calls keep what they send to themselves.
             message = dataclasses.replace(message, fused=False)
             payloads = message.payloads(keys, ready)
             sums = message.deliver(payloads, ready)
             lost |= _lost(message, payloads, inner, ready, units, leaves)
-        else:
-            sums = message.run(keys, ready)
-        for i, half, y in zip(message.numbers, message.halves, sums, strict=True):
-            assert isinstance(half, PsumScatter)
-            if i in units:
-                factors = outside.multiply(jnp.ones(leaves[i].shape), units[i], outside.OUT)
-                y = y * half.own(factors).reshape(y.shape)
-            values[i] = y.astype(leaves[i].dtype)
-    every = [
-        values[i] if i in values else half.exactly(leaves[i])
-        for i, half in enumerate(halves.halves)
-    ]
-    return _Sums(every, lost)
+        for i, y in zip(message.numbers, sums, strict=True):
+            mean = outside.multiply(y, _own_units(units.get(i), axes), outside.OUT) / axes.world
+            factor = 1.0 if factors is None or i not in lost else factors[i]
+            out[i] = (mean if factor == 1 else mean * factor).astype(leaves[i].dtype)
+    for i, half in enumerate(halves.halves):
+        if i not in out:
+            out[i] = half.exactly(leaves[i]) / jnp.asarray(half.axes.world, leaves[i].dtype)
+    return [out[i] for i in range(len(leaves))], lost
+
+
+def _own_units(units: Units | None, axes: Axes) -> Units | None:
+    """Those of this rank's shard: as many rows as any other's, and all columns."""
+    if units is None:
+        return None
+    count = units.rows.shape[1] // axes.world
+    own = lax.dynamic_slice_in_dim(units.rows, axes.rank() * count, count, axis=1)
+    return units._replace(rows=own)
 
 
 def _lost(

@@ -366,7 +366,7 @@ def rows_of(
     if not bound and mesh is None:
         raise ValueError(
             f"{caller}: init cannot know how many ranks axis {axis_name!r} has, and each has a "
-            "memory of its own; pass mesh= to it, or call init inside shard_map "
+            f"memory of its own; pass mesh= to {caller}, or call init inside shard_map "
             "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
         )
 

@@ -91,7 +91,7 @@ def sync_gradients(
     check_options(axis_name, mesh)
 
     def init(params: Any) -> SyncState:
-        check_wrappers(checked=False)
+        check_wrappers(CALLER, checked=False)
         leaves, treedef = jax.tree.flatten(params)
         step = jnp.zeros((), jnp.int32)
         statistics: Any = ()
@@ -148,7 +148,7 @@ def sync_gradients(
             mean=True,
         )
         axes = options.axes
-        check_wrappers(axes.checked())
+        check_wrappers(CALLER, checked=axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
         check_state(state, memory, precondition, plan, choices, treedef)
         if memory is not None:
