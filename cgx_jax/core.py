@@ -118,11 +118,6 @@ def ways(
     return found
 
 
-def compressed(options: Options, plan: Plan) -> list[int]:
-    """Numbers of the leaves that are compressed."""
-    return [i for buffer, way in ways(options, plan).items() if way is not None for i in buffer]
-
-
 def _over_levels(
     options: Options, reduction: Reduction, leaves: list[tuple[str, CodedLeaf]]
 ) -> Reduction | None:

@@ -116,7 +116,7 @@ def draw(folder: Path) -> None:
         rows = [r for r in speed_rows() if (r["world"], r["links"]) == (world, links)]
         by_speed = {
             task: {
-                r["method"]: r["samples_per_second"]
+                r["method"]: r["batch"] / r["seconds"][1]
                 for r in rows
                 if r["task"] == task and r["method"] in one.names
             }

@@ -66,7 +66,8 @@ def restore_step_size(
     `SecondMoment(decay)` be Adam's b2. `optax.inject_hyperparams` may be around Adam,
     `optax.MultiSteps` around the whole. Raises TypeError for what is no transformation; ValueError
     from `init` and while tracing for another chain, for an optimizer that keeps Adam's state but
-    makes another use of it, such as LAMB, and where no leaf can have a factor. Source: ours.
+    makes another use of it, such as LAMB, for the reductions `Ring` and `Tree`, and where no leaf
+    can have a factor. Source: ours.
     """
     import optax
 

@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax.compressors import Compressor
-from cgx_jax.core import Options, Sums, compressed, reduce_leaves
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.core import Options, Sums, reduce_leaves, ways
 from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import leaves_of
 from cgx_jax.plan import Plan, resolve
@@ -162,11 +163,13 @@ def sync_gradients(
         roundings: list[Rounding | None] = [None] * len(leaves)
         if precondition is not None:
             old = moments_by_leaf(state.moments)
-            for i in compressed(options, plan):
-                scales[i] = precondition.units(old[i])
-                if learns is not None:
-                    size = plan.leaves[i].size
-                    roundings[i] = _rounding(plan.compressors[i], size, axes.world)
+            for buffer, way in ways(options, plan, range(len(leaves))).items():
+                if way is None:
+                    continue
+                for leaf in plan.coded(buffer):
+                    scales[leaf.number] = precondition.units(old[leaf.number])
+                    if learns is not None:
+                        roundings[leaf.number] = _rounding(leaf, way.reduction, axes.world)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
         mean = _Mean(options, plan, key, treedef, scales, codes)
@@ -263,18 +266,20 @@ def _choices(plans: list[Plan]) -> Choices:
     return [tuple(dict.fromkeys(some)) for some in every]
 
 
-def _rounding(compressor: Compressor, size: int, world: int) -> Rounding | None:
-    """How much of the mean square of a leaf's mean is noise, for ranks that are independent.
-
-    An encoding of squared error D multiplies the signal by 1 - D, and so its square by (1 - D)**2.
-    Noise makes up the rest of a mean square of 1 - D. A chunk's owner adds its own values as they
-    are, so the first of the two encodings counts (world - 1) / world.
-    """
-    error = compressor.known_error(size)
-    if error is None or compressor.block_size is None:
+def _rounding(leaf: CodedLeaf, reduction: Reduction, world: int) -> Rounding | None:
+    """How much of the mean square of a leaf's mean is noise, for ranks that are independent."""
+    error = leaf.compressor.known_error(leaf.size)
+    if error is None or leaf.compressor.block_size is None:
         return None
-    share = 1 - (1 - error) * (1 - error * (world - 1) / world)
-    return Rounding(share, compressor.block_size)
+    kept = reduction.kept(error, world)
+    if kept is None:
+        raise ValueError(
+            f"restore_step_size: the reduction {reduction.shorthand!r} encodes sums that hold "
+            "codes already, and by how much a step is shorter is known for 'scatter_gather' and "
+            "'gather_sum', across levels too if the sums inside are exact; leave out reduction=, "
+            "or the compressor in levels=."
+        )
+    return Rounding(1 - kept, leaf.compressor.block_size)
 
 
 def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> None:
