@@ -101,6 +101,12 @@ class Axes:
             return [self._gathered_sum(x) for x in leaves]
         return lax.psum(list(leaves), self._name, axis_index_groups=self.groups)
 
+    def max(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """`lax.pmax` of every leaf."""
+        if self.groups is not None and self.checked():
+            return [self._gathered(x).max(0) for x in leaves]
+        return lax.pmax(list(leaves), self._name, axis_index_groups=self.groups)
+
     def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """`lax.pmean` of every leaf."""
         if self.groups is not None and self.checked():

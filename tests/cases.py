@@ -26,6 +26,8 @@ from cgx_jax.compressors import (
     Quantize,
     RandomK,
     ScaledSign,
+    SharedTernGrad,
+    ShiftedLattice,
     SignSGD,
     Signum,
     SketchML,
@@ -76,6 +78,8 @@ CASES = {
     "qsgd in 8 bits": Case(QSGD(127)),
     "ternary": Case(TernGrad(64)),
     "ternary, not clipped": Case(TernGrad(100, clip=None)),
+    "ternary, shared scale": Case(SharedTernGrad(64), reductions=("sum_rounds",)),
+    "shifted lattice": Case(ShiftedLattice(4, 64)),
     "three values": Case(ThreeLC(100, sparsity=1.5)),
     "natural": Case(Natural()),
     "dynamic tree": Case(DynamicTree8(100)),
@@ -112,6 +116,7 @@ CHUNKED = {
 _QUICK = (
     *("quantize 3", "quantize 4", "stochastic", "rotated", "bfloat16", "identity"),
     *("sign", "scaled sign", "qsgd", "ternary", "natural", "fitted levels", "sign of momentum"),
+    *("shifted lattice", "ternary, shared scale"),
     *("top k", "top k of every bucket", "sampled threshold", "random k", "classes of exponents"),
     *("chunked toy", "voting toy", "sparse toy", "toy with state", "summed toy"),
 )

@@ -249,8 +249,14 @@ class Together(NamedTuple):
     x: jax.Array
 
 
+class Maxima(NamedTuple):
+    """What `rounds` may yield for a round; it is sent the arrays' maxima over the ranks."""
+
+    arrays: Sequence[jax.Array]
+
+
 # What `rounds` yields, what it is sent, and what it returns.
-Rounds = Generator[Sequence[jax.Array] | Together, Any, Summed]
+Rounds = Generator[Sequence[jax.Array] | Together | Maxima, Any, Summed]
 
 
 class SummedCompressor(Compressor):
@@ -263,8 +269,17 @@ class SummedCompressor(Compressor):
         """A generator: yields the arrays of a round, and is sent their sums over `world` ranks.
 
         `x` is fp32 in the leaf's shape. Every rank yields arrays of the same shapes and dtypes, in
-        the same number of rounds, and may yield `Together` in between.
+        the same number of rounds. A round of `Maxima` is sent maxima instead of sums. `Together`
+        may be yielded in between.
         """
+
+    def summed_bytes(self, shape: Sequence[int], dtype: Any, world: int) -> int:
+        """Bytes of all arrays that one of `world` ranks yields."""
+        return self.payload_bytes(shape, dtype)
+
+    def error_bound_of_sum(self, x: jax.Array) -> jax.Array:
+        """`error_bound` of the ranks' sum, from every rank's values, f32[world, ...]."""
+        return self.error_bound(x.sum(0))
 
     def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         state = self.init(x.shape, x.dtype)
@@ -280,7 +295,7 @@ def alone(running: Rounds) -> Summed:
         if isinstance(made, Together):
             answer = made.function(made.x)
         else:
-            answer = [jnp.asarray(a) for a in made]
+            answer = [jnp.asarray(a) for a in (made.arrays if isinstance(made, Maxima) else made)]
         try:
             made = running.send(answer)
         except StopIteration as stop:

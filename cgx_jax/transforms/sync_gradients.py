@@ -23,6 +23,13 @@ from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.transforms.feedback import (
+    finite_all,
+    keep,
+    require_bounded,
+    residual_of,
+    taken_along,
+)
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import Moments, Rounding, SecondMoment, Units
 from cgx_jax.transforms.state import (
@@ -93,7 +100,7 @@ def sync_gradients(
         )
 
     def init(params: Any) -> SyncState:
-        check_wrappers(checked=False)
+        check_wrappers(CALLER, checked=False)
         leaves, treedef = jax.tree.flatten(params)
         step = jnp.zeros((), jnp.int32)
         statistics: Any = ()
@@ -156,11 +163,12 @@ def sync_gradients(
                 mean=True,
             )
             axes = options.axes
-        check_wrappers(axes.checked())
+        check_wrappers(CALLER, checked=axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
         check_state(state, memory, precondition, plan, choices, treedef)
         if memory is not None:
-            _require_bounded(plan, choices)
+            pairs = zip(plan.leaves, choices, strict=True)
+            require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
         learns = within_restore_step_size()
         if learns is not None and precondition is not None:
             _require_known_errors(plan, policy, memory)
@@ -191,7 +199,7 @@ def sync_gradients(
         if isinstance(policy, Adaptive):
             # Gradients, not what feedback makes of them: that depends on the plan in use.
             measured = policy.observe(measured, leaves, scales, state.step, axes, plan)
-        finite = _finite(means) if state.codes != () else True
+        finite = finite_all(means) if state.codes != () else True
         after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
         new = SyncState(state.step + 1, remembered, measured, moments, after, overflow)
         return jax.tree.unflatten(treedef, means), new
@@ -245,11 +253,11 @@ class _Feedback:
             if sums.residuals[i] is not None and number != 1:
                 means[i] *= jnp.asarray(number, leaves[i].dtype)
         # A skipped step never happened: what it would have sent is neither lost nor remembered.
-        finite = _finite(means)
+        finite = finite_all(means)
         rows, overflow = [], []
         for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
-            residual = _residual(x, sums.residuals[i], factors[i])
-            came = _arrived(x, residual)
+            residual = residual_of(x, sums.residuals[i], factors[i])
+            came = taken_along(x, residual)
             wanted = plan.compressors[i].wants(x, came)
             no_room = jnp.int32(0) if wanted is None else (wanted & ~came).sum(dtype=jnp.int32)
             overflow.append(self._row(no_room))
@@ -259,7 +267,7 @@ class _Feedback:
             through = came & (means[i] != 0) if selects else None
             remembered = self.memory.remember(residual, kept, through)
             after = zip(remembered, before, strict=True)
-            rows.append(tuple(self._row(_keep(finite, new, was)) for new, was in after))
+            rows.append(tuple(self._row(keep(finite, new, was)) for new, was in after))
         counts = jax.tree.unflatten(self.mean.treedef, overflow) if state.overflow != () else ()
         return sums, by_tree(rows, self.mean.treedef) or state.memory, counts
 
@@ -270,33 +278,6 @@ class _Feedback:
 def _choices(plans: list[Plan]) -> Choices:
     every = zip(*(plan.compressors for plan in plans), strict=True)
     return [tuple(dict.fromkeys(some)) for some in every]
-
-
-def _require_bounded(plan: Plan, choices: Choices) -> None:
-    """Raises ValueError for a compressor around which a memory would grow."""
-    for leaf, some in zip(plan.leaves, choices, strict=True):
-        for compressor in some:
-            if compressor.feedback_scale is None:
-                raise ValueError(
-                    f"{CALLER}: {compressor} of leaf {leaf.path!r} may lose more than it is given, "
-                    "so a memory around it grows without end; use Quantize with 2 bits or more, or "
-                    "ScaledSign."
-                )
-
-
-def _residual(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.Array:
-    """What a rank lost of what it `sent`, where `factor` of what comes back counts."""
-    if lost is None:
-        return jnp.zeros_like(sent)
-    return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
-
-
-def _arrived(sent: jax.Array, residual: jax.Array) -> jax.Array:
-    """Which of the values that a rank sent a code of a few values has taken along.
-
-    Less than half of such a value is left.
-    """
-    return 2 * jnp.abs(residual) < jnp.abs(sent)
 
 
 def _rounding(leaf: CodedLeaf, reduction: Reduction, world: int) -> Rounding | None:
@@ -350,15 +331,6 @@ def _moved(
         # Each leaf by itself: one branch of all would keep all means until the last has come.
         update = functools.partial(precondition.update, before, mean, step, rounding)
         new.append(lax.cond(due, update, lambda before=before: before))
-    finite = _finite([leaf.weights for leaf in new])
+    finite = finite_all([leaf.weights for leaf in new])
     tree = moments_by_tree(new, jax.tree.structure(moments.weights))
     return jax.tree.map(functools.partial(jnp.where, finite), tree, moments)
-
-
-def _finite(means: list[Any]) -> Any:
-    return jnp.all(jnp.stack([jnp.isfinite(m).all() for m in means])) if means else True
-
-
-def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-    # An owner's share of a float16 leaf's error may overflow where the mean did not.
-    return jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))
