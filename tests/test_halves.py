@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules, installation
+from cgx_jax.compressors import SignSGD
 from cgx_jax.exchanges import Profile, Xla, auto, nccl, xla
 from cgx_jax.exchanges.profile import Codec
 from cgx_jax.kernels import primitives
@@ -619,3 +620,16 @@ def test_errors_name_the_leaf(half, error, message, shape, options, mesh):
         jax.eval_shape(
             jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()), values(WORLD, *shape)
         )
+
+
+def test_votes_are_scattered_as_the_majority(mesh_of_each_size):
+    world = mesh_of_each_size.size
+    x = values(world, world, 1200)
+    f = sharded(
+        lambda v: cgx_jax.psum_scatter_compressed(v, "data", SignSGD(), exchange="xla"),
+        mesh_of_each_size,
+    )
+    majority = np.sign(np.sign(x).sum(0)) if world > 1 else x[0]
+    np.testing.assert_array_equal(jax.jit(f)(x), majority)
+    if world % 2 == 0:
+        assert (majority == 0).any()

@@ -60,6 +60,13 @@ def scatter(policy, **options):
     return cgx_jax.scatter_gradients("data", policy, mesh=mesh(), exchange="xla", **options)
 
 
+def test_shards_of_votes_are_those_of_an_all_reduce():
+    grads, policy = gradients(1), Rules((), SignSGD(), exact=())
+    means, _ = run(scatter(policy), grads)
+    for name, x in grads.items():
+        np.testing.assert_array_equal(means[0][name], np.sign(np.sign(x[0]).sum(0)))
+
+
 def test_exact_shards_make_up_the_mean():
     grads = gradients(2)
     means, _ = run(scatter(Identity()), grads)

@@ -38,6 +38,7 @@ def psum_scatter_compressed(
     removed, or with `tiled` is a multiple of it and divided. With `axis_index_groups`, of equal
     size, the world is a rank's group. The results are fp32 accumulations of the other ranks'
     decoded slices on this rank's exact ones, in each leaf's dtype; they are not quantized again.
+    Votes (`SignSGD`) come back as the sign that most ranks have, 0 in a tie.
     The derivative is `lax.psum_scatter`'s.
 
     `compressor` is one (default `Quantize()`, 4 bits), a policy or a `Plan`, and decides as in

@@ -152,7 +152,15 @@ class PsumScatter(Half):
         if self.compressor.owner_exact:
             return self._result(code.accumulate(self.axes.rank(), payloads, own, 1))
         zeros = jnp.zeros(own.shape, own.dtype)
-        return self._result(code.accumulate(jnp.int32(NO_RANK), payloads, zeros, 1))
+        total = code.accumulate(jnp.int32(NO_RANK), payloads, zeros, 1)
+        return self._result(self.settled(total))
+
+    def settled(self, total: jax.Array) -> jax.Array:
+        """The sum of values that weigh alike, as an all-reduce gives it: the majority of votes."""
+        if self.compressor.owner_exact:
+            return total
+        code = self.compressor.of_sums(self.axes.world)
+        return code.decode(code.encode(total), total.shape, total.dtype)
 
     def encoded(self, shape: tuple[int, ...]) -> jax.Array:
         """Which values of a leaf are encoded, bool: not this rank's own, which it adds up exactly.

@@ -221,8 +221,10 @@ def _scattered(
             payloads = message.payloads(keys, ready)
             sums = message.deliver(payloads, ready)
             lost |= _lost(message, payloads, inner, ready, units, leaves)
-        for i, y in zip(message.numbers, sums, strict=True):
-            mean = outside.multiply(y, _own_units(units.get(i), axes), outside.OUT) / axes.world
+        for i, half, y in zip(message.numbers, message.halves, sums, strict=True):
+            assert isinstance(half, PsumScatter)
+            mean = half.settled(y / axes.world)
+            mean = outside.multiply(mean, _own_units(units.get(i), axes), outside.OUT)
             factor = 1.0 if factors is None or i not in lost else factors[i]
             out[i] = (mean if factor == 1 else mean * factor).astype(leaves[i].dtype)
     for i, half in enumerate(halves.halves):
