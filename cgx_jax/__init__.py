@@ -24,6 +24,7 @@ from cgx_jax.exchanges import use_profile as use_profile
 from cgx_jax.halves import all_gather_compressed as all_gather_compressed
 from cgx_jax.halves import psum_scatter_compressed as psum_scatter_compressed
 from cgx_jax.kernels.memory import keep_memory as keep_memory
+from cgx_jax.nonfinite import debug_nonfinite as debug_nonfinite
 from cgx_jax.plain_jit.value_and_grad import value_and_grad as value_and_grad
 from cgx_jax.plan import Plan as Plan
 from cgx_jax.plan_table import plan_table as plan_table

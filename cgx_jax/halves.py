@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cgx_jax import _compat, debug
+from cgx_jax import _compat, debug, nonfinite
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor
 from cgx_jax.compressors.base import require_key
@@ -247,6 +247,7 @@ def _halve(
     exchange: Exchange | str,
 ) -> Any:
     """`half` of every leaf."""
+    nonfinite.refuse_skip(name)
     bare, sends = is_bare(tree), auto.named(name, exchange)
     if axes.world > 1:
         sends.require(name, axes.names)
@@ -267,6 +268,7 @@ def _halve(
             compressor = Identity()
         call = half(name, _with_rows(name, leaf.path, compressor), axes, sends, d, tiled)
         out.append(_apply(call, leaf.path, number, key, x, row))
+    out, _ = nonfinite.watch(name, axes, [leaf.path for leaf in whole], leaves, out)
     return jax.tree.unflatten(treedef, out)
 
 
