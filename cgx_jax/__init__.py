@@ -33,6 +33,7 @@ from cgx_jax.policies import Rule as Rule
 from cgx_jax.policies import Rules as Rules
 from cgx_jax.transforms import ErrorFeedback as ErrorFeedback
 from cgx_jax.transforms import SecondMoment as SecondMoment
+from cgx_jax.transforms import resize_state as resize_state
 from cgx_jax.transforms import state_shardings as state_shardings
 from cgx_jax.transforms import state_specs as state_specs
 from cgx_jax.transforms import sync_gradients as sync_gradients
