@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,6 +83,19 @@ def reduced_aval(x: Any, axes: Sequence[str]) -> jax.core.ShapedArray:
 def new_channel(ctx: Any) -> int:
     """A number that no other communicating operation of the module being lowered has."""
     return int(ctx.module_context.new_channel())
+
+
+def program(ctx: Any) -> str:
+    """What tells the program being lowered from others, alike in every process that runs it.
+
+    Its name, and the line of the user's that asked for the operation.
+    """
+    name = str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
+    ours = os.path.dirname(__file__)
+    for frame in ctx.traceback.frames if ctx.traceback is not None else ():
+        if not frame.file_name.startswith((ours, os.path.dirname(jax.__file__))):
+            return f"{name}, {os.path.basename(frame.file_name)}:{frame.line_num}"
+    return name
 
 
 def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -337,6 +337,31 @@ def widths():
     os._exit(3)
 
 
+def orders():
+    """Two programs with the same sums, which the last rank starts the other way round."""
+    mesh = mesh_of(data=WORLD)
+    x = place(mesh, normal(WORLD, 10_000))
+    first = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+    second = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+    for step in (first, second):  # in one order on all ranks nothing is refused
+        jax.block_until_ready(step(x))
+    report(failing(first if RANK < WORLD - 1 else second, x)[0])
+    MPI.COMM_WORLD.Barrier()  # the first to leave with an error ends the others
+    os._exit(3)
+
+
+def raises():
+    """The last rank ends with an exception while the others wait in a call, for ten minutes."""
+    mesh = mesh_of(data=WORLD)
+    x, step = place(mesh, normal(WORLD, 10_000)), reducer(mesh)
+    jax.block_until_ready(step(x))
+    if RANK == WORLD - 1:
+        raise RuntimeError("the data are broken")
+    report(failing(step, x)[0])
+    time.sleep(3)  # until all have reported: the first to leave ends the others
+    os._exit(3)
+
+
 def twins():
     """One compiled function called twice is refused; the same sums outside of it are not."""
     mesh = mesh_of(data=WORLD)

@@ -85,6 +85,24 @@ def test_ranks_with_other_widths_are_told_before_anything_is_sent():
 
 
 @needs_mpi
+def test_programs_in_another_order_are_told_apart_before_anything_is_sent():
+    output = run(2, "orders", code=3)
+    for rank in (0, 1):
+        (line,) = of_rank(output, rank)
+        assert "is in another program (jit" in line
+        assert "mpi_worker.py:" in line
+        assert "no gradient was sent" in line
+
+
+@needs_mpi
+def test_a_rank_that_raises_ends_the_calls_of_the_others_long_before_the_timeout():
+    output = run(3, "raises", code=None, kept=True)
+    for rank in (0, 1):
+        (line,) = of_rank(output, rank)
+        assert "rank 2 has ended without coming to this call" in line
+
+
+@needs_mpi
 def test_one_compiled_function_called_twice_is_refused():
     output = run(2, "twins")
     for rank in (0, 1):

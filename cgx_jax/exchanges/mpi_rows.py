@@ -79,6 +79,7 @@ def _lowering(target: str) -> Callable[..., Any]:
             world=np.int64(len(positions[0])),
             groups=np.asarray(positions, np.int64).reshape(-1),
             channel=np.int64(_compat.new_channel(ctx)),
+            program=_compat.program(ctx),
             name=name,
         )
 
