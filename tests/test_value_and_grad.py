@@ -254,7 +254,7 @@ REFUSED = {
     ),
     "memory without a state": (
         lambda p, x, y: vag(memory=ErrorFeedback())(p, x, y),
-        r"ErrorFeedback\(decay=1.0\) keeps a state.*f.init\(params\)",
+        r"ErrorFeedback\(decay=1.0.*\) keeps a state.*f.init\(params\)",
     ),
     "stochastic without a state": (
         lambda p, x, y: vag(policy=Quantize(4, rounding="stochastic"))(p, x, y),

@@ -132,7 +132,7 @@ class PayloadReduction(Reduction):
             for x, unit in zip(leaves, each, strict=True)
         ]
         made = [
-            leaf.compressor.prepare(x, state)
+            leaf.compressor.prepare(x, state) if leaf.compressor.prepares else (x, state)
             for leaf, x, state in zip(job.leaves, values, states, strict=True)
         ]
         ready = [y for y, _ in made]

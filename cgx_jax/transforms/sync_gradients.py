@@ -245,12 +245,15 @@ class _Feedback:
         rows, overflow = [], []
         for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
             residual = _residual(x, sums.residuals[i], factors[i])
-            came = _arrived(x, residual, means[i])
+            came = _arrived(x, residual)
             wanted = plan.compressors[i].wants(x, came)
             no_room = jnp.int32(0) if wanted is None else (wanted & ~came).sum(dtype=jnp.int32)
             overflow.append(self._row(no_room))
             selects = plan.compressors[i].selects and sums.residuals[i] is not None
-            remembered = self.memory.remember(residual, kept, came if selects else None)
+            # In the chunk that a rank owns its residual is what the sum of all ranks lost, so a
+            # value has come through only if the mean has one there too.
+            through = came & (means[i] != 0) if selects else None
+            remembered = self.memory.remember(residual, kept, through)
             after = zip(remembered, before, strict=True)
             rows.append(tuple(self._row(_keep(finite, new, was)) for new, was in after))
         counts = jax.tree.unflatten(self.mean.treedef, overflow) if state.overflow != () else ()
@@ -284,13 +287,12 @@ def _residual(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.Arr
     return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
 
 
-def _arrived(sent: jax.Array, residual: jax.Array, mean: jax.Array) -> jax.Array:
+def _arrived(sent: jax.Array, residual: jax.Array) -> jax.Array:
     """Which of the values that a rank sent a code of a few values has taken along.
 
-    Less than half of such a value is left. In the chunk that a rank owns its residual is what the
-    sum of all ranks lost, so a value counts only if the mean has one there too.
+    Less than half of such a value is left.
     """
-    return (2 * jnp.abs(residual) < jnp.abs(sent)) & (mean != 0)
+    return 2 * jnp.abs(residual) < jnp.abs(sent)
 
 
 def _rounding(compressor: Compressor, size: int, world: int) -> Rounding | None:
