@@ -17,6 +17,7 @@ from cgx_jax.compressors.non_uniform import NonUniform as NonUniform
 from cgx_jax.compressors.power_sgd import PowerSGD as PowerSGD
 from cgx_jax.compressors.qsgd import QSGD as QSGD
 from cgx_jax.compressors.quantize import Quantize as Quantize
+from cgx_jax.compressors.random_k import RandomK as RandomK
 from cgx_jax.compressors.sign import OneBit as OneBit
 from cgx_jax.compressors.sign import ScaledSign as ScaledSign
 from cgx_jax.compressors.sign import SignSGD as SignSGD
@@ -24,7 +25,6 @@ from cgx_jax.compressors.sign import Signum as Signum
 from cgx_jax.compressors.sparse import DGC as DGC
 from cgx_jax.compressors.sparse import BlockTopK as BlockTopK
 from cgx_jax.compressors.sparse import QSparse as QSparse
-from cgx_jax.compressors.sparse import RandomK as RandomK
 from cgx_jax.compressors.sparse import Threshold as Threshold
 from cgx_jax.compressors.sparse import TopK as TopK
 from cgx_jax.compressors.terngrad import TernGrad as TernGrad

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from cgx_jax.compressors import buckets
-from cgx_jax.compressors.base import PayloadCompressor, Rounds, Summed, SummedCompressor
+from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.lossless import Identity
 from cgx_jax.compressors.packing import pack, packed_bytes, size_of, unpack
 from cgx_jax.compressors.qsgd import QSGD
@@ -339,65 +339,3 @@ class BlockTopK(_Sparse):
         rows = jnp.zeros((len(at), self.bucket_size), jnp.float32)
         rows = rows.at[np.arange(len(at))[:, None], at].add(taken, mode="drop")
         return buckets.join(rows, like)
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomK(SummedCompressor):
-    """Values at places that all ranks draw alike, so `lax.psum` adds them up: 4 bytes each.
-
-    The leaf is cut into runs of n / k values, and of each one value is taken. If `scaled`, it
-    counts for all of its run, so that the expectation is the leaf; its variance is then n / k - 1
-    times |x|². Without, the others stay in the residual, and it needs error feedback. `keep` is a
-    share of the leaf or a number of values. Raises ValueError as `TopK` does. Source: Stich et al.
-    (NeurIPS 2018).
-    """
-
-    selects: ClassVar[bool] = True
-
-    keep: Keep = 0.01
-    scaled: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "keep", check_keep("RandomK", self.keep))
-
-    @property
-    def unbiased(self) -> bool:
-        return self.scaled
-
-    @property
-    def needs_key(self) -> bool:
-        return True
-
-    @property
-    def shares_noise(self) -> bool:
-        return True
-
-    @property
-    def feedback_scale(self) -> float | None:
-        if not self.scaled:
-            return 1.0
-        return 1 / math.ceil(1 / self.keep) if isinstance(self.keep, float) else None
-
-    def _run(self, size: int) -> int:
-        """How many values one stands for."""
-        return max(1, -(-size // max(1, kept("RandomK", self.keep, size))))
-
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
-        n = size_of(shape)
-        return 32 * -(-n // self._run(n))
-
-    def error_bound(self, x: Any) -> jax.Array:
-        magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-        most = max(1, self._run(magnitude.size) - 1) if self.scaled else 1
-        return buckets.rounded(magnitude * np.float32(most * (1 + 2.0**-18)), x)
-
-    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
-        buckets.require_key(self, key)
-        n, run = x.size, self._run(x.size)
-        count = -(-n // run)
-        at = jax.random.randint(key, (count,), 0, run) + jnp.arange(count) * run
-        scale = np.float32(run if self.scaled else 1)
-        taken = x.reshape(-1).at[at].get(mode="fill", fill_value=0) * scale
-        (total,) = yield [taken]
-        place = lambda v: jnp.zeros(n, jnp.float32).at[at].add(v, mode="drop")  # noqa: E731
-        return Summed(place(total).reshape(x.shape), place(taken).reshape(x.shape), state)

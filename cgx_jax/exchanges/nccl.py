@@ -69,7 +69,7 @@ class OnCommunicator(Exchange):
         each = list(units) or [None] * len(leaves)
         inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
         reduced, lost = self._call(
-            self._all_reduce(),
+            self._all_reduce(name, axes),
             name,
             [keys, *inner],
             layout,
@@ -87,8 +87,8 @@ class OnCommunicator(Exchange):
         return means, lost
 
     @abc.abstractmethod
-    def _all_reduce(self) -> Primitive:
-        """The call of `all_reduce`."""
+    def _all_reduce(self, name: str, axes: Axes) -> Primitive:
+        """The call of `all_reduce`; raises ValueError for axes that it cannot reduce over."""
 
     def _call(
         self,
@@ -135,7 +135,7 @@ class Nccl(OnCommunicator):
             return problem
         return fused.unfit_axes(axes) if axes else None
 
-    def _all_reduce(self) -> Primitive:
+    def _all_reduce(self, name: str, axes: Axes) -> Primitive:
         return all_reduce_p
 
     def reduce_scatter(

@@ -15,7 +15,6 @@ from jax.extend.core import Primitive
 
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, nccl
-from cgx_jax.kernels import primitives
 from cgx_jax.wire import Layout
 
 MOST_RANKS = 32  # `kMaxPeers` in C++
@@ -42,28 +41,12 @@ class Peer(nccl.OnCommunicator):
     def usable(self, axes: Sequence[Any] = ()) -> bool:
         return False
 
-    def all_reduce(
-        self,
-        name: str,
-        seeds: Sequence[Any],
-        leaves: Sequence[jax.Array],
-        layout: Layout,
-        axes: Axes,
-        divisor: float,
-        *,
-        residual: bool,
-        units: primitives.Units,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _all_reduce(self, name: str, axes: Axes) -> Primitive:
         if axes.world > MOST_RANKS:
             raise ValueError(
                 f"{name}: exchange='peer' reduces over at most {MOST_RANKS} ranks of a node, and "
                 f'this call has {axes.world}; use exchange="nccl", or a node\'s axis in `Levels`.'
             )
-        return super().all_reduce(
-            name, seeds, leaves, layout, axes, divisor, residual=residual, units=units
-        )
-
-    def _all_reduce(self) -> Primitive:
         return all_reduce_p
 
 
