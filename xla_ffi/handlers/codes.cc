@@ -2,6 +2,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "cpu/scatter.h"
 #include "cpu/select.h"
 #include "handlers/checks.h"
 
@@ -125,6 +126,23 @@ ffi::Error largest_of_buckets(ffi::ThreadPool pool, Values x, ffi::Result<Places
   return ffi::Error::Success();
 }
 
+ffi::Error sum_scattered(ffi::ThreadPool pool, Places at, Values taken, ffi::Result<Values> out,
+                         int64_t size, int64_t ranks) {
+  const char* const name = "cgx_scatter_sum";
+  const int64_t batch = at.dimensions()[0], count = columns(at);
+  if (ranks < 1 || count % ranks != 0) {
+    return invalid(name, "number of places is " + std::to_string(count) +
+                             ", must be as many for each of " + std::to_string(ranks) + " ranks");
+  }
+  CGX_TRY(check_shape(name, "taken", taken, batch, count));
+  CGX_TRY(check_shape(name, "result", *out, batch, size));
+  for (int64_t b = 0; b < batch; ++b) {
+    scatter_sum(pool, at.typed_data() + b * count, taken.typed_data() + b * count, count,
+                out->typed_data() + b * size, size);
+  }
+  return ffi::Error::Success();
+}
+
 // Codes of buckets as `one` says, which is filled in; the payload is codes, then scales.
 ffi::Error encode_all(const char* name, ffi::ThreadPool pool, Words words, Values x,
                       ffi::Result<Bytes> out, BucketsCall one) {
@@ -226,6 +244,18 @@ XLA_FFI_Error* largest_of_buckets_handler(XLA_FFI_CallFrame* frame) {
                                   .Attr<int64_t>("bucket_size")
                                   .Attr<int64_t>("keep")
                                   .To(largest_of_buckets);
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* scatter_sum_handler(XLA_FFI_CallFrame* frame) {
+  static const auto handler = ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Places>()
+                                  .Arg<Values>()
+                                  .Ret<Values>()
+                                  .Attr<int64_t>("size")
+                                  .Attr<int64_t>("ranks")
+                                  .To(sum_scattered);
   return handler->Call(frame);
 }
 

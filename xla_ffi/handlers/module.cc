@@ -34,6 +34,7 @@ std::map<std::string, py::capsule> handlers() {
           {"cgx_largest", capsule(cgx::largest_handler)},
           {"cgx_above_sampled", capsule(cgx::above_sampled_handler)},
           {"cgx_largest_of_buckets", capsule(cgx::largest_of_buckets_handler)},
+          {"cgx_scatter_sum", capsule(cgx::scatter_sum_handler)},
           {"cgx_natural", capsule(cgx::natural_handler)},
           {"cgx_ternary", capsule(cgx::ternary_handler)},
           {"cgx_qsgd", capsule(cgx::qsgd_handler)},
