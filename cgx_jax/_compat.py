@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,17 +84,9 @@ def new_channel(ctx: Any) -> int:
     return int(ctx.module_context.new_channel())
 
 
-def program(ctx: Any) -> str:
-    """What tells the program being lowered from others, alike in every process that runs it.
-
-    Its name, and the line of the user's that asked for the operation.
-    """
-    name = str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
-    ours = os.path.dirname(__file__)
-    for frame in ctx.traceback.frames if ctx.traceback is not None else ():
-        if not frame.file_name.startswith((ours, os.path.dirname(jax.__file__))):
-            return f"{name}, {os.path.basename(frame.file_name)}:{frame.line_num}"
-    return name
+def module_name(ctx: Any) -> str:
+    """The name of the module being lowered, such as jit_step."""
+    return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
 
 
 def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -350,16 +350,34 @@ def orders():
     os._exit(3)
 
 
+def dispatched(mesh):
+    """A reduction that returns before it ends, which XLA does for larger programs."""
+    return sharded(mesh, lambda x: cgx_jax.psum_compressed(jnp.sort(x), "data", exchange="mpi"))
+
+
 def raises():
-    """The last rank ends with an exception while the others wait in a call, for ten minutes."""
+    """The last rank ends with an exception, before or in a call that may last ten minutes."""
     mesh = mesh_of(data=WORLD)
-    x, step = place(mesh, normal(WORLD, 10_000)), reducer(mesh)
+    x, step = place(mesh, normal(WORLD, 10_000)), dispatched(mesh)
     jax.block_until_ready(step(x))
     if RANK == WORLD - 1:
+        if sys.argv[2] == "in":
+            step(x)
+            time.sleep(1)
         raise RuntimeError("the data are broken")
+    if sys.argv[2] == "in":
+        time.sleep(5)  # until the last rank has given up
     report(failing(step, x)[0])
     time.sleep(3)  # until all have reported: the first to leave ends the others
     os._exit(3)
+
+
+def unawaited():
+    """A process may end while its last call is under way."""
+    mesh = mesh_of(data=WORLD)
+    x, step = place(mesh, normal(WORLD, 500_000)), dispatched(mesh)
+    jax.block_until_ready(step(x))
+    step(x)
 
 
 def twins():
@@ -417,7 +435,7 @@ def misgrouped():
 
 
 _ALL = (agreement, kinds, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
-_ALL += (rows, other_rows, twin_rows)
+_ALL += (rows, other_rows, twin_rows, orders, raises, unawaited)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

@@ -110,7 +110,7 @@ class Mpi(Exchange):
         mesh = jax.sharding.get_abstract_mesh()
         operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
         operands += [*leaves, *factors]
-        label = f"{name}(exchange='mpi')"
+        label = mpi_rows.label(name)
         return fused.bind(
             all_reduce_p, label, operands, layout, axes, divisor=divisor, residual=residual
         )
@@ -257,7 +257,7 @@ def _lowering(
         *operands,
         **fused.attributes(layout, divisor, positions, name),
         channel=np.int64(_compat.new_channel(ctx)),
-        program=_compat.program(ctx),
+        program=f"{_compat.module_name(ctx)}, {name}",
     )
 
 

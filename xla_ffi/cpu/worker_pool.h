@@ -20,6 +20,7 @@ class WorkerPool {
  public:
   // Throws std::system_error where the system does not give as many threads.
   explicit WorkerPool(int64_t threads) : threads_(threads) {
+    running_.reserve(static_cast<size_t>(threads));  // so that nothing else fails below
     try {
       for (int64_t t = 1; t < threads; ++t) running_.emplace_back([this] { loop(); });
     } catch (const std::system_error& error) {

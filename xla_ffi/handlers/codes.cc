@@ -5,6 +5,7 @@
 #include "cpu/scatter.h"
 #include "cpu/select.h"
 #include "handlers/checks.h"
+#include "handlers/fresh_results.h"
 
 namespace cgx {
 namespace {
@@ -39,6 +40,7 @@ ffi::Error pack_signs(ffi::ThreadPool pool, Values x, ffi::Result<Bytes> out) {
   const char* const name = "cgx_pack_signs";
   const int64_t batch = x.dimensions()[0], n = columns(x), bytes = (n + 7) / 8;
   CGX_TRY(check_shape(name, "payload", *out, batch, bytes));
+  prefer_huge_pages(out);
   const CodeKernels& codes = current_kernels().codes;
   split_runs(pool, batch, n, 8, [&](int64_t b, int64_t from, int64_t to) {
     codes.pack_signs(x.typed_data() + b * n + from, to - from,
@@ -52,6 +54,7 @@ ffi::Error unpack_signs(ffi::ThreadPool pool, Bytes payload, ffi::Result<Values>
   const int64_t batch = payload.dimensions()[0], bytes = (n + 7) / 8;
   CGX_TRY(check_shape(name, "payload", payload, batch, bytes));
   CGX_TRY(check_shape(name, "result", *out, batch, n));
+  prefer_huge_pages(out);
   const CodeKernels& codes = current_kernels().codes;
   split_runs(pool, batch, n, 8, [&](int64_t b, int64_t from, int64_t to) {
     codes.unpack_signs(payload.typed_data() + b * bytes + from / 8, to - from,
@@ -117,6 +120,8 @@ ffi::Error largest_of_buckets(ffi::ThreadPool pool, Values x, ffi::Result<Places
   const int64_t count = (n + bucket_size - 1) / bucket_size * keep;
   CGX_TRY(check_shape(name, "places", *at, batch, count));
   CGX_TRY(check_shape(name, "taken", *taken, batch, count));
+  prefer_huge_pages(at);
+  prefer_huge_pages(taken);
   const CodeKernels& codes = current_kernels().codes;
   split_runs(pool, batch, n, bucket_size, [&](int64_t b, int64_t from, int64_t to) {
     codes.largest_of_buckets(x.typed_data() + b * n, n, bucket_size, keep, from / bucket_size,
@@ -136,6 +141,7 @@ ffi::Error sum_scattered(ffi::ThreadPool pool, Places at, Values taken, ffi::Res
   }
   CGX_TRY(check_shape(name, "taken", taken, batch, count));
   CGX_TRY(check_shape(name, "result", *out, batch, size));
+  prefer_huge_pages(out);
   for (int64_t b = 0; b < batch; ++b) {
     scatter_sum(pool, at.typed_data() + b * count, taken.typed_data() + b * count, count,
                 out->typed_data() + b * size, size);
@@ -154,6 +160,7 @@ ffi::Error encode_all(const char* name, ffi::ThreadPool pool, Words words, Value
   const int64_t bytes = packed + scaled * 4 * ((n + one.bucket_size - 1) / one.bucket_size);
   CGX_TRY(check_shape(name, "words", words, batch, 2));
   CGX_TRY(check_shape(name, "payload", *out, batch, bytes));
+  prefer_huge_pages(out);
   one.n = n;
   encode_buckets(pool, batch, [&](int64_t b) {
     BucketsCall own = one;

@@ -136,6 +136,6 @@ PYBIND11_MODULE(_native, m) {
         py::arg("rank"), py::arg("segment_bytes"), py::arg("window"), py::arg("timeout"),
         py::arg("threads"),
         "Binds the MPI library that `module` links to and starts the engine of its calls.");
-  m.def("mpi_stop", &mpi_stop, "Ends the engine; calls in flight fail.");
+  m.def("mpi_stop", &mpi_stop, "Ends the engine; calls in flight have a moment to end.");
   m.def("mpi_failure", &cgx::engine_failure, "What has made a call fail; '' when nothing.");
 }

@@ -10,7 +10,8 @@
 namespace cgx {
 namespace {
 
-// How long a message may be under way after the notice that its rank has left.
+// How long a rank that ends waits for its calls in flight, and how long a message may be under way
+// after the notice that its rank has left.
 constexpr double kGraceSeconds = 1;
 // Between looks at the notices, which cost time for every rank.
 constexpr double kHearSeconds = 0.01;
@@ -126,8 +127,10 @@ std::string Engine::failure() const {
 
 void Engine::loop() {
   Backoff backoff;
-  for (bool stop = false; !stop;) {
+  double given_up_at = 0;
+  for (;;) {
     std::list<Request> requests;
+    bool stop;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (active_.empty()) {
@@ -136,14 +139,20 @@ void Engine::loop() {
       requests.swap(requests_);
       stop = stop_;
     }
-    if (stop) fail("the process is ending", Notices::kLeft);
     bool moved = !requests.empty();
     accept(std::move(requests));
+    if (stop) {
+      // Peers wait in the calls in flight too, and most of these end in a moment.
+      if (given_up_at == 0) given_up_at = now() + kGraceSeconds;
+      if (!active_.empty() && now() > given_up_at) fail("the process ended with calls in flight");
+      if (active_.empty()) break;
+    }
     hear();
     // A call that fails takes all others with it.
     for (auto it = active_.begin(); !active_.empty() && it != active_.end();) moved |= move(it++);
     moved ? backoff.reset() : backoff.wait();
   }
+  notices_->send(Notices::kLeft, "");
 }
 
 void Engine::accept(std::list<Request> requests) {

@@ -48,7 +48,7 @@ class Engine {
   using Done = std::function<void(const std::string& error)>;
 
   Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settings);
-  // Calls in flight fail.
+  // Calls in flight have a moment to end, and fail after it.
   ~Engine();
 
   // `name` says in errors which call this is; `peers` are the ranks of the group.
