@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,15 +18,16 @@ _NAME = "resize_state"
 def resize_state(state: Any, world: int) -> Any:
     """An optimizer state with that of `sync_gradients` or `local_steps` for `world` ranks.
 
-    Each rank gets the mean over the old ranks of what belonged to a rank: residuals, velocities,
-    states of compressors, and what `local_steps` keeps. The mean over the ranks is then what it
-    was, and with it what later steps still add to the optimizer's sums. The sum over the ranks
-    changes with their number, as that of gradients does. What is the same on all ranks stays;
-    counts of what found no room begin at 0.
+    An update is a mean over the ranks, so n ranks with residuals e still owe the optimizer
+    sum(e) / n. The new ranks owe the same: each gets the mean over the old ones, so the mean stays
+    and the sum becomes `world` / n times what it was. This holds for all that belongs to a rank:
+    residuals, velocities, states of compressors, and what `local_steps` keeps. What is the same on
+    all ranks stays; counts of what found no room begin at 0.
 
     `state` holds whole arrays, with a row for each old rank, outside of jit: as `init` returned it,
-    or as restored. Place the result by `state_shardings` on the new mesh. Raises TypeError or
-    ValueError for a world that is no integer from 1 on, a state that holds none of the two, rows
+    or as restored. Place the result by `state_shardings` on the new mesh. Arrays may be
+    `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved. Raises TypeError
+    or ValueError for a world that is no integer from 1 on, a state that holds none of the two, rows
     for different numbers of ranks, and rows of integers that differ, which have no mean.
     """
     if operator.index(world) < 1:
@@ -49,15 +51,15 @@ def resize_state(state: Any, world: int) -> Any:
 
     def resized(x: Any) -> Any:
         if isinstance(x, LocalState):
-            moved, optimizer = _means((x.moved, x.optimizer), world)
+            moved, optimizer = _rows(_mean, (x.moved, x.optimizer), world)
             return x._replace(moved=moved, optimizer=optimizer, sync=resized(x.sync))
         if not isinstance(x, SyncState):
             return x
         codes = x.codes
         if isinstance(codes, CodeState):
-            codes = codes._replace(own=_means(codes.own, world))
-        overflow = jax.tree.map(lambda _: jnp.zeros(world, jnp.int32), x.overflow)
-        return x._replace(memory=_means(x.memory, world), codes=codes, overflow=overflow)
+            codes = codes._replace(own=_rows(_mean, codes.own, world))
+        memory, overflow = _rows(_mean, x.memory, world), _rows(_zero, x.overflow, world)
+        return x._replace(memory=memory, codes=codes, overflow=overflow)
 
     return jax.tree.map(resized, state, is_leaf=is_ours)
 
@@ -70,21 +72,29 @@ def _of_ranks(state: Any) -> Any:
     return state.memory, own, state.overflow
 
 
-def _means(tree: Any, world: int) -> Any:
-    """Every array's mean over its rows, `world` times."""
+def _rows(row: Callable[[np.ndarray], np.ndarray], tree: Any, world: int) -> Any:
+    """`row` of every array, `world` times; on the host, where the copies take no memory."""
 
-    def mean(x: Any) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
-            one = jnp.mean(x, 0, dtype=wide).astype(x.dtype)
-        else:
-            every = np.asarray(x)
-            if (every != every[0]).any():
-                raise ValueError(
-                    f"{_NAME}: rows of {x.dtype}{list(x.shape[1:])} differ between ranks, and "
-                    "integers have no mean; begin with the state of a new init."
-                )
-            one = jnp.asarray(every[0])
-        return jnp.broadcast_to(one, (world, *one.shape))
+    def rows(x: Any) -> Any:
+        shape = (world, *x.shape[1:])
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+        return np.broadcast_to(row(np.asarray(x)), shape)
 
-    return jax.tree.map(mean, tree)
+    return jax.tree.map(rows, tree)
+
+
+def _mean(rows: np.ndarray) -> np.ndarray:
+    if jnp.issubdtype(rows.dtype, jnp.inexact):
+        wide = np.float32 if rows.dtype.itemsize < 4 else rows.dtype
+        return rows.mean(0, dtype=wide).astype(rows.dtype)
+    if (rows != rows[0]).any():
+        raise ValueError(
+            f"{_NAME}: rows of {rows.dtype}{list(rows.shape[1:])} differ between ranks, and "
+            "integers have no mean; begin with the state of a new init."
+        )
+    return rows[0]
+
+
+def _zero(rows: np.ndarray) -> np.ndarray:
+    return np.zeros_like(rows[0])
