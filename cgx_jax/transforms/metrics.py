@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from cgx_jax.leaves import leaves_of
 from cgx_jax.transforms.state import SyncState
@@ -28,10 +29,15 @@ def metrics(state: Any) -> dict[str, int]:
     out: dict[str, int] = {}
     skipped: list[int] = []
     for sync in filter(is_sync, jax.tree.leaves(state, is_leaf=is_sync)):
-        skipped += [int(shard.data.max()) for shard in sync.skipped.addressable_shards]
+        skipped += [int(x.max()) for x in _here(sync.skipped)]
         counts = jax.tree.leaves(sync.overflow)
         for leaf, count in zip(leaves_of(sync.overflow), counts, strict=True):
-            own = sum(int(shard.data.sum()) for shard in count.addressable_shards)
+            own = sum(int(x.sum()) for x in _here(count))
             out[f"cgx/overflow/{leaf.path}"] = own
     total = {"cgx/overflow": sum(out.values())} if out else {}
     return ({"cgx/skipped": max(skipped)} if skipped else {}) | total | out
+
+
+def _here(x: Any) -> list[Any]:
+    """The parts of `x` on this process, which has all of an array on the host."""
+    return [x] if isinstance(x, np.ndarray) else [shard.data for shard in x.addressable_shards]
