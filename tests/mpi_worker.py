@@ -340,6 +340,49 @@ def widths():
     os._exit(3)
 
 
+def orders():
+    """Two programs with the same sums, which the last rank starts the other way round."""
+    mesh = mesh_of(data=WORLD)
+    x = place(mesh, normal(WORLD, 10_000))
+    first = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+    second = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+    for step in (first, second):  # in one order on all ranks nothing is refused
+        jax.block_until_ready(step(x))
+    report(failing(first if RANK < WORLD - 1 else second, x)[0])
+    MPI.COMM_WORLD.Barrier()  # the first to leave with an error ends the others
+    os._exit(3)
+
+
+def dispatched(mesh):
+    """A reduction that returns before it ends, which XLA does for larger programs."""
+    return sharded(mesh, lambda x: cgx_jax.psum_compressed(jnp.sort(x), "data", exchange="mpi"))
+
+
+def raises():
+    """The last rank ends with an exception, before or in a call that may last ten minutes."""
+    mesh = mesh_of(data=WORLD)
+    x, step = place(mesh, normal(WORLD, 10_000)), dispatched(mesh)
+    jax.block_until_ready(step(x))
+    if RANK == WORLD - 1:
+        if sys.argv[2] == "in":
+            step(x)
+            time.sleep(1)
+        raise RuntimeError("the data are broken")
+    if sys.argv[2] == "in":
+        time.sleep(5)  # until the last rank has given up
+    report(failing(step, x)[0])
+    time.sleep(3)  # until all have reported: the first to leave ends the others
+    os._exit(3)
+
+
+def unawaited():
+    """A process may end while its last call is under way."""
+    mesh = mesh_of(data=WORLD)
+    x, step = place(mesh, normal(WORLD, 500_000)), dispatched(mesh)
+    jax.block_until_ready(step(x))
+    step(x)
+
+
 def twins():
     """One compiled function called twice is refused; the same sums outside of it are not."""
     mesh = mesh_of(data=WORLD)
@@ -439,7 +482,7 @@ def misgrouped():
 
 
 _ALL = (agreement, kinds, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
-_ALL += (rows, other_rows, twin_rows, chosen)
+_ALL += (rows, other_rows, twin_rows, chosen, orders, raises, unawaited)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

@@ -22,6 +22,7 @@ LAYERS = [
     "compressors",
     "exchanges",
     "debug",
+    "nonfinite",
     "reductions",
     "policies",
     "plan",

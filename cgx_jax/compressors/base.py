@@ -205,6 +205,13 @@ class PayloadCompressor(Compressor):
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""
 
+    def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """What payloads u8[ranks, n] add up to, fp32 and in rank order."""
+        total = jnp.zeros(tuple(shape), jnp.float32)
+        for payload in payloads:
+            total = total + self.decode(payload, tuple(shape), jnp.float32)
+        return total
+
     def of_sums(self, world: int) -> PayloadCompressor:
         """The code of a chunk's sum over `world` ranks, on its way from the owner to all others."""
         return self

@@ -7,6 +7,7 @@ has loaded, whatever its ABI; nothing is linked to it. Importing this module loa
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import os
 import sys
@@ -111,7 +112,7 @@ class Mpi(Exchange):
         mesh = jax.sharding.get_abstract_mesh()
         operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
         operands += [*leaves, *factors]
-        label = f"{name}(exchange='mpi')"
+        label = mpi_rows.label(name)
         return fused.bind(
             all_reduce_p, label, operands, layout, axes, divisor=divisor, residual=residual
         )
@@ -203,12 +204,23 @@ def _start(settings: dict[str, float]) -> None:
         byte_type=MPI._handleof(MPI.BYTE),
         null_request=MPI._handleof(MPI.REQUEST_NULL),
         largest_tag=_own.Get_attr(MPI.TAG_UB),
+        error_offset=_error_offset(MPI),
+        ranks=_own.size,
         rank=_own.rank,
         **{k: v if k == "timeout" else int(v) for k, v in settings.items()},
     )
     _running = settings
     atexit.unregister(_stop)
     atexit.register(_stop)
+
+
+def _error_offset(mpi: Any) -> int:
+    """Where a status holds its error, in bytes: another place in every ABI."""
+    status = mpi.Status()
+    memory = (ctypes.c_char * mpi._sizeof(mpi.Status)).from_address(mpi._addressof(status))
+    number = 0x1234567
+    status.error = number
+    return bytes(memory).index(number.to_bytes(4, sys.byteorder))
 
 
 def _duplicate(mpi: Any, timeout: float) -> Any:
@@ -255,6 +267,7 @@ def _lowering(
         *operands,
         **fused.attributes(layout, divisor, positions, name),
         channel=np.int64(_compat.new_channel(ctx)),
+        program=f"{_compat.module_name(ctx)}, {name}",
     )
 
 

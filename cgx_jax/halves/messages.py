@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import _compat
+from cgx_jax import _compat, nonfinite
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor
 from cgx_jax.compressors.base import require_key
@@ -79,6 +79,7 @@ class Halves:
         tiled: bool,
         exchange: Exchange | str,
     ) -> Halves:
+        nonfinite.refuse_skip(name)
         bare, sends = is_bare(tree), auto.named(name, exchange)
         if axes.world > 1:
             sends.require(name, axes.names)
@@ -122,7 +123,15 @@ class Halves:
             part = tuple(leaves[i] for i in message.numbers)
             out.update(zip(message.numbers, _run(message, keys, part), strict=True))
         every = [out[i] if i in out else h.exactly(leaves[i]) for i, h in enumerate(self.halves)]
-        return jax.tree.unflatten(treedef, every)
+        return jax.tree.unflatten(treedef, self.watched(leaves, every))
+
+    def watched(self, before: list[Any], after: list[Any], step: Any = None) -> list[Any]:
+        """`after`, the results of `before`; in debug mode values that are not finite are named."""
+        if not self.halves:
+            return after
+        paths = [half.path for half in self.halves]
+        first = self.halves[0]
+        return nonfinite.watch(first.name, first.axes, paths, before, after, step=step)[0]
 
 
 def _buffers(

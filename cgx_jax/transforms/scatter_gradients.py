@@ -99,12 +99,14 @@ def scatter_gradients(
         if precondition is not None:
             leaves, treedef = jax.tree.flatten(whole)
             moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
-        step = jnp.zeros((), jnp.int32)
+        step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         if mesh is not None and not is_bound(_names(axis_name)):
             replicated = NamedSharding(mesh, PartitionSpec())
-            step, moments = lax.with_sharding_constraint((step, moments), replicated)
+            step, skipped, moments = lax.with_sharding_constraint(
+                (step, skipped, moments), replicated
+            )
         remembered = init_memory(memory, whole, axis_name, mesh, _NAME)
-        return SyncState(step, remembered, (), moments)
+        return SyncState(step, remembered, (), moments, skipped=skipped)
 
     def update(
         updates: Any, state: SyncState, params: Any = None, **extra_args: Any
@@ -136,11 +138,13 @@ def scatter_gradients(
             sent, kept = [x for x, _ in both], [k for _, k in both]
         factors = [half.compressor.feedback_scale or 1.0 for half in halves.halves]
         means, lost = _scattered(halves, sent, units, key, factors if memory is not None else None)
+        means = halves.watched(leaves, means, state.step)
         updates = jax.tree.unflatten(treedef, means)
         if not leaves or (memory is None and precondition is None):
             return updates, state._replace(step=state.step + 1)
         (strange,) = axes.sum([(~finite_all(means)).astype(jnp.int32)])
         finite = strange == 0
+        state = state._replace(skipped=state.skipped + (1 - finite.astype(jnp.int32)))
         if memory is not None:
             rows = []
             for i, half in enumerate(halves.halves):

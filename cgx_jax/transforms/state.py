@@ -52,7 +52,8 @@ class SyncState(NamedTuple):
     `statistics` () or what an adaptive policy measures; `moments` () or the `Moments` by which
     gradients are preconditioned, each field a tree like the parameters; `codes` () or the
     `CodeState` of compressors that have state; `overflow` () or a tree like the parameters of
-    i32[world], how many values found no room in the last step, which `metrics` reads.
+    i32[world], how many values found no room in the last step; `skipped`, i32[], the number of
+    updates that left all of this as it was, since a mean was not finite. `metrics` reads both.
     """
 
     step: jax.Array
@@ -61,6 +62,7 @@ class SyncState(NamedTuple):
     moments: Any = ()
     codes: Any = ()
     overflow: Any = ()
+    skipped: Any = ()
 
 
 class LocalState(NamedTuple):

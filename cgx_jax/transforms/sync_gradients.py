@@ -77,8 +77,10 @@ def sync_gradients(
     With `precondition` (`SecondMoment()`, the choice for Adam and its kin) values are compressed in
     units of their own size, and an adaptive policy measures errors in these. The state of
     compressors that have any is kept too. A step whose mean holds a NaN or infinity leaves memory,
-    moments and states as they were. Memory belongs to a rank: `init` runs inside shard_map or pmap,
-    or is given the `mesh`, and `state_specs` and `state_shardings` say how the state is split.
+    moments and states as they were, on all ranks of the mesh, and `transforms.metrics` counts it;
+    `debug_nonfinite` says where it came from. Memory belongs to a rank: `init` runs inside
+    shard_map or pmap, or is given the `mesh`, and `state_specs` and `state_shardings` say how the
+    state is split.
 
     Clip, and skip steps (`optax.apply_if_finite`), after it in the chain, where all ranks see the
     same mean. A clip before it uses each rank's own norm: it scales ranks differently, and the mean
@@ -102,7 +104,7 @@ def sync_gradients(
     def init(params: Any) -> SyncState:
         check_wrappers(CALLER, checked=False)
         leaves, treedef = jax.tree.flatten(params)
-        step = jnp.zeros((), jnp.int32)
+        step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         statistics: Any = ()
         moments: Any = ()
         known = leaves_of(params)
@@ -118,7 +120,9 @@ def sync_gradients(
         codes = init_codes(known, choices, treedef, axis_name, mesh)
         if mesh is not None:
             replicated = NamedSharding(mesh, PartitionSpec())
-            step, statistics = lax.with_sharding_constraint((step, statistics), replicated)
+            step, skipped, statistics = lax.with_sharding_constraint(
+                (step, skipped, statistics), replicated
+            )
             if codes != ():
                 shared = lax.with_sharding_constraint(codes.shared, replicated)
                 codes = codes._replace(shared=shared)
@@ -129,7 +133,7 @@ def sync_gradients(
                     moments = moments._replace(values=values)
         remembered = init_memory(memory, params, axis_name, mesh)
         overflow = init_overflow(memory, choices, treedef, axis_name, mesh)
-        return SyncState(step, remembered, statistics, moments, codes, overflow)
+        return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
 
     def update(
         updates: Any, state: SyncState, params: Any = None, **extra_args: Any
@@ -186,22 +190,24 @@ def sync_gradients(
                         roundings[leaf.number] = _rounding(leaf, way.reduction, axes.world)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
-        mean = _Mean(options, plan, key, treedef, scales, codes)
+        mean = _Mean(options, plan, key, treedef, scales, codes, state.step)
         if memory is None:
             sums, remembered, overflow = mean(leaves), (), ()
+            # Where nothing is kept, nothing depends on it, and looking takes a pass.
+            finite = mean.finite(sums) if state.codes != () or sums.skipped is not False else True
         else:
-            sums, remembered, overflow = _Feedback(memory, mean)(leaves, state)
+            sums, finite, remembered, overflow = _Feedback(memory, mean)(leaves, state)
+        after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
         means = sums.values
         moments = state.moments
         if precondition is not None:
-            moments = _moved(precondition, moments, means, state.step, roundings)
+            moments, finite = _moved(precondition, moments, mean, means, roundings, finite)
         measured = state.statistics
         if isinstance(policy, Adaptive):
             # Gradients, not what feedback makes of them: that depends on the plan in use.
             measured = policy.observe(measured, leaves, scales, state.step, axes, plan)
-        finite = finite_all(means) if state.codes != () else True
-        after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
-        new = SyncState(state.step + 1, remembered, measured, moments, after, overflow)
+        skipped = state.skipped + (1 - jnp.asarray(finite, jnp.int32))
+        new = SyncState(state.step + 1, remembered, measured, moments, after, overflow, skipped)
         return jax.tree.unflatten(treedef, means), new
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -221,6 +227,12 @@ class _Mean:
     treedef: Any
     scales: list[_Scale]
     codes: list[Any]
+    step: Any
+
+    def finite(self, sums: Sums) -> Any:
+        """Whether the means are finite and not skipped, bool[]; the same on all ranks."""
+        finite = jnp.asarray(finite_all(sums.values)) & jnp.logical_not(sums.skipped)
+        return self.options.axes.on_every_rank(finite, alike=True)
 
     def __call__(self, leaves: list[Any], *, residual: bool = False) -> Sums:
         return reduce_leaves(
@@ -231,6 +243,7 @@ class _Mean:
             residual=residual,
             units=tuple(None if scale is None else scale[0] for scale in self.scales),
             states=self.codes,
+            step=self.step,
         )
 
 
@@ -241,8 +254,8 @@ class _Feedback:
     memory: Memory
     mean: _Mean
 
-    def __call__(self, leaves: list[Any], state: SyncState) -> tuple[Sums, Any, Any]:
-        """The means of what is sent, the memory after it, and the counts of what had no room."""
+    def __call__(self, leaves: list[Any], state: SyncState) -> tuple[Sums, Any, Any, Any]:
+        """Returns (means of what is sent, whether they count, memory after it, no-room counts)."""
         plan = self.mean.plan
         factors = [c.feedback_scale or 1.0 for c in plan.compressors]
         old = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
@@ -253,7 +266,7 @@ class _Feedback:
             if sums.residuals[i] is not None and number != 1:
                 means[i] *= jnp.asarray(number, leaves[i].dtype)
         # A skipped step never happened: what it would have sent is neither lost nor remembered.
-        finite = finite_all(means)
+        finite = self.mean.finite(sums)
         rows, overflow = [], []
         for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
             residual = residual_of(x, sums.residuals[i], factors[i])
@@ -269,7 +282,7 @@ class _Feedback:
             after = zip(remembered, before, strict=True)
             rows.append(tuple(self._row(keep(finite, new, was)) for new, was in after))
         counts = jax.tree.unflatten(self.mean.treedef, overflow) if state.overflow != () else ()
-        return sums, by_tree(rows, self.mean.treedef) or state.memory, counts
+        return sums, finite, by_tree(rows, self.mean.treedef) or state.memory, counts
 
     def _row(self, x: jax.Array) -> jax.Array:
         return _compat.vary_over(x[None], self.mean.options.axes.varying())
@@ -320,17 +333,19 @@ def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> Non
 def _moved(
     precondition: SecondMoment,
     moments: Moments,
+    mean: _Mean,
     means: list[Any],
-    step: jax.Array,
     roundings: list[Rounding | None],
-) -> Moments:
-    """The moments after a step: changed in one that is due and finite."""
-    due = precondition.due(step)
+    finite: Any,
+) -> tuple[Moments, Any]:
+    """The moments after a step, changed in one that is due and `finite`; and whether it is."""
+    due = precondition.due(mean.step)
     new, old = [], moments_by_leaf(moments)
-    for before, mean, rounding in zip(old, means, roundings, strict=True):
+    for before, x, rounding in zip(old, means, roundings, strict=True):
         # Each leaf by itself: one branch of all would keep all means until the last has come.
-        update = functools.partial(precondition.update, before, mean, step, rounding)
+        update = functools.partial(precondition.update, before, x, mean.step, rounding)
         new.append(lax.cond(due, update, lambda before=before: before))
-    finite = finite_all([leaf.weights for leaf in new])
+    finite = jnp.asarray(finite) & finite_all([leaf.weights for leaf in new])
+    finite = mean.options.axes.on_every_rank(finite, alike=True)
     tree = moments_by_tree(new, jax.tree.structure(moments.weights))
-    return jax.tree.map(functools.partial(jnp.where, finite), tree, moments)
+    return jax.tree.map(functools.partial(jnp.where, finite), tree, moments), finite

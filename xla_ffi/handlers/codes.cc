@@ -2,8 +2,10 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "cpu/scatter.h"
 #include "cpu/select.h"
 #include "handlers/checks.h"
+#include "handlers/fresh_results.h"
 
 namespace cgx {
 namespace {
@@ -38,6 +40,7 @@ ffi::Error pack_signs(ffi::ThreadPool pool, Values x, ffi::Result<Bytes> out) {
   const char* const name = "cgx_pack_signs";
   const int64_t batch = x.dimensions()[0], n = columns(x), bytes = (n + 7) / 8;
   CGX_TRY(check_shape(name, "payload", *out, batch, bytes));
+  prefer_huge_pages(out);
   const CodeKernels& codes = current_kernels().codes;
   split_runs(pool, batch, n, 8, [&](int64_t b, int64_t from, int64_t to) {
     codes.pack_signs(x.typed_data() + b * n + from, to - from,
@@ -51,6 +54,7 @@ ffi::Error unpack_signs(ffi::ThreadPool pool, Bytes payload, ffi::Result<Values>
   const int64_t batch = payload.dimensions()[0], bytes = (n + 7) / 8;
   CGX_TRY(check_shape(name, "payload", payload, batch, bytes));
   CGX_TRY(check_shape(name, "result", *out, batch, n));
+  prefer_huge_pages(out);
   const CodeKernels& codes = current_kernels().codes;
   split_runs(pool, batch, n, 8, [&](int64_t b, int64_t from, int64_t to) {
     codes.unpack_signs(payload.typed_data() + b * bytes + from / 8, to - from,
@@ -116,12 +120,32 @@ ffi::Error largest_of_buckets(ffi::ThreadPool pool, Values x, ffi::Result<Places
   const int64_t count = (n + bucket_size - 1) / bucket_size * keep;
   CGX_TRY(check_shape(name, "places", *at, batch, count));
   CGX_TRY(check_shape(name, "taken", *taken, batch, count));
+  prefer_huge_pages(at);
+  prefer_huge_pages(taken);
   const CodeKernels& codes = current_kernels().codes;
   split_runs(pool, batch, n, bucket_size, [&](int64_t b, int64_t from, int64_t to) {
     codes.largest_of_buckets(x.typed_data() + b * n, n, bucket_size, keep, from / bucket_size,
                              (to + bucket_size - 1) / bucket_size, at->typed_data() + b * count,
                              taken->typed_data() + b * count);
   });
+  return ffi::Error::Success();
+}
+
+ffi::Error sum_scattered(ffi::ThreadPool pool, Places at, Values taken, ffi::Result<Values> out,
+                         int64_t size, int64_t ranks) {
+  const char* const name = "cgx_scatter_sum";
+  const int64_t batch = at.dimensions()[0], count = columns(at);
+  if (ranks < 1 || count % ranks != 0) {
+    return invalid(name, "number of places is " + std::to_string(count) +
+                             ", must be as many for each of " + std::to_string(ranks) + " ranks");
+  }
+  CGX_TRY(check_shape(name, "taken", taken, batch, count));
+  CGX_TRY(check_shape(name, "result", *out, batch, size));
+  prefer_huge_pages(out);
+  for (int64_t b = 0; b < batch; ++b) {
+    scatter_sum(pool, at.typed_data() + b * count, taken.typed_data() + b * count, count,
+                out->typed_data() + b * size, size);
+  }
   return ffi::Error::Success();
 }
 
@@ -136,6 +160,7 @@ ffi::Error encode_all(const char* name, ffi::ThreadPool pool, Words words, Value
   const int64_t bytes = packed + scaled * 4 * ((n + one.bucket_size - 1) / one.bucket_size);
   CGX_TRY(check_shape(name, "words", words, batch, 2));
   CGX_TRY(check_shape(name, "payload", *out, batch, bytes));
+  prefer_huge_pages(out);
   one.n = n;
   encode_buckets(pool, batch, [&](int64_t b) {
     BucketsCall own = one;
@@ -226,6 +251,18 @@ XLA_FFI_Error* largest_of_buckets_handler(XLA_FFI_CallFrame* frame) {
                                   .Attr<int64_t>("bucket_size")
                                   .Attr<int64_t>("keep")
                                   .To(largest_of_buckets);
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* scatter_sum_handler(XLA_FFI_CallFrame* frame) {
+  static const auto handler = ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Places>()
+                                  .Arg<Values>()
+                                  .Ret<Values>()
+                                  .Attr<int64_t>("size")
+                                  .Attr<int64_t>("ranks")
+                                  .To(sum_scattered);
   return handler->Call(frame);
 }
 

@@ -11,6 +11,7 @@ XLA_FFI_Error* unpack_signs_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* largest_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* above_sampled_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* largest_of_buckets_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* scatter_sum_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* natural_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ternary_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* qsgd_handler(XLA_FFI_CallFrame* frame);
