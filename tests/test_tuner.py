@@ -476,6 +476,7 @@ names = ["psum", "xla, 64 MiB", "xla/gather_sum, 64 MiB"]
 first = train(dict(zip(names, [[1.0, 2.0, 0.5], [0.7, 0.1, 0.9]][rank])))
 assert first.state == "kept" and str(first.current) == names[2], (first.state, first.current)
 assert len(list(folder.rglob("*.json"))) == (rank == 0)
+multihost_utils.sync_global_devices("looked")
 # Rank 1 has a cache of its own that says something else: process 0's holds.
 if rank == 0:
     (file,) = folder.rglob("*.json")
