@@ -59,9 +59,11 @@ class MpiPort : public Port {
     int finished = 0;
     const int code =
         mpi_.test_some(count, requests_.data(), &finished, indices_.data(), statuses_.data());
-    if (code != 0) return failed(code, finished);
-    if (finished <= 0) return "";
-    for (int i = 0; i < finished; ++i) done->push_back(messages_[indices_[i]].ticket);
+    const std::string error = code == 0 ? "" : failed(code, finished);
+    if (finished <= 0) return error;
+    for (int i = 0; i < finished; ++i) {
+      if (code == 0 || error_of(i) == 0) done->push_back(messages_[indices_[i]].ticket);
+    }
     size_t kept = 0;
     for (size_t i = 0; i < requests_.size(); ++i) {
       if (requests_[i] == null_) continue;
@@ -70,7 +72,7 @@ class MpiPort : public Port {
     }
     requests_.resize(kept);
     messages_.resize(kept);
-    return "";
+    return error;
   }
 
   void cancel() override {
@@ -96,11 +98,15 @@ class MpiPort : public Port {
   // What MPI_Testsome's `code` means: of the messages that it has looked at, one may have failed.
   std::string failed(int code, int finished) const {
     for (int i = 0; i < finished; ++i) {
-      int own;
-      memcpy(&own, statuses_.data() + i * status_bytes_ + error_offset_, sizeof(own));
-      if (own != 0) return text(own, "MPI_Testsome", &messages_[indices_[i]]);
+      if (const int own = error_of(i)) return text(own, "MPI_Testsome", &messages_[indices_[i]]);
     }
     return text(code, "MPI_Testsome", messages_.size() == 1 ? &messages_[0] : nullptr);
+  }
+  // Of the `i`-th message that the last MPI_Testsome has finished; set where that failed.
+  int error_of(int i) const {
+    int error;
+    memcpy(&error, statuses_.data() + i * status_bytes_ + error_offset_, sizeof(error));
+    return error;
   }
   std::string text(int code, const char* call, const Message* message) const {
     std::vector<char> buffer(kErrorTextBytes);
