@@ -13,9 +13,9 @@ leave something out, in the same repeat:
     decode    the rest of a step in which nothing is sent: adding up, encoding sums, decoding
     wire      what the step with links takes longer
 
-"bf16, lax.psum" is a sum of 16-bit values as XLA makes it; "bf16" sends 16 bits as bytes. Ranks
-are started by mpiexec and reduce by the "mpi" exchange where it is there, else by "xla". A step in
-which nothing is sent goes by the kernels of "xla".
+"bf16, lax.psum" is a sum of 16-bit values as XLA makes it. Ranks are started by mpiexec and reduce
+by the "mpi" exchange where it is there, else by "xla". A step in which nothing is sent goes by the
+kernels of "xla".
 """
 
 import argparse
@@ -63,13 +63,10 @@ NEVER = 1_000_000  # seconds that a program would have to compile to be cached
 TIMED = [
     "exact",
     BF16_PSUM,
-    "bf16",
     "8 bits",
-    "4 bits, rotated",
     "4 bits, rotated, SecondMoment",
     "TopK 1 %, feedback",
     "BlockTopK 5 of 512, feedback",
-    "DGC 1 %, feedback",
     "PowerSGD 4, feedback",
     "ScaledSign, feedback",
     "QSGD, feedback",
