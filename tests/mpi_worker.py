@@ -393,6 +393,23 @@ def twins():
     jax.block_until_ready(both(x))
 
 
+def followed():
+    """A rank that is late to the first call of a new engine has not left with the old one."""
+    mesh, x = mesh_of(data=WORLD), normal(WORLD, 4000)
+    want = None
+    for window in (2, 3):
+
+        def reduce(x, exchange=Mpi(window=window)):
+            return cgx_jax.psum_compressed(x, "data", Quantize(4), exchange=exchange)
+
+        time.sleep(0.5 * RANK)  # the others' engines run by then
+        step = sharded(mesh, reduce).lower(place(mesh, x)).compile()
+        time.sleep(2.5 * RANK)
+        got = own(step(place(mesh, x)))
+        want = got if want is None else want
+        np.testing.assert_array_equal(got, want)
+
+
 def tuned():
     """Tuning measures the fused call too; every rank holds the same profile and follows it."""
     mesh = mesh_of(data=WORLD)
@@ -482,7 +499,7 @@ def misgrouped():
 
 
 _ALL = (agreement, kinds, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
-_ALL += (rows, other_rows, twin_rows, chosen, orders, raises, unawaited)
+_ALL += (rows, other_rows, twin_rows, followed, chosen, orders, raises, unawaited)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

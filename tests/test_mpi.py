@@ -126,6 +126,11 @@ def test_one_compiled_function_called_twice_is_refused():
 
 
 @needs_mpi
+def test_engines_follow_one_another():
+    assert run(2, "followed").count("ok") == 2
+
+
+@needs_mpi
 def test_tuning_measures_the_fused_call_and_every_rank_follows():
     assert run(2, "tuned").count("ok") == 2
 

@@ -255,11 +255,13 @@ XLA_FFI_Error* scatter_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<
 XLA_FFI_Error* gather_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<true>(frame); }
 
 void set_engine(std::unique_ptr<Engine> next) {
+  const bool follows = next != nullptr;
   std::shared_ptr<Engine> old(std::move(next));
   {
     const std::lock_guard<std::mutex> lock(engine_mutex);
     engine.swap(old);
   }
+  if (old && follows) old->is_followed();
 }
 
 std::string engine_failure() {

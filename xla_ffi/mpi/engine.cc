@@ -152,7 +152,8 @@ void Engine::loop() {
     for (auto it = active_.begin(); !active_.empty() && it != active_.end();) moved |= move(it++);
     moved ? backoff.reset() : backoff.wait();
   }
-  notices_->send(Notices::kLeft, "");
+  // The others' next engines would take it for news of the next one here.
+  if (!followed_) notices_->send(Notices::kLeft, "");
 }
 
 void Engine::accept(std::list<Request> requests) {

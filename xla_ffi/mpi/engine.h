@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <list>
@@ -48,8 +49,11 @@ class Engine {
   using Done = std::function<void(const std::string& error)>;
 
   Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settings);
-  // Calls in flight have a moment to end, and fail after it.
+  // Calls in flight have a moment to end, and fail after it. Tells the others that this rank
+  // leaves, unless another engine is to follow on the same communicator.
   ~Engine();
+
+  void is_followed() { followed_ = true; }
 
   // `name` says in errors which call this is; `peers` are the ranks of the group.
   void submit(std::string name, std::vector<int32_t> peers, Start start, Done done);
@@ -96,6 +100,7 @@ class Engine {
   std::list<Request> requests_;
   std::string failure_;
   bool stop_ = false;
+  std::atomic<bool> followed_{false};
   std::thread thread_;
 };
 
