@@ -397,9 +397,9 @@ def followed():
     """A rank that is late to the first call of a new engine has not left with the old one."""
     mesh, x = mesh_of(data=WORLD), normal(WORLD, 4000)
     want = None
-    for window in (2, 3):
+    for exchange in (Mpi(window=2), Mpi(window=3)):
 
-        def reduce(x, exchange=Mpi(window=window)):
+        def reduce(x, exchange=exchange):
             return cgx_jax.psum_compressed(x, "data", Quantize(4), exchange=exchange)
 
         time.sleep(0.5 * RANK)  # the others' engines run by then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -181,13 +182,11 @@ def sync_gradients(
         roundings: list[Rounding | None] = [None] * len(leaves)
         if precondition is not None:
             old = moments_by_leaf(state.moments)
-            for buffer, way in ways(options, plan, range(len(leaves))).items():
-                if way is None:
-                    continue
-                for leaf in plan.coded(buffer):
-                    scales[leaf.number] = precondition.units(old[leaf.number])
-                    if learns is not None:
-                        roundings[leaf.number] = _rounding(leaf, way.reduction, axes.world)
+            compressed = [b for b, way in ways(options, plan).items() if way is not None]
+            for i in itertools.chain.from_iterable(compressed):
+                scales[i] = precondition.units(old[i])
+            if learns is not None:
+                roundings = _roundings(options, plan, scales)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
         mean = _Mean(options, plan, key, treedef, scales, codes, state.step)
@@ -291,6 +290,19 @@ class _Feedback:
 def _choices(plans: list[Plan]) -> Choices:
     every = zip(*(plan.compressors for plan in plans), strict=True)
     return [tuple(dict.fromkeys(some)) for some in every]
+
+
+def _roundings(options: Options, plan: Plan, scales: list[_Scale]) -> list[Rounding | None]:
+    """The noise in the mean of each leaf; None where it is exact or the noise is not known."""
+    found: list[Rounding | None] = [None] * len(scales)
+    in_units = [i for i, scale in enumerate(scales) if scale is not None]
+    # Units take time, so that a buffer may be faster exact after all.
+    for buffer, way in ways(options, plan, in_units).items():
+        if way is None:
+            continue
+        for leaf in plan.coded(buffer):
+            found[leaf.number] = _rounding(leaf, way.reduction, options.axes.world)
+    return found
 
 
 def _rounding(leaf: CodedLeaf, reduction: Reduction, world: int) -> Rounding | None:
