@@ -20,6 +20,7 @@ def benchmark(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_all_ways_start_from_the_same_weights_and_batches(benchmark):
     """The first loss differs by what rounding the weights to 8 bits does to it, and no more."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))

@@ -173,7 +173,7 @@ def test_whole_rows_are_those_of_xla_s_collectives(world):
 
 
 @needs_mpi
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_code_and_reduction_travels_by_mpi_as_by_xla(world):
     assert run(world, "kinds").count("ok") == world
 

@@ -165,7 +165,10 @@ def along(found, exact):
 
 @pytest.mark.parametrize(
     ("bits", "clip"),
-    [(4, True), (3, True), *(pytest.param(b, False, marks=pytest.mark.slow) for b in (4, 3))],
+    [
+        (4, True),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(3, True), (4, False), (3, False)]),
+    ],
 )
 def test_steps_are_as_long_along_exact_ones_as_these(bits, clip):
     tx = restore_step_size(chain(Quantize(bits, rotation=True), clip))
