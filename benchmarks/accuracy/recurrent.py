@@ -20,6 +20,7 @@ from flax import nnx
 VOCABULARY = 2048  # the most frequent words of the training text; all others are word 0
 HELD_OUT = 0.1  # of the text, at its end
 _WORD = re.compile(rb"\w+|[^\w\s]")
+_MADE_AT_IMPORT = re.compile("may vary|by position is deprecated")  # differ between processes
 
 
 class Recurrent(nnx.Module):
@@ -77,7 +78,9 @@ def docstring_words() -> tuple[np.ndarray, np.ndarray]:
         for name in dir(module)
         if isinstance(doc := getattr(getattr(module, name), "__doc__", None), str)
     }
-    words = _WORD.findall("\n".join(sorted(texts)).encode())
+    lines = "\n".join(sorted(texts)).splitlines()
+    kept = "\n".join(line for line in lines if not _MADE_AT_IMPORT.search(line))
+    words = _WORD.findall(kept.encode())
     training, held_out = _split(np.array(words, object))
     frequent = collections.Counter(training).most_common(VOCABULARY - 1)
     number = {word: i for i, (word, _) in enumerate(frequent, start=1)}
