@@ -30,3 +30,14 @@ def test_hot_kernels_keep_their_values_in_registers(architecture):
             assert kernel.warps >= (12 if kernel.name == "peer_kernel" else 16), (
                 f"{kernel.label}: {kernel.registers} registers"
             )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ptxas.nvcc() is None, reason="there is no nvcc here: it needs CUDA 13")
+@pytest.mark.parametrize("architecture", ptxas.ARCHITECTURES)
+def test_kernels_of_codes_spill_nothing(architecture):
+    text = ptxas.compile_source(ptxas.nvcc(), architecture, "codes.cu")
+    spilled = ptxas.spilled_bytes(text)
+    names = ["pack_signs"]
+    assert [sum(f"{n}_kernel" in mangled for mangled in spilled) for n in names] == [1]
+    assert set(spilled.values()) == {0}, spilled

@@ -81,6 +81,13 @@ inline int __all_sync(unsigned mask, int predicate) {
 inline int __any_sync(unsigned mask, int predicate) {
   return reduce_sync("any", mask, predicate != 0, [](bool a, bool b) { return a > b; });
 }
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  const emulator::Exchange<int> all("ballot", mask, predicate != 0);
+  unsigned lanes = 0;
+  for (int i = 0; i < emulator::kWarp; ++i) lanes |= static_cast<unsigned>(all[i]) << i;
+  return lanes;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void __syncwarp() { emulator::exchange("syncwarp", 0xffffffffu, 0); }
 inline void __nanosleep(unsigned) { emulator::pause(); }
 inline int64_t clock64() { return emulator::clock(); }

@@ -1,0 +1,75 @@
+// The CUDA kernels of codes, run on the CPU by tests/cpp/emulator, against the CPU kernels byte for
+// byte. Arrays lie in heap blocks of exactly their size, at any multiple of their items' size.
+#include "cuda/codes.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cases.h"
+#include "cpu/kernels.h"
+#include "warp.h"
+
+namespace {
+
+// `count` items, `shift` of them past malloc's alignment.
+template <typename T>
+struct Block {
+  std::unique_ptr<T[]> all;
+  int64_t shift, count;
+
+  explicit Block(int64_t count, int64_t shift = 0)
+      : all(new T[count + shift]), shift(shift), count(count) {
+    std::memset(data(), 0xAA, count * sizeof(T));
+  }
+  T* data() const { return all.get() + shift; }
+  bool operator==(const Block& other) const {
+    return std::memcmp(data(), other.data(), count * sizeof(T)) == 0;
+  }
+};
+
+const float kEdges[] = {0.0f, -0.0f, 1e-40f, -1e-40f, 3e38f, -3e38f, INFINITY,
+                        NAN,  -NAN,  1e-38f, 1.0f,    -1.0f, 1e19f,  -INFINITY};
+enum Kind { kNormal, kScaledRuns, kEqual, kSome, kWithEdges, kKinds };
+
+// Values as gradients have them, of very different sizes, all alike, mostly zero, and not finite.
+Block<float> values_of(Kind kind, int64_t n, int64_t shift, std::mt19937& rng) {
+  std::normal_distribution<float> normal;
+  const float scales[] = {1e38f, 1e20f, 1e-30f, 1e-36f, 1e-40f};
+  Block<float> x(n, shift);
+  for (int64_t i = 0; i < n; ++i) {
+    const float v = normal(rng);
+    x.data()[i] = kind == kScaledRuns                 ? v * scales[i / 600 % 5]
+                  : kind == kEqual                    ? (i % 3 == 0 ? -1.0f : 1.0f)
+                  : kind == kSome                     ? (i % 200 == 0 ? v : 0.0f)
+                  : kind == kWithEdges && i % 97 == 0 ? kEdges[i / 97 % 14]
+                                                      : v;
+  }
+  return x;
+}
+
+void check_done(cudaError_t error, const std::string& name) {
+  check(error == cudaSuccess, name + ": launch");
+}
+
+void signs(const Block<float>& x, int64_t shift, const std::string& name) {
+  Block<uint8_t> expected((x.count + 7) / 8), got((x.count + 7) / 8, shift);
+  cgx::current_kernels().codes.pack_signs(x.data(), x.count, expected.data());
+  check_done(cgx::launch_pack_signs(x.data(), x.count, got.data(), nullptr), name);
+  check(got == expected, name + ": signs");
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 rng(5);
+  emulator::set_seed(1);
+  for (const int64_t n : {0, 1, 7, 31, 65, 513, 1023, 2560, 5000, 13001}) {
+    for (int kind = 0; kind < kKinds; ++kind) {
+      const int64_t shift = (n + kind) % 5;
+      const std::string name = std::to_string(n) + " values of kind " + std::to_string(kind);
+      const Block<float> x = values_of(static_cast<Kind>(kind), n, shift, rng);
+      signs(x, shift, name);
+    }
+  }
+  return report();
+}

@@ -1,0 +1,71 @@
+// The CUDA handlers of codes, driven by call frames made by hand as XLA makes them; everything
+// below them is emulated. What they write for a batch is what the CPU kernels do.
+#include <algorithm>
+
+#include "cases.h"
+#include "cpu/kernels.h"
+#include "handlers/cuda_codes.h"
+#include "handlers/frames.h"
+
+namespace {
+
+constexpr int64_t kBatch = 3, kValues = 1001;
+
+struct Inputs {
+  std::vector<float> x = std::vector<float>(kBatch * kValues);
+  std::vector<uint32_t> words = std::vector<uint32_t>(2 * kBatch);
+
+  Inputs() {
+    std::mt19937 rng(2);
+    std::normal_distribution<float> normal;
+    for (float& v : x) v = normal(rng);
+    for (uint32_t& word : words) word = static_cast<uint32_t>(rng());
+  }
+};
+
+XLA_FFI_Handler* handler_of(const std::string& target) {
+  for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
+    if (code.target == target) return code.call;
+  }
+  check(false, target + " has a handler");
+  return nullptr;
+}
+
+using Attributes = std::vector<std::pair<std::string, int64_t>>;
+
+// What the handler says is wrong. Words are an operand where the code draws noise.
+std::string call(const std::string& target, const Inputs& in, bool noisy, std::vector<uint8_t>* out,
+                 const Attributes& attributes) {
+  Frame frame;
+  if (noisy) frame.arg(XLA_FFI_DataType_U32, in.words.data(), {kBatch, 2});
+  frame.arg(XLA_FFI_DataType_F32, in.x.data(), {kBatch, kValues});
+  const int64_t bytes = static_cast<int64_t>(out->size()) / kBatch;
+  frame.ret(XLA_FFI_DataType_U8, out->data(), {kBatch, bytes});
+  for (const auto& [name, value] : attributes) frame.attr(name, value);
+  XLA_FFI_InvokeContext context;
+  return frame.call(handler_of(target), XLA_FFI_ExecutionStage_EXECUTE, &context);
+}
+
+void signs(const Inputs& in) {
+  constexpr int64_t kBytes = (kValues + 7) / 8;
+  std::vector<uint8_t> expected(kBatch * kBytes), got(kBatch * kBytes, 0xAA);
+  for (int64_t b = 0; b < kBatch; ++b) {
+    cgx::current_kernels().codes.pack_signs(&in.x[b * kValues], kValues, &expected[b * kBytes]);
+  }
+  check(call("cgx_pack_signs", in, false, &got, {}).empty() && got == expected, "signs");
+  got.resize(kBatch * (kBytes + 1));
+  check(call("cgx_pack_signs", in, false, &got, {}) ==
+            "cgx_pack_signs: size of payload is 127, expected 126",
+        "signs of another size are refused");
+}
+
+}  // namespace
+
+int main() {
+  const Inputs in;
+  signs(in);
+  for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
+    check(may_be_recorded(code.call), std::string(code.target) + " may be recorded");
+  }
+  return report();
+}

@@ -1,0 +1,41 @@
+#include "handlers/cuda_codes.h"
+
+#include "cuda/codes.h"
+
+namespace cgx {
+namespace {
+
+// What a stream does: one launch for each element of the batch.
+struct Cuda {
+  using Context = ffi::PlatformStream<cudaStream_t>;
+  using Given = cudaStream_t;
+  static constexpr auto kTraits = ffi::Traits::kCmdBufferCompatible;
+
+  static ffi::Error pack_signs(Given stream, int64_t batch, int64_t n, const float* x,
+                               uint8_t* out) {
+    return each("cgx_pack_signs", batch, [&](int64_t b) {
+      return launch_pack_signs(x + b * n, n, out + b * ((n + 7) / 8), stream);
+    });
+  }
+
+ private:
+  template <typename Launch>
+  static ffi::Error each(const std::string& name, int64_t batch, Launch launch) {
+    for (int64_t b = 0; b < batch; ++b) {
+      const cudaError_t error = launch(b);
+      if (error != cudaSuccess) {
+        return ffi::Error::Internal(name + ": CUDA: " + cudaGetErrorString(error));
+      }
+    }
+    return ffi::Error::Success();
+  }
+};
+
+}  // namespace
+
+std::vector<CodeHandler> cuda_code_handlers() {
+  using Calls = CodeCalls<Cuda>;
+  return {{"cgx_pack_signs", Calls::pack_signs}};
+}
+
+}  // namespace cgx
