@@ -5,10 +5,18 @@
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
+#include "format/codes.h"
+
 namespace cgx {
+
+// A bucket has a warp of its own, and its last byte may hold a code of the next bucket.
+constexpr int64_t kShortestBucket = 8;
 
 // Bit i of `out` says that x[i] >= 0, for n values; the last byte is filled up with zeros.
 cudaError_t launch_pack_signs(const float* x, int64_t n, uint8_t* out, cudaStream_t stream);
+
+// Encodes all values, in buckets of kShortestBucket to kLongestBucket.
+cudaError_t launch_encode_buckets(const BucketsCall& call, cudaStream_t stream);
 
 }  // namespace cgx
 

@@ -10,12 +10,20 @@ struct Cuda {
   using Context = ffi::PlatformStream<cudaStream_t>;
   using Given = cudaStream_t;
   static constexpr auto kTraits = ffi::Traits::kCmdBufferCompatible;
+  static constexpr int64_t kShortestBucket = cgx::kShortestBucket;
+  static constexpr int64_t kLongestBucket = cgx::kLongestBucket;
 
   static ffi::Error pack_signs(Given stream, int64_t batch, int64_t n, const float* x,
                                uint8_t* out) {
     return each("cgx_pack_signs", batch, [&](int64_t b) {
       return launch_pack_signs(x + b * n, n, out + b * ((n + 7) / 8), stream);
     });
+  }
+
+  template <typename Call>
+  static ffi::Error encode_buckets(Given stream, int64_t batch, Call call) {
+    return each("cgx_encode_buckets", batch,
+                [&](int64_t b) { return launch_encode_buckets(call(b), stream); });
   }
 
  private:
@@ -35,7 +43,10 @@ struct Cuda {
 
 std::vector<CodeHandler> cuda_code_handlers() {
   using Calls = CodeCalls<Cuda>;
-  return {{"cgx_pack_signs", Calls::pack_signs}};
+  return {{"cgx_pack_signs", Calls::pack_signs},
+          {"cgx_natural", Calls::natural},
+          {"cgx_ternary", Calls::ternary},
+          {"cgx_qsgd", Calls::qsgd}};
 }
 
 }  // namespace cgx

@@ -59,11 +59,52 @@ void signs(const Inputs& in) {
         "signs of another size are refused");
 }
 
+void levels(const Inputs& in) {
+  constexpr int64_t kBucket = 96, kBuckets = (kValues + kBucket - 1) / kBucket;
+  const struct {
+    const char* target;
+    cgx::BucketsCall call;
+    Attributes attributes;
+  } cases[] = {
+      {"cgx_natural",
+       {cgx::Coded::kNatural, nullptr, kValues, nullptr, nullptr, nullptr, 512, 0, false, 8},
+       {}},
+      {"cgx_ternary",
+       {cgx::Coded::kTernary, nullptr, kValues, nullptr, nullptr, nullptr, kBucket},
+       {{"bucket_size", kBucket}}},
+      {"cgx_qsgd",
+       {cgx::Coded::kSteps, nullptr, kValues, nullptr, nullptr, nullptr, kBucket, 7, true, 4},
+       {{"bucket_size", kBucket}, {"levels", 7}, {"l2", 1}}},
+  };
+  for (const auto& c : cases) {
+    const int width = c.call.width;
+    const int64_t packed = width == 0 ? (kValues + 4) / 5 : (kValues * width + 7) / 8;
+    const int64_t bytes = packed + (c.call.coded != cgx::Coded::kNatural) * 4 * kBuckets;
+    std::vector<uint8_t> expected(kBatch * bytes), got(kBatch * bytes, 0xAA);
+    for (int64_t b = 0; b < kBatch; ++b) {
+      cgx::BucketsCall one = c.call;
+      one.x = &in.x[b * kValues];
+      one.key = &in.words[2 * b];
+      one.codes = &expected[b * bytes];
+      one.scales = one.codes + packed;
+      cgx::current_kernels().codes.encode_buckets(one, 0, kValues);
+    }
+    check(call(c.target, in, true, &got, c.attributes).empty() && got == expected, c.target);
+  }
+  for (const int64_t bucket : {7, 4097}) {
+    std::vector<uint8_t> out(kBatch * 2000);
+    check(call("cgx_ternary", in, true, &out, {{"bucket_size", bucket}}) ==
+              "cgx_ternary: bucket_size is " + std::to_string(bucket) + ", must be in [8, 4096]",
+          "a bucket of " + std::to_string(bucket) + " is refused");
+  }
+}
+
 }  // namespace
 
 int main() {
   const Inputs in;
   signs(in);
+  levels(in);
   for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
     check(may_be_recorded(code.call), std::string(code.target) + " may be recorded");
   }
