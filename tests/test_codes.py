@@ -170,6 +170,8 @@ ON_CUDA = [
     (True, "cgx_qsgd", qsgd._encode, [KEY, normal(64)], LEVELS["qsgd"][2]),
     (False, "cgx_ternary", terngrad._encode, [KEY, normal(64)], {"bucket_size": 7}),
     (False, "cgx_ternary", terngrad._encode, [KEY, normal(64)], {"bucket_size": 4097}),
+    (True, "cgx_largest_of_buckets", sparse._largest_of_buckets, [normal(64)],
+     {"keep": 5, "bucket_size": 32}),
 ]  # fmt: skip
 
 

@@ -25,7 +25,9 @@ SHORTEST_BUCKET = 8  # of those that a warp takes
 
 # On CUDA all others are plain jnp. XLA fuses unpacked signs into the sum of all ranks that reads
 # them, where a call would write every rank's values to memory.
-ON_CUDA = frozenset({"cgx_pack_signs", "cgx_natural", "cgx_ternary", "cgx_qsgd"})
+ON_CUDA = frozenset(
+    {"cgx_pack_signs", "cgx_largest_of_buckets", "cgx_natural", "cgx_ternary", "cgx_qsgd"}
+)
 
 
 def call(target: str, plain: Callable[..., Any], *operands: Any, **static: int) -> list[jax.Array]:

@@ -232,6 +232,102 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+// --- the largest of each bucket
+
+// The magnitudes of a bucket's values, as bits: 0 for those that the last bucket lacks, and -1 past
+// the bucket's end. A bucket of one tile stays in registers.
+template <bool kHeld>
+class Magnitudes {
+ public:
+  __device__ Magnitudes(const float* x, int live, int size) : x_(x), live_(live), size_(size) {
+    if constexpr (kHeld) read(0, held_);
+  }
+  // f(magnitude, place of lane 0's) for each of a lane's values, in order.
+  template <typename F>
+  __device__ void each(F f) const {
+    if constexpr (kHeld) {
+      each_of(0, held_, f);
+    } else {
+      for (int first = 0; first < size_; first += kTile) {
+        int32_t tile[kSlots];
+        read(first, tile);
+        each_of(first, tile, f);
+      }
+    }
+  }
+  // How many have at least these bits.
+  __device__ int count(int32_t least) const {
+    int found = 0;
+    each([&](int32_t bits, int) { found += bits >= least; });
+    return __reduce_add_sync(kEveryLane, found);
+  }
+
+ private:
+  __device__ void read(int first, int32_t (&tile)[kSlots]) const {
+#pragma unroll
+    for (int k = 0; k < kSlots; ++k) {
+      const int i = first + k * kWarp + lane_index();
+      tile[k] = i < live_ ? magnitude_bits(x_[i]) : i < size_ ? 0 : -1;
+    }
+  }
+  template <typename F>
+  __device__ static void each_of(int first, const int32_t (&tile)[kSlots], F f) {
+#pragma unroll
+    for (int k = 0; k < kSlots; ++k) f(tile[k], first + k * kWarp);
+  }
+
+  const float* const x_;
+  const int live_, size_;
+  int32_t held_[kHeld ? kSlots : 1];
+};
+
+// The bits of a bound that the k largest reach, bit by bit until no other value does, and how many
+// of those that equal it are among the k.
+struct Bound {
+  int32_t bits = 0;
+  int ties;
+
+  template <bool kHeld>
+  __device__ Bound(const Magnitudes<kHeld>& all, int size, int k) : ties(size) {
+    int reached = size;
+    for (int bit = 30; bit >= 0 && reached > k; --bit) {
+      const int count = all.count(bits | 1 << bit);
+      if (count < k) continue;
+      bits |= 1 << bit;
+      reached = count;
+    }
+    if (reached > k) ties = k - all.count(bits + 1);
+  }
+};
+
+template <bool kHeld>
+__global__ void __launch_bounds__(kThreads)
+    largest_of_buckets_kernel(const float* x, int64_t n, int size, int keep, int32_t* at,
+                              float* taken, int64_t buckets) {
+  for_each_unit(buckets, [&](int64_t bucket) {
+    const float* const from = x + bucket * size;
+    const int live = static_cast<int>(min(n - bucket * size, static_cast<int64_t>(size)));
+    const Magnitudes<kHeld> all(from, live, size);
+    const Bound bound(all, size, keep);
+    const unsigned before = (1u << lane_index()) - 1;
+    int64_t next = bucket * keep;
+    int ties = bound.ties;
+    all.each([&](int32_t bits, int first) {
+      const unsigned equal = __ballot_sync(kEveryLane, bits == bound.bits);
+      const bool takes = bits > bound.bits || (bits == bound.bits && __popc(equal & before) < ties);
+      const unsigned takers = __ballot_sync(kEveryLane, takes);
+      if (takes) {
+        const int place = first + lane_index();
+        const int64_t to = next + __popc(takers & before);
+        at[to] = place;
+        taken[to] = place < live ? from[place] : 0.0f;
+      }
+      next += __popc(takers);
+      ties -= __popc(equal);
+    });
+  });
+}
+
 // One warp for every unit, up to as many blocks as keep a large GPU busy.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t units, cudaStream_t stream,
@@ -266,6 +362,14 @@ cudaError_t launch_encode_buckets(const BucketsCall& call, cudaStream_t stream) 
       break;
   }
   return run(encode_buckets_kernel<Steps>, Group<Steps>::kCodes);
+}
+
+cudaError_t launch_largest_of_buckets(const float* x, int64_t n, int64_t bucket_size, int64_t keep,
+                                      int32_t* at, float* taken, cudaStream_t stream) {
+  const auto kernel =
+      bucket_size <= kTile ? largest_of_buckets_kernel<true> : largest_of_buckets_kernel<false>;
+  return launch(kernel, (n + bucket_size - 1) / bucket_size, stream, x, n,
+                static_cast<int>(bucket_size), static_cast<int>(keep), at, taken);
 }
 
 }  // namespace cgx

@@ -18,6 +18,12 @@ cudaError_t launch_pack_signs(const float* x, int64_t n, uint8_t* out, cudaStrea
 // Encodes all values, in buckets of kShortestBucket to kLongestBucket.
 cudaError_t launch_encode_buckets(const BucketsCall& call, cudaStream_t stream);
 
+// Of the buckets of x[n], the last filled up with zeros, the `keep` largest magnitudes each: places
+// in the bucket, in order, and values. The first ones of those that are equal. Buckets have up to
+// kLongestBucket values.
+cudaError_t launch_largest_of_buckets(const float* x, int64_t n, int64_t bucket_size, int64_t keep,
+                                      int32_t* at, float* taken, cudaStream_t stream);
+
 }  // namespace cgx
 
 #endif  // CGX_CUDA_CODES_H_

@@ -26,6 +26,16 @@ struct Cuda {
                 [&](int64_t b) { return launch_encode_buckets(call(b), stream); });
   }
 
+  static ffi::Error largest_of_buckets(Given stream, int64_t batch, int64_t n, const float* x,
+                                       int64_t bucket_size, int64_t keep, int32_t* at,
+                                       float* taken) {
+    const int64_t count = (n + bucket_size - 1) / bucket_size * keep;
+    return each("cgx_largest_of_buckets", batch, [&](int64_t b) {
+      return launch_largest_of_buckets(x + b * n, n, bucket_size, keep, at + b * count,
+                                       taken + b * count, stream);
+    });
+  }
+
  private:
   template <typename Launch>
   static ffi::Error each(const std::string& name, int64_t batch, Launch launch) {
@@ -44,6 +54,7 @@ struct Cuda {
 std::vector<CodeHandler> cuda_code_handlers() {
   using Calls = CodeCalls<Cuda>;
   return {{"cgx_pack_signs", Calls::pack_signs},
+          {"cgx_largest_of_buckets", Calls::largest_of_buckets},
           {"cgx_natural", Calls::natural},
           {"cgx_ternary", Calls::ternary},
           {"cgx_qsgd", Calls::qsgd}};

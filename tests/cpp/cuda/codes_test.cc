@@ -91,6 +91,24 @@ void levels(const Levels& how, const Block<float>& x, int64_t shift, const std::
   check(got == expected, name);
 }
 
+constexpr std::pair<int64_t, int64_t> kKept[] = {{512, 5},   {1, 1},   {7, 7},     {100, 40},
+                                                 {511, 511}, {513, 3}, {4096, 100}};
+
+void largest_of_buckets(int64_t bucket, int64_t keep, const Block<float>& x, int64_t shift,
+                        const std::string& values) {
+  const std::string name =
+      values + ": largest " + std::to_string(keep) + " of " + std::to_string(bucket);
+  const int64_t buckets = (x.count + bucket - 1) / bucket;
+  const Block<int32_t> at(buckets * keep), got_at(buckets * keep, shift);
+  const Block<float> taken(buckets * keep), got_taken(buckets * keep, shift);
+  cgx::current_kernels().codes.largest_of_buckets(x.data(), x.count, bucket, keep, 0, buckets,
+                                                  at.data(), taken.data());
+  check_done(cgx::launch_largest_of_buckets(x.data(), x.count, bucket, keep, got_at.data(),
+                                            got_taken.data(), nullptr),
+             name);
+  check(got_at == at && got_taken == taken, name);
+}
+
 }  // namespace
 
 int main() {
@@ -103,6 +121,10 @@ int main() {
       const Block<float> x = values_of(static_cast<Kind>(kind), n, shift, rng);
       signs(x, shift, name);
       for (const Levels& how : kLevels) levels(how, x, shift, name);
+      for (const auto& [bucket, keep] : kKept) {
+        if (n > 100 * bucket) continue;  // the emulator takes long for many buckets
+        largest_of_buckets(bucket, keep, x, shift, name);
+      }
     }
   }
   return report();

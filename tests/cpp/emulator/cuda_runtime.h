@@ -75,6 +75,12 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
 inline int __reduce_max_sync(unsigned mask, int value) {
   return reduce_sync("reduce_max", mask, value, [](int a, int b) { return a > b; });
 }
+inline int __reduce_add_sync(unsigned mask, int value) {
+  const emulator::Exchange<int> all("reduce_add", mask, value);
+  int sum = 0;
+  for (int i = 0; i < emulator::kWarp; ++i) sum += all[i];
+  return sum;
+}
 inline int __all_sync(unsigned mask, int predicate) {
   return reduce_sync("all", mask, predicate != 0, [](bool a, bool b) { return a < b; });
 }

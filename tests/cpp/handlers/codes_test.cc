@@ -99,12 +99,34 @@ void levels(const Inputs& in) {
   }
 }
 
+void largest_of_buckets(const Inputs& in) {
+  constexpr int64_t kBucket = 96, kKeep = 5, kCount = (kValues + kBucket - 1) / kBucket * kKeep;
+  std::vector<int32_t> at(kBatch * kCount), got_at(kBatch * kCount);
+  std::vector<float> taken(kBatch * kCount), got(kBatch * kCount);
+  for (int64_t b = 0; b < kBatch; ++b) {
+    cgx::current_kernels().codes.largest_of_buckets(&in.x[b * kValues], kValues, kBucket, kKeep, 0,
+                                                    kCount / kKeep, &at[b * kCount],
+                                                    &taken[b * kCount]);
+  }
+  Frame frame;
+  frame.arg(XLA_FFI_DataType_F32, in.x.data(), {kBatch, kValues})
+      .ret(XLA_FFI_DataType_S32, got_at.data(), {kBatch, kCount})
+      .ret(XLA_FFI_DataType_F32, got.data(), {kBatch, kCount})
+      .attr("bucket_size", kBucket)
+      .attr("keep", kKeep);
+  XLA_FFI_InvokeContext context;
+  const std::string said =
+      frame.call(handler_of("cgx_largest_of_buckets"), XLA_FFI_ExecutionStage_EXECUTE, &context);
+  check(said.empty() && got_at == at && got == taken, "the largest of buckets");
+}
+
 }  // namespace
 
 int main() {
   const Inputs in;
   signs(in);
   levels(in);
+  largest_of_buckets(in);
   for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
     check(may_be_recorded(code.call), std::string(code.target) + " may be recorded");
   }
