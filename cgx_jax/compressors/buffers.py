@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import (
@@ -228,6 +229,9 @@ def _sum_decoded(
     total = jnp.zeros(tuple(shape), jnp.float32)
     for payload in payloads:
         total = total + compressor.decode(payload, tuple(shape), jnp.float32)
+        if compressor.selects:
+            # XLA would make one scatter of all ranks' values, which a GPU adds in any order.
+            total = lax.optimization_barrier(total)
     return _divided(total, divisor)
 
 
