@@ -172,6 +172,9 @@ ON_CUDA = [
     (False, "cgx_ternary", terngrad._encode, [KEY, normal(64)], {"bucket_size": 4097}),
     (True, "cgx_largest_of_buckets", sparse._largest_of_buckets, [normal(64)],
      {"keep": 5, "bucket_size": 32}),
+    (True, "cgx_largest", sparse._largest, [normal(64)], {"count": 5}),
+    (True, "cgx_above_sampled", sparse._above_sampled, [normal(64), np.int32([0, 1])],
+     {"count": 5, "stride": 2, "rank": 3}),
 ]  # fmt: skip
 
 

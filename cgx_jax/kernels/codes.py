@@ -25,9 +25,15 @@ SHORTEST_BUCKET = 8  # of those that a warp takes
 
 # On CUDA all others are plain jnp. XLA fuses unpacked signs into the sum of all ranks that reads
 # them, where a call would write every rank's values to memory.
-ON_CUDA = frozenset(
-    {"cgx_pack_signs", "cgx_largest_of_buckets", "cgx_natural", "cgx_ternary", "cgx_qsgd"}
-)
+SELECTIONS = frozenset({"cgx_largest", "cgx_above_sampled"})
+ON_CUDA = SELECTIONS | {
+    "cgx_pack_signs",
+    "cgx_largest_of_buckets",
+    "cgx_natural",
+    "cgx_ternary",
+    "cgx_qsgd",
+}
+SCRATCH_WORDS = 6146  # of a selection on CUDA: its last result
 
 
 def call(target: str, plain: Callable[..., Any], *operands: Any, **static: int) -> list[jax.Array]:
@@ -70,8 +76,14 @@ def _native(ctx: Any, *rows: Any, target: str, plain: Any, static: Any) -> Any:
 def _cuda(ctx: Any, *rows: Any, target: str, plain: Any, static: Any) -> Any:
     bucket = dict(static).get("bucket_size", LONGEST_BUCKET)
     has_kernel = target in ON_CUDA and SHORTEST_BUCKET <= bucket <= LONGEST_BUCKET
-    lower = _native if has_kernel else _plain
-    return lower(ctx, *rows, target=target, plain=plain, static=static)
+    params = {"target": target, "plain": plain, "static": static}
+    if not has_kernel:
+        return _plain(ctx, *rows, **params)
+    if target not in SELECTIONS:
+        return _native(ctx, *rows, **params)
+    scratch = jax.core.ShapedArray((SCRATCH_WORDS,), np.dtype(np.uint32))
+    *out, _ = _native(ctx.replace(avals_out=[*ctx.avals_out, scratch]), *rows, **params)
+    return out
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:

@@ -1,26 +1,13 @@
 // The kernels of codes.h. A warp makes whole bytes, so warps share nothing.
-#include <algorithm>
 #include <numeric>
 #include <type_traits>
 
 #include "cuda/codes.h"
-#include "cuda/warp.h"
+#include "cuda/units.h"
 #include "format/levels.h"
 
 namespace cgx {
 namespace {
-
-// Calls work(unit) for this warp's share of so many units.
-template <typename Work>
-__device__ void for_each_unit(int64_t units, Work work) {
-  constexpr int kWarps = kThreads / kWarp;
-  const int warp = __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarp, 0);
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps;
-  int64_t unit = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
-  for (; unit < units; unit += warps) work(unit);
-}
-
-__device__ int lane_index() { return threadIdx.x % kWarp; }
 
 template <typename Word>
 __device__ void store_words(uint8_t* to, uint64_t& bits, int& at, int count) {
@@ -51,10 +38,18 @@ __global__ void __launch_bounds__(kThreads)
     const int live = static_cast<int>(min(n - unit * kVotes, static_cast<int64_t>(kVotes)));
     uint32_t mine = 0;
 #pragma unroll
-    for (int word = 0; word < kWarp; ++word) {
-      const int i = word * kWarp + lane_index();
-      const uint32_t votes = __ballot_sync(kEveryLane, i < live && from[i] >= 0.0f);
-      if (word == lane_index()) mine = votes;
+    for (int word = 0; word < kWarp; word += kSlots) {
+      float values[kSlots];
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        const int i = (word + k) * kWarp + lane_index();
+        values[k] = i < live ? from[i] : -1.0f;
+      }
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        const uint32_t votes = __ballot_sync(kEveryLane, values[k] >= 0.0f);
+        if (word + k == lane_index()) mine = votes;
+      }
     }
     const int first = lane_index() * static_cast<int>(sizeof(mine));
     const int bytes = (live + 7) / 8 - first;
@@ -63,9 +58,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // --- codes of a few bits
-
-// Values that a warp reads at once: each lane so many, kWarp apart.
-constexpr int kSlots = 16, kTile = kSlots * kWarp;
 
 // The lane's part of the sum that sum_by_halves makes: of a power of two values the second half is
 // added to the first, until one is left. Zeros before and between change nothing. The values at
@@ -326,19 +318,6 @@ __global__ void __launch_bounds__(kThreads)
       ties -= __popc(equal);
     });
   });
-}
-
-// One warp for every unit, up to as many blocks as keep a large GPU busy.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t units, cudaStream_t stream,
-                   Arguments... arguments) {
-  if (units == 0) return cudaSuccess;
-  constexpr int64_t kWarps = kThreads / kWarp, kMaxBlocks = 1 << 20;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::min((units + kWarps - 1) / kWarps, kMaxBlocks)));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, arguments..., units);
 }
 
 }  // namespace

@@ -15,8 +15,21 @@ struct CodeHandler {
   XLA_FFI_Handler* call;
 };
 
+// Selections of `count` of n values, one for each row of a batch: of the largest, or where `turns`
+// are given of those above a sampled bound (cpu/select.h).
+struct Selections {
+  const char* name;
+  int64_t batch, n, count;
+  const float* x;
+  const int32_t* turns;
+  int64_t stride, rank;
+  int32_t* at;
+  float* taken;
+};
+
 // `Device` does the work: its Context is that of an FFI call, Given what a call gets of it, and it
-// has a function for each call that it offers, the shortest bucket and the longest one.
+// has a function for each call that it offers, the shortest bucket and the longest one. Results
+// that follow a selection's are its scratch.
 template <typename Device>
 class CodeCalls {
   using Given = typename Device::Given;
@@ -44,6 +57,7 @@ class CodeCalls {
                                     .template Arg<Values>()
                                     .template Ret<Places>()
                                     .template Ret<Values>()
+                                    .RemainingRets()
                                     .template Attr<int64_t>("count")
                                     .To(run_largest, {Device::kTraits});
     return handler->Call(frame);
@@ -55,6 +69,7 @@ class CodeCalls {
                                     .template Arg<Places>()
                                     .template Ret<Places>()
                                     .template Ret<Values>()
+                                    .RemainingRets()
                                     .template Attr<int64_t>("count")
                                     .template Attr<int64_t>("stride")
                                     .template Attr<int64_t>("rank")
@@ -159,18 +174,21 @@ class CodeCalls {
   }
 
   static ffi::Error run_largest(Given device, Values x, ffi::Result<Places> at,
-                                ffi::Result<Values> taken, int64_t count) {
+                                ffi::Result<Values> taken, ffi::RemainingRets scratch,
+                                int64_t count) {
     const char* const name = "cgx_largest";
     return no_throw(name, [&]() -> ffi::Error {
       CGX_TRY(check_selection(name, x, *at, *taken, count));
-      return Device::largest(device, rows(x), columns(x), x.typed_data(), count, at->typed_data(),
-                             taken->typed_data());
+      return Device::select(device,
+                            {name, rows(x), columns(x), count, x.typed_data(), nullptr, 1, count,
+                             at->typed_data(), taken->typed_data()},
+                            scratch);
     });
   }
 
   static ffi::Error run_above_sampled(Given device, Values x, Places turns, ffi::Result<Places> at,
-                                      ffi::Result<Values> taken, int64_t count, int64_t stride,
-                                      int64_t rank) {
+                                      ffi::Result<Values> taken, ffi::RemainingRets scratch,
+                                      int64_t count, int64_t stride, int64_t rank) {
     const char* const name = "cgx_above_sampled";
     return no_throw(name, [&]() -> ffi::Error {
       const int64_t n = columns(x);
@@ -178,8 +196,10 @@ class CodeCalls {
       CGX_TRY(check_shape(name, "turns", turns, rows(x), 2));
       CGX_TRY(check_within(name, "stride", stride, n));
       CGX_TRY(check_within(name, "rank", rank, (n + stride - 1) / stride));
-      return Device::above_sampled(device, rows(x), n, x.typed_data(), turns.typed_data(), count,
-                                   stride, rank, at->typed_data(), taken->typed_data());
+      return Device::select(device,
+                            {name, rows(x), n, count, x.typed_data(), turns.typed_data(), stride,
+                             rank, at->typed_data(), taken->typed_data()},
+                            scratch);
     });
   }
 

@@ -32,26 +32,24 @@ struct Cpu {
     return ffi::Error::Success();
   }
 
-  static ffi::Error largest(Given pool, int64_t batch, int64_t n, const float* x, int64_t count,
-                            int32_t* at, float* taken) {
-    for (int64_t b = 0; b < batch; ++b) {
-      cgx::largest(pool, x + b * n, n, count, at + b * count, taken + b * count);
+  static ffi::Error select(Given pool, const Selections& all, ffi::RemainingRets scratch) {
+    CGX_TRY(check_number(all.name, "results", 2 + scratch.size(), 2));
+    const auto [name, batch, n, count, x, turns, stride, rank, at, taken] = all;
+    if (!turns) {
+      for (int64_t b = 0; b < batch; ++b) {
+        largest(pool, x + b * n, n, count, at + b * count, taken + b * count);
+      }
+      return ffi::Error::Success();
     }
-    return ffi::Error::Success();
-  }
-
-  static ffi::Error above_sampled(Given pool, int64_t batch, int64_t n, const float* x,
-                                  const int32_t* turns, int64_t count, int64_t stride, int64_t rank,
-                                  int32_t* at, float* taken) {
     for (int64_t i = 0; i < 2 * batch; ++i) {
       if (turns[i] < 0 || turns[i] >= n) {
-        return invalid("cgx_above_sampled", "turn is " + std::to_string(turns[i]) +
-                                                ", must be in [0, " + std::to_string(n) + ")");
+        return invalid(name, "turn is " + std::to_string(turns[i]) + ", must be in [0, " +
+                                 std::to_string(n) + ")");
       }
     }
-    parallel_for(pool, batch, [&](int64_t b, int64_t) {
-      cgx::above_sampled(x + b * n, n, count, turns + 2 * b, stride, rank, at + b * count,
-                         taken + b * count);
+    parallel_for(pool, batch, [&all](int64_t b, int64_t) {
+      above_sampled(all.x + b * all.n, all.n, all.count, all.turns + 2 * b, all.stride, all.rank,
+                    all.at + b * all.count, all.taken + b * all.count);
     });
     return ffi::Error::Success();
   }

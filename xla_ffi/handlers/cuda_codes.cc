@@ -20,6 +20,21 @@ struct Cuda {
     });
   }
 
+  // The elements of a batch, one after the other, share the scratch.
+  static ffi::Error select(Given stream, const Selections& all, ffi::RemainingRets scratch) {
+    CGX_TRY(check_number(all.name, "results", 2 + scratch.size(), 3));
+    auto words = scratch.get<ffi::BufferR1<ffi::U32>>(0);
+    if (words.has_error()) return words.error();
+    CGX_TRY(check_count(all.name, "scratch", **words, kScratchWords));
+    uint32_t* const data = (*words)->typed_data();
+    return each(all.name, all.batch, [&](int64_t b) {
+      return launch_select(
+          {all.x + b * all.n, all.n, all.count, all.turns ? all.turns + 2 * b : nullptr, all.stride,
+           all.rank, all.at + b * all.count, all.taken + b * all.count, data},
+          stream);
+    });
+  }
+
   template <typename Call>
   static ffi::Error encode_buckets(Given stream, int64_t batch, Call call) {
     return each("cgx_encode_buckets", batch,
@@ -54,6 +69,8 @@ struct Cuda {
 std::vector<CodeHandler> cuda_code_handlers() {
   using Calls = CodeCalls<Cuda>;
   return {{"cgx_pack_signs", Calls::pack_signs},
+          {"cgx_largest", Calls::largest},
+          {"cgx_above_sampled", Calls::above_sampled},
           {"cgx_largest_of_buckets", Calls::largest_of_buckets},
           {"cgx_natural", Calls::natural},
           {"cgx_ternary", Calls::ternary},

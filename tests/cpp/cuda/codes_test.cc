@@ -7,6 +7,7 @@
 
 #include "cases.h"
 #include "cpu/kernels.h"
+#include "cpu/select.h"
 #include "warp.h"
 
 namespace {
@@ -109,6 +110,31 @@ void largest_of_buckets(int64_t bucket, int64_t keep, const Block<float>& x, int
   check(got_at == at && got_taken == taken, name);
 }
 
+void select(const Block<float>& x, int64_t shift, const std::string& values) {
+  const int64_t n = x.count;
+  cgx::CallerAlone alone;
+  Block<uint32_t> scratch(cgx::kScratchWords);
+  for (const int64_t count : {int64_t{1}, (n + 99) / 100, (n + 2) / 3, n}) {
+    const std::string name = values + ": " + std::to_string(count) + " of them";
+    const Block<int32_t> at(count), got_at(count, shift);
+    const Block<float> taken(count), got_taken(count, shift);
+    cgx::SelectCall call = {x.data(),      n, count, nullptr, 1, 0, got_at.data(), got_taken.data(),
+                            scratch.data()};
+    cgx::largest(alone, x.data(), n, count, at.data(), taken.data());
+    check_done(cgx::launch_select(call, nullptr), name);
+    check(got_at == at && got_taken == taken, name + ", the largest");
+    for (const int64_t stride : {int64_t{1}, std::min(n, int64_t{7})}) {
+      const int32_t turns[2] = {static_cast<int32_t>(n - 1), static_cast<int32_t>(n / 3)};
+      call.turns = turns;
+      call.stride = stride;
+      call.rank = std::max<int64_t>(1, count / stride);
+      cgx::above_sampled(x.data(), n, count, turns, stride, call.rank, at.data(), taken.data());
+      check_done(cgx::launch_select(call, nullptr), name);
+      check(got_at == at && got_taken == taken, name + ", above a bound");
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -120,6 +146,7 @@ int main() {
       const std::string name = std::to_string(n) + " values of kind " + std::to_string(kind);
       const Block<float> x = values_of(static_cast<Kind>(kind), n, shift, rng);
       signs(x, shift, name);
+      if (n > 0) select(x, shift, name);
       for (const Levels& how : kLevels) levels(how, x, shift, name);
       for (const auto& [bucket, keep] : kKept) {
         if (n > 100 * bucket) continue;  // the emulator takes long for many buckets

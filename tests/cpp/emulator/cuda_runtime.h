@@ -15,6 +15,7 @@
 #define __device__
 #define __host__
 #define __grid_constant__
+#define __shared__ static  // of one warp at a time: no kernel that has any pauses
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 
@@ -55,6 +56,11 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane) {
   return emulator::Exchange<T>("shfl", mask, value)[lane];
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, int lanes) {
+  const emulator::Exchange<T> all("shfl_up", mask, value);
+  return all[emulator::lane() < lanes ? emulator::lane() : emulator::lane() - lanes];
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
@@ -122,6 +128,13 @@ T __nv_atomic_load_n(T* word, int order, int) {
 template <typename T>
 T __nv_atomic_fetch_add(T* word, T value, int, int) {
   return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
+}
+
+inline unsigned atomicAdd(unsigned* word, unsigned value) {
+  return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+inline unsigned atomicExch(unsigned* word, unsigned value) {
+  return __atomic_exchange_n(word, value, __ATOMIC_RELAXED);
 }
 
 template <typename T>

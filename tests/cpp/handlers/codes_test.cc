@@ -1,9 +1,12 @@
 // The CUDA handlers of codes, driven by call frames made by hand as XLA makes them; everything
 // below them is emulated. What they write for a batch is what the CPU kernels do.
+#include "cuda/codes.h"
+
 #include <algorithm>
 
 #include "cases.h"
 #include "cpu/kernels.h"
+#include "cpu/select.h"
 #include "handlers/cuda_codes.h"
 #include "handlers/frames.h"
 
@@ -120,6 +123,43 @@ void largest_of_buckets(const Inputs& in) {
   check(said.empty() && got_at == at && got == taken, "the largest of buckets");
 }
 
+void selection(const Inputs& in) {
+  constexpr int64_t kCount = 40, kStride = 3, kRank = 14;
+  const std::vector<int32_t> turns = {0, 500, 1000, 0, 7, 1000};
+  std::vector<uint32_t> scratch(cgx::kScratchWords + 1);
+  cgx::CallerAlone alone;
+  for (const bool sampled : {false, true}) {
+    const std::string target = sampled ? "cgx_above_sampled" : "cgx_largest";
+    std::vector<int32_t> at(kBatch * kCount), got_at(kBatch * kCount);
+    std::vector<float> taken(kBatch * kCount), got(kBatch * kCount);
+    for (int64_t b = 0; b < kBatch; ++b) {
+      const float* const x = &in.x[b * kValues];
+      int32_t* const places = &at[b * kCount];
+      float* const values = &taken[b * kCount];
+      if (sampled) {
+        cgx::above_sampled(x, kValues, kCount, &turns[2 * b], kStride, kRank, places, values);
+      } else {
+        cgx::largest(alone, x, kValues, kCount, places, values);
+      }
+    }
+    const auto select = [&](int64_t words) {
+      Frame frame;
+      frame.arg(XLA_FFI_DataType_F32, in.x.data(), {kBatch, kValues});
+      if (sampled) frame.arg(XLA_FFI_DataType_S32, turns.data(), {kBatch, 2});
+      frame.ret(XLA_FFI_DataType_S32, got_at.data(), {kBatch, kCount})
+          .ret(XLA_FFI_DataType_F32, got.data(), {kBatch, kCount})
+          .ret(XLA_FFI_DataType_U32, scratch.data(), {words})
+          .attr("count", kCount);
+      if (sampled) frame.attr("stride", kStride).attr("rank", kRank);
+      XLA_FFI_InvokeContext context;
+      return frame.call(handler_of(target), XLA_FFI_ExecutionStage_EXECUTE, &context);
+    };
+    check(select(cgx::kScratchWords).empty() && got_at == at && got == taken, target);
+    check(select(cgx::kScratchWords + 1) == target + ": size of scratch is 6147, expected 6146",
+          target + ": scratch of another size is refused");
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -127,6 +167,7 @@ int main() {
   signs(in);
   levels(in);
   largest_of_buckets(in);
+  selection(in);
   for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
     check(may_be_recorded(code.call), std::string(code.target) + " may be recorded");
   }
