@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/exchanges.md from benchmarks/results.
+"""Writes the tables of README.md and of docs from benchmarks/results.
 
     python benchmarks/tables.py
 
@@ -18,7 +18,8 @@ from cgx_jax.link_timer import size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-TEXTS = (ROOT / "README.md", ROOT / "docs" / "exchanges.md", ROOT / "docs" / "gpu.md")
+DOCS = ROOT / "docs"
+TEXTS = (ROOT / "README.md", DOCS / "compressors.md", DOCS / "exchanges.md", DOCS / "gpu.md")
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
 
@@ -96,6 +97,59 @@ def codec() -> str:
         for isa in dict.fromkeys(row["isa"] for row in rows("codec"))
     ]
     return table(head, body)
+
+
+NATIVE_CODES = {
+    "signs": "`SignSGD`",
+    "decode signs": "`SignSGD`, decoded",
+    "natural": "`Natural()`",
+    "ternary": "`TernGrad()`",
+    "qsgd": "`QSGD(7)`",
+    "qsgd of the largest": '`QSGD(7, norm="max")`',
+    "largest": "`TopK(0.01)`: places and values",
+    "above a sampled threshold": "`DGC(0.01)`: places and values",
+    "largest of every bucket": "`BlockTopK(5)`: places and values",
+}
+
+
+def native_codes() -> str:
+    body = [[NATIVE_CODES[row["kernel"]], _spread(row["ratio"], ".2f")] for row in rows("codes")]
+    return table(["code", "time of memcpy over the kernel's"], body)
+
+
+def power_sgd() -> str:
+    names = {
+        "psum": "`lax.pmean`, fp32",
+        "4 bits": "`Quantize(4)`",
+        "PowerSGD, rank 2": "`PowerSGD(2)`",
+        "... ErrorFeedback()": "`PowerSGD(2)` with `ErrorFeedback()`",
+    }
+    body = [
+        [
+            names[row["method"]],
+            _spread([1e3 * t for t in row["seconds"]], ".0f"),
+            _spread(row["ratio"], ".1f"),
+            f"{row['sent_bytes'] / 1e6:.1f}",
+        ]
+        for row in rows("power_sgd")
+        if "method" in row
+    ]
+    head = ["method", "ms per all-reduce", "times psum's speed", "MB sent per rank"]
+    return table(head, body)
+
+
+def power_sgd_products() -> str:
+    body = [
+        [row["product"], f"`{row['way']}`", _spread([1e3 * t for t in row["seconds"]], ".1f")]
+        for row in rows("power_sgd")
+        if "product" in row
+    ]
+    return table(["product", "way", "ms"], body)
+
+
+def _spread(quartiles: list[float], digits: str) -> str:
+    low, median, high = (format(x, digits) for x in quartiles)
+    return f"{median} ({low}-{high})"
 
 
 def segments() -> str:
@@ -385,7 +439,10 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_small,
         kernels,
         levels,
+        native_codes,
         one_shot,
+        power_sgd,
+        power_sgd_products,
         rivals,
         sass,
         segments,

@@ -23,7 +23,9 @@ from cgx_jax.compressors import Quantize as Quantize
 from cgx_jax.exchanges import use_profile as use_profile
 from cgx_jax.halves import all_gather_compressed as all_gather_compressed
 from cgx_jax.halves import psum_scatter_compressed as psum_scatter_compressed
+from cgx_jax.halves import scan_layers as scan_layers
 from cgx_jax.kernels.memory import keep_memory as keep_memory
+from cgx_jax.nonfinite import debug_nonfinite as debug_nonfinite
 from cgx_jax.plain_jit.value_and_grad import value_and_grad as value_and_grad
 from cgx_jax.plan import Plan as Plan
 from cgx_jax.plan_table import plan_table as plan_table
@@ -32,7 +34,10 @@ from cgx_jax.policies import Rule as Rule
 from cgx_jax.policies import Rules as Rules
 from cgx_jax.transforms import ErrorFeedback as ErrorFeedback
 from cgx_jax.transforms import SecondMoment as SecondMoment
+from cgx_jax.transforms import resize_state as resize_state
+from cgx_jax.transforms import scatter_gradients as scatter_gradients
 from cgx_jax.transforms import state_shardings as state_shardings
 from cgx_jax.transforms import state_specs as state_specs
 from cgx_jax.transforms import sync_gradients as sync_gradients
+from cgx_jax.tuner import Tuner as Tuner
 from cgx_jax.tuning import tune as tune

@@ -84,6 +84,11 @@ def new_channel(ctx: Any) -> int:
     return int(ctx.module_context.new_channel())
 
 
+def module_name(ctx: Any) -> str:
+    """The name of the module being lowered, such as jit_step."""
+    return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
+
+
 def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as one asynchronous call on the stream of XLA's GPU collectives.
 

@@ -20,6 +20,8 @@ def mpi_start(
     byte_type: int,
     null_request: int,
     largest_tag: int,
+    error_offset: int,
+    ranks: int,
     rank: int,
     segment_bytes: int,
     window: int,

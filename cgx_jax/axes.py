@@ -76,6 +76,27 @@ class Axes:
         """The axes that a rank's own values are typed as varying over; none outside check_vma."""
         return frozenset(self.names) if self.checked() else frozenset()
 
+    @property
+    def around(self) -> dict[Any, int]:
+        """All axes of the mesh and their sizes; these axes alone where vmap binds one of them."""
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = [n for n in mesh.axis_names if n in mesh.manual_axes]
+        names = manual if _compat.bound_by_mesh(self.names) else self.names
+        return {n: lax.axis_size(n) for n in names}
+
+    def on_every_rank(self, flag: Any, *, alike: bool = False) -> Any:
+        """Whether `flag`, bool[], holds on every rank of the mesh; the same on all of them.
+
+        `alike` says that it is the same along these axes, so that none of them needs to ask.
+        """
+        names = tuple(n for n in self.around if not (alike and n in self.names))
+        if not names:
+            return flag
+        failed = jnp.asarray(~flag, jnp.int32)
+        if _compat.bound_by_mesh(names):
+            failed = _compat.vary_over(failed, frozenset(names))
+        return lax.psum(failed, names) == 0
+
     def check_varying(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
         """Raises ValueError for a leaf that AD (or anyone) has reduced over the axes already."""
         if not self.checked():
@@ -100,6 +121,12 @@ class Axes:
             # lax.psum refuses groups under check_vma; a gather of the group and a sum do not.
             return [self._gathered_sum(x) for x in leaves]
         return lax.psum(list(leaves), self._name, axis_index_groups=self.groups)
+
+    def max(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """`lax.pmax` of every leaf."""
+        if self.groups is not None and self.checked():
+            return [self._gathered(x).max(0) for x in leaves]
+        return lax.pmax(list(leaves), self._name, axis_index_groups=self.groups)
 
     def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """`lax.pmean` of every leaf."""

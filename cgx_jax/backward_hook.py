@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import _compat
+from cgx_jax import _compat, nonfinite
 from cgx_jax.compressors import Compressor
 from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange
@@ -40,6 +40,7 @@ def reduce_in_backward(
     (`lax.pmean(loss, axis_name)` under check_vma) or divide. Leaves, `key`, `exchange`,
     `reduction`, `levels` and errors as in `psum_compressed`.
     """
+    nonfinite.refuse_skip(_HOOK)
     options = Options.resolve(
         _HOOK, axis_name, exchange=exchange, reduction=reduction, levels=levels
     )

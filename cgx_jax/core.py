@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import _compat, debug
+from cgx_jax import _compat, debug, nonfinite
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.base import require_key
@@ -41,12 +41,13 @@ from cgx_jax.reductions.named import reduction_of
 class Options:
     """What a call asks for beside its leaves: static. `name` is the call that the user wrote.
 
-    `exchange` is an instance, "auto" one of `Auto`; `reduction` None for each compressor's first.
+    `exchange` is an instance, "auto" one of `Auto`, or None for exact sums by `lax.psum`;
+    `reduction` is None for each compressor's first.
     """
 
     name: str
     axes: Axes
-    exchange: Exchange
+    exchange: Exchange | None
     reduction: Reduction | None = None
     levels: Levels | None = None
     mean: bool = False
@@ -83,11 +84,15 @@ class Way(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """One entry per leaf; residuals are None for exact leaves and where not asked for."""
+    """One entry per leaf; residuals are None for exact leaves and where not asked for.
+
+    `skipped`, bool[], says that `debug_nonfinite` made all values 0; False where it is off.
+    """
 
     values: list[Any]
     residuals: list[Any]
     states: list[Any]
+    skipped: Any = False
 
 
 def ways(
@@ -108,7 +113,7 @@ def ways(
         if axes.world == 1:
             continue
         reduction = _over_levels(options, flat, pairs)
-        if reduction is None:
+        if reduction is None or options.exchange is None:
             found[buffer] = None
         elif isinstance(options.exchange, Auto):
             found[buffer] = _fastest(options, reduction, coded, in_units)
@@ -116,11 +121,6 @@ def ways(
             _require_able(name, options.exchange, reduction)
             found[buffer] = Way(reduction, options.exchange)
     return found
-
-
-def compressed(options: Options, plan: Plan) -> list[int]:
-    """Numbers of the leaves that are compressed."""
-    return [i for buffer, way in ways(options, plan).items() if way is not None for i in buffer]
 
 
 def _over_levels(
@@ -203,12 +203,14 @@ def reduce_leaves(
     residual: bool = False,
     units: Units | None = None,
     states: Sequence[Any] | None = None,
+    step: Any = None,
 ) -> Sums:
     """The sums or means of `leaves`, which are those of `plan`.
 
     Compressors with state need `states`, one entry per leaf. A `residual` is what this rank must
     send again to lose nothing: the mean over ranks of `leaves` minus the result is the mean of the
-    residuals, up to the rounding of the leaves' dtype.
+    residuals, up to the rounding of the leaves' dtype. `step`, i32[], is this step's number in the
+    reports of `debug_nonfinite`.
 
     `units` has one entry per leaf: None, or (rows float32[2, R], columns float32[2, C]) for a leaf
     of R * C values. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before encoding;
@@ -233,7 +235,8 @@ def reduce_leaves(
         for i, x in zip(exact, summed, strict=True):
             out.values[i] = x
     if axes.world > 1:
-        for exchange in {way.exchange for way in taken.values()} | {options.exchange}:
+        named = set() if options.exchange is None else {options.exchange}
+        for exchange in {way.exchange for way in taken.values()} | named:
             exchange.require(name, axes.names)
     if by_buffer:  # a wrong call is refused whatever the profile says of it
         every = sorted(i for buffer in by_buffer for i in buffer)
@@ -260,7 +263,12 @@ def reduce_leaves(
                     out.values[i] = reduced.sums[n]
                     out.states[i] = reduced.states[n]
                     out.residuals[i] = reduced.residuals[n] if residual else None
-    return out
+    paths = [leaf.path for leaf in plan.leaves]
+    sizes = {i: plan.compressors[i].block_size for i in lossy}
+    values, skipped = nonfinite.watch(
+        name, axes, paths, leaves, out.values, block_sizes=sizes, step=step
+    )
+    return out._replace(values=values, skipped=skipped)
 
 
 # The sum is linear, so its derivative in direction t is the sum of t. Rounding moves the value by

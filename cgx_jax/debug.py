@@ -1,4 +1,7 @@
-"""Debug mode: proves at run time that a collective left the same bits on every rank."""
+"""Debug mode: proves at run time that a collective left the same bits on every rank.
+
+The other mode, `debug_nonfinite`, is in `nonfinite`.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,20 @@ def debug_checksums() -> Iterator[None]:
     """
     global _enabled
     before, _enabled = _enabled, True
+    try:
+        with traced_anew():
+            yield
+    finally:
+        _enabled = before
+
+
+@contextlib.contextmanager
+def traced_anew() -> Iterator[None]:
+    """Inside and after it, functions that were compiled before are traced again."""
     jax.clear_caches()
     try:
         yield
     finally:
-        _enabled = before
         jax.clear_caches()
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from cgx_jax import agreement
 
 _SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -91,10 +92,7 @@ class LinkTimer:
 
     def gather(self, values: Any) -> np.ndarray:
         """A row of f64[n] from every process."""
-        mine = np.frombuffer(np.asarray(values, np.float64).tobytes(), np.uint8)
-        if jax.process_count() == 1:
-            return mine.view(np.float64)[None]
-        return np.asarray(multihost_utils.process_allgather(mine)).view(np.float64)
+        return agreement.rows(values)
 
     def seconds(
         self, functions: Sequence[Callable[..., jax.Array]], x: jax.Array, rounds: int

@@ -77,6 +77,10 @@ class Plan:
             (buffer,) if buffer else (),
         )
 
+    def in_buffers(self, fusion_bytes: int) -> Plan:
+        """The same leaves and compressors, in buffers of up to `fusion_bytes`."""
+        return _planned(self.leaves, self.compressors, fusion_bytes)
+
     def wire_bytes(self, world: int) -> int:
         """Bytes one rank sends in one reduction over `world` ranks, all leaves.
 
@@ -135,23 +139,21 @@ def resolve(
     return _planned(leaves, _choose(caller, leaves, policy, is_bare(tree)), fusion_bytes)
 
 
-def compressors_of(
+def plan_of(
     caller: str, leaves: Sequence[Leaf], policy: Compressor | Policy | Plan | None, *, bare: bool
-) -> list[Compressor]:
-    """What each leaf takes in a call that reduces it by itself; `bare` is a single array.
+) -> Plan:
+    """The plan of `leaves` for a call that keeps no state; `bare` is a single array.
 
-    A plan must fit the leaves. Raises ValueError and TypeError as `resolve` does, and ValueError
-    for a compressor with state.
+    Raises ValueError and TypeError as `resolve` does, and ValueError for a compressor with state.
     """
     if isinstance(policy, Plan):
         policy.check(caller, leaves)
-        chosen = list(policy.compressors)
+        plan = policy
     else:
         _require_static(caller, policy)
-        chosen = _choose(caller, leaves, policy, bare)
-    for leaf, compressor in zip(leaves, chosen, strict=True):
-        require_stateless(caller, compressor, leaf.path, leaf.shape, leaf.dtype)
-    return chosen
+        plan = _planned(leaves, _choose(caller, leaves, policy, bare), FUSION_BYTES)
+    plan.require_stateless(caller)
+    return plan
 
 
 def _choose(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from cgx_jax import installation
+from cgx_jax import agreement, installation
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.exchanges import auto
+from cgx_jax.exchanges import Mpi, auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Codec, Profile, Row
 from cgx_jax.link_timer import LinkTimer, gradient, size_text
 from cgx_jax.progress import Progress
+from cgx_jax.tuner.engine import tune_engine
 
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 BITS = (2, 4, 8)
@@ -56,11 +55,13 @@ def tune(
     Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
     arrays of `sizes` bytes a rank and at `bits` bits (bucket 512); a time is the median over the
     repeats of the slowest process's. Up to 1 MiB each exchange is timed with the reduction
-    "gather_sum" too. Times the codec alone as well, to price random rounding,
-    rotation and units. A size that does not fit into what is left of `budget_seconds` ends the
-    measurement. Returns the profile, active now as by `use_profile`, and process 0 writes it to
-    `path`. Shows its progress on stderr. With several processes every one calls it, and all get the
-    same profile. Raises ValueError for a wrong axis, width, size or budget.
+    "gather_sum" too. Where MPI is usable, it first finds the fastest segment bytes, window and
+    threads of `Mpi`, for at most a quarter of the budget. Times the codec alone as well, to price
+    random rounding, rotation and units. A size that does not fit into what is left of
+    `budget_seconds` ends the measurement. Returns the profile, active now as by `use_profile`, and
+    process 0 writes it to `path`. Shows its progress on stderr. With several processes every one
+    calls it, and all get the same profile. Raises ValueError for a wrong axis, width, size or
+    budget.
     """
     links = LinkTimer("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
@@ -74,6 +75,12 @@ def tune(
     progress = Progress("tune", len(sizes), links.first)
     latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
     codec = _codec(links)
+    engine = None
+    if Mpi() in auto.available():
+        progress.step(0, "tuning MPI")
+        begun = _elapsed(links, start)
+        until = begun + (budget_seconds - begun) / 4
+        engine = tune_engine(links, lambda: until - _elapsed(links, start))
     rows: list[Row] = []
     set_up = one_round = 0.0
     for done, size in enumerate(sizes):
@@ -104,7 +111,7 @@ def tune(
             rows.append(Row(method, width, size, float(seconds)))
     else:
         progress.step(len(sizes), "done", last=True)
-    return _follow(links, latency, codec, rows, path)
+    return _follow(links, latency, codec, rows, engine, path)
 
 
 def _methods(links: LinkTimer, bits: Sequence[int]) -> dict[tuple[str, float], Callable[..., Any]]:
@@ -155,13 +162,13 @@ def _follow(
     latency: float,
     codec: Codec,
     rows: list[Row],
+    engine: Mpi | None,
     path: str | os.PathLike[str] | None,
 ) -> Profile:
-    hosts = np.unique(links.gather([zlib.crc32(socket.gethostname().encode())])).size
     largest = [row for row in rows if row.method == "psum"][-1]
     profile = Profile(
         **installation.facts(),
-        hosts=hosts,
+        hosts=agreement.hosts(),
         mpi=installation.mpi_library(),
         world=links.world,
         axis=links.axis,
@@ -169,6 +176,7 @@ def _follow(
         algbw=largest.bytes / largest.seconds,
         codec=codec,
         rows=tuple(rows),
+        engine=engine,
     )
     agreed = auto.use_profile(profile)
     assert agreed is not None

@@ -26,6 +26,8 @@ from cgx_jax.compressors import (
     Quantize,
     RandomK,
     ScaledSign,
+    SharedTernGrad,
+    ShiftedLattice,
     SignSGD,
     Signum,
     SketchML,
@@ -76,6 +78,8 @@ CASES = {
     "qsgd in 8 bits": Case(QSGD(127)),
     "ternary": Case(TernGrad(64)),
     "ternary, not clipped": Case(TernGrad(100, clip=None)),
+    "ternary, shared scale": Case(SharedTernGrad(64), reductions=("sum_rounds",)),
+    "shifted lattice": Case(ShiftedLattice(4, 64)),
     "three values": Case(ThreeLC(100, sparsity=1.5)),
     "natural": Case(Natural()),
     "dynamic tree": Case(DynamicTree8(100)),
@@ -111,13 +115,13 @@ CHUNKED = {
 # One of every kind; the others are tried by the slow tests.
 _QUICK = (
     *("quantize 3", "quantize 4", "stochastic", "rotated", "bfloat16", "identity"),
-    *("sign", "scaled sign", "qsgd", "ternary", "natural", "fitted levels", "sign of momentum"),
-    *("top k", "top k of every bucket", "sampled threshold", "random k", "classes of exponents"),
+    *("sign", "sign of momentum", "qsgd", "ternary", "ternary, shared scale"),
+    *("top k", "top k of every bucket", "sampled threshold", "random k"),
     *("chunked toy", "voting toy", "sparse toy", "toy with state", "summed toy"),
 )
 # Sums that grow from rank to rank are slow to compile, and know nothing of a code but its kind.
 _PARTIAL_SUMS = ("ring", "tree")
-_ADDED_UP = {*_QUICK, "ternary, not clipped"}
+_ADDED_UP = {*_QUICK, "scaled sign", "natural", "fitted levels", "ternary, not clipped"}
 PAIRS = {
     f"{n}, {r}": (case.compressor, r)
     for n, case in LOSSY.items()

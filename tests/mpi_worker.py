@@ -1,6 +1,7 @@
 """One MPI rank of tests/test_mpi.py: runs the scenario that the command line names."""
 
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -27,10 +28,12 @@ import cgx_jax
 from cgx_jax import Cast, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.core import Options, ways
-from cgx_jax.exchanges import Auto, Mpi, fused, mpi_rows
+from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
+from cgx_jax.policies import training_loop
 from cgx_jax.reductions import Levels
 from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_exchange
+from cgx_jax.tuner import Setting
 from reducing import pmean_with_residual
 from toys import Largest, Steps
 
@@ -337,6 +340,49 @@ def widths():
     os._exit(3)
 
 
+def orders():
+    """Two programs with the same sums, which the last rank starts the other way round."""
+    mesh = mesh_of(data=WORLD)
+    x = place(mesh, normal(WORLD, 10_000))
+    first = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+    second = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+    for step in (first, second):  # in one order on all ranks nothing is refused
+        jax.block_until_ready(step(x))
+    report(failing(first if RANK < WORLD - 1 else second, x)[0])
+    MPI.COMM_WORLD.Barrier()  # the first to leave with an error ends the others
+    os._exit(3)
+
+
+def dispatched(mesh):
+    """A reduction that returns before it ends, which XLA does for larger programs."""
+    return sharded(mesh, lambda x: cgx_jax.psum_compressed(jnp.sort(x), "data", exchange="mpi"))
+
+
+def raises():
+    """The last rank ends with an exception, before or in a call that may last ten minutes."""
+    mesh = mesh_of(data=WORLD)
+    x, step = place(mesh, normal(WORLD, 10_000)), dispatched(mesh)
+    jax.block_until_ready(step(x))
+    if RANK == WORLD - 1:
+        if sys.argv[2] == "in":
+            step(x)
+            time.sleep(1)
+        raise RuntimeError("the data are broken")
+    if sys.argv[2] == "in":
+        time.sleep(5)  # until the last rank has given up
+    report(failing(step, x)[0])
+    time.sleep(3)  # until all have reported: the first to leave ends the others
+    os._exit(3)
+
+
+def unawaited():
+    """A process may end while its last call is under way."""
+    mesh = mesh_of(data=WORLD)
+    x, step = place(mesh, normal(WORLD, 500_000)), dispatched(mesh)
+    jax.block_until_ready(step(x))
+    step(x)
+
+
 def twins():
     """One compiled function called twice is refused; the same sums outside of it are not."""
     mesh = mesh_of(data=WORLD)
@@ -345,6 +391,23 @@ def twins():
     report(failing(sharded(mesh, lambda x: [inner(x[0]), inner(x[1])]), x)[0])
     both = sharded(mesh, lambda x: [cgx_jax.psum_compressed(v, "data", exchange="mpi") for v in x])
     jax.block_until_ready(both(x))
+
+
+def followed():
+    """A rank that is late to the first call of a new engine has not left with the old one."""
+    mesh, x = mesh_of(data=WORLD), normal(WORLD, 4000)
+    want = None
+    for exchange in (Mpi(window=2), Mpi(window=3)):
+
+        def reduce(x, exchange=exchange):
+            return cgx_jax.psum_compressed(x, "data", Quantize(4), exchange=exchange)
+
+        time.sleep(0.5 * RANK)  # the others' engines run by then
+        step = sharded(mesh, reduce).lower(place(mesh, x)).compile()
+        time.sleep(2.5 * RANK)
+        got = own(step(place(mesh, x)))
+        want = got if want is None else want
+        np.testing.assert_array_equal(got, want)
 
 
 def tuned():
@@ -362,7 +425,51 @@ def tuned():
     plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Quantize(4))
     (way,) = ways(Options("here", Axes((), None, WORLD), Auto()), plan).values()
     text = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", plan)).lower(place(mesh, x))
-    assert ("cgx_all_reduce_mpi" in text.as_text()) == (way is not None and way.exchange == Mpi())
+    by_mpi = way is not None and way.exchange == profile.engine
+    assert ("cgx_all_reduce_mpi" in text.as_text()) == by_mpi
+    running = {k: v for k, v in mpi.settings().items() if k in mpi.TUNED}
+    assert running == {k: getattr(profile.engine, k) for k in mpi.TUNED}
+
+
+def chosen():
+    """A tuner's trials of this exchange and of XLA's: the slowest rank counts, and all keep one."""
+    mesh, x = mesh_of(data=WORLD), normal(WORLD, 64, 64)
+    Mpi(window=8).require("here", ())  # options that are not the tuner's
+    communicator = mpi._own
+    tuner = cgx_jax.Tuner(compilations=5, rounds=4, cache=False)
+    tx = cgx_jax.sync_gradients("data", Quantize(4), exchange=tuner, mesh=mesh)
+    state = tx.init(x[0])
+    step = tuner.jit(
+        jax.shard_map(
+            lambda x, s: tx.update(x[0], s),
+            mesh=mesh,
+            in_specs=(P("data"), P()),
+            out_specs=(P(), P()),
+        )
+    )
+    costs = {"psum": 1.0, "mpi": 0.7, "xla": 0.1 if RANK else 0.9}
+
+    def cost():
+        way = tuner.current
+        name = "psum" if way.exchange is None else way.exchange.shorthand
+        return costs[name] + 0.05 * (way.reduction is not None)
+
+    ticks = itertools.cycle([lambda: 0.0, cost])
+    training_loop.clock = lambda: next(ticks)()
+    tried = set()
+    for _ in range(5 * 5 + 1):
+        mean, state = step(place(mesh, x), state)
+        tried.add(tuner.current)
+    assert len(tried) == 5, tried
+    assert tuner.state == "kept"
+    assert set(MPI.COMM_WORLD.allgather(str(tuner.current))) == {str(Setting(mpi.defaults()))}
+    want = sharded(
+        mesh, lambda x: cgx_jax.pmean_compressed(x, "data", Quantize(4), exchange=mpi.defaults())
+    )(place(mesh, x))
+    np.testing.assert_array_equal(own(mean), own(want))
+    running = {k: v for k, v in mpi.settings().items() if k in mpi.TUNED}
+    assert running == {k: getattr(mpi.defaults(), k) for k in mpi.TUNED}
+    assert mpi._own is communicator  # MPI has few of them, and engines start anew many times
 
 
 def refused():
@@ -392,7 +499,7 @@ def misgrouped():
 
 
 _ALL = (agreement, kinds, many, killed, widths, twins, tuned, refused, permuted, misgrouped)
-_ALL += (rows, other_rows, twin_rows)
+_ALL += (rows, other_rows, twin_rows, followed, chosen, orders, raises, unawaited)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

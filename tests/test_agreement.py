@@ -80,10 +80,50 @@ print("ok")
 """
 
 
+NONFINITE = """
+import logging
+from jax._src import dispatch
+
+log, lines = logging.getLogger("cgx_jax"), []
+log.addHandler(logging.NullHandler())
+log.addFilter(lambda record: lines.append(record.getMessage()))
+bad = every[rank].copy()
+bad[3, 7] = np.nan if rank == 1 else bad[3, 7]
+
+def reduced():
+    f = jax.shard_map(
+        lambda x: cgx_jax.psum_compressed(x[0], "data", exchange="xla"),
+        mesh=mesh, in_specs=P("data"), out_specs=P(),
+    )
+    out = jax.block_until_ready(jax.jit(f)(place(bad)))
+    jax.effects_barrier()
+    return np.asarray(out.addressable_data(0))
+
+found = "rank 1 has 1 of 30030, the first at [3, 7]"
+with cgx_jax.debug_nonfinite("skip"):
+    assert not reduced().any(), "skipped on every process"
+assert [found in line for line in lines] == [True] * (rank == 0), lines
+try:
+    with cgx_jax.debug_nonfinite():
+        reduced()
+except Exception as error:
+    assert "FloatingPointError" in str(error) and found in str(error), error
+else:
+    raise AssertionError("every process must fail")
+dispatch.runtime_tokens.clear()  # a failed callback's, which the end of the process waits for
+print("ok")
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "world"),
-    [(SAME_BITS, 2), pytest.param(SAME_BITS, 4, marks=pytest.mark.slow), (ADAPTIVE, 2)],
-    ids=["same bits, 2", "same bits, 4", "adaptive, 2"],
+    [
+        (SAME_BITS, 2),
+        pytest.param(SAME_BITS, 4, marks=pytest.mark.slow),
+        (ADAPTIVE, 2),
+        (NONFINITE, 2),
+    ],
+    ids=["same bits, 2", "same bits, 4", "adaptive, 2", "values that are not finite, 2"],
 )
 def test_processes_agree(program, world):
     with socket.socket() as s:

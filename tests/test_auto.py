@@ -154,7 +154,7 @@ def test_where_compression_costs_latency_and_saves_bytes_there_is_one_crossing(l
 
 
 def test_a_profile_survives_json_and_a_row_is_a_line():
-    made = dataclasses.replace(MEASURED, mpi="MPICH Version: 5.0.2")
+    made = dataclasses.replace(MEASURED, mpi="MPICH Version: 5.0.2", engine=mpi.defaults())
     text = made.to_json()
     assert Profile.from_json(text) == made
     assert isinstance(Profile.from_json(text).rows[0], Row)
@@ -171,7 +171,7 @@ BAD_TEXT = {
     "no JSON": ("{", "not JSON"),
     "a list": ("[]", "not an object with rows"),
     "no rows": (edited(rows="gone"), "not an object with rows"),
-    "another schema": (edited(schema=1), "schema=1, .* reads 2"),
+    "another schema": (edited(schema=1), "schema=1, .* reads 3"),
     "no schema": (edited(schema="gone"), "schema=None"),
     "a field missing": (edited(cores="gone"), r"missing \['cores'\], unknown \[\]"),
     "a field too many": (edited(color=1), r"missing \[\], unknown \['color'\]"),
@@ -181,6 +181,12 @@ BAD_TEXT = {
     "no speed": (edited(algbw=float("nan")), "algbw=nan"),
     "a codec of one kind": (edited(codec={"plain": 1e-9}), "codec=.*plain.*noise.*rotation.*units"),
     "a codec of no kind": (edited(codec=None), "codec=None"),
+    "an engine of one option": (edited(engine={"window": 4}), "engine=.*segment_bytes.*threads"),
+    "an engine of text": (
+        edited(engine=dict.fromkeys(mpi.TUNED, "4")),
+        "engine: segment_bytes='4'",
+    ),
+    "an engine that cannot run": (edited(engine=dict.fromkeys(mpi.TUNED, 1)), "segment_bytes=1 "),
     "a codec of no time": (edited(codec=CODEC._asdict() | {"noise": 0}), "codec noise=0 "),
     "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no psum"),
     "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* is not .*seconds"),
@@ -242,6 +248,16 @@ def test_auto_follows_the_profile_that_it_is_given():
         given.choose("here", (Xla(),), 3, load)
     with pytest.raises(ValueError, match="measured with cpu"):
         Auto(dataclasses.replace(here, cpu="another")).choose("here", (Xla(),), here.world, load)
+
+
+def test_mpi_runs_with_the_options_that_it_was_measured_with():
+    engine = Mpi(segment_bytes=32768, window=8, threads=2)
+    here = dataclasses.replace(MEASURED, **installation.facts(), engine=engine)
+    load = fp32(10 * MB)
+    assert Auto(here).choose("here", (Mpi(), Xla()), here.world, load) == engine
+    once = dataclasses.replace(here, rows=(*here.rows, Row("mpi/gather_sum", 4.125, MB, 1e-6)))
+    taken = Auto(once).one_shot("here", (Mpi(), Xla()), (Mpi(),), here.world, fp32(MB))
+    assert taken == engine
 
 
 def test_without_a_profile_mpi_goes_before_xla():

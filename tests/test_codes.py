@@ -237,3 +237,22 @@ def test_a_turn_outside_of_the_array_is_refused():
     call = jax.ffi.ffi_call("cgx_above_sampled", shapes)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"turn is 10, must be in \[0, 10\)"):
         jax.block_until_ready(call(np.zeros((1, 10), "f4"), np.int32([[0, 10]]), **static))
+
+
+@pytest.mark.parametrize("size", [1, 70, 5000, LARGE])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_ranks_send_to_one_place_adds_up_in_their_order(size, ranks):
+    rng = np.random.default_rng(size)
+    count = -(-size // 3)
+    at = np.sort([rng.permutation(size + 1)[:count] for _ in range(ranks)]).astype(np.int32)
+    values = normal(ranks * count) * 10.0 ** rng.integers(-9, 9, ranks * count)
+    values[:: max(1, count // 4)] = np.inf
+    static = {"size": size, "ranks": ranks}
+    check("cgx_scatter_sum", sparse._scattered, at.reshape(-1), values.astype("f4"), **static)
+
+
+def test_a_place_that_is_none_is_left_out():
+    # A payload is never trusted: places in no order, twice, and out of range.
+    at = np.int32([5, 2, 2, -1, 99, -(2**31), 2**31 - 1, 10])
+    got = codes.call("cgx_scatter_sum", sparse._scattered, at, np.ones(8, "f4"), size=10, ranks=1)
+    np.testing.assert_array_equal(got[0], np.float32([0, 0, 2, 0, 0, 1, 0, 0, 0, 0]))

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ from cgx_jax.compressors import (
     Quantize,
     RandomK,
     ScaledSign,
+    SharedTernGrad,
+    ShiftedLattice,
     SignSGD,
     Signum,
     SketchML,
@@ -94,6 +97,8 @@ BYTES = {
     QSGD(7, B): 4 * N / 8 + 4 * N / B,
     QSGD(127, B): N + 4 * N / B,
     TernGrad(B): 0.2 * N + 4 * N / B,
+    SharedTernGrad(B): N + 4 * N / B,
+    ShiftedLattice(4): Quantize(4).payload_bytes(N),
     ThreeLC(B): 0.2 * N + 4 * N / B,
     Natural(): N,
     DynamicTree8(B): N + 4 * N / B,
@@ -246,6 +251,7 @@ UNBIASED = {
     QSGD(2, 32, norm="max"): None,
     QSGD(127, 512): None,
     TernGrad(64, clip=None): (64**0.5 - 1) / 2,
+    SharedTernGrad(64, clip=None): (64**0.5 - 1) / 2,
     Natural(): 1 / 8,
     NonUniform(4, "exponential", 64): 1 / 8 + 64 * 2.0**-12 / 4,
     RandomK(0.25, scaled=True): 3,
@@ -393,6 +399,7 @@ BAD = {
     "no levels": (lambda: QSGD(0), ValueError, r"QSGD: levels=0 must be in 1\.\.32767"),
     "a norm": (lambda: QSGD(norm="l1"), ValueError, r"QSGD: norm='l1' is unknown.*l2.*max"),
     "a clip": (lambda: TernGrad(clip=0), ValueError, r"TernGrad: clip=0 must be positive"),
+    "a shared clip": (lambda: SharedTernGrad(clip=-1), ValueError, r"SharedTernGrad: clip=-1 must"),
     "sparsity": (lambda: ThreeLC(sparsity=2.0), ValueError, r"sparsity=2\.0 must be in \[1, 2\)"),
     "1 bit": (lambda: NonUniform(1), ValueError, r"NonUniform: bits=1 must be in 2\.\.8"),
     "levels": (lambda: NonUniform(4, "even"), ValueError, r"levels='even' is unknown.*fitted"),
@@ -512,3 +519,22 @@ def test_feedback_around_a_sign_without_size_is_refused(c):
     step = jax.shard_map(tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
     with pytest.raises(ValueError, match=r"^sync_gradients: Sign.* may lose more than it is given"):
         jax.eval_shape(step, jnp.zeros((40, 40)), state)
+
+
+@pytest.mark.parametrize("world", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+def test_codes_of_a_shared_scale_are_summed_in_words_as_narrow_as_the_world_allows(world):
+    c, bits = SharedTernGrad(100, clip=None), {2: 3, 3: 3, 8: 5}[world]
+    x = np.stack([normal(1003, seed=r, spread=0.5) for r in range(world)])
+    call = lambda v: cgx_jax.psum_compressed(v, "data", c, key=KEY, exchange="xla")  # noqa: E731
+    got = over(world, call, x)
+    scale = of_buckets(np.abs(x).max(0), 100, lambda v: np.full(len(v), v.max()))
+    sums = got / scale
+    np.testing.assert_allclose(sums, np.round(sums), atol=1e-5)
+    assert (np.abs(np.round(sums)) <= world).all()
+    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+    ranks = jax.shard_map(lambda v: call(v[0]), mesh=mesh, in_specs=P("data"), out_specs=P())
+    hlo = jax.jit(ranks).lower(x).as_text("hlo")
+    sizes = dict(re.findall(r"= (f32|u32)\[(\d+)\]\S* all-reduce\(", hlo))
+    assert sizes == {"f32": "11", "u32": str(-(-1003 // (32 // bits)))}
+    assert hlo.count(" all-reduce(") == 2
+    assert c.summed_bytes(x[0].shape, jnp.float32, world) == 4 * sum(map(int, sizes.values()))

@@ -85,6 +85,38 @@ def test_ranks_with_other_widths_are_told_before_anything_is_sent():
 
 
 @needs_mpi
+def test_programs_in_another_order_are_told_apart_before_anything_is_sent():
+    output = run(2, "orders", code=3)
+    for rank in (0, 1):
+        (line,) = of_rank(output, rank)
+        assert "is in another program (jit" in line
+        assert "mpi_worker.py:" in line
+        assert "no gradient was sent" in line
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("when", "says"),
+    [
+        ("before", "rank 2 has ended without coming to this call"),
+        ("in", "rank 2 has failed (the process ended with calls in flight)"),
+    ],
+)
+def test_a_rank_that_raises_ends_the_calls_of_the_others_long_before_the_timeout(when, says):
+    output = run(3, "raises", when, code=None, kept=True)
+    for rank in (0, 1):
+        (line,) = of_rank(output, rank)
+        assert says in line
+
+
+@needs_mpi
+def test_a_call_that_nobody_waits_for_ends_with_the_process():
+    output = run(2, "unawaited")
+    assert output.count("ok") == 2
+    assert "failed" not in output
+
+
+@needs_mpi
 def test_one_compiled_function_called_twice_is_refused():
     output = run(2, "twins")
     for rank in (0, 1):
@@ -94,8 +126,18 @@ def test_one_compiled_function_called_twice_is_refused():
 
 
 @needs_mpi
+def test_engines_follow_one_another():
+    assert run(2, "followed").count("ok") == 2
+
+
+@needs_mpi
 def test_tuning_measures_the_fused_call_and_every_rank_follows():
     assert run(2, "tuned").count("ok") == 2
+
+
+@needs_mpi
+def test_a_tuner_tries_the_fused_call_and_every_rank_keeps_what_process_0_finds():
+    assert run(2, "chosen").count("ok") == 2
 
 
 REFUSALS = {
@@ -131,7 +173,7 @@ def test_whole_rows_are_those_of_xla_s_collectives(world):
 
 
 @needs_mpi
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_code_and_reduction_travels_by_mpi_as_by_xla(world):
     assert run(world, "kinds").count("ok") == world
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Plan, Quantize, Rule, Rules
+from cgx_jax import Plan, Quantize, Rule, Rules, transforms
 from cgx_jax.compressors import PayloadCompressor
 from toys import Difference, RankOne
 
@@ -150,6 +150,7 @@ def test_a_step_that_is_not_finite_leaves_the_state(compressor, mesh):
     _, state = step(good, state)
     mean, after = step(bad, state)
     assert np.isnan(mean["bias"]).any()
+    assert [transforms.metrics(s) for s in (state, after)] == [{"cgx/skipped": n} for n in (0, 1)]
     for x, y in zip(jax.tree.leaves(state.codes), jax.tree.leaves(after.codes), strict=True):
         np.testing.assert_array_equal(x, y)
 

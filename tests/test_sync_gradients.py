@@ -298,7 +298,7 @@ def test_init_takes_a_mesh_of_either_kind_of_axes_in_jit_and_outside(kind):
 def test_a_memory_is_split_over_the_ranks_and_all_else_is_not():
     state = (with_memory(Quantize(2), 2).init({"w": jnp.zeros((3, 4))}), optax.EmptyState())
     specs = cgx_jax.state_specs(state, "data")
-    assert specs[0] == SyncState(P(), ({"w": P("data")},), (), ())
+    assert specs[0] == SyncState(P(), ({"w": P("data")},), (), (), skipped=P())
 
 
 def test_shardings_are_those_that_init_gives_and_place_a_state_that_is_known_by_shape():
@@ -314,7 +314,8 @@ def test_shardings_are_those_that_init_gives_and_place_a_state_that_is_known_by_
     params_at, (sync_at, momentum_at) = shardings
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     moments_at = Moments(*[{"w": whole, "bias": whole}] * len(Moments._fields))
-    assert sync_at == SyncState(whole, ({"w": split, "bias": split},) * 2, (), moments_at)
+    memory_at = ({"w": split, "bias": split},) * 2
+    assert sync_at == SyncState(whole, memory_at, (), moments_at, skipped=whole)
     assert set(jax.tree.leaves((params_at, momentum_at))) == {whole}
     for state in (
         jax.jit(init, out_shardings=shardings)(),

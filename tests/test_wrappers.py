@@ -122,7 +122,9 @@ def test_apply_if_finite_after_it_skips_what_one_rank_spoiled_on_all(kept):
     before, after = states[2], states[3]
     assert int(after[1].total_notfinite) == 1
     equal(before[1].inner_state, after[1].inner_state)
-    equal(before[0]._replace(step=3), after[0]._replace(step=3))
+    keeps = bool(jax.tree.leaves((before[0].memory, before[0].moments)))
+    assert int(after[0].skipped) == keeps  # where nothing is kept nothing is looked at
+    equal(before[0]._replace(step=3, skipped=after[0].skipped), after[0]._replace(step=3))
     without = jax.tree.map(lambda x: np.delete(x, 2, 0), grads)
     expected, _ = optax_steps.run(tx, mesh(), without)
     equal([results[i] for i in (0, 1, 3)], expected)

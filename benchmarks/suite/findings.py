@@ -99,10 +99,11 @@ def speed() -> str:
 
 
 def ratio_cell(row: dict[str, Any] | None) -> str:
+    """Times the fp32 step's speed, in parentheses where the quartiles lie on both sides of 1."""
     if row is None:
         return ""
     low, ratio, high = row["ratio"]
-    return f"{ratio:.2f} ({low:.2f}-{high:.2f})"
+    return f"{ratio:.2f}" if low > 1 or high < 1 else f"({ratio:.2f})"
 
 
 def draw(folder: Path) -> None:
@@ -116,7 +117,7 @@ def draw(folder: Path) -> None:
         rows = [r for r in speed_rows() if (r["world"], r["links"]) == (world, links)]
         by_speed = {
             task: {
-                r["method"]: r["samples_per_second"]
+                r["method"]: r["batch"] / r["seconds"][1]
                 for r in rows
                 if r["task"] == task and r["method"] in one.names
             }

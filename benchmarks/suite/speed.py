@@ -1,26 +1,27 @@
 """Times a training step of the suite's tasks by every method, on shaped links (rig.py).
 
-    sudo python benchmarks/suite/speed.py                    # every task, link and world: hours
-    sudo python benchmarks/suite/speed.py --task recommender --cases 2:1gbit --reps 5
+    sudo python benchmarks/suite/speed.py                    # every task, world and link: an hour
+    sudo python benchmarks/suite/speed.py --task recommender --world 2 --links 1gbit --reps 5
 
-A case is RANKS:RATE. The ranks share the task's batch. Every repeat takes one step of each method,
-one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and
-quartiles) over the repeats of the fp32 step's time over the method's in the same repeat. A step is
-split by steps that leave something out, in the same repeat:
+The ranks share the task's batch. Every repeat takes one step of each method, one after the other,
+each behind a barrier; a time is the slowest rank's. `ratio` is the median (and quartiles) over the
+repeats of the fp32 step's time over the method's in the same repeat. A step is split by steps that
+leave something out, in the same repeat:
 
     compute   the step without a reduction
     encode    the first encoding of a rank's gradients by itself, without units
     decode    the rest of a step in which nothing is sent: adding up, encoding sums, decoding
     wire      what the step with links takes longer
 
-"bf16, lax.psum" is a sum of 16-bit values as XLA makes it; "bf16" sends 16 bits as bytes. Ranks
-are started by mpiexec and reduce by the "mpi" exchange where it is there, else by "xla". A step in
-which nothing is sent goes by the kernels of "xla".
+"bf16, lax.psum" is a sum of 16-bit values as XLA makes it. Ranks are started by mpiexec and reduce
+by the "mpi" exchange where it is there, else by "xla". A step in which nothing is sent goes by the
+kernels of "xla".
 """
 
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import os
 import shutil
 import sys
@@ -58,16 +59,14 @@ from cgx_jax.reductions.named import reduction_of
 from cgx_jax.transforms.precondition import WARMUP
 
 BF16_PSUM = "bf16, lax.psum"
+NEVER = 1_000_000  # seconds that a program would have to compile to be cached
 TIMED = [
     "exact",
     BF16_PSUM,
-    "bf16",
     "8 bits",
-    "4 bits, rotated",
     "4 bits, rotated, SecondMoment",
     "TopK 1 %, feedback",
     "BlockTopK 5 of 512, feedback",
-    "DGC 1 %, feedback",
     "PowerSGD 4, feedback",
     "ScaledSign, feedback",
     "QSGD, feedback",
@@ -121,7 +120,7 @@ def unplugged() -> Iterator[None]:
 class Step:
     """A compiled step of a trainer, which goes on from its own state."""
 
-    def __init__(self, trainer: Trainer, batch: Any) -> None:
+    def __init__(self, ranks: Ranks, trainer: Trainer, batch: Any, *, sends: bool) -> None:
         replicated = NamedSharding(trainer.mesh, P())
         _, params = trainer.task.initial(0)
         params = jax.device_put(params, replicated)
@@ -129,10 +128,24 @@ class Step:
         split = cgx_jax.state_shardings(jax.eval_shape(init, params), "data", trainer.mesh)
         self.state = params, jax.jit(init, out_shardings=split)(params)
         self.batch = jax.device_put(batch, NamedSharding(trainer.mesh, P("data")))
-        self.step = trainer.step.lower(*self.state, self.batch).compile()
+        self.step = compiled(ranks, trainer.step.lower(*self.state, self.batch), sends=sends)
 
     def __call__(self) -> None:
         *self.state, _ = jax.block_until_ready(self.step(*self.state, self.batch))
+
+
+def compiled(ranks: Ranks, lowered: Any, *, sends: bool) -> Callable[..., Any]:
+    """Where nothing is sent, the first rank compiles and the others read its result.
+
+    XLA forgets the order of collectives in what it reads, so a program that sends is compiled.
+    """
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER if sends else 0)
+    if sends:
+        return lowered.compile()
+    if ranks.first:
+        first = lowered.compile()
+    ranks.barrier()
+    return first if ranks.first else lowered.compile()
 
 
 def encoding(trainer: Trainer, configuration: Configuration, ranks: Ranks) -> Callable[[], Any]:
@@ -170,14 +183,14 @@ def encoding(trainer: Trainer, configuration: Configuration, ranks: Ranks) -> Ca
         np.zeros((ranks.world, 1), np.float32), NamedSharding(trainer.mesh, P("data"))
     )
     x = jax.jit(lambda x: x + jax.random.normal(jax.random.key(0), (ranks.world, values)))(x)
-    compiled = jax.jit(mapped).lower(x).compile()
-    return lambda: jax.block_until_ready(compiled(x))
+    encoded = compiled(ranks, jax.jit(mapped).lower(x), sends=False)
+    return lambda: jax.block_until_ready(encoded(x))
 
 
 def compare(
-    ranks: Ranks, task: str, names: list[str], exchange: str, reps: int
+    ranks: Ranks, task: str, names: list[str], exchange: str, links: list[str], reps: int
 ) -> list[dict[str, Any]]:
-    """Times a task's step by every method; one row a method."""
+    """Times a task's step by every method on every link; one row per method and link."""
     model = MODELS[task]
     batch = tuple(x[0] for x in model.batches(1, 0))
     steps: dict[tuple[str, str], Callable[[], Any]] = {}
@@ -189,40 +202,52 @@ def compare(
         policy = configuration.policy and configuration.policy(model.steps)
         summed = policy is None or isinstance(policy, SummedCompressor)
         trainer = of_exchange(kind, "xla" if summed else exchange, model, configuration)
-        steps["step", name] = Step(trainer, batch)
+        steps["step", name] = Step(ranks, trainer, batch, sends=True)
+        silent = of_exchange(kind, "xla", model, configuration)
         with unplugged():
-            silent = of_exchange(kind, "xla", model, configuration)
-            steps["silent", name] = Step(silent, batch)
+            steps["silent", name] = Step(ranks, silent, batch, sends=False)
         steps["encode", name] = encoding(trainer, configuration, ranks)
         plan = cgx_jax.Plan.build(model.initial(0)[1], policy or cgx_jax.Identity())
         sent[name] = plan.wire_bytes(ranks.world) // (2 if name == BF16_PSUM else 1)
         if ranks.first:
             print(f"  compiled {name}", flush=True)
-    steps["compute", ""] = Step(Computing(model, METHODS["exact"], model.steps), batch)
-    seconds = in_turns(ranks, steps, reps)
-    size = len(batch[0])
-    exact, compute = seconds["step", names[0]], seconds["compute", ""]
+    computing = Computing(model, METHODS["exact"], model.steps)
+    steps["compute", ""] = Step(ranks, computing, batch, sends=False)
+    in_turns(ranks, steps, WARMUP + 1)
     rows = []
-    for name in names:
-        whole, silent, encode = (seconds[part, name] for part in ("step", "silent", "encode"))
-        rows.append(
-            {
-                "task": task,
-                "method": name,
-                "exchange": exchange,
-                "reps": reps,
-                "batch": size,
-                "seconds": measure.quartiles(whole),
-                "ratio": measure.quartiles(exact / whole),
-                "samples_per_second": size / float(np.median(whole)),
-                "compute": measure.quartiles(compute),
-                "encode": measure.quartiles(encode),
-                "decode": measure.quartiles(silent - compute - encode),
-                "wire": measure.quartiles(whole - silent),
-                "sent_bytes": sent[name],
-            }
-        )
+    for link in links:
+        ranks.barrier()
+        if ranks.first:
+            rig.shape(link)
+        ranks.barrier()
+        in_turns(ranks, steps, 1)
+        seconds = in_turns(ranks, steps, reps)
+        shown = {"exchange": exchange, "reps": reps, "batch": len(batch[0])}
+        shown |= {"world": ranks.world, "links": link}
+        new = [
+            {"task": task, "method": name, "sent_bytes": sent[name], **shown}
+            | split(seconds, name, names[0])
+            for name in names
+        ]
+        if ranks.first:
+            print(f"{task}: {ranks.world} ranks, {link}, exchange {exchange!r}", flush=True)
+            print_rows(new)
+        rows += new
     return rows
+
+
+def split(seconds: dict[Any, np.ndarray], name: str, exact: str) -> dict[str, Any]:
+    """A method's times, and what its step spends them on."""
+    whole, silent, encode = (seconds[part, name] for part in ("step", "silent", "encode"))
+    compute = seconds["compute", ""]
+    return {
+        "seconds": measure.quartiles(whole),
+        "ratio": measure.quartiles(seconds["step", exact] / whole),
+        "compute": measure.quartiles(compute),
+        "encode": measure.quartiles(encode),
+        "decode": measure.quartiles(silent - compute - encode),
+        "wire": measure.quartiles(whole - silent),
+    }
 
 
 def of_exchange(
@@ -234,14 +259,13 @@ def of_exchange(
 def in_turns(ranks: Ranks, steps: dict[Any, Callable[[], Any]], reps: int) -> dict[Any, np.ndarray]:
     """Seconds of every step, f64[reps], by the slowest rank."""
     samples = np.empty((reps, len(steps)))
-    for rep in range(-WARMUP - 1, reps):
+    for rep in range(reps):
         for i, step in enumerate(steps.values()):
             ranks.barrier()
             ranks.barrier()  # the first one's stragglers have arrived now
             start = time.perf_counter()
             step()
-            if rep >= 0:
-                samples[rep, i] = time.perf_counter() - start
+            samples[rep, i] = time.perf_counter() - start
     slowest = ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
     return dict(zip(steps, slowest.T, strict=True))
 
@@ -251,11 +275,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--task", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument(
-        "--cases",
-        default=",".join(f"{w}:{r}" for w in (2, 4) for r in ("100mbit", "1gbit", "10gbit")),
-        help="(default %(default)s)",
-    )
+    parser.add_argument("--world", nargs="+", type=int, default=[2, 4], help="(default 2 and 4)")
+    rates = ["100mbit", "1gbit", "10gbit"]
+    parser.add_argument("--links", nargs="+", default=rates, help="(default %(default)s)")
     parser.add_argument("--methods", default=";".join(TIMED), help="names separated by ';'")
     parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
     measure.add_json_option(parser)
@@ -266,40 +288,30 @@ def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
         return launch(arguments)
-    world, rate = arguments.cases.split(":")
-    ranks = Ranks(int(world))
+    (world,), (task,) = arguments.world, arguments.task
+    ranks = Ranks(world)
     exchange = "mpi" if Mpi() in auto.available() else "xla"
     names = list(dict.fromkeys(["exact", *arguments.methods.split(";")]))
-    rows = []
-    for task in arguments.task:
-        if ranks.first:
-            print(f"{task}: {world} ranks, {rate}, exchange {exchange!r}", flush=True)
-        new = compare(ranks, task, names, exchange, arguments.reps)
-        rows += [row | {"world": int(world), "links": rate} for row in new]
-        if ranks.first:
-            print_rows(new)
+    rows = compare(ranks, task, names, exchange, arguments.links, arguments.reps)
     if ranks.first:
         measure.write_json(arguments.json, rows)
     return 0
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Runs every task of every case in processes of its own."""
+    """Runs every task and world in processes of its own."""
     beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
-    # A step is the same program on every link: it is compiled once a world.
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        for case in arguments.cases.split(","):
-            world, rate = case.split(":")
-            for task in arguments.task:
-                command = [sys.executable, sys.argv[0], "--task", task, "--cases", case]
-                for name in ("methods", "reps", "json"):
-                    if (value := getattr(arguments, name)) is not None:
-                        command += [f"--{name}", str(value)]
-                if code := rig.run(int(world), rate, command, timeout=3600, mpi=mpi):
-                    return code
+    for world, task in itertools.product(arguments.world, arguments.task):
+        command = [sys.executable, sys.argv[0], "--task", task, "--world", str(world)]
+        command += ["--links", *arguments.links, "--methods", arguments.methods]
+        command += ["--reps", str(arguments.reps)]
+        command += ["--json", str(arguments.json)] if arguments.json else []
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+            os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(NEVER)
+            if code := rig.run(world, arguments.links[0], command, timeout=3600, mpi=mpi):
+                return code
     return 0
 
 
@@ -313,7 +325,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         parts = [row[part][1] * 1e3 for part in ("compute", "encode", "decode", "wire")]
         print(
             f"  {row['method']:<30} {row['seconds'][1] * 1e3:>8.1f}  "
-            f"{f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18} {row['samples_per_second']:>9.0f} "
+            f"{f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18} {row['batch'] / row['seconds'][1]:>9.0f} "
             f"{parts[0]:>8.1f} {parts[1]:>7.1f} {parts[2]:>7.1f} {parts[3]:>8.1f}",
             flush=True,
         )

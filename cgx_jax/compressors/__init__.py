@@ -1,6 +1,7 @@
 """Compressors: the protocols, and one file a family."""
 
 from cgx_jax.compressors.base import Compressor as Compressor
+from cgx_jax.compressors.base import Maxima as Maxima
 from cgx_jax.compressors.base import PayloadCompressor as PayloadCompressor
 from cgx_jax.compressors.base import Rounds as Rounds
 from cgx_jax.compressors.base import Summed as Summed
@@ -9,6 +10,7 @@ from cgx_jax.compressors.base import Together as Together
 from cgx_jax.compressors.hybrid import INCEPTIONN as INCEPTIONN
 from cgx_jax.compressors.hybrid import AdaptiveThreshold as AdaptiveThreshold
 from cgx_jax.compressors.hybrid import SketchML as SketchML
+from cgx_jax.compressors.lattice import ShiftedLattice as ShiftedLattice
 from cgx_jax.compressors.lossless import Cast as Cast
 from cgx_jax.compressors.lossless import Identity as Identity
 from cgx_jax.compressors.natural import Natural as Natural
@@ -27,5 +29,6 @@ from cgx_jax.compressors.sparse import BlockTopK as BlockTopK
 from cgx_jax.compressors.sparse import QSparse as QSparse
 from cgx_jax.compressors.sparse import Threshold as Threshold
 from cgx_jax.compressors.sparse import TopK as TopK
+from cgx_jax.compressors.terngrad import SharedTernGrad as SharedTernGrad
 from cgx_jax.compressors.terngrad import TernGrad as TernGrad
 from cgx_jax.compressors.terngrad import ThreeLC as ThreeLC

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
 
@@ -205,6 +206,16 @@ class PayloadCompressor(Compressor):
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
         """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""
 
+    def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """What payloads u8[ranks, n] add up to, fp32 and in rank order."""
+        total = jnp.zeros(tuple(shape), jnp.float32)
+        for payload in payloads:
+            total = total + self.decode(payload, tuple(shape), jnp.float32)
+            if self.selects:
+                # XLA would make one scatter of all ranks' values, which GPUs add in any order.
+                total = lax.optimization_barrier(total)
+        return total
+
     def of_sums(self, world: int) -> PayloadCompressor:
         """The code of a chunk's sum over `world` ranks, on its way from the owner to all others."""
         return self
@@ -249,8 +260,14 @@ class Together(NamedTuple):
     x: jax.Array
 
 
+class Maxima(NamedTuple):
+    """What `rounds` may yield for a round; it is sent the arrays' maxima over the ranks."""
+
+    arrays: Sequence[jax.Array]
+
+
 # What `rounds` yields, what it is sent, and what it returns.
-Rounds = Generator[Sequence[jax.Array] | Together, Any, Summed]
+Rounds = Generator[Sequence[jax.Array] | Together | Maxima, Any, Summed]
 
 
 class SummedCompressor(Compressor):
@@ -263,8 +280,17 @@ class SummedCompressor(Compressor):
         """A generator: yields the arrays of a round, and is sent their sums over `world` ranks.
 
         `x` is fp32 in the leaf's shape. Every rank yields arrays of the same shapes and dtypes, in
-        the same number of rounds, and may yield `Together` in between.
+        the same number of rounds. A round of `Maxima` is sent maxima instead of sums. `Together`
+        may be yielded in between.
         """
+
+    def summed_bytes(self, shape: Sequence[int], dtype: Any, world: int) -> int:
+        """Bytes of all arrays that one of `world` ranks yields."""
+        return self.payload_bytes(shape, dtype)
+
+    def error_bound_of_sum(self, x: jax.Array) -> jax.Array:
+        """`error_bound` of the ranks' sum, from every rank's values, f32[world, ...]."""
+        return self.error_bound(x.sum(0))
 
     def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         state = self.init(x.shape, x.dtype)
@@ -280,7 +306,7 @@ def alone(running: Rounds) -> Summed:
         if isinstance(made, Together):
             answer = made.function(made.x)
         else:
-            answer = [jnp.asarray(a) for a in made]
+            answer = [jnp.asarray(a) for a in (made.arrays if isinstance(made, Maxima) else made)]
         try:
             made = running.send(answer)
         except StopIteration as stop:

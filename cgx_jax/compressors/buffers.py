@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import (
@@ -126,7 +125,7 @@ class _ChunksLeafByLeaf(ChunkCode):
             if c.owner_exact:
                 total = _RowByRow(c).accumulate(rank, part, own, divisor)
             else:
-                total = _sum_decoded(c, part, own.shape, divisor)
+                total = _divided(c.decode_sum(part, own.shape), divisor)
             out.append(again.encode(total, key=leaf_key(leaf, seed)))
             if residuals:
                 back = again.decode(out[-1], total.shape, jnp.float32)
@@ -193,7 +192,7 @@ class _WholeLeafByLeaf(WholeCode):
         out = []
         parts = jnp.split(rows, np.cumsum(self._bytes())[:-1].tolist(), axis=1)
         for i, (leaf, part, x) in enumerate(zip(self.leaves, parts, like, strict=True)):
-            total = _sum_decoded(leaf.compressor, part, x.shape, divisor)
+            total = _divided(leaf.compressor.decode_sum(part, x.shape), divisor)
             out.append(outside.decoded(total, unit_of(units, i), x.dtype))
         return out
 
@@ -220,19 +219,6 @@ class _RowByRow(RowCode):
             peer = self.compressor.decode(payloads[w], own.shape, jnp.float32)
             total = jnp.where(rank == w, total, total + peer)
         return _divided(total, divisor).astype(own.dtype)
-
-
-def _sum_decoded(
-    compressor: PayloadCompressor, payloads: jax.Array, shape: Sequence[int], divisor: float
-) -> jax.Array:
-    """The sum of every rank's decoded payload, fp32 in rank order, divided."""
-    total = jnp.zeros(tuple(shape), jnp.float32)
-    for payload in payloads:
-        total = total + compressor.decode(payload, tuple(shape), jnp.float32)
-        if compressor.selects:
-            # XLA would make one scatter of all ranks' values, which a GPU adds in any order.
-            total = lax.optimization_barrier(total)
-    return _divided(total, divisor)
 
 
 def _divided(total: jax.Array, divisor: float) -> jax.Array:

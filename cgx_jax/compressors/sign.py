@@ -43,7 +43,6 @@ class SignSGD(_Vote):
     a tie, so a mean is the same as a sum. A zero counts as positive; NaN, which a bit cannot carry,
     as negative. Ties need a third value: over an even number of ranks the sums are sent in 1.6
     bits. Error feedback is refused, since a sign may be larger than its value: see `ScaledSign`.
-    `psum_scatter_compressed`, which encodes no sums, returns the sum of the votes.
     Source: signSGD with majority vote (Bernstein et al., 2018 and 2019).
     """
 

@@ -162,13 +162,34 @@ class _Positions(_Sparse):
         return jnp.concatenate([pack(at.astype(jnp.uint32), self.position_bits(flat.size)), coded])
 
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return self.decode_sum(payload[None], shape).astype(dtype)
+
+    def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
         n = size_of(shape)
         k, bits = self.count(n), self.position_bits(n)
-        packed, coded = jnp.split(payload, [packed_bytes(k, bits)])
-        at = unpack(packed, bits, k)
-        taken = self.values.decode(coded, (k,), jnp.float32)
-        flat = jnp.zeros(n, jnp.float32).at[at].add(taken, mode="drop")
-        return flat.reshape(shape).astype(dtype)
+
+        def pairs(payload: jax.Array) -> tuple[jax.Array, jax.Array]:
+            packed, coded = jnp.split(payload, [packed_bytes(k, bits)])
+            return unpack(packed, bits, k), self.values.decode(coded, (k,), jnp.float32)
+
+        at, taken = jax.vmap(pairs)(payloads)
+        at = lax.bitcast_convert_type(at, jnp.int32).reshape(-1)
+        static = {"size": n, "ranks": len(payloads)}
+        return codes.call("cgx_scatter_sum", _scattered, at, taken.reshape(-1), **static)[
+            0
+        ].reshape(shape)
+
+
+def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> list[jax.Array]:
+    """fp32[size]: the ranks' values added up at their places, in rank order; `size` is no place.
+
+    A scatter for each rank, which barriers keep apart: GPUs add what one scatter has for a place in
+    any order.
+    """
+    total = jnp.zeros(size, jnp.float32)
+    for places, values in zip(at.reshape(ranks, -1), taken.reshape(ranks, -1), strict=True):
+        total = lax.optimization_barrier(total.at[places].add(values, mode="drop"))
+    return [total]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax.compressors import buckets
-from cgx_jax.compressors.base import PayloadCompressor
+from cgx_jax.compressors.base import (
+    Maxima,
+    PayloadCompressor,
+    Rounds,
+    Summed,
+    SummedCompressor,
+)
 from cgx_jax.compressors.packing import from_bytes, pack_trits, size_of, to_bytes, unpack_trits
 from cgx_jax.kernels import codes
 
@@ -61,8 +67,7 @@ class TernGrad(_Ternary):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"TernGrad: clip={self.clip} must be positive; None clips nothing.")
+        _check_clip("TernGrad", self.clip)
 
     @property
     def unbiased(self) -> bool:
@@ -87,10 +92,7 @@ class TernGrad(_Ternary):
         return 2 / (self.bucket_size**0.5 + 1)
 
     def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        assert self.clip is not None
-        limit = np.float32(self.clip) * _deviation(x)
-        # NaN, and infinity, whose deviation is NaN, are no matter of clipping.
-        return jnp.where(jnp.abs(x) > limit, jnp.sign(x) * limit, x), state
+        return _clipped(x, self.clip), state
 
     def error_bound(self, x: Any) -> jax.Array:
         value = jnp.asarray(x).astype(jnp.float32)
@@ -103,6 +105,87 @@ class TernGrad(_Ternary):
         flat = jnp.ravel(x).astype(jnp.float32)
         operands = buckets.words(key), flat
         return codes.call("cgx_ternary", _encode, *operands, bucket_size=self.bucket_size)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedTernGrad(SummedCompressor):
+    """`TernGrad` with one scale per bucket for all ranks, so that sums need no decoding.
+
+    A first round finds each bucket's largest magnitude over the ranks; in a second, `lax.psum`
+    adds up the codes -1, 0 and 1. Codes are packed in words of 32 bits, each in as many bits as a
+    sum over the ranks needs: 3 for 2 and 3 ranks, 4 for up to 7, 8 for 64 to 127. `wire_bits`
+    counts 8 bits per value, `summed_bytes` those of a given world; 4 bytes per bucket come on top.
+    `clip` as in `TernGrad`. The variance of a rank grows with the largest rank's scale, so no
+    factor bounds error feedback. A bucket in which any rank holds NaN or infinity comes back as
+    NaN. Raises ValueError for a bucket_size below 1 and a clip that is not positive. Source: scaler
+    sharing in TernGrad (Wen et al., NeurIPS 2017).
+    """
+
+    bucket_size: int = buckets.BUCKET
+    clip: float | None = 2.5
+
+    def __post_init__(self) -> None:
+        buckets.whole_number("SharedTernGrad", "bucket_size", self.bucket_size, 1)
+        _check_clip("SharedTernGrad", self.clip)
+
+    @property
+    def unbiased(self) -> bool:
+        return self.clip is None
+
+    @property
+    def needs_key(self) -> bool:
+        return True
+
+    @property
+    def block_size(self) -> int | None:
+        return self.bucket_size if self.clip is None else None
+
+    @property
+    def width(self) -> int:
+        return 2
+
+    @property
+    def feedback_scale(self) -> float | None:
+        return None
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        n = size_of(shape)
+        return 8 * n + 32 * buckets.count(n, self.bucket_size)
+
+    def summed_bytes(self, shape: Sequence[int], dtype: Any, world: int) -> int:
+        n = size_of(shape)
+        words = -(-n // (32 // _field_bits(world)))
+        return 4 * (words + buckets.count(n, self.bucket_size))
+
+    def error_bound(self, x: Any) -> jax.Array:
+        return buckets.rounded(self.error_bound_of_sum(jnp.asarray(x)[None]), x)
+
+    def error_bound_of_sum(self, x: jax.Array) -> jax.Array:
+        value = x.astype(jnp.float32)
+        ready = jax.vmap(lambda v: _clipped(v, self.clip))(value)
+        scale = jax.vmap(self._scales)(ready).max(0)
+        each = jnp.broadcast_to(scale, (len(scale), self.bucket_size))
+        like = jax.ShapeDtypeStruct(x.shape[1:], jnp.float32)
+        bound = buckets.join(each, like) * np.float32(x.shape[0] * (1 + 2.0**-18))
+        return bound + jnp.abs(value - ready).sum(0)
+
+    def _scales(self, x: jax.Array) -> jax.Array:
+        """fp32[buckets, 1]; infinite for what is not finite, since a maximum may drop a NaN."""
+        scale = buckets.largest(buckets.split(x, self.bucket_size))
+        return jnp.where(jnp.isnan(scale), np.float32(np.inf), scale)
+
+    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
+        buckets.require_key(self, key)
+        ready = _clipped(x, self.clip)
+        rows = buckets.split(ready, self.bucket_size)
+        (scale,) = yield Maxima([self._scales(ready)])
+        share = buckets.share(jnp.abs(rows), scale)
+        keeps = share + buckets.noise(key, *rows.shape) >= 1
+        codes = jnp.where(keeps, jnp.sign(rows).astype(jnp.int32), 0)
+        (total,) = yield [_pack_fields(codes.reshape(-1)[: x.size] + 1, world)]
+        sums = _unpack_fields(total, world, x.size) - world
+        leaf = lambda v: buckets.join(buckets.split(v, self.bucket_size) * scale, x)  # noqa: E731
+        return Summed(leaf(sums), leaf(codes.reshape(-1)[: x.size]), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +236,42 @@ def _encode(words: jax.Array, x: jax.Array, *, bucket_size: int) -> list[jax.Arr
 def _payload(rows: jax.Array, scale: jax.Array, keeps: jax.Array, size: int) -> jax.Array:
     trits = jnp.where(keeps, jnp.where(rows < 0, 0, 2), 1).astype(jnp.uint8)
     return jnp.concatenate([pack_trits(trits.reshape(-1)[:size]), to_bytes(scale)])
+
+
+def _field_bits(world: int) -> int:
+    """Bits that hold the sum of `world` codes of 0, 1 or 2."""
+    return (2 * world).bit_length()
+
+
+def _pack_fields(codes: jax.Array, world: int) -> jax.Array:
+    """Codes 0..2 to uint32 words whose fields hold sums over `world` ranks."""
+    bits = _field_bits(world)
+    fields = 32 // bits
+    planes = jnp.pad(codes.astype(jnp.uint32), (0, -codes.size % fields)).reshape(fields, -1)
+    return (planes << (np.arange(fields) * bits).astype(np.uint32)[:, None]).sum(
+        axis=0, dtype=jnp.uint32
+    )
+
+
+def _unpack_fields(words: jax.Array, world: int, size: int) -> jax.Array:
+    """The inverse of `_pack_fields`, of sums: int32[size]."""
+    bits = _field_bits(world)
+    shifts = (np.arange(32 // bits) * bits).astype(np.uint32)[:, None]
+    return ((words[None] >> shifts) & np.uint32(2**bits - 1)).reshape(-1)[:size].astype(jnp.int32)
+
+
+def _check_clip(where: str, clip: float | None) -> None:
+    if clip is not None and not clip > 0:
+        raise ValueError(f"{where}: clip={clip} must be positive; None clips nothing.")
+
+
+def _clipped(x: jax.Array, clip: float | None) -> jax.Array:
+    """`x` with no magnitude above `clip` standard deviations."""
+    if clip is None:
+        return x
+    limit = np.float32(clip) * _deviation(x)
+    # NaN, and infinity, whose deviation is NaN, are no matter of clipping.
+    return jnp.where(jnp.abs(x) > limit, jnp.sign(x) * limit, x)
 
 
 def _deviation(x: jax.Array) -> jax.Array:

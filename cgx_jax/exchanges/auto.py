@@ -19,6 +19,7 @@ import numpy as np
 
 from cgx_jax import agreement, untrusted
 from cgx_jax.exchanges.base import Exchange
+from cgx_jax.exchanges.mpi import Mpi
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 
@@ -60,6 +61,11 @@ def use_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | N
         _active = agreed
         jax.clear_caches()
     return agreed
+
+
+def active() -> Profile | None:
+    """The profile that `exchange="auto"` follows now."""
+    return _active
 
 
 def _load(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
@@ -125,7 +131,7 @@ class Auto(Exchange):
         if profile is None:
             return unmeasured(usable, load)
         names = {exchange.shorthand: exchange for exchange in usable}
-        return names.get(fastest(profile, names, load))
+        return _as_measured(profile, names.get(fastest(profile, names, load)))
 
     def one_shot(
         self,
@@ -144,7 +150,7 @@ class Auto(Exchange):
             return None
         names = {exchange.shorthand + ONE_SHOT: exchange for exchange in gathering}
         every = [*names, *(exchange.shorthand for exchange in usable)]
-        return names.get(fastest(profile, every, load))
+        return _as_measured(profile, names.get(fastest(profile, every, load)))
 
     def _follow(self, caller: str, world: int) -> Profile | None:
         profile = _active if self.profile is None else self.profile
@@ -157,6 +163,11 @@ class Auto(Exchange):
                 'ranks, name the exchange (exchange="xla"), or use_profile(None).'
             )
         return profile
+
+
+def _as_measured(profile: Profile, exchange: Exchange | None) -> Exchange | None:
+    """The exchange with the options that it was measured with."""
+    return profile.engine if isinstance(exchange, Mpi) and profile.engine else exchange
 
 
 def available(axes: Sequence[Any] = ()) -> tuple[Exchange, ...]:
@@ -200,14 +211,19 @@ def fastest(profile: Profile, usable: Collection[str], load: Load) -> str:
     wins where latency decides, is not taken for more values than were measured.
     """
     best, least = "psum", estimate(profile, "psum", load) * (1 - LEAST_GAIN)
-    for method in sorted(set(usable) & {row.method for row in profile.rows}):
-        measured = max(row.bytes for row in profile.rows if row.method == method)
-        if method.endswith(ONE_SHOT) and 4 * load.values > measured:
+    for method in sorted(usable):
+        measured = largest(profile, method)
+        if not measured or (method.endswith(ONE_SHOT) and 4 * load.values > measured):
             continue
         seconds = estimate(profile, method, load)
         if seconds < least:
             best, least = method, seconds
     return best
+
+
+def largest(profile: Profile, method: str) -> int:
+    """The most bytes that the profile has measured `method` on; 0 where it has not."""
+    return max((row.bytes for row in profile.rows if row.method == method), default=0)
 
 
 def estimate(profile: Profile, method: str, load: Load) -> float:

@@ -7,6 +7,7 @@ has loaded, whatever its ABI; nothing is linked to it. Importing this module loa
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import os
 import sys
@@ -43,8 +44,10 @@ DEFAULTS = {
     "window": 4,
     "threads": max(1, min(4, (os.cpu_count() or 1) // 2)),
 }
+TUNED = ("segment_bytes", "window", "threads")  # what `tune` chooses
 # How the engine of this process runs; None before the first call.
 _running: dict[str, float] | None = None
+_own: Any = None  # the communicator of this process's engines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +112,15 @@ class Mpi(Exchange):
         mesh = jax.sharding.get_abstract_mesh()
         operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
         operands += [*leaves, *factors]
-        label = f"{name}(exchange='mpi')"
+        label = mpi_rows.label(name)
         return fused.bind(
             all_reduce_p, label, operands, layout, axes, divisor=divisor, residual=residual
         )
+
+
+def defaults() -> Mpi:
+    """An exchange whose options are given, and are the defaults."""
+    return Mpi(**{name: int(DEFAULTS[name]) for name in TUNED})
 
 
 def settings() -> dict[str, float] | None:
@@ -170,7 +178,7 @@ def _unfit_axes(axes: Sequence[Any]) -> str | None:
 
 def _start(settings: dict[str, float]) -> None:
     """Binds the library and starts the engine; every rank comes here at its first call."""
-    global _running
+    global _own, _running
     if settings == _running:
         return
     from mpi4py import MPI
@@ -183,22 +191,36 @@ def _start(settings: dict[str, float]) -> None:
             f"two MPI libraries are loaded in this process: {libraries}; they cannot work side by "
             "side. Let mpi4py, and whatever loads the other one, use the same."
         )
-    own = _duplicate(MPI, settings["timeout"])
-    own.Set_errhandler(MPI.ERRORS_RETURN)
+    # Engines follow one another on one communicator, since duplicating it takes all ranks and MPI
+    # has few of them. After a failure messages may be left in it.
+    if _own is None or module.mpi_failure():
+        _own = _duplicate(MPI, settings["timeout"])
+        _own.Set_errhandler(MPI.ERRORS_RETURN)
     module.mpi_start(
         module=MPI.__file__,
         handle_bytes=MPI._sizeof(MPI.Request),
         status_bytes=MPI._sizeof(MPI.Status),
-        communicator=MPI._handleof(own),
+        communicator=MPI._handleof(_own),
         byte_type=MPI._handleof(MPI.BYTE),
         null_request=MPI._handleof(MPI.REQUEST_NULL),
-        largest_tag=own.Get_attr(MPI.TAG_UB),
-        rank=own.rank,
+        largest_tag=_own.Get_attr(MPI.TAG_UB),
+        error_offset=_error_offset(MPI),
+        ranks=_own.size,
+        rank=_own.rank,
         **{k: v if k == "timeout" else int(v) for k, v in settings.items()},
     )
     _running = settings
     atexit.unregister(_stop)
     atexit.register(_stop)
+
+
+def _error_offset(mpi: Any) -> int:
+    """Where a status holds its error, in bytes: another place in every ABI."""
+    status = mpi.Status()
+    memory = (ctypes.c_char * mpi._sizeof(mpi.Status)).from_address(mpi._addressof(status))
+    number = 0x1234567
+    status.error = number
+    return bytes(memory).index(number.to_bytes(4, sys.byteorder))
 
 
 def _duplicate(mpi: Any, timeout: float) -> Any:
@@ -245,6 +267,7 @@ def _lowering(
         *operands,
         **fused.attributes(layout, divisor, positions, name),
         channel=np.int64(_compat.new_channel(ctx)),
+        program=f"{_compat.module_name(ctx)}, {name}",
     )
 
 

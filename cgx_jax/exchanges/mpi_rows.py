@@ -7,7 +7,10 @@ They run on the engine of the fused all-reduce, with its settings, timeouts and 
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -57,9 +60,28 @@ def _call(
         *(_compat.vary_over(operand, varying) for operand in (position, x)),
         positions=positions,
         replicated=axes if groups is None else (),
-        name=f"{name}(exchange='mpi') over axis {', '.join(map(repr, axes))}",
+        name=f"{label(name)} over axis {', '.join(map(repr, axes))}",
     )
     return out
+
+
+def label(name: str) -> str:
+    """`name` in errors, after the line of the user's code that is being traced.
+
+    With the name of the compiled function it tells a call from those of other programs, so it must
+    not differ between ranks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _package(frame) in ("cgx_jax", "jax", "optax"):
+        frame = frame.f_back
+    call = f"{name}(exchange='mpi')"
+    if frame is None:
+        return call
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}: {call}"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _scattered(x: Any, **params: Any) -> Any:
@@ -79,6 +101,7 @@ def _lowering(target: str) -> Callable[..., Any]:
             world=np.int64(len(positions[0])),
             groups=np.asarray(positions, np.int64).reshape(-1),
             channel=np.int64(_compat.new_channel(ctx)),
+            program=f"{_compat.module_name(ctx)}, {name}",
             name=name,
         )
 

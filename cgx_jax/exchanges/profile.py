@@ -7,9 +7,10 @@ import json
 from typing import Any, NamedTuple, get_type_hints
 
 from cgx_jax import installation, untrusted
+from cgx_jax.exchanges.mpi import TUNED, Mpi
 from cgx_jax.exchanges.table import EXCHANGES
 
-SCHEMA = 2
+SCHEMA = 3
 MOST_ROWS = 10_000
 MOST_RANKS = 1 << 20
 ONE_SHOT = "/gather_sum"  # after an exchange's name: with that reduction, not a code's first
@@ -52,9 +53,10 @@ class Profile:
     `cgx_jax` and `mpi` (the MPI library, or None) the versions. `latency` is seconds of a psum of
     one value, `algbw` bytes per second of the largest psum. `codec` is what encoding and decoding
     take, nothing sent. `rows` are the measurements, of plain rounding; a method is "psum" (32
-    bits), an exchange, or an exchange with the reduction "gather_sum". `cgx_jax.tune` makes
-    profiles. Raises ValueError or TypeError for values that no measurement gives, and for text that
-    is long or not printable.
+    bits), an exchange, or an exchange with the reduction "gather_sum". `engine` holds the options
+    that "mpi" was measured with and runs with, None without it. `cgx_jax.tune` makes profiles.
+    Raises ValueError or TypeError for values that no measurement gives, and for text that is long
+    or not printable.
     """
 
     cpu: str
@@ -71,10 +73,11 @@ class Profile:
     algbw: float
     codec: Codec
     rows: tuple[Row, ...]
+    engine: Mpi | None = None
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Profile)
-        del kinds["rows"], kinds["codec"]
+        del kinds["rows"], kinds["codec"], kinds["engine"]
         for name, kind in kinds.items():
             value = getattr(self, name)
             fits = isinstance(value, kind | int if kind is float else kind)
@@ -90,6 +93,7 @@ class Profile:
         except ValueError as error:
             raise ValueError(f"Profile: {error}. {_AGAIN}") from None
         object.__setattr__(self, "codec", _codec(self.codec))
+        object.__setattr__(self, "engine", _engine(self.engine))
         if len(self.rows) > MOST_ROWS:
             raise ValueError(f"Profile: it has {len(self.rows)} rows, over {MOST_ROWS}. {_AGAIN}")
         rows = tuple(_row(row) for row in self.rows)
@@ -103,6 +107,8 @@ class Profile:
         """The profile as text, a row a line."""
         fields = {"schema": SCHEMA} | dataclasses.asdict(self)
         fields["codec"] = self.codec._asdict()
+        if self.engine is not None:
+            fields["engine"] = {name: getattr(self.engine, name) for name in TUNED}
         rows = ",\n  ".join(json.dumps(row) for row in fields.pop("rows"))
         return json.dumps(fields, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n'
 
@@ -152,6 +158,18 @@ def _codec(codec: Any) -> Codec:
         return Codec(**{k: untrusted.positive(v, f"codec {k}") for k, v in kinds.items()})
     except ValueError as error:
         raise ValueError(f"Profile: {error}. {_AGAIN}") from None
+
+
+def _engine(engine: Any) -> Mpi | None:
+    if engine is None or isinstance(engine, Mpi):
+        return engine
+    if not isinstance(engine, dict) or engine.keys() != set(TUNED):
+        shown = untrusted.shown(engine)
+        raise ValueError(f"Profile: engine={shown} has not {list(TUNED)}. {_AGAIN}")
+    try:
+        return Mpi(**{name: untrusted.whole(value, name) for name, value in engine.items()})
+    except ValueError as error:
+        raise ValueError(f"Profile: engine: {error}. {_AGAIN}") from None
 
 
 def _row(row: Any) -> Row:

@@ -90,6 +90,7 @@ class Shards:
             memory=memory,
             statistics=jax.tree.map(lambda _: _REPLICATED, state.statistics),
             moments=tuple(jax.tree.unflatten(treedef, self.specs) for _ in moments),
+            skipped=_REPLICATED,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -17,12 +17,13 @@ from cgx_jax.policies import checkpoint, metrics
 from cgx_jax.policies.adaptive_options import check_options
 from cgx_jax.policies.checkpoint import Known, Progress
 from cgx_jax.policies.decide import Compressors, Decision, Refresh, Subject, decide
+from cgx_jax.policies.looks import Looks
 from cgx_jax.policies.rules import Policy, Uniform
 from cgx_jax.policies.run_log import RunLog
 from cgx_jax.policies.same_tree import check_same, saved_leaves
 from cgx_jax.policies.solvers import LeastBytes, Solver
 from cgx_jax.policies.statistics import Sampler, Statistics
-from cgx_jax.policies.training_loop import TrainingLoop
+from cgx_jax.policies.training_loop import TrainingLoop, Words
 
 START = Quantize(4, rotation=True)
 CANDIDATES = tuple(dataclasses.replace(START, bits=bits) for bits in range(2, 9))
@@ -52,6 +53,9 @@ class Adaptive(Policy):
     """
 
     adapts = True
+    words: ClassVar[Words] = Words("Adaptive", "policy", "plan")
+    bound = True
+    trying = False
 
     def __init__(
         self,
@@ -77,9 +81,10 @@ class Adaptive(Policy):
         check_options(self)
         self.compile_seconds: list[float] = []
         self.progress = Progress()
-        self.traces = 0  # calls of choose
+        self.traces = 0  # reductions that were traced
+        self.running = False
         self.known = Known(self.sampler.candidates)
-        self._loop = TrainingLoop(self)
+        self._looks = Looks(self)
         self._log = RunLog(None if log is None else Path(log))
         self._leaves: tuple[Leaf, ...] | None = None  # of the tree, once it is known
         self._adaptive: tuple[int, ...] = ()
@@ -120,7 +125,6 @@ class Adaptive(Policy):
 
     def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
         self.bind(leaves)
-        self.traces += 1
         chosen = self.base.choose(leaves)
         for i, compressor in zip(self._adaptive, self.progress.current, strict=True):
             chosen[i] = compressor
@@ -153,11 +157,13 @@ class Adaptive(Policy):
         `units` has one entry per leaf: None, or the `precondition.Units` that it is compressed in
         and their size. Statistics are those of values in these units.
         """
-        if not self._loop.running:
+        if not self.running:
             raise ValueError(
                 "Adaptive: the step is compiled by something else than the policy, which then "
-                "could never change the plan; write policy.jit(step) where jax.jit(step) stands."
+                "could never change the plan; write policy.jit(step) where jax.jit(step) stands, "
+                "or Tuner(policy).jit(step)."
             )
+        self.traces += 1
         self._subject = dataclasses.replace(self._subject, world=axes.world)
         self._traced[self.progress.current] = plan, plan.wire_bytes(axes.world)
 
@@ -178,7 +184,22 @@ class Adaptive(Policy):
         `step` is not jitted itself (shard_map is fine) and returns, somewhere in its result, the
         state of `sync_gradients`.
         """
-        return self._loop.jit(step, **options)
+        return TrainingLoop(self).jit(step, **options)
+
+    @property
+    def key(self) -> Compressors:
+        """The compressors for which a step is compiled."""
+        return self.progress.current
+
+    def before(self) -> None:
+        """Decides where statistics are due."""
+        self._looks.decide()
+
+    def after(self, out: Any, seconds: float, fresh: bool) -> None:
+        """Counts a step, and looks at its statistics where it is time."""
+        if fresh:
+            self._compiled(seconds)
+        self._looks.look(out)
 
     def decision(self, averages: dict[str, Any]) -> Decision:
         """What the averages of the statistics call for; raises what the solver raises."""
@@ -212,7 +233,7 @@ class Adaptive(Policy):
         left = self.decay ** (self.every // self.sample_every) * (0 if before is None else before)
         return [bool(bad) for bad in now > 1.0001 * left]
 
-    def compiled(self, seconds: float) -> None:
+    def _compiled(self, seconds: float) -> None:
         """Notes that the step was compiled for the current plan."""
         self.compile_seconds.append(seconds)
         self._log.write(

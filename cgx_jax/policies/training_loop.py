@@ -1,153 +1,125 @@
-"""Around the training step: one compilation for each plan, and looks at the statistics."""
+"""Around the training step: one compilation for each choice that it was traced for."""
 
 from __future__ import annotations
 
 import functools
-import json
 import time
-import zlib
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from cgx_jax import agreement
-from cgx_jax.policies import statistics
-from cgx_jax.policies.checkpoint import Known, Progress, pack, unpack
-from cgx_jax.policies.decide import Compressors, Decision
-from cgx_jax.policies.statistics import Statistics
 
-# Steps between asking for statistics and using them, so that the host does not wait for them.
-LAG = 4
+clock = time.perf_counter
 
 
-class Adapting(Protocol):
-    """What `TrainingLoop` asks of a policy.
+class Words(NamedTuple):
+    """How error messages name a part: its class, a variable that holds it, and what it chooses."""
 
-    `traces` counts how often the policy was asked to choose, and `plan` is None unless the current
-    choice was traced. `decision` is called on process 0 alone, `adopt` on all of them.
+    name: str
+    variable: str
+    choice: str
+
+
+class Part(Protocol):
+    """Something that chooses how a step is compiled, such as a policy or a tuner.
+
+    The step is compiled once for each `key`. `traces` counts how often the part was asked for its
+    choice while a step was traced, and `running` is True while the loop calls a step. A part that
+    is not `bound` has to see the step traced before its first choice. While a part is `trying`,
+    steps are timed, and the parts after it make no new choice.
     """
 
-    warmup: int
-    every: int
-    progress: Progress
-    known: Known
+    words: ClassVar[Words]
     traces: int
+    running: bool
 
     @property
-    def plan(self) -> Any: ...
+    def key(self) -> Hashable: ...
 
-    def decision(self, averages: dict[str, Any]) -> Decision: ...
+    @property
+    def bound(self) -> bool: ...
 
-    def adopt(
-        self, decision: Decision, averages: dict[str, Any], nonfinite: np.ndarray
-    ) -> None: ...
+    @property
+    def trying(self) -> bool: ...
 
-    def compiled(self, seconds: float) -> None: ...
+    def before(self) -> None:
+        """Makes the choice for the next step; every process calls it."""
+
+    def after(self, out: Any, seconds: float, fresh: bool) -> None:
+        """Takes note of a step's result and time; a `fresh` step was compiled in that time."""
 
 
 class TrainingLoop:
-    """Calls training steps for a policy; `running` while it does."""
+    """Calls a training step for `parts`, and owns what it was compiled to."""
 
-    def __init__(self, policy: Adapting) -> None:
-        self._policy = policy
-        self.running = False
+    def __init__(self, *parts: Part) -> None:
+        self._parts = parts
 
     def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """`jax.jit(step, **options)`, compiled once for each plan."""
-        policy = self._policy
-        compiled: dict[Compressors, Callable[..., Any]] = {}
+        """`jax.jit(step, **options)`, compiled once for each choice of the parts."""
+        parts = self._parts
+        compiled: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
+
+        def anew() -> Any:
+            # Another function object each time, since jax.jit caches by it.
+            return jax.jit(functools.wraps(step)(lambda *a, **k: step(*a, **k)), **options)
 
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._decide()
-            current = policy.progress.current
-            fresh = current not in compiled
-            if fresh:
-                # Another function object each time, since jax.jit caches by it.
-                own = functools.wraps(step)(lambda *a, **k: step(*a, **k))
-                compiled[current] = jax.jit(own, **options)
-            start, traces = time.perf_counter(), policy.traces
-            self.running = True
-            try:
-                out = compiled[current](*args, **kwargs)
-            finally:
-                self.running = False
-            if fresh:
-                _require_traced(policy, traces)
-                policy.compiled(time.perf_counter() - start)
-                # The tree may be new to the policy, and its choice with it.
-                compiled[policy.progress.current] = compiled.pop(current)
-            self._look(out)
+            if not all(part.bound for part in parts):
+                self._trace(anew().trace, args, kwargs)
+            for part in parts:
+                part.before()
+                if part.trying:
+                    break
+            function = compiled.get(self._key())
+            timed = any(part.trying for part in parts)
+            if timed:
+                jax.block_until_ready((args, kwargs))
+                agreement.gather(0)  # all ranks begin together
+            start = clock()
+            fresh = function is None
+            if function is None:
+                function = anew()
+                out = self._trace(function, args, kwargs)
+                # The tree may be new to a policy, and its choice with it.
+                compiled[self._key()] = function
+            else:
+                out = self._call(function, args, kwargs)
+            if timed:
+                jax.block_until_ready(out)
+            seconds = clock() - start
+            for part in parts:
+                part.after(out, seconds, fresh)
             return out
 
         return run
 
-    def _look(self, out: Any) -> None:
-        """Counts a step, and where it is time asks for the statistics in its result."""
-        policy, progress = self._policy, self._policy.progress
-        progress.step += 1
-        if progress.step < policy.warmup or (progress.step - policy.warmup) % policy.every:
-            return
-        leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Statistics))
-        found = [x for x in leaves if isinstance(x, Statistics)]
-        if not found:
-            raise ValueError(
-                "Adaptive: the step's result holds no statistics; return the optimizer state, "
-                "with that of sync_gradients, from the step."
-            )
-        # A copy, since the step's next call may be given the originals' memory.
-        copied = jax.tree.map(jnp.copy, found[0])
-        for x in jax.tree.leaves(copied):
-            x.copy_to_host_async()
-        progress.pending = progress.step + min(LAG, policy.every - 1), copied
+    def _key(self) -> tuple[Hashable, ...]:
+        return tuple(part.key for part in self._parts)
 
-    def _decide(self) -> None:
-        """Has the policy decide from statistics that were asked for `LAG` steps ago."""
-        progress = self._policy.progress
-        if progress.pending is None or progress.step < progress.pending[0]:
-            return
-        measured = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress.pending[1])
-        progress.pending = None
-        _require_same(measured)
-        averages = statistics.mean(measured)
-        self._policy.adopt(self._agreed(averages), averages, measured.nonfinite)
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        for part in self._parts:
+            part.running = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for part in self._parts:
+                part.running = False
 
-    def _agreed(self, averages: dict[str, Any]) -> Decision:
-        """Process 0's decision; its error is raised on every process, so that none waits."""
-        message = b""
-        if jax.process_index() == 0:
-            try:
-                made = self._policy.decision(averages)
-                fields = {"outcome": made.outcome, "leaves": made.leaves}
-                message = json.dumps(fields | pack([made.compressors])).encode()
-            except (ArithmeticError, ImportError, ValueError) as error:
-                message = b"!" + str(error).encode()
-        agreed = agreement.broadcast(message)
-        if agreed.startswith(b"!"):
-            raise ValueError(agreed[1:].decode())
-        fields = json.loads(agreed)
-        (compressors,) = unpack(fields, self._policy.known, "the plan of process 0")
-        return Decision(fields["outcome"], compressors, tuple(fields["leaves"]))
-
-
-def _require_traced(policy: Adapting, before: int) -> None:
-    if policy.traces == before or policy.plan is None:
-        raise ValueError(
-            "Adaptive: the step did not ask for its plan while it was compiled: it is jitted "
-            "already, and would keep the plan it has. Give policy.jit the function without "
-            "jax.jit, with this policy in its sync_gradients."
-        )
-
-
-def _require_same(measured: Statistics) -> None:
-    """Raises ValueError on every process where one has other statistics than process 0."""
-    digests = agreement.gather(zlib.crc32(b"".join(x.tobytes() for x in measured)))
-    others = [i for i, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise ValueError(
-            f"Adaptive: processes {others} have other statistics than process 0, so the ranks no "
-            "longer hold the same state; find out where with cgx_jax.debug.debug_checksums()."
-        )
+    def _trace(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call that traces the step; raises ValueError if the step did not ask every part."""
+        before = [part.traces for part in self._parts]
+        out = self._call(function, args, kwargs)
+        for part, traces in zip(self._parts, before, strict=True):
+            if part.traces == traces:
+                name, variable, choice = part.words
+                raise ValueError(
+                    f"{name}: the step did not ask for its {choice} while it was compiled: it is "
+                    f"jitted already, and would keep the {choice} it has, or another {name} is in "
+                    f"its sync_gradients. Give {variable}.jit the function without jax.jit, with "
+                    f"this {variable} in its sync_gradients."
+                )
+        return out

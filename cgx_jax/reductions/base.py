@@ -84,6 +84,14 @@ class Reduction(abc.ABC):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         """Largest possible error of one leaf's sum, from all ranks' values f32[world, ...]."""
 
+    def kept(self, error: float, world: int) -> float | None:
+        """The share of a mean's signal that is left, for a code of relative squared error `error`.
+
+        An encoding keeps 1 - error of what it is given. Of the mean square of the mean the same
+        share is signal, where ranks are independent. None where it is not known.
+        """
+        return None
+
     @abc.abstractmethod
     def run(
         self,

@@ -35,6 +35,9 @@ class GatherSum(PayloadReduction):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         return sum_of_bounds(compressor, x) / divisor
 
+    def kept(self, error: float, world: int) -> float:
+        return 1 - error
+
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
         payload, residuals = whole_code(job.leaves).encode(
             seeds[0], job.axes.rank(), leaves, residual=job.residual, units=units

@@ -137,6 +137,9 @@ class Leveled(Reduction):
         inside = sum((self.compressor.error_bound(row) for row in x), start=jnp.zeros(x.shape[1:]))
         return bound + 3 * inside / divisor
 
+    def kept(self, error: float, world: int) -> float | None:
+        return self.across.kept(error, self.outer.world) if self.compressor is None else None
+
     def run(
         self,
         job: Job,

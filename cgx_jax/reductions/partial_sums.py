@@ -18,7 +18,8 @@ class PartialSums(PayloadReduction):
     """Rows travel between pairs of ranks, and whoever receives a partial sum adds to it.
 
     Each row is the payload of `coded(leaves, world)`. What a partial sum loses each time that it
-    is encoded belongs to the residual of the rank or the group of ranks that encode it.
+    is encoded belongs to the residual of the rank or the group of ranks that encode it. That is
+    less than a code loses of values that were never encoded, so what is `kept` is not known.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"permute"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Summed
-from cgx_jax.compressors.base import Rounds, Together
+from cgx_jax.compressors.base import Maxima, Rounds, Together
 from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.primitives import Units
@@ -33,11 +33,11 @@ class SumRounds(Reduction):
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         # What a ring all-reduce sends.
-        arrays = sum(x.compressor.payload_bytes(x.shape) for x in leaves)
+        arrays = sum(x.compressor.summed_bytes(x.shape, x.dtype, world) for x in leaves)
         return -(-2 * (world - 1) * arrays // world)
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
-        return compressor.error_bound(x.sum(0)) / divisor
+        return compressor.error_bound_of_sum(x) / divisor
 
     def run(
         self,
@@ -81,12 +81,13 @@ def _check_alike(job: Job, compressor: Any, total: jax.Array) -> None:
 
 
 def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
-    """Runs the generators to their ends, one sum over the ranks for each round of all of them."""
+    """Runs the generators to their ends, one collective for each round of all of them."""
     ends: dict[int, Summed] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(running)))
     while answers:
-        yielded: dict[int, list[jax.Array]] = {}
-        while answers:  # until all have come to their next sum
+        to_sum: dict[int, Sequence[Any]] = {}
+        to_compare: dict[int, Sequence[Any]] = {}
+        while answers:  # until all have come to their next round
             asked: dict[int, Together] = {}
             for i, answer in answers.items():
                 try:
@@ -96,12 +97,19 @@ def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
                     continue
                 if isinstance(made, Together):
                     asked[i] = made
+                elif isinstance(made, Maxima):
+                    to_compare[i] = made.arrays
                 else:
-                    yielded[i] = [jnp.asarray(x) for x in made]
+                    to_sum[i] = made
             answers = _together(asked)
-        flat = [_compat.vary_over(x, axes.varying()) for xs in yielded.values() for x in xs]
-        summed = iter(_sum_together(axes, flat))
-        answers = {i: [next(summed) for _ in xs] for i, xs in yielded.items()}
+        for yielded, reduce in ((to_sum, axes.sum), (to_compare, axes.max)):
+            flat = [
+                _compat.vary_over(jnp.asarray(x), axes.varying())
+                for xs in yielded.values()
+                for x in xs
+            ]
+            reduced = iter(_reduce_together(reduce, flat))
+            answers |= {i: [next(reduced) for _ in xs] for i, xs in yielded.items()}
     return [ends[i] for i in range(len(running))]
 
 
@@ -121,16 +129,18 @@ def _together(asked: dict[int, Together]) -> dict[int, Any]:
     return answers
 
 
-def _sum_together(axes: Axes, arrays: list[jax.Array]) -> list[jax.Array]:
-    """The sum of each array over the ranks, by one collective per dtype.
+def _reduce_together(
+    reduce: Callable[[Sequence[Any]], list[jax.Array]], arrays: list[jax.Array]
+) -> list[jax.Array]:
+    """Each array reduced over the ranks, by one collective per dtype.
 
     XLA would combine the collectives of single arrays across rounds, and so end with more of them.
     """
-    sums: dict[int, jax.Array] = {}
+    out: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(x.dtype for x in arrays):
         own = [i for i, x in enumerate(arrays) if x.dtype == dtype]
-        (joined,) = axes.sum([jnp.concatenate([jnp.ravel(arrays[i]) for i in own])])
+        (joined,) = reduce([jnp.concatenate([jnp.ravel(arrays[i]) for i in own])])
         ends = np.cumsum([arrays[i].size for i in own])
         parts = jnp.split(joined, ends[:-1])
-        sums.update({i: x.reshape(arrays[i].shape) for i, x in zip(own, parts, strict=True)})
-    return [sums[i] for i in range(len(arrays))]
+        out.update({i: x.reshape(arrays[i].shape) for i, x in zip(own, parts, strict=True)})
+    return [out[i] for i in range(len(arrays))]

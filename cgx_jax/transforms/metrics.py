@@ -5,27 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from cgx_jax.leaves import leaves_of
 from cgx_jax.transforms.state import SyncState
 
 
 def metrics(state: Any) -> dict[str, int]:
-    """How many values found no room in the last step: "cgx/overflow", and of each leaf by its path.
+    """How many steps were skipped, and how many values found no room in the last step.
 
-    `state` is the optimizer's, with that of a `sync_gradients` with a memory around codes with
-    rooms of a fixed size: `Threshold`, `DGC`, `INCEPTIONN`. They wait in the memory. Counts are
-    over the ranks of this process; a leaf whose code always has room has 0. Without such codes
-    there is nothing to tell. Waits for the step.
+    `state` is the optimizer's, with that of a `sync_gradients`; without one there is nothing to
+    tell. "cgx/skipped" counts updates that left memory, moments and states of compressors as they
+    were, since a mean was not finite, and those that `debug_nonfinite("skip")` made 0; of several
+    `sync_gradients` the one with the most counts. "cgx/overflow", and of each leaf by its path, is
+    there with a memory around codes with rooms of a fixed size: `Threshold`, `DGC`, `INCEPTIONN`.
+    What found no room waits in the memory. Counts are over the ranks of this process; a leaf whose
+    code always has room has 0. Waits for the step.
     """
 
     def is_sync(x: Any) -> bool:
         return isinstance(x, SyncState)
 
     out: dict[str, int] = {}
+    skipped: list[int] = []
     for sync in filter(is_sync, jax.tree.leaves(state, is_leaf=is_sync)):
+        skipped += [int(x.max()) for x in _here(sync.skipped)]
         counts = jax.tree.leaves(sync.overflow)
         for leaf, count in zip(leaves_of(sync.overflow), counts, strict=True):
-            own = sum(int(shard.data.sum()) for shard in count.addressable_shards)
+            own = sum(int(x.sum()) for x in _here(count))
             out[f"cgx/overflow/{leaf.path}"] = own
-    return {"cgx/overflow": sum(out.values())} | out if out else {}
+    total = {"cgx/overflow": sum(out.values())} if out else {}
+    return ({"cgx/skipped": max(skipped)} if skipped else {}) | total | out
+
+
+def _here(x: Any) -> list[Any]:
+    """The parts of `x` on this process, which has all of an array on the host."""
+    return [x] if isinstance(x, np.ndarray) else [shard.data for shard in x.addressable_shards]

@@ -124,7 +124,7 @@ class SecondMoment:
 
     def init(self, x: Any) -> Moments:
         """The state before the first step of a leaf like `x`."""
-        rows, columns = _matrix(x.shape)
+        rows, columns = matrix_of(x.shape)
         values = jnp.zeros((), jnp.float32)
         return Moments(
             weights=jnp.zeros(3, jnp.float32),
@@ -173,15 +173,33 @@ class SecondMoment:
         """
         if not mean.size:
             return state
-        x = mean.astype(jnp.float32).reshape(_matrix(mean.shape))
+        x = mean.astype(jnp.float32).reshape(matrix_of(mean.shape))
         row_squares = jnp.square(x).mean(axis=1)
         # One after the other: XLA's CPU fusion of both sums takes three times as long as two.
         x, row_squares = lax.optimization_barrier((x, row_squares))
-        squares, mean_square = jnp.square(x), row_squares.mean()
-        inverse = 1 / jnp.where(mean_square > 0, mean_square, 1)
-        rows, columns, values = inverse * row_squares, inverse * squares.mean(axis=0), state.values
-        if not self.factored:
-            values = inverse * squares.reshape(values.shape)
+        squares = jnp.square(x)
+        values = None if self.factored else squares.reshape(state.values.shape)
+        noise = self._noise(state, mean, _inverse(row_squares.mean()), rounding)
+        return self.follow(state, step, row_squares, squares.mean(axis=0), values, noise)
+
+    def follow(
+        self,
+        state: Moments,
+        step: jax.Array,
+        row_squares: jax.Array,
+        column_squares: jax.Array,
+        value_squares: jax.Array | None = None,
+        noise: tuple[jax.Array, jax.Array] | None = None,
+    ) -> Moments:
+        """`update` from the mean squares of a gradient's rows and columns, f32[R] and f32[C].
+
+        `value_squares`, in the leaf's shape, are needed unless factored. `noise` is that of rows
+        and columns, None where it is not known.
+        """
+        mean_square = row_squares.mean()
+        inverse = _inverse(mean_square)
+        rows, columns = inverse * row_squares, inverse * column_squares
+        values = state.values if value_squares is None else inverse * value_squares
         seen = (rows, columns, values)
         spreads = jnp.stack([jnp.square(v).mean() for v in seen])
         decay = self.since(step)
@@ -201,7 +219,7 @@ class SecondMoment:
             add(state.values, values),
             state.row_units,
             state.column_units,
-            *self._noise(state, mean, inverse, rounding),
+            *(noise or (jnp.zeros_like(state.rows), jnp.zeros_like(state.columns))),
             state.noise_square,
         )
         new = new._replace(
@@ -213,10 +231,10 @@ class SecondMoment:
 
     def _noise(
         self, state: Moments, mean: jax.Array, inverse: jax.Array, rounding: Rounding | None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array] | None:
         """Row and column means of the squared noise, times `inverse`."""
         if rounding is None:
-            return jnp.zeros_like(state.rows), jnp.zeros_like(state.columns)
+            return None
         units, _ = self.units(state)
         squares = inverse * jnp.square(units.divide(mean)).reshape(-1)
         size, width = squares.size, rounding.bucket_size
@@ -233,6 +251,10 @@ class SecondMoment:
 
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+def _inverse(mean_square: jax.Array) -> jax.Array:
+    return 1 / jnp.where(mean_square > 0, mean_square, 1)
 
 
 def _shrunk(
@@ -261,7 +283,7 @@ def _ways(factors: jax.Array) -> jax.Array:
     return jnp.stack([1 / relative, relative])
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """A leaf's rows and columns: its last axis is the columns, vectors are one column."""
     if len(shape) < 2:
         return (shape[0] if shape else 1), 1

@@ -52,7 +52,8 @@ class SyncState(NamedTuple):
     `statistics` () or what an adaptive policy measures; `moments` () or the `Moments` by which
     gradients are preconditioned, each field a tree like the parameters; `codes` () or the
     `CodeState` of compressors that have state; `overflow` () or a tree like the parameters of
-    i32[world], how many values found no room in the last step, which `metrics` reads.
+    i32[world], how many values found no room in the last step; `skipped`, i32[], the number of
+    updates that left all of this as it was, since a mean was not finite. `metrics` reads both.
     """
 
     step: jax.Array
@@ -61,6 +62,7 @@ class SyncState(NamedTuple):
     moments: Any = ()
     codes: Any = ()
     overflow: Any = ()
+    skipped: Any = ()
 
 
 class LocalState(NamedTuple):
@@ -159,14 +161,16 @@ def moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
     return Moments(*(jax.tree.unflatten(treedef, field) for field in zip(*moments, strict=True)))
 
 
-def init_memory(memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh | None) -> Any:
+def init_memory(
+    memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh | None, caller: str = CALLER
+) -> Any:
     """The memories before the first step: a row for each rank."""
     if memory is None:
         return ()
     leaves, treedef = jax.tree.flatten(params)
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     make = lambda: by_tree([memory.init(x) for x in like], treedef)  # noqa: E731
-    return rows_of(make, axis_name, mesh)
+    return rows_of(make, axis_name, mesh, caller)
 
 
 def init_overflow(
@@ -278,6 +282,7 @@ def check_state(
     plan: Plan,
     choices: Choices,
     treedef: Any,
+    caller: str = CALLER,
 ) -> None:
     """Raises ValueError for the state of a transformation with other options."""
     if not plan.leaves:
@@ -286,7 +291,7 @@ def check_state(
     kept = len(jax.eval_shape(memory.init, like)) if memory is not None else 0
     if len(state.memory) != kept:
         raise ValueError(
-            f"{CALLER}: the state holds {len(state.memory)} arrays per leaf where {memory} keeps "
+            f"{caller}: the state holds {len(state.memory)} arrays per leaf where {memory} keeps "
             f"{kept}; {_OTHER_OPTIONS}"
         )
     _check_codes(state.codes, plan, choices, treedef)
@@ -294,26 +299,26 @@ def check_state(
     rows = {x.shape[0] for x in jax.tree.leaves((state.memory, own))} - {1}
     if rows:
         raise ValueError(
-            f"{CALLER}: the memory has {rows.pop()} rows here, and a rank has one. Inside "
+            f"{caller}: the memory has {rows.pop()} rows here, and a rank has one. Inside "
             "shard_map, split the state: in_specs=cgx_jax.state_specs(state, axis_name). Under "
             "pmap, let each rank make its own: state = jax.pmap(tx.init, axis_name=...)(params), "
             "with parameters that are replicated already."
         )
     if precondition is None and state.moments != ():
         raise ValueError(
-            f"{CALLER}: the state holds moments, and precondition is None; {_OTHER_OPTIONS}"
+            f"{caller}: the state holds moments, and precondition is None; {_OTHER_OPTIONS}"
         )
     if precondition is None:
         return
     if not isinstance(state.moments, Moments):
         raise ValueError(
-            f"{CALLER}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
+            f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
         )
     expected = jax.eval_shape(precondition.init, like).values.shape
     found = jax.tree.leaves(state.moments.values)[0].shape
     if found != expected:
         raise ValueError(
-            f"{CALLER}: the state's moments have values of shape {list(found)} where "
+            f"{caller}: the state's moments have values of shape {list(found)} where "
             f"{precondition} keeps {list(expected)}; {_OTHER_OPTIONS}"
         )
 
@@ -351,17 +356,19 @@ def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> None
                 )
 
 
-def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None) -> Any:
+def rows_of(
+    make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: str = CALLER
+) -> Any:
     """`make()` with a leading row for each rank, which holds its own."""
     if not jax.tree.leaves(jax.eval_shape(make)):
         return make()
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    bound = _bound(names)
-    checked = bound and Axes.resolve(CALLER, names, None).checked()
+    bound = is_bound(names)
+    checked = bound and Axes.resolve(caller, names, None).checked()
     if not bound and mesh is None:
         raise ValueError(
-            f"{CALLER}: init cannot know how many ranks axis {axis_name!r} has, and each has a "
-            "memory of its own; pass mesh= to sync_gradients, or call init inside shard_map "
+            f"{caller}: init cannot know how many ranks axis {axis_name!r} has, and each has a "
+            f"memory of its own; pass mesh= to {caller}, or call init inside shard_map "
             "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
         )
 
@@ -372,13 +379,14 @@ def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None) -> Any:
     if bound:
         return row()
     assert mesh is not None
-    require_axes(CALLER, names, mesh)
+    require_axes(caller, names, mesh)
     # The types of explicit axes hold here too, which a sharding constraint would not take.
     specs = PartitionSpec(axis_name)
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
 
 
-def _bound(names: Sequence[Any]) -> bool:
+def is_bound(names: Sequence[Any]) -> bool:
+    """Whether this is traced inside shard_map, pmap or vmap over all of these axes."""
     try:
         for n in names:
             lax.axis_size(n)

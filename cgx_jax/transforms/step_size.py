@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_jax.transforms.precondition import Moments
+from cgx_jax.transforms.scatter_gradients import scatter_gradients
 from cgx_jax.transforms.state import SyncState, moments_by_leaf, moments_by_tree
 from cgx_jax.transforms.wrappers import restore_step_size_around
 
@@ -66,7 +67,8 @@ def restore_step_size(
     `SecondMoment(decay)` be Adam's b2. `optax.inject_hyperparams` may be around Adam,
     `optax.MultiSteps` around the whole. Raises TypeError for what is no transformation; ValueError
     from `init` and while tracing for another chain, for an optimizer that keeps Adam's state but
-    makes another use of it, such as LAMB, and where no leaf can have a factor. Source: ours.
+    makes another use of it, such as LAMB, for the reductions `Ring` and `Tree`, and where no leaf
+    can have a factor. Source: ours.
     """
     import optax
 
@@ -199,8 +201,13 @@ def _shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
 
 
 def _check_functions(optimizer: Any) -> None:
-    """Raises ValueError where Adam's state has another use, which only Optax's functions show."""
+    """Raises ValueError for functions that keep states of the right types for another use."""
     for function in _functions(optimizer, set()):
+        if function.__module__ == scatter_gradients.__module__:
+            raise ValueError(
+                f"{_NAME}: it needs the noise in whole leaves, and scatter_gradients returns "
+                "shards; use the optimizer as it is."
+            )
         use = _OTHER_USES.get(function.__qualname__.partition(".")[0])
         if use is not None and function.__module__.startswith("optax."):
             name = function.__qualname__.partition(".")[0]

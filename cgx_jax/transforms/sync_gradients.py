@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,8 +13,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
+from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.core import Options, Sums, compressed, reduce_leaves
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.core import Options, Sums, reduce_leaves, ways
 from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import leaves_of
 from cgx_jax.plan import Plan, resolve
@@ -21,6 +24,13 @@ from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.transforms.feedback import (
+    finite_all,
+    keep,
+    require_bounded,
+    residual_of,
+    taken_along,
+)
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import Moments, Rounding, SecondMoment, Units
 from cgx_jax.transforms.state import (
@@ -39,6 +49,7 @@ from cgx_jax.transforms.state import (
     moments_by_tree,
 )
 from cgx_jax.transforms.wrappers import check_options, check_wrappers, within_restore_step_size
+from cgx_jax.tuner import Tuner
 
 if TYPE_CHECKING:
     import optax
@@ -51,7 +62,7 @@ def sync_gradients(
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
     seed: int = 0,
-    exchange: Exchange | str = "auto",
+    exchange: Exchange | str | Tuner = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
     mesh: Mesh | None = None,
@@ -60,14 +71,17 @@ def sync_gradients(
 
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`; everything after it
     sees the same mean on every rank. `policy`, `exchange`, `reduction` and `levels` as in
-    `pmean_compressed`; `seed` feeds stochastic rounding. An `Adaptive` policy measures here, and
-    the step is compiled by its `jit`; `Stages` follow one another in one program. With `memory`
+    `pmean_compressed`, or a `Tuner` as `exchange` chooses all three, and the fusion buffers too;
+    `seed` feeds stochastic rounding. An `Adaptive` policy measures here, and the step is compiled
+    by its `jit` or the tuner's; `Stages` follow one another in one program. With `memory`
     (`ErrorFeedback()`, `MomentumCorrection()`) what compression loses is sent with the next step.
     With `precondition` (`SecondMoment()`, the choice for Adam and its kin) values are compressed in
     units of their own size, and an adaptive policy measures errors in these. The state of
     compressors that have any is kept too. A step whose mean holds a NaN or infinity leaves memory,
-    moments and states as they were. Memory belongs to a rank: `init` runs inside shard_map or pmap,
-    or is given the `mesh`, and `state_specs` and `state_shardings` say how the state is split.
+    moments and states as they were, on all ranks of the mesh, and `transforms.metrics` counts it;
+    `debug_nonfinite` says where it came from. Memory belongs to a rank: `init` runs inside
+    shard_map or pmap, or is given the `mesh`, and `state_specs` and `state_shardings` say how the
+    state is split.
 
     Clip, and skip steps (`optax.apply_if_finite`), after it in the chain, where all ranks see the
     same mean. A clip before it uses each rank's own norm: it scales ranks differently, and the mean
@@ -82,11 +96,16 @@ def sync_gradients(
     import optax
 
     check_options(axis_name, mesh)
+    if isinstance(exchange, Tuner) and (reduction is not None or levels is not None):
+        raise ValueError(
+            f"{CALLER}: reduction={reduction!r} and levels={levels!r} are the tuner's to choose; "
+            "leave them out, or let it try yours: Tuner(reductions=[...], levels=[...])."
+        )
 
     def init(params: Any) -> SyncState:
-        check_wrappers(checked=False)
+        check_wrappers(CALLER, checked=False)
         leaves, treedef = jax.tree.flatten(params)
-        step = jnp.zeros((), jnp.int32)
+        step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         statistics: Any = ()
         moments: Any = ()
         known = leaves_of(params)
@@ -102,7 +121,9 @@ def sync_gradients(
         codes = init_codes(known, choices, treedef, axis_name, mesh)
         if mesh is not None:
             replicated = NamedSharding(mesh, PartitionSpec())
-            step, statistics = lax.with_sharding_constraint((step, statistics), replicated)
+            step, skipped, statistics = lax.with_sharding_constraint(
+                (step, skipped, statistics), replicated
+            )
             if codes != ():
                 shared = lax.with_sharding_constraint(codes.shared, replicated)
                 codes = codes._replace(shared=shared)
@@ -113,7 +134,7 @@ def sync_gradients(
                     moments = moments._replace(values=values)
         remembered = init_memory(memory, params, axis_name, mesh)
         overflow = init_overflow(memory, choices, treedef, axis_name, mesh)
-        return SyncState(step, remembered, statistics, moments, codes, overflow)
+        return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
 
     def update(
         updates: Any, state: SyncState, params: Any = None, **extra_args: Any
@@ -132,20 +153,27 @@ def sync_gradients(
     def reduce(
         plan: Plan, choices: Choices, updates: Any, state: SyncState
     ) -> tuple[Any, SyncState]:
-        options = Options.resolve(
-            CALLER,
-            axis_name,
-            exchange=exchange,
-            reduction=reduction,
-            levels=levels,
-            mean=True,
-        )
-        axes = options.axes
-        check_wrappers(axes.checked())
+        if isinstance(exchange, Tuner):
+            axes = Axes.resolve(CALLER, axis_name, None)
+            in_units = precondition is not None
+            setting = exchange.setting(CALLER, plan, axes, choices, in_units=in_units)
+            plan, options = plan.in_buffers(setting.fusion_bytes), setting.options(CALLER, axes)
+        else:
+            options = Options.resolve(
+                CALLER,
+                axis_name,
+                exchange=exchange,
+                reduction=reduction,
+                levels=levels,
+                mean=True,
+            )
+            axes = options.axes
+        check_wrappers(CALLER, checked=axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
         check_state(state, memory, precondition, plan, choices, treedef)
         if memory is not None:
-            _require_bounded(plan, choices)
+            pairs = zip(plan.leaves, choices, strict=True)
+            require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
         learns = within_restore_step_size()
         if learns is not None and precondition is not None:
             _require_known_errors(plan, policy, memory)
@@ -154,29 +182,31 @@ def sync_gradients(
         roundings: list[Rounding | None] = [None] * len(leaves)
         if precondition is not None:
             old = moments_by_leaf(state.moments)
-            for i in compressed(options, plan):
+            compressed = [b for b, way in ways(options, plan).items() if way is not None]
+            for i in itertools.chain.from_iterable(compressed):
                 scales[i] = precondition.units(old[i])
-                if learns is not None:
-                    size = plan.leaves[i].size
-                    roundings[i] = _rounding(plan.compressors[i], size, axes.world)
+            if learns is not None:
+                roundings = _roundings(options, plan, scales)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
-        mean = _Mean(options, plan, key, treedef, scales, codes)
+        mean = _Mean(options, plan, key, treedef, scales, codes, state.step)
         if memory is None:
             sums, remembered, overflow = mean(leaves), (), ()
+            # Where nothing is kept, nothing depends on it, and looking takes a pass.
+            finite = mean.finite(sums) if state.codes != () or sums.skipped is not False else True
         else:
-            sums, remembered, overflow = _Feedback(memory, mean)(leaves, state)
+            sums, finite, remembered, overflow = _Feedback(memory, mean)(leaves, state)
+        after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
         means = sums.values
         moments = state.moments
         if precondition is not None:
-            moments = _moved(precondition, moments, means, state.step, roundings)
+            moments, finite = _moved(precondition, moments, mean, means, roundings, finite)
         measured = state.statistics
         if isinstance(policy, Adaptive):
             # Gradients, not what feedback makes of them: that depends on the plan in use.
             measured = policy.observe(measured, leaves, scales, state.step, axes, plan)
-        finite = _finite(means) if state.codes != () else True
-        after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
-        new = SyncState(state.step + 1, remembered, measured, moments, after, overflow)
+        skipped = state.skipped + (1 - jnp.asarray(finite, jnp.int32))
+        new = SyncState(state.step + 1, remembered, measured, moments, after, overflow, skipped)
         return jax.tree.unflatten(treedef, means), new
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -196,6 +226,12 @@ class _Mean:
     treedef: Any
     scales: list[_Scale]
     codes: list[Any]
+    step: Any
+
+    def finite(self, sums: Sums) -> Any:
+        """Whether the means are finite and not skipped, bool[]; the same on all ranks."""
+        finite = jnp.asarray(finite_all(sums.values)) & jnp.logical_not(sums.skipped)
+        return self.options.axes.on_every_rank(finite, alike=True)
 
     def __call__(self, leaves: list[Any], *, residual: bool = False) -> Sums:
         return reduce_leaves(
@@ -206,6 +242,7 @@ class _Mean:
             residual=residual,
             units=tuple(None if scale is None else scale[0] for scale in self.scales),
             states=self.codes,
+            step=self.step,
         )
 
 
@@ -216,8 +253,8 @@ class _Feedback:
     memory: Memory
     mean: _Mean
 
-    def __call__(self, leaves: list[Any], state: SyncState) -> tuple[Sums, Any, Any]:
-        """The means of what is sent, the memory after it, and the counts of what had no room."""
+    def __call__(self, leaves: list[Any], state: SyncState) -> tuple[Sums, Any, Any, Any]:
+        """Returns (means of what is sent, whether they count, memory after it, no-room counts)."""
         plan = self.mean.plan
         factors = [c.feedback_scale or 1.0 for c in plan.compressors]
         old = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
@@ -228,11 +265,11 @@ class _Feedback:
             if sums.residuals[i] is not None and number != 1:
                 means[i] *= jnp.asarray(number, leaves[i].dtype)
         # A skipped step never happened: what it would have sent is neither lost nor remembered.
-        finite = _finite(means)
+        finite = self.mean.finite(sums)
         rows, overflow = [], []
         for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
-            residual = _residual(x, sums.residuals[i], factors[i])
-            came = _arrived(x, residual)
+            residual = residual_of(x, sums.residuals[i], factors[i])
+            came = taken_along(x, residual)
             wanted = plan.compressors[i].wants(x, came)
             no_room = jnp.int32(0) if wanted is None else (wanted & ~came).sum(dtype=jnp.int32)
             overflow.append(self._row(no_room))
@@ -242,9 +279,9 @@ class _Feedback:
             through = came & (means[i] != 0) if selects else None
             remembered = self.memory.remember(residual, kept, through)
             after = zip(remembered, before, strict=True)
-            rows.append(tuple(self._row(_keep(finite, new, was)) for new, was in after))
+            rows.append(tuple(self._row(keep(finite, new, was)) for new, was in after))
         counts = jax.tree.unflatten(self.mean.treedef, overflow) if state.overflow != () else ()
-        return sums, by_tree(rows, self.mean.treedef) or state.memory, counts
+        return sums, finite, by_tree(rows, self.mean.treedef) or state.memory, counts
 
     def _row(self, x: jax.Array) -> jax.Array:
         return _compat.vary_over(x[None], self.mean.options.axes.varying())
@@ -255,45 +292,33 @@ def _choices(plans: list[Plan]) -> Choices:
     return [tuple(dict.fromkeys(some)) for some in every]
 
 
-def _require_bounded(plan: Plan, choices: Choices) -> None:
-    """Raises ValueError for a compressor around which a memory would grow."""
-    for leaf, some in zip(plan.leaves, choices, strict=True):
-        for compressor in some:
-            if compressor.feedback_scale is None:
-                raise ValueError(
-                    f"{CALLER}: {compressor} of leaf {leaf.path!r} may lose more than it is given, "
-                    "so a memory around it grows without end; use Quantize with 2 bits or more, or "
-                    "ScaledSign."
-                )
+def _roundings(options: Options, plan: Plan, scales: list[_Scale]) -> list[Rounding | None]:
+    """The noise in the mean of each leaf; None where it is exact or the noise is not known."""
+    found: list[Rounding | None] = [None] * len(scales)
+    in_units = [i for i, scale in enumerate(scales) if scale is not None]
+    # Units take time, so that a buffer may be faster exact after all.
+    for buffer, way in ways(options, plan, in_units).items():
+        if way is None:
+            continue
+        for leaf in plan.coded(buffer):
+            found[leaf.number] = _rounding(leaf, way.reduction, options.axes.world)
+    return found
 
 
-def _residual(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.Array:
-    """What a rank lost of what it `sent`, where `factor` of what comes back counts."""
-    if lost is None:
-        return jnp.zeros_like(sent)
-    return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
-
-
-def _arrived(sent: jax.Array, residual: jax.Array) -> jax.Array:
-    """Which of the values that a rank sent a code of a few values has taken along.
-
-    Less than half of such a value is left.
-    """
-    return 2 * jnp.abs(residual) < jnp.abs(sent)
-
-
-def _rounding(compressor: Compressor, size: int, world: int) -> Rounding | None:
-    """How much of the mean square of a leaf's mean is noise, for ranks that are independent.
-
-    An encoding of squared error D multiplies the signal by 1 - D, and so its square by (1 - D)**2.
-    Noise makes up the rest of a mean square of 1 - D. A chunk's owner adds its own values as they
-    are, so the first of the two encodings counts (world - 1) / world.
-    """
-    error = compressor.known_error(size)
-    if error is None or compressor.block_size is None:
+def _rounding(leaf: CodedLeaf, reduction: Reduction, world: int) -> Rounding | None:
+    """How much of the mean square of a leaf's mean is noise, for ranks that are independent."""
+    error = leaf.compressor.known_error(leaf.size)
+    if error is None or leaf.compressor.block_size is None:
         return None
-    share = 1 - (1 - error) * (1 - error * (world - 1) / world)
-    return Rounding(share, compressor.block_size)
+    kept = reduction.kept(error, world)
+    if kept is None:
+        raise ValueError(
+            f"restore_step_size: the reduction {reduction.shorthand!r} encodes sums that hold "
+            "codes already, and by how much a step is shorter is known for 'scatter_gather' and "
+            "'gather_sum', across levels too if the sums inside are exact; leave out reduction=, "
+            "or the compressor in levels=."
+        )
+    return Rounding(1 - kept, leaf.compressor.block_size)
 
 
 def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> None:
@@ -320,26 +345,19 @@ def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> Non
 def _moved(
     precondition: SecondMoment,
     moments: Moments,
+    mean: _Mean,
     means: list[Any],
-    step: jax.Array,
     roundings: list[Rounding | None],
-) -> Moments:
-    """The moments after a step: changed in one that is due and finite."""
-    due = precondition.due(step)
+    finite: Any,
+) -> tuple[Moments, Any]:
+    """The moments after a step, changed in one that is due and `finite`; and whether it is."""
+    due = precondition.due(mean.step)
     new, old = [], moments_by_leaf(moments)
-    for before, mean, rounding in zip(old, means, roundings, strict=True):
+    for before, x, rounding in zip(old, means, roundings, strict=True):
         # Each leaf by itself: one branch of all would keep all means until the last has come.
-        update = functools.partial(precondition.update, before, mean, step, rounding)
+        update = functools.partial(precondition.update, before, x, mean.step, rounding)
         new.append(lax.cond(due, update, lambda before=before: before))
-    finite = _finite([leaf.weights for leaf in new])
+    finite = jnp.asarray(finite) & finite_all([leaf.weights for leaf in new])
+    finite = mean.options.axes.on_every_rank(finite, alike=True)
     tree = moments_by_tree(new, jax.tree.structure(moments.weights))
-    return jax.tree.map(functools.partial(jnp.where, finite), tree, moments)
-
-
-def _finite(means: list[Any]) -> Any:
-    return jnp.all(jnp.stack([jnp.isfinite(m).all() for m in means])) if means else True
-
-
-def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-    # An owner's share of a float16 leaf's error may overflow where the mean did not.
-    return jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))
+    return jax.tree.map(functools.partial(jnp.where, finite), tree, moments), finite

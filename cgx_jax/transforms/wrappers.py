@@ -1,4 +1,4 @@
-"""What may be around `sync_gradients`, and what Optax may pass to it."""
+"""What may be around a transformation that reduces, and what Optax may pass to it."""
 
 from __future__ import annotations
 
@@ -49,34 +49,41 @@ def check_options(axis_name: Any, mesh: Any) -> None:
         raise TypeError(f"{_NAME}: mesh={mesh!r} is not a jax.sharding.Mesh. {_INJECT}")
 
 
-def check_wrappers(checked: bool) -> None:
+def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
     """Raises ValueError where an Optax wrapper around the caller cannot work across ranks.
 
-    `checked` says whether shard_map's check_vma is on. Nothing but the call stack knows what
-    holds a transformation; it is read while tracing only.
+    `checked` says whether shard_map's check_vma is on, `shards` that after the caller each rank
+    sees a shard of the mean. Nothing but the call stack knows what holds a transformation; it is
+    read while tracing only.
     """
     around = _optax_callers()
+    after = f"Put it after {caller}, where all ranks see the same mean: optax.chain({caller}(...), "
+    agree = (
+        "After it, a rank would skip the step by its own shard alone. Let the ranks agree in the "
+        "training step, by jax.lax.pmin of whether the gradients are finite."
+    )
     if "apply_if_finite" in around:
         raise ValueError(
-            f"{_NAME}: optax.apply_if_finite around it looks at the gradients of one rank. Where "
+            f"{caller}: optax.apply_if_finite around it looks at the gradients of one rank. Where "
             "they are not finite, that rank alone skips the reduction, and all others wait for it "
-            "forever. Put it after sync_gradients, where all ranks see the same mean: "
-            "optax.chain(sync_gradients(...), optax.apply_if_finite(optimizer, n)). "
-            "sync_gradients skips such a step by itself: its memory and moments stay as they were."
+            "forever. "
+            + (agree if shards else f"{after}optax.apply_if_finite(optimizer, n)).")
+            + f" {caller} skips such a step by itself: its memory and moments stay as they were."
         )
     if "MultiSteps" in around and _skips(around["MultiSteps"]):
+        multi_steps = (
+            "optax.MultiSteps(optimizer, k, should_skip_update_fn=...).gradient_transformation())."
+        )
         raise ValueError(
-            f"{_NAME}: optax.MultiSteps with should_skip_update_fn around it looks at the "
+            f"{caller}: optax.MultiSteps with should_skip_update_fn around it looks at the "
             "gradients of one rank. Where it skips, that rank alone leaves out the reduction, and "
-            "all others wait for it forever. Put it after sync_gradients, where all ranks see the "
-            "same mean: optax.chain(sync_gradients(...), optax.MultiSteps(optimizer, k, "
-            "should_skip_update_fn=...).gradient_transformation())."
+            "all others wait for it forever. " + (agree if shards else after + multi_steps)
         )
     if checked and "MultiSteps" in around:
         raise ValueError(
-            f"{_NAME}: optax.MultiSteps around it accumulates gradients that differ between ranks "
+            f"{caller}: optax.MultiSteps around it accumulates gradients that differ between ranks "
             "in a state that check_vma must take for replicated, and it runs the reduction in "
-            "every mini-step. Put it after sync_gradients: optax.chain(sync_gradients(...), "
+            f"every mini-step. Put it after {caller}: optax.chain({caller}(...), "
             "optax.MultiSteps(optimizer, k).gradient_transformation()). To reduce once in k "
             "mini-steps, add up the gradients in the training step (docs/training_loops.md)."
         )

@@ -8,6 +8,8 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -16,17 +18,21 @@ namespace cgx {
 // Threads that wait for tasks, as XLA's do; the caller counts as one of them.
 class WorkerPool {
  public:
+  // Throws std::system_error where the system does not give as many threads.
   explicit WorkerPool(int64_t threads) : threads_(threads) {
-    for (int64_t t = 1; t < threads; ++t) running_.emplace_back([this] { loop(); });
-  }
-  ~WorkerPool() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      stop_ = true;
+    running_.reserve(static_cast<size_t>(threads));  // so that nothing else fails below
+    try {
+      for (int64_t t = 1; t < threads; ++t) running_.emplace_back([this] { loop(); });
+    } catch (const std::system_error& error) {
+      const std::string started = std::to_string(running_.size() + 1);
+      join();  // a thread that is destroyed unjoined ends the process
+      throw std::system_error(error.code(), "threads=" + std::to_string(threads) +
+                                                " is more than the " + started +
+                                                " that this process may have; ask for fewer, or "
+                                                "raise its limits of processes and memory");
     }
-    wake_.notify_all();
-    for (std::thread& thread : running_) thread.join();
   }
+  ~WorkerPool() { join(); }
   int64_t num_threads() const { return threads_; }
   void Schedule(std::function<void()> task) {
     {
@@ -37,6 +43,14 @@ class WorkerPool {
   }
 
  private:
+  void join() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : running_) thread.join();
+  }
   void loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -55,7 +69,7 @@ class WorkerPool {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::function<void()>> tasks_;
-  std::vector<std::thread> running_;
+  std::vector<std::thread> running_;  // last: its threads use all of the above
 };
 
 }  // namespace cgx

@@ -42,6 +42,9 @@ std::string OwnedLayout::build(const std::vector<SlotSpec>& specs, int64_t world
   for (size_t k = 0; k < specs.size(); ++k) {
     const SlotSpec& spec = specs[k];
     if (std::string error = check(spec, k); !error.empty()) return error;
+    if (spec.size > kMaxSize - values_) {
+      return "leaves 0 to " + std::to_string(k) + " have more than 2^48 values; split the buffer";
+    }
     const Slot slot{spec.size,
                     spec.bucket_size,
                     static_cast<int32_t>(spec.bits),

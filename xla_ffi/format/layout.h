@@ -13,7 +13,7 @@ namespace cgx {
 
 constexpr int64_t kMaxBucket = int64_t{1} << 30;
 constexpr int64_t kMaxWorld = int64_t{1} << 20;
-constexpr int64_t kMaxSize = int64_t{1} << 48;
+constexpr int64_t kMaxSize = int64_t{1} << 48;  // of all leaves, so that byte counts fit
 
 // A leaf's slot before it is checked, so its numbers may be anything.
 struct SlotSpec {

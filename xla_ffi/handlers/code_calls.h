@@ -88,6 +88,17 @@ class CodeCalls {
     return handler->Call(frame);
   }
 
+  static XLA_FFI_Error* scatter_sum(XLA_FFI_CallFrame* frame) {
+    static const auto handler = bind()
+                                    .template Arg<Places>()
+                                    .template Arg<Values>()
+                                    .template Ret<Values>()
+                                    .template Attr<int64_t>("size")
+                                    .template Attr<int64_t>("ranks")
+                                    .To(run_scatter_sum, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
   static XLA_FFI_Error* natural(XLA_FFI_CallFrame* frame) {
     static const auto handler =
         bind().template Arg<Words>().template Arg<Values>().template Ret<Bytes>().To(
@@ -216,6 +227,20 @@ class CodeCalls {
                                       keep, at->typed_data(), taken->typed_data());
   }
 
+  static ffi::Error run_scatter_sum(Given device, Places at, Values taken, ffi::Result<Values> out,
+                                    int64_t size, int64_t ranks) {
+    const char* const name = "cgx_scatter_sum";
+    const int64_t count = columns(at);
+    if (ranks < 1 || count % ranks != 0) {
+      return invalid(name, "number of places is " + std::to_string(count) +
+                               ", must be as many for each of " + std::to_string(ranks) + " ranks");
+    }
+    CGX_TRY(check_shape(name, "taken", taken, rows(at), count));
+    CGX_TRY(check_shape(name, "result", *out, rows(at), size));
+    return Device::scatter_sum(device, rows(at), count, at.typed_data(), taken.typed_data(), size,
+                               out->typed_data());
+  }
+
   // Codes of buckets as `one` says, which is filled in; the payload is codes, then scales.
   static ffi::Error encode_all(const char* name, Given device, Words words, Values x,
                                ffi::Result<Bytes> out, BucketsCall one) {
@@ -228,7 +253,7 @@ class CodeCalls {
     CGX_TRY(check_shape(name, "words", words, batch, 2));
     CGX_TRY(check_shape(name, "payload", *out, batch, bytes));
     one.n = n;
-    return Device::encode_buckets(device, batch, [&](int64_t b) {
+    return Device::encode_buckets(device, batch, bytes, [&](int64_t b) {
       BucketsCall own = one;
       own.x = x.typed_data() + b * n;
       own.key = words.typed_data() + 2 * b;

@@ -1,7 +1,9 @@
 #include "handlers/codes.h"
 
 #include "cpu/kernels.h"
+#include "cpu/pages.h"
 #include "cpu/parallel.h"
+#include "cpu/scatter.h"
 #include "cpu/select.h"
 
 namespace cgx {
@@ -15,6 +17,7 @@ struct Cpu {
   static constexpr int64_t kShortestBucket = 1, kLongestBucket = int64_t{1} << 31;
 
   static ffi::Error pack_signs(Given pool, int64_t batch, int64_t n, const float* x, uint8_t* out) {
+    prefer_huge_pages(out, batch * ((n + 7) / 8));
     const CodeKernels& codes = current_kernels().codes;
     split_runs(pool, batch, n, 8, [&](int64_t b, int64_t from, int64_t to) {
       codes.pack_signs(x + b * n + from, to - from, out + b * ((n + 7) / 8) + from / 8);
@@ -24,6 +27,7 @@ struct Cpu {
 
   static ffi::Error unpack_signs(Given pool, int64_t batch, int64_t n, const uint8_t* payload,
                                  float* out) {
+    prefer_huge_pages(out, 4 * batch * n);
     const CodeKernels& codes = current_kernels().codes;
     split_runs(pool, batch, n, 8, [&](int64_t b, int64_t from, int64_t to) {
       codes.unpack_signs(payload + b * ((n + 7) / 8) + from / 8, to - from,
@@ -59,6 +63,8 @@ struct Cpu {
                                        float* taken) {
     const CodeKernels& codes = current_kernels().codes;
     const int64_t count = (n + bucket_size - 1) / bucket_size * keep;
+    prefer_huge_pages(at, 4 * batch * count);
+    prefer_huge_pages(taken, 4 * batch * count);
     split_runs(pool, batch, n, bucket_size, [&](int64_t b, int64_t from, int64_t to) {
       codes.largest_of_buckets(x + b * n, n, bucket_size, keep, from / bucket_size,
                                (to + bucket_size - 1) / bucket_size, at + b * count,
@@ -67,8 +73,18 @@ struct Cpu {
     return ffi::Error::Success();
   }
 
+  static ffi::Error scatter_sum(Given pool, int64_t batch, int64_t count, const int32_t* at,
+                                const float* taken, int64_t size, float* out) {
+    prefer_huge_pages(out, 4 * batch * size);
+    for (int64_t b = 0; b < batch; ++b) {
+      cgx::scatter_sum(pool, at + b * count, taken + b * count, count, out + b * size, size);
+    }
+    return ffi::Error::Success();
+  }
+
   template <typename Call>
-  static ffi::Error encode_buckets(Given pool, int64_t batch, Call call) {
+  static ffi::Error encode_buckets(Given pool, int64_t batch, int64_t bytes, Call call) {
+    prefer_huge_pages(call(0).codes, batch * bytes);
     cgx::encode_buckets(pool, batch, call);
     return ffi::Error::Success();
   }
@@ -83,6 +99,7 @@ std::vector<CodeHandler> code_handlers() {
           {"cgx_largest", Calls::largest},
           {"cgx_above_sampled", Calls::above_sampled},
           {"cgx_largest_of_buckets", Calls::largest_of_buckets},
+          {"cgx_scatter_sum", Calls::scatter_sum},
           {"cgx_natural", Calls::natural},
           {"cgx_ternary", Calls::ternary},
           {"cgx_qsgd", Calls::qsgd}};

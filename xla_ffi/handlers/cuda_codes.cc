@@ -36,7 +36,7 @@ struct Cuda {
   }
 
   template <typename Call>
-  static ffi::Error encode_buckets(Given stream, int64_t batch, Call call) {
+  static ffi::Error encode_buckets(Given stream, int64_t batch, int64_t, Call call) {
     return each("cgx_encode_buckets", batch,
                 [&](int64_t b) { return launch_encode_buckets(call(b), stream); });
   }

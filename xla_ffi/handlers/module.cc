@@ -70,15 +70,16 @@ std::pair<std::vector<int64_t>, int64_t> layout(const std::vector<int64_t>& size
 
 void mpi_start(const std::string& module, int64_t handle_bytes, int64_t status_bytes,
                uint64_t communicator, uint64_t byte_type, uint64_t null_request,
-               int64_t largest_tag, int64_t rank, int64_t segment_bytes, int64_t window,
-               double timeout, int64_t threads) {
+               int64_t largest_tag, int64_t error_offset, int64_t ranks, int64_t rank,
+               int64_t segment_bytes, int64_t window, double timeout, int64_t threads) {
   std::string error;
-  auto library = cgx::bind_mpi(
-      {module, handle_bytes, status_bytes, communicator, byte_type, null_request, largest_tag},
-      &error);
+  auto library = cgx::bind_mpi({module, handle_bytes, status_bytes, communicator, byte_type,
+                                null_request, largest_tag, error_offset},
+                               &error);
   if (!library) throw py::value_error(error);
   const py::gil_scoped_release unlocked;
-  const cgx::EngineSettings settings{rank, largest_tag, {segment_bytes, window}, timeout, threads};
+  const cgx::EngineSettings settings{ranks,   rank,   largest_tag, {segment_bytes, window},
+                                     timeout, threads};
   cgx::set_engine(std::make_unique<cgx::Engine>(std::move(library), settings));
 }
 
@@ -127,9 +128,10 @@ PYBIND11_MODULE(_native, m) {
         "Shared objects of this process that define MPI.");
   m.def("mpi_start", &mpi_start, py::kw_only(), py::arg("module"), py::arg("handle_bytes"),
         py::arg("status_bytes"), py::arg("communicator"), py::arg("byte_type"),
-        py::arg("null_request"), py::arg("largest_tag"), py::arg("rank"), py::arg("segment_bytes"),
-        py::arg("window"), py::arg("timeout"), py::arg("threads"),
+        py::arg("null_request"), py::arg("largest_tag"), py::arg("error_offset"), py::arg("ranks"),
+        py::arg("rank"), py::arg("segment_bytes"), py::arg("window"), py::arg("timeout"),
+        py::arg("threads"),
         "Binds the MPI library that `module` links to and starts the engine of its calls.");
-  m.def("mpi_stop", &mpi_stop, "Ends the engine; calls in flight fail.");
+  m.def("mpi_stop", &mpi_stop, "Ends the engine; calls in flight have a moment to end.");
   m.def("mpi_failure", &cgx::engine_failure, "What has made a call fail; '' when nothing.");
 }

@@ -168,7 +168,7 @@ ffi::Error check_all_reduce(const std::string& name, const Keys& keys,
 
 ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::RunId run, Ints slots, int64_t world, float divisor, Ints groups,
-                       int64_t channel, std::string_view name) {
+                       int64_t channel, std::string_view name, std::string_view program) {
   return submit(
       name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
         const std::string call(name);
@@ -178,6 +178,7 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
         CGX_TRY(find_group(call, {position, groups, world, channel}, settings, &prepared->group));
         spec->rank = prepared->group.rank;
         spec->tag = prepared->group.tag;
+        spec->program = Program(program);
         if (!spec->in.empty()) prepared->operand = spec->in[0], prepared->result = spec->out[0];
         prepared->start = [spec](Engine::Means means) {
           return std::make_unique<FusedCall>(std::move(*spec), means.settings,
@@ -189,7 +190,8 @@ ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::
 
 template <bool kGathers>
 ffi::Future move_rows(Ranks position, Payload rows, ffi::Result<Payload> out, ffi::RunId run,
-                      int64_t world, Ints groups, int64_t channel, std::string_view name) {
+                      int64_t world, Ints groups, int64_t channel, std::string_view name,
+                      std::string_view program) {
   return submit(
       name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
         const std::string call(name);
@@ -203,7 +205,7 @@ ffi::Future move_rows(Ranks position, Payload rows, ffi::Result<Payload> out, ff
         const int64_t row_bytes = kGathers ? bytes : bytes / world;
         CGX_TRY(check_count(call, "the result", *out, world * row_bytes));
         const RowsSpec spec{kGathers, rows.typed_data(), out->typed_data(), row_bytes,
-                            world,    group.rank,        group.tag};
+                            world,    group.rank,        group.tag,         Program(program)};
         prepared->operand = spec.in, prepared->result = spec.out;
         prepared->start = [spec](Engine::Means means) {
           return std::make_unique<RowsCall>(spec, means.settings, std::move(means.port),
@@ -218,7 +220,8 @@ auto with_ranks(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Attr<Ints>("groups")
       .template Attr<int64_t>("channel")
-      .template Attr<std::string_view>("name");
+      .template Attr<std::string_view>("name")
+      .template Attr<std::string_view>("program");
 }
 
 template <bool kGathers>
@@ -252,11 +255,13 @@ XLA_FFI_Error* scatter_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<
 XLA_FFI_Error* gather_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<true>(frame); }
 
 void set_engine(std::unique_ptr<Engine> next) {
+  const bool follows = next != nullptr;
   std::shared_ptr<Engine> old(std::move(next));
   {
     const std::lock_guard<std::mutex> lock(engine_mutex);
     engine.swap(old);
   }
+  if (old && follows) old->is_followed();
 }
 
 std::string engine_failure() {

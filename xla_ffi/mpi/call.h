@@ -27,6 +27,8 @@ class Call {
   virtual const std::string& error() const = 0;
   // Peers from which something is awaited, as text.
   virtual std::string awaited() const = 0;
+  // Whether the group's rank `peer` has said what it is about to do.
+  virtual bool greeted(int64_t peer) const = 0;
   // Memory for the next call; only when done, since messages may still write to it otherwise.
   virtual void release(BufferPool& buffers) = 0;
 };

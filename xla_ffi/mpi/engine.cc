@@ -4,10 +4,23 @@
 
 #include <chrono>
 #include <deque>
+#include <numeric>
 #include <sstream>
 
 namespace cgx {
 namespace {
+
+// How long a rank that ends waits for its calls in flight, and how long a message may be under way
+// after the notice that its rank has left.
+constexpr double kGraceSeconds = 1;
+// Between looks at the notices, which cost time for every rank.
+constexpr double kHearSeconds = 0.01;
+
+std::vector<int32_t> all_of(int64_t ranks) {
+  std::vector<int32_t> all(ranks);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -82,6 +95,10 @@ Engine::Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settin
     : library_(std::move(library)),
       settings_(settings),
       workers_(settings.threads),
+      notices_(std::make_unique<Notices>(library_->port(all_of(settings.ranks)),
+                                         library_->port(all_of(settings.ranks)), settings.ranks,
+                                         settings.rank, static_cast<int>(settings.largest_tag))),
+      left_at_(settings.ranks),
       finisher_(std::make_unique<Finisher>()),
       thread_([this] { loop(); }) {}
 
@@ -110,8 +127,10 @@ std::string Engine::failure() const {
 
 void Engine::loop() {
   Backoff backoff;
-  for (bool stop = false; !stop;) {
+  double given_up_at = 0;
+  for (;;) {
     std::list<Request> requests;
+    bool stop;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (active_.empty()) {
@@ -120,29 +139,40 @@ void Engine::loop() {
       requests.swap(requests_);
       stop = stop_;
     }
-    if (stop) fail("the process is ending");
     bool moved = !requests.empty();
     accept(std::move(requests));
+    if (stop) {
+      // Peers wait in the calls in flight too, and most of these end in a moment.
+      if (given_up_at == 0) given_up_at = now() + kGraceSeconds;
+      if (!active_.empty() && now() > given_up_at) fail("the process ended with calls in flight");
+      if (active_.empty()) break;
+    }
+    hear();
     // A call that fails takes all others with it.
     for (auto it = active_.begin(); !active_.empty() && it != active_.end();) moved |= move(it++);
     moved ? backoff.reset() : backoff.wait();
   }
+  // The others' next engines would take it for news of the next one here.
+  if (!followed_) notices_->send(Notices::kLeft, "");
 }
 
 void Engine::accept(std::list<Request> requests) {
-  const std::string broken = failure();
   for (Request& request : requests) {
-    if (!broken.empty()) {
+    if (const std::string broken = failure(); !broken.empty()) {
       finisher_->report(std::move(request.done),
                         request.name + ": an earlier call has failed (" + broken + ")");
       continue;
     }
     try {
+      std::vector<int32_t> peers = request.peers;
       auto call = request.start(
           {settings_.calls, library_->port(std::move(request.peers)), workers_, buffers_});
-      active_.push_back({request.name, std::move(call), std::move(request.done), now()});
+      active_.push_back(
+          {request.name, std::move(peers), std::move(call), std::move(request.done), now()});
     } catch (const std::bad_alloc&) {
-      finisher_->report(std::move(request.done), request.name + ": out of memory");
+      const std::string error = request.name + ": out of memory";
+      finisher_->report(std::move(request.done), error);
+      fail(error);  // the others would wait for this rank
     }
   }
 }
@@ -169,11 +199,38 @@ bool Engine::move(std::list<Active>::iterator active) {
   return true;
 }
 
-void Engine::fail(const std::string& error) {
+void Engine::hear() {
+  if (active_.empty() || now() < hear_at_) return;
+  hear_at_ = now() + kHearSeconds;
+  if (notices_->poll()) {
+    for (int64_t r = 0; r < settings_.ranks; ++r) {
+      const Notices::Kind kind = notices_->of(r);
+      if (kind == Notices::kLeft && left_at_[r] == 0) left_at_[r] = now();
+      if (kind != Notices::kFailed) continue;
+      fail("rank " + std::to_string(r) + " has failed (" + notices_->text(r) + ")", Notices::kNone);
+      return;
+    }
+  }
+  // A rank that leaves has done its part of the calls that it came to.
+  for (const Active& active : active_) {
+    for (size_t r = 0; r < active.peers.size(); ++r) {
+      const double left_at = left_at_[active.peers[r]];
+      if (left_at == 0 || now() < left_at + kGraceSeconds) continue;
+      if (active.call->greeted(static_cast<int64_t>(r))) continue;
+      fail(active.name + ": rank " + std::to_string(active.peers[r]) +
+           " has ended without coming to this call: look at its output for an exception, or for "
+           "a program that makes fewer calls");
+      return;
+    }
+  }
+}
+
+void Engine::fail(const std::string& error, Notices::Kind tells) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_.empty()) failure_ = error;
   }
+  if (tells != Notices::kNone) notices_->send(tells, error);
   for (Active& active : active_) {
     const bool own = error.rfind(active.name + ": ", 0) == 0;
     finisher_->report(std::move(active.done), own ? error : active.name + ": " + error);

@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <list>
@@ -21,12 +22,14 @@
 #include "mpi/buffer_pool.h"
 #include "mpi/call.h"
 #include "mpi/library.h"
+#include "mpi/notices.h"
 
 namespace cgx {
 
 struct EngineSettings {
-  int64_t rank;  // of this process in the communicator
-  int64_t largest_tag;
+  int64_t ranks;        // of the communicator
+  int64_t rank;         // of this process
+  int64_t largest_tag;  // takes the notices, and those below it the calls
   CallSettings calls;
   double timeout_seconds;  // without any message from a peer
   int64_t threads;         // that run the kernels
@@ -46,8 +49,11 @@ class Engine {
   using Done = std::function<void(const std::string& error)>;
 
   Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settings);
-  // Calls in flight fail.
+  // Calls in flight have a moment to end, and fail after it. Tells the others that this rank
+  // leaves, unless another engine is to follow on the same communicator.
   ~Engine();
+
+  void is_followed() { followed_ = true; }
 
   // `name` says in errors which call this is; `peers` are the ranks of the group.
   void submit(std::string name, std::vector<int32_t> peers, Start start, Done done);
@@ -58,6 +64,7 @@ class Engine {
  private:
   struct Active {
     std::string name;
+    std::vector<int32_t> peers;
     std::unique_ptr<Call> call;
     Done done;
     double moved_at;
@@ -73,12 +80,17 @@ class Engine {
   void loop();
   void accept(std::list<Request> requests);
   bool move(std::list<Active>::iterator active);  // false when nothing moved
-  void fail(const std::string& error);
+  // Fails what a rank that has told it can no longer come to.
+  void hear();
+  void fail(const std::string& error, Notices::Kind tells = Notices::kFailed);
 
   const std::unique_ptr<MpiLibrary> library_;
   const EngineSettings settings_;
   WorkerPool workers_;
   BufferPool buffers_;
+  std::unique_ptr<Notices> notices_;
+  std::vector<double> left_at_;  // by rank; 0 where it has not
+  double hear_at_ = 0;
   std::unique_ptr<Finisher> finisher_;
   std::list<Active> active_;
   std::list<Active> lost_;  // failed: kept, since messages may still write to their memory
@@ -88,6 +100,7 @@ class Engine {
   std::list<Request> requests_;
   std::string failure_;
   bool stop_ = false;
+  std::atomic<bool> followed_{false};
   std::thread thread_;
 };
 

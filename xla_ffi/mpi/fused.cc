@@ -26,7 +26,8 @@ Hello hello(const FusedSpec& spec, const Layout& layout, const Segments& segment
   memcpy(&divisor, &spec.divisor, sizeof(divisor));
   plan.add(divisor);
   plan.add(layout.world);
-  return {kHelloVersion, plan.value(), layout.total_bytes(), segments.count(), spec.rank};
+  return {kHelloVersion,    plan.value(), layout.total_bytes(),
+          segments.count(), spec.rank,    spec.program};
 }
 
 }  // namespace

@@ -31,6 +31,7 @@ struct FusedSpec {
   float divisor;
   int64_t rank;
   int tag;  // the first of kCallTags
+  Program program;
 };
 
 class FusedCall : public Call {
@@ -42,6 +43,7 @@ class FusedCall : public Call {
   bool done() const override { return schedule_.done() && transport_.drained(); }
   const std::string& error() const override { return transport_.error(); }
   std::string awaited() const override { return transport_.awaited(); }
+  bool greeted(int64_t peer) const override { return transport_.greeted(peer); }
   void release(BufferPool& buffers) override;
 
   // The schedule's kernels.

@@ -1,5 +1,8 @@
 #include "mpi/hello.h"
 
+#include <algorithm>
+#include <iterator>
+
 namespace cgx {
 namespace {
 
@@ -9,9 +12,27 @@ std::string described(const Hello& h) {
          std::to_string(h.fingerprint) + ", rank " + std::to_string(h.rank);
 }
 
+// A name of a message, which need not end.
+std::string named(const Program& program) {
+  return {program.name, std::find(program.name, std::end(program.name), '\0')};
+}
+
 }  // namespace
 
+Program::Program(std::string_view label) {
+  Fingerprint whole;
+  for (const char letter : label) whole.add(static_cast<unsigned char>(letter));
+  fingerprint = whole.value();
+  std::copy_n(label.begin(), std::min(label.size(), sizeof(name)), name);
+}
+
 std::string disagreement(int64_t peer, const Hello& theirs, const Hello& own) {
+  if (theirs.version == own.version && theirs.program.fingerprint != own.program.fingerprint) {
+    return "rank " + std::to_string(peer) + " is in another program (" + named(theirs.program) +
+           ") than this rank (" + named(own.program) +
+           "), so no gradient was sent; every rank must start the same programs in the same order, "
+           "and programs that several threads start need exchange=\"xla\", or one thread";
+  }
   if (theirs.version == own.version && theirs.fingerprint == own.fingerprint &&
       theirs.total_bytes == own.total_bytes && theirs.segments == own.segments &&
       theirs.rank == peer) {

@@ -5,10 +5,20 @@
 #include <stdint.h>
 
 #include <string>
+#include <string_view>
 
 #include "format/wire_format.h"
 
 namespace cgx {
+
+// Which program holds a call: two programs number their calls alike.
+struct Program {
+  Program() = default;
+  explicit Program(std::string_view label);
+
+  uint64_t fingerprint = 0;  // of the whole label
+  char name[64] = {};        // its beginning, for messages
+};
 
 // What both sides of a message must agree on; sent before anything else.
 struct Hello {
@@ -17,9 +27,10 @@ struct Hello {
   int64_t total_bytes;
   int64_t segments;
   int64_t rank;
+  Program program;
 };
 
-constexpr uint64_t kProtocol = 1;
+constexpr uint64_t kProtocol = 2;
 constexpr uint64_t kHelloVersion = kProtocol << 32 | kWireVersion;
 
 // FNV-1a.

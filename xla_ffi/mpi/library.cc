@@ -18,6 +18,8 @@ struct Functions {
   int (*receive)(void*, int, Handle, int, int, Handle, Handle*);
   int (*test_some)(int, Handle*, int*, int*, void*);
   int (*error_text)(int, char*, int*);
+  int (*cancel)(Handle*);
+  int (*wait)(Handle*, void*);
 };
 
 constexpr int kErrorTextBytes = 8192;  // above every ABI's MPI_MAX_ERROR_STRING
@@ -31,6 +33,7 @@ class MpiPort : public Port {
         byte_(static_cast<Handle>(handles.byte_type)),
         null_(static_cast<Handle>(handles.null_request)),
         status_bytes_(handles.status_bytes),
+        error_offset_(handles.error_offset),
         peers_(std::move(peers)) {}
 
   std::string send(int64_t peer, int tag, const void* from, int64_t bytes,
@@ -38,14 +41,14 @@ class MpiPort : public Port {
     Handle request = null_;
     const int code =
         mpi_.send(from, static_cast<int>(bytes), byte_, peers_[peer], tag, communicator_, &request);
-    return posted(code, "MPI_Isend", request, ticket);
+    return posted(code, "MPI_Isend", request, {ticket, peer, true});
   }
 
   std::string receive(int64_t peer, int tag, void* to, int64_t bytes, int64_t ticket) override {
     Handle request = null_;
     const int code = mpi_.receive(to, static_cast<int>(bytes), byte_, peers_[peer], tag,
                                   communicator_, &request);
-    return posted(code, "MPI_Irecv", request, ticket);
+    return posted(code, "MPI_Irecv", request, {ticket, peer, false});
   }
 
   std::string poll(std::vector<int64_t>* done) override {
@@ -56,41 +59,75 @@ class MpiPort : public Port {
     int finished = 0;
     const int code =
         mpi_.test_some(count, requests_.data(), &finished, indices_.data(), statuses_.data());
-    if (code != 0) return text(code, "MPI_Testsome");
-    if (finished <= 0) return "";
-    for (int i = 0; i < finished; ++i) done->push_back(tickets_[indices_[i]]);
+    const std::string error = code == 0 ? "" : failed(code, finished);
+    if (finished <= 0) return error;
+    for (int i = 0; i < finished; ++i) {
+      if (code == 0 || error_of(i) == 0) done->push_back(messages_[indices_[i]].ticket);
+    }
     size_t kept = 0;
     for (size_t i = 0; i < requests_.size(); ++i) {
       if (requests_[i] == null_) continue;
       requests_[kept] = requests_[i];
-      tickets_[kept++] = tickets_[i];
+      messages_[kept++] = messages_[i];
     }
     requests_.resize(kept);
-    tickets_.resize(kept);
-    return "";
+    messages_.resize(kept);
+    return error;
+  }
+
+  void cancel() override {
+    std::vector<char> status(status_bytes_);
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      if (messages_[i].sends || requests_[i] == null_) continue;
+      if (mpi_.cancel(&requests_[i]) == 0) mpi_.wait(&requests_[i], status.data());
+    }
   }
 
  private:
-  std::string posted(int code, const char* call, Handle request, int64_t ticket) {
-    if (code != 0) return text(code, call);
+  struct Message {
+    int64_t ticket, peer;
+    bool sends;
+  };
+
+  std::string posted(int code, const char* call, Handle request, const Message& message) {
+    if (code != 0) return text(code, call, &message);
     requests_.push_back(request);
-    tickets_.push_back(ticket);
+    messages_.push_back(message);
     return "";
   }
-  std::string text(int code, const char* call) const {
+  // What MPI_Testsome's `code` means: of the messages that it has looked at, one may have failed.
+  std::string failed(int code, int finished) const {
+    for (int i = 0; i < finished; ++i) {
+      if (const int own = error_of(i)) return text(own, "MPI_Testsome", &messages_[indices_[i]]);
+    }
+    return text(code, "MPI_Testsome", messages_.size() == 1 ? &messages_[0] : nullptr);
+  }
+  // Of the `i`-th message that the last MPI_Testsome has finished; set where that failed.
+  int error_of(int i) const {
+    int error;
+    memcpy(&error, statuses_.data() + i * status_bytes_ + error_offset_, sizeof(error));
+    return error;
+  }
+  std::string text(int code, const char* call, const Message* message) const {
     std::vector<char> buffer(kErrorTextBytes);
     int length = 0;
     if (mpi_.error_text(code, buffer.data(), &length) != 0) length = 0;
-    return std::string(call) + " failed with code " + std::to_string(code) + ": " +
-           std::string(buffer.data(), length);
+    std::string whose;
+    if (message) {
+      whose = std::string(message->sends ? "a message to" : "a message from") + " rank " +
+              std::to_string(message->peer) + ": ";
+    }
+    return whose + call + " failed with code " + std::to_string(code) + " (" +
+           std::string(buffer.data(), length) +
+           "); that rank has ended or cannot be reached: look at its output and at the network";
   }
 
   const Functions<Handle> mpi_;
   const Handle communicator_, byte_, null_;
-  const int64_t status_bytes_;
+  const int64_t status_bytes_, error_offset_;
   const std::vector<int32_t> peers_;
   std::vector<Handle> requests_;
-  std::vector<int64_t> tickets_;
+  std::vector<Message> messages_;  // of each request
   std::vector<int> indices_;
   std::vector<char> statuses_;
 };
@@ -121,6 +158,8 @@ std::unique_ptr<MpiLibrary> bind(void* object, const MpiHandles& handles, std::s
   find(functions.receive, "MPI_Irecv");
   find(functions.test_some, "MPI_Testsome");
   find(functions.error_text, "MPI_Error_string");
+  find(functions.cancel, "MPI_Cancel");
+  find(functions.wait, "MPI_Wait");
   if (!error->empty()) return nullptr;
   return std::make_unique<Library<Handle>>(functions, handles);
 }

@@ -22,6 +22,7 @@ struct MpiHandles {
   uint64_t byte_type;
   uint64_t null_request;
   int64_t largest_tag;
+  int64_t error_offset;  // of MPI_ERROR in a status, in bytes
 };
 
 class MpiLibrary {

@@ -19,6 +19,8 @@ class Port {
   virtual std::string receive(int64_t peer, int tag, void* to, int64_t bytes, int64_t ticket) = 0;
   // Appends the tickets of the messages that have completed since the last poll.
   virtual std::string poll(std::vector<int64_t>* done) = 0;
+  // Takes back receives that nothing has met; then nothing more is written to their memory.
+  virtual void cancel() = 0;
 };
 
 }  // namespace cgx

@@ -22,7 +22,7 @@ Hello hello(const RowsSpec& spec, int64_t segments) {
   Fingerprint plan;
   plan.add(spec.gathers ? 'g' : 's');
   plan.add(spec.world);
-  return {kHelloVersion, plan.value(), spec.row_bytes, segments, spec.rank};
+  return {kHelloVersion, plan.value(), spec.row_bytes, segments, spec.rank, spec.program};
 }
 
 }  // namespace

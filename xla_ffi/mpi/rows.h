@@ -26,6 +26,7 @@ struct RowsSpec {
   int64_t world;
   int64_t rank;
   int tag;  // the first of kCallTags
+  Program program = {};
 };
 
 class RowsCall : public Call {
@@ -37,6 +38,7 @@ class RowsCall : public Call {
   bool done() const override { return pending_ == 0 && open_ == 0; }
   const std::string& error() const override { return error_; }
   std::string awaited() const override;
+  bool greeted(int64_t peer) const override { return peer == spec_.rank || peers_[peer].greeted; }
   void release(BufferPool& buffers) override;
 
  private:

@@ -108,7 +108,7 @@ void Transport::complete(int64_t ticket) {
   --pending_;
   switch (static_cast<Kind>(ticket >> (kPeerBits + kSegmentBits))) {
     case kHelloReceive:
-      error_ = disagreement(p, peer.hello, hello_);
+      if (error_.empty()) error_ = disagreement(p, peer.hello, hello_);
       peer.greeted = true;
       break;
     case kScatterReceive:

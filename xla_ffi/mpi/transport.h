@@ -32,6 +32,7 @@ class Transport {
   const std::string& error() const { return error_; }
   // Peers from which something is awaited, as text.
   std::string awaited() const;
+  bool greeted(int64_t peer) const { return peer == rank_ || peers_[peer].greeted; }
 
  private:
   struct Peer {

@@ -25,6 +25,9 @@ void layouts() {
   check(!owned.build({{5, 4, 33, 0, 0}}, 1).empty(), "bucket 33 refused");
   check(!owned.build({{5, 4, 32, 0, 0}}, 0).empty(), "world 0 refused");
   check(!owned.build({{-1, 4, 32, 0, 0}}, 1).empty(), "negative size refused");
+  const std::vector<cgx::SlotSpec> huge(1 << 15, {cgx::kMaxSize, 8, 32, 0, 0});
+  check(owned.build(huge, 2).find("2^48 values") != std::string::npos,
+        "leaves whose bytes overflow 64 bits refused");
 }
 
 }  // namespace

@@ -52,6 +52,12 @@ class Network {
     }
     return true;
   }
+  // Forgets the receives of a rank.
+  void cancel(int64_t rank) {
+    for (auto& [key, channel] : channels_) {
+      if (std::get<1>(key) == rank) channel.second.clear();
+    }
+  }
   // One time in `n`.
   bool chance(uint32_t n) { return rng_() % n == 0; }
   bool mismatched = false;
@@ -87,6 +93,7 @@ class FakePort : public cgx::Port {
     }
     return "";
   }
+  void cancel() override { network_.cancel(rank_); }
 
  private:
   Network& network_;

@@ -1,0 +1,79 @@
+"""What quantized weights and gradients cost sharded training: losses of example 11 over five seeds.
+
+    python benchmarks/fsdp.py --json benchmarks/results/fsdp.json
+
+A seed draws the weights and the batches, the same for each way. Prints the mean and the standard
+deviation of the final loss (the mean of the last tenth of the steps), and the difference to exact
+training in standard deviations of the exact runs.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import cgx_jax
+import corpus
+from cgx_jax.compressors import ShiftedLattice
+from model import Transformer
+
+fsdp = importlib.import_module("11_fsdp")
+LATTICE = ShiftedLattice(8)
+WAYS = {  # compressors of weights and gradients, and options of `scatter_gradients`
+    "exact": (cgx_jax.Identity(), cgx_jax.Identity(), {}),
+    "8 and 4 bits, in units": (
+        LATTICE,
+        cgx_jax.Quantize(4),
+        {"precondition": cgx_jax.SecondMoment()},
+    ),
+    "8 and 4 bits, stochastic": (LATTICE, cgx_jax.Quantize(4, rounding="stochastic"), {}),
+}
+
+
+def final_losses(mesh, seeds: int, steps: int) -> dict[str, list[float]]:
+    """Each way's final losses, one for each seed; `mesh` has the axis "data"."""
+    text, _ = corpus.load()
+    last = max(1, steps // 10)
+    finals: dict[str, list[float]] = {way: [] for way in WAYS}
+    for seed in range(seeds):
+        batches = corpus.windows(text, steps, 2 * mesh.size, fsdp.LENGTH, seed=seed)
+        graphdef, params = nnx.split(Transformer(64, 1, fsdp.LENGTH, nnx.Rngs(seed)))
+        for way, (weights, gradients, options) in WAYS.items():
+            losses = fsdp.train(graphdef, params, batches, mesh, weights, gradients, **options)
+            finals[way].append(float(losses[-last:].mean()))
+            print(f"seed {seed}, {way}: {finals[way][-1]:.4f}", flush=True)
+    return finals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.seeds < 2:
+        parser.error(f"--seeds={arguments.seeds} has no deviation; pass 2 or more")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", fsdp.WORLD)
+    finals = final_losses(jax.make_mesh((fsdp.WORLD,), ("data",)), arguments.seeds, arguments.steps)
+    exact = finals["exact"]
+    for way, values in finals.items():
+        off = (np.mean(values) - np.mean(exact)) / np.std(exact, ddof=1)
+        print(
+            f"{way}: {np.mean(values):.4f}, deviation {np.std(values, ddof=1):.4f}, "
+            f"{off:+.2f} deviations from exact"
+        )
+    if arguments.json:
+        result = {"steps": arguments.steps, "final_losses": finals}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

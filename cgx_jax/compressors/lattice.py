@@ -1,0 +1,122 @@
+"""Rounding to the nearest point of a lattice that is shifted at random."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax.compressors import buckets
+from cgx_jax.compressors.base import PayloadCompressor
+from cgx_jax.compressors.quantize import Quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class ShiftedLattice(PayloadCompressor):
+    """`Quantize`'s even levels, all of a bucket shifted by one random part of a step.
+
+    Values are rounded to the nearest level, and the shift is uniform in a step, so the expectation
+    of what comes back is what went in. No value moves by more than half a step, and each has the
+    variance step² / 12. Stochastic rounding moves values by up to a step, and its variance is twice
+    as large on average. The payload is that of `Quantize(bits, bucket_size)`, which decodes it:
+    only the least level of a bucket, which is sent, is shifted.
+
+    It is meant for weights that are gathered: all ranks draw the same shifts, as parts of the step.
+    In a sum over ranks that agree, such errors do not average out: for gradients, take
+    `Quantize(rounding="stochastic")`. Raises as `Quantize` does. Source: QSDP (Markov et al., ICML
+    2023), which shares one shift between all buckets.
+    """
+
+    bits: int = 8
+    bucket_size: int = buckets.BUCKET
+
+    def __post_init__(self) -> None:
+        nearest = self._nearest  # raises for what it does not take
+        object.__setattr__(self, "bits", nearest.bits)
+        object.__setattr__(self, "bucket_size", nearest.bucket_size)
+
+    @property
+    def _nearest(self) -> Quantize:
+        return Quantize(self.bits, self.bucket_size)
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def needs_key(self) -> bool:
+        return True
+
+    @property
+    def shares_noise(self) -> bool:
+        return True
+
+    @property
+    def block_size(self) -> int:
+        return self.bucket_size
+
+    @property
+    def width(self) -> int:
+        return self.bits
+
+    @property
+    def feedback_scale(self) -> float:
+        # What a bucket loses has a range of at most 1 / levels of the bucket's own. For 1 bit that
+        # does not shrink, but the squared range is at most 2 |x|², and the variance B / 12 of it.
+        return 1.0 if self.bits > 1 else 1 / (1 + self.bucket_size / 6)
+
+    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+        return self._nearest.wire_bits(shape, dtype)
+
+    def error_bound(self, x: Any) -> jax.Array:
+        """Half a step, and twice the rounding of `Quantize`: values are rounded to levels first."""
+        value = jnp.asarray(x)
+        rows = _split(value, self.bucket_size)
+        largest = jnp.abs(rows).max(axis=1, keepdims=True)
+        beyond = largest + (rows.max(axis=1, keepdims=True) - rows.min(axis=1, keepdims=True))
+        more = jnp.where(beyond < _MOST, beyond * np.float32(2.0**-20), np.float32(np.inf))
+        each = _join(jnp.broadcast_to(more, rows.shape), value)
+        return self._nearest.error_bound(value) + each
+
+    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+        buckets.require_key(self, key)
+        x = jnp.asarray(x)
+        rows = _split(x, self.bucket_size)
+        return self._nearest.encode(_join(self._levels(rows, buckets.words(key)), x))
+
+    def _levels(self, rows: jax.Array, words: jax.Array) -> jax.Array:
+        """Each value's nearest level. The extremes end on the first and last one.
+
+        Their range is then the one that `Quantize` finds, so it encodes each level as itself.
+        """
+        top = np.float32(2**self.bits - 1)
+        low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
+        step = (high - low) / top
+        shift = buckets.uniform(words, len(rows), 1)
+        place = jnp.clip(jnp.floor((rows - low) / step + shift), 0, top)
+        place = jnp.where(rows >= high, top, place)
+        levels = low + step * (place + (np.float32(0.5) - shift))
+        return jnp.where(step >= _TINY, levels, rows)
+
+    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return self._nearest.decode(payload, shape, dtype)
+
+
+_TINY = np.float32(np.finfo(np.float32).tiny)
+_MOST = np.float32(np.finfo(np.float32).max) * np.float32(0.999)
+
+
+def _split(x: jax.Array, size: int) -> jax.Array:
+    """fp32[buckets, size]; copies of the last value fill up, which do not widen its bucket."""
+    flat = jnp.ravel(x).astype(jnp.float32)
+    mode = "edge" if flat.size else "constant"
+    return jnp.pad(flat, (0, -flat.size % size), mode=mode).reshape(-1, size)
+
+
+def _join(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """The inverse of `_split`, in the shape of `like`, still fp32."""
+    return rows.reshape(-1)[: like.size].reshape(like.shape)

@@ -1,0 +1,247 @@
+"""What each rank sends and receives of one leaf, in a reduce-scatter and in an all-gather."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cgx_jax import _compat, debug
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import PayloadCompressor
+from cgx_jax.compressors.base import require_key
+from cgx_jax.compressors.buffers import row_code
+from cgx_jax.compressors.codes import RowCode
+from cgx_jax.exchanges import Exchange
+from cgx_jax.kernels.primitives import NO_RANK
+
+
+def where_of(name: str, path: str) -> str:
+    """How errors name a leaf."""
+    return f"{name}: leaf {path!r}" if path else name
+
+
+@dataclasses.dataclass(frozen=True)
+class Half(abc.ABC):
+    """What one leaf's part of a call is traced from: static and hashable.
+
+    `number` keeps the leaf's noise apart from that of others; a bare array has None.
+    """
+
+    name: str
+    path: str
+    compressor: PayloadCompressor
+    axes: Axes
+    dimension: int
+    tiled: bool
+    number: int | None
+
+    sums: ClassVar[bool]
+    call: ClassVar[str]  # of an exchange, which does it in one piece
+    needs: ClassVar[str]  # of an exchange otherwise
+
+    @staticmethod
+    @abc.abstractmethod
+    def place(
+        where: str, shape: tuple[int, ...], world: int, dimension: int, tiled: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        """The dimension, counted from the first, and the shape of the whole leaf."""
+
+    @abc.abstractmethod
+    def exactly(self, x: jax.Array) -> jax.Array:
+        """What `lax` gives."""
+
+    @abc.abstractmethod
+    def key(self, key: Any) -> Any:
+        """What this rank draws the leaf's noise from; None where it draws none."""
+
+    @abc.abstractmethod
+    def send(self, key: Any, x: jax.Array) -> jax.Array:
+        """The payload, u8[n], or u8[world, n] with a row for each rank."""
+
+    @abc.abstractmethod
+    def move(self, exchange: Exchange, payload: jax.Array) -> jax.Array:
+        """What `send` made, of all leaves of a message, to u8[world, n] from every rank."""
+
+    @abc.abstractmethod
+    def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:
+        """The result from every rank's payload, u8[world, n], and the operand."""
+
+    @abc.abstractmethod
+    def fused(self, exchange: Exchange, key: Any, x: jax.Array) -> jax.Array:
+        """The same by the exchange's own call."""
+
+    def code(self, size: int) -> RowCode:
+        """The code of rows of `size` values."""
+        return row_code(self.compressor, size)
+
+    def in_one_call(self, exchange: Exchange, size: int) -> bool:
+        """Whether an exchange has a call of its own for rows of `size` values."""
+        return self.call in exchange.can and self.code(size).layout is not None
+
+    def _noise(self, key: Any, *, shared: bool) -> Any:
+        if not require_key(where_of(self.name, self.path), [self.compressor], key):
+            return None
+        own = key if shared else jax.random.fold_in(key, self.axes.index())
+        return own if self.number is None else jax.random.fold_in(own, self.number)
+
+
+class PsumScatter(Half):
+    """Row r of a leaf goes to rank r, which adds up what all ranks sent it."""
+
+    sums = True
+    call, needs = "reduce_scatter", "scatter"
+
+    @staticmethod
+    def place(
+        where: str, shape: tuple[int, ...], world: int, dimension: int, tiled: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        rank = len(shape)
+        if not -rank <= dimension < rank:
+            raise ValueError(
+                f"{where}: scatter_dimension={dimension} is none of the {rank} of {list(shape)}."
+            )
+        dimension %= rank
+        length = shape[dimension]
+        if length % world if tiled else length != world:
+            need = f"a multiple of the world size {world}" if tiled else f"{world}, the world"
+            raise ValueError(
+                f"{where}: dimension {dimension} of {list(shape)} has length {length}, it must be "
+                f"{need}" + ("; pad it." if tiled else " size; or pass tiled=True.")
+            )
+        return dimension, shape
+
+    def exactly(self, x: jax.Array) -> jax.Array:
+        return lax.psum_scatter(
+            x,
+            self.axes.names,
+            scatter_dimension=self.dimension,
+            axis_index_groups=self.axes.groups,
+            tiled=self.tiled,
+        )
+
+    def key(self, key: Any) -> Any:
+        return self._noise(key, shared=False)
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """What each rank adds up, [world, ...]."""
+        d, world = self.dimension, self.axes.world
+        split = x.reshape(*x.shape[:d], world, x.shape[d] // world, *x.shape[d + 1 :])
+        return jnp.moveaxis(split, d, 0)
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """This rank's row."""
+        return lax.dynamic_index_in_dim(self.rows(x), self.axes.rank(), 0, keepdims=False)
+
+    def send(self, key: Any, x: jax.Array) -> jax.Array:
+        return self.code(x.size // self.axes.world).encode(key, self.rows(x))
+
+    def move(self, exchange: Exchange, payload: jax.Array) -> jax.Array:
+        return exchange.scatter(self.name, payload, self.axes)
+
+    def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:
+        code, own = self.code(x.size // self.axes.world), self.own(x)
+        if self.compressor.lossless:
+            # One operation for all ranks: `accumulate` has one for each, for each small leaf.
+            every = code.decode(payloads, own.shape, jnp.float32)
+            return self._result(every.sum(axis=0).astype(x.dtype))
+        if self.compressor.owner_exact:
+            return self._result(code.accumulate(self.axes.rank(), payloads, own, 1))
+        zeros = jnp.zeros(own.shape, own.dtype)
+        total = code.accumulate(jnp.int32(NO_RANK), payloads, zeros, 1)
+        return self._result(self.settled(total))
+
+    def settled(self, total: jax.Array) -> jax.Array:
+        """The sum of values that weigh alike, as an all-reduce gives it: the majority of votes."""
+        if self.compressor.owner_exact:
+            return total
+        code = self.compressor.of_sums(self.axes.world)
+        return code.decode(code.encode(total), total.shape, total.dtype)
+
+    def encoded(self, shape: tuple[int, ...]) -> jax.Array:
+        """Which values of a leaf are encoded, bool: not this rank's own, which it adds up exactly.
+
+        Its dimensions other than the one that is cut have length 1.
+        """
+        d, world = self.dimension, self.axes.world
+        own = self.axes.rank() if self.compressor.owner_exact else NO_RANK
+        here = jnp.arange(shape[d]) // (shape[d] // world) != own
+        return here.reshape([-1 if i == d else 1 for i in range(len(shape))])
+
+    def lost(self, sent: jax.Array, x: jax.Array) -> jax.Array:
+        """What `sent` leaves out of `x`, in its shape."""
+        rows = self.rows(x)
+        back = self.code(rows[0].size).decode(sent, rows.shape[1:], rows.dtype)
+        lost = jnp.moveaxis(rows - back, 0, self.dimension).reshape(x.shape)
+        return jnp.where(self.encoded(x.shape), lost, 0)
+
+    def fused(self, exchange: Exchange, key: Any, x: jax.Array) -> jax.Array:
+        code, world = self.code(x.size // self.axes.world), self.axes.world
+        assert code.layout is not None
+        words = code.words(key, world)
+        return self._result(
+            exchange.reduce_scatter(self.name, words, self.rows(x), code.layout, self.axes)
+        )
+
+    def _result(self, own: jax.Array) -> jax.Array:
+        return own if self.tiled else own.squeeze(self.dimension)
+
+
+class AllGather(Half):
+    """A leaf goes to all ranks."""
+
+    sums = False
+    call, needs = "all_gather", "gather"
+
+    @staticmethod
+    def place(
+        where: str, shape: tuple[int, ...], world: int, dimension: int, tiled: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        rank = len(shape) if tiled else len(shape) + 1
+        if not -rank <= dimension < rank:
+            raise ValueError(
+                f"{where}: axis={dimension} is none of the result's {rank}; the operand is "
+                f"{list(shape)}."
+            )
+        d = dimension % rank
+        if tiled:
+            return d, (*shape[:d], world * shape[d], *shape[d + 1 :])
+        return d, (*shape[:d], world, *shape[d:])
+
+    def exactly(self, x: jax.Array) -> jax.Array:
+        names, groups = self.axes.names, self.axes.groups
+        return lax.all_gather(
+            x, names, axis=self.dimension, axis_index_groups=groups, tiled=self.tiled
+        )
+
+    def key(self, key: Any) -> Any:
+        # Nothing is added up here, so ranks that draw the same lose nothing by it.
+        return self._noise(key, shared=self.compressor.shares_noise)
+
+    def send(self, key: Any, x: jax.Array) -> jax.Array:
+        return self.compressor.encode(x, key=key)
+
+    def move(self, exchange: Exchange, payload: jax.Array) -> jax.Array:
+        rows = exchange.gather(self.name, payload, self.axes)
+        # Typed as what lax.all_gather returns: it varies, though it is the same on all ranks.
+        return _compat.vary_over(rows, self.axes.varying())
+
+    def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:
+        return self._result(self.code(x.size).decode(payloads, x.shape, x.dtype))
+
+    def fused(self, exchange: Exchange, key: Any, x: jax.Array) -> jax.Array:
+        code = self.code(x.size)
+        assert code.layout is not None
+        words = code.words(key, None)
+        return self._result(exchange.all_gather(self.name, words, x, code.layout, self.axes))
+
+    def _result(self, every: jax.Array) -> jax.Array:
+        debug.compare(self.name, self.axes, [every])
+        stacked, d, shape = jnp.moveaxis(every, 0, self.dimension), self.dimension, every.shape[1:]
+        if not self.tiled:
+            return stacked
+        return stacked.reshape(*shape[:d], self.axes.world * shape[d], *shape[d + 1 :])

@@ -1,0 +1,151 @@
+"""A stack of layers whose weights are sharded: gathered one layer ahead, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cgx_jax import _compat
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor, Quantize, ShiftedLattice
+from cgx_jax.exchanges import Exchange
+from cgx_jax.halves.half import AllGather, Half, PsumScatter
+from cgx_jax.halves.messages import Halves
+from cgx_jax.plan import Plan
+from cgx_jax.policies.rules import Policy
+
+_NAME = "scan_layers"
+_WEIGHTS = ShiftedLattice(8)
+_GRADIENTS = Quantize(4, rounding="stochastic")
+
+
+def scan_layers(
+    body: Callable[[Any, Any], Any],
+    x: Any,
+    shards: Any,
+    axis_name: Any,
+    *,
+    weights: Compressor | Policy | Plan | None = _WEIGHTS,
+    gradients: Compressor | Policy | Plan | None = _GRADIENTS,
+    key: Any = None,
+    exchange: Exchange | str = "auto",
+) -> Any:
+    """`x` after all layers: `body(x, layer)` returns the next x, layer by layer.
+
+    `shards` has leaves [layers, length / world, ...]: this rank's part of each layer, cut along the
+    layer's first dimension. A layer travels in one `all_gather_compressed` by `weights`, while the
+    layer before it computes; the gradient with respect to `shards` is a `psum_scatter_compressed`
+    by `gradients`, while the layer before it is differentiated. It is the sum over the ranks, as
+    that of `lax.all_gather`.
+
+    The backward pass keeps each layer's input, gathers the same weights again and computes `body`
+    again, so the weights of at most two layers are whole at any time. `x` is a tree of floats. What
+    is to be differentiated goes through `x` or `shards`: `body` may close over other values. `key`:
+    one for all ranks, another for every step. Forward-mode derivatives are not defined. Raises
+    ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
+    """
+    axes = Axes.resolve(_NAME, axis_name, None)
+    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(shards)}
+    if len(counts) != 1 or not (count := next(iter(counts))) or not count[0]:
+        raise ValueError(
+            f"{_NAME}: the leaves of shards have leading dimensions {sorted(counts)}; all need one "
+            "and the same, the number of layers, and it must not be 0."
+        )
+    stack = _Stack(body, axes, weights, gradients, exchange, count[0])
+    varying = axes.varying()
+    start = jax.tree.map(lambda v: _compat.vary_over(jnp.asarray(v), varying), x)
+    return _scan(stack, start, shards, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """What is static of a call."""
+
+    body: Callable[[Any, Any], Any]
+    axes: Axes
+    weights: Any
+    gradients: Any
+    exchange: Exchange | str
+    count: int
+
+    def gather(self, shard: Any, key: Any, layer: Any) -> Any:
+        """The whole of one layer."""
+        return self._move(AllGather, shard, self.weights, key, 2 * layer)
+
+    def scatter(self, gradient: Any, key: Any, layer: Any) -> Any:
+        """This rank's part of the sum of one layer's gradients."""
+        return self._move(PsumScatter, gradient, self.gradients, key, 2 * layer + 1)
+
+    def _move(self, half: type[Half], tree: Any, how: Any, key: Any, number: Any) -> Any:
+        halves = Halves.of(half, _NAME, tree, self.axes, how, 0, True, self.exchange)
+        return halves.run(tree, None if key is None else jax.random.fold_in(key, number))
+
+    def back(self, x: Any, whole: Any, cotangent: Any) -> tuple[Any, Any]:
+        """The cotangents of one layer's input and weights."""
+        return jax.vjp(self.body, x, whole)[1](cotangent)
+
+
+def _at(tree: Any, layer: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[layer], tree)
+
+
+def _between(tree: Any, first: int, last: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[first:last], tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(stack: _Stack, x: Any, shards: Any, key: Any) -> Any:
+    return _forward(stack, x, shards, key)[0]
+
+
+def _forward(stack: _Stack, x: Any, shards: Any, key: Any) -> tuple[Any, Any]:
+    def layer(carry: Any, following: Any) -> tuple[Any, Any]:
+        x, whole = carry
+        number, shard = following
+        # Neither waits for the other, so the next weights arrive while this layer computes.
+        ahead = stack.gather(shard, key, number)
+        return (stack.body(x, whole), ahead), x
+
+    first = stack.gather(_at(shards, 0), key, 0)
+    following = jnp.arange(1, stack.count), _between(shards, 1, stack.count)
+    (x, whole), inputs = lax.scan(layer, (x, first), following)
+    return stack.body(x, whole), (inputs, x, shards, key)
+
+
+def _backward(stack: _Stack, saved: Any, cotangent: Any) -> tuple[Any, Any, None]:
+    inputs, x, shards, key = saved
+    last = stack.count - 1
+
+    def layer(carry: Any, before: Any) -> tuple[Any, Any]:
+        cotangent, whole, gradient = carry  # the gradient is that of the layer after
+        number, shard, x = before
+        ahead = stack.gather(shard, key, number - 1)
+        done = stack.scatter(gradient, key, number + 1)
+        cotangent, gradient = stack.back(x, whole, cotangent)
+        return (cotangent, ahead, gradient), done
+
+    whole = stack.gather(_at(shards, last), key, last)
+    if last == 0:
+        cotangent, gradient = stack.back(x, whole, cotangent)
+        done = stack.scatter(gradient, key, 0)
+        return cotangent, jax.tree.map(lambda leaf: leaf[None], done), None
+    ahead = stack.gather(_at(shards, last - 1), key, last - 1)
+    cotangent, gradient = stack.back(x, whole, cotangent)
+    before = jnp.arange(1, last), _between(shards, 0, last - 1), _between(inputs, 1, last)
+    (cotangent, whole, gradient), later = lax.scan(
+        layer, (cotangent, ahead, gradient), before, reverse=True
+    )
+    second = stack.scatter(gradient, key, 1)
+    cotangent, gradient = stack.back(_at(inputs, 0), whole, cotangent)
+    first = stack.scatter(gradient, key, 0)
+    join = lambda a, b, rest: jnp.concatenate([a[None], b[None], rest])  # noqa: E731
+    return cotangent, jax.tree.map(join, first, second, later), None
+
+
+_scan.defvjp(_forward, _backward)

@@ -1,0 +1,204 @@
+"""Debug mode: NaNs and infinities are named by leaf, rank, step and place, on every rank alike."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cgx_jax import _compat
+from cgx_jax.axes import Axes
+from cgx_jax.debug import traced_anew
+from cgx_jax.exchanges import xla
+from cgx_jax.leaves import Leaf
+
+_ACTIONS = ("raise", "log", "skip")
+_LINES = 20  # of a report: a NaN in the forward pass is in the gradient of every leaf
+_log = logging.getLogger("cgx_jax")
+_action: str | None = None
+
+
+class Side(NamedTuple):
+    """A leaf as it goes in or comes out, and how many of its values share a code, if any do."""
+
+    name: str
+    leaf: Leaf
+    block_size: int | None
+
+
+@contextlib.contextmanager
+def debug_nonfinite(action: str = "raise") -> Iterator[None]:
+    """Within it, compressed reductions report values that are not finite, going in and coming out.
+
+    A report names the call, the step where `sync_gradients` counts it, and for each leaf the ranks,
+    the number of such values, the first and its bucket. With "raise" every rank fails with a
+    FloatingPointError (under jit inside a JaxRuntimeError), which comes out where the host next
+    waits: steps that were dispatched before have run. "log" warns once, on the first rank, by the
+    logger "cgx_jax". "skip" logs, and makes the result of the call 0 on all ranks of the mesh;
+    `sync_gradients` then keeps its state and counts the step.
+
+    While values are finite this costs a pass over operands and results, and a sum of 4 bytes over
+    the mesh. Clears JAX's caches when entered and when left, so that functions compiled outside are
+    traced anew. Raises ValueError for another action, and while tracing for "skip" around
+    `reduce_in_backward` and the calls of sharded training, such as `psum_scatter_compressed`: they
+    reduce leaves one after the other, so they cannot skip a step as a whole.
+    """
+    global _action
+    if action not in _ACTIONS:
+        raise ValueError(f"debug_nonfinite: action={action!r} must be one of {_ACTIONS}.")
+    before, _action = _action, action
+    try:
+        with traced_anew():
+            yield
+    finally:
+        _action = before
+
+
+def refuse_skip(caller: str) -> None:
+    """Raises ValueError where steps are to be skipped, for a call that is a part of one."""
+    if _action == "skip":
+        raise ValueError(
+            f"{caller}: debug_nonfinite('skip') cannot skip a part of a step, and this call "
+            "reduces leaves one after the other; use action='raise' or 'log', or reduce by "
+            "sync_gradients, pmean_compressed or value_and_grad."
+        )
+
+
+def watch(
+    caller: str,
+    axes: Axes,
+    paths: Sequence[str],
+    before: Sequence[Any],
+    after: Sequence[Any],
+    *,
+    block_sizes: Mapping[int, int | None] | None = None,
+    step: Any = None,
+) -> tuple[list[Any], Any]:
+    """In debug mode, adds a search for values that are not finite to the program.
+
+    `before` went into a reduction and `after` came out of it, one array for each of `paths`;
+    `block_sizes` are those of the codes of leaves, by number. Returns `after`, or zeros of a step
+    that is skipped, and whether it is, bool[] or False.
+    """
+    floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
+    if _action is None or not floats:
+        return list(after), False
+    pairs = [tuple(_constant(x[i]) for x in (before, after)) for i in floats]
+    finite = jnp.stack([jnp.isfinite(x).all() for pair in pairs for x in pair]).all()
+    bad = ~axes.on_every_rank(finite)
+    sizes = block_sizes or {}
+    sides = [
+        Side(name, Leaf(paths[i], x[i].shape, x[i].dtype), sizes.get(i))
+        for i in floats
+        for name, x in (("in", before), ("out", after))
+    ]
+    report = functools.partial(_report, _action, caller, axes.around, sides)
+    number = jnp.int32(-1) if step is None else step
+
+    def tell() -> None:
+        # Both sides of a leaf, by rank: how many values, and which is the first.
+        table = jnp.stack([_found(x) for pair in pairs for x in pair])
+        jax.debug.callback(report, number, _rank(axes), _of_all_ranks(table, axes))
+
+    lax.cond(bad, tell, lambda: None)
+    if _action != "skip":
+        return list(after), False
+    return [jnp.where(bad, jnp.zeros_like(x), x) for x in after], bad
+
+
+def _constant(x: Any) -> jax.Array:
+    return _compat.plain(lax.stop_gradient(x))
+
+
+def _found(x: jax.Array) -> jax.Array:
+    """i32[2]: how many values of `x` are not finite, and the place of the first."""
+    wrong = ~jnp.isfinite(x).ravel()
+    return jnp.stack([wrong.sum(dtype=jnp.int32), jnp.argmax(wrong).astype(jnp.int32)])
+
+
+def _rank(axes: Axes) -> jax.Array:
+    return lax.axis_index(tuple(axes.around))
+
+
+def _of_all_ranks(table: jax.Array, axes: Axes) -> jax.Array:
+    everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
+    if _compat.bound_by_mesh(everyone.names):
+        table = _compat.vary_over(table, frozenset(everyone.names))
+    return xla.gather(table, everyone)
+
+
+def _report(
+    action: str,
+    caller: str,
+    around: dict[Any, int],
+    sides: Sequence[Side],
+    step: Any,
+    rank: Any,
+    rows: Any,
+) -> None:
+    """`rows` are i32[ranks, sides, 2], `_found` of each of `sides`, "in" and "out" by turns."""
+    found = np.asarray(rows)
+    if not found[..., 0].any():  # a cond under vmap takes both branches
+        return
+    when = "" if int(step) < 0 else f", step {int(step)}"
+    lines = [
+        f"{side.name} {side.leaf}: {_ranks(who, around)} {_place(side, *what)}"
+        for i, side in enumerate(sides)
+        for what, who in _alike(found[:, i])
+    ]
+    if len(lines) > _LINES:
+        lines[_LINES:] = [f"and {len(lines) - _LINES} more"]
+    text = f"{caller} over axis {', '.join(map(str, around))}{when}: values are not finite.\n"
+    text += "\n".join(f"  {line}" for line in lines) + "\n" + _remedy(found)
+    if action == "raise":
+        raise FloatingPointError(text)
+    if int(rank) == 0:
+        skipped = " The result is 0 on every rank." if action == "skip" else ""
+        _log.warning("%s%s", text, skipped)
+
+
+def _alike(values: np.ndarray) -> list[tuple[tuple[int, int], list[int]]]:
+    """((count, first), the ranks that have them), where a count is not 0."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, (count, first) in enumerate(values.tolist()):
+        if count:
+            groups.setdefault((count, first), []).append(rank)
+    return list(groups.items())
+
+
+def _ranks(ranks: list[int], around: dict[Any, int]) -> str:
+    sizes = tuple(around.values())
+    if len(ranks) == math.prod(sizes):
+        return "every rank has"
+    places = [np.unravel_index(rank, sizes) for rank in ranks]
+    named = [
+        str(*place)
+        if len(sizes) == 1
+        else f"({', '.join(f'{a} {int(i)}' for a, i in zip(around, place, strict=True))})"
+        for place in places
+    ]
+    return f"rank {named[0]} has" if len(ranks) == 1 else f"ranks {', '.join(named)} have"
+
+
+def _place(side: Side, count: int, first: int) -> str:
+    shape, size = side.leaf.shape, side.block_size
+    at = [int(i) for i in np.unravel_index(first, shape)] if shape else []
+    bucket = f", bucket {first // size} of {size} values" if size and size > 1 else ""
+    return f"{count} of {side.leaf.size}, the first at {at}{bucket}"
+
+
+def _remedy(found: np.ndarray) -> str:
+    if found[:, ::2, 0].any():
+        return "Look at the loss and the data of the ranks that have them on the way in."
+    return (
+        "What went in is finite on every rank, so a sum or the range of a bucket overflows: scale "
+        "gradients down, or reduce them in a wider dtype."
+    )

@@ -1,0 +1,100 @@
+"""States for another number of ranks, after workers have left or joined."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax.transforms.state import CodeState, LocalState, SyncState
+
+_NAME = "resize_state"
+
+
+def resize_state(state: Any, world: int) -> Any:
+    """An optimizer state with that of `sync_gradients` or `local_steps` for `world` ranks.
+
+    An update is a mean over the ranks, so n ranks with residuals e still owe the optimizer
+    sum(e) / n. The new ranks owe the same: each gets the mean over the old ones, so the mean stays
+    and the sum becomes `world` / n times what it was. This holds for all that belongs to a rank:
+    residuals, velocities, states of compressors, and what `local_steps` keeps. What is the same on
+    all ranks stays; counts of what found no room begin at 0.
+
+    `state` holds whole arrays, with a row for each old rank, outside of jit: as `init` returned it,
+    or as restored. Place the result by `state_shardings` on the new mesh. Arrays may be
+    `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved. Raises TypeError
+    or ValueError for a world that is no integer from 1 on, a state that holds none of the two, rows
+    for different numbers of ranks, and rows of integers that differ, which have no mean.
+    """
+    if operator.index(world) < 1:
+        raise ValueError(f"{_NAME}: world={world} must be 1 or more.")
+
+    def is_ours(x: Any) -> bool:
+        return isinstance(x, SyncState | LocalState)
+
+    ours = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
+    if not ours:
+        raise ValueError(
+            f"{_NAME}: the state holds none of sync_gradients or local_steps; pass what the init "
+            "of a chain with one of them returned."
+        )
+    rows = {x.shape[0] for x in jax.tree.leaves([_of_ranks(x) for x in ours])}
+    if len(rows) > 1:
+        raise ValueError(
+            f"{_NAME}: the state has rows for {sorted(rows)} ranks; pass the whole state of one "
+            "mesh, outside of shard_map."
+        )
+
+    def resized(x: Any) -> Any:
+        if isinstance(x, LocalState):
+            moved, optimizer = _rows(_mean, (x.moved, x.optimizer), world)
+            return x._replace(moved=moved, optimizer=optimizer, sync=resized(x.sync))
+        if not isinstance(x, SyncState):
+            return x
+        codes = x.codes
+        if isinstance(codes, CodeState):
+            codes = codes._replace(own=_rows(_mean, codes.own, world))
+        memory, overflow = _rows(_mean, x.memory, world), _rows(_zero, x.overflow, world)
+        return x._replace(memory=memory, codes=codes, overflow=overflow)
+
+    return jax.tree.map(resized, state, is_leaf=is_ours)
+
+
+def _of_ranks(state: Any) -> Any:
+    """What has a row for each rank."""
+    if isinstance(state, LocalState):
+        return state.moved, state.optimizer, _of_ranks(state.sync)
+    own = state.codes.own if isinstance(state.codes, CodeState) else ()
+    return state.memory, own, state.overflow
+
+
+def _rows(row: Callable[[np.ndarray], np.ndarray], tree: Any, world: int) -> Any:
+    """`row` of every array, `world` times; on the host, where the copies take no memory."""
+
+    def rows(x: Any) -> Any:
+        shape = (world, *x.shape[1:])
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+        return np.broadcast_to(row(np.asarray(x)), shape)
+
+    return jax.tree.map(rows, tree)
+
+
+def _mean(rows: np.ndarray) -> np.ndarray:
+    if jnp.issubdtype(rows.dtype, jnp.inexact):
+        wide = np.float32 if rows.dtype.itemsize < 4 else rows.dtype
+        return rows.mean(0, dtype=wide).astype(rows.dtype)
+    if (rows != rows[0]).any():
+        raise ValueError(
+            f"{_NAME}: rows of {rows.dtype}{list(rows.shape[1:])} differ between ranks, and "
+            "integers have no mean; begin with the state of a new init."
+        )
+    return rows[0]
+
+
+def _zero(rows: np.ndarray) -> np.ndarray:
+    return np.zeros_like(rows[0])

@@ -1,0 +1,314 @@
+"""`scatter_gradients`: the reduce-scatter of sharded training as an Optax transformation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cgx_jax import _compat
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor
+from cgx_jax.exchanges import Exchange
+from cgx_jax.halves.half import PsumScatter
+from cgx_jax.halves.messages import Halves, Message, prepared
+from cgx_jax.kernels import outside
+from cgx_jax.leaves import leaves_of
+from cgx_jax.plan import Plan, plan_of
+from cgx_jax.policies.rules import Policy
+from cgx_jax.transforms.feedback import (
+    finite_all,
+    keep,
+    require_bounded,
+    residual_of,
+    taken_along,
+)
+from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.precondition import Moments, SecondMoment, Units, matrix_of
+from cgx_jax.transforms.state import (
+    SyncState,
+    by_leaf,
+    by_tree,
+    check_state,
+    init_memory,
+    is_bound,
+    moments_by_leaf,
+    moments_by_tree,
+)
+from cgx_jax.transforms.wrappers import check_wrappers
+
+if TYPE_CHECKING:
+    import optax
+
+_NAME = "scatter_gradients"
+
+
+def scatter_gradients(
+    axis_name: Any,
+    policy: Compressor | Policy | Plan | None = None,
+    *,
+    memory: Memory | None = None,
+    precondition: SecondMoment | None = None,
+    seed: int = 0,
+    exchange: Exchange | str = "auto",
+    mesh: Mesh | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An Optax transformation that takes whole gradients to this rank's shard of their mean.
+
+    For sharded data-parallel training (FSDP, ZeRO): it goes first in `optax.chain`, inside
+    shard_map or pmap over `axis_name`, and everything after it sees shards. A leaf is cut along its
+    first dimension, a multiple of the world size. `policy` and `exchange` as in
+    `psum_scatter_compressed`; `seed` feeds stochastic rounding.
+
+    With `memory`, what compression loses is sent with the next step. Each rank remembers whole
+    gradients, so a memory takes as much space as they do; only the rank's own shard, which is not
+    encoded, leaves nothing. With `precondition`, values are compressed in units of their size. The
+    owner of a shard knows its mean, so in a step that updates the units the ranks share the mean
+    squares of rows and columns, rows + columns fp32 numbers per leaf, in one `lax.psum` for all
+    leaves. A step whose mean holds a NaN or infinity on any rank leaves memory and moments as they
+    were; one more number per step tells all ranks.
+
+    The state is a `SyncState`: `state_specs` and `state_shardings` say how it is split, and a
+    checkpoint of it restores on as many ranks. `init` is given whole parameters and the `mesh`, or
+    shards inside shard_map or pmap. What follows in the chain sees only a shard:
+    `optax.clip_by_global_norm` would take the norm of that, and `optax.apply_if_finite` would skip
+    the step on some ranks alone.
+
+    Raises ValueError while tracing for what `psum_scatter_compressed` refuses, for a memory around
+    a compressor that would let it grow, for a `SecondMoment(factored=False)`, whose units no sender
+    has, for the state of an `init` that took shards for whole parameters, and for
+    `optax.apply_if_finite` around it. Source: QSDP (Markov et al., ICML 2023) for the scheme.
+    """
+    import optax
+
+    if precondition is not None and not precondition.factored:
+        raise ValueError(
+            f"{_NAME}: {precondition} has a unit for each value, which only the owner of a shard "
+            "knows; use SecondMoment(), whose rows and columns the ranks can share."
+        )
+
+    def init(params: Any) -> SyncState:
+        check_wrappers(_NAME, checked=False, shards=True)
+        whole = _whole(params, axis_name)
+        moments: Any = ()
+        if precondition is not None:
+            leaves, treedef = jax.tree.flatten(whole)
+            moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
+        step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        if mesh is not None and not is_bound(_names(axis_name)):
+            replicated = NamedSharding(mesh, PartitionSpec())
+            step, skipped, moments = lax.with_sharding_constraint(
+                (step, skipped, moments), replicated
+            )
+        remembered = init_memory(memory, whole, axis_name, mesh, _NAME)
+        return SyncState(step, remembered, (), moments, skipped=skipped)
+
+    def update(
+        updates: Any, state: SyncState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SyncState]:
+        axes = Axes.resolve(_NAME, axis_name, None)
+        check_wrappers(_NAME, checked=axes.checked(), shards=True)
+        updates = jax.tree.map(jnp.asarray, updates)
+        leaves, treedef = jax.tree.flatten(updates)
+        plan = plan_of(_NAME, leaves_of(updates), policy, bare=False)
+        choices = [(c,) for c in plan.compressors]
+        check_state(state, memory, precondition, plan, choices, treedef, _NAME)
+        _check_whole(state, plan)
+        halves = Halves.of(PsumScatter, _NAME, updates, axes, plan, 0, True, exchange)
+        if memory is not None:
+            chosen = [(half.path, half.compressor) for half in halves.halves]
+            require_bounded(_NAME, chosen)
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        halves.check(leaves, key)
+        old = moments_by_leaf(state.moments) if precondition is not None else []
+        sent_coded = (i for message in halves.messages for i in message.numbers)
+        coded = [i for i in sent_coded if not halves.halves[i].compressor.lossless]
+        units = {i: precondition.units(old[i])[0] for i in coded} if precondition else {}
+        sent, kept = leaves, [None] * len(leaves)
+        if memory is not None:
+            before = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
+            both = [
+                memory.compensate(x, s, state.step) for x, s in zip(leaves, before, strict=True)
+            ]
+            sent, kept = [x for x, _ in both], [k for _, k in both]
+        factors = [half.compressor.feedback_scale or 1.0 for half in halves.halves]
+        means, lost = _scattered(halves, sent, units, key, factors if memory is not None else None)
+        means = halves.watched(leaves, means, state.step)
+        updates = jax.tree.unflatten(treedef, means)
+        if not leaves or (memory is None and precondition is None):
+            return updates, state._replace(step=state.step + 1)
+        (strange,) = axes.sum([(~finite_all(means)).astype(jnp.int32)])
+        finite = strange == 0
+        state = state._replace(skipped=state.skipped + (1 - finite.astype(jnp.int32)))
+        if memory is not None:
+            rows = []
+            for i, half in enumerate(halves.halves):
+                residual, arrived = residual_of(sent[i], lost.get(i), factors[i]), None
+                assert isinstance(half, PsumScatter)
+                if half.compressor.selects and i in lost:
+                    # Own values arrive in every step, none of them late.
+                    arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
+                pairs = zip(memory.remember(residual, kept[i], arrived), before[i], strict=True)
+                row = (keep(finite, new, was) for new, was in pairs)
+                rows.append(tuple(_compat.vary_over(x[None], axes.varying()) for x in row))
+            state = state._replace(memory=by_tree(rows, treedef))
+        if precondition is not None:
+            moments = _moved(precondition, old, means, coded, state.step, axes, finite, treedef)
+            state = state._replace(moments=moments)
+        return updates, state._replace(step=state.step + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _names(axis_name: Any) -> tuple[Any, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def _whole(params: Any, axis_name: Any) -> Any:
+    """Shapes of whole leaves: `params` outside of the axis, and of shards inside."""
+    names = _names(axis_name)
+    world = Axes.resolve(_NAME, names, None).world if is_bound(names) else 1
+    grown = lambda x: (world * x.shape[0], *x.shape[1:]) if x.ndim else x.shape  # noqa: E731
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(grown(x), x.dtype), params)
+
+
+def _check_whole(state: SyncState, plan: Plan) -> None:
+    """Raises ValueError for a state whose `init` took shards for whole leaves, or the reverse."""
+    known: list[tuple[int, ...]] = []
+    if state.memory != ():
+        known = [x.shape[1:] for x in jax.tree.leaves(state.memory[0])]
+    elif state.moments != ():
+        rows, columns = map(jax.tree.leaves, (state.moments.rows, state.moments.columns))
+        known = [(*r.shape, *c.shape) for r, c in zip(rows, columns, strict=True)]
+    for leaf, found in zip(plan.leaves, known, strict=False):
+        wanted = leaf.shape if state.memory != () else matrix_of(leaf.shape)
+        if found != wanted:
+            raise ValueError(
+                f"{_NAME}: the state of leaf {leaf.path!r} is of shape {list(found)}, and the "
+                f"gradient is {list(leaf.shape)}. Give init whole parameters outside of shard_map, "
+                "and this rank's shards inside of shard_map or pmap."
+            )
+
+
+def _scattered(
+    halves: Halves,
+    leaves: list[jax.Array],
+    units: dict[int, Units],
+    key: Any,
+    factors: list[float] | None,
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """This rank's shards of the means, and by leaf what this rank lost of what it sent.
+
+    With `factors`, one for each leaf, means are multiplied by them; without, nothing is known of
+    losses. Sums are fp32 until they are divided: that of float16 leaves may overflow, the mean not.
+    """
+    out: dict[int, jax.Array] = {}
+    lost: dict[int, jax.Array] = {}
+    for message in halves.messages:
+        axes = message.halves[0].axes
+        inner = [
+            outside.multiply(leaves[i].astype(jnp.float32), units.get(i), outside.IN)
+            for i in message.numbers
+        ]
+        keys = [half.key(key) for half in message.halves]
+        ready = [prepared(half, x) for half, x in zip(message.halves, inner, strict=True)]
+        if factors is None:
+            sums = message.run(keys, ready)
+        else:
+            # The exchange's own calls keep what they send to themselves.
+            message = dataclasses.replace(message, fused=False)
+            payloads = message.payloads(keys, ready)
+            sums = message.deliver(payloads, ready)
+            lost |= _lost(message, payloads, inner, ready, units, leaves)
+        for i, half, y in zip(message.numbers, message.halves, sums, strict=True):
+            assert isinstance(half, PsumScatter)
+            mean = half.settled(y / axes.world)
+            mean = outside.multiply(mean, _own_units(units.get(i), axes), outside.OUT)
+            factor = 1.0 if factors is None or i not in lost else factors[i]
+            out[i] = (mean if factor == 1 else mean * factor).astype(leaves[i].dtype)
+    for i, half in enumerate(halves.halves):
+        if i not in out:
+            out[i] = half.exactly(leaves[i]) / jnp.asarray(half.axes.world, leaves[i].dtype)
+    return [out[i] for i in range(len(leaves))], lost
+
+
+def _own_units(units: Units | None, axes: Axes) -> Units | None:
+    """Those of this rank's shard: as many rows as any other's, and all columns."""
+    if units is None:
+        return None
+    count = units.rows.shape[1] // axes.world
+    own = lax.dynamic_slice_in_dim(units.rows, axes.rank() * count, count, axis=1)
+    return units._replace(rows=own)
+
+
+def _lost(
+    message: Message,
+    payloads: list[jax.Array],
+    inner: list[jax.Array],
+    ready: list[jax.Array],
+    units: dict[int, Units],
+    leaves: list[Any],
+) -> dict[int, jax.Array]:
+    """What encoding and preparing took away, in the leaves' own units and dtypes."""
+    out = {}
+    parts = zip(message.numbers, message.halves, payloads, inner, ready, strict=True)
+    for i, half, payload, x, y in parts:
+        assert isinstance(half, PsumScatter)
+        if not half.compressor.lossless:
+            rest = half.lost(payload, y) + (x - y)
+            out[i] = outside.multiply(rest, units.get(i), outside.OUT).astype(leaves[i].dtype)
+    return out
+
+
+def _moved(
+    precondition: SecondMoment,
+    old: list[Moments],
+    means: list[jax.Array],
+    coded: list[int],
+    step: jax.Array,
+    axes: Axes,
+    finite: jax.Array,
+    treedef: Any,
+) -> Moments:
+    """The moments after a step: changed in one that is due and finite."""
+
+    def follow() -> list[Moments]:
+        squares = [_squares(means[i], old[i], axes) for i in coded]
+        flat = [x for pair in squares for x in pair]
+        (total,) = axes.sum([jnp.concatenate(flat)])
+        parts = jnp.split(total, np.cumsum([x.size for x in flat])[:-1].tolist())
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return [
+            precondition.follow(old[i], step, *pair) for i, pair in zip(coded, pairs, strict=True)
+        ]
+
+    before = [old[i] for i in coded]
+    if not coded:
+        return moments_by_tree(old, treedef)
+    after = lax.cond(precondition.due(step), follow, lambda: before)
+    usable = finite & finite_all([leaf.weights for leaf in after])
+    new = dict(zip(coded, after, strict=True))
+    moved = [
+        jax.tree.map(lambda a, b: jnp.where(usable, a, b), new.get(i, was), was)
+        for i, was in enumerate(old)
+    ]
+    return moments_by_tree(moved, treedef)
+
+
+def _squares(mean: jax.Array, moments: Moments, axes: Axes) -> tuple[jax.Array, jax.Array]:
+    """This rank's part of the mean squares of a whole leaf's rows and columns: f32[R] and f32[C].
+
+    Over the ranks they add up: each has rows of its own, and a share of every column.
+    """
+    rows = moments.rows.shape[0]
+    squares = jnp.square(mean.astype(jnp.float32).reshape(matrix_of(mean.shape)))
+    own = squares.mean(axis=1)
+    here = jnp.zeros(rows, jnp.float32)
+    here = _compat.vary_over(here, axes.varying())
+    placed = lax.dynamic_update_slice(here, own, (axes.rank() * own.size,))
+    return placed, squares.sum(axis=0) / np.float32(rows)

@@ -1,0 +1,150 @@
+"""Which settings a tuner may try, and what the model says of each before any is tried."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from cgx_jax.axes import Axes
+from cgx_jax.core import Way, load_of, ways
+from cgx_jax.exchanges import Profile, auto
+from cgx_jax.exchanges.profile import ONE_SHOT
+from cgx_jax.plan import Plan
+from cgx_jax.reductions import GatherSum, ScatterGather
+from cgx_jax.reductions.levels import Leveled
+from cgx_jax.tuner.setting import Offered, Setting
+from cgx_jax.wire import FUSION_BYTES
+
+FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
+REACH = 4  # times the largest size that was measured: predictions beyond are not trusted
+
+
+class Asked(NamedTuple):
+    """A reduction of the step: the call that makes it, its plan, and whether values have units.
+
+    `later` are plans that it may have later, under a policy that adapts.
+    """
+
+    name: str
+    plan: Plan
+    axes: Axes
+    in_units: bool
+    later: tuple[Plan, ...] = ()
+
+
+class Candidate(NamedTuple):
+    """A setting, and what its reductions take in a step.
+
+    `seconds` are what the profile predicts, None without one or where it has no measurements. With
+    levels they are a lower bound: the sums inside a node are not measured. `nbytes` are what a rank
+    sends.
+    """
+
+    setting: Setting
+    seconds: float | None
+    nbytes: int
+
+
+Buffers = tuple[tuple[tuple[int, ...], Way | None], ...]
+Program = tuple[Buffers, ...]  # of all reductions of the step
+
+
+def candidates(
+    asked: Sequence[Asked], offered: Offered, profile: Profile | None
+) -> list[Candidate]:
+    """`lax.psum`, and what the model cannot rule out, the most promising first.
+
+    Of settings that compile to the same program there is one. Ruled out is what the profile
+    predicts to be no faster than `lax.psum`, or, where it predicts nothing, what sends no fewer
+    bytes. Raises ValueError for levels that do not fit the axes.
+    """
+    for call, levels in itertools.product(asked, offered.levels):
+        levels.split(call.name, call.axes)
+    psum = _program(Setting(), asked)
+    exact = _candidate(Setting(), psum, asked, profile)
+    known, found = {psum}, []
+    for setting in _settings(offered):
+        try:
+            program = _program(setting, asked)
+            for call in asked:
+                for plan in call.later:
+                    _buffers(setting, call, plan)
+        except ValueError:  # it is wrong for a compressor of some plan
+            continue
+        if program not in known:
+            known.add(program)
+            found.append(_candidate(setting, program, asked, profile))
+    return [exact, *sorted((c for c in found if _cost(c) < _limit(c, exact)), key=_cost)]
+
+
+def _settings(offered: Offered) -> Iterator[Setting]:
+    near = (None, *offered.levels)
+    return itertools.starmap(
+        Setting,
+        itertools.product(offered.exchanges, (None, *offered.reductions), near, FUSION),
+    )
+
+
+def _cost(candidate: Candidate) -> tuple[bool, float]:
+    """By what candidates are ordered: predictions first, and bytes where there is none."""
+    seconds = candidate.seconds
+    return seconds is None, candidate.nbytes if seconds is None else seconds
+
+
+def _limit(candidate: Candidate, exact: Candidate) -> tuple[bool, float]:
+    """The cost at which `lax.psum` is as good."""
+    unknown = candidate.seconds is None or exact.seconds is None
+    return unknown, exact.nbytes if unknown else exact.seconds or 0.0
+
+
+def _program(setting: Setting, asked: Sequence[Asked]) -> Program:
+    """How each buffer of each reduction travels."""
+    return tuple(_buffers(setting, call, call.plan) for call in asked)
+
+
+def _buffers(setting: Setting, call: Asked, plan: Plan) -> Buffers:
+    """How each buffer of `plan` travels; raises ValueError where the setting is wrong for it."""
+    options = setting.options(call.name, call.axes)
+    return tuple(ways(options, plan.in_buffers(setting.fusion_bytes)).items())
+
+
+def _candidate(
+    setting: Setting, program: Program, asked: Sequence[Asked], profile: Profile | None
+) -> Candidate:
+    nbytes = 0
+    times: list[float | None] = []
+    for call, buffers in zip(asked, program, strict=True):
+        world = call.axes.world
+        measured = profile if profile is not None and profile.world == world else None
+        exact = list(call.plan.exact)
+        for buffer, way in buffers:
+            if way is None:
+                exact += buffer
+            else:
+                nbytes += way.reduction.bytes_sent(call.plan.coded(buffer), world)
+                times.append(_predicted(measured, way, call, buffer))
+        alone = sum(call.plan.leaves[i].nbytes for i in exact)
+        nbytes += -(-2 * (world - 1) * alone // world)
+        if alone:
+            load = auto.Load(alone // 4, alone, 32)
+            times.append(auto.estimate(measured, "psum", load) if measured is not None else None)
+    known = [seconds for seconds in times if seconds is not None]
+    return Candidate(setting, sum(known) if len(known) == len(times) else None, nbytes)
+
+
+def _predicted(
+    profile: Profile | None, way: Way, call: Asked, buffer: tuple[int, ...]
+) -> float | None:
+    """Seconds of one buffer; None where no profile measured anything like it."""
+    across = way.reduction.across if isinstance(way.reduction, Leveled) else way.reduction
+    kinds = {ScatterGather(): "", GatherSum(): ONE_SHOT}
+    if profile is None or across not in kinds:
+        return None
+    method = way.exchange.shorthand + kinds[across]
+    sent, _ = way.reduction.across_links(call.plan.coded(buffer), call.axes.world)
+    in_units = {x.number for x in sent} if call.in_units else ()
+    load = load_of(sent, in_units)
+    # "gather_sum" wins where latency decides, so its small sizes say nothing of larger ones.
+    reach = auto.largest(profile, method) * (1 if kinds[across] else REACH)
+    return auto.estimate(profile, method, load) if 4 * load.values <= reach else None

@@ -1,0 +1,113 @@
+"""What a tuner chooses for a step, and its form in JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from cgx_jax import untrusted
+from cgx_jax.axes import Axes
+from cgx_jax.core import Options
+from cgx_jax.exchanges import Exchange
+from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.wire import FUSION_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How the gradients of a step are reduced: static, hashable, equal by value.
+
+    `exchange` has its own options, such as the segment bytes of `Mpi`; None means exact sums by
+    `lax.psum`. `reduction` is None for each compressor's first. Leaves share buffers of up to
+    `fusion_bytes`.
+    """
+
+    exchange: Exchange | None = None
+    reduction: Reduction | None = None
+    levels: Levels | None = None
+    fusion_bytes: int = FUSION_BYTES
+
+    def __str__(self) -> str:
+        if self.exchange is None:
+            return "psum"
+        options = ", ".join(f"{k}={v}" for k, v in _options(self.exchange).items())
+        name = self.exchange.shorthand + (f"({options})" if options else "")
+        if self.reduction is not None:
+            name += f"/{self.reduction.shorthand}"
+        near = "" if self.levels is None else f", {_described(self.levels)}"
+        return f"{name}{near}, {self.fusion_bytes / 2**20:g} MiB"
+
+    def options(self, name: str, axes: Axes) -> Options:
+        """What a call `name` over `axes` asks for by this setting, of a mean."""
+        return Options(name, axes, self.exchange, self.reduction, self.levels, mean=True)
+
+    def unlike(self, other: Setting) -> int:
+        """0 for the same way by buffers of the same size, 1 for the same way, 2 otherwise."""
+        if self._way() != other._way():
+            return 2
+        return int(self.fusion_bytes != other.fusion_bytes)
+
+    def _way(self) -> tuple[str | None, Reduction | None, Levels | None]:
+        exchange = None if self.exchange is None else self.exchange.shorthand
+        return exchange, self.reduction, self.levels
+
+    def to_fields(self) -> dict[str, Any]:
+        """The setting in JSON types."""
+        exchange, reduction = self.exchange, self.reduction
+        return {
+            "exchange": None if exchange is None else exchange.shorthand,
+            "options": {} if exchange is None else _options(exchange),
+            "reduction": None if reduction is None else reduction.shorthand,
+            "levels": None if self.levels is None else _described(self.levels),
+            "fusion_bytes": self.fusion_bytes,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Offered:
+    """What settings may be made of. A file names these; nothing else is ever made from it."""
+
+    exchanges: tuple[Exchange, ...]
+    reductions: tuple[Reduction, ...]
+    levels: tuple[Levels, ...]
+
+    def setting(self, fields: Any) -> Setting:
+        """The setting that `Setting.to_fields` described; raises ValueError for any other value."""
+        named = {e.shorthand: e for e in self.exchanges}
+        exchange = _find(fields, "exchange", named)
+        reduction = _find(fields, "reduction", {r.shorthand: r for r in self.reductions})
+        levels = _find(fields, "levels", {_described(x): x for x in self.levels})
+        fusion_bytes = untrusted.whole(
+            untrusted.field(fields, "fusion_bytes"), "fusion_bytes", 1, 1 << 40
+        )
+        options = untrusted.field(fields, "options")
+        if exchange is None:
+            return Setting()
+        known = [f.name for f in dataclasses.fields(exchange)]
+        if not isinstance(options, dict) or not set(options) <= set(known):
+            raise ValueError(f"options={untrusted.shown(options)} are not some of {known}")
+        whole = {k: untrusted.whole(v, k) for k, v in options.items()}
+        return Setting(dataclasses.replace(exchange, **whole), reduction, levels, fusion_bytes)
+
+
+def _find(fields: Any, name: str, known: dict[str, Any]) -> Any:
+    value = untrusted.field(fields, name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}={untrusted.shown(value)} is not one of {list(known)}")
+    return known[value]
+
+
+def _options(exchange: Exchange) -> dict[str, Any]:
+    """The options of an exchange that are given."""
+    fields: Sequence[Any] = dataclasses.fields(exchange)  # type: ignore[arg-type]
+    values = {f.name: getattr(exchange, f.name) for f in fields}
+    return {k: v for k, v in values.items() if v is not None}
+
+
+def _described(levels: Levels) -> str:
+    inner = levels.inner if levels.groups is None else [list(g) for g in levels.groups]
+    compressed = "" if levels.compressor is None else f", {levels.compressor}"
+    return f"levels {inner}{compressed}"

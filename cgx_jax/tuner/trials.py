@@ -1,0 +1,50 @@
+"""Trials of settings on real steps: in which order, and what their times say."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Trials:
+    """`rounds` rounds in which each of `count` candidates takes one step, after one to compile.
+
+    Candidates take turns, in the other direction in every second round, so what slows a machine
+    down for some steps meets all of them.
+    """
+
+    def __init__(self, count: int, rounds: int) -> None:
+        self._turns = [
+            (r - 1, i) for r in range(rounds + 1) for i in range(count)[:: -1 if r % 2 else 1]
+        ]
+        self._taken = 0
+        self.samples = np.zeros((rounds, count))
+
+    @property
+    def done(self) -> bool:
+        """Whether every candidate has taken all of its steps."""
+        return self._taken == len(self._turns)
+
+    @property
+    def current(self) -> int:
+        """The candidate that takes the next step."""
+        return self._turns[self._taken][1]
+
+    def record(self, seconds: float) -> None:
+        """Notes the time of the current candidate's step."""
+        round_, candidate = self._turns[self._taken]
+        if round_ >= 0:
+            self.samples[round_, candidate] = seconds
+        self._taken += 1
+
+
+def best(samples: np.ndarray) -> int:
+    """The fastest candidate of f64[rounds, candidates], of those surely faster than the first.
+
+    A candidate is surely faster if it took less time than the first in three rounds of four: the
+    upper quartile of its time over the first's in the same round is below 1. The least median of
+    these ratios wins. Without any such candidate it is 0.
+    """
+    ratios = samples[:, 1:] / samples[:, :1]
+    sure = np.quantile(ratios, 0.75, axis=0) < 1
+    medians = np.where(sure, np.median(ratios, axis=0), np.inf)
+    return 1 + int(medians.argmin()) if sure.any() else 0

@@ -1,0 +1,292 @@
+"""`Tuner`: the fastest way to reduce the gradients of a step, found on its first steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from cgx_jax import agreement, installation
+from cgx_jax.axes import Axes
+from cgx_jax.compressors import Compressor
+from cgx_jax.exchanges import Mpi, auto, mpi
+from cgx_jax.plan import Plan
+from cgx_jax.policies import Adaptive
+from cgx_jax.policies.training_loop import TrainingLoop, Words
+from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.reductions.named import named as reduction_named
+from cgx_jax.tuner import cache as kept
+from cgx_jax.tuner.candidates import Asked, Candidate, candidates
+from cgx_jax.tuner.setting import Offered, Setting
+from cgx_jax.tuner.trials import Trials, best
+
+
+class Tuner:
+    """Finds how `sync_gradients` reduces fastest, by trials on the first steps of a training.
+
+    Used in two places: `sync_gradients(axis, policy, exchange=tuner)` asks it while it is traced,
+    and `tuner.jit(step)` stands where `jax.jit(step)` stood. An `Adaptive` policy is given to the
+    tuner too, `Tuner(policy)`, whose `jit` then serves both.
+
+    It chooses the exchange, the reduction, levels, and how many bytes share a fusion buffer (of a
+    given `Plan` too), never a compressor. `reductions` (names or instances) are tried beside each
+    compressor's first; the default errs less than that. `levels` are tried too. The active profile
+    (`use_profile`), or without one the bytes that are sent, ranks the settings. `lax.psum` and the
+    first of them, `compilations` in all, take `rounds` steps each, in turns. The fastest is kept if
+    it beat `lax.psum` in three rounds of four; otherwise `lax.psum` is. All of these are steps of
+    the training, and must do equal work.
+
+    What was found goes into `cache`, a folder: that of the user's caches by default, none where it
+    is False. The same job, on the same machines and with the same versions, then starts with it; a
+    similar tree tries it first. All processes follow process 0.
+
+    Raises ValueError for options that leave nothing to try, such as one compilation; while tracing
+    for levels that do not fit the mesh, and where the step is not compiled by `jit`.
+    """
+
+    words: ClassVar[Words] = Words("Tuner", "tuner", "setting")
+
+    def __init__(
+        self,
+        policy: Adaptive | None = None,
+        *,
+        reductions: Sequence[Reduction | str] = ("gather_sum",),
+        levels: Sequence[Levels] = (),
+        compilations: int = 4,
+        rounds: int = 8,
+        cache: str | os.PathLike[str] | bool = True,
+    ) -> None:
+        for name, value, least in (("compilations", compilations, 2), ("rounds", rounds, 4)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"Tuner: {name}={value!r} must be a whole number of {least} or more, for a "
+                    "trial beside lax.psum and for quartiles of it."
+                )
+        if policy is not None and not isinstance(policy, Adaptive):
+            raise TypeError(
+                f"Tuner: policy={policy!r} is not an Adaptive policy, and others need no jit of "
+                "their own; pass it to sync_gradients alone."
+            )
+        if wrong := [x for x in levels if not isinstance(x, Levels)]:
+            raise TypeError(f"Tuner: levels hold {wrong[0]!r}; pass a list of Levels(...).")
+        self.compilations, self.rounds = compilations, rounds
+        self._reductions = tuple(r for r in (reduction_named("Tuner", r) for r in reductions) if r)
+        self._levels = tuple(levels)
+        self._folder = kept.folder(cache)
+        self._loop = TrainingLoop(self, *([] if policy is None else [policy]))
+        self._used = False
+        self.policy = policy
+        self.traces = 0  # reductions that were traced
+        self.running = False
+        self.current = Setting()
+        self._asked: list[Asked] = []
+        self._found: list[Candidate] = []
+        self._offered = Offered((), (), ())
+        self._tried: list[Setting] = []
+        self._trials: Trials | None = None
+        self._seconds: np.ndarray | None = None  # f64[rounds, tried], of the slowest process
+        self.state = "waiting"  # for the first step; then "trying", "kept" or "cached"
+
+    def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """`jax.jit(step, **options)`, compiled for each setting that is tried.
+
+        `step` is not jitted itself (shard_map is fine). A tuner is for one step.
+        """
+        if self._used:
+            raise ValueError("Tuner: it has a step already; make another Tuner for this one.")
+        self._used = True
+
+        @functools.wraps(step)
+        def asking(*args: Any, **kwargs: Any) -> Any:
+            if self.state == "waiting":
+                self._asked.clear()  # of a first trace that failed
+            return step(*args, **kwargs)
+
+        return self._loop.jit(asking, **options)
+
+    def setting(
+        self,
+        name: str,
+        plan: Plan,
+        axes: Axes,
+        choices: Sequence[tuple[Compressor, ...]],
+        *,
+        in_units: bool,
+    ) -> Setting:
+        """The setting that a reduction of `plan` over `axes` is traced with, for the call `name`.
+
+        `choices` are all compressors that each leaf may come to have. `in_units` says that values
+        are compressed in units.
+        """
+        if not self.running:
+            raise ValueError(
+                "Tuner: the step is compiled by something else than the tuner, which then could "
+                "never change its setting; write tuner.jit(step) where jax.jit(step) stands."
+            )
+        self.traces += 1
+        if self.state == "waiting":
+            self._asked.append(Asked(name, plan, axes, in_units, _later(plan, choices)))
+            self._offered = Offered(_exchanges(self._asked), self._reductions, self._levels)
+            # Here, where the axes are bound, which levels are checked against.
+            self._found = candidates(self._asked, self._offered, auto.active())
+        return self.current
+
+    # --- what the loop asks.
+
+    @property
+    def key(self) -> Setting:
+        """The setting for which a step is compiled."""
+        return self.current
+
+    @property
+    def bound(self) -> bool:
+        """Whether it is known what the step reduces."""
+        return self.state != "waiting"
+
+    @property
+    def trying(self) -> bool:
+        """Whether the next step is a trial."""
+        return self._trials is not None
+
+    def before(self) -> None:
+        """Chooses the setting of the next step."""
+        if self.state == "waiting":
+            self._start()
+        if self._trials is not None and self._trials.done:
+            self._decide()
+        if self._trials is not None:
+            self.current = self._tried[self._trials.current]
+
+    def after(self, out: Any, seconds: float, fresh: bool) -> None:
+        """Notes the time of a trial."""
+        if self._trials is not None:
+            self._trials.record(seconds)
+
+    # --- what it decides.
+
+    def _start(self) -> None:
+        """Takes over what process 0 knows already, or what it wants to try."""
+        key = self._key()
+        message = b""
+        if jax.process_index() == 0:
+            known, same = None, False
+            if self._folder is not None:
+                known, same = kept.find(self._folder, key, self._offered.setting)
+            psum, *ranked = [c.setting for c in self._found]
+            tried = [psum, *ranked]
+            if known is not None:
+                # Another tree's setting may be wrong for this one, so it orders what is right.
+                tried = [known] if same else [psum, *sorted(ranked, key=known.unlike)]
+            message = json.dumps([x.to_fields() for x in tried[: self.compilations]]).encode()
+        fields = json.loads(agreement.broadcast(message))
+        self._tried = [self._offered.setting(x) for x in fields]
+        self.current = self._tried[0]
+        self.state = "kept" if len(self._found) == 1 else "cached"
+        if len(self._tried) > 1:
+            self.state, self._trials = "trying", Trials(len(self._tried), self.rounds)
+
+    def _decide(self) -> None:
+        """Ends the trials: process 0 says which setting is kept."""
+        assert self._trials is not None
+        samples = self._trials.samples
+        self._seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
+        chosen = agreement.broadcast(str(best(self._seconds)).encode())
+        self.current = self._tried[int(chosen)]
+        self.state, self._trials = "kept", None
+        key = self._key()
+        if jax.process_index() == 0:
+            print(self.table(), file=sys.stderr, flush=True)
+            if self._folder is not None:
+                kept.keep(self._folder, key, self.current.to_fields())
+
+    def _key(self) -> kept.Key:
+        """What the cache knows this job by; every process calls it."""
+        tree = [
+            [list(leaf.shape), str(leaf.dtype), *map(str, compressors), call.in_units]
+            for call in self._asked
+            for leaf, *compressors in zip(
+                call.plan.leaves,
+                call.plan.compressors,
+                *(plan.compressors for plan in call.later),
+                strict=True,
+            )
+        ]
+        topology = installation.facts() | {
+            "mpi": installation.mpi_library(),
+            "hosts": agreement.hosts(),
+            "axes": [[list(map(str, c.axes.names)), c.axes.world] for c in self._asked],
+            "exchanges": [e.shorthand for e in self._offered.exchanges],
+            "reductions": [r.shorthand for r in self._reductions],
+            "levels": [str(x) for x in self._levels],
+        }
+        nbytes = sum(leaf.nbytes for call in self._asked for leaf in call.plan.leaves)
+        return kept.Key(topology, kept.digest(tree), nbytes)
+
+    # --- what others may see.
+
+    def metrics(self) -> dict[str, float | str]:
+        """Numbers and names for any logger, once a setting is known. Nothing is fetched.
+
+        docs/exchanges.md lists them.
+        """
+        out: dict[str, float | str] = {"cgx/tuner": self.state, "cgx/setting": str(self.current)}
+        for setting, seconds, saved, predicted in self._rows():
+            out[f"cgx/seconds/{setting}"] = seconds
+            out[f"cgx/saved/{setting}"] = saved
+            if predicted is not None:
+                out[f"cgx/predicted/{setting}"] = predicted
+        return out
+
+    def table(self) -> str:
+        """What was tried, predicted and measured; empty before the trials are over."""
+        rows = [("", "setting", "ms per step", "saved", "predicted")]
+        for setting, seconds, saved, predicted in self._rows():
+            says = "-" if predicted is None else f"{predicted * 1e3:.2f}"
+            mark = "->" if setting == self.current else ""
+            rows.append((mark, str(setting), f"{seconds * 1e3:.2f}", f"{saved * 1e3:.2f}", says))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                x.ljust(w) if i < 2 else x.rjust(w)
+                for i, (x, w) in enumerate(zip(r, widths, strict=True))
+            )
+            for r in rows
+        ]
+        return "\n".join(lines) if len(rows) > 1 else ""
+
+    def _rows(self) -> list[tuple[Setting, float, float, float | None]]:
+        """A setting's median seconds of a step, what it saved over psum, and what was predicted."""
+        if self._seconds is None:
+            return []
+        predicted = {c.setting: c.seconds for c in self._found}
+        exact = predicted[Setting()]
+        out = []
+        for setting, seconds in zip(self._tried, self._seconds.T, strict=True):
+            own = predicted.get(setting)
+            gain = None if own is None or exact is None else exact - own
+            saved = float(np.median(self._seconds[:, 0] - seconds))
+            out.append((setting, float(np.median(seconds)), saved, gain))
+        return out
+
+
+def _later(plan: Plan, choices: Sequence[tuple[Compressor, ...]]) -> tuple[Plan, ...]:
+    """Plans in which each leaf has, once at least, every compressor that it may come to have."""
+    count = max(map(len, choices), default=0)
+    rows = [tuple(some[min(i, len(some) - 1)] for some in choices) for i in range(count)]
+    return tuple(dataclasses.replace(plan, compressors=row) for row in rows)
+
+
+def _exchanges(asked: Sequence[Asked]) -> tuple[Any, ...]:
+    """The exchanges that every reduction can use, with all options given."""
+    axes = [call.axes.names for call in asked]
+    usable = [e for e in auto.available(axes[0]) if all(e.usable(names) for names in axes)]
+    profile = auto.active()
+    engine = mpi.defaults() if profile is None or profile.engine is None else profile.engine
+    return tuple(engine if isinstance(e, Mpi) else e for e in usable)

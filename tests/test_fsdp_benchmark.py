@@ -1,0 +1,41 @@
+"""The benchmark of sharded training, in its smallest configuration."""
+
+import importlib.util
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # it adds the folder of the examples
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "fsdp.py"
+    spec = importlib.util.spec_from_file_location("fsdp", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_all_ways_start_from_the_same_weights_and_batches(benchmark):
+    """The first loss differs by what rounding the weights to 8 bits does to it, and no more."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    with jax.numpy_dtype_promotion("standard"):
+        finals = benchmark.final_losses(mesh, seeds=1, steps=1)
+    assert finals.keys() == benchmark.WAYS.keys()
+    exact = finals["exact"]
+    assert 5 < exact[0] < 8  # log(256) is 5.5
+    for way, losses in finals.items():
+        np.testing.assert_allclose(losses, exact, rtol=0.01)
+        assert (losses == exact) == (way == "exact")
+
+
+def test_one_seed_is_refused_since_it_has_no_deviation(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fsdp.py", "--seeds", "1"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "--seeds=1 has no deviation; pass 2 or more" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Rounding to a shifted lattice: half a step at most, without bias, in the bytes of `Quantize`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Quantize
+from cgx_jax.compressors import ShiftedLattice
+
+KEY = jax.random.key(5)
+BUCKET = 64
+
+
+def values(n, seed=0):
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+def steps(x, bits):
+    """Each value's step: its bucket's range over the number of intervals."""
+    rows = [x[i : i + BUCKET] for i in range(0, len(x), BUCKET)]
+    return np.concatenate([np.full(len(r), np.ptp(r) / (2**bits - 1)) for r in rows])
+
+
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_errors_are_uniform_in_a_step_for_every_value(bits):
+    """Of 4,000 draws: no bias, and the variance of a uniform error, also for the extremes."""
+    draws, c, x = 4000, ShiftedLattice(bits, BUCKET), values(150)
+    one = lambda k: c.approximate(jnp.asarray(x), key=k)  # noqa: E731
+    back = np.asarray(jax.jit(jax.vmap(one))(jax.random.split(KEY, draws)))
+    errors = (back.astype(np.float64) - x) / steps(x, bits)
+    assert np.abs(errors).max() <= 0.5 + 1e-4
+    assert np.abs(errors.mean(0)).max() < 5 / np.sqrt(12 * draws)
+    # The deviation of the squares of a uniform error around 1 / 12 is 1 / sqrt(180).
+    assert np.abs(np.square(errors).mean(0) - 1 / 12).max() < 5 / np.sqrt(180 * draws)
+
+
+def test_levels_of_a_bucket_are_a_step_apart_and_share_their_shift():
+    x, bits = values(4 * BUCKET), 3
+    back = np.asarray(ShiftedLattice(bits, BUCKET).approximate(jnp.asarray(x), key=KEY))
+    step = steps(x, bits)
+    place = (back.astype(np.float64) / step).reshape(4, BUCKET)
+    apart = place - place[:, :1]
+    np.testing.assert_allclose(apart, np.round(apart), atol=1e-4)
+    shifts = place[:, 0] % 1
+    assert len(np.unique(np.round(shifts, 3))) == 4
+
+
+def test_quantize_decodes_the_payload():
+    x = jnp.asarray(values(150))
+    c = ShiftedLattice(4, BUCKET)
+    payload = c.encode(x, key=KEY)
+    nearest = Quantize(4, BUCKET)
+    assert payload.size == nearest.payload_bytes(150)
+    np.testing.assert_array_equal(
+        nearest.decode(payload, x.shape, x.dtype), c.decode(payload, x.shape, x.dtype)
+    )
+
+
+def test_ranks_share_the_shifts_of_a_gather(mesh):
+    """Shards that are alike come back alike, and another key gives another lattice."""
+    x = np.tile(values(256), (8, 1))
+
+    @jax.jit
+    def gathered(key):
+        f = lambda v: cgx_jax.all_gather_compressed(  # noqa: E731
+            v[0], "data", ShiftedLattice(4), key=key, exchange="xla"
+        )[None]
+        return jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)[0]
+
+    first, second = (np.asarray(gathered(jax.random.key(i))) for i in range(2))
+    assert (first == first[0]).all()
+    assert (first != second).mean() > 0.9

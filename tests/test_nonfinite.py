@@ -1,0 +1,248 @@
+"""Values that are not finite are named by leaf, rank, step and place, and skipped by all alike."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax._src import dispatch
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment, transforms
+from cgx_jax.compressors import SignSGD
+
+EXACT_BIAS = (Rule(Identity(), path="bias"),)
+RULES = Rules((), Quantize(4, 64), exact=EXACT_BIAS)
+
+
+def gradients():
+    rng = np.random.default_rng(0)
+    return {
+        "bias": rng.normal(size=(8, 5)).astype(np.float32),
+        "kernel": rng.normal(size=(8, 16, 40)).astype(np.float32),
+    }
+
+
+def spoilt():
+    """Rank 3 makes two NaNs, rank 6 an infinity."""
+    tree = gradients()
+    tree["kernel"][3, 7, 1] = tree["kernel"][3, 9, 0] = np.nan
+    tree["bias"][6, 2] = np.inf
+    return tree
+
+
+IN = [
+    "in 'bias' float32[5]: rank 6 has 1 of 5, the first at [2]",
+    "out 'bias' float32[5]: every rank has 1 of 5, the first at [2]",
+    "in 'kernel' float32[16, 40]: rank 3 has 2 of 640, the first at [7, 1], bucket 4 of 64 values",
+    "out 'kernel' float32[16, 40]: every rank has 128 of 640, the first at [6, 16], "
+    "bucket 4 of 64 values",
+]
+
+
+def psum(tree, rules=RULES):
+    return cgx_jax.psum_compressed(tree, "data", rules, exchange="xla")
+
+
+def hook(tree):
+    def loss(p):
+        p = cgx_jax.reduce_in_backward(p, "data", RULES, exchange="xla")
+        return sum((x * g).sum() for x, g in zip(p.values(), tree.values(), strict=True))
+
+    return jax.grad(loss)(tree)
+
+
+def sharded(f, mesh, *, check_vma=True, axis="data"):
+    """f of each rank's own tree, with the results of all ranks."""
+    own = lambda t: jax.tree.map(lambda x: x[None], f(jax.tree.map(lambda x: x[0], t)))  # noqa: E731
+    return jax.jit(
+        jax.shard_map(own, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=check_vma)
+    )
+
+
+def run(f, *args):
+    """Runs to the end, so that errors of callbacks come out here."""
+    out = jax.block_until_ready(f(*args))
+    jax.effects_barrier()
+    return out
+
+
+def reports(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "cgx_jax"]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_leaf_rank_place_and_count_are_named_once(mesh, caplog, check_vma):
+    with cgx_jax.debug_nonfinite("log"):
+        f = sharded(psum, mesh, check_vma=check_vma)
+        run(f, gradients())
+        assert reports(caplog) == []
+        got = run(f, spoilt())
+    (text,) = reports(caplog)
+    head, *lines, remedy = text.splitlines()
+    assert head == "psum_compressed over axis data: values are not finite."
+    assert [line.strip() for line in lines] == IN
+    assert "the data of the ranks that have them" in remedy
+    want = run(sharded(psum, mesh, check_vma=check_vma), spoilt())
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_raising_ends_the_step_with_the_report(mesh, request):
+    # A failed callback's token stays for the end of the process, which would fail on it again.
+    request.addfinalizer(dispatch.runtime_tokens.clear)
+    with (
+        cgx_jax.debug_nonfinite(),
+        pytest.raises(Exception, match=r"FloatingPointError: psum_compressed .*(?s:.)*rank 6 has"),
+    ):
+        run(sharded(psum, mesh), spoilt())
+
+
+def test_overflow_of_the_sum_alone_is_told_from_what_went_in(mesh, caplog):
+    big = {"kernel": np.full((8, 16, 40), 3e38, np.float32)}
+    with cgx_jax.debug_nonfinite("log"):
+        run(sharded(psum, mesh), big)
+    (text,) = reports(caplog)
+    assert "  in " not in text
+    assert "out 'kernel' float32[16, 40]: every rank has 640 of 640" in text
+    assert "reduce them in a wider dtype" in text
+
+
+def test_a_code_that_cannot_carry_nan_is_no_hiding_place(mesh, caplog):
+    signs = functools.partial(psum, rules=Rules((), SignSGD(), exact=EXACT_BIAS))
+    tree = spoilt()
+    tree["bias"][:] = 0
+    with cgx_jax.debug_nonfinite("log"):
+        got = run(sharded(signs, mesh), tree)
+    assert np.isfinite(got["kernel"]).all()
+    assert "in 'kernel' float32[16, 40]: rank 3 has 2 of 640" in reports(caplog)[0]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_ranks_of_a_mesh_with_more_axes_have_coordinates_and_skip_together(
+    mesh_2d, caplog, check_vma
+):
+    """The leaves of one model shard are bad; those of the other are not, and are skipped too."""
+    tree = {"kernel": np.ones((8, 16, 40), np.float32)}
+    tree["kernel"][5, 3, 3] = np.nan  # data 2, model 1
+    f = sharded(psum, mesh_2d, check_vma=check_vma, axis=("data", "model"))
+    with cgx_jax.debug_nonfinite("skip"):
+        assert not run(f, tree)["kernel"].any()
+    (text,) = reports(caplog)
+    assert "in 'kernel' float32[16, 40]: rank (data 2, model 1) has 1 of 640" in text
+    assert "out 'kernel' float32[16, 40]: ranks (data 0, model 1), (data 1, model 1)" in text
+
+
+TRANSFORMED = {
+    "pmap": jax.pmap(psum, axis_name="data"),
+    "vmap": jax.vmap(psum, axis_name="data"),
+    "grad": jax.pmap(jax.grad(lambda t: psum(t)["kernel"].sum()), axis_name="data"),
+    "remat": jax.pmap(jax.checkpoint(psum), axis_name="data"),
+    "hook": jax.pmap(hook, axis_name="data"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_the_mode_works_under(name, caplog):
+    with cgx_jax.debug_nonfinite("log"):
+        run(TRANSFORMED[name], gradients())
+        assert reports(caplog) == []
+        run(TRANSFORMED[name], spoilt())
+    assert IN[2] in "".join(reports(caplog))
+
+
+def optimizer(mesh, **options):
+    tx = cgx_jax.sync_gradients("data", RULES, mesh=mesh, exchange="xla", **options)
+    state = tx.init(jax.tree.map(lambda x: x[0], gradients()))
+    specs = cgx_jax.state_specs(state, "data")
+
+    def update(grads, state):
+        return tx.update(jax.tree.map(lambda x: x[0], grads), state)
+
+    step = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
+    return jax.jit(step), state
+
+
+KEPT = {
+    "nothing": {},
+    "memory": {"memory": ErrorFeedback()},
+    "moments": {"precondition": SecondMoment()},
+}
+
+
+@pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
+def test_a_skipped_step_is_zero_leaves_the_state_and_counts(mesh, caplog, options):
+    with cgx_jax.debug_nonfinite("skip"):
+        step, state = optimizer(mesh, **options)
+        _, state = run(step, gradients(), state)
+        mean, after = run(step, spoilt(), state)
+    assert "sync_gradients over axis data, step 1: values" in reports(caplog)[0]
+    assert not any(x.any() for x in jax.tree.leaves(mean))
+    assert transforms.metrics(state)["cgx/skipped"] == 0
+    assert transforms.metrics(after)["cgx/skipped"] == 1
+    # All but the numbers of steps.
+    unchanged = lambda s: jax.tree.leaves(s._replace(step=0, skipped=0))  # noqa: E731
+    for x, y in zip(unchanged(after), unchanged(state), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("kept", ["memory", "moments"])
+def test_steps_are_counted_without_the_mode(mesh, kept):
+    step, state = optimizer(mesh, **KEPT[kept])
+    for grads in (gradients(), spoilt(), spoilt(), gradients()):
+        _, state = step(grads, state)
+    assert transforms.metrics((state, optax.EmptyState())) == {"cgx/skipped": 2}
+
+
+def test_outside_of_the_mode_the_program_is_what_it_was(mesh):
+    f = sharded(psum, mesh)
+    before = f.lower(gradients()).as_text()
+    with cgx_jax.debug_nonfinite():
+        watched = f.lower(gradients()).as_text()
+    assert "is_finite" in watched
+    assert "is_finite" not in before
+    assert f.lower(gradients()).as_text() == before
+
+
+PARTS = {
+    "reduce_in_backward": hook,
+    "psum_scatter_compressed": lambda t: cgx_jax.psum_scatter_compressed(t, "data", tiled=True),
+    "all_gather_compressed": lambda t: cgx_jax.all_gather_compressed(t, "data"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "row", "out"),
+    [
+        ("psum_scatter_compressed", {"tiled": True}, 1, "rank 0 has 1 of 80, the first at [1, 0]"),
+        ("all_gather_compressed", {}, 3, "every rank has 1 of 5120, the first at [2, 3, 0]"),
+    ],
+)
+def test_halves_are_watched_with_the_shapes_of_their_results(mesh, caplog, name, options, row, out):
+    tree = {"kernel": gradients()["kernel"]}
+    tree["kernel"][2, row, 0] = np.nan
+    call = functools.partial(getattr(cgx_jax, name), compressor=Identity(), **options)
+    with cgx_jax.debug_nonfinite("log"):
+        run(sharded(lambda t: call(t, "data"), mesh), tree)
+    (text,) = reports(caplog)
+    assert text.startswith(f"{name} over axis data: values are not finite.")
+    assert "in 'kernel' float32[16, 40]: rank 2 has 1 of 640" in text
+    assert out in text
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_step_is_not_skipped(mesh, name):
+    with (
+        cgx_jax.debug_nonfinite("skip"),
+        pytest.raises(ValueError, match=rf"^{name}: .* cannot skip a part of a step"),
+    ):
+        jax.eval_shape(sharded(PARTS[name], mesh, check_vma=False), gradients())
+
+
+def test_an_action_that_is_none_is_refused():
+    with (
+        pytest.raises(ValueError, match="action='ignore' must be one of"),
+        cgx_jax.debug_nonfinite("ignore"),
+    ):
+        pass

@@ -1,0 +1,175 @@
+"""A state for another number of ranks owes the optimizer what the old one owed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import ErrorFeedback, Quantize, Rules, SecondMoment, resize_state
+from cgx_jax.compressors import DGC, PowerSGD, Signum, TopK
+from cgx_jax.transforms import MomentumCorrection, local_steps
+
+SHAPE = (24, 40)
+EXCHANGE = {"exchange": "xla"}
+
+
+def mesh_of(world):
+    return Mesh(np.array(jax.devices()[:world]), ("data",))
+
+
+def sync(world, compressor=None, memory=None, **options):
+    policy = Rules((), compressor or Quantize(2), exact=())
+    options |= {"memory": memory, "mesh": mesh_of(world)}
+    return cgx_jax.sync_gradients("data", policy, **options, **EXCHANGE)
+
+
+def stepper(tx, world, state):
+    specs = cgx_jax.state_specs(state, "data")
+
+    def step(grads, state):
+        updates, state = tx.update({"w": grads[0]}, state, {"w": jnp.zeros(SHAPE)})
+        return updates["w"], state
+
+    split = (P("data"), specs)
+    return jax.jit(jax.shard_map(step, mesh=mesh_of(world), in_specs=split, out_specs=(P(), specs)))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def resized(state, world):
+    """On the mesh of `world` ranks."""
+    new = resize_state(state, world)
+    return jax.device_put(new, cgx_jax.state_shardings(new, "data", mesh_of(world)))
+
+
+def owed(state):
+    """What the optimizer has not been given yet: an update is a mean, so sum(residuals) / world."""
+    residuals = np.asarray(state.memory[0]["w"], np.float64)
+    return residuals.sum(0) / len(residuals)
+
+
+@pytest.mark.parametrize("worlds", [(4, 3, 4), (2, 8, 3)], ids=str)
+def test_the_update_that_is_owed_stays_when_ranks_leave_and_join(worlds):
+    state, seen, means = sync(worlds[0], memory=ErrorFeedback()).init({"w": jnp.zeros(SHAPE)}), 0, 0
+    for phase, world in enumerate(worlds):
+        tx = sync(world, memory=ErrorFeedback())
+        if phase:
+            before, state = owed(state), resized(state, world)
+            np.testing.assert_allclose(owed(state), before, atol=1e-6)
+        step = stepper(tx, world, state)
+        for i in range(3):
+            grads = normal(world, *SHAPE, seed=10 * phase + i)
+            update, state = step(grads, state)
+            means = means + grads.mean(0, np.float64)
+            seen = seen + np.asarray(update, np.float64)
+            state = on_host(state)
+    assert np.abs(means - seen).max() > 0.1  # something is owed
+    np.testing.assert_allclose(means - seen, owed(state), atol=1e-5)
+
+
+def local(world):
+    return local_steps(
+        optax.adam(0.1), "data", Quantize(2), every=2, mesh=mesh_of(world), **EXCHANGE
+    )
+
+
+# Transformations by world: what a rank keeps, and what is the same on all ranks beside it.
+STATES = {
+    "velocities": lambda world: sync(world, TopK(0.1), MomentumCorrection()),
+    "codes": lambda world: sync(world, Signum()),
+    "shared codes": lambda world: sync(world, PowerSGD(2), ErrorFeedback()),
+    "rooms": lambda world: sync(world, DGC(0.1), ErrorFeedback()),
+    "moments": lambda world: sync(world, None, ErrorFeedback(), precondition=SecondMoment()),
+    "local": local,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_all_that_belongs_to_a_rank_keeps_its_mean_and_the_rest_stays(name):
+    def chain(world):
+        return optax.chain(STATES[name](world), optax.trace(0.9))
+
+    state = chain(4).init({"w": jnp.zeros(SHAPE)})
+    specs = cgx_jax.state_specs(state, "data")
+    with jax.numpy_dtype_promotion("standard"):  # which Adam's count needs
+        _, state = stepper(chain(4), 4, state)(normal(4, *SHAPE), state)
+        new = resized(state, 3)
+        update, _ = stepper(chain(3), 3, new)(normal(3, *SHAPE), new)
+    assert np.isfinite(update).all()
+    split = 0
+    counts = [x.overflow for x in (state[0], new[0]) if hasattr(x, "overflow")]
+    for old, after, spec in zip(*map(jax.tree.leaves, (state, new, specs)), strict=True):
+        if spec == P():
+            np.testing.assert_array_equal(after, old)
+            continue
+        split += 1
+        assert (after.shape, after.dtype) == ((3, *old.shape[1:]), old.dtype)
+        if not any(old is count for count in jax.tree.leaves(counts)):
+            np.testing.assert_allclose(jnp.mean(after, 0), jnp.mean(old, 0), atol=1e-6)
+    assert split > 0
+
+
+@pytest.mark.slow
+def test_orbax_restores_what_another_number_of_ranks_has_saved(tmp_path):
+    import orbax.checkpoint as ocp
+
+    params = {"w": jnp.zeros(SHAPE)}
+    state = sync(4, memory=ErrorFeedback()).init(params)
+    _, state = stepper(sync(4, memory=ErrorFeedback()), 4, state)(normal(4, *SHAPE), state)
+    tx = sync(3, memory=ErrorFeedback())
+    whole = NamedSharding(mesh_of(3), P())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        saved = resize_state(jax.eval_shape(tx.init, params), 4)
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), saved
+        )
+        restored = checkpointer.restore(tmp_path / "state", target)
+    new = resized(restored, 3)
+    np.testing.assert_allclose(owed(new), owed(state), atol=1e-6)
+    stepper(tx, 3, new)(normal(3, *SHAPE), new)
+
+
+def test_half_precision_rows_are_averaged_in_fp32():
+    tx = sync(4, memory=ErrorFeedback())
+    state = tx.init({"w": jnp.zeros(SHAPE, jnp.float16)})
+    large = jnp.full((4, *SHAPE), 60000, jnp.float16)
+    state = state._replace(memory=({"w": large},))
+    np.testing.assert_array_equal(resize_state(state, 3).memory[0]["w"], large[:3])
+
+
+def of_two_worlds():
+    a, b = (sync(n, memory=ErrorFeedback()).init({"w": jnp.zeros(SHAPE)}) for n in (2, 4))
+    return {"a": a, "b": b}
+
+
+def differing():
+    state = local(2).init({"w": jnp.zeros(SHAPE)})
+    (adam, *rest) = state.optimizer
+    return state._replace(optimizer=(adam._replace(count=jnp.arange(2)), *rest))
+
+
+@pytest.mark.parametrize(
+    ("make", "world", "says"),
+    [
+        (of_two_worlds, 0, "world=0 must be 1 or more"),
+        (of_two_worlds, 3, r"rows for \[2, 4\] ranks"),
+        (differing, 3, "differ between ranks, and integers have no mean"),
+        (lambda: {"w": jnp.zeros(3)}, 3, "none of sync_gradients or local_steps"),
+    ],
+    ids=["world", "rows", "integers", "none"],
+)
+def test_what_cannot_be_resized_is_refused(make, world, says):
+    with pytest.raises(ValueError, match=f"^resize_state: .*{says}"):
+        resize_state(make(), world)

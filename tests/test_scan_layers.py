@@ -1,0 +1,171 @@
+"""scan_layers: the model and the gradient of exact layers, one call per layer, a layer ahead."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Identity
+from cgx_jax.compressors import ShiftedLattice
+
+WORLD, WIDTH = 8, 64
+KEY = jax.random.key(0)
+EXACT = {"weights": Identity(), "gradients": Identity()}
+
+
+def layers(count):
+    rng = np.random.default_rng(count)
+    draw = lambda *s: jnp.asarray(rng.standard_normal(s) / WIDTH**0.5, jnp.float32)  # noqa: E731
+    return {"kernel": draw(count, WIDTH, WIDTH), "bias": draw(count, WIDTH)}
+
+
+def body(x, layer):
+    return x + jnp.tanh(x @ layer["kernel"] + layer["bias"])
+
+
+def on_ranks(f, mesh, *, check_vma=True):
+    """`f` of this rank's examples and of its part of all layers."""
+    shards = P(None, "data")
+    specs = {"kernel": shards, "bias": shards}
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs), check_vma=check_vma
+    )
+
+
+def trained(mesh, options, **more):
+    def of_rank(x, shards):
+        def loss(x, shards):
+            return (cgx_jax.scan_layers(body, x, shards, "data", **options) ** 2).sum()
+
+        value, grads = jax.value_and_grad(loss, argnums=1)(x, shards)
+        return lax.psum(value, "data"), grads
+
+    return jax.jit(on_ranks(of_rank, mesh, **more))
+
+
+def whole_loss(x, stack):
+    for i in range(len(stack["bias"])):
+        x = body(x, jax.tree.map(lambda leaf: leaf[i], stack))  # noqa: B023
+    return (x**2).sum()
+
+
+EXAMPLES = jnp.asarray(np.random.default_rng(1).standard_normal((2 * WORLD, WIDTH)), jnp.float32)
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
+def test_without_compression_it_is_the_whole_model(count, check_vma, mesh):
+    stack = layers(count)
+    got = trained(mesh, {"exchange": "xla", **EXACT}, check_vma=check_vma)(EXAMPLES, stack)
+    want = jax.value_and_grad(whole_loss, argnums=1)(EXAMPLES, stack)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), got, want)
+
+
+def test_both_passes_see_the_same_rounded_weights(mesh):
+    """The gradient is that of the model whose weights the forward pass has gathered."""
+    stack, c = layers(3), ShiftedLattice(4)
+    options = {"weights": c, "gradients": Identity(), "key": KEY, "exchange": "xla"}
+    loss, grads = trained(mesh, options)(EXAMPLES, stack)
+
+    def gathered(x, shards):
+        rounded = [
+            cgx_jax.all_gather_compressed(
+                jax.tree.map(lambda leaf: leaf[i], shards),  # noqa: B023
+                "data",
+                c,
+                tiled=True,
+                key=jax.random.fold_in(KEY, 2 * i),
+                exchange="xla",
+            )
+            for i in range(3)
+        ]
+        whole = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rounded)
+        mine = jax.tree.map(
+            lambda leaf: lax.dynamic_slice_in_dim(
+                leaf, lax.axis_index("data") * (WIDTH // WORLD), WIDTH // WORLD, 1
+            ),
+            whole,
+        )
+        return lax.psum(x.sum(), "data"), mine
+
+    rounded = jax.jit(on_ranks(gathered, mesh))(EXAMPLES, stack)[1]
+    assert np.abs(rounded["kernel"] - stack["kernel"]).max() > 1e-3
+    want, wanted = jax.value_and_grad(whole_loss, argnums=1)(EXAMPLES, rounded)
+    np.testing.assert_allclose(loss, want, rtol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), grads, wanted)
+
+
+def computations(hlo):
+    """Each computation of a module: {instruction: (opcode, its operands)}.
+
+    What calls a computation with a product counts as one.
+    """
+    found = {}
+    for head, block in re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S):
+        line = r"^\s*(?:ROOT )?%([\w.-]+) = .*? ([\w-]+)\((.*)$"
+        found[head] = {
+            name: (op, re.findall(r"%([\w.-]+)", rest))
+            for name, op, rest in re.findall(line, block, re.M)
+        }
+    products = {head for head, ops in found.items() if any(op == "dot" for op, _ in ops.values())}
+    for ops in found.values():
+        for name, (op, operands) in ops.items():
+            if op in ("call", "fusion") and products & set(operands):
+                ops[name] = "dot", operands
+    return found
+
+
+def before(instructions, name):
+    """Everything that an instruction waits for."""
+    seen, open_ = set(), [name]
+    while open_:
+        for operand in instructions[open_.pop()][1]:
+            if operand in instructions and operand not in seen:
+                seen.add(operand)
+                open_.append(operand)
+    return seen
+
+
+def test_in_compiled_loops_weights_and_gradients_travel_beside_the_computation(mesh):
+    """In each loop one call for all leaves; none waits for a product, nor a product for it."""
+    f = trained(mesh, {"key": KEY, "exchange": "xla"})
+    hlo = f.lower(EXAMPLES, layers(6)).compile().as_text()
+    module, bodies = computations(hlo), re.findall(r"body=%?([\w.-]+)", hlo)
+    loops = []
+    for instructions in (module[name] for name in bodies):
+        sends = [n for n, (op, _) in instructions.items() if op in ("all-gather", "all-to-all")]
+        dots = [n for n, (op, _) in instructions.items() if op == "dot"]
+        if not sends:  # that of random numbers
+            continue
+        assert dots
+        for name in sends:
+            assert not before(instructions, name) & set(dots)
+        for name in dots:
+            assert not before(instructions, name) & set(sends)
+        loops.append(sorted(instructions[n][0] for n in sends))
+    assert sorted(loops) == [["all-gather"], ["all-gather", "all-to-all"]]
+
+
+@pytest.mark.parametrize(
+    ("stack", "message"),
+    [
+        (
+            {"a": jnp.zeros((3, 8)), "b": jnp.zeros((2, 8))},
+            r"leading dimensions \[\(2,\), \(3,\)\]",
+        ),
+        ({"a": jnp.zeros((0, 8))}, r"leading dimensions \[\(0,\)\]"),
+    ],
+)
+def test_stacks_that_are_none_are_refused(stack, message, mesh):
+    f = lambda x, s: cgx_jax.scan_layers(body, x, s, "data", key=KEY)  # noqa: E731
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(None, "data")), out_specs=P("data")),
+            EXAMPLES,
+            stack,
+        )

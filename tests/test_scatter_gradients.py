@@ -1,0 +1,322 @@
+"""scatter_gradients: shards of the mean; memories, units and their state under sharded training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import ErrorFeedback, Identity, Quantize, Rules, SecondMoment
+from cgx_jax.compressors import QSGD, SharedTernGrad, SignSGD, TopK
+from cgx_jax.transforms import MomentumCorrection
+
+WORLD = 4
+SHAPES = {"bias": (40,), "kernel": (24, 60), "stack": (8, 10, 30)}
+Q3 = Rules((), Quantize(3, 64), exact=())
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+
+
+def gradients(steps, scale=None, seed=0):
+    """Leaves [steps, ranks, ...]."""
+    rng = np.random.default_rng(seed)
+    draw = lambda s: rng.standard_normal((steps, WORLD, *s)).astype(np.float32)  # noqa: E731
+    out = {name: draw(shape) for name, shape in SHAPES.items()}
+    if scale is not None:
+        out["kernel"] = out["kernel"] * scale
+    return out
+
+
+def zeros():
+    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def run(tx, grads, state=None):
+    """Every step's whole mean, put together of all ranks' shards, and the states."""
+    state = tx.init(zeros()) if state is None else state
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.jit(
+        jax.shard_map(
+            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            mesh=mesh(),
+            in_specs=(P("data"), specs),
+            out_specs=(P("data"), specs),
+        )
+    )
+    means, states = [], [state]
+    for t in range(len(next(iter(grads.values())))):
+        mean, state = f(jax.tree.map(lambda x, t=t: x[t], grads), state)
+        means.append(jax.tree.map(np.asarray, mean))
+        states.append(state)
+    return means, states
+
+
+def scatter(policy, **options):
+    return cgx_jax.scatter_gradients("data", policy, mesh=mesh(), exchange="xla", **options)
+
+
+def test_restore_step_size_around_shards_is_refused():
+    tx = scatter(Quantize(4, rotation=True), precondition=SecondMoment())
+    tx = cgx_jax.transforms.restore_step_size(optax.chain(tx, optax.scale_by_adam()))
+    with pytest.raises(ValueError, match=r"^restore_step_size: .*scatter_gradients returns shards"):
+        tx.init(zeros())
+
+
+def test_shards_of_votes_are_those_of_an_all_reduce():
+    grads, policy = gradients(1), Rules((), SignSGD(), exact=())
+    means, _ = run(scatter(policy), grads)
+    for name, x in grads.items():
+        np.testing.assert_array_equal(means[0][name], np.sign(np.sign(x[0]).sum(0)))
+
+
+def test_exact_shards_make_up_the_mean():
+    grads = gradients(2)
+    means, _ = run(scatter(Identity()), grads)
+    for t, mean in enumerate(means):
+        for name, x in grads.items():
+            np.testing.assert_allclose(mean[name], x[t].mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [Identity(), Rules((), Quantize(8, 64), exact=())], ids=str)
+@pytest.mark.parametrize(
+    ("world", "check_vma"), [(1, True), (3, False), pytest.param(8, True, marks=pytest.mark.slow)]
+)
+def test_it_is_the_mean_over_any_number_of_ranks(world, check_vma, policy):
+    """With all that it can keep, under both kinds of shard_map; 3 ranks have no power of two."""
+    devices = Mesh(np.array(jax.devices()[:world]), ("data",))
+    options = {"memory": ErrorFeedback(), "precondition": SecondMoment(), "exchange": "xla"}
+    tx = cgx_jax.scatter_gradients("data", policy, mesh=devices, **options)
+    x = np.random.default_rng(world).standard_normal((world, 24, 60)).astype(np.float32)
+    state = tx.init({"w": jnp.zeros(x.shape[1:])})
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(
+        lambda g, s: tx.update({"w": g[0]}, s),
+        mesh=devices,
+        in_specs=(P("data"), specs),
+        out_specs=(P("data"), specs),
+        check_vma=check_vma,
+    )
+    step = jax.jit(f)
+    got = []
+    for _ in range(3):
+        mean, state = step(x, state)
+        got.append(mean["w"])
+    # 255 intervals in a range of less than 8, halved by rounding, and feedback of as much.
+    limit = 1e-6 if world == 1 or policy == Identity() else 2 * 8 / 255
+    assert np.abs(np.array(got) - x.mean(0)).max() <= limit
+
+
+@pytest.mark.parametrize("options", [{}, {"precondition": SecondMoment()}], ids=["plain", "units"])
+def test_sums_that_float16_cannot_hold_have_a_mean(options):
+    """Four ranks of up to 60,000 each; the type ends at 65,504."""
+    tx = scatter(Rules((), Quantize(8, 64), exact=()), **options)
+    x = np.random.default_rng(0).uniform(2e4, 6e4, (1, WORLD, 24, 60)).astype(np.float16)
+    like = {"kernel": jnp.zeros((24, 60), jnp.float16)}
+    means, _ = run(tx, {"kernel": x}, tx.init(like))
+    got, exact = means[0]["kernel"], x[0].astype(np.float64).mean(0)
+    assert got.dtype == np.float16
+    assert np.abs(got - exact).max() <= 4e4 / 255  # of which rounding takes a half
+
+
+def test_nothing_is_rounded_twice_between_a_bfloat16_mean_and_its_memory():
+    """What was seen and what is kept is what was given, to the rounding of the mean and memory."""
+    tx = scatter(Rules((), Quantize(3, 64), exact=()), memory=ErrorFeedback())
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, WORLD, 24, 60)), jnp.bfloat16)
+    like = {"kernel": jnp.zeros((24, 60), jnp.bfloat16)}
+    means, states = run(tx, {"kernel": x}, tx.init(like))
+    seen, kept, given = (
+        np.asarray(v, np.float64) for v in (means[0]["kernel"], states[1].memory[0]["kernel"], x[0])
+    )
+    # Half an ulp of each, at most 2**-8 of its value.
+    limit = 2.0**-8 * (np.abs(seen) + np.abs(kept).mean(0)) + 1e-6
+    assert (np.abs(seen + kept.mean(0) - given.mean(0)) <= limit).all()
+
+
+@pytest.mark.parametrize("policy", [Q3, Rules((), QSGD(7, 64), exact=()), TopK(0.1)], ids=str)
+@pytest.mark.parametrize(
+    "memory",
+    [ErrorFeedback(), pytest.param(MomentumCorrection(0.9), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_what_was_seen_and_what_is_kept_is_what_was_given(policy, memory):
+    grads = gradients(4)
+    means, states = run(scatter(policy, memory=memory), grads)
+    lossy = 0
+    for name, x in grads.items():
+        given = x.astype(np.float64)
+        if isinstance(memory, MomentumCorrection):
+            velocities = [np.asarray(s.memory[1][name], np.float64) for s in states[:-1]]
+            given = given + 0.9 * np.array(velocities)
+        kept = np.asarray(states[-1].memory[0][name], np.float64)
+        seen = sum(mean[name].astype(np.float64) for mean in means)
+        np.testing.assert_allclose(seen + kept.mean(0), given.mean(1).sum(0), atol=2e-5)
+        scaled = isinstance(getattr(policy, "default", None), QSGD)
+        for rank, own in enumerate(np.split(kept, WORLD, axis=1)):
+            # What a rank owns, it adds up as it is; the factor of an unbiased code is of the sum.
+            assert own[rank].any() == scaled
+        lossy += np.abs(kept).max() > 1e-3
+    assert lossy >= 1
+
+
+SCALE = np.float32(10.0) ** np.random.default_rng(5).uniform(-2, 1, (24, 1)).astype(np.float32)
+
+
+def test_units_lessen_the_error_in_the_optimizers_units():
+    """Rows of very different sizes: after some steps each row's error follows its size."""
+    grads = gradients(12, SCALE)
+    exact = grads["kernel"].astype(np.float64).mean(1)
+    off = {}
+    for name, precondition in (("plain", None), ("units", SecondMoment())):
+        means, _ = run(scatter(Q3, precondition=precondition), grads)
+        got = np.array([m["kernel"] for m in means])
+        off[name] = np.sqrt(np.square((got - exact) / SCALE)[6:].mean())
+    assert off["units"] < 0.3 * off["plain"]
+
+
+def test_the_moments_are_those_of_the_whole_mean():
+    """From the shards the ranks make the state that `SecondMoment` makes of the whole mean."""
+    grads, moment = gradients(5, SCALE), SecondMoment()
+    means, states = run(scatter(Q3, precondition=moment), grads)
+    update = jax.jit(moment.update)
+    for name, shape in SHAPES.items():
+        state = moment.init(jax.ShapeDtypeStruct(shape, jnp.float32))
+        for t, mean in enumerate(means):
+            state = update(state, mean[name], jnp.int32(t))
+        for got, want in zip(states[-1].moments, state, strict=True):
+            np.testing.assert_allclose(got[name], want, rtol=2e-4, atol=1e-6)
+
+
+def test_units_cost_one_small_sum_in_the_steps_that_update_them():
+    tx = scatter(Q3, precondition=SecondMoment())
+    state = tx.init(zeros())
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=mesh(),
+        in_specs=(P("data"), specs),
+        out_specs=(P("data"), specs),
+    )
+    one = jax.tree.map(lambda x: x[0], gradients(1))
+    hlo = jax.jit(f).lower(one, state).as_text("hlo")
+    sums = [line for line in hlo.splitlines() if " all-reduce(" in line]
+    # A leaf's rows and columns: its last dimension are the columns, a vector is one.
+    sizes = 40 + 1 + 24 + 60 + 80 + 30
+    assert len(sums) == 2  # the other says whether all is finite
+    assert sum(f"f32[{sizes}]" in line for line in sums) == 1
+    assert sum("s32[]" in line for line in sums) == 1
+    assert hlo.count(" all-to-all(") == 1
+
+
+def test_a_step_that_is_not_finite_on_one_rank_changes_no_state():
+    grads = gradients(3)
+    grads["kernel"][1, 2, 0, 0] = np.nan  # in the shard of rank 0 alone
+    options = {"memory": ErrorFeedback(), "precondition": SecondMoment()}
+    means, states = run(scatter(Q3, **options), grads)
+    assert np.isnan(means[1]["kernel"]).any()
+    before, after = (jax.tree.leaves((s.memory, s.moments)) for s in states[1:3])
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.isfinite(means[2]["kernel"]).all()
+
+
+def test_shards_inside_and_whole_leaves_outside_begin_alike():
+    tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment())
+    outside = tx.init(zeros())
+    specs = cgx_jax.state_specs(outside, "data")
+    inside = jax.jit(jax.shard_map(tx.init, mesh=mesh(), in_specs=P("data"), out_specs=specs))(
+        zeros()
+    )
+    assert jax.tree.map(jnp.shape, inside) == jax.tree.map(jnp.shape, outside)
+    assert inside.memory[0]["kernel"].sharding.spec == P("data")
+    assert outside.memory[0]["kernel"].shape == (WORLD, 24, 60)
+
+
+def test_a_saved_state_goes_on_where_it_was():
+    """Host copies placed by `state_shardings`, as a checkpoint restores them."""
+    options = {"memory": ErrorFeedback(), "precondition": SecondMoment()}
+    tx, grads = scatter(Rules((), Quantize(3, 64, "stochastic"), exact=()), **options), gradients(4)
+    whole, _ = run(tx, grads)
+    _, states = run(tx, jax.tree.map(lambda x: x[:2], grads))
+    saved = jax.tree.map(np.asarray, states[-1])
+    shardings = cgx_jax.state_shardings(saved, "data", mesh())
+    restored = jax.tree.map(jax.device_put, saved, shardings)
+    again, _ = run(tx, jax.tree.map(lambda x: x[2:], grads), restored)
+    for a, b in zip(whole[2:], again, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_momentum_on_shards_is_momentum_on_the_whole():
+    """A chain of exact shards: the optimizer's state is split as the parameters are."""
+    tx = optax.chain(scatter(Identity()), optax.sgd(0.1, momentum=0.9))
+    whole = optax.sgd(0.1, momentum=0.9)
+    grads, params = gradients(3), {n: jnp.ones(s) for n, s in SHAPES.items()}
+    state, exact = tx.init(params), whole.init(params)
+    place = lambda x: P("data") if jnp.ndim(x) else P()  # noqa: E731
+    specs = jax.tree.map(place, state)
+
+    def of_rank(g, s, p):
+        updates, s = tx.update(jax.tree.map(lambda x: x[0], g), s, p)
+        return optax.apply_updates(p, updates), s
+
+    f = jax.shard_map(
+        of_rank, mesh=mesh(), in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs)
+    )
+    shards = jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh(), place(x))), (state, params)
+    )
+    step = jax.jit(f)
+    for t in range(3):
+        mean = jax.tree.map(lambda x, t=t: jnp.asarray(x[t].mean(0)), grads)
+        updates, exact = whole.update(mean, exact, params)
+        params = optax.apply_updates(params, updates)
+        own, state = step(jax.tree.map(lambda x, t=t: x[t], grads), *shards)
+        shards = state, own
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), own, params)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: scatter(Q3, precondition=SecondMoment(factored=False)), "only the owner of a"),
+        (lambda: scatter(SignSGD(), memory=ErrorFeedback()), "SignSGD.* grows without end"),
+        (lambda: scatter(SharedTernGrad()), "SharedTernGrad.* is numbers that all ranks sum up"),
+    ],
+)
+def test_what_cannot_work_is_refused(make, message):
+    with pytest.raises(ValueError, match=rf"^scatter_gradients: .*{message}"):
+        run(make(), gradients(1))
+
+
+@pytest.mark.parametrize("options", [{"memory": ErrorFeedback()}, {"precondition": SecondMoment()}])
+def test_a_state_made_of_shards_for_whole_leaves_is_refused(options):
+    tx = scatter(Q3, **options)
+    shards = {name: jnp.zeros((s[0] // WORLD, *s[1:])) for name, s in SHAPES.items()}
+    with pytest.raises(ValueError, match=r"^scatter_gradients: the state of leaf 'bias' .*Give "):
+        run(tx, gradients(1), tx.init(shards))
+
+
+def test_a_tree_without_leaves_comes_back():
+    tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment())
+    state = tx.init({})
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(
+        lambda s: tx.update({}, s)[1], mesh=mesh(), in_specs=(specs,), out_specs=specs
+    )
+    assert f(state).step == 1
+
+
+def test_a_wrapper_that_skips_on_one_rank_is_refused():
+    tx = optax.apply_if_finite(scatter(Q3), 5)
+    with pytest.raises(ValueError, match=r"^scatter_gradients: optax.apply_if_finite .*lax.pmin"):
+        tx.init(zeros())
+
+
+def test_a_state_of_other_options_is_refused():
+    state = scatter(Q3).init(zeros())
+    with pytest.raises(ValueError, match=r"^scatter_gradients: the state holds 0 arrays per leaf"):
+        run(scatter(Q3, memory=ErrorFeedback()), gradients(1), state)

@@ -1,0 +1,192 @@
+"""What earlier runs found: where it lies, when it holds, and what is never trusted."""
+
+import json
+import os
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+from cgx_jax import installation
+from cgx_jax.compressors import Quantize, SignSGD
+from cgx_jax.exchanges import Mpi, Xla
+from cgx_jax.reductions import GatherSum, Levels
+from cgx_jax.tuner import Setting, cache
+from cgx_jax.tuner.cache import Key
+from cgx_jax.tuner.setting import Offered
+from test_tuner import SPLIT, TRIAL_STEPS, WHOLE, Training, costs_of, tuner
+
+NEAR = Levels("local")
+OFFERED = Offered((Mpi(window=4), Xla()), (GatherSum(),), (NEAR, Levels(groups=[[0, 1], [2, 3]])))
+SETTINGS = [
+    Setting(),
+    Setting(Xla()),
+    Setting(Mpi(segment_bytes=32768, window=8, threads=2), fusion_bytes=1 << 22),
+    Setting(Mpi(window=4), GatherSum(), NEAR),
+    Setting(Xla(), None, Levels(groups=[[0, 1], [2, 3]]), 1 << 24),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_setting_survives_json(setting):
+    assert OFFERED.setting(json.loads(json.dumps(setting.to_fields()))) == setting
+
+
+def changed(**fields):
+    return Setting(Mpi(window=4), GatherSum(), NEAR).to_fields() | fields
+
+
+BAD_SETTINGS = {
+    "no object": (None, "exchange is missing in None"),
+    "an exchange that is not here": (changed(exchange="nccl"), "exchange='nccl' is not one of"),
+    "an exchange of no name": (changed(exchange=["mpi"]), r"exchange=\['mpi'\] is not one of"),
+    "a reduction that is not tried": (changed(reduction="tree"), "reduction='tree' is not one of"),
+    "other levels": (changed(levels="levels ('node',)"), "is not one of"),
+    "an option that there is not": (changed(options={"color": 1}), "options=.* are not some of"),
+    "no options": (changed(options=[]), r"options=\[\] are not"),
+    "a window of text": (changed(options={"window": "4"}), "window='4' is not a whole number"),
+    "a window of one": (changed(options={"window": 1}), r"window=1 must be in \[2, 1024\]"),
+    "buffers of nothing": (changed(fusion_bytes=0), "fusion_bytes=0 is not a whole number"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_what_is_no_setting_is_refused(name):
+    fields, message = BAD_SETTINGS[name]
+    with pytest.raises(ValueError, match=message):
+        OFFERED.setting(fields)
+
+
+KEY = Key({"cpu": "a cpu", "world": 2}, "a" * 32, 1000)
+FIELDS = Setting(Xla()).to_fields()
+
+
+def found(root, key=KEY):
+    return cache.find(root, key, OFFERED.setting)
+
+
+def test_the_same_job_finds_its_setting_and_a_neighbor_the_nearest(tmp_path):
+    assert found(tmp_path / "none") == (None, False)
+    near = Key(KEY.topology, "b" * 32, 3000)
+    cache.keep(tmp_path, near, Setting(Mpi(window=4)).to_fields())
+    cache.keep(tmp_path, Key(KEY.topology, "c" * 32, 900), FIELDS)
+    assert found(tmp_path) == (Setting(Xla()), False)
+    assert found(tmp_path, near) == (Setting(Mpi(window=4)), True)
+    assert found(tmp_path, Key(KEY.topology, "d" * 32, 13_000)) == (None, False)  # far away
+    assert found(tmp_path, Key({"cpu": "another", "world": 2}, "b" * 32, 3000)) == (None, False)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    cache.keep(tmp_path, KEY, FIELDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.warns(RuntimeWarning, match="cannot be kept in .*disk full.*pass cache="):
+            cache.keep(tmp_path, KEY, Setting().to_fields())
+    assert found(tmp_path) == (Setting(Xla()), True)
+    assert len(list(tmp_path.rglob("*"))) == 2  # the folder and the file, nothing half written
+    cache.keep(tmp_path, KEY, Setting().to_fields())
+    assert found(tmp_path) == (Setting(), True)
+
+
+def damage(**fields):
+    return lambda text: json.dumps(json.loads(text) | fields)
+
+
+DAMAGED = {
+    "half a file": (lambda text: text[: len(text) // 2], "it is not JSON"),
+    "nothing": (lambda text: "", "it is not JSON"),
+    "a number": (lambda text: "7", "schema is missing in 7"),
+    "bytes of no text": (lambda text: b"\xff\xfe", "it is not UTF-8"),
+    "another schema": (damage(schema=0), "schema=0, this version of cgx_jax reads 1"),
+    "other machines": (damage(topology={"cpu": "another"}), "of other machines, versions"),
+    "another tree": (damage(tree="e" * 32), "of another tree than its name"),
+    "no size": (damage(nbytes=-1), "nbytes=-1 is not a whole number"),
+    "a foreign setting": (damage(setting=changed(exchange="pigeon")), "exchange='pigeon'"),
+    "a terminal's commands": (damage(setting="\x1b[2J"), "not printable"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_that_is_damaged_or_foreign_is_said_once_and_measured_anew(tmp_path, name):
+    spoil, message = DAMAGED[name]
+    cache.keep(tmp_path, KEY, FIELDS)
+    (path,) = tmp_path.rglob("*.json")
+    spoiled = spoil(path.read_text())
+    path.write_bytes(spoiled if isinstance(spoiled, bytes) else spoiled.encode())
+    cache.keep(tmp_path, Key(KEY.topology, "b" * 32, 1000), Setting().to_fields())
+    with pytest.warns(RuntimeWarning, match=f"Tuner: .*{path.name}: .*{message}") as said:
+        assert found(tmp_path) == (Setting(), False)
+    assert len(said) == 1
+
+
+FOLDERS = {
+    "linux": ({"XDG_CACHE_HOME": "/caches"}, "/caches/cgx_jax"),
+    "linux, a relative path": ({"XDG_CACHE_HOME": "caches"}, "/home/me/.cache/cgx_jax"),
+    "linux, nothing set": ({}, "/home/me/.cache/cgx_jax"),
+    "darwin": ({"XDG_CACHE_HOME": "/caches"}, "/home/me/Library/Caches/cgx_jax"),
+    "win32": ({"LOCALAPPDATA": "/local"}, "/local/cgx_jax/Cache"),
+    "win32, nothing set": ({}, "/home/me/AppData/Local/cgx_jax/Cache"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_folder_is_where_the_system_keeps_caches(monkeypatch, name):
+    variables, expected = FOLDERS[name]
+    monkeypatch.setattr(sys, "platform", name.split(",")[0])
+    monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path("/home/me"))
+    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert cache.user_folder() == pathlib.Path(expected)
+
+
+def test_a_second_run_starts_tuned_and_a_neighbor_tries_it_first(tmp_path, monkeypatch):
+    costs = costs_of(0.8, 0.5)
+    first = Training(tuner(cache=tmp_path), monkeypatch=monkeypatch, costs=costs)
+    first.run(TRIAL_STEPS + 1)
+    again = Training(tuner(cache=tmp_path), monkeypatch=monkeypatch, costs=costs)
+    again.run(1)
+    assert again.ran == [WHOLE]
+    assert again.tuner.metrics()["cgx/tuner"] == "cached"
+    other = Training(
+        tuner(cache=tmp_path, compilations=2), Quantize(8), monkeypatch=monkeypatch, costs=costs
+    )
+    other.run(2)
+    assert other.tuner.state == "trying"
+    assert other.ran == [Setting(), WHOLE]  # not SPLIT, which comes before it without a cache
+    monkeypatch.setattr(installation, "facts", lambda: {"cpu": "another"})
+    moved = Training(tuner(cache=tmp_path, compilations=2), monkeypatch=monkeypatch, costs=costs)
+    moved.run(2)
+    assert moved.ran == [Setting(), SPLIT]
+
+
+def test_a_neighbors_setting_that_is_wrong_for_this_tree_is_not_tried(tmp_path, monkeypatch):
+    costs = costs_of(0.8, 0.5)
+    first = Training(tuner(cache=tmp_path), monkeypatch=monkeypatch, costs=costs)
+    first.run(TRIAL_STEPS + 1)
+    assert first.tuner.current == WHOLE
+    signs = Training(tuner(cache=tmp_path), SignSGD(), monkeypatch=monkeypatch, costs=costs)
+    signs.run(2)  # gather_sum is wrong for votes
+    assert signs.ran == [Setting(), SPLIT]
+
+
+def test_a_user_without_a_home_is_told_and_has_no_cache(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.warns(RuntimeWarning, match="no folder for caches .*home.*pass cache="):
+        assert cache.folder(True) is None
+
+
+def test_a_tuner_without_a_cache_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "user_folder", lambda: tmp_path)
+    Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(0.8, 0.5)).run(TRIAL_STEPS + 1)
+    assert not list(tmp_path.iterdir())
+    by_default = tuner(cache=True)
+    assert by_default._folder == tmp_path
+    np.testing.assert_equal(by_default.metrics()["cgx/tuner"], "waiting")

@@ -1,0 +1,51 @@
+// What a rank tells all others outside of any call: that it has failed, or that it leaves.
+#ifndef CGX_MPI_NOTICES_H_
+#define CGX_MPI_NOTICES_H_
+
+#include <stdint.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "mpi/port.h"
+
+namespace cgx {
+
+// One rank's notices and those of all others; each rank sends one at most. Not thread-safe.
+class Notices {
+ public:
+  enum Kind : int64_t { kNone, kFailed, kLeft };
+
+  // `incoming` and `outgoing` reach all `ranks`; `tag` is of no call.
+  Notices(std::unique_ptr<Port> incoming, std::unique_ptr<Port> outgoing, int64_t ranks,
+          int64_t rank, int tag);
+  // Waits a moment for what is sent to leave.
+  ~Notices();
+
+  void send(Kind kind, const std::string& text);
+  // Whether another one has come.
+  bool poll();
+  Kind of(int64_t rank) const { return heard_[rank] ? received_[rank]->kind : kNone; }
+  std::string text(int64_t rank) const;
+
+ private:
+  struct Notice {
+    Kind kind = kNone;
+    char text[2040] = {};
+  };
+
+  const std::unique_ptr<Port> incoming_, outgoing_;
+  const int64_t rank_;
+  const int tag_;
+  // Messages in flight write to and read from these.
+  std::vector<std::unique_ptr<Notice>> received_;
+  std::unique_ptr<Notice> sent_;
+  std::vector<bool> heard_;
+  int64_t leaving_ = 0;  // messages
+  std::vector<int64_t> finished_;
+};
+
+}  // namespace cgx
+
+#endif  // CGX_MPI_NOTICES_H_
