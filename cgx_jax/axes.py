@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,9 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
+
+# A leaf of up to this size travels with others: a call of its own costs more than the copies.
+SMALL_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,23 +119,26 @@ class Axes:
                 )
 
     def sum(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """`lax.psum` of every leaf."""
+        """`lax.psum` of every leaf; small ones travel together."""
         if self.groups is not None and self.checked():
             # lax.psum refuses groups under check_vma; a gather of the group and a sum do not.
-            return [self._gathered_sum(x) for x in leaves]
-        return lax.psum(list(leaves), self._name, axis_index_groups=self.groups)
+            return _together(lambda joined: [self._gathered_sum(x) for x in joined], leaves)
+        return _together(self._by(lax.psum), leaves)
 
     def max(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """`lax.pmax` of every leaf."""
+        """`lax.pmax` of every leaf; small ones travel together."""
         if self.groups is not None and self.checked():
-            return [self._gathered(x).max(0) for x in leaves]
-        return lax.pmax(list(leaves), self._name, axis_index_groups=self.groups)
+            return _together(lambda joined: [self._gathered(x).max(0) for x in joined], leaves)
+        return _together(self._by(lax.pmax), leaves)
 
     def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """`lax.pmean` of every leaf."""
+        """`lax.pmean` of every leaf; small ones travel together."""
         if self.groups is not None and self.checked():
-            return [self._gathered(x).mean(0) for x in leaves]
-        return lax.pmean(list(leaves), self._name, axis_index_groups=self.groups)
+            return _together(lambda joined: [self._gathered(x).mean(0) for x in joined], leaves)
+        return _together(self._by(lax.pmean), leaves)
+
+    def _by(self, collective: Callable[..., Any]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+        return lambda leaves: collective(leaves, self._name, axis_index_groups=self.groups)
 
     def _gathered_sum(self, x: Any) -> jax.Array:
         # The sum of bools is their count, as lax.psum gives it.
@@ -146,6 +152,31 @@ class Axes:
     @property
     def _name(self) -> Any:
         return self.names[0] if len(self.names) == 1 else self.names
+
+
+def _together(
+    reduce: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[Any]
+) -> list[jax.Array]:
+    """`reduce` of every leaf, where those of a few values are one array for each type of them.
+
+    XLA makes a collective of each array, and on networks each costs a latency.
+    """
+    arrays = [jnp.asarray(x) for x in leaves]
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        if 0 < x.nbytes <= SMALL_BYTES and not x.aval.weak_type:
+            alike.setdefault((x.dtype, _compat.varying_axes(x)), []).append(i)
+    groups = [numbers for numbers in alike.values() if len(numbers) > 1]
+    joined = {i for numbers in groups for i in numbers}
+    alone = [i for i in range(len(arrays)) if i not in joined]
+    flat = [jnp.concatenate([arrays[i].ravel() for i in numbers]) for numbers in groups]
+    reduced = reduce([arrays[i] for i in alone] + flat)
+    out = dict(zip(alone, reduced, strict=False))
+    for numbers, values in zip(groups, reduced[len(alone) :], strict=True):
+        ends = np.cumsum([arrays[i].size for i in numbers])[:-1].tolist()
+        parts = jnp.split(values, ends)
+        out.update((i, y.reshape(arrays[i].shape)) for i, y in zip(numbers, parts, strict=True))
+    return [out[i] for i in range(len(arrays))]
 
 
 def _check_bound(caller: str, names: tuple[Any, ...], groups: Any) -> None:

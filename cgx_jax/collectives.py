@@ -30,9 +30,9 @@ def psum_compressed(
 
     `tree` is a pytree of arrays of any shape; `compressor` one compressor (default `Quantize()`,
     4 bits), a policy or a `Plan`. Given one compressor, leaves of a tree with ndim <= 1, under
-    1,024 values, named bias or norm, or of a dtype other than f32, bf16, f16 are summed exactly
-    (`Rules` chooses otherwise); a bare array is compressed as asked. `key` feeds
-    stochastic rounding: one key for all ranks, another for every step.
+    1,024 values, named bias or norm, or of a dtype other than f32, bf16, f16 are summed exactly,
+    small ones together (`Rules` chooses otherwise); a bare array is compressed as asked. `key`
+    feeds stochastic rounding: one key for all ranks, another for every step.
 
     `exchange` says how payloads travel: "xla", XLA's own collectives; "mpi", between CPU processes
     that mpiexec started; "nccl", between CUDA devices, on XLA's communicator; "peer", between those

@@ -534,3 +534,37 @@ def test_cached_programs_of_several_processes_on_cpus_are_warned_of(cached, monk
         jax.config.update("jax_enable_compilation_cache", before)
     found = [w for w in caught if "jax_enable_compilation_cache" in str(w.message)]
     assert len(found) == cached
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("call", ["psum_compressed", "pmean_compressed"])
+def test_small_exact_leaves_travel_together(call, check_vma, mesh):
+    """One collective for each dtype, and one for each large leaf; the numbers are those of lax."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": (7,), "b": (), "c": (3, 5), "empty": (0,), "large": (40, 1000)}
+    tree = {k: rng.normal(size=(8, *s)).astype(np.float32) for k, s in shapes.items()}
+    tree |= {k: jnp.asarray(tree["c"], jnp.bfloat16) for k in ("half", "halves")}
+    tree["count"] = np.arange(8, dtype=np.int32)[:, None]
+    exact = {"psum_compressed": lax.psum, "pmean_compressed": lax.pmean}[call]
+    if call == "pmean_compressed":
+        del tree["count"]  # lax.pmean gives floats of integers
+
+    def run(f):
+        return jax.jit(
+            jax.shard_map(
+                lambda t: f(jax.tree.map(lambda x: x[0], t)),
+                mesh=mesh,
+                in_specs=P("data"),
+                out_specs=P(),
+                check_vma=check_vma,
+            )
+        )
+
+    ours = run(lambda t: getattr(cgx_jax, call)(t, "data", cgx_jax.Identity()))
+    calls = ours.lower(tree).as_text().count("stablehlo.all_reduce")
+    assert calls == 4 + ("count" in tree)  # small fp32, bf16, the large one, the empty one, int32
+    with jax.numpy_dtype_promotion("standard"):
+        want = run(lambda t: exact(t, "data"))(tree)
+    for k, got in ours(tree).items():
+        assert got.dtype == want[k].dtype, k
+        np.testing.assert_array_equal(got, want[k], err_msg=k)

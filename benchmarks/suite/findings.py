@@ -133,6 +133,7 @@ def picture(
     """One panel a task: how much worse than exact each method learns, best on top, at its place."""
     from matplotlib.figure import Figure
 
+    runs = {task: one for task, one in runs.items() if places[task]}
     if not runs:
         return
     figure = Figure(figsize=(max(11, 4.2 * len(runs)), 6), layout="constrained")

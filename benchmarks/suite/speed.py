@@ -13,9 +13,11 @@ leave something out, in the same repeat:
     decode    the rest of a step in which nothing is sent: adding up, encoding sums, decoding
     wire      what the step with links takes longer
 
-"bf16, lax.psum" is a sum of 16-bit values as XLA makes it. Ranks are started by mpiexec and reduce
-by the "mpi" exchange where it is there, else by "xla". A step in which nothing is sent goes by the
-kernels of "xla".
+"exact" is `lax.pmean` of the tree, of which XLA makes a collective for each leaf on CPUs. In
+"exact, small leaves together" `sync_gradients` makes one for all leaves of up to 64 KiB. "bf16,
+lax.psum" is a sum of 16-bit values as XLA makes it. Ranks are started by mpiexec and reduce by the
+"mpi" exchange where it is there, else by "xla". A step in which nothing is sent goes by the kernels
+of "xla".
 """
 
 import argparse
@@ -58,10 +60,12 @@ from cgx_jax.exchanges import Mpi, auto, xla
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.transforms.precondition import WARMUP
 
+TOGETHER = "exact, small leaves together"
 BF16_PSUM = "bf16, lax.psum"
 NEVER = 1_000_000  # seconds that a program would have to compile to be cached
 TIMED = [
     "exact",
+    TOGETHER,
     BF16_PSUM,
     "8 bits",
     "4 bits, rotated, SecondMoment",
@@ -98,6 +102,16 @@ class HalfPsum(Timed):
             return jax.tree.map(lambda m, g: m.astype(g.dtype), means, grads)
 
         return optax.stateless(update)
+
+
+class Together(Timed):
+    """The step with exact means by `sync_gradients`, in which small leaves travel together."""
+
+    def _reduction(self, configuration: Configuration) -> optax.GradientTransformation:
+        return cgx_jax.sync_gradients("data", cgx_jax.Identity(), mesh=self.mesh)
+
+
+KINDS = {TOGETHER: Together, BF16_PSUM: HalfPsum}
 
 
 @contextlib.contextmanager
@@ -198,7 +212,7 @@ def compare(
 
     for name in names:
         configuration = METHODS.get(name, METHODS["exact"])
-        kind = HalfPsum if name == BF16_PSUM else Timed
+        kind = KINDS.get(name, Timed)
         policy = configuration.policy and configuration.policy(model.steps)
         summed = policy is None or isinstance(policy, SummedCompressor)
         trainer = of_exchange(kind, "xla" if summed else exchange, model, configuration)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat, nonfinite
-from cgx_jax.axes import Axes
+from cgx_jax.axes import SMALL_BYTES, Axes
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor
 from cgx_jax.compressors.base import require_key
 from cgx_jax.compressors.codes import CodedLeaf
@@ -22,9 +22,6 @@ from cgx_jax.halves.half import Half, where_of
 from cgx_jax.leaves import Leaf, is_bare, leaves_of
 from cgx_jax.plan import Plan, plan_of
 from cgx_jax.policies.rules import Policy
-
-# An exact leaf of up to this size travels along: a call of its own costs more than the copy.
-SMALL_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""Exact sums of many small leaves over shaped links (rig.py): leaf by leaf, and by this package.
+
+    sudo python benchmarks/small_leaves.py --json benchmarks/results/small_leaves.json
+
+Every rank holds --leaves vectors of fp32, of 3 to 512 values: the biases and norms of a network.
+Every repeat sums them by `lax.psum` of the tree and by `psum_compressed` with `Identity`, one after
+the other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and
+quartiles) over the repeats of lax.psum's time over the other's in the same repeat.
+"""
+
+import argparse
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process, timed
+
+SIZES = (3, 10, 32, 64, 128, 512)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worlds", default="2,4", help="ranks (default %(default)s)")
+    parser.add_argument("--rates", default="100mbit,1gbit,10gbit", help="(default %(default)s)")
+    parser.add_argument("--leaves", type=int, default=60, help="(default %(default)s)")
+    parser.add_argument("--reps", type=int, default=51, help="repeats (default %(default)s)")
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    worlds, rates = arguments.worlds.split(","), arguments.rates.split(",")
+    if rank_of_process() is None:
+        for world in worlds:
+            command = [sys.executable, sys.argv[0], "--worlds", world, "--rates", arguments.rates]
+            for name in ("leaves", "reps", "json"):
+                if (value := getattr(arguments, name)) is not None:
+                    command += [f"--{name}", str(value)]
+            if code := rig.run(int(world), rates[0], command, timeout=900):
+                return code
+        return 0
+    ranks = Ranks(int(worlds[0]))
+    sizes = [SIZES[i % len(SIZES)] for i in range(arguments.leaves)]
+
+    def leaves(row: jax.Array) -> list[jax.Array]:
+        return [row[i : i + size] for i, size in enumerate(sizes)]
+
+    def psum(row: jax.Array) -> jax.Array:
+        return jnp.concatenate(lax.psum(leaves(row), ranks.axis))
+
+    def compressed(row: jax.Array) -> jax.Array:
+        exact = cgx_jax.Identity()
+        return jnp.concatenate(cgx_jax.psum_compressed(leaves(row), ranks.axis, exact))
+
+    x = ranks.place(lambda rank, n: np.full(n, rank, np.float32), len(sizes) + max(SIZES))
+    functions = {
+        "psum": ranks.collective(psum),
+        "psum_compressed": ranks.collective(compressed),
+    }
+    rows = []
+    for rate in rates:
+        ranks.barrier()
+        if ranks.first:
+            rig.shape(rate)
+        samples = np.empty((arguments.reps, len(functions)))
+        for rep in range(-2, arguments.reps):  # two rounds of warm-up
+            for i, function in enumerate(functions.values()):
+                samples[rep, i] = timed(ranks, function, x)[0]
+        seconds = ranks.gather(samples.ravel()).reshape(-1, *samples.shape).max(axis=0)
+        row = {"leaves": len(sizes), "world": ranks.world, "links": rate, "reps": arguments.reps}
+        row["seconds"] = {
+            how: measure.quartiles(s) for how, s in zip(functions, seconds.T, strict=True)
+        }
+        row["ratio"] = measure.quartiles(seconds[:, 0] / seconds[:, 1])
+        rows.append(row)
+        if ranks.first:
+            times = ", ".join(f"{how} {1e3 * s[1]:.2f} ms" for how, s in row["seconds"].items())
+            low, ratio, high = row["ratio"]
+            print(f"{ranks.world} ranks, {rate}: {times}, ratio {ratio:.1f} ({low:.1f}-{high:.1f})")
+    if ranks.first:
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
