@@ -64,17 +64,29 @@ def nvcc() -> str | None:
     return os.environ.get("CUDACXX") or shutil.which("nvcc")
 
 
+def compile_source(compiler: str, architecture: str, source: str) -> str:
+    """Compiles a file of `xla_ffi/cuda` as the build does; returns what ptxas prints."""
+    command = [compiler, *FLAGS, "-cubin", f"-arch={architecture}", "-o", os.devnull]
+    command += [str(SOURCES / "cuda" / source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
+    return done.stderr
+
+
 def compile_report(compiler: str, architecture: str) -> list[Kernel]:
-    """Compiles the kernels as the build does and reads what ptxas prints."""
-    kernels = []
-    for source in ("kernels.cu", "peer.cu"):
-        command = [compiler, *FLAGS, "-cubin", f"-arch={architecture}", "-o", os.devnull]
-        command += [str(SOURCES / "cuda" / source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
-        kernels += parse(architecture, done.stderr)
-    return kernels
+    """The kernels of fusion buffers."""
+    sources = ("kernels.cu", "peer.cu")
+    texts = (compile_source(compiler, architecture, source) for source in sources)
+    return [kernel for text in texts for kernel in parse(architecture, text)]
+
+
+def spilled_bytes(text: str) -> dict[str, int]:
+    """What every kernel spills, by its mangled name, of what ptxas prints."""
+    found = {}
+    for part in text.split("Compiling entry function '")[1:]:
+        found[part.split("'")[0]] = max(map(int, re.findall(r"(\d+) bytes spill", part)))
+    return found
 
 
 def parse(architecture: str, text: str) -> list[Kernel]:

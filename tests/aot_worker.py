@@ -2,9 +2,9 @@
 
     python aot_worker.py EXCHANGE STYLE
 
-STYLE is "end" (one pmean_compressed of all gradients), "backward" (reduce_in_backward) or "sharded"
-(weights are gathered, gradients scattered). Prints the optimised module. JAX's CUDA plugin is on
-the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
+STYLE is "end" (one pmean_compressed of all gradients), "sparse" (the same by TopK), "backward"
+(reduce_in_backward) or "sharded" (weights are gathered, gradients scattered). Prints the optimised
+module. JAX's CUDA plugin is on the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 """
 
 import sys
@@ -51,7 +51,7 @@ topology = topologies.get_topology_desc(
     platform="cuda", topology_name="h100x8", target_config=H100, topology="1 x 1 x 8"
 )
 mesh = Mesh(np.array(topology.devices), ("data",))
-compressor = cgx_jax.Quantize(bits=4)
+compressor = cgx_jax.compressors.TopK() if style == "sparse" else cgx_jax.Quantize(bits=4)
 
 
 def loss(weights, x):
@@ -61,7 +61,7 @@ def loss(weights, x):
 
 
 def step(weights, x):
-    if style == "end":
+    if style in ("end", "sparse"):
         varying = jax.lax.pcast(weights, "data", to="varying")
         grads = jax.grad(loss)(varying, x)
         grads = cgx_jax.pmean_compressed(grads, "data", compressor, exchange=exchange)

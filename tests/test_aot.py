@@ -80,6 +80,12 @@ def test_only_bytes_travel_between_kernels(tmp_path, style):
         assert f'custom_call_target="{target}"' in module
 
 
+def test_sparse_sums_add_one_rank_after_the_other(tmp_path):
+    module, _ = compiled(tmp_path, "xla", "sparse")
+    # Within a rank no place comes twice; a scatter of all ranks would add them in any order.
+    assert len(re.findall(r"scatter\S* = f32\S* fusion\(", module)) == 4 * 8  # layers, ranks
+
+
 @pytest.mark.skipif(
     jaxlib.version.__version_info__ < (0, 11),
     reason="XLA records custom calls by default from jaxlib 0.11 on",

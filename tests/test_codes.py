@@ -161,6 +161,33 @@ def test_a_batch_is_as_many_calls():
     np.testing.assert_array_equal(jax.jit(shared)(payload), np.stack(want, 1))
 
 
+# Of a call on CUDA: whether there is a kernel, the handler, the jnp function, operands, attributes.
+ON_CUDA = [
+    (True, "cgx_pack_signs", packing._pack_signs, [normal(64)], {}),
+    (False, "cgx_unpack_signs", packing._unpack_signs, [np.zeros(8, np.uint8)], {"count": 64}),
+    (True, "cgx_natural", natural._encode, [KEY, normal(64)], {}),
+    (True, "cgx_ternary", terngrad._encode, [KEY, normal(64)], {"bucket_size": 8}),
+    (True, "cgx_qsgd", qsgd._encode, [KEY, normal(64)], LEVELS["qsgd"][2]),
+    (False, "cgx_ternary", terngrad._encode, [KEY, normal(64)], {"bucket_size": 7}),
+    (False, "cgx_ternary", terngrad._encode, [KEY, normal(64)], {"bucket_size": 4097}),
+    (True, "cgx_largest_of_buckets", sparse._largest_of_buckets, [normal(64)],
+     {"keep": 5, "bucket_size": 32}),
+    (True, "cgx_largest", sparse._largest, [normal(64)], {"count": 5}),
+    (True, "cgx_above_sampled", sparse._above_sampled, [normal(64), np.int32([0, 1])],
+     {"count": 5, "stride": 2, "rank": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", module.isas()[:1], indirect=True)
+@pytest.mark.skipif(native.cuda_module() is None, reason="the CUDA module is not built")
+@pytest.mark.parametrize("case", ON_CUDA, ids=lambda c: f"{c[1]}-{c[4]}")
+def test_cuda_calls_what_has_a_kernel(case):
+    has_kernel, target, plain, operands, static = case
+    traced = jax.jit(lambda *xs: codes.call(target, plain, *xs, **static)).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert (f"@{target}" in text) == has_kernel
+
+
 # Of a call: what it says, the handler without cgx_, operands, results, attributes.
 ONE, TWO = [("f4", 5)], [("u4", 2), ("f4", 5)]
 THREE = [("i4", 3), ("f4", 3)]

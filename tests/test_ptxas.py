@@ -30,3 +30,22 @@ def test_hot_kernels_keep_their_values_in_registers(architecture):
             assert kernel.warps >= (12 if kernel.name == "peer_kernel" else 16), (
                 f"{kernel.label}: {kernel.registers} registers"
             )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ptxas.nvcc() is None, reason="there is no nvcc here: it needs CUDA 13")
+@pytest.mark.parametrize("architecture", ptxas.ARCHITECTURES)
+def test_kernels_of_codes_spill_nothing(architecture):
+    sources = {
+        "codes.cu": {"pack_signs": 1, "largest_of_buckets": 2, "encode_buckets": 3},
+        "select.cu": dict.fromkeys(
+            ["begin", "count_digits", "find_digit", "count_chosen", "write_chosen"], 1
+        ),
+    }
+    for source, kernels in sources.items():
+        text = ptxas.compile_source(ptxas.nvcc(), architecture, source)
+        spilled = ptxas.spilled_bytes(text)
+        assert len(spilled) == sum(kernels.values())
+        for name, number in kernels.items():
+            assert sum(f"{name}_kernel" in mangled for mangled in spilled) == number
+        assert set(spilled.values()) == {0}, spilled

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
 
@@ -210,6 +211,9 @@ class PayloadCompressor(Compressor):
         total = jnp.zeros(tuple(shape), jnp.float32)
         for payload in payloads:
             total = total + self.decode(payload, tuple(shape), jnp.float32)
+            if self.selects:
+                # XLA would make one scatter of all ranks' values, which GPUs add in any order.
+                total = lax.optimization_barrier(total)
         return total
 
     def of_sums(self, world: int) -> PayloadCompressor:

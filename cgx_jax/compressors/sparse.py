@@ -183,11 +183,12 @@ class _Positions(_Sparse):
 def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> list[jax.Array]:
     """fp32[size]: the ranks' values added up at their places, in rank order; `size` is no place.
 
-    An array for each rank, since GPUs add what is scattered to one place in any order.
+    A scatter for each rank, which barriers keep apart: GPUs add what one scatter has for a place in
+    any order.
     """
     total = jnp.zeros(size, jnp.float32)
     for places, values in zip(at.reshape(ranks, -1), taken.reshape(ranks, -1), strict=True):
-        total = total + jnp.zeros(size, jnp.float32).at[places].add(values, mode="drop")
+        total = lax.optimization_barrier(total.at[places].add(values, mode="drop"))
     return [total]
 
 

@@ -1,7 +1,7 @@
-"""Codes of one array each as JAX operations: a native call on the CPU, plain jnp elsewhere.
+"""Codes of one array each as JAX operations: a native call on CPU and CUDA, plain jnp elsewhere.
 
 The native call writes the bytes that the jnp function beside it does. A leading batch is part of
-the primitive, so `vmap` stays one call. CUDA runs the jnp functions.
+the primitive, so `vmap` stays one call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,19 @@ from cgx_jax.kernels import native
 from cgx_jax.kernels.primitives import bind
 
 LONGEST_BUCKET = 4096  # of those whose values a kernel keeps
+SHORTEST_BUCKET = 8  # of those that a warp takes
+
+# On CUDA all others are plain jnp. XLA fuses unpacked signs into the sum of all ranks that reads
+# them, where a call would write every rank's values to memory.
+SELECTIONS = frozenset({"cgx_largest", "cgx_above_sampled"})
+ON_CUDA = SELECTIONS | {
+    "cgx_pack_signs",
+    "cgx_largest_of_buckets",
+    "cgx_natural",
+    "cgx_ternary",
+    "cgx_qsgd",
+}
+SCRATCH_WORDS = 6146  # of a selection on CUDA: its last result
 
 
 def call(target: str, plain: Callable[..., Any], *operands: Any, **static: int) -> list[jax.Array]:
@@ -60,6 +73,19 @@ def _native(ctx: Any, *rows: Any, target: str, plain: Any, static: Any) -> Any:
     return jax.ffi.ffi_lowering(target)(ctx, *rows, **attributes)
 
 
+def _cuda(ctx: Any, *rows: Any, target: str, plain: Any, static: Any) -> Any:
+    bucket = dict(static).get("bucket_size", LONGEST_BUCKET)
+    has_kernel = target in ON_CUDA and SHORTEST_BUCKET <= bucket <= LONGEST_BUCKET
+    params = {"target": target, "plain": plain, "static": static}
+    if not has_kernel:
+        return _plain(ctx, *rows, **params)
+    if target not in SELECTIONS:
+        return _native(ctx, *rows, **params)
+    scratch = jax.core.ShapedArray((SCRATCH_WORDS,), np.dtype(np.uint32))
+    *out, _ = _native(ctx.replace(avals_out=[*ctx.avals_out, scratch]), *rows, **params)
+    return out
+
+
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     front = [
@@ -75,6 +101,9 @@ code_p.multiple_results = True
 code_p.def_abstract_eval(_shapes)
 code_p.def_impl(functools.partial(xla.apply_primitive, code_p))
 batching.primitive_batchers[code_p] = _batch
-mlir.register_lowering(code_p, mlir.lower_fun(_jnp, multiple_results=True))
+_plain = mlir.lower_fun(_jnp, multiple_results=True)
+mlir.register_lowering(code_p, _plain)
 if native.module() is not None:
     mlir.register_lowering(code_p, _native, platform="cpu")
+if native.cuda_module() is not None:
+    mlir.register_lowering(code_p, _cuda, platform="cuda")

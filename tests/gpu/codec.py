@@ -3,8 +3,9 @@
     python tests/gpu/codec.py OUT.json
     python tests/gpu/codec.py OUT.json --platform cpu     # tries the script itself, on a few cases
 
-Every width, rounding and dtype, rotated or not, has to give the CPU's bytes. The result is JSON;
-the exit code tells whether all bytes are equal. kernel_bench times the kernels.
+Every width, rounding and dtype, rotated or not, has to give the CPU's bytes, and so do all codes
+that have kernels. The result is JSON; the exit code tells whether all bytes are equal. kernel_bench
+times the kernels of fusion buffers.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax import compressors
 from cgx_jax.kernels import primitives
 from cgx_jax.wire import ROUNDINGS, Layout, Slot
 
@@ -30,6 +32,7 @@ def main() -> int:
     arguments = parser.parse_args()
     gpu, cpu = jax.devices(arguments.platform)[0], jax.devices("cpu")[0]
     wrong = differences(gpu, cpu, every=1 if arguments.platform == "cuda" else 13)
+    wrong += differing_codes(gpu, cpu)
     facts = {"device": gpu.device_kind, "jax": jax.__version__, "wrong": wrong}
     arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
     print(f"cases with other bytes than the CPU's: {wrong or 'none'}")
@@ -70,6 +73,31 @@ def differences(gpu, cpu, every: int) -> list[str]:
             if np.asarray(a).tobytes() != np.asarray(b).tobytes():
                 turned = "rotated" if rotation else "plain"
                 wrong.append(f"{name} {bits} {rounding} {turned} {dtype.__name__} {size}")
+    return wrong
+
+
+def differing_codes(gpu, cpu) -> list[str]:
+    """The compressors whose payload is not the CPU's, bit for bit."""
+    codes = [
+        compressors.SignSGD(),
+        compressors.QSGD(levels=7),
+        compressors.QSGD(levels=127, bucket_size=4096, norm="max"),
+        compressors.TernGrad(clip=None),
+        compressors.Natural(),
+        compressors.BlockTopK(keep=5),
+        compressors.BlockTopK(keep=40, bucket_size=2048),
+        compressors.TopK(keep=0.01),
+        compressors.DGC(keep=0.01),
+    ]
+    wrong = []
+    for size in (1000, 1_000_003):
+        x = np.random.default_rng(1).standard_normal(size).astype(np.float32)
+        x[:9] = [0, -0.0, 1e-40, np.inf, -np.inf, np.nan, 3e38, -3e38, 1]
+        for code in codes:
+            encode = jax.jit(lambda x, code=code: code.encode(x, key=jax.random.key(3)))
+            ours, expected = (encode(jax.device_put(x, device)) for device in (gpu, cpu))
+            if np.asarray(ours).tobytes() != np.asarray(expected).tobytes():
+                wrong.append(f"{code} {size}")
     return wrong
 
 

@@ -4,6 +4,7 @@
 #define CGX_CPU_LEVELS_H_
 
 #include "cpu/masks.h"
+#include "format/levels.h"
 
 namespace cgx {
 inline namespace CGX_ISA {
@@ -11,18 +12,7 @@ namespace {
 
 typedef uint64_t U64 __attribute__((vector_size(4 * kLanes)));
 
-// Processors may take what is smaller for 0, so all do.
-CGX_HD F32 without_subnormals(F32 x) {
-#if defined(__AVX512F__)
-  constexpr int kSubnormal = 0x20;
-  const __mmask16 mask = _mm512_fpclass_ps_mask((__m512)x, kSubnormal);
-  return (F32)_mm512_mask_mov_ps((__m512)x, mask, _mm512_setzero_ps());
-#else
-  return (F32)((I32)x & (magnitude_bits(x) >= I32{} + 0x00800000));
-#endif
-}
-
-// The bits of the largest magnitude; those of infinity or more say that a value is not finite.
+// The bits of the largest magnitude.
 int32_t largest_bits(const float* x, int64_t n) {
   I32 most[2] = {};
   int64_t i = 0;
@@ -47,24 +37,6 @@ int32_t largest_bits(const float* x, int64_t n) {
   return largest;
 }
 
-// A bucket's scale, and what brings its values to `top` at most: first by `down`, a power of two,
-// since the inverse of a large scale is no normal number.
-struct Scale {
-  float value = 0, down = 1, factor = 0;
-
-  // Whether `down` is 1 and what is below the normal numbers changes no code.
-  CGX_HD bool usual() const { return value >= 0x1p-90f && value <= 0x1p64f; }
-
-  CGX_HD static Scale of(float value, float top) {
-    constexpr float kLarge = 18446744073709551616.0f;  // 2^64
-    const float down = value > kLarge ? 1 / kLarge : 1.0f;
-    return {value, down, top / (value * down)};
-  }
-  CGX_HD static Scale none(int32_t largest) {
-    return {largest >= 0x7f800000 ? bit_cast<float>(kQuietNan) : 0.0f, 1, 0};
-  }
-};
-
 // A vector of values: the `live` ones, and zeros.
 CGX_HD F32 load_live(const float* x, int64_t live) {
   if (live >= kLanes) return load<F32>(x);
@@ -88,12 +60,9 @@ float sum_by_halves(float* values, int64_t half) {
 }
 
 CGX_HD Scale largest_scale(const float* x, int64_t n, float top) {
-  const int32_t largest = largest_bits(x, n);
-  if (largest >= 0x7f800000 || largest < 0x00800000) return Scale::none(largest);
-  return Scale::of(bit_cast<float>(largest), top);
+  return Scale::of_largest(largest_bits(x, n), top);
 }
 
-// The L2 norm, where squares overflow or vanish too; at most the largest float.
 Scale l2_scale(const float* x, int64_t n, int64_t bucket, float top) {
   const Scale one = largest_scale(x, n, 1);
   if (one.factor == 0) return one;
@@ -108,7 +77,7 @@ Scale l2_scale(const float* x, int64_t n, int64_t bucket, float top) {
     }
   } else {
     const auto square = [&](int64_t i) {
-      const F32 part = without_subnormals(load_live(x + i, n - i)) * one.down * one.factor;
+      const F32 part = scaled(one, load_live(x + i, n - i));
       return part * part;
     };
     for (int64_t i = 0; i < half; i += kLanes) {
@@ -116,78 +85,17 @@ Scale l2_scale(const float* x, int64_t n, int64_t bucket, float top) {
     }
     for (int64_t i = half; half < kLanes && i < n; ++i) squares[i - half] += squares[i];
   }
-  const float norm = one.value * square_root(sum_by_halves(squares, half));
-  return Scale::of(norm < kLargest ? norm : kLargest, top);
+  return Scale::of_squares(one, sum_by_halves(squares, half), top);
 }
 
-// x + noise in [0, 1), rounded once: the product is exact.
-CGX_HD F32 add_uniform(F32 x, U32 noise) {
-  const F32 bits = Lanes<F32>::to_float(noise >> 8);
-#if defined(__AVX512F__)
-  return (F32)_mm512_fmadd_ps((__m512)bits, _mm512_set1_ps(0x1p-24f), (__m512)x);
-#else
-  return x + bits * 0x1p-24f;
-#endif
-}
-
-// Magnitudes in multiples of the scale / top.
-template <bool kUsual>
-CGX_HD F32 share_of(const Scale& scale, F32 x) {
-  if (kUsual) return (F32)magnitude_bits(x) * scale.factor;
-  return (F32)magnitude_bits(without_subnormals(x)) * scale.down * scale.factor;
-}
-
-// A sign and a power of two.
-struct Natural {
-  static constexpr bool kScaled = false;
-  CGX_HD static Scale scale(const BucketsCall&, const float*, int64_t) { return {1}; }
-  template <bool kUsual>
-  CGX_HD static U32 code(const BucketsCall&, const Scale&, F32 x, U32 noise) {
-    constexpr int kBefore = 32;        // the biased exponent of what would be code 0
-    constexpr int kLowest = 33 << 23;  // the bits of code 1's power
-    constexpr int kNotFinite = 127;
-    const I32 magnitude = magnitude_bits(x);
-    // The mantissa is the probability of the next power: adding noise carries into the exponent.
-    const I32 power = (I32)(((U32)magnitude + (noise >> 9)) >> 23) - kBefore;
-    I32 code = lesser_of(power, I32{} + kNotFinite);
-    constexpr uint32_t kAll = (1u << kLanes) - 1;
-    if (__builtin_expect(at_least(magnitude, kLowest) != kAll, 0)) {
-      const I32 small = (add_uniform((F32)magnitude * 0x1p94f, noise) >= 1.0f) & 1;
-      code = magnitude < kLowest ? small : code;
-    }
-    return (U32)code | ((U32)x >> 24 & 0x80);
-  }
-};
-
-// Minus the scale, 0 or the scale: 0, 1, 2.
-struct Ternary {
-  static constexpr bool kScaled = true;
-  CGX_HD static Scale scale(const BucketsCall&, const float* x, int64_t n) {
-    return largest_scale(x, n, 1);
-  }
-  template <bool kUsual>
-  CGX_HD static U32 code(const BucketsCall&, const Scale& scale, F32 x, U32 noise) {
-    if (!kUsual && scale.factor == 0) return U32{} + 1u;
-    const I32 level = (I32)Lanes<F32>::truncate(add_uniform(share_of<kUsual>(scale, x), noise));
-    return (U32)(1 + negated(level, (I32)x));
-  }
-};
-
-// Multiples of the scale / levels.
-struct Steps {
-  static constexpr bool kScaled = true;
-  CGX_HD static Scale scale(const BucketsCall& call, const float* x, int64_t n) {
-    const float top = (float)call.levels;
+template <typename Code>
+Scale scale_of(const BucketsCall& call, const float* x, int64_t n) {
+  if constexpr (Code::kScaled) {
+    const float top = Code::top((int32_t)call.levels);
     return call.l2 ? l2_scale(x, n, call.bucket_size, top) : largest_scale(x, n, top);
   }
-  template <bool kUsual>
-  CGX_HD static U32 code(const BucketsCall& call, const Scale& scale, F32 x, U32 noise) {
-    const I32 top = I32{} + (int32_t)call.levels;
-    if (!kUsual && scale.factor == 0) return (U32)top;
-    const F32 steps = add_uniform(share_of<kUsual>(scale, x), noise);
-    return (U32)(top + negated(lesser_of((I32)Lanes<F32>::truncate(steps), top), (I32)x));
-  }
-};
+  return {1};
+}
 
 // Codes wait here, a byte each, until as many are there as make whole bytes.
 class CodeWriter {
@@ -288,6 +196,7 @@ template <typename Code, bool kUsual>
 void write_codes(const BucketsCall& call, const Scale& scale, const float* x, int64_t n,
                  NoiseSeed seed, CodeWriter& writer) {
   constexpr int kVectors = 4;
+  const int32_t levels = (int32_t)call.levels;
   int64_t i = 0;
   for (; i + kVectors * kLanes <= n; i += kVectors * kLanes) {
     if (!Code::kScaled) prefetch_l2<kVectors * kLanes * 4>((const char*)(x + i) + kFarAhead);
@@ -295,7 +204,7 @@ void write_codes(const BucketsCall& call, const Scale& scale, const float* x, in
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors * kLanes; j += kLanes) {
       const U32 noise = random_bits(lane_index() + (uint32_t)(i + j), seed);
-      store_u8(to + j, Code::template code<kUsual>(call, scale, load<F32>(x + i + j), noise));
+      store_u8(to + j, Code::template code<kUsual>(scale, levels, load<F32>(x + i + j), noise));
     }
     writer.add(kVectors * kLanes);
   }
@@ -303,7 +212,7 @@ void write_codes(const BucketsCall& call, const Scale& scale, const float* x, in
     const int64_t live = n - i < kLanes ? n - i : kLanes;
     const U32 noise = random_bits(lane_index() + (uint32_t)i, seed);
     store_u8(writer.place(),
-             Code::template code<kUsual>(call, scale, load_live(x + i, live), noise));
+             Code::template code<kUsual>(scale, levels, load_live(x + i, live), noise));
     writer.add(live);
   }
 }
@@ -317,7 +226,7 @@ void encode_coded(const BucketsCall& call, int64_t from, int64_t to) {
     const int64_t n = rest < bucket_size ? rest : bucket_size;
     const float* const x = call.x + begin;
     const NoiseSeed seed = noise_seed(call.key, 0, (uint64_t)k);
-    const Scale scale = Code::scale(call, x, n);
+    const Scale scale = scale_of<Code>(call, x, n);
     if (Code::kScaled) store(call.scales + 4 * k, scale.value);
     const auto write = scale.usual() ? write_codes<Code, true> : write_codes<Code, false>;
     write(call, scale, x, n, seed, writer);

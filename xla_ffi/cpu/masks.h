@@ -68,6 +68,29 @@ CGX_HD I32 negated(I32 x, I32 sign) {
 // A value's bits without the sign: they are in the order of the magnitudes, NaN above infinity.
 CGX_HD I32 magnitude_bits(F32 x) { return (I32)x & 0x7fffffff; }
 
+// Processors may take what is smaller for 0, so all do.
+CGX_HD F32 without_subnormals(F32 x) {
+#if defined(__AVX512F__)
+  constexpr int kSubnormal = 0x20;
+  const __mmask16 mask = _mm512_fpclass_ps_mask((__m512)x, kSubnormal);
+  return (F32)_mm512_mask_mov_ps((__m512)x, mask, _mm512_setzero_ps());
+#else
+  return (F32)((I32)x & (magnitude_bits(x) >= I32{} + 0x00800000));
+#endif
+}
+
+CGX_HD bool any_below(I32 x, int32_t least) { return at_least(x, least) != (1u << kLanes) - 1; }
+
+// x + noise in [0, 1), rounded once: the product is exact.
+CGX_HD F32 add_uniform(F32 x, U32 noise) {
+  const F32 bits = Lanes<F32>::to_float(noise >> 8);
+#if defined(__AVX512F__)
+  return (F32)_mm512_fmadd_ps((__m512)bits, _mm512_set1_ps(0x1p-24f), (__m512)x);
+#else
+  return x + bits * 0x1p-24f;
+#endif
+}
+
 }  // namespace CGX_ISA
 }  // namespace cgx
 

@@ -11,7 +11,6 @@
 namespace cgx {
 namespace {
 
-constexpr int kThreads = 128;
 // Blocks that a multiprocessor shall hold, which bounds the registers of a thread: half of its
 // warps keep enough reads in flight, and a bucket of several tiles brings that many reads more by
 // itself.

@@ -8,17 +8,14 @@
 #ifndef CGX_CUDA_TILES_H_
 #define CGX_CUDA_TILES_H_
 
-#include <cuda_runtime.h>
-
 #include "cuda/kernels.h"
+#include "cuda/warp.h"
 #include "format/quantize.h"
 #include "format/wire_format.h"
 
 namespace cgx {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr unsigned kEveryLane = 0xffffffffu;
 constexpr int kHalfRows = kRows / 2;
 constexpr int kColumns = 4;  // of a lane
 constexpr int kTileColumns = kWarp / 2 * kColumns;

@@ -25,22 +25,18 @@ std::map<std::string, py::capsule> handlers() {
   const auto capsule = [](auto* handler) {
     return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
-  return {{"cgx_encode", capsule(cgx::encode_handler)},
-          {"cgx_reduce", capsule(cgx::reduce_handler)},
-          {"cgx_decode", capsule(cgx::decode_handler)},
-          {"cgx_accumulate", capsule(cgx::accumulate_handler)},
-          {"cgx_pack_signs", capsule(cgx::pack_signs_handler)},
-          {"cgx_unpack_signs", capsule(cgx::unpack_signs_handler)},
-          {"cgx_largest", capsule(cgx::largest_handler)},
-          {"cgx_above_sampled", capsule(cgx::above_sampled_handler)},
-          {"cgx_largest_of_buckets", capsule(cgx::largest_of_buckets_handler)},
-          {"cgx_scatter_sum", capsule(cgx::scatter_sum_handler)},
-          {"cgx_natural", capsule(cgx::natural_handler)},
-          {"cgx_ternary", capsule(cgx::ternary_handler)},
-          {"cgx_qsgd", capsule(cgx::qsgd_handler)},
-          {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)},
-          {"cgx_scatter_mpi", capsule(cgx::scatter_mpi_handler)},
-          {"cgx_gather_mpi", capsule(cgx::gather_mpi_handler)}};
+  std::map<std::string, py::capsule> all = {
+      {"cgx_encode", capsule(cgx::encode_handler)},
+      {"cgx_reduce", capsule(cgx::reduce_handler)},
+      {"cgx_decode", capsule(cgx::decode_handler)},
+      {"cgx_accumulate", capsule(cgx::accumulate_handler)},
+      {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)},
+      {"cgx_scatter_mpi", capsule(cgx::scatter_mpi_handler)},
+      {"cgx_gather_mpi", capsule(cgx::gather_mpi_handler)}};
+  for (const cgx::CodeHandler& code : cgx::code_handlers()) {
+    all.emplace(code.target, capsule(code.call));
+  }
+  return all;
 }
 
 std::vector<std::string> isas() {

@@ -6,6 +6,7 @@
 
 #include "format/wire_format.h"
 #include "handlers/cuda.h"
+#include "handlers/cuda_codes.h"
 #include "handlers/nccl.h"
 #include "handlers/peer.h"
 #include "nccl/library.h"
@@ -23,6 +24,9 @@ py::dict handlers() {
   all["cgx_reduce"] = capsule(cgx::reduce_cuda_handler);
   all["cgx_decode"] = capsule(cgx::decode_cuda_handler);
   all["cgx_accumulate"] = capsule(cgx::accumulate_cuda_handler);
+  for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
+    all[code.target] = capsule(code.call);
+  }
 #if CGX_HAVE_COLLECTIVES
   const auto with_communicator = [&](XLA_FFI_Handler* initialize, XLA_FFI_Handler* execute) {
     py::dict stages;

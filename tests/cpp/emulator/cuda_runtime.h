@@ -15,6 +15,7 @@
 #define __device__
 #define __host__
 #define __grid_constant__
+#define __shared__ static  // of one warp at a time: no kernel that has any pauses
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 
@@ -57,6 +58,11 @@ T __shfl_sync(unsigned mask, T value, int lane) {
   return emulator::Exchange<T>("shfl", mask, value)[lane];
 }
 template <typename T>
+T __shfl_up_sync(unsigned mask, T value, int lanes) {
+  const emulator::Exchange<T> all("shfl_up", mask, value);
+  return all[emulator::lane() < lanes ? emulator::lane() : emulator::lane() - lanes];
+}
+template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return emulator::Exchange<T>("shfl_xor", mask, value)[emulator::lane() ^ lanes];
 }
@@ -75,12 +81,25 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
 inline int __reduce_max_sync(unsigned mask, int value) {
   return reduce_sync("reduce_max", mask, value, [](int a, int b) { return a > b; });
 }
+inline int __reduce_add_sync(unsigned mask, int value) {
+  const emulator::Exchange<int> all("reduce_add", mask, value);
+  int sum = 0;
+  for (int i = 0; i < emulator::kWarp; ++i) sum += all[i];
+  return sum;
+}
 inline int __all_sync(unsigned mask, int predicate) {
   return reduce_sync("all", mask, predicate != 0, [](bool a, bool b) { return a < b; });
 }
 inline int __any_sync(unsigned mask, int predicate) {
   return reduce_sync("any", mask, predicate != 0, [](bool a, bool b) { return a > b; });
 }
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  const emulator::Exchange<int> all("ballot", mask, predicate != 0);
+  unsigned lanes = 0;
+  for (int i = 0; i < emulator::kWarp; ++i) lanes |= static_cast<unsigned>(all[i]) << i;
+  return lanes;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void __syncwarp() { emulator::exchange("syncwarp", 0xffffffffu, 0); }
 inline void __nanosleep(unsigned) { emulator::pause(); }
 inline int64_t clock64() { return emulator::clock(); }
@@ -109,6 +128,13 @@ T __nv_atomic_load_n(T* word, int order, int) {
 template <typename T>
 T __nv_atomic_fetch_add(T* word, T value, int, int) {
   return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
+}
+
+inline unsigned atomicAdd(unsigned* word, unsigned value) {
+  return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+inline unsigned atomicExch(unsigned* word, unsigned value) {
+  return __atomic_exchange_n(word, value, __ATOMIC_RELAXED);
 }
 
 template <typename T>

@@ -109,21 +109,9 @@ void kernels_may_be_recorded() {
        {cgx::encode_cuda_handler, cgx::reduce_cuda_handler, cgx::decode_cuda_handler,
         cgx::accumulate_cuda_handler, cgx::all_reduce_nccl_execute,
         cgx::reduce_scatter_nccl_execute, cgx::all_gather_nccl_execute}) {
-    XLA_FFI_Metadata metadata = {};
-    metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
-    XLA_FFI_Metadata_Extension extension = {};
-    extension.extension_base.struct_size = XLA_FFI_Metadata_Extension_STRUCT_SIZE;
-    extension.extension_base.type = XLA_FFI_Extension_Metadata;
-    extension.metadata = &metadata;
-    XLA_FFI_CallFrame frame = {};
-    frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
-    frame.extension_start = &extension.extension_base;
-    frame.api = &api;
-    delete handler(&frame);
-    const bool recorded = metadata.traits & XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
-    check(recorded == (handler != cgx::all_reduce_nccl_execute &&
-                       handler != cgx::reduce_scatter_nccl_execute &&
-                       handler != cgx::all_gather_nccl_execute),
+    check(may_be_recorded(handler) == (handler != cgx::all_reduce_nccl_execute &&
+                                       handler != cgx::reduce_scatter_nccl_execute &&
+                                       handler != cgx::all_gather_nccl_execute),
           "kernels may be recorded into command buffers, messages not");
   }
 }

@@ -148,6 +148,22 @@ class Frame {
   std::deque<float> floats_;
 };
 
+// Whether a handler says that XLA may record its calls into command buffers.
+[[maybe_unused]] bool may_be_recorded(XLA_FFI_Handler* handler) {
+  XLA_FFI_Metadata metadata = {};
+  metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
+  XLA_FFI_Metadata_Extension extension = {};
+  extension.extension_base.struct_size = XLA_FFI_Metadata_Extension_STRUCT_SIZE;
+  extension.extension_base.type = XLA_FFI_Extension_Metadata;
+  extension.metadata = &metadata;
+  XLA_FFI_CallFrame frame = {};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.extension_start = &extension.extension_base;
+  frame.api = &api;
+  delete handler(&frame);
+  return metadata.traits & XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
+}
+
 }  // namespace
 
 #endif  // CGX_TESTS_HANDLERS_FRAMES_H_

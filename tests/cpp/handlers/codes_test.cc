@@ -1,0 +1,175 @@
+// The CUDA handlers of codes, driven by call frames made by hand as XLA makes them; everything
+// below them is emulated. What they write for a batch is what the CPU kernels do.
+#include "cuda/codes.h"
+
+#include <algorithm>
+
+#include "cases.h"
+#include "cpu/kernels.h"
+#include "cpu/select.h"
+#include "handlers/cuda_codes.h"
+#include "handlers/frames.h"
+
+namespace {
+
+constexpr int64_t kBatch = 3, kValues = 1001;
+
+struct Inputs {
+  std::vector<float> x = std::vector<float>(kBatch * kValues);
+  std::vector<uint32_t> words = std::vector<uint32_t>(2 * kBatch);
+
+  Inputs() {
+    std::mt19937 rng(2);
+    std::normal_distribution<float> normal;
+    for (float& v : x) v = normal(rng);
+    for (uint32_t& word : words) word = static_cast<uint32_t>(rng());
+  }
+};
+
+XLA_FFI_Handler* handler_of(const std::string& target) {
+  for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
+    if (code.target == target) return code.call;
+  }
+  check(false, target + " has a handler");
+  return nullptr;
+}
+
+using Attributes = std::vector<std::pair<std::string, int64_t>>;
+
+// What the handler says is wrong. Words are an operand where the code draws noise.
+std::string call(const std::string& target, const Inputs& in, bool noisy, std::vector<uint8_t>* out,
+                 const Attributes& attributes) {
+  Frame frame;
+  if (noisy) frame.arg(XLA_FFI_DataType_U32, in.words.data(), {kBatch, 2});
+  frame.arg(XLA_FFI_DataType_F32, in.x.data(), {kBatch, kValues});
+  const int64_t bytes = static_cast<int64_t>(out->size()) / kBatch;
+  frame.ret(XLA_FFI_DataType_U8, out->data(), {kBatch, bytes});
+  for (const auto& [name, value] : attributes) frame.attr(name, value);
+  XLA_FFI_InvokeContext context;
+  return frame.call(handler_of(target), XLA_FFI_ExecutionStage_EXECUTE, &context);
+}
+
+void signs(const Inputs& in) {
+  constexpr int64_t kBytes = (kValues + 7) / 8;
+  std::vector<uint8_t> expected(kBatch * kBytes), got(kBatch * kBytes, 0xAA);
+  for (int64_t b = 0; b < kBatch; ++b) {
+    cgx::current_kernels().codes.pack_signs(&in.x[b * kValues], kValues, &expected[b * kBytes]);
+  }
+  check(call("cgx_pack_signs", in, false, &got, {}).empty() && got == expected, "signs");
+  got.resize(kBatch * (kBytes + 1));
+  check(call("cgx_pack_signs", in, false, &got, {}) ==
+            "cgx_pack_signs: size of payload is 127, expected 126",
+        "signs of another size are refused");
+}
+
+void levels(const Inputs& in) {
+  constexpr int64_t kBucket = 96, kBuckets = (kValues + kBucket - 1) / kBucket;
+  const struct {
+    const char* target;
+    cgx::BucketsCall call;
+    Attributes attributes;
+  } cases[] = {
+      {"cgx_natural",
+       {cgx::Coded::kNatural, nullptr, kValues, nullptr, nullptr, nullptr, 512, 0, false, 8},
+       {}},
+      {"cgx_ternary",
+       {cgx::Coded::kTernary, nullptr, kValues, nullptr, nullptr, nullptr, kBucket},
+       {{"bucket_size", kBucket}}},
+      {"cgx_qsgd",
+       {cgx::Coded::kSteps, nullptr, kValues, nullptr, nullptr, nullptr, kBucket, 7, true, 4},
+       {{"bucket_size", kBucket}, {"levels", 7}, {"l2", 1}}},
+  };
+  for (const auto& c : cases) {
+    const int width = c.call.width;
+    const int64_t packed = width == 0 ? (kValues + 4) / 5 : (kValues * width + 7) / 8;
+    const int64_t bytes = packed + (c.call.coded != cgx::Coded::kNatural) * 4 * kBuckets;
+    std::vector<uint8_t> expected(kBatch * bytes), got(kBatch * bytes, 0xAA);
+    for (int64_t b = 0; b < kBatch; ++b) {
+      cgx::BucketsCall one = c.call;
+      one.x = &in.x[b * kValues];
+      one.key = &in.words[2 * b];
+      one.codes = &expected[b * bytes];
+      one.scales = one.codes + packed;
+      cgx::current_kernels().codes.encode_buckets(one, 0, kValues);
+    }
+    check(call(c.target, in, true, &got, c.attributes).empty() && got == expected, c.target);
+  }
+  for (const int64_t bucket : {7, 4097}) {
+    std::vector<uint8_t> out(kBatch * 2000);
+    check(call("cgx_ternary", in, true, &out, {{"bucket_size", bucket}}) ==
+              "cgx_ternary: bucket_size is " + std::to_string(bucket) + ", must be in [8, 4096]",
+          "a bucket of " + std::to_string(bucket) + " is refused");
+  }
+}
+
+void largest_of_buckets(const Inputs& in) {
+  constexpr int64_t kBucket = 96, kKeep = 5, kCount = (kValues + kBucket - 1) / kBucket * kKeep;
+  std::vector<int32_t> at(kBatch * kCount), got_at(kBatch * kCount);
+  std::vector<float> taken(kBatch * kCount), got(kBatch * kCount);
+  for (int64_t b = 0; b < kBatch; ++b) {
+    cgx::current_kernels().codes.largest_of_buckets(&in.x[b * kValues], kValues, kBucket, kKeep, 0,
+                                                    kCount / kKeep, &at[b * kCount],
+                                                    &taken[b * kCount]);
+  }
+  Frame frame;
+  frame.arg(XLA_FFI_DataType_F32, in.x.data(), {kBatch, kValues})
+      .ret(XLA_FFI_DataType_S32, got_at.data(), {kBatch, kCount})
+      .ret(XLA_FFI_DataType_F32, got.data(), {kBatch, kCount})
+      .attr("bucket_size", kBucket)
+      .attr("keep", kKeep);
+  XLA_FFI_InvokeContext context;
+  const std::string said =
+      frame.call(handler_of("cgx_largest_of_buckets"), XLA_FFI_ExecutionStage_EXECUTE, &context);
+  check(said.empty() && got_at == at && got == taken, "the largest of buckets");
+}
+
+void selection(const Inputs& in) {
+  constexpr int64_t kCount = 40, kStride = 3, kRank = 14;
+  const std::vector<int32_t> turns = {0, 500, 1000, 0, 7, 1000};
+  std::vector<uint32_t> scratch(cgx::kScratchWords + 1);
+  cgx::CallerAlone alone;
+  for (const bool sampled : {false, true}) {
+    const std::string target = sampled ? "cgx_above_sampled" : "cgx_largest";
+    std::vector<int32_t> at(kBatch * kCount), got_at(kBatch * kCount);
+    std::vector<float> taken(kBatch * kCount), got(kBatch * kCount);
+    for (int64_t b = 0; b < kBatch; ++b) {
+      const float* const x = &in.x[b * kValues];
+      int32_t* const places = &at[b * kCount];
+      float* const values = &taken[b * kCount];
+      if (sampled) {
+        cgx::above_sampled(x, kValues, kCount, &turns[2 * b], kStride, kRank, places, values);
+      } else {
+        cgx::largest(alone, x, kValues, kCount, places, values);
+      }
+    }
+    const auto select = [&](int64_t words) {
+      Frame frame;
+      frame.arg(XLA_FFI_DataType_F32, in.x.data(), {kBatch, kValues});
+      if (sampled) frame.arg(XLA_FFI_DataType_S32, turns.data(), {kBatch, 2});
+      frame.ret(XLA_FFI_DataType_S32, got_at.data(), {kBatch, kCount})
+          .ret(XLA_FFI_DataType_F32, got.data(), {kBatch, kCount})
+          .ret(XLA_FFI_DataType_U32, scratch.data(), {words})
+          .attr("count", kCount);
+      if (sampled) frame.attr("stride", kStride).attr("rank", kRank);
+      XLA_FFI_InvokeContext context;
+      return frame.call(handler_of(target), XLA_FFI_ExecutionStage_EXECUTE, &context);
+    };
+    check(select(cgx::kScratchWords).empty() && got_at == at && got == taken, target);
+    check(select(cgx::kScratchWords + 1) == target + ": size of scratch is 6147, expected 6146",
+          target + ": scratch of another size is refused");
+  }
+}
+
+}  // namespace
+
+int main() {
+  const Inputs in;
+  signs(in);
+  levels(in);
+  largest_of_buckets(in);
+  selection(in);
+  for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
+    check(may_be_recorded(code.call), std::string(code.target) + " may be recorded");
+  }
+  return report();
+}

@@ -1,0 +1,298 @@
+// The XLA calls of codes, for any platform: what each takes and returns, checked. Operands and
+// results lead with a batch.
+#ifndef CGX_HANDLERS_CODE_CALLS_H_
+#define CGX_HANDLERS_CODE_CALLS_H_
+
+#include <string>
+
+#include "format/codes.h"
+#include "handlers/checks.h"
+
+namespace cgx {
+
+struct CodeHandler {
+  const char* target;
+  XLA_FFI_Handler* call;
+};
+
+// Selections of `count` of n values, one for each row of a batch: of the largest, or where `turns`
+// are given of those above a sampled bound (cpu/select.h).
+struct Selections {
+  const char* name;
+  int64_t batch, n, count;
+  const float* x;
+  const int32_t* turns;
+  int64_t stride, rank;
+  int32_t* at;
+  float* taken;
+};
+
+// `Device` does the work: its Context is that of an FFI call, Given what a call gets of it, and it
+// has a function for each call that it offers, the shortest bucket and the longest one. Results
+// that follow a selection's are its scratch.
+template <typename Device>
+class CodeCalls {
+  using Given = typename Device::Given;
+  using Values = ffi::Buffer<ffi::F32, 2>;
+  using Bytes = ffi::Buffer<ffi::U8, 2>;
+  using Places = ffi::Buffer<ffi::S32, 2>;
+  using Words = ffi::Buffer<ffi::U32, 2>;
+
+ public:
+  static XLA_FFI_Error* pack_signs(XLA_FFI_CallFrame* frame) {
+    static const auto handler =
+        bind().template Arg<Values>().template Ret<Bytes>().To(run_pack_signs, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* unpack_signs(XLA_FFI_CallFrame* frame) {
+    static const auto handler =
+        bind().template Arg<Bytes>().template Ret<Values>().template Attr<int64_t>("count").To(
+            run_unpack_signs, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* largest(XLA_FFI_CallFrame* frame) {
+    static const auto handler = bind()
+                                    .template Arg<Values>()
+                                    .template Ret<Places>()
+                                    .template Ret<Values>()
+                                    .RemainingRets()
+                                    .template Attr<int64_t>("count")
+                                    .To(run_largest, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* above_sampled(XLA_FFI_CallFrame* frame) {
+    static const auto handler = bind()
+                                    .template Arg<Values>()
+                                    .template Arg<Places>()
+                                    .template Ret<Places>()
+                                    .template Ret<Values>()
+                                    .RemainingRets()
+                                    .template Attr<int64_t>("count")
+                                    .template Attr<int64_t>("stride")
+                                    .template Attr<int64_t>("rank")
+                                    .To(run_above_sampled, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* largest_of_buckets(XLA_FFI_CallFrame* frame) {
+    static const auto handler = bind()
+                                    .template Arg<Values>()
+                                    .template Ret<Places>()
+                                    .template Ret<Values>()
+                                    .template Attr<int64_t>("bucket_size")
+                                    .template Attr<int64_t>("keep")
+                                    .To(run_largest_of_buckets, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* scatter_sum(XLA_FFI_CallFrame* frame) {
+    static const auto handler = bind()
+                                    .template Arg<Places>()
+                                    .template Arg<Values>()
+                                    .template Ret<Values>()
+                                    .template Attr<int64_t>("size")
+                                    .template Attr<int64_t>("ranks")
+                                    .To(run_scatter_sum, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* natural(XLA_FFI_CallFrame* frame) {
+    static const auto handler =
+        bind().template Arg<Words>().template Arg<Values>().template Ret<Bytes>().To(
+            run_natural, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* ternary(XLA_FFI_CallFrame* frame) {
+    static const auto handler = bind()
+                                    .template Arg<Words>()
+                                    .template Arg<Values>()
+                                    .template Ret<Bytes>()
+                                    .template Attr<int64_t>("bucket_size")
+                                    .To(run_ternary, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* qsgd(XLA_FFI_CallFrame* frame) {
+    static const auto handler = bind()
+                                    .template Arg<Words>()
+                                    .template Arg<Values>()
+                                    .template Ret<Bytes>()
+                                    .template Attr<int64_t>("bucket_size")
+                                    .template Attr<int64_t>("levels")
+                                    .template Attr<int64_t>("l2")
+                                    .To(run_qsgd, {Device::kTraits});
+    return handler->Call(frame);
+  }
+
+ private:
+  static auto bind() { return ffi::Ffi::Bind().Ctx<typename Device::Context>(); }
+
+  template <typename Buffer>
+  static int64_t rows(const Buffer& buffer) {
+    return buffer.dimensions()[0];
+  }
+  template <typename Buffer>
+  static int64_t columns(const Buffer& buffer) {
+    return buffer.dimensions()[1];
+  }
+
+  // A matrix of as many rows as `batch`, and of so many columns.
+  template <typename Buffer>
+  static ffi::Error check_shape(const std::string& call, const std::string& what,
+                                const Buffer& buffer, int64_t batch, int64_t limit) {
+    if (rows(buffer) != batch)
+      return invalid(call, expected("batch of " + what, rows(buffer), batch));
+    if (columns(buffer) != limit) {
+      return invalid(call, expected("size of " + what, columns(buffer), limit));
+    }
+    return ffi::Error::Success();
+  }
+
+  static ffi::Error check_within(const char* name, const char* what, int64_t value, int64_t most,
+                                 int64_t least = 1) {
+    if (value >= least && value <= most) return ffi::Error::Success();
+    return invalid(name, std::string(what) + " is " + std::to_string(value) + ", must be in [" +
+                             std::to_string(least) + ", " + std::to_string(most) + "]");
+  }
+
+  static ffi::Error check_selection(const char* name, const Values& x, const Places& at,
+                                    const Values& taken, int64_t count) {
+    const int64_t n = columns(x);
+    CGX_TRY(check_shape(name, "places", at, rows(x), count));
+    CGX_TRY(check_shape(name, "taken", taken, rows(x), count));
+    if (n >= int64_t{1} << 31) {
+      return invalid(name, expected("size of x", n, (int64_t{1} << 31) - 1));
+    }
+    return check_within(name, "count", count, n);
+  }
+
+  static ffi::Error run_pack_signs(Given device, Values x, ffi::Result<Bytes> out) {
+    CGX_TRY(check_shape("cgx_pack_signs", "payload", *out, rows(x), (columns(x) + 7) / 8));
+    return Device::pack_signs(device, rows(x), columns(x), x.typed_data(), out->typed_data());
+  }
+
+  static ffi::Error run_unpack_signs(Given device, Bytes payload, ffi::Result<Values> out,
+                                     int64_t n) {
+    const char* const name = "cgx_unpack_signs";
+    const int64_t batch = rows(payload);
+    CGX_TRY(check_shape(name, "payload", payload, batch, (n + 7) / 8));
+    CGX_TRY(check_shape(name, "result", *out, batch, n));
+    return Device::unpack_signs(device, batch, n, payload.typed_data(), out->typed_data());
+  }
+
+  static ffi::Error run_largest(Given device, Values x, ffi::Result<Places> at,
+                                ffi::Result<Values> taken, ffi::RemainingRets scratch,
+                                int64_t count) {
+    const char* const name = "cgx_largest";
+    return no_throw(name, [&]() -> ffi::Error {
+      CGX_TRY(check_selection(name, x, *at, *taken, count));
+      return Device::select(device,
+                            {name, rows(x), columns(x), count, x.typed_data(), nullptr, 1, count,
+                             at->typed_data(), taken->typed_data()},
+                            scratch);
+    });
+  }
+
+  static ffi::Error run_above_sampled(Given device, Values x, Places turns, ffi::Result<Places> at,
+                                      ffi::Result<Values> taken, ffi::RemainingRets scratch,
+                                      int64_t count, int64_t stride, int64_t rank) {
+    const char* const name = "cgx_above_sampled";
+    return no_throw(name, [&]() -> ffi::Error {
+      const int64_t n = columns(x);
+      CGX_TRY(check_selection(name, x, *at, *taken, count));
+      CGX_TRY(check_shape(name, "turns", turns, rows(x), 2));
+      CGX_TRY(check_within(name, "stride", stride, n));
+      CGX_TRY(check_within(name, "rank", rank, (n + stride - 1) / stride));
+      return Device::select(device,
+                            {name, rows(x), n, count, x.typed_data(), turns.typed_data(), stride,
+                             rank, at->typed_data(), taken->typed_data()},
+                            scratch);
+    });
+  }
+
+  static ffi::Error run_largest_of_buckets(Given device, Values x, ffi::Result<Places> at,
+                                           ffi::Result<Values> taken, int64_t bucket_size,
+                                           int64_t keep) {
+    const char* const name = "cgx_largest_of_buckets";
+    CGX_TRY(check_within(name, "bucket_size", bucket_size, kLongestBucket));
+    CGX_TRY(check_within(name, "keep", keep, bucket_size));
+    const int64_t count = (columns(x) + bucket_size - 1) / bucket_size * keep;
+    CGX_TRY(check_shape(name, "places", *at, rows(x), count));
+    CGX_TRY(check_shape(name, "taken", *taken, rows(x), count));
+    return Device::largest_of_buckets(device, rows(x), columns(x), x.typed_data(), bucket_size,
+                                      keep, at->typed_data(), taken->typed_data());
+  }
+
+  static ffi::Error run_scatter_sum(Given device, Places at, Values taken, ffi::Result<Values> out,
+                                    int64_t size, int64_t ranks) {
+    const char* const name = "cgx_scatter_sum";
+    const int64_t count = columns(at);
+    if (ranks < 1 || count % ranks != 0) {
+      return invalid(name, "number of places is " + std::to_string(count) +
+                               ", must be as many for each of " + std::to_string(ranks) + " ranks");
+    }
+    CGX_TRY(check_shape(name, "taken", taken, rows(at), count));
+    CGX_TRY(check_shape(name, "result", *out, rows(at), size));
+    return Device::scatter_sum(device, rows(at), count, at.typed_data(), taken.typed_data(), size,
+                               out->typed_data());
+  }
+
+  // Codes of buckets as `one` says, which is filled in; the payload is codes, then scales.
+  static ffi::Error encode_all(const char* name, Given device, Words words, Values x,
+                               ffi::Result<Bytes> out, BucketsCall one) {
+    const int64_t batch = rows(x), n = columns(x);
+    const int64_t most = one.l2 ? kLongestBucket : Device::kLongestBucket;
+    CGX_TRY(check_within(name, "bucket_size", one.bucket_size, most, Device::kShortestBucket));
+    const int64_t packed = one.width == 0 ? (n + 4) / 5 : (n * one.width + 7) / 8;
+    const bool scaled = one.coded != Coded::kNatural;
+    const int64_t bytes = packed + scaled * 4 * ((n + one.bucket_size - 1) / one.bucket_size);
+    CGX_TRY(check_shape(name, "words", words, batch, 2));
+    CGX_TRY(check_shape(name, "payload", *out, batch, bytes));
+    one.n = n;
+    return Device::encode_buckets(device, batch, bytes, [&](int64_t b) {
+      BucketsCall own = one;
+      own.x = x.typed_data() + b * n;
+      own.key = words.typed_data() + 2 * b;
+      own.codes = out->typed_data() + b * bytes;
+      own.scales = own.codes + packed;
+      return own;
+    });
+  }
+
+  static ffi::Error run_natural(Given device, Words words, Values x, ffi::Result<Bytes> out) {
+    BucketsCall one{};
+    one.coded = Coded::kNatural;
+    one.bucket_size = 512;  // of noise: a bucket has no scale
+    one.width = 8;
+    return encode_all("cgx_natural", device, words, x, out, one);
+  }
+
+  static ffi::Error run_ternary(Given device, Words words, Values x, ffi::Result<Bytes> out,
+                                int64_t bucket_size) {
+    BucketsCall one{};
+    one.coded = Coded::kTernary;
+    one.bucket_size = bucket_size;
+    return encode_all("cgx_ternary", device, words, x, out, one);
+  }
+
+  static ffi::Error run_qsgd(Given device, Words words, Values x, ffi::Result<Bytes> out,
+                             int64_t bucket_size, int64_t levels, int64_t l2) {
+    const char* const name = "cgx_qsgd";
+    CGX_TRY(check_within(name, "levels", levels, 127));
+    BucketsCall one{};
+    one.coded = Coded::kSteps;
+    one.bucket_size = bucket_size;
+    one.levels = levels;
+    one.l2 = l2 != 0;
+    while (2 * levels >> one.width != 0) ++one.width;
+    return encode_all(name, device, words, x, out, one);
+  }
+};
+
+}  // namespace cgx
+
+#endif  // CGX_HANDLERS_CODE_CALLS_H_

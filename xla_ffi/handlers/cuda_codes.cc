@@ -1,0 +1,80 @@
+#include "handlers/cuda_codes.h"
+
+#include "cuda/codes.h"
+
+namespace cgx {
+namespace {
+
+// What a stream does: one launch for each element of the batch.
+struct Cuda {
+  using Context = ffi::PlatformStream<cudaStream_t>;
+  using Given = cudaStream_t;
+  static constexpr auto kTraits = ffi::Traits::kCmdBufferCompatible;
+  static constexpr int64_t kShortestBucket = cgx::kShortestBucket;
+  static constexpr int64_t kLongestBucket = cgx::kLongestBucket;
+
+  static ffi::Error pack_signs(Given stream, int64_t batch, int64_t n, const float* x,
+                               uint8_t* out) {
+    return each("cgx_pack_signs", batch, [&](int64_t b) {
+      return launch_pack_signs(x + b * n, n, out + b * ((n + 7) / 8), stream);
+    });
+  }
+
+  // The elements of a batch, one after the other, share the scratch.
+  static ffi::Error select(Given stream, const Selections& all, ffi::RemainingRets scratch) {
+    CGX_TRY(check_number(all.name, "results", 2 + scratch.size(), 3));
+    auto words = scratch.get<ffi::BufferR1<ffi::U32>>(0);
+    if (words.has_error()) return words.error();
+    CGX_TRY(check_count(all.name, "scratch", **words, kScratchWords));
+    uint32_t* const data = (*words)->typed_data();
+    return each(all.name, all.batch, [&](int64_t b) {
+      return launch_select(
+          {all.x + b * all.n, all.n, all.count, all.turns ? all.turns + 2 * b : nullptr, all.stride,
+           all.rank, all.at + b * all.count, all.taken + b * all.count, data},
+          stream);
+    });
+  }
+
+  template <typename Call>
+  static ffi::Error encode_buckets(Given stream, int64_t batch, int64_t, Call call) {
+    return each("cgx_encode_buckets", batch,
+                [&](int64_t b) { return launch_encode_buckets(call(b), stream); });
+  }
+
+  static ffi::Error largest_of_buckets(Given stream, int64_t batch, int64_t n, const float* x,
+                                       int64_t bucket_size, int64_t keep, int32_t* at,
+                                       float* taken) {
+    const int64_t count = (n + bucket_size - 1) / bucket_size * keep;
+    return each("cgx_largest_of_buckets", batch, [&](int64_t b) {
+      return launch_largest_of_buckets(x + b * n, n, bucket_size, keep, at + b * count,
+                                       taken + b * count, stream);
+    });
+  }
+
+ private:
+  template <typename Launch>
+  static ffi::Error each(const std::string& name, int64_t batch, Launch launch) {
+    for (int64_t b = 0; b < batch; ++b) {
+      const cudaError_t error = launch(b);
+      if (error != cudaSuccess) {
+        return ffi::Error::Internal(name + ": CUDA: " + cudaGetErrorString(error));
+      }
+    }
+    return ffi::Error::Success();
+  }
+};
+
+}  // namespace
+
+std::vector<CodeHandler> cuda_code_handlers() {
+  using Calls = CodeCalls<Cuda>;
+  return {{"cgx_pack_signs", Calls::pack_signs},
+          {"cgx_largest", Calls::largest},
+          {"cgx_above_sampled", Calls::above_sampled},
+          {"cgx_largest_of_buckets", Calls::largest_of_buckets},
+          {"cgx_natural", Calls::natural},
+          {"cgx_ternary", Calls::ternary},
+          {"cgx_qsgd", Calls::qsgd}};
+}
+
+}  // namespace cgx
