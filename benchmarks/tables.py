@@ -14,12 +14,16 @@ from typing import Any
 
 import alpha_beta
 import cgx_jax
+import predict
 from cgx_jax.link_timer import size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
-TEXTS = (ROOT / "README.md", DOCS / "compressors.md", DOCS / "exchanges.md", DOCS / "gpu.md")
+TEXTS = (
+    ROOT / "README.md",
+    *(DOCS / f"{name}.md" for name in ("compressors", "exchanges", "gpu", "performance")),
+)
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
 
@@ -423,6 +427,53 @@ def levels() -> str:
     return table([*head, "a node sends", "relative error"], body)
 
 
+def steps() -> str:
+    """Training steps: the speed of exact ones, the gains of others, and the ceiling of any gain."""
+    names = ("exact, small leaves together", "bf16, lax.psum", "8 bits")
+    names += ("4 bits, rotated, SecondMoment",)
+    made = {(r["task"], r["world"], r["links"], r["method"]): r for r in rows("suite/speed")}
+    body = []
+    for task, world, links in dict.fromkeys(key[:3] for key in made):
+        exact = made[task, world, links, "exact"]
+        share = exact["compute"][1] / exact["seconds"][1]
+        samples = f"{exact['batch'] / exact['seconds'][1]:.0f}"
+        gains = [f"{made[task, world, links, name]['ratio'][1]:.2f}" for name in names]
+        body.append(
+            [task, str(world), links, samples, f"{share:.2f}", *gains, f"{1 / share:.1f}"]
+        )
+    head = ["task", "ranks", "link", "exact: samples per second", "compute's share"]
+    return table([*head, *names, "ceiling"], body)
+
+
+def predicted_steps() -> str:
+    body = []
+    for machine in predict.MACHINES:
+        for how in predict.PRICES:
+            if how == "levels" and machine.nodes == 1:
+                continue
+            gains = [f"{predict.step_speedup(machine, how, c):.2f}" for c in predict.STEPS]
+            milliseconds = predict.reduction_seconds(machine, how) * 1e3
+            body.append([machine.name, how, f"{milliseconds:.0f}", *gains])
+    heads = [f"step that computes {seconds:g} s" for seconds in predict.STEPS]
+    return table(["machine (model)", "reduction", "ms", *heads], body)
+
+
+def scaling() -> str:
+    made = {(r["method"], r["world"]): r for r in rows("scaling")}
+    worlds = sorted({world for _, world in made})
+    body = [
+        [
+            name,
+            *(
+                f"{made[name, w]['sent_bytes'] / 1e6:.1f} MB, {made[name, w]['operations']:,}"
+                for w in worlds
+            ),
+        ]
+        for name in dict.fromkeys(name for name, _ in made)
+    ]
+    return table(["100 MB of gradients", *(f"{w:,} ranks" for w in worlds)], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -443,9 +494,12 @@ TABLES: dict[str, Callable[[], str]] = {
         one_shot,
         power_sgd,
         power_sgd_products,
+        predicted_steps,
         rivals,
         sass,
+        scaling,
         segments,
+        steps,
     )
 }
 
