@@ -15,6 +15,7 @@ from cgx_jax import _compat
 
 # A leaf of up to this size travels with others: a call of its own costs more than the copies.
 SMALL_BYTES = 1 << 16
+UNROLL = 4  # ranks whose rows a loop over ranks adds at once, where XLA may fuse them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,18 @@ class Axes:
     @property
     def _name(self) -> Any:
         return self.names[0] if len(self.names) == 1 else self.names
+
+
+def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Any) -> jax.Array:
+    """f(total, rank, row) for every rank, one after the other, as a program of fixed size.
+
+    `rows` are arrays whose first dimension is the ranks. The first rank stands by itself: what a
+    loop carries has to vary over the axes that rows do.
+    """
+    first, others = (jax.tree.map(lambda x, part=part: x[part], rows) for part in (0, np.s_[1:]))
+    total = f(total, 0, first)
+    ranks = np.arange(1, len(jax.tree.leaves(rows)[0]), dtype=np.int32)
+    return lax.scan(lambda t, x: (f(t, *x), None), total, (ranks, others), unroll=UNROLL)[0]
 
 
 def _together(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
 
 
@@ -208,13 +209,13 @@ class PayloadCompressor(Compressor):
 
     def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
         """What payloads u8[ranks, n] add up to, fp32 and in rank order."""
-        total = jnp.zeros(tuple(shape), jnp.float32)
-        for payload in payloads:
+
+        def add(total: jax.Array, _: Any, payload: jax.Array) -> jax.Array:
             total = total + self.decode(payload, tuple(shape), jnp.float32)
-            if self.selects:
-                # XLA would make one scatter of all ranks' values, which GPUs add in any order.
-                total = lax.optimization_barrier(total)
-        return total
+            # XLA would make one scatter of all ranks' values, which GPUs add in any order.
+            return lax.optimization_barrier(total) if self.selects else total
+
+        return in_rank_order(add, jnp.zeros(tuple(shape), jnp.float32), payloads)
 
     def of_sums(self, world: int) -> PayloadCompressor:
         """The code of a chunk's sum over `world` ranks, on its way from the owner to all others."""

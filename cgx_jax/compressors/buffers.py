@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import (
     Arrays,
@@ -214,10 +215,11 @@ class _RowByRow(RowCode):
     def accumulate(
         self, rank: Any, payloads: jax.Array, own: jax.Array, divisor: float
     ) -> jax.Array:
-        total = own.astype(jnp.float32)
-        for w in range(payloads.shape[0]):
-            peer = self.compressor.decode(payloads[w], own.shape, jnp.float32)
-            total = jnp.where(rank == w, total, total + peer)
+        def add(total: jax.Array, w: Any, payload: jax.Array) -> jax.Array:
+            peer = self.compressor.decode(payload, own.shape, jnp.float32)
+            return jnp.where(rank == w, total, total + peer)
+
+        total = in_rank_order(add, own.astype(jnp.float32), payloads)
         return _divided(total, divisor).astype(own.dtype)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.lossless import Identity
@@ -186,9 +187,13 @@ def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> lis
     A scatter for each rank, which barriers keep apart: GPUs add what one scatter has for a place in
     any order.
     """
-    total = jnp.zeros(size, jnp.float32)
-    for places, values in zip(at.reshape(ranks, -1), taken.reshape(ranks, -1), strict=True):
-        total = lax.optimization_barrier(total.at[places].add(values, mode="drop"))
+
+    def add(total: jax.Array, _: Any, pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        places, values = pairs
+        return lax.optimization_barrier(total.at[places].add(values, mode="drop"))
+
+    rows = (at.reshape(ranks, -1), taken.reshape(ranks, -1))
+    total = in_rank_order(add, jnp.zeros(size, jnp.float32), rows)
     return [total]
 
 
