@@ -438,9 +438,7 @@ def steps() -> str:
         share = exact["compute"][1] / exact["seconds"][1]
         samples = f"{exact['batch'] / exact['seconds'][1]:.0f}"
         gains = [f"{made[task, world, links, name]['ratio'][1]:.2f}" for name in names]
-        body.append(
-            [task, str(world), links, samples, f"{share:.2f}", *gains, f"{1 / share:.1f}"]
-        )
+        body.append([task, str(world), links, samples, f"{share:.2f}", *gains, f"{1 / share:.1f}"])
     head = ["task", "ranks", "link", "exact: samples per second", "compute's share"]
     return table([*head, *names, "ceiling"], body)
 

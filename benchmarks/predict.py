@@ -1,0 +1,82 @@
+"""Predicted times of a reduction and of a training step on machines that nobody here has.
+
+    python benchmarks/predict.py
+
+A model and no measurement: a link takes bytes over its rate, a kernel takes bytes over the memory's
+rate (gpu_model.py), nothing overlaps, and no message has a latency. fp32 is a ring over all ranks.
+A node's GPUs share its link. With levels the sums inside a node are exact and go over PCIe.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from alpha_beta import sent
+from cgx_jax import Quantize
+from gpu_model import bytes_per_value
+
+GRADIENTS = 100e6  # bytes of fp32
+BITS = 4
+MEMORY = 0.936e12  # bytes per second: an RTX 3090's data sheet
+PCIE = 10e9  # bytes per second and GPU, each way: what is left of 16 lanes of PCIe 3.0
+STEPS = (0.05, 0.2, 1.0)  # seconds that a step computes
+PRICES = "fp32", "flat", "levels"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`nodes` of `local` GPUs each; `link` in bytes per second between nodes."""
+
+    name: str
+    nodes: int
+    local: int
+    link: float
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.local
+
+
+MACHINES = (
+    Machine("8 GPUs on PCIe", 1, 8, PCIE),
+    *(Machine(f"4 nodes × 8 GPUs, {rate} Gbit/s", 4, 8, rate / 8 * 1e9) for rate in (10, 25, 100)),
+)
+
+
+def reduction_seconds(machine: Machine, how: str, gradients: float = GRADIENTS) -> float:
+    """Seconds of one reduction of `gradients` bytes of fp32 by one of `PRICES`."""
+    values = int(gradients / 4)
+    world, local = machine.world, machine.local
+    payload = Quantize(BITS).payload_bytes(values)
+    if how == "fp32":
+        # A ring crosses each node's link once in each direction.
+        return 2 * (world - 1) / world * gradients / (PCIE if machine.nodes == 1 else machine.link)
+    if how == "flat":
+        kernels = values * sum(bytes_per_value(BITS, world).values()) / MEMORY
+        if machine.nodes == 1:
+            return kernels + sent("scatter_gather", values, world, BITS) / PCIE
+        outside = 2 * (world - local) / world * local * payload
+        return kernels + outside / machine.link
+    kernels = values / local * sum(bytes_per_value(BITS, machine.nodes).values()) / MEMORY
+    inside = (local - 1) / local * (gradients + payload) / PCIE
+    between = 2 * (machine.nodes - 1) / machine.nodes * payload / machine.link
+    return kernels + inside + between
+
+
+def step_speedup(machine: Machine, how: str, computing: float) -> float:
+    """Times as fast as the step that reduces in fp32."""
+    return (computing + reduction_seconds(machine, "fp32")) / (
+        computing + reduction_seconds(machine, how)
+    )
+
+
+def main() -> int:
+    for machine in MACHINES:
+        for how in PRICES[: 2 if machine.nodes == 1 else 3]:
+            milliseconds = reduction_seconds(machine, how) * 1e3
+            steps = " ".join(f"{step_speedup(machine, how, c):5.2f}" for c in STEPS)
+            print(f"{machine.name:<32} {how:<7} {milliseconds:7.1f} ms; steps {steps}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The model behind the predicted steps: limits that arithmetic gives, and what levels save."""
+
+import importlib
+import pathlib
+import sys
+
+import pytest
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+predict = importlib.import_module("predict")
+
+NODES = [m for m in predict.MACHINES if m.nodes > 1]
+
+
+@pytest.mark.parametrize("machine", predict.MACHINES, ids=lambda m: m.name)
+def test_a_step_gains_what_amdahl_leaves_it(machine):
+    fp32, ours = (predict.reduction_seconds(machine, how) for how in ("fp32", "levels"))
+    nothing, long = (predict.step_speedup(machine, "levels", c) for c in (0.0, 1e6))
+    assert nothing == pytest.approx(fp32 / ours)
+    assert long == pytest.approx(1, abs=1e-4)
+    assert predict.step_speedup(machine, "fp32", 0.1) == 1
+
+
+@pytest.mark.parametrize("machine", NODES, ids=lambda m: m.name)
+def test_a_flat_reduction_sends_all_pairs_of_nodes_over_one_link(machine):
+    free = predict.Machine("", machine.nodes, machine.local, 1e30)
+    seconds = {}
+    for how in ("flat", "levels", "fp32"):
+        on_the_link = predict.reduction_seconds(machine, how)
+        seconds[how] = on_the_link - predict.reduction_seconds(free, how)
+    # 24 of 31 others are outside, and 8 ranks share the link; levels send 3/4 of a payload twice.
+    assert seconds["flat"] / seconds["levels"] == pytest.approx(8 * 24 / 32 / (3 / 4))
+    assert seconds["fp32"] / seconds["flat"] == pytest.approx(
+        31 / 32 / (8 * 24 / 32) * 32 / 4.125, rel=0.01
+    )
