@@ -73,6 +73,12 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param("11_fsdp.py", ("--steps", "12"), "5.0 times fewer", marks=pytest.mark.slow),
         pytest.param("13_embeddings.py", (), "12.8 times fewer", marks=pytest.mark.slow),
         pytest.param(
+            "14_elastic.py",
+            ("--steps", "60"),
+            "ranks hold the same parameters at every checkpoint: True",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "12_images.py",
             (),
             "bits per value: 2.",
