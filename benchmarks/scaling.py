@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -36,13 +36,15 @@ CASES: dict[str, tuple[Compressor, str]] = {
 
 def lowered(code: Compressor, how: str, world: int) -> tuple[int, float]:
     """Operations of the program, and seconds of tracing and lowering it."""
+    mesh = AbstractMesh((world,), ("data",))
     mapped = jax.shard_map(
         lambda x: cgx_jax.psum_compressed(x[0], "data", code, exchange="xla", reduction=how)[None],
-        mesh=AbstractMesh((world,), ("data",)),
+        mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),
     )
-    x = jax.ShapeDtypeStruct((world, VALUES), jnp.float32)
+    split = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((world, VALUES), jnp.float32, sharding=split)
     start = time.perf_counter()
     text = jax.jit(mapped).trace(x).lower(lowering_platforms=("cpu",)).as_text()
     return len(re.findall(r"= \"?(?:stablehlo|func|call)", text)), time.perf_counter() - start

@@ -17,12 +17,14 @@ through both changes, `demo/elastic.png` shows it, and the last lines are
 
 import argparse
 import json
+import os
 import random
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from pathlib import Path
 from typing import Any
@@ -275,7 +277,12 @@ def main() -> int:
     given = parser.parse_args()
     if given.rank is None:
         return supervise(given.steps, given.seed, given.png)
-    return work(given.rank, given.world, given.coordinator, Path(given.folder), given.steps)
+    try:
+        return work(given.rank, given.world, given.coordinator, Path(given.folder), given.steps)
+    except BaseException:
+        # At its end JAX waits for all workers, and they wait for this one.
+        traceback.print_exc()
+        os._exit(1)
 
 
 if __name__ == "__main__":

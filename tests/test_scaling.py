@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -21,15 +21,17 @@ PAIRS = {
 
 def operations(compressor, reduction, world):
     """How many of each operation the program has, but for those on constants."""
+    mesh = AbstractMesh((world,), ("data",))
     mapped = jax.shard_map(
         lambda x, key: cgx_jax.psum_compressed(
             x[0], "data", compressor, exchange="xla", reduction=reduction, key=key
         ),
-        mesh=AbstractMesh((world,), ("data",)),
+        mesh=mesh,
         in_specs=(P("data"), P()),
         out_specs=P(),
     )
-    x = jax.ShapeDtypeStruct((world, 1 << 17), jnp.float32)
+    split = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((world, 1 << 17), jnp.float32, sharding=split)
     key = jax.eval_shape(lambda: jax.random.key(0))
     lowered = jax.jit(mapped).trace(x, key).lower(lowering_platforms=("cpu",))
     return len(re.findall(r" = (?:\"?stablehlo\.|call|func)", lowered.as_text()))
