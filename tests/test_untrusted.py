@@ -1,4 +1,4 @@
-"""Files that anyone may have written are read, or refused with file, line and reason."""
+"""Files that anyone may have written are read or refused with a reason; any payload decodes."""
 
 import dataclasses
 import json
@@ -6,10 +6,15 @@ import random
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from cases import CASES
 from cgx_jax import installation, untrusted, use_profile
 from cgx_jax.commands import report, run_file
+from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Profile
 from test_auto import MEASURED
 
@@ -243,3 +248,22 @@ def test_whatever_is_damaged_is_read_or_a_value_error(tmp_path, capsys):
             pass
     capsys.readouterr()
     assert 0 < read < 120
+
+
+PAYLOADS = {
+    name: case.compressor
+    for name, case in CASES.items()
+    if isinstance(case.compressor, PayloadCompressor)
+}
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_any_bytes_decode_to_arrays_of_the_leaf(name):
+    c, rng, size = PAYLOADS[name], np.random.default_rng(5), 1000
+    n = c.payload_bytes(size)
+    noise = rng.integers(0, 256, (4, n))
+    payloads = np.concatenate([noise, np.zeros((1, n)), np.full((1, n), 255)]).astype(np.uint8)
+    total = jax.jit(lambda p: c.decode_sum(p, (size,)))(payloads)
+    each = jax.jit(jax.vmap(lambda p: c.decode(p, (size,), jnp.float32)))(payloads)
+    assert total.shape == (size,)
+    assert each.shape == (6, size)

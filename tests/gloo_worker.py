@@ -1,0 +1,77 @@
+"""One process of tests/test_faults.py: reduces over gloo, and fails as the command line says.
+
+    python gloo_worker.py FAULT RANK WORLD PORT
+
+The last rank is the one that fails. The others print what they see, and after how many seconds.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+
+FAULT, RANK, WORLD, PORT = sys.argv[1], *map(int, sys.argv[2:])
+FAULTY = RANK == WORLD - 1
+HEARTBEAT = 10  # seconds without which a process counts as dead; 100 by default
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(
+    f"localhost:{PORT}", WORLD, RANK, local_device_ids=[0], heartbeat_timeout_seconds=HEARTBEAT
+)
+mesh = jax.make_mesh((WORLD,), ("data",))
+
+
+def reducer(bits: int, size: int):
+    """A reduction of f32[size] a rank, and its operand."""
+    mapped = jax.shard_map(
+        lambda x: cgx_jax.psum_compressed(x[0], "data", cgx_jax.Quantize(bits), exchange="xla"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    own = np.ones((1, size), np.float32)
+    x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), own)
+    step = jax.jit(mapped).lower(x).compile()
+    return lambda: jax.block_until_ready(step(x))
+
+
+def say(text: str) -> None:
+    os.write(1, f"[{RANK}] {text}\n".encode())
+
+
+size = 2_000_000
+good = reducer(4, size)
+faulty = {"width": reducer(8, size), "narrow": reducer(2, size), "shape": reducer(4, 4 * size)}.get(
+    FAULT, good
+)
+for _ in range(2):
+    good()
+start = time.monotonic()
+say("started")
+try:
+    if FAULTY and FAULT == "killed before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULTY and FAULT == "raises":
+        raise RuntimeError("the data are broken")
+    if FAULTY and FAULT == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if FAULTY and FAULT == "slow":
+        time.sleep(3)
+    if FAULTY and FAULT == "killed in":
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for _ in range(200 if FAULT == "killed in" else 1):
+        out = faulty() if FAULTY else good()
+    same = bool((np.asarray(out.addressable_data(0)) == WORLD).all())
+    say(f"after {time.monotonic() - start:.1f} s a right result: {same}")
+except Exception as error:
+    text = " ".join(str(error).split())
+    say(f"after {time.monotonic() - start:.1f} s {type(error).__name__}: {text}")
+    raise

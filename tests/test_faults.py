@@ -1,0 +1,71 @@
+"""What ranks see when another one fails, over XLA's collectives (gloo): docs/reliability.md.
+
+Those of the MPI exchange are in test_mpi.py.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("gloo_worker.py")
+WORLD = 3
+# Until the last process has ended: JAX's heartbeat, 10 s here, and what a loaded machine adds.
+SECONDS = 90
+FAULTS = {
+    "slow": "a right result: True",
+    "killed before": "Gloo",
+    "killed in": "Gloo",
+    "stopped": None,  # JAX ends the process
+    "width": "mismatch",
+    "narrow": "mismatch",
+    "shape": "mismatch",
+}
+SLOW = ("killed before", "stopped", "width", "shape")
+
+
+def ended(fault):
+    """Exit codes and outputs of all ranks, of which the last one fails."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", str(WORKER), fault]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(WORLD), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    deadline = time.monotonic() + SECONDS
+    try:
+        for rank in ranks[:-1]:
+            rank.wait(deadline - time.monotonic())
+    finally:
+        for rank in ranks:
+            rank.kill()
+    outputs = [rank.communicate()[0] for rank in ranks]
+    return [rank.returncode for rank in ranks], outputs
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FAULTS]
+)
+def test_no_rank_waits_for_ever_and_none_has_a_wrong_result(fault):
+    codes, outputs = ended(fault)
+    for code, output in zip(codes[:-1], outputs[:-1], strict=True):
+        assert "started" in output, output[-3000:]
+        assert (code == 0) == (fault == "slow"), output[-3000:]
+        assert "a right result: False" not in output
+    if (says := FAULTS[fault]) is not None:
+        assert any(says in output for output in outputs), outputs
+    if fault != "slow":
+        assert not any("a right result" in output for output in outputs[:-1])
