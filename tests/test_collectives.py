@@ -137,10 +137,17 @@ def test_transformations_agree_bit_for_bit(tree):
 
 
 SHAPES = [(), (1,), (3,), (511,), (513,), (37, 70)]
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world", [3, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])
-@pytest.mark.parametrize("name", every(CHUNKED))
+# Of 2 and 8 ranks, test_conformance tries all.
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        *(pytest.param(*p.values, 3, marks=p.marks) for p in every(CHUNKED)),
+        *(pytest.param(*p.values, 8, marks=SLOW) for p in every(CHUNKED) if not p.marks),
+    ],
+)
 def test_ranks_hold_the_same_bits_within_the_bound(name, world):
     compressor = CHUNKED[name]
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
