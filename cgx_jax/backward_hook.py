@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat, nonfinite
+from cgx_jax.axes import SMALL_BYTES
 from cgx_jax.compressors import Compressor
 from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange
-from cgx_jax.plan import Plan, resolve
+from cgx_jax.plan import Plan, consecutive, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.tuner import Tuner
+from cgx_jax.tuner.resolve import check_tuner, resolve_options
+from cgx_jax.wire import HOOK_FUSION_BYTES
 
-# Small enough that the first layers' reduction starts while the backward pass runs on, large
-# enough that a collective's latency is a small part of it.
-HOOK_FUSION_BYTES = 4 << 20
 _HOOK = "reduce_in_backward"
 
 
@@ -28,27 +29,39 @@ def reduce_in_backward(
     compressor: Compressor | Policy | Plan | None = None,
     *,
     key: Any = None,
-    exchange: Exchange | str = "auto",
+    exchange: Exchange | str | Tuner = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
 ) -> Any:
     """`params` unchanged; in the backward pass their gradients are summed, compressed.
 
     Wrap the parameters inside the loss. Each fusion buffer (4 MB, or the plan's) is reduced as
-    soon as its own gradients are there, while the backward pass goes on. The gradient is that of
-    a replicated parameter: the sum over `axis_name`, so take the mean in the loss
-    (`lax.pmean(loss, axis_name)` under check_vma) or divide. Leaves, `key`, `exchange`,
-    `reduction`, `levels` and errors as in `psum_compressed`.
+    soon as its own gradients are there, while the backward pass goes on; exact leaves travel in
+    buffers of up to 64 KiB. The gradient is that of a replicated parameter: the sum over
+    `axis_name`, so take the mean in the loss (`lax.pmean(loss, axis_name)` under check_vma) or
+    divide. Leaves, `key`, `exchange`, `reduction`, `levels` and errors as in `psum_compressed`. A
+    `Tuner` as `exchange` chooses these three and the size of the buffers.
     """
     nonfinite.refuse_skip(_HOOK)
-    options = Options.resolve(
-        _HOOK, axis_name, exchange=exchange, reduction=reduction, levels=levels
-    )
+    check_tuner(_HOOK, exchange, reduction, levels)
     plan = resolve(_HOOK, params, compressor, fusion_bytes=HOOK_FUSION_BYTES)
     plan.require_stateless(_HOOK)
+    options, plan = resolve_options(
+        _HOOK,
+        axis_name,
+        plan,
+        [(c,) for c in plan.compressors],
+        exchange=exchange,
+        reduction=reduction,
+        levels=levels,
+        mean=False,
+        in_units=False,
+        overlaps=True,
+    )
     leaves, treedef = jax.tree.flatten(params)
     inexact = [i for i in plan.exact if jnp.issubdtype(plan.leaves[i].dtype, jnp.inexact)]
-    for number, part in enumerate([*plan.buffers, *((i,) for i in inexact)]):
+    together = consecutive(plan.leaves, dict.fromkeys(inexact), SMALL_BYTES)
+    for number, part in enumerate([*plan.buffers, *together]):
         call = _Hook(options, plan.subset(part))
         own = None if key is None else jax.random.fold_in(key, number)
         for i, x in zip(part, call(own, tuple(leaves[i] for i in part)), strict=True):

@@ -206,18 +206,28 @@ def _overridden(
 
 def _planned(leaves: Sequence[Leaf], chosen: Sequence[Compressor], fusion_bytes: int) -> Plan:
     """Consecutive lossy leaves of one family share a buffer of up to `fusion_bytes`."""
+    pairs = enumerate(zip(leaves, chosen, strict=True))
+    families = {i: (type(c), c.reductions) for i, (x, c) in pairs if x.size and not c.lossless}
+    buffers = consecutive(leaves, families, fusion_bytes)
+    return Plan(tuple(leaves), tuple(chosen), buffers)
+
+
+def consecutive(
+    leaves: Sequence[Leaf], families: Mapping[int, Any], most_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Buffers of up to `most_bytes`, or of one leaf, each of consecutive leaves of one family.
+
+    `families` has the numbers of the leaves that take part.
+    """
     open_buffers: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}
     done: list[tuple[int, ...]] = []
-    for i, (leaf, c) in enumerate(zip(leaves, chosen, strict=True)):
-        if c.lossless or leaf.size == 0:
-            continue
-        family = type(c), c.reductions
-        if family in open_buffers and filled[family] + leaf.nbytes > fusion_bytes:
+    for i, family in families.items():
+        nbytes = leaves[i].nbytes
+        if family in open_buffers and filled[family] + nbytes > most_bytes:
             done.append(tuple(open_buffers.pop(family)))
         if family not in open_buffers:
             open_buffers[family], filled[family] = [], 0
         open_buffers[family].append(i)
-        filled[family] += leaf.nbytes
-    buffers = tuple(sorted([*done, *map(tuple, open_buffers.values())]))
-    return Plan(tuple(leaves), tuple(chosen), buffers)
+        filled[family] += nbytes
+    return tuple(sorted([*done, *map(tuple, open_buffers.values())]))

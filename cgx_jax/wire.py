@@ -15,6 +15,9 @@ GROUP = 32  # codes are packed in groups of 32 values, so a bucket is a multiple
 MAX_BITS = 8
 ROUNDINGS = ("nearest", "stochastic", "correlated")  # by their number in a kernel call
 FUSION_BYTES = 64 << 20  # of uncompressed leaves in one fusion buffer
+# In the backward pass: small enough that the first layers' reduction starts while the pass runs on,
+# large enough that a collective's latency is a small part of it.
+HOOK_FUSION_BYTES = 4 << 20
 
 
 def record_bytes(values: int, bits: int) -> int:

@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.core import Options, Sums, reduce_leaves, ways
@@ -50,6 +49,7 @@ from cgx_jax.transforms.state import (
 )
 from cgx_jax.transforms.wrappers import check_options, check_wrappers, within_restore_step_size
 from cgx_jax.tuner import Tuner
+from cgx_jax.tuner.resolve import check_tuner, resolve_options
 
 if TYPE_CHECKING:
     import optax
@@ -96,11 +96,7 @@ def sync_gradients(
     import optax
 
     check_options(axis_name, mesh)
-    if isinstance(exchange, Tuner) and (reduction is not None or levels is not None):
-        raise ValueError(
-            f"{CALLER}: reduction={reduction!r} and levels={levels!r} are the tuner's to choose; "
-            "leave them out, or let it try yours: Tuner(reductions=[...], levels=[...])."
-        )
+    check_tuner(CALLER, exchange, reduction, levels)
 
     def init(params: Any) -> SyncState:
         check_wrappers(CALLER, checked=False)
@@ -153,21 +149,19 @@ def sync_gradients(
     def reduce(
         plan: Plan, choices: Choices, updates: Any, state: SyncState
     ) -> tuple[Any, SyncState]:
-        if isinstance(exchange, Tuner):
-            axes = Axes.resolve(CALLER, axis_name, None)
-            in_units = precondition is not None
-            setting = exchange.setting(CALLER, plan, axes, choices, in_units=in_units)
-            plan, options = plan.in_buffers(setting.fusion_bytes), setting.options(CALLER, axes)
-        else:
-            options = Options.resolve(
-                CALLER,
-                axis_name,
-                exchange=exchange,
-                reduction=reduction,
-                levels=levels,
-                mean=True,
-            )
-            axes = options.axes
+        options, plan = resolve_options(
+            CALLER,
+            axis_name,
+            plan,
+            choices,
+            exchange=exchange,
+            reduction=reduction,
+            levels=levels,
+            mean=True,
+            in_units=precondition is not None,
+            overlaps=False,
+        )
+        axes = options.axes
         check_wrappers(CALLER, checked=axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
         check_state(state, memory, precondition, plan, choices, treedef)

@@ -14,16 +14,18 @@ from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, ScatterGather
 from cgx_jax.reductions.levels import Leveled
 from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.wire import FUSION_BYTES
+from cgx_jax.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
+IN_BACKWARD = (HOOK_FUSION_BYTES, HOOK_FUSION_BYTES // 4, HOOK_FUSION_BYTES // 16)
 REACH = 4  # times the largest size that was measured: predictions beyond are not trusted
 
 
 class Asked(NamedTuple):
     """A reduction of the step: the call that makes it, its plan, and whether values have units.
 
-    `later` are plans that it may have later, under a policy that adapts.
+    `later` are plans that it may have later, under a policy that adapts. `overlaps` says that it
+    runs inside the backward pass.
     """
 
     name: str
@@ -31,14 +33,15 @@ class Asked(NamedTuple):
     axes: Axes
     in_units: bool
     later: tuple[Plan, ...] = ()
+    overlaps: bool = False
 
 
 class Candidate(NamedTuple):
     """A setting, and what its reductions take in a step.
 
     `seconds` are what the profile predicts, None without one or where it has no measurements. With
-    levels they are a lower bound: the sums inside a node are not measured. `nbytes` are what a rank
-    sends.
+    levels they are a lower bound: the sums inside a node are not measured. In the backward pass
+    they are an upper bound: what computing hides is not known. `nbytes` are what a rank sends.
     """
 
     setting: Setting
@@ -64,7 +67,8 @@ def candidates(
     psum = _program(Setting(), asked)
     exact = _candidate(Setting(), psum, asked, profile)
     known, found = {psum}, []
-    for setting in _settings(offered):
+    sizes = IN_BACKWARD if any(call.overlaps for call in asked) else FUSION
+    for setting in _settings(offered, sizes):
         try:
             program = _program(setting, asked)
             for call in asked:
@@ -78,11 +82,11 @@ def candidates(
     return [exact, *sorted((c for c in found if _cost(c) < _limit(c, exact)), key=_cost)]
 
 
-def _settings(offered: Offered) -> Iterator[Setting]:
+def _settings(offered: Offered, sizes: tuple[int, ...]) -> Iterator[Setting]:
     near = (None, *offered.levels)
     return itertools.starmap(
         Setting,
-        itertools.product(offered.exchanges, (None, *offered.reductions), near, FUSION),
+        itertools.product(offered.exchanges, (None, *offered.reductions), near, sizes),
     )
 
 
@@ -105,8 +109,8 @@ def _program(setting: Setting, asked: Sequence[Asked]) -> Program:
 
 def _buffers(setting: Setting, call: Asked, plan: Plan) -> Buffers:
     """How each buffer of `plan` travels; raises ValueError where the setting is wrong for it."""
-    options = setting.options(call.name, call.axes)
-    return tuple(ways(options, plan.in_buffers(setting.fusion_bytes)).items())
+    options = setting.options(call.name, call.axes, mean=True)
+    return tuple(ways(options, setting.buffered(plan)).items())
 
 
 def _candidate(

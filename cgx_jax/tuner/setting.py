@@ -10,6 +10,7 @@ from cgx_jax import untrusted
 from cgx_jax.axes import Axes
 from cgx_jax.core import Options
 from cgx_jax.exchanges import Exchange
+from cgx_jax.plan import Plan
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.wire import FUSION_BYTES
 
@@ -38,9 +39,13 @@ class Setting:
         near = "" if self.levels is None else f", {_described(self.levels)}"
         return f"{name}{near}, {self.fusion_bytes / 2**20:g} MiB"
 
-    def options(self, name: str, axes: Axes) -> Options:
-        """What a call `name` over `axes` asks for by this setting, of a mean."""
-        return Options(name, axes, self.exchange, self.reduction, self.levels, mean=True)
+    def options(self, name: str, axes: Axes, *, mean: bool) -> Options:
+        """What a call `name` over `axes` asks for by this setting."""
+        return Options(name, axes, self.exchange, self.reduction, self.levels, mean=mean)
+
+    def buffered(self, plan: Plan) -> Plan:
+        """`plan` in this setting's buffers; as it is for `lax.psum`, which needs none."""
+        return plan if self.exchange is None else plan.in_buffers(self.fusion_bytes)
 
     def unlike(self, other: Setting) -> int:
         """0 for the same way by buffers of the same size, 1 for the same way, 2 otherwise."""

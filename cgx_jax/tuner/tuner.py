@@ -29,19 +29,20 @@ from cgx_jax.tuner.trials import Trials, best
 
 
 class Tuner:
-    """Finds how `sync_gradients` reduces fastest, by trials on the first steps of a training.
+    """Finds how a step's gradients reduce fastest, by trials on the first steps of a training.
 
-    Used in two places: `sync_gradients(axis, policy, exchange=tuner)` asks it while it is traced,
-    and `tuner.jit(step)` stands where `jax.jit(step)` stood. An `Adaptive` policy is given to the
-    tuner too, `Tuner(policy)`, whose `jit` then serves both.
+    Used in two places: `sync_gradients(axis, policy, exchange=tuner)`, or `reduce_in_backward`
+    with it, asks it while it is traced, and `tuner.jit(step)` stands where `jax.jit(step)` stood.
+    An `Adaptive` policy is given to the tuner too, `Tuner(policy)`, whose `jit` then serves both.
 
     It chooses the exchange, the reduction, levels, and how many bytes share a fusion buffer (of a
-    given `Plan` too), never a compressor. `reductions` (names or instances) are tried beside each
-    compressor's first; the default errs less than that. `levels` are tried too. The active profile
-    (`use_profile`), or without one the bytes that are sent, ranks the settings. `lax.psum` and the
-    first of them, `compilations` in all, take `rounds` steps each, in turns. The fastest is kept if
-    it beat `lax.psum` in three rounds of four; otherwise `lax.psum` is. All of these are steps of
-    the training, and must do equal work.
+    given `Plan` too), never a compressor. In the backward pass it tries smaller buffers.
+    `reductions` (names or instances) are tried beside each compressor's first; the default errs
+    less than that. `levels` are tried too. The active profile (`use_profile`), or without one the
+    bytes that are sent, ranks the settings. `lax.psum` and the first of them, `compilations` in
+    all, take `rounds` steps each, in turns. The fastest is kept if it beat `lax.psum` in three
+    rounds of four; otherwise `lax.psum` is. All of these are steps of the training, and must do
+    equal work.
 
     What was found goes into `cache`, a folder: that of the user's caches by default, none where it
     is False. The same job, on the same machines and with the same versions, then starts with it; a
@@ -119,11 +120,12 @@ class Tuner:
         choices: Sequence[tuple[Compressor, ...]],
         *,
         in_units: bool,
+        overlaps: bool,
     ) -> Setting:
         """The setting that a reduction of `plan` over `axes` is traced with, for the call `name`.
 
         `choices` are all compressors that each leaf may come to have. `in_units` says that values
-        are compressed in units.
+        are compressed in units, `overlaps` that the reduction runs inside the backward pass.
         """
         if not self.running:
             raise ValueError(
@@ -132,7 +134,8 @@ class Tuner:
             )
         self.traces += 1
         if self.state == "waiting":
-            self._asked.append(Asked(name, plan, axes, in_units, _later(plan, choices)))
+            later = _later(plan, choices)
+            self._asked.append(Asked(name, plan, axes, in_units, later, overlaps))
             self._offered = Offered(_exchanges(self._asked), self._reductions, self._levels)
             # Here, where the axes are bound, which levels are checked against.
             self._found = candidates(self._asked, self._offered, auto.active())
@@ -222,6 +225,7 @@ class Tuner:
             "mpi": installation.mpi_library(),
             "hosts": agreement.hosts(),
             "axes": [[list(map(str, c.axes.names)), c.axes.world] for c in self._asked],
+            "overlaps": [c.overlaps for c in self._asked],
             "exchanges": [e.shorthand for e in self._offered.exchanges],
             "reductions": [r.shorthand for r in self._reductions],
             "levels": [str(x) for x in self._levels],
