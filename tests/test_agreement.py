@@ -40,8 +40,8 @@ ADAPTIVE = """
 SCALE = {"large": 10, "small": 0.01}
 LIKE = {k: jnp.zeros((30, 1001)) for k in SCALE}
 
-def train(solver, steps, damage=False):
-    policy = cgx_jax.Adaptive(solver, warmup=2, every=4, sample_every=1)
+def train(solver, steps, damage=False, **options):
+    policy = cgx_jax.Adaptive(solver, warmup=2, every=4, sample_every=1, **options)
     tx = cgx_jax.sync_gradients(
         "data", policy, memory=cgx_jax.ErrorFeedback(), mesh=mesh
     )
@@ -64,6 +64,13 @@ policy = train(None, 8)
 assert policy.history[0].outcome == "changed", policy.history
 bits = multihost_utils.process_allgather(np.array(policy.history[0].bits))
 assert (bits == bits[0]).all() and bits[0][0] > bits[0][1], bits
+few, many = cgx_jax.Quantize(2), cgx_jax.Quantize(8)
+critical = train(
+    cgx_jax.policies.Accordion(), 12, base=cgx_jax.policies.Uniform(many), candidates=(few, many)
+)
+assert [set(r.bits) for r in critical.history] == [{8}, {2}], critical.history
+norms = multihost_utils.process_allgather(np.array([r.norm for r in critical.history]))
+assert (norms == norms[0]).all(), norms
 try:
     train(cgx_jax.policies.LeastError(1.0), 8)
 except ValueError as error:

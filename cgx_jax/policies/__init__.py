@@ -1,5 +1,6 @@
 """Policies: which compressor each leaf takes, by rules or by what the gradients look like."""
 
+from cgx_jax.policies.accordion import Accordion as Accordion
 from cgx_jax.policies.adaptive import Adaptive as Adaptive
 from cgx_jax.policies.bayesian import Bayesian as Bayesian
 from cgx_jax.policies.least_time import LeastTime as LeastTime

@@ -16,7 +16,7 @@ from cgx_jax.leaves import Leaf
 from cgx_jax.policies import checkpoint, metrics
 from cgx_jax.policies.adaptive_options import check_options
 from cgx_jax.policies.checkpoint import Known, Progress
-from cgx_jax.policies.decide import Compressors, Decision, Refresh, Subject, decide
+from cgx_jax.policies.decide import Compressors, Decision, Refresh, Subject, decide, last_norm
 from cgx_jax.policies.looks import Looks
 from cgx_jax.policies.rules import Policy, Uniform
 from cgx_jax.policies.run_log import RunLog
@@ -211,6 +211,7 @@ class Adaptive(Policy):
             self.progress.plans,
             hysteresis=self.hysteresis,
             max_plans=self.max_plans,
+            before=last_norm(self.progress.history),
         )
 
     def adopt(self, decision: Decision, averages: dict[str, Any], nonfinite: np.ndarray) -> None:

@@ -95,7 +95,8 @@ class Refresh:
     `unusable` leaves are missing, zero or not finite: the old plan stays). `bits` are the widths
     (`Compressor.width`) of the plan that holds after it, `nbytes` its payload and `error` its
     squared error by the statistics, over adaptive leaves; `relative` each leaf's error over its
-    norm. `nonfinite` names leaves that held a NaN or infinity since the last look.
+    norm. `nonfinite` names leaves that held a NaN or infinity since the last look. `norm` is the
+    L2 norm of all adaptive leaves' gradients together, NaN in records of versions without it.
     """
 
     step: int
@@ -106,6 +107,7 @@ class Refresh:
     relative: tuple[float, ...]
     unusable: tuple[str, ...]
     nonfinite: tuple[str, ...]
+    norm: float = math.nan
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Refresh:
@@ -139,7 +141,19 @@ class Refresh:
             tuple(relative),
             decision.leaves,
             tuple(p for p, bad in zip(subject.paths, struck, strict=True) if bad),
+            norm_of(averages),
         )
+
+
+def norm_of(averages: dict[str, Any]) -> float:
+    """The L2 norm of all leaves together; NaN where a leaf's is not known."""
+    return math.sqrt(math.fsum(averages["square"]))
+
+
+def last_norm(history: Sequence[Refresh]) -> float | None:
+    """The norm at the last look that gave one; None before any."""
+    norms = [r.norm for r in history if r.outcome != "unusable" and not math.isnan(r.norm)]
+    return norms[-1] if norms else None
 
 
 def decide(
@@ -151,16 +165,19 @@ def decide(
     *,
     hysteresis: float,
     max_plans: int,
+    before: float | None = None,
 ) -> Decision:
     """What holds after a look at `averages` (of `statistics.mean`), now that `current` does.
 
-    `plans` are those that were compiled already. Raises what the solver raises.
+    `plans` are those that were compiled already, and `before` is the norm at the last look. Raises
+    what the solver raises.
     """
     usable = np.isfinite(averages["error"]).all(axis=1) & np.isfinite(averages["square"])
     if not (usable.all() and (averages["square"] > 0).any()):
         named = [p for p, ok in zip(subject.paths, usable, strict=True) if not ok]
         return Decision("unusable", current, tuple(named or subject.paths))
-    choice = solver.solve(subject.problem(averages))
+    change = None if before is None else abs(norm_of(averages) - before) / before
+    choice = solver.solve(dataclasses.replace(subject.problem(averages), change=change))
     best = tuple(subject.candidates[i] for i in choice)
     now, new = subject.cost(current, averages), subject.cost(best, averages)
     if all(abs(b - a) <= hysteresis * a for a, b in zip(now, new, strict=True)):

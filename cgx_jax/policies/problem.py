@@ -17,8 +17,10 @@ class Problem:
     several candidates may share one, and 32 stands for an exact leaf. `nbytes` int64[leaves,
     candidates] is the payload with its metadata, `error` float64[leaves, candidates] the squared L2
     error. `noisy` and `rotated`, bool[candidates], say which candidates round at random and which
-    rotate, since both take time; by default none. Anything that converts to these is taken. Raises
-    ValueError for shapes that disagree and for numbers that are negative or not finite.
+    rotate, since both take time; by default none. `change` is the share by which the norm of all
+    gradients differs from that of the last look, None at the first. Anything that converts to these
+    is taken. Raises ValueError for shapes that disagree and for numbers that are negative or not
+    finite.
     """
 
     values: np.ndarray
@@ -28,6 +30,7 @@ class Problem:
     error: np.ndarray
     noisy: Any = False
     rotated: Any = False
+    change: float | None = None
 
     def __post_init__(self) -> None:
         leaves, candidates = np.size(self.values), np.size(self.bits)
@@ -66,6 +69,11 @@ class Problem:
                     "leave such a leaf or such a step out of the statistics."
                 )
             object.__setattr__(self, name, given.astype(np.int64 if whole else np.float64))
+        if self.change is not None and not 0 <= self.change < np.inf:
+            raise ValueError(
+                f"Problem: change={self.change} must be finite and at least 0; pass None where no "
+                "earlier norm is known."
+            )
         if not candidates or self.bits[0] < 1 or (np.diff(self.bits) < 0).any():
             raise ValueError(
                 f"Problem: bits={self.bits.tolist()} must be widths of 1 or more, ascending; sort "

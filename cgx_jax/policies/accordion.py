@@ -1,0 +1,43 @@
+"""Many bits while the gradients change fast, few while they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from cgx_jax.policies.problem import Problem
+from cgx_jax.policies.solvers import Solver, check_positive
+
+
+@dataclasses.dataclass(frozen=True)
+class Accordion(Solver):
+    """Many bits in the critical phases of a training, few in all others.
+
+    A phase is critical when the norm of the gradients, over all adaptive leaves, differs from that
+    of the last look by the share `threshold` of it or more; so is the time before the second look.
+    `Adaptive` takes two candidates, few bits and many, looks every `every` steps, and starts with
+    many if `base` gives them: `Adaptive(Accordion(), base=Uniform(many), candidates=(few, many))`.
+
+    Raises ValueError for a threshold that is not above 0, and for another number of candidates.
+    Source: Accordion (Agarwal et al., MLSys 2021). There each layer decides by itself, and by the
+    norm of an epoch's summed gradients; here all leaves decide together, so that there are two
+    plans, by the average norm of the ranks' own gradients, which `Adaptive` measures anyway.
+    """
+
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_positive("Accordion", "threshold", self.threshold)
+
+    def check(self, bits: np.ndarray) -> None:
+        if len(bits) != 2:
+            raise ValueError(
+                f"Accordion: {len(bits)} candidates, of {bits.tolist()} bits; pass two, few bits "
+                "and many."
+            )
+
+    def solve(self, problem: Problem) -> np.ndarray:
+        self.check(problem.bits)
+        critical = problem.change is None or problem.change >= self.threshold
+        return np.full(len(problem.values), int(critical))

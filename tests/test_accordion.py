@@ -1,0 +1,137 @@
+"""Accordion: many bits where the gradients' norm changes by the threshold, few elsewhere."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from adaptive_training import LIKE, SCALE, Training, gradients, mesh
+from cgx_jax import Adaptive, ErrorFeedback, Quantize
+from cgx_jax.policies import Accordion, Problem, Uniform
+from cgx_jax.policies.decide import Refresh, last_norm
+
+FEW, MANY = Quantize(2, 64), Quantize(8, 64)
+EVERY = 4
+# By how much the gradients of each period are scaled, and the bits that its look calls for.
+PERIODS = [(1, 8), (1, 2), (1.4, 2), (1.4, 2), (3, 8), (3, 2), (1, 8), (1, 2)]
+
+
+def accordion():
+    """Looks every 4 steps at the norm of the last one: an older sample counts for a hundredth."""
+    return Adaptive(
+        Accordion(0.5),
+        base=Uniform(MANY),
+        candidates=(FEW, MANY),
+        warmup=EVERY,
+        every=EVERY,
+        sample_every=1,
+        decay=0.01,
+    )
+
+
+def run(training, periods):
+    """The means of a period's steps, for each scale."""
+    return [training.run(EVERY, {k: s * v for k, v in SCALE.items()}) for s in periods]
+
+
+def test_bits_follow_the_change_of_the_norm_and_two_plans_are_compiled_once_each():
+    policy = accordion()
+    run(Training(policy), [scale for scale, _ in PERIODS] + [1])
+    assert [set(r.bits) for r in policy.history] == [{bits} for _, bits in PERIODS]
+    assert len(policy.compile_seconds) == policy.metrics()["cgx/plans"] == 2
+    norms = np.array([r.norm for r in policy.history])
+    # Other gradients are drawn for every step, and an older sample counts a little.
+    np.testing.assert_allclose(norms / norms[0], [scale for scale, _ in PERIODS], rtol=0.05)
+
+
+def test_what_is_reduced_has_the_bits_of_the_fixed_plan():
+    got = Training(accordion()).run(3 * EVERY)  # a look after 8 steps, from which on 11 are used
+
+    def fixed(compressor):
+        tx = optax.chain(cgx_jax.sync_gradients("data", compressor, mesh=mesh()), optax.sgd(1.0))
+        step = jax.shard_map(
+            lambda g: tx.update(jax.tree.map(lambda x: x[0], g), tx.init(LIKE))[0],
+            mesh=mesh(),
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+        return jax.jit(step)
+
+    few, many = fixed(FEW), fixed(MANY)
+    for t, mean in enumerate(got):
+        want = (few if t >= 11 else many)(gradients(t))
+        jax.tree.map(np.testing.assert_array_equal, mean, want)
+    assert (mean["big"] != many(gradients(t))["big"]).any()
+
+
+@pytest.mark.parametrize("steps", [9, 13])  # between a look and its use, and after it
+def test_a_resumed_run_compares_with_the_norm_before_the_break(steps):
+    first = Training(accordion(), memory=ErrorFeedback())
+    first.run(steps)
+    policy = accordion()
+    policy.load_state_dict(json.loads(json.dumps(first.policy.state_dict())))
+    second = Training(policy, memory=ErrorFeedback())
+    second.state = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, first.state))
+    expected, got = run(first, [1, 3, 3]), run(second, [1, 3, 3])
+    jax.tree.map(np.testing.assert_array_equal, expected, got)
+    assert policy.history == first.policy.history
+    assert {frozenset(r.bits) for r in policy.history[2:]} == {frozenset({2}), frozenset({8})}
+
+
+@pytest.mark.parametrize(
+    ("scales", "bits"),
+    [([np.nan, 1, 1, 3], [8, 8, 2, 8]), ([1, 1, np.nan, 3], [8, 2, 2, 8])],
+    ids=["first", "third"],
+)
+def test_a_period_that_is_not_finite_neither_is_a_change_nor_hides_one(scales, bits):
+    policy = accordion()
+    run(Training(policy), [*scales, 3])
+    assert [set(r.bits) for r in policy.history] == [{b} for b in bits]
+
+
+def problem(change, leaves=3, bits=(2, 8)):
+    ones = np.ones((leaves, len(bits)))
+    return Problem(
+        np.ones(leaves, int), np.ones(leaves), bits, ones.astype(int), ones, change=change
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"), [(None, 1), (0.0, 0), (0.4999, 0), (0.5, 1), (2.0, 1)]
+)
+def test_the_threshold_itself_is_critical_and_so_is_the_first_look(change, chosen):
+    assert Accordion(0.5).solve(problem(change)).tolist() == [chosen] * 3
+
+
+def test_records_without_a_norm_leave_none_to_compare_with():
+    old = {"step": 1, "outcome": "kept", "bits": [8], "nbytes": 1, "error": 0.0}
+    old |= {"relative": [0.1], "unusable": [], "nonfinite": []}
+    record = Refresh.from_json(old)
+    assert math.isnan(record.norm)
+    assert last_norm([record]) is None
+    known = Refresh.from_json(old | {"norm": 3.0})
+    lost = Refresh.from_json(old | {"norm": 5.0, "outcome": "unusable"})
+    assert last_norm([known, lost]) == 3.0
+
+
+WRONG = {
+    "a threshold of 0": (lambda: Accordion(0), "Accordion: threshold=0 is not a finite number"),
+    "three candidates": (
+        lambda: Adaptive(Accordion(), base=Uniform(MANY), candidates=(FEW, Quantize(4, 64), MANY)),
+        r"Accordion: 3 candidates, of \[2, 4, 8\] bits; pass two",
+    ),
+    "a negative change": (lambda: problem(-0.1), "Problem: change=-0.1 must be finite"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_options_are_refused(case):
+    make, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        make()
