@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,12 @@ class Trainer:
             out_specs=(P(), specs, P()),
             check_vma=self.check_vma,
         )
-        jit = self.policy.jit if isinstance(self.policy, Adaptive) else jax.jit
-        self.step = jit(sharded, donate_argnums=(0, 1))
+        self.step = self._jit()(sharded, donate_argnums=(0, 1))
         self.fresh = self.policy.state_dict() if isinstance(self.policy, Adaptive) else None
         self.metrics = jax.jit(lambda p, *b: task.metrics(nnx.merge(self.graphdef, p), *b))
+
+    def _jit(self) -> Callable[..., Any]:
+        return self.policy.jit if isinstance(self.policy, Adaptive) else jax.jit
 
     def _reduction(self, configuration: Configuration) -> optax.GradientTransformation:
         if self.policy is None:
@@ -89,11 +91,12 @@ class Trainer:
 
     def _step(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-        loss, grads = jax.value_and_grad(
-            lambda params: self.task.loss(nnx.merge(self.graphdef, params), *batch)
-        )(varying)
+        loss, grads = jax.value_and_grad(self._loss)(varying, batch)
         updates, state = self.tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, self._mean_loss(loss)
+
+    def _loss(self, params: Any, batch: Any) -> jax.Array:
+        return self.task.loss(nnx.merge(self.graphdef, params), *batch)
 
     def _mean_loss(self, loss: jax.Array) -> jax.Array:
         return jax.lax.pmean(loss, "data")

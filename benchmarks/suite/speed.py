@@ -142,7 +142,10 @@ class Step:
         split = cgx_jax.state_shardings(jax.eval_shape(init, params), "data", trainer.mesh)
         self.state = params, jax.jit(init, out_shardings=split)(params)
         self.batch = jax.device_put(batch, NamedSharding(trainer.mesh, P("data")))
-        self.step = compiled(ranks, trainer.step.lower(*self.state, self.batch), sends=sends)
+        self.step = self._compiled(ranks, trainer, sends=sends)
+
+    def _compiled(self, ranks: Ranks, trainer: Trainer, *, sends: bool) -> Callable[..., Any]:
+        return compiled(ranks, trainer.step.lower(*self.state, self.batch), sends=sends)
 
     def __call__(self) -> None:
         *self.state, _ = jax.block_until_ready(self.step(*self.state, self.batch))
@@ -284,42 +287,47 @@ def in_turns(ranks: Ranks, steps: dict[Any, Callable[[], Any]], reps: int) -> di
     return dict(zip(steps, slowest.T, strict=True))
 
 
-def parse_arguments() -> argparse.Namespace:
+def parser_of(description: str | None, tasks: list[str]) -> argparse.ArgumentParser:
+    """A parser of the tasks, worlds and links, `launch` goes through."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--task", nargs="+", choices=MODELS, default=tasks)
     parser.add_argument("--world", nargs="+", type=int, default=[2, 4], help="(default 2 and 4)")
     rates = ["100mbit", "1gbit", "10gbit"]
     parser.add_argument("--links", nargs="+", default=rates, help="(default %(default)s)")
-    parser.add_argument("--methods", default=";".join(TIMED), help="names separated by ';'")
     parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
     measure.add_json_option(parser)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    parser = parser_of(__doc__, list(MODELS))
+    parser.add_argument("--methods", default=";".join(TIMED), help="names separated by ';'")
+    arguments = parser.parse_args()
     if rank_of_process() is None:
-        return launch(arguments)
+        return launch(arguments, "--methods", arguments.methods)
     (world,), (task,) = arguments.world, arguments.task
     ranks = Ranks(world)
-    exchange = "mpi" if Mpi() in auto.available() else "xla"
     names = list(dict.fromkeys(["exact", *arguments.methods.split(";")]))
-    rows = compare(ranks, task, names, exchange, arguments.links, arguments.reps)
+    rows = compare(ranks, task, names, fastest(), arguments.links, arguments.reps)
     if ranks.first:
         measure.write_json(arguments.json, rows)
     return 0
 
 
-def launch(arguments: argparse.Namespace) -> int:
-    """Runs every task and world in processes of its own."""
+def fastest() -> str:
+    """The exchange by which ranks of CPUs reduce."""
+    return "mpi" if Mpi() in auto.available() else "xla"
+
+
+def launch(arguments: argparse.Namespace, *options: str) -> int:
+    """Runs every task and world in processes of its own, with the command's own `options`."""
     beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
     for world, task in itertools.product(arguments.world, arguments.task):
         command = [sys.executable, sys.argv[0], "--task", task, "--world", str(world)]
-        command += ["--links", *arguments.links, "--methods", arguments.methods]
-        command += ["--reps", str(arguments.reps)]
+        command += ["--links", *arguments.links, *options, "--reps", str(arguments.reps)]
         command += ["--json", str(arguments.json)] if arguments.json else []
         with tempfile.TemporaryDirectory() as cache:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = cache

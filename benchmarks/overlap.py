@@ -1,0 +1,179 @@
+"""Times training steps whose gradients are reduced in the backward pass, and after it.
+
+    sudo python benchmarks/overlap.py --json benchmarks/results/overlap.json
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 WORLD_SIZE=2 \\
+        mpiexec -n 2 python benchmarks/overlap.py --world 2 --task language --links loopback
+
+Steps of two tasks of the suite, on shaped links (rig.py), by these ways:
+
+    lax.pmean   exact means of the tree, after the backward pass
+    after       `sync_gradients` at 4 bits, after the backward pass
+    64 KiB ...  `reduce_in_backward` at 4 bits, by the size of its fusion buffers
+    tuned       the same with a `Tuner`, after its trials on this link
+    compute     the step without a reduction
+
+A size whose buffers are those of the size before is left out. Every repeat takes one step of each
+way, one after the other, each behind a barrier; a time is the slowest rank's. `over_after` is the
+median (and quartiles) over the repeats of the time of "after" over the way's in the same repeat.
+`hidden` is how much of what "after" takes longer than "compute" the way saves. Ranks are started
+and reduce as in suite/speed.py. A link "loopback" is that of ranks that mpiexec started on this
+machine, as above.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parent / "suite"))
+sys.path.append(str(Path(__file__).resolve().parent / "accuracy"))
+
+from configurations import Configuration
+from models import MODELS
+from run import Trainer
+from speed import Computing, Step, Timed, fastest, in_turns, launch, of_exchange, parser_of
+from tasks import Task
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process
+from cgx_jax import Plan, Tuner
+from cgx_jax.compressors import Compressor
+from cgx_jax.transforms.precondition import WARMUP
+from cgx_jax.wire import HOOK_FUSION_BYTES
+
+CODE = cgx_jax.Quantize(4)
+PMEAN, AFTER, TUNED, COMPUTE = "lax.pmean", "after", "tuned", "compute"
+SIZES = {"64 KiB": 1 << 16, "256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 1 << 22}
+
+
+class InBackward(Computing):
+    """The step whose loss wraps its parameters in `reduce_in_backward`."""
+
+    def __init__(
+        self, task: Task, code: Compressor, exchange: str | Tuner, fusion_bytes: int
+    ) -> None:
+        self.code, self.exchange, self.fusion_bytes = code, exchange, fusion_bytes
+        super().__init__(task, Configuration(), task.steps)
+
+    def _jit(self) -> Callable[..., Any]:
+        return self.exchange.jit if isinstance(self.exchange, Tuner) else jax.jit
+
+    def _loss(self, params: Any, batch: Any) -> jax.Array:
+        plan = Plan.build(params, self.code, fusion_bytes=self.fusion_bytes)
+        reduced = cgx_jax.reduce_in_backward(params, "data", plan, exchange=self.exchange)
+        return super()._loss(reduced, batch) / self.mesh.size
+
+
+class Tuning(Step):
+    """A step that a tuner compiles, as often as it likes."""
+
+    def _compiled(self, ranks: Ranks, trainer: Trainer, *, sends: bool) -> Callable[..., Any]:
+        return trainer.step
+
+
+def trainers(
+    task: Task, code: Compressor, exchange: str, sizes: dict[str, int]
+) -> dict[str, Trainer]:
+    """A trainer for each way but the tuner's, by name."""
+    exact, coded = Configuration(), Configuration(lambda _: code)
+    made: dict[str, Trainer] = {
+        PMEAN: of_exchange(Timed, "xla", task, exact),
+        AFTER: of_exchange(Timed, exchange, task, coded),
+    }
+    _, params = task.initial(0)
+    before: Plan | None = None
+    for name, size in sizes.items():
+        plan = Plan.build(params, code, fusion_bytes=size)
+        if plan != before:
+            made[name] = InBackward(task, code, exchange, size)
+        before = plan
+    return made | {COMPUTE: of_exchange(Computing, "xla", task, exact)}
+
+
+def compare(
+    ranks: Ranks, task: str, exchange: str, links: list[str], sizes: dict[str, int], reps: int
+) -> list[dict[str, Any]]:
+    """Times a task's step by every way on every link; one row per way and link."""
+    model = MODELS[task]
+    batch = tuple(x[0] for x in model.batches(1, 0))
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, trainer in trainers(model, CODE, exchange, sizes).items():
+        steps[name] = Step(ranks, trainer, batch, sends=name != COMPUTE)
+        if ranks.first:
+            print(f"  compiled {name}", flush=True)
+    in_turns(ranks, steps, WARMUP)
+    rows = []
+    for link in links:
+        ranks.barrier()
+        if ranks.first and link != "loopback":
+            rig.shape(link)
+        ranks.barrier()
+        tuner = Tuner(reductions=(), cache=False)
+        tuned = Tuning(ranks, InBackward(model, CODE, tuner, HOOK_FUSION_BYTES), batch, sends=True)
+        while tuner.state in ("waiting", "trying"):
+            tuned()
+        every = steps | {TUNED: tuned}
+        in_turns(ranks, every, 1)
+        seconds = in_turns(ranks, every, reps)
+        shown = {"task": task, "world": ranks.world, "links": link, "exchange": exchange}
+        shown |= {"reps": reps, "batch": len(batch[0])}
+        new = [shown | row_of(seconds, name) for name in seconds]
+        for row in new:
+            if row["way"] == TUNED:
+                row["setting"] = str(tuner.current)
+        if ranks.first:
+            print(f"{task}: {ranks.world} ranks, {link}, exchange {exchange!r}", flush=True)
+            print_rows(new)
+        rows += new
+    return rows
+
+
+def row_of(seconds: dict[str, np.ndarray], name: str) -> dict[str, Any]:
+    own, after, compute = seconds[name], seconds[AFTER], seconds[COMPUTE]
+    return {
+        "way": name,
+        "seconds": measure.quartiles(own),
+        "over_pmean": measure.quartiles(seconds[PMEAN] / own),
+        "over_after": measure.quartiles(after / own),
+        "hidden": measure.quartiles((after - own) / (after - compute)),
+    }
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"  {'way':<10} {'step ms':>8}  {'over pmean':>10}  {'over after (quartiles)':<22} hidden"
+    )
+    for row in rows:
+        low, ratio, high = row["over_after"]
+        print(
+            f"  {row['way']:<10} {row['seconds'][1] * 1e3:>8.1f}  {row['over_pmean'][1]:>10.2f}  "
+            f"{f'{ratio:.2f} ({low:.2f}-{high:.2f})':<22} {row['hidden'][1]:>6.2f}"
+            f"  {row.get('setting', '')}",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = parser_of(__doc__, ["language", "words"])
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="(default: all)"
+    )
+    arguments = parser.parse_args()
+    if rank_of_process() is None:
+        return launch(arguments, "--sizes", *arguments.sizes)
+    (world,), (task,) = arguments.world, arguments.task
+    ranks = Ranks(world)
+    sizes = {name: SIZES[name] for name in arguments.sizes}
+    rows = compare(ranks, task, fastest(), arguments.links, sizes, arguments.reps)
+    if ranks.first:
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
