@@ -1,4 +1,4 @@
-"""What the language-model example shows: a progress bar, a table and a chart of its runs."""
+"""What examples show of their runs: a progress bar, a table, and charts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from training import Run
 
-COLORS = ("#4c566a", "#d9622b")
+COLORS = ("#4c566a", "#d9622b", "#2b7a78", "#9a6fb0")
 
 
 def progress_bar() -> Progress:
@@ -54,7 +54,7 @@ def draw_chart(runs: list[Run], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2.2, 1))
-    for run, color, style in zip(runs, COLORS, ("-", "--"), strict=True):
+    for run, color, style in zip(runs, COLORS[:2], ("-", "--"), strict=True):
         steps = np.arange(1, run.losses.size + 1)
         label = f"{run.name} (held-out {run.held_out:.3f})"
         curves.plot(steps, run.losses, color=color, alpha=0.25, lw=1)
@@ -64,7 +64,7 @@ def draw_chart(runs: list[Run], path: Path) -> None:
     curves.legend(frameon=False)
 
     megabytes = [run.sent_bytes / 1e6 for run in runs]
-    drawn = bars.bar([run.name for run in runs], megabytes, color=COLORS, width=0.55)
+    drawn = bars.bar([run.name for run in runs], megabytes, color=COLORS[:2], width=0.55)
     times = [f"{megabytes[0] / size:.1f}× fewer" for size in megabytes[1:]]
     labels = [f"{size:.2f} MB" for size in megabytes]
     labels[1:] = [f"{label}\n{fewer}" for label, fewer in zip(labels[1:], times, strict=True)]
@@ -77,6 +77,30 @@ def draw_chart(runs: list[Run], path: Path) -> None:
         axes.grid(axis="y", alpha=0.25)
         axes.set_axisbelow(True)
     figure.suptitle("Data-parallel language model on 8 ranks: exact against compressed gradients")
+    figure.savefig(path, dpi=150)
+
+
+def draw_phases(runs: dict[str, tuple[np.ndarray, np.ndarray]], drop: int, path: Path) -> None:
+    """Draws the losses of runs above the bits per value of each step into a PNG at `path`.
+
+    `runs` maps a name to both, f64[steps] each; the learning rate falls before step `drop`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for (name, (losses, bits)), color in zip(runs.items(), COLORS, strict=True):
+        steps = np.arange(1, losses.size + 1)
+        above.plot(steps, _moving_average(losses), color=color, lw=1.5, label=name)
+        below.step(steps, bits, color=color, lw=1.5, where="mid")
+    above.set(ylabel="training loss [nats per byte]", yscale="log")
+    below.set(xlabel="step", ylabel="bits per value")
+    for axes in (above, below):
+        axes.axvline(drop + 0.5, color="black", lw=0.8, ls=":")
+        axes.margins(x=0.01)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+    above.legend(frameon=False)
+    figure.suptitle("Widths that follow the training; the learning rate falls at the dotted line")
     figure.savefig(path, dpi=150)
 
 

@@ -13,12 +13,13 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 TINY_MODEL = ("--steps", "6", "--width", "32", "--layers", "1", "--batch", "8")
 
 
-def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(name: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     # An example chooses its own devices: this process's flags must not reach it.
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     return subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
         env=environment,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=240,
@@ -79,6 +80,9 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "15_critical_phases.py", ("--steps", "64"), "Accordion: ", marks=pytest.mark.slow
+        ),
+        pytest.param(
             "12_images.py",
             (),
             "bits per value: 2.",
@@ -92,11 +96,12 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_example_verifies_itself(name, arguments, expected):
-    result = run(name, *arguments)
+def test_example_verifies_itself(name, arguments, expected, tmp_path):
+    result = run(name, *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert expected in result.stdout
     assert result.stdout.splitlines()[-1] == "ok"
+    assert all(x.read_bytes().startswith(PNG_SIGNATURE) for x in tmp_path.rglob("*.png"))
 
 
 def test_language_model_reports_both_runs_and_draws_them(tmp_path):
