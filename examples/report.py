@@ -12,7 +12,7 @@ from rich.table import Table
 
 from training import Run
 
-COLORS = ("#4c566a", "#d9622b", "#2b7a78", "#9a6fb0")
+COLORS = ("#4c566a", "#d9622b", "#2b7a78", "#9a6fb0", "#c9a227")
 
 
 def progress_bar() -> Progress:
@@ -88,11 +88,12 @@ def draw_phases(runs: dict[str, tuple[np.ndarray, np.ndarray]], drop: int, path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for (name, (losses, bits)), color in zip(runs.items(), COLORS, strict=True):
+    styles = ("-", "-", "-", "-", "--")  # runs of the same widths lie on each other
+    for (name, (losses, bits)), color, style in zip(runs.items(), COLORS, styles, strict=True):
         steps = np.arange(1, losses.size + 1)
-        above.plot(steps, _moving_average(losses), color=color, lw=1.5, label=name)
-        below.step(steps, bits, color=color, lw=1.5, where="mid")
-    above.set(ylabel="training loss [nats per byte]", yscale="log")
+        above.plot(steps, _moving_average(losses), style, color=color, lw=1.5, label=name)
+        below.plot(steps, bits, style, color=color, lw=1.5)
+    above.set(ylabel="training loss [nats per byte]")
     below.set(xlabel="step", ylabel="bits per value")
     for axes in (above, below):
         axes.axvline(drop + 0.5, color="black", lw=0.8, ls=":")

@@ -70,7 +70,8 @@ def test_what_is_reduced_has_the_bits_of_the_fixed_plan():
     assert (mean["big"] != many(gradients(t))["big"]).any()
 
 
-@pytest.mark.parametrize("steps", [9, 13])  # between a look and its use, and after it
+# 9 is between a look and its use.
+@pytest.mark.parametrize("steps", [9, pytest.param(13, marks=pytest.mark.slow)])
 def test_a_resumed_run_compares_with_the_norm_before_the_break(steps):
     first = Training(accordion(), memory=ErrorFeedback())
     first.run(steps)

@@ -162,12 +162,8 @@ def _refresh(entry: dict[str, Any], menu: Menu) -> tuple[Refresh, dict[str, np.n
             untrusted.number(x, "relative")
             for x in untrusted.items(untrusted.field(entry, "relative"), "relative", leaves)
         ),
-        *(
-            tuple(
-                untrusted.text(p, name) for p in untrusted.items(untrusted.field(entry, name), name)
-            )
-            for name in ("unusable", "nonfinite")
-        ),
+        _texts(entry, "unusable"),
+        _texts(entry, "nonfinite"),
     )
     return refresh, {"error": error, "square": square}
 
@@ -188,6 +184,11 @@ def _step(entry: dict[str, Any]) -> int:
 def _bits(entry: dict[str, Any], leaves: int) -> tuple[int, ...]:
     bits = untrusted.items(untrusted.field(entry, "bits"), "bits", leaves)
     return tuple(untrusted.whole(b, "bits", 1, MOST_BITS) for b in bits)
+
+
+def _texts(entry: dict[str, Any], name: str) -> tuple[str, ...]:
+    values = untrusted.items(untrusted.field(entry, name), name)
+    return tuple(untrusted.text(value, name) for value in values)
 
 
 def _numbers(values: Any, what: str) -> np.ndarray:
