@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "accuracy"))
 from configurations import Configuration
 from models import MODELS
 from run import Trainer
-from speed import Computing, Step, Timed, fastest, in_turns, launch, of_exchange, parser_of
+from speed import NEVER, Computing, Step, Timed, fastest, in_turns, launch, of_exchange, parser_of
 from tasks import Task
 
 import cgx_jax
@@ -73,6 +73,7 @@ class Tuning(Step):
     """A step that a tuner compiles, as often as it likes."""
 
     def _compiled(self, ranks: Ranks, trainer: Trainer, *, sends: bool) -> Callable[..., Any]:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER)  # as in `compiled`
         return trainer.step
 
 

@@ -288,7 +288,7 @@ def in_turns(ranks: Ranks, steps: dict[Any, Callable[[], Any]], reps: int) -> di
 
 
 def parser_of(description: str | None, tasks: list[str]) -> argparse.ArgumentParser:
-    """A parser of the tasks, worlds and links, `launch` goes through."""
+    """A parser of the tasks, worlds and links that `launch` goes through."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
