@@ -251,11 +251,13 @@ def reduce_leaves(
         for buffer, way in taken.items():
             for part, shared in _calls(buffer, leaves, plan.compressors):
                 divisor = axes.world if options.mean else 1
-                job = Job(name, plan.coded(part), axes, way.exchange, divisor, residual)
+                own = tuple(jnp.asarray(leaves[i]) for i in part)
+                in_place = all(map(_compat.is_computed, own))
+                job = Job(name, plan.coded(part), axes, way.exchange, divisor, residual, in_place)
                 reduced = _reduce_buffer(
                     (way.reduction, job),
                     seeds[shared or way.reduction.shares_seeds][: way.reduction.seed_count],
-                    tuple(jnp.asarray(leaves[i]) for i in part),
+                    own,
                     tuple(units[i] for i in part) if units else (),
                     [out.states[i] for i in part],
                 )

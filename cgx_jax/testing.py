@@ -185,13 +185,21 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
 
         def fused(own: Any, axes: Axes) -> Any:
             sums, _ = exchange.all_reduce(
-                "check_exchange", seeds, [own], layout, axes, 1, residual=False, units=()
+                "check_exchange",
+                seeds,
+                [own],
+                layout,
+                axes,
+                1,
+                residual=False,
+                units=(),
+                in_place=False,
             )
             return sums[0]
 
         def composed(own: Any, axes: Axes) -> Any:
             leaves = (CodedLeaf(code, own.shape, np.dtype(np.float32), 0),)
-            job = Job("check", leaves, axes, Xla(), 1, residual=False)
+            job = Job("check", leaves, axes, Xla(), 1, residual=False, in_place=False)
             return ScatterGather().run(job, seeds, [own], (), [()]).sums[0]
 
         _alike(mesh, axis, exchange, x, fused, composed)

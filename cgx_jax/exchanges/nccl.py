@@ -63,6 +63,7 @@ class OnCommunicator(Exchange):
         *,
         residual: bool,
         units: primitives.Units,
+        in_place: bool,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         keys = jnp.stack([jnp.asarray(s) for s in seeds])
         # The CUDA kernels know no units: they see float32 leaves that are multiplied already.
