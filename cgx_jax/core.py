@@ -267,8 +267,19 @@ def reduce_leaves(
                     out.residuals[i] = reduced.residuals[n] if residual else None
     paths = [leaf.path for leaf in plan.leaves]
     sizes = {i: plan.compressors[i].block_size for i in lossy}
+    carried = [*exact, *(i for i in lossy if plan.compressors[i].carries_nonfinite)]
+    if options.levels is not None and options.levels.compressor is not None:
+        carried = [i for i in carried if options.levels.compressor.carries_nonfinite]
     values, skipped = nonfinite.watch(
-        name, axes, paths, leaves, out.values, block_sizes=sizes, step=step
+        name,
+        axes,
+        paths,
+        leaves,
+        out.values,
+        block_sizes=sizes,
+        carried=carried,
+        alike=axes.groups is None,
+        step=step,
     )
     return out._replace(values=values, skipped=skipped)
 

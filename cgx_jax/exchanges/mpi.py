@@ -138,7 +138,7 @@ def settings() -> dict[str, float] | None:
 def _missing() -> str | None:
     """What this process lacks, or None. Imports mpi4py."""
     if native.module() is None:
-        return "there is no native module; install a C++17 compiler and reinstall cgx-jax"
+        return f"there is no native module; {native.CPU_REMEDY}"
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
