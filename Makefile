@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test cpp-test gpu-rehearsal lint format bench sass clean
+.PHONY: demo test slow-test openmpi-test cpp-test gpu-rehearsal builds lint format bench sass clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -11,6 +11,9 @@ PYTHON ?= python3 python3.11 python3.12 python3.13 python3.14 python
 # One architecture, and PTX that every newer GPU compiles for itself: installs in a fraction of the
 # time that the package's own list takes.
 CUDA_ARCHITECTURES ?= 80
+# CUDA kernels are built where there is an nvcc for them; `make NATIVE=on` leaves them out.
+NATIVE ?= $(shell "$${CUDACXX:-nvcc}" --version 2>/dev/null | \
+            grep -qE 'release (1[3-9]|[2-9][0-9])\.' && echo cuda || echo on)
 CXX_FOUND := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 
 BIN := $(VENV)/bin
@@ -77,22 +80,26 @@ cpp-test: $(STAMPS)/cpp
 	for sanitizers in address,undefined thread; do \
 	  case $$sanitizers in thread) baseline_only=ON;; *) baseline_only=OFF;; esac; \
 	  $(BIN)/cmake -S . -B build/$$sanitizers -G Ninja \
-	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCMAKE_BUILD_TYPE=Debug \
+	    -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" -DCMAKE_BUILD_TYPE=Debug \
 	    -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
 	    -DCGX_SANITIZE=$$sanitizers -DCGX_BASELINE_ONLY=$$baseline_only \
-	    -DCGX_XLA_INCLUDE=$$include && \
+	    -DCGX_XLA_INCLUDE="$$include" && \
 	  $(BIN)/cmake --build build/$$sanitizers && \
 	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure -j 2 || exit 1; \
 	done
 
 # The script for a machine with a GPU, on one without.
 gpu-rehearsal: $(STAMPS)/cpp
-	$(BIN)/cmake -S . -B build/rehearsal -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	$(BIN)/cmake -S . -B build/rehearsal -G Ninja -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" \
 	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
 	  -DCGX_BASELINE_ONLY=ON
 	$(BIN)/cmake --build build/rehearsal --target emulated_kernel_bench \
 	  emulated_virtual_ranks emulated_virtual_peers
 	$(BIN)/python tests/gpu/rehearse.py build/rehearsal/tests/cpp
+
+# Builds in adverse circumstances, and the wheel; most stop once CMake has configured.
+builds: $(STAMPS)/package
+	$(BIN)/python tests/builds.py $(NATIVE)
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check
@@ -105,7 +112,7 @@ format: $(STAMPS)/lint
 	$(BIN)/clang-format -i $(CPP_FORMATTED)
 
 bench: $(STAMPS)/package $(STAMPS)/cpp
-	$(BIN)/cmake -S . -B build/bench -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	$(BIN)/cmake -S . -B build/bench -G Ninja -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" \
 	  -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_BENCHMARKS=ON
 	$(BIN)/cmake --build build/bench --target cgx_timing
 	$(BIN)/python benchmarks/codec.py
@@ -120,14 +127,16 @@ clean:
 	rm -rf .venv .venv-* build demo .pytest_cache .hypothesis .ruff_cache .mypy_cache
 
 $(STAMPS)/venv:
-	@$(FIND_PYTHON); echo "creating $(VENV) with Python $$version"; "$$found" -m venv "$(VENV)"
+	@$(FIND_PYTHON); echo "creating $(VENV) with Python $$version"; \
+	"$$found" -m venv "$(VENV)" || \
+	  { echo "make: $(VENV) cannot be made here: make VENV=/path/to/another" >&2; exit 1; }
 	@mkdir -p $(STAMPS) && touch $@
 
 # Editable: changes of Python files are live, changes of native sources install it anew.
 $(STAMPS)/package: $(NATIVE_SOURCES) | $(STAMPS)/venv
 	@$(REQUIRE_COMPILER)
 	@echo "building and installing cgx-jax in $(VENV)"
-	$(PIP) install --editable . --config-settings cgx.native=on \
+	$(PIP) install --editable . --config-settings cgx.native=$(NATIVE) \
 	  --config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
 	@touch $@
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import cgx_jax
 import corpus
-from cgx_jax.compressors import ShiftedLattice
+from cgx_jax.compressors import NonUniform, ShiftedLattice
 from model import Transformer
 
 fsdp = importlib.import_module("11_fsdp")
@@ -34,6 +34,8 @@ WAYS = {  # compressors of weights and gradients, and options of `scatter_gradie
         {"precondition": cgx_jax.SecondMoment()},
     ),
     "8 and 4 bits, stochastic": (LATTICE, cgx_jax.Quantize(4, rounding="stochastic"), {}),
+    "5 and 4 bits": (ShiftedLattice(5), cgx_jax.Quantize(4), {}),
+    "5 and 4 bits, learned levels": (NonUniform(5, "fitted"), NonUniform(4, "fitted"), {}),
 }
 
 

@@ -5,6 +5,7 @@
 A table stands between <!-- table:NAME --> and <!-- end -->.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -490,6 +491,29 @@ def scaling() -> str:
     return table(["100 MB of gradients", *(f"{w:,} ranks" for w in worlds)], body)
 
 
+def tuner() -> str:
+    """The tuner's choice beside psum and the best of an exhaustive grid."""
+    body = []
+    trees = dict.fromkeys(row["tree"] for row in rows("tuner"))
+    cells = {(row["tree"], row["links"], row["world"]): row for row in rows("tuner")}
+    for row in filter(None, map(cells.get, itertools.product(trees, RATES, (2, 4)))):
+        low, share, high = row["share"]
+        body.append(
+            [
+                row["tree"],
+                row["links"],
+                str(row["world"]),
+                row["choice"],
+                f"{row['seconds'][1] * 1e3:.0f}",
+                f"{row['gain'][1]:.1f}",
+                f"{share:.2f} ({low:.2f}-{high:.2f})",
+                f"{100 * row['trials']:.1f} %",
+            ]
+        )
+    head = ["tree", "link", "ranks", "choice", "ms", "times `lax.psum`'s speed"]
+    return table([*head, "share of the best", "trials"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -517,6 +541,7 @@ TABLES: dict[str, Callable[[], str]] = {
         scaling,
         segments,
         steps,
+        tuner,
     )
 }
 

@@ -22,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ import cgx_jax
 import measure
 import rig
 from all_reduce import Ranks, rank_of_process
+from cgx_jax import core
 from cgx_jax.exchanges import Mpi, auto
 from cgx_jax.transforms.precondition import PERIOD, WARMUP, SecondMoment
 
@@ -52,6 +54,8 @@ def ways(exchange: str) -> dict[str, optax.GradientTransformation]:
         "fp32": optax.stateless(lambda grads, _: lax.pmean(grads, "ranks")),
         "compute alone": optax.identity(),
         PLAIN: sync(plain),
+        "4 bits, sums in new memory": in_new_memory(sync(plain)),
+        "4 bits, exchange 'xla'": cgx_jax.sync_gradients("ranks", plain, exchange="xla"),
         "4 bits, rotated": sync(rotated),
         "... SecondMoment()": sync(rotated, precondition=SecondMoment()),
     }
@@ -61,6 +65,16 @@ def ways(exchange: str) -> dict[str, optax.GradientTransformation]:
         moment = SecondMoment(factored=other)
         out[f"... SecondMoment(factored={other})"] = sync(rotated, precondition=moment)
     return out
+
+
+def in_new_memory(reduction: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`reduction`, whose sums do not take the memory of the gradients."""
+
+    def update(*args: Any) -> Any:
+        with mock.patch.object(core._compat, "is_computed", return_value=False):
+            return reduction.update(*args)
+
+    return optax.GradientTransformation(reduction.init, update)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -159,14 +159,21 @@ def usable() -> Sequence[Any]:
 
 
 def turns(ranks: Ranks, calls: Sequence[Callable[[], None]], reps: int) -> np.ndarray:
-    """f64[reps, calls]: the slowest rank's seconds, after one call each to warm up."""
+    """f64[reps, calls]: the slowest rank's seconds, after one call each to warm up.
+
+    Calls that take turns go round in both directions. Each comes twice, and the second is timed: in
+    the first the engine changes its options, and its memory is new.
+    """
     samples = np.empty((reps + 1, len(calls)))
-    for row in samples:
-        for i, call in enumerate(calls):
+    order = range(len(calls))
+    for turn, row in enumerate(samples):
+        for i in order[:: -1 if turn % 2 else 1]:
+            if len(calls) > 1:
+                calls[i]()
             ranks.barrier()
             ranks.barrier()  # the first one's stragglers have arrived now
             start = time.perf_counter()
-            call()
+            calls[i]()
             row[i] = time.perf_counter() - start
     return ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)[1:]
 

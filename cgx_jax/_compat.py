@@ -89,6 +89,22 @@ def module_name(ctx: Any) -> str:
     return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
 
 
+# These only view the memory of their operand.
+_VIEWS = frozenset({"pcast", "pvary", "reshape", "slice", "squeeze"})
+
+
+def is_computed(x: Any) -> bool:
+    """Whether the function being traced computes `x`, other than by viewing an argument.
+
+    False where JAX does not tell: outside of jit, and of a value that a transformation wraps.
+    """
+    while (equation := getattr(x, "parent", None)) is not None:
+        if equation.primitive.name not in _VIEWS:
+            return True
+        (x,) = equation.in_tracers
+    return False
+
+
 def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as one asynchronous call on the stream of XLA's GPU collectives.
 

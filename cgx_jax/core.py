@@ -251,11 +251,13 @@ def reduce_leaves(
         for buffer, way in taken.items():
             for part, shared in _calls(buffer, leaves, plan.compressors):
                 divisor = axes.world if options.mean else 1
-                job = Job(name, plan.coded(part), axes, way.exchange, divisor, residual)
+                own = tuple(jnp.asarray(leaves[i]) for i in part)
+                in_place = all(map(_compat.is_computed, own))
+                job = Job(name, plan.coded(part), axes, way.exchange, divisor, residual, in_place)
                 reduced = _reduce_buffer(
                     (way.reduction, job),
                     seeds[shared or way.reduction.shares_seeds][: way.reduction.seed_count],
-                    tuple(jnp.asarray(leaves[i]) for i in part),
+                    own,
                     tuple(units[i] for i in part) if units else (),
                     [out.states[i] for i in part],
                 )
@@ -265,8 +267,19 @@ def reduce_leaves(
                     out.residuals[i] = reduced.residuals[n] if residual else None
     paths = [leaf.path for leaf in plan.leaves]
     sizes = {i: plan.compressors[i].block_size for i in lossy}
+    carried = [*exact, *(i for i in lossy if plan.compressors[i].carries_nonfinite)]
+    if options.levels is not None and options.levels.compressor is not None:
+        carried = [i for i in carried if options.levels.compressor.carries_nonfinite]
     values, skipped = nonfinite.watch(
-        name, axes, paths, leaves, out.values, block_sizes=sizes, step=step
+        name,
+        axes,
+        paths,
+        leaves,
+        out.values,
+        block_sizes=sizes,
+        carried=carried,
+        alike=axes.groups is None,
+        step=step,
     )
     return out._replace(values=values, skipped=skipped)
 

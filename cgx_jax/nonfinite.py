@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,11 +45,13 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
     logger "cgx_jax". "skip" logs, and makes the result of the call 0 on all ranks of the mesh;
     `sync_gradients` then keeps its state and counts the step.
 
-    While values are finite this costs a pass over operands and results, and a sum of 4 bytes over
-    the mesh. Clears JAX's caches when entered and when left, so that functions compiled outside are
-    traced anew. Raises ValueError for another action, and while tracing for "skip" around
-    `reduce_in_backward` and the calls of sharded training, such as `psum_scatter_compressed`: they
-    reduce leaves one after the other, so they cannot skip a step as a whole.
+    While values are finite this costs a pass over results. Operands take another one where a code
+    may hide such a value (`Compressor.carries_nonfinite`); then, and where ranks have different
+    results, a sum of 4 bytes over the mesh makes all decide alike. Clears JAX's caches when entered
+    and when left, so that functions compiled outside are traced anew. Raises ValueError for another
+    action, and while tracing for "skip" around `reduce_in_backward` and the calls of sharded
+    training, such as `psum_scatter_compressed`: they reduce leaves one after the other, so they
+    cannot skip a step as a whole.
     """
     global _action
     if action not in _ACTIONS:
@@ -80,20 +82,25 @@ def watch(
     after: Sequence[Any],
     *,
     block_sizes: Mapping[int, int | None] | None = None,
+    carried: Collection[int] = (),
+    alike: bool = False,
     step: Any = None,
 ) -> tuple[list[Any], Any]:
     """In debug mode, adds a search for values that are not finite to the program.
 
     `before` went into a reduction and `after` came out of it, one array for each of `paths`;
-    `block_sizes` are those of the codes of leaves, by number. Returns `after`, or zeros of a step
-    that is skipped, and whether it is, bool[] or False.
+    `block_sizes` are those of the codes of leaves, by number. What is not finite in an operand of a
+    leaf in `carried` shows in its result on some rank, so operands of these are not searched before
+    something is found. `alike` says that the ranks of `axes` have the same results. Returns
+    `after`, or zeros of a step that is skipped, and whether it is, bool[] or False.
     """
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if _action is None or not floats:
         return list(after), False
     pairs = [tuple(_constant(x[i]) for x in (before, after)) for i in floats]
-    finite = jnp.stack([jnp.isfinite(x).all() for pair in pairs for x in pair]).all()
-    bad = ~axes.on_every_rank(finite)
+    hidden = [before for i, (before, _) in zip(floats, pairs, strict=True) if i not in carried]
+    finite = jnp.stack([jnp.isfinite(x).all() for x in (*(x for _, x in pairs), *hidden)]).all()
+    bad = ~axes.on_every_rank(finite, alike=alike and not hidden)
     sizes = block_sizes or {}
     sides = [
         Side(name, Leaf(paths[i], x[i].shape, x[i].dtype), sizes.get(i))

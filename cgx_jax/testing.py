@@ -37,14 +37,14 @@ def check_compressor(compressor: Compressor, shapes: Sequence[tuple[int, ...]] =
 
     Values are a normal gradient's, and zeros, in every dtype that is supported.
     """
-    assert hash(compressor) == hash(dataclasses.replace(compressor)), "equal ones hash alike"  # type: ignore[type-var]
-    assert compressor == dataclasses.replace(compressor), "copies are equal"  # type: ignore[type-var]
-    assert compressor.lossless or compressor.reductions, "it allows a reduction"
+    _require(hash(compressor) == hash(dataclasses.replace(compressor)), "equal ones hash alike")  # type: ignore[type-var]
+    _require(compressor == dataclasses.replace(compressor), "copies are equal")  # type: ignore[type-var]
+    _require(compressor.lossless or compressor.reductions, "it allows a reduction")
     kinds = [dtype for dtype in DTYPES if compressor.supports(jnp.dtype(dtype))]
-    assert kinds, "it supports a float dtype"
+    _require(kinds, "it supports a float dtype")
     for shape in shapes:
         bits = compressor.wire_bits(shape)
-        assert bits == int(bits) > 0, f"wire_bits({shape}) is {bits}, must be a whole number"
+        _require(bits == int(bits) > 0, f"wire_bits({shape}) is {bits}, must be a whole number")
         if isinstance(compressor, PayloadCompressor):
             for dtype in kinds:
                 # Operations one by one are slow to compile, and one shape shows what all would.
@@ -72,20 +72,24 @@ def _check_payload(
         payload, after, back, bound = compiled(x)
         where = f"{compressor} of {x.dtype}{list(shape)}"
         expected = compressor.payload_bytes(shape, dtype)
-        assert payload.dtype == jnp.uint8, f"{where}: the payload is {payload.dtype}, not uint8"
-        assert payload.shape == (expected,), f"{where}: {payload.shape} is not [payload_bytes]"
+        _require(payload.dtype == jnp.uint8, f"{where}: the payload is {payload.dtype}, not uint8")
+        _require(payload.shape == (expected,), f"{where}: {payload.shape} is not [payload_bytes]")
         shapes = [(y.shape, y.dtype) for y in jax.tree.leaves((state, after))]
         half = len(shapes) // 2
-        assert shapes[:half] == shapes[half:], f"{where}: prepare's state is not like that of init"
-        assert (back.shape, back.dtype) == (x.shape, x.dtype), f"{where}: decode gives {back.aval}"
+        _require(
+            shapes[:half] == shapes[half:], f"{where}: prepare's state is not like that of init"
+        )
+        _require(
+            (back.shape, back.dtype) == (x.shape, x.dtype), f"{where}: decode gives {back.aval}"
+        )
         lost = np.abs(np.asarray(back, np.float64) - np.asarray(x, np.float64))
         limit = np.asarray(bound, np.float64)
-        assert limit.shape == x.shape, f"{where}: error_bound has shape {limit.shape}"
+        _require(limit.shape == x.shape, f"{where}: error_bound has shape {limit.shape}")
         over = (lost - limit).max()
-        assert (lost <= limit).all(), f"{where}: an error of {over:.3g} over its bound"
+        _require((lost <= limit).all(), f"{where}: an error of {over:.3g} over its bound")
     if eager:
         again = round_trip(x)[0]
-        assert (again == payload).all(), f"{where}: encode is not a function of values and key"
+        _require((again == payload).all(), f"{where}: encode is not a function of values and key")
 
 
 def check_reduction(
@@ -143,18 +147,20 @@ def _check_reduction(
     bound_of = jax.jit(lambda v: taken.error_bound(compressor, v, world if mean else 1))
     for n in range(2):
         got = np.asarray(sums[n])
-        assert all(row.tobytes() == got[0].tobytes() for row in got), f"{where}: ranks differ"
+        _require(all(row.tobytes() == got[0].tobytes() for row in got), f"{where}: ranks differ")
         exact = np.asarray(x[n], np.float64).sum(0) / (world if mean else 1)
         bound = np.asarray(bound_of(x[n]), np.float64)
         off = np.abs(got[0] - exact) - bound - 1e-5
-        assert (off <= 0).all(), f"{where}: an error of {off.max():.3g} over its bound"
+        _require((off <= 0).all(), f"{where}: an error of {off.max():.3g} over its bound")
         account = exact - got[0] - np.asarray(lost[n], np.float64).sum(0) / (world if mean else 1)
-        assert np.abs(account).max() < 1e-4, f"{where}: what is lost does not add up"
+        _require(np.abs(account).max() < 1e-4, f"{where}: what is lost does not add up")
         likes = [(y.shape, y.dtype) for y in jax.tree.leaves(states[n])]
-        assert likes == [(y.shape[1:], y.dtype) for y in jax.tree.leaves(after[n])], where
+        _require(likes == [(y.shape[1:], y.dtype) for y in jax.tree.leaves(after[n])], where)
         want = np.asarray(x[n]).sum(0) / (world if mean else 1)
         tangent = np.abs(np.asarray(gradient[n]) - want).max()
-        assert tangent < 1e-4, f"{where}: the derivative is not lax.psum's, but {tangent:.3g} off"
+        _require(
+            tangent < 1e-4, f"{where}: the derivative is not lax.psum's, but {tangent:.3g} off"
+        )
 
 
 def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
@@ -185,13 +191,21 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
 
         def fused(own: Any, axes: Axes) -> Any:
             sums, _ = exchange.all_reduce(
-                "check_exchange", seeds, [own], layout, axes, 1, residual=False, units=()
+                "check_exchange",
+                seeds,
+                [own],
+                layout,
+                axes,
+                1,
+                residual=False,
+                units=(),
+                in_place=False,
             )
             return sums[0]
 
         def composed(own: Any, axes: Axes) -> Any:
             leaves = (CodedLeaf(code, own.shape, np.dtype(np.float32), 0),)
-            job = Job("check", leaves, axes, Xla(), 1, residual=False)
+            job = Job("check", leaves, axes, Xla(), 1, residual=False, in_place=False)
             return ScatterGather().run(job, seeds, [own], (), [()]).sums[0]
 
         _alike(mesh, axis, exchange, x, fused, composed)
@@ -250,8 +264,9 @@ def _same(
     got = _over(mesh, axis, exchange, x, lambda own, axes: call("check_exchange", own, axes, *more))
     for shard in got.addressable_shards:
         same = got.size == 0 or np.array_equal(shard.data, expected[shard.index])
-        assert same, (
-            f"{exchange}.{method.__name__} of {list(x.shape)}: bytes are not where they belong"
+        _require(
+            same,
+            f"{exchange}.{method.__name__} of {list(x.shape)}: bytes are not where they belong",
         )
 
 
@@ -266,8 +281,14 @@ def _alike(
     got, want = (_over(mesh, axis, exchange, x, f) for f in (one, other))
     for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
         same = np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
-        assert same, f"{exchange}: a call in one piece gives other bytes than its parts"
+        _require(same, f"{exchange}: a call in one piece gives other bytes than its parts")
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _require(holds: Any, wrong: str) -> None:
+    """Raises AssertionError, under `python -O` too."""
+    if not holds:
+        raise AssertionError(wrong)

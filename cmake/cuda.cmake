@@ -1,40 +1,35 @@
-# The module of CUDA kernels. nvcc is the one that CUDACXX names, else the one on PATH, else that of
-# PyPI's nvidia-cuda-nvcc in the environment of the build. Without one the package is for the CPU.
-include(CheckLanguage)
-if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
-  find_program(nvcc_on_path nvcc NO_CMAKE_SYSTEM_PATH)
-  if(Python_EXECUTABLE)
-    execute_process(
-      COMMAND ${Python_EXECUTABLE} -c
-              "import importlib.util as u; print(u.find_spec('nvidia').submodule_search_locations[0])"
-      OUTPUT_VARIABLE nvidia_wheels OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-  endif()
-  if(NOT nvcc_on_path AND EXISTS "${nvidia_wheels}/cu13/bin/nvcc")
-    set(CMAKE_CUDA_COMPILER "${nvidia_wheels}/cu13/bin/nvcc")
-  endif()
+# The module of CUDA kernels, for those who ask for it. nvcc is the one that CUDACXX names, else the
+# one on PATH, else that of PyPI's nvidia-cuda-nvcc in the environment of the build.
+if(Python_EXECUTABLE)
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -c
+            "import importlib.util as u; print(u.find_spec('nvidia').submodule_search_locations[0])"
+    OUTPUT_VARIABLE nvidia_wheels OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 endif()
-check_language(CUDA)
+if(DEFINED ENV{CUDACXX})
+  set(nvcc_name "$ENV{CUDACXX}")
+else()
+  set(nvcc_name nvcc)
+endif()
+find_program(CMAKE_CUDA_COMPILER NAMES "${nvcc_name}" PATHS "${nvidia_wheels}/cu13/bin"
+             NO_CMAKE_SYSTEM_PATH)
+string(CONCAT cuda_remedy
+       "install the CUDA toolkit, 13 or newer, and put its nvcc on PATH or name it in CUDACXX, or "
+       "pip install nvidia-cuda-nvcc nvidia-cuda-runtime and build with --no-build-isolation, or "
+       "build without CUDA kernels by -C cgx.native=on")
 if(NOT CMAKE_CUDA_COMPILER)
-  if(CGX_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "CGX_CUDA=ON, but no nvcc works here: install the CUDA toolkit (13 or newer), "
-                        "or pip install nvidia-cuda-nvcc nvidia-cuda-runtime and build with "
-                        "--no-build-isolation, or name the compiler in CUDACXX")
-  endif()
-  message(STATUS "cgx_jax: no nvcc, so no CUDA kernels; GPUs use plain jnp")
-  return()
+  message(FATAL_ERROR "cgx_jax: CUDA kernels were asked for, and there is no ${nvcc_name}: "
+                      "${cuda_remedy}")
 endif()
 
-# An older one does not know the newest architectures, and shall not stop the CPU's build.
-execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --version OUTPUT_VARIABLE nvcc_version)
-string(REGEX MATCH "release ([0-9]+)" nvcc_release "${nvcc_version}")
-if(CMAKE_MATCH_1 VERSION_LESS 13)
-  if(CGX_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "CGX_CUDA=ON, but ${CMAKE_CUDA_COMPILER} is of CUDA ${CMAKE_MATCH_1}; it "
-                        "needs 13 or newer")
-  endif()
-  message(STATUS "cgx_jax: ${CMAKE_CUDA_COMPILER} is of CUDA ${CMAKE_MATCH_1}, older than 13, so no "
-                 "CUDA kernels; GPUs use plain jnp")
-  return()
+# An older one does not know the newest architectures.
+execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
+if(NOT nvcc_version MATCHES "release ([0-9.]+)")
+  message(FATAL_ERROR "cgx_jax: ${CMAKE_CUDA_COMPILER} --version names no release of CUDA: "
+                      "${cuda_remedy}")
+elseif(CMAKE_MATCH_1 VERSION_LESS 13)
+  message(FATAL_ERROR "cgx_jax: ${CMAKE_CUDA_COMPILER} is of CUDA ${CMAKE_MATCH_1}, older than 13: "
+                      "${cuda_remedy}")
 endif()
 
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)

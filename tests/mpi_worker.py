@@ -156,6 +156,15 @@ def agreement():
         return lax.scan(body, psum(e, x), jnp.arange(3.0))[0]
 
     same_bytes("scan", in_scan, x, mesh=line)
+
+    def reduced_and_used(e, x):
+        twice = x * 2  # the program's own, so the sum may take its memory
+        return psum(e, twice), psum(e, {"a": twice, "b": twice}), (x + twice)[None]
+
+    same_bytes("used after", reduced_and_used, x, mesh=line, out=(P(), P(), P("data")))
+    for f, reused in ((lambda x: psum("mpi", x), False), (lambda x: psum("mpi", x * 2), True)):
+        lowered = sharded(line, f).lower(place(line, x)).as_text()
+        assert ("output_operand_alias" in lowered) == reused, lowered
     # Without a profile "auto" is MPI here from about half a megabyte on.
     for values, by_mpi in ((25_000, False), (250_000, True)):
         auto = sharded(line, lambda x: psum("auto", x)).lower(place(line, normal(WORLD, values)))
@@ -457,7 +466,7 @@ def chosen():
     ticks = itertools.cycle([lambda: 0.0, cost])
     training_loop.clock = lambda: next(ticks)()
     tried = set()
-    for _ in range(5 * 5 + 1):
+    for _ in range(5 * (1 + 2 * 4) + 1):
         mean, state = step(place(mesh, x), state)
         tried.add(tuner.current)
     assert len(tried) == 5, tried

@@ -13,6 +13,7 @@ import pytest
 from cgx_jax import Quantize
 from cgx_jax.commands import chart, doctor
 from cgx_jax.exchanges import Profile
+from cgx_jax.kernels.native import CUDA_REMEDY
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -65,7 +66,7 @@ def test_doctor_fails_for_kernels_that_give_wrong_values(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("cuda", "found", "remedy"),
     [
-        (None, "no", "no CUDA kernels; put nvcc (CUDA 13 or newer) on PATH and reinstall cgx-jax"),
+        (None, "no", f"no CUDA kernels; {CUDA_REMEDY}"),
         ({}, "no", "reinstall it on Python 3.12 or newer, where it builds against jaxlib 0.11.2"),
         ({"cgx_all_reduce_nccl": {}}, "built in", ""),
     ],

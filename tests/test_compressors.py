@@ -360,6 +360,7 @@ def test_what_is_not_finite_does_not_come_back_finite(name, value):
     x[123] = value
     if isinstance(c, (SignSGD, RandomK)):
         assert np.isinf(np.asarray(jax.jit(c.error_bound)(x))[123])
+        assert not c.carries_nonfinite
         return
     assert not np.isfinite(back(c, x)[123])
 

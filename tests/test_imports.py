@@ -114,6 +114,17 @@ def cycle(root):
     return next((c for m in graph if (c := visit(m, [])) is not None), None)
 
 
+def test_assertions_only_narrow_types():
+    """`python -O` leaves them out, and what they check with them."""
+    for path in modules(ROOT).values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                kind = node.test
+                an_instance = isinstance(kind, ast.Call) and kind.func.id == "isinstance"
+                not_none = isinstance(kind, ast.Compare) and isinstance(kind.ops[0], ast.IsNot)
+                assert an_instance or not_none, f"{path}:{node.lineno}"
+
+
 def test_every_room_has_its_place():
     assert {room(m) for m in modules(ROOT)} == set(LAYERS)
 

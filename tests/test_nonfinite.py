@@ -195,6 +195,38 @@ def test_steps_are_counted_without_the_mode(mesh, kept):
     assert transforms.metrics((state, optax.EmptyState())) == {"cgx/skipped": 2}
 
 
+@pytest.mark.parametrize(
+    ("compressor", "searched", "agreed"), [(Quantize(4), 6, 0), (SignSGD(), 7, 1)], ids=str
+)
+def test_operands_are_searched_beforehand_only_where_a_code_may_hide_one(
+    mesh, compressor, searched, agreed
+):
+    """A report looks at two sides of two leaves; before it, at two results, and what is hidden."""
+    rules = Rules((), compressor, exact=EXACT_BIAS)
+    f = sharded(functools.partial(psum, rules=rules), mesh)
+    sums = f.lower(gradients()).as_text().count("stablehlo.all_reduce")
+    with cgx_jax.debug_nonfinite():
+        watched = f.lower(gradients()).as_text()
+    assert watched.count("stablehlo.is_finite") == searched
+    assert watched.count("stablehlo.all_reduce") == sums + agreed
+
+
+def test_groups_decide_together(mesh, caplog):
+    """Rank 3's group alone has a result that is not finite."""
+    groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    tree = {"kernel": spoilt()["kernel"]}
+
+    def psum_of_groups(tree):
+        return cgx_jax.psum_compressed(
+            tree, "data", RULES, exchange="xla", axis_index_groups=groups
+        )
+
+    with cgx_jax.debug_nonfinite("skip"):
+        assert not run(sharded(psum_of_groups, mesh), tree)["kernel"].any()
+    (text,) = reports(caplog)
+    assert "out 'kernel' float32[16, 40]: ranks 2, 3 have 128 of 640" in text
+
+
 def test_outside_of_the_mode_the_program_is_what_it_was(mesh):
     f = sharded(psum, mesh)
     before = f.lower(gradients()).as_text()

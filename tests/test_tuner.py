@@ -88,7 +88,7 @@ def costs_of(split, whole, slow=lambda setting, step: 1.0):
     return lambda setting, step: each[setting] * slow(setting, step)
 
 
-TRIAL_STEPS = 3 * (1 + 4)
+TRIAL_STEPS = 3 * (1 + 2 * 4)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_fastest_is_kept_and_psum_where_nothing_beats_it(monkeypatch, split,
     training.run(TRIAL_STEPS + 2)
     assert training.ran[0] == PSUM
     assert {s: training.ran[:TRIAL_STEPS].count(s) for s in (PSUM, SPLIT, WHOLE)} == dict.fromkeys(
-        (PSUM, SPLIT, WHOLE), 5
+        (PSUM, SPLIT, WHOLE), TRIAL_STEPS // 3
     )
     assert training.ran[TRIAL_STEPS:] == [kept] * 2
     metrics = training.tuner.metrics()
@@ -132,9 +132,9 @@ def test_what_is_reduced_is_what_the_setting_says(monkeypatch):
 
 
 SLOW = {
-    "one machine is ten times slower for all of two rounds": lambda s, n: 10 if 4 <= n < 10 else 1,
-    "and just while the best one runs, once": lambda s, n: 10 if n == 5 else 1,
-    "psum alone is slow once": lambda s, n: 50 if n in (4, 7) and s == PSUM else 1,
+    "one machine is ten times slower for all of two rounds": lambda s, n: 10 if 9 <= n < 21 else 1,
+    "and just while the best one runs, once": lambda s, n: 10 if n == 6 else 1,
+    "psum alone is slow once": lambda s, n: 50 if n in (8, 10) and s == PSUM else 1,
 }
 
 
@@ -150,13 +150,13 @@ def test_a_slow_spell_does_not_flip_the_choice(name, split, kept):
     assert [PSUM, SPLIT, WHOLE][best(trials.samples)] == kept
 
 
-def test_every_candidate_takes_a_step_of_each_round():
+def test_every_candidate_takes_two_steps_of_each_round_and_the_second_counts():
     trials, order = Trials(3, 2), []
     while not trials.done:
         order.append(trials.current)
         trials.record(len(order))
-    assert order == [0, 1, 2, 2, 1, 0, 0, 1, 2]
-    np.testing.assert_array_equal(trials.samples, [[6, 5, 4], [7, 8, 9]])
+    assert order == [0, 1, 2, 2, 2, 1, 1, 0, 0, 0, 0, 1, 1, 2, 2]
+    np.testing.assert_array_equal(trials.samples, [[9, 7, 5], [11, 13, 15]])
 
 
 def test_nothing_slower_than_psum_is_ever_kept():
@@ -466,7 +466,7 @@ def train(costs):
     ticks = [lambda: 0.0, lambda: costs[str(tuner.current)]]
     calls = iter(range(10**6))
     training_loop.clock = lambda: ticks[next(calls) % 2]()
-    for _ in range(17):
+    for _ in range(3 * (1 + 2 * 4) + 2):
         _, state = step({"w": place(every[rank])}, state)
     return tuner
 

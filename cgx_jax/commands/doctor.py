@@ -20,7 +20,7 @@ from cgx_jax._version import __version__
 from cgx_jax.compressors import Quantize
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges import nccl as fused_on_cuda
-from cgx_jax.kernels.native import backends
+from cgx_jax.kernels.native import CPU_REMEDY, CUDA_REMEDY, backends
 
 # A child asks MPI: a broken MPI library ends the process that loads it.
 _ASK_MPI = """
@@ -86,14 +86,9 @@ def _devices() -> Iterator[Finding]:
 
 def _package(good: bool) -> Iterator[Finding]:
     built = backends()
-    remedy = ""
-    if built["cpu"] == "jnp":
-        remedy = "install a C++17 compiler, then pip install --force-reinstall cgx-jax"
-    yield Finding("kernels on CPU", built["cpu"], remedy)
-    remedy = ""
-    if built["cuda"] == "jnp" and any(d.platform == "gpu" for d in jax.devices()):
-        remedy = "put nvcc (CUDA 13) on PATH, then pip install --force-reinstall cgx-jax"
-    yield Finding("kernels on CUDA", built["cuda"], remedy)
+    yield Finding("kernels on CPU", built["cpu"], CPU_REMEDY if built["cpu"] == "jnp" else "")
+    lacking = built["cuda"] == "jnp" and any(d.platform == "gpu" for d in jax.devices())
+    yield Finding("kernels on CUDA", built["cuda"], CUDA_REMEDY if lacking else "")
     if good:
         yield Finding("self-test", "values come back within the error bound")
     else:

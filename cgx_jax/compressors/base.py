@@ -29,6 +29,8 @@ class Compressor(abc.ABC):
     * `shares_noise`: all ranks are given the same key, instead of one each.
     * `shares_state`: its state is made of sums over the ranks alone, so all ranks hold the same.
     * `selects`: it sends a few values and drops the others whole.
+    * `carries_nonfinite`: of a leaf with values that are not finite, some value that comes back is
+      not finite either. `debug_nonfinite` then looks at results alone.
 
     State (momenta, low-rank factors) is a pytree that `init` makes and every use returns anew;
     stateless compressors have the empty tuple. `sync_gradients` keeps it from step to step; calls
@@ -39,6 +41,7 @@ class Compressor(abc.ABC):
     reductions: ClassVar[tuple[str, ...]]
     shares_state: ClassVar[bool] = False
     selects: ClassVar[bool] = False
+    carries_nonfinite: ClassVar[bool] = False
 
     @property
     def unbiased(self) -> bool:

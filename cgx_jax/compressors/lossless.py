@@ -19,6 +19,7 @@ class Identity(PayloadCompressor):
     """No compression: the reduction is `lax.psum`, bit for bit, for every dtype it takes."""
 
     lossless = True
+    carries_nonfinite = True
 
     @property
     def block_size(self) -> int:
@@ -60,6 +61,8 @@ class Cast(PayloadCompressor):
     widen them. Sums run in fp32. Out-of-range values follow the type: infinite, or NaN for
     float8_e4m3fn, which has no infinity.
     """
+
+    carries_nonfinite = True
 
     dtype: Any
 

@@ -49,6 +49,8 @@ class Quantize(PayloadCompressor):
     Vargaftik et al., ICML 2022).
     """
 
+    carries_nonfinite = True
+
     bits: int = 4
     bucket_size: int = 512
     rounding: Literal["nearest", "stochastic", "correlated"] = "nearest"

@@ -94,12 +94,13 @@ class Exchange(abc.ABC):
         *,
         residual: bool,
         units: Units,
+        in_place: bool,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Leaves to their sum over the ranks, divided, and residuals where asked.
 
         `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a slot of `layout`;
-        `units` as in `primitives.encode`. The bytes are those of `scatter` and `gather` around the
-        kernels.
+        `units` as in `primitives.encode`. Where `in_place`, sums may take the leaves' memory
+        (`Job`). The bytes are those of `scatter` and `gather` around the kernels.
         """
         raise NotImplementedError
 

@@ -107,14 +107,21 @@ class Mpi(Exchange):
         *,
         residual: bool,
         units: primitives.Units,
+        in_place: bool,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         layout, factors = primitives.with_units(layout, units)
         mesh = jax.sharding.get_abstract_mesh()
         operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
         operands += [*leaves, *factors]
-        label = mpi_rows.label(name)
         return fused.bind(
-            all_reduce_p, label, operands, layout, axes, divisor=divisor, residual=residual
+            all_reduce_p,
+            mpi_rows.label(name),
+            operands,
+            layout,
+            axes,
+            divisor=divisor,
+            residual=residual,
+            in_place=in_place,
         )
 
 
@@ -131,7 +138,7 @@ def settings() -> dict[str, float] | None:
 def _missing() -> str | None:
     """What this process lacks, or None. Imports mpi4py."""
     if native.module() is None:
-        return "there is no native module; install a C++17 compiler and reinstall cgx-jax"
+        return f"there is no native module; {native.CPU_REMEDY}"
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -261,8 +268,11 @@ def _lowering(
     replicated: Any,
     name: str,
     residual: bool,
+    in_place: bool,
 ) -> Any:
-    return jax.ffi.ffi_lowering("cgx_all_reduce_mpi")(
+    # A segment is decoded after it has been encoded and added up, so leaves may be written over.
+    aliases = {2 + i: i for i in range(len(layout.slots))} if in_place else None
+    return jax.ffi.ffi_lowering("cgx_all_reduce_mpi", operand_output_aliases=aliases)(
         ctx,
         *operands,
         **fused.attributes(layout, divisor, positions, name),

@@ -63,6 +63,7 @@ class OnCommunicator(Exchange):
         *,
         residual: bool,
         units: primitives.Units,
+        in_place: bool,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         keys = jnp.stack([jnp.asarray(s) for s in seeds])
         # The CUDA kernels know no units: they see float32 leaves that are multiplied already.
@@ -153,9 +154,7 @@ def not_installed() -> str | None:
     """What this installation lacks, with the remedy, or None."""
     module = native.cuda_module()
     if module is None:
-        return (
-            "there are no CUDA kernels; put nvcc (CUDA 13 or newer) on PATH and reinstall cgx-jax"
-        )
+        return f"there are no CUDA kernels; {native.CUDA_REMEDY}"
     if all_reduce_p.name not in module.handlers():
         return (
             "cgx-jax was built against a jaxlib without the collectives extension of XLA's FFI; "

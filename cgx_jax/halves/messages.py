@@ -128,7 +128,10 @@ class Halves:
             return after
         paths = [half.path for half in self.halves]
         first = self.halves[0]
-        return nonfinite.watch(first.name, first.axes, paths, before, after, step=step)[0]
+        carried = [i for i, half in enumerate(self.halves) if half.compressor.carries_nonfinite]
+        return nonfinite.watch(
+            first.name, first.axes, paths, before, after, carried=carried, step=step
+        )[0]
 
 
 def _buffers(

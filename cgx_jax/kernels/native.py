@@ -13,6 +13,10 @@ import jax
 
 from cgx_jax.wire import WIRE_VERSION
 
+_REINSTALL = "pip install --force-reinstall --no-deps cgx-jax -C cgx.native="
+CPU_REMEDY = f"install a C++17 compiler, then {_REINSTALL}on"
+CUDA_REMEDY = f"put nvcc (CUDA 13 or newer) on PATH or name it in CUDACXX, then {_REINSTALL}cuda"
+
 
 @functools.cache
 def module() -> ModuleType | None:
@@ -25,8 +29,7 @@ def module() -> ModuleType | None:
     except ImportError as error:
         warnings.warn(
             f"cgx_jax has no native kernels here ({error}); it falls back to plain jnp, which "
-            "computes the same format several times slower. Install a C++17 compiler and "
-            "reinstall cgx_jax to mend it.",
+            f"computes the same format several times slower. To mend it, {CPU_REMEDY}.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -59,8 +62,7 @@ def warn_of_missing_cuda() -> None:
     """Says once that a program for CUDA is compiled without the kernels for it."""
     warnings.warn(
         "cgx_jax was installed without CUDA kernels; on GPUs it falls back to plain jnp, which "
-        "computes the same format slower. Put nvcc (CUDA 13 or newer) on PATH, or set CUDACXX, and "
-        "reinstall cgx_jax to mend it.",
+        f"computes the same format slower. To mend it, {CUDA_REMEDY}.",
         RuntimeWarning,
         stacklevel=2,
     )

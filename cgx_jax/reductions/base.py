@@ -24,7 +24,11 @@ Seeds = Sequence[Any]
 class Job:
     """One fusion buffer to reduce: static and hashable.
 
-    `name` is the call that the user wrote. Sums over `axes` are divided by `divisor`.
+    `name` is the call that the user wrote. Sums over `axes` are divided by `divisor`. `in_place`
+    says that the program computes all leaves itself. Sums may then take the memory of the leaves,
+    since new memory costs a large buffer more than the reduction does: the system maps it page by
+    page. A parameter of the program belongs to its caller, so XLA would copy it first, which costs
+    more still.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Job:
     exchange: Exchange
     divisor: int
     residual: bool
+    in_place: bool
 
 
 class Reduced(NamedTuple):

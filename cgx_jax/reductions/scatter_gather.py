@@ -76,6 +76,7 @@ class ScatterGather(PayloadReduction):
             job.divisor,
             residual=job.residual,
             units=units,
+            in_place=job.in_place,
         )
         return Reduced(sums, residuals, list(states))
 

@@ -6,16 +6,17 @@ import numpy as np
 
 
 class Trials:
-    """`rounds` rounds in which each of `count` candidates takes one step, after one to compile.
+    """`rounds` rounds in which each of `count` candidates takes two steps, after one to compile.
 
-    Candidates take turns, in the other direction in every second round, so what slows a machine
-    down for some steps meets all of them.
+    The second of the two is timed: in the first, memory that the candidate before has freed is new
+    to this one, which in training happens once. Candidates take turns, in the other direction in
+    every second round, so what slows a machine down for some steps meets all of them.
     """
 
     def __init__(self, count: int, rounds: int) -> None:
-        self._turns = [
-            (r - 1, i) for r in range(rounds + 1) for i in range(count)[:: -1 if r % 2 else 1]
-        ]
+        compiling = [(-1, i) for i in range(count)]
+        turns = [(r, i) for r in range(rounds) for i in range(count)[:: 1 if r % 2 else -1]]
+        self._turns = [*compiling, *((at, i) for r, i in turns for at in (-1, r))]
         self._taken = 0
         self.samples = np.zeros((rounds, count))
 

@@ -40,9 +40,9 @@ class Tuner:
     `reductions` (names or instances) are tried beside each compressor's first; the default errs
     less than that. `levels` are tried too. The active profile (`use_profile`), or without one the
     bytes that are sent, ranks the settings. `lax.psum` and the first of them, `compilations` in
-    all, take `rounds` steps each, in turns. The fastest is kept if it beat `lax.psum` in three
-    rounds of four; otherwise `lax.psum` is. All of these are steps of the training, and must do
-    equal work.
+    all, take turns for `rounds` rounds. A turn is two steps, of which the second is timed. The
+    fastest is kept if it beat `lax.psum` in three rounds of four; otherwise `lax.psum` is. All of
+    these are steps of the training, and must do equal work.
 
     What was found goes into `cache`, a folder: that of the user's caches by default, none where it
     is False. The same job, on the same machines and with the same versions, then starts with it; a
@@ -61,7 +61,7 @@ class Tuner:
         reductions: Sequence[Reduction | str] = ("gather_sum",),
         levels: Sequence[Levels] = (),
         compilations: int = 4,
-        rounds: int = 8,
+        rounds: int = 6,
         cache: str | os.PathLike[str] | bool = True,
     ) -> None:
         for name, value, least in (("compilations", compilations, 2), ("rounds", rounds, 4)):

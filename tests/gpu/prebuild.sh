@@ -13,8 +13,7 @@ build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 rm -rf "$to/site"
 "${PYTHON:-python3}" -m pip install --quiet --no-build-isolation --no-deps --target "$to/site" \
-  -C cgx.native=on -C cmake.define.CGX_CUDA=ON \
-  -C cmake.define.CMAKE_CUDA_ARCHITECTURES="$architecture" "$root"
+  -C cgx.native=cuda -C cmake.define.CMAKE_CUDA_ARCHITECTURES="$architecture" "$root"
 cmake -S "$root" -B "$build" -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_GPU_TESTS=ON \
   -DCMAKE_CUDA_ARCHITECTURES="$architecture"
 cmake --build "$build" --parallel --target kernel_bench virtual_ranks virtual_peers
