@@ -183,6 +183,21 @@ def test_an_all_equal_bucket_is_exact(value, size, bits):
     np.testing.assert_array_equal(c.decode(c.encode(x), x.shape, x.dtype), x)
 
 
+@pytest.mark.parametrize("batch", [(1,), (3, 1), (1, 3), (3, 1, 2)])
+def test_batches_of_one_among_others_are_batches(batch):
+    c = Quantize(8, 32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(*batch, 131)), jnp.float32)
+
+    def round_trip(v):
+        return c.decode(c.encode(v), v.shape, v.dtype)
+
+    batched = round_trip
+    for _ in batch:
+        batched = jax.vmap(batched)
+    want = np.stack([jax.jit(round_trip)(v) for v in x.reshape(-1, 131)])
+    np.testing.assert_array_equal(jax.jit(batched)(x), want.reshape(x.shape))
+
+
 def test_a_batch_of_residuals_takes_a_leaf_that_is_whole_in_one_chunk_under_shard_map(mesh):
     fields = Slot(512, 4, 512, "nearest", 0), Slot(5000, 4, 512, "nearest", 1)
     layout = Layout(fields, 2)

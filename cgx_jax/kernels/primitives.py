@@ -259,6 +259,8 @@ def _batch_rule(primitive: Primitive, size: int, args: Any, dims: Any, params: A
     old = params["batch"]
     if old != 1:
         front = [x.reshape(size * old, *x.shape[2:]) for x in front]
+    elif size == 1:  # which adds no dimension to operands either
+        front = [x.reshape(x.shape[1:]) for x in front]
     out = bind(primitive, *front, **{**params, "batch": size * old})
     # A total of one adds no dimension to shapes made from parameters: restore both here.
     shapes = [a.shape for a in _unbatched_shapes(primitive, args, dims, params)]
