@@ -18,6 +18,7 @@ from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor, Together
 from cgx_jax.kernels.reference import random_bits
 
 _KEY = (np.uint32(0x706F7765), np.uint32(0x72736764))
+_LARGEST_START = 8.0  # more than any value of a factor that a step starts from
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 # A column of which less than this share is left by projection is rounding error alone.
 _LOST = 2.0**-20
@@ -96,9 +97,10 @@ class PowerSGD(SummedCompressor):
         """The L2 norm of the value's column, since what a column loses is a projection of it.
 
         For rounding, 2**-10 of the norm and an ulp of the dtype are added; a leaf that is sent
-        exactly has that ulp alone. The bound is infinite where a 16-bit result may overflow and
-        where the matrix has a non-finite value. Where ranks cancel out, the rounding of their own
-        parts comes on top, as in `lax.psum`.
+        exactly has that ulp alone. The bound is infinite where a 16-bit result may overflow, where
+        the matrix has a non-finite value, and where its products with the factors may overflow
+        fp32. Where ranks cancel out, the rounding of their own parts comes on top, as in
+        `lax.psum`.
         """
         info = jnp.finfo(jnp.result_type(x))
         values = jnp.abs(jnp.asarray(x).astype(jnp.float32))
@@ -110,8 +112,22 @@ class PowerSGD(SummedCompressor):
         norm = peak * jnp.sqrt(jnp.square(matrix / peak).sum(axis=0))
         least = self.rank * sides[0] * _TINY + float(info.smallest_subnormal)
         bound = norm * (1 + 2.0**-10 + float(info.eps)) + least
-        fits = jnp.isfinite(matrix).all() & (bound + matrix <= float(info.max))
+        fits = self._multiplies(matrix) & (bound + matrix <= float(info.max))
         return jnp.where(fits, bound, jnp.inf).reshape(values.shape)
+
+    def error_bound_of_sum(self, x: jax.Array) -> jax.Array:
+        bound, sides = self.error_bound(x.sum(0)), self._sides(x.shape[1:])
+        if sides is None:
+            return bound
+        # Parts of ranks that cancel out in the sum overflow before they do.
+        sizes = jnp.abs(x.astype(jnp.float32)).sum(0).reshape(sides)
+        return jnp.where(self._multiplies(sizes), bound, jnp.inf)
+
+    @staticmethod
+    def _multiplies(sizes: jax.Array) -> jax.Array:
+        """Whether products of a matrix of such magnitudes with the factors stay in fp32, bool[]."""
+        most = sizes.sum(axis=1).max() * _LARGEST_START
+        return jnp.maximum(most, sizes.sum(axis=0).max()) < float(jnp.finfo(jnp.float32).max)
 
     def _sides(self, shape: int | Sequence[int]) -> tuple[int, int] | None:
         """The matrix of a leaf: its rows and columns, or None where it is sent exactly."""
