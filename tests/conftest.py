@@ -10,6 +10,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 import pytest
+from hypothesis import Phase, settings
 from jax.sharding import Mesh
 
 from cgx_jax import use_profile
@@ -25,6 +26,12 @@ cache = os.path.abspath(f"{__file__}/../../.pytest_cache/xla")
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Draws are few and fixed in CI; `--hypothesis-profile=long` takes many, with new seeds.
+_FAILS_FAST = {"deadline": None, "phases": set(Phase) - {Phase.explain}}
+settings.register_profile("few", max_examples=25, derandomize=True, **_FAILS_FAST)
+settings.register_profile("long", max_examples=500, print_blob=True, **_FAILS_FAST)
+settings.load_profile("few")
 
 
 @pytest.fixture(scope="session", autouse=True)
