@@ -248,8 +248,7 @@ void run(const std::vector<Case>& cases, const std::string& name, uint32_t seed)
   }
 }
 
-// An all-reduce takes twice its payload, a gather-sum that of all ranks; no more than a few
-// segments beside it.
+// An all-reduce takes two payloads, a gather-sum one per rank; and a few segments beside them.
 void memory(Collective collective) {
   std::mt19937 rng(1);
   Network network(2);
