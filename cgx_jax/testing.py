@@ -24,7 +24,7 @@ from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange, Xla, xla
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Rules
-from cgx_jax.reductions import Job, Reduction, ScatterGather, named
+from cgx_jax.reductions import GatherSum, Job, Reduction, ScatterGather, named
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.wire import Layout
 
@@ -203,12 +203,18 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
             )
             return sums[0]
 
-        def composed(own: Any, axes: Axes) -> Any:
-            leaves = (CodedLeaf(code, own.shape, np.dtype(np.float32), 0),)
-            job = Job("check", leaves, axes, Xla(), 1, residual=False, in_place=False)
-            return ScatterGather().run(job, seeds, [own], (), [()]).sums[0]
+        _alike(mesh, axis, exchange, x, fused, _composed(ScatterGather(), code, seeds))
+    if "gather_sum" in exchange.can:
+        whole = Layout((slot,), 1)
+        seed = np.zeros(2, np.uint32)
 
-        _alike(mesh, axis, exchange, x, fused, composed)
+        def one_shot(own: Any, axes: Axes) -> Any:
+            sums, _ = exchange.gather_sum(
+                "check_exchange", seed, [own], whole, axes, 1, residual=False, units=()
+            )
+            return sums[0]
+
+        _alike(mesh, axis, exchange, x, one_shot, _composed(GatherSum(), code, (seed,)))
     row = Layout((code.slot(x[0, 0].size),), 1)
     words = np.zeros((world, 2), np.uint32)
     if "reduce_scatter" in exchange.can:
@@ -236,6 +242,19 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
                 xla.gather(code.encode(own), axes), own.shape, own.dtype
             ),
         )
+
+
+def _composed(
+    reduction: Reduction, code: PayloadCompressor, seeds: Sequence[Any]
+) -> Callable[..., Any]:
+    """One leaf's sum by kernels around XLA's collectives."""
+
+    def f(own: Any, axes: Axes) -> Any:
+        leaves = (CodedLeaf(code, own.shape, np.dtype(np.float32), 0),)
+        job = Job("check", leaves, axes, Xla(), 1, residual=False, in_place=False)
+        return reduction.run(job, seeds, [own], (), [()]).sums[0]
+
+    return f
 
 
 def _over(mesh: Mesh, axis: str, exchange: Exchange, x: np.ndarray, f: Callable[..., Any]) -> Any:

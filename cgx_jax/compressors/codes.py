@@ -87,7 +87,12 @@ class ChunkCode(abc.ABC):
 
 
 class WholeCode(abc.ABC):
-    """A fusion buffer of whole leaves: one payload, u8[row_bytes]."""
+    """A fusion buffer of whole leaves: one payload, u8[row_bytes].
+
+    `layout` and `words` are what fused calls of exchanges take; `layout` is None without kernels.
+    """
+
+    layout: Layout | None = None
 
     @property
     @abc.abstractmethod
@@ -114,6 +119,10 @@ class WholeCode(abc.ABC):
         self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
     ) -> list[jax.Array]:
         """Payloads u8[ranks, row_bytes] to the leaves' sums in fp32 and rank order, divided."""
+
+    def words(self, seed: Any, rank: Any) -> Any:
+        """What a fused call draws its noise from on this rank: uint32[2]."""
+        raise NotImplementedError
 
 
 class RowCode(abc.ABC):

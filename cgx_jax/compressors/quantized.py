@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode, folded
+from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode, folded, unit_of
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.kernels.primitives import NO_RANK, Units
 from cgx_jax.wire import Layout
@@ -83,27 +83,31 @@ class QuantizedWhole(WholeCode):
         residual: bool,
         units: Units,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        if any(slot.rounding == "correlated" for slot in self.layout.slots):
-            # Kernels share noise out over the ranks of a chunked buffer alone. Of a whole one every
-            # rank would draw the same, and errors would add up: independent ones average out.
-            seed = folded(seed, rank)
-        rows, lost = primitives.encode(seed, leaves, self.layout, residual=residual, units=units)
+        words = self.words(seed, rank)
+        rows, lost = primitives.encode(words, leaves, self.layout, residual=residual, units=units)
         return rows.reshape(-1), lost
 
     def sum(
         self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
     ) -> list[jax.Array]:
         # Decoded payloads are added to zeros, this rank's own among them: all ranks add the same.
-        in_units = any(unit is not None for unit in units)
-        dtypes = [jnp.float32 if in_units else x.dtype for x in like]
-        zeros = [jnp.zeros(x.shape, t) for x, t in zip(like, dtypes, strict=True)]
+        each = [unit_of(units, i) for i in range(len(like))]
+        zeros = [
+            jnp.zeros(x.shape, x.dtype if unit is None else jnp.float32)
+            for x, unit in zip(like, each, strict=True)
+        ]
         rank = jnp.int32(NO_RANK)
         sums = primitives.accumulate(rank, rows, zeros, self.layout, divisor=divisor)
-        if not in_units:
-            return sums
         return [
-            outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, units, like, strict=True)
+            outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, each, like, strict=True)
         ]
+
+    def words(self, seed: Any, rank: Any) -> Any:
+        if any(slot.rounding == "correlated" for slot in self.layout.slots):
+            # Kernels share noise out over the ranks of a chunked buffer alone. Of a whole one every
+            # rank would draw the same, and errors would add up: independent ones average out.
+            return folded(seed, rank)
+        return seed
 
 
 @dataclasses.dataclass(frozen=True)

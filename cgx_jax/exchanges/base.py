@@ -32,8 +32,8 @@ class Exchange(abc.ABC):
 
     What an exchange can do is in `can`, the names of its methods: "scatter", "gather" and "permute"
     move rows of bytes, "sum" is XLA's own sum of numbers, and the calls that encode, send, reduce
-    and decode in one are "all_reduce", "reduce_scatter" and "all_gather". `name` heads error
-    messages: that of the call that the user wrote.
+    and decode in one are "all_reduce", "gather_sum", "reduce_scatter" and "all_gather". `name`
+    heads error messages: that of the call that the user wrote.
     """
 
     shorthand: ClassVar[str]
@@ -101,6 +101,26 @@ class Exchange(abc.ABC):
         `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a slot of `layout`;
         `units` as in `primitives.encode`. Where `in_place`, sums may take the leaves' memory
         (`Job`). The bytes are those of `scatter` and `gather` around the kernels.
+        """
+        raise NotImplementedError
+
+    def gather_sum(
+        self,
+        name: str,
+        seed: Any,
+        leaves: Sequence[jax.Array],
+        layout: Layout,
+        axes: Axes,
+        divisor: float,
+        *,
+        residual: bool,
+        units: Units,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Leaves to the sum of what all ranks encoded, divided, and residuals where asked.
+
+        An all-reduce in one phase. `seed` is uint32[2], a rank's own; `layout` is that of the
+        leaves for one rank; the other operands are those of `all_reduce`. The bytes are those of
+        `gather` between the kernels: `encode`, and `accumulate` of all ranks' payloads to zeros.
         """
         raise NotImplementedError
 

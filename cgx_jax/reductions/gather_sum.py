@@ -10,8 +10,9 @@ import jax
 
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.exchanges import Exchange
 from cgx_jax.kernels.primitives import Units
-from cgx_jax.reductions.base import Job, PayloadReduction, Rows, Seeds, sum_of_bounds
+from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds, sum_of_bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,32 @@ class GatherSum(PayloadReduction):
 
     def kept(self, error: float, world: int) -> float:
         return 1 - error
+
+    def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
+        return "gather_sum" in exchange.can and whole_code(leaves).layout is not None
+
+    def run(
+        self,
+        job: Job,
+        seeds: Seeds,
+        leaves: Sequence[jax.Array],
+        units: Units,
+        states: Sequence[Any],
+    ) -> Reduced:
+        code = whole_code(job.leaves)
+        if code.layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
+            return super().run(job, seeds, leaves, units, states)
+        sums, residuals = job.exchange.gather_sum(
+            job.name,
+            code.words(seeds[0], job.axes.rank()),
+            leaves,
+            code.layout,
+            job.axes,
+            job.divisor,
+            residual=job.residual,
+            units=units,
+        )
+        return Reduced(sums, residuals, list(states))
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
         payload, residuals = whole_code(job.leaves).encode(

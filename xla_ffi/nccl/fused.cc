@@ -74,11 +74,6 @@ std::string CudaFused::run() {
   return "";
 }
 
-bool CudaFused::has(Phase phase) const {
-  return spec_.collective == Collective::kAllReduce ||
-         (phase == Phase::kScatter) == (spec_.collective == Collective::kReduceScatter);
-}
-
 void CudaFused::encode(int64_t segment) {
   if (!has(Phase::kScatter)) return;
   std::vector<Range> ranges;
@@ -111,6 +106,7 @@ void CudaFused::reduce(int64_t segment) {
           {rows_, spec_.in, received_, rows_.world, rank, spec_.divisor, spec_.out}, own, stream_));
       break;
     case Collective::kAllGather:
+    case Collective::kGatherSum:
       check(cgx::encode({rows_, spec_.in, {}, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
                         own, stream_));
   }

@@ -19,10 +19,6 @@
 
 namespace cgx {
 
-// A reduce-scatter leaves out the second phase, and adds up values in place of encoding their sum;
-// an all-gather leaves out the first, and encodes values in place of a sum.
-enum class Collective { kAllReduce, kReduceScatter, kAllGather };
-
 struct CudaFusedSpec {
   Collective collective;
   // Of the halves of an all-reduce: the leaves once for every rank, so that they are its chunk.
@@ -90,7 +86,7 @@ class CudaFused {
   static int64_t aligned(int64_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  bool has(Phase phase) const;
+  bool has(Phase phase) const { return cgx::has(spec_.collective, phase); }
   Range range(int64_t chunk, int64_t segment) const;
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
   cudaEvent_t event(Phase phase, int64_t segment) const;

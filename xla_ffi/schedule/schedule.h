@@ -13,7 +13,8 @@
 //   Transport:  post(phase, s)     this rank's part of segment s is ready to travel
 //               arrived(phase, s)  the other ranks' parts of segment s are here
 //
-// Without one of its phases it is a reduce-scatter or an all-gather.
+// Without one of its phases it is one of the other collectives: kernels and transport do nothing
+// for a phase that is left out.
 #ifndef CGX_SCHEDULE_SCHEDULE_H_
 #define CGX_SCHEDULE_SCHEDULE_H_
 
@@ -24,6 +25,16 @@
 namespace cgx {
 
 enum class Phase { kScatter, kGather };
+
+// An all-reduce has both phases. A reduce-scatter leaves out the second, and adds up values in
+// place of encoding their sum. The others leave out the first, and encode values in place of a sum:
+// an all-gather decodes them, and a gather-sum adds up what all ranks encoded.
+enum class Collective { kAllReduce, kReduceScatter, kAllGather, kGatherSum };
+
+constexpr bool has(Collective collective, Phase phase) {
+  return collective == Collective::kAllReduce ||
+         (phase == Phase::kScatter) == (collective == Collective::kReduceScatter);
+}
 
 template <typename Kernels, typename Transport>
 class Schedule {
