@@ -203,7 +203,7 @@ BAD_TEXT = {
     ),
     "an engine of nine streams": (
         edited(engine={"exchange": "nccl", "streams": 9}),
-        r"engine: Nccl: streams=9 must be in \[1, 8\]",
+        r"engine: Nccl: streams=9 must be a whole number in \[1, 8\]",
     ),
     "a codec of no time": (edited(codec=CODEC._asdict() | {"noise": 0}), "codec noise=0 "),
     "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no psum"),

@@ -29,9 +29,9 @@ needs_streams = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("streams", [-1, 0, MOST_STREAMS + 1])
+@pytest.mark.parametrize("streams", [-1, 0, 1.5, MOST_STREAMS + 1])
 def test_another_number_of_streams_is_refused(streams):
-    says = rf"Nccl: streams={streams} must be in \[1, 8\]; the default is 1"
+    says = rf"Nccl: streams={streams} must be a whole number in \[1, 8\]; the default is 1"
     with pytest.raises(ValueError, match=says):
         Nccl(streams=streams)
 

@@ -150,9 +150,10 @@ class Nccl(OnCommunicator):
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.streams <= MOST_STREAMS:
+        if self.streams not in range(1, MOST_STREAMS + 1):
             raise ValueError(
-                f"Nccl: streams={self.streams} must be in [1, {MOST_STREAMS}]; the default is 1."
+                f"Nccl: streams={self.streams} must be a whole number in [1, {MOST_STREAMS}]; the "
+                "default is 1."
             )
         if self.segment_bytes < ALIGNMENT or self.segment_bytes % ALIGNMENT:
             raise ValueError(

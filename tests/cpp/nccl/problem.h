@@ -26,8 +26,6 @@ std::vector<void*> pointers(const Values& leaves) {
   return all;
 }
 
-bool same(const Values& a, const Values& b) { return a == b; }
-
 // A collective of leaves of given sizes over `world` ranks.
 struct Problem {
   cgx::Collective collective;
@@ -285,8 +283,8 @@ class Ranks {
   }
   bool right() const {
     for (int64_t r = 0; r < problem_.world; ++r) {
-      if (!same(problem_.expected[r], out_[r])) return false;
-      if (problem_.residual && !same(problem_.expected_lost[r], lost_[r])) return false;
+      if (problem_.expected[r] != out_[r]) return false;
+      if (problem_.residual && problem_.expected_lost[r] != lost_[r]) return false;
     }
     return true;
   }
