@@ -1,12 +1,14 @@
 """gather_sum against scatter_gather, 4 KB to 4 MB, by the number of ranks, over shaped links.
 
     sudo python benchmarks/one_shot.py --json benchmarks/results/one_shot.json
+    sudo python benchmarks/one_shot.py --exchange mpi           # each reduction in one fused call
     python benchmarks/one_shot.py --rate none --worlds 2,4      # simulated devices: error and bytes
 
-Every repeat times `lax.psum` and both reductions one after the other, each behind a barrier; a time
-is the slowest rank's. `ratio` is the median (and quartiles) over the repeats of scatter_gather's
-time over gather_sum's in the same repeat. `sent` are the bytes that a rank sends by the reductions'
-own arithmetic, `relative_error` that of the sum in the Euclidean norm.
+With "mpi" the ranks are started by mpiexec. Every repeat times `lax.psum` and both reductions one
+after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and
+quartiles) over the repeats of scatter_gather's time over gather_sum's in the same repeat. `sent`
+are the bytes that a rank sends by the reductions' own arithmetic, `relative_error` that of the sum
+in the Euclidean norm.
 """
 
 import argparse
@@ -38,6 +40,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", default="4k,32k,256k,1M,4M", help="(default %(default)s)")
     parser.add_argument("--worlds", default="2,3,4,8", help="ranks (default %(default)s)")
     parser.add_argument("--rate", default="1gbit", help="of rig.py, or none (default %(default)s)")
+    parser.add_argument(
+        "--exchange", default="xla", choices=("xla", "mpi"), help="(default %(default)s)"
+    )
     parser.add_argument("--bits", type=int, default=4, help="(default %(default)s)")
     parser.add_argument("--reps", type=int, default=31, help="(default %(default)s)")
     measure.add_json_option(parser)
@@ -49,16 +54,17 @@ def main() -> int:
     if rank_of_process() is None and (arguments.rate != "none" or "," in arguments.worlds):
         for world in arguments.worlds.split(","):
             command = [sys.executable, sys.argv[0], "--worlds", world]
-            for name in ("sizes", "rate", "bits", "reps", "json"):
+            for name in ("sizes", "rate", "exchange", "bits", "reps", "json"):
                 if (value := getattr(arguments, name)) is not None:
                     command += [f"--{name}", str(value)]
-            if code := rig.run(int(world), arguments.rate, command, timeout=1800):
+            mpi = arguments.exchange == "mpi"
+            if code := rig.run(int(world), arguments.rate, command, timeout=1800, mpi=mpi):
                 return code
         return 0
     ranks = Ranks(int(arguments.worlds))
     rows = []
     for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
-        rows += compare(ranks, size // 4, arguments)
+        rows += compare(ranks, size // 4, arguments, exchange=arguments.exchange)
     if ranks.first:
         measure.write_json(arguments.json, rows)
     return 0
@@ -70,6 +76,7 @@ def compare(
     arguments: argparse.Namespace,
     reductions: Mapping[str, Reduction] = REDUCTIONS,
     seconds_each: float = math.inf,
+    exchange: str = "xla",
 ) -> list[dict[str, Any]]:
     """Times psum and the reductions on f32[values] a rank; one row a reduction.
 
@@ -82,7 +89,7 @@ def compare(
         functions.append(
             ranks.collective(
                 lambda x, how=name: cgx_jax.psum_compressed(
-                    x, "ranks", compressor, exchange="xla", reduction=how
+                    x, "ranks", compressor, exchange=exchange, reduction=how
                 )
             )
         )
@@ -100,6 +107,7 @@ def compare(
             "world": ranks.world,
             "links": arguments.rate,
             "bits": arguments.bits,
+            "exchange": exchange,
             "reduction": name,
             "seconds": measure.quartiles(seconds[:, i]),
             "over_psum": measure.quartiles(seconds[:, 0] / seconds[:, i]),
@@ -111,7 +119,7 @@ def compare(
         if ranks.first:
             low, middle, high = row["ratio"]
             print(
-                f"{ranks.world} ranks {size_text(4 * values):>8} {name:<15}"
+                f"{ranks.world} ranks {exchange} {size_text(4 * values):>8} {name:<15}"
                 f" {row['seconds'][1] * 1e3:8.2f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) of"
                 f" {next(iter(reductions))}'s speed, {row['over_psum'][1]:.2f} of psum's;"
                 f" {row['sent']:>10,} bytes, relative error {error:.4f}",

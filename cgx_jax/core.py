@@ -148,20 +148,27 @@ def _fastest(
     options: Options, reduction: Reduction, coded: tuple[CodedLeaf, ...], in_units: Collection[int]
 ) -> Way | None:
     sent, world = reduction.across_links(coded, options.axes.world)
-    # Profiles measure calls in one piece; whatever has none goes by XLA's own collectives.
     here = auto.available(options.axes.names)
-    usable = [e for e in here if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)]
+
+    def measured(reduction: Reduction) -> list[Exchange]:
+        # Profiles measure calls in one piece; whatever has none goes by XLA's own collectives.
+        return [e for e in here if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)]
+
     assert isinstance(options.exchange, Auto)
     load = load_of(sent, in_units)
     # Where latency decides, one phase may be faster than two. A reduction that is named stays.
     once = GatherSum()
     either = isinstance(reduction, ScatterGather) and options.reduction is None
     if either and all(once.unfit(x.compressor) is None for x in coded):
-        able = [e for e in here if once.needs <= e.can]
-        exchange = options.exchange.one_shot(options.name, usable, able, world, load)
+        exchange = options.exchange.one_shot(
+            options.name, measured(reduction), measured(once), world, load
+        )
         if exchange is not None:
             return Way(once, exchange)
-    exchange = options.exchange.choose(options.name, usable, world, load)
+    gathers = isinstance(reduction, GatherSum)
+    exchange = options.exchange.choose(
+        options.name, measured(reduction), world, load, gathers=gathers
+    )
     return None if exchange is None else Way(reduction, exchange)
 
 

@@ -278,6 +278,17 @@ def test_mpi_runs_with_the_options_that_it_was_measured_with():
     assert taken == engine
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "gathers", "taken"),
+    [(MB, False, None), (MB, True, Xla()), (2 * MB, False, Mpi()), (2 * MB, True, Mpi())],
+)
+def test_gather_sum_is_priced_by_its_own_rows_as_far_as_they_reach(nbytes, gathers, taken):
+    rows = (Row("xla/gather_sum", 4.125, MB, 1e-4), Row("mpi/gather_sum", 4.125, MB, 2e-4))
+    here = dataclasses.replace(MEASURED, **installation.facts(), rows=(*MEASURED.rows, *rows))
+    usable = (Mpi(), Xla())
+    assert Auto(here).choose("here", usable, 4, fp32(nbytes), gathers=gathers) == taken
+
+
 def test_without_a_profile_mpi_goes_before_xla():
     assert Auto().choose("here", (Xla(),), 4, fp32(MB)) == Xla()
     assert Auto().choose("here", (Mpi(), Xla()), 4, fp32(4)) == Mpi()

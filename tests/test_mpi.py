@@ -1,4 +1,4 @@
-"""The fused all-reduce between MPI ranks: the bytes of the xla exchange, and what it refuses."""
+"""The fused reductions between MPI ranks: the bytes of the xla exchange, and what they refuse."""
 
 import ctypes
 import os
@@ -55,8 +55,11 @@ def of_rank(output, rank):
 
 @needs_mpi
 @pytest.mark.slow
-def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation():
-    assert run(4, "agreement").count("ok") == 4
+@pytest.mark.parametrize(
+    ("reduction", "world"), [("scatter_gather", 4), ("gather_sum", 3), ("gather_sum", 4)]
+)
+def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation(reduction, world):
+    assert run(world, "agreement", reduction).count("ok") == world
 
 
 @needs_mpi
@@ -65,8 +68,11 @@ def test_50_calls_started_in_any_order_neither_wait_forever_nor_mix():
 
 
 @needs_mpi
-def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axis():
-    output = run(3, "killed", kept=True, code=None)
+@pytest.mark.parametrize(
+    "reduction", ["scatter_gather", pytest.param("gather_sum", marks=pytest.mark.slow)]
+)
+def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axis(reduction):
+    output = run(3, "killed", reduction, kept=True, code=None)
     survivors = [of_rank(output, rank) for rank in (0, 1)]
     for first, again in survivors:
         assert "psum_compressed(exchange='mpi') over axis 'data'" in first
@@ -76,8 +82,9 @@ def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axi
 
 
 @needs_mpi
-def test_ranks_with_other_widths_are_told_before_anything_is_sent():
-    output = run(2, "widths", code=3)
+@pytest.mark.parametrize("what", ["widths", "reductions"])
+def test_ranks_that_disagree_are_told_before_anything_is_sent(what):
+    output = run(2, "disagreement", what, code=3)
     for rank in (0, 1):
         (line,) = of_rank(output, rank)
         assert "is in another call" in line

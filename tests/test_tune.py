@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Plan, Quantize, installation, plan_table, tune, tuning
+from cgx_jax import Cast, Plan, Quantize, installation, plan_table, tune, tuning
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import SignSGD
+from cgx_jax.compressors import SignSGD, TopK
 from cgx_jax.core import Options, ways
-from cgx_jax.exchanges import Auto, Profile, auto
+from cgx_jax.exchanges import Auto, Mpi, Profile, Xla, auto
 from cgx_jax.exchanges.profile import Codec
 from cgx_jax.reductions import ScatterGather
 
@@ -219,6 +219,22 @@ def test_small_buffers_go_by_gather_sum_where_a_profile_measured_it(following):
     assert way(262144) == ("scatter_gather", "xla")
     table = plan_table(Plan.build(np.zeros(4096, np.float32), Quantize(4)), 2)
     assert table.splitlines()[2].endswith("xla/gather_sum")
+
+
+@pytest.mark.parametrize(
+    ("code", "exchange"), [(Quantize(4), "mpi"), (Cast(jnp.bfloat16), "xla"), (TopK(0.1), "xla")]
+)
+def test_only_codes_that_gather_in_one_call_follow_what_was_measured_of_it(
+    following, monkeypatch, code, exchange
+):
+    slow = profile_with_crossing(world=2)
+    seconds = {"xla/gather_sum": 2e-6, "mpi/gather_sum": 1e-6}
+    rows = [(method, code_bits, 16384, s) for method, s in seconds.items() for code_bits in (4, 16)]
+    following(dataclasses.replace(slow, rows=(*slow.rows, *rows)))
+    monkeypatch.setattr(auto, "available", lambda axes=(): (Mpi(), Xla()))
+    plan = Plan.build(np.zeros(4096, np.float32), code)
+    (found,) = ways(Options("test", Axes((), None, 2), Auto()), plan).values()
+    assert (found.reduction.shorthand, found.exchange.shorthand) == ("gather_sum", exchange)
 
 
 def test_a_profile_of_another_world_size_is_refused(mesh, following):

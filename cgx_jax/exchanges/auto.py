@@ -120,16 +120,23 @@ class Auto(Exchange):
         return True
 
     def choose(
-        self, caller: str, usable: Sequence[Exchange], world: int, load: Load
+        self,
+        caller: str,
+        usable: Sequence[Exchange],
+        world: int,
+        load: Load,
+        *,
+        gathers: bool = False,
     ) -> Exchange | None:
         """The exchange for `load`, of those that are usable; None for `lax.psum`.
 
-        Raises ValueError when the profile was measured at another world size.
+        `gathers` says that the reduction is "gather_sum": its own rows count, up to the sizes that
+        were measured. Raises ValueError when the profile was measured at another world size.
         """
         profile = self._follow(caller, world)
         if profile is None:
             return unmeasured(usable, load)
-        names = {exchange.shorthand: exchange for exchange in usable}
+        names = {_method(profile, exchange, load, gathers): exchange for exchange in usable}
         return _as_measured(profile, names.get(fastest(profile, names, load)))
 
     def one_shot(
@@ -162,6 +169,12 @@ class Auto(Exchange):
                 'ranks, name the exchange (exchange="xla"), or use_profile(None).'
             )
         return profile
+
+
+def _method(profile: Profile, exchange: Exchange, load: Load, gathers: bool) -> str:
+    """The method whose rows say how long `exchange` takes for `load`."""
+    once = exchange.shorthand + ONE_SHOT
+    return once if gathers and 4 * load.values <= largest(profile, once) else exchange.shorthand
 
 
 def _as_measured(profile: Profile, exchange: Exchange | None) -> Exchange | None:

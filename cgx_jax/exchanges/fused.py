@@ -15,7 +15,7 @@ from jax.interpreters import batching, xla
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.wire import Layout
+from cgx_jax.wire import Layout, Slot
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -94,6 +94,14 @@ def reduced(x: Any, *, replicated: Any, **params: Any) -> Any:
     return _compat.reduced_aval(x, replicated)
 
 
+def summed(x: Any, *, slot: Slot, replicated: Any, **params: Any) -> Any:
+    """The result of a gather-sum of `x`: in fp32 where it has units, which are still to be undone.
+
+    Decoded values that are added up have to be undone together, after their division.
+    """
+    return _compat.reduced_aval(x.update(dtype=np.float32) if slot.units else x, replicated)
+
+
 def scattered(x: Any, **params: Any) -> Any:
     """The result of a reduce-scatter of the rows of `x`."""
     return _compat.result_aval(x.shape[1:], x.dtype, x)
@@ -113,8 +121,10 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     p.multiple_results = True
 
     def shapes(*operands: Any, residual: bool, **params: Any) -> list[Any]:
-        leaves = operands[leading : leading + len(params["layout"].slots)]
-        return [*(result(x, **params) for x in leaves), *(leaves if residual else ())]
+        slots = params["layout"].slots
+        leaves = operands[leading : leading + len(slots)]
+        results = (result(x, slot=f, **params) for x, f in zip(leaves, slots, strict=True))
+        return [*results, *(leaves if residual else ())]
 
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))

@@ -12,20 +12,21 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, mpi_rows
 from cgx_jax.exchanges.base import Exchange, Least
-from cgx_jax.kernels import native, primitives
+from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
 _INSTALL = 'pip install "cgx-jax[mpi]" and start the processes with mpiexec'
@@ -67,7 +68,7 @@ class Mpi(Exchange):
 
     shorthand: ClassVar[str] = "mpi"
     tuned: ClassVar[tuple[str, ...]] = ("segment_bytes", "window", "threads")
-    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "all_reduce"})
+    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "all_reduce", "gather_sum"})
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
@@ -108,14 +109,47 @@ class Mpi(Exchange):
         residual: bool,
         units: primitives.Units,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        layout, factors = primitives.with_units(layout, units)
-        mesh = jax.sharding.get_abstract_mesh()
-        operands = [jnp.stack([jnp.asarray(s) for s in seeds]), lax.axis_index(mesh.axis_names)]
-        operands += [*leaves, *factors]
-        label = mpi_rows.label(name)
-        return fused.bind(
-            all_reduce_p, label, operands, layout, axes, divisor=divisor, residual=residual
+        keys = jnp.stack([jnp.asarray(s) for s in seeds])
+        return _call(all_reduce_p, name, keys, leaves, units, layout, axes, divisor, residual)
+
+    def gather_sum(
+        self,
+        name: str,
+        seed: Any,
+        leaves: Sequence[jax.Array],
+        layout: Layout,
+        axes: Axes,
+        divisor: float,
+        *,
+        residual: bool,
+        units: primitives.Units,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        sums, residuals = _call(
+            gather_sum_p, name, jnp.asarray(seed), leaves, units, layout, axes, divisor, residual
         )
+        each = list(units) or [None] * len(leaves)
+        sums = [
+            outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, each, leaves, strict=True)
+        ]
+        return sums, residuals
+
+
+def _call(
+    primitive: Primitive,
+    name: str,
+    keys: jax.Array,
+    leaves: Sequence[jax.Array],
+    units: primitives.Units,
+    layout: Layout,
+    axes: Axes,
+    divisor: float,
+    residual: bool,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    layout, factors = primitives.with_units(layout, units)
+    mesh = jax.sharding.get_abstract_mesh()
+    operands = [keys, lax.axis_index(mesh.axis_names), *leaves, *factors]
+    label = mpi_rows.label(name)
+    return fused.bind(primitive, label, operands, layout, axes, divisor=divisor, residual=residual)
 
 
 def defaults() -> Mpi:
@@ -252,25 +286,30 @@ def _stop() -> None:
         MPI.COMM_WORLD.Abort(1)
 
 
-def _lowering(
-    ctx: Any,
-    *operands: Any,
-    layout: Layout,
-    divisor: float,
-    positions: Any,
-    replicated: Any,
-    name: str,
-    residual: bool,
-) -> Any:
-    return jax.ffi.ffi_lowering("cgx_all_reduce_mpi")(
-        ctx,
-        *operands,
-        **fused.attributes(layout, divisor, positions, name),
-        channel=np.int64(_compat.new_channel(ctx)),
-        program=f"{_compat.module_name(ctx)}, {name}",
-    )
+def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
+    def lowering(
+        ctx: Any,
+        *operands: Any,
+        layout: Layout,
+        divisor: float,
+        positions: Any,
+        replicated: Any,
+        name: str,
+        residual: bool,
+    ) -> Any:
+        return jax.ffi.ffi_lowering(target)(
+            ctx,
+            *operands,
+            **fused.attributes(layout, divisor, positions, name),
+            channel=np.int64(_compat.new_channel(ctx)),
+            program=f"{_compat.module_name(ctx)}, {name}",
+        )
+
+    p = fused.primitive(target, 2, result)
+    # Not cacheable: every call needs a channel of its own.
+    mlir.register_lowering(p, lowering, platform="cpu", cacheable=False)
+    return p
 
 
-all_reduce_p = fused.primitive("cgx_all_reduce_mpi", 2, fused.reduced)
-# Not cacheable: every call needs a channel of its own.
-mlir.register_lowering(all_reduce_p, _lowering, platform="cpu", cacheable=False)
+all_reduce_p = _primitive("cgx_all_reduce_mpi", fused.reduced)
+gather_sum_p = _primitive("cgx_gather_sum_mpi", fused.summed)

@@ -84,12 +84,19 @@ struct Decode {
   }
 };
 
+// What the payloads are added to; null where that is nothing.
+template <typename Item>
+const Item* own_values(const AccumulateCall& call, const Run& run) {
+  if (call.leaves.data == nullptr) return nullptr;
+  return (const Item*)call.leaves.data[run.leaf] + run.first_value();
+}
+
 template <typename Store>
 struct Accumulate {
   using Item = typename Store::Item;
   template <int kBits>
   static void run(const AccumulateCall& call, const Run& run) {
-    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
+    const Item* own = own_values<Item>(call, run);
     Item* out = (Item*)call.sums.data[run.leaf] + run.first_value();
     const uint8_t* records = call.payload + run.offset;
     const Divide divide(call.divisor);
@@ -98,12 +105,15 @@ struct Accumulate {
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k);
       const bool staged = nontemporal && usual(record);
+      Item* const to = staged ? values.at(out) : out;
+      if (own == nullptr) memset(to, 0, record.values * sizeof(Item));
+      const Item* const x = own == nullptr ? to : own;
       const auto sum = usual(record) ? sum_bucket<Store, Store, kBits, kUsualColumns>
                                      : sum_bucket<Store, Store, kBits, 0>;
       sum(x, record, records, call.layout.total_bytes(), call.peers, call.rank, divide,
-          (const char*)x, staged ? values.at(out) : out);
+          (const char*)x, to);
       if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
-      x += record.values;
+      if (own != nullptr) own += record.values;
       out += record.values;
       records += record.bytes();
     }
@@ -116,11 +126,13 @@ struct AccumulateRotated {
   using Item = typename Store::Item;
   template <int kBits>
   static void run(const AccumulateCall& call, const Run& run) {
-    const Item* x = (const Item*)call.leaves.data[run.leaf] + run.first_value();
+    const Item* own = own_values<Item>(call, run);
     Item* out = (Item*)call.sums.data[run.leaf] + run.first_value();
     const uint8_t* records = call.payload + run.offset;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k), coded = filled(record);
+      if (own == nullptr) memset(out, 0, record.values * sizeof(Item));
+      const Item* const x = own == nullptr ? out : own;
       memset(call.scratch, 0, coded.values * sizeof(float));
       const auto sum = usual(coded) ? sum_bucket<StoreF32, StoreF32, kBits, kUsualColumns>
                                     : sum_bucket<StoreF32, StoreF32, kBits, 0>;
@@ -129,7 +141,7 @@ struct AccumulateRotated {
       const Rotation rotation(record.columns(), run.slot.number, (uint64_t)k);
       rotate_back(call.scratch, record.columns(), rotation);
       add_into<Store>(x, call.scratch, record.values, Divide(call.divisor), out);
-      x += record.values;
+      if (own != nullptr) own += record.values;
       out += record.values;
       records += record.bytes();
     }
@@ -223,7 +235,7 @@ void decode(const DecodeCall& call, int64_t from, int64_t to) {
 
 void accumulate(const AccumulateCall& call, int64_t from, int64_t to) {
   for_each_run(call.layout, from, to, [&](const Run& run) {
-    const DType dtype = call.leaves.dtype[run.leaf];
+    const DType dtype = call.sums.dtype[run.leaf];
     run.slot.rotated ? run_dtype<AccumulateRotated>(dtype, call, run)
                      : run_dtype<Accumulate>(dtype, call, run);
   });

@@ -59,7 +59,8 @@ struct DecodeCall {
   const LeafUnits* units = nullptr;
 };
 
-// Writes (leaf + decoded payloads of all peers but `rank`) / divisor, in the leaf's dtype.
+// Writes (leaf + decoded payloads of all peers but `rank`) / divisor, in the dtype of both. Without
+// leaves (data null) it adds up the payloads alone.
 struct AccumulateCall {
   Layout layout;  // world 1
   LeavesIn leaves;

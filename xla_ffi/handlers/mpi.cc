@@ -139,20 +139,31 @@ ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepa
   return future;
 }
 
-ffi::Error check_all_reduce(const std::string& name, const Keys& keys,
-                            const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                            const LayoutAttributes& attributes, float divisor, FusedSpec* spec) {
+// The sums of a gather-sum are fp32 where a leaf has units, since they are still in these.
+template <Collective kCollective>
+Leaves sums_of(Leaves leaves, const LayoutAttributes& attributes) {
+  for (size_t k = 0; k < leaves.dtype.size() && kCollective == Collective::kGatherSum; ++k) {
+    if (attributes.has_units(k)) leaves.dtype[k] = DType::kF32;
+  }
+  return leaves;
+}
+
+template <Collective kCollective>
+ffi::Error check_fused(const std::string& name, const Keys& keys, const ffi::RemainingArgs& args,
+                       const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
+                       float divisor, FusedSpec* spec) {
+  constexpr int64_t kKeys = has(kCollective, Phase::kScatter) ? 4 : 2;
   Leaves leaves, results, residuals, unit_operands;
   Units units;
   CGX_TRY(leaves.add(name, args, 1));
   CGX_TRY(split_units(name, attributes, &leaves, &unit_operands));
   CGX_TRY(results.add(name, rets, 1));
   CGX_TRY(results.split(name, leaves.size.size(), &residuals));
-  CGX_TRY(same_leaves(name, leaves, results));
   if (!residuals.data.empty()) CGX_TRY(same_leaves(name, leaves, residuals));
   CGX_TRY(build_layout(name, leaves.size, attributes, &spec->owned));
+  CGX_TRY(same_leaves(name, sums_of<kCollective>(leaves, attributes), results));
   CGX_TRY(units.add(name, leaves, unit_operands, attributes));
-  CGX_TRY(check_count(name, "keys", keys, 4));
+  CGX_TRY(check_count(name, "keys", keys, kKeys));
   CGX_TRY(check_divisor(name, divisor));
   prefer_huge_pages(results);
   prefer_huge_pages(residuals);
@@ -160,22 +171,27 @@ ffi::Error check_all_reduce(const std::string& name, const Keys& keys,
   spec->out.assign(results.data.begin(), results.data.end());
   spec->residuals.assign(residuals.data.begin(), residuals.data.end());
   spec->dtypes = leaves.dtype;
+  spec->out_dtypes = results.dtype;
   spec->units = units.first;
-  std::copy_n(keys.typed_data(), 4, spec->keys);
+  std::copy_n(keys.typed_data(), kKeys, spec->keys);
   spec->divisor = divisor;
   return ffi::Error::Success();
 }
 
-ffi::Future all_reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::RunId run, Ints slots, int64_t world, float divisor, Ints groups,
-                       int64_t channel, std::string_view name, std::string_view program) {
+template <Collective kCollective>
+ffi::Future reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::RunId run, Ints slots, int64_t world, float divisor, Ints groups,
+                   int64_t channel, std::string_view name, std::string_view program) {
   return submit(
       name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
         const std::string call(name);
         const auto spec = std::make_shared<FusedSpec>();
-        CGX_TRY(check_all_reduce(call, keys, args, rets, {slots, world, 1, /*takes_units=*/true},
-                                 divisor, spec.get()));
+        const int64_t chunks = kCollective == Collective::kGatherSum ? 1 : world;
+        const LayoutAttributes attributes{slots, chunks, 1, /*takes_units=*/true};
+        CGX_TRY(check_fused<kCollective>(call, keys, args, rets, attributes, divisor, spec.get()));
         CGX_TRY(find_group(call, {position, groups, world, channel}, settings, &prepared->group));
+        spec->collective = kCollective;
+        spec->world = world;
         spec->rank = prepared->group.rank;
         spec->tag = prepared->group.tag;
         spec->program = Program(program);
@@ -236,9 +252,8 @@ XLA_FFI_Error* call_rows(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-}  // namespace
-
-XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame) {
+template <Collective kCollective>
+XLA_FFI_Error* call_reduce(XLA_FFI_CallFrame* frame) {
   static const auto handler = with_ranks(with_layout(ffi::Ffi::Bind()
                                                          .Arg<Keys>()
                                                          .Arg<Ranks>()
@@ -246,8 +261,18 @@ XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame) {
                                                          .RemainingRets()
                                                          .Ctx<ffi::RunId>())
                                              .Attr<float>("divisor"))
-                                  .To(all_reduce);
+                                  .To(reduce<kCollective>);
   return handler->Call(frame);
+}
+
+}  // namespace
+
+XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame) {
+  return call_reduce<Collective::kAllReduce>(frame);
+}
+
+XLA_FFI_Error* gather_sum_mpi_handler(XLA_FFI_CallFrame* frame) {
+  return call_reduce<Collective::kGatherSum>(frame);
 }
 
 XLA_FFI_Error* scatter_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<false>(frame); }

@@ -12,6 +12,9 @@ namespace cgx {
 
 // (keys of both phases, position in the mesh, leaves, units) -> leaves [, residuals]
 XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame);
+// (key, position in the mesh, leaves, units) -> sums, which are fp32 and still in their units where
+// a leaf has any [, residuals]
+XLA_FFI_Error* gather_sum_mpi_handler(XLA_FFI_CallFrame* frame);
 // (position in the mesh, u8[world, n]) -> u8[world, n]: row r to rank r, and row r from it
 XLA_FFI_Error* scatter_mpi_handler(XLA_FFI_CallFrame* frame);
 // (position in the mesh, u8[n]) -> u8[world, n]: every rank's row

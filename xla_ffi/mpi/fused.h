@@ -1,4 +1,4 @@
-// One fused all-reduce on the CPU: the schedule over the kernels and a message port.
+// One fused all-reduce or gather-sum on the CPU: the schedule over the kernels and a message port.
 #ifndef CGX_MPI_FUSED_H_
 #define CGX_MPI_FUSED_H_
 
@@ -21,11 +21,15 @@ namespace cgx {
 
 // What one call reduces, and among whom. Leaves belong to the caller until the call is over.
 struct FusedSpec {
-  OwnedLayout owned;
+  Collective collective;  // kAllReduce or kGatherSum
+  int64_t world;
+  OwnedLayout owned;  // in a chunk for each rank; of a gather-sum in one
   std::vector<const void*> in;
   std::vector<void*> out;
   std::vector<void*> residuals;  // none, or one a leaf: what this rank's encodings lost
-  std::vector<DType> dtypes;
+  std::vector<DType> dtypes;     // of `in` and `residuals`
+  // Of `out`. The sums of a gather-sum are still in their units, and fp32 where they have any.
+  std::vector<DType> out_dtypes;
   std::vector<LeafUnits> units;  // none, or one a leaf
   uint32_t keys[4];              // two for encode, two for reduce
   float divisor;
@@ -56,8 +60,13 @@ class FusedCall : public Call {
   LeavesOut residuals() const {
     return {spec_.residuals.empty() ? nullptr : spec_.residuals.data(), spec_.dtypes.data()};
   }
-  template <typename F>
-  void split(int64_t from, int64_t to, F&& f);
+  // Runs a kernel on a chunk's segment, which the workers share.
+  template <typename KernelCall>
+  void run(void (*kernel)(const KernelCall&, int64_t, int64_t), const KernelCall& call,
+           int64_t chunk, int64_t segment);
+  // Writes a chunk's segment to its place in u8[layout_.world, chunk_bytes]; `rank` owns one of the
+  // chunks, or none (-1).
+  void encode_chunk(int64_t chunk, int64_t segment, int64_t rank, uint8_t* payload);
 
   FusedSpec spec_;
   const Layout layout_;

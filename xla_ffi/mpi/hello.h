@@ -30,7 +30,7 @@ struct Hello {
   Program program;
 };
 
-constexpr uint64_t kProtocol = 2;
+constexpr uint64_t kProtocol = 3;
 constexpr uint64_t kHelloVersion = kProtocol << 32 | kWireVersion;
 
 // FNV-1a.

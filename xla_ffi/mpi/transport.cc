@@ -8,9 +8,12 @@ constexpr int64_t kSegmentBits = 32, kPeerBits = 24;
 
 }  // namespace
 
-Transport::Transport(Port& port, const Layout& layout, const Segments& segments, int64_t rank,
-                     int tag, int64_t ahead, const Hello& hello, uint8_t* sent, uint8_t* received)
+Transport::Transport(Port& port, Collective collective, int64_t world, const Layout& layout,
+                     const Segments& segments, int64_t rank, int tag, int64_t ahead,
+                     const Hello& hello, uint8_t* sent, uint8_t* received)
     : port_(port),
+      collective_(collective),
+      world_(world),
       layout_(layout),
       segments_(segments),
       rank_(rank),
@@ -19,22 +22,27 @@ Transport::Transport(Port& port, const Layout& layout, const Segments& segments,
       hello_(hello),
       sent_(sent),
       received_(received),
-      peers_(layout.world) {
+      peers_(world) {
   for (auto& missing : missing_) missing.assign(segments.count(), 0);
-  for (int64_t s = 0; s < segments.count(); ++s) {
-    for (int64_t p = 0; p < layout.world; ++p) {
+  const bool scatters = has(collective, Phase::kScatter);
+  const int64_t count = segments.count();
+  for (int64_t s = 0; s < count; ++s) {
+    for (int64_t p = 0; p < world; ++p) {
       if (p == rank) continue;
-      missing_[0][s] += segments.bytes(rank, s) > 0;
-      missing_[1][s] += segments.bytes(p, s) > 0;
+      missing_[0][s] += scatters && bytes(rank, s) > 0;
+      missing_[1][s] += bytes(p, s) > 0;
     }
   }
-  for (int64_t p = 0; p < layout.world; ++p) {
+  for (int64_t p = 0; p < world; ++p) {
     if (p == rank) continue;
-    peers_[p].sent.assign(segments.count(), false);
-    message(kHelloReceive, p, 0, &peers_[p].hello, sizeof(Hello));
+    Peer& peer = peers_[p];
+    peer.sent.assign(count, !scatters);
+    // A phase that is left out is over.
+    if (!scatters) peer.scatter_sends = peer.scatter_receives = peer.scattered = count;
+    message(kHelloReceive, p, 0, &peer.hello, sizeof(Hello));
     pump(p);
   }
-  for (int64_t p = 0; p < layout.world; ++p) {
+  for (int64_t p = 0; p < world; ++p) {
     if (p != rank) message(kHelloSend, p, 0, &hello_, sizeof(Hello));
   }
 }
@@ -54,7 +62,7 @@ void Transport::message(Kind kind, int64_t peer, int64_t segment, void* at, int6
 void Transport::post(Phase phase, int64_t segment) {
   posted_[static_cast<int>(phase)] = segment + 1;
   // Each rank starts with the next one, so that not all of them send to the same rank at once.
-  for (int64_t d = 1; d < layout_.world; ++d) pump((rank_ + d) % layout_.world);
+  for (int64_t d = 1; d < world_; ++d) pump((rank_ + d) % world_);
 }
 
 // Posts for one peer what can be posted now: receives first. Empty segments send no message.
@@ -62,34 +70,34 @@ void Transport::pump(int64_t p) {
   Peer& peer = peers_[p];
   const int64_t count = segments_.count();
   for (int64_t& s = peer.scatter_receives; s < count && s < peer.scattered + ahead_; ++s) {
-    const int64_t bytes = segments_.bytes(rank_, s);
-    if (bytes == 0) {
+    const int64_t size = bytes(rank_, s);
+    if (size == 0) {
       ++peer.scattered;
     } else {
-      message(kScatterReceive, p, s, place(received_, p, rank_, s), bytes);
+      message(kScatterReceive, p, s, place(received_, p, rank_, s), size);
     }
   }
   // A gathered segment takes the place of the scattered one, once that has left.
   for (int64_t& s = peer.gather_receives; s < count && s < peer.gathered + ahead_ && peer.sent[s];
        ++s) {
-    const int64_t bytes = segments_.bytes(p, s);
-    if (bytes == 0) {
+    const int64_t size = bytes(p, s);
+    if (size == 0) {
       ++peer.gathered;
     } else {
-      message(kGatherReceive, p, s, place(sent_, p, p, s), bytes);
+      message(kGatherReceive, p, s, place(sent_, p, p, s), size);
     }
   }
   if (!peer.greeted) return;
   for (int64_t& s = peer.gather_sends; s < posted_[1]; ++s) {
-    const int64_t bytes = segments_.bytes(rank_, s);
-    if (bytes > 0) message(kGatherSend, p, s, place(sent_, rank_, rank_, s), bytes);
+    const int64_t size = bytes(rank_, s);
+    if (size > 0) message(kGatherSend, p, s, place(sent_, rank_, rank_, s), size);
   }
   for (int64_t& s = peer.scatter_sends; s < posted_[0]; ++s) {
-    const int64_t bytes = segments_.bytes(p, s);
-    if (bytes == 0) {
+    const int64_t size = bytes(p, s);
+    if (size == 0) {
       peer.sent[s] = true;
     } else {
-      message(kScatterSend, p, s, place(sent_, p, p, s), bytes);
+      message(kScatterSend, p, s, place(sent_, p, p, s), size);
     }
   }
 }
@@ -134,15 +142,15 @@ void Transport::complete(int64_t ticket) {
 std::string Transport::awaited() const {
   std::string text;
   const std::string count = std::to_string(segments_.count());
-  for (int64_t p = 0; p < layout_.world; ++p) {
+  for (int64_t p = 0; p < world_; ++p) {
     const Peer& peer = peers_[p];
     std::string what;
     if (p == rank_) continue;
     if (!peer.greeted) {
       what = "not heard from";
     } else if (peer.scattered < segments_.count() || peer.gathered < segments_.count()) {
-      what = std::to_string(peer.scattered) + " and " + std::to_string(peer.gathered) + " of " +
-             count + " segments received";
+      if (has(collective_, Phase::kScatter)) what = std::to_string(peer.scattered) + " and ";
+      what += std::to_string(peer.gathered) + " of " + count + " segments received";
     } else if (peer.sending > 0) {
       what = "does not take what it is sent";
     } else {

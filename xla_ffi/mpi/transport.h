@@ -17,9 +17,12 @@ namespace cgx {
 class Transport {
  public:
   // `sent` and `received` are u8[world, chunk_bytes]. The chunks to send lie in their rows of
-  // `sent`, where the gathered ones then take their place; row `rank` is the own reduced chunk.
-  Transport(Port& port, const Layout& layout, const Segments& segments, int64_t rank, int tag,
-            int64_t ahead, const Hello& hello, uint8_t* sent, uint8_t* received);
+  // `sent`, where the gathered ones then take their place; row `rank` is what this rank sends to
+  // all. Without the phase kScatter nothing is received to `received`. The layout of a gather-sum
+  // has one chunk, of which each rank sends its own.
+  Transport(Port& port, Collective collective, int64_t world, const Layout& layout,
+            const Segments& segments, int64_t rank, int tag, int64_t ahead, const Hello& hello,
+            uint8_t* sent, uint8_t* received);
 
   void post(Phase phase, int64_t segment);
   bool arrived(Phase phase, int64_t segment) const {
@@ -56,12 +59,20 @@ class Transport {
   void pump(int64_t peer);
   void complete(int64_t ticket);
   void message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes);
-  uint8_t* place(uint8_t* payload, int64_t row, int64_t chunk, int64_t segment) const {
-    return payload + row * layout_.chunk_bytes + segments_.begin(chunk, segment) -
-           layout_.begin[chunk];
+  // The chunk that a rank sends to all.
+  int64_t chunk(int64_t rank) const { return collective_ == Collective::kGatherSum ? 0 : rank; }
+  int64_t bytes(int64_t rank, int64_t segment) const {
+    return segments_.bytes(chunk(rank), segment);
+  }
+  // Of the segment of `rank`'s chunk in a row of `payload`.
+  uint8_t* place(uint8_t* payload, int64_t row, int64_t rank, int64_t segment) const {
+    return payload + row * layout_.chunk_bytes + segments_.begin(chunk(rank), segment) -
+           layout_.begin[chunk(rank)];
   }
 
   Port& port_;
+  const Collective collective_;
+  const int64_t world_;
   const Layout layout_;
   const Segments& segments_;
   const int64_t rank_;

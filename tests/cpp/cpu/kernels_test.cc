@@ -83,6 +83,17 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
     kernels.accumulate({layout, x.in(), peers.get(), 3, 1, 1.0f, y.out(), own}, 0, total);
     kernels.accumulate({large, x.in(), peers.get(), 3, 1, 1.0f, nontemporal.out(), own}, 0, total);
     check(nontemporal == y, name + ": nontemporal sum");
+    // Without leaves the payloads are added to zeros.
+    Buffers zeros(x.specs, dtype, rng);
+    for (size_t k = 0; k < zeros.data.size(); ++k) {
+      std::memset(zeros.data[k], 0, zeros.specs[k].size * cgx::item_size(dtype));
+    }
+    kernels.accumulate({layout, zeros.in(), peers.get(), 3, -1, 3.0f, y.out(), own}, 0, total);
+    for (const auto& of : {layout, large}) {
+      const cgx::LeavesIn nothing{nullptr, nullptr};
+      kernels.accumulate({of, nothing, peers.get(), 3, -1, 3.0f, nontemporal.out(), own}, 0, total);
+      check(nontemporal == y, name + ": the payloads' sum");
+    }
   }
   check(true, name + ": corrupted payloads");
 }

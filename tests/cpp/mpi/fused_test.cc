@@ -1,5 +1,5 @@
-// The fused all-reduce of virtual ranks over messages that are delayed at random: the same bytes as
-// encode, exchange, reduce, exchange and decode one after the other.
+// The fused all-reduce and gather-sum of virtual ranks over messages that are delayed at random:
+// the same bytes as the kernels and the exchanges between them one after the other.
 #include "mpi/fused.h"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 
 namespace {
 
+using cgx::Collective;
 using cgx::DType;
 
 struct Case {
@@ -19,6 +20,21 @@ struct Case {
   cgx::CallSettings settings{1 << 16, 4};
   bool residual = true;
   bool units = false;
+  Collective collective = Collective::kAllReduce;
+
+  // Each rank's own leaves are one chunk where it sends them to all.
+  bool gathers() const { return collective == Collective::kGatherSum; }
+  int64_t chunks() const { return gathers() ? 1 : world; }
+  bool in_units(size_t leaf) const { return units && leaf % 2 == 0; }
+  std::vector<DType> in_dtypes() const { return std::vector<DType>(leaves.size(), dtype); }
+  // Sums that are still in their units are fp32.
+  std::vector<DType> out_dtypes() const {
+    std::vector<DType> all = in_dtypes();
+    for (size_t k = 0; k < all.size() && gathers(); ++k) {
+      if (in_units(k)) all[k] = DType::kF32;
+    }
+    return all;
+  }
 };
 
 // One call on every rank: its leaves, results and what the steps in sequence give.
@@ -32,9 +48,11 @@ struct Job {
       auto& in = inputs.emplace_back();
       auto& out = outputs.emplace_back();
       auto& lost = residuals.emplace_back();
-      for (const auto& leaf : c.leaves) {
+      const auto to = c.out_dtypes();
+      for (size_t k = 0; k < c.leaves.size(); ++k) {
+        const auto& leaf = c.leaves[k];
         in.emplace_back(leaf.size * item);
-        out.emplace_back(leaf.size * item, char{7});
+        out.emplace_back(leaf.size * cgx::item_size(to[k]), char{7});
         lost.emplace_back(leaf.size * item, char{7});
         for (int64_t i = 0; i < leaf.size; ++i) {
           const float x = normal(rng);
@@ -47,7 +65,8 @@ struct Job {
   // Every other leaf has some, as many rows as it has values.
   std::vector<cgx::LeafUnits> units() const {
     std::vector<cgx::LeafUnits> all(test.units ? test.leaves.size() : 0);
-    for (size_t k = 0; k < all.size(); k += 2) {
+    for (size_t k = 0; k < all.size(); ++k) {
+      if (!test.in_units(k)) continue;
       all[k] = {factors.data(), factors.data(), test.leaves[k].size, 1};
     }
     return all;
@@ -58,13 +77,16 @@ struct Job {
   std::unique_ptr<cgx::FusedCall> start(int64_t rank, Network& network, cgx::WorkerPool& workers,
                                         cgx::BufferPool& buffers) {
     cgx::FusedSpec spec;
-    spec.owned.build(test.leaves, test.world);
+    spec.collective = test.collective;
+    spec.world = test.world;
+    spec.owned.build(test.leaves, test.chunks());
     for (size_t k = 0; k < test.leaves.size(); ++k) {
       spec.in.push_back(inputs[rank][k].data());
       spec.out.push_back(outputs[rank][k].data());
       if (test.residual) spec.residuals.push_back(residuals[rank][k].data());
-      spec.dtypes.push_back(test.dtype);
     }
+    spec.dtypes = test.in_dtypes();
+    spec.out_dtypes = test.out_dtypes();
     spec.units = units();
     for (int i = 0; i < 4; ++i) spec.keys[i] = key(rank, i / 2, i % 2);
     spec.divisor = 3.0f;
@@ -74,19 +96,57 @@ struct Job {
                                             std::make_unique<FakePort>(network, rank), workers,
                                             buffers);
   }
+  template <typename Arrays>
+  static std::vector<void*> pointers(const Arrays& arrays) {
+    std::vector<void*> all;
+    for (const auto& a : arrays) all.push_back(const_cast<char*>(a.data()));
+    return all;
+  }
   // The same reduction, one phase after the other: what every rank gets, and what each loses.
   std::pair<Leaves, std::vector<Leaves>> expected() const {
+    return test.gathers() ? expected_of_gather_sum() : expected_of_all_reduce();
+  }
+  std::pair<Leaves, std::vector<Leaves>> expected_of_gather_sum() const {
+    const auto& kernels = cgx::current_kernels();
+    cgx::OwnedLayout owned;
+    owned.build(test.leaves, 1);
+    const cgx::Layout layout = owned.view();
+    const int64_t row = layout.total_bytes();
+    const auto from = test.in_dtypes(), to = test.out_dtypes();
+    const auto of_units = units();
+    const cgx::LeafUnits* const each = of_units.empty() ? nullptr : of_units.data();
+    std::vector<Leaves> lost_by(residuals);
+    std::vector<uint8_t> rows(test.world * row + 1);
+    std::vector<float> scratch(owned.longest_bucket());
+    for (int64_t r = 0; r < test.world; ++r) {
+      const uint32_t k[2] = {key(r, 0, 0), key(r, 0, 1)};
+      const auto in = pointers(inputs[r]), lost = pointers(lost_by[r]);
+      const cgx::LeavesOut errors{lost.data(), from.data()};
+      uint8_t* const payload = rows.data() + r * row;
+      kernels.encode(
+          {layout, {in.data(), from.data()}, errors, k, -1, payload, scratch.data(), each}, 0, row);
+    }
+    Leaves out(outputs[0]), zeros(outputs[0]);
+    for (auto& leaf : zeros) std::fill(leaf.begin(), leaf.end(), char{0});
+    const auto sums = pointers(out), none = pointers(zeros);
+    kernels.accumulate({layout,
+                        {none.data(), to.data()},
+                        rows.data(),
+                        test.world,
+                        -1,
+                        3.0f,
+                        {sums.data(), to.data()},
+                        scratch.data()},
+                       0, row);
+    return {out, lost_by};
+  }
+  std::pair<Leaves, std::vector<Leaves>> expected_of_all_reduce() const {
     const auto& kernels = cgx::current_kernels();
     cgx::OwnedLayout owned;
     owned.build(test.leaves, test.world);
     const cgx::Layout layout = owned.view();
     const int64_t row = layout.chunk_bytes, world = test.world;
-    const std::vector<DType> dtypes(test.leaves.size(), test.dtype);
-    const auto pointers = [](const auto& arrays) {
-      std::vector<void*> all;
-      for (const auto& a : arrays) all.push_back(const_cast<char*>(a.data()));
-      return all;
-    };
+    const auto dtypes = test.in_dtypes();
     const auto of_units = units();
     const cgx::LeafUnits* const each = of_units.empty() ? nullptr : of_units.data();
     std::vector<Leaves> lost_by(residuals);
@@ -188,8 +248,9 @@ void run(const std::vector<Case>& cases, const std::string& name, uint32_t seed)
   }
 }
 
-// A call takes twice its payload and no more than a few segments beside it.
-void memory() {
+// An all-reduce takes twice its payload, a gather-sum that of all ranks; no more than a few
+// segments beside it.
+void memory(Collective collective) {
   std::mt19937 rng(1);
   Network network(2);
   cgx::WorkerPool workers(2);
@@ -197,10 +258,11 @@ void memory() {
   c.world = 4;
   c.leaves = {{int64_t{1} << 20, 4, 512, 0, 0}};
   c.settings = {1 << 14, 4};
+  c.collective = collective;
   Job job(c, 0, rng);
   cgx::OwnedLayout owned;
-  owned.build(c.leaves, c.world);
-  const int64_t payload = c.world * owned.view().chunk_bytes;
+  owned.build(c.leaves, c.chunks());
+  const int64_t payload = (c.gathers() ? 1 : 2) * c.world * owned.view().chunk_bytes;
   std::vector<cgx::BufferPool> buffers(c.world);
   const int64_t before = live;
   peak = before;
@@ -215,20 +277,18 @@ void memory() {
   }
   check(std::all_of(calls.begin(), calls.end(), done), "memory: finishes");
   const int64_t each = (peak - before) / c.world;
-  check(each >= 2 * payload, "memory: counts the payload");
-  check(each <= 2 * payload + 8 * c.settings.segment_bytes,
+  check(each >= payload, "memory: counts the payload");
+  check(each <= payload + 8 * c.settings.segment_bytes,
         "memory: " + std::to_string(each) + " bytes for a payload of " + std::to_string(payload));
 }
 
-// The last of three ranks has other widths; first messages come in any order, several at once.
-void disagreement(uint32_t seed) {
+// The last of three ranks does `others`; first messages come in any order, several at once.
+void disagreement(const Case& most, const Case& others, const std::string& name, uint32_t seed) {
   std::mt19937 rng(seed);
   Network network(seed);
   cgx::WorkerPool workers(1);
   cgx::BufferPool buffers;
-  const Case four{{{5000, 4, 512, 0, 0}}, DType::kF32, 3};
-  const Case eight{{{5000, 8, 512, 0, 0}}, DType::kF32, 3};
-  Job a(four, 0, rng), b(eight, 0, rng);
+  Job a(most, 0, rng), b(others, 0, rng);
   std::vector<std::unique_ptr<cgx::FusedCall>> calls;
   for (int64_t r = 0; r < 3; ++r) {
     calls.push_back((r < 2 ? a : b).start(r, network, workers, buffers));
@@ -238,23 +298,47 @@ void disagreement(uint32_t seed) {
     for (auto& call : calls) call->advance();
   }
   for (const auto& call : calls) {
-    check(call->error().find("is in another call") != std::string::npos,
-          "other widths are refused");
+    check(call->error().find("is in another call") != std::string::npos, name + " are refused");
     check(call->error().find("no gradient was sent") != std::string::npos,
-          "before anything is sent");
+          name + " are refused before anything is sent");
   }
-  check(!network.mismatched, "no payload met one of another length");
+  check(!network.mismatched, name + ": no payload met one of another length");
 }
 
-}  // namespace
+// Rank 2 of three stops in the middle; the others name it and never end.
+void lost_peer(Collective collective, uint32_t seed) {
+  std::mt19937 rng(seed);
+  Network network(seed);
+  cgx::WorkerPool workers(1);
+  cgx::BufferPool buffers[3];
+  Case c{{{5000, 4, 32, 0, 0}}, DType::kF32, 3, {64, 2}};
+  c.collective = collective;
+  Job job(c, 0, rng);
+  std::vector<std::unique_ptr<cgx::FusedCall>> calls;
+  for (int64_t r = 0; r < 3; ++r) calls.push_back(job.start(r, network, workers, buffers[r]));
+  for (int i = 0; i < 2000; ++i) {
+    for (int64_t r = 0; r < (i < 60 ? 3 : 2); ++r) calls[r]->advance();
+    while (network.chance(2) && network.deliver()) continue;
+  }
+  for (int64_t r = 0; r < 2; ++r) {
+    const std::string awaited = calls[r]->awaited();
+    check(!calls[r]->done() && calls[r]->error().empty(), "a call without a peer never ends");
+    check(awaited.find("rank 2 (") != std::string::npos &&
+              awaited.find("segments received") != std::string::npos,
+          "names the lost peer: " + awaited);
+    // The survivors of a gather-sum have all that is each other's.
+    if (c.gathers()) check(awaited.find("rank 2 (") == 0, "awaits no other: " + awaited);
+  }
+}
 
-int main() {
-  uint32_t seed = 1;
-  for (int64_t world : {1, 2, 3, 4, 7, 8, 64}) {
+void sweep(Collective collective, const std::vector<int64_t>& worlds, uint32_t seed) {
+  const std::string name = collective == Collective::kGatherSum ? "gather-sum, " : "all-reduce, ";
+  for (int64_t world : worlds) {
     for (int64_t segment : {64, 3000, 1 << 20}) {
       for (int64_t bits : {1, 4, 8}) {
         if (world == 64 && (segment == 64 || bits == 8)) continue;  // minutes of messages
         Case c;
+        c.collective = collective;
         c.world = world;
         c.settings = {segment, 2 + bits % 3};
         c.units = segment == 3000;
@@ -265,29 +349,52 @@ int main() {
                     {4097, 3, 96, 1, 3},
                     {1300, bits, 256, bits == 1 ? 0 : 2, 4, 1}};
         run({c},
-            "world " + std::to_string(world) + " segment " + std::to_string(segment) + " bits " +
-                std::to_string(bits),
+            name + "world " + std::to_string(world) + " segment " + std::to_string(segment) +
+                " bits " + std::to_string(bits),
             seed++);
       }
     }
     Case tiny;  // fewer records than ranks
+    tiny.collective = collective;
     tiny.world = world;
     tiny.leaves = {{100, 4, 64, 0, 0}};
-    run({tiny}, "tiny, world " + std::to_string(world), seed++);
+    run({tiny}, name + "tiny, world " + std::to_string(world), seed++);
     Case none;
+    none.collective = collective;
     none.world = world;
     none.leaves = {{0, 4, 64, 0, 0}};
-    run({none}, "no values, world " + std::to_string(world), seed++);
+    run({none}, name + "no values, world " + std::to_string(world), seed++);
   }
+}
+
+}  // namespace
+
+int main() {
+  sweep(Collective::kAllReduce, {1, 2, 3, 4, 7, 8, 64}, 1);
+  sweep(Collective::kGatherSum, {1, 2, 3}, 1001);
+  if (!kHalfOfTheCases) sweep(Collective::kGatherSum, {4, 7}, 1501);
+  uint32_t seed = 2001;
   std::vector<Case> many(50);
   for (size_t j = 0; j < many.size(); ++j) {
     many[j].world = 4;
     many[j].settings = {512, 3};
     many[j].residual = j % 2 == 1;
+    if (j % 3 == 1) many[j].collective = Collective::kGatherSum;
     many[j].leaves = {{static_cast<int64_t>(300 + 97 * j), 4, 64, 0, 0}};
   }
   for (int i = 0; i < 5; ++i) run(many, "50 calls at once in any order", seed++);
-  memory();
-  for (uint32_t s = 1; s <= 20; ++s) disagreement(s);
+  const Case four{{{5000, 4, 512, 0, 0}}, DType::kF32, 3};
+  Case eight = four, once = four;
+  eight.leaves[0].bits = 8;
+  once.collective = Collective::kGatherSum;
+  for (uint32_t s = 1; s <= 20; ++s) {
+    disagreement(four, eight, "other widths", s);
+    disagreement(four, once, "a gather-sum beside all-reduces", s);
+    disagreement(once, four, "an all-reduce beside gather-sums", s);
+  }
+  for (const Collective collective : {Collective::kAllReduce, Collective::kGatherSum}) {
+    memory(collective);
+    for (uint32_t s = 1; s <= 5; ++s) lost_peer(collective, s);
+  }
   return report();
 }
