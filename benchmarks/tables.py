@@ -278,8 +278,15 @@ def gpu_small() -> str:
     return table(["kernel", *(size_text(4 * size) for size in sizes)], body)
 
 
-def gpu_ranks() -> str:
+def _gpu_runs() -> list[dict]:
+    """Those of tests/gpu/ranks.py on one stream and in two phases."""
     runs = json.loads((RESULTS / "gpu_h100" / "ranks.json").read_text())
+    usual = ("scatter_gather", 1)
+    return [r for r in runs if (r.get("reduction", usual[0]), r.get("streams", 1)) == usual]
+
+
+def gpu_ranks() -> str:
+    runs = _gpu_runs()
     body = [
         [
             str(run["world"]),
@@ -298,7 +305,7 @@ def gpu_ranks() -> str:
 
 
 def gpu_sizes() -> str:
-    runs = json.loads((RESULTS / "gpu_h100" / "ranks.json").read_text())
+    runs = _gpu_runs()
     ratios = {
         (run["world"], row["method"], run["megabytes"]): row["ratio"][1]
         for run in runs

@@ -24,7 +24,6 @@ from jax.sharding import Mesh
 from cgx_jax import tuning
 from cgx_jax.commands import bench, compare, doctor, report, tried
 from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.mpi import TUNED
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.link_timer import LinkTimer, size_in_bytes, size_text
@@ -248,7 +247,9 @@ def _print_choices(profile: Profile) -> None:
     print(f"{profile.world} ranks: latency {profile.latency * 1e6:.0f} us, ", end="")
     print(f"algbw {profile.algbw * 8e-9:.2f} Gbit/s, codec {spent} ns per value.")
     if profile.engine is not None:
-        print(f"MPI runs with {', '.join(f'{k}={getattr(profile.engine, k)}' for k in TUNED)}.")
+        engine = profile.engine
+        chosen = ", ".join(f"{k}={getattr(engine, k)}" for k in engine.tuned)
+        print(f'"{engine.shorthand}" runs with {chosen}.')
     print("Fastest at payload bits per value, plain rounding:")
     print(f"{'size':>10}", *(f"{width:>24g}" for width in widths))
     usable = [e.shorthand for e in auto.available()]

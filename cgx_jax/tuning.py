@@ -20,11 +20,11 @@ from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.exchanges import Mpi, auto
+from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Codec, Profile, Row
 from cgx_jax.link_timer import LinkTimer, gradient, size_text
 from cgx_jax.progress import Progress
-from cgx_jax.tuner.engine import tune_engine
+from cgx_jax.tuner.engine import tune_engine, tune_streams
 
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 BITS = (2, 4, 8)
@@ -55,13 +55,13 @@ def tune(
     Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
     arrays of `sizes` bytes a rank and at `bits` bits (bucket 512); a time is the median over the
     repeats of the slowest process's. Up to 1 MiB each exchange is timed with the reduction
-    "gather_sum" too. Where MPI is usable, it first finds the fastest segment bytes, window and
-    threads of `Mpi`, for at most a quarter of the budget. Times the codec alone as well, to price
-    random rounding, rotation and units. A size that does not fit into what is left of
-    `budget_seconds` ends the measurement. Returns the profile, active now as by `use_profile`, and
-    process 0 writes it to `path`. Shows its progress on stderr. With several processes every one
-    calls it, and all get the same profile. Raises ValueError for a wrong axis, width, size or
-    budget.
+    "gather_sum" too. It first finds the fastest segment bytes, window and threads of `Mpi`, or
+    streams of `Nccl`, where either is usable, for at most a quarter of the budget. Times the codec
+    alone as well, to price random rounding, rotation and units. A size that does not fit into what
+    is left of `budget_seconds` ends the measurement. Returns the profile, active now as by
+    `use_profile`, and process 0 writes it to `path`. Shows its progress on stderr. With several
+    processes every one calls it, and all get the same profile. Raises ValueError for a wrong axis,
+    width, size or budget.
     """
     links = LinkTimer("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
@@ -71,16 +71,17 @@ def tune(
             "a size of 4 bytes or more, a width of 1..8, and a time above 0."
         )
     start = time.perf_counter()
-    methods = _methods(links, bits)
     progress = Progress("tune", len(sizes), links.first)
     latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
     codec = _codec(links)
     engine = None
-    if Mpi() in auto.available():
-        progress.step(0, "tuning MPI")
-        begun = _elapsed(links, start)
-        until = begun + (budget_seconds - begun) / 4
-        engine = tune_engine(links, lambda: until - _elapsed(links, start))
+    for exchange, tuned in ((Mpi(), tune_engine), (Nccl(), tune_streams)):
+        if exchange in auto.available():
+            progress.step(0, f"tuning {exchange.shorthand}")
+            begun = _elapsed(links, start)
+            until = begun + (budget_seconds - begun) / 4
+            engine = tuned(links, functools.partial(_left, links, start, until))
+    methods = _methods(links, bits, engine)
     rows: list[Row] = []
     set_up = one_round = 0.0
     for done, size in enumerate(sizes):
@@ -114,13 +115,16 @@ def tune(
     return _follow(links, latency, codec, rows, engine, path)
 
 
-def _methods(links: LinkTimer, bits: Sequence[int]) -> dict[tuple[str, float], Callable[..., Any]]:
-    """(method, payload bits of a value) to the compiled reduction."""
+def _methods(
+    links: LinkTimer, bits: Sequence[int], engine: Exchange | None
+) -> dict[tuple[str, float], Callable[..., Any]]:
+    """(method, payload bits of a value) to the compiled reduction; `engine` has been tuned."""
     methods = {}
+    every = [engine if type(e) is type(engine) else e for e in auto.available()]
     for width in sorted(set(bits)):
         compressor = Quantize(width)
         payload_bits = compressor.wire_bits(compressor.bucket_size) / compressor.bucket_size
-        for exchange in auto.available():
+        for exchange in every:
             call = functools.partial(
                 psum_compressed, axis_name=links.axis, compressor=compressor, exchange=exchange
             )
@@ -157,12 +161,16 @@ def _elapsed(links: LinkTimer, start: float) -> float:
     return float(links.gather([time.perf_counter() - start]).max())
 
 
+def _left(links: LinkTimer, start: float, until: float) -> float:
+    return until - _elapsed(links, start)
+
+
 def _follow(
     links: LinkTimer,
     latency: float,
     codec: Codec,
     rows: list[Row],
-    engine: Mpi | None,
+    engine: Exchange | None,
     path: str | os.PathLike[str] | None,
 ) -> Profile:
     largest = [row for row in rows if row.method == "psum"][-1]

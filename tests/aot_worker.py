@@ -2,9 +2,10 @@
 
     python aot_worker.py EXCHANGE STYLE
 
-STYLE is "end" (one pmean_compressed of all gradients), "sparse" (the same by TopK), "backward"
-(reduce_in_backward) or "sharded" (weights are gathered, gradients scattered). Prints the optimised
-module. JAX's CUDA plugin is on the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
+STYLE is "end" (one pmean_compressed of all gradients), "sparse" (the same by TopK), "streams" (the
+same by Quantize on four NCCL streams), "one_shot" (in one phase), "backward" (reduce_in_backward)
+or "sharded" (weights are gathered, gradients scattered). Prints the optimised module. JAX's CUDA
+plugin is on the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 """
 
 import sys
@@ -61,10 +62,12 @@ def loss(weights, x):
 
 
 def step(weights, x):
-    if style in ("end", "sparse"):
+    if style in ("end", "sparse", "streams", "one_shot"):
         varying = jax.lax.pcast(weights, "data", to="varying")
         grads = jax.grad(loss)(varying, x)
-        grads = cgx_jax.pmean_compressed(grads, "data", compressor, exchange=exchange)
+        way = cgx_jax.exchanges.Nccl(streams=4) if style == "streams" else exchange
+        how = "gather_sum" if style == "one_shot" else None
+        grads = cgx_jax.pmean_compressed(grads, "data", compressor, exchange=way, reduction=how)
     elif style == "sharded":
         over = {"tiled": True, "exchange": exchange}
         whole = [cgx_jax.all_gather_compressed(w, "data", compressor, **over) for w in weights]

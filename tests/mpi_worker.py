@@ -447,8 +447,8 @@ def tuned():
     text = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", plan)).lower(place(mesh, x))
     by_mpi = way is not None and way.exchange == profile.engine
     assert ("cgx_all_reduce_mpi" in text.as_text()) == by_mpi
-    running = {k: v for k, v in mpi.settings().items() if k in mpi.TUNED}
-    assert running == {k: getattr(profile.engine, k) for k in mpi.TUNED}
+    running = {k: v for k, v in mpi.settings().items() if k in Mpi.tuned}
+    assert running == {k: getattr(profile.engine, k) for k in Mpi.tuned}
 
 
 def chosen():
@@ -487,8 +487,8 @@ def chosen():
         mesh, lambda x: cgx_jax.pmean_compressed(x, "data", Quantize(4), exchange=mpi.defaults())
     )(place(mesh, x))
     np.testing.assert_array_equal(own(mean), own(want))
-    running = {k: v for k, v in mpi.settings().items() if k in mpi.TUNED}
-    assert running == {k: getattr(mpi.defaults(), k) for k in mpi.TUNED}
+    running = {k: v for k, v in mpi.settings().items() if k in Mpi.tuned}
+    assert running == {k: getattr(mpi.defaults(), k) for k in Mpi.tuned}
     assert mpi._own is communicator  # MPI has few of them, and engines start anew many times
 
 

@@ -110,6 +110,19 @@ def test_fused_call_is_the_only_communication(tmp_path, exchange):
 
 
 @needs_nccl
+@pytest.mark.parametrize(
+    ("style", "target"), [("streams", "cgx_all_reduce_nccl"), ("one_shot", "cgx_gather_sum_nccl")]
+)
+def test_streams_and_one_phase_are_one_call_too(tmp_path, style, target):
+    module, _ = compiled(tmp_path, "nccl", style)
+    (call,) = re.findall(r'custom_call_target="(cgx_\w+)".*', module)
+    assert call == target
+    (streams,) = re.findall(r"streams = (\d+) : i64", module)
+    assert streams == ("4" if style == "streams" else "1")
+    assert not re.search(r"(all-to-all|all-gather|all-reduce)(-start)?\(", module)
+
+
+@needs_nccl
 def test_halves_are_calls_on_the_communication_stream(tmp_path):
     module, thunks = compiled(tmp_path, "nccl", "sharded")
     for target in ("cgx_all_gather_nccl", "cgx_reduce_scatter_nccl"):

@@ -167,11 +167,15 @@ def edited(**changes):
     return json.dumps({k: v for k, v in fields.items() if v != "gone"})
 
 
+def mpi_with(**options):
+    return {"exchange": "mpi"} | options
+
+
 BAD_TEXT = {
     "no JSON": ("{", "not JSON"),
     "a list": ("[]", "not an object with rows"),
     "no rows": (edited(rows="gone"), "not an object with rows"),
-    "another schema": (edited(schema=1), "schema=1, .* reads 3"),
+    "another schema": (edited(schema=1), "schema=1, .* reads 4"),
     "no schema": (edited(schema="gone"), "schema=None"),
     "a field missing": (edited(cores="gone"), r"missing \['cores'\], unknown \[\]"),
     "a field too many": (edited(color=1), r"missing \[\], unknown \['color'\]"),
@@ -181,12 +185,26 @@ BAD_TEXT = {
     "no speed": (edited(algbw=float("nan")), "algbw=nan"),
     "a codec of one kind": (edited(codec={"plain": 1e-9}), "codec=.*plain.*noise.*rotation.*units"),
     "a codec of no kind": (edited(codec=None), "codec=None"),
-    "an engine of one option": (edited(engine={"window": 4}), "engine=.*segment_bytes.*threads"),
+    "an engine of no exchange": (
+        edited(engine={"streams": 4}),
+        "engine=.*exchange='nccl'.*streams",
+    ),
+    "an engine of one option": (
+        edited(engine=mpi_with(window=4)),
+        "engine=.*segment_bytes.*threads",
+    ),
     "an engine of text": (
-        edited(engine=dict.fromkeys(mpi.TUNED, "4")),
+        edited(engine=mpi_with(**dict.fromkeys(Mpi.tuned, "4"))),
         "engine: segment_bytes='4'",
     ),
-    "an engine that cannot run": (edited(engine=dict.fromkeys(mpi.TUNED, 1)), "segment_bytes=1 "),
+    "an engine that cannot run": (
+        edited(engine=mpi_with(**dict.fromkeys(Mpi.tuned, 1))),
+        "segment_bytes=1 ",
+    ),
+    "an engine of nine streams": (
+        edited(engine={"exchange": "nccl", "streams": 9}),
+        r"engine: Nccl: streams=9 must be a whole number in \[1, 8\]",
+    ),
     "a codec of no time": (edited(codec=CODEC._asdict() | {"noise": 0}), "codec noise=0 "),
     "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no psum"),
     "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* is not .*seconds"),

@@ -19,7 +19,6 @@ import numpy as np
 
 from cgx_jax import agreement, untrusted
 from cgx_jax.exchanges.base import Exchange
-from cgx_jax.exchanges.mpi import Mpi
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 
@@ -180,7 +179,7 @@ def _method(profile: Profile, exchange: Exchange, load: Load, gathers: bool) -> 
 
 def _as_measured(profile: Profile, exchange: Exchange | None) -> Exchange | None:
     """The exchange with the options that it was measured with."""
-    return profile.engine if isinstance(exchange, Mpi) and profile.engine else exchange
+    return profile.engine if type(profile.engine) is type(exchange) else exchange
 
 
 def available(axes: Sequence[Any] = ()) -> tuple[Exchange, ...]:

@@ -38,6 +38,7 @@ class Exchange(abc.ABC):
 
     shorthand: ClassVar[str]
     can: ClassVar[frozenset[str]]
+    tuned: ClassVar[tuple[str, ...]] = ()  # the options that `cgx_jax.tune` chooses
 
     @abc.abstractmethod
     def missing(self, axes: Sequence[Any] = ()) -> str | None:

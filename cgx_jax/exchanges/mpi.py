@@ -45,7 +45,6 @@ DEFAULTS = {
     "window": 4,
     "threads": max(1, min(4, (os.cpu_count() or 1) // 2)),
 }
-TUNED = ("segment_bytes", "window", "threads")  # what `tune` chooses
 # How the engine of this process runs; None before the first call.
 _running: dict[str, float] | None = None
 _own: Any = None  # the communicator of this process's engines
@@ -68,6 +67,7 @@ class Mpi(Exchange):
     timeout: float | None = None
 
     shorthand: ClassVar[str] = "mpi"
+    tuned: ClassVar[tuple[str, ...]] = ("segment_bytes", "window", "threads")
     can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "all_reduce", "gather_sum"})
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ def _call(
 
 def defaults() -> Mpi:
     """An exchange whose options are given, and are the defaults."""
-    return Mpi(**{name: int(DEFAULTS[name]) for name in TUNED})
+    return Mpi(**{name: int(DEFAULTS[name]) for name in Mpi.tuned})
 
 
 def settings() -> dict[str, float] | None:

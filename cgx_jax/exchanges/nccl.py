@@ -1,4 +1,4 @@
-"""The fused calls on CUDA, on the NCCL communicator that XLA itself has made.
+"""The fused calls on CUDA, on NCCL: XLA's own communicator and what is split from it.
 
 One call encodes, sends, reduces and decodes in segments, on XLA's communication stream, so that
 it overlaps with the computation around it and comes in one order with XLA's own collectives.
@@ -28,13 +28,13 @@ from cgx_jax.wire import Layout
 # little to overlap, and each message more costs what NCCL needs to start one (docs/gpu.md).
 SEGMENT_BYTES = 8 << 20
 ALIGNMENT = 128  # of a message's first byte, as `CudaFused::kAlignment`
+MOST_STREAMS = 8  # `kMostStreams` in C++
 
 
 class OnCommunicator(Exchange):
     """What exchanges on XLA's NCCL communicator share: an all-reduce in one call.
 
-    What has no such call goes by XLA's collectives, which are NCCL's. A subclass is a dataclass
-    whose fields are the attributes of its calls.
+    What has no such call goes by XLA's collectives, which are NCCL's.
     """
 
     def here(self) -> bool:
@@ -66,21 +66,30 @@ class OnCommunicator(Exchange):
         in_place: bool,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         keys = jnp.stack([jnp.asarray(s) for s in seeds])
+        p = self._all_reduce(name, axes)
+        return self._sums(p, name, keys, leaves, layout, axes, divisor, residual, units)
+
+    def _sums(
+        self,
+        primitive: Primitive,
+        name: str,
+        keys: jax.Array,
+        leaves: Sequence[jax.Array],
+        layout: Layout,
+        axes: Axes,
+        divisor: float,
+        residual: bool,
+        units: primitives.Units,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """A call that adds up leaves; returns (sums, residuals)."""
         # The CUDA kernels know no units: they see float32 leaves that are multiplied already.
         each = list(units) or [None] * len(leaves)
         inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
-        reduced, lost = self._call(
-            self._all_reduce(name, axes),
-            name,
-            [keys, *inner],
-            layout,
-            axes,
-            divisor=divisor,
-            residual=residual,
+        operands = [keys, *inner]
+        sums, lost = self._call(
+            primitive, name, operands, layout, axes, divisor=divisor, residual=residual
         )
-        means = [
-            outside.decoded(y, u, x.dtype) for y, u, x in zip(reduced, each, leaves, strict=True)
-        ]
+        means = [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)]
         lost = [
             outside.multiply(e, u, outside.OUT).astype(x.dtype)
             for e, u, x in zip(lost, each, leaves, strict=False)
@@ -91,6 +100,10 @@ class OnCommunicator(Exchange):
     def _all_reduce(self, name: str, axes: Axes) -> Primitive:
         """The call of `all_reduce`; raises ValueError for axes that it cannot reduce over."""
 
+    def _attributes(self, layout: Layout) -> dict[str, int]:
+        """What a call of that layout is told beyond what `fused.bind` takes."""
+        return {}
+
     def _call(
         self,
         primitive: Primitive,
@@ -100,7 +113,7 @@ class OnCommunicator(Exchange):
         axes: Axes,
         **options: Any,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        options.update((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        options |= self._attributes(layout)
 
         def call(*operands: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             label = f"{name}(exchange={self.shorthand!r})"
@@ -113,18 +126,36 @@ class OnCommunicator(Exchange):
 class Nccl(OnCommunicator):
     """Calls of our own between CUDA devices, on the NCCL communicator that XLA itself has made.
 
-    A payload travels in messages of `segment_bytes`, a multiple of 128. Raises ValueError for an
-    impossible `segment_bytes`.
+    A payload travels in messages of `segment_bytes`, a multiple of 128, or in `streams` shorter
+    ones. They take turns on that many communicators, 1 to 8, for links that one connection does not
+    fill. More than one needs NCCL 2.18, and the same number on all ranks. Raises ValueError for
+    impossible options. Source of the streams: AIACC-Training (Lin et al., ICDCS 2022).
     """
 
     segment_bytes: int = SEGMENT_BYTES
+    streams: int = 1
 
     shorthand: ClassVar[str] = "nccl"
+    tuned: ClassVar[tuple[str, ...]] = ("streams",)
     can: ClassVar[frozenset[str]] = frozenset(
-        {"scatter", "gather", "permute", "sum", "all_reduce", "reduce_scatter", "all_gather"}
+        {
+            "scatter",
+            "gather",
+            "permute",
+            "sum",
+            "all_reduce",
+            "gather_sum",
+            "reduce_scatter",
+            "all_gather",
+        }
     )
 
     def __post_init__(self) -> None:
+        if self.streams not in range(1, MOST_STREAMS + 1):
+            raise ValueError(
+                f"Nccl: streams={self.streams} must be a whole number in [1, {MOST_STREAMS}]; the "
+                "default is 1."
+            )
         if self.segment_bytes < ALIGNMENT or self.segment_bytes % ALIGNMENT:
             raise ValueError(
                 f"Nccl: segment_bytes={self.segment_bytes} is not a positive multiple of "
@@ -138,6 +169,27 @@ class Nccl(OnCommunicator):
 
     def _all_reduce(self, name: str, axes: Axes) -> Primitive:
         return all_reduce_p
+
+    def _attributes(self, layout: Layout) -> dict[str, int]:
+        share = -(-layout.chunk_bytes // self.streams)
+        aligned = max(1, -(-share // ALIGNMENT)) * ALIGNMENT
+        segment_bytes = min(self.segment_bytes, aligned) if self.streams > 1 else self.segment_bytes
+        return {"segment_bytes": segment_bytes, "streams": self.streams}
+
+    def gather_sum(
+        self,
+        name: str,
+        seed: Any,
+        leaves: Sequence[jax.Array],
+        layout: Layout,
+        axes: Axes,
+        divisor: float,
+        *,
+        residual: bool,
+        units: primitives.Units,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        keys = jnp.asarray(seed)
+        return self._sums(gather_sum_p, name, keys, leaves, layout, axes, divisor, residual, units)
 
     def reduce_scatter(
         self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
@@ -181,8 +233,9 @@ def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
         name: str,
         residual: bool,
         segment_bytes: int,
+        streams: int,
     ) -> Any:
-        # The last result holds the payloads: both streams use them until the asynchronous call is
+        # The last result holds the payloads: all streams use them until the asynchronous call is
         # done, and XLA keeps only results for as long.
         rows = rows_per_rank * len(positions[0])
         payloads = jax.core.ShapedArray((payload_bytes(rows, layout, segment_bytes),), np.uint8)
@@ -191,6 +244,7 @@ def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
             *operands,
             **fused.attributes(layout, divisor, positions, name),
             segment_bytes=np.int64(segment_bytes),
+            streams=np.int64(streams),
         )
         return results
 
@@ -221,5 +275,6 @@ def _primitive(target: str, result: Callable[..., Any], rows_per_rank: int) -> P
 
 # What a call receives to sum up needs rows of its own, beside those that it sends.
 all_reduce_p = _primitive("cgx_all_reduce_nccl", fused.reduced, 2)
+gather_sum_p = _primitive("cgx_gather_sum_nccl", fused.reduced, 1)
 reduce_scatter_p = _primitive("cgx_reduce_scatter_nccl", fused.scattered, 2)
 all_gather_p = _primitive("cgx_all_gather_nccl", fused.gathered, 1)

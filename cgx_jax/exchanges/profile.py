@@ -7,10 +7,10 @@ import json
 from typing import Any, NamedTuple, get_type_hints
 
 from cgx_jax import installation, untrusted
-from cgx_jax.exchanges.mpi import TUNED, Mpi
+from cgx_jax.exchanges.base import Exchange
 from cgx_jax.exchanges.table import EXCHANGES
 
-SCHEMA = 3
+SCHEMA = 4
 MOST_ROWS = 10_000
 MOST_RANKS = 1 << 20
 ONE_SHOT = "/gather_sum"  # after an exchange's name: with that reduction, not a code's first
@@ -53,8 +53,8 @@ class Profile:
     `cgx_jax` and `mpi` (the MPI library, or None) the versions. `latency` is seconds of a psum of
     one value, `algbw` bytes per second of the largest psum. `codec` is what encoding and decoding
     take, nothing sent. `rows` are the measurements, of plain rounding; a method is "psum" (32
-    bits), an exchange, or an exchange with the reduction "gather_sum". `engine` holds the options
-    that "mpi" was measured with and runs with, None without it. `cgx_jax.tune` makes profiles.
+    bits), an exchange, or an exchange with the reduction "gather_sum". `engine` is the exchange
+    whose options `tune` chose, "mpi" or "nccl", as it was measured and runs; None without either.
     Raises ValueError or TypeError for values that no measurement gives, and for text that is long
     or not printable.
     """
@@ -73,7 +73,7 @@ class Profile:
     algbw: float
     codec: Codec
     rows: tuple[Row, ...]
-    engine: Mpi | None = None
+    engine: Exchange | None = None
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Profile)
@@ -108,7 +108,8 @@ class Profile:
         fields = {"schema": SCHEMA} | dataclasses.asdict(self)
         fields["codec"] = self.codec._asdict()
         if self.engine is not None:
-            fields["engine"] = {name: getattr(self.engine, name) for name in TUNED}
+            chosen = {name: getattr(self.engine, name) for name in self.engine.tuned}
+            fields["engine"] = {"exchange": self.engine.shorthand} | chosen
         rows = ",\n  ".join(json.dumps(row) for row in fields.pop("rows"))
         return json.dumps(fields, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n'
 
@@ -160,14 +161,19 @@ def _codec(codec: Any) -> Codec:
         raise ValueError(f"Profile: {error}. {_AGAIN}") from None
 
 
-def _engine(engine: Any) -> Mpi | None:
-    if engine is None or isinstance(engine, Mpi):
+def _engine(engine: Any) -> Exchange | None:
+    tuned = {exchange.shorthand: exchange for exchange in EXCHANGES if exchange.tuned}
+    if engine is None or (isinstance(engine, Exchange) and engine.tuned):
         return engine
-    if not isinstance(engine, dict) or engine.keys() != set(TUNED):
-        shown = untrusted.shown(engine)
-        raise ValueError(f"Profile: engine={shown} has not {list(TUNED)}. {_AGAIN}")
+    options = dict(engine) if isinstance(engine, dict) else {}
+    name = options.pop("exchange", None)
+    known = tuned.get(name) if isinstance(name, str) else None
+    if known is None or options.keys() != set(known.tuned):
+        forms = " or ".join(f"exchange={x.shorthand!r}, {list(x.tuned)}" for x in tuned.values())
+        raise ValueError(f"Profile: engine={untrusted.shown(engine)} has not {forms}. {_AGAIN}")
     try:
-        return Mpi(**{name: untrusted.whole(value, name) for name, value in engine.items()})
+        whole = {name: untrusted.whole(value, name) for name, value in options.items()}
+        return dataclasses.replace(known, **whole)  # type: ignore[type-var]
     except ValueError as error:
         raise ValueError(f"Profile: engine: {error}. {_AGAIN}") from None
 

@@ -18,6 +18,7 @@ from cgx_jax.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
 IN_BACKWARD = (HOOK_FUSION_BYTES, HOOK_FUSION_BYTES // 4, HOOK_FUSION_BYTES // 16)
+STREAMS = (1, 2, 4)  # of NCCL
 REACH = 4  # times the largest size that was measured: predictions beyond are not trusted
 
 

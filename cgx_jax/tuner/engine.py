@@ -1,8 +1,12 @@
-"""The options of the MPI engine that are fastest on the user's links, by coordinate descent."""
+"""The options of exchanges that are fastest on the user's links.
+
+Those of the MPI engine by coordinate descent, the streams of NCCL by trying each number.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 
@@ -12,8 +16,9 @@ import numpy as np
 from cgx_jax import agreement
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Quantize
-from cgx_jax.exchanges import Mpi, mpi
+from cgx_jax.exchanges import Mpi, Nccl, mpi
 from cgx_jax.link_timer import LinkTimer, gradient
+from cgx_jax.tuner.candidates import STREAMS
 from cgx_jax.tuner.trials import best
 
 VALUES = {
@@ -26,6 +31,7 @@ ROUNDS = 5
 LEAST_ROUNDS = 4  # for quartiles
 CALLS = 3 * ROUNDS * sum(map(len, VALUES.values()))  # on a size, of a descent
 CODE = Quantize(4)
+STREAM_BYTES = 1 << 26  # fp32, of the buffer on which they are compared
 
 
 def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
@@ -110,3 +116,22 @@ def descend(
                 break
             current = tried[best(samples)]
     return current
+
+
+def tune_streams(links: LinkTimer, left: Callable[[], float]) -> Nccl:
+    """The fastest number of streams; one, unless another is surely faster.
+
+    `left` returns seconds that every process agrees on. Where the rounds do not fit into them, it
+    is one. Every process calls it.
+    """
+    tried = [Nccl(streams=count) for count in STREAMS]
+    call = functools.partial(psum_compressed, axis_name=links.axis, compressor=CODE)
+    reductions = [links.collective(functools.partial(call, exchange=e)) for e in tried]
+    x = links.place(gradient, STREAM_BYTES // 4)
+    links.seconds(reductions, x, 1)  # compiles and connects
+    begun = left()
+    links.seconds(reductions, x, 1)
+    now = left()
+    if ROUNDS * (begun - now) > now:
+        return tried[0]
+    return tried[best(links.seconds(reductions, x, ROUNDS))]

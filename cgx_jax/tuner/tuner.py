@@ -16,14 +16,14 @@ import numpy as np
 from cgx_jax import agreement, installation
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.exchanges import Mpi, auto, mpi
+from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto, mpi
 from cgx_jax.plan import Plan
 from cgx_jax.policies import Adaptive
 from cgx_jax.policies.training_loop import TrainingLoop, Words
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
-from cgx_jax.tuner.candidates import Asked, Candidate, candidates
+from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates
 from cgx_jax.tuner.setting import Offered, Setting
 from cgx_jax.tuner.trials import Trials, best
 
@@ -226,7 +226,7 @@ class Tuner:
             "hosts": agreement.hosts(),
             "axes": [[list(map(str, c.axes.names)), c.axes.world] for c in self._asked],
             "overlaps": [c.overlaps for c in self._asked],
-            "exchanges": [e.shorthand for e in self._offered.exchanges],
+            "exchanges": list(dict.fromkeys(e.shorthand for e in self._offered.exchanges)),
             "reductions": [r.shorthand for r in self._reductions],
             "levels": [str(x) for x in self._levels],
         }
@@ -287,10 +287,23 @@ def _later(plan: Plan, choices: Sequence[tuple[Compressor, ...]]) -> tuple[Plan,
     return tuple(dataclasses.replace(plan, compressors=row) for row in rows)
 
 
-def _exchanges(asked: Sequence[Asked]) -> tuple[Any, ...]:
-    """The exchanges that every reduction can use, with all options given."""
+def _exchanges(asked: Sequence[Asked]) -> tuple[Exchange, ...]:
+    """The exchanges that every reduction can use, with all options given.
+
+    Those of the profile's, and without one the default options; NCCL then on each number of
+    streams.
+    """
     axes = [call.axes.names for call in asked]
     usable = [e for e in auto.available(axes[0]) if all(e.usable(names) for names in axes)]
     profile = auto.active()
-    engine = mpi.defaults() if profile is None or profile.engine is None else profile.engine
-    return tuple(engine if isinstance(e, Mpi) else e for e in usable)
+    offered: list[Exchange] = []
+    for exchange in usable:
+        if profile is not None and type(profile.engine) is type(exchange):
+            offered.append(profile.engine)
+        elif isinstance(exchange, Mpi):
+            offered.append(mpi.defaults())
+        elif isinstance(exchange, Nccl):
+            offered += (dataclasses.replace(exchange, streams=count) for count in STREAMS)
+        else:
+            offered.append(exchange)
+    return tuple(offered)

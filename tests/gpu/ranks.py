@@ -32,6 +32,8 @@ def main() -> int:
     parser.add_argument("--exchanges", default="xla,nccl")
     parser.add_argument("--calls", default="psum,psum_scatter,all_gather")
     parser.add_argument("--segment-bytes", help="of the fused calls, a list; default: theirs")
+    parser.add_argument("--streams", default="1", help="of the fused calls, a list")
+    parser.add_argument("--reductions", default="scatter_gather", help="of psum, a list")
     add_platform(parser)
     arguments = parser.parse_args()
     if "CGX_RANK" in os.environ:
@@ -100,14 +102,19 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     from jax.sharding import PartitionSpec as P
 
     from cgx_jax.exchanges import Nccl
+    from cgx_jax.exchanges.nccl import SEGMENT_BYTES
 
     join(arguments, number)
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sizes = map(float, arguments.megabytes.split(","))
     segments = map(int, arguments.segment_bytes.split(",")) if arguments.segment_bytes else [None]
     failed = False
-    for megabytes, segment_bytes in itertools.product(sizes, segments):
-        nccl = Nccl(segment_bytes) if segment_bytes else Nccl()
+    streams = map(int, arguments.streams.split(","))
+    reductions = arguments.reductions.split(",")
+    for megabytes, segment_bytes, count, reduction in itertools.product(
+        sizes, segments, streams, reductions
+    ):
+        nccl = Nccl(segment_bytes or SEGMENT_BYTES, count)
         values = int(megabytes * 1e6 / 4) // (1 if arguments.platform == "cuda" else 1000)
         values = max(1, values // arguments.world) * arguments.world
         own = np.random.default_rng(number).standard_normal((1, values)).astype(np.float32)
@@ -118,12 +125,12 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
         )
         rows = []
         for call in arguments.calls.split(","):
-            rows += measured(call, mesh, x, arguments, nccl)
+            rows += measured(call, mesh, x, arguments, nccl, reduction)
         failed |= any(row["bytes_of_xla"] is False for row in rows)
         if number == 0:
             for row in rows:
                 print(
-                    f"{megabytes:6g} MB {row['call']:>12} {row['method']:>4}"
+                    f"{megabytes:6g} MB {row['call']:>12} {row['method']:>4} {reduction} {count}"
                     f" {row['seconds'] * 1e3:9.2f} ms  {row['ratio'][1]:.2f}"
                     f"  relative error {row['error']:.3f}  bytes of xla: {row['bytes_of_xla']}",
                     flush=True,
@@ -134,6 +141,8 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
                 "megabytes": megabytes,
                 "rate": arguments.rate or "unlimited",
                 "segment_bytes": nccl.segment_bytes,
+                "streams": count,
+                "reduction": reduction,
                 "rows": rows,
             }
             known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
@@ -142,7 +151,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     return int(failed)
 
 
-def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl) -> list[dict]:
+def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl, reduction: str) -> list[dict]:
     """A row for lax's `call` and each exchange, on as many values of the whole array."""
     import jax
     import numpy as np
@@ -155,6 +164,7 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl) -> list[di
     namesake = getattr(jax.lax, call)
     ours = getattr(cgx_jax, f"{call}_compressed")
     tiled = {} if call == "psum" else {"tiled": True}
+    how = {"reduction": reduction} if call == "psum" else {}
 
     def mapped(function):
         def of_rank(x):
@@ -168,7 +178,7 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl) -> list[di
     for exchange in arguments.exchanges.split(","):
         taken = stands_for.get(exchange, exchange)
         methods[exchange] = mapped(
-            lambda x, axis, e=taken, **tiled: ours(x, axis, compressor, exchange=e, **tiled)
+            lambda x, axis, e=taken, **tiled: ours(x, axis, compressor, exchange=e, **tiled, **how)
         )
     results = {name: np.asarray(f(x).addressable_data(0)) for name, f in methods.items()}
     seconds = {name: [] for name in methods}

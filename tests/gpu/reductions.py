@@ -47,7 +47,9 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     from cgx_jax.testing import check_exchange
 
     ranks.join(arguments, number)
-    exchanges = [Xla()] if arguments.platform == "cpu" else [Xla(), Nccl(), Nccl(1 << 16)]
+    exchanges = (
+        [Xla()] if arguments.platform == "cpu" else [Xla(), Nccl(), Nccl(1 << 16), Nccl(streams=3)]
+    )
     flat = Mesh(np.array(jax.devices()), ("data",))
     grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("node", "local"))
     for exchange in exchanges:

@@ -55,6 +55,10 @@ for world in 2 4 8; do
     $((65536 / scale)) 3
   step "virtual_$world" 30 "$programs/virtual_ranks" $world $((25000000 / scale)) \
     $((8388608 / scale)) 20
+  step "virtual_${world}_streams" 20 "$programs/virtual_ranks" $world $((25000000 / scale)) \
+    $((1048576 / scale)) 20 4
+  step "virtual_${world}_one_phase" 20 "$programs/virtual_ranks" $world $((1000003 / scale)) \
+    $((65536 / scale)) 20 2 gather_sum
   step "virtual_peers_${world}_odd" 20 "$programs/virtual_peers" $world $((1000003 / scale)) 3
   step "virtual_peers_$world" 30 "$programs/virtual_peers" $world $((25000000 / scale)) 20
 done
@@ -78,9 +82,14 @@ for world in 2 4; do
 done
 step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/reductions.json" "${platform[@]}"
 ranks nccl_2_segments 60 --world 2 --calls psum --segment-bytes 262144,1048576,67108864
+ranks nccl_2_streams 60 --world 2 --calls psum --streams 1,2,4,8
+ranks nccl_2_one_shot 60 --world 2 --calls psum --megabytes 0.1,1 --repeats 31 \
+  --reductions scatter_gather,gather_sum
 if command -v tc >/dev/null && tc qdisc show dev lo >/dev/null 2>&1 && [ "$(id -u)" = 0 ]; then
   # Two ranks share the loopback, so each has half of it.
-  for rate in 20gbit 50gbit; do ranks nccl_2_$rate 40 --world 2 --calls psum --rate $rate; done
+  for rate in 20gbit 50gbit; do
+    ranks nccl_2_$rate 60 --world 2 --calls psum --rate $rate --streams 1,2,4
+  done
 else
   leave_out "NCCL on shaped links" "tc or root is missing"
 fi

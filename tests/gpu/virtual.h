@@ -63,18 +63,55 @@ inline Values on_cpu(const cgx::Layout& layout, int64_t longest, const std::vect
   return result;
 }
 
-// An all-reduce of one leaf, nearest rounding at 4 bits, and what it has to give.
+// The same in one phase.
+inline Values on_cpu_in_one_phase(const std::vector<Values>& inputs, const uint32_t* keys,
+                                  float divisor) {
+  const cgx::KernelTable& cpu = cgx::current_kernels();
+  const cgx::DType dtype = cgx::DType::kF32;
+  const int64_t world = static_cast<int64_t>(inputs.size());
+  cgx::OwnedLayout owned;
+  const auto count = static_cast<int64_t>(inputs[0].size());
+  if (const auto error = owned.build({{count, 4, 512, 0, 0}}, 1); !error.empty()) fail(error);
+  const cgx::Layout layout = owned.view();
+  std::vector<uint8_t> payloads(world * layout.chunk_bytes);
+  std::vector<float> scratch(owned.longest_bucket());
+  for (int64_t r = 0; r < world; ++r) {
+    const void* in = inputs[r].data();
+    uint8_t* const payload = payloads.data() + r * layout.chunk_bytes;
+    cpu.encode({layout, {&in, &dtype}, {}, keys, -1, payload, scratch.data()}, 0,
+               layout.total_bytes());
+  }
+  const Values zeros(count);
+  Values result(count);
+  const void* in = zeros.data();
+  void* out = result.data();
+  cpu.accumulate(
+      {layout, {&in, &dtype}, payloads.data(), world, -1, divisor, {&out, &dtype}, scratch.data()},
+      0, layout.total_bytes());
+  return result;
+}
+
+// An all-reduce of one leaf, in two phases or one, nearest rounding at 4 bits, and what it has to
+// give.
 struct Problem {
   static constexpr uint32_t kKeys[4] = {1, 2, 3, 4};
   static constexpr cgx::DType kType = cgx::DType::kF32;
 
   int64_t world, count;
+  bool one_phase;
+  std::vector<cgx::DType> types;  // of the leaf; of one phase, once for every rank
   cgx::OwnedLayout owned;
   std::vector<Values> inputs, outputs;
 
-  Problem(int64_t world, int64_t count)
-      : world(world), count(count), inputs(world, Values(count)), outputs(world, Values(count)) {
-    if (const auto error = owned.build({{count, 4, 512, 0, 0}}, world); !error.empty()) fail(error);
+  Problem(int64_t world, int64_t count, bool one_phase = false)
+      : world(world),
+        count(count),
+        one_phase(one_phase),
+        types(one_phase ? world : 1, kType),
+        inputs(world, Values(count)),
+        outputs(world, Values(count)) {
+    const std::vector<cgx::SlotSpec> leaves(types.size(), {count, 4, 512, 0, 0});
+    if (const auto error = owned.build(leaves, world); !error.empty()) fail(error);
     std::mt19937 rng(1);
     std::normal_distribution<float> normal;
     for (auto& rank : inputs) {
@@ -85,7 +122,9 @@ struct Problem {
 
   // Prints a line of JSON about `how`; the process's exit status.
   int report(const std::string& how, const std::vector<std::vector<float>>& milliseconds) const {
-    const Values expected = on_cpu(owned.view(), owned.longest_bucket(), inputs, kKeys, divisor());
+    const Values expected =
+        one_phase ? on_cpu_in_one_phase(inputs, kKeys, divisor())
+                  : on_cpu(owned.view(), owned.longest_bucket(), inputs, kKeys, divisor());
     const auto same = [&](const Values& a, const Values& b) {
       return std::memcmp(a.data(), b.data(), count * 4) == 0;
     };

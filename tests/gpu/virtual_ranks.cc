@@ -1,7 +1,8 @@
 // N ranks in one process on one GPU: the kernels, streams, events and schedule of the fused
-// all-reduce as they are; only NCCL's calls are replaced, by copies within the device.
+// all-reduce, or of its form in one phase, as they are; only NCCL's calls are replaced, by copies
+// within the device.
 //
-//     virtual_ranks WORLD VALUES SEGMENT_BYTES REPEATS
+//     virtual_ranks WORLD VALUES SEGMENT_BYTES REPEATS [STREAMS] [all_reduce | gather_sum]
 //
 // Prints one line of JSON: whether all ranks hold the same bytes, whether those are the bytes of
 // the same steps on the CPU, and the median milliseconds of a call with all ranks at work. Also
@@ -137,16 +138,28 @@ cgx::NcclLibrary copies() {
     self->group.push_back({false, data, bytes, peer, stream});
     return cgx::NcclLibrary::kSuccess;
   };
+  // Messages between two ranks find each other by their number, whatever communicator they are on.
+  library.comm_split = [](cgx::NcclComm from, int, int, cgx::NcclComm* made, cgx::NcclConfig*) {
+    *made = from;
+    return cgx::NcclLibrary::kSuccess;
+  };
+  library.op_create = [](int*, void*, int, int, cgx::NcclComm) {
+    return cgx::NcclLibrary::kSuccess;
+  };
+  library.op_destroy = [](int, cgx::NcclComm) { return cgx::NcclLibrary::kSuccess; };
   return library;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  Problem problem(argc > 1 ? std::atol(argv[1]) : 4, argc > 2 ? std::atol(argv[2]) : 1000003);
+  const bool one_phase = argc > 6 && std::strcmp(argv[6], "gather_sum") == 0;
+  Problem problem(argc > 1 ? std::atol(argv[1]) : 4, argc > 2 ? std::atol(argv[2]) : 1000003,
+                  one_phase);
   const int64_t segment_bytes = argc > 3 ? std::atol(argv[3]) : 1 << 20;
   const int repeats = argc > 4 ? std::atoi(argv[4]) : 1;
-  constexpr cgx::Collective collective = cgx::Collective::kAllReduce;
+  const int64_t streams = argc > 5 ? std::atol(argv[5]) : 1;
+  const auto collective = one_phase ? cgx::Collective::kGatherSum : cgx::Collective::kAllReduce;
   const cgx::Layout layout = problem.owned.view();
   const int64_t bytes = cgx::CudaFused::scratch_bytes(collective, layout, segment_bytes);
   const cgx::NcclLibrary library = copies();
@@ -164,19 +177,21 @@ int main(int argc, char** argv) {
     };
     cgx::CudaLane lane;
     check(lane.prepare(cgx::CudaFused::segments(layout, segment_bytes)));
+    if (streams > 1) check(lane.connect(streams, library, nullptr, number));
     for (int i = 0; i < repeats; ++i) {
-      const void* const leaf = buffers.in;
-      void* out = buffers.out;
+      const std::vector<const void*> leaves(problem.types.size(), buffers.in);
+      const std::vector<void*> out(problem.types.size(), buffers.out);
       CGX_REQUIRE(cudaEventRecord(buffers.begin, buffers.stream));
       cgx::CudaFused fused({collective,
                             layout,
-                            {&leaf, &Problem::kType},
-                            {&out, &Problem::kType},
+                            {leaves.data(), problem.types.data()},
+                            {out.data(), problem.types.data()},
                             {},
                             static_cast<const uint32_t*>(buffers.keys),
                             problem.divisor(),
                             number,
                             segment_bytes,
+                            streams,
                             static_cast<uint8_t*>(scratch)},
                            library, nullptr, lane, buffers.stream);
       check(fused.run());
@@ -188,5 +203,7 @@ int main(int argc, char** argv) {
   std::vector<std::thread> threads;
   for (int r = 0; r < problem.world; ++r) threads.emplace_back(work, r);
   for (auto& thread : threads) thread.join();
-  return problem.report("\"segment_bytes\": " + std::to_string(segment_bytes), milliseconds);
+  return problem.report("\"segment_bytes\": " + std::to_string(segment_bytes) + ", \"streams\": " +
+                            std::to_string(streams) + ", \"phases\": " + (one_phase ? "1" : "2"),
+                        milliseconds);
 }

@@ -201,8 +201,8 @@ cudaError_t accumulate(const CudaAccumulate& call, const std::vector<Range>& ran
   for_each_chunk(
       call.layout, ranges,
       [&](const Run& run, int64_t offset) {
-        tables.add(run, call.leaves.data[run.leaf], call.sums.data[run.leaf],
-                   call.leaves.dtype[run.leaf], offset);
+        tables.add(run, call.leaves.data ? call.leaves.data[run.leaf] : nullptr,
+                   call.sums.data[run.leaf], call.leaves.dtype[run.leaf], offset);
       },
       [](int64_t) {});
   return tables.finish();

@@ -54,7 +54,7 @@ cudaError_t decode(const CudaDecode& call, const std::vector<Range>& ranges, cud
 
 struct CudaAccumulate {
   Layout layout;
-  LeavesIn leaves;
+  LeavesIn leaves;         // data null: zeros
   const uint8_t* payload;  // u8[peers, chunk_bytes], of the chunk that the ranges lie in
   int64_t peers;
   RankSource rank;

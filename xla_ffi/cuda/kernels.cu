@@ -141,12 +141,15 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
       const uint8_t* const records = args.payload + bucket.record();
       for (int k = 0; k < bucket.tiles(); ++k) {
         Peers<4> peers(bucket, records, args.row_bytes, args.peers, own, k);
+        const auto start = [&] {
+          return piece.in ? load_tile(bucket, k, Pad::kZero) : filled(0.0f);
+        };
         Tile t = filled(0.0f);
-        if (!bucket.rotated) t = load_tile(bucket, k, Pad::kZero);
+        if (!bucket.rotated) t = start();
         peers.add_to(bucket, &t);
         if (bucket.rotated) {
           rotate_back(bucket, k, &t);
-          add_tile(load_tile(bucket, k, Pad::kZero), &t);
+          add_tile(start(), &t);
         }
         divide_tile(divide, &t);
         if (any_nan(t)) t.each([&](float& x, int, int) { x = canonical_nan(x); });

@@ -15,7 +15,7 @@ namespace cgx {
 // Consecutive buckets of one leaf within one chunk, or bytes to clear. What a warp reads of it for
 // every bucket is 32 bits wide wherever a bucket's or a table's limits allow it.
 struct Piece {
-  const char* in;   // the first bucket's values; null in decode
+  const char* in;   // the first bucket's values; null in decode, and for zeros in accumulate
   char* out;        // where its residuals, values or sums go, or the bytes to clear; null: nowhere
   int64_t record;   // of the first bucket: in the payload, in reduce and accumulate in a row of it
   int64_t bucket;   // number of the first bucket in its leaf

@@ -41,6 +41,8 @@ py::dict handlers() {
       with_communicator(cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute);
   all["cgx_all_gather_nccl"] =
       with_communicator(cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute);
+  all["cgx_gather_sum_nccl"] =
+      with_communicator(cgx::gather_sum_nccl_initialize, cgx::gather_sum_nccl_execute);
   all["cgx_all_reduce_peer"] =
       with_communicator(cgx::all_reduce_peer_initialize, cgx::all_reduce_peer_execute);
 #endif

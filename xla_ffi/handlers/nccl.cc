@@ -49,7 +49,7 @@ struct Call {
   const uint32_t* keys;
   float divisor;
   Ints groups;
-  int64_t segment_bytes;
+  int64_t segment_bytes, streams;
   uint8_t* payloads;
 
   ffi::Error internal(const std::string& text) const {
@@ -59,27 +59,33 @@ struct Call {
 
 template <Collective kCollective>
 ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 Ints slots, int64_t world, float divisor, Ints groups, int64_t segment_bytes) {
+                 Ints slots, int64_t world, float divisor, Ints groups, int64_t segment_bytes,
+                 int64_t streams) {
   const std::string& name = call->name;
   CGX_TRY(check_world(name, world));
   CGX_TRY(check_groups(name, groups, world));
+  constexpr bool kReduces = kCollective == Collective::kAllReduce;
   constexpr bool kScatters = kCollective == Collective::kReduceScatter;
   constexpr bool kGathers = kCollective == Collective::kAllGather;
   call->world = world;
-  call->rows = kScatters || kGathers ? world : 1;
+  call->rows = kReduces ? 1 : world;
   call->rows_in = kScatters ? world : 1, call->rows_out = kGathers ? world : 1;
   Leaves &leaves = call->leaves, &results = call->results;
   CGX_TRY(leaves.add(name, args, call->rows_in));
   CGX_TRY(results.add(name, rets, call->rows_out, /*others=*/1));
-  if (call->rows == 1 && results.size.size() > leaves.size.size()) {
+  if (!kScatters && !kGathers && results.size.size() > leaves.size.size()) {
     CGX_TRY(results.split(name, leaves.size.size(), &call->residuals));
     CGX_TRY(same_leaves(name, leaves, call->residuals));
   }
   CGX_TRY(same_leaves(name, leaves, results));
   CGX_TRY(build_layout(name, leaves.size, {slots, world, call->rows}, &call->owned));
-  CGX_TRY(check_count(name, "keys", keys, kScatters ? 2 * world : kGathers ? 2 : 4));
+  CGX_TRY(check_count(name, "keys", keys, kScatters ? 2 * world : kReduces ? 4 : 2));
   CGX_TRY(check_divisor(name, divisor));
   if (segment_bytes < 1) return invalid(name, expected("segment_bytes", segment_bytes, 1));
+  if (streams < 1 || streams > kMostStreams) {
+    return invalid(name, "streams is " + std::to_string(streams) + ", must be in [1, " +
+                             std::to_string(kMostStreams) + "]");
+  }
   const auto payloads = rets.get<Payload>(rets.size() - 1);
   if (payloads.has_error()) return invalid(name, "payloads: " + payloads.error().message());
   CGX_TRY(check_count(name, "payloads", **payloads,
@@ -88,18 +94,28 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
   call->divisor = divisor;
   call->groups = groups;
   call->segment_bytes = segment_bytes;
+  call->streams = streams;
   call->payloads = (*payloads)->typed_data();
   return ffi::Error::Success();
 }
 
-ffi::Error initialize(int32_t device, const Call& call) {
+ffi::Error initialize(int32_t device, const Collectives& collectives, const Call& call) {
   std::string error;
-  if (!nccl_library(&error)) return call.internal(error);
+  const NcclLibrary* const nccl = nccl_library(&error);
+  if (!nccl) return call.internal(error);
+  NcclComm comm = nullptr;
+  int rank = -1;
+  if (call.streams > 1) {
+    CGX_TRY(communicator(call.name, collectives, *nccl, call.groups, call.world, &comm, &rank));
+  }
   const CurrentDevice current(device);
   if (error = current.error(); !error.empty()) return call.internal(error);
   Locked<CudaLane>& own = lane_of<CudaLane>(device);
   const std::lock_guard<std::mutex> lock(own.mutex);
   error = own.lane.prepare(CudaFused::segments(call.owned.view(), call.segment_bytes));
+  if (error.empty() && call.streams > 1) {
+    error = own.lane.connect(call.streams, *nccl, comm, rank);
+  }
   return error.empty() ? ffi::Error::Success() : call.internal(error);
 }
 
@@ -116,7 +132,7 @@ ffi::Error execute(cudaStream_t stream, int32_t device, const Collectives& colle
   if (error = current.error(); !error.empty()) return call.internal(error);
   const auto in = repeated(call.leaves.pointers(call.rows_in), call.rows / call.rows_in);
   const auto out = repeated(call.results.pointers(call.rows_out), call.rows / call.rows_out);
-  const auto lost = call.residuals.pointers(1);
+  const auto lost = repeated(call.residuals.pointers(1), call.rows);
   const auto dtypes = repeated(call.leaves.dtype, call.rows);
   Locked<CudaLane>& own = lane_of<CudaLane>(device);
   const std::lock_guard<std::mutex> lock(own.mutex);
@@ -129,6 +145,7 @@ ffi::Error execute(cudaStream_t stream, int32_t device, const Collectives& colle
                    call.divisor,
                    rank,
                    call.segment_bytes,
+                   call.streams,
                    call.payloads},
                   *nccl, comm, own.lane, stream);
   error = fused.run();
@@ -156,16 +173,18 @@ auto with_call(Binding&& binding) {
                          .RemainingRets())
       .template Attr<float>("divisor")
       .template Attr<Ints>("groups")
-      .template Attr<int64_t>("segment_bytes");
+      .template Attr<int64_t>("segment_bytes")
+      .template Attr<int64_t>("streams");
 }
 
 template <Collective kCollective>
 XLA_FFI_Error* call_initialize(XLA_FFI_CallFrame* frame) {
   static const auto handler =
-      with_call(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>())
-          .To([](int32_t device, const auto&... given) {
-            return checked<kCollective>([&](const Call& call) { return initialize(device, call); },
-                                        given...);
+      with_call(
+          ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::Extension<Collectives>>())
+          .To([](int32_t device, const Collectives& collectives, const auto&... given) {
+            return checked<kCollective>(
+                [&](const Call& call) { return initialize(device, collectives, call); }, given...);
           });
   return handler->Call(frame);
 }
@@ -218,6 +237,14 @@ XLA_FFI_Error* all_gather_nccl_initialize(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame) {
   return call_execute<Collective::kAllGather>(frame);
+}
+
+XLA_FFI_Error* gather_sum_nccl_initialize(XLA_FFI_CallFrame* frame) {
+  return call_initialize<Collective::kGatherSum>(frame);
+}
+
+XLA_FFI_Error* gather_sum_nccl_execute(XLA_FFI_CallFrame* frame) {
+  return call_execute<Collective::kGatherSum>(frame);
 }
 
 }  // namespace cgx

@@ -1,8 +1,8 @@
-// XLA FFI handlers of the fused calls on CUDA: all-reduce and its two halves. They need the
-// collectives extension of the runtime, which lends XLA's own communicator; without its header they
-// are not built.
+// XLA FFI handlers of the fused calls on CUDA: all-reduce, its two halves, and gather-sum, which is
+// an all-reduce in one phase. They need the collectives extension of the runtime, which lends XLA's
+// own communicator; without its header they are not built.
 //
-// The last result of every call is u8[CudaFused::scratch_bytes()]: the payloads. Both streams still
+// The last result of every call is u8[CudaFused::scratch_bytes()]: the payloads. All streams still
 // use them when a handler returns, and only a result lives until the whole call is over.
 #ifndef CGX_HANDLERS_NCCL_H_
 #define CGX_HANDLERS_NCCL_H_
@@ -30,6 +30,9 @@ XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame);
 // itself.
 XLA_FFI_Error* reduce_scatter_nccl_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame);
+// (key, leaves) -> leaves [, residuals], payloads
+XLA_FFI_Error* gather_sum_nccl_initialize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* gather_sum_nccl_execute(XLA_FFI_CallFrame* frame);
 // (key, leaves) -> leaves[world], payloads
 XLA_FFI_Error* all_gather_nccl_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame);

@@ -6,9 +6,6 @@ namespace {
 // Memory is the limit of what may be in flight, and every segment has its own.
 constexpr int64_t kNoWindow = int64_t{1} << 62;
 
-// One for the order of streams as messages are posted, and one for each phase of a segment.
-int64_t events_of(int64_t segments) { return 1 + 2 * segments; }
-
 Layout with_rows(Layout layout, int64_t bytes) {
   layout.chunk_bytes = bytes;
   return layout;
@@ -24,52 +21,29 @@ CudaFused::CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclCom
                      CudaLane& lane, cudaStream_t stream)
     : spec_(spec),
       nccl_(nccl),
-      comm_(comm),
-      lane_(lane),
+      wires_(lane.wires(comm, spec.streams)),
+      events_(lane.events()),
       stream_(stream),
       segments_(spec.layout, spec.segment_bytes),
       rows_(with_rows(spec.layout, row_bytes(spec.layout, spec.segment_bytes))),
       sent_(spec.scratch),
       received_(spec.scratch + rows_.world * rows_.chunk_bytes) {}
 
-std::string CudaLane::prepare(int64_t segments) {
-  const auto make = [&]() -> cudaError_t {
-    if (!loaded) {
-      if (const cudaError_t error = load_kernels(); error != cudaSuccess) return error;
-      loaded = true;
-    }
-    if (!wire) {
-      int least, greatest;
-      cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-      if (error == cudaSuccess) {
-        error = cudaStreamCreateWithPriority(&wire, cudaStreamNonBlocking, greatest);
-      }
-      if (error != cudaSuccess) return error;
-    }
-    while (static_cast<int64_t>(events.size()) < events_of(segments)) {
-      cudaEvent_t event;
-      const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-      if (error != cudaSuccess) return error;
-      events.push_back(event);
-    }
-    return cudaSuccess;
-  };
-  return said(make());
-}
-
 std::string CudaFused::run() {
-  if (static_cast<int64_t>(lane_.events.size()) < events_of(segments_.count())) {
+  if (wires_.empty() ||
+      static_cast<int64_t>(events_.size()) < CudaLane::events_of(segments_.count())) {
     return "the stage Initialize of this call has not run on its device";
   }
   Schedule<CudaFused, CudaFused> schedule(segments_.count(), kNoWindow, *this, *this);
   while (error_.empty() && schedule.step()) {
   }
   if (!error_.empty()) {
-    // The caller frees the memory now: its stream has to come after what the wire still does.
-    const std::string error = error_;
-    check(cudaEventRecord(lane_.events[0], lane_.wire));
-    check(cudaStreamWaitEvent(stream_, lane_.events[0], 0));
-    return error;
+    // The caller frees the memory now: its stream has to come after what the wires still do.
+    for (const Wire& wire : wires_) {
+      cudaEventRecord(events_[0], wire.stream);
+      cudaStreamWaitEvent(stream_, events_[0], 0);
+    }
+    return error_;
   }
   return "";
 }
@@ -107,13 +81,26 @@ void CudaFused::reduce(int64_t segment) {
       break;
     case Collective::kAllGather:
     case Collective::kGatherSum:
-      check(cgx::encode({rows_, spec_.in, {}, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
-                        own, stream_));
+      check(cgx::encode(
+          {rows_, spec_.in, spec_.residuals, spec_.keys, {nullptr, -1}, sent_, /*tails=*/false},
+          own, stream_));
   }
 }
 
 void CudaFused::decode(int64_t segment) {
   if (!has(Phase::kGather)) return;
+  if (spec_.collective == Collective::kGatherSum) {
+    // From zeros, and this rank's payload too: all ranks add up the same.
+    check(cgx::accumulate({rows_,
+                           {nullptr, spec_.in.dtype},
+                           sent_,
+                           rows_.world,
+                           {nullptr, -1},
+                           spec_.divisor,
+                           spec_.out},
+                          {range(spec_.rank, segment)}, stream_));
+    return;
+  }
   std::vector<Range> ranges;
   for (int64_t chunk = 0; chunk < rows_.world; ++chunk) ranges.push_back(range(chunk, segment));
   check(cgx::decode({rows_, sent_, spec_.out}, ranges, stream_));
@@ -123,8 +110,9 @@ void CudaFused::post(Phase phase, int64_t segment) {
   if (!has(phase)) return;
   const int64_t world = rows_.world;
   const int32_t own = spec_.rank;
-  check(cudaEventRecord(lane_.events[0], stream_));
-  check(cudaStreamWaitEvent(lane_.wire, lane_.events[0], 0));
+  const auto [comm, stream] = wire(segment);
+  check(cudaEventRecord(events_[0], stream_));
+  check(cudaStreamWaitEvent(stream, events_[0], 0));
   check_nccl("ncclGroupStart", nccl_.group_start());
   if (!error_.empty()) return;
   for (int64_t d = 1; d < world; ++d) {
@@ -138,19 +126,19 @@ void CudaFused::post(Phase phase, int64_t segment) {
     const size_t in_bytes = segments_.bytes(in_chunk, segment);
     if (out_bytes > 0) {
       check_nccl("ncclSend", nccl_.send(place(sent_, out_chunk, out_chunk, segment), out_bytes,
-                                        NcclLibrary::kBytes, to, comm_, lane_.wire));
+                                        NcclLibrary::kBytes, to, comm, stream));
     }
     if (in_bytes > 0) {
       check_nccl("ncclRecv", nccl_.recv(place(scatter ? received_ : sent_, from, in_chunk, segment),
-                                        in_bytes, NcclLibrary::kBytes, from, comm_, lane_.wire));
+                                        in_bytes, NcclLibrary::kBytes, from, comm, stream));
     }
   }
-  check_nccl("ncclGroupEnd", settled(nccl_.group_end()));
-  check(cudaEventRecord(event(phase, segment), lane_.wire));
+  check_nccl("ncclGroupEnd", settled(comm, nccl_.group_end()));
+  check(cudaEventRecord(event(phase, segment), stream));
 }
 
-int CudaFused::settled(int result) {
-  result = nccl_.settled(comm_, result, spec_.patience);
+int CudaFused::settled(NcclComm comm, int result) {
+  result = nccl_.settled(comm, result, spec_.patience);
   if (result == NcclLibrary::kInProgress && error_.empty()) {
     error_ = still_in_progress(spec_.patience);
   }
@@ -176,7 +164,7 @@ uint8_t* CudaFused::place(uint8_t* rows, int64_t row, int64_t chunk, int64_t seg
 }
 
 cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {
-  return lane_.events[1 + 2 * segment + (phase == Phase::kGather)];
+  return events_[1 + 2 * segment + (phase == Phase::kGather)];
 }
 
 void CudaFused::check(cudaError_t error) {

@@ -1,8 +1,12 @@
-// One fused all-reduce, or one half of it, on a GPU: the schedule over the CUDA kernels and NCCL,
-// on two streams.
+// One fused all-reduce, one half of it, or one in a single phase, on a GPU: the schedule over the
+// CUDA kernels and NCCL, on several streams.
 //
-// Kernels go to the caller's stream, messages to a second one, and events order the two: a segment
-// travels while the next is encoded. Nothing waits on the host.
+// Kernels go to the caller's stream, messages to wires (nccl/lane.h), segment after segment in
+// turn, and events order them: segments travel while the next is encoded. Nothing waits on the
+// host.
+//
+// Every rank posts the same messages in the same order, on the same wire each. So a message waits
+// for none but earlier ones, whatever the order in which streams come to theirs.
 #ifndef CGX_NCCL_FUSED_H_
 #define CGX_NCCL_FUSED_H_
 
@@ -13,7 +17,7 @@
 #include <vector>
 
 #include "cuda/codec.h"
-#include "nccl/library.h"
+#include "nccl/lane.h"
 #include "schedule/schedule.h"
 #include "schedule/segments.h"
 
@@ -21,33 +25,21 @@ namespace cgx {
 
 struct CudaFusedSpec {
   Collective collective;
-  // Of the halves of an all-reduce: the leaves once for every rank, so that they are its chunk.
+  // Of all but an all-reduce: the leaves once for every rank, so that they are its chunk.
   Layout layout;
-  LeavesIn in;          // of an all-gather: this rank's alone are read
-  LeavesOut out;        // of a reduce-scatter: this rank's alone are written
-  LeavesOut residuals;  // data null: none; of an all-reduce alone
+  LeavesIn in;          // of an all-gather and a gather-sum: this rank's alone are read
+  LeavesOut out;        // of a reduce-scatter and a gather-sum: this rank's alone are written
+  LeavesOut residuals;  // data null: none; of an all-reduce and a gather-sum alone
   // Device. Two words for encode and two for reduce; of a reduce-scatter two for every rank's
-  // leaves, of an all-gather two.
+  // leaves, of the others two.
   const uint32_t* keys;
   float divisor;
   int32_t rank;
   int64_t segment_bytes;
+  int64_t streams;   // wires
   uint8_t* scratch;  // device, scratch_bytes()
-  // How long a communicator may take to put messages on its stream. It connects to its peers at the
-  // first ones, which takes seconds; where a rank is missing, it never ends.
-  std::chrono::milliseconds patience = std::chrono::seconds(60);
-};
-
-// What a device keeps from call to call.
-struct CudaLane {
-  cudaStream_t wire = nullptr;
-  std::vector<cudaEvent_t> events;
-  bool loaded = false;
-
-  // Makes what calls of up to `segments` segments use on the current device; what went wrong, or
-  // "". Comes before any call, and no call makes anything: CUDA may then wait for all work on the
-  // device, and messages there wait for ranks that this process still has to start.
-  std::string prepare(int64_t segments);
+  // How long a communicator may take to put messages on its stream.
+  std::chrono::milliseconds patience = kPatience;
 };
 
 class CudaFused {
@@ -63,7 +55,7 @@ class CudaFused {
     return aligned(layout.chunk_bytes) + kAlignment * segments(layout, segment_bytes);
   }
   static int64_t scratch_bytes(Collective collective, const Layout& layout, int64_t segment_bytes) {
-    const int64_t rows = (collective == Collective::kAllGather ? 1 : 2) * layout.world;
+    const int64_t rows = (cgx::has(collective, Phase::kScatter) ? 2 : 1) * layout.world;
     return rows * row_bytes(layout, segment_bytes);
   }
   static int64_t segments(const Layout& layout, int64_t segment_bytes) {
@@ -71,7 +63,7 @@ class CudaFused {
   }
 
   // Puts the whole call on the streams; what went wrong, or "". Whatever happens, work that comes
-  // later on the caller's stream finds both streams done with this call's memory.
+  // later on the caller's stream finds all streams done with this call's memory.
   std::string run();
 
   // The schedule's kernels.
@@ -90,14 +82,15 @@ class CudaFused {
   Range range(int64_t chunk, int64_t segment) const;
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
   cudaEvent_t event(Phase phase, int64_t segment) const;
-  int settled(int result);
+  const Wire& wire(int64_t segment) const { return wires_[segment % wires_.size()]; }
+  int settled(NcclComm comm, int result);
   void check(cudaError_t error);
   void check_nccl(const char* call, int result);
 
   const CudaFusedSpec spec_;
   const NcclLibrary& nccl_;
-  const NcclComm comm_;
-  CudaLane& lane_;
+  const std::vector<Wire> wires_;
+  const std::vector<cudaEvent_t>& events_;
   const cudaStream_t stream_;
   const Segments segments_;
   const Layout rows_;                      // the layout with rows of row_bytes()

@@ -28,6 +28,9 @@ struct Loaded {
     bind(handle, "ncclGroupEnd", &library.group_end);
     bind(handle, "ncclSend", &library.send);
     bind(handle, "ncclRecv", &library.recv);
+    find(handle, "ncclCommSplit", &library.comm_split);
+    find(handle, "ncclRedOpCreatePreMulSum", &library.op_create);
+    find(handle, "ncclRedOpDestroy", &library.op_destroy);
     find(handle, "ncclMemAlloc", &library.mem_alloc);
     find(handle, "ncclCommWindowRegister", &library.window_register);
     find(handle, "ncclGetPeerDevicePointer", &library.peer_pointer);

@@ -1,6 +1,6 @@
 // NCCL, bound at run time to the copy that XLA has loaded: nothing links to it, and building needs
-// no header of its. What every call uses has had this binary interface since NCCL 2.7; windows,
-// since 2.29, and their functions are null before.
+// no header of its. What every call uses has had this binary interface since NCCL 2.7,
+// communicators that are split since 2.18 and windows since 2.29; their functions are null before.
 #ifndef CGX_NCCL_LIBRARY_H_
 #define CGX_NCCL_LIBRARY_H_
 
@@ -8,6 +8,7 @@
 #include <stddef.h>
 
 #include <chrono>
+#include <climits>
 #include <string>
 #include <thread>
 
@@ -16,10 +17,24 @@ namespace cgx {
 using NcclComm = struct ncclComm*;
 using NcclWindow = struct ncclWindow_vidmem*;
 
+// ncclConfig_t as NCCL 2.18 has it; later ones tell by its size and version what it lacks. A field
+// that is kUnset is NCCL's to choose.
+struct NcclConfig {
+  static constexpr int kUnset = INT_MIN;  // NCCL_CONFIG_UNDEF_INT
+
+  size_t size = sizeof(NcclConfig);
+  unsigned magic = 0xcafebeefu;
+  unsigned version = 21800;
+  int blocking = kUnset, cluster_size = kUnset, min_blocks = kUnset, max_blocks = kUnset;
+  const char* network = nullptr;
+  int split_share = kUnset;
+};
+
 struct NcclLibrary {
   static constexpr int kSuccess = 0, kInProgress = 7;  // of ncclResult_t
   static constexpr int kBytes = 1;                     // ncclUint8
   static constexpr int kSymmetric = 1;                 // NCCL_WIN_COLL_SYMMETRIC
+  static constexpr int kHostScalar = 1;                // ncclScalarHostImmediate
 
   int (*get_version)(int* version);
   const char* (*get_error_string)(int result);
@@ -32,10 +47,15 @@ struct NcclLibrary {
               cudaStream_t stream);
   int (*recv)(void* data, size_t count, int type, int peer, NcclComm comm, cudaStream_t stream);
 
+  int (*comm_split)(NcclComm comm, int color, int key, NcclComm* made, NcclConfig* config);
+  int (*op_create)(int* op, void* scalar, int type, int residence, NcclComm comm);
+  int (*op_destroy)(int op, NcclComm comm);
+
   int (*mem_alloc)(void** memory, size_t bytes);
   int (*window_register)(NcclComm comm, void* memory, size_t bytes, NcclWindow* window, int flags);
   int (*peer_pointer)(NcclWindow window, size_t offset, int peer, void** pointer);
 
+  bool has_split() const { return comm_split && op_create && op_destroy; }
   bool has_windows() const { return mem_alloc && window_register && peer_pointer; }
 
   // A communicator that does not block says "in progress", and must be asked until it is done: what

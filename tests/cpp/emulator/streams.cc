@@ -10,6 +10,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -31,19 +32,29 @@ struct World {
   std::vector<std::unique_ptr<Stream>> streams;
   std::vector<std::unique_ptr<Event>> events;
   std::vector<std::shared_ptr<Grid>> grids;  // until their streams have run: kernels read them
-  std::map<std::pair<int, int>, std::deque<Message>> sent;  // by (from, to), in order
+  std::map<std::tuple<int64_t, int, int>, std::deque<Message>>
+      sent;  // by (comm, from, to), in order
+  std::vector<std::unique_ptr<Comm>> comms;
+  std::map<std::pair<int64_t, int64_t>, int64_t> numbers;  // of a communicator's splits
+  std::set<int64_t> used, connections;
   int64_t waits = 0, left_out = -1;
   int64_t calls = 0, failing = -1;
-  int depth = 0;
-  std::vector<Message> group;
-  const Comm* comm = nullptr;
-  Stream* stream = nullptr;
+  bool messages = false;  // whether one has been put on a stream
   uint64_t progress = 0;
   std::set<std::pair<int, const void*>> loaded;  // by device
   int64_t late = 0, launches = 0;
 };
 
+// The messages of a thread that wait for the end of their group.
+struct Group {
+  int depth = 0;
+  std::vector<Message> messages;
+  const Comm* comm = nullptr;
+  Stream* stream = nullptr;
+};
+
 World world;
+thread_local Group own;
 thread_local int current_device = 0;
 
 // Whoever holds it may run everything on the streams, and an operation may put others there.
@@ -65,10 +76,10 @@ bool exchange(const Comm* comm, std::vector<Message>* group) {
     if (m.from && !m.posted) {
       m.posted = true;
       ++world.progress;
-      world.sent[{comm->rank, m.peer}].push_back(m);
+      world.sent[{comm->number, comm->rank, m.peer}].push_back(m);
     }
     if (m.to && !*m.over) {
-      std::deque<Message>& queue = world.sent[{m.peer, comm->rank}];
+      std::deque<Message>& queue = world.sent[{comm->number, m.peer, comm->rank}];
       if (!queue.empty()) {
         const Message& other = queue.front();
         if (other.bytes != m.bytes) {
@@ -87,16 +98,17 @@ bool exchange(const Comm* comm, std::vector<Message>* group) {
 }
 
 int add(Message message, const Comm* comm, Stream* stream) {
+  const Lock lock(mutex());
   if (const int result = called(); result != kSuccess) return result;
   const void* const data = message.from ? message.from : message.to;
   if (reinterpret_cast<uintptr_t>(data) % kAlignment != 0) return kInvalidArgument;
-  if (world.depth == 0) {
+  if (own.depth == 0) {
     fprintf(stderr, "emulator: a message outside of a group\n");
     abort();
   }
-  world.comm = comm;
-  world.stream = stream;
-  world.group.push_back(std::move(message));
+  own.comm = comm;
+  own.stream = stream;
+  own.messages.push_back(std::move(message));
   return kSuccess;
 }
 
@@ -159,19 +171,19 @@ Event* create_event() {
 
 Stream* make_stream() {
   const Lock lock(mutex());
-  world.late += world.calls > 0;
+  world.late += world.messages;
   return create_stream();
 }
 
 Event* make_event() {
   const Lock lock(mutex());
-  world.late += world.calls > 0;
+  world.late += world.messages;
   return create_event();
 }
 
 void load(const void* kernel) {
   const Lock lock(mutex());
-  if (world.loaded.insert({current_device, kernel}).second) world.late += world.calls > 0;
+  if (world.loaded.insert({current_device, kernel}).second) world.late += world.messages;
 }
 
 int64_t late() { return world.late; }
@@ -186,9 +198,9 @@ int64_t launches() { return world.launches; }
 
 void record(Event* event, Stream* stream) {
   const Lock lock(mutex());
-  const uint64_t number = ++event->recorded;
+  const auto reached = event->reached = std::make_shared<bool>(false);
   submit(stream, [=] {
-    event->reached = number;
+    *reached = true;
     event->when = std::chrono::steady_clock::now();
     return true;
   });
@@ -197,8 +209,7 @@ void record(Event* event, Stream* stream) {
 void wait(Stream* stream, Event* event) {
   const Lock lock(mutex());
   if (world.waits++ == world.left_out) return;
-  const uint64_t number = event->recorded;
-  submit(stream, [=] { return event->reached >= number; });
+  submit(stream, [reached = event->reached] { return !reached || *reached; });
 }
 
 void begin_capture(Stream* stream) { stream->captured = new Graph; }
@@ -209,7 +220,10 @@ void set_device(int device) { current_device = device; }
 
 int device() { return current_device; }
 
-void reset() { world = World(); }
+void reset() {
+  world = World();
+  own = Group();
+}
 
 int64_t waits() { return world.waits; }
 
@@ -247,20 +261,40 @@ bool run_streams(uint64_t seed) {
 }
 
 int group_start() {
+  const Lock lock(mutex());
   if (const int result = called(); result != kSuccess) return result;
-  ++world.depth;
+  ++own.depth;
   return kSuccess;
 }
 
 int group_end() {
-  if (world.depth == 0 || --world.depth > 0) return kSuccess;
-  auto group = std::make_shared<std::vector<Message>>(std::move(world.group));
-  world.group.clear();
+  const Lock lock(mutex());
+  if (own.depth == 0 || --own.depth > 0) return kSuccess;
+  auto group = std::make_shared<std::vector<Message>>(std::move(own.messages));
+  own.messages.clear();
   if (const int result = called(); result != kSuccess) return result;
   if (group->empty()) return kSuccess;
-  submit(world.stream, [comm = world.comm, group] { return exchange(comm, group.get()); });
+  world.messages = true;
+  world.used.insert(own.comm->number);
+  world.connections.insert(own.comm->resources);
+  submit(own.stream, [comm = own.comm, group] { return exchange(comm, group.get()); });
   return kSuccess;
 }
+
+int split(Comm* from, bool share, Comm** made) {
+  const Lock lock(mutex());
+  if (const int result = called(); result != kSuccess) return result;
+  const int64_t next = static_cast<int64_t>(world.numbers.size()) + 1;
+  const int64_t number = world.numbers.insert({{from->number, from->splits++}, next}).first->second;
+  world.comms.push_back(std::make_unique<Comm>(
+      Comm{from->rank, from->world, number, from->share ? from->resources : number, share}));
+  *made = world.comms.back().get();
+  return kSuccess;
+}
+
+int64_t used() { return static_cast<int64_t>(world.used.size()); }
+
+int64_t connections() { return static_cast<int64_t>(world.connections.size()); }
 
 int send(const void* data, size_t count, int peer, const Comm* comm, Stream* stream) {
   return add({data, nullptr, count, peer}, comm, stream);

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <vector>
 
 namespace emulator {
@@ -29,7 +30,7 @@ struct Stream {
 };
 
 struct Event {
-  uint64_t recorded = 0, reached = 0;
+  std::shared_ptr<bool> reached;  // of the last record alone: waits hold that of theirs
   std::chrono::steady_clock::time_point when;  // it was reached last
 };
 
@@ -50,7 +51,7 @@ void set_device(int device);
 int device();
 
 // What the runtime makes and loads. On a device each may wait for all streams, and messages on them
-// for other ranks of this process: late() is how many came after NCCL's first call since reset(). A
+// for other ranks of this process: late() is how many came after the first message since reset(). A
 // kernel that is launched is loaded, unless the current device has it.
 Stream* make_stream();
 Event* make_event();
@@ -73,16 +74,25 @@ void leave_out(int64_t wait);
 bool run_streams(uint64_t seed);
 
 // NCCL's point-to-point calls between ranks that are this process's: results are ncclResult_t's.
-// send and recv take pointers to multiples of 16 only. fail_at counts calls of group_start, send,
-// recv and group_end; that one fails (-1: none).
+// send and recv take pointers to multiples of 16 only. A thread has a group of its own. fail_at
+// counts calls of group_start, send, recv, group_end and split; that one fails (-1: none).
 struct Comm {
   int rank, world;
+  int64_t number = 0;     // of the communicator, which all ranks have
+  int64_t resources = 0;  // the communicator whose connections it uses
+  bool share = true;      // whether what is split from it uses them too
+  int64_t splits = 0, marks = 0;
 };
 int group_start();
 int group_end();
 int send(const void* data, size_t count, int peer, const Comm* comm, Stream* stream);
 int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream);
+// A communicator of the same ranks, until reset(). `share` is that of the new one.
+int split(Comm* from, bool share, Comm** made);
 void fail_at(int64_t call);
+// How many communicators have had a message on a stream since reset(), and how many connections.
+int64_t used();
+int64_t connections();
 
 }  // namespace emulator
 

@@ -1,16 +1,12 @@
-// The CUDA handlers, driven by call frames made by hand as XLA makes them; everything below them is
-// emulated. Needs the FFI headers of a jaxlib with the collectives extension.
+// The CUDA handlers of the codec, driven by call frames made by hand as XLA makes them; everything
+// below them is emulated. Needs the FFI headers of a jaxlib with the collectives extension.
 #include "handlers/cuda.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "cases.h"
 #include "cpu/kernels.h"
 #include "handlers/frames.h"
-#include "handlers/nccl.h"
-#include "nccl/fused.h"
-#include "xla/ffi/api/collectives_c_api.h"
 
 namespace {
 
@@ -19,8 +15,6 @@ using Bytes = std::vector<uint8_t>;
 bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
-
-// --- codec
 
 constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1;
 constexpr int64_t kNearest = 0, kCorrelated = 2;
@@ -105,308 +99,16 @@ void codec() {
 }
 
 void kernels_may_be_recorded() {
-  for (XLA_FFI_Handler* handler :
-       {cgx::encode_cuda_handler, cgx::reduce_cuda_handler, cgx::decode_cuda_handler,
-        cgx::accumulate_cuda_handler, cgx::all_reduce_nccl_execute,
-        cgx::reduce_scatter_nccl_execute, cgx::all_gather_nccl_execute}) {
-    check(may_be_recorded(handler) == (handler != cgx::all_reduce_nccl_execute &&
-                                       handler != cgx::reduce_scatter_nccl_execute &&
-                                       handler != cgx::all_gather_nccl_execute),
-          "kernels may be recorded into command buffers, messages not");
-  }
-}
-
-// --- the fused calls
-
-emulator::Comm comms[kWorld];
-int comm_count, comm_state;
-
-std::vector<std::string> requests;
-
-XLA_FFI_Error* request(const XLA_FFI_Collectives_Extension*,
-                       XLA_FFI_Communicator_Request_Args* args) {
-  std::string text =
-      std::to_string(args->group_mode) + "/" + std::to_string(args->communication_id);
-  for (size_t g = 0; g < args->num_groups; ++g) {
-    text += ":";
-    for (size_t i = 0; i < args->groups[g].size; ++i) {
-      text += " " + std::to_string(args->groups[g].ids[i]);
-    }
-  }
-  requests.push_back(text);
-  return nullptr;
-}
-
-XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicator_Get_Args* args) {
-  if (!self->state) {
-    return new XLA_FFI_Error{"no clique", XLA_FFI_Error_Code_FAILED_PRECONDITION};
-  }
-  args->communicator = reinterpret_cast<XLA_FFI_Communicator*>(self->state);
-  return nullptr;
-}
-
-// A fused call: its handlers, and the sizes of its operands and results.
-struct Fused {
-  const char* name;
-  XLA_FFI_Handler *initialize, *execute;
-  cgx::Collective collective;
-  int64_t keys, rows_in, rows_out;
-  bool residual = false;
-  int64_t more_payloads = 0;  // bytes beyond those needed
-};
-const Fused kFused[] = {
-    {"all-reduce", cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute,
-     cgx::Collective::kAllReduce, 4, 1, 1},
-    {"reduce-scatter", cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute,
-     cgx::Collective::kReduceScatter, 2 * kWorld, kWorld, 1},
-    {"all-gather", cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute,
-     cgx::Collective::kAllGather, 2, 1, kWorld},
-    {"all-reduce with residuals", cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute,
-     cgx::Collective::kAllReduce, 4, 1, 1, true},
-};
-
-constexpr int64_t kSegment = 100;
-
-// What the call's payloads need.
-int64_t payload_bytes(const Fused& call) {
-  const cgx::SlotSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation};
-  const bool whole = call.collective == cgx::Collective::kAllReduce;
-  cgx::OwnedLayout owned;
-  check(owned.build(std::vector<cgx::SlotSpec>(whole ? 1 : kWorld, leaf), kWorld).empty(),
-        "fused: layout");
-  return cgx::CudaFused::scratch_bytes(call.collective, owned.view(), kSegment);
-}
-
-struct Options {
-  int32_t major = 0, minor = 2;
-  bool extension = true, clique = true, initialize = true;
-  int count = kWorld, state = cgx::NcclLibrary::kSuccess;
-  int64_t failing = -1;
-  int64_t world = kWorld;
-  std::vector<int64_t> groups = {0, 1, 2, 3};
-};
-
-using Arrays = std::vector<std::vector<float>>;  // by rank
-
-// Every rank's operand: `rows` of kValues.
-Arrays operands(int64_t rows) {
-  std::mt19937 rng(1);
-  std::normal_distribution<float> normal;
-  Arrays all(kWorld, std::vector<float>(rows * kValues));
-  for (auto& rank : all) {
-    for (float& v : rank) v = normal(rng);
-  }
-  return all;
-}
-
-// Both ranks' calls, stage by stage; the first error.
-std::string fused(const Fused& call, const Options& options, Arrays* out) {
-  emulator::reset();
-  emulator::fail_at(options.failing);
-  requests.clear();
-  comm_count = options.count;
-  comm_state = options.state;
-  const Arrays in = operands(call.rows_in);
-  out->assign(kWorld, std::vector<float>(call.rows_out * kValues, NAN));
-  const uint32_t keys[4] = {1, 2, 3, 4};
-  // Aligned as XLA's buffers are; they live until the streams have run.
-  struct alignas(256) Line {
-    uint8_t bytes[256];
-  };
-  const int64_t bytes = payload_bytes(call) + call.more_payloads;
-  std::vector<std::vector<Line>> payloads(kWorld, std::vector<Line>(bytes / sizeof(Line) + 1));
-  Arrays lost = *out;
-  XLA_FFI_Collectives_Extension extensions[kWorld] = {};
-  XLA_FFI_InvokeContext contexts[kWorld];
-  std::vector<Frame> frames(kWorld);
-  for (int r = 0; r < kWorld; ++r) {
-    comms[r] = {r, static_cast<int>(kWorld)};
-    extensions[r].extension_base = {XLA_FFI_Collectives_Extension_STRUCT_SIZE,
-                                    {XLA_FFI_Extension_Collectives, options.major, options.minor},
-                                    nullptr};
-    extensions[r].request_communicator = request;
-    extensions[r].get_communicator = get;
-    static int devices = 0;
-    contexts[r].device = ++devices;  // what a device keeps belongs to the streams of one run
-    emulator::set_device(devices);
-    contexts[r].stream = emulator::create_stream();
-    if (options.extension) contexts[r].extension = &extensions[r].extension_base;
-    Frame& frame = frames[r];
-    frame.arg(XLA_FFI_DataType_U32, keys, {call.keys})
-        .arg(XLA_FFI_DataType_F32, in[r].data(), {call.rows_in, kValues})
-        .ret(XLA_FFI_DataType_F32, (*out)[r].data(), {call.rows_out, kValues});
-    if (call.residual) frame.ret(XLA_FFI_DataType_F32, lost[r].data(), {kValues});
-    frame.ret(XLA_FFI_DataType_U8, payloads[r].data(), {bytes})
-        .attr("divisor", 1.0f)
-        .attr("groups", options.groups)
-        .attr("segment_bytes", kSegment)
-        .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
-    with_layout(frame, kNearest);
-    frame.attr("world", options.world);
-  }
-  std::string error;
-  const auto stage = [&](XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage number) {
-    for (int r = 0; r < kWorld; ++r) {
-      const std::string said = frames[r].call(handler, number, &contexts[r]);
-      if (error.empty()) error = said;
-    }
-  };
-  emulator::set_device(0);  // none that a call runs on
-  stage(cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE);
-  for (int r = 0; r < kWorld && options.clique; ++r) {
-    extensions[r].state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comms[r]);
-  }
-  if (options.initialize) stage(call.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
-  stage(call.execute, XLA_FFI_ExecutionStage_EXECUTE);
-  if (error.empty() && emulator::late() > 0) error = "something was made after the first message";
-  if (error.empty() && emulator::device() != 0) error = "another device is left current";
-  if (error.empty() && !emulator::run_streams(3)) error = "the streams wait for ever";
-  for (const auto& rank : lost) {
-    for (size_t i = 0; call.residual && error.empty() && i < rank.size(); ++i) {
-      if (std::isnan(rank[i])) error = "a residual is left out";
-    }
-  }
-  return error;
-}
-
-// A row of values, encoded and decoded by itself: what its receivers make of it.
-std::vector<float> received(const float* row) {
-  cgx::OwnedLayout owned;
-  check(owned.build({{kValues, kBits, kBucket, kNearest, 0, kRotation}}, 1).empty(),
-        "fused: layout");
-  const cgx::Layout layout = owned.view();
-  const cgx::DType dtype = cgx::DType::kF32;
-  const uint32_t key[2] = {0, 0};
-  std::vector<float> out(kValues);
-  Bytes payload(layout.chunk_bytes);
-  const void* from = row;
-  void* to = out.data();
-  const cgx::KernelTable& cpu = cgx::current_kernels();
-  std::vector<float> scratch(owned.longest_bucket());
-  cpu.encode({layout, {&from, &dtype}, {}, key, -1, payload.data(), scratch.data()}, 0,
-             layout.total_bytes());
-  cpu.decode({layout, payload.data(), {&to, &dtype}, scratch.data()}, 0, layout.total_bytes());
-  return out;
-}
-
-void halves_of_an_all_reduce() {
-  Arrays in = operands(kWorld), out, expected(kWorld);
-  check(fused(kFused[1], {}, &out).empty(), "fused: reduce-scatter");
-  for (int64_t r = 0; r < kWorld; ++r) {
-    expected[r] = received(&in[1 - r][r * kValues]);
-    for (int64_t i = 0; i < kValues; ++i) expected[r][i] += in[r][r * kValues + i];
-  }
-  check(out == expected, "fused: sums of exact and received values");
-
-  in = operands(1);
-  check(fused(kFused[2], {}, &out).empty(), "fused: all-gather");
-  for (int64_t r = 0; r < kWorld; ++r) {
-    const std::vector<float> row = received(in[r].data());
-    for (auto& rank : expected) {
-      if (r == 0) rank.clear();
-      rank.insert(rank.end(), row.begin(), row.end());
-    }
-  }
-  check(out == expected, "fused: every rank has received every row, its own too");
-}
-
-void fused_calls() {
-  Arrays out;
-  for (const int32_t minor : {1, 2, 9}) {
-    Options options;
-    options.minor = minor;
-    check(fused(kFused[0], options, &out).empty(), "fused: extension 0." + std::to_string(minor));
-    check(std::memcmp(out[0].data(), out[1].data(), 4 * kValues) == 0 && out[0][0] == out[0][0],
-          "fused: ranks agree");
-    check(requests == std::vector<std::string>(2, "3/0: 0 1: 2 3"),
-          "fused: asks for both groups, by flattened numbers");
-  }
-  const struct {
-    const char* says;
-    Options options;
-  } refused[] = {
-      {"Extension version mismatch", {1, 0}},
-      {"Collectives not found", {0, 2, false}},
-      {"no clique", {0, 2, true, false}},
-      {"over axis 'data': the stage Initialize of this call has not run on its device",
-       {0, 2, true, true, false}},
-      {"size of the communicator is 3, expected 2", {0, 2, true, true, true, 3}},
-      {"the communicator has failed: internal error", {0, 2, true, true, true, 2, 3}},
-      {"over axis 'data': ncclGroupStart: internal", {0, 2, true, true, true, 2, 0, 0}},
-      {"over axis 'data': ncclSend: internal error", {0, 2, true, true, true, 2, 0, 1}},
-      {"over axis 'data': ncclRecv: internal error", {0, 2, true, true, true, 2, 0, 2}},
-      {"over axis 'data': ncclGroupEnd: internal error", {0, 2, true, true, true, 2, 0, 3}},
-      {"world is 0, must be in [1, 2^20]", {0, 2, true, true, true, 2, 0, -1, 0}},
-      {"size of groups is 3, must be a positive multiple of world, 2",
-       {0, 2, true, true, true, 2, 0, -1, kWorld, {0, 1, 2}}},
-      {"size of groups is 0, must be a positive multiple of world, 2",
-       {0, 2, true, true, true, 2, 0, -1, kWorld, {}}},
-  };
-  for (const Fused& call : kFused) {
-    for (const auto& c : refused) {
-      const std::string said = fused(call, c.options, &out);
-      check(has(said, c.says),
-            std::string(call.name) + ": expected '" + c.says + "', got '" + said + "'");
-    }
-    Fused wrong = call;
-    wrong.keys = 1;
-    check(has(fused(wrong, {}, &out), "size of keys is 1, expected "),
-          std::string(call.name) + ": keys of another size are refused");
-    wrong = call;
-    ++wrong.rows_out;
-    check(has(fused(wrong, {}, &out), "leaf 0 has "),
-          std::string(call.name) + ": a result of another size is refused");
-    for (const int64_t more : {-1, 1}) {
-      wrong = call;
-      wrong.more_payloads = more;
-      const int64_t needed = payload_bytes(call);
-      check(has(fused(wrong, {}, &out), "over axis 'data': size of payloads is " +
-                                            std::to_string(needed + more) + ", expected " +
-                                            std::to_string(needed)),
-            std::string(call.name) + ": payloads of another size are refused");
-    }
+  for (XLA_FFI_Handler* handler : {cgx::encode_cuda_handler, cgx::reduce_cuda_handler,
+                                   cgx::decode_cuda_handler, cgx::accumulate_cuda_handler}) {
+    check(may_be_recorded(handler), "kernels may be recorded into command buffers");
   }
 }
 
 }  // namespace
 
-namespace cgx {
-
-const NcclLibrary* nccl_library(std::string*) {
-  static const NcclLibrary library = [] {
-    NcclLibrary l = {};
-    l.get_error_string = [](int) { return "internal error"; };
-    l.comm_count = [](NcclComm, int* count) {
-      *count = comm_count;
-      return NcclLibrary::kSuccess;
-    };
-    l.comm_user_rank = [](NcclComm comm, int* rank) {
-      *rank = reinterpret_cast<emulator::Comm*>(comm)->rank;
-      return NcclLibrary::kSuccess;
-    };
-    l.comm_get_async_error = [](NcclComm, int* state) {
-      *state = comm_state;
-      return NcclLibrary::kSuccess;
-    };
-    l.group_start = emulator::group_start;
-    l.group_end = emulator::group_end;
-    l.send = [](const void* data, size_t count, int, int peer, NcclComm comm, cudaStream_t stream) {
-      return emulator::send(data, count, peer, reinterpret_cast<emulator::Comm*>(comm), stream);
-    };
-    l.recv = [](void* data, size_t count, int, int peer, NcclComm comm, cudaStream_t stream) {
-      return emulator::recv(data, count, peer, reinterpret_cast<emulator::Comm*>(comm), stream);
-    };
-    return l;
-  }();
-  return &library;
-}
-
-}  // namespace cgx
-
 int main() {
   codec();
   kernels_may_be_recorded();
-  fused_calls();
-  halves_of_an_all_reduce();
   return report();
 }

@@ -1,0 +1,59 @@
+// A cgx::NcclLibrary whose calls are the emulator's.
+#ifndef CGX_EMULATOR_NCCL_H_
+#define CGX_EMULATOR_NCCL_H_
+
+#include "nccl/library.h"
+#include "streams.h"
+
+namespace emulator {
+
+inline Comm* comm_of(cgx::NcclComm comm) { return reinterpret_cast<Comm*>(comm); }
+inline cgx::NcclComm handle(Comm* comm) { return reinterpret_cast<cgx::NcclComm>(comm); }
+
+// Operators of a communicator are numbers from kOperators on: the latest alone exists.
+constexpr int kOperators = 100, kInvalidArgument = 4;
+
+inline cgx::NcclLibrary nccl() {
+  using cgx::NcclComm;
+  cgx::NcclLibrary l = {};
+  l.get_error_string = [](int) { return "internal error"; };
+  l.comm_count = [](NcclComm comm, int* count) {
+    *count = comm_of(comm)->world;
+    return cgx::NcclLibrary::kSuccess;
+  };
+  l.comm_user_rank = [](NcclComm comm, int* rank) {
+    *rank = comm_of(comm)->rank;
+    return cgx::NcclLibrary::kSuccess;
+  };
+  l.comm_get_async_error = [](NcclComm, int* state) {
+    *state = cgx::NcclLibrary::kSuccess;
+    return cgx::NcclLibrary::kSuccess;
+  };
+  l.group_start = group_start;
+  l.group_end = group_end;
+  l.send = [](const void* data, size_t count, int, int peer, NcclComm comm, cudaStream_t stream) {
+    return send(data, count, peer, comm_of(comm), stream);
+  };
+  l.recv = [](void* data, size_t count, int, int peer, NcclComm comm, cudaStream_t stream) {
+    return recv(data, count, peer, comm_of(comm), stream);
+  };
+  l.comm_split = [](NcclComm from, int, int, NcclComm* made, cgx::NcclConfig* config) {
+    Comm* comm = nullptr;
+    const bool share = config ? config->split_share != 0 : comm_of(from)->share;
+    const int result = split(comm_of(from), share, &comm);
+    *made = handle(comm);
+    return result;
+  };
+  l.op_create = [](int* op, void*, int, int, NcclComm comm) {
+    *op = kOperators + static_cast<int>(++comm_of(comm)->marks);
+    return cgx::NcclLibrary::kSuccess;
+  };
+  l.op_destroy = [](int op, NcclComm comm) {
+    return op == kOperators + comm_of(comm)->marks ? cgx::NcclLibrary::kSuccess : kInvalidArgument;
+  };
+  return l;
+}
+
+}  // namespace emulator
+
+#endif  // CGX_EMULATOR_NCCL_H_

@@ -1,0 +1,249 @@
+// Fused calls whose messages travel on several communicators at once: the bytes stay the same in
+// whatever order ranks and streams come to them, and nothing waits for ever.
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "problem.h"
+
+namespace {
+
+constexpr int64_t kSegment = 45;  // one record of records()
+
+// Leaves of which every chunk has four records and more, and every rank the same.
+std::vector<cgx::SlotSpec> records(cgx::Collective collective, int64_t world) {
+  return {{collective == cgx::Collective::kAllReduce ? world * 320 : 320, 4, 64, 0, 0}};
+}
+
+std::string text(const std::string& name, int64_t world, int64_t streams) {
+  return name + " of world " + std::to_string(world) + " on " + std::to_string(streams) +
+         " streams";
+}
+
+// Each stream has a communicator of its own, and each of these its own connections.
+void any_number_of_streams() {
+  for (const auto& [collective, name, residual] : kCollectives) {
+    for (const int64_t world : {2, 3, 4}) {
+      if (kHalfOfTheCases && world != 3) continue;
+      const Problem problem(collective, leaves(collective, 2), world, static_cast<float>(world),
+                            residual);
+      const int64_t count = cgx::CudaFused::segments(problem.owned.view(), 60);
+      for (int64_t streams = 1; streams <= cgx::kMostStreams; ++streams) {
+        Run run{60, static_cast<uint64_t>(streams + world), streams};
+        run.calls = 2;
+        check(bool(outcome(problem, run)), text(name, world, streams));
+        const int64_t used = std::min(streams, count);
+        check(emulator::used() == used && emulator::connections() == used,
+              text(name, world, streams) + ": communicators side by side");
+      }
+    }
+  }
+}
+
+// Where ranks of one process meet inside of NCCL: none goes on before all have come, as at the
+// first messages of a communicator and where one is split.
+class Meetings {
+ public:
+  bool come(int64_t comm, int64_t world) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int64_t full = (come_[comm]++ / world + 1) * world;
+    changed_.notify_all();
+    return changed_.wait_for(lock, std::chrono::minutes(2), [&] { return come_[comm] >= full; });
+  }
+  void reset() { come_.clear(); }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int64_t, int64_t> come_;
+} meetings;
+
+thread_local cgx::NcclComm sending;
+thread_local std::mt19937 dice;
+
+cgx::NcclLibrary meeting_nccl() {
+  using cgx::NcclComm;
+  cgx::NcclLibrary l = emulator::nccl();
+  l.group_start = [] {
+    // Streams are as far as they may be, and other ranks too.
+    for (uint32_t k = dice() % 4; k > 0; --k) std::this_thread::yield();
+    if (dice() % 4 == 0) emulator::run_streams(dice());
+    return emulator::group_start();
+  };
+  l.send = [](const void* data, size_t count, int, int peer, NcclComm comm, cudaStream_t stream) {
+    sending = comm;
+    return emulator::send(data, count, peer, emulator::comm_of(comm), stream);
+  };
+  l.group_end = [] {
+    const auto* const comm = emulator::comm_of(sending);
+    const int result = emulator::group_end();
+    return meetings.come(comm->number, comm->world) ? result : 1;
+  };
+  l.comm_split = [](NcclComm from, int color, int key, NcclComm* made, cgx::NcclConfig* config) {
+    const auto* const comm = emulator::comm_of(from);
+    if (!meetings.come(comm->number, comm->world)) return 1;
+    return emulator::nccl().comm_split(from, color, key, made, config);
+  };
+  return l;
+}
+
+// Every rank has a thread, and runs the streams when it likes to.
+void ranks_that_issue_in_any_order() {
+  const cgx::NcclLibrary alone = emulated_nccl();
+  emulated_nccl() = meeting_nccl();
+  for (const auto& [collective, name, residual] : kCollectives) {
+    for (int64_t streams = 1; streams <= cgx::kMostStreams; ++streams) {
+      if (kHalfOfTheCases && streams % 3 != 2) continue;
+      const int64_t world = streams % 2 ? 3 : 4;
+      const Problem problem(collective, records(collective, world), world, 1.0f, residual);
+      Ranks ranks(problem, {kSegment});
+      meetings.reset();
+      std::vector<std::string> errors(world);
+      const auto in_threads = [&](auto stage) {
+        std::vector<std::thread> threads;
+        for (int64_t r = 0; r < world; ++r) {
+          threads.emplace_back([&, r] {
+            dice.seed(static_cast<uint32_t>(8 * streams + r));
+            if (errors[r].empty()) errors[r] = stage(r);
+          });
+        }
+        for (auto& thread : threads) thread.join();
+      };
+      // The runtime waits for all ranks between the two.
+      in_threads([&](int64_t r) { return ranks.initialize(r, streams); });
+      in_threads([&](int64_t r) { return ranks.execute(r, streams); });
+      for (const auto& error : errors) check(error.empty(), text(name, world, streams) + error);
+      check(emulator::late() == 0, text(name, world, streams) + ": made between messages");
+      check(emulator::run_streams(1) && ranks.right(), text(name, world, streams) + ", threads");
+    }
+  }
+  emulated_nccl() = alone;
+}
+
+void every_wait_is_needed() {
+  for (const auto collective : {cgx::Collective::kAllReduce, cgx::Collective::kGatherSum}) {
+    if (kHalfOfTheCases) break;
+    const Problem problem(collective, records(collective, 2), 2, 1.0f);
+    check(bool(outcome(problem, {kSegment, 2, 3})), "three streams: all waits");
+    const int64_t count = emulator::waits();
+    for (int64_t wait = 0; wait < count; ++wait) {
+      bool caught = false;
+      for (uint64_t seed = 1; seed <= 60 && !caught; ++seed) {
+        caught = !outcome(problem, {kSegment, seed, 3, wait});
+      }
+      check(caught, "three streams: nothing misses wait " + std::to_string(wait) + " of " +
+                        std::to_string(count));
+    }
+  }
+}
+
+// Ranks that do not agree wait for each other for ever, which the emulator shows.
+void ranks_have_to_agree() {
+  const auto collective = cgx::Collective::kAllReduce;
+  const Problem problem(collective, records(collective, 2), 2, 1.0f);
+  Ranks ranks(problem, {kSegment});
+  for (int64_t r = 0; r < 2; ++r) check(ranks.initialize(r, 3).empty(), "three streams");
+  for (int64_t r = 0; r < 2; ++r) check(ranks.execute(r, 2 + r).empty(), "two and three streams");
+  check(!emulator::run_streams(1), "ranks on two and on three streams wait for ever");
+}
+
+// Whatever fails, and whichever wire is late, the caller's stream comes after it.
+void failures_come_after_every_wire() {
+  constexpr int64_t kStreams = 4;
+  const auto collective = cgx::Collective::kAllReduce;
+  const Problem problem(collective, records(collective, 1), 1, 1.0f);
+  for (int64_t failing = -1; failing < 12; ++failing) {
+    for (int64_t late = 0; late < kStreams; ++late) {
+      Ranks ranks(problem, {kSegment});
+      check(ranks.initialize(0, kStreams).empty(), "four streams");
+      const auto wires = ranks.lane(0).wires(ranks.comm(0), kStreams);
+      check(wires.size() == kStreams, "four wires");
+      bool open = false, after = false;
+      emulator::submit(wires[late].stream, [&] { return open; });
+      emulator::fail_at(failing < 0 ? -1 : kStreams + failing);  // after the splits
+      const std::string error = ranks.execute(0, kStreams);
+      check(error.empty() == (failing < 0), "a failing call: " + error);
+      emulator::submit(ranks.stream(0), [&] { return after = true; });
+      emulator::run_streams(1);
+      check(!after, "failing call " + std::to_string(failing) + ": the caller's stream is ahead");
+      open = true;
+      check(emulator::run_streams(1) && after, "the caller's stream goes on");
+    }
+  }
+}
+
+// What a device makes for communicators, and what it says when that fails.
+void communicators() {
+  cgx::NcclLibrary& nccl = emulated_nccl();
+  const cgx::NcclLibrary whole = nccl;
+  const auto connect = [&](cgx::CudaLane& lane, emulator::Comm& comm, int64_t streams) {
+    return lane.connect(streams, nccl, emulator::handle(&comm), 0, std::chrono::milliseconds(20));
+  };
+  const auto comms = [](cgx::CudaLane& lane, emulator::Comm& comm, int64_t streams) {
+    std::vector<cgx::NcclComm> all;
+    for (const auto& wire : lane.wires(emulator::handle(&comm), streams)) all.push_back(wire.comm);
+    return all;
+  };
+  emulator::reset();
+  emulator::Comm comm = {0, 1};
+  cgx::CudaLane lane;
+  check(lane.prepare(1).empty() && comms(lane, comm, 1).size() == 1, "one wire needs no connect");
+  check(comms(lane, comm, 2).empty(), "two do");
+  check(connect(lane, comm, 2).empty() && connect(lane, comm, 4).empty(), "two, then four");
+  const auto four = comms(lane, comm, 4);
+  check(four.size() == 4 && four[0] == emulator::handle(&comm), "XLA's communicator is the first");
+  check(comm.splits == 1, "which is split once");
+  check(connect(lane, comm, 3).empty() && comms(lane, comm, 4) == four, "fewer make nothing");
+  comm = {0, 1};  // another communicator where the old one lay
+  check(connect(lane, comm, 3).empty() && comm.splits == 1, "which is split too");
+  check(comms(lane, comm, 4).empty() &&
+            comms(lane, comm, 3) != std::vector(four.begin(), four.begin() + 3),
+        "and has communicators of its own");
+
+  nccl.comm_split = nullptr;
+  check(connect(lane, comm, 3) ==
+            "the NCCL that is loaded has no ncclCommSplit, which streams=3 needs: upgrade to NCCL "
+            "2.18 or newer, or use streams=1",
+        "an NCCL that cannot split");
+  nccl = whole;
+  for (const int failing : {0, 1}) {
+    emulator::reset();
+    cgx::CudaLane unlucky;
+    emulator::Comm other = {0, 1};
+    emulator::fail_at(failing);
+    check(connect(unlucky, other, 3) == "ncclCommSplit: internal error", "a split that fails");
+    check(connect(unlucky, other, 3) == "ncclCommSplit: internal error", "is not tried again");
+    check(comms(unlucky, other, 2).empty(), "and has no wires");
+  }
+  emulator::reset();
+  cgx::CudaLane waiting;
+  emulator::Comm other = {0, 1};
+  nccl.comm_split = [](cgx::NcclComm, int, int, cgx::NcclComm*, cgx::NcclConfig*) {
+    return cgx::NcclLibrary::kInProgress;
+  };
+  nccl.comm_get_async_error = [](cgx::NcclComm, int* state) {
+    *state = cgx::NcclLibrary::kInProgress;
+    return cgx::NcclLibrary::kSuccess;
+  };
+  const std::string late = connect(waiting, other, 2);
+  check(late.find("still in progress after 20 ms: a rank has not come") != late.npos,
+        "a split that never ends: " + late);
+  nccl = whole;
+  nccl.op_create = [](int*, void*, int, int, cgx::NcclComm) { return 1; };
+  check(connect(waiting, comm, 2) == "ncclRedOpCreatePreMulSum: internal error",
+        "a communicator that takes no mark");
+  nccl = whole;
+}
+
+}  // namespace
+
+int main() {
+  any_number_of_streams();
+  ranks_that_issue_in_any_order();
+  every_wait_is_needed();
+  ranks_have_to_agree();
+  failures_come_after_every_wire();
+  communicators();
+  return report();
+}

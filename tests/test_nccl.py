@@ -1,0 +1,186 @@
+"""Streams of the NCCL exchange and its all-reduce in one phase: what a fused call is handed.
+
+Its bytes are the C++ tests' matter.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Quantize
+from cgx_jax.exchanges import Auto, Nccl, Profile, Xla, auto, nccl, xla
+from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
+from cgx_jax.exchanges.profile import Codec
+from cgx_jax.kernels import primitives
+from cgx_jax.kernels.primitives import NO_RANK
+from cgx_jax.tuner import engine, tuner
+from cgx_jax.wire import Layout
+
+WORLD = 8
+needs_streams = pytest.mark.skipif(
+    jaxlib.version.__version_info__ < (0, 11), reason="fused calls on CUDA need jaxlib 0.11"
+)
+
+
+@pytest.mark.parametrize("streams", [-1, 0, 1.5, MOST_STREAMS + 1])
+def test_another_number_of_streams_is_refused(streams):
+    says = rf"Nccl: streams={streams} must be a whole number in \[1, 8\]; the default is 1"
+    with pytest.raises(ValueError, match=says):
+        Nccl(streams=streams)
+
+
+@pytest.mark.parametrize("streams", range(1, MOST_STREAMS + 1))
+@pytest.mark.parametrize("size", [0, 1, 4096, 10**6, 3 * 10**8])
+def test_every_stream_has_a_message_where_there_is_enough(size, streams):
+    layout = Layout((Quantize(4).slot(size),), WORLD)
+    told = Nccl(streams=streams)._attributes(layout)
+    segment = told["segment_bytes"]
+    assert told["streams"] == streams
+    assert segment % nccl.ALIGNMENT == 0
+    assert 0 < segment <= SEGMENT_BYTES
+    count = -(-layout.chunk_bytes // segment)
+    assert segment == nccl.ALIGNMENT or count >= min(streams, layout.chunk_bytes // 4096)
+    if streams == 1:
+        assert segment == SEGMENT_BYTES
+
+
+def summed(x, exchange, **options):
+    return cgx_jax.psum_compressed(x[0], "data", exchange=exchange, **options)
+
+
+def over(mesh, f):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()))
+
+
+@needs_streams
+@pytest.mark.parametrize(
+    ("reduction", "target"),
+    [(None, "cgx_all_reduce_nccl"), ("gather_sum", "cgx_gather_sum_nccl")],
+)
+def test_a_sum_is_one_call_on_as_many_streams(reduction, target, mesh, monkeypatch):
+    monkeypatch.setattr(nccl, "not_installed", lambda: None)
+    f = over(mesh, lambda x: summed(x, Nccl(streams=4), reduction=reduction))
+    x = np.zeros((WORLD, 10**5), np.float32)
+    text = str(jax.make_jaxpr(f)(x))
+    assert text.count(target) == 1
+    assert "streams=4" in text
+    assert "cgx_encode" not in text
+    module = f.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert module.count(f"@{target}(") == 1
+    assert "streams = 4 : i64" in module
+
+
+def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual):
+    """What `gather_sum_p` computes, of kernels and XLA's collectives: runs on a CPU."""
+    assert primitive is nccl.gather_sum_p
+    words, *leaves = operands
+    payload, lost = primitives.encode(words, leaves, layout, residual=residual)
+    rows = xla.gather(payload.reshape(-1), axes)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+    rank = jnp.int32(NO_RANK)
+    return primitives.accumulate(rank, rows, zeros, layout, divisor=divisor), lost
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "correlated"])
+def test_a_sum_in_one_phase_is_handed_what_gives_the_bytes_of_xla(
+    rounding, dtype, mesh, monkeypatch
+):
+    monkeypatch.setattr(Nccl, "missing", lambda self, axes=(): None)
+    monkeypatch.setattr(Nccl, "_call", unfused)
+    values = np.random.default_rng(0).normal(size=(WORLD, 3, 700))
+    tree = [jnp.asarray(values, dtype), jnp.asarray(values[:, 0, :5], dtype)]
+    code, key = Quantize(3, 64, rounding), jax.random.key(1)
+
+    def f(tree, exchange):
+        own = jax.tree.map(lambda x: x[0], tree)
+        return cgx_jax.pmean_compressed(
+            own, "data", code, exchange=exchange, reduction="gather_sum", key=key
+        )
+
+    got, want = (over(mesh, lambda t, e=e: f(t, e))(tree) for e in ("nccl", "xla"))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
+
+
+def profile(engine):
+    rows = [("psum", 32, 10**7, 1.0), ("nccl", 4.125, 10**7, 0.1)]
+    facts = {
+        **dict.fromkeys(("cpu", "device", "jax", "jaxlib", "cgx_jax"), "any"),
+        "cores": 2,
+        "hosts": 1,
+        "mpi": None,
+        "world": 4,
+        "axis": "data",
+        "latency": 1e-5,
+        "algbw": 1e9,
+        "codec": Codec(1e-9, 1e-9, 1e-9, 1e-9),
+    }
+    return Profile(**facts, rows=tuple(rows), engine=engine)
+
+
+def test_nccl_runs_on_the_streams_that_it_was_measured_with(monkeypatch):
+    made = profile(Nccl(streams=4))
+    assert Profile.from_json(made.to_json()) == made
+    assert json.loads(made.to_json())["engine"] == {"exchange": "nccl", "streams": 4}
+    monkeypatch.setattr(Profile, "check_here", lambda self: None)
+    load = auto.Load(25 * 10**5, 10**7, 4.125)
+    assert Auto(made).choose("here", (Nccl(), Xla()), 4, load) == Nccl(streams=4)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (None, [Nccl(streams=k) for k in (1, 2, 4)]),
+        (Nccl(streams=2), [Nccl(streams=2)]),
+    ],
+)
+def test_a_tuner_tries_streams_unless_a_profile_chose_them(measured, expected, monkeypatch):
+    made = None if measured is None else profile(measured)
+    monkeypatch.setattr(auto, "active", lambda: made)
+    monkeypatch.setattr(auto, "available", lambda axes: (Nccl(), Xla()))
+    monkeypatch.setattr(Nccl, "usable", lambda self, axes: True)
+    monkeypatch.setattr(Xla, "usable", lambda self, axes: True)
+    call = dataclasses.make_dataclass("Call", ["axes"])(cgx_jax.axes.Axes(("data",), None, 4))
+    assert list(tuner._exchanges([call])) == [*expected, Xla()]
+
+
+class Links:
+    """A link on which a call takes as long as `seconds_of` says of its streams."""
+
+    axis = "data"
+
+    def __init__(self, seconds_of):
+        self.now, self.seconds_of = 0.0, seconds_of
+
+    def collective(self, function):
+        return function.keywords["exchange"]
+
+    def place(self, value_of, values):
+        return np.zeros((2, 1), np.float32)
+
+    def seconds(self, exchanges, x, rounds):
+        times = np.array([self.seconds_of[e.streams] for e in exchanges])
+        self.now += rounds * times.sum()
+        return np.tile(times, (rounds, 1))
+
+
+@pytest.mark.parametrize(
+    ("seconds_of", "budget", "expected"),
+    [
+        ({1: 1.0, 2: 0.8, 4: 0.5}, 1000, 4),
+        ({1: 1.0, 2: 0.8, 4: 0.9}, 1000, 2),
+        ({1: 1.0, 2: 1.0, 4: 1.1}, 1000, 1),
+        ({1: 1.0, 2: 0.8, 4: 0.5}, 12, 1),  # no time for five rounds
+    ],
+)
+def test_tune_takes_the_fastest_number_of_streams(seconds_of, budget, expected):
+    links = Links(seconds_of)
+    assert engine.tune_streams(links, lambda: budget - links.now) == Nccl(streams=expected)
+    assert links.now <= budget

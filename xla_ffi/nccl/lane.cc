@@ -1,0 +1,135 @@
+#include "nccl/lane.h"
+
+#include "cuda/kernels.h"
+
+namespace cgx {
+namespace {
+
+// A message kernel occupies the GPU until its peers' run, so those of all wires must fit there at
+// once. Seven communicators of this many thread blocks and XLA's, which has up to 32, take 60 of
+// the 108 multiprocessors of an A100.
+constexpr int kBlocks = 4;
+
+std::string said(cudaError_t error) {
+  return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
+}
+
+cudaError_t add_stream(std::vector<cudaStream_t>* streams) {
+  int least, greatest;
+  cudaStream_t stream = nullptr;
+  cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  if (error == cudaSuccess) {
+    error = cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest);
+  }
+  if (error == cudaSuccess) streams->push_back(stream);
+  return error;
+}
+
+// A communicator of all ranks of `from`.
+std::string split(const NcclLibrary& nccl, NcclComm from, int32_t rank, NcclConfig* config,
+                  std::chrono::milliseconds patience, NcclComm* made) {
+  const int result =
+      nccl.settled(from, nccl.comm_split(from, /*color=*/0, rank, made, config), patience);
+  if (result == NcclLibrary::kInProgress) return still_in_progress(patience);
+  if (result != NcclLibrary::kSuccess) {
+    return std::string("ncclCommSplit: ") + nccl.get_error_string(result);
+  }
+  return "";
+}
+
+std::string mark(const NcclLibrary& nccl, NcclComm comm, int* op) {
+  uint8_t one = 1;
+  const int result = nccl.op_create(op, &one, NcclLibrary::kBytes, NcclLibrary::kHostScalar, comm);
+  if (result == NcclLibrary::kSuccess) return "";
+  return std::string("ncclRedOpCreatePreMulSum: ") + nccl.get_error_string(result);
+}
+
+}  // namespace
+
+std::string CudaLane::prepare(int64_t segments) {
+  const auto make = [&]() -> cudaError_t {
+    if (!loaded_) {
+      if (const cudaError_t error = load_kernels(); error != cudaSuccess) return error;
+      loaded_ = true;
+    }
+    if (streams_.empty()) {
+      if (const cudaError_t error = add_stream(&streams_); error != cudaSuccess) return error;
+    }
+    while (static_cast<int64_t>(events_.size()) < events_of(segments)) {
+      cudaEvent_t event;
+      const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+      if (error != cudaSuccess) return error;
+      events_.push_back(event);
+    }
+    return cudaSuccess;
+  };
+  return said(make());
+}
+
+std::string CudaLane::connect(int64_t streams, const NcclLibrary& nccl, NcclComm comm, int32_t rank,
+                              std::chrono::milliseconds patience) {
+  if (!nccl.has_split()) {
+    return "the NCCL that is loaded has no ncclCommSplit, which streams=" +
+           std::to_string(streams) + " needs: upgrade to NCCL 2.18 or newer, or use streams=1";
+  }
+  while (static_cast<int64_t>(streams_.size()) < streams) {
+    if (const cudaError_t error = add_stream(&streams_); error != cudaSuccess) return said(error);
+  }
+  Family* family = nullptr;
+  if (std::string error = current(nccl, comm, &family); !error.empty()) return error;
+  if (family->error.empty() && family->count < streams - 1) {
+    family->error = grow(family, streams - 1, nccl, rank, patience);
+  }
+  return family->error;
+}
+
+CudaLane::Family* CudaLane::find(NcclComm comm) {
+  for (Family& family : families_) {
+    if (family.comm == comm) return &family;
+  }
+  return nullptr;
+}
+
+// The family of the communicator that lies at `comm` now. XLA may have replaced the one that lay
+// there: then on every rank, but not on every rank at the same place. Its own operators say so, and
+// all ranks come to the same answer. NCCL has no way to look at one, so it is made anew.
+std::string CudaLane::current(const NcclLibrary& nccl, NcclComm comm, Family** family) {
+  *family = find(comm);
+  if (!*family || nccl.op_destroy((*family)->mark, comm) != NcclLibrary::kSuccess) {
+    *family = &families_.emplace_front();
+    (*family)->comm = comm;
+  }
+  return mark(nccl, comm, &(*family)->mark);
+}
+
+// XLA's communicators share their connections with what is split from them, and messages over
+// shared ones never travel at once. So the stem, which shares XLA's, has no messages. What is split
+// from the stem has connections of its own.
+std::string CudaLane::grow(Family* family, int64_t count, const NcclLibrary& nccl, int32_t rank,
+                           std::chrono::milliseconds patience) {
+  // NCCL splits no communicator that still has messages on a stream.
+  if (const cudaError_t error = cudaDeviceSynchronize(); error != cudaSuccess) return said(error);
+  NcclConfig config;
+  config.split_share = 0;
+  config.max_blocks = kBlocks;
+  std::string error;
+  if (!family->stem) error = split(nccl, family->comm, rank, &config, patience, &family->stem);
+  while (error.empty() && family->count < count) {
+    error = split(nccl, family->stem, rank, nullptr, patience, &family->made[family->count]);
+    family->count += error.empty();
+  }
+  return error;
+}
+
+std::vector<Wire> CudaLane::wires(NcclComm comm, int64_t streams) {
+  if (static_cast<int64_t>(streams_.size()) < streams) return {};
+  std::vector<Wire> wires = {{comm, streams_[0]}};
+  const Family* const family = streams > 1 ? find(comm) : nullptr;
+  for (int64_t i = 1; i < streams; ++i) {
+    if (!family || !family->error.empty() || family->count < i) return {};
+    wires.push_back({family->made[i - 1], streams_[i]});
+  }
+  return wires;
+}
+
+}  // namespace cgx
