@@ -55,10 +55,11 @@ struct Array {
   }
   int64_t bytes() const { return items() * item_bytes(type); }
 
-  // XLA aligns what it allocates; kernels take any alignment of the dtype, so some arrays start
-  // further on.
+  // XLA aligns what it allocates. Kernels take any alignment of a value, so some arrays start
+  // further on; those of bytes hold records, which are aligned in them.
   void allocate(Random& random) {
-    const int64_t before = random.chance(4) ? random.below(16) * item_bytes(type) : 0;
+    const int64_t step = item_bytes(type) == 1 ? 16 : item_bytes(type);
+    const int64_t before = random.chance(4) ? random.below(16) * step : 0;
     block.reset(new char[before + bytes()]);
     data = block.get() + before;
     fill(random);

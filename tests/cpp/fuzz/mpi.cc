@@ -3,28 +3,10 @@
 
 #include "fuzz/codec.h"
 #include "fuzz/hostile_port.h"
+#include "mpi/network.h"
 
 namespace fuzz {
 namespace {
-
-// Peers that never tell this rank anything outside of calls: the engine asks by the clock.
-class Silent : public cgx::Port {
- public:
-  std::string send(int64_t, int, const void*, int64_t, int64_t ticket) override {
-    sent_.push_back(ticket);
-    return "";
-  }
-  std::string receive(int64_t, int, void*, int64_t, int64_t) override { return ""; }
-  std::string poll(std::vector<int64_t>* done) override {
-    done->insert(done->end(), sent_.begin(), sent_.end());
-    sent_.clear();
-    return "";
-  }
-  void cancel() override {}
-
- private:
-  std::vector<int64_t> sent_;
-};
 
 class HostileLibrary : public cgx::MpiLibrary {
  public:
@@ -34,7 +16,9 @@ class HostileLibrary : public cgx::MpiLibrary {
     for (const int32_t peer : peers) {
       if (peer < 0 || peer >= ranks_) fail("messages to rank " + std::to_string(peer));
     }
-    if (++ports_ <= 2) return std::make_unique<Silent>();  // of the notices
+    if (++ports_ <= 2)
+      return std::make_unique<SilentPort>();  // of the notices, which the engine looks at by the
+                                              // clock
     return std::make_unique<HostilePort>(Random(seed_, ports_), manners_,
                                          static_cast<int64_t>(peers.size()));
   }
