@@ -3,7 +3,8 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test cpp-test gpu-rehearsal builds lint format bench sass clean
+.PHONY: demo test slow-test openmpi-test cpp-test fuzz gpu-rehearsal builds lint format bench sass \
+        clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -14,6 +15,9 @@ CUDA_ARCHITECTURES ?= 80
 # CUDA kernels are built where there is an nvcc for them; `make NATIVE=on` leaves them out.
 NATIVE ?= $(shell "$${CUDACXX:-nvcc}" --version 2>/dev/null | \
             grep -qE 'release (1[3-9]|[2-9][0-9])\.' && echo cuda || echo on)
+# How long, and with which numbers, `make fuzz` runs.
+MINUTES ?= 5
+SEED ?= 1
 CXX_FOUND := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 
 BIN := $(VENV)/bin
@@ -58,6 +62,17 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
+# Kernels share no memory, so the thread sanitizer sees one build of them.
+define CONFIGURE_CPP
+include=$$($(BIN)/python -c 'import jaxlib, os; print(os.path.dirname(jaxlib.__file__))')/include; \
+configure() { \
+  case $$1 in thread) baseline_only=ON;; *) baseline_only=OFF;; esac; \
+  $(BIN)/cmake -S . -B build/$$1 -G Ninja -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" \
+    -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
+    -DCGX_SANITIZE=$$1 -DCGX_BASELINE_ONLY=$$baseline_only -DCGX_XLA_INCLUDE="$$include"; \
+}
+endef
+
 demo: $(STAMPS)/demo
 	$(BIN)/python examples/02_language_model.py
 
@@ -74,19 +89,18 @@ openmpi-test: $(STAMPS)/openmpi
 	  PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
 	  $(VENV)/openmpi/bin/python -m pytest tests/test_mpi.py
 
-# Kernels share no memory, so the thread sanitizer sees one build of them.
 cpp-test: $(STAMPS)/cpp
-	include=$$($(BIN)/python -c 'import jaxlib, os; print(os.path.dirname(jaxlib.__file__))')/include; \
+	$(CONFIGURE_CPP); \
 	for sanitizers in address,undefined thread; do \
-	  case $$sanitizers in thread) baseline_only=ON;; *) baseline_only=OFF;; esac; \
-	  $(BIN)/cmake -S . -B build/$$sanitizers -G Ninja \
-	    -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" -DCMAKE_BUILD_TYPE=Debug \
-	    -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
-	    -DCGX_SANITIZE=$$sanitizers -DCGX_BASELINE_ONLY=$$baseline_only \
-	    -DCGX_XLA_INCLUDE="$$include" && \
-	  $(BIN)/cmake --build build/$$sanitizers && \
+	  configure $$sanitizers && $(BIN)/cmake --build build/$$sanitizers && \
 	  $(BIN)/ctest --test-dir build/$$sanitizers --output-on-failure -j 2 || exit 1; \
 	done
+
+# Every target of the fuzzer in turn, MINUTES in all; or those of FUZZ_TARGETS.
+fuzz: $(STAMPS)/cpp
+	$(CONFIGURE_CPP); configure address,undefined
+	$(BIN)/cmake --build build/address,undefined --target fuzz
+	build/address,undefined/tests/cpp/fuzz $(FUZZ_TARGETS) --seed $(SEED) --minutes $(MINUTES)
 
 # The script for a machine with a GPU, on one without.
 gpu-rehearsal: $(STAMPS)/cpp

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include <chrono>
+#include <exception>
 #include <string>
 
 #include "cpu/kernels.h"
@@ -42,6 +43,9 @@ struct TimedCode {
 namespace cgx {
 namespace {
 
+constexpr int64_t kMostThreads = 1024;
+const char* const kFewerThreads = "threads must be in [1, 1024]";
+
 constexpr uint32_t kKey[2] = {1, 2};
 
 template <typename F>
@@ -60,6 +64,8 @@ std::string time_kernel(const Timed& timed, double* seconds) {
   const bool accumulate = kernel == "accumulate", reduce = kernel == "reduce";
   const int64_t size = timed.leaf.bytes / item_size(dtype), world = timed.world;
   const int64_t rank = timed.rank, threads = timed.threads;
+  if (world < 1 || world > kMaxWorld) return "world must be in [1, 2^20]";
+  if (threads < 1 || threads > kMostThreads) return kFewerThreads;
   const int64_t item = 2 * sizeof(float);  // a row's or a column's two factors
   const LeafUnits own{static_cast<const float*>(timed.rows.data),
                       static_cast<const float*>(timed.columns.data), timed.rows.bytes / item,
@@ -78,8 +84,8 @@ std::string time_kernel(const Timed& timed, double* seconds) {
   const bool writes = kernel == "decode" || accumulate;
   if (timed.payload.bytes != world * row || (reduce && timed.chunk.bytes != row) ||
       (timed.out.bytes != timed.leaf.bytes && (timed.out.bytes != 0 || writes)) ||
-      (rank < 0 && reduce) || rank >= world || threads < 1) {
-    return "buffer sizes, rank or threads do not fit the layout";
+      (rank < 0 && reduce) || rank >= world) {
+    return "buffer sizes or rank do not fit the layout";
   }
 
   WorkerPool pool(threads);  // started before the clock
@@ -129,6 +135,7 @@ std::string time_kernel(const Timed& timed, double* seconds) {
 std::string time_code(const TimedCode& timed, double* seconds) {
   const std::string code = timed.code;
   const CodeKernels& codes = current_kernels().codes;
+  if (timed.threads < 1 || timed.threads > kMostThreads) return kFewerThreads;
   WorkerPool pool(timed.threads);
   const float* const x = static_cast<const float*>(timed.values.data);
   float* const y = static_cast<float*>(timed.values.data);
@@ -153,7 +160,7 @@ std::string time_code(const TimedCode& timed, double* seconds) {
       codes.unpack_signs(out + from / 8, to - from, n > kNontemporalValues, y + from);
     });
   }
-  const bool selected = fits(keep * 4) && timed.taken.bytes == keep * 4 && keep > 0 && keep <= n;
+  const bool selected = keep > 0 && keep <= n && fits(keep * 4) && timed.taken.bytes == keep * 4;
   if (code == "largest" && selected) {
     *seconds = seconds_of([&] { largest(pool, x, n, keep, at, taken); });
     return "";
@@ -168,10 +175,9 @@ std::string time_code(const TimedCode& timed, double* seconds) {
   const int64_t bucket = timed.bucket_size;
   if (bucket < 1 || bucket > kLongestBucket) return "bucket_size is out of range";
   if (code == "largest of every bucket") {
+    if (keep < 1 || keep > bucket) return "keep is out of range";
     const int64_t buckets = (n + bucket - 1) / bucket, bytes = buckets * keep * 4;
-    if (keep < 1 || keep > bucket || !fits(bytes) || timed.taken.bytes != bytes) {
-      return "keep, out or taken does not fit";
-    }
+    if (!fits(bytes) || timed.taken.bytes != bytes) return "out or taken does not fit";
     return time_runs(bucket, [&](int64_t from, int64_t to) {
       codes.largest_of_buckets(x, n, bucket, keep, from / bucket, (to + bucket - 1) / bucket, at,
                                taken);
@@ -183,6 +189,7 @@ std::string time_code(const TimedCode& timed, double* seconds) {
   } else if (code == "ternary") {
     call.coded = Coded::kTernary;
   } else if (code == "qsgd" || code == "qsgd of the largest") {
+    if (call.levels < 1 || call.levels > 127) return "levels is out of range";
     call.coded = Coded::kSteps;
     call.l2 = code == "qsgd";
     while (2 * call.levels >> call.width != 0) ++call.width;
@@ -199,32 +206,46 @@ std::string time_code(const TimedCode& timed, double* seconds) {
   return "";
 }
 
+std::string time_copy(void* to, const void* from, int64_t bytes, int64_t threads, double* seconds) {
+  if (threads < 1 || threads > kMostThreads) return kFewerThreads;
+  WorkerPool pool(threads);
+  *seconds = seconds_of([&] {
+    split_range(pool, 1, 0, bytes, threads, [&](int64_t, int64_t first, int64_t last, int64_t) {
+      memcpy(static_cast<char*>(to) + first, static_cast<const char*>(from) + first, last - first);
+    });
+  });
+  return "";
+}
+
+// What f() says or throws, as when the system refuses threads, valid until the thread's next call;
+// null for "".
+template <typename F>
+const char* said(F&& f) {
+  thread_local std::string error;
+  try {
+    error = f();
+  } catch (const std::exception& thrown) {
+    error = thrown.what();
+  }
+  return error.empty() ? nullptr : error.c_str();
+}
+
 }  // namespace
 }  // namespace cgx
 
 // What is wrong with the call, valid until the thread's next one; null when nothing is.
 CGX_EXPORT const char* cgx_time_kernel(const Timed* timed, double* seconds) {
-  thread_local std::string error;
-  error = cgx::time_kernel(*timed, seconds);
-  return error.empty() ? nullptr : error.c_str();
+  return cgx::said([&] { return cgx::time_kernel(*timed, seconds); });
 }
 
 CGX_EXPORT const char* cgx_time_code(const TimedCode* timed, double* seconds) {
-  thread_local std::string error;
-  error = cgx::time_code(*timed, seconds);
-  return error.empty() ? nullptr : error.c_str();
+  return cgx::said([&] { return cgx::time_code(*timed, seconds); });
 }
 
-// Seconds of memcpy, split evenly over the threads.
-CGX_EXPORT double cgx_time_copy(void* to, const void* from, int64_t bytes, int64_t threads) {
-  cgx::WorkerPool pool(threads);
-  return cgx::seconds_of([&] {
-    cgx::split_range(pool, 1, 0, bytes, threads,
-                     [&](int64_t, int64_t first, int64_t last, int64_t) {
-                       memcpy(static_cast<char*>(to) + first,
-                              static_cast<const char*>(from) + first, last - first);
-                     });
-  });
+// Times memcpy, split evenly over the threads.
+CGX_EXPORT const char* cgx_time_copy(void* to, const void* from, int64_t bytes, int64_t threads,
+                                     double* seconds) {
+  return cgx::said([&] { return cgx::time_copy(to, from, bytes, threads, seconds); });
 }
 
 // Instruction set number `i` of those compiled in and supported here, best first; null at the end.

@@ -8,7 +8,9 @@
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,8 +42,20 @@ class _TimedCode(ctypes.Structure):
 
 
 def _array(x: np.ndarray) -> _Array:
-    assert x.flags.c_contiguous
+    if not x.flags.c_contiguous:
+        raise ValueError(
+            f"an array of shape {x.shape} and strides {x.strides} is not contiguous; "
+            "pass np.ascontiguousarray(x)"
+        )
     return _Array(x.ctypes.data, x.nbytes)
+
+
+def _seconds(call: Callable[..., bytes | None], *arguments: Any) -> float:
+    seconds = ctypes.c_double()
+    error = call(*arguments, ctypes.byref(seconds))
+    if error is not None:
+        raise ValueError(error.decode())
+    return seconds.value
 
 
 class Kernels:
@@ -56,7 +70,7 @@ class Kernels:
         self.library = ctypes.CDLL(os.fspath(path))
         self.library.cgx_time_kernel.restype = ctypes.c_char_p
         self.library.cgx_time_code.restype = ctypes.c_char_p
-        self.library.cgx_time_copy.restype = ctypes.c_double
+        self.library.cgx_time_copy.restype = ctypes.c_char_p
         self.library.cgx_isa.restype = ctypes.c_char_p
         self.library.cgx_set_isa.restype = ctypes.c_bool
 
@@ -105,11 +119,7 @@ class Kernels:
         )
         arrays = (_array(x) for x in (leaf, out, payload, chunk, rows, columns))
         timed = _Timed(kernel.encode(), *integers, divisor, *arrays)
-        seconds = ctypes.c_double()
-        error = self.library.cgx_time_kernel(ctypes.byref(timed), ctypes.byref(seconds))
-        if error is not None:
-            raise ValueError(error.decode())
-        return seconds.value
+        return _seconds(self.library.cgx_time_kernel, ctypes.byref(timed))
 
     def time_code(
         self,
@@ -126,16 +136,12 @@ class Kernels:
         """Seconds of one call of a code beside the wire format's, with key (1, 2)."""
         arrays = (_array(x) for x in (values, out, taken))
         timed = _TimedCode(code.encode(), threads, keep, bucket_size, levels, *arrays)
-        seconds = ctypes.c_double()
-        error = self.library.cgx_time_code(ctypes.byref(timed), ctypes.byref(seconds))
-        if error is not None:
-            raise ValueError(error.decode())
-        return seconds.value
+        return _seconds(self.library.cgx_time_code, ctypes.byref(timed))
 
     def time_copy(self, to: np.ndarray, source: np.ndarray, threads: int) -> float:
         """Seconds of memcpy, split evenly over the threads."""
-        if to.nbytes != source.nbytes or threads < 1:
-            raise ValueError("sizes differ, or there is no thread")
-        pointers = (ctypes.c_void_p(x.ctypes.data) for x in (to, source))
+        if to.nbytes != source.nbytes:
+            raise ValueError(f"to has {to.nbytes} bytes and source {source.nbytes}")
+        pointers = (ctypes.c_void_p(_array(x).data) for x in (to, source))
         sizes = (ctypes.c_int64(n) for n in (to.nbytes, threads))
-        return self.library.cgx_time_copy(*pointers, *sizes)
+        return _seconds(self.library.cgx_time_copy, *pointers, *sizes)

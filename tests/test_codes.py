@@ -111,7 +111,7 @@ def test_what_is_above_a_sampled_threshold_is_that_of_jnp(n, kind):
 
 
 KEY = np.uint32([0x12345678, 0x9ABCDEF0])
-SCALES = np.float32([1e38, 1e20, 1e-30, 1e-36, 1e-40])
+SCALES = np.float32([1e38, 1e20, 1e-30, 1e-36, 3e-38, 1e-40])
 
 
 def scaled(n):

@@ -5,18 +5,23 @@ import json
 import random
 import sys
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from cases import CASES
 from cgx_jax import installation, untrusted, use_profile
 from cgx_jax.commands import report, run_file
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Profile
+from cgx_jax.tuner import cache
 from test_auto import MEASURED
+from test_tuner_cache import FIELDS, KEY, OFFERED
 
 ESCAPE = "\x1b]0;owned\x07"
 BAD_JSON = {
@@ -248,6 +253,68 @@ def test_whatever_is_damaged_is_read_or_a_value_error(tmp_path, capsys):
             pass
     capsys.readouterr()
     assert 0 < read < 120
+
+
+def read_profile(path):
+    return Profile.from_json(untrusted.read(path))
+
+
+def read_cache(path):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        cache.find(path.parents[1], KEY, OFFERED.setting)
+    assert all(w.category is RuntimeWarning for w in said), said
+
+
+def kept_in_cache(folder):
+    cache.keep(folder, KEY, FIELDS)
+    return next(folder.rglob("*.json"))
+
+
+def profile_file(folder):
+    path = folder / "profile.json"
+    path.write_text(MEASURED.to_json())
+    return path
+
+
+FILES = {
+    "profile": (profile_file, read_profile),
+    "log": (lambda folder: write(folder / "log", *ENTRIES), run_file.Run.read),
+    "the tuner's cache": (kept_in_cache, read_cache),
+}
+# Tokens that JSON, Python's reader of it, or what is made of its values could stumble on.
+TOKENS = [b"NaN", b"-Infinity", b"1e999", b"-0", b"9" * 30, b"null", b"true", b'"', b"[", b"}"]
+EDIT = st.tuples(
+    st.integers(0, 5000), st.integers(0, 40), st.one_of(st.sampled_from(TOKENS), st.binary())
+)
+
+
+def edited(data, edits):
+    """The bytes of a file, some cut out and others put in their place."""
+    for at, cut, put in edits:
+        at %= len(data) + 1
+        data = data[:at] + put + data[at + cut :]
+    return data
+
+
+@pytest.mark.parametrize("name", FILES)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(edits=st.lists(EDIT, min_size=1, max_size=3))
+@example(edits=[(0, 100_000, b"")])
+@example(edits=[(1, 0, b"\xff")])
+@example(edits=[(1, 0, b'"a": 1, "a": ')])
+@example(edits=[(0, 100_000, b"[" * 100_000)])
+def test_whatever_bytes_are_edited_the_file_is_read_or_a_value_error(name, edits, tmp_path_factory):
+    make, read = FILES[name]
+    path = make(tmp_path_factory.mktemp("files"))
+    read(path)
+    path.write_bytes(edited(path.read_bytes(), edits))
+    said = ""
+    try:
+        read(path)
+    except ValueError as error:
+        said = str(error)
+    assert said.isprintable()
 
 
 PAYLOADS = {

@@ -42,9 +42,11 @@ def share(rows: jax.Array, scale: jax.Array, top: float = 1) -> jax.Array:
     """`rows` over a positive scale each, times `top`; 0 where the scale is 0 or NaN.
 
     By the inverse, as XLA divides, but the same everywhere: that of a large scale is no normal
-    number, and what is below the normal numbers is 0 on some processors.
+    number, that of a small one may overflow, and what is below the normal numbers is 0 on some
+    processors.
     """
-    down = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-64), np.float32(1))
+    small = jnp.where(scale < np.float32(2.0**-90), np.float32(2.0**64), np.float32(1))
+    down = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-64), small)
     here = scale >= _TINY
     factor = jnp.where(here, np.float32(top) / (scale * down), 0)
     return jnp.where(here, normal(rows) * down * factor, 0)

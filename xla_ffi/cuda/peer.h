@@ -21,6 +21,9 @@ namespace cgx {
 
 constexpr int kMaxPeers = 32;  // ranks of a window: a lane waits for each
 
+// What is wrong with that many ranks, or "".
+std::string check_peers(int64_t world);
+
 // The tests, whose buffers are small, set limits of their own.
 #if !defined(CGX_PEER_PIECES)
 #define CGX_PEER_PIECES 192

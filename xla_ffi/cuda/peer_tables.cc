@@ -34,12 +34,15 @@ Piece piece_of(const Run& run, const void* in, void* residual, const void* resul
 
 }  // namespace
 
+std::string check_peers(int64_t world) {
+  if (world <= kMaxPeers) return "";
+  return "the number of ranks is " + std::to_string(world) + ", must be at most " +
+         std::to_string(kMaxPeers);
+}
+
 std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, LeavesOut residuals,
                         std::vector<PeerTable>* tables) {
-  if (layout.world > kMaxPeers) {
-    return "the number of ranks is " + std::to_string(layout.world) + ", must be at most " +
-           std::to_string(kMaxPeers);
-  }
+  if (std::string error = check_peers(layout.world); !error.empty()) return error;
   struct Part {
     Piece piece;
     char* result;

@@ -33,16 +33,16 @@ CGX_HD float add_uniform(float x, uint32_t noise) {
 }
 
 // A bucket's scale, and what brings its values to `top` at most: first by `down`, a power of two,
-// since the inverse of a large scale is no normal number.
+// since the inverse of a large scale is no normal number, and that of a small one may overflow.
 struct Scale {
+  static constexpr float kSmall = 0x1p-90f, kLarge = 0x1p64f;
   float value = 0, down = 1, factor = 0;
 
   // Whether `down` is 1 and what is below the normal numbers changes no code.
-  CGX_HD bool usual() const { return value >= 0x1p-90f && value <= 0x1p64f; }
+  CGX_HD bool usual() const { return value >= kSmall && value <= kLarge; }
 
   CGX_HD static Scale of(float value, float top) {
-    constexpr float kLarge = 18446744073709551616.0f;  // 2^64
-    const float down = value > kLarge ? 1 / kLarge : 1.0f;
+    const float down = value > kLarge ? 1 / kLarge : value < kSmall ? kLarge : 1.0f;
     return {value, down, top / (value * down)};
   }
   // Of a bucket whose largest magnitude has these bits: those of infinity or more say that a value

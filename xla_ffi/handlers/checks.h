@@ -44,9 +44,10 @@ inline ffi::Error check_batch(const std::string& call, int64_t batch) {
   return batch > 0 ? ffi::Error::Success() : invalid(call, expected("batch", batch, 1));
 }
 
-inline ffi::Error check_world(const std::string& call, int64_t world) {
+inline ffi::Error check_world(const std::string& call, int64_t world,
+                              const std::string& what = "world") {
   if (world >= 1 && world <= kMaxWorld) return ffi::Error::Success();
-  return invalid(call, "world is " + std::to_string(world) + ", must be in [1, 2^20]");
+  return invalid(call, what + " is " + std::to_string(world) + ", must be in [1, 2^20]");
 }
 
 // Positions in the mesh, one group of `world` after the other.

@@ -140,6 +140,13 @@ class CodeCalls {
     return buffer.dimensions()[1];
   }
 
+  // The rows of a result that hold something. One without values may have any number of rows, too
+  // many to go through.
+  template <typename Buffer>
+  static int64_t filled_rows(const Buffer& result) {
+    return result.element_count() == 0 ? 0 : rows(result);
+  }
+
   // A matrix of as many rows as `batch`, and of so many columns.
   template <typename Buffer>
   static ffi::Error check_shape(const std::string& call, const std::string& what,
@@ -159,6 +166,11 @@ class CodeCalls {
                              std::to_string(least) + ", " + std::to_string(most) + "]");
   }
 
+  // Even an array without values may have more columns than can be reckoned with.
+  static ffi::Error check_columns(const char* name, int64_t n) {
+    return check_within(name, "size of x", n, kMaxSize, 0);
+  }
+
   static ffi::Error check_selection(const char* name, const Values& x, const Places& at,
                                     const Values& taken, int64_t count) {
     const int64_t n = columns(x);
@@ -171,17 +183,22 @@ class CodeCalls {
   }
 
   static ffi::Error run_pack_signs(Given device, Values x, ffi::Result<Bytes> out) {
-    CGX_TRY(check_shape("cgx_pack_signs", "payload", *out, rows(x), (columns(x) + 7) / 8));
-    return Device::pack_signs(device, rows(x), columns(x), x.typed_data(), out->typed_data());
+    const char* const name = "cgx_pack_signs";
+    CGX_TRY(check_columns(name, columns(x)));
+    CGX_TRY(check_shape(name, "payload", *out, rows(x), (columns(x) + 7) / 8));
+    return Device::pack_signs(device, filled_rows(*out), columns(x), x.typed_data(),
+                              out->typed_data());
   }
 
   static ffi::Error run_unpack_signs(Given device, Bytes payload, ffi::Result<Values> out,
                                      int64_t n) {
     const char* const name = "cgx_unpack_signs";
     const int64_t batch = rows(payload);
+    CGX_TRY(check_within(name, "count", n, kMaxSize, 0));
     CGX_TRY(check_shape(name, "payload", payload, batch, (n + 7) / 8));
     CGX_TRY(check_shape(name, "result", *out, batch, n));
-    return Device::unpack_signs(device, batch, n, payload.typed_data(), out->typed_data());
+    return Device::unpack_signs(device, filled_rows(*out), n, payload.typed_data(),
+                                out->typed_data());
   }
 
   static ffi::Error run_largest(Given device, Values x, ffi::Result<Places> at,
@@ -220,11 +237,12 @@ class CodeCalls {
     const char* const name = "cgx_largest_of_buckets";
     CGX_TRY(check_within(name, "bucket_size", bucket_size, kLongestBucket));
     CGX_TRY(check_within(name, "keep", keep, bucket_size));
+    CGX_TRY(check_columns(name, columns(x)));
     const int64_t count = (columns(x) + bucket_size - 1) / bucket_size * keep;
     CGX_TRY(check_shape(name, "places", *at, rows(x), count));
     CGX_TRY(check_shape(name, "taken", *taken, rows(x), count));
-    return Device::largest_of_buckets(device, rows(x), columns(x), x.typed_data(), bucket_size,
-                                      keep, at->typed_data(), taken->typed_data());
+    return Device::largest_of_buckets(device, filled_rows(*at), columns(x), x.typed_data(),
+                                      bucket_size, keep, at->typed_data(), taken->typed_data());
   }
 
   static ffi::Error run_scatter_sum(Given device, Places at, Values taken, ffi::Result<Values> out,
@@ -237,14 +255,15 @@ class CodeCalls {
     }
     CGX_TRY(check_shape(name, "taken", taken, rows(at), count));
     CGX_TRY(check_shape(name, "result", *out, rows(at), size));
-    return Device::scatter_sum(device, rows(at), count, at.typed_data(), taken.typed_data(), size,
-                               out->typed_data());
+    return Device::scatter_sum(device, filled_rows(*out), count, at.typed_data(),
+                               taken.typed_data(), size, out->typed_data());
   }
 
   // Codes of buckets as `one` says, which is filled in; the payload is codes, then scales.
   static ffi::Error encode_all(const char* name, Given device, Words words, Values x,
                                ffi::Result<Bytes> out, BucketsCall one) {
     const int64_t batch = rows(x), n = columns(x);
+    CGX_TRY(check_columns(name, n));
     const int64_t most = one.l2 ? kLongestBucket : Device::kLongestBucket;
     CGX_TRY(check_within(name, "bucket_size", one.bucket_size, most, Device::kShortestBucket));
     const int64_t packed = one.width == 0 ? (n + 4) / 5 : (n * one.width + 7) / 8;
@@ -253,7 +272,7 @@ class CodeCalls {
     CGX_TRY(check_shape(name, "words", words, batch, 2));
     CGX_TRY(check_shape(name, "payload", *out, batch, bytes));
     one.n = n;
-    return Device::encode_buckets(device, batch, bytes, [&](int64_t b) {
+    return Device::encode_buckets(device, filled_rows(*out), bytes, [&](int64_t b) {
       BucketsCall own = one;
       own.x = x.typed_data() + b * n;
       own.key = words.typed_data() + 2 * b;

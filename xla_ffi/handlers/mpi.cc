@@ -74,6 +74,11 @@ ffi::Error find_group(const std::string& name, const Where& where, const EngineS
                              std::to_string(channels) + ")");
   }
   group->tag = static_cast<int>(where.channel * kCallTags);
+  for (const int64_t position : where.groups) {
+    if (position >= 0 && position < settings.ranks) continue;
+    return invalid(name, "groups hold position " + std::to_string(position) + ", must be in [0, " +
+                             std::to_string(settings.ranks) + ")");
+  }
   const int64_t own = where.position.typed_data()[0];
   if (own != settings.rank) {
     return invalid(name, "position " + std::to_string(own) + " of the mesh is on MPI rank " +

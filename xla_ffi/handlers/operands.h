@@ -257,8 +257,8 @@ inline ffi::Error check_decode(const char* call, const Payload& payload,
                                const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
                                Operands* out) {
   const auto dims = payload.dimensions();
-  out->batch = dims.size() == 3 ? dims[0] : 1;
-  CGX_TRY(check_batch(call, out->batch));
+  // A payload without bytes may have any batch, too many elements to go through.
+  out->batch = dims.size() == 3 && payload.element_count() > 0 ? dims[0] : 1;
   CGX_TRY(out->leaves.add(call, rets, out->batch));
   CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
   const Layout layout = out->layout();
@@ -275,6 +275,7 @@ inline ffi::Error check_accumulate(const char* call, const Ranks& rank, const Pa
   CGX_TRY(check_batch(call, out->batch));
   if (dims.size() < 2) return invalid(call, expected("rank of payload", dims.size(), 2));
   *peers = dims[dims.size() - 2];
+  CGX_TRY(check_world(call, *peers, "number of rows of payload"));
   CGX_TRY(out->leaves.add(call, args, out->batch));
   CGX_TRY(out->results.add(call, rets, out->batch));
   CGX_TRY(same_leaves(call, out->leaves, out->results));

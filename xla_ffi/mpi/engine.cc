@@ -6,6 +6,7 @@
 #include <deque>
 #include <numeric>
 #include <sstream>
+#include <system_error>
 
 namespace cgx {
 namespace {
@@ -50,6 +51,11 @@ class Backoff {
 // it, so there are as many threads as reports that last.
 class Engine::Finisher {
  public:
+  // Throws std::system_error where the system gives no thread at all.
+  Finisher() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start();
+  }
   ~Finisher() {
     std::unique_lock<std::mutex> lock(mutex_);
     stop_ = true;
@@ -62,12 +68,20 @@ class Engine::Finisher {
     if (idle_ >= static_cast<int64_t>(reports_.size())) {
       wake_.notify_one();
     } else {
-      ++threads_;
-      std::thread([this] { loop(); }).detach();
+      start();
     }
   }
 
  private:
+  // A report whose thread the system refuses waits for one of those that there are.
+  void start() {
+    try {
+      std::thread([this] { loop(); }).detach();
+      ++threads_;
+    } catch (const std::system_error&) {
+      if (threads_ == 0) throw;
+    }
+  }
   void loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {

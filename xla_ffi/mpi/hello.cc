@@ -12,12 +12,17 @@ std::string described(const Hello& h) {
          std::to_string(h.fingerprint) + ", rank " + std::to_string(h.rank);
 }
 
-// A name of a message, which need not end.
-std::string named(const Program& program) {
-  return {program.name, std::find(program.name, std::end(program.name), '\0')};
-}
+std::string named(const Program& program) { return shown(program.name, std::end(program.name)); }
 
 }  // namespace
+
+std::string shown(const char* begin, const char* end) {
+  std::string text(begin, std::find(begin, end, '\0'));
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return (c < ' ' && c != '\n') || c > '~'; },
+      '?');
+  return text;
+}
 
 Program::Program(std::string_view label) {
   Fingerprint whole;

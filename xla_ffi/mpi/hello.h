@@ -20,6 +20,9 @@ struct Program {
   char name[64] = {};        // its beginning, for messages
 };
 
+// Text of a message, which need not end, as a terminal may show it.
+std::string shown(const char* begin, const char* end);
+
 // What both sides of a message must agree on; sent before anything else.
 struct Hello {
   uint64_t version;

@@ -6,6 +6,8 @@
 #include <thread>
 #include <utility>
 
+#include "mpi/hello.h"
+
 namespace cgx {
 
 Notices::Notices(std::unique_ptr<Port> incoming, std::unique_ptr<Port> outgoing, int64_t ranks,
@@ -54,7 +56,7 @@ bool Notices::poll() {
 
 std::string Notices::text(int64_t rank) const {
   const auto& text = received_[rank]->text;
-  return {text, std::find(std::begin(text), std::end(text), '\0')};
+  return shown(text, std::end(text));
 }
 
 }  // namespace cgx

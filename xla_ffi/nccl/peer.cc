@@ -29,6 +29,7 @@ PeerLane::Window* PeerLane::find(NcclComm comm, const Layout& layout) {
 
 std::string PeerLane::prepare(const Layout& layout, const NcclLibrary& nccl, NcclComm comm,
                               int32_t rank) {
+  if (std::string error = check_peers(layout.world); !error.empty()) return error;
   if (!loaded_) {
     if (const cudaError_t error = load_peer_kernels(); error != cudaSuccess) return said(error);
     loaded_ = true;

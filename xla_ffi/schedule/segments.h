@@ -15,7 +15,8 @@ namespace cgx {
 class Segments {
  public:
   Segments(const Layout& layout, int64_t segment_bytes)
-      : count_(std::max<int64_t>(1, (layout.chunk_bytes + segment_bytes - 1) / segment_bytes)) {
+      : count_(std::max<int64_t>(
+            1, layout.chunk_bytes / segment_bytes + (layout.chunk_bytes % segment_bytes != 0))) {
     for (int64_t chunk = 0; chunk < layout.world; ++chunk) {
       for (int64_t s = 0; s < count_; ++s) {
         const int64_t cut = chunk_cut(s, layout.chunk_size(chunk), count_);

@@ -2,6 +2,7 @@
 #include "format/layout.h"
 
 #include "cases.h"
+#include "schedule/segments.h"
 
 namespace {
 
@@ -30,9 +31,19 @@ void layouts() {
         "leaves whose bytes overflow 64 bits refused");
 }
 
+void segments() {
+  cgx::OwnedLayout owned;
+  check(owned.build({{1000, 4, 64, 0, 0}}, 2).empty(), "layout");
+  for (const int64_t bytes : {int64_t{1} << 20, INT64_MAX - 1, INT64_MAX}) {
+    check(cgx::Segments(owned.view(), bytes).count() == 1,
+          "one segment of at most " + std::to_string(bytes) + " bytes");
+  }
+}
+
 }  // namespace
 
 int main() {
   layouts();
+  segments();
   return report();
 }

@@ -2,25 +2,54 @@
 #ifndef CGX_TESTS_HANDLERS_FRAMES_H_
 #define CGX_TESTS_HANDLERS_FRAMES_H_
 
-#include <cuda_runtime_api.h>
-
+#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "xla/ffi/api/c_api.h"
 
+// Before version 0.4 there were no extensions, and the context had another name.
+#if XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR < 4
+using XLA_FFI_InvokeContext = XLA_FFI_ExecutionContext;
+using XLA_FFI_Error_GetDetails_Args = XLA_FFI_Error_GetMessage_Args;
+#define CGX_FFI_EXTENSIONS 0
+#else
+#define CGX_FFI_EXTENSIONS 1
+#endif
+
 struct XLA_FFI_Error {
   std::string message;
   XLA_FFI_Error_Code code;
 };
+struct XLA_FFI_Future {
+  bool ready = false;
+  std::string error;
+};
+
+// XLA's threads as a handler sees them: a task runs where and when they like.
+struct Threads {
+  virtual ~Threads() = default;
+  virtual int64_t count() const = 0;
+  virtual void schedule(XLA_FFI_Task* task, void* data) = 0;
+};
+
+#if CGX_FFI_EXTENSIONS
 struct XLA_FFI_InvokeContext {
-  cudaStream_t stream = nullptr;
+#else
+struct XLA_FFI_ExecutionContext {
+#endif
+  void* stream = nullptr;
   int32_t device = 0;
+#if CGX_FFI_EXTENSIONS
   const XLA_FFI_Extension* extension = nullptr;
+#endif
+  Threads* threads = nullptr;  // null: the caller alone
+  int64_t run = 0;
 };
 
 namespace {
@@ -30,7 +59,9 @@ XLA_FFI_Error* create_error(XLA_FFI_Error_Create_Args* args) {
 }
 void error_details(XLA_FFI_Error_GetDetails_Args* args) {
   args->message = args->error->message.c_str();
+#if CGX_FFI_EXTENSIONS
   args->errc = args->error->code;
+#endif
 }
 void destroy_error(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 XLA_FFI_Error* stream_of(XLA_FFI_Stream_Get_Args* args) {
@@ -41,11 +72,62 @@ XLA_FFI_Error* device_of(XLA_FFI_DeviceOrdinal_Get_Args* args) {
   args->device_ordinal = args->ctx->device;
   return nullptr;
 }
+XLA_FFI_Error* run_of(XLA_FFI_RunId_Get_Args* args) {
+  args->run_id = args->ctx->run;
+  return nullptr;
+}
+XLA_FFI_Error* threads_of(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  *args->num_threads = args->ctx->threads ? args->ctx->threads->count() : 1;
+  return nullptr;
+}
+XLA_FFI_Error* schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  if (!args->ctx->threads) return new XLA_FFI_Error{"no threads", XLA_FFI_Error_Code_UNAVAILABLE};
+  args->ctx->threads->schedule(args->task, args->data);
+  return nullptr;
+}
+
+// Of all futures: whoever completes one touches it no more once it is ready.
+std::mutex future_mutex;
+std::condition_variable future_ready;
+
+XLA_FFI_Error* create_future(XLA_FFI_Future_Create_Args* args) {
+  args->future = new XLA_FFI_Future;
+  return nullptr;
+}
+void complete(XLA_FFI_Future* future, std::string error) {
+  const std::lock_guard<std::mutex> lock(future_mutex);
+  future->error = std::move(error);
+  future->ready = true;
+  future_ready.notify_all();
+}
+XLA_FFI_Error* set_available(XLA_FFI_Future_SetAvailable_Args* args) {
+  complete(args->future, "");
+  return nullptr;
+}
+XLA_FFI_Error* set_error(XLA_FFI_Future_SetError_Args* args) {
+  complete(args->future, args->error->message);
+  delete args->error;
+  return nullptr;
+}
+// Waits for a future and takes it back.
+std::string outcome(XLA_FFI_Future* future) {
+  std::string error;
+  {
+    std::unique_lock<std::mutex> lock(future_mutex);
+    future_ready.wait(lock, [&] { return future->ready; });
+    error = future->error;
+  }
+  delete future;
+  return error;
+}
+
+#if CGX_FFI_EXTENSIONS
 XLA_FFI_Error* find_extension(XLA_FFI_InvokeContext_FindExtension_Args* args) {
   const XLA_FFI_Extension* found = args->ctx->extension;
   args->extension = found && found->id.extension_type == args->extension_type ? found : nullptr;
   return nullptr;
 }
+#endif
 
 XLA_FFI_Api make_api() {
   XLA_FFI_Api api = {};
@@ -53,11 +135,21 @@ XLA_FFI_Api make_api() {
   api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
                      XLA_FFI_API_MINOR};
   api.XLA_FFI_Error_Create = create_error;
+#if CGX_FFI_EXTENSIONS
   api.XLA_FFI_Error_GetDetails = error_details;
+  api.XLA_FFI_InvokeContext_FindExtension = find_extension;
+#else
+  api.XLA_FFI_Error_GetMessage = error_details;
+#endif
   api.XLA_FFI_Error_Destroy = destroy_error;
   api.XLA_FFI_Stream_Get = stream_of;
   api.XLA_FFI_DeviceOrdinal_Get = device_of;
-  api.XLA_FFI_InvokeContext_FindExtension = find_extension;
+  api.XLA_FFI_RunId_Get = run_of;
+  api.XLA_FFI_ThreadPool_NumThreads = threads_of;
+  api.XLA_FFI_ThreadPool_Schedule = schedule;
+  api.XLA_FFI_Future_Create = create_future;
+  api.XLA_FFI_Future_SetAvailable = set_available;
+  api.XLA_FFI_Future_SetError = set_error;
   return api;
 }
 const XLA_FFI_Api api = make_api();
@@ -96,7 +188,7 @@ class Frame {
     attrs_[name] = {XLA_FFI_AttrType_STRING, &spans_.back()};
     return *this;
   }
-  // What the handler says is wrong; "" when nothing is.
+  // What the handler, or the future that it returns, says is wrong; "" when nothing is.
   std::string call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage,
                    XLA_FFI_InvokeContext* context) {
     std::vector<XLA_FFI_ArgType> arg_types(args_.size(), XLA_FFI_ArgType_BUFFER);
@@ -127,7 +219,7 @@ class Frame {
     XLA_FFI_Error* const error = handler(&frame);
     const std::string message = error ? error->message : "";
     delete error;
-    return message;
+    return !error && frame.future ? outcome(frame.future) : message;
   }
 
  private:

@@ -8,6 +8,7 @@
 #include "cases.h"
 #include "handlers/frames.h"
 #include "nccl/library.h"
+#include "nccl/peer.h"
 #include "xla/ffi/api/collectives_c_api.h"
 
 namespace {
@@ -174,6 +175,17 @@ void refused() {
   }
 }
 
+// A window has room for the addresses of so many.
+void more_ranks_than_a_window_has_room_for() {
+  Ranks ranks;
+  cgx::OwnedLayout owned;
+  check(owned.build({{1000, 4, kBucket, 0, 0}}, 33).empty(), "ranks: layout");
+  std::string unused;
+  const std::string said = cgx::PeerLane().prepare(owned.view(), *cgx::nccl_library(&unused),
+                                                   reinterpret_cast<cgx::NcclComm>(&comms[0]), 0);
+  check(said == "the number of ranks is 33, must be at most 32", "ranks: " + said);
+}
+
 // After a launch has given up, the next call says so.
 void a_call_that_gave_up_is_reported() {
   Ranks ranks;
@@ -235,6 +247,7 @@ const NcclLibrary* nccl_library(std::string*) {
 int main() {
   sums();
   refused();
+  more_ranks_than_a_window_has_room_for();
   a_call_that_gave_up_is_reported();
   return report();
 }

@@ -36,10 +36,22 @@ void long_names() {
         "names that differ past the end of the message");
 }
 
+// A peer may send anything; no terminal obeys it.
+void hostile_names() {
+  const std::string text = cgx::disagreement(1,
+                                             of_rank(1,
+                                                     "a\x1b[2J\x9b"
+                                                     "b\x7f"),
+                                             of_rank(0, "step"));
+  check(text.find("another program (a?[2J?b?) than") != std::string::npos,
+        "what is not printable is not shown: " + text);
+}
+
 }  // namespace
 
 int main() {
   differences();
+  hostile_names();
   long_names();
   return report();
 }

@@ -101,6 +101,25 @@ class FakePort : public cgx::Port {
   std::vector<int64_t> done_;
 };
 
+// Peers that take everything and say nothing.
+class SilentPort : public cgx::Port {
+ public:
+  std::string send(int64_t, int, const void*, int64_t, int64_t ticket) override {
+    sent_.push_back(ticket);
+    return "";
+  }
+  std::string receive(int64_t, int, void*, int64_t, int64_t) override { return ""; }
+  std::string poll(std::vector<int64_t>* done) override {
+    done->insert(done->end(), sent_.begin(), sent_.end());
+    sent_.clear();
+    return "";
+  }
+  void cancel() override {}
+
+ private:
+  std::vector<int64_t> sent_;
+};
+
 }  // namespace
 
 #endif  // CGX_TESTS_MPI_NETWORK_H_

@@ -1,0 +1,135 @@
+// Right calls of the codec's handlers, as xla_ffi/handlers/operands.h describes them.
+#ifndef CGX_TESTS_FUZZ_CODEC_H_
+#define CGX_TESTS_FUZZ_CODEC_H_
+
+#include <algorithm>
+
+#include "format/layout.h"
+#include "fuzz/calls.h"
+
+namespace fuzz {
+
+// The leaves of a call: each has a dtype, and two arrays of units or none.
+struct Leaves {
+  int64_t batch, world;
+  std::vector<cgx::SlotSpec> specs;
+  std::vector<XLA_FFI_DataType> types;
+  cgx::OwnedLayout owned;
+  Ints slots;
+
+  Leaves(Random& random, int64_t batch, int64_t world, int64_t most, bool units)
+      : batch(batch), world(world) {
+    for (int64_t k = random.of<int64_t>({0, 1, 1, 1, 2, 3}); k > 0; --k) {
+      const int64_t bucket =
+          random.chance(2) ? 512 : random.of<int64_t>({32, 64, 96, 256, 1024, int64_t{1} << 30});
+      specs.push_back({random.size(most), random.within(1, 8), bucket, random.below(3),
+                       random.below(5), random.below(2), units ? random.below(2) : 0});
+      types.push_back(random.of({XLA_FFI_DataType_F32, XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
+                                 XLA_FFI_DataType_F16}));
+      const cgx::SlotSpec& own = specs.back();
+      for (const int64_t number :
+           {own.bits, own.bucket_size, own.rounding, own.number, own.rotation, own.units}) {
+        slots.push_back(number);
+      }
+    }
+    build();
+  }
+  // As often as that, one row after the other.
+  void build(int64_t rows = 1) {
+    std::vector<cgx::SlotSpec> all;
+    for (int64_t r = 0; r < rows; ++r) all.insert(all.end(), specs.begin(), specs.end());
+    if (const std::string error = owned.build(all, world); !error.empty()) fail(error);
+  }
+  int64_t row() const { return owned.view().chunk_bytes; }
+
+  void add_args(Random& random, Call* call, int64_t rows = 1) const {
+    for (size_t k = 0; k < specs.size(); ++k) call->arg(random, types[k], dims(k, rows));
+  }
+  void add_rets(Random& random, Call* call, int64_t rows = 1) const {
+    for (size_t k = 0; k < specs.size(); ++k) call->ret(random, types[k], dims(k, rows));
+  }
+  void add_units(Random& random, Call* call) const {
+    for (const auto& leaf : specs) {
+      if (leaf.units == 0) continue;
+      int64_t rows = random.within(1, 20);
+      while (leaf.size % rows != 0) --rows;
+      if (random.chance(2)) rows = leaf.size / rows;
+      const int64_t columns = rows == 0 ? random.below(3) : leaf.size / rows;
+      call->arg(random, XLA_FFI_DataType_F32, {batch, 2, rows});
+      call->arg(random, XLA_FFI_DataType_F32, {batch, 2, columns});
+    }
+  }
+  void add_attributes(Call* call) const {
+    call->attributes["slots"] = slots;
+    call->attributes["world"] = world;
+  }
+
+ private:
+  Ints dims(size_t k, int64_t rows) const { return {batch * rows, specs[k].size}; }
+};
+
+inline int64_t some_world(Random& random) {
+  return random.chance(32) ? random.within(1, 70) : random.within(1, 5);
+}
+
+// `most` values of a leaf; with units where the device takes them.
+inline Call encode_call(Random& random, int64_t most, bool units) {
+  Call call;
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
+  call.arg(random, XLA_FFI_DataType_U32, {leaves.batch, 2});
+  call.places(random, {leaves.batch}, -1, leaves.world - 1);
+  leaves.add_args(random, &call);
+  leaves.add_units(random, &call);
+  call.ret(random, XLA_FFI_DataType_U8, {leaves.batch, leaves.world, leaves.row()});
+  if (random.chance(2)) leaves.add_rets(random, &call);
+  leaves.add_attributes(&call);
+  return call;
+}
+
+inline Call reduce_call(Random& random, int64_t most, bool units) {
+  Call call;
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
+  call.arg(random, XLA_FFI_DataType_U32, {leaves.batch, 2});
+  call.places(random, {leaves.batch}, 0, leaves.world - 1);
+  call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, leaves.world, leaves.row()});
+  leaves.add_args(random, &call);
+  call.ret(random, XLA_FFI_DataType_U8, {leaves.batch, leaves.row()});
+  if (random.chance(2)) {
+    for (size_t k = 0; k < leaves.specs.size(); ++k) {
+      call.shared.emplace_back(call.rets.size() + k, call.args.size() + k);
+    }
+    leaves.add_args(random, &call);
+    leaves.add_rets(random, &call);
+  }
+  leaves.add_units(random, &call);
+  leaves.add_attributes(&call);
+  call.attributes["divisor"] = static_cast<float>(leaves.world);
+  return call;
+}
+
+inline Call decode_call(Random& random, int64_t most, bool units) {
+  Call call;
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
+  call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, leaves.world, leaves.row()});
+  leaves.add_units(random, &call);
+  leaves.add_rets(random, &call);
+  leaves.add_attributes(&call);
+  return call;
+}
+
+inline Call accumulate_call(Random& random, int64_t most, bool) {
+  Call call;
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), 1, most, false);
+  const int64_t peers = some_world(random);
+  call.places(random, {leaves.batch}, -1, peers - 1);
+  call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, peers, leaves.row()});
+  leaves.add_args(random, &call);
+  leaves.add_rets(random, &call);
+  leaves.add_attributes(&call);
+  call.attributes["divisor"] = static_cast<float>(peers);
+  return call;
+}
+
+}  // namespace fuzz
+
+#endif  // CGX_TESTS_FUZZ_CODEC_H_

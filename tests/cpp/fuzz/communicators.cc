@@ -1,0 +1,148 @@
+#include "fuzz/communicators.h"
+
+#include <map>
+
+#include "nccl/library.h"
+
+namespace fuzz {
+namespace {
+
+uint64_t received = 0;
+
+XLA_FFI_Error* request(const XLA_FFI_Collectives_Extension*, XLA_FFI_Communicator_Request_Args*) {
+  return nullptr;
+}
+XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicator_Get_Args* args) {
+  args->communicator = reinterpret_cast<XLA_FFI_Communicator*>(self->state);
+  return nullptr;
+}
+
+const emulator::Comm& comm_of(cgx::NcclComm comm) {
+  return *reinterpret_cast<emulator::Comm*>(comm);
+}
+
+// Of a group's windows the memory, by the group's size, the window's number and the rank: a rank
+// may ask where another's is before that one has come, which NCCL would wait for.
+struct Windows {
+  std::vector<std::vector<std::unique_ptr<uint64_t[]>>> memory;
+  std::map<int, size_t> made;  // by rank
+};
+std::map<int, Windows> windows;
+std::map<int, const emulator::Comm*> on_device;
+
+// A window's number and the size of its group stand for it.
+constexpr size_t kMostWindows = 1 << 20;
+
+int reserve(void** memory, size_t bytes) {
+  const emulator::Comm& comm = *on_device[emulator::device()];
+  Windows& own = windows[comm.world];
+  const size_t made = own.made[comm.rank];
+  if (own.memory.size() == made) {
+    own.memory.emplace_back();
+    for (int r = 0; r < comm.world; ++r) own.memory.back().emplace_back(new uint64_t[bytes / 8]());
+  }
+  *memory = own.memory[made][comm.rank].get();
+  return cgx::NcclLibrary::kSuccess;
+}
+
+int enter(cgx::NcclComm comm, void*, size_t, cgx::NcclWindow* window, int) {
+  const emulator::Comm& own = comm_of(comm);
+  const size_t number = windows[own.world].made[own.rank]++;
+  *window = reinterpret_cast<cgx::NcclWindow>(own.world * kMostWindows + number + 1);
+  return cgx::NcclLibrary::kSuccess;
+}
+
+int find(cgx::NcclWindow window, size_t, int peer, void** pointer) {
+  const size_t all = reinterpret_cast<size_t>(window) - 1;
+  *pointer = windows[all / kMostWindows].memory[all % kMostWindows][peer].get();
+  return cgx::NcclLibrary::kSuccess;
+}
+
+int send(const void* data, size_t bytes, int, int, cgx::NcclComm, cudaStream_t stream) {
+  emulator::submit(stream, [=] {
+    volatile char last = 0;  // what is sent must still be there
+    for (size_t i = 0; i < bytes; ++i) last = static_cast<const char*>(data)[i];
+    static_cast<void>(last);
+    return true;
+  });
+  return cgx::NcclLibrary::kSuccess;
+}
+
+int receive(void* data, size_t bytes, int, int peer, cgx::NcclComm, cudaStream_t stream) {
+  emulator::submit(stream, [=] {
+    Random(received, peer).fill(data, static_cast<int64_t>(bytes));
+    return true;
+  });
+  return cgx::NcclLibrary::kSuccess;
+}
+
+}  // namespace
+
+Member::Member(int rank, int world) : comm{rank, world} {
+  static int devices = 0;
+  const int before = emulator::device();
+  emulator::set_device(device = ++devices);
+  on_device[device] = &comm;
+  stream = emulator::create_stream();
+  emulator::set_device(before);
+  extension.extension_base = {
+      XLA_FFI_Collectives_Extension_STRUCT_SIZE, {XLA_FFI_Extension_Collectives, 0, 1}, nullptr};
+  extension.request_communicator = request;
+  extension.get_communicator = get;
+  extension.state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comm);
+}
+
+std::string Member::run(const Call& call, XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage) {
+  Frame frame;
+  call.fill(&frame);
+  XLA_FFI_InvokeContext context;
+  context.stream = stream;
+  context.device = device;
+  context.extension = &extension.extension_base;
+  return frame.call(handler, stage, &context);
+}
+
+void set_received(uint64_t seed) { received = seed; }
+
+std::vector<std::unique_ptr<Member>>& members(int world) {
+  static std::map<int, std::vector<std::unique_ptr<Member>>> all;
+  auto& group = all[world];
+  while (static_cast<int>(group.size()) < world) {
+    group.push_back(std::make_unique<Member>(static_cast<int>(group.size()), world));
+  }
+  return group;
+}
+
+}  // namespace fuzz
+
+namespace cgx {
+
+const NcclLibrary* nccl_library(std::string*) {
+  static const NcclLibrary library = [] {
+    NcclLibrary l = {};
+    l.get_error_string = [](int) { return "internal error"; };
+    l.comm_count = [](NcclComm comm, int* count) {
+      *count = fuzz::comm_of(comm).world;
+      return NcclLibrary::kSuccess;
+    };
+    l.comm_user_rank = [](NcclComm comm, int* rank) {
+      *rank = fuzz::comm_of(comm).rank;
+      return NcclLibrary::kSuccess;
+    };
+    l.comm_get_async_error = [](NcclComm, int* state) {
+      *state = NcclLibrary::kSuccess;
+      return NcclLibrary::kSuccess;
+    };
+    l.group_start = [] { return NcclLibrary::kSuccess; };
+    l.group_end = [] { return NcclLibrary::kSuccess; };
+    l.send = fuzz::send;
+    l.recv = fuzz::receive;
+    l.mem_alloc = fuzz::reserve;
+    l.window_register = fuzz::enter;
+    l.peer_pointer = fuzz::find;
+    return l;
+  }();
+  return &library;
+}
+
+}  // namespace cgx

@@ -1,0 +1,113 @@
+// The handlers for the CPU: the codec's, and those of codes.
+#include "handlers/cpu.h"
+
+#include "cpu/kernels.h"
+#include "cpu/worker_pool.h"
+#include "fuzz/codec.h"
+#include "fuzz/codes.h"
+#include "handlers/codes.h"
+
+namespace fuzz {
+namespace {
+
+constexpr int64_t kMost = 150'000;  // values: several pieces
+constexpr Codes kCodes{kMost, 1, 0};
+
+using MakeCodec = Call (*)(Random& random, int64_t most, bool units);
+struct Handler {
+  const char* name;
+  XLA_FFI_Handler* call;
+  MakeCodec codec;
+  MakeCode code;
+};
+
+const std::vector<Handler>& handlers() {
+  static const std::vector<Handler> all = [] {
+    std::vector<Handler> made = {
+        {"cgx_encode", cgx::encode_handler, encode_call, nullptr},
+        {"cgx_reduce", cgx::reduce_handler, reduce_call, nullptr},
+        {"cgx_decode", cgx::decode_handler, decode_call, nullptr},
+        {"cgx_accumulate", cgx::accumulate_handler, accumulate_call, nullptr}};
+    for (const cgx::CodeHandler& code : cgx::code_handlers()) {
+      made.push_back({code.target, code.call, nullptr, code_maker(code.target)});
+    }
+    return made;
+  }();
+  return all;
+}
+
+// Threads that come to their tasks at once, or when the handler has long returned.
+class Unpunctual : public Threads {
+ public:
+  explicit Unpunctual(bool late) : late_(late) {}
+  ~Unpunctual() override {
+    for (const auto& [task, data] : tasks_) task(data);
+  }
+  int64_t count() const override { return 4; }
+  void schedule(XLA_FFI_Task* task, void* data) override {
+    if (!late_) return task(data);
+    tasks_.emplace_back(task, data);
+  }
+
+ private:
+  const bool late_;
+  std::vector<std::pair<XLA_FFI_Task*, void*>> tasks_;
+};
+
+class Real : public Threads {
+ public:
+  int64_t count() const override { return pool_.num_threads(); }
+  void schedule(XLA_FFI_Task* task, void* data) override {
+    pool_.Schedule([=] { task(data); });
+  }
+
+ private:
+  cgx::WorkerPool pool_{3};
+};
+
+std::string run(const Handler& handler, const Call& call, Threads* threads) {
+  XLA_FFI_InvokeContext context;
+  context.threads = threads;
+  Frame frame;
+  call.fill(&frame);
+  return frame.call(handler.call, XLA_FFI_ExecutionStage_EXECUTE, &context);
+}
+
+std::vector<std::string> results(const Call& call) {
+  std::vector<std::string> all;
+  for (const Array& own : call.rets) all.emplace_back(own.data, own.bytes());
+  return all;
+}
+
+void set_results(Call* call, char byte) {
+  for (Array& own : call->rets) std::memset(own.data, byte, own.bytes());
+}
+
+}  // namespace
+
+void cpu_case(Random& random) {
+  int64_t isas = 0;
+  while (cgx::available_kernels()[isas]) ++isas;
+  cgx::select_kernels(cgx::available_kernels()[random.below(isas)]->isa);
+  const Handler& handler = handlers()[random.below(static_cast<int64_t>(handlers().size()))];
+  std::unique_ptr<Threads> threads;  // outlives the call: late tasks find its memory gone
+  Call call = handler.codec ? handler.codec(random, kMost, true) : handler.code(random, kCodes);
+  const bool damaged = random.chance(2);
+  if (damaged) damage(random, &call);
+  if (random.chance(4)) threads = std::make_unique<Unpunctual>(random.chance(2));
+  if (random.chance(256)) threads = std::make_unique<Real>();
+  set_results(&call, 0);
+  const std::string said = run(handler, call, threads.get());
+  count(handler.name, !said.empty());
+  if (damaged) return;
+  if (!said.empty()) fail(std::string(handler.name) + " refuses a right call: " + said);
+  // Residuals in their operands' memory have changed them.
+  if (!call.shared.empty() || !random.chance(8)) return;
+  const auto once = results(call);
+  set_results(&call, -1);
+  run(handler, call, nullptr);
+  count(handler.name, false);
+  if (results(call) != once) fail(std::string(handler.name) + " leaves a byte of a result out");
+}
+
+}  // namespace fuzz

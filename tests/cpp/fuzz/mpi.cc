@@ -1,0 +1,127 @@
+// The handlers of the calls over MPI, above the engine and its threads, among hostile peers.
+#include "handlers/mpi.h"
+
+#include "fuzz/codec.h"
+#include "fuzz/hostile_port.h"
+#include "mpi/network.h"
+
+namespace fuzz {
+namespace {
+
+class HostileLibrary : public cgx::MpiLibrary {
+ public:
+  HostileLibrary(uint64_t seed, Manners manners, int64_t ranks)
+      : seed_(seed), manners_(manners), ranks_(ranks) {}
+  std::unique_ptr<cgx::Port> port(std::vector<int32_t> peers) const override {
+    for (const int32_t peer : peers) {
+      if (peer < 0 || peer >= ranks_) fail("messages to rank " + std::to_string(peer));
+    }
+    if (++ports_ <= 2)
+      return std::make_unique<SilentPort>();  // of the notices, which the engine looks at by the
+                                              // clock
+    return std::make_unique<HostilePort>(Random(seed_, ports_), manners_,
+                                         static_cast<int64_t>(peers.size()));
+  }
+
+ private:
+  const uint64_t seed_;
+  const Manners manners_;
+  const int64_t ranks_;
+  mutable uint64_t ports_ = 0;
+};
+
+constexpr int64_t kLargestTag = 32767;
+
+// Who takes part: `groups` of `world` of all ranks, this one among them.
+struct Where {
+  int64_t ranks, rank, world;
+  Ints groups;
+
+  explicit Where(Random& random)
+      : ranks(random.within(1, 6)), rank(random.below(ranks)), world(random.within(1, ranks)) {
+    for (int64_t r = 0; r < ranks; ++r) groups.push_back((rank + r) % ranks);
+    groups.resize(ranks / world * world);
+    for (size_t i = groups.size(); i > 1; --i) {
+      std::swap(groups[i - 1], groups[random.below(static_cast<int64_t>(i))]);
+    }
+  }
+  void add_to(Random& random, Call* call) const {
+    call->attributes["groups"] = groups;
+    call->attributes["world"] = world;
+    call->attributes["channel"] = random.below(kLargestTag / cgx::kCallTags);
+    call->attributes["name"] = std::string("psum_compressed(exchange='mpi')");
+    call->attributes["program"] = std::string(random.below(100), 'p');
+  }
+};
+
+Call all_reduce_call(Random& random, const Where& where) {
+  Call call;
+  const Leaves leaves(random, 1, where.world, 600, true);
+  call.arg(random, XLA_FFI_DataType_U32, {4});
+  call.places(random, {1}, where.rank, where.rank);
+  leaves.add_args(random, &call);
+  leaves.add_units(random, &call);
+  leaves.add_rets(random, &call);
+  if (random.chance(2)) leaves.add_rets(random, &call);
+  leaves.add_attributes(&call);
+  call.attributes["divisor"] = 2.0f;
+  where.add_to(random, &call);
+  return call;
+}
+
+Call rows_call(Random& random, const Where& where, bool gathers) {
+  Call call;
+  const int64_t bytes = random.size(5000);
+  call.places(random, {1}, where.rank, where.rank);
+  if (gathers) {
+    call.arg(random, XLA_FFI_DataType_U8, {bytes});
+  } else {
+    call.arg(random, XLA_FFI_DataType_U8, {where.world, bytes});
+  }
+  call.ret(random, XLA_FFI_DataType_U8, {where.world, bytes});
+  where.add_to(random, &call);
+  return call;
+}
+
+}  // namespace
+
+// Calls on one engine, which fails all that come after one that failed.
+void mpi_case(Random& random) {
+  const Where where(random);
+  const bool hostile = random.chance(4);
+  const Manners manners{hostile ? random.below(8) : 0, hostile ? random.below(50) : 0};
+  const bool engine = !random.chance(16);
+  const int64_t threads = random.chance(16) ? 2 : 1;
+  if (engine) {
+    cgx::set_engine(std::make_unique<cgx::Engine>(
+        std::make_unique<HostileLibrary>(random.bits(), manners, where.ranks),
+        cgx::EngineSettings{where.ranks,
+                            where.rank,
+                            kLargestTag,
+                            {random.of<int64_t>({64, 100, 1 << 17}), random.within(2, 5)},
+                            600,
+                            threads}));
+  }
+  static int64_t runs = 0;
+  for (int64_t k = random.within(1, 40); k > 0; --k) {
+    const int64_t kind = random.below(3);
+    Call call = kind == 0 ? all_reduce_call(random, where) : rows_call(random, where, kind == 2);
+    const bool damaged = random.chance(2);
+    if (damaged) damage(random, &call);
+    Frame frame;
+    call.fill(&frame);
+    XLA_FFI_InvokeContext context;
+    context.run = ++runs;
+    XLA_FFI_Handler* const handlers[] = {cgx::all_reduce_mpi_handler, cgx::scatter_mpi_handler,
+                                         cgx::gather_mpi_handler};
+    const std::string said = frame.call(handlers[kind], XLA_FFI_ExecutionStage_EXECUTE, &context);
+    const char* const names[] = {"cgx_all_reduce_mpi", "cgx_scatter_mpi", "cgx_gather_mpi"};
+    count(names[kind], !said.empty());
+    if (engine && !damaged && !hostile && !said.empty()) {
+      fail(std::string(names[kind]) + " refuses a right call: " + said);
+    }
+  }
+  cgx::set_engine(nullptr);
+}
+
+}  // namespace fuzz

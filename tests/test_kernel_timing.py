@@ -1,0 +1,24 @@
+"""The benchmarks' library of kernels: what Python hands to C++ is what C++ may read."""
+
+import importlib.util
+import pathlib
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def timing():
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "kernel_timing.py"
+    spec = importlib.util.spec_from_file_location("kernel_timing", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("view", [np.s_[:, ::2], np.s_[::-1], np.s_[:, :3]], ids=str)
+def test_arrays_that_are_not_contiguous_are_refused(timing, view):
+    x = np.zeros((4, 6), np.float32)
+    assert timing._array(x).bytes == 96
+    with pytest.raises(ValueError, match=r"strides .* is not contiguous; pass np.ascontig"):
+        timing._array(x[view])
