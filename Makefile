@@ -3,8 +3,8 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test cpp-test fuzz gpu-rehearsal builds lint format bench sass \
-        clean
+.PHONY: demo test slow-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds lint format bench \
+        sass clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -18,6 +18,8 @@ NATIVE ?= $(shell "$${CUDACXX:-nvcc}" --version 2>/dev/null | \
 # How long, and with which numbers, `make fuzz` runs.
 MINUTES ?= 5
 SEED ?= 1
+# How long `make soak` runs.
+HOURS ?= 1
 CXX_FOUND := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 
 BIN := $(VENV)/bin
@@ -88,6 +90,11 @@ openmpi-test: $(STAMPS)/openmpi
 	MPI4PY_MPIABI=openmpi OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	  PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
 	  $(VENV)/openmpi/bin/python -m pytest tests/test_mpi.py
+
+# Reduces for HOURS on several processes, and kills some. What it finds is in build/soak/log.txt.
+soak: $(STAMPS)/test
+	$(BIN)/python benchmarks/soak/run.py --hours $(HOURS) --json benchmarks/results/soak.json \
+	  --png demo/soak.png
 
 cpp-test: $(STAMPS)/cpp
 	$(CONFIGURE_CPP); \

@@ -31,7 +31,9 @@ def write_json(path: Path | None, rows: list[dict[str, Any]]) -> None:
     runs = json.loads(path.read_text()) if path.exists() else []
     runs = [run for run in runs if run["command"] != command]
     runs.append({"command": command, "machine": machine(), "rows": rows})
-    path.write_text(json.dumps(runs, indent=1) + "\n")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(runs, indent=1) + "\n")
+    partial.replace(path)  # whole, whenever this process ends
 
 
 def machine() -> dict[str, Any]:

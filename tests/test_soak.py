@@ -1,0 +1,130 @@
+"""The soak finds what is wrong, and a short one runs, is killed, goes on and leaves nothing."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOAK = ROOT / "benchmarks" / "soak"
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(f"soak_{name}", SOAK / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = made  # dataclasses look for it
+    spec.loader.exec_module(made)
+    return made
+
+
+report, drawing = module("report"), module("drawing")
+
+
+def test_a_slope_has_the_standard_error_of_independent_samples():
+    rng, times = np.random.default_rng(0), np.arange(600) / 600
+    found = [report.slope(times, 5 * times + rng.standard_normal(600)) for _ in range(200)]
+    rates, errors = np.transpose(found)
+    assert abs(rates.mean() - 5) < 4 * rates.std() / np.sqrt(200)
+    assert errors.mean() == pytest.approx(rates.std(), rel=0.2)
+    assert report.slope(times[:3], times[:3]) is None
+
+
+def test_a_slope_of_samples_that_depend_on_each_other_has_a_larger_error():
+    rng, times = np.random.default_rng(0), np.arange(600) / 600
+    held = [np.repeat(rng.standard_normal(60), 10) for _ in range(200)]  # 10 samples alike
+    rates, errors = np.transpose([report.slope(times, v) for v in held])
+    assert errors.mean() == pytest.approx(rates.std(), rel=0.2)
+
+
+def records(*crcs, share=0.5):
+    rows = [(0, crc, share, float(i)) for i, crc in enumerate(crcs)]
+    return np.array(rows, report.RECORD)
+
+
+FOUND = {
+    "all alike": ([records(1, 2, 3), records(1, 2, 3)], {"reductions": 3, "mismatches": 0}),
+    "one differs": (
+        [records(1, 2, 3), records(1, 9, 3)],
+        {"mismatches": 1, "first_mismatch": 1},
+    ),
+    "one was killed": ([records(1, 2, 3), records(1, 2)], {"reductions": 2, "mismatches": 0}),
+    "over the bound": (
+        [records(1, share=1.5), records(1, share=-1)],
+        {"checked": 1, "over_bound": 1, "largest_share_of_bound": 1.5},
+    ),
+    "not a number": ([records(1, share=np.inf)], {"over_bound": 1}),
+    "nothing": ([records(), records()], {"reductions": 0, "reductions_per_second": None}),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_the_ranks_wrote_is_compared(name):
+    given, expected = FOUND[name]
+    found = report.compared(given)
+    assert {k: found[k] for k in expected} == expected
+
+
+def test_a_result_beyond_the_bound_is_seen():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        what = drawing.draw(rng, frozenset({"scatter", "gather"}))
+        x = [np.stack(rows) for rows in zip(*(what.values(r, 0) for r in range(3)), strict=True)]
+        zeros = [np.zeros(s) for s in what.shapes]
+        divisor = 3 if what.mean else 1
+        exact = [v.astype(np.float64).sum(0) / divisor for v in x]
+        assert what.share_of_bound(exact, x, zeros) == 0
+        most = [drawing.allowed(v, b, divisor) for v, b in zip(x, zeros, strict=True)]
+        off = [y + 2 * m for y, m in zip(exact, most, strict=True)]
+        assert what.share_of_bound(off, x, zeros) == pytest.approx(2, rel=1e-3)
+        lost = [np.full(s, np.nan) for s in what.shapes]
+        assert what.share_of_bound(lost, x, zeros) == np.inf
+
+
+def soak(folder, *options):
+    command = [sys.executable, str(SOAK / "run.py"), "--folder", str(folder), "--pool", "2"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [*command, *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install mpich mpi4py runs this test")
+def test_a_short_soak_is_killed_goes_on_with_fewer_and_leaves_no_process(tmp_path):
+    numbers, picture = tmp_path / "soak.json", tmp_path / "soak.png"
+    options = ["--phases", "kills", "--hours", "0.006", "--json", numbers, "--png", picture]
+    done = soak(tmp_path, *map(str, options))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    total, *jobs = json.loads(numbers.read_text())[0]["rows"]
+    assert total["reductions"] > 0
+    assert total["checked"] > 0
+    assert (total["hangs"], total["failures"], total["mismatches"], total["over_bound"]) == (0,) * 4
+    assert [(job["world"], job["outcome"]) for job in jobs[:2]] == [(3, "killed"), (2, "ended")]
+    assert picture.stat().st_size > 0
+    left = [
+        process
+        for process in Path("/proc").glob("[0-9]*/cmdline")
+        if str(tmp_path) in process.read_text(errors="replace")
+    ]
+    assert not left
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc: run it on Linux")
+def test_a_step_is_repeated_by_its_command(tmp_path):
+    done = soak(tmp_path, "--repeat", "0:steady:xla:2:7")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "8 reductions" in done.stdout  # with the feedback's state, so from the first step on
