@@ -111,12 +111,17 @@ def test_what_is_above_a_sampled_threshold_is_that_of_jnp(n, kind):
 
 
 KEY = np.uint32([0x12345678, 0x9ABCDEF0])
-SCALES = np.float32([1e38, 1e20, 1e-30, 1e-36, 3e-38, 1e-40])
+SCALES = np.float32([1e38, 1e20, 1e-30, 1e-36, 1e-40])
 
 
 def scaled(n):
     with np.errstate(over="ignore", under="ignore"):
         return normal(n) * np.resize(np.repeat(SCALES, 600), n)
+
+
+def smallest(n):
+    """Values whose bucket's scale is so small that its inverse, times the levels, overflows."""
+    return np.copysign(np.float32(2.0**-126), normal(n)) * np.float32(1.25)
 
 
 LEVELS = {
@@ -135,7 +140,7 @@ LEVELS = {
 @pytest.mark.parametrize("n", [1, 65, 5000, LARGE])
 def test_levels_are_those_of_jnp(n, name):
     target, plain, static = LEVELS[name]
-    for kind in (*ARRAYS.values(), scaled):
+    for kind in (*ARRAYS.values(), scaled, smallest):
         check(target, plain, KEY, kind(n), **static)
 
 
