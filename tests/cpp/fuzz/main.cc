@@ -116,7 +116,7 @@ bool run_target(const Target& target, const Options& options, int64_t* all) {
   int64_t calls = 0;
   for (const Count& own : shared->counts) {
     if (own.calls == 0) break;
-    printf("  %-24s %12lld calls, %5.1f %% refused\n", own.name, static_cast<long long>(own.calls),
+    printf("  %-32s %12lld calls, %5.1f %% refused\n", own.name, static_cast<long long>(own.calls),
            100.0 * own.refused / own.calls);
     calls += own.calls;
   }
