@@ -1,7 +1,9 @@
 #include "fuzz/communicators.h"
 
+#include <deque>
 #include <map>
 
+#include "nccl.h"
 #include "nccl/library.h"
 
 namespace fuzz {
@@ -55,6 +57,13 @@ int enter(cgx::NcclComm comm, void*, size_t, cgx::NcclWindow* window, int) {
 int find(cgx::NcclWindow window, size_t, int peer, void** pointer) {
   const size_t all = reinterpret_cast<size_t>(window) - 1;
   *pointer = windows[all / kMostWindows].memory[all % kMostWindows][peer].get();
+  return cgx::NcclLibrary::kSuccess;
+}
+
+int split(cgx::NcclComm from, int, int, cgx::NcclComm* made, cgx::NcclConfig*) {
+  static std::deque<emulator::Comm> all;
+  all.push_back({comm_of(from).rank, comm_of(from).world});
+  *made = emulator::handle(&all.back());
   return cgx::NcclLibrary::kSuccess;
 }
 
@@ -119,22 +128,10 @@ namespace cgx {
 
 const NcclLibrary* nccl_library(std::string*) {
   static const NcclLibrary library = [] {
-    NcclLibrary l = {};
-    l.get_error_string = [](int) { return "internal error"; };
-    l.comm_count = [](NcclComm comm, int* count) {
-      *count = fuzz::comm_of(comm).world;
-      return NcclLibrary::kSuccess;
-    };
-    l.comm_user_rank = [](NcclComm comm, int* rank) {
-      *rank = fuzz::comm_of(comm).rank;
-      return NcclLibrary::kSuccess;
-    };
-    l.comm_get_async_error = [](NcclComm, int* state) {
-      *state = NcclLibrary::kSuccess;
-      return NcclLibrary::kSuccess;
-    };
+    NcclLibrary l = emulator::nccl();
     l.group_start = [] { return NcclLibrary::kSuccess; };
     l.group_end = [] { return NcclLibrary::kSuccess; };
+    l.comm_split = fuzz::split;
     l.send = fuzz::send;
     l.recv = fuzz::receive;
     l.mem_alloc = fuzz::reserve;

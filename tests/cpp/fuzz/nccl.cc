@@ -21,6 +21,8 @@ const Handler kHandlers[] = {
      cgx::reduce_scatter_nccl_execute, cgx::Collective::kReduceScatter},
     {"cgx_all_gather_nccl", cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute,
      cgx::Collective::kAllGather},
+    {"cgx_gather_sum_nccl", cgx::gather_sum_nccl_initialize, cgx::gather_sum_nccl_execute,
+     cgx::Collective::kGatherSum},
 };
 
 Call make(Random& random, cgx::Collective collective, int64_t world) {
@@ -33,7 +35,8 @@ Call make(Random& random, cgx::Collective collective, int64_t world) {
   call.arg(random, XLA_FFI_DataType_U32, {whole ? 4 : 2 * in});
   leaves.add_args(random, &call, in);
   leaves.add_rets(random, &call, out);
-  if (whole && random.chance(2)) leaves.add_rets(random, &call);
+  const bool sums = whole || collective == cgx::Collective::kGatherSum;
+  if (sums && random.chance(2)) leaves.add_rets(random, &call);
   const int64_t segment = random.of<int64_t>({64, 500, 1 << 20});
   call.ret(random, XLA_FFI_DataType_U8,
            {cgx::CudaFused::scratch_bytes(collective, leaves.owned.view(), segment)});
@@ -43,6 +46,7 @@ Call make(Random& random, cgx::Collective collective, int64_t world) {
   call.attributes["groups"] = groups;
   call.attributes["divisor"] = static_cast<float>(world);
   call.attributes["segment_bytes"] = segment;
+  call.attributes["streams"] = random.of<int64_t>({1, 1, 2, 3, 8});
   call.attributes["name"] = std::string("psum_compressed(exchange='nccl')");
   return call;
 }
@@ -53,7 +57,7 @@ void nccl_case(Random& random) {
   emulator::set_seed(random.bits());
   const int64_t world = random.within(1, 4);
   Member& member = *members(static_cast<int>(world))[random.below(world)];
-  const Handler& handler = kHandlers[random.below(3)];
+  const Handler& handler = kHandlers[random.below(4)];
   Call call = make(random, handler.collective, world);
   const bool damaged = random.chance(2);
   if (damaged) damage(random, &call);
