@@ -54,10 +54,11 @@ struct Where {
   }
 };
 
-Call all_reduce_call(Random& random, const Where& where) {
+// The sums of a gather-sum have other dtypes where leaves have units; these have none.
+Call reduce_call(Random& random, const Where& where, bool gathers) {
   Call call;
-  const Leaves leaves(random, 1, where.world, 600, true);
-  call.arg(random, XLA_FFI_DataType_U32, {4});
+  const Leaves leaves(random, 1, gathers ? 1 : where.world, 600, !gathers);
+  call.arg(random, XLA_FFI_DataType_U32, {gathers ? 2 : 4});
   call.places(random, {1}, where.rank, where.rank);
   leaves.add_args(random, &call);
   leaves.add_units(random, &call);
@@ -104,18 +105,20 @@ void mpi_case(Random& random) {
   }
   static int64_t runs = 0;
   for (int64_t k = random.within(1, 40); k > 0; --k) {
-    const int64_t kind = random.below(3);
-    Call call = kind == 0 ? all_reduce_call(random, where) : rows_call(random, where, kind == 2);
+    const int64_t kind = random.below(4);
+    Call call =
+        kind < 2 ? reduce_call(random, where, kind == 1) : rows_call(random, where, kind == 3);
     const bool damaged = random.chance(2);
     if (damaged) damage(random, &call);
     Frame frame;
     call.fill(&frame);
     XLA_FFI_InvokeContext context;
     context.run = ++runs;
-    XLA_FFI_Handler* const handlers[] = {cgx::all_reduce_mpi_handler, cgx::scatter_mpi_handler,
-                                         cgx::gather_mpi_handler};
+    XLA_FFI_Handler* const handlers[] = {cgx::all_reduce_mpi_handler, cgx::gather_sum_mpi_handler,
+                                         cgx::scatter_mpi_handler, cgx::gather_mpi_handler};
     const std::string said = frame.call(handlers[kind], XLA_FFI_ExecutionStage_EXECUTE, &context);
-    const char* const names[] = {"cgx_all_reduce_mpi", "cgx_scatter_mpi", "cgx_gather_mpi"};
+    const char* const names[] = {"cgx_all_reduce_mpi", "cgx_gather_sum_mpi", "cgx_scatter_mpi",
+                                 "cgx_gather_mpi"};
     count(names[kind], !said.empty());
     if (engine && !damaged && !hostile && !said.empty()) {
       fail(std::string(names[kind]) + " refuses a right call: " + said);

@@ -63,15 +63,19 @@ void all_reduce(Random& random, const Manners& manners, cgx::BufferPool& buffers
   cgx::FusedSpec spec;
   std::vector<cgx::SlotSpec> leaves;
   const int64_t world = some_world(random);
-  const bool residual = random.chance(2), units = random.chance(2);
+  const bool residual = random.chance(2), units = random.chance(2), gathers = random.chance(2);
+  spec.collective = gathers ? cgx::Collective::kGatherSum : cgx::Collective::kAllReduce;
+  spec.world = world;
   for (int64_t k = random.below(4); k > 0; --k) {
     leaves.push_back({random.size(3000), random.within(1, 8), random.of<int64_t>({32, 64, 512}),
                       random.below(3), random.below(5), random.below(2), 0});
     const cgx::DType dtype = random.of({cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16});
     const int64_t bytes = leaves.back().size * cgx::item_size(dtype);
+    const cgx::DType sums = units && gathers ? cgx::DType::kF32 : dtype;
     spec.dtypes.push_back(dtype);
+    spec.out_dtypes.push_back(sums);
     spec.in.push_back(arrays.of(random, bytes));
-    spec.out.push_back(arrays.of(random, bytes));
+    spec.out.push_back(arrays.of(random, leaves.back().size * cgx::item_size(sums)));
     if (residual) spec.residuals.push_back(arrays.of(random, bytes));
     if (!units) continue;
     leaves.back().units = 1;
@@ -79,7 +83,8 @@ void all_reduce(Random& random, const Manners& manners, cgx::BufferPool& buffers
     spec.units.push_back({reinterpret_cast<float*>(arrays.of(random, 8 * rows)),
                           reinterpret_cast<float*>(arrays.of(random, 8)), rows, 1});
   }
-  if (const std::string error = spec.owned.build(leaves, world); !error.empty()) fail(error);
+  if (const std::string error = spec.owned.build(leaves, gathers ? 1 : world); !error.empty())
+    fail(error);
   random.fill(spec.keys, sizeof(spec.keys));
   spec.divisor = static_cast<float>(world);
   spec.rank = random.below(world);
