@@ -55,11 +55,9 @@ def of_rank(output, rank):
 
 @needs_mpi
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reduction", "world"), [("scatter_gather", 4), ("gather_sum", 3), ("gather_sum", 4)]
-)
-def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation(reduction, world):
-    assert run(world, "agreement", reduction).count("ok") == world
+@pytest.mark.parametrize("reduction", ["scatter_gather", "gather_sum"])
+def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation(reduction):
+    assert run(4, "agreement", reduction).count("ok") == 4
 
 
 @needs_mpi
