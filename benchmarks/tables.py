@@ -451,24 +451,6 @@ def steps() -> str:
     return table([*head, *names, "ceiling"], body)
 
 
-def overlap() -> str:
-    """Steps that reduce in the backward pass, against those that reduce after it."""
-    made = {(r["task"], r["world"], r["links"], r["way"]): r for r in rows("overlap")}
-    ways = dict.fromkeys(key[3] for key in made)
-    others = [way for way in ways if way not in ("lax.pmean", "after", "compute", "tuned")]
-    body = []
-    for task, world, links in dict.fromkeys(key[:3] for key in made):
-        own = {way: made.get((task, world, links, way)) for way in ways}
-        after, tuned = own["after"], own["tuned"]
-        share = own["compute"]["seconds"][1] / after["seconds"][1]
-        first = f"{after['seconds'][1] * 1e3:.1f}", f"{after['over_pmean'][1]:.2f}", f"{share:.2f}"
-        cells = [_spread(own[w]["over_after"], ".2f") if own[w] else "" for w in others]
-        chosen = f"{_spread(tuned['over_after'], '.2f')}: {tuned['setting']}"
-        body.append([task, str(world), links, *first, *cells, chosen])
-    head = ["task", "ranks", "link", "after it: ms", "over `lax.pmean`", "compute's share", *others]
-    return table([*head, "the tuner's"], body)
-
-
 def predicted_steps() -> str:
     body = []
     for machine in predict.MACHINES:
@@ -539,7 +521,6 @@ TABLES: dict[str, Callable[[], str]] = {
         levels,
         native_codes,
         one_shot,
-        overlap,
         power_sgd,
         power_sgd_products,
         predicted_steps,
