@@ -170,7 +170,8 @@ def agreement():
         return psum(e, twice), psum(e, {"a": twice, "b": twice}), (x + twice)[None]
 
     same_bytes("used after", reduced_and_used, x, mesh=line, out=(P(), P(), P("data")))
-    for f, reused in ((lambda x: psum("mpi", x), False), (lambda x: psum("mpi", x * 2), True)):
+    computed = how == "scatter_gather"  # the call for small buffers takes new memory
+    for f, reused in ((lambda x: psum("mpi", x), False), (lambda x: psum("mpi", x * 2), computed)):
         lowered = sharded(line, f).lower(place(line, x)).as_text()
         assert ("output_operand_alias" in lowered) == reused, lowered
     # Without a profile "auto" is MPI here from about half a megabyte on.
