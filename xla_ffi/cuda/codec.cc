@@ -196,7 +196,7 @@ cudaError_t accumulate(const CudaAccumulate& call, const std::vector<Range>& ran
   const AccumulateArgs args{call.payload, call.layout.chunk_bytes, static_cast<int32_t>(call.peers),
                             call.rank, call.divisor};
   Tables tables([&](const Table& table, bool, int32_t) {
-    return launch_accumulate(table, args, table.units, stream);
+    return launch_accumulate(table, args, call.leaves.data == nullptr, table.units, stream);
   });
   for_each_chunk(
       call.layout, ranges,

@@ -129,7 +129,8 @@ __device__ void add_tile(const Tile& other, Tile* t) {
   t->each([&](float& x, int r, int c) { x += other.v[r][c]; });
 }
 
-template <int kPieces>
+// A test of piece.in would cost every bucket eight instructions.
+template <int kPieces, bool kFromZeros>
 __global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
     accumulate_kernel(const __grid_constant__ TableOf<kPieces> table, const AccumulateArgs args) {
   const int32_t own = rank_of(args.rank);
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
       for (int k = 0; k < bucket.tiles(); ++k) {
         Peers<4> peers(bucket, records, args.row_bytes, args.peers, own, k);
         const auto start = [&] {
-          return piece.in ? load_tile(bucket, k, Pad::kZero) : filled(0.0f);
+          return kFromZeros ? filled(0.0f) : load_tile(bucket, k, Pad::kZero);
         };
         Tile t = filled(0.0f);
         if (!bucket.rotated) t = start();
@@ -214,6 +215,11 @@ constexpr auto reduce_kernel_of(bool stochastic, bool residual) {
                       : reduce_kernel<kPieces, kTiles, false, false>;
 }
 
+template <int kPieces>
+constexpr auto accumulate_kernel_of(bool from_zeros) {
+  return from_zeros ? accumulate_kernel<kPieces, true> : accumulate_kernel<kPieces, false>;
+}
+
 }  // namespace
 
 cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
@@ -240,10 +246,10 @@ cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t un
   });
 }
 
-cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,
-                              cudaStream_t stream) {
+cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, bool from_zeros,
+                              int32_t units, cudaStream_t stream) {
   return sized(table, [&](auto pieces, auto) {
-    return launch(accumulate_kernel<pieces()>, table, args, units, stream);
+    return launch(accumulate_kernel_of<pieces()>(from_zeros), table, args, units, stream);
   });
 }
 
@@ -261,7 +267,8 @@ cudaError_t load_kernels() {
       }
     }
     load(decode_kernel<pieces()>);
-    load(accumulate_kernel<pieces()>);
+    load(accumulate_kernel_of<pieces()>(false));
+    load(accumulate_kernel_of<pieces()>(true));
   };
   load_size(Constant<kFewPieces>(), Constant<0>());
   load_size(Constant<kFewPieces>(), Constant<1>());

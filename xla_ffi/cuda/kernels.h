@@ -106,8 +106,8 @@ cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stoch
                           bool residual, int32_t units, cudaStream_t stream);
 cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t units,
                           cudaStream_t stream);
-cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, int32_t units,
-                              cudaStream_t stream);
+cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, bool from_zeros,
+                              int32_t units, cudaStream_t stream);
 
 // Loads every kernel on the current device, which otherwise happens at its first launch and may
 // wait for all work there.
