@@ -56,6 +56,18 @@ def all_reduce() -> str:
     return table(["link", "ranks", "exchange", *(f"{s / 1e6:g} MB" for s in sizes)], body)
 
 
+def all_reduce_short() -> str:
+    """Of 25 MB only."""
+    measured = {
+        (row["links"], row["world"], row["method"]): f"{row['ratio'][1]:.1f}"
+        for row in rows("all_reduce")
+        if row["bytes"] == 25_000_000
+    }
+    ways = [(world, method) for method in ("mpi", "xla") for world in (2, 4)]
+    body = [[rate, *(measured[rate, *way] for way in ways)] for rate in RATES]
+    return table(["link", *(f'`"{method}"`, {world} ranks' for world, method in ways)], body)
+
+
 def auto_default() -> str:
     measured: dict[tuple[str, int, str, str], dict[int, float]] = {}
     for row in rows("auto_default"):
@@ -321,9 +333,9 @@ def gpu_sizes() -> str:
     return table(["ranks", "exchange", *(f"{mb:g} MB" for mb in sizes)], body)
 
 
-def one_shot() -> str:
+def one_shot(name: str = "one_shot") -> str:
     body = []
-    made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows("one_shot")}
+    made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows(name)}
     for world, size in sorted({key[:2] for key in made}):
         chunks, whole = made[world, size, "scatter_gather"], made[world, size, "gather_sum"]
         low, ratio, high = whole["ratio"]
@@ -342,6 +354,10 @@ def one_shot() -> str:
     head = ["ranks", "size", "speed over scatter_gather", "scatter_gather over psum"]
     head += ["gather_sum over psum", "bytes", "error, scatter_gather", "error, gather_sum"]
     return table(head, body)
+
+
+def one_shot_mpi() -> str:
+    return one_shot("one_shot_mpi")
 
 
 def _duration(seconds: float) -> str:
@@ -451,6 +467,24 @@ def steps() -> str:
     return table([*head, *names, "ceiling"], body)
 
 
+def overlap() -> str:
+    """Steps that reduce in the backward pass, against those that reduce after it."""
+    made = {(r["task"], r["world"], r["links"], r["way"]): r for r in rows("overlap")}
+    ways = dict.fromkeys(key[3] for key in made)
+    others = [way for way in ways if way not in ("lax.pmean", "after", "compute", "tuned")]
+    body = []
+    for task, world, links in dict.fromkeys(key[:3] for key in made):
+        own = {way: made.get((task, world, links, way)) for way in ways}
+        after, tuned = own["after"], own["tuned"]
+        share = own["compute"]["seconds"][1] / after["seconds"][1]
+        first = f"{after['seconds'][1] * 1e3:.1f}", f"{after['over_pmean'][1]:.2f}", f"{share:.2f}"
+        cells = [_spread(own[w]["over_after"], ".2f") if own[w] else "" for w in others]
+        chosen = f"{_spread(tuned['over_after'], '.2f')}: {tuned['setting']}"
+        body.append([task, str(world), links, *first, *cells, chosen])
+    head = ["task", "ranks", "link", "after it: ms", "over `lax.pmean`", "compute's share", *others]
+    return table([*head, "the tuner's"], body)
+
+
 def predicted_steps() -> str:
     body = []
     for machine in predict.MACHINES:
@@ -510,6 +544,7 @@ TABLES: dict[str, Callable[[], str]] = {
         algorithm_model,
         algorithms,
         all_reduce,
+        all_reduce_short,
         auto_default,
         codec,
         gpu_kernels,
@@ -521,6 +556,8 @@ TABLES: dict[str, Callable[[], str]] = {
         levels,
         native_codes,
         one_shot,
+        one_shot_mpi,
+        overlap,
         power_sgd,
         power_sgd_products,
         predicted_steps,

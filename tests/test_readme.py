@@ -1,16 +1,18 @@
-"""The README's snippets run, in order, as one program."""
+"""The snippets of the README and of docs/calls.md run, in order, as one program."""
 
 import pathlib
 import re
 
 import jax
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_readme_snippets_run(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "calls.md").read_text()
+    first_lines, *blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 4
+    assert first_lines in blocks[0]
     namespace = {}
     with jax.numpy_dtype_promotion("standard"):  # as users have it; optax needs it
         for block in blocks:
