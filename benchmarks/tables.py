@@ -479,7 +479,7 @@ def overlap() -> str:
         share = own["compute"]["seconds"][1] / after["seconds"][1]
         first = f"{after['seconds'][1] * 1e3:.1f}", f"{after['over_pmean'][1]:.2f}", f"{share:.2f}"
         cells = [_spread(own[w]["over_after"], ".2f") if own[w] else "" for w in others]
-        chosen = f"{_spread(tuned['over_after'], '.2f')}: {tuned['setting']}"
+        chosen = f"{_spread(tuned['over_after'], '.2f')}: {tuned['setting'].split(', ')[-1]}"
         body.append([task, str(world), links, *first, *cells, chosen])
     head = ["task", "ranks", "link", "after it: ms", "over `lax.pmean`", "compute's share", *others]
     return table([*head, "the tuner's"], body)
