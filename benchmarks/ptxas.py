@@ -50,7 +50,7 @@ class Kernel:
     @property
     def held(self) -> bool:
         """Whether it is for buckets of one tile (or for every bucket)."""
-        return not self.arguments or self.arguments[0] == "1"
+        return not self.arguments or self.arguments[0] in ("1", "false", "true")
 
     @property
     def warps(self) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cgx_jax import tuning
+from cgx_jax._version import __version__
 from cgx_jax.commands import bench, compare, doctor, report, tried
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
@@ -49,7 +50,7 @@ def main() -> int:
     if arguments.distributed is not None:
         jax.distributed.initialize(cluster_detection_method=arguments.distributed or None)
     if arguments.command == "doctor":
-        return doctor.run()
+        return doctor.run(arguments.json)
     if jax.device_count() == 1:
         parser.error("one device has nothing to reduce: --devices 8 simulates 8 on this CPU")
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
@@ -58,7 +59,7 @@ def main() -> int:
         return 0
     links = LinkTimer(arguments.command, mesh, AXIS)
     if arguments.profile:
-        auto.use_profile(arguments.profile)
+        _follow(arguments.profile, mesh.size, parser)
     if arguments.command == "compare":
         try:
             compare.run(
@@ -85,6 +86,19 @@ def main() -> int:
     return 0
 
 
+def _follow(path: Path, world: int, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with a line where the profile is not one of `world` ranks here."""
+    try:
+        profile = auto.use_profile(path)
+    except (OSError, ValueError) as error:
+        parser.error(f"--profile: {error}")
+    if profile is not None and profile.world != world:
+        parser.error(
+            f"--profile: {path} was measured between {profile.world} ranks, and there are {world} "
+            f"here: measure one with python -m cgx_jax tune, or start {profile.world} ranks"
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
     ranks = argparse.ArgumentParser(add_help=False)
     ranks.add_argument("--devices", type=int, metavar="N", help="simulate N devices on the CPU")
@@ -100,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m cgx_jax", description=__doc__, formatter_class=plain
     )
+    parser.add_argument("--version", action="version", version=f"cgx_jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser(
@@ -172,7 +187,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="log of a run")
     command.add_argument("--png", type=Path, metavar="FILE", help="draw it")
 
-    commands.add_parser("doctor", parents=[ranks], help="show what this installation has and lacks")
+    command = commands.add_parser(
+        "doctor", parents=[ranks], help="show what this installation has and lacks"
+    )
+    command.add_argument("--json", action="store_true", help="print it as JSON")
     return parser
 
 

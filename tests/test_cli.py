@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 
+import cgx_jax
 from cgx_jax import Quantize
 from cgx_jax.commands import chart, doctor
 from cgx_jax.exchanges import Profile
@@ -53,6 +54,42 @@ def test_doctor_names_what_is_there_and_what_mends_the_rest():
     assert "within the error bound" in found["self-test"]
     if "not installed" in found["MPI"]:
         assert "-> pip install cgx-jax[mpi]" in out
+
+
+def test_doctor_prints_the_same_as_json():
+    code, out, error = run("doctor", "--devices", 3, "--json")
+    assert code == 0, error
+    found = json.loads(out)
+    for name in ("cgx_jax", "jaxlib", "flax", "optax", "nvcc", "exchanges"):
+        assert found[name]["found"], name
+    assert found["devices"]["found"] == "3 (cpu) in 1 processes"
+    assert "mpiexec" in found["exchanges"]["remedy"]  # this process is nobody's rank
+
+
+def test_version():
+    assert run("--version") == (0, f"cgx_jax {cgx_jax.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("{", "profile.json: "),
+        (2, "was measured between 2 ranks, and there are 3 here"),
+    ],
+    ids=["missing", "damaged", "of another world"],
+)
+def test_a_profile_that_does_not_fit_is_refused_in_a_line(text, message, tmp_path):
+    path = tmp_path / "profile.json"
+    if isinstance(text, int):
+        code, _, error = run("tune", "--devices", text, "--sizes", "4k", "--out", path)
+        assert code == 0, error
+    elif text is not None:
+        path.write_text(text)
+    code, _, error = run("bench", "--devices", 3, "--sizes", "4k", "--profile", path)
+    assert code == 2
+    assert message in error
+    assert "Traceback" not in error
 
 
 def test_doctor_fails_for_kernels_that_give_wrong_values(monkeypatch, capsys):

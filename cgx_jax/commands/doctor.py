@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,24 +43,23 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def run() -> int:
-    """Prints process 0's findings; returns 1 when the kernels give wrong values, else 0."""
+def run(as_json: bool = False) -> int:
+    """Prints process 0's findings; returns 1 when the kernels give wrong values, else 0.
+
+    As JSON they are an object: name to {"found": str, "remedy": str}.
+    """
     good = _round_trip()
     if jax.process_index() > 0:
         return 0 if good else 1
-    for part in (
-        _versions(),
-        _devices(),
-        _package(good),
-        _memory(),
-        _mpi(),
-        _nvidia(),
-        _optional(),
-    ):
-        for finding in part:
-            print(f"{finding.what:<18} {finding.found}")
-            if finding.remedy:
-                print(f"{'':<18} -> {finding.remedy}")
+    parts = (_versions(), _devices(), _package(good), _memory(), _mpi(), _nvidia(), _optional())
+    findings = list(itertools.chain.from_iterable(parts))
+    if as_json:
+        print(json.dumps({f.what: {"found": f.found, "remedy": f.remedy} for f in findings}))
+        return 0 if good else 1
+    for finding in findings:
+        print(f"{finding.what:<18} {finding.found}")
+        if finding.remedy:
+            print(f"{'':<18} -> {finding.remedy}")
     return 0 if good else 1
 
 
@@ -95,7 +97,9 @@ def _package(good: bool) -> Iterator[Finding]:
         again = "pip install --force-reinstall cgx-jax"
         yield Finding("self-test", "broken: values come back wrong", again)
     yield Finding("wire format", str(built["wire_format"]))
-    yield Finding("exchanges", ", ".join(("psum", *(e.shorthand for e in auto.available()))))
+    usable = [e.shorthand for e in auto.available()]
+    without_mpi = "" if "mpi" in usable else "'mpi' needs ranks that mpiexec or srun started"
+    yield Finding("exchanges", ", ".join(("psum", *usable)), without_mpi)
 
 
 def _memory() -> Iterator[Finding]:
@@ -154,6 +158,8 @@ def _nvidia() -> Iterator[Finding]:
             "JAX has no CUDA plugin" if driver else "no NVIDIA driver here, and no plugin",
             'pip install "jax[cuda13]"' if driver else "",
         )
+    nvcc = shutil.which("nvcc")
+    yield Finding("nvcc", nvcc or "not on PATH (only needed to build CUDA kernels)")
     nccl = [
         f"{name} {v}" for name, v in sorted(installed.items()) if name.startswith("nvidia-nccl")
     ]
@@ -168,7 +174,8 @@ def _nvidia() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    if importlib.util.find_spec("matplotlib") is None:
-        yield Finding("matplotlib", "not installed (bench --png)", "pip install cgx-jax[demo]")
-    else:
-        yield Finding("matplotlib", metadata.version("matplotlib"))
+    for name, use in (("flax", "loops"), ("optax", "sync_gradients"), ("matplotlib", "--png")):
+        if importlib.util.find_spec(name) is None:
+            yield Finding(name, f"not installed ({use})", f"pip install {name}")
+        else:
+            yield Finding(name, metadata.version(name))
