@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -92,8 +93,9 @@ def tune(
             left = max(budget_seconds - begun, 0)
             progress.step(done, f"stopped: {done} of {len(sizes)} sizes", last=True)
             progress.say(
-                f"tune: {size_text(size)} and larger are left out: they take {needed:.0f} s and "
-                f"more of the {left:.0f} s left; a larger budget_seconds measures them."
+                f"tune: {size_text(size)} and larger are left out. The next size takes about "
+                f"{needed:.0f} s, and {left:.0f} s of budget_seconds={budget_seconds:g} are left; "
+                f"budget_seconds={math.ceil(begun + needed)} has room for it."
             )
             break
         progress.step(done, f"measuring {size_text(size)}")

@@ -189,16 +189,14 @@ def test_wrong_options_are_refused(arguments, message):
     assert message in error
 
 
-CROSSINGS = {
-    "between two sizes": ([1, 4, 8], [2, 2, 4], 10**0.5),
-    "from the first size": ([2, 2, 2], [1, 1, 1], 1.0),
-    "never at the end": ([2, 2, 2], [1, 1, 3], None),
-    "the last of two": ([2, 1, 2], [1, 2, 1], 10**1.5),
-}
-
-
-@pytest.mark.parametrize("name", CROSSINGS)
-def test_crossing_is_where_compression_is_faster_for_good(name):
-    psum, ours, expected = CROSSINGS[name]
-    found = chart.crossing(np.array([1.0, 10.0, 100.0]), np.array(psum), np.array(ours))
-    assert found == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("lower", "expected"),
+    [
+        ([0.9, 1.1, 1.5], 10.0),
+        ([1.1, 1.2, 1.3], 1.0),
+        ([1.5, 1.5, 1.0], None),
+        ([1.2, 0.62, 1.2], 100.0),
+    ],
+)
+def test_compression_pays_from_where_a_quartile_clears_for_good(lower, expected):
+    assert chart.pays_from(np.array([1.0, 10.0, 100.0]), np.array(lower)) == expected

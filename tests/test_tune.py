@@ -278,6 +278,7 @@ def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, ca
     *_, stopped, last = capsys.readouterr().err.splitlines()
     assert "[############............] stopped: 1 of 2 sizes" in stopped
     assert "16.4 kB and larger are left out" in last
+    assert re.search(r"budget_seconds=[1-9]\d* has room for it", last)
     tune(mesh, "data", bits=(4,), sizes=(4096,), budget_seconds=1e-3)
     assert "[########################] done" in capsys.readouterr().err.splitlines()[-1]
 

@@ -31,16 +31,15 @@ def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
         speeds.plot(sizes, busbw, style, marker=".", color=color, label=name)
     # "auto" is one of the others, and where it is psum their difference is noise.
     sends = {exchange.shorthand for exchange in EXCHANGES}
-    ours = [[row["seconds"][1] for row in m] for m in series.values() if m[0]["method"] in sends]
-    psum = np.array([row["seconds"][1] for row in series["psum"]])
-    cross = crossing(sizes, psum, np.min(ours, axis=0))
-    title = "compression does not pay at these sizes"
-    if cross is not None:
-        title = f"compression pays from {size_text(cross)}"
+    ours = [[row["ratio"][0] for row in m] for m in series.values() if m[0]["method"] in sends]
+    least = pays_from(sizes, np.max(ours, axis=0))
+    title = "compression does not surely pay at these sizes"
+    if least is not None:
+        title = f"compression pays from {size_text(least)}"
     for axes in (times, speeds):
-        if cross is not None:
-            axes.axvline(cross, color="black", lw=1, ls=":")
-        axes.set(xscale="log", xlabel="fp32 bytes a rank")
+        if least is not None:
+            axes.axvline(least, color="black", lw=1, ls=":")
+        axes.set(xscale="log", xlabel="fp32 bytes per rank")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     times.set(yscale="log", ylabel="time [ms], median and quartiles", title="Time")
@@ -51,20 +50,14 @@ def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def crossing(sizes: np.ndarray, psum: np.ndarray, ours: np.ndarray) -> float | None:
-    """The size from which on `ours` takes less time than `psum`, by straight lines in log-log.
+def pays_from(sizes: np.ndarray, lower: np.ndarray) -> float | None:
+    """The measured size from which on compression is faster in three repeats of four, or None.
 
-    The first size when it always does, None when it does not at the last.
+    `lower` are lower quartiles of psum's time over that of the best method, by size.
     """
-    gain = np.log(psum / ours)
-    behind = np.flatnonzero(gain <= 0)
-    if not behind.size:
-        return float(sizes[0])
-    last = behind[-1]
-    if last + 1 == len(sizes):
-        return None
-    share = gain[last] / (gain[last] - gain[last + 1])
-    return float(sizes[last] * (sizes[last + 1] / sizes[last]) ** share)
+    unsure = np.flatnonzero(lower <= 1)
+    first = unsure[-1] + 1 if unsure.size else 0
+    return float(sizes[first]) if first < len(sizes) else None
 
 
 def _series(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
