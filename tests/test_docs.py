@@ -1,0 +1,36 @@
+"""Every link between the documents leads to a file, and to a heading of it where it names one."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def anchors(text):
+    """The headings, as GitHub names them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def links(text):
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    for link in links(document.read_text()):
+        if re.match(r"https?://", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (document.parent / file).resolve() if file else document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text()), link
+
+
+def test_links_and_anchors_are_found():
+    assert links("see [a](b.md#c-d), not `[x](y)`") == ["b.md#c-d"]
+    assert anchors("# One\n\n## `psum` over 2 ranks, (fast)\n") == {"one", "psum-over-2-ranks-fast"}
