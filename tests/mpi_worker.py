@@ -25,8 +25,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Quantize
+from cgx_jax import Cast, Identity, Plan, Quantize
 from cgx_jax.axes import Axes
+from cgx_jax.compressors import QSGD
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
 from cgx_jax.policies import training_loop
@@ -519,8 +520,27 @@ def misgrouped():
     report(failing(reducer(mesh), place(mesh, normal(WORLD, 10_000)))[0])
 
 
+def subnormal():
+    """What XLA computes after a call has the same bits on all ranks, whichever thread runs it."""
+    mesh, plan = mesh_of(data=WORLD), [Quantize(8), QSGD(levels=127)]
+
+    def reduce(rows):
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows]
+        codes = Plan.build(like, Identity(), overrides=dict(zip("01", plan, strict=True)))
+        return cgx_jax.psum_compressed(rows, "data", codes, key=jax.random.key(1), exchange="mpi")
+
+    step = sharded(mesh, lambda x, y: reduce([x, y]))
+    for seed in range(600):
+        rng = np.random.default_rng(seed)
+        large = rng.normal(size=(WORLD, 129)).astype(np.float16)
+        small = rng.uniform(-5e-38, 5e-38, (WORLD, 64, 64)).astype(np.float32)
+        sums = step(place(mesh, large), place(mesh, small))
+        sent = b"".join(own(x).tobytes() for x in sums)
+        assert len(set(MPI.COMM_WORLD.allgather(sent))) == 1, seed
+
+
 _ALL = (agreement, kinds, many, killed, disagreement, twins, tuned, refused, permuted, misgrouped)
-_ALL += (rows, other_rows, twin_rows, followed, chosen, orders, raises, unawaited)
+_ALL += (rows, other_rows, twin_rows, followed, chosen, orders, raises, unawaited, subnormal)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

@@ -128,6 +128,11 @@ def test_one_compiled_function_called_twice_is_refused():
 
 
 @needs_mpi
+def test_ranks_hold_the_same_subnormal_values():
+    assert run(3, "subnormal").count("ok") == 3
+
+
+@needs_mpi
 def test_engines_follow_one_another():
     assert run(2, "followed").count("ok") == 2
 

@@ -73,7 +73,8 @@ class RandomK(SummedCompressor):
         count = -(-n // run)
         at = jax.random.randint(key, (count,), 0, run) + jnp.arange(count) * run
         scale = np.float32(run if self.scaled else 1)
-        taken = x.reshape(-1).at[at].get(mode="fill", fill_value=0) * scale
+        taken = x.reshape(-1).at[at].get(mode="fill", fill_value=0)
         (total,) = yield [taken]
-        place = lambda v: jnp.zeros(n, jnp.float32).at[at].add(v, mode="drop")  # noqa: E731
+        # Scaled only now: of values that cancel out, multiples may leave the range of float32.
+        place = lambda v: jnp.zeros(n, jnp.float32).at[at].add(v * scale, mode="drop")  # noqa: E731
         return Summed(place(total).reshape(x.shape), place(taken).reshape(x.shape), state)

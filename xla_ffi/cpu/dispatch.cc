@@ -84,14 +84,16 @@ void zero_tails(const Layout& layout, uint8_t* payload) {
 }
 
 #if defined(__x86_64__)
-ScopedIeee::ScopedIeee() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80); }
-ScopedIeee::~ScopedIeee() { __builtin_ia32_ldmxcsr(static_cast<unsigned>(saved_)); }
-#else
-ScopedIeee::ScopedIeee() {
-  __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
-  __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+ScopedArithmetic::ScopedArithmetic(bool subnormals) : saved_(__builtin_ia32_stmxcsr()) {
+  __builtin_ia32_ldmxcsr(subnormals ? 0x1f80 : 0x9fc0);  // with flush-to-zero, denormals-are-zeros
 }
-ScopedIeee::~ScopedIeee() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+ScopedArithmetic::~ScopedArithmetic() { __builtin_ia32_ldmxcsr(static_cast<unsigned>(saved_)); }
+#else
+ScopedArithmetic::ScopedArithmetic(bool subnormals) {
+  __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+  __asm__ volatile("msr fpcr, %0" : : "r"(subnormals ? uint64_t{0} : uint64_t{1} << 24));
+}
+ScopedArithmetic::~ScopedArithmetic() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
 #endif
 
 }  // namespace cgx

@@ -91,16 +91,30 @@ bool select_kernels(const char* isa);
 // Zeroes the bytes past each chunk's end in u8[world, chunk_bytes].
 void zero_tails(const Layout& layout, uint8_t* payload);
 
-// IEEE arithmetic (subnormals kept, nearest even) whatever the thread had set; restores on exit.
-class ScopedIeee {
+// Arithmetic whatever the thread had set, rounding to nearest even; restores on exit.
+class ScopedArithmetic {
  public:
-  ScopedIeee();
-  ~ScopedIeee();
-  ScopedIeee(const ScopedIeee&) = delete;
-  ScopedIeee& operator=(const ScopedIeee&) = delete;
+  ~ScopedArithmetic();
+  ScopedArithmetic(const ScopedArithmetic&) = delete;
+  ScopedArithmetic& operator=(const ScopedArithmetic&) = delete;
+
+ protected:
+  explicit ScopedArithmetic(bool subnormals);
 
  private:
   uint64_t saved_;
+};
+
+// Subnormals are kept, as IEEE 754 has it.
+class ScopedIeee : public ScopedArithmetic {
+ public:
+  ScopedIeee() : ScopedArithmetic(true) {}
+};
+
+// Subnormals are zeros, as on XLA's own threads.
+class ScopedXla : public ScopedArithmetic {
+ public:
+  ScopedXla() : ScopedArithmetic(false) {}
 };
 
 }  // namespace cgx

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <utility>
 
+#include "cpu/kernels.h"
 #include "handlers/fresh_results.h"
 #include "handlers/operands.h"
 #include "mpi/fused.h"
@@ -135,6 +136,8 @@ ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepa
   }
   engine->submit(call, std::move(prepared.group.peers), std::move(prepared.start),
                  [promise](const std::string& error) mutable {
+                   // XLA goes on with the program on this thread, and the ranks' threads differ.
+                   const ScopedXla arithmetic;
                    if (error.empty()) {
                      promise.SetAvailable();
                    } else {
