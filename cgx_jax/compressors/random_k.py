@@ -67,6 +67,12 @@ class RandomK(SummedCompressor):
         most = max(1, self._run(magnitude.size) - 1) if self.scaled else 1
         return buckets.rounded(magnitude * np.float32(most * (1 + 2.0**-18)), x)
 
+    def error_bound_of_sum(self, x: jax.Array) -> jax.Array:
+        # Partial sums below the normal numbers may be taken for zero before they are scaled.
+        run = self._run(math.prod(x.shape[1:])) if self.scaled else 1
+        tiny = run * len(x) * float(jnp.finfo(jnp.float32).tiny)
+        return super().error_bound_of_sum(x) + np.float32(tiny)
+
     def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
         buckets.require_key(self, key)
         n, run = x.size, self._run(x.size)
