@@ -539,3 +539,14 @@ def test_codes_of_a_shared_scale_are_summed_in_words_as_narrow_as_the_world_allo
     assert sizes == {"f32": "11", "u32": str(-(-1003 // (32 // bits)))}
     assert hlo.count(" all-reduce(") == 2
     assert c.summed_bytes(x[0].shape, jnp.float32, world) == 4 * sum(map(int, sizes.values()))
+
+
+def test_random_k_scales_sums_that_cancel_out_and_not_their_parts(mesh):
+    x = np.full((8, 4000), 1.5e38, np.float32) * np.array([1, -1] * 4, np.float32)[:, None]
+
+    def reduce(rows):
+        compressor = RandomK(0.25, scaled=True)
+        return cgx_jax.psum_compressed(rows[0], "data", compressor, key=jax.random.key(0))
+
+    step = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P())
+    assert not np.asarray(jax.jit(step)(x)).any()
