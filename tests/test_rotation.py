@@ -110,6 +110,19 @@ def test_every_width_s_bound_holds_up_to_the_largest_value(bucket_size, dtype, r
         check_bound(DTYPES[dtype], Quantize(bits, bucket_size, rounding, rotation))
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("bits, bucket_size", [(2, 512), (3, 96), (8, 128)])
+def test_the_bound_holds_of_values_whose_squares_are_too_small_for_fp32(
+    bits, bucket_size, rounding
+):
+    c = Quantize(bits, bucket_size, rounding, rotation=True)
+    signs = np.random.default_rng(0).choice([-1, 1], 40 * 512)
+    for scale in (1.2e-38, 4.7e-38, 1e-35):
+        x = jnp.asarray(signs * scale, jnp.float32)
+        off = np.abs(np.float64(sent(x, c, jax.random.key(1))) - np.float64(x))
+        assert (off <= np.float64(jax.jit(c.error_bound)(x))).all()
+
+
 def test_values_alone_at_the_largest_float_come_back_finite():
     x = np.zeros((4, 512), np.float32)
     x[range(4), [0, 5, 77, 511]] = np.float32([1, -1, 0.5, 0.126]) * np.finfo(np.float32).max

@@ -176,12 +176,16 @@ class Quantize(PayloadCompressor):
         unit = spread / levels
         largest = jnp.abs(rows).max(axis=1)
         bound = unit * (1.0 if self.unbiased else 0.5) + largest * 2.0**-20
+        info = jnp.finfo(jnp.float32)
+        lost = float(2**self.bits * info.tiny)
         if self.rotation:
             # No rotated value moves by more than a unit, or half of one to nearest, and a unit is
             # at most twice the bucket's norm over the levels; a clipped one by less than itself.
             # Squares of large and of small values are taken of what a power of two makes of them.
-            power = jnp.where(
-                largest > 2.0**60, 2.0**-100, jnp.where(largest < 2.0**-20, 2.0**60, 1.0)
+            power = jnp.select(
+                [largest > 2.0**60, largest < 2.0**-60, largest < 2.0**-20],
+                [2.0**-100, 2.0**100, 2.0**60],
+                1.0,
             )
             scaled = rows * power[:, None]
             norm = jnp.sqrt(jnp.square(scaled).sum(axis=1))
@@ -189,16 +193,20 @@ class Quantize(PayloadCompressor):
             if not self.unbiased:
                 stretch = max(stretch, math.hypot(1, float(NORMAL_RANGE[self.bits]) / levels))
             bound = norm * (stretch + 2.0**-16) * (1 / power)
-            # Rotated values stay below the sum of a block's magnitudes over the root of its size.
             tail = values.size % self.bucket_size
             sizes = [self.bucket_size, *([tail + -tail % GROUP] if tail else [])]
             blocks = [min(n & -n, 512) for n in sizes]
+            # Subnormals are taken for zeros: of every code, and both ways at the start of every
+            # stage, which the stages after it enlarge. One value may take what a bucket loses.
+            stages = 2 / (1 - math.sqrt(0.5)) * math.sqrt(max(blocks))
+            lost = math.sqrt(self.bucket_size) * (lost + stages * float(info.tiny))
+            # Rotated values stay below the sum of a block's magnitudes over the root of its size.
             forward = 0.5 ** min((block.bit_length() - 1) // 2 for block in blocks)
-            most = float(jnp.finfo(jnp.float32).max) * 0.999 * 2.0**-100
+            most = float(info.max) * 0.999 * 2.0**-100
             fits = jnp.abs(scaled).sum(axis=1) * (2 * forward) < most
             fits |= largest <= 2.0**60
             bound = jnp.where(fits, bound, jnp.inf)
-        bound = bound + float(2**self.bits * jnp.finfo(jnp.float32).tiny)
+        bound = bound + lost
         if jnp.result_type(x) != jnp.float32:
             bound = bound + (largest + bound) * float(jnp.finfo(jnp.result_type(x)).eps) / 2
             bound = bound + float(jnp.finfo(jnp.result_type(x)).smallest_subnormal)
