@@ -111,7 +111,7 @@ def test_every_width_s_bound_holds_up_to_the_largest_value(bucket_size, dtype, r
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("bits, bucket_size", [(2, 512), (3, 96), (8, 128)])
+@pytest.mark.parametrize(("bits", "bucket_size"), [(2, 512), (3, 96), (8, 128)])
 def test_the_bound_holds_of_values_whose_squares_are_too_small_for_fp32(
     bits, bucket_size, rounding
 ):
