@@ -448,7 +448,8 @@ def tuned():
     (way,) = ways(Options("here", Axes((), None, WORLD), Auto()), plan).values()
     text = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", plan)).lower(place(mesh, x))
     by_mpi = way is not None and way.exchange == profile.engine
-    assert ("cgx_all_reduce_mpi" in text.as_text()) == by_mpi
+    handlers = [handler for handler in FUSED.values() if f"@{handler}(" in text.as_text()]
+    assert handlers == ([FUSED[way.reduction.shorthand]] if by_mpi else [])
     running = {k: v for k, v in mpi.settings().items() if k in Mpi.tuned}
     assert running == {k: getattr(profile.engine, k) for k in Mpi.tuned}
 
