@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
@@ -19,19 +16,10 @@ from cgx_jax.axes import Axes
 from cgx_jax.debug import traced_anew
 from cgx_jax.exchanges import xla
 from cgx_jax.leaves import Leaf
+from cgx_jax.nonfinite_report import Report, Side, after_report, tell
 
 _ACTIONS = ("raise", "log", "skip")
-_LINES = 20  # of a report: a NaN in the forward pass is in the gradient of every leaf
-_log = logging.getLogger("cgx_jax")
 _action: str | None = None
-
-
-class Side(NamedTuple):
-    """A leaf as it goes in or comes out, and how many of its values share a code, if any do."""
-
-    name: str
-    leaf: Leaf
-    block_size: int | None
 
 
 @contextlib.contextmanager
@@ -107,18 +95,27 @@ def watch(
         for i in floats
         for name, x in (("in", before), ("out", after))
     ]
-    report = functools.partial(_report, _action, caller, axes.around, sides)
+    around = tuple((str(name), size) for name, size in axes.around.items())
+    report = Report(_action, caller, around, tuple(sides))
     number = jnp.int32(-1) if step is None else step
+    everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
+    varying = frozenset().union(*(_compat.varying_axes(x) for x in (bad, number, *sum(pairs, ()))))
+    if _compat.bound_by_mesh(everyone.names):
+        varying |= frozenset(everyone.names)
 
-    def tell() -> None:
+    def found() -> jax.Array:
         # Both sides of a leaf, by rank: how many values, and which is the first.
         table = jnp.stack([_found(x) for pair in pairs for x in pair])
-        jax.debug.callback(report, number, _rank(axes), _of_all_ranks(table, axes))
+        if _compat.bound_by_mesh(everyone.names):
+            table = _compat.vary_over(table, frozenset(everyone.names))
+        told = tell(report, number, _rank(axes), xla.gather(table, everyone))
+        return _compat.vary_over(told, varying)
 
-    lax.cond(bad, tell, lambda: None)
+    told = lax.cond(bad, found, lambda: _compat.vary_over(jnp.int32(0), varying))
+    results = [after_report(told, x) for x in after]
     if _action != "skip":
-        return list(after), False
-    return [jnp.where(bad, jnp.zeros_like(x), x) for x in after], bad
+        return results, False
+    return [jnp.where(bad, jnp.zeros_like(x), x) for x in results], bad
 
 
 def _constant(x: Any) -> jax.Array:
@@ -133,79 +130,3 @@ def _found(x: jax.Array) -> jax.Array:
 
 def _rank(axes: Axes) -> jax.Array:
     return lax.axis_index(tuple(axes.around))
-
-
-def _of_all_ranks(table: jax.Array, axes: Axes) -> jax.Array:
-    everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
-    if _compat.bound_by_mesh(everyone.names):
-        table = _compat.vary_over(table, frozenset(everyone.names))
-    return xla.gather(table, everyone)
-
-
-def _report(
-    action: str,
-    caller: str,
-    around: dict[Any, int],
-    sides: Sequence[Side],
-    step: Any,
-    rank: Any,
-    rows: Any,
-) -> None:
-    """`rows` are i32[ranks, sides, 2], `_found` of each of `sides`, "in" and "out" by turns."""
-    found = np.asarray(rows)
-    if not found[..., 0].any():  # a cond under vmap takes both branches
-        return
-    when = "" if int(step) < 0 else f", step {int(step)}"
-    lines = [
-        f"{side.name} {side.leaf}: {_ranks(who, around)} {_place(side, *what)}"
-        for i, side in enumerate(sides)
-        for what, who in _alike(found[:, i])
-    ]
-    if len(lines) > _LINES:
-        lines[_LINES:] = [f"and {len(lines) - _LINES} more"]
-    text = f"{caller} over axis {', '.join(map(str, around))}{when}: values are not finite.\n"
-    text += "\n".join(f"  {line}" for line in lines) + "\n" + _remedy(found)
-    if action == "raise":
-        raise FloatingPointError(text)
-    if int(rank) == 0:
-        skipped = " The result is 0 on every rank." if action == "skip" else ""
-        _log.warning("%s%s", text, skipped)
-
-
-def _alike(values: np.ndarray) -> list[tuple[tuple[int, int], list[int]]]:
-    """((count, first), the ranks that have them), where a count is not 0."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank, (count, first) in enumerate(values.tolist()):
-        if count:
-            groups.setdefault((count, first), []).append(rank)
-    return list(groups.items())
-
-
-def _ranks(ranks: list[int], around: dict[Any, int]) -> str:
-    sizes = tuple(around.values())
-    if len(ranks) == math.prod(sizes):
-        return "every rank has"
-    places = [np.unravel_index(rank, sizes) for rank in ranks]
-    named = [
-        str(*place)
-        if len(sizes) == 1
-        else f"({', '.join(f'{a} {int(i)}' for a, i in zip(around, place, strict=True))})"
-        for place in places
-    ]
-    return f"rank {named[0]} has" if len(ranks) == 1 else f"ranks {', '.join(named)} have"
-
-
-def _place(side: Side, count: int, first: int) -> str:
-    shape, size = side.leaf.shape, side.block_size
-    at = [int(i) for i in np.unravel_index(first, shape)] if shape else []
-    bucket = f", bucket {first // size} of {size} values" if size and size > 1 else ""
-    return f"{count} of {side.leaf.size}, the first at {at}{bucket}"
-
-
-def _remedy(found: np.ndarray) -> str:
-    if found[:, ::2, 0].any():
-        return "Look at the loss and the data of the ranks that have them on the way in."
-    return (
-        "What went in is finite on every rank, so a sum or the range of a bucket overflows: scale "
-        "gradients down, or reduce them in a wider dtype."
-    )

@@ -1,12 +1,14 @@
 """Values that are not finite are named by leaf, rank, step and place, and skipped by all alike."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import optax
 import pytest
-from jax._src import dispatch
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -89,14 +91,57 @@ def test_leaf_rank_place_and_count_are_named_once(mesh, caplog, check_vma):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_raising_ends_the_step_with_the_report(mesh, request):
-    # A failed callback's token stays for the end of the process, which would fail on it again.
-    request.addfinalizer(dispatch.runtime_tokens.clear)
-    with (
-        cgx_jax.debug_nonfinite(),
-        pytest.raises(Exception, match=r"FloatingPointError: psum_compressed .*(?s:.)*rank 6 has"),
-    ):
-        run(sharded(psum, mesh), spoilt())
+def test_raising_ends_the_step_with_the_report_and_no_other_step(mesh):
+    with cgx_jax.debug_nonfinite():
+        f = sharded(psum, mesh)
+        with pytest.raises(
+            jax.errors.JaxRuntimeError,
+            match=r"FloatingPointError: psum_compressed .*(?s:.)*rank 6 has",
+        ):
+            run(f, spoilt())
+        assert np.isfinite(run(f, gradients())["kernel"]).all()
+
+
+def test_the_program_needs_no_host_callback(mesh):
+    """JAX starts programs that hold one by a slower path."""
+    with cgx_jax.debug_nonfinite():
+        text = sharded(psum, mesh).lower(gradients()).as_text()
+    assert text.count("@cgx_report(") == 1
+    assert "callback" not in text
+
+
+WITHOUT_NATIVE = """
+import sys, warnings
+sys.modules["cgx_jax._native"] = None
+warnings.simplefilter("ignore")
+import jax, numpy as np, cgx_jax
+from cgx_jax.kernels import native
+assert native.module() is None
+bad = np.ones((2, 600), np.float32)
+bad[1, 5] = np.nan
+for action in ("log", "raise"):
+    with cgx_jax.debug_nonfinite(action):
+        f = jax.pmap(lambda x: cgx_jax.psum_compressed(x, "data"), axis_name="data")
+        jax.block_until_ready(f(np.ones((2, 600), np.float32)))
+        jax.block_until_ready(f(bad))
+        jax.effects_barrier()
+"""
+
+
+def test_without_native_kernels_a_host_callback_reports():
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NATIVE],
+        env=environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    logged, _, raised = done.stderr.partition("Traceback")
+    line = "in '' float32[600]: rank 1 has 1 of 600, the first at [5]"
+    assert logged.count(line) == 1, done.stderr
+    assert line in raised
+    assert "FloatingPointError: psum_compressed over axis data" in raised
 
 
 def test_overflow_of_the_sum_alone_is_told_from_what_went_in(mesh, caplog):
@@ -137,7 +182,7 @@ def test_ranks_of_a_mesh_with_more_axes_have_coordinates_and_skip_together(
 TRANSFORMED = {
     "pmap": jax.pmap(psum, axis_name="data"),
     "vmap": jax.vmap(psum, axis_name="data"),
-    "grad": jax.pmap(jax.grad(lambda t: psum(t)["kernel"].sum()), axis_name="data"),
+    "grad": jax.pmap(jax.value_and_grad(lambda t: psum(t)["kernel"].sum()), axis_name="data"),
     "remat": jax.pmap(jax.checkpoint(psum), axis_name="data"),
     "hook": jax.pmap(hook, axis_name="data"),
 }

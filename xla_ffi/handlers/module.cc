@@ -1,4 +1,5 @@
 // The Python module cgx_jax._native.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <stdlib.h>
@@ -16,6 +17,7 @@
 #include "handlers/codes.h"
 #include "handlers/cpu.h"
 #include "handlers/mpi.h"
+#include "handlers/report.h"
 
 namespace py = pybind11;
 
@@ -33,7 +35,8 @@ std::map<std::string, py::capsule> handlers() {
       {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)},
       {"cgx_gather_sum_mpi", capsule(cgx::gather_sum_mpi_handler)},
       {"cgx_scatter_mpi", capsule(cgx::scatter_mpi_handler)},
-      {"cgx_gather_mpi", capsule(cgx::gather_mpi_handler)}};
+      {"cgx_gather_mpi", capsule(cgx::gather_mpi_handler)},
+      {"cgx_report", capsule(cgx::report_handler)}};
   for (const cgx::CodeHandler& code : cgx::code_handlers()) {
     all.emplace(code.target, capsule(code.call));
   }
@@ -89,6 +92,26 @@ void mpi_stop() {
   cgx::set_engine(nullptr);
 }
 
+// Reports go to `listener`, which returns what their call fails with, or "".
+void set_listener(py::function listener) {
+  // Kept for good: programs may report until the process ends.
+  const PyObject* const kept = listener.release().ptr();
+  cgx::set_listener([kept](const cgx::Report& report) -> std::string {
+    const py::gil_scoped_acquire locked;
+    const auto numbers = [](const int32_t* data, int64_t size) {
+      return py::array_t<int32_t>(size, data);
+    };
+    try {
+      const py::handle call(const_cast<PyObject*>(kept));
+      return py::cast<std::string>(
+          call(py::str(report.text.data(), report.text.size()), numbers(report.steps, report.batch),
+               numbers(report.ranks, report.batch), numbers(report.table, report.size)));
+    } catch (const std::exception& error) {  // the listener's own mistake
+      return error.what();
+    }
+  });
+}
+
 // Whether malloc keeps from now on what is freed, in huge pages, instead of giving it back to the
 // system.
 bool keep_memory() {
@@ -123,6 +146,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
   m.def("keep_memory", &keep_memory,
         "Whether malloc keeps from now on what is freed, in huge pages.");
+  m.def("set_listener", &set_listener, py::arg("listener"),
+        "Who is told of values that are not finite: (text, steps, ranks, table) -> error.");
   m.def("layout", &layout, py::arg("sizes"), py::arg("bits"), py::arg("bucket_sizes"),
         py::arg("world"), "Chunk starts (world + 1) and the length of a payload row, in bytes.");
   m.def("mpi_libraries", &cgx::loaded_mpi_libraries,

@@ -1,0 +1,198 @@
+"""The report of values that are not finite: the call that tells it, and its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from cgx_jax import _compat
+from cgx_jax.kernels import native, primitives
+from cgx_jax.leaves import Leaf
+
+_LINES = 20  # of a report: a NaN in the forward pass is in the gradient of every leaf
+_log = logging.getLogger("cgx_jax")
+
+
+class Side(NamedTuple):
+    """A leaf as it goes in or comes out, and how many of its values share a code, if any do."""
+
+    name: str
+    leaf: Leaf
+    block_size: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a report says that is known while tracing.
+
+    `around` are all axes of the mesh and their sizes; `sides` are "in" and "out" by turns.
+    """
+
+    action: str
+    caller: str
+    around: tuple[tuple[str, int], ...]
+    sides: tuple[Side, ...]
+
+    def to_json(self) -> str:
+        """Text that a program carries, so that it needs no object of the process that traced it."""
+        sides = [
+            (side.name, side.leaf.path, side.leaf.shape, str(side.leaf.dtype), side.block_size)
+            for side in self.sides
+        ]
+        return json.dumps([self.action, self.caller, self.around, sides])
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        action, caller, around, sides = json.loads(text)
+        return cls(
+            action,
+            caller,
+            tuple((name, size) for name, size in around),
+            tuple(
+                Side(name, Leaf(path, tuple(shape), jnp.dtype(dtype)), block_size)
+                for name, path, shape, dtype, block_size in sides
+            ),
+        )
+
+
+def tell(report: Report, step: Any, rank: Any, table: Any) -> jax.Array:
+    """Reports at run time what `table`, i32[ranks, sides, 2], says; i32[], for which to wait.
+
+    Its rows are, by rank and side, how many values are not finite and the place of the first.
+    `step` and `rank`, i32[], are this rank's; a step below 0 is not named.
+    """
+    (told,) = primitives.bind(
+        report_p, *(jnp.asarray(x)[None] for x in (step, rank, table)), text=report.to_json()
+    )
+    return told
+
+
+def _listen(text: str, steps: Any, ranks: Any, tables: Any) -> str:
+    """Reports each element of a batch; the text of the error that it raises, or ""."""
+    report = Report.from_json(text)
+    shape = (len(steps), math.prod(size for _, size in report.around), len(report.sides), 2)
+    try:
+        for step, rank, found in zip(steps, ranks, np.reshape(tables, shape), strict=True):
+            _tell(report, int(step), int(rank), found)
+    except FloatingPointError as error:
+        return f"FloatingPointError: {error}"
+    return ""
+
+
+def _call_back(steps: Any, ranks: Any, tables: Any, *, text: str) -> list[jax.Array]:
+    def listen(*numbers: Any) -> None:
+        if failure := _listen(text, *map(np.asarray, numbers)):
+            raise FloatingPointError(failure.partition(": ")[2])
+
+    jax.debug.callback(listen, steps, ranks, tables)
+    return [jnp.int32(0)]
+
+
+def _batch(args: Any, dims: Any, *, text: str) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    front = [
+        jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x[None], (size, *x.shape))
+        for x, d in zip(args, dims, strict=True)
+    ]
+    flat = [x.reshape(-1, *x.shape[2:]) for x in front]
+    return primitives.bind(report_p, *flat, text=text), [None]
+
+
+def after_report(told: Any, x: Any) -> Any:
+    """`x`, which needs the report `told`: JAX takes out of a program what nothing needs."""
+    return _after_p.bind(x, told)
+
+
+# XLA knows by itself that the report has an effect, so there it costs nothing.
+_after_p = Primitive("cgx_after_report")
+_after_p.def_impl(lambda x, told: x)
+_after_p.def_abstract_eval(lambda x, told: x)
+batching.primitive_batchers[_after_p] = lambda args, dims: (_after_p.bind(*args), dims[0])
+ad.primitive_jvps[_after_p] = lambda primals, tangents: (_after_p.bind(*primals), tangents[0])
+mlir.register_lowering(_after_p, lambda ctx, x, told: [x])
+
+report_p = Primitive("cgx_report")
+report_p.multiple_results = True
+report_p.def_impl(functools.partial(xla.apply_primitive, report_p))
+report_p.def_abstract_eval(
+    lambda steps, ranks, table, *, text: [
+        _compat.result_aval((), jnp.dtype(jnp.int32), table)
+    ]
+)
+batching.primitive_batchers[report_p] = _batch
+mlir.register_lowering(report_p, mlir.lower_fun(_call_back, multiple_results=True))
+# JAX starts every program that holds a host callback by a slower path, so CPUs have a call of ours.
+if (module := native.module()) is not None:
+    module.set_listener(_listen)
+    _lowering = jax.ffi.ffi_lowering("cgx_report", has_side_effect=True)
+    mlir.register_lowering(report_p, _lowering, platform="cpu")
+
+
+def _tell(report: Report, step: int, rank: int, found: np.ndarray) -> None:
+    if not found[..., 0].any():  # a cond under vmap takes both branches
+        return
+    when = "" if step < 0 else f", step {step}"
+    lines = [
+        f"{side.name} {side.leaf}: {_ranks(who, report.around)} {_place(side, *what)}"
+        for i, side in enumerate(report.sides)
+        for what, who in _alike(found[:, i])
+    ]
+    if len(lines) > _LINES:
+        lines[_LINES:] = [f"and {len(lines) - _LINES} more"]
+    names = ", ".join(name for name, _ in report.around)
+    text = f"{report.caller} over axis {names}{when}: values are not finite.\n"
+    text += "\n".join(f"  {line}" for line in lines) + "\n" + _remedy(found)
+    if report.action == "raise":
+        raise FloatingPointError(text)
+    if rank == 0:
+        skipped = " The result is 0 on every rank." if report.action == "skip" else ""
+        _log.warning("%s%s", text, skipped)
+
+
+def _alike(values: np.ndarray) -> list[tuple[tuple[int, int], list[int]]]:
+    """((count, first), the ranks that have them), where a count is not 0."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, (count, first) in enumerate(values.tolist()):
+        if count:
+            groups.setdefault((count, first), []).append(rank)
+    return list(groups.items())
+
+
+def _ranks(ranks: list[int], around: tuple[tuple[str, int], ...]) -> str:
+    sizes = tuple(size for _, size in around)
+    if len(ranks) == math.prod(sizes):
+        return "every rank has"
+    places = [np.unravel_index(rank, sizes) for rank in ranks]
+    named = [
+        str(*place)
+        if len(sizes) == 1
+        else f"({', '.join(f'{a} {int(i)}' for (a, _), i in zip(around, place, strict=True))})"
+        for place in places
+    ]
+    return f"rank {named[0]} has" if len(ranks) == 1 else f"ranks {', '.join(named)} have"
+
+
+def _place(side: Side, count: int, first: int) -> str:
+    shape, size = side.leaf.shape, side.block_size
+    at = [int(i) for i in np.unravel_index(first, shape)] if shape else []
+    bucket = f", bucket {first // size} of {size} values" if size and size > 1 else ""
+    return f"{count} of {side.leaf.size}, the first at {at}{bucket}"
+
+
+def _remedy(found: np.ndarray) -> str:
+    if found[:, ::2, 0].any():
+        return "Look at the loss and the data of the ranks that have them on the way in."
+    return (
+        "What went in is finite on every rank, so a sum or the range of a bucket overflows: scale "
+        "gradients down, or reduce them in a wider dtype."
+    )

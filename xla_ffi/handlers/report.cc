@@ -1,0 +1,55 @@
+#include "handlers/report.h"
+
+#include <atomic>
+#include <utility>
+
+#include "handlers/checks.h"
+
+namespace cgx {
+namespace {
+
+using Numbers = ffi::Buffer<ffi::S32>;
+
+// Listeners that were replaced may still run, so none is freed.
+std::atomic<const Listener*> current{nullptr};
+
+ffi::Error report(Numbers steps, Numbers ranks, Numbers table, ffi::ResultBuffer<ffi::S32> told,
+                  std::string_view text) {
+  const std::string call = "report";
+  const int64_t batch = static_cast<int64_t>(steps.element_count());
+  CGX_TRY(check_batch(call, batch));
+  CGX_TRY(check_count(call, "ranks", ranks, batch));
+  CGX_TRY(check_count(call, "the result", *told, 1));
+  const int64_t size = static_cast<int64_t>(table.element_count());
+  if (size == 0 || size % batch != 0) {
+    return invalid(call, "size of table is " + std::to_string(size) +
+                             ", must be a positive multiple of the batch of " +
+                             std::to_string(batch));
+  }
+  const Listener* const listener = current.load();
+  if (!listener) return ffi::Error(ffi::ErrorCode::kInternal, call + ": nobody listens");
+  *told->typed_data() = 0;
+  return no_throw("report", [&] {
+    std::string failure = (*listener)(
+        {text, steps.typed_data(), ranks.typed_data(), table.typed_data(), batch, size});
+    if (failure.empty()) return ffi::Error::Success();
+    return ffi::Error(ffi::ErrorCode::kInternal, std::move(failure));
+  });
+}
+
+}  // namespace
+
+void set_listener(Listener listener) { current = new const Listener(std::move(listener)); }
+
+XLA_FFI_Error* report_handler(XLA_FFI_CallFrame* frame) {
+  static const auto handler = ffi::Ffi::Bind()
+                                  .Arg<Numbers>()
+                                  .Arg<Numbers>()
+                                  .Arg<Numbers>()
+                                  .Ret<Numbers>()
+                                  .Attr<std::string_view>("text")
+                                  .To(report);
+  return handler->Call(frame);
+}
+
+}  // namespace cgx
