@@ -1,6 +1,7 @@
 #include "handlers/report.h"
 
-#include <atomic>
+#include <memory>
+#include <mutex>
 #include <utility>
 
 #include "handlers/checks.h"
@@ -10,8 +11,13 @@ namespace {
 
 using Numbers = ffi::Buffer<ffi::S32>;
 
-// Listeners that were replaced may still run, so none is freed.
-std::atomic<const Listener*> current{nullptr};
+std::mutex listener_mutex;
+std::shared_ptr<const Listener> current;  // by listener_mutex; calls keep theirs to their end
+
+std::shared_ptr<const Listener> the_listener() {
+  const std::lock_guard<std::mutex> lock(listener_mutex);
+  return current;
+}
 
 ffi::Error report(Numbers steps, Numbers ranks, Numbers table, ffi::ResultBuffer<ffi::S32> told,
                   std::string_view text) {
@@ -26,7 +32,7 @@ ffi::Error report(Numbers steps, Numbers ranks, Numbers table, ffi::ResultBuffer
                              ", must be a positive multiple of the batch of " +
                              std::to_string(batch));
   }
-  const Listener* const listener = current.load();
+  const std::shared_ptr<const Listener> listener = the_listener();
   if (!listener) return ffi::Error(ffi::ErrorCode::kInternal, call + ": nobody listens");
   *told->typed_data() = 0;
   return no_throw("report", [&] {
@@ -39,7 +45,11 @@ ffi::Error report(Numbers steps, Numbers ranks, Numbers table, ffi::ResultBuffer
 
 }  // namespace
 
-void set_listener(Listener listener) { current = new const Listener(std::move(listener)); }
+void set_listener(Listener listener) {
+  auto next = std::make_shared<const Listener>(std::move(listener));
+  const std::lock_guard<std::mutex> lock(listener_mutex);
+  current.swap(next);
+}
 
 XLA_FFI_Error* report_handler(XLA_FFI_CallFrame* frame) {
   static const auto handler = ffi::Ffi::Bind()

@@ -125,9 +125,7 @@ report_p = Primitive("cgx_report")
 report_p.multiple_results = True
 report_p.def_impl(functools.partial(xla.apply_primitive, report_p))
 report_p.def_abstract_eval(
-    lambda steps, ranks, table, *, text: [
-        _compat.result_aval((), jnp.dtype(jnp.int32), table)
-    ]
+    lambda steps, ranks, table, *, text: [_compat.result_aval((), jnp.dtype(jnp.int32), table)]
 )
 batching.primitive_batchers[report_p] = _batch
 mlir.register_lowering(report_p, mlir.lower_fun(_call_back, multiple_results=True))

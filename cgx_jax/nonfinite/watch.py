@@ -1,4 +1,4 @@
-"""Debug mode: NaNs and infinities are named by leaf, rank, step and place, on every rank alike."""
+"""The mode, and the search for values that are not finite that it adds to a program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.debug import traced_anew
 from cgx_jax.exchanges import xla
 from cgx_jax.leaves import Leaf
-from cgx_jax.nonfinite_report import Report, Side, after_report, tell
+from cgx_jax.nonfinite.report import Report, Side, after_report, tell
 
 _ACTIONS = ("raise", "log", "skip")
 _action: str | None = None
