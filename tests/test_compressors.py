@@ -352,17 +352,25 @@ def test_leaves_at_the_edge_stay_within_the_bound(name, edge):
         assert not y.any()
 
 
+# XLA's CPU compiler leaves maxima of 4,096 values and more to a library that drops NaN.
+@pytest.mark.parametrize("size", [700, 20_000])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", every(PAYLOADS))
-def test_what_is_not_finite_does_not_come_back_finite(name, value):
+def test_what_is_not_finite_does_not_come_back_finite(name, value, size):
     """A sign alone cannot carry it, and a random place may not hold it."""
-    c, x = PAYLOADS[name], normal(700)
+    c, x = PAYLOADS[name], normal(size)
     x[123] = value
+    y = back(c, x)
+    bound = np.asarray(jax.jit(c.error_bound)(x))
+    if isinstance(c, compressors.Identity):
+        np.testing.assert_array_equal(y, x)
+        return
+    assert not bound[123] < np.inf
     if isinstance(c, (SignSGD, RandomK)):
-        assert np.isinf(np.asarray(jax.jit(c.error_bound)(x))[123])
         assert not c.carries_nonfinite
         return
-    assert not np.isfinite(back(c, x)[123])
+    assert not np.isfinite(y[123])
+    assert not (bound < np.inf)[~np.isfinite(y)].any()
 
 
 SMALL_BUCKETS = [

@@ -45,7 +45,7 @@ class AdaptiveThreshold(PayloadCompressor):
 
     def error_bound(self, x: Any) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-        most = magnitude.max(initial=0) * np.float32(1 + 2.0**-18)
+        most = buckets.maximum(magnitude) * np.float32(1 + 2.0**-18)
         return buckets.rounded(jnp.broadcast_to(most, magnitude.shape), x)
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
@@ -98,7 +98,7 @@ class SketchML(PayloadCompressor):
 
     def error_bound(self, x: Any) -> jax.Array:
         value = jnp.asarray(x).astype(jnp.float32)
-        most = 2 * jnp.abs(value).max(initial=0) * np.float32(1 + 2.0**-18)
+        most = 2 * buckets.maximum(jnp.abs(value)) * np.float32(1 + 2.0**-18)
         return buckets.rounded(jnp.broadcast_to(most, value.shape), x)
 
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,8 +77,8 @@ class ShiftedLattice(PayloadCompressor):
         """Half a step, and twice the rounding of `Quantize`: values are rounded to levels first."""
         value = jnp.asarray(x)
         rows = _split(value, self.bucket_size)
-        largest = jnp.abs(rows).max(axis=1, keepdims=True)
-        beyond = largest + (rows.max(axis=1, keepdims=True) - rows.min(axis=1, keepdims=True))
+        each_row = functools.partial(buckets.maximum, axis=1, keepdims=True)
+        beyond = each_row(jnp.abs(rows)) + (each_row(rows) + each_row(-rows))
         more = jnp.where(beyond < _MOST, beyond * np.float32(2.0**-20), np.float32(np.inf))
         each = _join(jnp.broadcast_to(more, rows.shape), value)
         return self._nearest.error_bound(value) + each

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor, Together
 from cgx_jax.kernels.reference import random_bits
 
@@ -108,7 +109,7 @@ class PowerSGD(SummedCompressor):
         if sides is None:
             return values * float(info.eps)
         matrix = values.reshape(sides)
-        peak = jnp.maximum(matrix.max(axis=0), _TINY)
+        peak = jnp.maximum(buckets.maximum(matrix, axis=0), _TINY)
         norm = peak * jnp.sqrt(jnp.square(matrix / peak).sum(axis=0))
         least = self.rank * sides[0] * _TINY + float(info.smallest_subnormal)
         bound = norm * (1 + 2.0**-10 + float(info.eps)) + least
@@ -126,8 +127,9 @@ class PowerSGD(SummedCompressor):
     @staticmethod
     def _multiplies(sizes: jax.Array) -> jax.Array:
         """Whether products of a matrix of such magnitudes with the factors stay in fp32, bool[]."""
-        most = sizes.sum(axis=1).max() * _LARGEST_START
-        return jnp.maximum(most, sizes.sum(axis=0).max()) < float(jnp.finfo(jnp.float32).max)
+        by_row, by_column = (buckets.maximum(sizes.sum(axis=axis)) for axis in (1, 0))
+        most = jnp.maximum(by_row * _LARGEST_START, by_column)
+        return most < float(jnp.finfo(jnp.float32).max)
 
     def _sides(self, shape: int | Sequence[int]) -> tuple[int, int] | None:
         """The matrix of a leaf: its rows and columns, or None where it is sent exactly."""
@@ -144,7 +146,7 @@ class PowerSGD(SummedCompressor):
 
     def _start(self, state: jax.Array) -> jax.Array:
         """Qᵀ to start from, of values around 1: rows of the state, or fresh ones."""
-        peak = jnp.abs(state).max(axis=1, keepdims=True)
+        peak = buckets.maximum(jnp.abs(state), axis=1, keepdims=True)
         alive = (peak >= _TINY) & jnp.isfinite(peak)
         return jnp.where(alive, state / peak, self._first(state.shape[1]))
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
 from cgx_jax.compressors.quantized import (
@@ -171,10 +172,10 @@ class Quantize(PayloadCompressor):
         pad = -values.size % self.bucket_size
         rows = jnp.pad(values, (0, pad), mode="edge" if values.size else "constant")
         rows = rows.reshape(-1, self.bucket_size)
-        spread = rows.max(axis=1) - rows.min(axis=1)
+        spread = buckets.maximum(rows, axis=1) + buckets.maximum(-rows, axis=1)
         levels = 2**self.bits - 1
         unit = spread / levels
-        largest = jnp.abs(rows).max(axis=1)
+        largest = buckets.maximum(jnp.abs(rows), axis=1)
         bound = unit * (1.0 if self.unbiased else 0.5) + largest * 2.0**-20
         info = jnp.finfo(jnp.float32)
         lost = float(2**self.bits * info.tiny)

@@ -167,7 +167,8 @@ class OneBit(_Scaled):
 
     def error_bound(self, x: Any) -> jax.Array:
         rows = jnp.abs(buckets.split(x, self.bucket_size))
-        lost = jnp.broadcast_to(rows.max(axis=1, keepdims=True) * (1 + 2.0**-18), rows.shape)
+        largest = buckets.maximum(rows, axis=1, keepdims=True)
+        lost = jnp.broadcast_to(largest * (1 + 2.0**-18), rows.shape)
         like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
         return buckets.rounded(buckets.join(lost, like), x)
 

@@ -136,7 +136,7 @@ class _Sparse(PayloadCompressor):
         if not magnitude.size:
             return magnitude
         signs = jnp.where(np.arange(magnitude.size) % 2 == 0, 1.0, -1.0).astype(jnp.float32)
-        coded = self.values.error_bound(signs * magnitude.max()).max()
+        coded = buckets.maximum(self.values.error_bound(signs * buckets.maximum(magnitude)))
         return buckets.rounded(jnp.maximum(magnitude, coded), x)
 
 

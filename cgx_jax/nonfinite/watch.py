@@ -52,6 +52,13 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
         _action = before
 
 
+def all_finite(arrays: Sequence[Any]) -> jax.Array:
+    """Whether all values of all arrays are finite, bool[]."""
+    # Each sum is 0, or NaN. On CPUs a sum is a faster loop than `all`, and unlike a maximum it
+    # keeps NaN.
+    return jnp.asarray([(x - x).sum() == 0 for x in map(jnp.asarray, arrays)], bool).all()
+
+
 def refuse_skip(caller: str) -> None:
     """Raises ValueError where steps are to be skipped, for a call that is a part of one."""
     if _action == "skip":
@@ -87,7 +94,7 @@ def watch(
         return list(after), False
     pairs = [tuple(_constant(x[i]) for x in (before, after)) for i in floats]
     hidden = [before for i, (before, _) in zip(floats, pairs, strict=True) if i not in carried]
-    finite = jnp.stack([jnp.isfinite(x).all() for x in (*(x for _, x in pairs), *hidden)]).all()
+    finite = all_finite([*(x for _, x in pairs), *hidden])
     bad = ~axes.on_every_rank(finite, alike=alike and not hidden)
     sizes = block_sizes or {}
     sides = [

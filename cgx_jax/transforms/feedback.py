@@ -37,11 +37,6 @@ def taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
     return 2 * jnp.abs(residual) < jnp.abs(sent)
 
 
-def finite_all(arrays: Sequence[Any]) -> Any:
-    """Whether all values are finite."""
-    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])) if arrays else True
-
-
 def keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     """`new` after a step whose mean is `finite`, else `old`."""
     # An owner's share of a float16 leaf's error may overflow where the mean did not.

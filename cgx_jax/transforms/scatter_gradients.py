@@ -19,10 +19,10 @@ from cgx_jax.halves.half import PsumScatter
 from cgx_jax.halves.messages import Halves, Message, prepared
 from cgx_jax.kernels import outside
 from cgx_jax.leaves import leaves_of
+from cgx_jax.nonfinite import all_finite
 from cgx_jax.plan import Plan, plan_of
 from cgx_jax.policies.rules import Policy
 from cgx_jax.transforms.feedback import (
-    finite_all,
     keep,
     require_bounded,
     residual_of,
@@ -142,7 +142,7 @@ def scatter_gradients(
         updates = jax.tree.unflatten(treedef, means)
         if not leaves or (memory is None and precondition is None):
             return updates, state._replace(step=state.step + 1)
-        (strange,) = axes.sum([(~finite_all(means)).astype(jnp.int32)])
+        (strange,) = axes.sum([(~all_finite(means)).astype(jnp.int32)])
         finite = strange == 0
         state = state._replace(skipped=state.skipped + (1 - finite.astype(jnp.int32)))
         if memory is not None:
@@ -291,7 +291,7 @@ def _moved(
     if not coded:
         return moments_by_tree(old, treedef)
     after = lax.cond(precondition.due(step), follow, lambda: before)
-    usable = finite & finite_all([leaf.weights for leaf in after])
+    usable = finite & all_finite([leaf.weights for leaf in after])
     new = dict(zip(coded, after, strict=True))
     moved = [
         jax.tree.map(lambda a, b: jnp.where(usable, a, b), new.get(i, was), was)

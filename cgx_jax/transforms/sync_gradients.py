@@ -18,13 +18,13 @@ from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.core import Options, Sums, reduce_leaves, ways
 from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import leaves_of
+from cgx_jax.nonfinite import all_finite
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.transforms.feedback import (
-    finite_all,
     keep,
     require_bounded,
     residual_of,
@@ -224,7 +224,7 @@ class _Mean:
 
     def finite(self, sums: Sums) -> Any:
         """Whether the means are finite and not skipped, bool[]; the same on all ranks."""
-        finite = jnp.asarray(finite_all(sums.values)) & jnp.logical_not(sums.skipped)
+        finite = all_finite(sums.values) & jnp.logical_not(sums.skipped)
         return self.options.axes.on_every_rank(finite, alike=True)
 
     def __call__(self, leaves: list[Any], *, residual: bool = False) -> Sums:
@@ -351,7 +351,7 @@ def _moved(
         # Each leaf by itself: one branch of all would keep all means until the last has come.
         update = functools.partial(precondition.update, before, x, mean.step, rounding)
         new.append(lax.cond(due, update, lambda before=before: before))
-    finite = jnp.asarray(finite) & finite_all([leaf.weights for leaf in new])
+    finite = jnp.asarray(finite) & all_finite([leaf.weights for leaf in new])
     finite = mean.options.axes.on_every_rank(finite, alike=True)
     tree = moments_by_tree(new, jax.tree.structure(moments.weights))
     return jax.tree.map(functools.partial(jnp.where, finite), tree, moments), finite
