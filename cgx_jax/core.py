@@ -300,7 +300,8 @@ def _reduce_buffer(
 ) -> Reduced:
     reduction, job = call
     plain = [_compat.plain(x) for x in leaves]
-    sums, residuals, after = reduction.run(job, seeds, plain, units, states)
+    with jax.named_scope(job.name):
+        sums, residuals, after = reduction.run(job, seeds, plain, units, states)
     debug.compare(job.name, job.axes, sums)
     typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
     kept = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=False)]

@@ -15,6 +15,7 @@ LAYERS = [
     "wire",
     "untrusted",
     "leaves",
+    "scopes",
     "installation",
     "agreement",
     "axes",

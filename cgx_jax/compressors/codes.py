@@ -9,13 +9,14 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax.kernels.primitives import Units
+from cgx_jax.scopes import Scoped
 from cgx_jax.wire import Layout
 
 Arrays = Sequence[jax.Array]
@@ -34,7 +35,7 @@ class CodedLeaf(NamedTuple):
         return math.prod(self.shape)
 
 
-class ChunkCode(abc.ABC):
+class ChunkCode(Scoped, abc.ABC):
     """A fusion buffer cut into one chunk a rank; `seed` is uint32[2], rows u8[world, row_bytes].
 
     `units` has one entry per leaf, as in `primitives`, or none at all. `layout` is what fused calls
@@ -42,6 +43,7 @@ class ChunkCode(abc.ABC):
     """
 
     layout: Layout | None = None
+    scopes: ClassVar[dict[str, str]] = {"encode": "encode", "reduce": "reduce", "decode": "decode"}
 
     @property
     @abc.abstractmethod
@@ -86,13 +88,14 @@ class ChunkCode(abc.ABC):
         """Every chunk's payload to leaves with the shapes and dtypes of `like`."""
 
 
-class WholeCode(abc.ABC):
+class WholeCode(Scoped, abc.ABC):
     """A fusion buffer of whole leaves: one payload, u8[row_bytes].
 
     `layout` and `words` are what fused calls of exchanges take; `layout` is None without kernels.
     """
 
     layout: Layout | None = None
+    scopes: ClassVar[dict[str, str]] = {"encode": "encode", "sum": "reduce"}
 
     @property
     @abc.abstractmethod
@@ -125,13 +128,18 @@ class WholeCode(abc.ABC):
         raise NotImplementedError
 
 
-class RowCode(abc.ABC):
+class RowCode(Scoped, abc.ABC):
     """The rows of one leaf, each encoded like a leaf of its own.
 
     `layout` and `words` are what fused calls of exchanges take; `layout` is None without kernels.
     """
 
     layout: Layout | None = None
+    scopes: ClassVar[dict[str, str]] = {
+        "encode": "encode",
+        "decode": "decode",
+        "accumulate": "reduce",
+    }
 
     @abc.abstractmethod
     def encode(self, key: Any, rows: jax.Array) -> jax.Array:

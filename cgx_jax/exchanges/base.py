@@ -12,6 +12,7 @@ import jax
 
 from cgx_jax.axes import Axes
 from cgx_jax.kernels.primitives import Units
+from cgx_jax.scopes import Scoped
 from cgx_jax.wire import Layout
 
 
@@ -27,7 +28,7 @@ class Least(NamedTuple):
     even: float
 
 
-class Exchange(abc.ABC):
+class Exchange(Scoped, abc.ABC):
     """A way for payloads to travel: static, hashable, equal by value; it knows no compressor.
 
     What an exchange can do is in `can`, the names of its methods: "scatter", "gather" and "permute"
@@ -38,6 +39,10 @@ class Exchange(abc.ABC):
 
     shorthand: ClassVar[str]
     can: ClassVar[frozenset[str]]
+    scopes: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("scatter", "gather", "permute", "sum"), "exchange"),
+        **{call: call for call in ("all_reduce", "gather_sum", "reduce_scatter", "all_gather")},
+    }
     tuned: ClassVar[tuple[str, ...]] = ()  # the options that `cgx_jax.tune` chooses
 
     @abc.abstractmethod

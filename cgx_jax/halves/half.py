@@ -223,7 +223,8 @@ class AllGather(Half):
         return self._noise(key, shared=self.compressor.shares_noise)
 
     def send(self, key: Any, x: jax.Array) -> jax.Array:
-        return self.compressor.encode(x, key=key)
+        with jax.named_scope("encode"):
+            return self.compressor.encode(x, key=key)
 
     def move(self, exchange: Exchange, payload: jax.Array) -> jax.Array:
         rows = exchange.gather(self.name, payload, self.axes)

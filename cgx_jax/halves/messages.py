@@ -213,8 +213,9 @@ def prepared(half: Half, x: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(message: Message, keys: Any, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     plain = [_compat.plain(x) for x in leaves]
-    ready = [prepared(half, x) for half, x in zip(message.halves, plain, strict=True)]
-    out = message.run(keys, ready)
+    with jax.named_scope(message.halves[0].name):
+        ready = [prepared(half, x) for half, x in zip(message.halves, plain, strict=True)]
+        out = message.run(keys, ready)
     return tuple(_compat.typed_like(y, x) for y, x in zip(out, leaves, strict=True))
 
 

@@ -108,7 +108,8 @@ def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
                 for xs in yielded.values()
                 for x in xs
             ]
-            reduced = iter(_reduce_together(reduce, flat))
+            with jax.named_scope("exchange"):
+                reduced = iter(_reduce_together(reduce, flat))
             answers |= {i: [next(reduced) for _ in xs] for i, xs in yielded.items()}
     return [ends[i] for i in range(len(running))]
 
