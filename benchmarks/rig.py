@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -30,24 +29,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from cgx_jax import slow_link
+
 SWITCH = "cgx_sw"
 HOST = "cgx_h"
 MASTER_PORT = 29517
 NETNS_ETC = Path("/etc/netns")
-UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 
 def address(rank: int) -> str:
     """IPv4 address of a rank on the shaped network."""
     return f"10.78.0.{rank + 1}"
-
-
-def bits_per_second(rate: str) -> float:
-    """Takes "1gbit" to 1e9; raises ValueError on what `tc` would not take."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", rate)
-    if match is None:
-        raise ValueError(f"rate {rate!r}: give 'unlimited' or a number with kbit, mbit or gbit")
-    return float(match[1]) * UNITS[match[2]]
 
 
 def require_tools() -> None:
@@ -132,17 +124,8 @@ def _shape_device(namespace: str, device: str, rate: str) -> None:
         inside(namespace, "tc", "qdisc", "del", "dev", device, "root")
     if rate == "unlimited":
         return
-    # htb sends a whole 64 KiB segment on a small burst and goes into debt for it; tbf would cut it
-    # up at the CPU's cost. The burst is free bandwidth, so it stays near a tenth of a millisecond.
-    bytes_per_second = bits_per_second(rate) / 8
-    burst = max(2048, int(bytes_per_second * 128e-6))
-    queue = max(500_000, int(bytes_per_second * 20e-3))
-    tc = ["tc", "qdisc", "add", "dev", device]
-    inside(namespace, *tc, "root", "handle", "1:", "htb", "default", "1")
-    inside(namespace, "tc", "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb",
-           "rate", rate, "burst", str(burst), "cburst", str(burst),
-           "quantum", "60000")  # fmt: skip
-    inside(namespace, *tc, "parent", "1:1", "handle", "10:", "bfifo", "limit", str(queue))
+    for command in slow_link.shaping(device, rate):
+        inside(namespace, *command)
 
 
 def down() -> None:
@@ -330,9 +313,9 @@ def main() -> int:
 
     if getattr(arguments, "rate", "unlimited") != "unlimited":
         try:
-            bits_per_second(arguments.rate)
+            slow_link.bits_per_second(arguments.rate)
         except ValueError as error:
-            parser.error(str(error))
+            parser.error(f"{error}, nor 'unlimited'")
     require_tools()
     if arguments.verb == "up":
         up(arguments.hosts, arguments.rate)

@@ -6,7 +6,8 @@
     python -m cgx_jax doctor
     python -m cgx_jax report run.jsonl --png report.png
 
-`--devices` simulates ranks in this process. Across processes, start the command once a rank with
+`--devices` simulates ranks in this process, and `bench --link 1gbit` starts two processes with a
+slow link between them. Across processes of your own, start the command once per rank with
 `--distributed`: srun python -m cgx_jax tune --distributed --out profile.json
 """
 
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from cgx_jax import tuning
+from cgx_jax import slow_link, tuning
 from cgx_jax._version import __version__
 from cgx_jax.commands import bench, compare, doctor, report, tried
 from cgx_jax.exchanges import auto
@@ -44,6 +45,10 @@ def main() -> int:
         except (OSError, ValueError) as error:
             parser.error(str(error))
         return 0
+    if getattr(arguments, "link", None):
+        if not slow_link.joined():
+            return _at_both_ends(arguments.link, parser)
+        slow_link.initialize()
     if arguments.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)
@@ -80,10 +85,18 @@ def main() -> int:
             arguments.bits,
             arguments.reps,
             follow_profile=arguments.profile is not None,
+            link=arguments.link,
             json_path=arguments.json,
             png_path=arguments.png,
         )
     return 0
+
+
+def _at_both_ends(rate: str, parser: argparse.ArgumentParser) -> int:
+    """Runs this command line again, as two processes with a link between them."""
+    if problem := slow_link.missing(rate):
+        parser.error(f"--link: {problem}")
+    return slow_link.run([sys.executable, "-m", "cgx_jax", *sys.argv[1:]], rate)
 
 
 def _follow(path: Path, world: int, parser: argparse.ArgumentParser) -> None:
@@ -126,6 +139,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_sweep(command, bits=[4])
     command.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
+    command.add_argument(
+        "--link",
+        type=_rate,
+        metavar="RATE",
+        help="between two processes here, over a link of this rate, such as 100mbit or 1gbit",
+    )
     command.add_argument(
         "--profile", type=Path, metavar="FILE", help='measure exchange="auto" by this profile too'
     )
@@ -214,6 +233,14 @@ def _sizes(text: str) -> list[int]:
     if sizes[0] <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like 4k,1M of 4 bytes and more")
     return sizes
+
+
+def _rate(text: str) -> str:
+    try:
+        slow_link.bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _bits(text: str) -> list[int]:

@@ -49,6 +49,49 @@ def print_table(runs: list[Run]) -> None:
     Console().print(table)
 
 
+def print_links(by_link: dict[str, list[Run]]) -> None:
+    """Prints one row per link and run; the first run of a link is the one to compare with."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("link")
+    table.add_column("gradients")
+    for heading in ("training loss", "sent per rank and step", "step time", "faster"):
+        table.add_column(heading, justify="right")
+    for link, runs in by_link.items():
+        for run in runs:
+            table.add_row(
+                link,
+                run.name,
+                f"{run.final_loss:.4f}",
+                f"{run.sent_bytes / 1e6:.3f} MB",
+                f"{run.step_seconds * 1e3:.0f} ms",
+                f"{runs[0].step_seconds / run.step_seconds:.2f}×",
+            )
+    Console().print(table)
+
+
+def draw_links(by_link: dict[str, list[Run]], path: Path) -> None:
+    """Draws loss against time, one panel per link, into a PNG at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(by_link), sharey=True, squeeze=False)[0]
+    for axes, (link, runs) in zip(panels, by_link.items(), strict=True):
+        for run, color, style in zip(runs, COLORS[:2], ("-", "--"), strict=True):
+            seconds = run.step_seconds * np.arange(1, run.losses.size + 1)
+            faster = runs[0].step_seconds / run.step_seconds
+            label = f"{run.name}: {run.step_seconds * 1e3:.0f} ms per step"
+            label += f", {faster:.2f}× as fast" if run is not runs[0] else ""
+            axes.plot(seconds, run.losses, color=color, alpha=0.25, lw=1)
+            axes.plot(seconds, _moving_average(run.losses), style, color=color, lw=2, label=label)
+        axes.set(xlabel="time [s], compilation left out", title=f"Link of {link}")
+        axes.margins(x=0.01)
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+    panels[0].set_ylabel("training loss [nats per byte]")
+    figure.suptitle("The same model and batches, two processes: exact against 4-bit gradients")
+    figure.savefig(path, dpi=150)
+
+
 def draw_chart(runs: list[Run], path: Path) -> None:
     """Draws the loss curves and the bytes side by side into a PNG at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import cgx_jax
-from cgx_jax import Quantize
+from cgx_jax import Quantize, slow_link
 from cgx_jax.commands import chart, doctor
 from cgx_jax.exchanges import Profile
 from cgx_jax.kernels.native import CUDA_REMEDY
 
+NO_LINK = slow_link.missing()
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -174,9 +175,23 @@ def test_processes_find_each_other_by_their_launcher():
     assert "4,000" not in second
 
 
+@pytest.mark.skipif(NO_LINK is not None, reason=str(NO_LINK))
+def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
+    file = tmp_path / "bench.json"
+    code, text, error = run(
+        *("bench", "--link", "100mbit", "--sizes", "4k", "--reps", 3, "--json", file)
+    )
+    assert code == 0, error
+    assert "2 processes, joined by a link of 100mbit" in text
+    document = json.loads(file.read_text())
+    assert (document["link"], document["world"]) == ("100mbit", 2)
+    assert [row["wrong"] for row in document["rows"]] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("bench", "--link", "100"), "rate '100' is not a number with kbit, mbit or gbit"),
         (("bench", "--devices", 1), "--devices 8 simulates"),
         (("tune", "--devices", 4, "--bits", "9"), "'9' is not a list of widths"),
         (("bench", "--sizes", "huge"), "'huge' is not a list like 4k,1M"),

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from cgx_jax import slow_link
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+NO_LINK = slow_link.missing()
 TINY_MODEL = ("--steps", "6", "--width", "32", "--layers", "1", "--batch", "8")
 
 
@@ -36,6 +39,17 @@ def run(name: str, *arguments: str, cwd: Path | None = None) -> subprocess.Compl
             ("--steps", "8"),
             "ranks hold the same parameters: True",
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "16_slow_link.py",
+            ("--steps", "8"),
+            "1 Gbit/s",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    slow_link.missing() is not None, reason=str(slow_link.missing())
+                ),
+            ],
         ),
         ("04_jit.py", ("--steps", "8"), "step   7  loss"),
         ("05_multiprocess.py", ("--steps", "8"), "ranks hold the same parameters: True"),

@@ -34,6 +34,7 @@ LAYERS = [
     "halves",
     "link_timer",
     "progress",
+    "slow_link",
     "tuner",
     "backward_hook",
     "tuning",

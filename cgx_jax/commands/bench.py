@@ -35,11 +35,17 @@ def run(
     reps: int,
     *,
     follow_profile: bool,
+    link: str | None,
     json_path: Path | None,
     png_path: Path | None,
 ) -> None:
-    """Prints the table, and writes what is asked for on process 0. `follow_profile` adds "auto"."""
+    """Prints the table, and writes what is asked for on process 0. `follow_profile` adds "auto".
+
+    `link` is the rate of the link between the ranks, where it is known.
+    """
     rows: list[dict[str, Any]] = []
+    if link and links.first:
+        print(f"{links.world} processes, joined by a link of {link}")
     for size in sizes:
         found = measure(links, size // 4, bits, reps, follow_profile)
         if links.first:
@@ -48,7 +54,8 @@ def run(
     if not links.first:
         return
     if json_path is not None:
-        document = {"machine": installation.facts(), "world": links.world, "rows": rows}
+        machine = installation.facts()
+        document = {"machine": machine, "world": links.world, "link": link, "rows": rows}
         parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
     if png_path is not None:
         from cgx_jax.commands import chart
