@@ -3,8 +3,8 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds lint format bench \
-        sass clean
+.PHONY: demo test slow-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds wheels lint format \
+        bench sass clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -122,6 +122,10 @@ gpu-rehearsal: $(STAMPS)/cpp
 # Builds in adverse circumstances, and the wheel; most stop once CMake has configured.
 builds: $(STAMPS)/package
 	$(BIN)/python tests/builds.py $(NATIVE)
+
+# The sdist, and a wheel for each Python that is here, installed without a compiler.
+wheels: $(STAMPS)/venv
+	$(BIN)/python tests/wheels.py $(WHEEL_PYTHONS)
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check

@@ -280,7 +280,10 @@ class Builds:
         require_words(case.says, printed)
 
     def sdist(self) -> None:
-        """The source as its sdist holds it: all of it, and the same in an sdist of the sdist."""
+        """The source as its sdist holds it, and the same in an sdist of the sdist."""
+        settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+        left_out = tuple(settings["sdist"]["exclude"])
+        kept = {name for name in self.names if not name.startswith(left_out)}
         for again in ("", " again"):
             to = self.folder / f"sdist{again}"
             hook = "import sys, scikit_build_core.build as b; b.build_sdist(sys.argv[1])"
@@ -290,8 +293,8 @@ class Builds:
             (self.unpacked,) = (self.source.parent / to.name).iterdir()
             files = (p for p in self.unpacked.rglob("*") if p.is_file())
             inside = {str(p.relative_to(self.unpacked)) for p in files}
-            if inside != {*self.names, "PKG-INFO"}:
-                fail("files differ", str(sorted(inside ^ {*self.names, "PKG-INFO"})))
+            if inside != {*kept, "PKG-INFO"}:
+                fail("files differ", str(sorted(inside ^ {*kept, "PKG-INFO"})))
 
     def compile(self, native: str) -> None:
         """The wheel of the unpacked sdist, which is read-only, under LC_ALL=C."""
