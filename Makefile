@@ -3,8 +3,8 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds wheels lint format \
-        bench sass clean
+.PHONY: demo test slow-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds wheels docs lint \
+        format bench sass clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -127,6 +127,10 @@ builds: $(STAMPS)/package
 wheels: $(STAMPS)/venv
 	$(BIN)/python tests/wheels.py $(WHEEL_PYTHONS)
 
+# The site, in build/site. Strict: a broken link or an unknown name fails.
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -188,6 +192,6 @@ $(STAMPS)/openmpi: $(STAMPS)/test
 	@touch $@
 
 # An extra of the package that is installed already.
-$(STAMPS)/demo $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/cpp $(STAMPS)/sass: $(STAMPS)/package
+$(addprefix $(STAMPS)/,demo test lint cpp docs sass): $(STAMPS)/package
 	$(PIP) install "cgx-jax[$(@F)]"
 	@touch $@

@@ -1,12 +1,13 @@
 """Every link between the documents leads to a file, and to a heading of it where it names one."""
 
+import importlib.util
 import pathlib
 import re
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def anchors(text):
@@ -29,6 +30,17 @@ def test_links_lead_somewhere(document):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target.read_text()), link
+
+
+def test_the_site_names_files_that_are_no_pages():
+    specification = importlib.util.spec_from_file_location(
+        "site_links", ROOT / "docs/site_links.py"
+    )
+    hook = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hook)
+    text = "see [the loop](../examples/04_jit.py), [README.md](../README.md#install), [a](b.md)"
+    named = "see the loop (`examples/04_jit.py`), README.md, [a](b.md)"
+    assert hook.on_page_markdown(text, page=None) == named
 
 
 def test_links_and_anchors_are_found():
