@@ -60,12 +60,13 @@ if(NOT CGX_BUILD_MODULE)
   return()
 endif()
 
-pybind11_add_module(_cuda MODULE xla_ffi/handlers/module_cuda.cc xla_ffi/handlers/cuda.cc
-                    xla_ffi/handlers/cuda_codes.cc xla_ffi/handlers/nccl.cc
-                    xla_ffi/handlers/peer.cc)
-set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+# At the top level, where the package cgx-jax-cuda13 has it too.
+pybind11_add_module(cgx_jax_cuda13 MODULE xla_ffi/handlers/module_cuda.cc
+                    xla_ffi/handlers/cuda.cc xla_ffi/handlers/cuda_codes.cc
+                    xla_ffi/handlers/nccl.cc xla_ffi/handlers/peer.cc)
+set_target_properties(cgx_jax_cuda13 PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
-target_compile_definitions(_cuda PRIVATE CGX_CUDA_ARCHITECTURES="${architectures}")
-target_include_directories(_cuda SYSTEM PRIVATE "${jaxlib_include}")
-target_link_libraries(_cuda PRIVATE cgx_cuda)
-install(TARGETS _cuda DESTINATION cgx_jax)
+target_compile_definitions(cgx_jax_cuda13 PRIVATE CGX_CUDA_ARCHITECTURES="${architectures}")
+target_include_directories(cgx_jax_cuda13 SYSTEM PRIVATE "${jaxlib_include}")
+target_link_libraries(cgx_jax_cuda13 PRIVATE cgx_cuda)
+install(TARGETS cgx_jax_cuda13 DESTINATION .)

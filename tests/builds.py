@@ -308,7 +308,7 @@ class Builds:
         if snapshot(source) != before:
             fail("the build changed the source", str(snapshot(source) - before))
         modules = self.modules(native)
-        if modules != {"cgx_jax/_native"} | ({"cgx_jax/_cuda"} if native == "cuda" else set()):
+        if modules != {"cgx_jax/_native"} | ({"cgx_jax_cuda13"} if native == "cuda" else set()):
             fail("the wheel has other modules", str(modules))
 
     def modules(self, native: str) -> set[str]:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from cgx_jax import use_profile
@@ -22,6 +23,8 @@ BUILT_IN_RULE = {type(e): type(e).least for e in EXCHANGES if "least" in vars(ty
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A test is mostly compiling, and what one process has compiled others need too: workers, the slow
 # tests, and the next run. Not ranks of their own: XLA orders collectives anew in cached programs.
+# Within a process, too, a cached program may crash whose collectives do not wait for each other:
+# `no_cache` is for tests of such.
 cache = os.path.abspath(f"{__file__}/../../.pytest_cache/xla")
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -32,6 +35,17 @@ _FAILS_FAST = {"deadline": None, "phases": set(Phase) - {Phase.explain}}
 settings.register_profile("few", max_examples=25, derandomize=True, **_FAILS_FAST)
 settings.register_profile("long", max_examples=500, print_blob=True, **_FAILS_FAST)
 settings.load_profile("few")
+
+
+@pytest.fixture
+def no_cache():
+    """Programs are compiled here, not taken from the cache of an earlier test."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,6 +17,11 @@ from cgx_jax.policies import Accordion, Problem, Uniform
 from cgx_jax.policies.decide import Refresh, last_norm
 
 FEW, MANY = Quantize(2, 64), Quantize(8, 64)
+
+# Statistics and gradients travel in collectives that do not wait for each other.
+pytestmark = pytest.mark.usefixtures("no_cache")
+
+
 EVERY = 4
 # By how much the gradients of each period are scaled, and the bits that its look calls for.
 PERIODS = [(1, 8), (1, 2), (1.4, 2), (1.4, 2), (3, 8), (3, 2), (1, 8), (1, 2)]

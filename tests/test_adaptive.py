@@ -16,6 +16,9 @@ from cgx_jax.leaves import Leaf, leaves_of
 from cgx_jax.policies import LeastBytes, LeastError
 from cgx_jax.policies.decide import Decision, Subject, decide
 
+# Statistics and gradients travel in collectives that do not wait for each other.
+pytestmark = pytest.mark.usefixtures("no_cache")
+
 
 def bits(policy):
     return {k.removeprefix("cgx/bits/"): v for k, v in policy.metrics().items() if "/bits/" in k}

@@ -17,6 +17,11 @@ from cgx_jax.policies.decide import Subject
 from mean_compressor import Mean
 
 PLAIN, ROTATED, WIDE = Quantize(4, 64), Quantize(4, 64, rotation=True), Cast(jnp.bfloat16)
+
+# Statistics and gradients travel in collectives that do not wait for each other.
+pytestmark = pytest.mark.usefixtures("no_cache")
+
+
 MIXED = (Quantize(2, 64), Quantize(2, 64, rotation=True), PLAIN, ROTATED, WIDE)
 START = Uniform(Quantize(4, 64))
 # Even values need no rotation, rare large ones do, and the largest leaf needs the most bits.

@@ -17,6 +17,10 @@ from cgx_jax.policies import LeastTime, Uniform
 from cgx_jax.policies.decide import Subject
 from test_solvers import SLOW
 
+# Statistics and gradients travel in collectives that do not wait for each other.
+pytestmark = pytest.mark.usefixtures("no_cache")
+
+
 FAMILIES = (TopK(0.02), PowerSGD(2), Quantize(2, 64), Quantize(4, 64), Quantize(8, 64))
 LIKE = {"dense": jnp.zeros((64, 64)), "embed": jnp.zeros((256, 32)), "matrix": jnp.zeros((48, 64))}
 EXPECTED = {"dense": Quantize(4, 64), "embed": TopK(0.02), "matrix": PowerSGD(2)}

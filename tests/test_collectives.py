@@ -526,8 +526,7 @@ def test_world_and_fusion_do_not_change_a_leafs_first_payload():
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_cached_programs_of_several_processes_on_cpus_are_warned_of(cached, monkeypatch, mesh):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+def test_cached_programs_of_several_cpu_devices_are_warned_of(cached, mesh):
     base._warn_of_cached_programs.cache_clear()
     before = jax.config.jax_enable_compilation_cache
     with warnings.catch_warnings(record=True) as caught:

@@ -44,7 +44,7 @@ LAYERS = [
     "__main__",
     "__init__",
 ]
-EXTENSIONS = ("cgx_jax._native", "cgx_jax._cuda")
+EXTENSIONS = ("cgx_jax._native",)
 
 
 def module_of(path, root):

@@ -255,7 +255,7 @@ print("ok")
 
 WITHOUT_CUDA = """
 import sys, warnings
-sys.modules["cgx_jax._cuda"] = None
+sys.modules["cgx_jax_cuda13"] = None
 import cgx_jax, jax
 f = jax.jit(lambda x: cgx_jax.Quantize(4).encode(x))
 with warnings.catch_warnings(record=True) as caught:

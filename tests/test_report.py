@@ -11,6 +11,9 @@ from cgx_jax import Adaptive
 from cgx_jax.commands import report_choices, run_file
 from test_cli import PNG_SIGNATURE, run
 
+# Statistics and gradients travel in collectives that do not wait for each other.
+pytestmark = pytest.mark.usefixtures("no_cache")
+
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):

@@ -13,6 +13,10 @@ from cgx_jax.policies.menu import Menu
 from cgx_jax.policies.run_log import RunLog
 from cgx_jax.transforms import SyncState
 
+# Statistics and gradients travel in collectives that do not wait for each other.
+pytestmark = pytest.mark.usefixtures("no_cache")
+
+
 FULL = pathlib.Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
 

@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
@@ -49,17 +48,7 @@ CASES = {
 }
 
 
-@pytest.fixture
-def no_cache():
-    """JAX's cache of programs does not look at names, and may return a program with older ones."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
-
-
+# JAX's cache does not look at names, and may return a program with older ones.
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("case", CASES)
 def test_operations_are_named_after_call_and_phase(mesh, case):

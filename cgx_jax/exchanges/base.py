@@ -69,7 +69,7 @@ class Exchange(Scoped, abc.ABC):
         problem = self.missing(axes)
         if problem is not None:
             raise ValueError(f"{name}: exchange={self.shorthand!r} does not work here: {problem}.")
-        if jax.process_count() > 1 and jax.default_backend() == "cpu" and _caches_programs():
+        if jax.device_count() > 1 and jax.default_backend() == "cpu" and _caches_programs():
             _warn_of_cached_programs()
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
@@ -156,12 +156,12 @@ def _caches_programs() -> bool:
 
 @functools.cache
 def _warn_of_cached_programs() -> None:
-    """Says once that ranks may hang: XLA forgets the order of collectives in what it caches."""
+    """Says once that ranks may hang or crash: XLA forgets the order of what it caches."""
     warnings.warn(
         "jax_compilation_cache_dir is set, and XLA on CPUs runs the collectives of a program from "
-        "that cache in an order that differs from rank to rank: ranks may hang, or abort in gloo. "
-        'Set jax.config.update("jax_enable_compilation_cache", False) in programs of several '
-        "processes on CPUs.",
+        "that cache in an order that differs from rank to rank: ranks may hang, crash, or abort in "
+        'gloo. Set jax.config.update("jax_enable_compilation_cache", False) in programs of several '
+        "CPU devices.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import warnings
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import jax
 
+from cgx_jax._version import __version__
 from cgx_jax.wire import WIRE_VERSION
 
+_CUDA = "cgx_jax_cuda13"
 _REINSTALL = "pip install --force-reinstall --no-deps cgx-jax -C cgx.native="
 CPU_REMEDY = f"install a C++17 compiler, then {_REINSTALL}on"
-CUDA_REMEDY = f"put nvcc (CUDA 13 or newer) on PATH or name it in CUDACXX, then {_REINSTALL}cuda"
+CUDA_REMEDY = (
+    f"pip install cgx-jax-cuda13=={__version__}; or put nvcc (CUDA 13 or newer) on PATH "
+    f"or name it in CUDACXX, then {_REINSTALL}cuda"
+)
 
 
 @functools.cache
@@ -40,9 +47,15 @@ def module() -> ModuleType | None:
 @functools.cache
 def cuda_module() -> ModuleType | None:
     """The module of CUDA kernels with its handlers registered, or None where it was not built."""
-    if importlib.util.find_spec("cgx_jax._cuda") is None:
+    if importlib.util.find_spec(_CUDA) is None:
         return None
-    return _load("cgx_jax._cuda", "CUDA")
+    with contextlib.suppress(metadata.PackageNotFoundError):  # built with this package
+        if (other := metadata.version("cgx-jax-cuda13")) != __version__:
+            raise ImportError(
+                f"cgx-jax-cuda13 is of version {other}, and cgx-jax of {__version__}; they must be "
+                f"the same: pip install cgx-jax-cuda13=={__version__}"
+            )
+    return _load(_CUDA, "CUDA")
 
 
 def _load(name: str, platform: str) -> ModuleType:

@@ -60,7 +60,7 @@ std::string nccl_version() {
 
 }  // namespace
 
-PYBIND11_MODULE(_cuda, m) {
+PYBIND11_MODULE(cgx_jax_cuda13, m) {
   m.doc() = "CUDA kernels of cgx_jax as XLA FFI handlers.";
   m.def("handlers", &handlers, "FFI targets for jax.ffi.register_ffi_target(platform='CUDA').");
   m.def("architectures", [] { return CGX_CUDA_ARCHITECTURES; }, "What the kernels are built for.");
