@@ -130,7 +130,7 @@ def main():
         print(f"{name}: {middle:+.2f} % of it (quartiles {low:+.2f} to {high:+.2f})")
     print(
         f"{len(again)} compilations after the first, {sum(again):.1f} s: {100 * share:.2f} % of a "
-        f"run of 10,000 steps; {metrics['cgx/bits_per_value']:.2f} bits a value at the end"
+        f"run of 10,000 steps; {metrics['cgx/bits_per_value']:.2f} bits per value at the end"
     )
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -45,7 +45,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--sizes", default="1M,4M,25M", help="fp32 bytes a rank, with k, M, G (default %(default)s)"
+        "--sizes",
+        default="1M,4M,25M",
+        help="fp32 bytes per rank, with k, M, G (default %(default)s)",
     )
     parser.add_argument("--methods", default="psum,xla", help="list (default %(default)s)")
     parser.add_argument("--bits", default="4", help="list, 1 to 8 (default %(default)s)")

@@ -27,7 +27,7 @@ def main() -> int:
     )
     parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
     parser.add_argument("--rate", default="1gbit", help="of every link (default %(default)s)")
-    parser.add_argument("--sizes", default="25M", help="fp32 bytes a rank, list")
+    parser.add_argument("--sizes", default="25M", help="fp32 bytes per rank, list")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--segments", default="32k,128k,512k", help="bytes of a segment, list")
     parser.add_argument("--windows", default="2,4,8", help="segments in flight, list")

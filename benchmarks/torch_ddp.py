@@ -4,7 +4,7 @@
     sudo python benchmarks/torch_ddp.py --world 4 --rate 1gbit
 
 `all_reduce`: torch.distributed's gloo all-reduce of fp32 and of bf16 (cast, reduce, cast back) on
---size bytes a rank. `ddp`: the backward pass of DistributedDataParallel with its fp16, bf16 and
+--size bytes per rank. `ddp`: the backward pass of DistributedDataParallel with its fp16, bf16 and
 PowerSGD hooks on six linear layers of 2048 x 2048 (100 MB of fp32 gradients); a backward pass
 without any communication is timed beside them and subtracted, so that what is compared is the time
 that communication adds. `ratio` is the median (and quartiles) over the repeats of fp32's time over
@@ -40,7 +40,7 @@ def main() -> int:
     )
     parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
     parser.add_argument("--rate", default="1gbit", help="of every link (default %(default)s)")
-    parser.add_argument("--size", default="100M", help="fp32 bytes a rank (default %(default)s)")
+    parser.add_argument("--size", default="100M", help="fp32 bytes per rank (default %(default)s)")
     parser.add_argument("--reps", type=int, default=7, help="repeats (default %(default)s)")
     measure.add_json_option(parser)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Compressed collectives for JAX: `psum` for gradients at 1 to 8 bits a value.
+"""Compressed collectives for JAX: `psum` for gradients at 1 to 8 bits per value.
 
 The calls, and what most of them are given, are here. `compressors`, `reductions`, `exchanges`,
 `policies` and `transforms` have the rest, and the protocols for compressors, reductions and

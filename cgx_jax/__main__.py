@@ -218,7 +218,7 @@ def _add_sweep(command: argparse.ArgumentParser, bits: list[int]) -> None:
         "--sizes",
         type=_sizes,
         default=list(tuning.SIZES),
-        help="fp32 bytes a rank, with k, M, G (default 4 KiB to 64 MiB by factors of 4)",
+        help="fp32 bytes per rank, with k, M, G (default 4 KiB to 64 MiB by factors of 4)",
     )
     command.add_argument(
         "--bits", type=_bits, default=bits, help="list of 1 to 8 (default %(default)s)"

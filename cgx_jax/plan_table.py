@@ -11,7 +11,7 @@ _HEAD = ("leaf", "shape", "compressor", "bits", "bytes", "method")
 
 
 def plan_table(plan: Plan, world: int | None = None) -> str:
-    """A table: leaf, shape, compressor, bits a value and payload bytes.
+    """A table: leaf, shape, compressor, bits per value and payload bytes.
 
     With `world` ranks given, also the method that `exchange="auto"` takes for each leaf there,
     by the active profile or without one by size; what goes by "psum" is sent uncompressed.

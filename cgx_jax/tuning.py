@@ -54,7 +54,7 @@ def tune(
     """Measures what `exchange="auto"` decides by, on this machine's links, and follows it.
 
     Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
-    arrays of `sizes` bytes a rank and at `bits` bits (bucket 512); a time is the median over the
+    arrays of `sizes` bytes per rank and at `bits` bits (bucket 512); a time is the median over the
     repeats of the slowest process's. Up to 1 MiB each exchange is timed with the reduction
     "gather_sum" too. It first finds the fastest segment bytes, window and threads of `Mpi`, or
     streams of `Nccl`, where either is usable, for at most a quarter of the budget. Times the codec

@@ -1,4 +1,4 @@
-"""All-reduces one array over 8 ranks twice: with lax.psum, then with 4 bits a value.
+"""All-reduces one array over 8 ranks twice: with lax.psum, then with 4 bits per value.
 
 Expected output (the error within a few percent):
 

@@ -6,8 +6,8 @@ gradients are compressed, since Adam divides by their roots.
 policy.jit stands where jax.jit stood. A run without a break, and one that goes on from its
 checkpoint in a new policy and optimizer, as another process would, must agree to the last bit.
 
-Expected: after a warm-up at 8 bits every leaf gets a width of its own, in 3.2 bits a value at most;
-the loss falls from about 6.3 to below 3.3 nats per byte, and the last lines are
+Expected: after a warm-up at 8 bits every leaf gets a width of its own, in 3.2 bits per value at
+most; the loss falls from about 6.3 to below 3.3 nats per byte, and the last lines are
 
     bits per value: 8.12 before, 3.17 after
     loss: 6.281 at first, 2.659 at last
@@ -35,7 +35,7 @@ from training import adamw
 
 WORLD = 8
 LENGTH = 64
-BUDGET = 3.2  # bits a value, with the range of each bucket
+BUDGET = 3.2  # bits per value, with the range of each bucket
 
 
 class Training:

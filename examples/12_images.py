@@ -5,7 +5,7 @@ held out. Both runs start from the same weights and see the same batches. Group 
 batch norm is usual: its statistics are an image's own, so ranks have nothing else to agree on.
 
 The adaptive run starts at 4 bits and then gives each leaf the width at which all together err
-least, in 3 bits a value.
+least, in 3 bits per value.
 
 Expected: both runs reach about 98 % of the held-out images, and the last lines are
 
@@ -29,7 +29,7 @@ from training import adamw
 
 WORLD = 8
 CHANNELS = 32
-BUDGET = 3.0  # bits a value, with the buckets' ranges
+BUDGET = 3.0  # bits per value, with the buckets' ranges
 TOLERANCE = 0.02
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     )
     within = metrics["cgx/bits_per_value"] <= BUDGET
     if not (gap >= -TOLERANCE and accuracies[0] > 0.95 and within):
-        raise SystemExit("FAILED: expected the same accuracy within 2 points, in 3 bits a value")
+        raise SystemExit("FAILED: expected the same accuracy within 2 points, in 3 bits per value")
     print("ok")
 
 

@@ -61,7 +61,7 @@ def test_report_prints_the_plan_and_draws_it(log, tmp_path):
     code, out, error = run("report", log, log, "--png", png)
     assert code == 0, error
     assert out.count("3 adaptive leaves, 3 looks at their statistics, 1 changes of plan") == 2
-    assert out.count("bytes a step") == 4
+    assert out.count("bytes per step") == 4
     for word in ("big", "uniform 4", "LeastBytes", "this run", f"drawn in {png}"):
         assert word in out
     assert png.read_bytes().startswith(PNG_SIGNATURE)

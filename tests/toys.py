@@ -60,7 +60,7 @@ class Steps(Floats, PayloadCompressor):
 
 @dataclasses.dataclass(frozen=True)
 class Vote(Floats, PayloadCompressor):
-    """The sign alone, one byte a value: the sum's sign is the majority's, so all weigh the same."""
+    """The sign alone, one byte per value: the majority decides a sum, so all weigh the same."""
 
     reductions = ("scatter_gather",)
     owner_exact = False

@@ -39,7 +39,7 @@ BUCKET = 512
 TASK_RANKS = 4  # that share a task's own batch
 
 Ranks = dict[str, np.ndarray]  # leaves f32[world, values]
-Mean = tuple[Ranks, float]  # leaves f32[values], and payload bits a value
+Mean = tuple[Ranks, float]  # leaves f32[values], and payload bits per value
 Code = Callable[[np.ndarray, int], np.ndarray]
 
 

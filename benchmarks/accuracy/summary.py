@@ -69,7 +69,7 @@ def named(metric: str) -> str:
 
 def task_table(task: str) -> str:
     runs = Runs(task)
-    head = ["", "bits a value"]
+    head = ["", "bits per value"]
     for metric in METRICS[task]:
         head += [named(metric), "difference to exact", "worse by"]
     body = []

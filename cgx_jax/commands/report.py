@@ -37,7 +37,7 @@ def _print(one: Run) -> None:
     for plan in one.plans:
         print(
             f"  step {plan.step}: compiled in {plan.compile_seconds:.1f} s, a rank sends "
-            f"{plan.wire_bytes:,} bytes a step"
+            f"{plan.wire_bytes:,} bytes per step"
         )
     for refresh, _ in one.refreshes:
         if refresh.nonfinite:
@@ -54,6 +54,6 @@ def _print(one: Run) -> None:
         print(f"  {path.ljust(width)}  {n:<10,}  {bits:>4}  {error:.4f}")
     compared = choices(one)
     width = max(20, *(len(choice.name) for choice in compared))
-    print(f"  {'choice'.ljust(width)}  bits a value  relative error")
+    print(f"  {'choice'.ljust(width)}  bits per value  relative error")
     for choice in compared:
         print(f"  {choice.name.ljust(width)}  {choice.bits:>12.3f}  {choice.error:.4f}")

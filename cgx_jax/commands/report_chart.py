@@ -62,7 +62,7 @@ def _draw_widths(figure: Figure, axes: Any, run: Run) -> None:
 def _draw_front(axes: Any, run: Run) -> None:
     axes.set(
         title="error against bytes, last statistics",
-        xlabel="payload bits a value",
+        xlabel="payload bits per value",
         ylabel="relative L2 error of a gradient",
         yscale="log",
     )

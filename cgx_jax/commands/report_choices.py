@@ -15,7 +15,7 @@ FRONT_POINTS = 25
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What something would give every leaf: mean payload bits a value, and relative L2 error."""
+    """What something would give every leaf: mean payload bits per value, and relative L2 error."""
 
     name: str
     bits: float

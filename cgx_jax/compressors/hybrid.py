@@ -75,8 +75,8 @@ class AdaptiveThreshold(PayloadCompressor):
 class SketchML(PayloadCompressor):
     """The mean of a value's bin; bins are the quantiles of the values themselves.
 
-    ceil(log2(bins)) bits a value, and 4 bytes a bin. Quantiles are those of at most 8,192 values of
-    the run that is encoded; means are of all. It is a projection, so error feedback makes up for
+    ceil(log2(bins)) bits per value, and 4 bytes a bin. Quantiles are those of at most 8,192 values
+    of the run that is encoded; means are of all. It is a projection, so error feedback makes up for
     what it loses. NaN and infinity come back as NaN, with the rest of their bin. Raises ValueError
     for bins outside of 2..256. Source: SketchML (Jiang et al., SIGMOD 2018), without its sketch of
     keys.

@@ -57,7 +57,7 @@ _CAST_TYPES = tuple(
 class Cast(PayloadCompressor):
     """Values rounded to `dtype` (bfloat16, float16, float8_e4m3fn or float8_e5m2).
 
-    16 or 8 bits a value on the wire on every platform: payloads travel as bytes, so XLA cannot
+    16 or 8 bits per value on the wire on every platform: payloads travel as bytes, so XLA cannot
     widen them. Sums run in fp32. Out-of-range values follow the type: infinite, or NaN for
     float8_e4m3fn, which has no infinity.
     """

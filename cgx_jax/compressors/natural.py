@@ -25,7 +25,7 @@ _MANTISSA = np.uint32(0x7FFFFF)
 
 @dataclasses.dataclass(frozen=True)
 class Natural(PayloadCompressor):
-    """A sign and a power of two from 2^-94 to 2^31, rounded at random without bias: 8 bits a value.
+    """A sign and a power of two from 2^-94 to 2^31, rounded at random: unbiased, 8 bits per value.
 
     Its variance is |x|² / 8 at most. Smaller magnitudes become 0 or 2^-94. What is not finite, or
     may round to more than 2^31, comes back as NaN. Source: natural compression (Horváth et al.,

@@ -23,10 +23,10 @@ ROUNDS = 8
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTree8(PayloadCompressor):
-    """8 bits a value: a sign, a power of ten and a fraction, relative to the bucket's largest.
+    """8 bits per value: a sign, a power of ten and a fraction, relative to the bucket's largest.
 
     The fewer bits the power takes, the more are left for the fraction: it has 64 steps from a tenth
-    of the largest magnitude on, and one at a millionth. 4 bytes a bucket for that magnitude. A
+    of the largest magnitude on, and one at a millionth. 4 bytes per bucket for that magnitude. A
     bucket with NaN or infinity comes back as NaN. Raises ValueError for a bucket_size below 1.
     Source: dynamic tree quantization (Dettmers, ICLR 2016).
     """
@@ -91,7 +91,7 @@ def tree() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class NonUniform(PayloadCompressor):
-    """Levels that are not a step apart: `levels` "exponential" or "fitted", `bits` bits a value.
+    """Levels that are not a step apart: `levels` "exponential" or "fitted", `bits` bits per value.
 
     *Exponential*: a sign, and 0 or one of the powers 1, 1/2, 1/4, ... of the bucket's L2 norm,
     rounded at random without bias. Source: NUQSGD (Ramezani-Kebrya et al., JMLR 2021).
@@ -101,8 +101,8 @@ class NonUniform(PayloadCompressor):
     learns levels by, and sends them along, 4 bytes each. One level is 0, so no value's error is
     larger than the value. Source: QSDP (Markov et al., ICML 2023).
 
-    4 bytes a bucket besides. A bucket with NaN or infinity comes back as NaN. Raises ValueError for
-    bits outside of 2..8 and an unknown kind of levels.
+    4 bytes per bucket besides. A bucket with NaN or infinity comes back as NaN. Raises ValueError
+    for bits outside of 2..8 and an unknown kind of levels.
     """
 
     bits: int = 4

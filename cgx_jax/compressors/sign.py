@@ -1,4 +1,4 @@
-"""One bit a value: the sign, alone or with a scale for each bucket."""
+"""One bit per value: the sign, alone or with a scale for each bucket."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class _Vote(PayloadCompressor):
 class SignSGD(_Vote):
     """The sign of every value, and of their sum the sign that most ranks have.
 
-    One bit a value. Sums are 1 where more ranks are positive, -1 where more are negative, and 0 in
-    a tie, so a mean is the same as a sum. A zero counts as positive; NaN, which a bit cannot carry,
-    as negative. Ties need a third value: over an even number of ranks the sums are sent in 1.6
-    bits. Error feedback is refused, since a sign may be larger than its value: see `ScaledSign`.
-    Source: signSGD with majority vote (Bernstein et al., 2018 and 2019).
+    One bit per value. Sums are 1 where more ranks are positive, -1 where more are negative, and 0
+    in a tie, so a mean is the same as a sum. A zero counts as positive; NaN, which a bit cannot
+    carry, as negative. Ties need a third value: over an even number of ranks the sums are sent in
+    1.6 bits. Error feedback is refused, since a sign may be larger than its value: see
+    `ScaledSign`. Source: signSGD with majority vote (Bernstein et al., 2018 and 2019).
     """
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
@@ -116,10 +116,10 @@ class _Scaled(PayloadCompressor):
 class ScaledSign(_Scaled):
     """The sign of every value times the mean magnitude of its bucket.
 
-    One bit a value and 4 bytes a bucket. It loses a share of at most 1 - |x|_1² / (n |x|_2²) of a
-    bucket's squares, so error feedback makes up for it. A bucket with NaN or infinity comes back as
-    that. Raises ValueError for a bucket_size below 1. Source: EF-SignSGD (Karimireddy et al., ICML
-    2019), whose bucket is the whole leaf.
+    One bit per value and 4 bytes per bucket. It loses a share of at most 1 - |x|_1² / (n |x|_2²) of
+    a bucket's squares, so error feedback makes up for it. A bucket with NaN or infinity comes back
+    as that. Raises ValueError for a bucket_size below 1. Source: EF-SignSGD (Karimireddy et al.,
+    ICML 2019), whose bucket is the whole leaf.
     """
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
@@ -153,9 +153,9 @@ class ScaledSign(_Scaled):
 
 @dataclasses.dataclass(frozen=True)
 class OneBit(_Scaled):
-    """One bit a value: the mean of its bucket's negative values, or of the others.
+    """One bit per value: the mean of its bucket's negative values, or of the others.
 
-    8 bytes a bucket beside the bits. It is a projection, so error feedback makes up for what it
+    8 bytes per bucket beside the bits. It is a projection, so error feedback makes up for what it
     loses. A bucket with NaN or infinity comes back as that, on their side of zero at least. Raises
     ValueError for a bucket_size below 1. Source: 1-bit SGD (Seide et al., Interspeech 2014), whose
     bucket is a column of the matrix.

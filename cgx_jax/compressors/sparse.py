@@ -204,9 +204,10 @@ class TopK(_Positions):
     ceil(log2(n + 1)) bits for each position, and the values by the code `values`: exact by default,
     or `Cast(jnp.bfloat16)`, or `Quantize(8)`. NaN counts as the largest. It loses a share of at
     most 1 - k / n of the squares, so it needs error feedback. Every
-    rank has its own positions, so payloads are gathered: the bytes a rank receives grow with the
-    number of ranks. Those of `BlockTopK` do not. Raises ValueError for a share outside of (0, 1],
-    for a number below 1 or, while tracing, above a leaf's. Source: Aji and Heafield (EMNLP 2017).
+    rank has its own positions, so payloads are gathered: the bytes that a rank receives grow with
+    the number of ranks. Those of `BlockTopK` do not. Raises ValueError for a share outside of (0,
+    1], for a number below 1 or, while tracing, above a leaf's. Source: Aji and Heafield (EMNLP
+    2017).
     """
 
     keep: Keep = 0.01

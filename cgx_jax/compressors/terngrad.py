@@ -56,11 +56,11 @@ class _Ternary(PayloadCompressor):
 class TernGrad(_Ternary):
     """A value's sign times its bucket's largest magnitude, with a probability that has no bias.
 
-    1.6 bits a value and 4 bytes a bucket. Values are first clipped at `clip` standard deviations of
-    the whole leaf, which is biased; `clip=None` leaves them. Its variance is up to (sqrt(B) - 1) /
-    2 times |x|² for buckets of B values, so small buckets are more exact. A bucket with NaN or
-    infinity comes back as NaN. Raises ValueError for a clip that is not positive. Source: TernGrad
-    (Wen et al., NeurIPS 2017).
+    1.6 bits per value and 4 bytes per bucket. Values are first clipped at `clip` standard
+    deviations of the whole leaf, which is biased; `clip=None` leaves them. Its variance is up to
+    (sqrt(B) - 1) / 2 times |x|² for buckets of B values, so small buckets are more exact. A bucket
+    with NaN or infinity comes back as NaN. Raises ValueError for a clip that is not positive.
+    Source: TernGrad (Wen et al., NeurIPS 2017).
     """
 
     clip: float | None = 2.5
@@ -192,11 +192,11 @@ class SharedTernGrad(SummedCompressor):
 class ThreeLC(_Ternary):
     """Values rounded to -scale, 0 or scale, where the scale is `sparsity` times the largest.
 
-    1.6 bits a value and 4 bytes a bucket. A `sparsity` above 1 makes more values zero. No value's
-    error is larger than the value, so error feedback makes up for what is lost. A bucket with NaN
-    or infinity comes back as NaN. The paper's last stage, which shortens runs of zeros, has no
-    fixed size and is left out. Raises ValueError for a sparsity outside of [1, 2). Source: 3LC (Lim
-    et al., MLSys 2019).
+    1.6 bits per value and 4 bytes per bucket. A `sparsity` above 1 makes more values zero. No
+    value's error is larger than the value, so error feedback makes up for what is lost. A bucket
+    with NaN or infinity comes back as NaN. The paper's last stage, which shortens runs of zeros,
+    has no fixed size and is left out. Raises ValueError for a sparsity outside of [1, 2). Source:
+    3LC (Lim et al., MLSys 2019).
     """
 
     sparsity: float = 1.0

@@ -23,7 +23,7 @@ _AGAIN = "Run cgx_jax.tune again, or use_profile(None) to follow the default rul
 
 
 class Row(NamedTuple):
-    """Median seconds of one all-reduce of `bytes` fp32 bytes at `bits` payload bits a value."""
+    """Median seconds of one all-reduce of `bytes` fp32 bytes at `bits` payload bits per value."""
 
     method: str
     bits: float

@@ -32,8 +32,8 @@ class LeastTime(Solver):
 
     The prediction: leaves of fp32 share fusion buffers of at most `fusion_bytes`, all equally
     full. A leaf under a candidate takes its share, by values, of the time that `profile` has for
-    a buffer that has as many bits a value throughout; by the fastest method, psum included, and by
-    psum for a candidate of 32 bits. Candidates that rotate or round at random take what
+    a buffer that has as many bits per value throughout; by the fastest method, psum included, and
+    by psum for a candidate of 32 bits. Candidates that rotate or round at random take what
     `auto.estimate` adds for them. Profiles measure `Quantize`: other lossy candidates are predicted
     as if they were one of as many bytes. A buffer of mixed widths takes the sum where time is
     linear in bits, as it is between measured widths. Latency is shared in the same way: that a

@@ -230,7 +230,7 @@ class LeastBytes(Solver):
 
 @dataclasses.dataclass(frozen=True)
 class LeastError(Solver):
-    """Least summed squared error with at most `bits_per_value` payload bits a value on average.
+    """Least summed squared error with at most `bits_per_value` payload bits per value on average.
 
     Payload bits include the buckets' metadata, as in `Problem.nbytes`. `solve` raises ValueError
     when no choice is so small. The dual of L-GreCo's problem (arXiv 2210.17357).
