@@ -25,7 +25,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -219,7 +218,7 @@ def _run_mpi(world: int, command: Sequence[str], timeout: float) -> int:
             print(f"rig: stopped after {timeout:.0f} s", file=sys.stderr)
             return 124
         finally:
-            _stop(process)
+            slow_link.stop(process)
 
 
 def spawn(arguments: Sequence[str]) -> int:
@@ -259,36 +258,14 @@ def run_ranks(
                 stderr=None if rank == 0 else subprocess.STDOUT,
                 start_new_session=True,
             )
-            stack.callback(_stop, process)
+            stack.callback(slow_link.stop, process)
             ranks.append((process, log))
-        code = _wait([process for process, _ in ranks], timeout)
+        code = slow_link.wait([process for process, _ in ranks], timeout)
         for rank, (process, log) in enumerate(ranks[1:], 1):
             if process.poll():
                 log.seek(0)
                 print(f"rig: rank {rank} failed:\n{log.read()[-3000:]}", file=sys.stderr)
         return code
-
-
-def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> int:
-    end = time.monotonic() + timeout
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
-        if failed:
-            time.sleep(1)  # the other ranks' own messages
-            return failed[0]
-        if None not in codes:
-            return 0
-        if time.monotonic() > end:
-            print(f"rig: stopped after {timeout:.0f} s", file=sys.stderr)
-            return 124
-        time.sleep(0.05)
-
-
-def _stop(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ also the program that runs inside of the namespaces, so it imports nothing but t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -123,14 +124,14 @@ def _inside(rate: str, command: Sequence[str]) -> int:
         ranks = []
         for rank in range(WORLD):
             process = _hold(rank, command, folder, None if rank == 0 else log)
-            stack.callback(_stop, process)
+            stack.callback(stop, process)
             ranks.append(process)
         _link(ranks, rate)
         for process in ranks:
             assert process.stdin is not None
             process.stdin.write(b"\n")
             process.stdin.close()
-        code = _wait(ranks)
+        code = wait(ranks)
         if ranks[1].poll():
             log.seek(0)
             print(f"rank 1 failed:\n{log.read()[-3000:]}", file=sys.stderr)
@@ -179,18 +180,24 @@ def _do(*command: str) -> None:
         sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def _wait(processes: Sequence[subprocess.Popen]) -> int:
+def wait(processes: Sequence[subprocess.Popen], timeout: float = math.inf) -> int:
+    """The first failed exit code, as soon as there is one, or 0; 124 after `timeout` seconds."""
+    end = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
         if failed := [code for code in codes if code]:
-            time.sleep(1)  # the other rank's own message
+            time.sleep(1)  # the other ranks' own messages
             return failed[0]
         if None not in codes:
             return 0
+        if time.monotonic() > end:
+            print(f"stopped after {timeout:.0f} s", file=sys.stderr)
+            return 124
         time.sleep(0.05)
 
 
-def _stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen) -> None:
+    """Kills the process and its children; it leads their group."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

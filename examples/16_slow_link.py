@@ -6,8 +6,8 @@ holds the step time and how much faster 4 bits are; demo/slow_link.png draws los
 link needs Linux and no root; elsewhere one line says what is missing.
 
 Expected, in 1 to 2 minutes on 2 cores: 4-bit steps are about 4 times as fast at 100 Mbit/s and
-about 2.5 times at 1 Gbit/s, where part of it comes from sending all leaves together. Both runs end
-at the same loss within 2 % (otherwise: exit code 1).
+about 2.5 times at 1 Gbit/s. They send all leaves together, which `lax.pmean` does not. Both runs
+end at the same loss within 2 % (otherwise: exit code 1).
 """
 
 import argparse

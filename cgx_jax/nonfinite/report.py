@@ -77,24 +77,26 @@ def tell(report: Report, step: Any, rank: Any, table: Any) -> jax.Array:
     return told
 
 
-def _listen(text: str, steps: Any, ranks: Any, tables: Any) -> str:
-    """Reports each element of a batch; the text of the error that it raises, or ""."""
+def _report(text: str, steps: Any, ranks: Any, tables: Any) -> None:
+    """Reports each element of a batch."""
     report = Report.from_json(text)
     shape = (len(steps), math.prod(size for _, size in report.around), len(report.sides), 2)
+    found = np.reshape(np.asarray(tables), shape)
+    for step, rank, table in zip(np.asarray(steps), np.asarray(ranks), found, strict=True):
+        _raise_or_log(report, int(step), int(rank), table)
+
+
+def _listen(text: str, steps: Any, ranks: Any, tables: Any) -> str:
+    """`_report` for the native call: the text of the error, or ""."""
     try:
-        for step, rank, found in zip(steps, ranks, np.reshape(tables, shape), strict=True):
-            _tell(report, int(step), int(rank), found)
+        _report(text, steps, ranks, tables)
     except FloatingPointError as error:
         return f"FloatingPointError: {error}"
     return ""
 
 
 def _call_back(steps: Any, ranks: Any, tables: Any, *, text: str) -> list[jax.Array]:
-    def listen(*numbers: Any) -> None:
-        if failure := _listen(text, *map(np.asarray, numbers)):
-            raise FloatingPointError(failure.partition(": ")[2])
-
-    jax.debug.callback(listen, steps, ranks, tables)
+    jax.debug.callback(functools.partial(_report, text), steps, ranks, tables)
     return [jnp.int32(0)]
 
 
@@ -136,7 +138,7 @@ if (module := native.module()) is not None:
     mlir.register_lowering(report_p, _lowering, platform="cpu")
 
 
-def _tell(report: Report, step: int, rank: int, found: np.ndarray) -> None:
+def _raise_or_log(report: Report, step: int, rank: int, found: np.ndarray) -> None:
     if not found[..., 0].any():  # a cond under vmap takes both branches
         return
     when = "" if step < 0 else f", step {step}"

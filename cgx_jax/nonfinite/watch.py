@@ -107,15 +107,14 @@ def watch(
     number = jnp.int32(-1) if step is None else step
     everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
     varying = frozenset().union(*(_compat.varying_axes(x) for x in (bad, number, *sum(pairs, ()))))
-    if _compat.bound_by_mesh(everyone.names):
-        varying |= frozenset(everyone.names)
+    ranks = frozenset(everyone.names if _compat.bound_by_mesh(everyone.names) else ())
+    varying |= ranks
 
     def found() -> jax.Array:
         # Both sides of a leaf, by rank: how many values, and which is the first.
         table = jnp.stack([_found(x) for pair in pairs for x in pair])
-        if _compat.bound_by_mesh(everyone.names):
-            table = _compat.vary_over(table, frozenset(everyone.names))
-        told = tell(report, number, _rank(axes), xla.gather(table, everyone))
+        rows = xla.gather(_compat.vary_over(table, ranks), everyone)
+        told = tell(report, number, _rank(axes), rows)
         return _compat.vary_over(told, varying)
 
     told = lax.cond(bad, found, lambda: _compat.vary_over(jnp.int32(0), varying))
