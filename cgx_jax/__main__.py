@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from cgx_jax import slow_link, tuning
 from cgx_jax._version import __version__
 from cgx_jax.commands import bench, compare, doctor, report, tried
+from cgx_jax.console import Column, print_table
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
@@ -296,17 +297,19 @@ def _print_choices(profile: Profile) -> None:
         chosen = ", ".join(f"{k}={getattr(engine, k)}" for k in engine.tuned)
         print(f'"{engine.shorthand}" runs with {chosen}.')
     print("Fastest at payload bits per value, plain rounding:")
-    print(f"{'size':>10}", *(f"{width:>24g}" for width in widths))
     usable = [e.shorthand for e in auto.available()]
     usable += [e.shorthand + ONE_SHOT for e in auto.available() if "gather" in e.can]
+    rows = []
     for size in sorted({row.bytes for row in profile.rows}):
-        cells = []
+        cells = [size_text(size)]
         for width in widths:
             load = auto.Load(size // 4, size, width)
             method = auto.fastest(profile, usable, load)
             gain = auto.estimate(profile, "psum", load) / auto.estimate(profile, method, load)
             cells.append(f"{method} ({gain:.2f}x)")
-        print(f"{size_text(size):>10}", *(f"{cell:>24}" for cell in cells))
+        rows.append(cells)
+    columns = [Column(f"{width:g}", 24, right=True) for width in widths]
+    print_table([Column("size", 10, right=True), *columns], rows)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from cgx_jax.axes import Axes
+from cgx_jax.console import Column, table_lines
 from cgx_jax.core import Options, Way, ways
 from cgx_jax.exchanges import Auto
 from cgx_jax.plan import Plan
 
-_HEAD = ("leaf", "shape", "compressor", "bits", "bytes", "method")
+_COLUMNS = (
+    *map(Column, ("leaf", "shape", "compressor")),
+    *(Column(heading, right=True) for heading in ("bits", "bytes", "method")),
+)
 
 
 def plan_table(plan: Plan, world: int | None = None) -> str:
-    """A table: leaf, shape, compressor, bits per value and payload bytes.
+    """A table of a plan: leaf, shape, compressor, bits per value and payload bytes.
 
-    With `world` ranks given, also the method that `exchange="auto"` takes for each leaf there,
-    by the active profile or without one by size; what goes by "psum" is sent uncompressed.
-    Raises ValueError when the profile was measured at another world size.
+    Given `world` ranks, it also has the method that `exchange="auto"` takes for each leaf there, by
+    the active profile, or without one by size. A leaf with the method "psum" is sent uncompressed.
+    Raises ValueError if the profile was measured at another world size.
     """
     way_of: dict[int, Way | None] = {}
     if world is not None:
         options = Options("plan_table", Axes((), None, world), Auto())
         way_of = {i: way for buffer, way in ways(options, plan).items() for i in buffer}
-    rows = [_HEAD]
+    rows = []
     total = 0
     for i, (leaf, compressor) in enumerate(zip(plan.leaves, plan.compressors, strict=True)):
         way = way_of.get(i)
@@ -35,15 +39,8 @@ def plan_table(plan: Plan, world: int | None = None) -> str:
         if way is not None and way.reduction.shorthand != compressor.reductions[0]:
             method += f"/{way.reduction.shorthand}"
         rows.append((leaf.path or ".", shape, str(compressor), per_value, f"{nbytes:,}", method))
-    columns = range(len(_HEAD) - (world is None))
-    widths = [max(len(r[c]) for r in rows) for c in columns]
-    lines = [
-        "  ".join(
-            v.ljust(w) if c < 3 else v.rjust(w)
-            for c, (v, w) in enumerate(zip(r, widths, strict=False))
-        ).rstrip()
-        for r in rows
-    ]
+    columns = _COLUMNS[: len(_COLUMNS) - (world is None)]
+    lines = table_lines(columns, rows, gap="  ")
     raw = sum(leaf.nbytes for leaf in plan.leaves)
     lines.insert(1, "-" * max(map(len, lines)))
     lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import time
@@ -21,12 +22,13 @@ from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.console import Progress
 from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Codec, Profile, Row
 from cgx_jax.link_timer import LinkTimer, gradient, size_text
-from cgx_jax.progress import Progress
 from cgx_jax.tuner.engine import tune_engine, tune_streams
 
+_log = logging.getLogger(__name__)
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 BITS = (2, 4, 8)
 ROUNDS = range(3, 102)  # repeats of a size: three at the least, a hundred where they are cheap
@@ -60,9 +62,9 @@ def tune(
     streams of `Nccl`, where either is usable, for at most a quarter of the budget. Times the codec
     alone as well, to price random rounding, rotation and units. A size that does not fit into what
     is left of `budget_seconds` ends the measurement. Returns the profile, active now as by
-    `use_profile`, and process 0 writes it to `path`. Shows its progress on stderr. With several
-    processes every one calls it, and all get the same profile. Raises ValueError for a wrong axis,
-    width, size or budget.
+    `use_profile`, and process 0 writes it to `path`. Shows its progress on stderr, and warns by its
+    logger of sizes that are left out. With several processes every one calls it, and all get the
+    same profile. Raises ValueError for a wrong axis, width, size or budget.
     """
     links = LinkTimer("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
@@ -72,48 +74,53 @@ def tune(
             "a size of 4 bytes or more, a width of 1..8, and a time above 0."
         )
     start = time.perf_counter()
-    progress = Progress("tune", len(sizes), links.first)
-    latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
-    codec = _codec(links)
-    engine = None
-    for exchange, tuned in ((Mpi(), tune_engine), (Nccl(), tune_streams)):
-        if exchange in auto.available():
-            progress.step(0, f"tuning {exchange.shorthand}")
+    with Progress("tune", len(sizes), links.first) as progress:
+        latency = float(np.median(links.seconds([links.psum], links.token, ROUNDS[-1])))
+        codec = _codec(links)
+        engine = None
+        for exchange, tuned in ((Mpi(), tune_engine), (Nccl(), tune_streams)):
+            if exchange in auto.available():
+                progress.step(0, f"tuning {exchange.shorthand}")
+                begun = _elapsed(links, start)
+                until = begun + (budget_seconds - begun) / 4
+                engine = tuned(links, functools.partial(_left, links, start, until))
+        methods = _methods(links, bits, engine)
+        rows: list[Row] = []
+        set_up = one_round = 0.0
+        for done, size in enumerate(sizes):
+            growth = size / sizes[done - 1] if done else 1.0
+            needed = set_up + growth * (1 + ROUNDS[0]) * one_round
             begun = _elapsed(links, start)
-            until = begun + (budget_seconds - begun) / 4
-            engine = tuned(links, functools.partial(_left, links, start, until))
-    methods = _methods(links, bits, engine)
-    rows: list[Row] = []
-    set_up = one_round = 0.0
-    for done, size in enumerate(sizes):
-        growth = size / sizes[done - 1] if done else 1.0
-        needed = set_up + growth * (1 + ROUNDS[0]) * one_round
-        begun = _elapsed(links, start)
-        if done and begun + needed > budget_seconds:
-            left = max(budget_seconds - begun, 0)
-            progress.step(done, f"stopped: {done} of {len(sizes)} sizes", last=True)
-            progress.say(
-                f"tune: {size_text(size)} and larger are left out. The next size takes about "
-                f"{needed:.0f} s, and {left:.0f} s of budget_seconds={budget_seconds:g} are left; "
-                f"budget_seconds={math.ceil(begun + needed)} has room for it."
-            )
-            break
-        progress.step(done, f"measuring {size_text(size)}")
-        x = links.place(gradient, size // 4)
-        tried = [m for m in methods if size <= ONE_SHOT_BYTES or not m[0].endswith(ONE_SHOT)]
-        functions = [links.psum, *(methods[m] for m in tried)]
-        links.seconds(functions, x, 1)  # compiles
-        one_round = float(links.seconds(functions, x, 1).sum())
-        now = _elapsed(links, start)
-        set_up = now - begun
-        share = (budget_seconds - now) / (len(sizes) - done)
-        rounds = int(np.clip(share / one_round, ROUNDS[0], ROUNDS[-1]))
-        medians = np.median(links.seconds(functions, x, rounds), axis=0)
-        rows.append(Row("psum", 32, size, float(medians[0])))
-        for (method, width), seconds in zip(tried, medians[1:], strict=True):
-            rows.append(Row(method, width, size, float(seconds)))
-    else:
-        progress.step(len(sizes), "done", last=True)
+            if done and begun + needed > budget_seconds:
+                left = max(budget_seconds - begun, 0)
+                progress.step(done, f"stopped: {done} of {len(sizes)} sizes", last=True)
+                if links.first:
+                    _log.warning(
+                        "tune: %s and larger are left out. The next size takes about %.0f s, and "
+                        "%.0f s of budget_seconds=%g are left; budget_seconds=%d has room for it.",
+                        size_text(size),
+                        needed,
+                        left,
+                        budget_seconds,
+                        math.ceil(begun + needed),
+                    )
+                break
+            progress.step(done, f"measuring {size_text(size)}")
+            x = links.place(gradient, size // 4)
+            tried = [m for m in methods if size <= ONE_SHOT_BYTES or not m[0].endswith(ONE_SHOT)]
+            functions = [links.psum, *(methods[m] for m in tried)]
+            links.seconds(functions, x, 1)  # compiles
+            one_round = float(links.seconds(functions, x, 1).sum())
+            now = _elapsed(links, start)
+            set_up = now - begun
+            share = (budget_seconds - now) / (len(sizes) - done)
+            rounds = int(np.clip(share / one_round, ROUNDS[0], ROUNDS[-1]))
+            medians = np.median(links.seconds(functions, x, rounds), axis=0)
+            rows.append(Row("psum", 32, size, float(medians[0])))
+            for (method, width), seconds in zip(tried, medians[1:], strict=True):
+                rows.append(Row(method, width, size, float(seconds)))
+        else:
+            progress.step(len(sizes), "done", last=True)
     return _follow(links, latency, codec, rows, engine, path)
 
 

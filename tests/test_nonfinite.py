@@ -73,7 +73,7 @@ def run(f, *args):
 
 
 def reports(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "cgx_jax"]
+    return [r.getMessage() for r in caplog.records if r.name == "cgx_jax.nonfinite.report"]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -1,6 +1,7 @@
 """Tuning; and the profile is followed: what is compiled and shown, and who decides."""
 
 import dataclasses
+import logging
 import os
 import re
 import socket
@@ -272,13 +273,14 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, m
     assert "measuring 4.1 kB" in capsys.readouterr().err
 
 
-def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, capsys):
+def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, capsys, caplog):
     profile = tune(mesh, "data", bits=(4,), sizes=(4096, 16384), budget_seconds=1e-3)
     assert {row.bytes for row in profile.rows} == {4096}
-    *_, stopped, last = capsys.readouterr().err.splitlines()
-    assert "[############............] stopped: 1 of 2 sizes" in stopped
-    assert "16.4 kB and larger are left out" in last
-    assert re.search(r"budget_seconds=[1-9]\d* has room for it", last)
+    assert "[############............] stopped: 1 of 2 sizes" in capsys.readouterr().err
+    ((level, text),) = [r[1:] for r in caplog.record_tuples if r[0] == "cgx_jax.tuning"]
+    assert level == logging.WARNING
+    assert "16.4 kB and larger are left out" in text
+    assert re.search(r"budget_seconds=[1-9]\d* has room for it", text)
     tune(mesh, "data", bits=(4,), sizes=(4096,), budget_seconds=1e-3)
     assert "[########################] done" in capsys.readouterr().err.splitlines()[-1]
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import itertools
+import logging
 import socket
 import subprocess
 import sys
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import GatherSum, Levels, Tree
 from cgx_jax.tuner import Setting
+from cgx_jax.tuner import tuner as tuner_module
 from cgx_jax.tuner.candidates import Asked, candidates
 from cgx_jax.tuner.setting import Offered
 from cgx_jax.tuner.trials import Trials, best
@@ -106,6 +109,49 @@ def test_the_fastest_is_kept_and_psum_where_nothing_beats_it(monkeypatch, split,
     assert metrics["cgx/tuner"] == "kept"
     assert metrics["cgx/setting"] == str(kept)
     assert metrics[f"cgx/saved/{SPLIT}"] == pytest.approx(1 - split)
+
+
+@dataclasses.dataclass(frozen=True)
+class Engined(Xla):
+    """XLA's collectives with an option that no compiled program knows."""
+
+    speed: int | None = None
+    running: ClassVar[list[int]] = []
+
+    def in_program(self):
+        return Engined()
+
+    def nearby(self):
+        return [Engined(speed) for speed in (1, 2, 3) if speed != self.speed][:2]
+
+    def require(self, name, axes):
+        if self.speed is not None:
+            self.running.append(self.speed)
+
+
+@pytest.mark.parametrize(("fastest", "kept"), [(3, 3), (1, 1), (2, 2)])
+def test_options_outside_of_the_program_are_tried_last_and_compile_nothing(
+    monkeypatch, fastest, kept
+):
+    monkeypatch.setattr(tuner_module, "_exchanges", lambda asked: (Engined(2),))
+    Engined.running.clear()
+
+    def costs(setting, step):
+        if setting.exchange is None:
+            return 1.0
+        assert Engined.running[-1] == setting.exchange.speed
+        return 0.5 + 0.1 * (setting.exchange.speed != fastest) + 0.2 * (setting.reduction is None)
+
+    training = Training(tuner(), monkeypatch=monkeypatch, costs=costs)
+    training.run(2 * TRIAL_STEPS + 2)
+    way = Setting(Engined(2), GatherSum())
+    first, second, last = (training.ran[i * TRIAL_STEPS : (i + 1) * TRIAL_STEPS] for i in range(3))
+    assert set(first) == {PSUM, Setting(Engined(2)), way}
+    assert set(second) == {way, *(dataclasses.replace(way, exchange=Engined(s)) for s in (1, 3))}
+    assert set(last) == {dataclasses.replace(way, exchange=Engined(kept))}
+    assert training.tuner.traces == 1 + 3  # before anything is known, and each program once
+    shown = training.tuner.metrics()
+    assert shown[f"cgx/saved/{last[0]}"] == pytest.approx(0.5)
 
 
 def test_what_is_reduced_is_what_the_setting_says(monkeypatch):
@@ -424,7 +470,7 @@ def test_with_adaptive_one_object_compiles_and_plans_change_after_the_trials(mon
         Training(tuner(), Adaptive()).run(1)
 
 
-def test_the_table_sets_predicted_beside_measured(monkeypatch, following, capsys):
+def test_the_table_sets_predicted_beside_measured(monkeypatch, following, caplog):
     rows = [
         ("psum", 32, 8192, 1.0),
         ("xla", 4.125, 8192, 0.25),
@@ -434,8 +480,11 @@ def test_the_table_sets_predicted_beside_measured(monkeypatch, following, capsys
     following(dataclasses.replace(profile, rows=tuple(rows)))
     training = Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(0.5, 0.8))
     training.run(TRIAL_STEPS + 1)
-    shown = capsys.readouterr().err
-    assert shown == training.tuner.table() + "\n"
+    ((level, text),) = [r[1:] for r in caplog.record_tuples if r[0] == "cgx_jax.tuner.tuner"]
+    assert level == logging.WARNING  # shown where logging is not set up
+    head, _, shown = text.partition("\n")
+    assert head == f"Tuner: {SPLIT} is kept."
+    assert shown == training.tuner.table()
     line = next(x for x in shown.splitlines() if x.startswith("->"))
     assert line.split()[1:4] == ["xla,", "64", "MiB"]
     assert line.split()[4:6] == ["500.00", "500.00"]

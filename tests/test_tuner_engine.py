@@ -58,6 +58,14 @@ def test_what_cannot_differ_is_not_measured(chunk, cores, expected):
     assert [len(engines) for engines in tried] == expected
 
 
+def test_of_values_that_cannot_differ_the_least_is_taken():
+    """Threads beyond a rank's cores are started all the same, and get in each other's way."""
+    faster = {1: 1.0, 2: 0.5, 4: 0.5}
+    found, tried = run(lambda engine: faster[engine.threads], cores=2)
+    assert found.threads == 2
+    assert [e.threads for e in tried[-1]] == [1, 2]
+
+
 class Links:
     """A simulated link: every call and every start of an engine takes its time of a clock."""
 

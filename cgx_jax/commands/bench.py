@@ -16,9 +16,21 @@ from cgx_jax import installation
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.commands import bound
 from cgx_jax.compressors import Quantize
+from cgx_jax.console import Column, print_table
 from cgx_jax.exchanges import auto
 from cgx_jax.link_timer import LinkTimer, gradient
 
+_COLUMNS = (
+    Column("bytes", 11, right=True),
+    Column("method", 6, right=True),
+    Column("bits", 4, right=True),
+    Column("median ms", 9, right=True),
+    Column("algbw", 7, right=True),
+    Column("busbw", 7, right=True),
+    Column("Gbit/s", 7),  # the unit of the two before it; its cells are empty
+    Column("ratio (quartiles)", 18),
+    Column("#wrong", 6, right=True),
+)
 EXPLANATION = """\
 Every repeat times all methods one after the other, each behind a barrier; a time is the slowest
 process's. `ratio` is the median (and quartiles) over the repeats of psum's time over the method's
@@ -144,17 +156,21 @@ def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> dict
 
 
 def print_rows(rows: Sequence[dict[str, Any]], *, header: bool) -> None:
-    """One line a method."""
-    if header:
-        print(
-            f"{'bytes':>11} {'method':>6} bits {'median ms':>9} {'algbw':>7} {'busbw':>7} Gbit/s"
-            f"  {'ratio (quartiles)':<18} #wrong"
-        )
+    """One line per method."""
+    cells = []
     for row in rows:
         low, ratio, high = row["ratio"]
-        print(
-            f"{row['bytes']:>11,} {row['method']:>6} {row['bits']:>4}"
-            f" {row['seconds'][1] * 1e3:>9.3f} {row['algbw_gbit']:>7.2f} {row['busbw_gbit']:>7.2f}"
-            f"         {f'{ratio:.2f} ({low:.2f}-{high:.2f})':<18} {row['wrong']:>6}",
-            flush=True,
+        cells.append(
+            (
+                f"{row['bytes']:,}",
+                row["method"],
+                f"{row['bits']}",
+                f"{row['seconds'][1] * 1e3:.3f}",
+                f"{row['algbw_gbit']:.2f}",
+                f"{row['busbw_gbit']:.2f}",
+                "",
+                f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                f"{row['wrong']}",
+            )
         )
+    print_table(_COLUMNS, cells, head=header)

@@ -15,8 +15,8 @@ import numpy as np
 from cgx_jax import installation
 from cgx_jax.commands.bench import parent, quartiles
 from cgx_jax.commands.tried import ERROR_STEPS, METHODS, Trial
+from cgx_jax.console import Column, Progress, print_table
 from cgx_jax.link_timer import LinkTimer, size_text
-from cgx_jax.progress import Progress
 
 EXPLANATION = f"""\
 MODULE has a function that builds your training step around the transformation to try:
@@ -38,6 +38,13 @@ which are not timed. With feedback the error of a step is sent later, so a large
 it seems. What a method costs in what is learned shows in a long training only: docs/choosing.md.
 """
 DEFAULT_FUNCTION = "compare"
+_COLUMNS = (
+    Column("method", 12),
+    Column("median ms (quartiles)", 26),
+    Column("ratio (quartiles)", 20),
+    Column("sent", 9, right=True),
+    Column("error", 0),
+)
 
 
 class Refused(ValueError):
@@ -110,31 +117,31 @@ def measure(
     build: Callable[..., Any], links: LinkTimer, names: Sequence[str], steps: int, exchange: str
 ) -> list[dict[str, Any]]:
     """Times `steps` steps of every method, in turns; one row a method, exact's first."""
-    progress = Progress("compare", len(names) + steps, links.first)
     trials, runs = [], []
-    for done, name in enumerate(names):
-        progress.step(done, f"compiling {name}")
-        trial = Trial(METHODS[name], exchange)
-        running = _Running(built(build, trial))
-        for _ in range(ERROR_STEPS):
-            running()
-        if trial.sent_bytes is None:
-            raise Refused(
-                "compare: the step did not call the update of sync(...); put it first in the "
-                "optimizer's chain, and use that optimizer in the step."
-            )
-        trials.append(trial)
-        runs.append(running)
     samples = np.empty((steps, len(names)))
-    for i, sample in enumerate(samples):
-        progress.step(len(names) + i, f"step {i + 1} of {steps}")
-        for j, running in enumerate(runs):
-            links.barrier()
-            links.barrier()  # the first one's stragglers have arrived now
-            start = time.perf_counter()
-            running()
-            sample[j] = time.perf_counter() - start
-    progress.step(progress.total, "done", last=True)
+    with Progress("compare", len(names) + steps, links.first) as progress:
+        for done, name in enumerate(names):
+            progress.step(done, f"compiling {name}")
+            trial = Trial(METHODS[name], exchange)
+            running = _Running(built(build, trial))
+            for _ in range(ERROR_STEPS):
+                running()
+            if trial.sent_bytes is None:
+                raise Refused(
+                    "compare: the step did not call the update of sync(...); put it first in the "
+                    "optimizer's chain, and use that optimizer in the step."
+                )
+            trials.append(trial)
+            runs.append(running)
+        for i, sample in enumerate(samples):
+            progress.step(len(names) + i, f"step {i + 1} of {steps}")
+            for j, running in enumerate(runs):
+                links.barrier()
+                links.barrier()  # the first one's stragglers have arrived now
+                start = time.perf_counter()
+                running()
+                sample[j] = time.perf_counter() - start
+        progress.step(progress.total, "done", last=True)
     seconds = links.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
     return [
         {
@@ -218,19 +225,21 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """One line a method."""
-    print(
-        f"{'method':<12} {'median ms (quartiles)':<26} {'ratio (quartiles)':<20} {'sent':>9} error"
-    )
+    """One line per method."""
+    cells = []
     for row in rows:
         low, middle, high = (s * 1e3 for s in row["seconds"])
         slow, ratio, fast = row["ratio"]
-        print(
-            f"{row['method']:<12} {f'{middle:.2f} ({low:.2f}-{high:.2f})':<26} "
-            f"{f'{ratio:.2f} ({slow:.2f}-{fast:.2f})':<20} {size_text(row['sent_bytes']):>9} "
-            f"{row['error']:.4f}",
-            flush=True,
+        cells.append(
+            (
+                row["method"],
+                f"{middle:.2f} ({low:.2f}-{high:.2f})",
+                f"{ratio:.2f} ({slow:.2f}-{fast:.2f})",
+                size_text(row["sent_bytes"]),
+                f"{row['error']:.4f}",
+            )
         )
+    print_table(_COLUMNS, cells)
 
 
 def recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:

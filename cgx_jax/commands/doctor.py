@@ -21,6 +21,7 @@ import numpy as np
 from cgx_jax import installation
 from cgx_jax._version import __version__
 from cgx_jax.compressors import Quantize
+from cgx_jax.console import Column, print_table
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges import nccl as fused_on_cuda
 from cgx_jax.kernels.native import CPU_REMEDY, CUDA_REMEDY, backends
@@ -56,10 +57,12 @@ def run(as_json: bool = False) -> int:
     if as_json:
         print(json.dumps({f.what: {"found": f.found, "remedy": f.remedy} for f in findings}))
         return 0 if good else 1
+    lines = []
     for finding in findings:
-        print(f"{finding.what:<18} {finding.found}")
+        lines.append((finding.what, finding.found))
         if finding.remedy:
-            print(f"{'':<18} -> {finding.remedy}")
+            lines.append(("", f"-> {finding.remedy}"))
+    print_table((Column("", 18, style="bold"), Column("", 0)), lines, head=False)
     return 0 if good else 1
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cgx_jax.commands.report_choices import choices
 from cgx_jax.commands.run_file import Run
+from cgx_jax.console import Column, print_table
 
 EXPLANATION = """\
 Reads the log of one run or more (cgx_jax.Adaptive(log=FILE)) and prints the last plan, leaf by
@@ -47,13 +48,19 @@ def _print(one: Run) -> None:
         return
     last = one.refreshes[-1][0]
     width = max(map(len, one.menu.paths), default=4)
-    print(f"  {'leaf'.ljust(width)}  values      bits  relative error")
-    for path, n, bits, error in zip(
-        one.menu.paths, one.menu.sizes, last.bits, last.relative, strict=True
-    ):
-        print(f"  {path.ljust(width)}  {n:<10,}  {bits:>4}  {error:.4f}")
+    error = Column("relative error", 0)
+    leaves = zip(one.menu.paths, one.menu.sizes, last.bits, last.relative, strict=True)
+    print_table(
+        (Column("leaf", width), Column("values", 10), Column("bits", 4, right=True), error),
+        [(path, f"{n:,}", f"{bits}", f"{lost:.4f}") for path, n, bits, lost in leaves],
+        gap="  ",
+        indent="  ",
+    )
     compared = choices(one)
     width = max(20, *(len(choice.name) for choice in compared))
-    print(f"  {'choice'.ljust(width)}  bits per value  relative error")
-    for choice in compared:
-        print(f"  {choice.name.ljust(width)}  {choice.bits:>12.3f}  {choice.error:.4f}")
+    print_table(
+        (Column("choice", width), Column("bits per value", 12, right=True), error),
+        [(choice.name, f"{choice.bits:.3f}", f"{choice.error:.4f}") for choice in compared],
+        gap="  ",
+        indent="  ",
+    )

@@ -31,10 +31,11 @@ class Least(NamedTuple):
 class Exchange(Scoped, abc.ABC):
     """A way for payloads to travel: static, hashable, equal by value; it knows no compressor.
 
-    What an exchange can do is in `can`, the names of its methods: "scatter", "gather" and "permute"
-    move rows of bytes, "sum" is XLA's own sum of numbers, and the calls that encode, send, reduce
-    and decode in one are "all_reduce", "gather_sum", "reduce_scatter" and "all_gather". `name`
-    heads error messages: that of the call that the user wrote.
+    What an exchange can do is in `can`, the names of its methods. "scatter", "gather" and "permute"
+    move rows of bytes, and "sum" is XLA's own sum of numbers. "all_reduce", "gather_sum",
+    "reduce_scatter" and "all_gather" each encode, send, reduce and decode in one call. `name`,
+    which methods are given, begins error messages: it is the call that the user wrote. `require`
+    raises ValueError where the exchange does not work.
     """
 
     shorthand: ClassVar[str]
@@ -47,20 +48,23 @@ class Exchange(Scoped, abc.ABC):
 
     @abc.abstractmethod
     def missing(self, axes: Sequence[Any] = ()) -> str | None:
-        """Why no program can use it here, over `axes` where any are named, with the remedy."""
+        """The reason why no program can use it here, with the remedy, or None.
+
+        `axes`, where any are named, are those that it is to reduce over.
+        """
 
     @abc.abstractmethod
     def here(self) -> bool:
-        """Whether this process's devices are of the kind that it is for; loads nothing."""
+        """Whether it is for devices such as those of this process; loads nothing."""
 
     def usable(self, axes: Sequence[Any] = ()) -> bool:
         """Whether `exchange="auto"` may take it over `axes`; loads nothing."""
         return self.here() and self.missing(axes) is None
 
     def least(self) -> Least | None:
-        """From which size on it beat `lax.psum` on every link that was tried, on this platform.
+        """The size from which it beat `lax.psum` on every link that was tried, on this platform.
 
-        None, and `exchange="auto"` takes it only where a profile measured it.
+        If it is None, `exchange="auto"` takes this exchange only where a profile measured it.
         """
         return None
 
@@ -72,8 +76,19 @@ class Exchange(Scoped, abc.ABC):
         if jax.device_count() > 1 and jax.default_backend() == "cpu" and _caches_programs():
             _warn_of_cached_programs()
 
+    def in_program(self) -> Exchange:
+        """This exchange as a compiled program knows it, without options that `require` sets."""
+        return self
+
+    def nearby(self) -> Sequence[Exchange]:
+        """Others that compile to the same program and may be faster, for `Tuner` to try."""
+        return ()
+
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
-        """u8[world, n], row r for rank r -> u8[world, n], row r from rank r."""
+        """[world, n], row r for rank r -> [world, n], row r from rank r.
+
+        Rows are u8, or f32 for sums inside a node.
+        """
         raise NotImplementedError
 
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
@@ -102,11 +117,11 @@ class Exchange(Scoped, abc.ABC):
         units: Units,
         in_place: bool,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Leaves to their sum over the ranks, divided, and residuals where asked.
+        """Sums of the leaves over the ranks, divided, and residuals if asked for.
 
-        `seeds` are uint32[2] for each phase; `leaves` f32, bf16 or f16, one a slot of `layout`;
-        `units` as in `primitives.encode`. Where `in_place`, sums may take the leaves' memory
-        (`Job`). The bytes are those of `scatter` and `gather` around the kernels.
+        `seeds` are uint32[2] for each phase. `leaves` are f32, bf16 or f16, one for each slot of
+        `layout`. `units` are as in `primitives.encode`. If `in_place`, sums may take the leaves'
+        memory (`Job`). The bytes are those of `scatter` and `gather` around the kernels.
         """
         raise NotImplementedError
 
@@ -122,20 +137,21 @@ class Exchange(Scoped, abc.ABC):
         residual: bool,
         units: Units,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Leaves to the sum of what all ranks encoded, divided, and residuals where asked.
+        """Sums of what all ranks encoded, divided, and residuals if asked for: one phase.
 
-        An all-reduce in one phase. `seed` is uint32[2], a rank's own; `layout` is that of the
-        leaves for one rank; the other operands are those of `all_reduce`. The bytes are those of
-        `gather` between the kernels: `encode`, and `accumulate` of all ranks' payloads to zeros.
+        `seed` is uint32[2], a rank's own. `layout` is that of the leaves for one rank. The other
+        operands are those of `all_reduce`. The bytes are those of `gather` between the kernels:
+        `encode`, and `accumulate` of all ranks' payloads to zeros.
         """
         raise NotImplementedError
 
     def reduce_scatter(
         self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
-        """Rows, f32, bf16 or f16 and one for each rank, to the sum of this rank's.
+        """The sum over the ranks of this rank's row.
 
-        `words` are uint32[world, 2]; `layout` is that of one row.
+        `rows`, f32, bf16 or f16, has one row for each rank. `words` are uint32[world, 2]; `layout`
+        is that of one row.
         """
         raise NotImplementedError
 

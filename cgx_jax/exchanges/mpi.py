@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import dataclasses
+import logging
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ from cgx_jax.exchanges.base import Exchange, Least
 from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
+_log = logging.getLogger(__name__)
 _INSTALL = 'pip install "cgx-jax[mpi]" and start the processes with mpiexec'
 
 
@@ -45,6 +47,7 @@ DEFAULTS = {
     "window": 4,
     "threads": max(1, min(4, (os.cpu_count() or 1) // 2)),
 }
+NEARBY = 2
 # How the engine of this process runs; None before the first call.
 _running: dict[str, float] | None = None
 _own: Any = None  # the communicator of this process's engines
@@ -90,6 +93,17 @@ class Mpi(Exchange):
         super().require(name, axes)
         given = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
         _start({**(_running or DEFAULTS), **given})
+
+    def in_program(self) -> Mpi:
+        return Mpi()
+
+    def nearby(self) -> Sequence[Mpi]:
+        """The defaults, and the nearest windows: `NEARBY` of them.
+
+        On slow links fewer segments in flight are faster, on fast ones more.
+        """
+        found = [defaults(), *(dataclasses.replace(self, window=window) for window in (2, 8))]
+        return [other for other in found if other != self][:NEARBY]
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
         return mpi_rows.scatter(name, rows, axes.names, axes.groups)
@@ -281,7 +295,7 @@ def _stop() -> None:
     if failure:
         from mpi4py import MPI
 
-        print(f"cgx_jax: ending all MPI ranks, since a fused call failed: {failure}")
+        _log.error("exchange='mpi': ending all MPI ranks, since a fused call failed: %s", failure)
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)

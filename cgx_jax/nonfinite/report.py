@@ -1,4 +1,8 @@
-"""The report of values that are not finite: the call that tells it, and its text."""
+"""The report of values that are not finite: the call that tells it, and its text.
+
+The native call prints nothing itself. It calls `_listen`, so each report goes to this module's
+logger, or into the error that the call returns.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from cgx_jax.kernels import native, primitives
 from cgx_jax.leaves import Leaf
 
 _LINES = 20  # of a report: a NaN in the forward pass is in the gradient of every leaf
-_log = logging.getLogger("cgx_jax")
+_log = logging.getLogger(__name__)
 
 
 class Side(NamedTuple):

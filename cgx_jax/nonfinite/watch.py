@@ -24,22 +24,25 @@ _action: str | None = None
 
 @contextlib.contextmanager
 def debug_nonfinite(action: str = "raise") -> Iterator[None]:
-    """Within it, compressed reductions report values that are not finite, going in and coming out.
+    """Inside it, compressed reductions report values that are not finite, going in and coming out.
 
     A report names the call, the step where `sync_gradients` counts it, and for each leaf the ranks,
-    the number of such values, the first and its bucket. With "raise" every rank fails with a
-    FloatingPointError (under jit inside a JaxRuntimeError), which comes out where the host next
-    waits: steps that were dispatched before have run. "log" warns once, on the first rank, by the
-    logger "cgx_jax". "skip" logs, and makes the result of the call 0 on all ranks of the mesh;
-    `sync_gradients` then keeps its state and counts the step.
+    the number of such values, the first of them and its bucket. `action` is one of:
 
-    While values are finite this costs a pass over results. Operands take another one where a code
-    may hide such a value (`Compressor.carries_nonfinite`); then, and where ranks have different
-    results, a sum of 4 bytes over the mesh makes all decide alike. Clears JAX's caches when entered
-    and when left, so that functions compiled outside are traced anew. Raises ValueError for another
-    action, and while tracing for "skip" around `reduce_in_backward` and the calls of sharded
-    training, such as `psum_scatter_compressed`: they reduce leaves one after the other, so they
-    cannot skip a step as a whole.
+    * "raise": every rank fails with a FloatingPointError (under jit inside a JaxRuntimeError). It
+      comes out where the host next waits: steps that were dispatched before have run.
+    * "log": the first rank warns once, by the logger "cgx_jax.nonfinite.report".
+    * "skip": logs, and makes the result of the call 0 on all ranks of the mesh. `sync_gradients`
+      then keeps its state and counts the step.
+
+    While values are finite this costs a pass over results. Where a code may hide such a value
+    (`Compressor.carries_nonfinite` is False), it costs a pass over operands too. Then, and where
+    ranks have different results, a sum of 4 bytes over the mesh makes all ranks decide alike.
+    Clears JAX's caches on entry and on exit, so that functions compiled outside are traced again.
+
+    Raises ValueError for another action. Raises ValueError while tracing for "skip" around
+    `reduce_in_backward` and the calls of sharded training, such as `psum_scatter_compressed`: they
+    reduce leaves one after the other, so they cannot skip a step as a whole.
     """
     global _action
     if action not in _ACTIONS:

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cgx_jax.axes import Axes
+import jax
+
+from cgx_jax.axes import SMALL_BYTES, Axes
 from cgx_jax.core import Way, load_of, ways
 from cgx_jax.exchanges import Profile, auto
 from cgx_jax.exchanges.profile import ONE_SHOT
@@ -129,13 +131,23 @@ def _candidate(
             else:
                 nbytes += way.reduction.bytes_sent(call.plan.coded(buffer), world)
                 times.append(_predicted(measured, way, call, buffer))
-        alone = sum(call.plan.leaves[i].nbytes for i in exact)
-        nbytes += -(-2 * (world - 1) * alone // world)
-        if alone:
-            load = auto.Load(alone // 4, alone, 32)
+        sums = _sums([call.plan.leaves[i].nbytes for i in exact])
+        nbytes += -(-2 * (world - 1) * sum(sums) // world)
+        for size in sums:
+            load = auto.Load(size // 4, size, 32)
             times.append(auto.estimate(measured, "psum", load) if measured is not None else None)
     known = [seconds for seconds in times if seconds is not None]
     return Candidate(setting, sum(known) if len(known) == len(times) else None, nbytes)
+
+
+def _sums(sizes: list[int]) -> list[int]:
+    """Bytes of each exact sum of leaves of these sizes.
+
+    XLA on CPUs makes a sum of each leaf, but for small ones, which travel together. Elsewhere it
+    joins them.
+    """
+    alone = [n for n in sizes if n > SMALL_BYTES] if jax.default_backend() == "cpu" else []
+    return [n for n in (*alone, sum(sizes) - sum(alone)) if n]
 
 
 def _predicted(

@@ -106,11 +106,11 @@ def descend(
     for name, values in VALUES.items():
         segments = -(-chunk // (current.segment_bytes or chunk))
         most = {"segment_bytes": chunk, "window": segments, "threads": cores}[name]
-        different = {min(value, most): value for value in (*values, getattr(current, name))}
+        different: dict[int, int] = {}
+        for value in (getattr(current, name), *values):  # of values that cannot differ the least
+            different.setdefault(min(value, most), value)
         tried = [dataclasses.replace(current, **{name: v}) for v in different.values()]
-        tried.remove(current)
-        if tried:
-            tried = [current, *tried]
+        if len(tried) > 1:
             samples = measure(tried)
             if len(samples) < LEAST_ROUNDS:
                 break

@@ -43,6 +43,17 @@ class Setting:
         """What a call `name` over `axes` asks for by this setting."""
         return Options(name, axes, self.exchange, self.reduction, self.levels, mean=mean)
 
+    def in_program(self) -> Setting:
+        """The setting without what a compiled step does not know of it."""
+        if self.exchange is None:
+            return self
+        return dataclasses.replace(self, exchange=self.exchange.in_program())
+
+    def nearby(self) -> list[Setting]:
+        """Settings that need no other program and may be faster."""
+        others = () if self.exchange is None else self.exchange.nearby()
+        return [dataclasses.replace(self, exchange=exchange) for exchange in others]
+
     def buffered(self, plan: Plan) -> Plan:
         """`plan` in this setting's buffers; as it is for `lax.psum`, which needs none."""
         return plan if self.exchange is None else plan.in_buffers(self.fusion_bytes)

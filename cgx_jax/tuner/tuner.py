@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from cgx_jax import agreement, installation
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
+from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto, mpi
 from cgx_jax.plan import Plan
 from cgx_jax.policies import Adaptive
@@ -27,29 +28,44 @@ from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates
 from cgx_jax.tuner.setting import Offered, Setting
 from cgx_jax.tuner.trials import Trials, best
 
+_log = logging.getLogger(__name__)
+_COLUMNS = (
+    Column(""),
+    Column("setting"),
+    Column("ms per step", right=True),
+    Column("saved", right=True),
+    Column("predicted", right=True),
+)
+
 
 class Tuner:
     """Finds how a step's gradients reduce fastest, by trials on the first steps of a training.
 
-    Used in two places: `sync_gradients(axis, policy, exchange=tuner)`, or `reduce_in_backward`
-    with it, asks it while it is traced, and `tuner.jit(step)` stands where `jax.jit(step)` stood.
-    An `Adaptive` policy is given to the tuner too, `Tuner(policy)`, whose `jit` then serves both.
+    It is used in two places. `sync_gradients(axis, policy, exchange=tuner)`, or
+    `reduce_in_backward` with it, asks it while the step is traced. `tuner.jit(step)` takes the
+    place of `jax.jit(step)`. Give an `Adaptive` policy to the tuner too, `Tuner(policy)`; the
+    tuner's `jit` then serves both.
 
-    It chooses the exchange, the reduction, levels, and how many bytes share a fusion buffer (of a
-    given `Plan` too), never a compressor. In the backward pass it tries smaller buffers.
+    It chooses the exchange, the reduction, the levels, and how many bytes share a fusion buffer (of
+    a given `Plan` too), but never a compressor. In the backward pass it tries smaller buffers.
     `reductions` (names or instances) are tried beside each compressor's first; the default errs
-    less than that. `levels` are tried too. The active profile (`use_profile`), or without one the
-    bytes that are sent, ranks the settings. `lax.psum` and the first of them, `compilations` in
-    all, take turns for `rounds` rounds. A turn is two steps, of which the second is timed. The
-    fastest is kept if it beat `lax.psum` in three rounds of four; otherwise `lax.psum` is. All of
-    these are steps of the training, and must do equal work.
+    less than that. `levels` are tried too. The settings are ranked by the active profile
+    (`use_profile`), or without one by the bytes that are sent. `lax.psum` and the first of them,
+    `compilations` in all, take turns for `rounds` rounds. A turn is two steps, of which the second
+    is timed. The fastest is kept if it beat `lax.psum` in three rounds of four; otherwise
+    `lax.psum` is kept. Options of the MPI engine need no compilation. They are then tried in the
+    same way beside those that are kept. All of these are steps of the training, and must do equal
+    work.
 
-    What was found goes into `cache`, a folder: that of the user's caches by default, none where it
-    is False. The same job, on the same machines and with the same versions, then starts with it; a
-    similar tree tries it first. All processes follow process 0.
+    The result goes into `cache`, a folder: by default that of the user's caches; False keeps
+    nothing. The same job, on the same machines and with the same versions, then starts with it; a
+    similar tree tries it first. All processes follow process 0, which logs `table()` when the
+    trials end.
 
-    Raises ValueError for options that leave nothing to try, such as one compilation; while tracing
-    for levels that do not fit the mesh, and where the step is not compiled by `jit`.
+    Raises ValueError for options that leave nothing to try, such as one compilation. Raises
+    ValueError while tracing for levels that do not fit the mesh, and for a step that is compiled by
+    something other than `jit`. Raises TypeError for a policy that is not `Adaptive` and for levels
+    that are not `Levels`.
     """
 
     words: ClassVar[Words] = Words("Tuner", "tuner", "setting")
@@ -92,7 +108,8 @@ class Tuner:
         self._offered = Offered((), (), ())
         self._tried: list[Setting] = []
         self._trials: Trials | None = None
-        self._seconds: np.ndarray | None = None  # f64[rounds, tried], of the slowest process
+        self._measured: dict[Setting, tuple[float, float]] = {}  # seconds, and those saved
+        self._engine: Exchange | None = None  # whose options this process runs with
         self.state = "waiting"  # for the first step; then "trying", "kept" or "cached"
 
     def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -146,7 +163,7 @@ class Tuner:
     @property
     def key(self) -> Setting:
         """The setting for which a step is compiled."""
-        return self.current
+        return self.current.in_program()
 
     @property
     def bound(self) -> bool:
@@ -166,6 +183,7 @@ class Tuner:
             self._decide()
         if self._trials is not None:
             self.current = self._tried[self._trials.current]
+        self._run_engine()
 
     def after(self, out: Any, seconds: float, fresh: bool) -> None:
         """Notes the time of a trial."""
@@ -195,17 +213,36 @@ class Tuner:
         if len(self._tried) > 1:
             self.state, self._trials = "trying", Trials(len(self._tried), self.rounds)
 
+    def _run_engine(self) -> None:
+        """Gives the process the setting's options, which its compiled step does not know."""
+        exchange = self.current.exchange
+        if exchange is None or exchange in (self._engine, exchange.in_program()):
+            return
+        agreement.gather(0)  # no rank has a call in flight
+        exchange.require("Tuner", ())
+        self._engine = exchange
+
     def _decide(self) -> None:
-        """Ends the trials: process 0 says which setting is kept."""
+        """Ends the trials: process 0 says which setting is kept, or tried with other options."""
         assert self._trials is not None
         samples = self._trials.samples
-        self._seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
-        chosen = agreement.broadcast(str(best(self._seconds)).encode())
+        seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
+        chosen = agreement.broadcast(str(best(seconds)).encode())
+        first = not self._measured
+        known = 0.0 if first else self._measured[self._tried[0]][1]
+        for setting, own in zip(self._tried, seconds.T, strict=True):
+            saved = known + float(np.median(seconds[:, 0] - own))
+            self._measured.setdefault(setting, (float(np.median(own)), saved))
         self.current = self._tried[int(chosen)]
+        others = self.current.nearby() if first else []
+        if others:
+            self._tried = [self.current, *others]
+            self._trials = Trials(len(self._tried), self.rounds)
+            return
         self.state, self._trials = "kept", None
         key = self._key()
         if jax.process_index() == 0:
-            print(self.table(), file=sys.stderr, flush=True)
+            _log.warning("Tuner: %s is kept.\n%s", self.current, self.table())
             if self._folder is not None:
                 kept.keep(self._folder, key, self.current.to_fields())
 
@@ -250,33 +287,22 @@ class Tuner:
 
     def table(self) -> str:
         """What was tried, predicted and measured; empty before the trials are over."""
-        rows = [("", "setting", "ms per step", "saved", "predicted")]
+        rows = []
         for setting, seconds, saved, predicted in self._rows():
             says = "-" if predicted is None else f"{predicted * 1e3:.2f}"
             mark = "->" if setting == self.current else ""
             rows.append((mark, str(setting), f"{seconds * 1e3:.2f}", f"{saved * 1e3:.2f}", says))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                x.ljust(w) if i < 2 else x.rjust(w)
-                for i, (x, w) in enumerate(zip(r, widths, strict=True))
-            )
-            for r in rows
-        ]
-        return "\n".join(lines) if len(rows) > 1 else ""
+        return "\n".join(table_lines(_COLUMNS, rows, gap="  ")) if rows else ""
 
     def _rows(self) -> list[tuple[Setting, float, float, float | None]]:
         """A setting's median seconds of a step, what it saved over psum, and what was predicted."""
-        if self._seconds is None:
-            return []
         predicted = {c.setting: c.seconds for c in self._found}
-        exact = predicted[Setting()]
+        exact = predicted.get(Setting())
         out = []
-        for setting, seconds in zip(self._tried, self._seconds.T, strict=True):
+        for setting, (seconds, saved) in self._measured.items():
             own = predicted.get(setting)
             gain = None if own is None or exact is None else exact - own
-            saved = float(np.median(self._seconds[:, 0] - seconds))
-            out.append((setting, float(np.median(seconds)), saved, gain))
+            out.append((setting, seconds, saved, gain))
         return out
 
 

@@ -1,0 +1,92 @@
+"""The library logs by one logger per module, prints nothing itself, and configures no logging."""
+
+import ast
+import logging
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import cgx_jax
+from cgx_jax.exchanges import mpi
+
+ROOT = Path(cgx_jax.__file__).parent
+TROUBLESHOOTING = ROOT.parent / "docs" / "troubleshooting.md"
+# What a command prints. slow_link.py is a program as well, and imports nothing of the package.
+COMMANDS = ("__main__.py", "console.py", "slow_link.py")
+
+IMPORTED = """
+import logging, sys
+import jax
+before = set(sys.modules)
+import cgx_jax, cgx_jax.__main__
+print(sorted({m.partition(".")[0] for m in sys.modules.keys() - before} & {"rich"}))
+print(logging.getLogger().handlers)
+ours = [x for name, x in logging.root.manager.loggerDict.items() if name.startswith("cgx_jax")]
+ours = [x for x in ours if isinstance(x, logging.Logger)]
+print(len(ours) > 0, {(len(x.handlers), x.level, x.propagate) for x in ours})
+logging.getLogger("cgx_jax.tuning").warning("a warning")
+logging.getLogger("cgx_jax.tuner.tuner").info("information")
+"""
+
+
+def calls(name):
+    """(file, call) for every call of `name` in the package."""
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "id", getattr(node.func, "attr", None))
+                if called == name:
+                    yield path.relative_to(ROOT), node
+
+
+def test_importing_imports_no_rich_and_configures_no_logging():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORTED],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "[]", "True {(0, 0, True)}"]
+    assert done.stderr == "a warning\n"  # Python shows warnings and errors by itself
+
+
+def test_only_commands_print():
+    files = {path for path, _ in calls("print")}
+    assert [str(f) for f in files if f.parts[0] not in ("commands", *COMMANDS)] == []
+
+
+def test_a_logger_has_the_name_of_its_module():
+    loggers = list(calls("getLogger"))
+    assert loggers
+    for path, call in loggers:
+        assert [ast.unparse(argument) for argument in call.args] == ["__name__"], path
+
+
+def test_every_logger_is_documented():
+    section = TROUBLESHOOTING.read_text().partition("## Logging")[2]
+    documented = set(re.findall(r"^\| `(cgx_jax[.\w]+)` \|", section, re.MULTILINE))
+    files = [path.with_suffix("").parts for path, _ in calls("getLogger")]
+    assert documented == {".".join(("cgx_jax", *parts)) for parts in files}
+
+
+@pytest.mark.parametrize("failure", ["rank 1 is gone", ""])
+def test_a_failed_fused_call_is_an_error_before_all_ranks_end(failure, monkeypatch, caplog):
+    done = []
+    module = types.SimpleNamespace(
+        mpi_failure=lambda: failure, mpi_stop=lambda: done.append("stop")
+    )
+    monkeypatch.setattr(mpi.native, "module", lambda: module)
+    world = types.SimpleNamespace(Abort=lambda code: done.append(f"abort {code}"))
+    here = types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setitem(sys.modules, "mpi4py", here)
+    mpi._stop()
+    assert done == ["stop", "abort 1"][: 1 + bool(failure)]
+    logged = [r for r in caplog.record_tuples if r[0] == "cgx_jax.exchanges.mpi"]
+    assert [(level, text.endswith(f": {failure}")) for _, level, text in logged] == [
+        (logging.ERROR, True)
+    ] * bool(failure)
