@@ -202,9 +202,9 @@ def test_one_compiled_function_that_gathers_and_is_called_twice_is_refused():
 @pytest.mark.parametrize(
     ("move", "operand", "says"),
     [
-        (mpi_rows.scatter, np.zeros((7, 5), np.uint8), r"uint8\[7, 5\], expected uint8\[8, n\]"),
-        (mpi_rows.scatter, np.zeros((8, 5), np.int8), r"int8\[8, 5\], expected uint8\[8, n\]"),
-        (mpi_rows.gather, np.zeros((8, 5), np.uint8), r"uint8\[8, 5\], expected uint8\[n\]"),
+        (mpi_rows.scatter, np.zeros((7, 5), np.uint8), r"uint8\[7, 5\], expected \[8, n\]"),
+        (mpi_rows.scatter, np.zeros(8, np.int8), r"int8\[8\], expected \[8, n\]"),
+        (mpi_rows.gather, np.zeros((8, 5), np.uint8), r"uint8\[8, 5\], expected \[n\]"),
     ],
 )
 def test_rows_of_another_shape_or_dtype_are_refused(mesh, move, operand, says):

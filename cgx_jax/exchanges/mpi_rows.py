@@ -1,4 +1,4 @@
-"""Whole rows of bytes over MPI, in segments: an all-to-all and an all-gather.
+"""Whole rows over MPI, in segments of bytes: an all-to-all and an all-gather.
 
 They run on the engine of the fused all-reduce, with its settings, timeouts and errors;
 `Mpi.require` comes first. What the bytes mean is the caller's.
@@ -25,7 +25,7 @@ from cgx_jax.exchanges import fused
 
 
 def scatter(name: str, rows: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
-    """Row r of `rows`, uint8[world, n], to rank r of the group; row r of the result is from it.
+    """Row r of `rows`, [world, n], to rank r of the group; row r of the result is from it.
 
     `world` is the size of a group of `axes`, and `name` heads errors.
     """
@@ -33,7 +33,7 @@ def scatter(name: str, rows: Any, axes: tuple[str, ...], groups: fused.Groups) -
 
 
 def gather(name: str, row: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
-    """Every rank's `row`, uint8[n]: uint8[world, n], the own one included.
+    """Every rank's `row`, [n]: [world, n], the own one included.
 
     Without groups the result is the same on all ranks, so it does not vary over `axes`.
     """
@@ -51,8 +51,8 @@ def _call(
     x = jnp.asarray(x)
     positions = fused.positions(axes, groups)
     world = len(positions[0])
-    if x.dtype != jnp.uint8 or x.ndim != dimensions or (dimensions == 2 and len(x) != world):
-        expected = f"uint8[{world}, n]" if dimensions == 2 else "uint8[n]"
+    if x.ndim != dimensions or (dimensions == 2 and len(x) != world):
+        expected = f"[{world}, n]" if dimensions == 2 else "[n]"
         raise ValueError(f"{name}: the operand is {x.dtype}{list(x.shape)}, expected {expected}.")
     position = lax.axis_index(jax.sharding.get_abstract_mesh().axis_names)
     varying = _compat.varying_axes(position) | _compat.varying_axes(x)

@@ -22,7 +22,10 @@ from cgx_jax.kernels import native
 
 @dataclasses.dataclass(frozen=True)
 class Xla(Exchange):
-    """XLA's own collectives: everywhere, and for every code."""
+    """XLA's own collectives: on every platform, and for every code.
+
+    Payloads travel as u8 by all_to_all, all_gather and collective_permute.
+    """
 
     shorthand: ClassVar[str] = "xla"
     can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "permute", "sum"})
@@ -58,7 +61,7 @@ class Xla(Exchange):
 
 
 def scatter(rows: jax.Array, axes: Axes) -> jax.Array:
-    """u8[world, n], row r for rank r -> u8[world, n], row r from rank r."""
+    """[world, n], row r for rank r -> [world, n], row r from rank r."""
     if _vmapped(axes.names):
         return _gather_each(rows, axes.names)[:, lax.axis_index(axes.names)]
     return lax.all_to_all(rows, axes.names, 0, 0, axis_index_groups=axes.groups, tiled=True)

@@ -15,7 +15,6 @@ from cgx_jax.axes import Axes
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.compressors.buffers import row_code
 from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
-from cgx_jax.exchanges import xla
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.reductions import shares
@@ -77,8 +76,9 @@ class Levels:
 class Leveled(Reduction):
     """`across` of this rank's share of the exact sum inside a node.
 
-    Every rank of a node reduces another share across, so a node sends no more than one rank would
-    in a flat reduction. Encoded sums then travel inside: all ranks decode the same bytes.
+    Each rank of a node reduces its own share across, so a node sends no more than one rank would
+    in a flat reduction. Encoded sums then travel inside: all ranks decode the same bytes. One
+    exchange moves rows on both levels.
     """
 
     across: Reduction
@@ -90,7 +90,8 @@ class Leveled(Reduction):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return self.across.needs
+        inside = {"scatter", "gather"} if isinstance(self.across, PayloadReduction) else set()
+        return self.across.needs | inside
 
     @property
     def seed_count(self) -> int:  # type: ignore[override]
@@ -157,7 +158,8 @@ class Leveled(Reduction):
         own, lost = self._inside(job, seeds, runs)
         outer = dataclasses.replace(job, leaves=self._shares(job.leaves), axes=self.outer)
         rows, residuals = across.rows(outer, seeds, own, ())
-        every = xla.gather(rows.reshape(-1), self.inner).reshape(world, *rows.shape)
+        every = job.exchange.gather(job.name, rows.reshape(-1), self.inner)
+        every = every.reshape(world, *rows.shape)
         sums = jax.vmap(lambda r: across.sums(outer, r, own, ()))(every)
         out = [
             outside.decoded(shares.joined(y, x), unit_of(units, i), x.dtype)
@@ -182,7 +184,7 @@ class Leveled(Reduction):
         if self.compressor is None:
             rows = jnp.concatenate(runs, axis=1)
             # In rank order, and over gloo in two thirds of the time of lax.psum_scatter.
-            total = xla.scatter(rows, inner).sum(0)
+            total = job.exchange.scatter(job.name, rows, inner).sum(0)
             own = jnp.split(total, np.cumsum(sizes)[:-1].tolist())
             return own, [jnp.zeros_like(x) for x in runs]
         own, lost = [], []
@@ -193,7 +195,7 @@ class Leveled(Reduction):
             key = None if key is None else jax.random.fold_in(key, job.axes.index())
             sent.append(code.encode(key, x))
         counts = [p.shape[1] for p in sent]
-        received = xla.scatter(jnp.concatenate(sent, axis=1), inner)
+        received = job.exchange.scatter(job.name, jnp.concatenate(sent, axis=1), inner)
         parts = jnp.split(received, np.cumsum(counts)[:-1].tolist(), axis=1)
         mine = (jnp.arange(inner.world) == inner.rank())[:, None]
         for code, x, payload, part in zip(codes, runs, sent, parts, strict=True):

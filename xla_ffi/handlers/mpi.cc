@@ -213,23 +213,33 @@ ffi::Future reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::Rema
 }
 
 template <bool kGathers>
-ffi::Future move_rows(Ranks position, Payload rows, ffi::Result<Payload> out, ffi::RunId run,
-                      int64_t world, Ints groups, int64_t channel, std::string_view name,
+ffi::Future move_rows(Ranks position, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out,
+                      ffi::RunId run, int64_t world, Ints groups, int64_t channel, std::string_view name,
                       std::string_view program) {
   return submit(
       name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
         const std::string call(name);
         Group& group = prepared->group;
         CGX_TRY(find_group(call, {position, groups, world, channel}, settings, &group));
-        const int64_t bytes = static_cast<int64_t>(rows.element_count());
+        // Whatever the values are, only their bytes matter.
+        const int64_t bytes = static_cast<int64_t>(rows.size_bytes());
         if (!kGathers && bytes % world != 0) {
           return invalid(call, "size of rows is " + std::to_string(bytes) +
                                    ", must be a multiple of world, " + std::to_string(world));
         }
         const int64_t row_bytes = kGathers ? bytes : bytes / world;
-        CGX_TRY(check_count(call, "the result", *out, world * row_bytes));
-        const RowsSpec spec{kGathers, rows.typed_data(), out->typed_data(), row_bytes,
-                            world,    group.rank,        group.tag,         Program(program)};
+        const int64_t result_bytes = static_cast<int64_t>(out->size_bytes());
+        if (result_bytes != world * row_bytes) {
+          return invalid(call, expected("bytes of the result", result_bytes, world * row_bytes));
+        }
+        const RowsSpec spec{kGathers,
+                            static_cast<const uint8_t*>(rows.untyped_data()),
+                            static_cast<uint8_t*>(out->untyped_data()),
+                            row_bytes,
+                            world,
+                            group.rank,
+                            group.tag,
+                            Program(program)};
         prepared->operand = spec.in, prepared->result = spec.out;
         prepared->start = [spec](Engine::Means means) {
           return std::make_unique<RowsCall>(spec, means.settings, std::move(means.port),
@@ -252,8 +262,8 @@ template <bool kGathers>
 XLA_FFI_Error* call_rows(XLA_FFI_CallFrame* frame) {
   static const auto handler = with_ranks(ffi::Ffi::Bind()
                                              .Arg<Ranks>()
-                                             .Arg<Payload>()
-                                             .Ret<Payload>()
+                                             .Arg<ffi::AnyBuffer>()
+                                             .Ret<ffi::AnyBuffer>()
                                              .Ctx<ffi::RunId>()
                                              .Attr<int64_t>("world"))
                                   .To(move_rows<kGathers>);

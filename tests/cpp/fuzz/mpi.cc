@@ -72,14 +72,15 @@ Call reduce_call(Random& random, const Where& where, bool gathers) {
 
 Call rows_call(Random& random, const Where& where, bool gathers) {
   Call call;
-  const int64_t bytes = random.size(5000);
+  const int64_t length = random.size(5000);
+  const auto type = random.of<XLA_FFI_DataType>({XLA_FFI_DataType_U8, XLA_FFI_DataType_F32});
   call.places(random, {1}, where.rank, where.rank);
   if (gathers) {
-    call.arg(random, XLA_FFI_DataType_U8, {bytes});
+    call.arg(random, type, {length});
   } else {
-    call.arg(random, XLA_FFI_DataType_U8, {where.world, bytes});
+    call.arg(random, type, {where.world, length});
   }
-  call.ret(random, XLA_FFI_DataType_U8, {where.world, bytes});
+  call.ret(random, type, {where.world, length});
   where.add_to(random, &call);
   return call;
 }
