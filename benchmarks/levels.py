@@ -3,51 +3,37 @@
     sudo python benchmarks/levels.py --json benchmarks/results/levels.json
     sudo python benchmarks/levels.py --rates 100mbit --sizes 25M
 
-A node is a process with two devices; links between nodes have the rate, inside nothing limits.
-Every repeat times all methods one after the other, each behind a barrier; a time is the slower
-node's. `ratio` is the median (and quartiles) over the repeats of psum's time over the method's in
-the same repeat. `between` is what a node sends to the other by its network device's counter.
+A node is a host with two processes, started by mpiexec. Links between nodes have the rate, inside
+nothing limits: the "xla" exchange goes through gloo's sockets there, "mpi" through shared memory.
+Every repeat times all methods one after the other, each behind a barrier; a time is the slowest
+rank's. `ratio` is the median (and quartiles) over the repeats of psum's time over the method's in
+the same repeat, `over_flat` of the time of the same exchange without levels. `between` is what a
+node sends to the other by its network device's counter.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 import cgx_jax
 import measure
 import rig
-from all_reduce import rank_of_process, timed
-from cgx_jax.link_timer import LinkTimer, gradient, size_text
+from all_reduce import Ranks, rank_of_process, timed
+from cgx_jax.link_timer import gradient, size_text
 
 NODES, LOCAL = 2, 2
 GROUPS = [[0, 1], [2, 3]]
 NEAR = cgx_jax.reductions.Levels(groups=GROUPS)
-METHODS: dict[str, dict[str, Any]] = {
+HOW: dict[str, dict[str, Any]] = {
     "flat": {},
     "levels": {"levels": NEAR},
     "levels, gather_sum": {"levels": NEAR, "reduction": "gather_sum"},
 }
-
-
-class Nodes(LinkTimer):
-    """The ranks of this run, two to a process."""
-
-    def __init__(self) -> None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", LOCAL)
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
-            num_processes=NODES,
-            process_id=rank_of_process(),
-        )
-        super().__init__("levels", Mesh(np.array(jax.devices()), ("ranks",)), "ranks")
+METHODS = [(exchange, name) for exchange in ("xla", "mpi") for name in HOW]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -55,7 +41,8 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", default="1M,25M", help="(default %(default)s)")
-    parser.add_argument("--rates", default="100mbit,1gbit", help="(default %(default)s)")
+    rates = "100mbit,250mbit,500mbit,1gbit,2500mbit"
+    parser.add_argument("--rates", default=rates, help="(default %(default)s)")
     parser.add_argument("--reps", type=int, default=15, help="(default %(default)s)")
     measure.add_json_option(parser)
     return parser.parse_args()
@@ -69,10 +56,10 @@ def main() -> int:
             command += ["--reps", str(arguments.reps)]
             if arguments.json:
                 command += ["--json", str(arguments.json)]
-            if code := rig.run(NODES, rate, command, timeout=1800):
+            if code := rig.run(NODES, rate, command, timeout=1800, mpi=True, per_host=LOCAL):
                 return code
         return 0
-    nodes = Nodes()
+    nodes = Ranks(NODES * LOCAL)
     rows = []
     for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
         rows += compare(nodes, size // 4, arguments)
@@ -81,25 +68,27 @@ def main() -> int:
     return 0
 
 
-def compare(nodes: Nodes, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(nodes: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Times all methods on f32[values] a rank; one row a method."""
-    names = ["psum", *METHODS]
-    functions = [nodes.psum, *(reduction(nodes, name) for name in METHODS)]
+    methods = [("", "psum"), *METHODS]
+    functions = [nodes.psum, *(reduction(nodes, *method) for method in METHODS)]
     x = nodes.place(gradient, values)
     results = [np.asarray(f(x).addressable_data(0)) for f in functions]
     samples = np.array([[timed(nodes, f, x) for f in functions] for _ in range(arguments.reps + 1)])
     gathered = nodes.gather(samples[1:].ravel()).reshape(-1, *samples[1:].shape).max(axis=0)
     seconds, sent = gathered[..., 0], gathered[..., 1]
     rows = []
-    for i, name in enumerate(names):
+    for i, (exchange, name) in enumerate(methods):
+        flat = methods.index((exchange, "flat")) if exchange else 0
         error = np.linalg.norm(results[i] - results[0]) / np.linalg.norm(results[0])
         row = {
             "bytes": 4 * values,
             "links": arguments.rates,
+            "exchange": exchange,
             "method": name,
             "seconds": measure.quartiles(seconds[:, i]),
             "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
-            "over_flat": measure.quartiles(seconds[:, 1] / seconds[:, i]),
+            "over_flat": measure.quartiles(seconds[:, flat] / seconds[:, i]),
             "between": float(np.median(sent[:, i])),
             "relative_error": float(error),
         }
@@ -107,7 +96,7 @@ def compare(nodes: Nodes, values: int, arguments: argparse.Namespace) -> list[di
         if nodes.first:
             low, middle, high = row["ratio"]
             print(
-                f"{arguments.rates:>8} {size_text(4 * values):>7} {name:<20}"
+                f"{arguments.rates:>8} {size_text(4 * values):>7} {exchange:<4}{name:<20}"
                 f" {row['seconds'][1] * 1e3:9.2f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) of psum's"
                 f" speed, {row['over_flat'][1]:.2f} of flat's; {row['between']:>12,.0f} bytes"
                 f" between nodes, relative error {error:.4f}",
@@ -116,10 +105,10 @@ def compare(nodes: Nodes, values: int, arguments: argparse.Namespace) -> list[di
     return rows
 
 
-def reduction(nodes: Nodes, name: str) -> Callable[..., jax.Array]:
+def reduction(nodes: Ranks, exchange: str, name: str) -> Callable[..., jax.Array]:
     return nodes.collective(
         lambda x: cgx_jax.psum_compressed(
-            x, "ranks", cgx_jax.Quantize(4), exchange="xla", **METHODS[name]
+            x, "ranks", cgx_jax.Quantize(4), exchange=exchange, **HOW[name]
         )
     )
 

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,38 @@ def write_json(path: Path | None, rows: list[dict[str, Any]]) -> None:
     """Puts this run, with its command and machine, in place of the last one of that command."""
     if path is None:
         return
+    runs = [run for run in _read(path) if run["command"] != _command()]
+    _write(path, [*runs, {"command": _command(), "machine": machine(), "rows": rows}])
+
+
+def add_json(path: Path | None, row: dict[str, Any], cell: Sequence[str]) -> None:
+    """Adds a row to this run, and takes the same `cell` (the values of these keys) out of others.
+
+    A benchmark of many long cells is thus measured cell by cell, by any division into commands.
+    """
+    if path is None:
+        return
+    own: list[dict[str, Any]] = []
+    runs = []
+    for run in _read(path):
+        kept = [r for r in run["rows"] if any(r[key] != row[key] for key in cell)]
+        if run["command"] == _command():
+            own = kept
+        elif kept:
+            runs.append({**run, "rows": kept})
+    _write(path, [*runs, {"command": _command(), "machine": machine(), "rows": [*own, row]}])
+
+
+def _command() -> str:
+    return " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def _write(path: Path, runs: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-    runs = json.loads(path.read_text()) if path.exists() else []
-    runs = [run for run in runs if run["command"] != command]
-    runs.append({"command": command, "machine": machine(), "rows": rows})
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(runs, indent=1) + "\n")
     partial.replace(path)  # whole, whenever this process ends

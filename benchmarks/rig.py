@@ -1,6 +1,7 @@
 """A slow network on one machine: network namespaces joined by a bridge, every link shaped.
 
     python benchmarks/rig.py run --world 4 --rate 1gbit -- CMD...   # all of it: up, run, down
+    python benchmarks/rig.py run --world 2 --rate 100mbit --delay 0.01 -- CMD...
     python benchmarks/rig.py up 4 1gbit                             # or step by step
     python benchmarks/rig.py rate 100mbit
     python benchmarks/rig.py down
@@ -8,7 +9,8 @@
 `run` starts CMD once in each of `world` namespaces with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT set. Rank 0 prints; the others are quiet unless they fail. With --mpi the ranks are
 started by MPICH's mpiexec (pip install mpich) and talk over the same links, never through shared
-memory. A network that is up already is used and left up. Rates are those of `tc` ("100mbit",
+memory. A network that is up already is used and left up. With --delay, packets take so many
+seconds from one host to another (delay_line.py). Rates are those of `tc` ("100mbit",
 "10gbit") or "unlimited".
 
 Needs Linux, root and iproute2. Touches only network objects named cgx_*, and /etc/netns/cgx_*.
@@ -25,9 +27,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import delay_line
 from cgx_jax import slow_link
 
 SWITCH = "cgx_sw"
@@ -86,19 +90,58 @@ def up(count: int, rate: str) -> None:
         inside(SWITCH, "ip", "link", "add", "cgx_br", "type", "bridge")
         inside(SWITCH, "ip", "link", "set", "cgx_br", "up")
         for rank in range(count):
-            _add_host(rank, count)
+            ip("netns", "add", f"{HOST}{rank}")
+            _plug_in(rank)
+            _configure(rank, count)
         shape(rate)
     except BaseException:
         down()
         raise
 
 
-def _add_host(rank: int, count: int) -> None:
+def _plug_in(rank: int) -> None:
+    """A cable from a host to the switch."""
     host, port = f"{HOST}{rank}", f"cgx_s{rank}"
-    ip("netns", "add", host)
     ip("link", "add", f"cgx_v{rank}", "netns", host, "type", "veth", "peer", "name", port,
        "netns", SWITCH)  # fmt: skip
     inside(SWITCH, "ip", "link", "set", port, "master", "cgx_br", "up")
+
+
+@contextlib.contextmanager
+def _delayed(count: int, rate: str, delay: float) -> Iterator[None]:
+    """A network of hosts whose packets take `delay` seconds from one to another."""
+    if _namespaces():
+        sys.exit("rig: a network is up already; `rig.py down` removes it")
+    line = None
+    try:
+        for rank in range(count):
+            ip("netns", "add", f"{HOST}{rank}")
+        with tempfile.TemporaryDirectory() as folder:
+            ready = Path(folder) / "ready"
+            command = [sys.executable, delay_line.__file__, str(count), str(delay), str(ready)]
+            line = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            while not ready.exists():
+                if line.poll() is not None:
+                    sys.exit("rig: the delay line ended; its message is above")
+                time.sleep(0.01)
+        for rank in range(count):
+            device = ("ip", "link", "set", f"cgx_v{rank}")
+            inside(f"{HOST}{rank}", *device, "address", delay_line.hardware_address(rank))
+            inside(f"{HOST}{rank}", *device, "mtu", str(delay_line.MTU))
+            _configure(rank, count)
+            if rate != "unlimited":
+                _shape_device(f"{HOST}{rank}", f"cgx_v{rank}", rate)
+        yield
+    finally:
+        if line is not None:
+            line.kill()
+            line.wait()
+        down()
+
+
+def _configure(rank: int, count: int) -> None:
+    """Brings a host's device up, and tells the host who is who."""
+    host = f"{HOST}{rank}"
     inside(host, "ip", "link", "set", "lo", "up")
     inside(host, "ip", "link", "set", f"cgx_v{rank}", "up")
     inside(host, "ip", "addr", "add", f"{address(rank)}/24", "dev", f"cgx_v{rank}")
@@ -153,13 +196,26 @@ def network(count: int, rate: str) -> Iterator[None]:
             down()
 
 
-def run(world: int, rate: str, command: Sequence[str], timeout: float, *, mpi: bool = False) -> int:
-    """Runs `command` on `world` hosts over links of `rate`; returns the first failed exit code."""
+def run(
+    world: int,
+    rate: str,
+    command: Sequence[str],
+    timeout: float,
+    *,
+    mpi: bool = False,
+    per_host: int = 1,
+    delay: float = 0,
+) -> int:
+    """Runs `command` on `world` hosts over links of `rate`; returns the first failed exit code.
+
+    With `mpi` a host has `per_host` ranks, which share its memory. Packets take `delay` seconds
+    from one host to another.
+    """
     require_tools()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a stopped run cleans up too
-    with network(world, rate):
+    with _delayed(world, rate, delay) if delay else network(world, rate):
         if mpi:
-            return _run_mpi(world, command, timeout)
+            return _run_mpi(world, command, timeout, per_host)
         return run_ranks(
             world,
             command,
@@ -180,7 +236,7 @@ def _on_own_host(rank: int, line: str) -> list[str]:
     return ["ip", "netns", "exec", f"{HOST}{rank}", *unshare]
 
 
-def _run_mpi(world: int, command: Sequence[str], timeout: float) -> int:
+def _run_mpi(world: int, command: Sequence[str], timeout: float, per_host: int) -> int:
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mpiexec is None:
         sys.exit("rig: `mpiexec` is missing. Install MPICH: pip install mpich mpi4py")
@@ -195,15 +251,15 @@ def _run_mpi(world: int, command: Sequence[str], timeout: float) -> int:
             "-launcher": "ssh",
             "-launcher-exec": str(launcher),
             "-hosts": ",".join(address(rank) for rank in range(world)),
-            "-n": str(world),
-            "-ppn": "1",
+            "-n": str(world * per_host),
+            "-ppn": str(per_host),
         }
         variables = {
             "MASTER_ADDR": address(0),
             "MASTER_PORT": str(MASTER_PORT),
-            "WORLD_SIZE": str(world),
+            "WORLD_SIZE": str(world * per_host),
             "FI_PROVIDER": "tcp",
-            "MPIR_CVAR_NOLOCAL": "1",
+            "MPIR_CVAR_NOLOCAL": str(int(per_host == 1)),
         }
         mpiexec_command = [mpiexec, *itertools.chain(*options.items()), *command]
         process = subprocess.Popen(
@@ -283,6 +339,7 @@ def main() -> int:
     verb.add_argument("--rate", required=True)
     verb.add_argument("--timeout", type=float, default=900, help="seconds (default %(default)s)")
     verb.add_argument("--mpi", action="store_true", help="start the ranks with mpiexec")
+    verb.add_argument("--delay", type=float, default=0, help="seconds that a packet takes")
     verb.add_argument("command", nargs="+", metavar="-- CMD")
     if sys.argv[1:2] == ["spawn"]:
         return spawn(sys.argv[2:])
@@ -302,7 +359,12 @@ def main() -> int:
         down()
     else:
         return run(
-            arguments.world, arguments.rate, arguments.command, arguments.timeout, mpi=arguments.mpi
+            arguments.world,
+            arguments.rate,
+            arguments.command,
+            arguments.timeout,
+            mpi=arguments.mpi,
+            delay=arguments.delay,
         )
     return 0
 

@@ -5,22 +5,25 @@
         --windows 4 --reps 4                                                         # a quick look
 
 A cell is a link rate, a number of ranks and a tree of gradients. A step is `sync_gradients` at 4
-bits and an SGD update. First `tune` measures the links for `--tune` seconds (0: no profile). Then a
-`Tuner` chooses on the step's own calls. Every setting of the grid takes `--reps` steps after one to
-warm up, one setting after the other. The grid is exchange x reduction x fusion bytes, and for MPI
-segment bytes x window; it knows nothing of settings that compile to the same program. At last psum,
-the grid's best and the tuner's choice take turns.
+bits and an SGD update. On each link `tune` measures for `--tune` seconds (0: no profile), and a
+`Tuner` then chooses on the step's own calls. After that every setting of the grid takes 3 to
+`--reps` steps on each link, as many as `--seconds` allow, after one to warm up. The grid is
+exchange x reduction x fusion bytes, and for MPI segment bytes x window; it knows nothing of
+settings that compile to the same program. Lastly psum, the `--finalists` best settings of the grid
+and the tuner's choice take turns.
 
-`share` is the median (and quartiles) over these turns of the best one's time over the choice's,
-`gain` of psum's. `trials` is the tuner's steps over the grid's, without `tune`. A cell passes with
-a share of 0.95, a gain of 0.95 and a tenth of the trials.
+The best setting is the fastest finalist in these turns. `share` is the median (and quartiles) over
+the turns of the best one's time over the choice's, `gain` of psum's. `trials` is the number of
+settings that the tuner tried over those of the grid; `tune` is not counted, since it serves every
+job on these links. A cell passes with a share of 0.95, a gain of 0.95 and a tenth of the trials.
 """
 
 import argparse
+import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +48,7 @@ TREES = {
     "100 MB, 300 leaves": [(300, 277)] * 300,
     "100 MB, one embedding": [(48_828, 512)],
 }
-LISTS = ("rates", "worlds", "trees")
+LEAST = 3  # steps of a setting
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,6 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--segments", default="32768,131072,524288", help="bytes of a segment")
     parser.add_argument("--windows", default="2,4,8", help="segments in flight")
     parser.add_argument("--reps", type=int, default=8, help="of a setting (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4, help="a setting (default %(default)s)")
+    parser.add_argument("--finalists", type=int, default=3, help="(default %(default)s)")
     parser.add_argument("--tune", type=float, default=30, help="seconds (default %(default)s)")
     measure.add_json_option(parser)
     return parser.parse_args()
@@ -68,33 +73,31 @@ def main() -> int:
     if rank_of_process() is None:
         return launch(arguments)
     ranks = Ranks(int(arguments.worlds))
-    if arguments.tune:
-        cgx_jax.tune(ranks.mesh, "ranks", bits=(4,), budget_seconds=arguments.tune)
-    row = compare(ranks, TREES[arguments.trees], arguments)
-    row |= {"links": arguments.rates, "world": ranks.world, "tree": arguments.trees}
-    if ranks.first:
-        low, share, high = row["share"]
-        print(
-            f"{row['links']}, {row['world']} ranks, {row['tree']}: {row['choice']} in"
-            f" {row['seconds'][1] * 1e3:.1f} ms, best {row['best']}; share {share:.3f}"
-            f" ({low:.3f}-{high:.3f}), gain {row['gain'][1]:.2f}, trials {row['trials']:.3f}:"
-            f" {'ok' if passes(row) else 'MISSED'}",
-            flush=True,
-        )
-        measure.write_json(arguments.json, [row])
+    for row in compare(ranks, TREES[arguments.trees], arguments):
+        row |= {"world": ranks.world, "tree": arguments.trees}
+        if ranks.first:
+            low, share, high = row["share"]
+            print(
+                f"{row['links']}, {row['world']} ranks, {row['tree']}: {row['choice']} in"
+                f" {row['seconds'][1] * 1e3:.1f} ms, best {row['best']}; share {share:.3f}"
+                f" ({low:.3f}-{high:.3f}), gain {row['gain'][1]:.2f}, trials {row['trials']:.3f}:"
+                f" {'ok' if passes(row) else 'MISSED'}",
+                flush=True,
+            )
+            measure.add_json(arguments.json, row, ("links", "world", "tree"))
     return 0
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Runs every cell in processes of its own."""
-    cells = itertools.product(*(getattr(arguments, name).split(";") for name in LISTS))
-    for rate, world, tree in cells:
-        command = [sys.executable, sys.argv[0], "--rates", rate, "--worlds", world]
-        command += ["--trees", tree]
-        for name in ("segments", "windows", "reps", "tune", "json"):
-            if (value := getattr(arguments, name)) is not None:
-                command += [f"--{name}", str(value)]
-        if code := rig.run(int(world), rate, command, timeout=7200, mpi=True):
+    """Runs every number of ranks and tree in processes of its own."""
+    for world, tree in itertools.product(arguments.worlds.split(";"), arguments.trees.split(";")):
+        command = [sys.executable, sys.argv[0], "--worlds", world, "--trees", tree]
+        for name in ("rates", "segments", "windows", "reps", "seconds", "finalists", "tune"):
+            command += [f"--{name}", str(getattr(arguments, name))]
+        if arguments.json:
+            command += ["--json", str(arguments.json)]
+        first = arguments.rates.split(";")[0]
+        if code := rig.run(int(world), first, command, timeout=7200, mpi=True):
             return code
     return 0
 
@@ -126,17 +129,28 @@ class Step:
         jax.block_until_ready((out, self.state))
 
 
-def fixed(ranks: Ranks, grads: Any, setting: Setting) -> Callable[[], None]:
-    """A step by one setting, whose engine runs with its options when it is called."""
+def program(setting: Setting) -> Setting:
+    """The setting without the options that its compiled program does not know."""
+    if isinstance(setting.exchange, Mpi):
+        return dataclasses.replace(setting, exchange=Mpi())
+    return setting
+
+
+def compiled(ranks: Ranks, grads: Any, setting: Setting) -> Step:
+    """A step by one setting, whatever the options of its engine."""
     like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in grads]
     code = cgx_jax.Identity() if setting.exchange is None else CODE
     plan = cgx_jax.Plan.build(like, code, fusion_bytes=setting.fusion_bytes)
-    exchange = setting.exchange or Xla()
-    step = Step(ranks, grads, plan, exchange=exchange, reduction=setting.reduction)
+    exchange = program(setting).exchange or Xla()
+    return Step(ranks, grads, plan, exchange=exchange, reduction=setting.reduction)
+
+
+def by(setting: Setting, step: Step) -> Callable[[], None]:
+    """`step` on an engine with the setting's options."""
 
     def call() -> None:
-        if isinstance(exchange, Mpi):
-            exchange.require("benchmark", ())
+        if isinstance(setting.exchange, Mpi):
+            setting.exchange.require("benchmark", ())
         step()
 
     return call
@@ -149,25 +163,25 @@ def grid(arguments: argparse.Namespace) -> list[Setting]:
         for segment in arguments.segments.split(",")
         for window in arguments.windows.split(",")
     ]
-    exchanges = [e for e in (*engines, Xla()) if e.shorthand in {a.shorthand for a in usable()}]
-    made = itertools.product(exchanges, (None, GatherSum()), (None,), FUSION)
-    return [Setting(), *itertools.starmap(Setting, made)]
+    usable = {exchange.shorthand for exchange in auto.available()}
+    exchanges = [e for e in (*engines, Xla()) if e.shorthand in usable]
+    made = itertools.product((None, GatherSum()), FUSION, exchanges)
+    return [Setting(), *(Setting(e, reduction, None, size) for reduction, size, e in made)]
 
 
-def usable() -> Sequence[Any]:
-    return auto.available()
-
-
-def turns(ranks: Ranks, calls: Sequence[Callable[[], None]], reps: int) -> np.ndarray:
+def turns(
+    ranks: Ranks, calls: Sequence[Callable[[], None]], most: int, seconds: float
+) -> np.ndarray:
     """f64[reps, calls]: the slowest rank's seconds, after one call each to warm up.
 
-    Calls that take turns go round in both directions. Each comes twice, and the second is timed: in
-    the first the engine changes its options, and its memory is new.
+    There are `LEAST` to `most` repeats, as many as `seconds` allow. Calls that take turns go round
+    in both directions. Each comes twice, and the second is timed: in the first the engine changes
+    its options, and its memory is new.
     """
-    samples = np.empty((reps + 1, len(calls)))
-    order = range(len(calls))
-    for turn, row in enumerate(samples):
-        for i in order[:: -1 if turn % 2 else 1]:
+
+    def turn(order: Sequence[int]) -> np.ndarray:
+        row = np.empty(len(calls))
+        for i in order:
             if len(calls) > 1:
                 calls[i]()
             ranks.barrier()
@@ -175,39 +189,81 @@ def turns(ranks: Ranks, calls: Sequence[Callable[[], None]], reps: int) -> np.nd
             start = time.perf_counter()
             calls[i]()
             row[i] = time.perf_counter() - start
-    return ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)[1:]
+        return ranks.gather(row).max(axis=0)
+
+    order = range(len(calls))
+    round_seconds = turn(order).sum() * (2 if len(calls) > 1 else 1)
+    reps = int(np.clip(seconds / round_seconds, LEAST, most))
+    return np.array([turn(order[:: -1 if i % 2 else 1]) for i in range(reps)])
 
 
-def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tunes, measures the grid, and sets the choice beside psum and the grid's best."""
+def relink(ranks: Ranks, rate: str) -> None:
+    """All links have `rate` from here on."""
+    ranks.barrier()
+    if ranks.first:
+        rig.shape(rate)
+    ranks.barrier()
+
+
+def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Tunes, measures the grid, and sets the choice beside psum and the grid's best, by links."""
     grads = [
         ranks.place(gradient, int(np.prod(shape))).reshape(ranks.world, *shape) for shape in shapes
     ]
+    rates = arguments.rates.split(";")
+    settings = grid(arguments)
+    tuners = {}
+    for rate in rates:
+        relink(ranks, rate)
+        tuners[rate] = tuned(ranks, grads, arguments.tune)
+    medians = {rate: np.empty(len(settings)) for rate in rates}
+    step, known = None, None
+    for i, setting in enumerate(settings):  # neighbors share their program; no other is held
+        if program(setting) != known:
+            step, known = compiled(ranks, grads, setting), program(setting)
+        for rate in rates:
+            relink(ranks, rate)
+            took = turns(ranks, [by(setting, step)], arguments.reps, arguments.seconds)
+            medians[rate][i] = np.median(took)
+    for rate in rates:
+        relink(ranks, rate)
+        tuner = tuners[rate]
+        best = [settings[i] for i in np.argsort(medians[rate])[: arguments.finalists]]
+        steps = {program(s): None for s in (Setting(), *best, tuner.current)}
+        steps = {known: compiled(ranks, grads, known) for known in steps}
+        last = [Setting(), *best, tuner.current]
+        calls = [by(s, steps[program(s)]) for s in last]
+        seconds = turns(ranks, calls, 2 * arguments.reps, 10 * arguments.seconds)
+        fastest = 1 + int(np.median(seconds[:, 1:-1], axis=0).argmin())
+        yield {
+            "links": rate,
+            "choice": str(tuner.current),
+            "best": str(last[fastest]),
+            "seconds": measure.quartiles(seconds[:, -1]),
+            "psum_seconds": measure.quartiles(seconds[:, 0]),
+            "share": measure.quartiles(seconds[:, fastest] / seconds[:, -1]),
+            "gain": measure.quartiles(seconds[:, 0] / seconds[:, -1]),
+            "trials": tried(tuner) / len(settings),
+            "turns": len(seconds),
+            "tuner": tuner.metrics(),
+            "grid": dict(zip(map(str, settings), medians[rate].tolist(), strict=True)),
+        }
+
+
+def tuned(ranks: Ranks, grads: Any, budget: float) -> cgx_jax.Tuner:
+    """A tuner after its trials, on links that `tune` has measured."""
+    if budget:
+        cgx_jax.tune(ranks.mesh, "ranks", bits=(4,), budget_seconds=budget)
     tuner = cgx_jax.Tuner(cache=False)
     step = Step(ranks, grads, CODE, exchange=tuner)
-    step.call, tuning_steps = tuner.jit(step.mapped), 0
+    step.call = tuner.jit(step.mapped)
     while tuner.state in ("waiting", "trying"):
         step()
-        tuning_steps += tuner.state == "trying"
-    settings = grid(arguments)
-    medians = []
-    for setting in settings:  # one at a time, so that no program but one is held
-        call = fixed(ranks, grads, setting)
-        medians.append(float(np.median(turns(ranks, [call], arguments.reps))))
-    best = settings[int(np.argmin(medians))]
-    last = [fixed(ranks, grads, s) for s in (Setting(), best, tuner.current)]
-    seconds = turns(ranks, last, max(7, arguments.reps))
-    return {
-        "choice": str(tuner.current),
-        "best": str(best),
-        "seconds": measure.quartiles(seconds[:, 2]),
-        "psum_seconds": measure.quartiles(seconds[:, 0]),
-        "share": measure.quartiles(seconds[:, 1] / seconds[:, 2]),
-        "gain": measure.quartiles(seconds[:, 0] / seconds[:, 2]),
-        "trials": tuning_steps / (len(settings) * (arguments.reps + 1)),
-        "tuner": tuner.metrics(),
-        "grid": dict(zip(map(str, settings), medians, strict=True)),
-    }
+    return tuner
+
+
+def tried(tuner: cgx_jax.Tuner) -> int:
+    return sum(name.startswith("cgx/seconds/") for name in tuner.metrics())
 
 
 if __name__ == "__main__":

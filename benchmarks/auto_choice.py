@@ -1,0 +1,171 @@
+"""What `exchange="auto"` takes after `tune`, beside every fixed choice, on shaped links (rig.py).
+
+    sudo python benchmarks/auto_choice.py --json benchmarks/results/auto_choice.json
+    sudo python benchmarks/auto_choice.py --rates 1gbit --worlds 2 --sizes 4k,25M    # a quick look
+    python benchmarks/auto_choice.py --picture benchmarks/results/auto_choice.json --png FILE
+
+On each link `tune` measures for `--tune` seconds. Then `lax.psum`, each exchange by each reduction
+that `tune` measures, and "auto" take turns on one leaf at 4 bits, as tuner.py does it. The best is
+the fixed choice with the least median. `share` is the median (and quartiles) over the turns of its
+time over auto's; a cell passes with 0.95. `speeds` are psum's time over each one's.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process
+from cgx_jax.axes import Axes
+from cgx_jax.core import Options, ways
+from cgx_jax.exchanges import auto
+from cgx_jax.link_timer import gradient, size_text
+from tuner import relink, turns
+
+CODE = cgx_jax.Quantize(4)
+BAR = 0.95
+RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rates", default=",".join(RATES), help="(default %(default)s)")
+    parser.add_argument("--worlds", default="2,4", help="ranks (default %(default)s)")
+    parser.add_argument("--sizes", default="4k,32k,256k,1M,4M,25M", help="(default %(default)s)")
+    parser.add_argument("--tune", type=float, default=20, help="seconds (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5, help="a size (default %(default)s)")
+    parser.add_argument("--reps", type=int, default=101, help="at most (default %(default)s)")
+    parser.add_argument("--picture", type=Path, metavar="JSON", help="draw these results")
+    parser.add_argument("--png", type=Path, default=Path("demo/auto_choice.png"))
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.picture:
+        draw(arguments.picture, arguments.png)
+        return 0
+    if rank_of_process() is None:
+        return launch(arguments)
+    ranks = Ranks(int(arguments.worlds))
+    for row in compare(ranks, arguments):
+        if ranks.first:
+            low, share, high = row["share"]
+            print(
+                f"{row['links']:>9} {row['world']} ranks {size_text(row['bytes']):>7}: auto took"
+                f" {row['auto']}, the best was {row['best']}; share {share:.3f}"
+                f" ({low:.3f}-{high:.3f}): {'ok' if share >= BAR else 'MISSED'}",
+                flush=True,
+            )
+            measure.add_json(arguments.json, row, ("links", "world", "bytes"))
+    return 0
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    for world in arguments.worlds.split(","):
+        command = [sys.executable, sys.argv[0], "--worlds", world]
+        for name in ("rates", "sizes", "tune", "seconds", "reps", "json"):
+            if (value := getattr(arguments, name)) is not None:
+                command += [f"--{name}", str(value)]
+        first = arguments.rates.split(",")[0]
+        if code := rig.run(int(world), first, command, timeout=3600, mpi=True):
+            return code
+    return 0
+
+
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times all choices at every size, on every link; one row for each."""
+    fixed = [e.shorthand for e in auto.available()]
+    choices = ["psum", *(f"{e}{r}" for e, r in itertools.product(fixed, ("", "/gather_sum")))]
+    for rate in arguments.rates.split(","):
+        relink(ranks, rate)
+        cgx_jax.tune(ranks.mesh, "ranks", bits=(4,), budget_seconds=arguments.tune)
+        for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
+            x = ranks.place(gradient, size // 4)
+            functions = [ranks.psum, *(reduction(ranks, choice) for choice in choices[1:])]
+            functions.append(reduction(ranks, "auto"))
+            calls = [lambda f=f, x=x: f(x).block_until_ready() for f in functions]
+            seconds = turns(ranks, calls, arguments.reps, arguments.seconds)
+            at = int(np.median(seconds[:, :-1], axis=0).argmin())
+            yield {
+                "links": rate,
+                "world": ranks.world,
+                "bytes": size,
+                "turns": len(seconds),
+                "auto": taken(ranks, size // 4),
+                "best": choices[at],
+                "share": measure.quartiles(seconds[:, at] / seconds[:, -1]),
+                "speeds": {
+                    name: measure.quartiles(seconds[:, 0] / column)
+                    for name, column in zip([*choices, "auto"], seconds.T, strict=True)
+                },
+            }
+
+
+def reduction(ranks: Ranks, choice: str) -> Callable[..., jax.Array]:
+    exchange, _, how = choice.partition("/")
+    return ranks.collective(
+        lambda x: cgx_jax.psum_compressed(
+            x, "ranks", CODE, exchange=exchange, reduction=how or None
+        )
+    )
+
+
+def taken(ranks: Ranks, values: int) -> str:
+    """What "auto" does with one leaf of so many values."""
+    plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), "float32"), CODE)
+    options = Options("auto_choice", Axes((), None, ranks.world), auto.named("auto_choice", "auto"))
+    (way,) = ways(options, plan).values()
+    if way is None:
+        return "psum"
+    once = way.reduction.shorthand == "gather_sum"
+    return way.exchange.shorthand + "/gather_sum" * once
+
+
+def draw(results: Path, png: Path) -> None:
+    """One panel for each link and world: the speed of every choice by size, and of auto."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for run in json.loads(results.read_text()) for row in run["rows"]]
+    worlds = sorted({row["world"] for row in rows})
+    rates = [rate for rate in RATES if any(row["links"] == rate for row in rows)]
+    figure, axes = plt.subplots(
+        len(worlds), len(rates), figsize=(4 * len(rates), 3.4 * len(worlds)), squeeze=False
+    )
+    for (i, world), (j, rate) in itertools.product(enumerate(worlds), enumerate(rates)):
+        cells = sorted(
+            (r for r in rows if (r["links"], r["world"]) == (rate, world)), key=lambda r: r["bytes"]
+        )
+        panel = axes[i][j]
+        for name in cells[0]["speeds"] if cells else ():
+            speeds = [cell["speeds"][name][1] for cell in cells]
+            style = (
+                {"color": "black", "marker": "o", "ls": ""} if name == "auto" else {"alpha": 0.8}
+            )
+            panel.plot([cell["bytes"] for cell in cells], speeds, label=name, **style)
+        panel.set(xscale="log", yscale="log", title=f"{rate}, {world} ranks", xlabel="bytes")
+    axes[0][0].set_ylabel("times lax.psum's speed")
+    axes[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=120)
+    print(f"written to {png}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Gathers weights and scatters gradients of sharded training, on shaped links (rig.py).
+
+    sudo python benchmarks/fsdp_speed.py --json benchmarks/results/fsdp_speed.json
+    sudo python benchmarks/fsdp_speed.py --rates 1gbit --worlds 2            # a quick look
+
+What sharded training sends in a step, and nothing else: 12 weights of [1024, 512] are gathered, and
+gradients of that shape scattered. "exact" is `lax.all_gather` and `lax.psum_scatter` in fp32,
+"bf16" the same calls of bf16 values. The others are `all_gather_compressed` on an 8-bit shifted
+lattice and `psum_scatter_compressed` at 4 bits, over an exchange. Every repeat times all methods
+one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and
+quartiles) over the repeats of the exact step's time over the method's. `sent` is what a rank's
+network device counted, the largest over the ranks.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import cgx_jax
+import measure
+import rig
+from all_reduce import Ranks, rank_of_process, timed
+from cgx_jax.compressors import ShiftedLattice
+from cgx_jax.link_timer import gradient
+
+LEAVES, SHAPE = 12, (1024, 512)
+AXIS = "ranks"
+
+
+def exact(shards: Sequence[jax.Array], dtype: Any = jnp.float32) -> list[jax.Array]:
+    whole = [lax.all_gather(x.astype(dtype), AXIS, tiled=True) for x in shards]
+    sums = [lax.psum_scatter(g, AXIS, tiled=True) for g in gradients(whole)]
+    return [x.astype(jnp.float32) for x in sums]
+
+
+def compressed(shards: Sequence[jax.Array], exchange: str) -> list[jax.Array]:
+    whole = cgx_jax.all_gather_compressed(
+        list(shards), AXIS, ShiftedLattice(8), key=jax.random.key(0), tiled=True, exchange=exchange
+    )
+    return cgx_jax.psum_scatter_compressed(
+        gradients(whole), AXIS, cgx_jax.Quantize(4), tiled=True, exchange=exchange
+    )
+
+
+def gradients(whole: Sequence[jax.Array]) -> list[jax.Array]:
+    """Values of the weights' shape that need all of them, and differ from rank to rank."""
+    return [x * (1 + lax.axis_index(AXIS)).astype(x.dtype) for x in whole]
+
+
+METHODS: dict[str, Callable[[Sequence[jax.Array]], list[jax.Array]]] = {
+    "exact": exact,
+    "bf16": lambda shards: exact(shards, jnp.bfloat16),
+    "8 and 4 bits, xla": lambda shards: compressed(shards, "xla"),
+    "8 and 4 bits, mpi": lambda shards: compressed(shards, "mpi"),
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rates", default="100mbit,1gbit,10gbit", help="(default %(default)s)")
+    parser.add_argument("--worlds", default="2,4", help="ranks (default %(default)s)")
+    parser.add_argument("--reps", type=int, default=9, help="(default %(default)s)")
+    measure.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if rank_of_process() is None:
+        return launch(arguments)
+    ranks = Ranks(int(arguments.worlds))
+    rows = compare(ranks, arguments)
+    if ranks.first:
+        measure.write_json(arguments.json, rows)
+    return 0
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    cells = itertools.product(arguments.worlds.split(","), arguments.rates.split(","))
+    for world, rate in cells:
+        command = [sys.executable, sys.argv[0], "--rates", rate, "--worlds", world]
+        command += ["--reps", str(arguments.reps)]
+        command += ["--json", str(arguments.json)] if arguments.json else []
+        if code := rig.run(int(world), rate, command, timeout=1800, mpi=True):
+            return code
+    return 0
+
+
+def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times all methods; one row a method."""
+    own = (SHAPE[0] // ranks.world, SHAPE[1])
+    values = LEAVES * int(np.prod(own))
+    x = ranks.place(gradient, values)
+
+    def of_flat(method: Callable[..., list[jax.Array]]) -> Callable[[jax.Array], jax.Array]:
+        def call(flat: jax.Array) -> jax.Array:
+            return jnp.stack(method(list(flat.reshape(LEAVES, *own))))
+
+        return ranks.local(call)
+
+    functions = [of_flat(method) for method in METHODS.values()]
+    samples = np.array(
+        [[timed(ranks, f, x) for f in functions] for _ in range(arguments.reps + 1)]
+    )[1:]
+    gathered = ranks.gather(samples.ravel()).reshape(-1, *samples.shape).max(axis=0)
+    seconds, sent = gathered[..., 0], gathered[..., 1]
+    rows = []
+    for i, name in enumerate(METHODS):
+        row = {
+            "method": name,
+            "links": arguments.rates,
+            "world": ranks.world,
+            "bytes": 4 * LEAVES * int(np.prod(SHAPE)),
+            "seconds": measure.quartiles(seconds[:, i]),
+            "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
+            "sent": float(np.median(sent[:, i])),
+        }
+        rows.append(row)
+        if ranks.first:
+            low, middle, high = row["ratio"]
+            print(
+                f"{arguments.rates:>8} {ranks.world} ranks {name:<20}"
+                f" {row['seconds'][1] * 1e3:9.2f} ms  {middle:.2f} ({low:.2f}-{high:.2f}) of"
+                f" exact's speed; {row['sent']:>12,.0f} bytes sent",
+                flush=True,
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
