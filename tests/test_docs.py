@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import types
 
 import pytest
 
@@ -32,6 +33,11 @@ def test_links_lead_somewhere(document):
             assert anchor in anchors(target.read_text()), link
 
 
+def page(uri):
+    """What mkdocs gives a hook of a page."""
+    return types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri))
+
+
 def test_the_site_names_files_that_are_no_pages():
     specification = importlib.util.spec_from_file_location(
         "site_links", ROOT / "docs/site_links.py"
@@ -40,7 +46,10 @@ def test_the_site_names_files_that_are_no_pages():
     specification.loader.exec_module(hook)
     text = "see [the loop](../examples/04_jit.py), [README.md](../README.md#install), [a](b.md)"
     named = "see the loop (`examples/04_jit.py`), README.md, [a](b.md)"
-    assert hook.on_page_markdown(text, page=None) == named
+    assert hook.on_page_markdown(text, page=page("calls.md")) == named
+    text = "see [04_jit.py](../../examples/04_jit.py), [loops](../training_loops.md#plain-jit)"
+    named = "see 04_jit.py (`examples/04_jit.py`), [loops](../training_loops.md#plain-jit)"
+    assert hook.on_page_markdown(text, page=page("quickstart/jit.md")) == named
 
 
 def test_links_and_anchors_are_found():

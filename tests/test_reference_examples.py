@@ -1,0 +1,40 @@
+"""The examples of the reference run, page by page, and every name has one."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import cgx_jax
+
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+PAGES = sorted(page.name for page in REFERENCE.glob("*.md"))
+
+# Some examples have collectives that do not wait for each other.
+pytestmark = pytest.mark.usefixtures("no_cache")
+
+
+def blocks(page):
+    """The code of a page, each block below as many empty lines as there are lines before it."""
+    text = (REFERENCE / page).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_of_a_page_run(page, monkeypatch, following):
+    # The real one changes this process for all tests after it.
+    monkeypatch.setattr(cgx_jax, "keep_memory", lambda: True)
+    namespace = {}
+    with jax.numpy_dtype_promotion("standard"):  # as users have it; optax needs it
+        for block in blocks(page):
+            exec(compile(block, REFERENCE / page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_name_of_a_page_has_an_example(page):
+    text = (REFERENCE / page).read_text()
+    shown = "\n".join(blocks(page))
+    names = [path.rpartition(".")[2] for path in re.findall(r"^::: (.*)$", text, re.MULTILINE)]
+    assert [name for name in names if not re.search(rf"\b{name}\b", shown)] == []

@@ -1,0 +1,343 @@
+"""Every Python block of the README and of the documentation runs.
+
+A block that imports cgx_jax is a complete program and runs as it is. Other blocks are fragments:
+those of a page run one after the other, in the namespace of the program before them or of the
+page's row in `FRAGMENTS`. A new block runs too; one that needs other names or cannot run here needs
+a row there or in `NOT_HERE`.
+"""
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+PROCESSES = "docs/quickstart/processes.md"
+
+# Pages all of whose blocks another test runs: pages by name, or by their folder.
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "docs/calls.md": "test_readme.py",
+    "docs/migrating.md": "test_pages.py",
+    "docs/reference": "test_reference_examples.py",
+}
+# Blocks that cannot run in this process: a page, a phrase of the block, and why.
+NOT_HERE = {
+    (PROCESSES, "jax.distributed.initialize"): "two processes, which a test below starts",
+}
+
+# What every page of fragments takes for granted.
+COMMON = """
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Rule, Rules
+from cgx_jax.compressors import DGC, TopK
+
+mesh = Mesh(np.array(jax.devices()), ("data",))
+params = {"embed": jnp.ones((64, 32)), "w": jnp.ones((32, 64))}
+batch = jnp.ones((16, 32))
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["w"]) @ params["embed"] - batch) ** 2)
+"""
+
+# What is in scope where a step reduces by an optimizer.
+IN_A_STEP = """
+tx = optax.chain(cgx_jax.sync_gradients("data", policy), optax.sgd(0.1))
+opt_state = tx.init(params)
+varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+    """What the fragments of a page need beside `COMMON`; blocks are named by a phrase of theirs.
+
+    `before` runs first. `inside` says which blocks are a part of a step, over which axis, and what
+    is in scope there: they are traced. `after` uses what a block has defined.
+    """
+
+    before: str = ""
+    inside: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    after: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+FRAGMENTS = {
+    "docs/choosing.md": Fragments(
+        before="step, x, y = None, batch, batch",
+        after={"def compare(sync)": "compare(cgx_jax.sync_gradients)"},
+    ),
+    "docs/exchanges.md": Fragments(
+        before="""
+def step(params, opt_state):
+    return params, opt_state
+
+
+loss, world = loss_fn, jax.device_count()
+"""
+    ),
+    "docs/policy.md": Fragments(
+        inside={
+            "whole = cgx_jax.all_gather_compressed": (
+                "data",
+                """
+batch = jax.lax.pcast(batch, "data", to="varying")
+shards = jax.tree.map(
+    lambda p: jax.lax.pcast(p[: len(p) // 8], "data", to="varying"), params
+)
+""",
+            )
+        },
+        after={
+            "cgx_jax.transforms.local_params": """
+tx = cgx_jax.transforms.local_steps(
+    optax.sgd(0.1), "data", cgx_jax.Quantize(4), every=8, mesh=mesh
+)
+opt_state = tx.init(params)
+specs = cgx_jax.state_specs(opt_state, "data")
+in_specs, out_specs = (P(), specs, P("data")), (P(), specs)
+mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+jax.eval_shape(mapped, params, opt_state, batch)
+"""
+        },
+    ),
+    "docs/reliability.md": Fragments(
+        before="""
+import os
+import traceback
+
+
+def train():
+    pass
+"""
+    ),
+    "docs/troubleshooting.md": Fragments(
+        after={"logging.basicConfig()": 'logging.getLogger("cgx_jax").setLevel(logging.NOTSET)'}
+    ),
+    "docs/training_loops.md": Fragments(
+        before="""
+policy, optimizer = cgx_jax.Quantize(bits=4), optax.sgd(0.1)
+
+
+def step(state, batch):
+    return state, jnp.zeros(())
+""",
+        inside={
+            "def add(total, batch)": (
+                "data",
+                IN_A_STEP
+                + """
+k = 2
+micro = jax.lax.pcast(jnp.stack([batch] * k), "data", to="varying")
+""",
+            ),
+            "lambda t, g: t + g / k": (
+                "data",
+                IN_A_STEP
+                + """
+k, i = 4, jnp.int32(0)
+grads = jax.grad(loss_fn)(varying, batch)
+total = jax.tree.map(lambda p: jnp.zeros_like(p)[None], varying)
+""",
+            ),
+            "cgx_jax.scan_layers": (
+                "data",
+                """
+def block(x, layer):
+    return x + jnp.tanh(x @ layer["kernel"])
+
+
+def loss(x):
+    return jnp.mean(x**2)
+
+
+key = jax.random.key(0)
+x = jax.lax.pcast(jnp.ones((2, 64)), "data", to="varying")
+shards = {"kernel": jax.lax.pcast(jnp.ones((3, 8, 64)), "data", to="varying")}
+""",
+            ),
+            "dynamic_scale.value_and_grad": (
+                "batch",
+                """
+from flax.training.dynamic_scale import DynamicScale
+
+dynamic_scale, loss_of_batch = DynamicScale(), loss_fn
+params = jax.tree.map(lambda p: jax.lax.pcast(p, "batch", to="varying"), params)
+
+
+def loss_fn(params):
+    return loss_of_batch(params, batch), ()
+""",
+            ),
+        },
+        after={
+            "def train_step": """
+opt_state = optimizer.init(params)
+jax.eval_shape(train_step, params, opt_state, state, batch)
+"""
+        },
+    ),
+}
+
+
+def blocks(page):
+    """(line, code) of every Python block of a page."""
+    text = PAGES[page]
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
+
+
+def diffs(page):
+    """(new lines, old lines) of every diff of a page, without indentation."""
+    for diff in re.findall(r"^```diff\n(.*?)^```$", PAGES[page], re.DOTALL | re.MULTILINE):
+        lines = [(line[0], line[1:].strip()) for line in diff.splitlines()]
+        yield tuple([line for sign, line in lines if sign == wanted] for wanted in "+-")
+
+
+def is_program(code):
+    return re.search(r"^import cgx_jax$", code, re.MULTILINE) is not None
+
+
+def is_left_out(page, code):
+    return any(where == page and phrase in code for where, phrase in NOT_HERE)
+
+
+def entry(table, code):
+    """The value of the phrase that is in a block, or None."""
+    return next((value for phrase, value in table.items() if phrase in code), None)
+
+
+def elsewhere(page):
+    """What `ELSEWHERE` says of a page: (its name or folder there, the test), or None."""
+    return next((row for row in ELSEWHERE.items() if f"{page}/".startswith(f"{row[0]}/")), None)
+
+
+def runs(page):
+    return not elsewhere(page) and any(not is_left_out(page, code) for _, code in blocks(page))
+
+
+def execute(code, namespace, page, line=0):
+    """Runs code that stands at a line of a page, as tracebacks say."""
+    exec(compile("\n" * line + code, page, "exec"), namespace)
+
+
+def trace(code, namespace, page, line, axis, scope):
+    """Traces a block as a part of a step on every rank of `axis`; its names end with it."""
+    namespace = dict(namespace)
+
+    def step(unused):
+        execute(scope, namespace, page)
+        execute(code, namespace, page, line)
+        return unused
+
+    mesh = Mesh(np.array(jax.devices()), (axis,))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
+    jax.eval_shape(mapped, jnp.zeros(()))
+
+
+# Collectives of a program that do not wait for each other: see conftest.
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)])
+def test_a_page_runs(page, monkeypatch):
+    def namespace():
+        # Classes look for the module that they are defined in.
+        module = types.ModuleType("snippet")
+        monkeypatch.setitem(sys.modules, "snippet", module)
+        return vars(module)
+
+    known = FRAGMENTS.get(page, Fragments())
+    with jax.numpy_dtype_promotion("standard"):  # as users have it; optax needs it
+        names = namespace()
+        execute(COMMON + known.before, names, page)
+        for line, code in blocks(page):
+            if is_left_out(page, code):
+                continue
+            if is_program(code):
+                names = namespace()
+            inside = entry(known.inside, code)
+            if inside is None:
+                execute(code, names, page, line)
+            else:
+                trace(code, names, page, line, *inside)
+            execute(entry(known.after, code) or "", names, page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_is_overlooked(page):
+    fences = re.findall(r"^[ \t]*(?:```|~~~)[ \t]*\{?\.?(?:py|Py)", PAGES[page], re.MULTILINE)
+    assert len(fences) == len(blocks(page)), "begin a Python block with ```python at column 0"
+    if row := elsewhere(page):
+        name, test = row
+        assert Path(name).name in (ROOT / "tests" / test).read_text()
+
+
+def test_each_row_of_the_tables_means_one_block():
+    rows = list(NOT_HERE)
+    for page, known in FRAGMENTS.items():
+        assert runs(page), f"{page} has no fragments any more"
+        rows += [(page, phrase) for phrase in (*known.inside, *known.after)]
+    for page, phrase in rows:
+        assert sum(phrase in code for _, code in blocks(page)) == 1, (page, phrase)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/quickstart/")])
+def test_the_diffs_of_a_quickstart_lead_to_its_program_or_begin_there(page):
+    program = {line.strip() for line in blocks(page)[0][1].splitlines()}
+    assert list(diffs(page))
+    for new, old in diffs(page):
+        assert program.issuperset(new) or program.issuperset(old)
+
+
+def test_no_loop_of_flax_changes_more_than_three_lines():
+    changed = [max(map(len, both)) for both in diffs("docs/flax_examples.md")]
+    assert changed
+    assert max(changed) <= 3
+
+
+@pytest.mark.slow
+def test_two_processes_train_together(tmp_path):
+    ((_, code),) = blocks(PROCESSES)
+    file = tmp_path / "train.py"
+    file.write_text(code)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, file, address, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "at last" in outputs[0]
