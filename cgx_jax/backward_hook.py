@@ -33,14 +33,17 @@ def reduce_in_backward(
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
 ) -> Any:
-    """`params` unchanged; in the backward pass their gradients are summed, compressed.
+    """Returns `params` unchanged; the backward pass sums their gradients, compressed.
 
-    Wrap the parameters inside the loss. Each fusion buffer (4 MB, or the plan's) is reduced as
-    soon as its own gradients are there, while the backward pass goes on; exact leaves travel in
-    buffers of up to 64 KiB. The gradient is that of a replicated parameter: the sum over
-    `axis_name`, so take the mean in the loss (`lax.pmean(loss, axis_name)` under check_vma) or
-    divide. Leaves, `key`, `exchange`, `reduction`, `levels` and errors as in `psum_compressed`. A
-    `Tuner` as `exchange` chooses these three and the size of the buffers.
+    `params` is a pytree of arrays. Wrap the parameters inside the loss. Each fusion buffer (4 MB,
+    or the plan's) is reduced as soon as its own gradients are there, while the backward pass goes
+    on. Exact leaves travel in buffers of up to 64 KiB. The gradient is that of a replicated
+    parameter: the sum over `axis_name`. For the mean, take the mean of the loss (`lax.pmean(loss,
+    axis_name)` under check_vma), or divide.
+
+    `compressor`, `key`, `exchange`, `reduction`, `levels` and errors are as in `psum_compressed`. A
+    `Tuner` as `exchange` chooses the exchange, the reduction, the levels and the size of the
+    buffers. Raises ValueError for compressors with state, too.
     """
     nonfinite.refuse_skip(_HOOK)
     check_tuner(_HOOK, exchange, reduction, levels)

@@ -26,37 +26,52 @@ def psum_compressed(
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
 ) -> Any:
-    """Sum over the ranks of `axis_name` with compressed payloads; `lax.psum` for gradients.
+    """Sums over the ranks of `axis_name` with compressed payloads; `lax.psum` for gradients.
 
-    `tree` is a pytree of arrays of any shape; `compressor` one compressor (default `Quantize()`,
-    4 bits), a policy or a `Plan`. Given one compressor, leaves of a tree with ndim <= 1, under
-    1,024 values, named bias or norm, or of a dtype other than f32, bf16, f16 are summed exactly,
-    small ones together (`Rules` chooses otherwise); a bare array is compressed as asked. `key`
-    feeds stochastic rounding: one key for all ranks, another for every step.
+    `tree` is a pytree of arrays of any shape and dtype. The result has its shapes, and the dtypes
+    that `lax.psum` gives. `compressor` is a compressor (default `Quantize()`, 4 bits), a policy or
+    a `Plan`. A single compressor leaves some leaves of a tree exact: those with ndim <= 1, under
+    1,024 values, named bias or norm, or of a dtype other than f32, bf16 and f16. They are summed by
+    `lax.psum`, small ones together; `Rules` chooses otherwise. A bare array is compressed as asked.
+    `key` feeds stochastic rounding. All ranks pass the same key, and every step needs another one.
 
-    `exchange` says how payloads travel: "xla", XLA's own collectives; "mpi", between CPU processes
-    that mpiexec started; "nccl", between CUDA devices, on XLA's communicator; "peer", between those
-    of a node, in one kernel over their memory (these three in one call a buffer where the code is
-    `Quantize`'s); an instance from `cgx_jax.exchanges`; or "auto", the fastest for each fusion
-    buffer by the profile that `use_profile` made active, `lax.psum`
-    included. Without a profile, buffers of a few megabytes and more are compressed, over MPI where
-    it is there, and smaller ones are summed exactly (docs/exchanges.md); an exchange named here
-    compresses every size.
+    `exchange` says how payloads travel:
 
-    `reduction` says how payloads become a sum: "scatter_gather", every rank adds up a chunk;
-    "gather_sum", all payloads go to all ranks, which encodes once and suits small buffers; "ring"
-    and "tree", partial sums go from rank to rank and are encoded anew on their way, over "xla" and
-    "nccl"; "sum_rounds", for codes that are numbers; an instance from `cgx_jax.reductions`; by
-    default the first that a leaf's compressor allows, or "gather_sum" where "auto" follows a
+    * "xla": by XLA's own collectives, on every platform.
+    * "mpi": between CPU processes that mpiexec started.
+    * "nccl": between CUDA devices, on XLA's communicator.
+    * "peer": between the CUDA devices of a node, in one kernel over their memory.
+    * "auto": by the fastest way for each fusion buffer, `lax.psum` included, according to the
+      profile that `use_profile` made active. Without a profile, buffers of a few megabytes and more
+      are compressed, over MPI where it is there, and smaller ones are summed exactly
+      (docs/exchanges.md).
+    * An instance from `cgx_jax.exchanges`.
+
+    An exchange that is named compresses every size. "mpi", "nccl" and "peer" reduce a buffer in one
+    call if its code is that of `Quantize`.
+
+    `reduction` says how payloads become a sum:
+
+    * "scatter_gather": every rank adds up one chunk.
+    * "gather_sum": every rank receives all payloads. A value is encoded once, which suits small
+      buffers.
+    * "ring", "tree": partial sums go from rank to rank and are encoded again on their way, over
+      "xla" and "nccl".
+    * "sum_rounds": for codes that are numbers.
+    * An instance from `cgx_jax.reductions`.
+
+    The default is the first that a leaf's compressor allows, or "gather_sum" where "auto" follows a
     profile that measured it as the fastest. With `levels` (`Levels("local")` for a mesh axis inside
-    a node) sums are exact inside a node and compressed between nodes.
+    a node), sums are exact inside a node and compressed between nodes.
 
-    Every rank gets the same bits. Sums run in fp32, in rank order. The derivative is that of
-    `lax.psum`, exact. Under check_vma the result does not vary over the axis; with
-    `axis_index_groups` (of equal size) it does. Raises ValueError or TypeError while tracing:
-    unknown axis, exchange or reduction, one that is wrong for the compressor or cannot work here,
-    missing key, a plan of another tree, a profile of another world size, an operand that is already
-    reduced. Source: CGX (Markov et al., Middleware 2022).
+    Every rank gets the same bits. Sums run in fp32, in rank order. The derivative is exactly that
+    of `lax.psum`. Under check_vma the result does not vary over the axis. With `axis_index_groups`,
+    which must be of equal size, it does.
+
+    Raises ValueError or TypeError while tracing for an unknown axis, exchange or reduction; for one
+    that is wrong for the compressor or cannot work here; for a missing key, a plan of another tree
+    or a profile of another world size; and for an operand that is already reduced. Source: CGX
+    (Markov et al., Middleware 2022).
     """
     options = Options.resolve(
         "psum_compressed",
@@ -82,7 +97,8 @@ def pmean_compressed(
 ) -> Any:
     """Mean over the ranks of `axis_name`: `psum_compressed` divided by the world size.
 
-    Takes and raises what `psum_compressed` does; the division comes before the second encoding.
+    Takes, returns and raises what `psum_compressed` does. The division comes before the second
+    encoding.
     """
     options = Options.resolve(
         "pmean_compressed",

@@ -24,12 +24,12 @@ _enabled = False
 
 @contextlib.contextmanager
 def debug_checksums() -> Iterator[None]:
-    """Within it, ranks compare checksums of what psum, pmean and all_gather_compressed return.
+    """Inside it, ranks compare checksums of what psum, pmean and all_gather_compressed return.
 
-    For finding a broken build, link or memory: ranks whose bits differ make the step fail with a
+    It finds a broken build, link or memory. Where bits differ between ranks, the step fails with a
     RuntimeError (under jit inside a JaxRuntimeError) that names the call, the axis and the ranks.
-    Costs a pass over the result and an exchange of 4 bytes. Clears JAX's caches when entered and
-    when left, so that functions compiled outside are traced anew.
+    It costs a pass over the result and an exchange of 4 bytes. It clears JAX's caches on entry and
+    on exit, so that functions compiled outside are traced again.
     """
     global _enabled
     before, _enabled = _enabled, True

@@ -20,9 +20,9 @@ from cgx_jax.wire import FUSION_BYTES
 class Plan:
     """The static, hashable result of a policy: what `jit` caches a reduction by.
 
-    `leaves` and `compressors` have one entry per leaf, in tree order; `buffers` are the fusion
-    buffers, each a tuple of leaf numbers; leaves in none are reduced exactly. Make one with
-    `Plan.build`.
+    `leaves` (path, shape and dtype) and `compressors` have one entry per leaf, in tree order.
+    `buffers` are the fusion buffers, each a tuple of leaf numbers. Leaves in no buffer are reduced
+    exactly. Make a plan with `Plan.build`, which says what it raises.
     """
 
     leaves: tuple[Leaf, ...]
@@ -40,13 +40,13 @@ class Plan:
     ) -> Plan:
         """The plan for `tree` (arrays, tracers or ShapeDtypeStructs; local shapes).
 
-        `policy` chooses a compressor for every leaf; a bare compressor stands for
-        `Uniform(compressor)`, the default for `Quantize()`: leaves with ndim <= 1, under 1,024
-        values or named as biases and norms are exact, as in CGX. A compressor given for a bare
-        array takes it whatever its shape. `overrides` maps a leaf's path ("layer/kernel") to its
-        compressor and goes before the policy. Consecutive leaves share a buffer of up to
-        `fusion_bytes` uncompressed bytes. Raises ValueError for a path that is not in the tree,
-        TypeError for an override that cannot encode its leaf.
+        `policy` chooses a compressor for every leaf. A bare compressor stands for
+        `Uniform(compressor)`, and the default for `Quantize()`: leaves with ndim <= 1, under 1,024
+        values or named as biases and norms are exact, as in CGX. A bare array takes the compressor
+        that is given for it, whatever its shape. `overrides` maps a leaf's path ("layer/kernel") to
+        its compressor, and takes precedence over the policy. Consecutive leaves share a buffer of
+        up to `fusion_bytes` uncompressed bytes. Raises ValueError for a path that is not in the
+        tree and for `fusion_bytes` below 1, TypeError for an override that cannot encode its leaf.
         """
         if fusion_bytes <= 0:
             raise ValueError(f"Plan.build: fusion_bytes={fusion_bytes} must be positive.")
@@ -68,7 +68,7 @@ class Plan:
         )
 
     def subset(self, part: tuple[int, ...]) -> Plan:
-        """The plan of some leaves alone, which are numbered from 0."""
+        """The plan of only these leaves, numbered from 0."""
         fused = {i for b in self.buffers for i in b}
         buffer = tuple(n for n, i in enumerate(part) if i in fused)
         return Plan(
@@ -82,10 +82,10 @@ class Plan:
         return _planned(self.leaves, self.compressors, fusion_bytes)
 
     def wire_bytes(self, world: int) -> int:
-        """Bytes one rank sends in one reduction over `world` ranks, all leaves.
+        """Bytes that one rank sends in one reduction of all leaves over `world` ranks.
 
-        Compressed leaves by the reductions that their compressors take first; exact ones what a
-        ring all-reduce sends, 2 (world - 1) / world of their bytes. A buffer that
+        Compressed leaves count by the first reduction that their compressor allows. Exact ones
+        count as in a ring all-reduce, 2 (world - 1) / world of their bytes. A buffer that
         `exchange="auto"` sends by psum counts as compressed: this is the plan's arithmetic.
         """
         total = 0

@@ -33,9 +33,10 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def check_compressor(compressor: Compressor, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
-    """The protocol: a value, exact sizes, the stated bound, states of one shape.
+    """Checks a compressor's protocol: equality by value, exact sizes, the stated bound, its state.
 
-    Values are a normal gradient's, and zeros, in every dtype that is supported.
+    Values are a normal gradient's, and zeros, of `shapes`, in every float dtype that is supported.
+    Raises AssertionError with what is wrong.
     """
     _require(hash(compressor) == hash(dataclasses.replace(compressor)), "equal ones hash alike")  # type: ignore[type-var]
     _require(compressor == dataclasses.replace(compressor), "copies are equal")  # type: ignore[type-var]
@@ -100,11 +101,12 @@ def check_reduction(
     worlds: Sequence[int] = (2, 3, 8),
     shape: tuple[int, ...] = (16, 33),
 ) -> None:
-    """A reduction of a compressor's codes: the same bits on all ranks, the bound, the account.
+    """Checks a reduction of a compressor's codes: same bits on all ranks, the bound, the account.
 
-    Over each of `worlds` that there are devices for, sums and means, in fp32: every rank's result
-    is the same to the bit, within `Reduction.error_bound` of the exact sum; what the ranks lost
-    adds up to the difference; new states are like the old; the derivative is that of `lax.psum`.
+    It runs over each of `worlds` that there are devices for, with sums and means, in fp32 leaves of
+    `shape`. Every rank's result is the same to the bit, and within `Reduction.error_bound` of the
+    exact sum. What the ranks lost adds up to the difference. New states are like the old, and the
+    derivative is that of `lax.psum`. Raises AssertionError with what is wrong.
     """
     for world in (w for w in worlds if w <= jax.device_count()):
         for mean in (False, True):
@@ -164,10 +166,11 @@ def _check_reduction(
 
 
 def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
-    """An exchange over `axis` of `mesh`, by all processes: every capability that `can` names.
+    """Checks every capability that `exchange.can` names, over `axis` of `mesh`, by all processes.
 
-    Rows arrive where they belong, of 0, 1, 13 and 100,000 bytes; calls in one piece give the bytes
-    of kernels around XLA's collectives. Results are compared on this process's devices.
+    Rows of 0, 1, 13 and 100,000 bytes arrive where they belong. Calls in one piece give the bytes
+    of kernels around XLA's collectives. Each process compares results on its own devices. Raises
+    AssertionError with what is wrong.
     """
     world = mesh.shape[axis]
     for size in (0, 1, 13, 100_000):

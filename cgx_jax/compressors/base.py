@@ -18,23 +18,24 @@ class Compressor(abc.ABC):
     """A code for one leaf, lossy or exact: static, hashable, equal by value.
 
     Subclasses are frozen dataclasses of one of two families. A `PayloadCompressor` turns a leaf
-    into bytes and back; a `SummedCompressor` turns it into arrays whose sum over the ranks is the
+    into bytes and back. A `SummedCompressor` turns it into arrays whose sum over the ranks is the
     code of the ranks' sum. A compressor knows no axis and no tree. What it states decides how it is
     reduced:
 
     * `lossless`: nothing is lost, so exact leaves skip the code.
-    * `reductions`: the names of the reductions that are right for it; the first is taken.
+    * `reductions`: the names of the reductions that are right for it; the first is the default.
     * `unbiased`: the expectation of what comes back is what went in.
     * `needs_key`: it draws random numbers.
     * `shares_noise`: all ranks are given the same key, instead of one each.
-    * `shares_state`: its state is made of sums over the ranks alone, so all ranks hold the same.
-    * `selects`: it sends a few values and drops the others whole.
-    * `carries_nonfinite`: of a leaf with values that are not finite, some value that comes back is
-      not finite either. `debug_nonfinite` then looks at results alone.
+    * `shares_state`: its state is made only of sums over the ranks, so all ranks hold the same.
+    * `selects`: it sends a few values and drops the others entirely.
+    * `carries_nonfinite`: if a leaf holds values that are not finite, so does what comes back.
+      `debug_nonfinite` then looks only at results.
 
-    State (momenta, low-rank factors) is a pytree that `init` makes and every use returns anew;
-    stateless compressors have the empty tuple. `sync_gradients` keeps it from step to step; calls
-    that keep nothing refuse such a compressor. Terms after GRACE (Xu et al., ICDCS 2021).
+    State (momenta, low-rank factors) is a pytree that `init` makes and that every use returns anew.
+    Stateless compressors have the empty tuple. `sync_gradients` keeps the state from step to step;
+    calls that keep nothing raise ValueError for such a compressor. Leaves are f32, bf16 or f16 by
+    default (`supports`). Terms after GRACE (Xu et al., ICDCS 2021).
     """
 
     lossless: ClassVar[bool] = False
@@ -55,17 +56,17 @@ class Compressor(abc.ABC):
 
     @property
     def shares_noise(self) -> bool:
-        """Whether ranks take their noise from one source, each another part, instead of apart."""
+        """Whether ranks take different parts of one common noise, instead of independent noise."""
         return False
 
     @property
     def block_size(self) -> int | None:
-        """How many values share one code; None where a leaf is coded as a whole."""
+        """How many values share one code; None if a leaf is coded as a whole."""
         return None
 
     @property
     def codec_work(self) -> frozenset[str]:
-        """What encoding takes time for beyond plain rounding: "noise", "rotation"."""
+        """What encoding spends time on beyond plain rounding: "noise", "rotation"."""
         return frozenset({"noise"} if self.needs_key else ())
 
     def supports(self, dtype: Any) -> bool:
@@ -76,19 +77,20 @@ class Compressor(abc.ABC):
     def width(self) -> int:
         """Whole bits per value, 1 or more: how solvers, logs and metrics name this compressor.
 
-        By default those of the payload of fp32[1024, 1024], rounded. A subclass whose values have
-        codes of one size states that size, without metadata.
+        By default the payload bits of fp32[1024, 1024] per value, rounded. A subclass whose values
+        have codes of one size states that size, without metadata.
         """
         return max(1, round(self.wire_bits((1024, 1024)) / 2**20))
 
     @classmethod
     def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
-        """What each of `candidates`, all of this class, loses of `rows`: fp32[rows, candidates].
+        """The squared error of each of `candidates`, all of this class, on each of `rows`.
 
-        A row of fp32[rows, ...] is whole blocks or a whole leaf. The sum of squared errors is over
-        its first `filled` values; the others are copies of the last. By default every row is
-        approximated by itself, with a constant key of its own where one is needed: one draw per row
-        stands for the expectation. A subclass may compute all candidates together.
+        Returns fp32[rows, candidates]. A row of fp32[rows, ...] is whole blocks or a whole leaf.
+        The sum of squared errors is over its first `filled` values; the others are copies of the
+        last. By default every row is approximated by itself. If a candidate needs a key, each row
+        has a constant one: one draw per row stands for the expectation. A subclass may compute all
+        candidates together.
         """
 
         def lost(compressor: Any, row: jax.Array, key: jax.Array) -> jax.Array:
@@ -111,29 +113,29 @@ class Compressor(abc.ABC):
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         """Exact bits of the code of a leaf of `shape` (or of that many values).
 
-        What travels is whole bytes, `payload_bytes`: where this is no multiple of 8, `encode` fills
-        up the last one.
+        Whole bytes travel, `payload_bytes`: if this is no multiple of 8, `encode` pads the last
+        byte.
         """
 
     @abc.abstractmethod
     def error_bound(self, x: Any) -> jax.Array:
-        """Largest possible error of what comes back for `x`, one fp32 number a value, x's shape.
+        """Largest possible error of what comes back for `x`: fp32, one number per value, x's shape.
 
-        Of a payload it is |decode(encode(x)) - x|; of summed arrays `x` is the ranks' sum.
+        For a payload that is |decode(encode(x)) - x|. For summed arrays `x` is the ranks' sum.
         """
 
     @property
     def feedback_scale(self) -> float | None:
-        """What decoded values are multiplied by under error feedback, to keep the memory bounded.
+        """The factor on decoded values under error feedback that keeps the memory bounded.
 
         1 for compressors that lose less than they are given; 1 / (1 + ω) for unbiased ones with
-        E|decode(encode(x)) - x|² <= ω |x|², around which plain feedback diverges; None where no
-        factor is known to be enough.
+        E|decode(encode(x)) - x|² <= ω |x|², around which plain feedback diverges; None if no factor
+        is known to be enough.
         """
         return 1.0
 
     def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array | None:
-        """Which of the values it was given a code would send if it had room, bool like `x`.
+        """Which of the values of `x` the code would send if it had room, bool like `x`.
 
         `arrived` marks those that it has sent. None for codes that always have room.
         """
@@ -145,9 +147,9 @@ class Compressor(abc.ABC):
         return type(self).wants is not Compressor.wants
 
     def known_error(self, size: int) -> float | None:
-        """The relative squared error of encoding a leaf of `size` values; None where not known.
+        """The relative squared error of encoding a leaf of `size` values; None if it is not known.
 
-        A code that states one makes decoded values smaller by the same share on average.
+        If a code states one, its decoded values are smaller by the same share on average.
         """
         return None
 
@@ -167,17 +169,21 @@ class Compressor(abc.ABC):
 
 
 class PayloadCompressor(Compressor):
-    """A compressor whose code is bytes: a payload of `wire_bits` bits, filled up to whole bytes.
+    """A compressor whose code is bytes: a payload of `wire_bits` bits, padded to whole bytes.
 
     A leaf is prepared as a whole, then encoded. `prepare` holds all that needs the whole leaf or
-    the past: statistics, momenta. `encode` has no state, and `scatter_gather` applies it to one
-    chunk of the leaf for each rank, so a compressor that allows that can encode any run of values
-    by itself; `gather_sum` sends whole leaves. `ring` and `tree` encode sums over some of the ranks
-    with the code of one rank's values. `owner_exact` says that the rank which adds up a chunk may
-    add its own prepared values as they are, which makes the sum more exact. It is False where every
-    rank must have the same weight, as in a vote; `ring` and `tree` then refuse the code. Reductions
-    encode fp32 values unless the compressor brings kernels (`codes`), all-gathers values of the
-    leaf's dtype.
+    the past: statistics, momenta. `encode` has no state. The reductions ask this of a code:
+
+    * "scatter_gather" encodes one chunk of the leaf for each rank, so `encode` must take any run of
+      values by itself.
+    * "gather_sum" encodes whole leaves.
+    * "ring" and "tree" encode sums over some of the ranks with the code of one rank's values.
+
+    `owner_exact` says that the rank which adds up a chunk may add its own prepared values as they
+    are, which makes the sum more exact. It is False if every rank must have the same weight, as in
+    a vote; "ring" and "tree" then refuse the code. Reductions encode fp32 values unless the
+    compressor brings kernels (`codes`). All-gathers encode values of the leaf's dtype. `encode`
+    raises ValueError for a missing key.
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")
@@ -193,7 +199,7 @@ class PayloadCompressor(Compressor):
     def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """What of a whole leaf is encoded, in its shape, and the new state; both fp32.
 
-        `x` is one rank's leaf in fp32. By default it is encoded as it is.
+        `x` is one rank's leaf in fp32. By default it is encoded unchanged.
         """
         return x, state
 
@@ -204,14 +210,14 @@ class PayloadCompressor(Compressor):
 
     @abc.abstractmethod
     def encode(self, x: Any, *, key: Any = None) -> jax.Array:
-        """`x` to a payload uint8[payload_bytes]."""
+        """Encodes `x`, an array of any shape: returns the payload, uint8[payload_bytes]."""
 
     @abc.abstractmethod
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
-        """Payload to an array of `shape` and `dtype`; the payload is never trusted for sizes."""
+        """Decodes a payload to an array of `shape` and `dtype`, without trusting it for sizes."""
 
     def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """What payloads u8[ranks, n] add up to, fp32 and in rank order."""
+        """The sum of the decoded payloads u8[ranks, n], in fp32 and rank order."""
 
         def add(total: jax.Array, _: Any, payload: jax.Array) -> jax.Array:
             total = total + self.decode(payload, tuple(shape), jnp.float32)
@@ -226,26 +232,26 @@ class PayloadCompressor(Compressor):
 
     @classmethod
     def chunk_kernels(cls, leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode | None:
-        """Code of this family that treats a fusion buffer, cut into chunks, in one call."""
+        """Code of this family for a fusion buffer, cut into chunks, in one call; or None."""
         return None
 
     @classmethod
     def whole_kernels(cls, leaves: tuple[CodedLeaf, ...]) -> WholeCode | None:
-        """Code of this family that treats a fusion buffer of whole leaves in one call."""
+        """Code of this family for a fusion buffer of whole leaves, in one call; or None."""
         return None
 
     def row_kernels(self, size: int) -> RowCode | None:
-        """Code that treats all rows of `size` values of a leaf in one call."""
+        """Code for all rows of `size` values of a leaf, in one call; or None."""
         return None
 
 
 class Summed(NamedTuple):
-    """What a `SummedCompressor` ends with: `total` and `own` are fp32 in the leaf's shape.
+    """What the generator of a `SummedCompressor` returns; `total` and `own` are fp32.
 
-    `total` is the ranks' sum as the code gives it, alike on all ranks, so it is made of the
-    received sums alone (and not of `zeros_like(x)`, whose type is this rank's). `own` is this
-    rank's part of it: the sum of all ranks' `own` is `total`. `state` is the compressor's new
-    state.
+    Both have the leaf's shape. `total` is the ranks' sum as the code gives it, alike on all ranks.
+    Make it only from the received sums (and not from `zeros_like(x)`, whose type is this rank's).
+    `own` is this rank's part of it: the sum of all ranks' `own` is `total`. `state` is the
+    compressor's new state. A `total` that is typed as varying between ranks raises ValueError.
     """
 
     total: jax.Array
@@ -254,10 +260,10 @@ class Summed(NamedTuple):
 
 
 class Together(NamedTuple):
-    """What `rounds` may yield between two rounds; it is sent `function(x)`.
+    """What `rounds` may yield between two rounds to compute `function(x)`, which it then receives.
 
-    Leaves that ask for the same function of the same shape share one call, under `jax.vmap`: a loop
-    of its own for each of many leaves would take long to compile.
+    Leaves that ask for the same function of the same shape and dtype share one call, under
+    `jax.vmap`: a separate loop for each of many leaves would take long to compile.
     """
 
     function: Callable[[jax.Array], jax.Array]
@@ -265,7 +271,10 @@ class Together(NamedTuple):
 
 
 class Maxima(NamedTuple):
-    """What `rounds` may yield for a round; it is sent the arrays' maxima over the ranks."""
+    """What `rounds` may yield as a round; it receives the arrays' maxima over the ranks.
+
+    `arrays` have the same shapes and dtypes on every rank.
+    """
 
     arrays: Sequence[jax.Array]
 
@@ -275,17 +284,21 @@ Rounds = Generator[Sequence[jax.Array] | Together | Maxima, Any, Summed]
 
 
 class SummedCompressor(Compressor):
-    """A compressor whose code is numeric arrays that `lax.psum` adds, in one round or several."""
+    """A compressor whose code is numeric arrays that `lax.psum` adds, in one round or several.
+
+    It is reduced by "sum_rounds". `rounds` is a generator that yields the arrays of a round,
+    receives their sums, and returns `Summed`. Source: PowerSGD (Vogels et al., NeurIPS 2019).
+    """
 
     reductions: ClassVar[tuple[str, ...]] = ("sum_rounds",)
 
     @abc.abstractmethod
     def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
-        """A generator: yields the arrays of a round, and is sent their sums over `world` ranks.
+        """A generator: yields the arrays of a round, and receives their sums over `world` ranks.
 
         `x` is fp32 in the leaf's shape. Every rank yields arrays of the same shapes and dtypes, in
-        the same number of rounds. A round of `Maxima` is sent maxima instead of sums. `Together`
-        may be yielded in between.
+        the same number of rounds. A round of `Maxima` receives maxima instead of sums. `Together`
+        may be yielded in between. Returns `Summed`.
         """
 
     def summed_bytes(self, shape: Sequence[int], dtype: Any, world: int) -> int:

@@ -19,12 +19,12 @@ from cgx_jax.compressors.sparse import Keep, check_keep, kept, position_bits
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveThreshold(PayloadCompressor):
-    """The largest positive values and the lowest negative ones, each kind by its mean alone.
+    """The largest positive and the lowest negative values, each replaced by the mean of its sign.
 
-    Half of the `keep` values are of each sign: thresholds adapt to the leaf. ceil(log2(n + 1)) bits
-    for each position, and 8 bytes for the two means. NaN and infinity are kept, and are then the
-    mean of all that is. It is a projection, so error feedback makes up for what it loses. Raises
-    ValueError as `TopK` does. Source: AdaQ (Dryden et al., MLHPC 2016).
+    Half of the `keep` values are of each sign, so the thresholds adapt to the leaf. A position
+    takes ceil(log2(n + 1)) bits, and the two means 8 bytes. NaN and infinity are kept, and make the
+    means that they enter non-finite. The code is a projection, so error feedback makes up for what
+    it loses. Raises as `TopK` does. Source: AdaQ (Dryden et al., MLHPC 2016).
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
@@ -73,13 +73,13 @@ class AdaptiveThreshold(PayloadCompressor):
 
 @dataclasses.dataclass(frozen=True)
 class SketchML(PayloadCompressor):
-    """The mean of a value's bin; bins are the quantiles of the values themselves.
+    """The mean of a value's bin; the bins are the quantiles of the values themselves.
 
-    ceil(log2(bins)) bits per value, and 4 bytes a bin. Quantiles are those of at most 8,192 values
-    of the run that is encoded; means are of all. It is a projection, so error feedback makes up for
-    what it loses. NaN and infinity come back as NaN, with the rest of their bin. Raises ValueError
-    for bins outside of 2..256. Source: SketchML (Jiang et al., SIGMOD 2018), without its sketch of
-    keys.
+    A value takes ceil(log2(bins)) bits, and a bin 4 bytes. Quantiles are those of at most 8,192
+    values of the run that is encoded; means are those of all its values. The code is a projection,
+    so error feedback makes up for what it loses. NaN and infinity come back as NaN, with the rest
+    of their bin. Raises ValueError for bins outside of 2..256, TypeError for bins that are no
+    integer. Source: SketchML (Jiang et al., SIGMOD 2018), without its sketch of keys.
     """
 
     bins: int = 64
@@ -129,13 +129,13 @@ _HALF, _BYTE = np.float32(2.0**-5), np.float32(2.0**-10)
 class INCEPTIONN(PayloadCompressor):
     """32, 16, 8 or no bits by a value's exponent, and a tag of 2 bits that says which.
 
-    Magnitudes from 1 on are sent as they are, from 2^-5 on in 16 bits (bfloat16), from 2^-10 on in
-    8 (a sign, and 7 bits from 0 to 2^-5); less is not sent. There is room for the share
-    `capacities` of the values in each class. The largest come first, so that none waits forever,
-    and those from 1 on that find no room take 16 bits. What finds none there stays in the residual,
-    as what is too small does: it needs error feedback. NaN counts as the largest. Raises ValueError
-    for shares outside of [0, 1]. Source: INCEPTIONN (Li et al., MICRO 2018), with room of a fixed
-    size.
+    Magnitudes from 1 on are sent exactly in 32 bits, those from 2^-5 on in 16 (bfloat16), and those
+    from 2^-10 on in 8 (a sign, and 7 bits from 0 to 2^-5). Smaller ones are not sent. Each class
+    has room for its share of the values in `capacities`. The largest come first, so that none waits
+    forever, and those from 1 on that find no room take 16 bits. What finds no room there, and what
+    is too small, stays in the residual: the code needs error feedback. NaN counts as the largest.
+    Raises ValueError unless capacities are three shares in [0, 1]. Source: INCEPTIONN (Li et al.,
+    MICRO 2018), with room of a fixed size.
     """
 
     capacities: tuple[float, float, float] = (0.01, 0.05, 0.2)

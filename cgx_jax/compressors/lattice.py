@@ -18,18 +18,18 @@ from cgx_jax.compressors.quantize import Quantize
 
 @dataclasses.dataclass(frozen=True)
 class ShiftedLattice(PayloadCompressor):
-    """`Quantize`'s even levels, all of a bucket shifted by one random part of a step.
+    """`Quantize`'s even levels, with all levels of a bucket shifted by a random part of a step.
 
-    Values are rounded to the nearest level, and the shift is uniform in a step, so the expectation
-    of what comes back is what went in. No value moves by more than half a step, and each has the
-    variance step² / 12. Stochastic rounding moves values by up to a step, and its variance is twice
-    as large on average. The payload is that of `Quantize(bits, bucket_size)`, which decodes it:
-    only the least level of a bucket, which is sent, is shifted.
+    Values are rounded to the nearest level, and the shift is uniform in a step, so the code is
+    unbiased. No value moves by more than half a step, and each has the variance step² / 12.
+    Stochastic rounding moves values by up to a step, and its variance is twice as large on average.
+    The payload, its size and its dtypes are those of `Quantize(bits, bucket_size)`, which decodes
+    it. Only the least level of a bucket, which is sent, is shifted.
 
     It is meant for weights that are gathered: all ranks draw the same shifts, as parts of the step.
-    In a sum over ranks that agree, such errors do not average out: for gradients, take
-    `Quantize(rounding="stochastic")`. Raises as `Quantize` does. Source: QSDP (Markov et al., ICML
-    2023), which shares one shift between all buckets.
+    In a sum over ranks that agree, such errors do not average out. For gradients, take
+    `Quantize(rounding="stochastic")`. Raises as `Quantize` does, and ValueError for a missing key.
+    Source: QSDP (Markov et al., ICML 2023), which shares one shift between all buckets.
     """
 
     bits: int = 8

@@ -16,7 +16,10 @@ from cgx_jax.compressors.packing import from_bytes, size_of, to_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Identity(PayloadCompressor):
-    """No compression: the reduction is `lax.psum`, bit for bit, for every dtype it takes."""
+    """No compression: the reduction is `lax.psum`, bit for bit, for every dtype that it takes.
+
+    A leaf has any shape and dtype, and its code is its bytes.
+    """
 
     lossless = True
     carries_nonfinite = True
@@ -55,11 +58,11 @@ _CAST_TYPES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Cast(PayloadCompressor):
-    """Values rounded to `dtype` (bfloat16, float16, float8_e4m3fn or float8_e5m2).
+    """Values rounded to `dtype`: bfloat16, float16, float8_e4m3fn or float8_e5m2.
 
-    16 or 8 bits per value on the wire on every platform: payloads travel as bytes, so XLA cannot
-    widen them. Sums run in fp32. Out-of-range values follow the type: infinite, or NaN for
-    float8_e4m3fn, which has no infinity.
+    A value of f32, bf16 or f16 takes 16 or 8 bits on the wire on every platform: payloads travel as
+    bytes, so XLA cannot widen them. Sums run in fp32. Out-of-range values follow the type:
+    infinite, or NaN for float8_e4m3fn, which has no infinity. Raises ValueError for another dtype.
     """
 
     carries_nonfinite = True

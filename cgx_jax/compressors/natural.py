@@ -27,9 +27,9 @@ _MANTISSA = np.uint32(0x7FFFFF)
 class Natural(PayloadCompressor):
     """A sign and a power of two from 2^-94 to 2^31, rounded at random: unbiased, 8 bits per value.
 
-    Its variance is |x|² / 8 at most. Smaller magnitudes become 0 or 2^-94. What is not finite, or
-    may round to more than 2^31, comes back as NaN. Source: natural compression (Horváth et al.,
-    2019).
+    Its variance is at most |x|² / 8. Magnitudes below 2^-94 become 0 or 2^-94. A value that is not
+    finite, or may round to more than 2^31, comes back as NaN. Raises ValueError for a missing key.
+    Source: natural compression (Horváth et al., 2019).
     """
 
     @property

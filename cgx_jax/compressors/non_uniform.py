@@ -25,10 +25,10 @@ ROUNDS = 8
 class DynamicTree8(PayloadCompressor):
     """8 bits per value: a sign, a power of ten and a fraction, relative to the bucket's largest.
 
-    The fewer bits the power takes, the more are left for the fraction: it has 64 steps from a tenth
-    of the largest magnitude on, and one at a millionth. 4 bytes per bucket for that magnitude. A
-    bucket with NaN or infinity comes back as NaN. Raises ValueError for a bucket_size below 1.
-    Source: dynamic tree quantization (Dettmers, ICLR 2016).
+    The fewer bits the power takes, the more are left for the fraction. It has 64 steps from a tenth
+    of the largest magnitude on, and one step at a millionth. The largest magnitude takes 4 bytes
+    per bucket. A bucket with NaN or infinity comes back as NaN. Raises ValueError for a bucket_size
+    below 1. Source: dynamic tree quantization (Dettmers, ICLR 2016).
     """
 
     bucket_size: int = buckets.BUCKET
@@ -91,18 +91,19 @@ def tree() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class NonUniform(PayloadCompressor):
-    """Levels that are not a step apart: `levels` "exponential" or "fitted", `bits` bits per value.
+    """Levels with uneven steps: `levels` "exponential" or "fitted", `bits` bits per value.
 
     *Exponential*: a sign, and 0 or one of the powers 1, 1/2, 1/4, ... of the bucket's L2 norm,
-    rounded at random without bias. Source: NUQSGD (Ramezani-Kebrya et al., JMLR 2021).
+    rounded at random without bias. It needs a key. Source: NUQSGD (Ramezani-Kebrya et al., JMLR
+    2021).
 
     *Fitted*: shares of the bucket's largest magnitude, rounded to the nearest of 2^bits levels.
-    Every encoded run of values fits its own by Lloyd's rule on a histogram, the rule that QSDP
-    learns levels by, and sends them along, 4 bytes each. One level is 0, so no value's error is
-    larger than the value. Source: QSDP (Markov et al., ICML 2023).
+    Every run of values that is encoded has levels of its own, and sends them along, 4 bytes each.
+    They are fitted by Lloyd's rule on a histogram, the rule by which QSDP learns levels. One level
+    is 0, so no value's error is larger than the value. Source: QSDP (Markov et al., ICML 2023).
 
-    4 bytes per bucket besides. A bucket with NaN or infinity comes back as NaN. Raises ValueError
-    for bits outside of 2..8 and an unknown kind of levels.
+    Both take 4 bytes per bucket in addition. A bucket with NaN or infinity comes back as NaN.
+    Raises ValueError for bits outside of 2..8, an unknown kind of levels and a missing key.
     """
 
     bits: int = 4

@@ -31,18 +31,17 @@ class PowerSGD(SummedCompressor):
 
     A leaf is the matrix [product of all dimensions but the last, last dimension], so convolution
     kernels (HWIO) are [H * W * I, O]. Two rounds add up P = M Q and Q = Mᵀ P in fp32; P is
-    orthonormalized in between. A matrix of n by m costs 4 rank (n + m) bytes.
+    orthonormalized in between. A matrix of n by m costs 4 rank (n + m) bytes. Leaves with fewer
+    than two dimensions, and those whose factors would be no smaller than the matrix, are summed
+    exactly in fp32 and have no state.
 
-    Leaves with fewer than two dimensions, and those for which the factors would not be smaller
-    than the matrix, are summed exactly in fp32 and have no state.
-
-    The state is Qᵀ, f32[rank, m], from which the next step continues: on gradients that change
+    The state is Qᵀ, f32[rank, m], from which the next step continues. On gradients that change
     slowly, P Pᵀ M approaches the best approximation of this rank. The first Q is Gaussian and
-    depends on the shape alone. A column of Q that is zero or not finite begins anew in the same
+    depends only on the shape. A column of Q that is zero or not finite starts again in the same
     way. A matrix with a non-finite value becomes NaN as a whole.
 
-    Raises ValueError for a rank below 1. Source: PowerSGD (Vogels et al., NeurIPS 2019). Use it
-    with `ErrorFeedback`: what a step loses is large.
+    A step loses much, so use it with `ErrorFeedback`. Raises ValueError for a rank below 1,
+    TypeError for one that is no integer. Source: PowerSGD (Vogels et al., NeurIPS 2019).
     """
 
     rank: int = 4
@@ -97,8 +96,8 @@ class PowerSGD(SummedCompressor):
     def error_bound(self, x: Any) -> jax.Array:
         """The L2 norm of the value's column, since what a column loses is a projection of it.
 
-        For rounding, 2**-10 of the norm and an ulp of the dtype are added; a leaf that is sent
-        exactly has that ulp alone. The bound is infinite where a 16-bit result may overflow, where
+        For rounding, 2**-10 of the norm and an ulp of the dtype are added. A leaf that is sent
+        exactly has only that ulp. The bound is infinite where a 16-bit result may overflow, where
         the matrix has a non-finite value, and where its products with the factors may overflow
         fp32. Where ranks cancel out, the rounding of their own parts comes on top, as in
         `lax.psum`.

@@ -30,12 +30,12 @@ NORMS = ("l2", "max")
 class QSGD(PayloadCompressor):
     """Magnitudes as multiples of a bucket's norm / levels, rounded at random without bias.
 
-    ceil(log2(2 * levels + 1)) bits per value and the norm, 4 bytes per bucket: 7 levels are 4 bits,
-    127 are 8. `norm` is "l2", as in the paper, or "max", whose error is smaller. Its variance is at
-    most ω |x|², with ω = min(B / levels², sqrt(B) / levels) for buckets of B values and the L2
-    norm; error feedback scales by 1 / (1 + ω). A bucket with NaN or infinity comes back as NaN.
-    Raises ValueError for levels outside of 1..32767 and an unknown norm. Source: QSGD (Alistarh et
-    al., NeurIPS 2017).
+    A value takes ceil(log2(2 * levels + 1)) bits, 4 for 7 levels and 8 for 127, and the norm 4
+    bytes per bucket. `norm` is "l2", as in the paper, or "max", whose error is smaller. The
+    variance is at most ω |x|², with ω = min(B / levels², sqrt(B) / levels) for buckets of B values
+    and the L2 norm; error feedback scales by 1 / (1 + ω). A bucket with NaN or infinity comes back
+    as NaN. Raises ValueError for levels outside of 1..32767, an unknown norm and a missing key.
+    Source: QSGD (Alistarh et al., NeurIPS 2017).
     """
 
     levels: int = 7

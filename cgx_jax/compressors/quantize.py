@@ -31,23 +31,30 @@ from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
 class Quantize(PayloadCompressor):
     """Each bucket's values on `2**bits` even levels between its minimum and maximum.
 
-    `bits` is 1..8 and packed truly; `bucket_size` is a multiple of 32. Values are f32, bf16 or
-    f16. On the wire a value costs bits + 64 / bucket_size bits. A bucket with a non-finite value,
-    or whose range overflows fp32, decodes to NaN. Source: CGX (Markov et al., Middleware 2022).
+    `bits` is 1 to 8, and codes are packed without gaps. `bucket_size` counts values and is a
+    multiple of 32. Values are f32, bf16 or f16. A value costs bits + 64 / bucket_size bits on the
+    wire. A bucket with a non-finite value, or whose range overflows fp32, decodes to NaN.
 
-    `rounding` is "nearest"; "stochastic", which is unbiased and needs a key; or "correlated", which
-    is too, and spreads the noise of the ranks of an all-reduce evenly, so that their errors cancel
-    more often than independent ones do (Suresh et al., ICML 2022). By the reduction "gather_sum" it
-    is "stochastic".
+    `rounding` is one of:
 
-    `rotation` turns each bucket by a Hadamard transform of blocks of up to 512 values with random
-    signs before it is quantized, and back after it is decoded: a value that stands out then does
-    not widen the range of all others. Rounding to nearest, it also clips the range at the mean
-    square optimum of normal values, which is what rotated ones look like, in buckets that are one
-    block: a power of two of values, up to 512. It costs no bytes, and on
-    gradients it saves more than a bit; the error of a single value is then bounded by its bucket's
-    norm alone. A non-finite value still spoils its whole bucket (Suresh et al., ICML 2017;
-    Vargaftik et al., ICML 2022).
+    * "nearest".
+    * "stochastic": unbiased; it needs a key.
+    * "correlated": unbiased, too. It spreads the noise evenly over the ranks of an all-reduce, so
+      their errors cancel more often than independent ones do (Suresh et al., ICML 2022). By the
+      reduction "gather_sum" it is "stochastic".
+
+    `rotation` multiplies each bucket by random signs and a Hadamard transform, in blocks of up to
+    512 values, before it is quantized, and turns it back after it is decoded. A value that stands
+    out then does not widen the range of all others. With rounding to nearest, rotation also clips
+    the range. The clip has the least mean square error for normal values, which is what rotated
+    ones look like. It applies to buckets that are one block: a power of two of values, up to 512.
+    Rotation costs no bytes, and on gradients it saves more than a bit. The error of a single value
+    is then bounded only by its bucket's norm. A non-finite value still spoils its whole bucket
+    (Suresh et al., ICML 2017; Vargaftik et al., ICML 2022).
+
+    Raises ValueError for options outside these limits, TypeError for options of a wrong type, and,
+    on encoding, TypeError for another dtype and ValueError for a missing key. Source: CGX (Markov
+    et al., Middleware 2022).
     """
 
     carries_nonfinite = True
@@ -114,11 +121,11 @@ class Quantize(PayloadCompressor):
         return 1 / (1 + self.bucket_size / 2) if self.unbiased else None
 
     def known_error(self, size: int) -> float | None:
-        """The relative squared error of encoding a leaf of `size` values; None where not known.
+        """The relative squared error of encoding a leaf of `size` values; None if it is not known.
 
         It is known for buckets that are rotated, clipped as normal values, and rounded to nearest.
         Decoded values are then smaller by the same share on average. Buckets of fewer than 128
-        values err less.
+        values have a smaller error.
         """
         bucket = min(self.bucket_size, size + -size % GROUP)
         if not self.rotation or self.unbiased or not size or not one_block(bucket):
@@ -162,11 +169,11 @@ class Quantize(PayloadCompressor):
     def error_bound(self, x: Any) -> jax.Array:
         """Half a unit (nearest) or one (stochastic), and the rounding of fp32 and of x's dtype.
 
-        Rounding: 16 ulps of the bucket's largest magnitude, half an ulp of a 16-bit result, and
-        for subnormal units one level each; buckets that poison have an infinite bound. Of a rotated
-        bucket any value may take the error of all: a multiple of the bucket's L2 norm. The bound is
-        infinite where that may end past the largest value of a 16-bit dtype, and where the sum of a
-        rotated bucket may overflow fp32.
+        Rounding adds 16 ulps of the bucket's largest magnitude, half an ulp of a 16-bit result, and
+        one level each for subnormal units. Buckets that decode to NaN have an infinite bound. In a
+        rotated bucket any value may take the error of all, so the bound is a multiple of the
+        bucket's L2 norm. It is infinite where a result may exceed the largest value of a 16-bit
+        dtype, and where the sum of a rotated bucket may overflow fp32.
         """
         values = jnp.ravel(x).astype(jnp.float32)
         pad = -values.size % self.bucket_size

@@ -19,13 +19,13 @@ from cgx_jax.compressors.sparse import Keep, check_keep, kept
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(SummedCompressor):
-    """Values at places that all ranks draw alike, so `lax.psum` adds them up: 4 bytes each.
+    """Values at random places that all ranks share, so that `lax.psum` adds them up: 4 bytes each.
 
-    The leaf is cut into runs of n / k values, and of each one value is taken. If `scaled`, it
-    counts for all of its run, so that the expectation is the leaf; its variance is then n / k - 1
-    times |x|². Without, the others stay in the residual, and it needs error feedback. `keep` is a
-    share of the leaf or a number of values. Raises ValueError as `TopK` does. Source: Stich et al.
-    (NeurIPS 2018).
+    `keep` is a share of the leaf (float) or a number of values (int). The leaf of n values is cut
+    into runs of n / k values, and one value of each is taken. If `scaled`, it counts for all of its
+    run, which makes the code unbiased; the variance is then n / k - 1 times |x|². If not, the other
+    values stay in the residual, and the code needs error feedback. Raises as `TopK` does, and
+    ValueError for a missing key. Source: Stich et al. (NeurIPS 2018).
     """
 
     selects: ClassVar[bool] = True

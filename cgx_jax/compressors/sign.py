@@ -37,13 +37,13 @@ class _Vote(PayloadCompressor):
 
 @dataclasses.dataclass(frozen=True)
 class SignSGD(_Vote):
-    """The sign of every value, and of their sum the sign that most ranks have.
+    """The sign of every value; the sum is the sign that most ranks have.
 
-    One bit per value. Sums are 1 where more ranks are positive, -1 where more are negative, and 0
-    in a tie, so a mean is the same as a sum. A zero counts as positive; NaN, which a bit cannot
-    carry, as negative. Ties need a third value: over an even number of ranks the sums are sent in
-    1.6 bits. Error feedback is refused, since a sign may be larger than its value: see
-    `ScaledSign`. Source: signSGD with majority vote (Bernstein et al., 2018 and 2019).
+    A value takes one bit. Sums are 1 where more ranks are positive, -1 where more are negative, and
+    0 in a tie, so a mean is the same as a sum. A zero counts as positive, and NaN, which a bit
+    cannot carry, as negative. Ties need a third value, so over an even number of ranks the sums
+    take 1.6 bits per value. Error feedback raises ValueError, since a sign may be larger than its
+    value: see `ScaledSign`. Source: signSGD with majority vote (Bernstein et al., 2018 and 2019).
     """
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
@@ -116,10 +116,10 @@ class _Scaled(PayloadCompressor):
 class ScaledSign(_Scaled):
     """The sign of every value times the mean magnitude of its bucket.
 
-    One bit per value and 4 bytes per bucket. It loses a share of at most 1 - |x|_1² / (n |x|_2²) of
-    a bucket's squares, so error feedback makes up for it. A bucket with NaN or infinity comes back
-    as that. Raises ValueError for a bucket_size below 1. Source: EF-SignSGD (Karimireddy et al.,
-    ICML 2019), whose bucket is the whole leaf.
+    A value takes one bit, and a bucket 4 bytes in addition. The code loses a share of at most 1 -
+    |x|_1² / (n |x|_2²) of a bucket's squares, so error feedback makes up for it. A bucket with NaN
+    or infinity comes back as that. Raises ValueError for a bucket_size below 1. Source: EF-SignSGD
+    (Karimireddy et al., ICML 2019), whose bucket is the whole leaf.
     """
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
@@ -155,10 +155,10 @@ class ScaledSign(_Scaled):
 class OneBit(_Scaled):
     """One bit per value: the mean of its bucket's negative values, or of the others.
 
-    8 bytes per bucket beside the bits. It is a projection, so error feedback makes up for what it
-    loses. A bucket with NaN or infinity comes back as that, on their side of zero at least. Raises
-    ValueError for a bucket_size below 1. Source: 1-bit SGD (Seide et al., Interspeech 2014), whose
-    bucket is a column of the matrix.
+    A bucket takes 8 bytes in addition, for the two means. The code is a projection, so error
+    feedback makes up for what it loses. A bucket with NaN or infinity comes back as that, at least
+    on their side of zero. Raises ValueError for a bucket_size below 1. Source: 1-bit SGD (Seide et
+    al., Interspeech 2014), whose bucket is a column of the matrix.
     """
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:

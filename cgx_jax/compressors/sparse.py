@@ -199,15 +199,17 @@ def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> lis
 
 @dataclasses.dataclass(frozen=True)
 class TopK(_Positions):
-    """The `keep` largest values in magnitude, exactly: a share of the leaf, or a number of values.
+    """The `keep` largest values in magnitude: a share of the leaf (float), or a number (int).
 
-    ceil(log2(n + 1)) bits for each position, and the values by the code `values`: exact by default,
-    or `Cast(jnp.bfloat16)`, or `Quantize(8)`. NaN counts as the largest. It loses a share of at
-    most 1 - k / n of the squares, so it needs error feedback. Every
-    rank has its own positions, so payloads are gathered: the bytes that a rank receives grow with
-    the number of ranks. Those of `BlockTopK` do not. Raises ValueError for a share outside of (0,
-    1], for a number below 1 or, while tracing, above a leaf's. Source: Aji and Heafield (EMNLP
-    2017).
+    A position takes ceil(log2(n + 1)) bits, and a value what the code `values` takes. That is exact
+    by default (fp32, 32 bits); `Cast(jnp.bfloat16)` and `Quantize(8)` are shorter. NaN counts as
+    the largest. The code loses a share of at most 1 - k / n of the squares, so it needs error
+    feedback. Every rank has its own positions, so payloads are gathered: the bytes that a rank
+    receives grow with the number of ranks. Those of `BlockTopK` do not.
+
+    Raises ValueError for a share outside of (0, 1], for a number below 1 and, while tracing, for a
+    number above the leaf's size; TypeError for `values` that cannot encode any run of values.
+    Source: Aji and Heafield (EMNLP 2017).
     """
 
     keep: Keep = 0.01
@@ -227,7 +229,8 @@ class TopK(_Positions):
 class QSparse(TopK):
     """The largest values, quantized at random without bias: `TopK` with `QSGD` for its values.
 
-    Source: Qsparse-local-SGD (Basu et al., NeurIPS 2019).
+    Sizes, dtypes and errors are those of `TopK`. Raises ValueError for `values` that are biased or
+    exact, too. Needs a key. Source: Qsparse-local-SGD (Basu et al., NeurIPS 2019).
     """
 
     values: PayloadCompressor = dataclasses.field(default=QSGD(), kw_only=True)
@@ -243,12 +246,13 @@ class QSparse(TopK):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(_Positions):
-    """Every value of magnitude above `threshold`, as long as there is room for it.
+    """Every value whose magnitude is above `threshold`, as long as there is room for it.
 
-    There is room for the share `capacity` of the leaf, or for that many values. The largest come
-    first; the others stay in the residual, as everything does below the threshold. A threshold that
-    keeps nothing sends nothing, in as many bytes. NaN is above any. Raises ValueError for a
-    negative threshold and a capacity like `TopK`'s keep. Source: Dutta et al. (AAAI 2020).
+    There is room for the share `capacity` of the leaf (float), or for that many values (int). The
+    largest come first. The others stay in the residual, and so do all values up to the threshold.
+    The payload has the size of `TopK`'s for `capacity`, even when no value is sent. NaN is above
+    any threshold. Needs error feedback. Raises ValueError for a negative threshold, and for a
+    capacity as `TopK` does for `keep`. Source: Dutta et al. (AAAI 2020).
     """
 
     threshold: float = 0.0
@@ -275,13 +279,14 @@ class Threshold(_Positions):
 
 @dataclasses.dataclass(frozen=True)
 class DGC(_Positions):
-    """About the `keep` largest values: above a threshold that a sample of the leaf gives.
+    """About the `keep` largest values: those above a threshold that a sample of the leaf gives.
 
-    The sample is every 400th value, 16,384 at least, from a place that the key draws; its quantile
-    is the threshold. Room is for `keep` values: of more, those that come first from another such
-    place on are sent, so that none waits forever, and the others stay in the residual. Its memory,
-    with momentum correction, is `MomentumCorrection`. Raises ValueError as `TopK` does. Source:
-    deep gradient compression (Lin et al., ICLR 2018).
+    The sample is every 400th value, but at least 16,384 values, from a place that the key draws.
+    Its quantile is the threshold. There is room for `keep` values. If more are above the threshold,
+    the first ones after another random place are sent, so that none waits forever. The others stay
+    in the residual. The payload has the size of `TopK`'s. `MomentumCorrection` is the memory that
+    belongs to it, with momentum correction. Raises as `TopK` does, and ValueError for a missing
+    key. Source: deep gradient compression (Lin et al., ICLR 2018).
     """
 
     keep: Keep = 0.01
@@ -320,13 +325,14 @@ class DGC(_Positions):
 
 @dataclasses.dataclass(frozen=True)
 class BlockTopK(_Sparse):
-    """The `keep` largest values of every bucket in magnitude; a bucket is a run of the leaf.
+    """The `keep` largest values in magnitude of every bucket, which is a run of the leaf.
 
-    9 bits a position in buckets of 512. A rank encodes any part of a leaf, so the leaf is cut into
+    A position takes ceil(log2(bucket_size)) bits, 9 in buckets of 512, and a value what the code
+    `values` takes, as in `TopK`. A rank encodes any part of a leaf. The leaf is therefore cut into
     chunks, whose owners add up and keep the largest again: the bytes do not grow with the number of
-    ranks. It keeps less of the squares than `TopK` does where a few buckets have the large values.
-    It needs error feedback. Raises ValueError unless keep is 1..bucket_size. Source: block-wise
-    top-k as in CocktailSGD (Wang et al., ICML 2023).
+    ranks. It keeps less of the squares than `TopK` does if a few buckets have the large values. It
+    needs error feedback. Raises ValueError unless keep is 1..bucket_size, TypeError for options
+    that are not integers. Source: block-wise top-k as in CocktailSGD (Wang et al., ICML 2023).
     """
 
     keep: int = 5

@@ -56,11 +56,11 @@ class _Ternary(PayloadCompressor):
 class TernGrad(_Ternary):
     """A value's sign times its bucket's largest magnitude, with a probability that has no bias.
 
-    1.6 bits per value and 4 bytes per bucket. Values are first clipped at `clip` standard
-    deviations of the whole leaf, which is biased; `clip=None` leaves them. Its variance is up to
-    (sqrt(B) - 1) / 2 times |x|² for buckets of B values, so small buckets are more exact. A bucket
-    with NaN or infinity comes back as NaN. Raises ValueError for a clip that is not positive.
-    Source: TernGrad (Wen et al., NeurIPS 2017).
+    A value takes 1.6 bits, and a bucket 4 bytes in addition. Values are first clipped at `clip`
+    standard deviations of the whole leaf, which is biased; `clip=None` does not clip. The variance
+    is up to (sqrt(B) - 1) / 2 times |x|² for buckets of B values, so small buckets are more exact.
+    A bucket with NaN or infinity comes back as NaN. Raises ValueError for a clip that is not
+    positive, a bucket_size below 1 and a missing key. Source: TernGrad (Wen et al., NeurIPS 2017).
     """
 
     clip: float | None = 2.5
@@ -111,14 +111,14 @@ class TernGrad(_Ternary):
 class SharedTernGrad(SummedCompressor):
     """`TernGrad` with one scale per bucket for all ranks, so that sums need no decoding.
 
-    A first round finds each bucket's largest magnitude over the ranks; in a second, `lax.psum`
-    adds up the codes -1, 0 and 1. Codes are packed in words of 32 bits, each in as many bits as a
-    sum over the ranks needs: 3 for 2 and 3 ranks, 4 for up to 7, 8 for 64 to 127. `wire_bits`
-    counts 8 bits per value, `summed_bytes` those of a given world; 4 bytes per bucket come on top.
-    `clip` as in `TernGrad`. The variance of a rank grows with the largest rank's scale, so no
-    factor bounds error feedback. A bucket in which any rank holds NaN or infinity comes back as
-    NaN. Raises ValueError for a bucket_size below 1 and a clip that is not positive. Source: scaler
-    sharing in TernGrad (Wen et al., NeurIPS 2017).
+    A first round finds each bucket's largest magnitude over the ranks. In a second, `lax.psum` adds
+    up the codes -1, 0 and 1. Codes are packed in words of 32 bits, each in as many bits as a sum
+    over the ranks needs: 3 for 2 and 3 ranks, 4 for up to 7, 8 for 64 to 127. `wire_bits` counts 8
+    bits per value, and `summed_bytes` those of a given world; both add 4 bytes per bucket. `clip`
+    is as in `TernGrad`. The variance of a rank grows with the largest rank's scale, so no factor
+    bounds error feedback, which raises ValueError. A bucket in which any rank holds NaN or infinity
+    comes back as NaN. Raises ValueError for a bucket_size below 1, a clip that is not positive and
+    a missing key. Source: scaler sharing in TernGrad (Wen et al., NeurIPS 2017).
     """
 
     bucket_size: int = buckets.BUCKET
@@ -190,13 +190,13 @@ class SharedTernGrad(SummedCompressor):
 
 @dataclasses.dataclass(frozen=True)
 class ThreeLC(_Ternary):
-    """Values rounded to -scale, 0 or scale, where the scale is `sparsity` times the largest.
+    """Values rounded to -scale, 0 or scale; the scale is `sparsity` times the bucket's largest.
 
-    1.6 bits per value and 4 bytes per bucket. A `sparsity` above 1 makes more values zero. No
-    value's error is larger than the value, so error feedback makes up for what is lost. A bucket
-    with NaN or infinity comes back as NaN. The paper's last stage, which shortens runs of zeros,
-    has no fixed size and is left out. Raises ValueError for a sparsity outside of [1, 2). Source:
-    3LC (Lim et al., MLSys 2019).
+    A value takes 1.6 bits, and a bucket 4 bytes in addition. A `sparsity` above 1 makes more values
+    zero. No value's error is larger than the value, so error feedback makes up for what is lost. A
+    bucket with NaN or infinity comes back as NaN. The paper's last stage, which shortens runs of
+    zeros, is left out, since its output has no fixed size. Raises ValueError for a sparsity outside
+    of [1, 2) and a bucket_size below 1. Source: 3LC (Lim et al., MLSys 2019).
     """
 
     sparsity: float = 1.0

@@ -50,9 +50,10 @@ def use_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | N
 
     With several processes every one calls it, after `jax.distributed.initialize`, and process 0's
     profile holds for all: the others may pass None. Returns the profile that holds now. Clears
-    JAX's caches when it changes, so that compiled functions are traced anew. Raises ValueError
-    (on every process) when the profile is damaged or was measured on another machine or with
-    other versions, OSError when the file cannot be read.
+    JAX's caches when it changes, so that compiled functions are traced again. Raises ValueError (on
+    every process) if the profile is damaged or was measured on another machine or with other
+    versions. Raises OSError if the file cannot be read; with several processes that is a ValueError
+    on all of them.
     """
     global _active
     agreed = _load(profile) if jax.process_count() == 1 else _agree(profile)
@@ -101,11 +102,11 @@ def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Exchange):
-    """The fastest of the others for each fusion buffer, or `lax.psum` where compression costs time.
+    """The fastest exchange for each fusion buffer, or `lax.psum` where compression costs time.
 
-    By `profile`, which is given alike on every process, or the one that `use_profile` made active;
-    without one by size (`Exchange.least`). A profile of another machine or other versions raises
-    ValueError while tracing.
+    It follows `profile`, which every process gives alike, or the one that `use_profile` made
+    active. Without one it goes by size (`Exchange.least`). Raises ValueError while tracing for a
+    profile of another machine, other versions or another world size.
     """
 
     profile: Profile | None = None
@@ -128,10 +129,10 @@ class Auto(Exchange):
         *,
         gathers: bool = False,
     ) -> Exchange | None:
-        """The exchange for `load`, of those that are usable; None for `lax.psum`.
+        """The exchange for `load` among those that are usable; None for `lax.psum`.
 
-        `gathers` says that the reduction is "gather_sum": its own rows count, up to the sizes that
-        were measured. Raises ValueError when the profile was measured at another world size.
+        `gathers` says that the reduction is "gather_sum". Its own rows then count, up to the sizes
+        that were measured. Raises ValueError if the profile was measured at another world size.
         """
         profile = self._follow(caller, world)
         if profile is None:
@@ -149,7 +150,7 @@ class Auto(Exchange):
     ) -> Exchange | None:
         """Which of `gathering` is faster by "gather_sum" than what `choose` takes, or None.
 
-        Only a profile that measured it says so, of buffers no larger than it measured.
+        It is None without a profile that measured it, and for buffers larger than it measured.
         """
         profile = self._follow(caller, world)
         if profile is None:

@@ -124,12 +124,13 @@ class OnCommunicator(Exchange):
 
 @dataclasses.dataclass(frozen=True)
 class Nccl(OnCommunicator):
-    """Calls of our own between CUDA devices, on the NCCL communicator that XLA itself has made.
+    """This library's own calls between CUDA devices, on the NCCL communicator that XLA has made.
 
     A payload travels in messages of `segment_bytes`, a multiple of 128, or in `streams` shorter
-    ones. They take turns on that many communicators, 1 to 8, for links that one connection does not
-    fill. More than one needs NCCL 2.18, and the same number on all ranks. Raises ValueError for
-    impossible options. Source of the streams: AIACC-Training (Lin et al., ICDCS 2022).
+    ones. The streams, 1 to 8, take turns on as many communicators, for links that one connection
+    does not fill. More than one needs NCCL 2.18, and the same number on all ranks. Raises
+    ValueError for impossible options, and while compiling for other devices. Source of the streams:
+    AIACC-Training (Lin et al., ICDCS 2022).
     """
 
     segment_bytes: int = SEGMENT_BYTES

@@ -25,9 +25,9 @@ NCCL = (2, 29)  # the first that tells the host where a peer's memory is mapped
 class Peer(nccl.OnCommunicator):
     """One kernel per all-reduce between the CUDA devices of a node, over NVLink or PCIe.
 
-    Needs NCCL 2.29, peer access between all GPUs of the axis and at most 32 of them. Where a GPU
-    cannot reach another's memory, the first call fails and says so. `exchange="auto"` never takes
-    it: nobody has run it on several GPUs.
+    Needs NCCL 2.29, peer access between all GPUs of the axis, and at most 32 of them: more raise
+    ValueError while tracing. If a GPU cannot reach another's memory, the first call fails and says
+    so. `exchange="auto"` never takes it: nobody has run it on several GPUs.
     """
 
     shorthand: ClassVar[str] = "peer"

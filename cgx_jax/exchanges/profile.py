@@ -49,12 +49,18 @@ class Codec(NamedTuple):
 class Profile:
     """How long `lax.psum` and each exchange take on the links of one mesh axis.
 
-    `cpu`, `cores`, `device` (JAX's device kind) and `hosts` name the machine, `jax`, `jaxlib`,
-    `cgx_jax` and `mpi` (the MPI library, or None) the versions. `latency` is seconds of a psum of
-    one value, `algbw` bytes per second of the largest psum. `codec` is what encoding and decoding
-    take, nothing sent. `rows` are the measurements, of plain rounding; a method is "psum" (32
-    bits), an exchange, or an exchange with the reduction "gather_sum". `engine` is the exchange
-    whose options `tune` chose, "mpi" or "nccl", as it was measured and runs; None without either.
+    * `cpu`, `cores`, `device` (JAX's device kind) and `hosts` name the machine.
+    * `jax`, `jaxlib`, `cgx_jax` and `mpi` (the MPI library, or None) are versions.
+    * `world` and `axis` are the number of ranks and the name of the axis.
+    * `latency` is the seconds of a psum of one value, `algbw` the bytes per second of the largest
+      psum.
+    * `codec` is the seconds per value of encoding and decoding, with nothing sent.
+    * `rows` are the measurements, of plain rounding: (method, payload bits per value, bytes,
+      seconds). A method is "psum" (32 bits), an exchange, or an exchange with the reduction
+      "gather_sum".
+    * `engine` is the exchange whose options `tune` chose, "mpi" or "nccl", as it was measured and
+      runs; None without either.
+
     Raises ValueError or TypeError for values that no measurement gives, and for text that is long
     or not printable.
     """
@@ -104,7 +110,7 @@ class Profile:
         object.__setattr__(self, "rows", rows)
 
     def to_json(self) -> str:
-        """The profile as text, a row a line."""
+        """The profile as text, one line per row."""
         fields = {"schema": SCHEMA} | dataclasses.asdict(self)
         fields["codec"] = self.codec._asdict()
         if self.engine is not None:
@@ -140,7 +146,7 @@ class Profile:
             raise ValueError(str(error)) from None
 
     def check_here(self) -> None:
-        """Raises ValueError when this machine or its versions are not the measured ones."""
+        """Raises ValueError if this machine or its versions are not those that were measured."""
         for name, here in installation.facts().items():
             measured = getattr(self, name)
             if measured != here:

@@ -34,28 +34,32 @@ def psum_scatter_compressed(
 ) -> Any:
     """Each rank's slice of the sum, from compressed payloads; `lax.psum_scatter`.
 
-    `tree` is a pytree of arrays; of each the `scatter_dimension` equals the world size and is
-    removed, or with `tiled` is a multiple of it and divided. With `axis_index_groups`, of equal
-    size, the world is a rank's group. The results are fp32 accumulations of the other ranks'
-    decoded slices on this rank's exact ones, in each leaf's dtype; they are not quantized again.
-    Votes (`SignSGD`) come back as the sign that most ranks have, 0 in a tie.
-    The derivative is `lax.psum_scatter`'s.
+    `tree` is a pytree of arrays. The `scatter_dimension` of each equals the world size and is
+    removed, or with `tiled` is a multiple of it and is divided. With `axis_index_groups`, of equal
+    size, the world is a rank's group. A result has the leaf's dtype. It is the sum, in fp32, of
+    this rank's exact slice and the other ranks' decoded ones, and is not quantized again. Votes
+    (`SignSGD`) come back as the sign that most ranks have, 0 in a tie. The derivative is that of
+    `lax.psum_scatter`.
 
-    `compressor` is one (default `Quantize()`, 4 bits), a policy or a `Plan`, and decides as in
-    `psum_compressed`: given one compressor, leaves of a tree with ndim <= 1, under 1,024 values,
-    named bias or norm, or of a dtype that it does not take are summed exactly; a bare array is
-    compressed as asked. A policy sees whole leaves, before they are scattered. `key` feeds
-    stochastic rounding, which no two leaves share (nor ranks, so that "correlated" is "stochastic"
-    here): one key for all ranks, another for every step. All leaves of one of the plan's fusion
-    buffers travel in one call, and exact leaves of up to 64 KiB with them, in fp32.
+    `compressor` is a compressor (default `Quantize()`, 4 bits), a policy or a `Plan`, as in
+    `psum_compressed`. A single compressor leaves some leaves of a tree exact: those with ndim <= 1,
+    under 1,024 values, named bias or norm, or of a dtype that it does not take. A bare array is
+    compressed as asked. A policy sees whole leaves, before they are scattered.
 
-    `exchange` is "xla"; "mpi" between CPU processes; "nccl" between CUDA devices, one call per leaf
-    where the code is `Quantize`'s; an instance from `cgx_jax.exchanges`; or "auto": by the active
-    profile, of which a buffer takes half a `psum_compressed`, and without one "xla" for buffers of
-    a few megabytes and more, exact for smaller ones. Raises ValueError or TypeError while tracing,
-    with the leaf's path: a dimension that cannot be divided, an operand that is already reduced, a
-    missing key; and without it: an exchange that does not work here, a plan of another tree, a
-    policy that adapts, a compressor whose code is sums.
+    `key` feeds stochastic rounding: all ranks pass the same key, and every step needs another one.
+    No two leaves and no two ranks share noise, so "correlated" is "stochastic" here. All leaves of
+    one of the plan's fusion buffers travel in one call, and exact leaves of up to 64 KiB with them,
+    in fp32.
+
+    `exchange` is "xla"; "mpi" between CPU processes; "nccl" between CUDA devices, with one call per
+    leaf if the code is that of `Quantize`; an instance from `cgx_jax.exchanges`; or "auto". "auto"
+    follows the active profile, which counts a buffer as half a `psum_compressed`. Without a profile
+    it is "xla" for buffers of a few megabytes and more, and exact for smaller ones.
+
+    Raises ValueError or TypeError while tracing. The message has the leaf's path for a dimension
+    that cannot be divided, an operand that is already reduced and a missing key. Refused, too, are
+    an exchange that does not work here, a plan of another tree, a policy that adapts, and a
+    compressor whose code is sums. Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
     name = "psum_scatter_compressed"
     axes = Axes.resolve(name, axis_name, axis_index_groups)
@@ -79,16 +83,16 @@ def all_gather_compressed(
 ) -> Any:
     """Every rank's `tree`, compressed on the wire; `lax.all_gather`.
 
-    With `axis_index_groups`, of equal size, that of every rank of the group.
+    `tree` is a pytree of arrays. Leaves are stacked along a new dimension `axis`, or concatenated
+    along it if `tiled`; their dtypes stay. With `axis_index_groups`, of equal size, a rank gathers
+    from its group. Each rank decodes its own payload too, so the result is the same on all. The
+    derivative is that of `lax.all_gather`.
 
-    Leaves are stacked along a new dimension `axis`, or concatenated along it when `tiled`. Each
-    rank decodes its own payload too, so the result is the same on all. The derivative is
-    `lax.all_gather`'s.
-
-    `compressor` as in `psum_scatter_compressed`. A policy sees whole leaves, here the results, so
-    that a leaf is compressed on its way out where it is on its way back, and one `Plan` of whole
-    leaves serves both calls. Ranks share the noise of compressors that say so (`shares_noise`),
-    such as `ShiftedLattice`. Fusion, `key`, `exchange`, and what is raised: as there.
+    `compressor` is as in `psum_scatter_compressed`. A policy sees whole leaves, which here are the
+    results. It therefore compresses a leaf in both calls or in neither, and one `Plan` of whole
+    leaves serves both. Ranks share the noise of compressors that say so (`shares_noise`), such as
+    `ShiftedLattice`. Fusion, `key`, `exchange` and errors are as in `psum_scatter_compressed`.
+    Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
     name = "all_gather_compressed"
     axes = Axes.resolve(name, axis_name, axis_index_groups)

@@ -38,17 +38,20 @@ def scan_layers(
 ) -> Any:
     """`x` after all layers: `body(x, layer)` returns the next x, layer by layer.
 
-    `shards` has leaves [layers, length / world, ...]: this rank's part of each layer, cut along the
-    layer's first dimension. A layer travels in one `all_gather_compressed` by `weights`, while the
-    layer before it computes; the gradient with respect to `shards` is a `psum_scatter_compressed`
-    by `gradients`, while the layer before it is differentiated. It is the sum over the ranks, as
-    that of `lax.all_gather`.
+    The leaves of `shards` are [layers, length / world, ...]: this rank's part of each layer, cut
+    along the layer's first dimension. `x` is a tree of floats. Each layer travels in one
+    `all_gather_compressed` by `weights`, while the layer before it computes. The gradient with
+    respect to `shards` is the sum over the ranks, as that of `lax.all_gather`. Each layer's part of
+    it is a `psum_scatter_compressed` by `gradients`, and travels while the layer before it is
+    differentiated.
 
     The backward pass keeps each layer's input, gathers the same weights again and computes `body`
-    again, so the weights of at most two layers are whole at any time. `x` is a tree of floats. What
-    is to be differentiated goes through `x` or `shards`: `body` may close over other values. `key`:
-    one for all ranks, another for every step. Forward-mode derivatives are not defined. Raises
-    ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
+    again, so the weights of at most two layers are whole at any time. Differentiate with respect to
+    `x` and `shards`; `body` may close over other values. `key` is as in `psum_compressed`.
+    Forward-mode derivatives are not defined.
+
+    Raises ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
+    Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
     axes = Axes.resolve(_NAME, axis_name, None)
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(shards)}

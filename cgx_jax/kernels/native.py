@@ -84,8 +84,9 @@ def warn_of_missing_cuda() -> None:
 def backends() -> dict[str, Any]:
     """What this installation has: a dict of platform name to the kernels used there.
 
-    'cpu' is the instruction set of the native kernels, or 'jnp'; 'cuda' the architectures that the
-    CUDA kernels are built for, or 'jnp'; every other platform uses 'jnp'. Initialises no backend.
+    "cpu" is the instruction set of the native kernels, or "jnp". "cuda" is the architectures that
+    the CUDA kernels are built for, or "jnp". Every other platform uses "jnp". "wire_format" is the
+    version of the payloads' format. Initializes no backend.
     """
     cpu, cuda = module(), cuda_module()
     return {

@@ -49,50 +49,50 @@ def value_and_grad(
     """`jax.value_and_grad` for data-parallel training under plain jit, gradients compressed.
 
     Returns `f`, which is called as the loss is, with positional and keyword arguments, on global
-    arrays: `loss, grads = f(params, batch)`, or `(loss, aux), grads` with `has_aux`. Every rank
-    of `axis_name` (a name or a tuple of names) differentiates the loss of its part of the batch;
-    loss and gradients are the means over ranks. `mesh` defaults to that of `jax.set_mesh`, or of
-    the arguments' NamedShardings. `policy`, `exchange`, `reduction` and `levels` as in
-    `pmean_compressed`.
+    arrays: `loss, grads = f(params, batch)`, or `(loss, aux), grads` with `has_aux`. Every rank of
+    `axis_name` (a name or a tuple of names) differentiates the loss of its part of the batch. Loss
+    and gradients are the means over the ranks; a gradient has its parameter's shape and dtype.
+    `mesh` defaults to that of `jax.set_mesh`, or of the arguments' NamedShardings. `policy`,
+    `exchange`, `reduction` and `levels` are as in `pmean_compressed`.
 
     *State.* `memory`, `precondition`, stochastic rounding, compressors with state and an `Adaptive`
-    policy need one:
-    `state = f.init(params)`, then `(loss, grads), state = f.apply(state, params, batch)`. It is a
-    `SyncState`, as `sync_gradients` keeps it (`seed` as there); `state_shardings` places it, and
-    under `Adaptive` the step is compiled by the policy's `jit`.
+    policy need a state. Make it by `state = f.init(params)`, and call `(loss, grads), state =
+    f.apply(state, params, batch)`. It is a `SyncState`, as that of `sync_gradients`, and `seed`
+    means the same. `state_shardings` places it. Under `Adaptive` the policy's `jit` compiles the
+    step.
 
     *Differentiated arguments* (`argnums`) are pytrees (bare, Linen's, Equinox's) or NNX modules.
-    Of a pytree its inexact arrays are differentiated; other leaves have None as their gradient.
-    Of an NNX module the `nnx.Param` state is, and the rest is updated, as `nnx.value_and_grad`
-    does. They are whole on every rank. On a mesh with further axes they stay sharded over those:
-    `specs`, a tree of PartitionSpecs like the differentiated argument, says how, where NNX
-    metadata and concrete arrays do not.
+    The inexact arrays of a pytree are differentiated; other leaves have None as their gradient. The
+    `nnx.Param` state of an NNX module is differentiated, and the rest is updated, as
+    `nnx.value_and_grad` does. These arguments are whole on every rank. On a mesh with further axes
+    they stay sharded over those. `specs`, a tree of PartitionSpecs like the differentiated
+    argument, says how, where NNX metadata and concrete arrays do not.
 
     *Which arrays are split.* An array whose sharding over the axis is known (a concrete
     NamedSharding, a type on an explicit mesh) is split by that. Otherwise the batch size is the
-    first dimension of the first argument after the differentiated ones; arrays with that first
-    dimension are split. Scalars, PRNG keys, NNX objects such as `nnx.Rngs`, trees like the
-    parameters (of the same shapes, or of the same modules, as batch statistics) or that hold them,
-    and Python values are whole on every rank; each rank folds its index into keys, so that dropout
+    first dimension of the first argument after the differentiated ones, and arrays with that first
+    dimension are split. Whole on every rank are scalars, PRNG keys, Python values, NNX objects such
+    as `nnx.Rngs`, and trees like the parameters (of the same shapes, or of the same modules, as
+    batch statistics) or that hold them. Each rank folds its index into keys, so that dropout
     differs between ranks. Variables that the loss closes over are treated as its arguments.
     Anything else is refused until `in_specs` names it: `in_specs={"table": P(), "labels":
-    P("data")}`, a spec or prefix tree for an argument's name or position, or for a variable of the
-    closure. A key with P() is not folded.
+    P("data")}`. It has a spec or prefix tree for an argument's name or position, or for a variable
+    of the closure. A key with P() is not folded.
 
     *Auxiliary outputs* are what plain jit returns: per-example arrays are concatenated, sums over
-    the batch are summed, other float scalars averaged, and what is the same on all ranks is
+    the batch are summed, other float scalars are averaged, and what is the same on all ranks is
     returned as it is. The rest is refused until `aux_specs`, a prefix tree of PartitionSpecs,
     "mean" and "sum", says what it is. NNX state that the loss updates follows the same rules.
 
-    *The loss is a mean over the batch.* It is traced at two batch sizes to see that: a sum is
-    refused, and so is a loss that divides by a sum of weights or normalizes by a statistic of the
-    batch, since each rank has another one; `jax.lax.pmean(weights.sum(), axis_name)` inside the
-    loss makes it exact. BatchNorm of NNX and Linen is given the axis, so its statistics are those
-    of the whole batch. Statistics inside a `while_loop`, a loop over the examples or a custom
-    kernel are not seen.
+    *The loss is a mean over the batch.* It is traced at two batch sizes to check that. A sum is
+    refused. So is a loss that divides by a sum of weights or normalizes by a statistic of the
+    batch, since these differ from rank to rank: `jax.lax.pmean(weights.sum(), axis_name)` inside
+    the loss makes it exact. BatchNorm of NNX and Linen is given the axis, so its statistics are
+    those of the whole batch. The check does not see statistics inside a `while_loop`, a loop over
+    the examples or a custom kernel.
 
-    Outside jit every call of a loss that closes over arrays compiles anew. Raises ValueError and
-    TypeError, while tracing, with the value, the limit and the remedy.
+    Outside jit, every call of a loss that closes over arrays compiles again. Raises ValueError and
+    TypeError while tracing, with the value, the limit and the remedy.
     """
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if mesh is not None:

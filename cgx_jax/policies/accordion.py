@@ -14,15 +14,17 @@ from cgx_jax.policies.solvers import Solver, check_positive
 class Accordion(Solver):
     """Many bits in the critical phases of a training, few in all others.
 
-    A phase is critical when the norm of the gradients, over all adaptive leaves, differs from that
-    of the last look by the share `threshold` of it or more; so is the time before the second look.
-    `Adaptive` takes two candidates, few bits and many, looks every `every` steps, and starts with
-    many if `base` gives them: `Adaptive(Accordion(), base=Uniform(many), candidates=(few, many))`.
+    A phase is critical if the norm of the gradients of all adaptive leaves differs from that of the
+    last look by at least the share `threshold` of it. The time before the second look is critical
+    too. `Adaptive` takes two candidates, few bits and many, and looks every `every` steps. It
+    starts with many if `base` gives them: `Adaptive(Accordion(), base=Uniform(many),
+    candidates=(few, many))`.
 
     Raises ValueError for a threshold that is not above 0, and for another number of candidates.
     Source: Accordion (Agarwal et al., MLSys 2021). There each layer decides by itself, and by the
-    norm of an epoch's summed gradients; here all leaves decide together, so that there are two
-    plans, by the average norm of the ranks' own gradients, which `Adaptive` measures anyway.
+    norm of an epoch's summed gradients. Here all leaves decide together, so that there are two
+    plans. They decide by the average norm of the ranks' own gradients, which `Adaptive` measures
+    anyway.
     """
 
     threshold: float = 0.5

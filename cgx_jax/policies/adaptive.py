@@ -32,22 +32,23 @@ CANDIDATES = tuple(dataclasses.replace(START, bits=bits) for bits in range(2, 9)
 class Adaptive(Policy):
     """Gives every leaf the compressor that `solver` finds from statistics of the running training.
 
-    Used in three places: `sync_gradients(axis, policy)` follows and measures, `policy.jit(step)`
-    stands where `jax.jit(step)` stood and compiles the step anew when the plan changes, and
-    `policy.metrics()` says what it does. The step must return the optimizer state.
+    It is used in three places. `sync_gradients(axis, policy)` follows the plan and measures.
+    `policy.jit(step)` takes the place of `jax.jit(step)`, and compiles the step again when the plan
+    changes. `policy.metrics()` says what the policy does. The step must return the optimizer state.
 
-    `candidates` are compressors of any kinds, by ascending `Compressor.width`. A leaf to which
-    `base` (default: 4 bits, rotated) gives a lossy compressor is adaptive, and starts with it, if
-    every candidate takes its dtype; all others stay as `base` has them. Every `sample_every` steps
-    the error of each candidate is measured, on `runs` runs of each leaf; every `every` steps,
-    from `warmup` on, `solver` chooses from the averages, in which a sample counts `decay` times the
-    next one. The new plan is taken when it changes bytes or error by more than the share
-    `hysteresis`; at most `max_plans` plans are ever compiled, and after that the best of them. All
-    processes follow process 0, which appends each compiled plan, each look at the statistics and
-    what `record` is given to the file `log`, for `python -m cgx_jax report`.
+    `candidates` are compressors of any kinds, by ascending `Compressor.width`. A leaf is adaptive
+    if `base` (default: 4 bits, rotated) gives it a lossy compressor and every candidate takes its
+    dtype. It starts with that compressor; all other leaves keep what `base` gives them.
+
+    Every `sample_every` steps the error of each candidate is measured, on `runs` runs of each leaf.
+    Every `every` steps, from step `warmup` on, `solver` chooses from the averages, in which a
+    sample counts `decay` times the next one. The new plan is taken if it changes bytes or error by
+    more than the share `hysteresis`. At most `max_plans` plans are ever compiled; after that, the
+    best of them is taken. All processes follow process 0. It appends each compiled plan, each look
+    at the statistics and what `record` is given to the file `log`, for `python -m cgx_jax report`.
 
     Raises ValueError for options that cannot hold, such as candidates that `solver` cannot choose
-    from; while tracing for another tree than the first; and from the compiled step when the solver
+    from; while tracing for another tree than the first; and from the compiled step if the solver
     cannot meet its budget or processes disagree. Source: CGX (Markov et al., Middleware 2022),
     L-GreCo (arXiv 2210.17357).
     """
@@ -131,7 +132,7 @@ class Adaptive(Policy):
         return chosen
 
     def choices(self, leaves: Sequence[Leaf]) -> list[tuple[Compressor, ...]]:
-        """Every compressor that each leaf may come to have; their number is that of states kept."""
+        """Every compressor that each leaf may come to have; the state has an entry for each."""
         self.bind(leaves)
         some: list[tuple[Compressor, ...]] = [(c,) for c in self.base.choose(leaves)]
         for i in self._adaptive:
@@ -181,8 +182,8 @@ class Adaptive(Policy):
     def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """`jax.jit(step, **options)`, compiled once for each plan, with a look at the statistics.
 
-        `step` is not jitted itself (shard_map is fine) and returns, somewhere in its result, the
-        state of `sync_gradients`.
+        `step` is not jitted itself (shard_map is fine). Its result holds the state of
+        `sync_gradients` somewhere.
         """
         return TrainingLoop(self).jit(step, **options)
 
@@ -192,11 +193,11 @@ class Adaptive(Policy):
         return self.progress.current
 
     def before(self) -> None:
-        """Decides where statistics are due."""
+        """Decides if statistics are due."""
         self._looks.decide()
 
     def after(self, out: Any, seconds: float, fresh: bool) -> None:
-        """Counts a step, and looks at its statistics where it is time."""
+        """Counts a step, and looks at its statistics when it is time."""
         if fresh:
             self._compiled(seconds)
         self._looks.look(out)
@@ -258,7 +259,7 @@ class Adaptive(Policy):
         return self._traced.get(self.progress.current, (None, 0))[0]
 
     def metrics(self) -> dict[str, float | str]:
-        """Numbers and names for any logger; a leaf's end in its path. Cheap: nothing is fetched.
+        """Numbers and names for any logger; those of a leaf end in its path. Fetches nothing.
 
         docs/policy.md lists them. Strings are names; all else is a number.
         """
@@ -266,12 +267,12 @@ class Adaptive(Policy):
         return metrics.of(self.progress, self._subject, wire_bytes, self.compile_seconds)
 
     def record(self, **scalars: float) -> None:
-        """Notes numbers of the last step, such as loss=, in the log; does nothing without one."""
+        """Notes numbers of the last step in the log, such as loss=; does nothing without a log."""
         values = {k: float(v) for k, v in scalars.items()}
         self._log.write("scalars", step=self.progress.step, **values)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the optimizer state; JSON types alone."""
+        """What a resumed run needs beside the optimizer state; only JSON types."""
         if self._saved is not None:
             return self._saved
         return checkpoint.save(self.progress, self._leaves or ())

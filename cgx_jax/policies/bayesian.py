@@ -26,19 +26,18 @@ DECIMALS = 9
 
 @dataclasses.dataclass(frozen=True)
 class Bayesian(Solver):
-    """Fewest bytes that a search guided by a random forest finds under `LeastBytes`' constraint.
+    """Fewest bytes that a search by a random forest finds under the constraint of `LeastBytes`.
 
     Candidates are those from the first of width `least` to the last of width `most`. The search
-    minimises log(bytes) + log(error), which is CGX's product, with errors under the limit counted
-    as the limit: there, only bytes matter. It starts from all uniform choices and the least error;
-    then each of `trials` choices is of the largest expected improvement in a pool of random ones
-    and neighbours of the best. The answer is the smallest choice seen within the limit: never
-    larger than a uniform one that is within it. No other optimality is promised; `LeastBytes` is
-    faster and exact. `seed` fixes the randomness.
+    minimizes log(bytes) + log(error), which is CGX's product. An error under the limit counts as
+    the limit, so that only bytes matter there. The search starts from all uniform choices and the
+    choice of least error. Each of `trials` choices then has the largest expected improvement in a
+    pool of random choices and neighbors of the best. The answer is the smallest choice seen within
+    the limit. It is never larger than a uniform choice within the limit. No other optimality is
+    promised; `LeastBytes` is faster and exact. `seed` fixes the randomness.
 
-    `solve` raises ValueError when no choice has so little error, ImportError without
-    scikit-learn. Source: CGX (Markov et al., Middleware 2022), adaptive compression; there
-    without a constraint.
+    `solve` raises ValueError if no choice has so little error, ImportError without scikit-learn.
+    Source: CGX (Markov et al., Middleware 2022), adaptive compression; there without a constraint.
     """
 
     least: int = 2

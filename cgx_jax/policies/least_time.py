@@ -26,22 +26,23 @@ EXACT_BITS = 32
 class LeastTime(Solver):
     """Least predicted time of the reduction, with the error constraint of `LeastBytes`.
 
-    Of the choices that are within 5 % of the least time, which measurements cannot tell apart,
-    the one of least error: wide widths where the link hides them, narrow ones where it does not.
-    `solve` raises ValueError when no choice has so little error.
+    Measurements cannot tell choices apart whose times are within 5 % of the least. Of these it
+    takes the one of least error: wide widths where the link hides them, narrow ones where it does
+    not.
 
-    The prediction: leaves of fp32 share fusion buffers of at most `fusion_bytes`, all equally
-    full. A leaf under a candidate takes its share, by values, of the time that `profile` has for
-    a buffer that has as many bits per value throughout; by the fastest method, psum included, and
-    by psum for a candidate of 32 bits. Candidates that rotate or round at random take what
-    `auto.estimate` adds for them. Profiles measure `Quantize`: other lossy candidates are predicted
-    as if they were one of as many bytes. A buffer of mixed widths takes the sum where time is
-    linear in bits, as it is between measured widths. Latency is shared in the same way: that a
-    buffer of exact leaves alone is a collective more is not in the sum. Time outside the reduction
-    is not either.
+    The prediction assumes that leaves of fp32 share fusion buffers of at most `fusion_bytes`, all
+    equally full. A leaf under a candidate takes its share, by values, of the time that `profile`
+    has for a buffer with as many bits per value throughout. That is the time of the fastest method,
+    psum included, and of psum for a candidate of 32 bits. Candidates that rotate or round at random
+    take what `auto.estimate` adds for them. Profiles measure `Quantize`; other lossy candidates are
+    predicted as a `Quantize` of as many bytes. A buffer of mixed widths takes the sum where time is
+    linear in bits, as it is between measured widths. Latency is shared in the same way. The sum
+    leaves out that a buffer of only exact leaves is one more collective, and all time outside the
+    reduction.
 
-    `exchange="auto"` follows the profile that `use_profile` was given: give it this one. There is
-    no prediction without a profile: raises TypeError for anything else.
+    Give it the profile that `use_profile` was given, which `exchange="auto"` follows. Raises
+    TypeError for anything that is no profile; `solve` raises ValueError if no choice has so little
+    error.
     """
 
     profile: Profile

@@ -10,17 +10,21 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """What a solver chooses from: a candidate for every leaf.
+    """What a solver is given: the numbers by which it chooses a candidate for every leaf.
 
-    `values` int64[leaves] counts a leaf's values, `norm` float64[leaves] is the L2 norm of its
-    gradient. `bits` int64[candidates] are the candidates' widths (`Compressor.width`), ascending;
-    several candidates may share one, and 32 stands for an exact leaf. `nbytes` int64[leaves,
-    candidates] is the payload with its metadata, `error` float64[leaves, candidates] the squared L2
-    error. `noisy` and `rotated`, bool[candidates], say which candidates round at random and which
-    rotate, since both take time; by default none. `change` is the share by which the norm of all
-    gradients differs from that of the last look, None at the first. Anything that converts to these
-    is taken. Raises ValueError for shapes that disagree and for numbers that are negative or not
-    finite.
+    * `values`, int64[leaves]: how many values a leaf has.
+    * `norm`, float64[leaves]: the L2 norm of its gradient.
+    * `bits`, int64[candidates]: the candidates' widths (`Compressor.width`), ascending. Several may
+      share one, and 32 stands for an exact leaf.
+    * `nbytes`, int64[leaves, candidates]: the bytes of the payload with its metadata.
+    * `error`, float64[leaves, candidates]: the squared L2 error.
+    * `noisy` and `rotated`, bool[candidates]: which candidates round at random and which rotate,
+      since both take time. By default none does.
+    * `change`: the share by which the norm of all gradients differs from that of the last look;
+      None at the first.
+
+    Anything that converts to these is accepted. Raises ValueError for shapes that disagree and for
+    numbers that are negative or not finite.
     """
 
     values: np.ndarray

@@ -21,24 +21,26 @@ MIN_SIZE = 1024
 class Policy(abc.ABC):
     """Chooses a compressor for every leaf of a tree.
 
-    One that `adapts` needs statistics from step to step, and so the state of `sync_gradients`.
+    Write `choose` for a policy of your own. A policy that `adapts` needs statistics from step to
+    step, and so the state of `sync_gradients`; all other calls raise ValueError for it.
     """
 
     adapts: ClassVar[bool] = False
 
     @abc.abstractmethod
     def choose(self, leaves: Sequence[Leaf]) -> list[Compressor]:
-        """One compressor a leaf, in order, each one that takes the leaf's dtype or is lossless."""
+        """One compressor per leaf, in order; each takes the leaf's dtype or is lossless."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The leaves that every given condition holds for take `compressor`.
+    """Gives `compressor` to the leaves that meet every given condition.
 
-    `path` is a regular expression searched for in the leaf's path, as in partition rules;
-    `min_size`, `max_size` count values, `min_ndim`, `max_ndim` dimensions, both ends included;
-    `dtype` is the leaf's own. Leaves of a dtype that the compressor does not take are reduced
-    exactly. Raises ValueError for a pattern that does not compile or limits that no leaf meets.
+    `path` is a regular expression that is searched for in the leaf's path, as in partition rules.
+    `min_size` and `max_size` count values, `min_ndim` and `max_ndim` dimensions; both ends are
+    included. `dtype` is the leaf's own. Leaves of a dtype that the compressor does not take are
+    reduced exactly. Raises TypeError for what is no compressor, and ValueError for a pattern that
+    does not compile or limits that no leaf meets.
     """
 
     compressor: Compressor
@@ -103,11 +105,13 @@ EXACT = (
 
 @dataclasses.dataclass(frozen=True)
 class Rules(Policy):
-    """The first rule that matches a leaf chooses for it; `default` takes what none matches.
+    """The first rule that matches a leaf chooses for it; `default` is for leaves that none matches.
 
-    Without `exact=()` the rules `cgx_jax.policies.rules.EXACT` come after the given ones: leaves
-    with ndim <= 1, under 1,024 values, or named bias, norm or bn are reduced exactly. A given rule
-    that chooses for no leaf raises a UserWarning, since that is most often a misspelt path.
+    The rules in `exact` come after the given ones. By default these are
+    `cgx_jax.policies.rules.EXACT`: leaves with ndim <= 1, under 1,024 values, or named bias, norm
+    or bn are reduced exactly. `exact=()` leaves them out. A given rule that chooses for no leaf
+    raises a UserWarning, since that is most often a misspelled path. Raises TypeError for what is
+    no rule or no compressor. Source of the exact leaves: CGX (Markov et al., Middleware 2022).
     """
 
     rules: Sequence[Rule]
@@ -161,7 +165,7 @@ class Rules(Policy):
 class Uniform(Policy):
     """One compressor for every leaf that the rules `EXACT` do not keep exact.
 
-    What a bare compressor stands for in every call that takes a policy.
+    A bare compressor stands for it in every call that takes a policy.
     """
 
     compressor: Compressor = dataclasses.field(default_factory=Quantize)

@@ -19,8 +19,9 @@ LLOYD_STEPS = 300  # far more than it takes: a stop in case rounding makes it ci
 class Solver(abc.ABC):
     """A rule that gives every leaf a candidate: static, hashable, equal by value.
 
-    Subclasses are frozen dataclasses of their options. `solve` is a pure function of the problem:
-    the same statistics give the same answer everywhere.
+    Subclasses are frozen dataclasses of their options. `solve` is a pure function of the `Problem`:
+    the same statistics give the same answer everywhere. `check` raises ValueError for candidates
+    that `solve` could not work with.
     """
 
     @abc.abstractmethod
@@ -120,11 +121,12 @@ def _up(number: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Solver):
-    """`most` bits for the leaf of the largest norm, a bit less for every halving, down to `least`.
+    """`most` bits for the leaf of the largest norm, one bit less per halving, down to `least`.
 
-    Widths round up to a candidate's, and no two candidates between the two ends may have the same.
-    There is no error constraint. Source: CGX (Markov et al.,
-    Middleware 2022), adaptive compression; there the norm is of the largest values only.
+    Widths round up to a candidate's. There is no error constraint. Raises ValueError if two
+    candidates between the two ends have the same width, and for ends that are no candidates'
+    widths. Source: CGX (Markov et al., Middleware 2022), adaptive compression; there the norm is
+    only of the largest values.
     """
 
     least: int = 2
@@ -146,12 +148,13 @@ class Linear(Solver):
 
 @dataclasses.dataclass(frozen=True)
 class KMeans(Solver):
-    """Leaves in clusters of similar size and norm: the larger a cluster's norm, the wider.
+    """Clusters of leaves of similar size and norm: the larger a cluster's norm, the wider its code.
 
-    One cluster for every candidate from `least` to `most` bits, of which no two may have the same
-    width; fewer where leaves coincide, and then the widest. There is no error constraint: the range
-    alone limits the error. Source: CGX (Markov et al., Middleware 2022), adaptive compression;
-    there the norm is of the largest values only, and starting centroids are random.
+    There is one cluster for every candidate from `least` to `most` bits. If leaves coincide, there
+    are fewer clusters, which take the widest candidates. There is no error constraint: only the
+    range limits the error. Raises ValueError as `Linear` does. Source: CGX (Markov et al.,
+    Middleware 2022), adaptive compression; there the norm is only of the largest values, and
+    starting centroids are random.
     """
 
     least: int = 2
@@ -209,9 +212,10 @@ class LeastBytes(Solver):
     """Fewest payload bytes with at most `alpha` times the error of `uniform_bits` on every leaf.
 
     The error is the sum over leaves of squared L2 errors, so that of the whole gradient.
-    `uniform_bits` is the width of a candidate (`Compressor.width`), of several the first. `solve`
-    raises ValueError when no choice has so little error. Source: L-GreCo (Alimohammadi et al.,
-    arXiv 2210.17357), which sums unsquared errors, in 10,000 bins; `knapsack` needs no bins.
+    `uniform_bits` is the width of a candidate (`Compressor.width`); of several, the first one
+    counts. Raises ValueError for an `alpha` that is not above 0 and for a width of no candidate;
+    `solve` raises ValueError if no choice has so little error. Source: L-GreCo (Alimohammadi et
+    al., arXiv 2210.17357), which sums unsquared errors, in 10,000 bins; `knapsack` needs no bins.
     """
 
     alpha: float = 1.0
@@ -232,8 +236,8 @@ class LeastBytes(Solver):
 class LeastError(Solver):
     """Least summed squared error with at most `bits_per_value` payload bits per value on average.
 
-    Payload bits include the buckets' metadata, as in `Problem.nbytes`. `solve` raises ValueError
-    when no choice is so small. The dual of L-GreCo's problem (arXiv 2210.17357).
+    Payload bits include the buckets' metadata, as in `Problem.nbytes`. `solve` raises ValueError if
+    no choice is so small. Source: the dual of L-GreCo's problem (arXiv 2210.17357).
     """
 
     bits_per_value: float

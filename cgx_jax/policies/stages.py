@@ -17,12 +17,13 @@ import numpy as np
 class Stages:
     """`policies[0]` until step `boundaries[0]`, `policies[1]` until `boundaries[1]`, and so on.
 
-    For `sync_gradients`, in place of a policy: each of `policies` is what it takes, but for one
-    that adapts. All stages are in one compiled program, which branches on the number of updates in
-    the state; a checkpoint goes on in the right stage. Compiling takes as long as for all stages
-    together.
+    It takes the place of a policy in `sync_gradients`. Each of `policies` is what `sync_gradients`
+    takes, except for one that adapts. `boundaries` count updates. All stages are in one compiled
+    program, which branches on the number of updates in the state, so a checkpoint goes on in the
+    right stage. Compiling takes as long as for all stages together.
 
-    Raises ValueError unless there is one policy more than there are ascending boundaries.
+    Raises ValueError for a policy that adapts, and unless there is one policy more than there are
+    ascending boundaries.
     """
 
     policies: tuple[Any, ...]
@@ -45,19 +46,19 @@ class Stages:
         object.__setattr__(self, "boundaries", boundaries)
 
     def stage(self, step: jax.Array) -> jax.Array:
-        """The number of the policy of the update after `step` others, i32[]."""
+        """The index of the policy for the update after `step` others, i32[]."""
         return (jnp.asarray(step) >= np.array(self.boundaries, np.int32)).sum(dtype=jnp.int32)
 
 
 def density_warmup(
     make: Callable[[float], Any], keep: float, steps: int, *, first: float = 0.25
 ) -> Stages:
-    """`make(share)` for shares that fall from `first` to a fourth each time, and then `keep`.
+    """Stages of `make(share)`: shares fall from `first` to a fourth each time, and end at `keep`.
 
-    `make` is a compressor's class, such as `TopK` or `DGC`, or a function that gives a policy. The
-    stages before the last take `steps` steps together. With `keep=0.001` shares are 25, 6.25, 1.6,
-    0.4 and 0.1 %. Raises ValueError unless 0 < keep < first <= 1, and for fewer steps than stages.
-    Source: DGC (Lin et al., ICLR 2018).
+    `make` is a compressor's class, such as `TopK` or `DGC`, or a function that returns a policy.
+    The stages before the last take `steps` steps together. With `keep=0.001` the shares are 25,
+    6.25, 1.6, 0.4 and 0.1 %. Raises ValueError unless 0 < keep < first <= 1, and for fewer steps
+    than stages. Source: DGC (Lin et al., ICLR 2018).
     """
     if not 0 < keep < first <= 1:
         raise ValueError(

@@ -24,11 +24,12 @@ Seeds = Sequence[Any]
 class Job:
     """One fusion buffer to reduce: static and hashable.
 
-    `name` is the call that the user wrote. Sums over `axes` are divided by `divisor`. `in_place`
-    says that the program computes all leaves itself. Sums may then take the memory of the leaves,
-    since new memory costs a large buffer more than the reduction does: the system maps it page by
-    page. A parameter of the program belongs to its caller, so XLA would copy it first, which costs
-    more still.
+    `name` is the call that the user wrote. `leaves` have their compressors, shapes and dtypes. Sums
+    over `axes` travel by `exchange` and are divided by `divisor`. `residual` asks for what this
+    rank lost. `in_place` says that the program computes all leaves itself. Sums may then take the
+    memory of the leaves. New memory costs a large buffer more than the reduction does, since the
+    system maps it page by page. A parameter of the program belongs to its caller, so XLA would copy
+    it first, which costs even more.
     """
 
     name: str
@@ -41,10 +42,12 @@ class Job:
 
 
 class Reduced(NamedTuple):
-    """The sums, alike on all ranks; where asked what this rank's part of them lost; new states.
+    """What a reduction returns: sums, residuals and new states, one entry per leaf.
 
-    The ranks' sum minus `sums` times the divisor is the sum of the ranks' `residuals`, up to the
-    rounding of the leaves' dtypes.
+    `sums` are alike on all ranks, in the leaves' shapes and dtypes. `residuals`, if asked for, are
+    what this rank's part of them lost; otherwise there are none. `states` are those of the
+    compressors. The ranks' sum minus `sums` times the divisor is the sum of the ranks' `residuals`,
+    up to the rounding of the leaves' dtypes.
     """
 
     sums: list[jax.Array]
@@ -57,7 +60,8 @@ class Reduction(abc.ABC):
 
     It asks the exchange for the capabilities in `needs`. It takes `seed_count` seeds, which differ
     from rank to rank unless it `shares_seeds` or the compressor shares noise. A compressor lists
-    the reductions that are right for it by their `shorthand`.
+    the reductions that are right for it by their `shorthand`. A call raises ValueError for a
+    compressor that is `unfit` and for an exchange that lacks a capability.
     """
 
     shorthand: ClassVar[str]
@@ -78,7 +82,7 @@ class Reduction(abc.ABC):
     def across_links(
         self, leaves: tuple[CodedLeaf, ...], world: int
     ) -> tuple[tuple[CodedLeaf, ...], int]:
-        """What of these leaves is sent over the slowest links, and between how many ranks."""
+        """The parts of the leaves that cross the slowest links, and between how many ranks."""
         return leaves, world
 
     @abc.abstractmethod
@@ -92,8 +96,8 @@ class Reduction(abc.ABC):
     def kept(self, error: float, world: int) -> float | None:
         """The share of a mean's signal that is left, for a code of relative squared error `error`.
 
-        An encoding keeps 1 - error of what it is given. Of the mean square of the mean the same
-        share is signal, where ranks are independent. None where it is not known.
+        An encoding keeps 1 - error of what it is given. If ranks are independent, the same share of
+        the mean square of the mean is signal. None if it is not known.
         """
         return None
 
@@ -108,13 +112,17 @@ class Reduction(abc.ABC):
     ) -> Reduced:
         """Reduces a buffer; `seeds` are `seed_count` times uint32[2].
 
-        `units` has one entry per leaf, as in `primitives`, or none at all; `states` one per leaf,
-        () for a compressor without.
+        `units` has one entry per leaf, as in `primitives`, or none at all. `states` has one entry
+        per leaf, () for a compressor without state.
         """
 
 
 class Rows(NamedTuple):
-    """Sums on their way: `rows`, u8[k, n], are the same on all ranks of the job."""
+    """What `PayloadReduction.rows` returns: encoded sums, and what this rank lost.
+
+    `rows`, u8[k, n], are the same on all ranks of the job. `residuals`, in the leaves' shapes, are
+    empty unless the job asks for them.
+    """
 
     rows: jax.Array
     residuals: list[jax.Array]
@@ -123,7 +131,8 @@ class Rows(NamedTuple):
 class PayloadReduction(Reduction):
     """A reduction of payloads, which ends in rows of bytes that every rank decodes alike.
 
-    Where it `adds_decoded`, `rows` and `sums` are given fp32 leaves without units.
+    Write `rows`, `rows_bytes` and `sums`; `run` prepares the leaves and calls them. It works across
+    `Levels` too. If it `adds_decoded`, `rows` and `sums` are given fp32 leaves without units.
     """
 
     adds_decoded: ClassVar[bool] = False
@@ -164,7 +173,7 @@ class PayloadReduction(Reduction):
 
     @abc.abstractmethod
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
-        """All that comes between preparing the leaves and the last decoding."""
+        """The steps between preparing the leaves and the last decoding."""
 
     @abc.abstractmethod
     def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:

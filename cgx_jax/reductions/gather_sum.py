@@ -17,11 +17,12 @@ from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds,
 
 @dataclasses.dataclass(frozen=True)
 class GatherSum(PayloadReduction):
-    """One phase: a value is encoded once and there is one latency; for codes of whole leaves.
+    """One phase: a value is encoded once, and there is one latency; for codes of whole leaves.
 
-    A rank sends world - 1 payloads and decodes as many as there are ranks, its own among them, so
-    that all add up the same numbers. Right for sparse codes, for codes with state, and for small
-    buffers. Source: GRACE (Xu et al., ICDCS 2021).
+    A rank sends its payload to world - 1 others. It decodes as many payloads as there are ranks,
+    its own among them, so that all add up the same numbers. It is right for sparse codes, for codes
+    with state, and for small buffers. Raises ValueError while tracing for a compressor that does
+    not allow it. Source: GRACE (Xu et al., ICDCS 2021).
     """
 
     shorthand: ClassVar[str] = "gather_sum"

@@ -22,9 +22,10 @@ REDUCTIONS: tuple[Reduction, ...] = (
 
 
 def named(caller: str, reduction: Reduction | str | None) -> Reduction | None:
-    """The reduction that a name stands for; None for each compressor's own first.
+    """The reduction that a name stands for; None for None, each compressor's first.
 
-    Raises ValueError or TypeError for what is none.
+    An instance of `Reduction` is returned unchanged. `caller` begins error messages. Raises
+    ValueError for an unknown name, TypeError for what is neither a name nor a reduction.
     """
     if reduction is None or isinstance(reduction, Reduction):
         return reduction

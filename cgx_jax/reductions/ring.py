@@ -24,9 +24,10 @@ class Ring(PartialSums):
     """2 (world - 1) hops of one chunk to the next rank; for codes that can be cut into chunks.
 
     In the first half every rank decodes the partial sum that it receives, adds its own values and
-    encodes the result: a value is encoded `world` times. In the second half the codes of the sums
-    go round unchanged. A rank sends 2 (world - 1) / world of a payload, to one neighbor only.
-    Source: the ring reduction of CGX (Markov et al., Middleware 2022).
+    encodes the result, so a value is encoded `world` times. In the second half the codes of the
+    sums go round unchanged. A rank sends 2 (world - 1) / world of a payload, all of it to one
+    neighbor. Raises ValueError while tracing for a compressor that does not allow it. Source: the
+    ring reduction of CGX (Markov et al., Middleware 2022).
     """
 
     shorthand: ClassVar[str] = "ring"

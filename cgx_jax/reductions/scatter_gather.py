@@ -26,7 +26,9 @@ from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds,
 class ScatterGather(PayloadReduction):
     """Two phases, in which a value is encoded twice; for codes that can be cut into chunks.
 
-    A rank sends 2 (world - 1) / world of a payload. Source: CGX (Markov et al., Middleware 2022).
+    Every rank adds up one chunk and sends its encoded sum to all others. A rank sends 2 (world - 1)
+    / world of a payload. Raises ValueError while tracing for a compressor that does not allow it.
+    Source: CGX (Markov et al., Middleware 2022).
     """
 
     shorthand: ClassVar[str] = "scatter_gather"

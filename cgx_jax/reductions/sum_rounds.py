@@ -24,8 +24,9 @@ from cgx_jax.reductions.base import Job, Reduced, Reduction, Seeds
 class SumRounds(Reduction):
     """`lax.psum` of numeric arrays, once or several times; for low-rank and shared-index codes.
 
-    The rounds of all leaves of a buffer run in step, so that there are as many latencies as the
-    longest of them has rounds. Source: PowerSGD (Vogels et al., NeurIPS 2019).
+    The rounds of all leaves of a buffer run in step, so that there are only as many latencies as
+    the longest of them has rounds. Raises ValueError while tracing for a compressor that does not
+    allow it. Source: PowerSGD (Vogels et al., NeurIPS 2019).
     """
 
     shorthand: ClassVar[str] = "sum_rounds"

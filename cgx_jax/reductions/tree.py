@@ -20,11 +20,12 @@ from cgx_jax.reductions.partial_sums import PartialSums, alike, noise
 class Tree(PartialSums):
     """log2(world) levels, in which ranks r and r ^ 2^level exchange whole payloads.
 
-    Both decode both payloads and add them in rank order, so that they hold the same partial sum,
-    and encode it with the same noise at the next level: a value is encoded log2(world) times. In a
-    world that is no power of two, the ranks beyond the last one send their payloads to the first
-    ranks before, and get what all others have afterwards. Source: recursive doubling (Thakur et
-    al., IJHPCA 2005).
+    Both decode both payloads and add them in rank order, so that they hold the same partial sum.
+    They encode it with the same noise at the next level: a value is encoded log2(world) times. If
+    the world is no power of two, the ranks beyond the largest power of two first send their
+    payloads to the first ranks, and receive the result afterwards. Raises ValueError while tracing
+    for a compressor that does not allow it. Source: recursive doubling (Thakur et al., IJHPCA
+    2005).
     """
 
     shorthand: ClassVar[str] = "tree"
@@ -34,7 +35,7 @@ class Tree(PartialSums):
         return leaves
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
-        """Those of the first rank, which sends the most."""
+        """Bytes that the first rank sends, which is the most of any rank."""
         levels, extra = _levels(world)
         return (levels + (2 if extra else 0)) * self.row_bytes(leaves, world)
 

@@ -30,18 +30,18 @@ def local_steps(
     mesh: Mesh | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Local SGD: `optimizer` steps on every rank alone, and each `every` steps their mean.
+    """Local SGD: each rank takes steps of `optimizer` by itself; every `every` steps ranks average.
 
-    An update moves this rank's parameters, which are `local_params(params, state)`: take gradients
-    there. `params` are the same on all ranks. In a step that reduces, their update is the mean of
-    what the ranks have moved since the last one; in all other steps it is 0 and nothing is sent.
-    With `memory=ErrorFeedback()` a rank sends what compression lost in the next such step. `policy`
-    and `options` are those of `sync_gradients`, which reduces. The optimizer's state is each
-    rank's, like a memory, and `state_specs` says so.
+    Each update moves this rank's own parameters, which are `local_params(params, state)`: take
+    gradients there. `params` are the same on all ranks. In a step that reduces, their update is the
+    mean of how far the ranks have moved since the last one. In all other steps it is 0 and nothing
+    is sent. With `memory=ErrorFeedback()` a rank sends what compression lost in the next step that
+    reduces. `policy` and `options` are those of `sync_gradients`, which reduces. The optimizer's
+    state belongs to a rank, like a memory, and `state_specs` says so.
 
-    `optax.MultiSteps` is another thing: it adds up gradients at the same parameters.
+    `optax.MultiSteps` is different: it adds up gradients at the same parameters.
 
-    Raises TypeError or ValueError for an `every` that is no integer from 1 on. Source:
+    Raises TypeError or ValueError for an `every` that is not an integer of 1 or more. Source:
     Qsparse-local-SGD (Basu et al., NeurIPS 2019).
     """
     import optax
@@ -92,10 +92,11 @@ def local_steps(
 
 
 def local_params(params: Any, state: Any) -> Any:
-    """This rank's parameters: `params` and what it has moved since the last reduction.
+    """This rank's parameters: `params` plus how far it has moved since the last reduction.
 
-    `state` is the optimizer's, with that of one `local_steps` in it, inside shard_map or pmap.
-    Raises ValueError for a state without or with several.
+    `state` is the optimizer's, which holds that of one `local_steps`, inside shard_map or pmap. The
+    result has the shapes and dtypes of `params`. Raises ValueError for a state that holds none or
+    several.
     """
 
     def is_local(x: Any) -> bool:

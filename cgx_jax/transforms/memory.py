@@ -20,7 +20,8 @@ class Memory(abc.ABC):
     """What a rank remembers of one leaf between steps; instances are static and hashable.
 
     The state is a tuple of arrays in the leaf's shape. `compensate` comes before the reduction and
-    `remember` after it; neither knows the axis or the compressor.
+    `remember` after it; neither knows the axis or the compressor. `sync_gradients` raises
+    ValueError for a memory around a compressor that would let it grow.
     """
 
     @abc.abstractmethod
@@ -31,7 +32,7 @@ class Memory(abc.ABC):
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """The gradient to (what is sent, what `remember` makes the new state of).
+        """Takes the gradient to what is sent; returns it and what `remember` needs as `kept`.
 
         `step`, i32[], counts the updates before this one.
         """
@@ -51,19 +52,19 @@ class Memory(abc.ABC):
 class ErrorFeedback(Memory):
     """Adds to each gradient what the last step lost, times `decay` in (0, 1].
 
-    With decay 1 nothing is lost: over any number of steps the sum of what the optimizer saw and
-    the sum of the gradients' means differ by the mean of the ranks' memories, no more. That helps
-    an optimizer that adds gradients up (SGD, momentum); Adam divides by their size, and there
-    feedback may cost more than it gives: docs/accuracy.md.
+    With decay 1 nothing is lost. Over any number of steps the sum of what the optimizer saw and the
+    sum of the gradients' means differ only by the mean of the ranks' memories. That helps an
+    optimizer that adds gradients up (SGD, momentum). Adam divides by their size, and there feedback
+    may cost more than it gives: docs/accuracy.md. The memory has each leaf's shape and dtype.
 
     `learning_rate` is the optimizer's schedule, from a step's number to its rate. What a step lost
-    then counts by that step's rate in whatever step sends it: the memory, in fp32 or wider, holds
+    then counts by that step's rate in whatever step sends it. The memory, in fp32 or wider, holds
     residuals times their rates, and the account is of gradients times rates. Without it, a residual
     counts by the rate of the step that sends it. A constant rate needs none.
 
-    Raises TypeError for a rate that is no schedule, ValueError for a decay outside of (0, 1].
-    Source: 1-bit SGD (Seide et al., Interspeech 2014), EF-SGD (Karimireddy et al., ICML 2019); here
-    the second encoding of the reduction is fed back as well.
+    Raises TypeError for a rate that is no schedule or a decay that is no number, ValueError for a
+    decay outside of (0, 1]. Source: 1-bit SGD (Seide et al., Interspeech 2014), EF-SGD (Karimireddy
+    et al., ICML 2019); here the second encoding of the reduction is fed back as well.
     """
 
     decay: float = 1.0
@@ -97,16 +98,17 @@ class ErrorFeedback(Memory):
 
 @dataclasses.dataclass(frozen=True)
 class MomentumCorrection(Memory):
-    """Error feedback around a momentum that each rank keeps, in [0, 1): it takes the optimizer's.
+    """Error feedback around a momentum in [0, 1) that each rank keeps in place of the optimizer's.
 
-    A rank sends its velocity u = momentum * u + gradient and what earlier steps lost of it; follow
-    with plain SGD. The sum of velocities that the optimizer sees is then that of exact momentum
+    A rank sends its velocity u = momentum * u + gradient and what earlier steps lost of it. Follow
+    it with plain SGD. The sum of velocities that the optimizer sees is then that of exact momentum
     SGD, also for values that reach it late. Under a code that sends a few values, such as `TopK`,
     the velocity of a value that has arrived starts again from 0 (momentum factor masking), so that
-    a late value does not push on in its old direction. `learning_rate` as in `ErrorFeedback`.
+    a late value does not push on in its old direction. A rank keeps two arrays of each leaf's
+    shape. `learning_rate` is as in `ErrorFeedback`.
 
-    Raises TypeError for a rate that is no schedule, ValueError for a momentum outside of [0, 1).
-    Source: DGC (Lin et al., ICLR 2018).
+    Raises TypeError for a rate that is no schedule or a momentum that is no number, ValueError for
+    a momentum outside of [0, 1). Source: DGC (Lin et al., ICLR 2018).
     """
 
     momentum: float = 0.9

@@ -14,13 +14,17 @@ from cgx_jax.transforms.state import SyncState
 def metrics(state: Any) -> dict[str, int]:
     """How many steps were skipped, and how many values found no room in the last step.
 
-    `state` is the optimizer's, with that of a `sync_gradients`; without one there is nothing to
-    tell. "cgx/skipped" counts updates that left memory, moments and states of compressors as they
-    were, since a mean was not finite, and those that `debug_nonfinite("skip")` made 0; of several
-    `sync_gradients` the one with the most counts. "cgx/overflow", and of each leaf by its path, is
-    there with a memory around codes with rooms of a fixed size: `Threshold`, `DGC`, `INCEPTIONN`.
-    What found no room waits in the memory. Counts are over the ranks of this process; a leaf whose
-    code always has room has 0. Waits for the step.
+    `state` is the optimizer's, with that of `sync_gradients`; without it the result is empty. Each
+    value is an int.
+
+    * "cgx/skipped" counts updates that left memory, moments and states of compressors as they were,
+      since a mean was not finite, and those that `debug_nonfinite("skip")` made 0. Of several
+      `sync_gradients` the one with the most counts.
+    * "cgx/overflow", and "cgx/overflow/" with the path of each leaf, exist with a memory around
+      codes with rooms of a fixed size: `Threshold`, `DGC`, `INCEPTIONN`. What found no room waits
+      in the memory. A leaf whose code always has room has 0.
+
+    Counts are over the ranks of this process. Waits for the step.
     """
 
     def is_sync(x: Any) -> bool:

@@ -94,12 +94,13 @@ class SecondMoment:
     large. In these units all values have about the same scale. The units come from the reduced
     gradients of earlier steps, which every rank holds, so nothing more is sent.
 
-    A value's unit is the product of its row's and its column's (columns lie along the last axis),
-    each the root of a mean square. With `factored=False` each value has a factor of its own as
-    well, which costs as much memory as the leaf in fp32 and a pass over it in every step. Rows,
-    columns and values differ in unit only as far as they differ by more than chance: after the
-    first step nothing does, and steps that repeat a difference confirm it. `decay` in (0, 1) is
-    that of the averages. `floor` in (0, 1] is the least factor, as a share of the usual one.
+    A value's unit is the product of its row's unit and its column's (columns lie along the last
+    axis), each the root of a mean square in fp32. With `factored=False` each value has a factor of
+    its own as well. That costs as much memory as the leaf in fp32, and a pass over it in every
+    step. Rows, columns and values differ in unit only as far as they differ by more than chance.
+    After the first step no difference counts; steps that repeat a difference confirm it. `decay` in
+    (0, 1) is that of the averages. `floor` in (0, 1] is the least factor, as a share of the usual
+    one.
 
     Raises ValueError for a decay or floor outside their ranges. Source: ours. The moments are
     Adam's (Kingma and Ba, ICLR 2015), factored as in Adafactor (Shazeer and Stern, ICML 2018) and

@@ -16,19 +16,21 @@ _NAME = "resize_state"
 
 
 def resize_state(state: Any, world: int) -> Any:
-    """An optimizer state with that of `sync_gradients` or `local_steps` for `world` ranks.
+    """An optimizer state with that of `sync_gradients` or `local_steps`, for `world` ranks.
 
-    An update is a mean over the ranks, so n ranks with residuals e still owe the optimizer
-    sum(e) / n. The new ranks owe the same: each gets the mean over the old ones, so the mean stays
-    and the sum becomes `world` / n times what it was. This holds for all that belongs to a rank:
-    residuals, velocities, states of compressors, and what `local_steps` keeps. What is the same on
-    all ranks stays; counts of what found no room begin at 0.
+    An update is a mean over the ranks, so n ranks with residuals e still owe the optimizer sum(e) /
+    n. The new ranks owe the same. Each gets the mean over the old ones, so the mean stays and the
+    sum becomes `world` / n times what it was. This holds for all that belongs to a rank: residuals,
+    velocities, states of compressors, and what `local_steps` keeps. What is the same on all ranks
+    stays. Counts of what found no room start again at 0.
 
     `state` holds whole arrays, with a row for each old rank, outside of jit: as `init` returned it,
     or as restored. Place the result by `state_shardings` on the new mesh. Arrays may be
-    `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved. Raises TypeError
-    or ValueError for a world that is no integer from 1 on, a state that holds none of the two, rows
-    for different numbers of ranks, and rows of integers that differ, which have no mean.
+    `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved.
+
+    Raises TypeError or ValueError for a world that is not an integer of 1 or more. Raises
+    ValueError for a state of neither transformation, rows for different numbers of ranks, and rows
+    of integers that differ, which have no mean.
     """
     if operator.index(world) < 1:
         raise ValueError(f"{_NAME}: world={world} must be 1 or more.")

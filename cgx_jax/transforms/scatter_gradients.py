@@ -60,24 +60,24 @@ def scatter_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that takes whole gradients to this rank's shard of their mean.
 
-    For sharded data-parallel training (FSDP, ZeRO): it goes first in `optax.chain`, inside
+    It is for sharded data-parallel training (FSDP, ZeRO). It goes first in `optax.chain`, inside
     shard_map or pmap over `axis_name`, and everything after it sees shards. A leaf is cut along its
-    first dimension, a multiple of the world size. `policy` and `exchange` as in
-    `psum_scatter_compressed`; `seed` feeds stochastic rounding.
+    first dimension, which is a multiple of the world size; its dtype stays. `policy` and `exchange`
+    are as in `psum_scatter_compressed`. `seed` feeds stochastic rounding.
 
-    With `memory`, what compression loses is sent with the next step. Each rank remembers whole
-    gradients, so a memory takes as much space as they do; only the rank's own shard, which is not
-    encoded, leaves nothing. With `precondition`, values are compressed in units of their size. The
-    owner of a shard knows its mean, so in a step that updates the units the ranks share the mean
-    squares of rows and columns, rows + columns fp32 numbers per leaf, in one `lax.psum` for all
-    leaves. A step whose mean holds a NaN or infinity on any rank leaves memory and moments as they
-    were; one more number per step tells all ranks.
+    With `memory`, the next step sends what compression loses. Each rank remembers whole gradients,
+    so a memory takes as much space as they do. The rank's own shard is not encoded and leaves
+    nothing. With `precondition`, values are compressed in units of their size. The owner of a shard
+    knows its mean. In a step that updates the units the ranks therefore share the mean squares of
+    rows and columns, rows + columns fp32 numbers per leaf, in one `lax.psum` for all leaves. A step
+    whose mean holds a NaN or infinity on any rank leaves memory and moments as they were; one more
+    number per step tells all ranks.
 
-    The state is a `SyncState`: `state_specs` and `state_shardings` say how it is split, and a
+    The state is a `SyncState`. `state_specs` and `state_shardings` say how it is split, and a
     checkpoint of it restores on as many ranks. `init` is given whole parameters and the `mesh`, or
     shards inside shard_map or pmap. What follows in the chain sees only a shard:
     `optax.clip_by_global_norm` would take the norm of that, and `optax.apply_if_finite` would skip
-    the step on some ranks alone.
+    the step only on some ranks.
 
     Raises ValueError while tracing for what `psum_scatter_compressed` refuses, for a memory around
     a compressor that would let it grow, for a `SecondMoment(factored=False)`, whose units no sender

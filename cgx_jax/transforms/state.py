@@ -45,15 +45,22 @@ class CodeState(NamedTuple):
 
 
 class SyncState(NamedTuple):
-    """State of `sync_gradients`: the same on every rank but for `memory`, `codes.own`, `overflow`.
+    """State of `sync_gradients`; only `memory`, `codes.own` and `overflow` differ between ranks.
 
-    `step` is i32[], the number of updates; `memory` () or a tuple of residual trees, in which a
-    leaf of shape s is [world, *s], one row a rank ([1, *s] inside shard_map and pmap);
-    `statistics` () or what an adaptive policy measures; `moments` () or the `Moments` by which
-    gradients are preconditioned, each field a tree like the parameters; `codes` () or the
-    `CodeState` of compressors that have state; `overflow` () or a tree like the parameters of
-    i32[world], how many values found no room in the last step; `skipped`, i32[], the number of
-    updates that left all of this as it was, since a mean was not finite. `metrics` reads both.
+    * `step`, i32[]: the number of updates.
+    * `memory`: () or a tuple of residual trees, in which a leaf of shape s is `[world, *s]`, one
+      row per rank (`[1, *s]` inside shard_map and pmap).
+    * `statistics`: () or what an adaptive policy measures.
+    * `moments`: () or the `Moments` by which gradients are preconditioned; each field is a tree
+      like the parameters.
+    * `codes`: () or the `CodeState` of compressors that have state.
+    * `overflow`: () or a tree like the parameters of i32[world], how many values found no room in
+      the last step.
+    * `skipped`, i32[]: the number of updates that left all of this as it was, since a mean was not
+      finite.
+
+    `metrics` reads `overflow` and `skipped`. A state that belongs to other options raises
+    ValueError in `update`.
     """
 
     step: jax.Array
@@ -82,8 +89,9 @@ class LocalState(NamedTuple):
 def state_specs(state: Any, axis_name: Any) -> Any:
     """PartitionSpecs of an optimizer state that holds a `SyncState`: in_specs of a training step.
 
-    `state` is what `init` returned, or `jax.eval_shape` of it; what belongs to a rank is split over
-    `axis_name`, everything else is replicated.
+    `state` is what `init` returned, or `jax.eval_shape` of it. What belongs to a rank is split over
+    `axis_name` along its first dimension, and everything else is replicated. The result is a tree
+    like `state`.
     """
 
     def split(tree: Any) -> Any:
@@ -108,9 +116,9 @@ def state_specs(state: Any, axis_name: Any) -> Any:
 def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
     """NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings and restoring.
 
-    `state` as in `state_specs`; it may hold more than the optimizer's state, such as parameters,
-    which are replicated. Raises ValueError for an axis that is not in the mesh, and for memories
-    of another number of ranks than it has there.
+    `state` is as in `state_specs`. It may hold more than the optimizer's state, such as parameters,
+    which are replicated. Raises ValueError for an axis that is not in the mesh, and for memories of
+    another number of ranks than the axis has there.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     require_axes("state_shardings", names, mesh)

@@ -51,24 +51,25 @@ def restore_step_size(
 
         f = sum(sqrt(v)) / sum(sqrt(max(v - noise, v / 4)))
 
-    where the noise of value (r, c) is mean(v) * rows[r] * columns[c] / mean(rows), from the row and
-    column means of its share, f32[R] and f32[C] for a leaf of R * C values, in the state of
-    `SecondMoment`. Since these are shares of a mean square, a clip between the reduction and Adam
-    changes nothing. The rest of a step is noise, which grows by the same factor. The factor is 1
-    for leaves that are reduced exactly, for codes that are not rotated or do not round to nearest,
-    and for integers. Every rank computes the same factors from the same state. There is no state
-    but the optimizer's.
+    The noise of value (r, c) is mean(v) * rows[r] * columns[c] / mean(rows). `rows`, f32[R], and
+    `columns`, f32[C], are the row and column means of the noise's share, for a leaf of R * C
+    values; the state of `SecondMoment` holds them. Since these are shares of a mean square, a clip
+    between the reduction and Adam changes nothing. The rest of a step is noise, which grows by the
+    same factor. The factor is 1 for leaves that are reduced exactly, for codes that are not rotated
+    or do not round to nearest, and for integers. Every rank computes the same factors from the same
+    state. There is no other state than the optimizer's.
 
-    The factor assumes ranks whose gradients are independent. Where all ranks have the same gradient
+    The factor assumes ranks whose gradients are independent. If all ranks have the same gradient,
     steps come out too long, by less than 0.6 % at 4 bits and 1.9 % at 3.
 
     `optimizer` is a chain of one `sync_gradients(..., precondition=SecondMoment())` without memory
     and one Adam: `optax.adam`, `adamw`, `nadam`, `nadamw`, `radam` or `scale_by_adam`. Let
-    `SecondMoment(decay)` be Adam's b2. `optax.inject_hyperparams` may be around Adam,
-    `optax.MultiSteps` around the whole. Raises TypeError for what is no transformation; ValueError
-    from `init` and while tracing for another chain, for an optimizer that keeps Adam's state but
-    makes another use of it, such as LAMB, for the reductions `Ring` and `Tree`, and where no leaf
-    can have a factor. Source: ours.
+    `SecondMoment(decay)` be Adam's b2. `optax.inject_hyperparams` may be around Adam, and
+    `optax.MultiSteps` around the whole.
+
+    Raises TypeError for what is no transformation. Raises ValueError from `init` and while tracing
+    for another chain, for an optimizer that keeps Adam's state but makes another use of it, such as
+    LAMB, for the reductions `Ring` and `Tree`, and if no leaf can have a factor. Source: ours.
     """
     import optax
 

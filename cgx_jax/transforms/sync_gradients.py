@@ -69,29 +69,36 @@ def sync_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that takes a rank's gradients to their mean, compressed.
 
-    It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`; everything after it
-    sees the same mean on every rank. `policy`, `exchange`, `reduction` and `levels` as in
-    `pmean_compressed`, or a `Tuner` as `exchange` chooses all three, and the fusion buffers too;
-    `seed` feeds stochastic rounding. An `Adaptive` policy measures here, and the step is compiled
-    by its `jit` or the tuner's; `Stages` follow one another in one program. With `memory`
-    (`ErrorFeedback()`, `MomentumCorrection()`) what compression loses is sent with the next step.
-    With `precondition` (`SecondMoment()`, the choice for Adam and its kin) values are compressed in
-    units of their own size, and an adaptive policy measures errors in these. The state of
-    compressors that have any is kept too. A step whose mean holds a NaN or infinity leaves memory,
-    moments and states as they were, on all ranks of the mesh, and `transforms.metrics` counts it;
-    `debug_nonfinite` says where it came from. Memory belongs to a rank: `init` runs inside
-    shard_map or pmap, or is given the `mesh`, and `state_specs` and `state_shardings` say how the
-    state is split.
+    It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`. Everything after it
+    sees the same mean on every rank, in the gradients' shapes and dtypes. `policy`, `exchange`,
+    `reduction` and `levels` are as in `pmean_compressed`. `seed` feeds stochastic rounding.
+
+    * A `Tuner` as `exchange` chooses the exchange, the reduction, the levels and the fusion
+      buffers.
+    * An `Adaptive` policy measures here. Its `jit`, or the tuner's, compiles the step.
+    * `Stages` follow one another in one program.
+    * With `memory` (`ErrorFeedback()`, `MomentumCorrection()`) the next step sends what compression
+      loses.
+    * With `precondition` (`SecondMoment()`, the choice for Adam and its kin) values are compressed
+      in units of their own size, and an adaptive policy measures errors in these units.
+
+    The state is a `SyncState`, and keeps the state of compressors too. A step whose mean holds a
+    NaN or infinity leaves memory, moments and states as they were, on all ranks of the mesh.
+    `transforms.metrics` counts it; `debug_nonfinite` says where it came from. Memory belongs to a
+    rank. Either `init` runs inside shard_map or pmap, or it is given the `mesh`. `state_specs` and
+    `state_shardings` say how the state is split.
 
     Clip, and skip steps (`optax.apply_if_finite`), after it in the chain, where all ranks see the
     same mean. A clip before it uses each rank's own norm: it scales ranks differently, and the mean
     of what is left is not the clipped mean. To accumulate gradients, add them up in the training
     step, or put `optax.MultiSteps` after it. Extra arguments of `update` are for the rest of the
-    chain and change nothing here. Options are static, but for `seed`: `optax.inject_hyperparams`
+    chain and change nothing here. Options are static, except for `seed`: `optax.inject_hyperparams`
     belongs around the optimizer after it.
-    Raises ValueError while tracing for what `pmean_compressed` refuses, a memory around a
-    compressor that would let it grow, a memory whose ranks cannot be known, `apply_if_finite`
-    around it or, under check_vma, `MultiSteps`. Raises TypeError for an option of a wrong type.
+
+    Raises ValueError while tracing for what `pmean_compressed` refuses, for a memory around a
+    compressor that would let it grow, for a memory whose ranks cannot be known, for
+    `apply_if_finite` around it and, under check_vma, for `MultiSteps` around it. Raises TypeError
+    for an option of a wrong type. Source: CGX (Markov et al., Middleware 2022).
     """
     import optax
 
