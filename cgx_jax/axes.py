@@ -31,7 +31,9 @@ class Axes:
         """Checks names and groups against the axes that are bound; raises ValueError."""
         names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"{caller}: axis_name={axis_name!r} must name one axis or more, once.")
+            raise ValueError(
+                f"{caller}: axis_name={axis_name!r} must name one or more axes, each once."
+            )
         size = 1
         for n in names:
             try:
@@ -53,7 +55,7 @@ class Axes:
         if len({len(g) for g in frozen}) != 1:
             raise ValueError(
                 f"{caller}: axis_index_groups={groups} has groups of unequal size; compressed "
-                "collectives need equal ones. Use lax.psum for these groups."
+                "collectives need groups of equal size. Use lax.psum for these groups."
             )
         return cls(names, frozen, len(frozen[0]))
 
@@ -82,7 +84,7 @@ class Axes:
 
     @property
     def around(self) -> dict[Any, int]:
-        """All axes of the mesh and their sizes; these axes alone where vmap binds one of them."""
+        """All axes of the mesh and their sizes; only these axes if vmap binds one of them."""
         mesh = jax.sharding.get_abstract_mesh()
         manual = [n for n in mesh.axis_names if n in mesh.manual_axes]
         names = manual if _compat.bound_by_mesh(self.names) else self.names
@@ -111,11 +113,11 @@ class Axes:
                 where = f"leaf {path!r}" if path else "the operand"
                 raise ValueError(
                     f"{caller}: {where} does not vary over axis {missing[0]!r}, so every rank "
-                    "holds the same value: it is reduced already, or was never split. Under "
+                    "holds the same value: it is already reduced, or was never split. Under "
                     "check_vma, jax.grad of a replicated parameter inserts its own uncompressed "
-                    "psum. Two ways out: make the parameters vary first, params = jax.tree.map("
+                    "psum. Either make the parameters vary before jax.grad: params = jax.tree.map("
                     f"lambda p: jax.lax.pcast(p, {missing[0]!r}, to='varying'), "
-                    "params), before jax.grad; or wrap them in "
+                    "params). Or wrap them in "
                     "cgx_jax.reduce_in_backward(params, axis_name) and drop this call."
                 )
 
@@ -182,6 +184,17 @@ def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Any) -> j
     return lax.scan(lambda t, x: (f(t, *x), None), total, (ranks, others), unroll=UNROLL)[0]
 
 
+def sum_of_rows(rows: jax.Array) -> jax.Array:
+    """[ranks, ...] added up in rank order.
+
+    XLA on CPUs takes 20 times as long for its own sum over a few long rows. A loop is a program of
+    its own, which small arrays do not deserve.
+    """
+    if rows[0].nbytes <= SMALL_BYTES:
+        return rows.sum(0)
+    return in_rank_order(lambda total, rank, row: total + row, jnp.zeros_like(rows[0]), rows)
+
+
 def _together(
     reduce: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[Any]
 ) -> list[jax.Array]:
@@ -212,14 +225,14 @@ def _check_bound(caller: str, names: tuple[Any, ...], groups: Any) -> None:
     of_vmap = [n for n in names if not _compat.bound_by_mesh((n,))]
     if groups is not None and of_vmap:
         raise ValueError(
-            f"{caller}: axis_index_groups={groups} over {of_vmap[0]!r}, an axis of vmap; groups "
-            "work over axes of shard_map and pmap, here as in lax.psum. Split the axis into two, "
+            f"{caller}: axis_index_groups={groups} over {of_vmap[0]!r}, an axis of vmap; as in "
+            "lax.psum, groups work only over axes of shard_map and pmap. Split the axis in two, "
             "x.reshape(groups, size, ...), and reduce over the inner one."
         )
     of_mesh = tuple(n for n in names if n not in of_vmap)
     if of_vmap and set(of_mesh) & _compat.varying_axes(lax.axis_index(names)):
         raise ValueError(
-            f"{caller}: axis_name={names} mixes axes of vmap and of a mesh, which lax.psum does "
-            "not take under check_vma either; reduce over the one and then over the other, or "
-            "pass check_vma=False to shard_map."
+            f"{caller}: axis_name={names} mixes axes of vmap and of a mesh, which neither this "
+            "call nor lax.psum supports under check_vma; reduce over one after the other, or pass "
+            "check_vma=False to shard_map."
         )

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Quantize, Rules
+from cgx_jax.axes import sum_of_rows
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.reductions import GatherSum, Levels, ScatterGather, Tree
 from cgx_jax.reductions.levels import Leveled
@@ -219,7 +220,7 @@ def test_between_nodes_a_rank_sends_its_share_alone():
 
 WRONG = {
     "an axis of another call": (Levels("model"), r"Levels\(inner=\('model',\)\) must name some"),
-    "all axes": (Levels(AXES), "leave one that leads across"),
+    "all axes": (Levels(AXES), "leave at least one"),
     "groups that miss a rank": (Levels(groups=[[0, 1], [2]]), "must hold every index below 4"),
 }
 
@@ -233,20 +234,22 @@ def test_wrong_levels_are_refused_by_the_call(name):
 
 
 def test_options_that_do_not_go_with_levels_are_refused(mesh):
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass one of them"):
         Levels()
-    with pytest.raises(ValueError, match="cannot be cut into a share"):
+    with pytest.raises(ValueError, match="cannot be split into a share"):
         Levels("local", compressor=Largest())
     call = functools.partial(cgx_jax.psum_compressed, axis_name=AXES, compressor=Quantize(4))
     with pytest.raises(TypeError, match=r"^psum_compressed: levels='local' is not an instance"):
         jax.eval_shape(on_grid(lambda v: call(v[0], levels="local"), grid(2, 2)), values(4, 64, 64))
     groups = [[0, 1], [2, 3]]
     f = lambda v: call(v[0], levels=Levels("local"), axis_index_groups=groups)  # noqa: E731
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         jax.eval_shape(on_grid(f, grid(2, 2)), values(4, 64, 64))
     tx = cgx_jax.sync_gradients(AXES, Difference(), levels=Levels("local"))
     f = lambda v: tx.update(v[0], tx.init(v[0]))[0]  # noqa: E731
-    with pytest.raises(ValueError, match=r"^sync_gradients: .* has state, .*another share"):
+    with pytest.raises(
+        ValueError, match=r"^sync_gradients: .* needs whole leaves .*different share"
+    ):
         jax.eval_shape(on_grid(f, grid(2, 2), check_vma=False), values(4, 64, 64))
 
 
@@ -260,3 +263,14 @@ def test_one_rank_a_node_is_flat_and_one_node_is_exact():
     one_node = on_grid(lambda v: call(v, Levels("local")), grid(1, 4))(x)
     exact = on_grid(lambda v: lax.psum(v[0], AXES), grid(1, 4))(x)
     np.testing.assert_array_equal(one_node, exact)
+
+
+@pytest.mark.parametrize(("values", "reduces"), [(1000, True), (100_000, False)])
+def test_few_long_rows_are_added_and_not_left_to_xlas_slow_sum(values, reduces):
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(5, values)).astype(np.float32))
+    compiled = jax.jit(sum_of_rows).lower(rows).compile()
+    assert (" reduce(" in compiled.as_text()) == reduces
+    total = np.asarray(rows[0])
+    for row in np.asarray(rows[1:]):
+        total = total + row
+    np.testing.assert_array_equal(compiled(rows), total)

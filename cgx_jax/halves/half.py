@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cgx_jax import _compat, debug
-from cgx_jax.axes import Axes
+from cgx_jax.axes import Axes, sum_of_rows
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.compressors.base import require_key
 from cgx_jax.compressors.buffers import row_code
@@ -103,15 +103,16 @@ class PsumScatter(Half):
         rank = len(shape)
         if not -rank <= dimension < rank:
             raise ValueError(
-                f"{where}: scatter_dimension={dimension} is none of the {rank} of {list(shape)}."
+                f"{where}: scatter_dimension={dimension} is out of range; the operand is "
+                f"{list(shape)}, with {rank} dimensions."
             )
         dimension %= rank
         length = shape[dimension]
         if length % world if tiled else length != world:
             need = f"a multiple of the world size {world}" if tiled else f"{world}, the world"
             raise ValueError(
-                f"{where}: dimension {dimension} of {list(shape)} has length {length}, it must be "
-                f"{need}" + ("; pad it." if tiled else " size; or pass tiled=True.")
+                f"{where}: dimension {dimension} of {list(shape)} has length {length}, which must "
+                f"be {need}" + ("; pad it." if tiled else " size; or pass tiled=True.")
             )
         return dimension, shape
 
@@ -148,7 +149,7 @@ class PsumScatter(Half):
         if self.compressor.lossless:
             # One operation for all ranks: `accumulate` has one for each, for each small leaf.
             every = code.decode(payloads, own.shape, jnp.float32)
-            return self._result(every.sum(axis=0).astype(x.dtype))
+            return self._result(sum_of_rows(every).astype(x.dtype))
         if self.compressor.owner_exact:
             return self._result(code.accumulate(self.axes.rank(), payloads, own, 1))
         zeros = jnp.zeros(own.shape, own.dtype)
@@ -204,8 +205,8 @@ class AllGather(Half):
         rank = len(shape) if tiled else len(shape) + 1
         if not -rank <= dimension < rank:
             raise ValueError(
-                f"{where}: axis={dimension} is none of the result's {rank}; the operand is "
-                f"{list(shape)}."
+                f"{where}: axis={dimension} is out of range; the operand is {list(shape)}, and the "
+                f"result has {rank} dimensions."
             )
         d = dimension % rank
         if tiled:

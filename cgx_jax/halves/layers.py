@@ -57,8 +57,8 @@ def scan_layers(
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(shards)}
     if len(counts) != 1 or not (count := next(iter(counts))) or not count[0]:
         raise ValueError(
-            f"{_NAME}: the leaves of shards have leading dimensions {sorted(counts)}; all need one "
-            "and the same, the number of layers, and it must not be 0."
+            f"{_NAME}: the leaves of shards have leading dimensions {sorted(counts)}; all must "
+            "have the same one, the number of layers, which is 1 or more."
         )
     stack = _Stack(body, axes, weights, gradients, exchange, count[0])
     varying = axes.varying()

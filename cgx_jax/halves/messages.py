@@ -185,8 +185,8 @@ def _messages(
     first = halves[next(i for i in together if i in lossy)]
     if first.needs not in chosen.can:
         raise ValueError(
-            f"{where_of(name, first.path)}: exchange={chosen.shorthand!r} has no {first.needs!r}, "
-            f"which {first.compressor} needs here; it can {', '.join(sorted(chosen.can))}. Use "
+            f"{where_of(name, first.path)}: exchange={chosen.shorthand!r} lacks {first.needs!r}, "
+            f"which {first.compressor} needs here; it has {', '.join(sorted(chosen.can))}. Use "
             'exchange="xla", or "auto".'
         )
     parts = tuple(halves[i] for i in together)
@@ -198,8 +198,8 @@ def _with_rows(name: str, path: str, compressor: Compressor) -> PayloadCompresso
     if isinstance(compressor, PayloadCompressor):
         return compressor
     raise ValueError(
-        f"{where_of(name, path)}: the code of {compressor} is numbers that all ranks sum up, and "
-        "this call sends each rank a row of its own; use a compressor of bytes, such as Quantize."
+        f"{where_of(name, path)}: {compressor} sends numbers that the ranks sum, but this call "
+        "sends each rank a different row; use a compressor that sends bytes, such as Quantize."
     )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes
+from cgx_jax.axes import Axes, sum_of_rows
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.compressors.buffers import row_code
 from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
@@ -37,14 +37,14 @@ class Levels:
     def __post_init__(self) -> None:
         if (self.inner is None) == (self.groups is None):
             raise ValueError(
-                f"Levels: inner={self.inner!r} and groups={self.groups!r}; give one of them, the "
+                f"Levels: inner={self.inner!r} and groups={self.groups!r}; pass one of them, the "
                 "axes inside a node or the indices of each node's ranks."
             )
         c = self.compressor
         if c is not None and "scatter_gather" not in c.reductions:
             raise ValueError(
-                f"Levels: compressor={c} cannot be cut into a share for each rank of a node; use "
-                "Quantize or Cast inside, or none."
+                f"Levels: compressor={c} cannot be split into a share per rank of a node; use "
+                "Quantize, Cast or None inside a node."
             )
         if self.inner is not None:
             names = (self.inner,) if isinstance(self.inner, str) else tuple(self.inner)
@@ -55,7 +55,10 @@ class Levels:
     def split(self, caller: str, axes: Axes) -> tuple[Axes, Axes]:
         """The ranks of `axes` inside a node, and those across; raises ValueError for a misfit."""
         if axes.groups is not None:
-            raise ValueError(f"{caller}: levels= and axis_index_groups= do not go together.")
+            raise ValueError(
+                f"{caller}: levels= and axis_index_groups= cannot be combined; leave out one of "
+                "them."
+            )
         if self.groups is not None:
             inner = Axes.resolve(f"{caller}, Levels", axes.names, self.groups)
             assert inner.groups is not None
@@ -67,7 +70,7 @@ class Levels:
         if missing or not outer:
             raise ValueError(
                 f"{caller}: Levels(inner={self.inner}) must name some of the call's axes "
-                f"{axes.names}, and leave one that leads across."
+                f"{axes.names}, and leave at least one for the sum across nodes."
             )
         return Axes.resolve(caller, self.inner, None), Axes.resolve(caller, outer, None)
 
@@ -183,8 +186,8 @@ class Leveled(Reduction):
         inner = self.inner
         if self.compressor is None:
             rows = jnp.concatenate(runs, axis=1)
-            # In rank order, and over gloo in two thirds of the time of lax.psum_scatter.
-            total = job.exchange.scatter(job.name, rows, inner).sum(0)
+            # Over gloo in two thirds of the time of lax.psum_scatter.
+            total = sum_of_rows(job.exchange.scatter(job.name, rows, inner))
             own = jnp.split(total, np.cumsum(sizes)[:-1].tolist())
             return own, [jnp.zeros_like(x) for x in runs]
         own, lost = [], []
