@@ -19,7 +19,7 @@ from cgx_jax.compressors import Quantize
 from cgx_jax.exchanges import Mpi, Nccl, mpi
 from cgx_jax.link_timer import LinkTimer, gradient
 from cgx_jax.tuner.candidates import STREAMS
-from cgx_jax.tuner.trials import best
+from cgx_jax.tuner.trials import OF_OPTIONS, best
 
 VALUES = {
     "segment_bytes": (1 << 15, 1 << 17, 1 << 19),
@@ -27,7 +27,7 @@ VALUES = {
     "threads": (1, 2, 4),
 }
 SIZES = (1 << 20, 1 << 24)  # fp32 bytes that the options are measured on
-ROUNDS = 5
+ROUNDS = 6
 LEAST_ROUNDS = 4  # for quartiles
 CALLS = 3 * ROUNDS * sum(map(len, VALUES.values()))  # on a size, of a descent
 CODE = Quantize(4)
@@ -114,7 +114,7 @@ def descend(
             samples = measure(tried)
             if len(samples) < LEAST_ROUNDS:
                 break
-            current = tried[best(samples)]
+            current = tried[best(samples, OF_OPTIONS)]
     return current
 
 

@@ -26,7 +26,7 @@ from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
 from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates
 from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.tuner.trials import Trials, best
+from cgx_jax.tuner.trials import OF_OPTIONS, Trials, best
 
 _log = logging.getLogger(__name__)
 _COLUMNS = (
@@ -77,7 +77,7 @@ class Tuner:
         reductions: Sequence[Reduction | str] = ("gather_sum",),
         levels: Sequence[Levels] = (),
         compilations: int = 4,
-        rounds: int = 6,
+        rounds: int = 8,
         cache: str | os.PathLike[str] | bool = True,
     ) -> None:
         for name, value, least in (("compilations", compilations, 2), ("rounds", rounds, 4)):
@@ -227,8 +227,9 @@ class Tuner:
         assert self._trials is not None
         samples = self._trials.samples
         seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
-        chosen = agreement.broadcast(str(best(seconds)).encode())
         first = not self._measured
+        found = best(seconds) if first else best(seconds, OF_OPTIONS)
+        chosen = agreement.broadcast(str(found).encode())
         known = 0.0 if first else self._measured[self._tried[0]][1]
         for setting, own in zip(self._tried, seconds.T, strict=True):
             saved = known + float(np.median(seconds[:, 0] - own))
