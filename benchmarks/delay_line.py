@@ -72,7 +72,7 @@ def relay(ends: list[int], delay: float) -> None:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
             _, _, host, packet = heapq.heappop(waiting)
-            with contextlib.suppress(BlockingIOError):  # a full queue loses packets
+            with contextlib.suppress(OSError):  # a device that is full, or not up, loses packets
                 os.write(ends[host], packet)
         wait = min(waiting[0][0] - now, LONGEST_WAIT) if waiting else LONGEST_WAIT
         for end, _ in poll.poll(wait):

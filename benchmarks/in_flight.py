@@ -10,42 +10,47 @@ is the median (and quartiles) over the repeats of the time of buffers that wait 
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
 import rig
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.link_timer import gradient
+from tuner import turns
 
-BUFFERS, VALUES = 16, 250_000
+BUFFERS, SHAPE = 16, (500, 500)
 AXIS = "ranks"
 EXCHANGES = ("xla", "mpi")
 
 
-def one_by_one(x: jax.Array, exchange: str) -> jax.Array:
+def one_by_one(leaves: list[jax.Array], exchange: str) -> list[jax.Array]:
     """Each buffer waits for the sum of the one before."""
     out, waits = [], jnp.zeros(())
-    for own in x.reshape(BUFFERS, VALUES):
-        out.append(reduced(own + waits, exchange))
-        waits = jnp.where(jnp.isinf(out[-1][0]), 1.0, 0.0)
-    return jnp.concatenate(out)
+    for own in leaves:
+        out += reduced([own + waits], exchange)
+        waits = jnp.where(jnp.isinf(out[-1][0, 0]), 1.0, 0.0)
+    return out
 
 
-def at_once(x: jax.Array, exchange: str) -> jax.Array:
-    return jnp.concatenate([reduced(own, exchange) for own in x.reshape(BUFFERS, VALUES)])
+def at_once(leaves: list[jax.Array], exchange: str) -> list[jax.Array]:
+    return [y for own in leaves for y in reduced([own], exchange)]
 
 
-def reduced(x: jax.Array, exchange: str) -> jax.Array:
-    return cgx_jax.psum_compressed(x, AXIS, cgx_jax.Quantize(4), exchange=exchange)
+def reduced(leaves: list[jax.Array], exchange: str) -> list[jax.Array]:
+    """The sums of leaves that travel in one buffer."""
+    plan = cgx_jax.Plan.build(leaves, cgx_jax.Quantize(4))
+    return cgx_jax.psum_compressed(leaves, AXIS, plan, exchange=exchange)
 
 
-METHODS: dict[str, Callable[[jax.Array, str], jax.Array]] = {
+METHODS: dict[str, Callable[[list[jax.Array], str], list[jax.Array]]] = {
     "one by one": one_by_one,
     "all at once": at_once,
     "one buffer": reduced,
@@ -86,15 +91,14 @@ def main() -> int:
 
 def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Times all methods by both exchanges; one row for each."""
-    x = ranks.place(gradient, BUFFERS * VALUES)
+    # Arrays of their own, as gradients are: XLA would reuse the memory of slices of one array, and
+    # a call that waits for memory waits for the call before.
+    leaves = [ranks.place(gradient, math.prod(SHAPE)) for _ in range(BUFFERS)]
     rows = []
     for exchange in EXCHANGES:
-        functions = [
-            ranks.collective(lambda x, f=f, exchange=exchange: f(x, exchange))
-            for f in METHODS.values()
-        ]
-        ranks.seconds(functions, x, 2)  # compiles, and opens the connections' windows
-        seconds = ranks.seconds(functions, x, arguments.reps)
+        calls = [on_ranks(ranks, f, exchange, leaves) for f in METHODS.values()]
+        turns(ranks, calls, 2, 0)  # compiles, and opens the connections' windows
+        seconds = turns(ranks, calls, arguments.reps, 600)
         for i, name in enumerate(METHODS):
             row = {
                 "method": name,
@@ -102,7 +106,7 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
                 "delay": float(arguments.delays),
                 "links": arguments.rate,
                 "world": ranks.world,
-                "bytes": 4 * BUFFERS * VALUES,
+                "bytes": 4 * BUFFERS * math.prod(SHAPE),
                 "seconds": measure.quartiles(seconds[:, i]),
                 "ratio": measure.quartiles(seconds[:, 0] / seconds[:, i]),
             }
@@ -116,6 +120,24 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
                     flush=True,
                 )
     return rows
+
+
+def on_ranks(
+    ranks: Ranks,
+    function: Callable[[list[jax.Array], str], list[jax.Array]],
+    exchange: str,
+    leaves: list[jax.Array],
+) -> Callable[[], None]:
+    """A call of `function` of each rank's leaves, compiled."""
+    call = jax.jit(
+        jax.shard_map(
+            lambda rows: function([row.reshape(SHAPE) for row in rows], exchange),
+            mesh=ranks.mesh,
+            in_specs=P(AXIS),
+            out_specs=P(),
+        )
+    )
+    return lambda: jax.block_until_ready(call(leaves)) and None
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 TEXTS = (
     ROOT / "README.md",
-    *(DOCS / f"{name}.md" for name in ("compressors", "exchanges", "gpu", "performance")),
+    *(
+        DOCS / f"{name}.md"
+        for name in ("compressors", "exchanges", "gpu", "performance", "policy", "training_loops")
+    ),
 )
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
@@ -433,13 +436,17 @@ def algorithm_model() -> str:
 
 
 def levels() -> str:
+    """Speeds of flat and leveled reductions by both exchanges; bytes and errors of the first."""
     body = []
     for row in rows("levels"):
+        if row["method"] == "psum":
+            continue
         low, ratio, high = row["ratio"]
         body.append(
             [
                 row["links"],
                 size_text(row["bytes"]),
+                f'`"{row["exchange"]}"`',
                 row["method"],
                 f"{ratio:.2f} ({low:.2f}-{high:.2f})",
                 f"{row['over_flat'][1]:.2f}",
@@ -447,8 +454,50 @@ def levels() -> str:
                 f"{row['relative_error']:.3f}",
             ]
         )
-    head = ["link between nodes", "size", "reduction", "speed over psum", "over flat"]
+    head = ["link between nodes", "size", "exchange", "reduction", "speed over psum", "over flat"]
     return table([*head, "a node sends", "relative error"], body)
+
+
+def fsdp_speed() -> str:
+    """What sharded training sends, by every method."""
+    body = []
+    for row in rows("fsdp_speed"):
+        low, ratio, high = row["ratio"]
+        body.append(
+            [
+                row["links"],
+                str(row["world"]),
+                row["method"],
+                f"{row['seconds'][1] * 1e3:.0f}",
+                f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                size_text(row["sent"]),
+            ]
+        )
+    return table(["link", "ranks", "method", "ms", "times exact's speed", "a rank sends"], body)
+
+
+def in_flight() -> str:
+    """Buffers that wait for one another, and buffers that do not, by the delay of a link."""
+    made = {(r["exchange"], r["delay"], r["method"]): r for r in rows("in_flight")}
+    methods = list(dict.fromkeys(method for *_, method in made))
+    body = []
+    for exchange, delay in dict.fromkeys(key[:2] for key in made):
+        cells = [made[exchange, delay, method] for method in methods]
+        each = [f"{c['seconds'][1] * 1e3:.0f} ({c['ratio'][1]:.2f})" for c in cells]
+        body.append([f'`"{exchange}"`', f"{2e3 * delay:g} ms", *each])
+    head = [f"{method}: ms (times the speed)" for method in methods]
+    return table(["exchange", "round trip", *head], body)
+
+
+def auto_choice() -> str:
+    """The share of the best fixed choice's speed that "auto" reaches, and what it took."""
+    made = {(r["links"], r["world"], r["bytes"]): r for r in rows("auto_choice")}
+    sizes = sorted({size for *_, size in made})
+    body = []
+    for rate, world in sorted({key[:2] for key in made}, key=lambda k: (RATES.index(k[0]), k[1])):
+        cells = [made[rate, world, size] for size in sizes]
+        body.append([rate, str(world), *(f"{c['share'][1]:.2f}: `{c['auto']}`" for c in cells)])
+    return table(["link", "ranks", *map(size_text, sizes)], body)
 
 
 def steps() -> str:
@@ -537,6 +586,42 @@ def tuner() -> str:
     return table([*head, "share of the best", "trials"], body)
 
 
+SCIPY = {
+    "milp": "`milp`",
+    "milp, gap 0": "`milp`, `mip_rel_gap=0`",
+    "kmeans2": "`kmeans2`, same start",
+    "kmeans2 ++": '`kmeans2`, `minit="++"`',
+}
+
+
+def solvers_scipy() -> str:
+    """The policies' solvers beside SciPy's: times, costs, and what is used of the budget."""
+    made = {(row["leaves"], row["method"]): row for row in rows("solvers")}
+    body = []
+    for (leaves, method), row in made.items():
+        problem, _, way = method.partition(", ")
+        if way not in SCIPY:
+            continue
+        both = made[leaves, problem], row
+        budget = [f"{r['used']:.5f}" if r["used"] else "" for r in both]
+        body.append(
+            [
+                problem,
+                str(leaves),
+                SCIPY[way],
+                *(_spread([1e3 * t for t in r["seconds"]], ".2f") for r in both),
+                _spread(row["over_ours"], ".2f"),
+                *(f"{r['cost']:.5f}" for r in both),
+                *budget,
+                "" if row["over_budget"] is None else f"{row['over_budget']:.0f}",
+                "" if row["largest_gap"] is None else f"{row['largest_gap']:.1e}",
+            ]
+        )
+    head = ["problem", "leaves", "SciPy", "ms, ours", "ms, SciPy", "time over ours"]
+    head += ["cost, ours", "cost, SciPy", "budget used, ours", "budget used, SciPy"]
+    return table([*head, "over budget", "SciPy's largest gap"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -545,13 +630,16 @@ TABLES: dict[str, Callable[[], str]] = {
         algorithms,
         all_reduce,
         all_reduce_short,
+        auto_choice,
         auto_default,
         codec,
+        fsdp_speed,
         gpu_kernels,
         gpu_machines,
         gpu_ranks,
         gpu_sizes,
         gpu_small,
+        in_flight,
         kernels,
         levels,
         native_codes,
@@ -565,6 +653,7 @@ TABLES: dict[str, Callable[[], str]] = {
         sass,
         scaling,
         segments,
+        solvers_scipy,
         steps,
         tuner,
     )
