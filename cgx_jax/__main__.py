@@ -58,7 +58,7 @@ def main() -> int:
     if arguments.command == "doctor":
         return doctor.run(arguments.json)
     if jax.device_count() == 1:
-        parser.error("one device has nothing to reduce: --devices 8 simulates 8 on this CPU")
+        parser.error("one device has nothing to reduce; --devices 8 simulates 8 on this CPU")
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     if arguments.command == "tune":
         _tune(mesh, arguments)
@@ -108,8 +108,8 @@ def _follow(path: Path, world: int, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--profile: {error}")
     if profile is not None and profile.world != world:
         parser.error(
-            f"--profile: {path} was measured between {profile.world} ranks, and there are {world} "
-            f"here: measure one with python -m cgx_jax tune, or start {profile.world} ranks"
+            f"--profile: {path} was measured with {profile.world} ranks, and this run has {world}; "
+            f"measure again with python -m cgx_jax tune, or start {profile.world} ranks"
         )
 
 
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         const="",
         metavar="METHOD",
         help="this is one of several processes: call jax.distributed.initialize(), which finds the "
-        "others from the launcher, or by METHOD (mpi4py, slurm, ompi)",
+        "others through the launcher, or through METHOD (mpi4py, slurm, ompi)",
     )
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -232,7 +232,9 @@ def _sizes(text: str) -> list[int]:
     except ValueError:
         sizes = [0]
     if sizes[0] <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 4k,1M of 4 bytes and more")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of sizes of 4 bytes or more; write 4k,1M"
+        )
     return sizes
 
 
@@ -255,14 +257,14 @@ def _methods(text: str) -> list[str]:
     names = list(dict.fromkeys(["exact", *text.split(",")]))
     if unknown := [name for name in names if name not in tried.METHODS]:
         raise argparse.ArgumentTypeError(
-            f"{unknown[0]!r} is no method; it is one of {', '.join(tried.METHODS)}"
+            f"{unknown[0]!r} is not a method; use one of {', '.join(tried.METHODS)}"
         )
     return names
 
 
 def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return int(text)
 
 

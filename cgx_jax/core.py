@@ -137,9 +137,9 @@ def _over_levels(
     for path, leaf in leaves:
         if isinstance(reduction, PayloadReduction) and leaf.compressor.prepares:
             raise ValueError(
-                f"{options.name}: {leaf.compressor} of leaf {path!r} has state, or statistics, "
-                "of whole leaves, and levels= gives every rank of a node another share; leave out "
-                "one of them."
+                f"{options.name}: {leaf.compressor} of leaf {path!r} needs whole leaves for its "
+                "state or statistics, but levels= gives each rank of a node a different share; "
+                "use another compressor, or leave out levels=."
             )
     return Leveled(reduction, inner, outer, options.levels.compressor)
 
@@ -195,8 +195,8 @@ def _require_able(name: str, exchange: Exchange, reduction: Reduction) -> None:
     lacking = sorted(reduction.needs - exchange.can)
     if lacking:
         raise ValueError(
-            f"{name}: exchange={exchange.shorthand!r} has no {lacking[0]!r}, which the reduction "
-            f"{reduction.shorthand!r} needs; it can {', '.join(sorted(exchange.can))}. Use "
+            f"{name}: exchange={exchange.shorthand!r} lacks {lacking[0]!r}, which the reduction "
+            f"{reduction.shorthand!r} needs; it has {', '.join(sorted(exchange.can))}. Use "
             'exchange="xla", or "auto".'
         )
 

@@ -66,7 +66,7 @@ def missing(rate: str = "1gbit") -> str | None:
     done = _start(["true"], rate, capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        return f"this kernel refuses a network of one's own ({said}); root may have one: try sudo"
+        return f"this kernel refuses a network namespace of your own ({said}); try sudo"
     return None
 
 

@@ -87,7 +87,7 @@ def _check_payload(
         limit = np.asarray(bound, np.float64)
         _require(limit.shape == x.shape, f"{where}: error_bound has shape {limit.shape}")
         over = (lost - limit).max()
-        _require((lost <= limit).all(), f"{where}: an error of {over:.3g} over its bound")
+        _require((lost <= limit).all(), f"{where}: an error exceeds its bound by {over:.3g}")
     if eager:
         again = round_trip(x)[0]
         _require((again == payload).all(), f"{where}: encode is not a function of values and key")
@@ -153,15 +153,15 @@ def _check_reduction(
         exact = np.asarray(x[n], np.float64).sum(0) / (world if mean else 1)
         bound = np.asarray(bound_of(x[n]), np.float64)
         off = np.abs(got[0] - exact) - bound - 1e-5
-        _require((off <= 0).all(), f"{where}: an error of {off.max():.3g} over its bound")
+        _require((off <= 0).all(), f"{where}: an error exceeds its bound by {off.max():.3g}")
         account = exact - got[0] - np.asarray(lost[n], np.float64).sum(0) / (world if mean else 1)
-        _require(np.abs(account).max() < 1e-4, f"{where}: what is lost does not add up")
+        _require(np.abs(account).max() < 1e-4, f"{where}: the residuals do not add up to the error")
         likes = [(y.shape, y.dtype) for y in jax.tree.leaves(states[n])]
         _require(likes == [(y.shape[1:], y.dtype) for y in jax.tree.leaves(after[n])], where)
         want = np.asarray(x[n]).sum(0) / (world if mean else 1)
         tangent = np.abs(np.asarray(gradient[n]) - want).max()
         _require(
-            tangent < 1e-4, f"{where}: the derivative is not lax.psum's, but {tangent:.3g} off"
+            tangent < 1e-4, f"{where}: the derivative differs from lax.psum's by {tangent:.3g}"
         )
 
 

@@ -30,7 +30,7 @@ def loads(text: str) -> Any:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(f"it nests more than {MOST_DEPTH} deep") from None
+        raise ValueError(f"it nests deeper than {MOST_DEPTH} levels") from None
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     _check(value)
@@ -72,20 +72,20 @@ def _check(value: Any) -> None:
             if isinstance(x, str):
                 check_text(x)
             elif isinstance(x, int) and abs(x) >= 1 << 63:
-                raise ValueError("it holds a whole number of more than 64 bits")
+                raise ValueError("it holds an integer of more than 64 bits")
             elif isinstance(x, list):
                 below += x
             elif isinstance(x, dict):
                 below += [*x.keys(), *x.values()]
         if not (level := below):
             return
-    raise ValueError(f"it nests more than {MOST_DEPTH} deep")
+    raise ValueError(f"it nests deeper than {MOST_DEPTH} levels")
 
 
 def check_text(text: str, most: int = MOST_TEXT) -> None:
     """Raises ValueError for a text that is too long or that a terminal would not just show."""
     if len(text) > most:
-        raise ValueError(f"a text of {len(text)} characters is longer than {most}")
+        raise ValueError(f"a text has {len(text)} characters, more than {most}")
     bad = next((c for c in text if not c.isprintable()), None)
     if bad is not None:
         raise ValueError(f"the text {text[:60]!a} holds {bad!a}, which is not printable")

@@ -3,7 +3,7 @@
 Expected output (the error within a few percent):
 
     relative error of the 4-bit sum: 0.16
-    sent by a rank: 7.34 MB exact, 0.95 MB at 4 bits, 7.8 times fewer
+    sent per rank: 7.34 MB exact, 0.95 MB at 4 bits, 7.8 times fewer
     ok
 """
 
@@ -26,7 +26,7 @@ four_bits = cgx_jax.Quantize(bits=4)
 @jax.jit
 @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
 def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Named, the exchange compresses every size; "auto" would only where that is known to pay.
+    # "xla" compresses buffers of every size; "auto" only those for which that is known to pay.
     compressed = cgx_jax.psum_compressed(x, "data", four_bits, exchange="xla")
     return jax.lax.psum(x, "data"), compressed
 
@@ -39,7 +39,7 @@ exact_bytes = 2 * (WORLD - 1) * 4 * exact.size // WORLD  # what a ring all-reduc
 sent_bytes = cgx_jax.Plan.build(exact, four_bits).wire_bytes(WORLD)
 print(f"relative error of the 4-bit sum: {error:.2f}")
 print(
-    f"sent by a rank: {exact_bytes / 1e6:.2f} MB exact, {sent_bytes / 1e6:.2f} MB at 4 bits, "
+    f"sent per rank: {exact_bytes / 1e6:.2f} MB exact, {sent_bytes / 1e6:.2f} MB at 4 bits, "
     f"{exact_bytes / sent_bytes:.1f} times fewer"
 )
 if not (error < 0.2 and exact_bytes > 7.5 * sent_bytes):

@@ -1,13 +1,13 @@
-"""Trains a small language model twice on 8 ranks: with exact all-reduce, then with 4-bit one.
+"""Trains a small language model twice on 8 ranks: with an exact and with a 4-bit all-reduce.
 
 Both runs start from the same parameters and see the same batches of the standard library's source.
-The 4-bit one goes by sync_gradients in the units of AdamW's second moment: two lines more.
-The table at the end holds the training loss (mean of the last tenth), the held-out loss, the bytes
-that a rank sends in a step and a step's time; demo/language_model.png draws them.
+The 4-bit run uses sync_gradients in the units of AdamW's second moment, which takes two more lines.
+The table at the end has the training loss (mean of the last tenth), the held-out loss, the bytes
+that a rank sends per step, and the time per step. demo/language_model.png shows them.
 
-Expected, in 2 to 5 minutes on 2 cores: both losses fall from about 6.5 to about 2.2 nats per byte,
-the 4-bit run sends 7.5 times fewer bytes, and its held-out loss is at most 1 % above the exact
-one's (otherwise: exit code 1).
+Expected, in 2 to 5 minutes on 2 cores: both losses fall from about 6.5 to about 2.2 nats per byte.
+The 4-bit run sends 7.5 times fewer bytes, and its held-out loss is at most 1 % above that of the
+exact run (otherwise the exit code is 1).
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16, help="windows a step, a multiple of 8")
+    parser.add_argument("--batch", type=int, default=16, help="windows per step, a multiple of 8")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the chart")
     return parser.parse_args()
@@ -60,7 +60,7 @@ def main() -> int:
         "data",
         plan,
         precondition=cgx_jax.SecondMoment(),
-        exchange="xla",  # "auto" sends so small a model exactly
+        exchange="xla",  # "auto" sums a model this small exactly
     )
     ways = [
         ("exact", exact, ring_bytes(params, WORLD)),

@@ -45,12 +45,12 @@ def main() -> None:
             grads,
             "data",
             cgx_jax.Quantize(bits=4),
-            exchange="xla",  # "auto" sends so small a model exactly
+            exchange="xla",  # "auto" sums a model this small exactly
         )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, jax.lax.pmean(loss, "data")
 
-    # pmap wants one copy of the state a rank, along a leading axis.
+    # pmap takes one copy of the state per rank, along a leading axis.
     state = params, optimizer.init(params)
     copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (WORLD, *x.shape)), state)
     losses = []

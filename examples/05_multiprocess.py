@@ -1,7 +1,7 @@
-"""Trains the language model in 2 processes that talk over gloo, with 4-bit gradients.
+"""Trains the language model in 2 processes that communicate over gloo, with 4-bit gradients.
 
-One command starts both: the parent picks a port and starts a copy of itself for each rank. On a
-cluster, start `--rank` 0, 1, ... yourself and give every rank the first machine's host:port as
+One command starts both: the parent picks a port and starts a copy of itself per rank. On a cluster,
+start `--rank` 0, 1, ... yourself and pass every rank the first machine's host:port as
 `--coordinator`.
 
 Expected: the loss falls from about 6.1 to below 3.3 nats per byte, and the last lines are
@@ -23,7 +23,7 @@ WORLD = 2
 
 
 def start_ranks(steps: int) -> int:
-    """Runs this file once for each rank; returns the first exit code that is not 0, or 0."""
+    """Runs this file once per rank; returns the first exit code that is not 0, or 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -44,8 +44,10 @@ def run_rank(rank: int, coordinator: str, steps: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rank", type=int, help="started by hand: this process's rank")
-    parser.add_argument("--coordinator", help="started by hand: host:port of rank 0")
+    parser.add_argument(
+        "--rank", type=int, help="this process's rank, if you start the ranks yourself"
+    )
+    parser.add_argument("--coordinator", help="host:port of rank 0, if you start the ranks")
     arguments = parser.parse_args()
     if arguments.rank is None:
         return start_ranks(arguments.steps)

@@ -1,7 +1,7 @@
-"""Trains a Flax Linen model on 8 ranks, its gradients reduced inside the backward pass at 4 bits.
+"""Trains a Flax Linen model on 8 ranks and reduces gradients inside the backward pass at 4 bits.
 
-reduce_in_backward leaves the parameters as they are and reduces their gradients the moment the
-backward pass has them; the gradients that jax.grad returns are then already summed over the ranks.
+reduce_in_backward returns the parameters unchanged. It reduces their gradients as soon as the
+backward pass has them, so jax.grad returns gradients that are already summed over the ranks.
 
 Expected: the loss falls from about 5.6 to below 3.5 nats per byte, and the last line is "ok".
 """
@@ -41,11 +41,11 @@ def main() -> None:
             params,
             "data",
             cgx_jax.Quantize(bits=4),
-            exchange="xla",  # "auto" sends so small a model exactly
+            exchange="xla",  # "auto" sums a model this small exactly
         )
         logits = model.apply(params, tokens[:, :-1])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, -1]).mean()
-        return loss / WORLD  # the hook sums over the ranks; this makes the sum a mean
+        return loss / WORLD  # the hook sums over the ranks, so this gives the mean
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())

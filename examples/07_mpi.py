@@ -1,8 +1,8 @@
 """Trains the language model on 4 MPI ranks, with 4-bit gradients in fused calls over MPI.
 
-One command starts all: outside of MPI the program starts itself under `mpiexec`. Needs mpi4py and
-an MPI library: pip install "cgx-jax[mpi]" mpich. On a cluster, start it with your own launcher:
-mpirun -n 16 python examples/07_mpi.py, or srun.
+One command starts all ranks: without `--rank` the program starts itself under `mpiexec`. It needs
+mpi4py and an MPI library: pip install "cgx-jax[mpi]" mpich. On a cluster, start it with your own
+launcher: mpirun -n 16 python examples/07_mpi.py --rank, or srun.
 
 Expected: the loss falls from about 6.1 to below 3.3 nats per byte, and the last lines are
 
@@ -25,7 +25,7 @@ WORLD = 4
 
 
 def start_ranks(steps: int) -> int:
-    """Runs this file under mpiexec, the environment's own before others; its exit code."""
+    """Runs this file under mpiexec, preferably the environment's own; returns its exit code."""
     own = Path(sys.executable).with_name("mpiexec")
     mpiexec = own if own.exists() else shutil.which("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
@@ -44,7 +44,9 @@ def run_rank(steps: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rank", action="store_true", help="this process is a rank: do not start")
+    parser.add_argument(
+        "--rank", action="store_true", help="this process is a rank: start no others"
+    )
     arguments = parser.parse_args()
     return run_rank(arguments.steps) if arguments.rank else start_ranks(arguments.steps)
 

@@ -1,13 +1,13 @@
-"""Trains with widths that follow the gradients, and goes on from a checkpoint as if nothing were.
+"""Trains with bit widths that follow the gradients, and resumes from a checkpoint, bit for bit.
 
-sync_gradients stands first in the optimizer's chain, so that the optimizer state holds what a
-checkpoint needs: the statistics that choose the widths, and the second moments in whose units
-gradients are compressed, since Adam divides by their roots.
-policy.jit stands where jax.jit stood. A run without a break, and one that goes on from its
-checkpoint in a new policy and optimizer, as another process would, must agree to the last bit.
+sync_gradients comes first in the optimizer's chain, so the optimizer state holds what a checkpoint
+needs: the statistics that the widths are chosen by, and the second moments. Gradients are
+compressed in units of the roots of these moments, because Adam divides by them.
+policy.jit takes the place of jax.jit. One run has no break. The other one resumes from its
+checkpoint with a new policy and optimizer, as another process would. Both must agree in all bits.
 
-Expected: after a warm-up at 8 bits every leaf gets a width of its own, in 3.2 bits per value at
-most; the loss falls from about 6.3 to below 3.3 nats per byte, and the last lines are
+Expected: after a warm-up at 8 bits, every leaf gets its own width, and all leaves together at most
+3.2 bits per value. The loss falls from about 6.3 to below 3.3 nats per byte. The last lines are
 
     bits per value: 8.12 before, 3.17 after
     loss: 6.281 at first, 2.659 at last
@@ -39,11 +39,11 @@ BUDGET = 3.2  # bits per value, with the range of each bucket
 
 
 class Training:
-    """A model, its optimizer and the policy, as a process has them that was just started."""
+    """A model, its optimizer and the policy, as in a process that has just started."""
 
     def __init__(self, steps: int):
         mesh = jax.make_mesh((WORLD,), ("data",))
-        # A run of thousands of steps takes the defaults of the last three.
+        # For a run of thousands of steps, keep the defaults of the last three options.
         self.policy = cgx_jax.Adaptive(
             cgx_jax.policies.LeastError(bits_per_value=BUDGET),
             base=cgx_jax.policies.Uniform(cgx_jax.Quantize(bits=8, rotation=True)),
@@ -58,7 +58,7 @@ class Training:
                 self.policy,
                 precondition=cgx_jax.SecondMoment(),
                 mesh=mesh,
-                exchange="xla",  # "auto" sends so small a model exactly
+                exchange="xla",  # "auto" sums a model this small exactly
             ),
             adamw(steps),  # clips the mean, which is the same on every rank
         )

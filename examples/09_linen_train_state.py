@@ -1,12 +1,12 @@
-"""Trains a Flax Linen TrainState on 8 ranks, each leaf of its gradients by a rule of its own.
+"""Trains a Flax Linen TrainState on 8 ranks, with rules that choose a compressor per leaf.
 
 The transformation is part of the TrainState: apply_gradients reduces, clips and steps. Embeddings
-are sent at 8 bits, other kernels at 2, rotated and in units of their second moment, by whose root
-Adam divides; biases are few and are sent exactly.
+are sent at 8 bits. Other kernels are sent at 2 bits, rotated. Both are in units of the root of the
+second moment, because Adam divides by it. Biases are few and are sent exactly.
 
 Expected: the loss falls from about 5.6 to below 3.3 nats per byte, and the last lines are
 
-    sent by a rank and step: 0.98 MB exact, 0.08 MB by the rules, 12.0 times fewer
+    sent per rank and step: 0.98 MB exact, 0.08 MB by the rules, 12.0 times fewer
     ok
 """
 
@@ -43,13 +43,13 @@ def main() -> None:
     batches = corpus.windows(text, steps, 64 * WORLD, CONTEXT, seed=0)
     model = NextByte()
     params = model.init(jax.random.key(0), batches[0, :, :-1])["params"]
-    synchronise = cgx_jax.sync_gradients(
+    synchronize = cgx_jax.sync_gradients(
         "data",
         RULES,
         precondition=cgx_jax.SecondMoment(),
-        exchange="xla",  # "auto" sends so small a model exactly
+        exchange="xla",  # "auto" sums a model this small exactly
     )
-    optimizer = optax.chain(synchronise, adamw(steps))
+    optimizer = optax.chain(synchronize, adamw(steps))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
     specs = cgx_jax.state_specs(state, "data")
 
@@ -75,7 +75,7 @@ def main() -> None:
     exact, sent = ring_bytes(params, WORLD), plan.wire_bytes(WORLD)
     print(cgx_jax.plan_table(plan))
     print(
-        f"sent by a rank and step: {exact / 1e6:.2f} MB exact, {sent / 1e6:.2f} MB by the rules, "
+        f"sent per rank and step: {exact / 1e6:.2f} MB exact, {sent / 1e6:.2f} MB by the rules, "
         f"{exact / sent:.1f} times fewer"
     )
     if not (losses[-1] < 0.9 * losses[0] and exact > 10 * sent):

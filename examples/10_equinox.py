@@ -1,7 +1,7 @@
-"""Trains an Equinox model on 8 ranks at 2 bits, with the momentum that each rank keeps for itself.
+"""Trains an Equinox model on 8 ranks at 2 bits, with a momentum that each rank keeps for itself.
 
-MomentumCorrection takes the place of the optimizer's momentum: a rank sends its velocity and what
-compression lost of earlier ones, and plain SGD follows.
+MomentumCorrection takes the place of the optimizer's momentum. A rank sends its velocity, and what
+compression lost of earlier velocities. Plain SGD follows.
 
 Expected: the loss falls from about 5.6 to below 3.0 nats per byte, and the last lines are
 
@@ -52,7 +52,7 @@ def main() -> None:
 
     text, _ = corpus.load()
     batches = corpus.windows(text, steps, 64 * WORLD, CONTEXT, seed=0)
-    # Activation functions are leaves of an Equinox model: only its arrays are trained.
+    # Activation functions are leaves of an Equinox model too; only its arrays are trained.
     params, static = eqx.partition(NextByte(jax.random.key(0)), eqx.is_inexact_array)
     memory = cgx_jax.transforms.MomentumCorrection(0.9)
     optimizer = optax.chain(
@@ -61,7 +61,7 @@ def main() -> None:
             cgx_jax.Quantize(bits=2),
             memory=memory,
             mesh=mesh,
-            exchange="xla",  # "auto" sends so small a model exactly
+            exchange="xla",  # "auto" sums a model this small exactly
         ),
         optax.clip_by_global_norm(1.0),
         optax.sgd(0.3),
@@ -89,12 +89,12 @@ def main() -> None:
         if i % 10 == 0 or i == steps - 1:
             print(f"step {i:3d}  loss {losses[-1]:.3f}")
 
-    _, (synchronised, *_) = state
-    velocity = np.asarray(synchronised.memory[1].byte.weight)
+    _, (synchronized, *_) = state
+    velocity = np.asarray(synchronized.memory[1].byte.weight)
     differ = bool((velocity[0] != velocity[1]).any())
     print(f"the ranks' memories differ: {differ}")
     if not (differ and losses[-1] < 0.9 * losses[0]):
-        raise SystemExit("FAILED: expected a memory a rank and a falling loss")
+        raise SystemExit("FAILED: expected a memory per rank and a falling loss")
     print("ok")
 
 

@@ -1,15 +1,15 @@
-"""Sharded data-parallel training (FSDP, ZeRO-3): weights gathered at 8 bits, gradients at 4.
+"""Sharded data-parallel training (FSDP, ZeRO-3): weights travel at 8 bits, gradients at 4 bits.
 
-A rank owns an eighth of every weight, in fp32, and of the optimizer's state. In a step it gathers
-a copy of the weights at 8 bits and sends everyone their part of its gradients at 4 bits. Only the
-copy is rounded, to a lattice that is shifted at random in every step, so that it is right on
-average; the optimizer adds its small updates to the fp32 shard, where none is lost. Gradients are
-rounded at random, without bias too. That is the scheme of QSDP (Markov et al., ICML 2023). Biases
-and norms travel exactly: they are few, and errors in them weigh more.
+Each rank owns an eighth of every weight, in fp32, and of the optimizer's state. In a step it
+gathers a copy of the weights at 8 bits, and sends each rank its part of the gradients at 4 bits.
+Only the copy is rounded, to a lattice that is shifted at random in every step, so it is right on
+average. The optimizer adds its small updates to the fp32 shard, where none is lost. Gradients are
+rounded at random, also without bias. This is the scheme of QSDP (Markov et al., ICML 2023). Biases
+and norms travel exactly: they are few, and errors in them matter more.
 
 Expected: both losses fall from about 6.3 to about 2.7 nats per byte, and the last lines are
 
-    sent by a rank and step: 0.61 MB exact, 0.12 MB compressed, 5.0 times fewer
+    sent per rank and step: 0.61 MB exact, 0.12 MB compressed, 5.0 times fewer
     final loss +0.5% against exact, at most +3% allowed
     ok
 """
@@ -35,7 +35,7 @@ TOLERANCE = 0.03
 
 
 def sent_bytes(params, ways) -> int:
-    """What a rank sends in a step: its shard in the gather, the others' in the scatter."""
+    """What a rank sends per step: its own shard in the gather, the others' in the scatter."""
     plans = [cgx_jax.Plan.build(params, way) for way in ways]
     bits = sum(
         compressor.wire_bits(leaf.size // WORLD)
@@ -50,7 +50,7 @@ def train(graphdef, params, batches, mesh, gathering, scattering, **options) -> 
 
     `options` are those of `scatter_gradients`.
     """
-    how = {"exchange": "xla"}  # "auto" sends so small a model exactly
+    how = {"exchange": "xla"}  # "auto" sums a model this small exactly
     scatter = cgx_jax.scatter_gradients("data", scattering, mesh=mesh, **how, **options)
     optimizer = optax.chain(scatter, optax.adamw(3e-3))
     first, adam = optimizer.init(params)
@@ -100,7 +100,7 @@ def main() -> None:
         print(f"{name}: loss {losses[0]:.3f} at first, {finals[-1]:.3f} at last")
 
     print(
-        f"sent by a rank and step: {sent[0] / 1e6:.2f} MB exact, {sent[1] / 1e6:.2f} MB "
+        f"sent per rank and step: {sent[0] / 1e6:.2f} MB exact, {sent[1] / 1e6:.2f} MB "
         f"compressed, {sent[0] / sent[1]:.1f} times fewer"
     )
     gap = finals[1] / finals[0] - 1

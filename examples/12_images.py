@@ -1,11 +1,11 @@
 """Trains a small residual network on images of digits, exactly and with adaptive widths.
 
-1,797 images of 8x8 grey values come with scikit-learn (pip install scikit-learn); every fifth is
-held out. Both runs start from the same weights and see the same batches. Group norm stands where
-batch norm is usual: its statistics are an image's own, so ranks have nothing else to agree on.
+1,797 images of 8x8 gray values come with scikit-learn (pip install scikit-learn); every fifth is
+held out. Both runs start from the same weights and see the same batches. The network has group norm
+in place of batch norm: its statistics are those of one image, so ranks need not agree on them.
 
-The adaptive run starts at 4 bits and then gives each leaf the width at which all together err
-least, in 3 bits per value.
+The adaptive run starts at 4 bits. It then chooses the widths of all leaves that have the least
+error in 3 bits per value.
 
 Expected: both runs reach about 98 % of the held-out images, and the last lines are
 
@@ -70,9 +70,9 @@ def load() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
     return tuple((images[part], digits.target[part]) for part in (~held_out, held_out))
 
 
-def train(graphdef, params, batches, synchronise, jit, mesh):
+def train(graphdef, params, batches, synchronize, jit, mesh):
     """The parameters after the steps of `batches`, (images, labels) each; `jit` compiles a step."""
-    optimizer = optax.chain(synchronise, adamw(len(batches)))
+    optimizer = optax.chain(synchronize, adamw(len(batches)))
     state = params, optimizer.init(params)
     specs = cgx_jax.state_specs(state, "data")
 
@@ -118,11 +118,11 @@ def main() -> None:
         policy,
         memory=memory,
         mesh=mesh,
-        exchange="xla",  # "auto" sends so small a model exactly
+        exchange="xla",  # "auto" sums a model this small exactly
     )
     accuracies = []
-    for name, synchronise, jit in (("exact", exact, jax.jit), ("adaptive", adaptive, policy.jit)):
-        trained = train(graphdef, params, batches, synchronise, jit, mesh)
+    for name, synchronize, jit in (("exact", exact, jax.jit), ("adaptive", adaptive, policy.jit)):
+        trained = train(graphdef, params, batches, synchronize, jit, mesh)
         logits = jax.jit(nnx.merge(graphdef, trained))(checks)
         accuracies.append(float((logits.argmax(-1) == answers).mean()))
         print(f"{name}: held-out accuracy {accuracies[-1]:.1%}")

@@ -1,13 +1,13 @@
-"""Trains on when a worker is lost: 4 processes, one is killed, 3 go on, and one joins again.
+"""Continues training when a worker is lost: 4 processes, one is killed, 3 go on, and one rejoins.
 
-A supervisor starts the workers. When one dies, the others cannot end their collectives, so it ends
-them too and starts as many as are left. These read the last checkpoint, and `resize_state` gives
-the state of the reduction to the new number of ranks. A worker that joins waits for the others'
-next checkpoint. The batch stays the same, whatever number of workers shares it. On a cluster the
-supervisor's part is the launcher's; what a worker does is the same.
+A supervisor starts the workers. When one dies, the others cannot finish their collectives, so the
+supervisor ends them too and starts as many as are left. They read the last checkpoint, and
+`resize_state` converts the state of the reduction to the new number of ranks. A worker that joins
+waits for the next checkpoint. The batch stays the same for any number of workers. On a cluster the
+launcher is the supervisor; the workers do the same.
 
 Expected, in about two minutes on 2 cores: the loss falls from about 6.1 to below 3.3 nats per byte
-through both changes, `demo/elastic.png` shows it, and the last lines are
+through both changes. `demo/elastic.png` shows it. The last lines are
 
     worker 3 of 4 killed after step 31; 3 workers went on from step 30
     4 workers went on from step 60
@@ -53,7 +53,7 @@ DIVERGED = 76
 
 
 def work(rank: int, world: int, coordinator: str, folder: Path, steps: int) -> int:
-    """Trains from the last checkpoint in `folder` on; returns the process's exit code."""
+    """Trains on from the last checkpoint in `folder`; returns the process's exit code."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -114,14 +114,14 @@ def log(folder: Path, **entry: Any) -> None:
 
 
 def save(folder: Path, step: int, leaves: list[np.ndarray]) -> None:
-    """Writes a checkpoint, which is whole or not there at all."""
+    """Writes a checkpoint, completely or not at all."""
     partial = folder / "partial.npz"
     np.savez(partial, step=step, **{str(i): leaf for i, leaf in enumerate(leaves)})
     partial.replace(folder / "checkpoint.npz")
 
 
 def restored(folder: Path, initial: Any, world: int) -> tuple[int, Any]:
-    """The step to go on with, and (params, opt_state) for `world` ranks."""
+    """The next step, and (params, opt_state) for `world` ranks."""
     if not (folder / "checkpoint.npz").exists():
         return 0, initial
     with np.load(folder / "checkpoint.npz") as file:
@@ -225,7 +225,7 @@ def supervise(steps: int, seed: int, picture: Path) -> int:
         entries = supervisor.entries()
         if code not in (0, DIVERGED) or joined == len(entries):
             print((supervisor.folder / "workers.log").read_text()[-4000:])
-            print("FAILED: the workers did not end well")
+            print("FAILED: the workers did not finish")
             return 1
     draw(entries, picture)
     first, last = entries[0]["loss"], float(np.mean([e["loss"] for e in entries[-steps // 10 :]]))
@@ -238,7 +238,7 @@ def supervise(steps: int, seed: int, picture: Path) -> int:
     print(f"ranks hold the same parameters at every checkpoint: {code != DIVERGED}")
     worlds = [e["world"] for e in entries]
     passed = code == 0 and last < 0.8 * first and {WORLD, WORLD - 1} == set(worlds)
-    print("ok" if passed else "FAILED: expected a falling loss by 4, 3 and 4 workers", flush=True)
+    print("ok" if passed else "FAILED: expected a falling loss with 4, 3 and 4 workers", flush=True)
     return 0 if passed else 1
 
 
@@ -268,7 +268,7 @@ def draw(entries: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=90)
-    parser.add_argument("--seed", type=int, default=0, help="chooses who is killed")
+    parser.add_argument("--seed", type=int, default=0, help="chooses which worker is killed")
     parser.add_argument("--png", type=Path, default=Path("demo/elastic.png"))
     for name in ("--rank", "--world"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
@@ -280,7 +280,7 @@ def main() -> int:
     try:
         return work(given.rank, given.world, given.coordinator, Path(given.folder), given.steps)
     except BaseException:
-        # At its end JAX waits for all workers, and they wait for this one.
+        # On exit JAX waits for all workers, and they wait for this one.
         traceback.print_exc()
         os._exit(1)
 

@@ -1,21 +1,22 @@
-"""Trains with few bits, with many, and with policies that take few only where that does no harm.
+"""Trains with few bits, with many, and with policies that use few bits where that does no harm.
 
 A small network predicts the next byte of the standard library's source from the 8 bytes before it.
 Its learning rate falls to a tenth after two thirds of the steps. All runs start from the same
 parameters and see the same batches:
 
     2, 3, 8 bits     the same width throughout; 3 bits send about as much as Accordion
-    Accordion        8 bits while the norm of the gradients changes fast, 2 bits while it does not
-    LeastTime        per leaf the widest width that the links of this machine hide, by `tune`
+    Accordion        8 bits while the norm of the gradients changes fast, otherwise 2 bits
+    LeastTime        per leaf, the widest width that costs no more time, by a profile from `tune`
 
-The table holds the bits per value and the bytes that a rank sent, over all steps, and the training
-loss, the mean of the last tenth. With --seeds 2 or more it has their means and standard deviations.
-demo/critical_phases.png draws the first seed's losses, and the bits of each step.
+The table has the bits per value and the bytes that a rank sent, over all steps, and the training
+loss (the mean of the last tenth). With --seeds 2 or more it has means and standard deviations.
+demo/critical_phases.png shows the losses of the first seed, and the bits of each step.
 
-Expected, in about half a minute on one core: the norm changes by a third after the start and by a
-tenth at most later on, also where the learning rate falls. So Accordion takes 8 bits for 66 steps,
-and 2 bits from then on. Its loss is nearer to that of 2 bits than to that of 8, which 3 bits reach
-with about as many bytes. LeastTime depends on the machine: where nothing travels it takes 8 bits.
+Expected, in about half a minute on one core: the norm changes by a third after the start and by at
+most a tenth later, even where the learning rate falls. Accordion therefore takes 8 bits for 66
+steps, and then 2 bits. Its loss is nearer to that of 2 bits than to that of 8 bits. 3 bits reach
+the loss of 8 bits with about as many bytes as Accordion. LeastTime depends on the machine: where
+nothing travels, it takes 8 bits.
 
     2 bits: 2.12 bits per value, 26.6 MB, loss 2.0467
     3 bits: 3.12 bits per value, 39.2 MB, loss 1.9834
@@ -47,7 +48,7 @@ LOOKS = 16  # of Accordion at the norm, in a run
 
 
 class Result(NamedTuple):
-    """One run: the loss and the bits per value of each step, and what a rank sent in all."""
+    """One run: the loss and bits per value of each step, and the bytes that a rank sent in all."""
 
     losses: np.ndarray
     bits: np.ndarray
@@ -88,7 +89,7 @@ class Training:
             "data",
             policy,
             mesh=mesh,
-            exchange="xla",  # "auto" sends so small a model exactly
+            exchange="xla",  # "auto" sums a model this small exactly
         )
         self.optimizer = optax.chain(reduce, optax.sgd(rate, momentum=0.9))
 
@@ -123,12 +124,12 @@ class Training:
 
 
 def drop_of(steps: int) -> int:
-    """The step from which on the learning rate is a tenth."""
+    """The step at which the learning rate falls to a tenth."""
     return 2 * steps // 3
 
 
 def bits_per_value(plan: cgx_jax.Plan) -> float:
-    """Payload bits with the buckets' ranges."""
+    """Payload bits per value, including the buckets' ranges."""
     pairs = zip(plan.leaves, plan.compressors, strict=True)
     bits = sum(c.wire_bits(leaf.shape, leaf.dtype) for leaf, c in pairs)
     return bits / sum(leaf.size for leaf in plan.leaves)
@@ -161,7 +162,7 @@ def policies(mesh: jax.sharding.Mesh, steps: int) -> dict[str, Any]:
 
 
 def print_looks(policy: cgx_jax.Adaptive) -> None:
-    """Accordion's phases: the norm at each look, by how much it changed, and the bits after it."""
+    """Accordion's phases: the norm at each look, its relative change, and the bits chosen."""
     before = None
     for look in policy.history:
         change = "" if before is None else f"{abs(look.norm - before) / before:8.2f}"
@@ -207,7 +208,7 @@ def main() -> None:
         results["2 bits"][0].sent_bytes < accordion.sent_bytes < results["8 bits"][0].sent_bytes
     )
     if not (len(phases) == 2 and between):
-        raise SystemExit("FAILED: expected phases of 2 and of 8 bits, and bytes between both")
+        raise SystemExit("FAILED: expected phases of 2 and of 8 bits, and bytes between theirs")
     print("ok")
 
 

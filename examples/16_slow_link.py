@@ -1,13 +1,13 @@
-"""Trains a small language model over a slow link: with exact all-reduce, then with 4-bit one.
+"""Trains a small language model over a slow link: with an exact and with a 4-bit all-reduce.
 
 Two processes of this machine train the model of 02_language_model.py over a link of 100 Mbit/s, and
-then of 1 Gbit/s. Each run starts from the same parameters and sees the same batches. The table
-holds the step time and how much faster 4 bits are; demo/slow_link.png draws loss against time. The
-link needs Linux and no root; elsewhere one line says what is missing.
+then over one of 1 Gbit/s. All runs start from the same parameters and see the same batches. The
+table has the step time and how much faster 4 bits are. demo/slow_link.png shows loss against time.
+The link needs Linux but no root; elsewhere one line says what is missing.
 
 Expected, in 1 to 2 minutes on 2 cores: 4-bit steps are about 4 times as fast at 100 Mbit/s and
-about 2.5 times at 1 Gbit/s. They send all leaves together, which `lax.pmean` does not. Both runs
-end at the same loss within 2 % (otherwise: exit code 1).
+about 2.5 times as fast at 1 Gbit/s. They send all leaves together, which `lax.pmean` does not. The
+final losses of both runs agree within 2 % (otherwise the exit code is 1).
 """
 
 import argparse

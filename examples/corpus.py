@@ -19,7 +19,7 @@ def load() -> tuple[np.ndarray, np.ndarray]:
     if len(files) < 2 * HELD_OUT_EVERY:
         raise FileNotFoundError(
             f"only {len(files)} modules in {sysconfig.get_path('stdlib')}: this Python comes "
-            "without its library's source; use one that has it"
+            "without the source of its library; use another Python"
         )
     texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
     held_out = texts[::HELD_OUT_EVERY]

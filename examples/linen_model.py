@@ -1,4 +1,4 @@
-"""The Flax Linen examples' model: the next byte from the few before it."""
+"""The model of the Flax Linen examples: predicts the next byte from the bytes before it."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""What the examples on several processes share: the training run and its check."""
+"""The training run, and its check, of the examples with several processes."""
 
 import jax
 import numpy as np
@@ -15,9 +15,9 @@ LENGTH = 64
 
 
 def train_and_compare(steps: int, exchange: str) -> int:
-    """Trains with 4-bit gradients, one process a rank; 0 when it learns and the ranks agree.
+    """Trains with 4-bit gradients, one process per rank; 0 if it learns and the ranks agree.
 
-    `jax.distributed` is initialised; process 0 prints.
+    `jax.distributed` must be initialized. Process 0 prints.
     """
     world = jax.device_count()
     mesh = jax.make_mesh((world,), ("data",))

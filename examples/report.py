@@ -1,4 +1,4 @@
-"""What examples show of their runs: a progress bar, a table, and charts."""
+"""How the examples show their runs: a progress bar, tables and charts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ COLORS = ("#4c566a", "#d9622b", "#2b7a78", "#9a6fb0", "#c9a227")
 
 
 def progress_bar() -> Progress:
-    """A bar a run, with the latest loss and the time that is left."""
+    """One bar per run, with the latest loss and the remaining time."""
     return Progress(
         TextColumn("{task.description:>8}"),
         BarColumn(),
@@ -33,10 +33,10 @@ def add_run(bar: Progress, name: str, steps: int) -> Callable[[float], None]:
 
 
 def print_table(runs: list[Run]) -> None:
-    """Prints one row a run."""
+    """Prints one row per run."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("gradients")
-    for heading in ("training loss", "held-out loss", "sent a rank and step", "step time"):
+    for heading in ("training loss", "held-out loss", "sent per rank and step", "step time"):
         table.add_column(heading, justify="right")
     for run in runs:
         table.add_row(
@@ -50,7 +50,7 @@ def print_table(runs: list[Run]) -> None:
 
 
 def print_links(by_link: dict[str, list[Run]]) -> None:
-    """Prints one row per link and run; the first run of a link is the one to compare with."""
+    """Prints one row per link and run; the first run of a link is the baseline."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("link")
     table.add_column("gradients")
@@ -82,7 +82,7 @@ def draw_links(by_link: dict[str, list[Run]], path: Path) -> None:
             label += f", {faster:.2f}× as fast" if run is not runs[0] else ""
             axes.plot(seconds, run.losses, color=color, alpha=0.25, lw=1)
             axes.plot(seconds, _moving_average(run.losses), style, color=color, lw=2, label=label)
-        axes.set(xlabel="time [s], compilation left out", title=f"Link of {link}")
+        axes.set(xlabel="time [s], without compilation", title=f"Link of {link}")
         axes.margins(x=0.01)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
@@ -112,7 +112,7 @@ def draw_chart(runs: list[Run], path: Path) -> None:
     labels = [f"{size:.2f} MB" for size in megabytes]
     labels[1:] = [f"{label}\n{fewer}" for label, fewer in zip(labels[1:], times, strict=True)]
     bars.bar_label(drawn, labels, padding=4)
-    bars.set(ylabel="sent by a rank in a step [MB]", title="Bytes on the wire")
+    bars.set(ylabel="sent per rank and step [MB]", title="Bytes on the wire")
     bars.margins(x=0.2, y=0.15)
 
     for axes in (curves, bars):
@@ -131,7 +131,7 @@ def draw_phases(runs: dict[str, tuple[np.ndarray, np.ndarray]], drop: int, path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    styles = ("-", "-", "-", "-", "--")  # runs of the same widths lie on each other
+    styles = ("-", "-", "-", "-", "--")  # curves of runs with the same widths coincide
     for (name, (losses, bits)), color, style in zip(runs.items(), COLORS, styles, strict=True):
         steps = np.arange(1, losses.size + 1)
         above.plot(steps, _moving_average(losses), style, color=color, lw=1.5, label=name)
@@ -149,6 +149,6 @@ def draw_phases(runs: dict[str, tuple[np.ndarray, np.ndarray]], drop: int, path:
 
 
 def _moving_average(losses: np.ndarray) -> np.ndarray:
-    """Centred mean over a twentieth of the run, over what there is of it at the ends."""
+    """Centered mean over a twentieth of the run, over fewer steps at the ends."""
     window = np.ones(max(1, losses.size // 20))
     return np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same")

@@ -19,7 +19,7 @@ Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run gave: losses in nats per byte, bytes that a rank sends in a step."""
+    """The result of a training run: losses in nats per byte, bytes that a rank sends per step."""
 
     name: str
     losses: np.ndarray
@@ -52,12 +52,12 @@ def data_parallel_step(
 ) -> Step:
     """One step (params, opt_state, tokens) -> (params, opt_state, loss), tokens cut over "data".
 
-    `optimizer` begins with what takes a rank's gradients to their mean over the axis "data"; there
-    they may be compressed. All else is what any data-parallel step holds.
+    `optimizer` begins with the transformation that takes a rank's gradients to their mean over the
+    axis "data", perhaps compressed. The rest is the same in any data-parallel step.
     """
 
     def step(params, opt_state, tokens):
-        # Without this, differentiation itself would sum the gradients over the axis, in fp32.
+        # Without this, automatic differentiation sums the gradients over the axis, in fp32.
         varying = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
         loss, grads = jax.value_and_grad(
             lambda params: next_byte_loss(nnx.merge(graphdef, params), tokens)
@@ -80,9 +80,9 @@ def train(
     """Runs `step` over batches i32[steps, batch, length + 1].
 
     Returns:
-      (params, losses f32[steps], median seconds of a step, compilation left out).
+      (params, losses f32[steps], median seconds per step, without compilation).
     """
-    # The step donates its state: start from copies, so that the caller's initial state survives.
+    # The step donates its state. Start from copies, so that the caller's initial state survives.
     params, opt_state = jax.device_put(
         jax.tree.map(np.array, (params, opt_state)), NamedSharding(mesh, P())
     )

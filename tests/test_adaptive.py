@@ -253,7 +253,7 @@ def test_a_checkpoint_of_another_tree_is_refused_with_the_first_differing_path()
 
 def test_a_step_compiled_by_something_else_is_refused():
     training = Training(adaptive())
-    with pytest.raises(ValueError, match=r"write policy.jit\(step\) where jax.jit"):
+    with pytest.raises(ValueError, match=r"write policy.jit\(step\) .* in place of jax.jit"):
         jax.jit(training.sharded())(gradients(0), training.state)
     inner = training.policy.jit(jax.jit(training.sharded()))
     state = training.state
@@ -262,7 +262,7 @@ def test_a_step_compiled_by_something_else_is_refused():
         if progress.pending and progress.step >= progress.pending[0]:
             break
         _, state = inner(gradients(0), state)
-    with pytest.raises(ValueError, match="it is jitted already"):
+    with pytest.raises(ValueError, match="it is already jitted"):
         inner(gradients(0), state)
     lost = Training(adaptive(warmup=1))
     step = lost.policy.jit(lambda g, s: lost.sharded()(g, s)[0])

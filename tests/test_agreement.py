@@ -80,7 +80,7 @@ else:
 try:
     train(None, 6, damage=True)
 except ValueError as error:
-    assert "processes [1] have other statistics than process 0" in str(error), error
+    assert "statistics of processes [1] differ from those of process 0" in str(error), error
 else:
     raise AssertionError("processes whose statistics differ must all fail")
 print("ok")

@@ -207,7 +207,7 @@ BAD_TEXT = {
     ),
     "a codec of no time": (edited(codec=CODEC._asdict() | {"noise": 0}), "codec noise=0 "),
     "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no psum"),
-    "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* is not .*seconds"),
+    "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* does not have .*seconds"),
     "an unknown method": (edited(rows=[["pigeon", 4, 4096, 1.0]]), "pigeon.*psum.*mpi.*xla"),
     "no bits": (edited(rows=[["psum", 0, 4096, 1.0]]), "bits in 0..32"),
     "half a byte": (edited(rows=[["psum", 32, 0.5, 1.0]]), "whole bytes"),
@@ -228,7 +228,7 @@ def test_a_stale_profile_is_refused_with_both_values(name):
     here = installation.facts()
     other = 12345 if name == "cores" else "another"
     stale = dataclasses.replace(MEASURED, **(here | {name: other}))
-    both = re.escape(f"measured with {name} {other!r} and here is {here[name]!r}")
+    both = re.escape(f"measured with {name} {other!r}, but here is {here[name]!r}")
     with pytest.raises(ValueError, match=both + r".*tune again, or use_profile\(None\)"):
         use_profile(stale)
 

@@ -76,7 +76,7 @@ def test_version():
     [
         (None, "No such file"),
         ("{", "profile.json: "),
-        (2, "was measured between 2 ranks, and there are 3 here"),
+        (2, "was measured with 2 ranks, and this run has 3"),
     ],
     ids=["missing", "damaged", "of another world"],
 )
@@ -194,7 +194,7 @@ def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
         (("bench", "--link", "100"), "rate '100' is not a number with kbit, mbit or gbit"),
         (("bench", "--devices", 1), "--devices 8 simulates"),
         (("tune", "--devices", 4, "--bits", "9"), "'9' is not a list of widths"),
-        (("bench", "--sizes", "huge"), "'huge' is not a list like 4k,1M"),
+        (("bench", "--sizes", "huge"), "'huge' is not a list of sizes"),
         ((), "required: command"),
     ],
 )

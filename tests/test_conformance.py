@@ -57,7 +57,7 @@ class LosesState(Steps):
     ("kind", "says"),
     [
         (WrongBytes, "is not .payload_bytes"),
-        (OverBound, "over its bound"),
+        (OverBound, "exceeds its bound"),
         (LosesState, "state is not like"),
     ],
 )

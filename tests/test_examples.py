@@ -94,6 +94,18 @@ def run(name: str, *arguments: str, cwd: Path | None = None) -> subprocess.Compl
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "17_elastic_gpu.py",
+            ("--steps", "60"),
+            "in the same processes: True",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "17_elastic_gpu.py",
+            ("--steps", "60", "--lose", "0"),
+            "in the same processes: False",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "15_critical_phases.py", ("--steps", "64"), "Accordion: ", marks=pytest.mark.slow
         ),
         pytest.param(

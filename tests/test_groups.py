@@ -79,7 +79,9 @@ def test_halves_of_groups_take_a_dimension_of_the_groups_size(mesh):
     theirs = lambda v: lax.psum_scatter(v, "data", axis_index_groups=GROUPS)  # noqa: E731
     got, want = (sharded(f, mesh, False)(x) for f in (ours, theirs))
     np.testing.assert_allclose(got, want, atol=0.06)
-    with pytest.raises(ValueError, match=r"dimension 0 of \[8, 600\] has length 8, it must be 4"):
+    with pytest.raises(
+        ValueError, match=r"dimension 0 of \[8, 600\] has length 8, which must be 4"
+    ):
         sharded(ours, mesh, False)(values(64, 600))
 
 

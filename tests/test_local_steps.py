@@ -132,7 +132,7 @@ def test_states_are_placed_by_their_shardings():
     [
         (lambda: wrapped(Identity(), 0), ValueError, "every=0 must be 1 or more"),
         (lambda: wrapped(Identity(), 1.5), TypeError, "float"),
-        (lambda: local_params({}, ()), ValueError, "has 0 states of local_steps, and it takes one"),
+        (lambda: local_params({}, ()), ValueError, "holds 0 states of local_steps, and must"),
     ],
 )
 def test_wrong_arguments_are_refused(make, error, says):

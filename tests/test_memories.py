@@ -203,7 +203,9 @@ def test_a_memory_of_small_rates_is_kept_in_fp32():
 
 @pytest.mark.parametrize("kind", [ErrorFeedback, MomentumCorrection])
 def test_a_rate_that_is_no_schedule_is_refused(kind):
-    with pytest.raises(TypeError, match=rf"{kind.__name__}: learning_rate=0.1 is no schedule; .*"):
+    with pytest.raises(
+        TypeError, match=rf"{kind.__name__}: learning_rate=0.1 is not a schedule; .*"
+    ):
         kind(learning_rate=0.1)
 
 

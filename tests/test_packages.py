@@ -33,6 +33,6 @@ def test_kernels_of_another_version_are_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(metadata, "version", lambda name: "0.0.7")
     native.cuda_module.cache_clear()
-    with pytest.raises(ImportError, match=r"of version 0\.0\.7, .*pip install cgx-jax-cuda13=="):
+    with pytest.raises(ImportError, match=r"has version 0\.0\.7, .*pip install cgx-jax-cuda13=="):
         native.cuda_module()
     native.cuda_module.cache_clear()

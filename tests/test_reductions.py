@@ -320,7 +320,7 @@ def test_halves_take_codes_of_bytes(half, compressor, mesh):
 
 def test_a_half_refuses_a_code_that_is_summed(mesh):
     f = lambda v: cgx_jax.psum_scatter_compressed(v[0], "data", Stateless())  # noqa: E731
-    with pytest.raises(ValueError, match=r"psum_scatter_compressed: the code of .* is numbers"):
+    with pytest.raises(ValueError, match=r"psum_scatter_compressed: .* sends numbers"):
         jax.eval_shape(sharded(f, mesh, out=P("data")), values(8, 8, 40))
 
 
@@ -364,12 +364,12 @@ WRONG = {
     "a chunked reduction of a sparse code": (
         {"compressor": Largest(), "reduction": "scatter_gather"},
         ValueError,
-        r"'scatter_gather' is no reduction for Largest.*: it allows gather_sum",
+        r"'scatter_gather' does not suit Largest.*: it allows gather_sum",
     ),
     "rounds of a code of bytes": (
         {"compressor": Quantize(4), "reduction": "sum_rounds"},
         ValueError,
-        r"'sum_rounds' is no reduction for Quantize.* it allows scatter_gather, gather_sum",
+        r"'sum_rounds' does not suit Quantize.* it allows scatter_gather, gather_sum",
     ),
     "an unknown name": (
         {"compressor": Quantize(4), "reduction": "butterfly"},
@@ -379,22 +379,22 @@ WRONG = {
     "partial sums of votes": (
         {"compressor": Vote(), "reduction": "tree"},
         ValueError,
-        r"'tree' is no reduction for Vote.*: it gives every rank the same weight",
+        r"'tree' does not suit Vote.*: it gives every rank the same weight",
     ),
     "pairs over an exchange without": (
         {"compressor": Quantize(4), "exchange": Mpi(), "reduction": "ring"},
         ValueError,
-        r"exchange='mpi' has no 'permute', which the reduction 'ring' needs; .*xla",
+        r"exchange='mpi' lacks 'permute', which the reduction 'ring' needs; .*xla",
     ),
     "no reduction": (
         {"compressor": Quantize(4), "reduction": 3},
         TypeError,
-        r"reduction=3 is no reduction; pass one of",
+        r"reduction=3 is not a reduction; pass one of",
     ),
     "no exchange": (
         {"compressor": Quantize(4), "exchange": 3},
         TypeError,
-        r"exchange=3 is no exchange; pass one of .* cgx_jax.exchanges.Mpi",
+        r"exchange=3 is not an exchange; pass one of .* cgx_jax.exchanges.Mpi",
     ),
     "an exchange that is not here": (
         {"compressor": Quantize(4), "exchange": "mpi"},
@@ -404,7 +404,7 @@ WRONG = {
     "sums over an exchange of bytes": (
         {"compressor": Stateless(), "exchange": Mpi()},
         ValueError,
-        r"exchange='mpi' has no 'sum', which the reduction 'sum_rounds' needs; .*xla",
+        r"exchange='mpi' lacks 'sum', which the reduction 'sum_rounds' needs; .*xla",
     ),
 }
 

@@ -79,9 +79,9 @@ def test_a_run_without_statistics_is_said_to_have_none(tmp_path):
     ("text", "message"),
     [
         ("", "is empty: the run has not taken its first step"),
-        ("step,loss\n", "line 1 of .* is not of a run's log"),
-        ('{"kind": "run", "schema": 99}', "schema 99, this version reads 2"),
-        ('{"loss": 1}', "line 1 of .* is not of a run's log"),
+        ("step,loss\n", "line 1 of .* is not from a run's log"),
+        ('{"kind": "run", "schema": 99}', "schema is 99, but this version reads 2"),
+        ('{"loss": 1}', "line 1 of .* is not from a run's log"),
     ],
 )
 def test_a_file_that_is_no_log_is_refused(tmp_path, text, message):

@@ -122,9 +122,9 @@ def test_rules_work_on_optax_like_masks_of_the_tree():
     [
         (
             [Rule(Q2, path="kernal")],
-            r"path='kernal'\) chooses for none of the 10 leaves: the paths",
+            r"path='kernal'\) applies to none of the 10 leaves: paths",
         ),
-        ([Rule(Q8, path="kernel"), Rule(Q2, path="layers/0/kernel")], "earlier rules choose for"),
+        ([Rule(Q8, path="kernel"), Rule(Q2, path="layers/0/kernel")], "earlier rules match"),
     ],
 )
 def test_a_rule_that_chooses_nothing_is_reported(rules, message):

@@ -284,7 +284,7 @@ def test_momentum_on_shards_is_momentum_on_the_whole():
     [
         (lambda: scatter(Q3, precondition=SecondMoment(factored=False)), "only the owner of a"),
         (lambda: scatter(SignSGD(), memory=ErrorFeedback()), "SignSGD.* grows without end"),
-        (lambda: scatter(SharedTernGrad()), "SharedTernGrad.* is numbers that all ranks sum up"),
+        (lambda: scatter(SharedTernGrad()), "SharedTernGrad.* sends numbers that the ranks sum"),
     ],
 )
 def test_what_cannot_work_is_refused(make, message):

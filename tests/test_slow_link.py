@@ -64,7 +64,7 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr(slow_link, "_start", lambda *_, **__: refused)
     monkeypatch.setattr(slow_link.shutil, "which", lambda tool, **_: tool)
     monkeypatch.setattr(slow_link.sys, "platform", "linux")
-    assert "(unshare: not permitted); root may have one: try sudo" in slow_link.missing()
+    assert "(unshare: not permitted); try sudo" in slow_link.missing()
     monkeypatch.setattr(slow_link.shutil, "which", lambda tool, **_: None if tool == "tc" else tool)
     assert slow_link.missing().endswith("`tc`: install it (apt-get install iproute2)")
     monkeypatch.setattr(slow_link.sys, "platform", "darwin")

@@ -123,7 +123,28 @@ specs = cgx_jax.state_specs(opt_state, "data")
 in_specs, out_specs = (P(), specs, P("data")), (P(), specs)
 mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 jax.eval_shape(mapped, params, opt_state, batch)
-"""
+""",
+            "writer.add_scalar": """
+class Writer:  # the one call of TensorBoard's and of W&B's loggers that is used
+    def __init__(self):
+        self.seen = {}
+
+    def add_scalar(self, name, value, number):
+        self.seen[name] = float(value)
+
+    def log(self, values, step):
+        self.seen |= values
+
+
+opt_state = cgx_jax.sync_gradients("data", policy, mesh=mesh).init(params)
+writer = Writer()
+to_tensorboard(writer, 0, opt_state)
+assert {"cgx/bits_per_value", "cgx/skipped"} < set(writer.seen) and "cgx/refresh" not in writer.seen
+""",
+            "run.log(": """
+to_wandb(writer, 0, opt_state)
+assert writer.seen["cgx/refresh"] == "warmup"
+""",
         },
     ),
     "docs/reliability.md": Fragments(

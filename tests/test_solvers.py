@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import math
 import pathlib
 import re
@@ -21,7 +22,15 @@ from cgx_jax.policies.decide import Subject
 from cgx_jax.policies.knapsack import minimise, total
 from cgx_jax.policies.least_time import LeastTime
 from cgx_jax.policies.problem import Problem
-from cgx_jax.policies.solvers import KMeans, LeastBytes, LeastError, Linear
+from cgx_jax.policies.solvers import (
+    KMeans,
+    LeastBytes,
+    LeastError,
+    Linear,
+    far_apart,
+    features,
+    lloyd,
+)
 
 MB = 1_000_000
 BITS = tuple(range(1, 9))
@@ -205,6 +214,51 @@ def test_kmeans_gives_more_bits_to_the_cluster_of_larger_norm():
     assert p.bits[KMeans(2, 4).solve(part(p, [0, 0, 5]))].tolist() == [3, 3, 4]
 
 
+# SciPy's solvers, as benchmarks/solvers.py calls them.
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    with pytest.MonkeyPatch.context() as patch:
+        folder = pathlib.Path(__file__).parents[1] / "benchmarks"
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+        spec = importlib.util.spec_from_file_location("solvers_benchmark", folder / "solvers.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_scipy_finds_the_same_least_cost(seed, benchmark):
+    rng = np.random.default_rng(seed)
+    cost, weight = rng.integers(0, 1000, (2, 6, 5))
+    budget = total(weight, rng.integers(0, 5, 6))
+    found = benchmark.by_milp(cost, weight, budget, gap=0.0)
+    assert (found.cost, found.weight) == (total(cost, found.choice), total(weight, found.choice))
+    assert found.weight <= budget
+    assert found.cost == minimise(cost, weight, budget).cost
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scipy_finds_the_same_fewest_bytes_and_the_same_least_error(seed, benchmark):
+    p = problem(12, seed)
+    for cost, weight in ((p.nbytes, p.error), (p.error, p.nbytes)):
+        budget = total(weight, uniform(p, 4))
+        found = benchmark.by_milp(cost, weight, budget, gap=0.0)
+        least = minimise(cost, weight, budget).cost
+        assert found.weight <= budget * (1 + 1e-9)  # HiGHS has tolerances
+        assert found.cost == pytest.approx(least, rel=1e-9)
+        assert found.bound <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 30, 300])
+def test_scipy_finds_the_same_clusters_from_the_same_start(leaves, benchmark):
+    points = features(problem(leaves))
+    cluster, centroids = lloyd(points, far_apart(points, 3))
+    assert len(centroids) == min(leaves, 3)
+    np.testing.assert_array_equal(benchmark.by_kmeans2(points, 3), cluster)
+
+
 # LinkTimer.
 
 
@@ -327,9 +381,9 @@ OK = {"values": [5, 6], "norm": [1, 2], "bits": [2, 4], "nbytes": np.ones((2, 2)
 OK["error"] = np.ones((2, 2))
 
 WRONG_PROBLEMS = {
-    "norm": ([1], "norm has the shape [1], 2 values and 2 bits need [2]"),
-    "error": (np.ones((2, 3)), "error has the shape [2, 3], 2 values and 2 bits need [2, 2]"),
-    "values": ([5.0, 6.5], "values is float64, it counts and must be whole; pass integers"),
+    "norm": ([1], "norm has the shape [1], but 2 values and 2 bits need [2]"),
+    "error": (np.ones((2, 3)), "error has the shape [2, 3], but 2 values and 2 bits need [2, 2]"),
+    "values": ([5.0, 6.5], "values is float64, but counts must be whole; pass integers"),
     "nbytes": ([[1, -2], [1, 2]], "nbytes[0, 1]=-2 must be finite and at least 0; leave"),
     "bits": ([4, 2], "bits=[4, 2] must be widths of 1 or more, ascending; sort"),
 }
@@ -354,17 +408,17 @@ def test_problems_need_a_candidate():
 
 
 WRONG_OPTIONS = {
-    "KMeans: least=0 is under 1; pass 1 or more": lambda: KMeans(least=0),
-    "Linear: least=5 is over most=4; swap them": lambda: Linear(least=5),
-    "Bayesian: least=9 is over most=8; swap them": lambda: Bayesian(least=9),
-    "Bayesian: trials=0 is under 1; pass 1 or more": lambda: Bayesian(trials=0),
-    "Bayesian: seed=-1 is under 0; pass 0 or more": lambda: Bayesian(seed=-1),
+    "KMeans: least=0 is below 1; pass 1 or more": lambda: KMeans(least=0),
+    "Linear: least=5 exceeds most=4; swap them": lambda: Linear(least=5),
+    "Bayesian: least=9 exceeds most=8; swap them": lambda: Bayesian(least=9),
+    "Bayesian: trials=0 is below 1; pass 1 or more": lambda: Bayesian(trials=0),
+    "Bayesian: seed=-1 is below 0; pass 0 or more": lambda: Bayesian(seed=-1),
     "LeastBytes: alpha=0 is not a finite number above 0": lambda: LeastBytes(0),
     "LeastBytes: alpha='1' is not a finite number above 0": lambda: LeastBytes("1"),
-    "LeastBytes: uniform_bits=0 is under 1": lambda: LeastBytes(uniform_bits=0),
+    "LeastBytes: uniform_bits=0 is below 1": lambda: LeastBytes(uniform_bits=0),
     "LeastError: bits_per_value=inf is not a finite number": lambda: LeastError(math.inf),
     "LeastTime: alpha=-1.0 is not a finite number above 0": lambda: LeastTime(SLOW, -1.0),
-    "LeastTime: fusion_bytes=0 is under 4; pass 4 or more": lambda: LeastTime(SLOW, fusion_bytes=0),
+    "LeastTime: fusion_bytes=0 is below 4; pass 4 or more": lambda: LeastTime(SLOW, fusion_bytes=0),
 }
 
 

@@ -70,7 +70,7 @@ WRONG = {
     "from 1 on": (lambda: Stages((TopK(),) * 2, (0,)), "in ascending order"),
     "adapts": (lambda: Stages((Adaptive(), TopK()), (5,)), "that adapts cannot be a stage"),
     "shares": (lambda: density_warmup(TopK, 0.5, 100), "keep=0.5 and first=0.25 must be shares"),
-    "steps": (lambda: density_warmup(TopK, 0.001, 3), "steps=3 is under the number of stages, 4"),
+    "steps": (lambda: density_warmup(TopK, 0.001, 3), "steps=3 is below the number of stages, 4"),
 }
 
 

@@ -421,7 +421,7 @@ def test_noise_follows_the_bits_that_an_adaptive_policy_chooses():
 
 NO_SYNC = optax.chain(optax.scale_by_adam())
 REFUSED = {
-    "no sync_gradients": (lambda: NO_SYNC, r"has no state of sync_gradients, and it takes one"),
+    "no sync_gradients": (lambda: NO_SYNC, r"has no state of sync_gradients, and must have one"),
     "two of them": (
         lambda: optax.chain(sync(), sync(), optax.adam(0.1)),
         r"has 2 states of sync_gradients",
@@ -437,18 +437,18 @@ REFUSED = {
     ),
     "MultiSteps between": (
         lambda: optax.chain(sync(), optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
-        r"optax.MultiSteps after sync_gradients averages means",
+        r"optax.MultiSteps after sync_gradients averages several means",
     ),
     "some leaves alone": (
         lambda: optax.chain(sync(), optax.masked(optax.adam(0.1), {"a": True, "b": False})),
-        r"Adam has moments of other leaves",
+        r"Adam's moments cover other leaves",
     ),
-    "LAMB": (lambda: optax.chain(sync(), optax.lamb(0.1)), r"scale_by_trust_ratio sets a step's"),
+    "LAMB": (lambda: optax.chain(sync(), optax.lamb(0.1)), r"scale_by_trust_ratio scales a step"),
     "Adamax": (lambda: optax.chain(sync(), optax.adamax(0.1)), r"scale_by_adamax keeps the larg"),
     "Yogi": (lambda: optax.chain(sync(), optax.yogi(0.1)), r"scale_by_yogi keeps no mean square"),
     "injected LAMB": (
         lambda: optax.chain(sync(), optax.inject_hyperparams(optax.lamb)(learning_rate=0.1)),
-        r"lamb sets a step's length",
+        r"lamb scales a step by the norm",
     ),
 }
 
@@ -467,9 +467,9 @@ def test_optimizers_that_cannot_work_are_refused_by_init(name):
         ({"policy": Quantize(4)}, r"the plan has .*Quantize\(bits=4, .*rotated codes that round"),
         ({"policy": Cast(jnp.bfloat16)}, r"the plan has .*Cast"),
         ({"policy": Identity()}, r"the plan has .*Identity"),
-        ({"memory": ErrorFeedback()}, r"ErrorFeedback\(.* sends with later steps"),
-        ({"reduction": "ring"}, "the reduction 'ring' encodes sums that hold codes already"),
-        ({"reduction": Tree()}, "the reduction 'tree' encodes sums that hold codes already"),
+        ({"memory": ErrorFeedback()}, r"ErrorFeedback\(.* sends in later steps"),
+        ({"reduction": "ring"}, "the reduction 'ring' encodes sums that are already rounded"),
+        ({"reduction": Tree()}, "the reduction 'tree' encodes sums that are already rounded"),
     ],
     ids=str,
 )

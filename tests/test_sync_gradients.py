@@ -342,7 +342,9 @@ def test_shardings_over_several_axes_count_all_their_ranks():
 
 def test_shardings_for_other_ranks_or_axes_are_refused():
     state = optax.chain(with_memory(Quantize(2), 8)).init({"w": jnp.zeros((3, 4))})
-    with pytest.raises(ValueError, match=r"memory/0/w remembers for 8 ranks, .* 'data' .* has 4;"):
+    with pytest.raises(
+        ValueError, match=r"memory/0/w is the memory of 8 ranks, .* 'data' .* has 4;"
+    ):
         cgx_jax.state_shardings(state, "data", ranks(4))
     with pytest.raises(ValueError, match=r"state_shardings: axis 'model' is not .* \('data',\)"):
         cgx_jax.state_shardings(state, "model", ranks(8))

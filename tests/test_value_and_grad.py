@@ -247,7 +247,7 @@ REFUSED = {
     "nothing split": (lambda p, x, y: vag(lambda p: p["a"]["w"].mean())(p), r"8 times the work"),
     "a global": (
         lambda p, x, y: vag(lambda p, y: loss_fn(p, GLOBAL[: len(y)], y) + GLOBAL.mean())(p, y),
-        r"float32\[64,32\] that is no argument.*Pass it as an argument",
+        r"float32\[64,32\] that is neither an argument.*Pass it as an argument",
     ),
     "unknown in_specs": (
         lambda p, x, y: vag(in_specs={"z": P()})(p, x, y), r"in_specs has \['z'\].*\['x', 'y'\]"
@@ -264,7 +264,7 @@ REFUSED = {
         lambda p, x, y: vag(lambda p, x, k: x.mean(), mesh=auto_mesh((2,)))(
             p, x[:2], jax.random.PRNGKey(0)
         ),
-        r"k uint32\[2\] is a raw key or a batch of two",
+        r"k uint32\[2\] is either a raw key or a batch of two",
     ),
     "argnums": (lambda p, x, y: vag(argnums=3)(p, x, y), r"argnums \[3\].* has 3"),
 }  # fmt: skip

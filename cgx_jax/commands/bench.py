@@ -32,11 +32,12 @@ _COLUMNS = (
     Column("#wrong", 6, right=True),
 )
 EXPLANATION = """\
-Every repeat times all methods one after the other, each behind a barrier; a time is the slowest
-process's. `ratio` is the median (and quartiles) over the repeats of psum's time over the method's
-in the same repeat. algbw is fp32 bytes over time; busbw is algbw times 2(W-1)/W, the share of the
-message that a rank of a perfect fp32 ring sends, so that worlds of different size compare. `#wrong`
-counts values farther from the exact sum than the stated error bound.
+Every repeat times all methods one after the other, each behind a barrier, and the slowest process's
+time counts. `ratio` is psum's time divided by the method's time in the same repeat: the median (and
+quartiles) over the repeats. `algbw` is fp32 bytes divided by time. `busbw` is `algbw` times
+2(W-1)/W, the share of the message that a rank of a perfect fp32 ring sends, so results for
+different world sizes can be compared. `#wrong` counts values farther from the exact sum than the
+stated error bound.
 """
 
 

@@ -26,16 +26,17 @@ MODULE has a function that builds your training step around the transformation t
         ...
         return step, (params, tx.init(params)), [(x, y)]
 
-`sync` stands where cgx_jax.sync_gradients does and takes the axis and the mesh. Return the step,
+`sync` takes the place of cgx_jax.sync_gradients, and takes the axis and the mesh. Return the step,
 its state and a list of batches, each a tuple. The step is called as step(*state, *batch), and its
-results begin with the new state. It is compiled as in your training.
+results begin with the new state. Compile it as in your training.
 
-Every method trains from the state that the function returns, and the methods take turns: one step
-each, behind a barrier; a time is the slowest process's. `ratio` is the median (and quartiles) over
-the steps of exact's time over the method's in the same turn. `sent` is what a rank sends in a step
-by the format's arithmetic. `error` is |mean - exact| / |exact| over the first {ERROR_STEPS} steps,
-which are not timed. With feedback the error of a step is sent later, so a large one costs less than
-it seems. What a method costs in what is learned shows in a long training only: docs/choosing.md.
+Every method trains from the state that the function returns. The methods take turns of one step,
+each behind a barrier, and the slowest process's time counts. `ratio` is the time of exact gradients
+divided by the method's time in the same turn: the median (and quartiles) over the steps. `sent` is
+what a rank sends per step, by the format's arithmetic. `error` is |mean - exact| / |exact| over the
+first {ERROR_STEPS} steps, which are not timed. With feedback the error of a step is sent later, so
+a large error costs less than it seems. Only a long training shows what a method costs in accuracy:
+docs/choosing.md.
 """
 DEFAULT_FUNCTION = "compare"
 _COLUMNS = (
@@ -213,8 +214,8 @@ class _Running:
         if not _same(new, self.state):
             raise Refused(
                 f"compare: the step took a state of {_shown(self.state)} and returned "
-                f"{_shown(results)} that does not begin with one like it; return the new state's "
-                "parts first: params, opt_state, loss."
+                f"{_shown(results)} that does not begin with such a state; return the parts of the "
+                "new state first: params, opt_state, loss."
             )
         self.state = new
 
@@ -252,7 +253,7 @@ def recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not faster:
         return [
             "Keep lax.pmean: no method was faster than exact gradients in three turns of four. "
-            "Sending is too small a part of this step on this link."
+            "Communication is too small a part of this step on this link."
         ]
     close = [row for row in faster if METHODS[row["method"]].close]
     lines = []
@@ -263,9 +264,9 @@ def recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:
     if others := [row for row in faster if row not in close and row["ratio"][0] > level]:
         other = _best(others)
         lines.append(
-            f"{'Faster still' if best else 'Faster'}: {other['write']}: {_said(other)}. What it "
-            "costs in what is learned, a few steps do not show: see docs/choosing.md, and train "
-            "with it before you rely on it."
+            f"{'Faster still' if best else 'Faster'}: {other['write']}: {_said(other)}. A few "
+            "steps do not show what it costs in accuracy: see docs/choosing.md, and train with it "
+            "before you rely on it."
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""The picture of `compare`: time a step, bytes and error, by method."""
+"""The chart of `compare`: time per step, bytes and error, by method."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
     spread = [middle - low, high - middle]
     times.barh(names, middle, xerr=spread, color=colors, error_kw={"lw": 1})
     times.axvline(middle[0], color="black", lw=1, ls=":")
-    times.set(xlabel="ms a step, median and quartiles", title="Time")
+    times.set(xlabel="ms per step, median and quartiles", title="Time")
     times.invert_yaxis()
     sizes.barh(names, [row["sent_bytes"] / 1e6 for row in rows], color=colors)
-    sizes.set(xlabel="MB that a rank sends in a step", title="Bytes", xscale="log")
+    sizes.set(xlabel="MB that a rank sends per step", title="Bytes", xscale="log")
     errors.barh(names, [row["error"] for row in rows], color=colors)
     errors.set(xlabel="relative error of a step's mean", title="Error", xscale="log")
     for axes in panels:

@@ -1,4 +1,4 @@
-"""`python -m cgx_jax doctor`: what this installation has, and what mends what it lacks."""
+"""`python -m cgx_jax doctor`: what this installation has, and how to add what it lacks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LAUNCHERS = ("PMI", "OMPI", "PRTE", "HYDRA", "MPI_", "SLURM")
 
 
 class Finding(NamedTuple):
-    """A line: what was looked at, what was found, and what mends it ("" for nothing amiss)."""
+    """A line: what was looked at, what was found, and what fixes it ("" if nothing is wrong)."""
 
     what: str
     found: str
@@ -133,7 +133,7 @@ def _mpi() -> Iterator[Finding]:
         said, failed = "", ["no answer in 60 s"]
     threads, _, version = said.partition("\n")
     if not version:
-        why = " ".join(failed) or "it ended without a word"
+        why = " ".join(failed) or "it ended without output"
         yield Finding("MPI", f"mpi4py does not load: {why}", "pip install cgx-jax[mpi]")
         return
     yield Finding("MPI", f"{installation.one_line(version)}, mpi4py {metadata.version('mpi4py')}")

@@ -10,8 +10,8 @@ from cgx_jax.commands.run_file import Run
 from cgx_jax.console import Column, print_table
 
 EXPLANATION = """\
-Reads the log of one run or more (cgx_jax.Adaptive(log=FILE)) and prints the last plan, leaf by
-leaf, beside what uniform widths and each solver would give for the same statistics.
+Reads the logs of one or more runs (cgx_jax.Adaptive(log=FILE)). Prints the last plan, leaf by leaf,
+beside what uniform widths and each solver would give for the same statistics.
 --png draws the widths of all leaves over time, squared error against bytes, and the curve of every
 scalar that policy.record() noted.
 """
@@ -44,7 +44,7 @@ def _print(one: Run) -> None:
         if refresh.nonfinite:
             print(f"  step {refresh.step}: not finite: {', '.join(refresh.nonfinite)}")
     if one.measured() is None:
-        print("  no statistics yet that a solver could work with")
+        print("  no statistics yet that a solver can use")
         return
     last = one.refreshes[-1][0]
     width = max(map(len, one.menu.paths), default=4)

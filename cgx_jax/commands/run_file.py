@@ -48,8 +48,8 @@ class Run:
                 reader.add(untrusted.loads(line))
             except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"report: line {number} of {path} is not of a run's log ({error}); pass the "
-                    "file that was given to cgx_jax.Adaptive(log=...)."
+                    f"report: line {number} of {path} is not from a run's log ({error}); pass the "
+                    "file that cgx_jax.Adaptive(log=...) wrote."
                 ) from None
         if reader.menu is None:
             raise ValueError(f"report: {path} is empty: the run has not taken its first step.")
@@ -95,10 +95,12 @@ class _Reader:
 def _menu(entry: dict[str, Any], before: Menu | None) -> Menu:
     schema = untrusted.field(entry, "schema")
     if schema != run_log.SCHEMA:
-        raise ValueError(f"schema {untrusted.shown(schema)}, this version reads {run_log.SCHEMA}")
+        raise ValueError(
+            f"its schema is {untrusted.shown(schema)}, but this version reads {run_log.SCHEMA}"
+        )
     paths = untrusted.items(untrusted.field(entry, "paths"), "paths")
     if len(paths) > MOST_LEAVES:
-        raise ValueError(f"{len(paths)} leaves are more than {MOST_LEAVES}")
+        raise ValueError(f"{len(paths)} leaves exceed the limit of {MOST_LEAVES}")
     sizes = untrusted.items(untrusted.field(entry, "sizes"), "sizes", len(paths))
     candidates = untrusted.items(untrusted.field(entry, "candidates"), "candidates")
     menu = Menu(
@@ -108,16 +110,16 @@ def _menu(entry: dict[str, Any], before: Menu | None) -> Menu:
     )
     bits = [c.bits for c in menu.candidates]
     if not bits or bits != sorted(bits):
-        raise ValueError(f"candidates have the widths {bits}, which must ascend")
+        raise ValueError(f"the candidates' widths {bits} are not in ascending order")
     if before is not None and menu != before:
-        raise ValueError("it begins a run of other leaves; give each run a log of its own")
+        raise ValueError("it begins a run with other leaves; give each run its own log")
     return menu
 
 
 def _candidate(entry: Any, leaves: int) -> Candidate:
     work = untrusted.items(untrusted.field(entry, "work"), "work")
     if not all(w in Codec._fields for w in work):
-        raise ValueError(f"work={untrusted.shown(work)} is not of {Codec._fields}")
+        raise ValueError(f"work={untrusted.shown(work)} is not a list of {Codec._fields}")
     return Candidate(
         untrusted.text(untrusted.field(entry, "name"), "a candidate's name"),
         untrusted.whole(untrusted.field(entry, "bits"), "bits", 1, MOST_BITS),
@@ -136,7 +138,7 @@ def _refresh(entry: dict[str, Any], menu: Menu) -> tuple[Refresh, dict[str, np.n
     leaves = len(menu.paths)
     outcome = untrusted.field(entry, "outcome")
     if outcome not in OUTCOMES:
-        raise ValueError(f"outcome={untrusted.shown(outcome)} is none of {OUTCOMES}")
+        raise ValueError(f"outcome={untrusted.shown(outcome)} is not one of {OUTCOMES}")
     averages = untrusted.field(entry, "averages")
     rows = untrusted.items(untrusted.field(averages, "error"), "error", leaves)
     error = _numbers(
@@ -150,7 +152,7 @@ def _refresh(entry: dict[str, Any], menu: Menu) -> tuple[Refresh, dict[str, np.n
         known = np.concatenate([error.ravel(), square, [total]])
         if not ((known >= 0) & (known < LARGEST)).all() or not square.any():
             raise ValueError(
-                f"averages of outcome {outcome!r} are not in [0, {LARGEST:g}), or all 0"
+                f"averages of outcome {outcome!r} are outside [0, {LARGEST:g}), or all 0"
             )
     refresh = Refresh(
         _step(entry),

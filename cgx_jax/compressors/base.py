@@ -349,6 +349,6 @@ def require_key(caller: str, compressors: Collection[Compressor], key: Any) -> b
     if needy and key is None:
         raise ValueError(
             f"{caller}: {needy[0]} rounds at random and key is None; pass "
-            "key=jax.random.key(n), the same on every rank and another one every step."
+            "key=jax.random.key(n), the same on every rank and a new one in every step."
         )
     return bool(needy)

@@ -145,7 +145,7 @@ class INCEPTIONN(PayloadCompressor):
         if len(shares) != 3 or not all(0 <= c <= 1 for c in shares):
             raise ValueError(
                 f"INCEPTIONN: capacities={self.capacities} must be three shares in [0, 1]: of "
-                "values in 32, in 16 and in 8 bits."
+                "the values sent in 32, in 16 and in 8 bits."
             )
         object.__setattr__(self, "capacities", shares)
 

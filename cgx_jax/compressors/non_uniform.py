@@ -115,7 +115,7 @@ class NonUniform(PayloadCompressor):
         buckets.whole_number("NonUniform", "bucket_size", self.bucket_size, 1)
         if self.levels not in KINDS:
             raise ValueError(
-                f"NonUniform: levels={self.levels!r} is unknown; it is one of {list(KINDS)}."
+                f"NonUniform: levels={self.levels!r} is unknown; use one of {list(KINDS)}."
             )
 
     @property

@@ -32,8 +32,9 @@ def from_bytes(payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
     expected = math.prod(shape) * width
     if payload.size != expected:
         raise ValueError(
-            f"decode: a payload of {payload.size} bytes, but {tuple(shape)} of {np.dtype(dtype)} "
-            f"needs {expected}; decode with the shape and compressor that encoded it."
+            f"decode: the payload has {payload.size} bytes, but {tuple(shape)} of "
+            f"{np.dtype(dtype)} needs {expected}; decode with the shape and compressor that "
+            "encoded it."
         )
     grouped = payload.reshape((-1, width) if width > 1 else (-1,))
     return lax.bitcast_convert_type(grouped, dtype).reshape(shape)

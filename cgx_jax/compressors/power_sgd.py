@@ -21,7 +21,7 @@ from cgx_jax.kernels.reference import random_bits
 _KEY = (np.uint32(0x706F7765), np.uint32(0x72736764))
 _LARGEST_START = 8.0  # more than any value of a factor that a step starts from
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-# A column of which less than this share is left by projection is rounding error alone.
+# A column of which less than this share is left by projection is only rounding error.
 _LOST = 2.0**-20
 
 

@@ -46,7 +46,7 @@ class QSGD(PayloadCompressor):
         buckets.whole_number("QSGD", "levels", self.levels, 1, 2**15 - 1)
         buckets.whole_number("QSGD", "bucket_size", self.bucket_size, 1)
         if self.norm not in NORMS:
-            raise ValueError(f"QSGD: norm={self.norm!r} is unknown; it is one of {list(NORMS)}.")
+            raise ValueError(f"QSGD: norm={self.norm!r} is unknown; use one of {list(NORMS)}.")
 
     @property
     def unbiased(self) -> bool:

@@ -82,11 +82,11 @@ class Quantize(PayloadCompressor):
             above = max(1, -(-self.bucket_size // GROUP)) * GROUP
             raise ValueError(
                 f"Quantize: bucket_size={self.bucket_size} is not a positive multiple of {GROUP}; "
-                f"the next one is {above}."
+                f"the next multiple is {above}."
             )
         if self.rounding not in ROUNDINGS:
             known = ", ".join(repr(r) for r in ROUNDINGS)
-            raise ValueError(f"Quantize: rounding={self.rounding!r} is unknown; it is {known}.")
+            raise ValueError(f"Quantize: rounding={self.rounding!r} is unknown; use {known}.")
         if not isinstance(self.rotation, bool):
             raise TypeError(f"Quantize: rotation={self.rotation!r} is not a bool.")
 

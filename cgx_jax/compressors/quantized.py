@@ -104,8 +104,8 @@ class QuantizedWhole(WholeCode):
 
     def words(self, seed: Any, rank: Any) -> Any:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):
-            # Kernels share noise out over the ranks of a chunked buffer alone. Of a whole one every
-            # rank would draw the same, and errors would add up: independent ones average out.
+            # Kernels divide noise among the ranks only in a chunked buffer. In a whole one all
+            # would draw the same noise, and errors would add up; independent noise averages out.
             return folded(seed, rank)
         return seed
 

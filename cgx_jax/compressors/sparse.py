@@ -29,8 +29,8 @@ def check_keep(where: str, keep: Any) -> Keep:
     if isinstance(keep, float):
         if not 0 < keep <= 1:
             raise ValueError(
-                f"{where}: keep={keep} must be in (0, 1]: the share of values that are sent. A "
-                "number of values is an int."
+                f"{where}: keep={keep} must be in (0, 1], the share of values to send. To send a "
+                "number of values, pass an int."
             )
         return keep
     return buckets.whole_number(where, "keep", keep, 1)
@@ -42,8 +42,8 @@ def kept(where: str, keep: Keep, size: int) -> int:
         return math.ceil(keep * size * (1 - 1e-12))  # 0.07 * 100 is a little over 7
     if keep > size > 0:
         raise ValueError(
-            f"{where}: keep={keep} values of a leaf that has {size}; pass a share such as "
-            "keep=0.01, or reduce such leaves exactly by a rule."
+            f"{where}: keep={keep} is more than the {size} values of the leaf; pass a share such "
+            "as keep=0.01, or add a rule that reduces such leaves exactly."
         )
     return min(keep, size)
 

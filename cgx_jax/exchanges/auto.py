@@ -195,7 +195,7 @@ def named(caller: str, exchange: Exchange | str) -> Exchange:
     known = {e.shorthand: e for e in (Auto(), *EXCHANGES)}
     if not isinstance(exchange, str):
         raise TypeError(
-            f"{caller}: exchange={exchange!r} is no exchange; pass one of {list(known)} or an "
+            f"{caller}: exchange={exchange!r} is not an exchange; pass one of {list(known)} or an "
             "instance such as cgx_jax.exchanges.Mpi(window=8)."
         )
     if exchange not in known:

@@ -263,7 +263,7 @@ def _no_lowering(ctx: Any, *operands: Any, name: str, **params: Any) -> Any:
 def cuda_primitive(
     target: str, result: Callable[..., Any], lowering: Callable[..., Any]
 ) -> Primitive:
-    """A fused call for CUDA devices alone; elsewhere compiling it raises ValueError."""
+    """A fused call for CUDA devices only; on other devices compiling it raises ValueError."""
     p = fused.primitive(target, 1, result)
     mlir.register_lowering(p, _no_lowering)
     mlir.register_lowering(p, lowering, platform="cuda")

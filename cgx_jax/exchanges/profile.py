@@ -101,12 +101,14 @@ class Profile:
         object.__setattr__(self, "codec", _codec(self.codec))
         object.__setattr__(self, "engine", _engine(self.engine))
         if len(self.rows) > MOST_ROWS:
-            raise ValueError(f"Profile: it has {len(self.rows)} rows, over {MOST_ROWS}. {_AGAIN}")
+            raise ValueError(
+                f"Profile: {len(self.rows)} rows exceed the limit of {MOST_ROWS}. {_AGAIN}"
+            )
         rows = tuple(_row(row) for row in self.rows)
         if "psum" not in {row.method for row in rows}:
             raise ValueError(f"Profile: rows have no psum to compare with. {_AGAIN}")
         if len({row[:3] for row in rows}) < len(rows):
-            raise ValueError(f"Profile: two rows are of the same method, bits and bytes. {_AGAIN}")
+            raise ValueError(f"Profile: two rows have the same method, bits and bytes. {_AGAIN}")
         object.__setattr__(self, "rows", rows)
 
     def to_json(self) -> str:
@@ -125,13 +127,13 @@ class Profile:
         try:
             fields = untrusted.loads(text)
         except ValueError as error:
-            raise ValueError(f"Profile: of the text, {error}. {_AGAIN}") from None
+            raise ValueError(f"Profile: the text cannot be read: {error}. {_AGAIN}") from None
         if not isinstance(fields, dict) or not isinstance(fields.get("rows"), list):
             raise ValueError(f"Profile: the JSON is not an object with rows. {_AGAIN}")
         schema = fields.pop("schema", None)
         if schema != SCHEMA:
             raise ValueError(
-                f"Profile: schema={untrusted.shown(schema)}, this version of cgx_jax reads "
+                f"Profile: schema={untrusted.shown(schema)}, but this version of cgx_jax reads "
                 f"{SCHEMA}. {_AGAIN}"
             )
         known = {field.name for field in dataclasses.fields(cls)}
@@ -151,7 +153,7 @@ class Profile:
             measured = getattr(self, name)
             if measured != here:
                 raise ValueError(
-                    f"Profile: it was measured with {name} {measured!r} and here is {here!r}. "
+                    f"Profile: it was measured with {name} {measured!r}, but here is {here!r}. "
                     f"{_AGAIN}"
                 )
 
@@ -160,7 +162,7 @@ def _codec(codec: Any) -> Codec:
     kinds = codec._asdict() if isinstance(codec, Codec) else codec
     if not isinstance(kinds, dict) or kinds.keys() != set(Codec._fields):
         shown = untrusted.shown(codec)
-        raise ValueError(f"Profile: codec={shown} has not {list(Codec._fields)}. {_AGAIN}")
+        raise ValueError(f"Profile: codec={shown} does not have {list(Codec._fields)}. {_AGAIN}")
     try:
         return Codec(**{k: untrusted.positive(v, f"codec {k}") for k, v in kinds.items()})
     except ValueError as error:
@@ -176,7 +178,8 @@ def _engine(engine: Any) -> Exchange | None:
     known = tuned.get(name) if isinstance(name, str) else None
     if known is None or options.keys() != set(known.tuned):
         forms = " or ".join(f"exchange={x.shorthand!r}, {list(x.tuned)}" for x in tuned.values())
-        raise ValueError(f"Profile: engine={untrusted.shown(engine)} has not {forms}. {_AGAIN}")
+        shown = untrusted.shown(engine)
+        raise ValueError(f"Profile: engine={shown} does not have {forms}. {_AGAIN}")
     try:
         whole = {name: untrusted.whole(value, name) for name, value in options.items()}
         return dataclasses.replace(known, **whole)  # type: ignore[type-var]
@@ -187,7 +190,7 @@ def _engine(engine: Any) -> Exchange | None:
 def _row(row: Any) -> Row:
     if not isinstance(row, (tuple, list)) or len(row) != len(Row._fields):
         shown = untrusted.shown(row)
-        raise ValueError(f"Profile: row {shown} is not {list(Row._fields)}. {_AGAIN}")
+        raise ValueError(f"Profile: row {shown} does not have {list(Row._fields)}. {_AGAIN}")
     made = Row(*row)
     try:
         untrusted.whole(made.bytes, "bytes", 1)

@@ -29,14 +29,14 @@ CUDA_REMEDY = (
 def module() -> ModuleType | None:
     """The module of CPU kernels with its handlers registered, or None where it was not built.
 
-    Registration initialises no backend: XLA keeps the handlers until one starts.
+    Registration initializes no backend: XLA keeps the handlers until one starts.
     """
     try:
         importlib.import_module("cgx_jax._native")
     except ImportError as error:
         warnings.warn(
             f"cgx_jax has no native kernels here ({error}); it falls back to plain jnp, which "
-            f"computes the same format several times slower. To mend it, {CPU_REMEDY}.",
+            f"computes the same format several times slower. To fix this, {CPU_REMEDY}.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -52,7 +52,7 @@ def cuda_module() -> ModuleType | None:
     with contextlib.suppress(metadata.PackageNotFoundError):  # built with this package
         if (other := metadata.version("cgx-jax-cuda13")) != __version__:
             raise ImportError(
-                f"cgx-jax-cuda13 is of version {other}, and cgx-jax of {__version__}; they must be "
+                f"cgx-jax-cuda13 has version {other}, and cgx-jax has {__version__}; they must be "
                 f"the same: pip install cgx-jax-cuda13=={__version__}"
             )
     return _load(_CUDA, "CUDA")
@@ -75,7 +75,7 @@ def warn_of_missing_cuda() -> None:
     """Says once that a program for CUDA is compiled without the kernels for it."""
     warnings.warn(
         "cgx_jax was installed without CUDA kernels; on GPUs it falls back to plain jnp, which "
-        f"computes the same format slower. To mend it, {CUDA_REMEDY}.",
+        f"computes the same format slower. To fix this, {CUDA_REMEDY}.",
         RuntimeWarning,
         stacklevel=2,
     )

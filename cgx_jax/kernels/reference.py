@@ -59,7 +59,7 @@ def random_bits(
     buckets: int,
     width: int,
 ) -> jax.Array:
-    """uint32[buckets, width]: a function of key and place alone.
+    """uint32[buckets, width]: a function of only key and place.
 
     `first_bucket` is known, or i32[].
     """

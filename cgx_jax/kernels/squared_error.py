@@ -1,4 +1,4 @@
-"""What the quantizer loses of given values, from its arithmetic alone: nothing is packed."""
+"""What the quantizer loses of given values, only from its arithmetic: nothing is packed."""
 
 from __future__ import annotations
 

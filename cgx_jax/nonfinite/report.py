@@ -197,6 +197,6 @@ def _remedy(found: np.ndarray) -> str:
     if found[:, ::2, 0].any():
         return "Look at the loss and the data of the ranks that have them on the way in."
     return (
-        "What went in is finite on every rank, so a sum or the range of a bucket overflows: scale "
+        "The operands are finite on every rank, so a sum or the range of a bucket overflows: scale "
         "gradients down, or reduce them in a wider dtype."
     )

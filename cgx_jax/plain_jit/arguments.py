@@ -77,7 +77,7 @@ class Argument:
             jax.tree.map(extend, specs, whole[0] if self.graph else whole, is_leaf=is_spec)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{CALLER}: in_specs[{self.name!r}] is no prefix of that argument: {error}"
+                f"{CALLER}: in_specs[{self.name!r}] is not a prefix of that argument: {error}"
             ) from None
         return entries
 

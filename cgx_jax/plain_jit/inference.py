@@ -98,8 +98,8 @@ class _Inference:
         if rest:
             names = [a.name for a in self.arguments if not a.wanted]
             raise ValueError(
-                f"{CALLER}: in_specs has {sorted(map(str, rest))}, which is no argument of the "
-                f"loss that is split; those are {names}, by name or position. Shardings of "
+                f"{CALLER}: in_specs has {sorted(map(str, rest))}, which is not an argument of "
+                f"the loss to split; those are {names}, by name or position. Shardings of "
                 "parameters over other axes go into specs=."
             )
         return specs
@@ -133,8 +133,8 @@ class _Inference:
         others = (y for y, p in zip(self.arrays, self.places, strict=True) if not p.state)
         if x.ndim and any(y is not x and y.ndim and y.shape[0] == 2 for y in others):
             raise ValueError(
-                f"{CALLER}: {self.places[i].path} {shown(x)} is a raw key or a batch of two; pass "
-                f"a typed key, jax.random.key(n), or {self._remedy(i)}."
+                f"{CALLER}: {self.places[i].path} {shown(x)} is either a raw key or a batch of "
+                f"two; pass a typed key, jax.random.key(n), or {self._remedy(i)}."
             )
 
     def _batch_size(self, known: Sequence[Split | None], unknown: Sequence[int]) -> int:
@@ -150,8 +150,8 @@ class _Inference:
             listed = ", ".join(f"{self.places[i].path} {shown(self.arrays[i])}" for i in members)
             raise ValueError(
                 f"{CALLER}: which arrays hold the batch is ambiguous, since their first dimensions "
-                f"differ: {listed}. Name those that are split over {self.ranks.axis!r} and those "
-                f"that every rank has whole: {self._remedy(members[0])}."
+                f"differ: {listed}. Say which are split over {self.ranks.axis!r} and which every "
+                f"rank has whole: {self._remedy(members[0])}."
             )
         return int(sizes.pop())
 
@@ -164,8 +164,8 @@ class _Inference:
             if replicated and not isinstance(x, jax.core.Tracer):
                 raise ValueError(
                     f"{CALLER}: {place.path} {shown(x)} has the batch's first dimension, but is "
-                    f"replicated over {self.ranks.axis!r}, so it may be part of the batch or not. "
-                    f"Shard it with jax.device_put, or say which: {self._remedy(i)}."
+                    f"replicated over {self.ranks.axis!r}, so it may or may not be part of the "
+                    f"batch. Shard it with jax.device_put, or say which: {self._remedy(i)}."
                 )
             return Split(0)
         if replicated or place.argument == len(self.arguments):
@@ -219,7 +219,7 @@ class _Inference:
             raise ValueError(
                 f"{CALLER}: {self.places[i].path} has shape {shown(x)}; its dimension {d} is the "
                 f"batch and must be a multiple of the {world} ranks of axis {self.ranks.axis!r}. "
-                f"Use a batch of a multiple of {world}, or, if this is no batch: "
+                f"Use a batch of a multiple of {world}, or, if it is not a batch: "
                 f"{self._remedy(i)}."
             )
 

@@ -64,11 +64,11 @@ def classify(
         return Output("sum")
     if not growing and not small.shape and jnp.issubdtype(small.dtype, jnp.inexact):
         return Output("mean")
-    reason = "has no dimension that is the batch" if not growing else "is no row per example"
+    reason = "has no batch dimension" if not growing else "does not have one row per example"
     raise ValueError(
-        f"{where} differs between the ranks of {ranks.axis!r} and {reason}, so what it is under "
-        "plain jit cannot be known. Reduce it in the loss (jax.lax.pmean or psum over "
-        f"{ranks.axis!r}), or say what it is: aux_specs=, a tree (or prefix) of PartitionSpecs, "
+        f"{where} differs between the ranks of {ranks.axis!r} and {reason}, so its value "
+        "under plain jit is not known. Reduce it in the loss (jax.lax.pmean or psum over "
+        f"{ranks.axis!r}), or pass aux_specs=, a tree (or prefix) of PartitionSpecs, "
         '"mean" and "sum".'
     )
 
@@ -85,6 +85,6 @@ def given_specs(aux_specs: Any, aux: Any) -> list[Any]:
         jax.tree.map(extend, aux_specs, aux, is_leaf=is_spec)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{CALLER}: aux_specs is no prefix of the auxiliary output: {error}"
+            f"{CALLER}: aux_specs is not a prefix of the auxiliary output: {error}"
         ) from None
     return entries

@@ -177,10 +177,10 @@ class Program:
             split = spec is not None and self.ranks.dimension(spec) is not None
             if split or (np.ndim(x) and np.shape(x)[0] in (sizes or {np.shape(x)[0]})):
                 raise ValueError(
-                    f"{CALLER}: the loss uses an array {shown(jax.typeof(x))} that is no "
-                    "argument, nor a variable of an enclosing function, and may be a part of the "
-                    f"batch: every one of the {self.ranks.world} ranks would compute all of it. "
-                    "Pass it as an argument of the loss."
+                    f"{CALLER}: the loss uses an array {shown(jax.typeof(x))} that is "
+                    "neither an argument nor a variable of an enclosing function. It may be part "
+                    f"of the batch, and each of the {self.ranks.world} ranks would compute all of "
+                    "it. Pass it as an argument of the loss."
                 )
 
     def _check_loss(self, aval: Any, loss: Value) -> None:
@@ -188,11 +188,11 @@ class Program:
         if loss.misuse is not None:
             raise ValueError(
                 f"{CALLER}: the loss depends on a statistic of the batch, {loss.misuse}. Each rank "
-                "would take that of its own part, where plain jit takes that of the whole batch. "
-                f"Take it over the ranks: jax.lax.pmean(statistic, {axis!r}); so a weighted mean "
-                f"is loss.sum() / jax.lax.pmean(weights.sum(), {axis!r}). A BatchNorm that is "
-                f"neither NNX's nor Linen's takes axis_name={axis!r}. A loss over pairs of "
-                "examples takes the other ranks': "
+                "would compute it from its own part, but plain jit computes it from the whole "
+                f"batch. Average it over the ranks: jax.lax.pmean(statistic, {axis!r}). For a "
+                f"weighted mean, write loss.sum() / jax.lax.pmean(weights.sum(), {axis!r}). For a "
+                f"BatchNorm that is neither NNX's nor Linen's, pass axis_name={axis!r}. For a loss "
+                "over pairs of examples, gather the other ranks' examples: "
                 f"jax.lax.all_gather(examples, {axis!r}, tiled=True)."
             )
         if loss.batch and loss.growth == 1:

@@ -66,7 +66,7 @@ class GradientMean:
         if random:
             raise ValueError(
                 f"{CALLER}: {random[0]} rounds at random, and without a state every step would "
-                f"round alike: {_WITH_STATE}."
+                f"round in the same way: {_WITH_STATE}."
             )
         options = Options.resolve(CALLER, self.axis_name, mean=True, **self._how())
         leaves, treedef = jax.tree.flatten(grads)

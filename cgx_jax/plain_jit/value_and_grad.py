@@ -262,9 +262,8 @@ def _mesh(names: tuple[str, ...], arrays: Sequence[Any]) -> Any:
         if isinstance(sharding, NamedSharding) and set(names) <= set(sharding.mesh.axis_names):
             return sharding.mesh
     raise ValueError(
-        f"{CALLER}: no mesh to find axis {', '.join(map(repr, names))} in: mesh=None, no mesh is "
-        "set, and no argument has a NamedSharding that can be seen. Pass mesh=, or set one with "
-        "jax.set_mesh(mesh) before."
+        f"{CALLER}: no mesh has axis {', '.join(map(repr, names))}: mesh=None, no mesh is set, and "
+        "no argument shows a NamedSharding. Pass mesh=, or call jax.set_mesh(mesh) first."
     )
 
 

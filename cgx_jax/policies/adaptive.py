@@ -160,9 +160,9 @@ class Adaptive(Policy):
         """
         if not self.running:
             raise ValueError(
-                "Adaptive: the step is compiled by something else than the policy, which then "
-                "could never change the plan; write policy.jit(step) where jax.jit(step) stands, "
-                "or Tuner(policy).jit(step)."
+                "Adaptive: the step is not compiled by the policy, which could then never change "
+                "the plan; write policy.jit(step) or Tuner(policy).jit(step) in place of "
+                "jax.jit(step)."
             )
         self.traces += 1
         self._subject = dataclasses.replace(self._subject, world=axes.world)

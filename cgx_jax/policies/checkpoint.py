@@ -51,7 +51,7 @@ class Known:
             raise ValueError(
                 f"Adaptive: {source} has the compressor {json.dumps(described)}, which is neither "
                 f"a candidate nor one that base gives an adaptive leaf; known are {known}. Pass "
-                "the candidates and the base of the run that it comes from."
+                "the candidates and the base of the run that saved it."
             )
         return found
 
@@ -104,7 +104,7 @@ def check_format(state: dict[str, Any]) -> None:
     if state.get("format") != FORMAT:
         raise ValueError(
             f"Adaptive: the saved policy has format {state.get('format')}, this version of cgx_jax "
-            f"reads {FORMAT}; leave out load_state_dict, and the policy measures and chooses anew."
+            f"reads {FORMAT}; without load_state_dict, the policy measures and chooses anew."
         )
 
 
@@ -118,7 +118,7 @@ def restore(state: dict[str, Any], known: Known, adaptive: int) -> Progress:
     if len(current) != adaptive:
         raise ValueError(
             f"Adaptive: {of} has {len(current)} adaptive leaves, and this one {adaptive}; pass the "
-            "candidates and the base of the run that it comes from."
+            "candidates and the base of the run that saved it."
         )
     pending = None
     if state["pending"] is not None:

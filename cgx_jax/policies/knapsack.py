@@ -60,7 +60,7 @@ def minimise(cost: np.ndarray, weight: np.ndarray, budget: float) -> Solution:
     lightest = _first(weight, cost)
     if total(weight, lightest) > budget:
         raise ValueError(
-            f"minimise: budget={budget} is under {total(weight, lightest)}, the least total "
+            f"minimise: budget={budget} is below {total(weight, lightest)}, the least total "
             "weight of any choice; raise the budget to that."
         )
     bound = math.inf

@@ -53,8 +53,8 @@ class LeastTime(Solver):
     def __post_init__(self) -> None:
         if not isinstance(self.profile, Profile):
             raise TypeError(
-                f"LeastTime: profile={self.profile!r} is not a Profile, and without one no time is "
-                "known; pass what cgx_jax.tune or use_profile returns, or take LeastBytes()."
+                f"LeastTime: profile={self.profile!r} is not a Profile, which the times come from; "
+                "pass what cgx_jax.tune or use_profile returns, or use LeastBytes()."
             )
         check_constraint(self)
         check_integer("LeastTime", "fusion_bytes", self.fusion_bytes, 4)

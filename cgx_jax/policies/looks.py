@@ -21,7 +21,7 @@ LAG = 4
 
 
 class Adapting(Protocol):
-    """What `Looks` asks of a policy: `decision` on process 0 alone, `adopt` on all of them."""
+    """What `Looks` asks of a policy: `decision` on process 0 only, `adopt` on all processes."""
 
     warmup: int
     every: int
@@ -95,6 +95,6 @@ def _require_same(measured: Statistics) -> None:
     others = [i for i, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise ValueError(
-            f"Adaptive: processes {others} have other statistics than process 0, so the ranks no "
-            "longer hold the same state; find out where with cgx_jax.debug.debug_checksums()."
+            f"Adaptive: the statistics of processes {others} differ from those of process 0, so "
+            "the ranks no longer hold the same state; cgx_jax.debug.debug_checksums() finds where."
         )

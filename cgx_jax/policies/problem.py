@@ -57,20 +57,20 @@ class Problem:
             given = np.asarray(getattr(self, name))
             if given.shape != shape:
                 raise ValueError(
-                    f"Problem: {name} has the shape {list(given.shape)}, {leaves} values and "
-                    f"{candidates} bits need {list(shape)}; give every leaf and candidate a number."
+                    f"Problem: {name} has the shape {list(given.shape)}, but {leaves} values and "
+                    f"{candidates} bits need {list(shape)}; pass a number per leaf and candidate."
                 )
             whole = name not in ("norm", "error")
             if whole and given.size and given.dtype.kind not in "iu":
                 raise ValueError(
-                    f"Problem: {name} is {given.dtype}, it counts and must be whole; pass integers."
+                    f"Problem: {name} is {given.dtype}, but counts must be whole; pass integers."
                 )
             wrong = np.argwhere(~(np.isfinite(given) & (given >= 0)))
             if wrong.size:
                 place = tuple(wrong[0].tolist())
                 raise ValueError(
                     f"Problem: {name}{list(place)}={given[place]} must be finite and at least 0; "
-                    "leave such a leaf or such a step out of the statistics."
+                    "leave that leaf or step out of the statistics."
                 )
             object.__setattr__(self, name, given.astype(np.int64 if whole else np.float64))
         if self.change is not None and not 0 <= self.change < np.inf:

@@ -94,7 +94,7 @@ class Rule:
         return f"Rule({self.compressor}{''.join(', ' + s for s in said)})"
 
 
-# What CGX leaves alone: biases and normalisation, by shape or by name (stacked layers give them
+# What CGX leaves exact: biases and normalization, by shape or by name (stacked layers give them
 # more dimensions), and leaves whose few bytes do not pay for their error.
 EXACT = (
     Rule(Identity(), max_ndim=1),
@@ -149,13 +149,13 @@ class Rules(Policy):
     def _report(rule: Rule, leaves: Sequence[Leaf]) -> None:
         hidden = [leaf.path for leaf in leaves if rule.matches(leaf)]
         why = (
-            f"earlier rules choose for the {len(hidden)} leaves it matches, such as {hidden[0]!r}; "
+            f"earlier rules match the {len(hidden)} leaves that it matches, such as {hidden[0]!r}; "
             "move it up"
             if hidden
-            else f"the paths are such as {[leaf.path for leaf in leaves[:3]]}; correct or drop it"
+            else f"paths look like {[leaf.path for leaf in leaves[:3]]}; correct or drop the rule"
         )
         warnings.warn(
-            f"Rules: {rule} chooses for none of the {len(leaves)} leaves: {why}.",
+            f"Rules: {rule} applies to none of the {len(leaves)} leaves: {why}.",
             UserWarning,
             stacklevel=2,
         )

@@ -45,8 +45,8 @@ class RunLog:
                 self._warned = True
                 warnings.warn(
                     f"Adaptive: log={str(self.path)!r} cannot be written ({error}). Training goes "
-                    "on, and the log lacks what comes until it can; free the disk, or restart "
-                    "with another log=.",
+                    "on, and entries are lost until the file can be written; free the disk, or "
+                    "restart with another log=.",
                     RuntimeWarning,
                     stacklevel=3,
                 )

@@ -43,7 +43,7 @@ def check_range(solver: Any) -> None:
         check_integer(caller, name, getattr(solver, name), 1)
     if solver.least > solver.most:
         raise ValueError(
-            f"{caller}: least={solver.least} is over most={solver.most}; swap them, or make them "
+            f"{caller}: least={solver.least} exceeds most={solver.most}; swap them, or make them "
             "equal for one width."
         )
 
@@ -64,13 +64,13 @@ def check_integer(caller: str, name: str, value: Any, least: int) -> None:
             f"{caller}: {name}={value!r} is not an integer; pass a Python int."
         ) from None
     if under:
-        raise ValueError(f"{caller}: {name}={value} is under {least}; pass {least} or more.")
+        raise ValueError(f"{caller}: {name}={value} is below {least}; pass {least} or more.")
 
 
 def check_positive(caller: str, name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a finite number above 0."""
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{caller}: {name}={value!r} is not a finite number above 0; pass one.")
+        raise ValueError(f"{caller}: {name}={value!r} is not a finite number above 0.")
 
 
 def candidates(solver: Any, bits: np.ndarray) -> slice:
@@ -107,8 +107,8 @@ def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
         enough = least / of_uniform if of_uniform else math.inf
         remedy = f"pass an alpha of {_up(enough)} or more, or " if math.isfinite(enough) else ""
         raise ValueError(
-            f"{caller}: alpha={solver.alpha} allows a squared error of {limit:.4g}, the least that "
-            f"any choice has is {least:.4g}; {remedy}allow wider candidates."
+            f"{caller}: alpha={solver.alpha} allows a squared error of {limit:.4g}, but the "
+            f"least of any choice is {least:.4g}; {remedy}allow wider candidates."
         )
     return limit
 
@@ -168,33 +168,46 @@ class KMeans(Solver):
 
     def solve(self, problem: Problem) -> np.ndarray:
         allowed = one_of_each_width(self, problem.bits)
-        features = np.stack([problem.values, problem.norm], axis=1)
-        spread = features.std(axis=0) if features.size else 1.0
-        cluster, centroids = _cluster(
-            features / np.where(spread > 0, spread, 1), allowed.stop - allowed.start
-        )
+        points = features(problem)
+        cluster, centroids = lloyd(points, far_apart(points, allowed.stop - allowed.start))
         rank = centroids[:, 1].argsort(kind="stable").argsort()
         return allowed.stop - len(centroids) + rank[cluster]
 
 
-def _cluster(points: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lloyd's clusters int64[points] and centroids float64[clusters, 2].
+def features(problem: Problem) -> np.ndarray:
+    """Sizes and norms of the leaves, in standard deviations: float64[leaves, 2]."""
+    points = np.stack([problem.values, problem.norm], axis=1)
+    spread = points.std(axis=0) if points.size else 1.0
+    return points / np.where(spread > 0, spread, 1)
 
-    Starts at the point of the largest norm and the ones farthest from those before.
+
+def far_apart(points: np.ndarray, most: int) -> np.ndarray:
+    """The point of the largest norm, then each time the one farthest from those before.
+
+    They are fewer than `most` if fewer points differ.
     """
     if not len(points):
-        return np.zeros(0, np.int64), np.zeros((0, 2))
+        return points
     chosen = [int(points[:, 1].argmax())]
     while len(chosen) < most:
         far = _distances(points, points[chosen]).min(axis=1)
         if far.max() == 0:
             break
         chosen.append(int(far.argmax()))
-    centroids = points[chosen]
+    return points[chosen]
+
+
+def lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lloyd's clusters int64[points] and centroids float64[clusters, 2], from these centroids.
+
+    A cluster that loses all its points keeps its centroid.
+    """
+    if not len(points):
+        return np.zeros(0, np.int64), centroids
     cluster = _distances(points, centroids).argmin(axis=1)
     for _ in range(LLOYD_STEPS):
-        members = np.bincount(cluster, minlength=len(chosen))
-        sums = [np.bincount(cluster, axis, len(chosen)) for axis in points.T]
+        members = np.bincount(cluster, minlength=len(centroids))
+        sums = [np.bincount(cluster, axis, len(centroids)) for axis in points.T]
         means = np.stack(sums, axis=1) / np.maximum(members, 1)[:, None]
         centroids = np.where(members[:, None] > 0, means, centroids)
         before, cluster = cluster, _distances(points, centroids).argmin(axis=1)
@@ -251,8 +264,8 @@ class LeastError(Solver):
         if least > budget:
             needed = 8 * least / max(1, int(problem.values.sum()))
             raise ValueError(
-                f"LeastError: bits_per_value={self.bits_per_value} allows {budget} bytes, the "
-                f"fewest of any choice are {least}; pass {_up(needed)} or more, or add narrower "
-                "candidates."
+                f"LeastError: bits_per_value={self.bits_per_value} allows {budget} bytes, but "
+                f"the fewest of any choice are {least}; pass {_up(needed)} or more, or add "
+                "narrower candidates."
             )
         return knapsack.minimise(problem.error, problem.nbytes, budget).choice

@@ -39,8 +39,8 @@ class Stages:
             )
         if any(getattr(p, "adapts", False) for p in policies):
             raise ValueError(
-                "Stages: a policy that adapts cannot be a stage, since it compiles a step for each "
-                "of its plans; use it alone."
+                "Stages: a policy that adapts cannot be a stage, because it compiles a step for "
+                "each of its plans; use it without Stages."
             )
         object.__setattr__(self, "policies", policies)
         object.__setattr__(self, "boundaries", boundaries)
@@ -69,7 +69,7 @@ def density_warmup(
         shares.append(shares[-1] / 4)
     if steps < len(shares):
         raise ValueError(
-            f"density_warmup: steps={steps} is under the number of stages, {len(shares)}; pass "
+            f"density_warmup: steps={steps} is below the number of stages, {len(shares)}; pass "
             "more, such as those of an epoch each."
         )
     ends = [round(steps * (i + 1) / len(shares)) for i in range(len(shares))]

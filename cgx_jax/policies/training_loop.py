@@ -117,9 +117,9 @@ class TrainingLoop:
             if part.traces == traces:
                 name, variable, choice = part.words
                 raise ValueError(
-                    f"{name}: the step did not ask for its {choice} while it was compiled: it is "
-                    f"jitted already, and would keep the {choice} it has, or another {name} is in "
-                    f"its sync_gradients. Give {variable}.jit the function without jax.jit, with "
-                    f"this {variable} in its sync_gradients."
+                    f"{name}: the step did not ask for its {choice} while it was compiled: "
+                    f"either it is already jitted and would keep its {choice}, or another {name} "
+                    f"is in its sync_gradients. Pass {variable}.jit the function without jax.jit, "
+                    f"with this {variable} in its sync_gradients."
                 )
         return out

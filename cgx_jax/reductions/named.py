@@ -32,8 +32,8 @@ def named(caller: str, reduction: Reduction | str | None) -> Reduction | None:
     known = {r.shorthand: r for r in REDUCTIONS}
     if not isinstance(reduction, str):
         raise TypeError(
-            f"{caller}: reduction={reduction!r} is no reduction; pass one of {list(known)} or an "
-            "instance such as cgx_jax.reductions.GatherSum()."
+            f"{caller}: reduction={reduction!r} is not a reduction; pass one of {list(known)} or "
+            "an instance such as cgx_jax.reductions.GatherSum()."
         )
     if reduction not in known:
         raise ValueError(f"{caller}: reduction={reduction!r} is unknown; use one of {list(known)}.")
@@ -55,11 +55,11 @@ def reduction_of(
         if wanted is None and c.reductions[0] in unknown:
             raise ValueError(
                 f"{caller}: {c}{where} allows the reductions {list(c.reductions)}, and the first "
-                f"is none of {list(known)}; pass reduction= with an instance of it."
+                f"is not one of {list(known)}; pass an instance of it as reduction=."
             )
         taken = known[c.reductions[0]] if wanted is None else wanted
         if (problem := taken.unfit(c)) is not None:
             raise ValueError(
-                f"{caller}: {taken.shorthand!r} is no reduction for {c}{where}: {problem}."
+                f"{caller}: reduction={taken.shorthand!r} does not suit {c}{where}: {problem}."
             )
     return known[leaves[0][1].compressor.reductions[0]] if wanted is None else wanted

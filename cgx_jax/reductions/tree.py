@@ -50,7 +50,7 @@ class Tree(PartialSums):
             values[i], bounds[i] = values[i] + more, compressor.error_bound(more)
         for level in range(levels):
             for i, (value, bound) in enumerate(zip(values, bounds, strict=True)):
-                if level == 0 and i >= extra:  # its own values alone
+                if level == 0 and i >= extra:  # only its own values
                     again = compressor.error_bound(value)
                 else:
                     again = largest_error(compressor.error_bound, jnp.abs(value) + bound)

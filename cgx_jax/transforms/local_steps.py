@@ -105,8 +105,8 @@ def local_params(params: Any, state: Any) -> Any:
     found = [x for x in jax.tree.leaves(state, is_leaf=is_local) if is_local(x)]
     if len(found) != 1:
         raise ValueError(
-            f"local_params: the state has {len(found)} states of local_steps, and it takes one; "
-            "pass what the init of a chain with one local_steps returned."
+            f"local_params: the state holds {len(found)} states of local_steps, and must hold one; "
+            "pass the state of a chain with one local_steps."
         )
     return jax.tree.map(jnp.add, params, _own(found[0].moved))
 

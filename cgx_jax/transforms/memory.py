@@ -172,9 +172,9 @@ def _in_rates(residual: jax.Array, kept: Any) -> jax.Array:
 def _require_schedule(caller: str, schedule: Any) -> None:
     if schedule is not None and not callable(schedule):
         raise TypeError(
-            f"{caller}: learning_rate={schedule!r} is no schedule; pass the function of the step "
-            "that the optimizer has, such as optax.cosine_decay_schedule(0.1, 1000). A constant "
-            "rate needs none."
+            f"{caller}: learning_rate={schedule!r} is not a schedule; pass the optimizer's own, a "
+            "function of the step such as optax.cosine_decay_schedule(0.1, 1000). A constant rate "
+            "needs none."
         )
 
 

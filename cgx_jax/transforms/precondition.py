@@ -119,8 +119,8 @@ class SecondMoment:
             )
         if not 0 < self.floor <= 1:
             raise ValueError(
-                f"SecondMoment: floor={self.floor} is outside (0, 1]; 0.1 is the default, and 1 "
-                "comes near to compressing gradients as they are."
+                f"SecondMoment: floor={self.floor} is outside (0, 1]; 0.1 is the default, and "
+                "with 1 gradients are compressed almost as they are."
             )
 
     def init(self, x: Any) -> Moments:

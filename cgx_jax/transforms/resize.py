@@ -41,8 +41,8 @@ def resize_state(state: Any, world: int) -> Any:
     ours = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
     if not ours:
         raise ValueError(
-            f"{_NAME}: the state holds none of sync_gradients or local_steps; pass what the init "
-            "of a chain with one of them returned."
+            f"{_NAME}: the state holds no state of sync_gradients or local_steps; pass the state "
+            "of a chain with one of them."
         )
     rows = {x.shape[0] for x in jax.tree.leaves([_of_ranks(x) for x in ours])}
     if len(rows) > 1:

@@ -189,7 +189,7 @@ def _check_whole(state: SyncState, plan: Plan) -> None:
         wanted = leaf.shape if state.memory != () else matrix_of(leaf.shape)
         if found != wanted:
             raise ValueError(
-                f"{_NAME}: the state of leaf {leaf.path!r} is of shape {list(found)}, and the "
+                f"{_NAME}: the state of leaf {leaf.path!r} has shape {list(found)}, and the "
                 f"gradient is {list(leaf.shape)}. Give init whole parameters outside of shard_map, "
                 "and this rank's shards inside of shard_map or pmap."
             )

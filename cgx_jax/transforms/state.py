@@ -36,8 +36,9 @@ class CodeState(NamedTuple):
 
     A leaf that several compressors may code, under an adaptive policy, has a tuple with the state
     of each: that of a compressor that is not in use waits, so that no plan changes the shapes.
-    `own` differs between ranks: an array of shape s is [world, *s], one row a rank ([1, *s] inside
-    shard_map and pmap). `shared` is that of compressors with `shares_state`, the same everywhere.
+    `own` differs between ranks: an array of shape s is [world, *s], one row per rank ([1, *s]
+    inside shard_map and pmap). `shared` is that of compressors with `shares_state`, and the same on
+    all ranks.
     """
 
     own: Any
@@ -77,7 +78,7 @@ class LocalState(NamedTuple):
 
     `step` is i32[], the number of updates; `moved` a tree like the parameters, what a rank's own
     are away from them; `optimizer` the inner optimizer's state: an array of shape s is [world, *s],
-    one row a rank ([1, *s] inside shard_map and pmap); `sync` the `SyncState` of the reductions.
+    one row per rank ([1, *s] inside shard_map and pmap); `sync` the `SyncState` of the reductions.
     """
 
     step: jax.Array
@@ -128,9 +129,9 @@ def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
         if len(spec) and x.shape[0] != world:
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"state_shardings: {where} remembers for {x.shape[0]} ranks, and axis "
-                f"{axis_name!r} of this mesh has {world}; a memory belongs to a rank. Pass a mesh "
-                f"of {x.shape[0]}, or the state of an init on this one."
+                f"state_shardings: {where} is the memory of {x.shape[0]} ranks, and axis "
+                f"{axis_name!r} of this mesh has {world}; each rank has its own. Pass a mesh of "
+                f"{x.shape[0]} ranks, or cgx_jax.resize_state(state, {world})."
             )
         return NamedSharding(mesh, spec)
 
@@ -279,7 +280,7 @@ def _check_shared(compressor: Compressor, path: str, state: Any, axes: Axes) -> 
             raise ValueError(
                 f"{CALLER}: {compressor} of leaf {path!r} says that ranks share its state "
                 f"(shares_state), and its state differs over axis {min(varying)!r}; make it from "
-                "sums over the ranks alone, or leave shares_state False."
+                "sums over the ranks only, or leave shares_state False."
             )
 
 

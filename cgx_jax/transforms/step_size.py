@@ -26,8 +26,8 @@ _EXAMPLE = (
 _MOST_NOISE = 0.75
 # Functions of Optax that keep Adam's state and make another use of it, and what they do.
 _OTHER_USES = {
-    "scale_by_trust_ratio": "sets a step's length by that of the parameters (LAMB)",
-    "lamb": "sets a step's length by that of the parameters",
+    "scale_by_trust_ratio": "scales a step by the norm of the parameters (LAMB)",
+    "lamb": "scales a step by the norm of the parameters",
     "scale_by_adamax": "keeps the largest gradient where Adam keeps the mean square",
     "adamax": "keeps the largest gradient where Adam keeps the mean square",
     "adamaxw": "keeps the largest gradient where Adam keeps the mean square",
@@ -158,7 +158,7 @@ def _parts(state: Any, like: Any) -> tuple[Any, SyncState]:
         if len(found) != 1:
             number = "no state" if not found else f"{len(found)} states"
             raise ValueError(
-                f"{_NAME}: the optimizer has {number} of {name}, and it takes one: {_EXAMPLE}."
+                f"{_NAME}: the optimizer has {number} of {name}, and must have one: {_EXAMPLE}."
             )
     if not isinstance(syncs[0].moments, Moments):
         raise ValueError(
@@ -168,16 +168,16 @@ def _parts(state: Any, like: Any) -> tuple[Any, SyncState]:
     for steps in _found(state, optax.MultiStepsState):
         if not _found(steps, SyncState):
             raise ValueError(
-                f"{_NAME}: optax.MultiSteps after sync_gradients averages means whose noise "
-                "differs, and their share of noise is not known; put MultiSteps around "
-                f"{_NAME}, or add up the gradients in the training step (docs/training_loops.md)."
+                f"{_NAME}: optax.MultiSteps after sync_gradients averages several means, so the "
+                f"share of noise is not known; put MultiSteps around {_NAME}, or add up the "
+                "gradients in the training step (docs/training_loops.md)."
             )
     second_moments = adams[0].nu
     shapes, expected = (_shapes(tree) for tree in (second_moments, like))
     if shapes != expected:
         raise ValueError(
-            f"{_NAME}: Adam has moments of other leaves than sync_gradients reduces; let one Adam "
-            "have all leaves, without optax.masked or optax.partition around it."
+            f"{_NAME}: Adam's moments cover other leaves than sync_gradients reduces; use one Adam "
+            "for all leaves, without optax.masked or optax.partition around it."
         )
     return second_moments, syncs[0]
 
@@ -206,14 +206,15 @@ def _check_functions(optimizer: Any) -> None:
     for function in _functions(optimizer, set()):
         if function.__module__ == scatter_gradients.__module__:
             raise ValueError(
-                f"{_NAME}: it needs the noise in whole leaves, and scatter_gradients returns "
-                "shards; use the optimizer as it is."
+                f"{_NAME}: it needs the noise of whole leaves, but scatter_gradients returns "
+                "shards; use the optimizer without this wrapper."
             )
         use = _OTHER_USES.get(function.__qualname__.partition(".")[0])
         if use is not None and function.__module__.startswith("optax."):
             name = function.__qualname__.partition(".")[0]
             raise ValueError(
-                f"{_NAME}: {name} {use}, so the factor would be wrong; use the optimizer as it is."
+                f"{_NAME}: {name} {use}, so the factor would be wrong; use the optimizer "
+                "without this wrapper."
             )
 
 

@@ -314,10 +314,10 @@ def _rounding(leaf: CodedLeaf, reduction: Reduction, world: int) -> Rounding | N
     kept = reduction.kept(error, world)
     if kept is None:
         raise ValueError(
-            f"restore_step_size: the reduction {reduction.shorthand!r} encodes sums that hold "
-            "codes already, and by how much a step is shorter is known for 'scatter_gather' and "
-            "'gather_sum', across levels too if the sums inside are exact; leave out reduction=, "
-            "or the compressor in levels=."
+            f"restore_step_size: the reduction {reduction.shorthand!r} encodes sums that are "
+            "already rounded. How much shorter a step becomes is known only for 'scatter_gather' "
+            "and 'gather_sum', across levels too if the sums inside are exact; leave out "
+            "reduction=, or the compressor in levels=."
         )
     return Rounding(1 - kept, leaf.compressor.block_size)
 
@@ -326,8 +326,8 @@ def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> Non
     """Raises ValueError where no step size can be restored, for the wrapper around the caller."""
     if memory is not None:
         raise ValueError(
-            f"restore_step_size: {memory} sends with later steps what compression loses, so steps "
-            "are not shorter by what rounding takes; leave out one of the two."
+            f"restore_step_size: {memory} sends in later steps what compression loses, so rounding "
+            "does not shorten the steps; leave out one of the two."
         )
     pairs = zip(plan.compressors, plan.leaves, strict=True)
     known = any(c.known_error(leaf.size) for c, leaf in pairs)
@@ -336,10 +336,10 @@ def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> Non
     if not known:
         found = sorted({str(c) for c in plan.compressors})
         raise ValueError(
-            f"restore_step_size: the plan has {', '.join(found)}, and by how much a step is "
-            "shorter is known only for rotated codes that round to nearest, in buckets of a power "
-            "of two of values up to 512; use cgx_jax.Quantize(bits=4, rotation=True), or the "
-            "optimizer as it is."
+            f"restore_step_size: the plan has {', '.join(found)}. How much shorter a step "
+            "becomes is known only for rotated codes that round to nearest, in buckets of up to "
+            "512 values, a power of two; use cgx_jax.Quantize(bits=4, rotation=True), or leave out "
+            "restore_step_size."
         )
 
 

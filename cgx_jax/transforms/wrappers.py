@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 _NAME = "sync_gradients"
 _INJECT = (
-    "optax.inject_hyperparams makes arrays of numbers and schedules of callables; inject the "
+    "optax.inject_hyperparams turns numbers into arrays and callables into schedules; inject the "
     "optimizer after it instead: optax.chain(sync_gradients(...), "
     "optax.inject_hyperparams(optax.adam)(learning_rate=...))."
 )
@@ -59,13 +59,13 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
     around = _optax_callers()
     after = f"Put it after {caller}, where all ranks see the same mean: optax.chain({caller}(...), "
     agree = (
-        "After it, a rank would skip the step by its own shard alone. Let the ranks agree in the "
-        "training step, by jax.lax.pmin of whether the gradients are finite."
+        "After it, a rank would decide by its own shard only. Let the ranks agree in the training "
+        "step, by jax.lax.pmin of whether the gradients are finite."
     )
     if "apply_if_finite" in around:
         raise ValueError(
             f"{caller}: optax.apply_if_finite around it looks at the gradients of one rank. Where "
-            "they are not finite, that rank alone skips the reduction, and all others wait for it "
+            "they are not finite, only that rank skips the reduction, and all others wait for it "
             "forever. "
             + (agree if shards else f"{after}optax.apply_if_finite(optimizer, n)).")
             + f" {caller} skips such a step by itself: its memory and moments stay as they were."
@@ -76,13 +76,13 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
         )
         raise ValueError(
             f"{caller}: optax.MultiSteps with should_skip_update_fn around it looks at the "
-            "gradients of one rank. Where it skips, that rank alone leaves out the reduction, and "
+            "gradients of one rank. Where it skips, only that rank leaves out the reduction, and "
             "all others wait for it forever. " + (agree if shards else after + multi_steps)
         )
     if checked and "MultiSteps" in around:
         raise ValueError(
             f"{caller}: optax.MultiSteps around it accumulates gradients that differ between ranks "
-            "in a state that check_vma must take for replicated, and it runs the reduction in "
+            "in a state that check_vma takes to be replicated, and it runs the reduction in "
             f"every mini-step. Put it after {caller}: optax.chain({caller}(...), "
             "optax.MultiSteps(optimizer, k).gradient_transformation()). To reduce once in k "
             "mini-steps, add up the gradients in the training step (docs/training_loops.md)."

@@ -36,7 +36,7 @@ struct World {
       sent;  // by (comm, from, to), in order
   std::vector<std::unique_ptr<Comm>> comms;
   std::map<std::pair<int64_t, int64_t>, int64_t> numbers;  // of a communicator's splits
-  std::set<int64_t> used, connections;
+  std::set<int64_t> used, connections, aborted;
   int64_t waits = 0, left_out = -1;
   int64_t calls = 0, failing = -1;
   bool messages = false;  // whether one has been put on a stream
@@ -71,6 +71,7 @@ int called() { return world.calls++ == world.failing ? kInternalError : kSuccess
 
 // A step of a group of messages on its stream: posts what it sends, takes what has come.
 bool exchange(const Comm* comm, std::vector<Message>* group) {
+  if (world.aborted.count(comm->number)) return true;
   bool over = true;
   for (Message& m : *group) {
     if (m.from && !m.posted) {
@@ -281,6 +282,8 @@ int group_end() {
   return kSuccess;
 }
 
+void drop_group() { own = Group(); }
+
 int split(Comm* from, bool share, Comm** made) {
   const Lock lock(mutex());
   if (const int result = called(); result != kSuccess) return result;
@@ -290,6 +293,11 @@ int split(Comm* from, bool share, Comm** made) {
       Comm{from->rank, from->world, number, from->share ? from->resources : number, share}));
   *made = world.comms.back().get();
   return kSuccess;
+}
+
+void abort_messages(const Comm& comm) {
+  const Lock lock(mutex());
+  world.aborted.insert(comm.number);
 }
 
 int64_t used() { return static_cast<int64_t>(world.used.size()); }

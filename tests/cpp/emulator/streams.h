@@ -85,10 +85,14 @@ struct Comm {
 };
 int group_start();
 int group_end();
+void drop_group();  // closes this thread's group as a group_end that fails does
 int send(const void* data, size_t count, int peer, const Comm* comm, Stream* stream);
 int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream);
 // A communicator of the same ranks, until reset(). `share` is that of the new one.
 int split(Comm* from, bool share, Comm** made);
+// Ends all messages of a communicator, as ncclCommAbort does: streams go on without them. Those of
+// communicators that were split from it stay.
+void abort_messages(const Comm& comm);
 void fail_at(int64_t call);
 // How many communicators have had a message on a stream since reset(), and how many connections.
 int64_t used();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "cases.h"
 #include "cpu/kernels.h"
@@ -23,9 +24,49 @@ bool has(const std::string& text, const std::string& part) {
 
 constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1;
 constexpr int64_t kNearest = 0;
+constexpr int kSuccess = cgx::NcclLibrary::kSuccess;
 
 emulator::Comm comms[kWorld];
 int comm_count, comm_state;
+
+// How NCCL fails.
+struct Failure {
+  bool blocks = true;  // false: a call for all ranks is in progress until its result is asked for
+  bool later = false;  // calls succeed, and a communicator that is asked reports the failure
+  int result = kSuccess;  // of every call that fails
+  int64_t from = -1;      // the first call that fails, as all after it do; -1: none
+};
+
+// NCCL as a case has it.
+struct Nccl {
+  Failure failure;
+  int64_t calls = 0;
+  const char* pending = nullptr;  // a call that is in progress
+  std::string failed;             // the first call that has failed
+} nccl;
+
+// The result of a call; `asks` for one that asks for a communicator's state.
+int result_of(const char* call, bool asks = false) {
+  const Failure& failure = nccl.failure;
+  if (failure.from < 0 || (failure.later && !asks)) return kSuccess;
+  if (nccl.calls++ < failure.from) return kSuccess;
+  if (nccl.failed.empty()) nccl.failed = call;
+  return failure.result;
+}
+
+// The result of a call for all ranks that has come to `result`.
+int in_progress(const char* call, int result) {
+  if (nccl.failure.blocks || result != kSuccess) return result;
+  nccl.pending = call;
+  return cgx::NcclLibrary::kInProgress;
+}
+
+const char* error_string(int result) {
+  if (result == 4) return "invalid argument";
+  if (result == 5) return "invalid usage";
+  if (result == 6) return "remote process exited or there was a network error";
+  return "internal error";
+}
 
 std::vector<std::string> requests;
 
@@ -95,9 +136,30 @@ struct Options {
   int64_t world = kWorld;
   std::vector<int64_t> groups = {0, 1, 2, 3};
   int64_t streams = 1;
+  Failure failure = {};
+  int executing = kWorld;  // ranks that come to Execute; the others are lost before it
+  bool aborts = false;     // XLA aborts its communicator afterwards
+};
+
+// Every rank's device, new ones: what a device keeps from call to call belongs to its streams.
+struct Devices {
+  int number[kWorld];
+  cudaStream_t stream[kWorld];
+
+  Devices() {
+    emulator::reset();
+    static int last = 0;
+    for (int r = 0; r < kWorld; ++r) {
+      emulator::set_device(number[r] = ++last);
+      stream[r] = emulator::create_stream();
+    }
+    emulator::set_device(0);  // none that a call runs on
+  }
 };
 
 using Arrays = std::vector<std::vector<float>>;  // by rank
+
+const char* const kWaiting = "the streams wait for ever";
 
 // Every rank's operand: `rows` of kValues.
 Arrays operands(int64_t rows) {
@@ -110,10 +172,13 @@ Arrays operands(int64_t rows) {
   return all;
 }
 
-// Both ranks' calls, stage by stage; the first error.
-std::string fused(const Fused& call, const Options& options, Arrays* out) {
-  emulator::reset();
+// Both ranks' calls on new communicators, stage by stage; the first error.
+std::string fused(const Fused& call, const Options& options, Arrays* out,
+                  const Devices& devices = Devices()) {
   emulator::fail_at(options.failing);
+  nccl = {options.failure};
+  static int64_t communicator = 0;  // numbers that no communicator has that is split
+  --communicator;
   requests.clear();
   comm_count = options.count;
   comm_state = options.state;
@@ -131,16 +196,14 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
   XLA_FFI_InvokeContext contexts[kWorld];
   std::vector<Frame> frames(kWorld);
   for (int r = 0; r < kWorld; ++r) {
-    comms[r] = {r, static_cast<int>(kWorld)};
+    comms[r] = {r, static_cast<int>(kWorld), communicator, communicator};
     extensions[r].extension_base = {XLA_FFI_Collectives_Extension_STRUCT_SIZE,
                                     {XLA_FFI_Extension_Collectives, options.major, options.minor},
                                     nullptr};
     extensions[r].request_communicator = request;
     extensions[r].get_communicator = get;
-    static int devices = 0;
-    contexts[r].device = ++devices;  // what a device keeps belongs to the streams of one run
-    emulator::set_device(devices);
-    contexts[r].stream = emulator::create_stream();
+    contexts[r].device = devices.number[r];
+    contexts[r].stream = devices.stream[r];
     if (options.extension) contexts[r].extension = &extensions[r].extension_base;
     Frame& frame = frames[r];
     frame.arg(XLA_FFI_DataType_U32, keys, {call.keys})
@@ -157,24 +220,26 @@ std::string fused(const Fused& call, const Options& options, Arrays* out) {
         .attr("world", options.world);
   }
   std::string error;
-  const auto stage = [&](XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage number) {
-    for (int r = 0; r < kWorld; ++r) {
+  const auto stage = [&](XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage number,
+                         int ranks = kWorld) {
+    for (int r = 0; r < ranks; ++r) {
       const std::string said = frames[r].call(handler, number, &contexts[r]);
       if (error.empty()) error = said;
     }
   };
-  emulator::set_device(0);  // none that a call runs on
   stage(cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE);
   for (int r = 0; r < kWorld && options.clique; ++r) {
     extensions[r].state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comms[r]);
   }
   if (options.initialize) stage(call.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
-  stage(call.execute, XLA_FFI_ExecutionStage_EXECUTE);
+  stage(call.execute, XLA_FFI_ExecutionStage_EXECUTE, options.executing);
   if (error.empty() && emulator::late() > 0) error = "something was made after the first message";
-  if (error.empty() && emulator::device() != 0) error = "another device is left current";
-  if (error.empty() && !emulator::run_streams(3)) error = "the streams wait for ever";
+  if (emulator::device() != 0) error += "another device is left current";
+  for (int r = 0; r < kWorld && options.aborts; ++r) emulator::abort_messages(comms[r]);
+  // The caller frees what a call has failed with, once its stream has come that far.
+  if ((error.empty() || options.aborts) && !emulator::run_streams(3)) error += kWaiting;
   for (const auto& rank : lost) {
-    for (size_t i = 0; call.residual && error.empty() && i < rank.size(); ++i) {
+    for (size_t i = 0; call.residual && error.empty() && !options.aborts && i < rank.size(); ++i) {
       if (std::isnan(rank[i])) error = "a residual is left out";
     }
   }
@@ -320,6 +385,83 @@ void fused_calls() {
   }
 }
 
+// Whatever call of NCCL is the first to fail, as all do once a communicator is lost: the handlers
+// name it, nothing waits for what is gone, and the next call, on a new communicator, is right.
+void lost_communicators() {
+  const struct {
+    const char* name;
+    bool blocks, later;
+  } kinds[] = {{"fails", true, false},
+               {"does not block and fails", false, false},
+               {"does not block and fails later", false, true}};
+  for (const Fused& call : kFused) {
+    if (kHalfOfTheCases && &call != kFused) continue;
+    for (const int64_t streams : {1, 3}) {
+      for (const auto& kind : kinds) {
+        // On one stream the devices go on. On more, messages may wait on communicators that XLA
+        // does not know: a_lost_rank().
+        Devices devices;
+        Options good;
+        good.streams = streams;
+        good.failure.blocks = kind.blocks;
+        Arrays expected, out;
+        check(fused(call, good, &expected, devices).empty(), std::string(call.name) + ": at first");
+        for (int64_t from = 0;; ++from) {
+          const std::string text = std::string(call.name) + " on " + std::to_string(streams) +
+                                   " streams, NCCL " + kind.name + " from call " +
+                                   std::to_string(from);
+          const int results[] = {3, 4, 5, 6};
+          Options bad = good;
+          bad.failure = {kind.blocks, kind.later, results[from % 4], from};
+          bad.aborts = true;
+          const std::string said = fused(call, bad, &out, devices);
+          const std::string failed = std::exchange(nccl.failed, "");
+          if (failed.empty()) {
+            check(from > 0 && said.empty(), text + ": all calls have failed once: " + said);
+            break;
+          }
+          // A mark that is not there is that of another communicator, which gets one.
+          const std::string named = failed == "ncclRedOpDestroy" ? "ncclRedOpCreatePreMulSum"
+                                    : kind.later && failed == "ncclCommGetAsyncError"
+                                        ? "the communicator has failed"
+                                        : failed;
+          const std::string expects =
+              "over axis 'data': " + named + ": " + error_string(bad.failure.result);
+          check(has(said, expects), text + ": expected '" + expects + "', got '" + said + "'");
+          if (streams > 1) {
+            devices = Devices();
+          } else {
+            check(!has(said, kWaiting), text + ": the streams go on");
+          }
+          const std::string next = fused(call, good, &out, devices);
+          check(next.empty() && out == expected, text + ": on a new communicator: " + next);
+        }
+      }
+    }
+  }
+}
+
+// A rank is lost before it sends anything. The others' handlers have put all on the streams and
+// returned. XLA aborts its communicator, which frees the streams if all messages are on that one.
+void a_lost_rank() {
+  for (const Fused& call : kFused) {
+    const std::string name = call.name;
+    Arrays expected, out;
+    Options lost;
+    lost.executing = kWorld - 1;
+    lost.aborts = true;
+    const Devices devices;
+    check(fused(call, {}, &expected, devices).empty(), name + ": before a rank is lost");
+    check(fused(call, lost, &out, devices).empty(), name + ": the streams go on");
+    check(fused(call, {}, &out, devices).empty() && out == expected, name + ": after it");
+    lost.streams = 3;
+    check(fused(call, lost, &out) == kWaiting, name + ": on three streams");
+    lost.streams = 1;
+    lost.aborts = false;
+    check(fused(call, lost, &out) == kWaiting, name + ": without an abort");
+  }
+}
+
 void messages_are_not_recorded() {
   for (XLA_FFI_Handler* handler : {cgx::all_reduce_nccl_execute, cgx::reduce_scatter_nccl_execute,
                                    cgx::all_gather_nccl_execute, cgx::gather_sum_nccl_execute}) {
@@ -333,14 +475,54 @@ namespace cgx {
 
 const NcclLibrary* nccl_library(std::string*) {
   static const NcclLibrary library = [] {
-    NcclLibrary l = emulator::nccl();
+    static const NcclLibrary emulated = emulator::nccl();
+    NcclLibrary l = emulated;
+    l.get_error_string = error_string;
     l.comm_count = [](NcclComm, int* count) {
       *count = comm_count;
-      return NcclLibrary::kSuccess;
+      return result_of("ncclCommCount");
+    };
+    l.comm_user_rank = [](NcclComm comm, int* rank) {
+      *rank = emulator::comm_of(comm)->rank;
+      return result_of("ncclCommUserRank");
     };
     l.comm_get_async_error = [](NcclComm, int* state) {
-      *state = comm_state;
-      return NcclLibrary::kSuccess;
+      const char* const pending = std::exchange(nccl.pending, nullptr);
+      const int result = result_of(pending ? pending : "ncclCommGetAsyncError", /*asks=*/true);
+      *state = nccl.failure.later && result != kSuccess ? result : comm_state;
+      return nccl.failure.later ? kSuccess : result;
+    };
+    l.group_start = [] {
+      const int result = result_of("ncclGroupStart");
+      return result == kSuccess ? emulator::group_start() : result;
+    };
+    l.group_end = [] {
+      const int result = result_of("ncclGroupEnd");
+      if (result == kSuccess) return in_progress("ncclGroupEnd", emulator::group_end());
+      emulator::drop_group();
+      return result;
+    };
+    l.send = [](const void* data, size_t count, int type, int peer, NcclComm comm,
+                cudaStream_t stream) {
+      const int result = result_of("ncclSend");
+      return result == kSuccess ? emulated.send(data, count, type, peer, comm, stream) : result;
+    };
+    l.recv = [](void* data, size_t count, int type, int peer, NcclComm comm, cudaStream_t stream) {
+      const int result = result_of("ncclRecv");
+      return result == kSuccess ? emulated.recv(data, count, type, peer, comm, stream) : result;
+    };
+    l.comm_split = [](NcclComm from, int color, int key, NcclComm* made, NcclConfig* config) {
+      const int result = result_of("ncclCommSplit");
+      if (result != kSuccess) return result;
+      return in_progress("ncclCommSplit", emulated.comm_split(from, color, key, made, config));
+    };
+    l.op_create = [](int* op, void* scalar, int type, int residence, NcclComm comm) {
+      const int result = result_of("ncclRedOpCreatePreMulSum");
+      return result == kSuccess ? emulated.op_create(op, scalar, type, residence, comm) : result;
+    };
+    l.op_destroy = [](int op, NcclComm comm) {
+      const int result = result_of("ncclRedOpDestroy");
+      return result == kSuccess ? emulated.op_destroy(op, comm) : result;
     };
     return l;
   }();
@@ -354,5 +536,7 @@ int main() {
   fused_calls();
   other_collectives();
   streams();
+  lost_communicators();
+  a_lost_rank();
   return report();
 }

@@ -3,6 +3,7 @@
 // collectives extension.
 #include "handlers/peer.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "cases.h"
@@ -26,12 +27,31 @@ emulator::Comm comms[kWorld];
 struct Nccl {
   bool windows = true, maps = true;
   int allocated = 0, registered = 0, found = 0;  // ncclResult_t
+  // The first call that fails, as all after it do (-1: none), how many there were, and its name.
+  int64_t from = -1, calls = 0;
+  std::string failed;
   // Memory of each window, for all ranks at once: a rank may ask where another's is before that one
   // has come, which NCCL would wait for.
   std::vector<std::vector<std::unique_ptr<uint64_t[]>>> memory;
   size_t made[kWorld] = {};
   size_t gone = 0;  // windows that NCCL no longer knows
 } nccl;
+
+// The result of a call, which is `otherwise` unless all fail.
+int result_of(const char* call, int otherwise = cgx::NcclLibrary::kSuccess) {
+  if (nccl.from < 0 || nccl.calls++ < nccl.from) return otherwise;
+  if (nccl.failed.empty()) nccl.failed = call;
+  return 6;  // ncclRemoteError
+}
+
+// XLA makes its communicators anew, and NCCL forgets the windows of the old ones.
+void renew_communicators() {
+  nccl.gone = std::max(nccl.made[0], nccl.made[1]);
+  for (int r = 0; r < kWorld; ++r) {
+    comms[r] = {r, kWorld};
+    nccl.made[r] = nccl.gone;
+  }
+}
 
 XLA_FFI_Error* request(const XLA_FFI_Collectives_Extension*, XLA_FFI_Communicator_Request_Args*) {
   return nullptr;
@@ -132,7 +152,7 @@ void sums() {
   larger.values = 200000;
   check(call(ranks, larger).empty() && nccl.made[0] == 2, "a larger call gets a larger one");
   check(call(ranks, {}).empty() && nccl.made[0] == 2, "which does for smaller calls too");
-  nccl.gone = 2;  // as when XLA has made its communicators anew
+  renew_communicators();
   check(call(ranks, {}).empty() && nccl.made[0] == 3,
         "a window that NCCL no longer knows is not used");
 }
@@ -175,6 +195,35 @@ void refused() {
   }
 }
 
+// Whatever call of NCCL is the first to fail, as all do once a communicator is lost: the handlers
+// name it, and the next call, on a new communicator, is right.
+void lost_communicators() {
+  std::string failed;
+  for (int64_t from = 0; from == 0 || !failed.empty(); ++from) {
+    Ranks ranks;
+    nccl.from = from;
+    const std::string said = call(ranks, {});
+    failed = nccl.failed;
+    const std::string text = "lost: from call " + std::to_string(from) + ": " + said;
+    if (failed.empty()) {
+      check(from > 0 && said.empty(), text);
+      continue;
+    }
+    // ncclMemAlloc says more.
+    check(has(said, "over axis 'data': " + failed) && has(said, ": internal error"), text);
+    nccl.from = -1;
+    renew_communicators();
+    // A kernel that the lost rank has left alone waits for minutes; other devices do not.
+    if (emulator::launches() > 0) {
+      Ranks others;
+      check(call(others, {}).empty(), text + ": on other devices");
+    } else {
+      const std::string next = call(ranks, {});
+      check(next.empty(), text + ": on a new communicator: " + next);
+    }
+  }
+}
+
 // A window has room for the addresses of so many.
 void more_ranks_than_a_window_has_room_for() {
   Ranks ranks;
@@ -207,15 +256,15 @@ const NcclLibrary* nccl_library(std::string*) {
   library.get_error_string = [](int) { return "internal error"; };
   library.comm_count = [](NcclComm, int* count) {
     *count = kWorld;
-    return NcclLibrary::kSuccess;
+    return result_of("ncclCommCount");
   };
   library.comm_user_rank = [](NcclComm comm, int* rank) {
     *rank = reinterpret_cast<emulator::Comm*>(comm)->rank;
-    return NcclLibrary::kSuccess;
+    return result_of("ncclCommUserRank");
   };
   library.comm_get_async_error = [](NcclComm, int* state) {
     *state = NcclLibrary::kSuccess;
-    return NcclLibrary::kSuccess;
+    return result_of("ncclCommGetAsyncError");
   };
   if (!nccl.windows) return &library;
   library.mem_alloc = [](void** memory, size_t bytes) {
@@ -225,19 +274,19 @@ const NcclLibrary* nccl_library(std::string*) {
       for (int r = 0; r < kWorld; ++r) nccl.memory.back().emplace_back(new uint64_t[bytes / 8]);
     }
     *memory = nccl.memory[nccl.made[rank]][rank].get();
-    return nccl.allocated;
+    return result_of("ncclMemAlloc", nccl.allocated);
   };
   // A window's number stands for it.
   library.window_register = [](NcclComm comm, void*, size_t, NcclWindow* window, int) {
     const int rank = reinterpret_cast<emulator::Comm*>(comm)->rank;
     *window = reinterpret_cast<NcclWindow>(++nccl.made[rank]);
-    return nccl.registered;
+    return result_of("ncclCommWindowRegister", nccl.registered);
   };
   library.peer_pointer = [](NcclWindow window, size_t, int peer, void** pointer) {
     const size_t number = reinterpret_cast<size_t>(window);
     if (number <= nccl.gone) return 4;  // ncclInvalidArgument
     *pointer = nccl.maps ? nccl.memory[number - 1][peer].get() : nullptr;
-    return nccl.found;
+    return result_of("ncclGetPeerDevicePointer", nccl.found);
   };
   return &library;
 }
@@ -247,6 +296,7 @@ const NcclLibrary* nccl_library(std::string*) {
 int main() {
   sums();
   refused();
+  lost_communicators();
   more_ranks_than_a_window_has_room_for();
   a_call_that_gave_up_is_reported();
   return report();
