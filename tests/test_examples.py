@@ -96,7 +96,7 @@ def run(name: str, *arguments: str, cwd: Path | None = None) -> subprocess.Compl
         pytest.param(
             "17_elastic_gpu.py",
             ("--steps", "60"),
-            "in the same processes: True",
+            "ranks hold the same state at every snapshot: True",
             marks=pytest.mark.slow,
         ),
         pytest.param(

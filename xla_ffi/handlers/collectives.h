@@ -75,9 +75,16 @@ inline ffi::Error communicator(const std::string& call, const Collectives& colle
     return ffi::Error::Internal(call + ": " + text);
   };
   int count = 0, state = NcclLibrary::kSuccess;
-  for (const int result : {nccl.comm_count(*comm, &count), nccl.comm_user_rank(*comm, rank),
-                           nccl.comm_get_async_error(*comm, &state)}) {
-    if (result != NcclLibrary::kSuccess) return internal(nccl.get_error_string(result));
+  const struct {
+    const char* name;
+    int result;
+  } asked[] = {{"ncclCommCount", nccl.comm_count(*comm, &count)},
+               {"ncclCommUserRank", nccl.comm_user_rank(*comm, rank)},
+               {"ncclCommGetAsyncError", nccl.comm_get_async_error(*comm, &state)}};
+  for (const auto& [name, result] : asked) {
+    if (result != NcclLibrary::kSuccess) {
+      return internal(std::string(name) + ": " + nccl.get_error_string(result));
+    }
   }
   if (state != NcclLibrary::kSuccess && state != NcclLibrary::kInProgress) {
     return internal(std::string("the communicator has failed: ") + nccl.get_error_string(state));
