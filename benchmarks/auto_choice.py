@@ -4,10 +4,11 @@
     sudo python benchmarks/auto_choice.py --rates 1gbit --worlds 2 --sizes 4k,25M    # a quick look
     python benchmarks/auto_choice.py --picture benchmarks/results/auto_choice.json --png FILE
 
-On each link `tune` measures for `--tune` seconds. Then `lax.psum`, each exchange by each reduction
-that `tune` measures, and "auto" take turns on one leaf at 4 bits, as tuner.py does it. The best is
-the fixed choice with the least median. `share` is the median (and quartiles) over the turns of its
-time over auto's; a cell passes with 0.95. `speeds` are psum's time over each one's.
+On each link `tune` measures for `--tune` seconds. Then `lax.psum`, and each exchange by each
+reduction that `tune` measures, take turns on one leaf at 4 bits, as tuner.py does it. "auto" takes
+one of these, and compiles to the same program. The first half of the turns says which is the best.
+`share` is the median (and quartiles) over the second half of the best one's time over that of what
+auto took; a cell passes with 0.95. `speeds` are psum's time over each one's.
 """
 
 import argparse
@@ -95,21 +96,23 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, A
         for size in map(measure.size_in_bytes, arguments.sizes.split(",")):
             x = ranks.place(gradient, size // 4)
             functions = [ranks.psum, *(reduction(ranks, choice) for choice in choices[1:])]
-            functions.append(reduction(ranks, "auto"))
             calls = [lambda f=f, x=x: f(x).block_until_ready() for f in functions]
             seconds = turns(ranks, calls, arguments.reps, arguments.seconds)
-            at = int(np.median(seconds[:, :-1], axis=0).argmin())
+            half = len(seconds) // 2
+            best = int(np.median(seconds[:half], axis=0).argmin())
+            auto_took = taken(ranks, size // 4)
+            own = choices.index(auto_took)
             yield {
                 "links": rate,
                 "world": ranks.world,
                 "bytes": size,
                 "turns": len(seconds),
-                "auto": taken(ranks, size // 4),
-                "best": choices[at],
-                "share": measure.quartiles(seconds[:, at] / seconds[:, -1]),
+                "auto": auto_took,
+                "best": choices[best],
+                "share": measure.quartiles(seconds[half:, best] / seconds[half:, own]),
                 "speeds": {
                     name: measure.quartiles(seconds[:, 0] / column)
-                    for name, column in zip([*choices, "auto"], seconds.T, strict=True)
+                    for name, column in zip(choices, seconds.T, strict=True)
                 },
             }
 
@@ -152,12 +155,11 @@ def draw(results: Path, png: Path) -> None:
             (r for r in rows if (r["links"], r["world"]) == (rate, world)), key=lambda r: r["bytes"]
         )
         panel = axes[i][j]
+        sizes = [cell["bytes"] for cell in cells]
         for name in cells[0]["speeds"] if cells else ():
-            speeds = [cell["speeds"][name][1] for cell in cells]
-            style = (
-                {"color": "black", "marker": "o", "ls": ""} if name == "auto" else {"alpha": 0.8}
-            )
-            panel.plot([cell["bytes"] for cell in cells], speeds, label=name, **style)
+            panel.plot(sizes, [cell["speeds"][name][1] for cell in cells], label=name)
+        took = [cell["speeds"][cell["auto"]][1] for cell in cells]
+        panel.plot(sizes, took, "ko", label="auto")
         panel.set(xscale="log", yscale="log", title=f"{rate}, {world} ranks", xlabel="bytes")
     axes[0][0].set_ylabel("times lax.psum's speed")
     axes[0][0].legend(fontsize="small")

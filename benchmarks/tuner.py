@@ -236,15 +236,16 @@ def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> Iterato
         seconds = turns(ranks, calls[1:], 3 * arguments.reps, 10 * arguments.seconds)
         half = len(seconds) // 2
         fastest = int(np.median(seconds[:half, :-1], axis=0).argmin())
+        mine = best.index(tuner.current) if tuner.current in best else -1
         seconds = seconds[half:]
         beside = turns(ranks, [calls[0], calls[-1]], arguments.reps, 5 * arguments.seconds)
         yield {
             "links": rate,
             "choice": str(tuner.current),
             "best": str(best[fastest]),
-            "seconds": measure.quartiles(seconds[:, -1]),
+            "seconds": measure.quartiles(seconds[:, mine]),
             "psum_seconds": measure.quartiles(beside[:, 0]),
-            "share": measure.quartiles(seconds[:, fastest] / seconds[:, -1]),
+            "share": measure.quartiles(seconds[:, fastest] / seconds[:, mine]),
             "gain": measure.quartiles(beside[:, 0] / beside[:, 1]),
             "trials": tried(tuner) / len(settings),
             "turns": len(seconds),

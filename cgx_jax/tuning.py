@@ -38,7 +38,8 @@ CODEC = {
     "rotation": Quantize(rotation=True),
     "units": Quantize(),
 }
-# "gather_sum" wins where latency decides; of larger buffers it sends too much.
+# "gather_sum" wins where latency decides; of larger buffers it sends too much. Between two ranks it
+# sends no more than the others.
 ONE_SHOT_BYTES = 1 << 20
 CODEC_VALUES = 1 << 18  # small enough for caches, where what a kind costs shows most
 CODEC_ROUNDS = 21
@@ -57,14 +58,15 @@ def tune(
 
     Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
     arrays of `sizes` bytes per rank and at `bits` bits (bucket 512); a time is the median over the
-    repeats of the slowest process's. Up to 1 MiB each exchange is timed with the reduction
-    "gather_sum" too. It first finds the fastest segment bytes, window and threads of `Mpi`, or
-    streams of `Nccl`, where either is usable, for at most a quarter of the budget. Times the codec
-    alone as well, to price random rounding, rotation and units. A size that does not fit into what
-    is left of `budget_seconds` ends the measurement. Returns the profile, active now as by
-    `use_profile`, and process 0 writes it to `path`. Shows its progress on stderr, and warns by its
-    logger of sizes that are left out. With several processes every one calls it, and all get the
-    same profile. Raises ValueError for a wrong axis, width, size or budget.
+    repeats of the slowest process's. Up to 1 MiB, and between two ranks, each exchange is timed
+    with the reduction "gather_sum" too. It first finds the fastest segment bytes, window and
+    threads of `Mpi`, or streams of `Nccl`, where either is usable, for at most a quarter of the
+    budget. Times the codec alone as well, to price random rounding, rotation and units. A size
+    that does not fit into what is left of `budget_seconds` ends the measurement. Returns the
+    profile, active now as by `use_profile`, and process 0 writes it to `path`. Shows its progress
+    on stderr, and warns by its logger of sizes that are left out. With several processes every one
+    calls it, and all get the same profile. Raises ValueError for a wrong axis, width, size or
+    budget.
     """
     links = LinkTimer("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
@@ -107,7 +109,8 @@ def tune(
                 break
             progress.step(done, f"measuring {size_text(size)}")
             x = links.place(gradient, size // 4)
-            tried = [m for m in methods if size <= ONE_SHOT_BYTES or not m[0].endswith(ONE_SHOT)]
+            once = size <= ONE_SHOT_BYTES or links.world == 2
+            tried = [m for m in methods if once or not m[0].endswith(ONE_SHOT)]
             functions = [links.psum, *(methods[m] for m in tried)]
             links.seconds(functions, x, 1)  # compiles
             one_round = float(links.seconds(functions, x, 1).sum())

@@ -273,6 +273,14 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, m
     assert "measuring 4.1 kB" in capsys.readouterr().err
 
 
+def test_between_two_ranks_gather_sum_is_measured_at_every_size(following, monkeypatch):
+    monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", 4096)
+    monkeypatch.setattr(tuning, "ROUNDS", range(3, 6))
+    two = Mesh(np.array(jax.devices()[:2]), ("data",))
+    profile = tune(two, "data", bits=(4,), sizes=[8192, 4096], budget_seconds=3600)
+    assert {r.bytes for r in profile.rows if r.method == "xla/gather_sum"} == {4096, 8192}
+
+
 def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, capsys, caplog):
     profile = tune(mesh, "data", bits=(4,), sizes=(4096, 16384), budget_seconds=1e-3)
     assert {row.bytes for row in profile.rows} == {4096}
