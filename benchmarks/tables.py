@@ -461,7 +461,7 @@ def levels() -> str:
 def fsdp_speed() -> str:
     """What sharded training sends, by every method."""
     body = []
-    for row in rows("fsdp_speed"):
+    for row in sorted(rows("fsdp_speed"), key=lambda r: (RATES.index(r["links"]), r["world"])):
         low, ratio, high = row["ratio"]
         body.append(
             [
