@@ -187,8 +187,8 @@ def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Any) -> j
 def sum_of_rows(rows: jax.Array) -> jax.Array:
     """[ranks, ...] added up in rank order.
 
-    XLA on CPUs takes 20 times as long for its own sum over a few long rows. A loop is a program of
-    its own, which small arrays do not deserve.
+    XLA on CPUs takes many times as long for its own sum over a few long rows. A loop is a program
+    of its own, which small arrays do not deserve.
     """
     if rows[0].nbytes <= SMALL_BYTES:
         return rows.sum(0)

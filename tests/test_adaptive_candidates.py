@@ -238,7 +238,7 @@ def test_a_checkpoint_of_other_adaptive_leaves_is_refused(mixed):
 def test_a_checkpoint_of_another_format_is_refused(mixed):
     state = mixed[0].policy.state_dict()
     with pytest.raises(
-        ValueError, match=r"the saved policy has format None, .* reads 2; leave out"
+        ValueError, match=r"the saved policy has format None, .* reads 2; without load_state_dict"
     ):
         adaptive().load_state_dict({k: v for k, v in state.items() if k != "format"})
 

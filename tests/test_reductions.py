@@ -356,7 +356,9 @@ def test_a_reduction_of_ones_own(mesh):
         return sharded(f, mesh)(x)
 
     np.testing.assert_array_equal(call(Reversed()), call("gather_sum"))
-    with pytest.raises(ValueError, match=r"psum_compressed: 'reversed' is no .*cannot be sent"):
+    with pytest.raises(
+        ValueError, match=r"psum_compressed: reduction='reversed' does not suit .*cannot be sent"
+    ):
         call(Reversed(), Vote())
 
 
