@@ -214,8 +214,8 @@ ffi::Future reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::Rema
 
 template <bool kGathers>
 ffi::Future move_rows(Ranks position, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out,
-                      ffi::RunId run, int64_t world, Ints groups, int64_t channel, std::string_view name,
-                      std::string_view program) {
+                      ffi::RunId run, int64_t world, Ints groups, int64_t channel,
+                      std::string_view name, std::string_view program) {
   return submit(
       name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
         const std::string call(name);
