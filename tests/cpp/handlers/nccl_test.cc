@@ -176,7 +176,8 @@ Arrays operands(int64_t rows) {
 std::string fused(const Fused& call, const Options& options, Arrays* out,
                   const Devices& devices = Devices()) {
   emulator::fail_at(options.failing);
-  nccl = {options.failure};
+  nccl = Nccl();
+  nccl.failure = options.failure;
   static int64_t communicator = 0;  // numbers that no communicator has that is split
   --communicator;
   requests.clear();
@@ -398,8 +399,9 @@ void lost_communicators() {
     if (kHalfOfTheCases && &call != kFused) continue;
     for (const int64_t streams : {1, 3}) {
       for (const auto& kind : kinds) {
-        // How NCCL fails is the same for all calls.
-        if (&call != kFused && &kind != kinds) continue;
+        // How NCCL fails, and on how many streams, is the same for all calls.
+        const bool again = &call != kFused && (&kind != kinds || streams > 1);
+        if (again || (kHalfOfTheCases && &kind != kinds)) continue;
         // On one stream the devices go on. On more, messages may wait on communicators that XLA
         // does not know: a_lost_rank().
         Devices devices;
