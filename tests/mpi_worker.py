@@ -49,22 +49,22 @@ def mesh_of(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes))
 
 
-def place(mesh, x):
-    """A host array, the same everywhere, split over all of the mesh's axes."""
-    sharding = NamedSharding(mesh, P(mesh.axis_names))
+def place(mesh, x, spec=None):
+    """A host array, the same everywhere, split over all of the mesh's axes or as `spec` says."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names) if spec is None else spec)
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
 
 REPLICATED = P()
 
 
-def sharded(mesh, f, *, out=REPLICATED, check_vma=True):
+def sharded(mesh, f, *, spec=None, out=REPLICATED, check_vma=True):
     """f of a rank's own rows, compiled."""
     return jax.jit(
         jax.shard_map(
             lambda *xs: f(*(x[0] for x in xs)),
             mesh=mesh,
-            in_specs=P(mesh.axis_names),
+            in_specs=P(mesh.axis_names) if spec is None else spec,
             out_specs=out,
             check_vma=check_vma,
         )
@@ -79,11 +79,12 @@ def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(dtype)
 
 
-def same_bytes(what, make, *inputs, mesh, **options):
+def same_bytes(what, make, *inputs, mesh, spec=None, **options):
     """Both exchanges write the same bytes on this rank."""
-    operands = [place(mesh, x) for x in inputs]
+    operands = [place(mesh, x, spec) for x in inputs]
     got, want = (
-        sharded(mesh, lambda *xs, e=e: make(e, *xs), **options)(*operands) for e in ("mpi", "xla")
+        sharded(mesh, lambda *xs, e=e: make(e, *xs), spec=spec, **options)(*operands)
+        for e in ("mpi", "xla")
     )
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert own(g).tobytes() == own(w).tobytes(), f"{what} on rank {RANK}"
@@ -152,6 +153,9 @@ def agreement():
         same_bytes("two axes", lambda e, x: psum(e, x, ("data", "model")), x, mesh=grid)
         same_bytes("model axis", lambda e, x: psum(e, x, "model"), x, mesh=grid, out=P("data"))
         same_bytes("data axis", lambda e, x: psum(e, x, "data"), x, mesh=grid, out=P("model"))
+        # What is the same along the other axis stays so under check_vma.
+        alike = {"mesh": grid, "spec": P("data")}
+        same_bytes("alike along model", lambda e, x: psum(e, x, "data"), x, **alike)
     groups = [[0, WORLD - 1], list(range(1, WORLD - 1))] if WORLD == 4 else None
     same_bytes(
         "groups",

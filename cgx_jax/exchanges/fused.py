@@ -45,6 +45,16 @@ def positions(axes: tuple[str, ...], groups: Groups) -> tuple[tuple[int, ...], .
     return tuple(tuple(int(i) for i in row) for row in rows)
 
 
+def position(axes: Sequence[str]) -> jax.Array:
+    """This rank's position in the current mesh, typed as varying over `axes` alone.
+
+    It only routes the bytes. The result of a call over some axes of the mesh is the same along the
+    others wherever its operands are.
+    """
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return _compat.same_over(lax.axis_index(names), [n for n in names if n not in axes])
+
+
 def bind(
     primitive: Primitive,
     name: str,

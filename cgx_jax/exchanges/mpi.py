@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -162,8 +161,7 @@ def _call(
     options: dict[str, Any],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     layout, factors = primitives.with_units(layout, units)
-    mesh = jax.sharding.get_abstract_mesh()
-    operands = [keys, lax.axis_index(mesh.axis_names), *leaves, *factors]
+    operands = [keys, fused.position(axes.names), *leaves, *factors]
     return fused.bind(primitive, mpi_rows.label(name), operands, layout, axes, **options)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
@@ -54,7 +53,7 @@ def _call(
     if x.ndim != dimensions or (dimensions == 2 and len(x) != world):
         expected = f"[{world}, n]" if dimensions == 2 else "[n]"
         raise ValueError(f"{name}: the operand is {x.dtype}{list(x.shape)}, expected {expected}.")
-    position = lax.axis_index(jax.sharding.get_abstract_mesh().axis_names)
+    position = fused.position(axes)
     varying = _compat.varying_axes(position) | _compat.varying_axes(x)
     (out,) = primitive.bind(
         *(_compat.vary_over(operand, varying) for operand in (position, x)),
