@@ -27,18 +27,15 @@ from cgx_jax.link_timer import gradient, size_text
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    sizes = "4k,32k,256k,1M,4M,25M,100M,256M"
-    parser.add_argument("--sizes", default=sizes, help="(default %(default)s)")
-    parser.add_argument("--worlds", default="2,4,8", help="ranks (default %(default)s)")
-    parser.add_argument("--rate", default="1gbit", help="of rig.py, or none (default %(default)s)")
-    parser.add_argument("--bits", type=int, default=4, help="(default %(default)s)")
-    parser.add_argument("--reps", type=int, default=31, help="at most (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=60, help="a size (default %(default)s)")
-    measure.add_json_option(parser)
-    return parser.parse_args()
+    return measure.parser(
+        __doc__,
+        sizes="4k,32k,256k,1M,4M,25M,100M,256M",
+        worlds="2,4,8",
+        rate="1gbit",
+        bits=4,
+        reps=31,
+        seconds=60.0,
+    ).parse_args()
 
 
 def main() -> int:
@@ -63,10 +60,7 @@ def main() -> int:
 def launch(worlds: list[int], arguments: argparse.Namespace) -> int:
     """Runs every number of ranks in processes of its own."""
     for world in worlds:
-        command = [sys.executable, sys.argv[0], "--worlds", str(world)]
-        for name in ("sizes", "rate", "bits", "reps", "seconds", "json"):
-            if (value := getattr(arguments, name)) is not None:
-                command += [f"--{name}", str(value)]
+        command = measure.command(arguments, worlds=world)
         if code := rig.run(world, arguments.rate, command, timeout=3600):
             return code
     return 0

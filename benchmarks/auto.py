@@ -14,6 +14,7 @@ run asserts, so that its ratio is noise. Any other cell passes where the median 
 """
 
 import argparse
+import itertools
 import sys
 from typing import Any
 
@@ -40,12 +41,13 @@ REPS = range(11, 202)  # of one size: more where a repeat is short
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = measure.parser(
+        __doc__,
+        sizes="4k,100k,1M,4M,25M",
+        rates="1gbit,10gbit,unlimited",
+        worlds="2,4",
+        seconds=4.0,
     )
-    parser.add_argument("--sizes", default="4k,100k,1M,4M,25M", help="(default %(default)s)")
-    parser.add_argument("--rates", default="1gbit,10gbit,unlimited", help="(default %(default)s)")
-    parser.add_argument("--worlds", default="2,4", help="ranks (default %(default)s)")
     parser.add_argument(
         "--compressors",
         default="4 bits;4 bits, rotated",
@@ -53,10 +55,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--launchers", default="mpi,plain", help="(default %(default)s)")
     parser.add_argument("--exchange", default="auto", help="(default %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=4, help="of one size and launch (default %(default)s)"
-    )
-    measure.add_json_option(parser)
     return parser.parse_args()
 
 
@@ -85,17 +83,11 @@ def main() -> int:
 
 def launch(arguments: argparse.Namespace) -> int:
     """Runs every link, world size and launcher, each in processes of its own."""
-    for rate in arguments.rates.split(","):
-        for world in arguments.worlds.split(","):
-            for launcher in arguments.launchers.split(","):
-                command = [sys.executable, sys.argv[0]]
-                for name in ("sizes", "compressors", "exchange", "seconds", "json"):
-                    if (value := getattr(arguments, name)) is not None:
-                        command += [f"--{name}", str(value)]
-                command += ["--rates", rate, "--worlds", world, "--launchers", launcher]
-                mpi = launcher == "mpi"
-                if code := rig.run(int(world), rate, command, timeout=600, mpi=mpi):
-                    return code
+    lists = (arguments.rates, arguments.worlds, arguments.launchers)
+    for rate, world, launcher in itertools.product(*(x.split(",") for x in lists)):
+        command = measure.command(arguments, rates=rate, worlds=world, launchers=launcher)
+        if code := rig.run(int(world), rate, command, timeout=600, mpi=launcher == "mpi"):
+            return code
     return 0
 
 

@@ -38,25 +38,24 @@ RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = measure.parser(
+        __doc__,
+        rates=",".join(RATES),
+        worlds="2,4",
+        sizes="4k,32k,256k,1M,4M,25M",
+        tune=20.0,
+        seconds=5.0,
+        reps=101,
     )
-    parser.add_argument("--rates", default=",".join(RATES), help="(default %(default)s)")
-    parser.add_argument("--worlds", default="2,4", help="ranks (default %(default)s)")
-    parser.add_argument("--sizes", default="4k,32k,256k,1M,4M,25M", help="(default %(default)s)")
-    parser.add_argument("--tune", type=float, default=20, help="seconds (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=5, help="a size (default %(default)s)")
-    parser.add_argument("--reps", type=int, default=101, help="at most (default %(default)s)")
     parser.add_argument("--picture", type=Path, metavar="JSON", help="draw these results")
-    parser.add_argument("--png", type=Path, default=Path("demo/auto_choice.png"))
-    measure.add_json_option(parser)
+    parser.add_argument("--png", type=Path, help="there (default demo/auto_choice.png)")
     return parser.parse_args()
 
 
 def main() -> int:
     arguments = parse_arguments()
     if arguments.picture:
-        draw(arguments.picture, arguments.png)
+        draw(arguments.picture, arguments.png or Path("demo/auto_choice.png"))
         return 0
     if rank_of_process() is None:
         return launch(arguments)
@@ -76,10 +75,7 @@ def main() -> int:
 
 def launch(arguments: argparse.Namespace) -> int:
     for world in arguments.worlds.split(","):
-        command = [sys.executable, sys.argv[0], "--worlds", world]
-        for name in ("rates", "sizes", "tune", "seconds", "reps", "json"):
-            if (value := getattr(arguments, name)) is not None:
-                command += [f"--{name}", str(value)]
+        command = measure.command(arguments, worlds=world)
         first = arguments.rates.split(",")[0]
         if code := rig.run(int(world), first, command, timeout=3600, mpi=True):
             return code

@@ -6,7 +6,6 @@ Interleaved, with JAX's caches cleared before each measurement; `ratio` is the m
 quartiles) of the compressed time over psum's in the same repeat.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -43,13 +42,7 @@ def compile_seconds(reduce: Callable[[Any], Any], tree: Any, mesh: jax.sharding.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--leaves", type=int, default=1000)
-    parser.add_argument("--reps", type=int, default=5)
-    measure.add_json_option(parser)
-    arguments = parser.parse_args()
+    arguments = measure.parser(__doc__, leaves=1000, reps=5).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     mesh = jax.make_mesh((WORLD,), ("ranks",))

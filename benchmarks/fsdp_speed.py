@@ -63,14 +63,7 @@ METHODS: dict[str, Callable[[Sequence[jax.Array]], list[jax.Array]]] = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rates", default="100mbit,1gbit,10gbit", help="(default %(default)s)")
-    parser.add_argument("--worlds", default="2,4", help="ranks (default %(default)s)")
-    parser.add_argument("--reps", type=int, default=9, help="(default %(default)s)")
-    measure.add_json_option(parser)
-    return parser.parse_args()
+    return measure.parser(__doc__, rates="100mbit,1gbit,10gbit", worlds="2,4", reps=9).parse_args()
 
 
 def main() -> int:
@@ -87,9 +80,7 @@ def main() -> int:
 def launch(arguments: argparse.Namespace) -> int:
     cells = itertools.product(arguments.worlds.split(","), arguments.rates.split(","))
     for world, rate in cells:
-        command = [sys.executable, sys.argv[0], "--rates", rate, "--worlds", world]
-        command += ["--reps", str(arguments.reps)]
-        command += ["--json", str(arguments.json)] if arguments.json else []
+        command = measure.command(arguments, rates=rate, worlds=world)
         if code := rig.run(int(world), rate, command, timeout=1800, mpi=True):
             return code
     return 0

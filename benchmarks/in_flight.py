@@ -58,14 +58,8 @@ METHODS: dict[str, Callable[[list[jax.Array], str], list[jax.Array]]] = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rate", default="100mbit", help="of rig.py (default %(default)s)")
+    parser = measure.parser(__doc__, rate="100mbit", world=2, reps=9)
     parser.add_argument("--delays", default="0,0.001,0.01", help="seconds (default %(default)s)")
-    parser.add_argument("--world", type=int, default=2, help="ranks (default %(default)s)")
-    parser.add_argument("--reps", type=int, default=9, help="(default %(default)s)")
-    measure.add_json_option(parser)
     return parser.parse_args()
 
 
@@ -73,10 +67,7 @@ def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
         for delay in map(float, arguments.delays.split(",")):
-            command = [sys.executable, sys.argv[0], "--delays", f"{delay:g}"]
-            for name in ("rate", "world", "reps", "json"):
-                if (value := getattr(arguments, name)) is not None:
-                    command += [f"--{name}", str(value)]
+            command = measure.command(arguments, delays=f"{delay:g}")
             if code := rig.run(
                 arguments.world, arguments.rate, command, timeout=900, mpi=True, delay=delay
             ):

@@ -37,25 +37,15 @@ METHODS = [(exchange, name) for exchange in ("xla", "mpi") for name in HOW]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", default="1M,25M", help="(default %(default)s)")
     rates = "100mbit,250mbit,500mbit,1gbit,2500mbit"
-    parser.add_argument("--rates", default=rates, help="(default %(default)s)")
-    parser.add_argument("--reps", type=int, default=15, help="(default %(default)s)")
-    measure.add_json_option(parser)
-    return parser.parse_args()
+    return measure.parser(__doc__, sizes="1M,25M", rates=rates, reps=15).parse_args()
 
 
 def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None:
         for rate in arguments.rates.split(","):
-            command = [sys.executable, sys.argv[0], "--rates", rate, "--sizes", arguments.sizes]
-            command += ["--reps", str(arguments.reps)]
-            if arguments.json:
-                command += ["--json", str(arguments.json)]
+            command = measure.command(arguments, rates=rate)
             if code := rig.run(NODES, rate, command, timeout=1800, mpi=True, per_host=LOCAL):
                 return code
         return 0

@@ -16,6 +16,43 @@ from cgx_jax import installation
 from cgx_jax.commands.bench import quartiles as quartiles
 from cgx_jax.link_timer import size_in_bytes as size_in_bytes
 
+# The options that several benchmarks have.
+OPTIONS = {
+    "rates": "of the links (rig.py), list",
+    "rate": "of the links (rig.py)",
+    "worlds": "numbers of ranks, list",
+    "world": "ranks",
+    "sizes": "fp32 bytes per rank, with k, M, G, list",
+    "bits": "per value",
+    "leaves": "of the tree",
+    "segments": "bytes of a segment, list",
+    "windows": "segments in flight, list",
+    "tune": "seconds of tune",
+    "seconds": "for each setting",
+    "reps": "repeats, at most",
+}
+
+
+def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with `--json` and these of the `OPTIONS`, of the types of their defaults."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in defaults.items():
+        says = f"{OPTIONS[name]} (default %(default)s)"
+        made.add_argument(f"--{name}", type=type(default), default=default, help=says)
+    add_json_option(made)
+    return made
+
+
+def command(arguments: argparse.Namespace, **cell: Any) -> list[str]:
+    """The command that runs this benchmark again, with the options of one cell in place of all."""
+    line = [sys.executable, sys.argv[0]]
+    for name, value in (vars(arguments) | cell).items():
+        if value is not None:
+            line += [f"--{name}", str(value)]
+    return line
+
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -39,15 +39,11 @@ MASTER_PORT = 29_517
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measure.parser(__doc__, reps=101)
     parser.add_argument("--task", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--exchanges", nargs="+", choices=("xla", "mpi"), default=["xla", "mpi"], help="(both)"
     )
-    parser.add_argument("--reps", type=int, default=101, help="repeats (default %(default)s)")
-    measure.add_json_option(parser)
     return parser.parse_args()
 
 

@@ -34,18 +34,11 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", default="4k,32k,256k,1M,4M", help="(default %(default)s)")
-    parser.add_argument("--worlds", default="2,3,4,8", help="ranks (default %(default)s)")
-    parser.add_argument("--rate", default="1gbit", help="of rig.py, or none (default %(default)s)")
+    sizes = "4k,32k,256k,1M,4M"
+    parser = measure.parser(__doc__, sizes=sizes, worlds="2,3,4,8", rate="1gbit", bits=4, reps=31)
     parser.add_argument(
         "--exchange", default="xla", choices=("xla", "mpi"), help="(default %(default)s)"
     )
-    parser.add_argument("--bits", type=int, default=4, help="(default %(default)s)")
-    parser.add_argument("--reps", type=int, default=31, help="(default %(default)s)")
-    measure.add_json_option(parser)
     return parser.parse_args()
 
 
@@ -53,10 +46,7 @@ def main() -> int:
     arguments = parse_arguments()
     if rank_of_process() is None and (arguments.rate != "none" or "," in arguments.worlds):
         for world in arguments.worlds.split(","):
-            command = [sys.executable, sys.argv[0], "--worlds", world]
-            for name in ("sizes", "rate", "exchange", "bits", "reps", "json"):
-                if (value := getattr(arguments, name)) is not None:
-                    command += [f"--{name}", str(value)]
+            command = measure.command(arguments, worlds=world)
             mpi = arguments.exchange == "mpi"
             if code := rig.run(int(world), arguments.rate, command, timeout=1800, mpi=mpi):
                 return code

@@ -37,17 +37,10 @@ HIGHEST = lax.Precision.HIGHEST
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measure.parser(__doc__, leaves=6, world=4, rate="1gbit", reps=11)
     parser.add_argument("--products", action="store_true", help="time the products alone")
     parser.add_argument("--rank", type=int, default=2, help="PowerSGD's (default %(default)s)")
-    parser.add_argument("--leaves", type=int, default=6, help="matrices (default %(default)s)")
     parser.add_argument("--side", type=int, default=2048, help="of a matrix (default %(default)s)")
-    parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
-    parser.add_argument("--rate", default="1gbit", help="of each link (default %(default)s)")
-    parser.add_argument("--reps", type=int, default=11, help="repeats (default %(default)s)")
-    measure.add_json_option(parser)
     return parser.parse_args()
 
 

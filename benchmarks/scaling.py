@@ -7,7 +7,6 @@ the program (StableHLO) and the seconds of tracing and lowering. Nothing is comp
 runs.
 """
 
-import argparse
 import re
 import sys
 import time
@@ -64,12 +63,7 @@ def row(name: str, world: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--worlds", default="8,64,512,4096", help="ranks (default %(default)s)")
-    measure.add_json_option(parser)
-    arguments = parser.parse_args()
+    arguments = measure.parser(__doc__, worlds="8,64,512,4096").parse_args()
     rows = []
     for world in map(int, arguments.worlds.split(",")):
         for name in CASES:

@@ -22,18 +22,17 @@ from cgx_jax.link_timer import gradient
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = measure.parser(
+        __doc__,
+        world=4,
+        rate="1gbit",
+        sizes="25M",
+        bits=4,
+        segments="32k,128k,512k",
+        windows="2,4,8",
+        reps=7,
     )
-    parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
-    parser.add_argument("--rate", default="1gbit", help="of every link (default %(default)s)")
-    parser.add_argument("--sizes", default="25M", help="fp32 bytes per rank, list")
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--segments", default="32k,128k,512k", help="bytes of a segment, list")
-    parser.add_argument("--windows", default="2,4,8", help="segments in flight, list")
-    parser.add_argument("--threads", default="1", help="of the kernels, list")
-    parser.add_argument("--reps", type=int, default=7)
-    measure.add_json_option(parser)
+    parser.add_argument("--threads", default="1", help="of the kernels, list (default 1)")
     arguments = parser.parse_args()
     if rank_of_process() is None:
         command = [sys.executable, *sys.argv]

@@ -25,15 +25,8 @@ SIZES = (3, 10, 32, 64, 128, 512)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--worlds", default="2,4", help="ranks (default %(default)s)")
-    parser.add_argument("--rates", default="100mbit,1gbit,10gbit", help="(default %(default)s)")
-    parser.add_argument("--leaves", type=int, default=60, help="(default %(default)s)")
-    parser.add_argument("--reps", type=int, default=51, help="repeats (default %(default)s)")
-    measure.add_json_option(parser)
-    return parser.parse_args()
+    rates = "100mbit,1gbit,10gbit"
+    return measure.parser(__doc__, worlds="2,4", rates=rates, leaves=60, reps=51).parse_args()
 
 
 def main() -> int:
@@ -41,10 +34,7 @@ def main() -> int:
     worlds, rates = arguments.worlds.split(","), arguments.rates.split(",")
     if rank_of_process() is None:
         for world in worlds:
-            command = [sys.executable, sys.argv[0], "--worlds", world, "--rates", arguments.rates]
-            for name in ("leaves", "reps", "json"):
-                if (value := getattr(arguments, name)) is not None:
-                    command += [f"--{name}", str(value)]
+            command = measure.command(arguments, worlds=world)
             if code := rig.run(int(world), rates[0], command, timeout=900):
                 return code
         return 0

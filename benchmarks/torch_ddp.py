@@ -12,7 +12,6 @@ the method's in the same repeat; `error` is the relative L2 error of the mean gr
 repeat.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -35,14 +34,8 @@ ONE_BUCKET_MB = 400
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--world", type=int, default=4, help="ranks (default %(default)s)")
-    parser.add_argument("--rate", default="1gbit", help="of every link (default %(default)s)")
+    parser = measure.parser(__doc__, world=4, rate="1gbit", reps=7)
     parser.add_argument("--size", default="100M", help="fp32 bytes per rank (default %(default)s)")
-    parser.add_argument("--reps", type=int, default=7, help="repeats (default %(default)s)")
-    measure.add_json_option(parser)
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         command = [sys.executable, *sys.argv]

@@ -78,16 +78,12 @@ def in_new_memory(reduction: optax.GradientTransformation) -> optax.GradientTran
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measure.parser(__doc__, reps=2 * PERIOD)
     parser.add_argument(
         "--cases", default="4:1gbit:22.8,2:unlimited:88", help="(default %(default)s)"
     )
     parser.add_argument("--layers", type=int, default=8, help="(default %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="rows a rank (default %(default)s)")
-    parser.add_argument("--reps", type=int, default=2 * PERIOD, help="(default %(default)s)")
-    measure.add_json_option(parser)
     return parser.parse_args()
 
 
@@ -119,10 +115,7 @@ def launch(arguments: argparse.Namespace) -> int:
     mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
     for case in arguments.cases.split(","):
         world, rate, _ = case.split(":")
-        command = [sys.executable, sys.argv[0], "--cases", case]
-        for name in ("layers", "batch", "reps", "json"):
-            if (value := getattr(arguments, name)) is not None:
-                command += [f"--{name}", str(value)]
+        command = measure.command(arguments, cases=case)
         if code := rig.run(int(world), rate, command, timeout=600, mpi=mpi):
             return code
     return 0

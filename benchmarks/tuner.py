@@ -10,7 +10,7 @@ bits and an SGD update. On each link `tune` measures for `--tune` seconds (0: no
 `--reps` steps on each link, as many as `--seconds` allow, after one to warm up. The grid is
 exchange x reduction x fusion bytes, and for MPI segment bytes x window; it knows nothing of
 settings that compile to the same program. Lastly the `--finalists` best settings of the grid and
-the tuner's choice take turns, and so do psum and the choice.
+the tuner's choice take turns, at most FINAL, in `--final` seconds, and so do psum and the choice.
 
 The first half of the turns says which finalist is the best. `share` is the median (and quartiles)
 over the second half of the best one's time over the choice's: the best of many is partly luck, and
@@ -50,22 +50,23 @@ TREES = {
     "100 MB, one embedding": [(48_828, 512)],
 }
 LEAST = 3  # steps of a setting
+FINAL = 40  # turns of the finalists
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = measure.parser(
+        __doc__,
+        rates="100mbit;1gbit;10gbit;unlimited",
+        worlds="2;4",
+        segments="32768,131072,524288",
+        windows="2,4,8",
+        reps=8,
+        seconds=4.0,
+        tune=30.0,
     )
-    parser.add_argument("--rates", default="100mbit;1gbit;10gbit;unlimited", help="with ; between")
-    parser.add_argument("--worlds", default="2;4", help="ranks (default %(default)s)")
     parser.add_argument("--trees", default=";".join(TREES), help="(default %(default)s)")
-    parser.add_argument("--segments", default="32768,131072,524288", help="bytes of a segment")
-    parser.add_argument("--windows", default="2,4,8", help="segments in flight")
-    parser.add_argument("--reps", type=int, default=8, help="of a setting (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=4, help="a setting (default %(default)s)")
     parser.add_argument("--finalists", type=int, default=3, help="(default %(default)s)")
-    parser.add_argument("--tune", type=float, default=30, help="seconds (default %(default)s)")
-    measure.add_json_option(parser)
+    parser.add_argument("--final", type=float, default=120, help="seconds (default %(default)s)")
     return parser.parse_args()
 
 
@@ -92,11 +93,7 @@ def main() -> int:
 def launch(arguments: argparse.Namespace) -> int:
     """Runs every number of ranks and tree in processes of its own."""
     for world, tree in itertools.product(arguments.worlds.split(";"), arguments.trees.split(";")):
-        command = [sys.executable, sys.argv[0], "--worlds", world, "--trees", tree]
-        for name in ("rates", "segments", "windows", "reps", "seconds", "finalists", "tune"):
-            command += [f"--{name}", str(getattr(arguments, name))]
-        if arguments.json:
-            command += ["--json", str(arguments.json)]
+        command = measure.command(arguments, worlds=world, trees=tree)
         first = arguments.rates.split(";")[0]
         if code := rig.run(int(world), first, command, timeout=7200, mpi=True):
             return code
@@ -233,7 +230,7 @@ def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> Iterato
         entered = [Setting(), *best, tuner.current]
         steps = {p: compiled(ranks, grads, p) for p in dict.fromkeys(map(program, entered))}
         calls = [by(s, steps[program(s)]) for s in entered]
-        seconds = turns(ranks, calls[1:], 3 * arguments.reps, 10 * arguments.seconds)
+        seconds = turns(ranks, calls[1:], FINAL, arguments.final)
         half = len(seconds) // 2
         fastest = int(np.median(seconds[:half, :-1], axis=0).argmin())
         mine = best.index(tuner.current) if tuner.current in best else -1

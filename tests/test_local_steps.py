@@ -133,6 +133,11 @@ def test_states_are_placed_by_their_shardings():
         (lambda: wrapped(Identity(), 0), ValueError, "every=0 must be 1 or more"),
         (lambda: wrapped(Identity(), 1.5), TypeError, "float"),
         (lambda: local_params({}, ()), ValueError, "holds 0 states of local_steps, and must"),
+        (
+            lambda: local_steps(optax.sgd(0.1), "data", every=2).init({"w": jnp.zeros(3)}),
+            ValueError,
+            r"local_steps: init cannot know .* pass mesh= to local_steps",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(make, error, says):

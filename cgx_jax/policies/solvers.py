@@ -217,7 +217,9 @@ def lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _distances(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    return ((points[:, None] - centroids) ** 2).sum(axis=2)
+    # One coordinate after the other: NumPy is slow at sums over a short last axis.
+    each = zip(points.T, centroids.T, strict=True)
+    return np.sum([(x[:, None] - c) ** 2 for x, c in each], axis=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.transforms.state import LocalState, rows_of
+from cgx_jax.transforms.own_rows import rows_of
+from cgx_jax.transforms.state import LocalState
 from cgx_jax.transforms.sync_gradients import sync_gradients
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def local_steps(
 
         return LocalState(
             jnp.zeros((), jnp.int32),
-            rows_of(moved, axis_name, mesh),
-            rows_of(lambda: inner.init(params), axis_name, mesh),
+            rows_of(moved, axis_name, mesh, _NAME),
+            rows_of(lambda: inner.init(params), axis_name, mesh, _NAME),
             sync.init(params),
         )
 

@@ -29,6 +29,7 @@ from cgx_jax.transforms.feedback import (
     taken_along,
 )
 from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.own_rows import is_bound
 from cgx_jax.transforms.precondition import Moments, SecondMoment, Units, matrix_of
 from cgx_jax.transforms.state import (
     SyncState,
@@ -36,7 +37,6 @@ from cgx_jax.transforms.state import (
     by_tree,
     check_state,
     init_memory,
-    is_bound,
     moments_by_leaf,
     moments_by_tree,
 )

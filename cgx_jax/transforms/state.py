@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
@@ -18,6 +17,7 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf
 from cgx_jax.plan import Plan
 from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.own_rows import require_axes, rows_of
 from cgx_jax.transforms.precondition import Moments, SecondMoment
 
 CALLER = "sync_gradients"
@@ -138,15 +138,6 @@ def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(check, state_specs(state, axis_name), state)
 
 
-def require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
-    """Raises ValueError for an axis that is not in the mesh."""
-    missing = [n for n in names if n not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"{caller}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
-        )
-
-
 def by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
     """What a tuple of trees holds for each of `count` leaves."""
     parts = [jax.tree.leaves(tree) for tree in trees]
@@ -192,7 +183,7 @@ def init_overflow(
     def none() -> Any:
         return jax.tree.unflatten(treedef, [jnp.zeros((), jnp.int32)] * treedef.num_leaves)
 
-    return rows_of(none, axis_name, mesh)
+    return rows_of(none, axis_name, mesh, CALLER)
 
 
 def init_codes(
@@ -216,7 +207,7 @@ def init_codes(
         ]
         return jax.tree.unflatten(treedef, made)
 
-    return CodeState(rows_of(lambda: states(False), axis_name, mesh), states(True))
+    return CodeState(rows_of(lambda: states(False), axis_name, mesh, CALLER), states(True))
 
 
 def _of_choices(states: Sequence[Any]) -> Any:
@@ -363,42 +354,3 @@ def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> None
                     f"{CALLER}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
                     f"and its init makes {shapes}; {_OTHER_OPTIONS}"
                 )
-
-
-def rows_of(
-    make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: str = CALLER
-) -> Any:
-    """`make()` with a leading row for each rank, which holds its own."""
-    if not jax.tree.leaves(jax.eval_shape(make)):
-        return make()
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    bound = is_bound(names)
-    checked = bound and Axes.resolve(caller, names, None).checked()
-    if not bound and mesh is None:
-        raise ValueError(
-            f"{caller}: init cannot know how many ranks axis {axis_name!r} has, and each has a "
-            f"memory of its own; pass mesh= to {caller}, or call init inside shard_map "
-            "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
-        )
-
-    def row() -> Any:
-        vary = frozenset(names) if checked else frozenset()
-        return jax.tree.map(lambda x: _compat.vary_over(x[None], vary), make())
-
-    if bound:
-        return row()
-    assert mesh is not None
-    require_axes(caller, names, mesh)
-    # The types of explicit axes hold here too, which a sharding constraint would not take.
-    specs = PartitionSpec(axis_name)
-    return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
-
-
-def is_bound(names: Sequence[Any]) -> bool:
-    """Whether this is traced inside shard_map, pmap or vmap over all of these axes."""
-    try:
-        for n in names:
-            lax.axis_size(n)
-    except (NameError, KeyError):
-        return False
-    return True

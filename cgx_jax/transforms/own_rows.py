@@ -1,0 +1,59 @@
+"""What a rank has of its own in a state: arrays with a leading row for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from cgx_jax import _compat
+from cgx_jax.axes import Axes
+
+
+def require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
+    """Raises ValueError for an axis that is not in the mesh."""
+    missing = [n for n in names if n not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"{caller}: axis {missing[0]!r} is not in the mesh; it has {mesh.axis_names}."
+        )
+
+
+def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: str) -> Any:
+    """`make()` with a leading row for each rank, which holds its own."""
+    if not jax.tree.leaves(jax.eval_shape(make)):
+        return make()
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    bound = is_bound(names)
+    checked = bound and Axes.resolve(caller, names, None).checked()
+    if not bound and mesh is None:
+        raise ValueError(
+            f"{caller}: init cannot know how many ranks axis {axis_name!r} has, and each has a "
+            f"memory of its own; pass mesh= to {caller}, or call init inside shard_map "
+            "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
+        )
+
+    def row() -> Any:
+        vary = frozenset(names) if checked else frozenset()
+        return jax.tree.map(lambda x: _compat.vary_over(x[None], vary), make())
+
+    if bound:
+        return row()
+    assert mesh is not None
+    require_axes(caller, names, mesh)
+    # The types of explicit axes hold here too, which a sharding constraint would not take.
+    specs = PartitionSpec(axis_name)
+    return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+
+
+def is_bound(names: Sequence[Any]) -> bool:
+    """Whether this is traced inside shard_map, pmap or vmap over all of these axes."""
+    try:
+        for n in names:
+            lax.axis_size(n)
+    except (NameError, KeyError):
+        return False
+    return True

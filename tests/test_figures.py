@@ -1,0 +1,46 @@
+"""The figures of the documents: drawn by docs/figures.py, from the numbers of the tables."""
+
+import importlib.util
+import pathlib
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "figures"
+DOCUMENTS = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+
+
+def texts(file):
+    return [x.text for x in ET.parse(file).getroot().iter() if x.tag.endswith("}text")]
+
+
+@pytest.fixture(scope="module")
+def figures():
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    specification = importlib.util.spec_from_file_location("figures", ROOT / "docs/figures.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_the_committed_figures_say_what_the_script_draws(figures, tmp_path):
+    figures.write(tmp_path)
+    drawn = {file.name: texts(file) for file in tmp_path.glob("*.svg")}
+    assert drawn == {file.name: texts(file) for file in FOLDER.glob("*.svg")}
+
+
+def test_speeds_are_those_of_the_table(figures):
+    table = re.search(r"table:all_reduce_short -->(.*?)<!-- end", DOCUMENTS[0].read_text(), re.S)
+    cells = [line.strip("| ").split(" | ") for line in table[1].strip().splitlines()]
+    head, body = cells[0], cells[2:]
+    for method in ("mpi", "xla"):
+        column = head.index(f'`"{method}"`, {figures.WORLD} ranks')
+        for row in body:
+            assert f"{figures.speeds()[row[0], method]:.1f}" == row[column]
+
+
+def test_every_figure_is_in_a_document():
+    shown = {n for d in DOCUMENTS for n in re.findall(r"figures/(\w+\.svg)\)", d.read_text())}
+    assert shown == {file.name for file in FOLDER.glob("*.svg")}
