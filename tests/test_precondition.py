@@ -228,6 +228,7 @@ def test_float16_does_not_overflow_where_a_value_grows():
     assert abs(float(results[1]["w"][0, 0]) - 6e4) < 1e3
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_an_adaptive_policy_measures_errors_in_the_same_units():
     policy = cgx_jax.Adaptive(
         base=Rules((), Quantize(4), exact=EXACT_BIAS), warmup=100, sample_every=1

@@ -78,6 +78,7 @@ def test_restore_step_size_needs_no_rank_promotion(factored, mesh):
         traced(lambda t: tx.update(t, tx.init(t))[0], mesh)
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_adaptive_needs_no_rank_promotion(mesh):
     policy = cgx_jax.Adaptive(candidates=[Quantize(2), Quantize(4, rotation=True)])
     tx = cgx_jax.sync_gradients("data", policy)

@@ -402,6 +402,7 @@ def test_a_step_that_is_not_finite_leaves_the_noise_as_it_was():
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_noise_follows_the_bits_that_an_adaptive_policy_chooses():
     policy = Adaptive(
         LeastError(2.2),

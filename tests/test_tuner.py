@@ -31,6 +31,8 @@ from cgx_jax.tuner.trials import Trials, best
 from test_agreement import HEADER, _environment
 from test_tune import profile_with_crossing
 
+pytestmark = pytest.mark.usefixtures("no_cache")
+
 WORLD = 2
 PSUM, SPLIT, WHOLE = Setting(), Setting(Xla()), Setting(Xla(), GatherSum())
 LIKE = {"w": jnp.zeros((64, 64)), "v": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}

@@ -63,6 +63,7 @@ def test_a_state_goes_through_steps_as_sync_gradients_keeps_it(case, policy, opt
         assert array.sharding.is_equivalent_to(at, array.ndim)
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_an_adaptive_policy_changes_its_plan(case):
     params, x, y, want = case
     policy = cgx_jax.Adaptive(

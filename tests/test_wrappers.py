@@ -147,6 +147,7 @@ def test_multi_steps_after_it_accumulates_the_same_means_on_every_rank(kept):
     assert int(states[-1][1].gradient_step) == 2
 
 
+@pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize(
     "wrapper", ["apply_if_finite", pytest.param("MultiSteps", marks=pytest.mark.slow)]
 )
