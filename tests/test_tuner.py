@@ -216,6 +216,23 @@ def test_nothing_slower_than_psum_is_ever_kept():
         assert i == 0 or np.quantile(ratio, 0.75) < 1
 
 
+# The times of other options over those of the first in eight rounds, and whether they replace it.
+OPTIONS = {
+    "1 % less in every round": ([0.99] * 8, True),
+    "1 % less in seven rounds of eight": ([0.99] * 7 + [1.2], False),
+    "6 % less in seven rounds of eight": ([0.94] * 7 + [1.2], True),
+    "4 % less in seven rounds of eight": ([0.96] * 7 + [1.2], False),
+    "half in five rounds of eight": ([0.5] * 5 + [1.2] * 3, False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_one_program_must_be_faster_more_often_or_by_more(name):
+    ratios, replace = OPTIONS[name]
+    samples = np.stack([np.ones(8), ratios, [0.5] + [1.1] * 7], axis=1)
+    assert best(samples, options=True) == int(replace)
+
+
 def asked(like, compressor, world=8, **options):
     return [Asked("test", Plan.build(like, compressor), Axes(("data",), None, world), False)]
 

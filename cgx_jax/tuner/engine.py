@@ -19,7 +19,7 @@ from cgx_jax.compressors import Quantize
 from cgx_jax.exchanges import Mpi, Nccl, mpi
 from cgx_jax.link_timer import LinkTimer, gradient
 from cgx_jax.tuner.candidates import STREAMS
-from cgx_jax.tuner.trials import OF_OPTIONS, best
+from cgx_jax.tuner.trials import best
 
 VALUES = {
     "segment_bytes": (1 << 15, 1 << 17, 1 << 19),
@@ -114,7 +114,7 @@ def descend(
             samples = measure(tried)
             if len(samples) < LEAST_ROUNDS:
                 break
-            current = tried[best(samples, OF_OPTIONS)]
+            current = tried[best(samples, options=True)]
     return current
 
 

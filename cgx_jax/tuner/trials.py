@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-# Of rounds in which other options of the same program must be faster. They differ by little, so
-# three of four, which is enough beside `lax.psum`, would be met by chance.
-OF_OPTIONS = 0.9
+# Of rounds in which the best must be faster than the first.
+_ROUNDS = 0.75
+# Options of one program differ by little, and would meet that by chance. They must be faster in
+# more rounds, or by more.
+_ROUNDS_OF_OPTIONS = 0.9
+_GAIN_OF_OPTIONS = 0.05
 
 
 class Trials:
@@ -42,14 +45,19 @@ class Trials:
         self._taken += 1
 
 
-def best(samples: np.ndarray, rounds: float = 0.75) -> int:
+def best(samples: np.ndarray, *, options: bool = False) -> int:
     """The fastest candidate of f64[rounds, candidates], of those surely faster than the first.
 
-    A candidate is surely faster if it took less time than the first in the given part of the
-    rounds: that quantile of its time over the first's in the same round is below 1. The least
-    median of these ratios wins. Without any such candidate it is 0.
+    A candidate is surely faster if it took less time than the first in three rounds of four.
+    `options` says that candidates are one program by other options: one of them must be faster in
+    nine rounds of ten, or in three of four with a median that is 5 % less. The least median of the
+    ratios to the first wins. Without any such candidate it is 0.
     """
     ratios = samples[:, 1:] / samples[:, :1]
-    sure = np.quantile(ratios, rounds, axis=0) < 1
-    medians = np.where(sure, np.median(ratios, axis=0), np.inf)
+    medians = np.median(ratios, axis=0)
+    sure = np.quantile(ratios, _ROUNDS, axis=0) < 1
+    if options:
+        often = np.quantile(ratios, _ROUNDS_OF_OPTIONS, axis=0) < 1
+        sure &= often | (medians < 1 - _GAIN_OF_OPTIONS)
+    medians = np.where(sure, medians, np.inf)
     return 1 + int(medians.argmin()) if sure.any() else 0

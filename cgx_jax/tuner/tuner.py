@@ -26,7 +26,7 @@ from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
 from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates
 from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.tuner.trials import OF_OPTIONS, Trials, best
+from cgx_jax.tuner.trials import Trials, best
 
 _log = logging.getLogger(__name__)
 _COLUMNS = (
@@ -228,7 +228,7 @@ class Tuner:
         samples = self._trials.samples
         seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
         first = not self._measured
-        found = best(seconds) if first else best(seconds, OF_OPTIONS)
+        found = best(seconds, options=not first)
         chosen = agreement.broadcast(str(found).encode())
         known = 0.0 if first else self._measured[self._tried[0]][1]
         for setting, own in zip(self._tried, seconds.T, strict=True):
