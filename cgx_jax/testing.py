@@ -193,7 +193,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
         seeds = (np.zeros(2, np.uint32),) * 2
 
         def fused(own: Any, axes: Axes) -> Any:
-            sums, _ = exchange.all_reduce(
+            fused = exchange.all_reduce(
                 "check_exchange",
                 seeds,
                 [own],
@@ -203,8 +203,9 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
                 residual=False,
                 units=(),
                 in_place=False,
+                watched=False,
             )
-            return sums[0]
+            return fused.sums[0]
 
         _alike(mesh, axis, exchange, x, fused, _composed(ScatterGather(), code, seeds))
     if "gather_sum" in exchange.can:
@@ -212,10 +213,18 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
         seed = np.zeros(2, np.uint32)
 
         def one_shot(own: Any, axes: Axes) -> Any:
-            sums, _ = exchange.gather_sum(
-                "check_exchange", seed, [own], whole, axes, 1, residual=False, units=()
+            fused = exchange.gather_sum(
+                "check_exchange",
+                seed,
+                [own],
+                whole,
+                axes,
+                1,
+                residual=False,
+                units=(),
+                watched=False,
             )
-            return sums[0]
+            return fused.sums[0]
 
         _alike(mesh, axis, exchange, x, one_shot, _composed(GatherSum(), code, (seed,)))
     row = Layout((code.slot(x[0, 0].size),), 1)

@@ -26,13 +26,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
+import spoiling
 from cgx_jax import Cast, Identity, Plan, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import QSGD
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
 from cgx_jax.policies import training_loop
-from cgx_jax.reductions import Levels
+from cgx_jax.reductions import GatherSum, Levels, ScatterGather
 from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_exchange
 from cgx_jax.tuner import Setting
@@ -550,8 +551,30 @@ def subnormal():
         assert len(set(MPI.COMM_WORLD.allgather(sent))) == 1, seed
 
 
+def watched():
+    """What a call in one piece finds on its way is what counting finds."""
+    mesh = mesh_of(data=WORLD)
+    Mpi(segment_bytes=512).require("here", ())  # many segments of few bytes
+    for reduction in spoiling.REDUCTIONS.values():
+        for code, dtype in itertools.product(spoiling.CODES, ("float32", "bfloat16", "float16")):
+            of = functools.partial(spoiling.watched, spoiling.CODES[code], reduction, Mpi())
+            f = sharded(mesh, lambda *xs, f=of(): f(*xs), out=(P("data"), P()))
+            for kind in spoiling.SPOILT:
+                leaves = spoiling.leaves(kind, WORLD, dtype)
+                found, sums = f(*(place(mesh, x) for x in leaves))
+                want = spoiling.expected([x[RANK] for x in leaves], map(own, sums))
+                assert own(found).tolist() == want, (reduction, code, dtype, kind)
+    f = spoiling.watched(Quantize(4), ScatterGather(), Mpi(), in_units=True)
+    leaves = [place(mesh, x) for x in spoiling.leaves("nothing", WORLD, "float32")]
+    found, _ = sharded(mesh, f, out=(P("data"), P()))(*leaves)
+    assert own(found)[:, 1].tolist() == [[0, 0]] * 3 + [[spoiling.SIZES[-1], 0]]
+    once = spoiling.watched(Quantize(4), GatherSum(), Mpi(), in_units=True)
+    assert jax.eval_shape(sharded(mesh, once, check_vma=False), *leaves)[0] is None
+
+
 _ALL = (agreement, kinds, many, killed, disagreement, twins, tuned, refused, permuted, misgrouped)
 _ALL += (rows, other_rows, twin_rows, followed, chosen, orders, raises, unawaited, subnormal)
+_ALL += (watched,)
 SCENARIOS = {f.__name__: f for f in _ALL}
 SCENARIOS[sys.argv[1]]()
 report("ok")

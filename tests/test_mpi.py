@@ -61,6 +61,12 @@ def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation(redu
 
 
 @needs_mpi
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_not_finite_is_found_on_the_way(world):
+    assert run(world, "watched").count("ok") == world
+
+
+@needs_mpi
 def test_50_calls_started_in_any_order_neither_wait_forever_nor_mix():
     assert run(3, "many").count("ok") == 3
 

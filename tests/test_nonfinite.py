@@ -12,8 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
+import spoiling
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment, transforms
 from cgx_jax.compressors import SignSGD
+from cgx_jax.exchanges import Xla
 from cgx_jax.nonfinite import all_finite
 
 EXACT_BIAS = (Rule(Identity(), path="bias"),)
@@ -242,19 +244,54 @@ def test_steps_are_counted_without_the_mode(mesh, kept):
 
 
 @pytest.mark.parametrize(
-    ("compressor", "searched", "agreed"), [(Quantize(4), 2, 0), (SignSGD(), 3, 1)], ids=str
+    ("compressor", "added"),
+    [
+        (
+            Quantize(4),
+            {"@cgx_find_nonfinite(": 2, "subtract": 1, "is_finite": 2, "all_reduce": 0},
+        ),
+        (SignSGD(), {"@cgx_find_nonfinite(": 0, "subtract": 3, "is_finite": 4, "all_reduce": 1}),
+    ],
+    ids=str,
 )
-def test_operands_are_searched_beforehand_only_where_a_code_may_hide_one(
-    mesh, compressor, searched, agreed
-):
-    """Two results, and what is hidden; a report, which is hardly ever made, looks at all sides."""
+def test_values_are_searched_beforehand_only_where_nothing_else_tells(mesh, compressor, added):
+    """The exact leaf's result, and of a code that may hide a NaN both sides of the other leaf.
+
+    A report, which is hardly ever made, looks at both sides of all of these.
+    """
     rules = Rules((), compressor, exact=EXACT_BIAS)
     f = sharded(functools.partial(psum, rules=rules), mesh)
     plain = f.lower(gradients()).as_text()
     with cgx_jax.debug_nonfinite():
         watched = f.lower(gradients()).as_text()
-    added = {"subtract": searched, "is_finite": 4, "all_reduce": agreed}
     assert {op: watched.count(op) - plain.count(op) for op in added} == added
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("reduction", spoiling.REDUCTIONS)
+@pytest.mark.parametrize("code", spoiling.CODES)
+def test_ranges_tell_what_counting_tells(mesh, code, reduction, dtype):
+    f = spoiling.watched(spoiling.CODES[code], spoiling.REDUCTIONS[reduction], Xla())
+    run = sharded(lambda t: f(*t), mesh)
+    for kind in spoiling.SPOILT:
+        leaves = spoiling.leaves(kind, 8, dtype)
+        found, sums = run(leaves)
+        for rank in range(8):
+            want = spoiling.expected([x[rank] for x in leaves], [y[rank] for y in sums])
+            assert np.asarray(found)[rank].tolist() == want, (kind, rank)
+        if kind == "nothing" or (kind == "large but finite" and "rotated" not in code):
+            assert not np.asarray(found).any()
+        else:
+            assert kind == "large but finite" or np.asarray(found).any()
+
+
+@pytest.mark.parametrize("reduction", spoiling.REDUCTIONS)
+def test_values_that_come_out_of_units_are_looked_at(mesh, reduction):
+    f = spoiling.watched(Quantize(4), spoiling.REDUCTIONS[reduction], Xla(), in_units=True)
+    leaves = spoiling.leaves("nothing", 8, "float32")
+    found, _ = sharded(lambda t: f(*t), mesh)(leaves)
+    nothing = [[0, 0], [0, 0]]
+    assert np.asarray(found)[0].tolist() == [*[nothing] * 3, [[0, 0], [spoiling.SIZES[-1], 0]]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])

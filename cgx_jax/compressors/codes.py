@@ -87,6 +87,19 @@ class ChunkCode(Scoped, abc.ABC):
     def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
         """Every chunk's payload to leaves with the shapes and dtypes of `like`."""
 
+    def find_in(
+        self, rank: Any, rows: jax.Array, chunk: jax.Array, leaves: Arrays
+    ) -> jax.Array | None:
+        """What of `leaves` is not finite, i32[leaves, 2], as in `primitives`; None if unknown.
+
+        The leaves were encoded to `rows`, but for the chunk of this rank, whose sum is `chunk`.
+        """
+        return None
+
+    def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array | None:
+        """The same of `leaves` that were decoded from `rows`."""
+        return None
+
 
 class WholeCode(Scoped, abc.ABC):
     """A fusion buffer of whole leaves: one payload, u8[row_bytes].
@@ -122,6 +135,17 @@ class WholeCode(Scoped, abc.ABC):
         self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
     ) -> list[jax.Array]:
         """Payloads u8[ranks, row_bytes] to the leaves' sums in fp32 and rank order, divided."""
+
+    def find_in(self, payload: jax.Array, leaves: Arrays) -> jax.Array | None:
+        """What of `leaves` is not finite, i32[leaves, 2], as in `primitives`; None if unknown.
+
+        The leaves were encoded to `payload`.
+        """
+        return None
+
+    def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array | None:
+        """The same of `leaves` that are sums of the payloads in `rows`."""
+        return None
 
     def words(self, seed: Any, rank: Any) -> Any:
         """What a fused call draws its noise from on this rank: uint32[2]."""

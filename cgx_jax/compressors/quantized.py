@@ -21,6 +21,10 @@ def seed(key: Any) -> jax.Array:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
+def _marks(units: Units) -> tuple[bool, ...]:
+    return tuple(unit is not None for unit in units)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizedChunks(ChunkCode):
     """Chunks cut at bucket boundaries; one kernel call a phase."""
@@ -63,6 +67,12 @@ class QuantizedChunks(ChunkCode):
     def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
         return primitives.decode(rows, self.layout, like, units=units)
 
+    def find_in(self, rank: Any, rows: jax.Array, chunk: jax.Array, leaves: Arrays) -> jax.Array:
+        return primitives.find_nonfinite(rows, leaves, self.layout, rank=rank, own=chunk)
+
+    def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array:
+        return primitives.find_nonfinite(rows, leaves, self.layout, in_units=_marks(units))
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWhole(WholeCode):
@@ -101,6 +111,12 @@ class QuantizedWhole(WholeCode):
         return [
             outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, each, like, strict=True)
         ]
+
+    def find_in(self, payload: jax.Array, leaves: Arrays) -> jax.Array:
+        return primitives.find_nonfinite(payload, leaves, self.layout)
+
+    def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array:
+        return primitives.find_nonfinite(rows, leaves, self.layout, in_units=_marks(units))
 
     def words(self, seed: Any, rank: Any) -> Any:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):

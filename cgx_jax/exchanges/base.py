@@ -28,6 +28,18 @@ class Least(NamedTuple):
     even: float
 
 
+class Fused(NamedTuple):
+    """What a sum in one call returns, one entry per leaf.
+
+    `residuals` are empty unless asked for. `found` is that of `Reduced` where the call is watched
+    and finds it; else None.
+    """
+
+    sums: list[jax.Array]
+    residuals: list[jax.Array]
+    found: jax.Array | None = None
+
+
 class Exchange(Scoped, abc.ABC):
     """A way for payloads to travel: static, hashable, equal by value; it knows no compressor.
 
@@ -116,12 +128,14 @@ class Exchange(Scoped, abc.ABC):
         residual: bool,
         units: Units,
         in_place: bool,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        watched: bool,
+    ) -> Fused:
         """Sums of the leaves over the ranks, divided, and residuals if asked for.
 
         `seeds` are uint32[2] for each phase. `leaves` are f32, bf16 or f16, one for each slot of
         `layout`. `units` are as in `primitives.encode`. If `in_place`, sums may take the leaves'
-        memory (`Job`). The bytes are those of `scatter` and `gather` around the kernels.
+        memory (`Job`). If `watched`, it may find what is not finite on the way. The bytes are those of
+        `scatter` and `gather` around the kernels.
         """
         raise NotImplementedError
 
@@ -136,7 +150,8 @@ class Exchange(Scoped, abc.ABC):
         *,
         residual: bool,
         units: Units,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        watched: bool,
+    ) -> Fused:
         """Sums of what all ranks encoded, divided, and residuals if asked for: one phase.
 
         `seed` is uint32[2], a rank's own. `layout` is that of the leaves for one rank. The other

@@ -15,6 +15,7 @@ from jax.interpreters import batching, xla
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
+from cgx_jax.exchanges.base import Fused
 from cgx_jax.wire import Layout, Slot
 
 Groups = Sequence[Sequence[int]] | None
@@ -65,8 +66,8 @@ def bind(
     divisor: float = 1,
     residual: bool = False,
     **params: Any,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Calls a primitive of `primitive()`; `name` heads its errors. Reduced leaves and residuals.
+) -> Fused:
+    """Calls a primitive of `primitive()`; `name` heads its errors.
 
     Operands are what is particular to the exchange, then the leaves, one a slot of `layout`, then
     the units of those that have any; `params` are the exchange's own.
@@ -85,7 +86,8 @@ def bind(
         **params,
     )
     count = len(layout.slots)
-    return out[:count], out[count:]
+    watched = params.get("watched", False)
+    return Fused(out[:count], out[count : len(out) - watched], out[-1] if watched else None)
 
 
 def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
@@ -125,16 +127,20 @@ def gathered(x: Any, *, positions: Any, **params: Any) -> Any:
 def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     """A fused call with a `result` of every leaf after the `leading` operands, then residuals.
 
-    Lowerings are the caller's.
+    A call that is `watched` returns what it found last, i32[leaves, 2, 2]. Lowerings are the
+    caller's.
     """
     p = Primitive(name)
     p.multiple_results = True
 
-    def shapes(*operands: Any, residual: bool, **params: Any) -> list[Any]:
+    def shapes(
+        *operands: Any, residual: bool, watched: bool = False, **params: Any
+    ) -> list[Any]:
         slots = params["layout"].slots
         leaves = operands[leading : leading + len(slots)]
         results = (result(x, slot=f, **params) for x, f in zip(leaves, slots, strict=True))
-        return [*results, *(leaves if residual else ())]
+        found = _compat.result_aval((len(slots), 2, 2), np.dtype(np.int32), operands[0])
+        return [*results, *(leaves if residual else ()), *([found] if watched else ())]
 
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))

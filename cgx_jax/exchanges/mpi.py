@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, mpi_rows
-from cgx_jax.exchanges.base import Exchange, Least
+from cgx_jax.exchanges.base import Exchange, Fused, Least
 from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
@@ -122,9 +122,15 @@ class Mpi(Exchange):
         residual: bool,
         units: primitives.Units,
         in_place: bool,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        watched: bool,
+    ) -> Fused:
         keys = jnp.stack([jnp.asarray(s) for s in seeds])
-        options = {"divisor": divisor, "residual": residual, "in_place": in_place}
+        options = {
+            "divisor": divisor,
+            "residual": residual,
+            "in_place": in_place,
+            "watched": watched,
+        }
         return _call(all_reduce_p, name, keys, leaves, units, layout, axes, options)
 
     def gather_sum(
@@ -138,16 +144,18 @@ class Mpi(Exchange):
         *,
         residual: bool,
         units: primitives.Units,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        options = {"divisor": divisor, "residual": residual, "in_place": False}
-        sums, residuals = _call(
-            gather_sum_p, name, jnp.asarray(seed), leaves, units, layout, axes, options
-        )
+        watched: bool,
+    ) -> Fused:
         each = list(units) or [None] * len(leaves)
+        # The call's sums are still in their units, and undoing these may overflow.
+        watched = watched and not any(unit is not None for unit in each)
+        options = {"divisor": divisor, "residual": residual, "in_place": False, "watched": watched}
+        fused = _call(gather_sum_p, name, jnp.asarray(seed), leaves, units, layout, axes, options)
         sums = [
-            outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, each, leaves, strict=True)
+            outside.decoded(y, unit, x.dtype)
+            for y, unit, x in zip(fused.sums, each, leaves, strict=True)
         ]
-        return sums, residuals
+        return fused._replace(sums=sums)
 
 
 def _call(
@@ -159,7 +167,7 @@ def _call(
     layout: Layout,
     axes: Axes,
     options: dict[str, Any],
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> Fused:
     layout, factors = primitives.with_units(layout, units)
     operands = [keys, fused.position(axes.names), *leaves, *factors]
     return fused.bind(primitive, mpi_rows.label(name), operands, layout, axes, **options)
@@ -309,6 +317,7 @@ def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
         replicated: Any,
         name: str,
         residual: bool,
+        watched: bool,
         in_place: bool,
     ) -> Any:
         # A segment is decoded after it has been encoded and added up: leaves may be written over.

@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, xla
-from cgx_jax.exchanges.base import Exchange
+from cgx_jax.exchanges.base import Exchange, Fused
 from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
@@ -64,7 +64,8 @@ class OnCommunicator(Exchange):
         residual: bool,
         units: primitives.Units,
         in_place: bool,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        watched: bool,
+    ) -> Fused:
         keys = jnp.stack([jnp.asarray(s) for s in seeds])
         p = self._all_reduce(name, axes)
         return self._sums(p, name, keys, leaves, layout, axes, divisor, residual, units)
@@ -80,13 +81,13 @@ class OnCommunicator(Exchange):
         divisor: float,
         residual: bool,
         units: primitives.Units,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """A call that adds up leaves; returns (sums, residuals)."""
+    ) -> Fused:
+        """A call that adds up leaves. Kernels find nothing on the way."""
         # The CUDA kernels know no units: they see float32 leaves that are multiplied already.
         each = list(units) or [None] * len(leaves)
         inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
         operands = [keys, *inner]
-        sums, lost = self._call(
+        sums, lost, _ = self._call(
             primitive, name, operands, layout, axes, divisor=divisor, residual=residual
         )
         means = [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)]
@@ -94,7 +95,7 @@ class OnCommunicator(Exchange):
             outside.multiply(e, u, outside.OUT).astype(x.dtype)
             for e, u, x in zip(lost, each, leaves, strict=False)
         ]
-        return means, lost
+        return Fused(means, lost)
 
     @abc.abstractmethod
     def _all_reduce(self, name: str, axes: Axes) -> Primitive:
@@ -112,10 +113,10 @@ class OnCommunicator(Exchange):
         layout: Layout,
         axes: Axes,
         **options: Any,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    ) -> Fused:
         options |= self._attributes(layout)
 
-        def call(*operands: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        def call(*operands: Any) -> Fused:
             label = f"{name}(exchange={self.shorthand!r})"
             return fused.bind(primitive, label, operands, layout, axes, **options)
 
@@ -188,19 +189,20 @@ class Nccl(OnCommunicator):
         *,
         residual: bool,
         units: primitives.Units,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        watched: bool,
+    ) -> Fused:
         keys = jnp.asarray(seed)
         return self._sums(gather_sum_p, name, keys, leaves, layout, axes, divisor, residual, units)
 
     def reduce_scatter(
         self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
-        return self._call(reduce_scatter_p, name, [words, rows], layout, axes)[0][0]
+        return self._call(reduce_scatter_p, name, [words, rows], layout, axes).sums[0]
 
     def all_gather(
         self, name: str, words: Any, x: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
-        return self._call(all_gather_p, name, [words, x], layout, axes)[0][0]
+        return self._call(all_gather_p, name, [words, x], layout, axes).sums[0]
 
 
 def not_installed() -> str | None:

@@ -126,6 +126,32 @@ def accumulate(
     return bind(accumulate_p, rank, payload, *leaves, **params)
 
 
+def find_nonfinite(
+    payload: Any,
+    leaves: Sequence[Any],
+    layout: Layout,
+    *,
+    rank: Any = NO_RANK,
+    own: Any = None,
+    in_units: Sequence[bool] = (),
+) -> jax.Array:
+    """What of `leaves` is not finite, i32[leaves, 2]: how many values, and the place of the first.
+
+    `payload`, u8[rows, chunk_bytes] with one row for each chunk or several times as many, was made
+    of the leaves, or the leaves of it. The records of the chunk of `rank` are in `own`,
+    u8[chunk_bytes]. A bucket's values are looked at only if its records do not rule out that one is
+    not finite, or if its leaf is `in_units`, whose values no record bounds.
+    """
+    if any(in_units):
+        layout = layout.with_units(tuple(in_units))
+    rows = jnp.asarray(payload).reshape(-1, layout.chunk_bytes)
+    own = jnp.zeros((0,), jnp.uint8) if own is None else own
+    (found,) = bind(
+        find_nonfinite_p, jnp.int32(rank), rows, own, *leaves, layout=layout, batch=1
+    )
+    return found
+
+
 # --- shapes. A batch of one adds no dimension: a call's results are then the leaves' own shapes.
 
 
@@ -165,6 +191,13 @@ def _accumulate_shapes(
     rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, peers: Any, batch: Any
 ) -> Any:
     return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
+
+
+def _find_shapes(
+    rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any
+) -> Any:
+    shape = _lead(batch, (len(leaves), 2))
+    return [_compat.result_aval(shape, jnp.dtype(jnp.int32), payload)]
 
 
 # --- the jnp way: one buffer at a time, or a batch of them, shapes restored at the end.
@@ -223,6 +256,15 @@ def _accumulate_jnp(
     (payload,) = _flat(batch, [payload], peers, layout.total_bytes)
     out = _all(one, batch, rank.reshape(batch), payload, *_flat(batch, leaves))
     return [y.reshape(x.shape) for y, x in zip(out, leaves, strict=True)]
+
+
+def _find_jnp(
+    rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any
+) -> Any:
+    """Looks at all values."""
+    pairs = [reference.count_nonfinite(x) for x in _flat(batch, leaves)]
+    found = jnp.stack(pairs, axis=1) if pairs else jnp.zeros((batch, 0, 2), jnp.int32)
+    return [found.reshape(_lead(batch, found.shape[1:]))]
 
 
 # --- the native way: the handlers' attributes from the static parameters.
@@ -284,8 +326,13 @@ def _primitive(
     shapes: Callable[..., Any],
     fallback: Callable[..., Any],
     outside: Callable[..., Any] | None = None,
+    *,
+    cuda: bool = True,
 ) -> Primitive:
-    """`outside` does the same with units by a call without, where kernels know no units."""
+    """`outside` does the same with units by a call without, where kernels know no units.
+
+    Without `cuda` the fallback is what GPUs take too.
+    """
     p = Primitive(name)
     p.multiple_results = True
     p.def_abstract_eval(shapes)
@@ -312,6 +359,8 @@ def _primitive(
     mlir.register_lowering(p, plain)
     if native.module() is not None:
         mlir.register_lowering(p, _native_lowering(name), platform="cpu")
+    if not cuda:
+        return p
     with_cuda = native.cuda_module() is not None
     on_cuda = rule(_native_lowering(name)) if with_cuda else _warning_lowering(plain)
     mlir.register_lowering(p, on_cuda, platform="cuda")
@@ -330,3 +379,4 @@ encode_p = _primitive("cgx_encode", _encode_shapes, _encode_jnp, outside.encode)
 reduce_p = _primitive("cgx_reduce", _reduce_shapes, _reduce_jnp, outside.reduce)
 decode_p = _primitive("cgx_decode", _decode_shapes, _decode_jnp, outside.decode)
 accumulate_p = _primitive("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)
+find_nonfinite_p = _primitive("cgx_find_nonfinite", _find_shapes, _find_jnp, cuda=False)

@@ -37,6 +37,15 @@ NORMAL_RANGE = np.array(
 NORMAL_ERROR = (1, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
 
 
+def count_nonfinite(x: jax.Array) -> jax.Array:
+    """i32[..., 2]: how many values of each of x[..., n] are not finite; the place of the first."""
+    wrong = ~jnp.isfinite(x)
+    if not x.shape[-1]:
+        return jnp.zeros((*x.shape[:-1], 2), jnp.int32)
+    first = jnp.argmax(wrong, axis=-1).astype(jnp.int32)
+    return jnp.stack([wrong.sum(axis=-1, dtype=jnp.int32), first], axis=-1)
+
+
 def divide(x: jax.Array, divisor: float) -> jax.Array:
     """`x` over a constant, rounded once.
 

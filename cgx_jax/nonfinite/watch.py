@@ -15,6 +15,7 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.debug import traced_anew
 from cgx_jax.exchanges import xla
+from cgx_jax.kernels import reference
 from cgx_jax.leaves import Leaf
 from cgx_jax.nonfinite.report import Report, Side, after_report, tell
 
@@ -35,9 +36,11 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
     * "skip": logs, and makes the result of the call 0 on all ranks of the mesh. `sync_gradients`
       then keeps its state and counts the step.
 
-    While values are finite this costs a pass over results. Where a code may hide such a value
-    (`Compressor.carries_nonfinite` is False), it costs a pass over operands too. Then, and where
-    ranks have different results, a sum of 4 bytes over the mesh makes all ranks decide alike.
+    While values are finite, `Quantize` costs next to nothing on CPUs: the ranges of its buckets say
+    so. What is reduced exactly or by other codes costs a pass over results. Where a code may hide
+    such a value (`Compressor.carries_nonfinite` is False), it costs a pass over operands too. Then,
+    and where ranks have different results, a sum of 4 bytes over the mesh makes all ranks decide
+    alike.
     Clears JAX's caches on entry and on exit, so that functions compiled outside are traced again.
 
     Raises ValueError for another action. Raises ValueError while tracing for "skip" around
@@ -53,6 +56,11 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
             yield
     finally:
         _action = before
+
+
+def watching() -> bool:
+    """Whether the mode is on."""
+    return _action is not None
 
 
 def all_finite(arrays: Sequence[Any]) -> jax.Array:
@@ -81,6 +89,7 @@ def watch(
     *,
     block_sizes: Mapping[int, int | None] | None = None,
     carried: Collection[int] = (),
+    found: Sequence[tuple[Sequence[int], jax.Array]] = (),
     alike: bool = False,
     step: Any = None,
 ) -> tuple[list[Any], Any]:
@@ -89,15 +98,26 @@ def watch(
     `before` went into a reduction and `after` came out of it, one array for each of `paths`;
     `block_sizes` are those of the codes of leaves, by number. What is not finite in an operand of a
     leaf in `carried` shows in its result on some rank, so operands of these are not searched before
-    something is found. `alike` says that the ranks of `axes` have the same results. Returns
-    `after`, or zeros of a step that is skipped, and whether it is, bool[] or False.
+    something is found. The reductions have `found` that of some leaves, which are not searched at
+    all: their numbers, and i32[leaves, 2, 2] as `Reduced` has it. `alike` says that the ranks of
+    `axes` have the same results. Returns `after`, or zeros of a step that is skipped, and whether
+    it is, bool[] or False.
     """
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if _action is None or not floats:
         return list(after), False
-    pairs = [tuple(_constant(x[i]) for x in (before, after)) for i in floats]
-    hidden = [before for i, (before, _) in zip(floats, pairs, strict=True) if i not in carried]
-    finite = all_finite([*(x for _, x in pairs), *hidden])
+    known = {i: pairs[n] for numbers, pairs in found for n, i in enumerate(numbers)}
+    pairs = {
+        i: tuple(_constant(x[i]) for x in (before, after)) for i in floats if i not in known
+    }
+    hidden = [i for i in floats if i not in carried]
+    finite = all_finite(
+        [*(out for _, out in pairs.values()), *(pairs[i][0] for i in hidden if i in pairs)]
+    )
+    for numbers, counted in found:
+        finite &= _none(counted[:, 1], axes, alike=alike)
+        if not set(numbers).isdisjoint(hidden):
+            finite &= _none(counted[:, 0], axes)
     bad = ~axes.on_every_rank(finite, alike=alike and not hidden)
     sizes = block_sizes or {}
     sides = [
@@ -109,18 +129,20 @@ def watch(
     report = Report(_action, caller, around, tuple(sides))
     number = jnp.int32(-1) if step is None else step
     everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
-    varying = frozenset().union(*(_compat.varying_axes(x) for x in (bad, number, *sum(pairs, ()))))
+    arrays = (bad, number, *sum(pairs.values(), ()), *(counted for _, counted in found))
+    varying = frozenset().union(*(_compat.varying_axes(x) for x in arrays))
     ranks = frozenset(everyone.names if _compat.bound_by_mesh(everyone.names) else ())
     varying |= ranks
 
-    def found() -> jax.Array:
+    def report_found() -> jax.Array:
         # Both sides of a leaf, by rank: how many values, and which is the first.
-        table = jnp.stack([_found(x) for pair in pairs for x in pair])
+        sides_of = [known[i] if i in known else jnp.stack([*map(_found, pairs[i])]) for i in floats]
+        table = jnp.concatenate(sides_of)
         rows = xla.gather(_compat.vary_over(table, ranks), everyone)
         told = tell(report, number, _rank(axes), rows)
         return _compat.vary_over(told, varying)
 
-    told = lax.cond(bad, found, lambda: _compat.vary_over(jnp.int32(0), varying))
+    told = lax.cond(bad, report_found, lambda: _compat.vary_over(jnp.int32(0), varying))
     results = [after_report(told, x) for x in after]
     if _action != "skip":
         return results, False
@@ -131,10 +153,15 @@ def _constant(x: Any) -> jax.Array:
     return _compat.plain(lax.stop_gradient(x))
 
 
+def _none(counted: jax.Array, axes: Axes, *, alike: bool = False) -> jax.Array:
+    """Whether none of `counted`, i32[leaves, 2], is above 0; `alike` on all ranks of `axes`."""
+    none = ~counted[:, 0].any()
+    return _compat.same_over(none, axes.names) if alike else none
+
+
 def _found(x: jax.Array) -> jax.Array:
     """i32[2]: how many values of `x` are not finite, and the place of the first."""
-    wrong = ~jnp.isfinite(x).ravel()
-    return jnp.stack([wrong.sum(dtype=jnp.int32), jnp.argmax(wrong).astype(jnp.int32)])
+    return reference.count_nonfinite(x.ravel())
 
 
 def _rank(axes: Axes) -> jax.Array:

@@ -29,7 +29,7 @@ class Job:
     rank lost. `in_place` says that the program computes all leaves itself. Sums may then take the
     memory of the leaves. New memory costs a large buffer more than the reduction does, since the
     system maps it page by page. A parameter of the program belongs to its caller, so XLA would copy
-    it first, which costs even more.
+    it first, which costs even more. `watched` says that `debug_nonfinite` is on.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Job:
     divisor: int
     residual: bool
     in_place: bool
+    watched: bool = False
 
 
 class Reduced(NamedTuple):
@@ -47,12 +48,15 @@ class Reduced(NamedTuple):
     `sums` are alike on all ranks, in the leaves' shapes and dtypes. `residuals`, if asked for, are
     what this rank's part of them lost; otherwise there are none. `states` are those of the
     compressors. The ranks' sum minus `sums` times the divisor is the sum of the ranks' `residuals`,
-    up to the rounding of the leaves' dtypes.
+    up to the rounding of the leaves' dtypes. `found`, i32[leaves, 2, 2], is what of this rank's
+    leaves and of their sums is not finite: how many values, and the place of the first. It is None
+    unless the job is `watched`, and where that would take a search.
     """
 
     sums: list[jax.Array]
     residuals: list[jax.Array]
     states: list[Any]
+    found: jax.Array | None = None
 
 
 class Reduction(abc.ABC):
@@ -121,18 +125,20 @@ class Rows(NamedTuple):
     """What `PayloadReduction.rows` returns: encoded sums, and what this rank lost.
 
     `rows`, u8[k, n], are the same on all ranks of the job. `residuals`, in the leaves' shapes, are
-    empty unless the job asks for them.
+    empty unless the job asks for them. `found`, i32[leaves, 2], is the part of `Reduced.found` that
+    went in.
     """
 
     rows: jax.Array
     residuals: list[jax.Array]
+    found: jax.Array | None = None
 
 
 class PayloadReduction(Reduction):
     """A reduction of payloads, which ends in rows of bytes that every rank decodes alike.
 
     Write `rows`, `rows_bytes` and `sums`; `run` prepares the leaves and calls them. It works across
-    `Levels` too. If it `adds_decoded`, `rows` and `sums` are given fp32 leaves without units.
+    `Levels` too. `found` is optional. If it `adds_decoded`, `rows` and `sums` are given fp32 leaves without units.
     """
 
     adds_decoded: ClassVar[bool] = False
@@ -146,8 +152,12 @@ class PayloadReduction(Reduction):
         states: Sequence[Any],
     ) -> Reduced:
         if not self.adds_decoded and not any(leaf.compressor.prepares for leaf in job.leaves):
-            rows, residuals = self.rows(job, seeds, leaves, units)
-            return Reduced(self.sums(job, rows, leaves, units), residuals, list(states))
+            rows, residuals, found = self.rows(job, seeds, leaves, units)
+            sums = self.sums(job, rows, leaves, units)
+            if found is not None:
+                out = self.found(job, rows, sums, units)
+                found = None if out is None else jnp.stack([found, out], axis=1)
+            return Reduced(sums, residuals, list(states), found)
         each = [unit_of(units, i) for i in range(len(leaves))]
         values = [
             outside.multiply(x, unit, outside.IN).astype(jnp.float32)
@@ -158,7 +168,8 @@ class PayloadReduction(Reduction):
             for leaf, x, state in zip(job.leaves, values, states, strict=True)
         ]
         ready = [y for y, _ in made]
-        rows, residuals = self.rows(job, seeds, ready, ())
+        inner = dataclasses.replace(job, watched=False)  # these are not the leaves
+        rows, residuals, _ = self.rows(inner, seeds, ready, ())
         sums = self.sums(job, rows, ready, ())
         # What preparing took away is lost like what encoding did.
         lost = [x - y + e for x, y, e in zip(values, ready, residuals, strict=False)]
@@ -182,6 +193,12 @@ class PayloadReduction(Reduction):
     @abc.abstractmethod
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         """The sums, with the shapes and dtypes of `like`."""
+
+    def found(
+        self, job: Job, rows: jax.Array, sums: Sequence[jax.Array], units: Units
+    ) -> jax.Array | None:
+        """What of the sums is not finite, i32[leaves, 2]; None if that would take a search."""
+        return None
 
 
 def largest_error(error_bound: Callable[[jax.Array], jax.Array], size: jax.Array) -> jax.Array:

@@ -54,7 +54,7 @@ class GatherSum(PayloadReduction):
         code = whole_code(job.leaves)
         if code.layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
             return super().run(job, seeds, leaves, units, states)
-        sums, residuals = job.exchange.gather_sum(
+        fused = job.exchange.gather_sum(
             job.name,
             code.words(seeds[0], job.axes.rank()),
             leaves,
@@ -63,14 +63,22 @@ class GatherSum(PayloadReduction):
             job.divisor,
             residual=job.residual,
             units=units,
+            watched=job.watched,
         )
-        return Reduced(sums, residuals, list(states))
+        return Reduced(fused.sums, fused.residuals, list(states), fused.found)
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
-        payload, residuals = whole_code(job.leaves).encode(
+        code = whole_code(job.leaves)
+        payload, residuals = code.encode(
             seeds[0], job.axes.rank(), leaves, residual=job.residual, units=units
         )
-        return Rows(job.exchange.gather(job.name, payload, job.axes), residuals)
+        found = code.find_in(payload, leaves) if job.watched else None
+        return Rows(job.exchange.gather(job.name, payload, job.axes), residuals, found)
 
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         return whole_code(job.leaves).sum(rows, like, job.divisor, units=units)
+
+    def found(
+        self, job: Job, rows: jax.Array, sums: Sequence[jax.Array], units: Units
+    ) -> jax.Array | None:
+        return whole_code(job.leaves).find_out(rows, sums, units=units)

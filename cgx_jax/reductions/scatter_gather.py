@@ -69,7 +69,7 @@ class ScatterGather(PayloadReduction):
         layout = chunk_code(job.leaves, job.axes.world).layout
         if layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
             return super().run(job, seeds, leaves, units, states)
-        sums, residuals = job.exchange.all_reduce(
+        fused = job.exchange.all_reduce(
             job.name,
             seeds,
             leaves,
@@ -79,17 +79,24 @@ class ScatterGather(PayloadReduction):
             residual=job.residual,
             units=units,
             in_place=job.in_place,
+            watched=job.watched,
         )
-        return Reduced(sums, residuals, list(states))
+        return Reduced(fused.sums, fused.residuals, list(states), fused.found)
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
         code, rank = chunk_code(job.leaves, job.axes.world), job.axes.rank()
-        rows, residuals = code.encode(seeds[0], rank, leaves, residual=job.residual, units=units)
-        rows = job.exchange.scatter(job.name, rows, job.axes)
+        sent, residuals = code.encode(seeds[0], rank, leaves, residual=job.residual, units=units)
+        rows = job.exchange.scatter(job.name, sent, job.axes)
         chunk, residuals = code.reduce(
             seeds[1], rank, rows, leaves, job.divisor, residuals, units=units
         )
-        return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals)
+        found = code.find_in(rank, sent, chunk, leaves) if job.watched else None
+        return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals, found)
 
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         return chunk_code(job.leaves, job.axes.world).decode(rows, like, units=units)
+
+    def found(
+        self, job: Job, rows: jax.Array, sums: Sequence[jax.Array], units: Units
+    ) -> jax.Array | None:
+        return chunk_code(job.leaves, job.axes.world).find_out(rows, sums, units=units)

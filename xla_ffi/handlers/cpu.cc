@@ -1,9 +1,11 @@
 // Checks the operands of each call, then hands raw pointers to the kernels.
 #include "handlers/cpu.h"
 
+#include <deque>
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/nonfinite.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "handlers/fresh_results.h"
@@ -13,6 +15,7 @@ namespace cgx {
 namespace {
 
 constexpr bool kTakesUnits = true;
+constexpr int64_t kValuesPerRange = 64;  // values that are encoded in the time a range is looked at
 
 ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs args,
                   ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints slots,
@@ -161,6 +164,41 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
   });
 }
 
+ffi::Error find(ffi::ThreadPool pool, Ranks rank, Payload payload, Payload own,
+                ffi::RemainingArgs args, ffi::Result<Found> found, Ints slots, int64_t world) {
+  const char* const name = "cgx_find_nonfinite";
+  return no_throw(name, [&]() -> ffi::Error {
+    Operands operands;
+    int64_t peers = 0;
+    const LayoutAttributes attributes{slots, world, 1, kTakesUnits};
+    CGX_TRY(check_find(name, rank, payload, own, args, *found, attributes, &operands, &peers));
+    const Layout layout = operands.layout();
+    const auto from = operands.leaves.pointers(operands.batch);
+    const int64_t n = static_cast<int64_t>(operands.num_leaves());
+    std::vector<uint8_t> in_units(n);
+    for (int64_t k = 0; k < n; ++k) in_units[k] = attributes.has_units(k);
+    std::deque<NonFiniteTable> tables;
+    for (int64_t b = 0; b < operands.batch; ++b) {
+      tables.emplace_back(found->typed_data() + b * 2 * n, n, 2);
+    }
+    // What is looked at is mostly the ranges of buckets: a task is worth many.
+    const int64_t count = pieces(layout.values / kValuesPerRange);
+    split_range(pool, operands.batch, 0, layout.total_bytes(), count,
+                [&](int64_t b, int64_t first, int64_t last, int64_t) {
+                  const int64_t row = b * layout.chunk_bytes;
+                  find_nonfinite({layout,
+                                  {from.data() + b * n, operands.leaves.dtype.data()},
+                                  payload.typed_data() + row * peers * world,
+                                  peers,
+                                  rank.typed_data()[b],
+                                  own.typed_data() + row,
+                                  in_units.data()},
+                                 first, last, tables[b]);
+                });
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 
 XLA_FFI_Error* encode_handler(XLA_FFI_CallFrame* frame) {
@@ -206,6 +244,18 @@ XLA_FFI_Error* accumulate_handler(XLA_FFI_CallFrame* frame) {
                                               .RemainingRets())
                                   .Attr<float>("divisor")
                                   .To(accumulate);
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* find_nonfinite_handler(XLA_FFI_CallFrame* frame) {
+  static const auto handler = with_layout(ffi::Ffi::Bind()
+                                              .Ctx<ffi::ThreadPool>()
+                                              .Arg<Ranks>()
+                                              .Arg<Payload>()
+                                              .Arg<Payload>()
+                                              .RemainingArgs()
+                                              .Ret<Found>())
+                                  .To(find);
   return handler->Call(frame);
 }
 

@@ -5,10 +5,12 @@
 #include <stdint.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/nonfinite.h"
 #include "cpu/scratch.h"
 #include "cpu/worker_pool.h"
 #include "format/layout.h"
@@ -36,6 +38,8 @@ struct FusedSpec {
   int64_t rank;
   int tag;  // the first of kCallTags
   Program program;
+  // Null, or i32[leaves, 2, 2]: what of each leaf is not finite, as it comes in and as it goes out.
+  int32_t* found = nullptr;
 };
 
 class FusedCall : public Call {
@@ -67,6 +71,10 @@ class FusedCall : public Call {
   // Writes a chunk's segment to its place in u8[layout_.world, chunk_bytes]; `rank` owns one of the
   // chunks, or none (-1).
   void encode_chunk(int64_t chunk, int64_t segment, int64_t rank, uint8_t* payload);
+  // Searches a chunk's segment of the leaves that its records in `payload` were made of.
+  void find_in(int64_t chunk, int64_t segment, const uint8_t* payload);
+  // The same of the sums that were made of the records of all that were sent.
+  void find_out(int64_t chunk, int64_t segment);
 
   FusedSpec spec_;
   const Layout layout_;
@@ -77,6 +85,8 @@ class FusedCall : public Call {
   Scratch scratch_;
   Transport transport_;
   Schedule<FusedCall, Transport> schedule_;
+  std::optional<NonFiniteTable> in_, out_;
+  std::vector<uint8_t> in_units_;  // whether a leaf has units
 };
 
 }  // namespace cgx
