@@ -557,8 +557,8 @@ def watched():
     Mpi(segment_bytes=512).require("here", ())  # many segments of few bytes
     for reduction in spoiling.REDUCTIONS.values():
         for code, dtype in itertools.product(spoiling.CODES, ("float32", "bfloat16", "float16")):
-            of = functools.partial(spoiling.watched, spoiling.CODES[code], reduction, Mpi())
-            f = sharded(mesh, lambda *xs, f=of(): f(*xs), out=(P("data"), P()))
+            f = spoiling.watched(spoiling.CODES[code], reduction, Mpi())
+            f = sharded(mesh, f, out=(P("data"), P()))
             for kind in spoiling.SPOILT:
                 leaves = spoiling.leaves(kind, WORLD, dtype)
                 found, sums = f(*(place(mesh, x) for x in leaves))

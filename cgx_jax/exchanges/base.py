@@ -134,8 +134,8 @@ class Exchange(Scoped, abc.ABC):
 
         `seeds` are uint32[2] for each phase. `leaves` are f32, bf16 or f16, one for each slot of
         `layout`. `units` are as in `primitives.encode`. If `in_place`, sums may take the leaves'
-        memory (`Job`). If `watched`, it may find what is not finite on the way. The bytes are those of
-        `scatter` and `gather` around the kernels.
+        memory (`Job`). If `watched`, the call may find what is not finite on its way. The bytes are
+        those of `scatter` and `gather` around the kernels.
         """
         raise NotImplementedError
 

@@ -133,9 +133,7 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     p = Primitive(name)
     p.multiple_results = True
 
-    def shapes(
-        *operands: Any, residual: bool, watched: bool = False, **params: Any
-    ) -> list[Any]:
+    def shapes(*operands: Any, residual: bool, watched: bool = False, **params: Any) -> list[Any]:
         slots = params["layout"].slots
         leaves = operands[leading : leading + len(slots)]
         results = (result(x, slot=f, **params) for x, f in zip(leaves, slots, strict=True))

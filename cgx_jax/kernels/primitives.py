@@ -146,9 +146,7 @@ def find_nonfinite(
         layout = layout.with_units(tuple(in_units))
     rows = jnp.asarray(payload).reshape(-1, layout.chunk_bytes)
     own = jnp.zeros((0,), jnp.uint8) if own is None else own
-    (found,) = bind(
-        find_nonfinite_p, jnp.int32(rank), rows, own, *leaves, layout=layout, batch=1
-    )
+    (found,) = bind(find_nonfinite_p, jnp.int32(rank), rows, own, *leaves, layout=layout, batch=1)
     return found
 
 
@@ -193,9 +191,7 @@ def _accumulate_shapes(
     return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
 
 
-def _find_shapes(
-    rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any
-) -> Any:
+def _find_shapes(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any) -> Any:
     shape = _lead(batch, (len(leaves), 2))
     return [_compat.result_aval(shape, jnp.dtype(jnp.int32), payload)]
 
@@ -258,9 +254,7 @@ def _accumulate_jnp(
     return [y.reshape(x.shape) for y, x in zip(out, leaves, strict=True)]
 
 
-def _find_jnp(
-    rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any
-) -> Any:
+def _find_jnp(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any) -> Any:
     """Looks at all values."""
     pairs = [reference.count_nonfinite(x) for x in _flat(batch, leaves)]
     found = jnp.stack(pairs, axis=1) if pairs else jnp.zeros((batch, 0, 2), jnp.int32)

@@ -107,9 +107,7 @@ def watch(
     if _action is None or not floats:
         return list(after), False
     known = {i: pairs[n] for numbers, pairs in found for n, i in enumerate(numbers)}
-    pairs = {
-        i: tuple(_constant(x[i]) for x in (before, after)) for i in floats if i not in known
-    }
+    pairs = {i: tuple(_constant(x[i]) for x in (before, after)) for i in floats if i not in known}
     hidden = [i for i in floats if i not in carried]
     finite = all_finite(
         [*(out for _, out in pairs.values()), *(pairs[i][0] for i in hidden if i in pairs)]

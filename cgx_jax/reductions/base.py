@@ -138,7 +138,8 @@ class PayloadReduction(Reduction):
     """A reduction of payloads, which ends in rows of bytes that every rank decodes alike.
 
     Write `rows`, `rows_bytes` and `sums`; `run` prepares the leaves and calls them. It works across
-    `Levels` too. `found` is optional. If it `adds_decoded`, `rows` and `sums` are given fp32 leaves without units.
+    `Levels` too. `found` is optional. If the reduction `adds_decoded`, `rows` and `sums` are given
+    fp32 leaves without units.
     """
 
     adds_decoded: ClassVar[bool] = False

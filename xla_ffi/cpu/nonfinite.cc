@@ -72,8 +72,8 @@ void find_nonfinite(const FindCall& call, int64_t from, int64_t to, NonFiniteTab
     }
     const bool own = run.chunk == call.own;
     const int64_t peers = own ? 1 : call.peers;
-    const uint8_t* record =
-        own ? call.own_row + (run.offset - run.chunk * layout.chunk_bytes) : call.payload + run.offset;
+    const uint8_t* record = own ? call.own_row + (run.offset - run.chunk * layout.chunk_bytes)
+                                : call.payload + run.offset;
     const double most = limit(call.leaves.dtype[run.leaf]);
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record format = run.slot.record(k);

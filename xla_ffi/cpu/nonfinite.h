@@ -34,7 +34,8 @@ struct FindCall {
   int64_t peers;
   int64_t own;             // the chunk whose records lie elsewhere; -1: none
   const uint8_t* own_row;  // u8[chunk_bytes]: there
-  const uint8_t* unbounded;  // null, or whether a leaf's values may exceed the ranges of its buckets
+  const uint8_t*
+      unbounded;  // null, or whether a leaf's values may exceed the ranges of its buckets
 };
 
 // Adds to `table` what the leaves hold in the records that start in [from, to) of the buffer.

@@ -134,8 +134,8 @@ using Found = ffi::Buffer<ffi::S32>;
 
 // The last result where that is Found, of `leaves` leaves on both sides; else null. No leaf has its
 // dtype.
-inline ffi::Error last_found(const std::string& call, const ffi::RemainingRets& rets,
-                             size_t leaves, int32_t** found) {
+inline ffi::Error last_found(const std::string& call, const ffi::RemainingRets& rets, size_t leaves,
+                             int32_t** found) {
   *found = nullptr;
   if (rets.size() == 0) return ffi::Error::Success();
   auto buffer = rets.get<ffi::AnyBuffer>(rets.size() - 1);
@@ -284,9 +284,8 @@ inline ffi::Error check_decode(const char* call, const Payload& payload,
 
 // (rank, payload of any number of peers, own row or nothing, leaves) -> found
 inline ffi::Error check_find(const char* call, const Ranks& rank, const Payload& payload,
-                             const Payload& own, const ffi::RemainingArgs& args,
-                             const Found& found, const LayoutAttributes& attributes, Operands* out,
-                             int64_t* peers) {
+                             const Payload& own, const ffi::RemainingArgs& args, const Found& found,
+                             const LayoutAttributes& attributes, Operands* out, int64_t* peers) {
   out->batch = rank.element_count();
   CGX_TRY(check_batch(call, out->batch));
   CGX_TRY(out->leaves.add(call, args, out->batch));

@@ -104,8 +104,7 @@ void FusedCall::find_out(int64_t chunk, int64_t segment) {
   const LeavesIn leaves{spec_.out.data(), spec_.out_dtypes.data()};
   const uint8_t* const unbounded = in_units_.empty() ? nullptr : in_units_.data();
   const FindCall call{layout_, leaves, sent_.data.get(), peers, -1, nullptr, unbounded};
-  find_nonfinite(call, segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1),
-                 *out_);
+  find_nonfinite(call, segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1), *out_);
 }
 
 void FusedCall::encode(int64_t segment) {

@@ -27,7 +27,8 @@ const std::vector<Handler>& handlers() {
         {"cgx_encode", cgx::encode_handler, encode_call, nullptr},
         {"cgx_reduce", cgx::reduce_handler, reduce_call, nullptr},
         {"cgx_decode", cgx::decode_handler, decode_call, nullptr},
-        {"cgx_accumulate", cgx::accumulate_handler, accumulate_call, nullptr}};
+        {"cgx_accumulate", cgx::accumulate_handler, accumulate_call, nullptr},
+        {"cgx_find_nonfinite", cgx::find_nonfinite_handler, find_call, nullptr}};
     for (const cgx::CodeHandler& code : cgx::code_handlers()) {
       made.push_back({code.target, code.call, nullptr, code_maker(code.target)});
     }

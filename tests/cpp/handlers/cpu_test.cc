@@ -20,6 +20,7 @@ constexpr auto kU32 = XLA_FFI_DataType_U32;
 XLA_FFI_Handler* handler_of(const std::string& target) {
   if (target == "cgx_decode") return cgx::decode_handler;
   if (target == "cgx_accumulate") return cgx::accumulate_handler;
+  if (target == "cgx_find_nonfinite") return cgx::find_nonfinite_handler;
   for (const cgx::CodeHandler& code : cgx::code_handlers()) {
     if (code.target == target) return code.call;
   }
@@ -93,6 +94,34 @@ const struct {
        f->attr("slots", std::vector<int64_t>{4, 64, 0, 0, 0, 0}).attr("world", int64_t{1});
      },
      "number of rows of payload is 4611686018427387904, must be in [1, 2^20]"},
+    {"cgx_find_nonfinite",
+     [](Frame* f) {
+       f->arg(kS32, ranks, {1}).arg(kU8, memory, {3, 0}).arg(kU8, nullptr, {0});
+       f->ret(kS32, memory, {0, 2});
+       f->attr("slots", std::vector<int64_t>{}).attr("world", int64_t{2});
+     },
+     "number of rows of payload is 3, must be a positive multiple of world, 2"},
+    {"cgx_find_nonfinite",
+     [](Frame* f) {
+       f->arg(kS32, ranks, {1}).arg(kU8, memory, {1, 40}).arg(kU8, nullptr, {0});
+       f->arg(kF32, memory, {1}).ret(kS32, memory, {1, 2});
+       f->attr("slots", std::vector<int64_t>{8, 32, 0, 0, 0, 0}).attr("world", int64_t{1});
+     },
+     "rank is 0, must be in [-1, 0)"},
+    {"cgx_find_nonfinite",
+     [](Frame* f) {
+       f->arg(kS32, ranks, {1}).arg(kU8, memory, {1, 40}).arg(kU8, memory, {39});
+       f->arg(kF32, memory, {1}).ret(kS32, memory, {1, 2});
+       f->attr("slots", std::vector<int64_t>{8, 32, 0, 0, 0, 0}).attr("world", int64_t{1});
+     },
+     "size of own is 39, expected 40"},
+    {"cgx_find_nonfinite",
+     [](Frame* f) {
+       f->arg(kS32, ranks, {1}).arg(kU8, memory, {1, 40}).arg(kU8, memory, {40});
+       f->arg(kF32, memory, {1}).ret(kS32, memory, {1, 3});
+       f->attr("slots", std::vector<int64_t>{8, 32, 0, 0, 0, 0}).attr("world", int64_t{1});
+     },
+     "size of found is 3, expected 2"},
 };
 
 }  // namespace
