@@ -302,9 +302,9 @@ inline ffi::Error check_find(const char* call, const Ranks& rank, const Payload&
   *peers = rows / layout.world;
   CGX_TRY(check_world(call, *peers, "number of peers"));
   CGX_TRY(check_count(call, "payload", payload, out->batch * rows * layout.chunk_bytes));
-  const int64_t row = own.element_count() > 0 ? layout.chunk_bytes : 0;
-  CGX_TRY(check_count(call, "own", own, out->batch * row));
-  CGX_TRY(check_ranks(call, rank, -1, row > 0 ? layout.world : 0));
+  const bool none = own.element_count() == 0 && layout.chunk_bytes > 0;
+  CGX_TRY(check_count(call, "own", own, none ? 0 : out->batch * layout.chunk_bytes));
+  CGX_TRY(check_ranks(call, rank, -1, none ? 0 : layout.world));
   return check_count(call, "found", found,
                      static_cast<int64_t>(2 * out->batch * out->num_leaves()));
 }
