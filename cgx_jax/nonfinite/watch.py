@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes
+from cgx_jax.axes import Axes, small_together
 from cgx_jax.debug import traced_anew
 from cgx_jax.exchanges import xla
 from cgx_jax.kernels import reference
@@ -67,7 +67,10 @@ def all_finite(arrays: Sequence[Any]) -> jax.Array:
     """Whether all values of all arrays are finite, bool[]."""
     # Each sum is 0, or NaN. On CPUs a sum is a faster loop than `all`, and unlike a maximum it
     # keeps NaN.
-    return jnp.asarray([(x - x).sum() == 0 for x in map(jnp.asarray, arrays)], bool).all()
+    alone, groups = small_together(arrays := [jnp.asarray(x) for x in arrays])
+    joined = [jnp.concatenate([arrays[i].ravel() for i in numbers]) for numbers in groups]
+    searched = [*(arrays[i] for i in alone), *joined]
+    return jnp.asarray([(x - x).sum() == 0 for x in searched], bool).all()
 
 
 def refuse_skip(caller: str) -> None:
