@@ -195,20 +195,6 @@ def sum_of_rows(rows: jax.Array) -> jax.Array:
     return in_rank_order(lambda total, rank, row: total + row, jnp.zeros_like(rows[0]), rows)
 
 
-def small_together(arrays: Sequence[jax.Array]) -> tuple[list[int], list[list[int]]]:
-    """The numbers of arrays that stand alone, and of small ones that may be joined to one array.
-
-    These have one dtype and vary over the same axes.
-    """
-    alike: dict[Any, list[int]] = {}
-    for i, x in enumerate(arrays):
-        if 0 < x.nbytes <= SMALL_BYTES and not x.aval.weak_type:
-            alike.setdefault((x.dtype, _compat.varying_axes(x)), []).append(i)
-    groups = [numbers for numbers in alike.values() if len(numbers) > 1]
-    joined = {i for numbers in groups for i in numbers}
-    return [i for i in range(len(arrays)) if i not in joined], groups
-
-
 def _together(
     reduce: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[Any]
 ) -> list[jax.Array]:
@@ -217,7 +203,13 @@ def _together(
     XLA makes a collective of each array, and on networks each costs a latency.
     """
     arrays = [jnp.asarray(x) for x in leaves]
-    alone, groups = small_together(arrays)
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        if 0 < x.nbytes <= SMALL_BYTES and not x.aval.weak_type:
+            alike.setdefault((x.dtype, _compat.varying_axes(x)), []).append(i)
+    groups = [numbers for numbers in alike.values() if len(numbers) > 1]
+    joined = {i for numbers in groups for i in numbers}
+    alone = [i for i in range(len(arrays)) if i not in joined]
     flat = [jnp.concatenate([arrays[i].ravel() for i in numbers]) for numbers in groups]
     reduced = reduce([arrays[i] for i in alone] + flat)
     out = dict(zip(alone, reduced, strict=False))

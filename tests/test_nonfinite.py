@@ -16,7 +16,7 @@ import spoiling
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment, transforms
 from cgx_jax.compressors import SignSGD
 from cgx_jax.exchanges import Xla
-from cgx_jax.nonfinite import all_finite
+from cgx_jax.kernels.primitives import all_finite
 
 EXACT_BIAS = (Rule(Identity(), path="bias"),)
 RULES = Rules((), Quantize(4, 64), exact=EXACT_BIAS)
@@ -248,16 +248,19 @@ def test_steps_are_counted_without_the_mode(mesh, kept):
     [
         (
             Quantize(4),
-            {"@cgx_find_nonfinite(": 2, "subtract": 1, "is_finite": 2, "all_reduce": 0},
+            {"@cgx_find_nonfinite(": 2, "@cgx_all_finite(": 1, "is_finite": 2, "all_reduce": 0},
         ),
-        (SignSGD(), {"@cgx_find_nonfinite(": 0, "subtract": 2, "is_finite": 4, "all_reduce": 1}),
+        (
+            SignSGD(),
+            {"@cgx_find_nonfinite(": 0, "@cgx_all_finite(": 1, "is_finite": 4, "all_reduce": 1},
+        ),
     ],
     ids=str,
 )
 def test_values_are_searched_beforehand_only_where_nothing_else_tells(mesh, compressor, added):
     """The exact leaf's result, and of a code that may hide a NaN both sides of the other leaf.
 
-    Small results are searched together.
+    One call searches all that is searched.
     A report, which is hardly ever made, looks at both sides of all of these.
     """
     rules = Rules((), compressor, exact=EXACT_BIAS)

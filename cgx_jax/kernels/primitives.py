@@ -27,6 +27,7 @@ from cgx_jax.kernels import chunk, native, outside, reference
 from cgx_jax.wire import Layout
 
 NO_RANK = -1
+DTYPES = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[jax.Array]:
@@ -150,6 +151,14 @@ def find_nonfinite(
     return found
 
 
+def all_finite(arrays: Sequence[Any]) -> jax.Array:
+    """Whether all values of all arrays are finite, bool[]; one call for f32, bf16 and f16."""
+    arrays = [jnp.asarray(x) for x in arrays]
+    coded = [x for x in arrays if x.dtype in DTYPES]
+    finite = reference.all_finite([x for x in arrays if x.dtype not in DTYPES])
+    return finite & bind(all_finite_p, *coded, batch=1)[0] if coded else finite
+
+
 # --- shapes. A batch of one adds no dimension: a call's results are then the leaves' own shapes.
 
 
@@ -194,6 +203,10 @@ def _accumulate_shapes(
 def _find_shapes(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any) -> Any:
     shape = _lead(batch, (len(leaves), 2))
     return [_compat.result_aval(shape, jnp.dtype(jnp.int32), payload)]
+
+
+def _finite_shapes(*leaves: Any, batch: Any) -> Any:
+    return [_compat.result_aval(_lead(batch, ()), jnp.dtype(jnp.bool_), leaves[0])]
 
 
 # --- the jnp way: one buffer at a time, or a batch of them, shapes restored at the end.
@@ -261,10 +274,17 @@ def _find_jnp(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batc
     return [found.reshape(_lead(batch, found.shape[1:]))]
 
 
+def _finite_jnp(*leaves: Any, batch: Any) -> Any:
+    finite = jax.vmap(lambda *xs: reference.all_finite(xs))(*_flat(batch, leaves))
+    return [finite.reshape(_lead(batch, ()))]
+
+
 # --- the native way: the handlers' attributes from the static parameters.
 
 
-def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
+def _attributes(layout: Layout | None, **params: Any) -> dict[str, Any]:
+    if layout is None:
+        return {}
     arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes().items()}
     scalars: dict[str, Any] = {"world": np.int64(layout.world)}
     if "divisor" in params:
@@ -273,9 +293,9 @@ def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
 
 
 def _native_lowering(target: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
+    def rule(ctx: Any, *operands: Any, layout: Layout | None = None, **params: Any) -> Any:
         aliases = {}
-        if target == "cgx_reduce":  # residuals are filled in where they lie
+        if target == "cgx_reduce" and layout is not None:  # residuals are filled in where they lie
             first = 3 + len(layout.slots)
             aliases = {first + i: 1 + i for i in range(len(ctx.avals_out) - 1)}
         lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
@@ -374,3 +394,4 @@ reduce_p = _primitive("cgx_reduce", _reduce_shapes, _reduce_jnp, outside.reduce)
 decode_p = _primitive("cgx_decode", _decode_shapes, _decode_jnp, outside.decode)
 accumulate_p = _primitive("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)
 find_nonfinite_p = _primitive("cgx_find_nonfinite", _find_shapes, _find_jnp, cuda=False)
+all_finite_p = _primitive("cgx_all_finite", _finite_shapes, _finite_jnp, cuda=False)

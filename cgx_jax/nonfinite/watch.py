@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes, small_together
+from cgx_jax.axes import Axes
 from cgx_jax.debug import traced_anew
 from cgx_jax.exchanges import xla
-from cgx_jax.kernels import reference
+from cgx_jax.kernels import primitives, reference
 from cgx_jax.leaves import Leaf
 from cgx_jax.nonfinite.report import Report, Side, after_report, tell
 
@@ -63,16 +63,6 @@ def watching() -> bool:
     return _action is not None
 
 
-def all_finite(arrays: Sequence[Any]) -> jax.Array:
-    """Whether all values of all arrays are finite, bool[]."""
-    # Each sum is 0, or NaN. On CPUs a sum is a faster loop than `all`, and unlike a maximum it
-    # keeps NaN.
-    alone, groups = small_together(arrays := [jnp.asarray(x) for x in arrays])
-    joined = [jnp.concatenate([arrays[i].ravel() for i in numbers]) for numbers in groups]
-    searched = [*(arrays[i] for i in alone), *joined]
-    return jnp.asarray([(x - x).sum() == 0 for x in searched], bool).all()
-
-
 def refuse_skip(caller: str) -> None:
     """Raises ValueError where steps are to be skipped, for a call that is a part of one."""
     if _action == "skip":
@@ -112,7 +102,7 @@ def watch(
     known = {i: pairs[n] for numbers, pairs in found for n, i in enumerate(numbers)}
     pairs = {i: tuple(_constant(x[i]) for x in (before, after)) for i in floats if i not in known}
     hidden = [i for i in floats if i not in carried]
-    finite = all_finite(
+    finite = primitives.all_finite(
         [*(out for _, out in pairs.values()), *(pairs[i][0] for i in hidden if i in pairs)]
     )
     for numbers, counted in found:

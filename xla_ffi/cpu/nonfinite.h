@@ -45,6 +45,9 @@ struct FindCall {
 // sum over a divisor of at least 1.
 void find_nonfinite(const FindCall& call, int64_t from, int64_t to, NonFiniteTable& table);
 
+// Whether the n values from `begin` on of the leaf at `data` are all finite.
+bool all_finite(const void* data, DType dtype, int64_t begin, int64_t n);
+
 }  // namespace cgx
 
 #endif  // CGX_CPU_NONFINITE_H_
