@@ -24,7 +24,7 @@ from jax.interpreters import batching, mlir, xla
 
 from cgx_jax import _compat
 from cgx_jax.kernels import chunk, native, outside, reference
-from cgx_jax.wire import Layout
+from cgx_jax.wire import Layout, Slot
 
 NO_RANK = -1
 DTYPES = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16))
@@ -141,22 +141,33 @@ def find_nonfinite(
     `payload`, u8[rows, chunk_bytes] with one row for each chunk or several times as many, was made
     of the leaves, or the leaves of it. The records of the chunk of `rank` are in `own`,
     u8[chunk_bytes]. A bucket's values are looked at only if its records do not rule out that one is
-    not finite, or if its leaf is `in_units`, whose values no record bounds.
+    not finite, or if its leaf is `in_units`, whose values no record bounds. Without rows, all
+    values are looked at.
     """
     if any(in_units):
         layout = layout.with_units(tuple(in_units))
-    rows = jnp.asarray(payload).reshape(-1, layout.chunk_bytes)
+    rows = payload if payload.ndim == 2 else payload[None]
     own = jnp.zeros((0,), jnp.uint8) if own is None else own
     (found,) = bind(find_nonfinite_p, jnp.int32(rank), rows, own, *leaves, layout=layout, batch=1)
     return found
 
 
-def all_finite(arrays: Sequence[Any]) -> jax.Array:
-    """Whether all values of all arrays are finite, bool[]; one call for f32, bf16 and f16."""
-    arrays = [jnp.asarray(x) for x in arrays]
-    coded = [x for x in arrays if x.dtype in DTYPES]
-    finite = reference.all_finite([x for x in arrays if x.dtype not in DTYPES])
-    return finite & bind(all_finite_p, *coded, batch=1)[0] if coded else finite
+def count_nonfinite(arrays: Sequence[Any]) -> jax.Array:
+    """The same of any arrays, i32[arrays, 2], of which nothing is known."""
+    coded = [i for i, x in enumerate(arrays) if x.dtype in DTYPES]
+    pairs = {
+        i: reference.count_nonfinite(x.ravel()) for i, x in enumerate(arrays) if i not in coded
+    }
+    if coded:
+        leaves = [arrays[i] for i in coded]
+        slots = tuple(Slot(x.size, 8, 512, "nearest", 0) for x in leaves)
+        layout = Layout(slots, 1)
+        nothing = jnp.zeros((0, layout.chunk_bytes), jnp.uint8)
+        found = find_nonfinite(nothing, leaves, layout)
+        if len(coded) == len(arrays):
+            return found
+        pairs |= {i: found[n] for n, i in enumerate(coded)}
+    return jnp.stack([pairs[i] for i in range(len(arrays))])
 
 
 # --- shapes. A batch of one adds no dimension: a call's results are then the leaves' own shapes.
@@ -203,10 +214,6 @@ def _accumulate_shapes(
 def _find_shapes(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any) -> Any:
     shape = _lead(batch, (len(leaves), 2))
     return [_compat.result_aval(shape, jnp.dtype(jnp.int32), payload)]
-
-
-def _finite_shapes(*leaves: Any, batch: Any) -> Any:
-    return [_compat.result_aval(_lead(batch, ()), jnp.dtype(jnp.bool_), leaves[0])]
 
 
 # --- the jnp way: one buffer at a time, or a batch of them, shapes restored at the end.
@@ -268,23 +275,23 @@ def _accumulate_jnp(
 
 
 def _find_jnp(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any) -> Any:
-    """Looks at all values."""
-    pairs = [reference.count_nonfinite(x) for x in _flat(batch, leaves)]
-    found = jnp.stack(pairs, axis=1) if pairs else jnp.zeros((batch, 0, 2), jnp.int32)
+    """Looks at all values, and counts them if some are not finite."""
+    flat = _flat(batch, leaves)
+    none = _compat.vary_over(
+        jnp.zeros((batch, len(leaves), 2), jnp.int32), _compat.varying_axes(payload)
+    )
+
+    def count() -> jax.Array:
+        return jnp.stack([reference.count_nonfinite(x) for x in flat], axis=1)
+
+    found = lax.cond(reference.all_finite(flat), lambda: none, count) if leaves else none
     return [found.reshape(_lead(batch, found.shape[1:]))]
-
-
-def _finite_jnp(*leaves: Any, batch: Any) -> Any:
-    finite = jax.vmap(lambda *xs: reference.all_finite(xs))(*_flat(batch, leaves))
-    return [finite.reshape(_lead(batch, ()))]
 
 
 # --- the native way: the handlers' attributes from the static parameters.
 
 
-def _attributes(layout: Layout | None, **params: Any) -> dict[str, Any]:
-    if layout is None:
-        return {}
+def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
     arrays = {k: np.asarray(v, np.int64) for k, v in layout.attributes().items()}
     scalars: dict[str, Any] = {"world": np.int64(layout.world)}
     if "divisor" in params:
@@ -293,9 +300,9 @@ def _attributes(layout: Layout | None, **params: Any) -> dict[str, Any]:
 
 
 def _native_lowering(target: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *operands: Any, layout: Layout | None = None, **params: Any) -> Any:
+    def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
         aliases = {}
-        if target == "cgx_reduce" and layout is not None:  # residuals are filled in where they lie
+        if target == "cgx_reduce":  # residuals are filled in where they lie
             first = 3 + len(layout.slots)
             aliases = {first + i: 1 + i for i in range(len(ctx.avals_out) - 1)}
         lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
@@ -394,4 +401,3 @@ reduce_p = _primitive("cgx_reduce", _reduce_shapes, _reduce_jnp, outside.reduce)
 decode_p = _primitive("cgx_decode", _decode_shapes, _decode_jnp, outside.decode)
 accumulate_p = _primitive("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)
 find_nonfinite_p = _primitive("cgx_find_nonfinite", _find_shapes, _find_jnp, cuda=False)
-all_finite_p = _primitive("cgx_all_finite", _finite_shapes, _finite_jnp, cuda=False)

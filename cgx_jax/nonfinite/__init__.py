@@ -1,5 +1,6 @@
 """Debug mode: NaNs and infinities are named by leaf, rank, step and place, on every rank alike."""
 
+from cgx_jax.nonfinite.watch import all_finite as all_finite
 from cgx_jax.nonfinite.watch import debug_nonfinite as debug_nonfinite
 from cgx_jax.nonfinite.watch import refuse_skip as refuse_skip
 from cgx_jax.nonfinite.watch import watch as watch

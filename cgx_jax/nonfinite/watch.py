@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
@@ -63,6 +64,11 @@ def watching() -> bool:
     return _action is not None
 
 
+def all_finite(arrays: Sequence[Any]) -> jax.Array:
+    """Whether all values of all arrays are finite, bool[]."""
+    return reference.all_finite([jnp.asarray(x) for x in arrays])
+
+
 def refuse_skip(caller: str) -> None:
     """Raises ValueError where steps are to be skipped, for a call that is a part of one."""
     if _action == "skip":
@@ -99,16 +105,19 @@ def watch(
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if _action is None or not floats:
         return list(after), False
-    known = {i: pairs[n] for numbers, pairs in found for n, i in enumerate(numbers)}
-    pairs = {i: tuple(_constant(x[i]) for x in (before, after)) for i in floats if i not in known}
+    known = [i for numbers, _ in found for i in numbers]
     hidden = [i for i in floats if i not in carried]
-    finite = primitives.all_finite(
-        [*(out for _, out in pairs.values()), *(pairs[i][0] for i in hidden if i in pairs)]
-    )
-    for numbers, counted in found:
-        finite &= _none(counted[:, 1], axes, alike=alike)
-        if not set(numbers).isdisjoint(hidden):
-            finite &= _none(counted[:, 0], axes)
+    first = [i for i in hidden if i not in known]
+    later = [i for i in floats if i not in (*known, *hidden)]
+    # What is counted before something is found: sums that are alike, and the rest.
+    sums = [*(pairs[:, 1] for _, pairs in found), _counted(after, [*first, *later])]
+    others = [pairs[:, 0] for numbers, pairs in found if not {*numbers}.isdisjoint(hidden)]
+    others.append(_counted(before, first))
+    finite = _none(sums)
+    if alike:
+        finite = _compat.same_over(finite, axes.names)
+    if hidden:
+        finite &= _none(others)
     bad = ~axes.on_every_rank(finite, alike=alike and not hidden)
     sizes = block_sizes or {}
     sides = [
@@ -120,15 +129,18 @@ def watch(
     report = Report(_action, caller, around, tuple(sides))
     number = jnp.int32(-1) if step is None else step
     everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
-    arrays = (bad, number, *sum(pairs.values(), ()), *(counted for _, counted in found))
+    arrays = (bad, number, *(pairs for _, pairs in found), *before, *after)
     varying = frozenset().union(*(_compat.varying_axes(x) for x in arrays))
     ranks = frozenset(everyone.names if _compat.bound_by_mesh(everyone.names) else ())
     varying |= ranks
 
     def report_found() -> jax.Array:
         # Both sides of a leaf, by rank: how many values, and which is the first.
-        sides_of = [known[i] if i in known else jnp.stack([*map(_found, pairs[i])]) for i in floats]
-        table = jnp.concatenate(sides_of)
+        operands = jnp.concatenate([others[-1], _counted(before, later)])
+        searched = jnp.stack([operands, sums[-1]], axis=1)
+        every = jnp.concatenate([*(pairs for _, pairs in found), searched])
+        order = [*known, *first, *later]
+        table = every[np.array([order.index(i) for i in floats])].reshape(-1, 2)
         rows = xla.gather(_compat.vary_over(table, ranks), everyone)
         told = tell(report, number, _rank(axes), rows)
         return _compat.vary_over(told, varying)
@@ -144,15 +156,16 @@ def _constant(x: Any) -> jax.Array:
     return _compat.plain(lax.stop_gradient(x))
 
 
-def _none(counted: jax.Array, axes: Axes, *, alike: bool = False) -> jax.Array:
-    """Whether none of `counted`, i32[leaves, 2], is above 0; `alike` on all ranks of `axes`."""
-    none = ~counted[:, 0].any()
-    return _compat.same_over(none, axes.names) if alike else none
+def _counted(leaves: Sequence[Any], numbers: Sequence[int]) -> jax.Array:
+    """What of the leaves of these numbers is not finite, i32[numbers, 2]."""
+    if not numbers:
+        return jnp.zeros((0, 2), jnp.int32)
+    return primitives.count_nonfinite([_constant(leaves[i]) for i in numbers])
 
 
-def _found(x: jax.Array) -> jax.Array:
-    """i32[2]: how many values of `x` are not finite, and the place of the first."""
-    return reference.count_nonfinite(x.ravel())
+def _none(counted: Sequence[jax.Array]) -> jax.Array:
+    """Whether nothing is counted in any of i32[leaves, 2]."""
+    return ~jnp.concatenate(counted)[:, 0].any()
 
 
 def _rank(axes: Axes) -> jax.Array:

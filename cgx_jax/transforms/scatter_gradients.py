@@ -18,8 +18,8 @@ from cgx_jax.exchanges import Exchange
 from cgx_jax.halves.half import PsumScatter
 from cgx_jax.halves.messages import Halves, Message, prepared
 from cgx_jax.kernels import outside
-from cgx_jax.kernels.primitives import all_finite
 from cgx_jax.leaves import leaves_of
+from cgx_jax.nonfinite import all_finite
 from cgx_jax.plan import Plan, plan_of
 from cgx_jax.policies.rules import Policy
 from cgx_jax.transforms.feedback import (

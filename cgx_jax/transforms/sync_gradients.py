@@ -17,8 +17,8 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.core import Options, Sums, reduce_leaves, ways
 from cgx_jax.exchanges import Exchange
-from cgx_jax.kernels.primitives import all_finite
 from cgx_jax.leaves import leaves_of
+from cgx_jax.nonfinite import all_finite
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy

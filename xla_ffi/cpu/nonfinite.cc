@@ -27,40 +27,31 @@ double reach(const uint8_t* record, int bits) {
   return std::fabs(double{meta.lo}) + std::fabs(double{meta.unit}) * ((1 << bits) - 1);
 }
 
-constexpr int64_t kBlock = 4096;  // values that are read before a search may end
-
-template <typename Bits>
-bool all_finite(const Bits* x, int64_t n, Bits exponent) {
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const int64_t end = std::min(n, i + kBlock);
-    Bits found = 0;  // a loop without branches, which compilers vectorize
-    for (int64_t k = i; k < end; ++k) found |= (x[k] & exponent) == exponent;
-    if (found) return false;
-  }
-  return true;
-}
+constexpr int64_t kBlock = 1024;
 
 template <typename Bits>
 void count(const Bits* x, int64_t n, Bits exponent, int64_t* found, int64_t* first) {
-  for (int64_t i = 0; i < n; ++i) {
-    if ((x[i] & exponent) == exponent && (*found)++ == 0) *first = i;
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t end = std::min(n, i + kBlock);
+    Bits any = 0;  // a loop without branches, which compilers vectorize
+    for (int64_t k = i; k < end; ++k) any |= (x[k] & exponent) == exponent;
+    for (int64_t k = i; any && k < end; ++k) {
+      if ((x[k] & exponent) == exponent && (*found)++ == 0) *first = k;
+    }
   }
-}
-
-// Calls f(values, exponent): the bits of the n values from `begin` on, and those that are all set in
-// a value that is not finite.
-template <typename F>
-auto with_bits(const void* data, DType dtype, int64_t begin, F&& f) {
-  if (dtype == DType::kF32) return f(static_cast<const uint32_t*>(data) + begin, 0x7f800000u);
-  const uint16_t exponent = dtype == DType::kBF16 ? 0x7f80 : 0x7c00;
-  return f(static_cast<const uint16_t*>(data) + begin, exponent);
 }
 
 // Looks at the n values of a leaf from `begin` on.
 void count(const LeavesIn& leaves, int64_t leaf, int64_t begin, int64_t n, NonFiniteTable& table) {
   int64_t found = 0, first = 0;
-  with_bits(leaves.data[leaf], leaves.dtype[leaf], begin,
-            [&](const auto* x, auto exponent) { count(x, n, exponent, &found, &first); });
+  const DType dtype = leaves.dtype[leaf];
+  if (dtype == DType::kF32) {
+    const auto* x = static_cast<const uint32_t*>(leaves.data[leaf]) + begin;
+    count<uint32_t>(x, n, 0x7f800000u, &found, &first);
+  } else {
+    const auto* x = static_cast<const uint16_t*>(leaves.data[leaf]) + begin;
+    count<uint16_t>(x, n, dtype == DType::kBF16 ? 0x7f80 : 0x7c00, &found, &first);
+  }
   if (found > 0) table.add(leaf, found, begin + first);
 }
 
@@ -79,16 +70,11 @@ void NonFiniteTable::add(int64_t leaf, int64_t count, int64_t first) {
   pair[0] = saturated(pair[0] + count);
 }
 
-bool all_finite(const void* data, DType dtype, int64_t begin, int64_t n) {
-  return with_bits(data, dtype, begin,
-                   [&](const auto* x, auto exponent) { return all_finite(x, n, exponent); });
-}
-
 void find_nonfinite(const FindCall& call, int64_t from, int64_t to, NonFiniteTable& table) {
   const Layout& layout = call.layout;
   const int64_t peer_bytes = layout.world * layout.chunk_bytes;
   for_each_run(layout, from, to, [&](const Run& run) {
-    if (call.unbounded != nullptr && call.unbounded[run.leaf]) {
+    if (call.peers == 0 || (call.unbounded != nullptr && call.unbounded[run.leaf])) {
       return count(call.leaves, run.leaf, run.first_value(), run.values(), table);
     }
     const bool own = run.chunk == call.own;

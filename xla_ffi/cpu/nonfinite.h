@@ -31,7 +31,7 @@ struct FindCall {
   Layout layout;
   LeavesIn leaves;
   const uint8_t* payload;  // u8[peers, world, chunk_bytes]
-  int64_t peers;
+  int64_t peers;           // 0: nothing is known of the values, so all are looked at
   int64_t own;             // the chunk whose records lie elsewhere; -1: none
   const uint8_t* own_row;  // u8[chunk_bytes]: there
   const uint8_t*
@@ -44,9 +44,6 @@ struct FindCall {
 // them is not finite. Values out of a code are bounded by the sum of all peers' ranges, or that
 // sum over a divisor of at least 1.
 void find_nonfinite(const FindCall& call, int64_t from, int64_t to, NonFiniteTable& table);
-
-// Whether the n values from `begin` on of the leaf at `data` are all finite.
-bool all_finite(const void* data, DType dtype, int64_t begin, int64_t n);
 
 }  // namespace cgx
 

@@ -1,7 +1,6 @@
 // Checks the operands of each call, then hands raw pointers to the kernels.
 #include "handlers/cpu.h"
 
-#include <atomic>
 #include <deque>
 #include <vector>
 
@@ -16,8 +15,7 @@ namespace cgx {
 namespace {
 
 constexpr bool kTakesUnits = true;
-// How many values are looked at in the time in which one is encoded; and if ranges tell of them.
-constexpr int64_t kSearched = 8, kInRanges = 64;
+constexpr int64_t kValuesLookedAt = 8;  // in the time in which one is encoded
 
 ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs args,
                   ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints slots,
@@ -183,8 +181,7 @@ ffi::Error find(ffi::ThreadPool pool, Ranks rank, Payload payload, Payload own,
     for (int64_t b = 0; b < operands.batch; ++b) {
       tables.emplace_back(found->typed_data() + b * 2 * n, n, 2);
     }
-    // What is looked at is mostly the ranges of buckets: a task is worth many.
-    const int64_t count = pieces(layout.values / kInRanges);
+    const int64_t count = pieces(layout.values / kValuesLookedAt);
     split_range(pool, operands.batch, 0, layout.total_bytes(), count,
                 [&](int64_t b, int64_t first, int64_t last, int64_t) {
                   const int64_t row = b * layout.chunk_bytes;
@@ -197,31 +194,6 @@ ffi::Error find(ffi::ThreadPool pool, Ranks rank, Payload payload, Payload own,
                                   in_units.data()},
                                  first, last, tables[b]);
                 });
-    return ffi::Error::Success();
-  });
-}
-
-// (leaves) -> whether all values of all of them are finite, for each batch element
-ffi::Error search(ffi::ThreadPool pool, ffi::RemainingArgs args,
-                  ffi::Result<ffi::Buffer<ffi::PRED>> finite) {
-  const char* const name = "cgx_all_finite";
-  return no_throw(name, [&]() -> ffi::Error {
-    const int64_t batch = finite->element_count();
-    Leaves leaves;
-    CGX_TRY(check_batch(name, batch));
-    CGX_TRY(leaves.add(name, args, batch));
-    for (int64_t b = 0; b < batch; ++b) {
-      std::atomic<bool> all{true};
-      for (size_t k = 0; k < leaves.data.size(); ++k) {
-        const int64_t size = leaves.size[k];
-        const void* const data = leaves.data[k] + b * size * item_size(leaves.dtype[k]);
-        split_range(pool, 1, 0, size, pieces(size / kSearched),
-                    [&](int64_t, int64_t first, int64_t last, int64_t) {
-                      if (!all_finite(data, leaves.dtype[k], first, last - first)) all = false;
-                    });
-      }
-      finite->typed_data()[b] = all;
-    }
     return ffi::Error::Success();
   });
 }
@@ -283,13 +255,6 @@ XLA_FFI_Error* find_nonfinite_handler(XLA_FFI_CallFrame* frame) {
                                               .RemainingArgs()
                                               .Ret<Found>())
                                   .To(find);
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* all_finite_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler =
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().Ret<ffi::Buffer<ffi::PRED>>().To(
-          search);
   return handler->Call(frame);
 }
 

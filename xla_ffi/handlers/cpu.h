@@ -11,7 +11,6 @@ XLA_FFI_Error* reduce_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* decode_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* accumulate_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* find_nonfinite_handler(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* all_finite_handler(XLA_FFI_CallFrame* frame);
 
 }  // namespace cgx
 

@@ -33,7 +33,6 @@ std::map<std::string, py::capsule> handlers() {
       {"cgx_decode", capsule(cgx::decode_handler)},
       {"cgx_accumulate", capsule(cgx::accumulate_handler)},
       {"cgx_find_nonfinite", capsule(cgx::find_nonfinite_handler)},
-      {"cgx_all_finite", capsule(cgx::all_finite_handler)},
       {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)},
       {"cgx_gather_sum_mpi", capsule(cgx::gather_sum_mpi_handler)},
       {"cgx_scatter_mpi", capsule(cgx::scatter_mpi_handler)},

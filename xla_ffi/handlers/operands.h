@@ -282,7 +282,7 @@ inline ffi::Error check_decode(const char* call, const Payload& payload,
   return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
 }
 
-// (rank, payload of any number of peers, own row or nothing, leaves) -> found
+// (rank, payload of any number of peers, none too, own row or nothing, leaves) -> found
 inline ffi::Error check_find(const char* call, const Ranks& rank, const Payload& payload,
                              const Payload& own, const ffi::RemainingArgs& args, const Found& found,
                              const LayoutAttributes& attributes, Operands* out, int64_t* peers) {
@@ -294,13 +294,12 @@ inline ffi::Error check_find(const char* call, const Ranks& rank, const Payload&
   const auto dims = payload.dimensions();
   if (dims.size() < 2) return invalid(call, expected("rank of payload", dims.size(), 2));
   const int64_t rows = dims[dims.size() - 2];
-  if (rows < layout.world || rows % layout.world != 0) {
+  if (rows % layout.world != 0) {
     return invalid(call, "number of rows of payload is " + std::to_string(rows) +
-                             ", must be a positive multiple of world, " +
-                             std::to_string(layout.world));
+                             ", must be a multiple of world, " + std::to_string(layout.world));
   }
   *peers = rows / layout.world;
-  CGX_TRY(check_world(call, *peers, "number of peers"));
+  if (*peers > 0) CGX_TRY(check_world(call, *peers, "number of peers"));
   CGX_TRY(check_count(call, "payload", payload, out->batch * rows * layout.chunk_bytes));
   const bool none = own.element_count() == 0 && layout.chunk_bytes > 0;
   CGX_TRY(check_count(call, "own", own, none ? 0 : out->batch * layout.chunk_bytes));

@@ -135,7 +135,7 @@ inline Call find_call(Random& random, int64_t most, bool units) {
   Call call;
   const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
   const bool own = random.chance(2);
-  const int64_t peers = random.within(1, 3);
+  const int64_t peers = random.within(0, 3);
   call.places(random, {leaves.batch}, -1, own ? leaves.world - 1 : -1);
   call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, peers * leaves.world, leaves.row()});
   call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, own ? leaves.row() : 0});

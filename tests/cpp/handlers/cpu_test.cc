@@ -100,7 +100,7 @@ const struct {
        f->ret(kS32, memory, {0, 2});
        f->attr("slots", std::vector<int64_t>{}).attr("world", int64_t{2});
      },
-     "number of rows of payload is 3, must be a positive multiple of world, 2"},
+     "number of rows of payload is 3, must be a multiple of world, 2"},
     {"cgx_find_nonfinite",
      [](Frame* f) {
        f->arg(kS32, ranks, {1}).arg(kU8, memory, {1, 40}).arg(kU8, nullptr, {0});
