@@ -37,11 +37,12 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
     * "skip": logs, and makes the result of the call 0 on all ranks of the mesh. `sync_gradients`
       then keeps its state and counts the step.
 
-    While values are finite, `Quantize` costs next to nothing on CPUs: the ranges of its buckets say
-    so. What is reduced exactly or by other codes costs a pass over results. Where a code may hide
-    such a value (`Compressor.carries_nonfinite` is False), it costs a pass over operands too. Then,
-    and where ranks have different results, a sum of 4 bytes over the mesh makes all ranks decide
-    alike.
+    While values are finite, `Quantize` costs next to nothing on CPUs, since the ranges of its
+    buckets say so. What is reduced exactly or by other codes costs a pass over results. Where a
+    code may hide such a value (`Compressor.carries_nonfinite` is False), it costs a pass over
+    operands too. Then, and where ranks have different results, a sum of 4 bytes over the mesh makes
+    all ranks decide alike.
+
     Clears JAX's caches on entry and on exit, so that functions compiled outside are traced again.
 
     Raises ValueError for another action. Raises ValueError while tracing for "skip" around
