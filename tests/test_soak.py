@@ -1,5 +1,6 @@
 """The soak finds what is wrong, and a short one runs, is killed, goes on and leaves nothing."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,6 +27,7 @@ def module(name):
 
 
 report, drawing = module("report"), module("drawing")
+programs = module("programs")
 
 
 def test_a_slope_has_the_standard_error_of_independent_samples():
@@ -41,6 +44,24 @@ def test_a_slope_of_samples_that_depend_on_each_other_has_a_larger_error():
     held = [np.repeat(rng.standard_normal(60), 10) for _ in range(200)]  # 10 samples alike
     rates, errors = np.transpose([report.slope(times, v) for v in held])
     assert errors.mean() == pytest.approx(rates.std(), rel=0.2)
+
+
+def test_only_caches_of_fixed_size_keep_anything_of_a_dropped_program():
+    def run_and_drop(numbers):
+        for number in numbers:
+            jax.block_until_ready(programs.program("library")(programs.leaves(number)))
+        jax.clear_caches()
+        endless = {}
+        for cache in programs.caches():
+            if cache.cache_parameters()["maxsize"] is None:
+                endless[cache.__qualname__] = cache.cache_info().currsize
+            else:
+                cache.cache_clear()
+        gc.collect()
+        return programs.alive(), endless
+
+    before = run_and_drop(range(3))
+    assert run_and_drop(range(3, 20)) == before
 
 
 def records(*crcs, share=0.5):

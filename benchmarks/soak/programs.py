@@ -22,6 +22,7 @@ import argparse
 import ctypes
 import functools
 import gc
+import inspect
 import json
 import os
 import subprocess
@@ -31,8 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-import report
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -84,9 +83,14 @@ def child(kind: str, programs: int) -> Any:
     return json.loads(done.stdout)
 
 
-def shapes(number: int) -> list[tuple[int, int]]:
-    """Of the leaves of a program: no two programs have the same."""
-    return [(100 + number, 40), (3, 1000 + 7 * number)]
+def leaves(number: int) -> list[Any]:
+    """Those of all ranks that a program reduces: no two programs have the same shapes."""
+    import jax
+
+    mesh = jax.make_mesh((WORLD,), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    shapes = [(100 + number, 40), (3, 1000 + 7 * number)]
+    return [jax.device_put(np.ones((WORLD, *shape), np.float32), sharding) for shape in shapes]
 
 
 def program(kind: str) -> Any:
@@ -115,14 +119,7 @@ def run(kind: str, programs: int) -> dict[str, Any]:
     import jax
 
     import cgx_jax
-
-    sharding = jax.sharding.NamedSharding(
-        jax.make_mesh((WORLD,), ("data",)), jax.sharding.PartitionSpec("data")
-    )
-
-    def leaves(number: int) -> list[Any]:
-        values = (np.ones((WORLD, *shape), np.float32) for shape in shapes(number))
-        return [jax.device_put(x, sharding) for x in values]
+    import report
 
     native = cgx_jax.kernels.native.module()
     targets = native.handlers() if native is not None else {}
@@ -147,7 +144,7 @@ def run(kind: str, programs: int) -> dict[str, Any]:
         "filling": report.slope(early[:, 0], early[:, 1]),
         "slope": report.slope(late[:, 0], late[:, 1]),
         "objects": alive(),
-        "caches": cached(),
+        "caches": sum(x.cache_info().currsize for x in caches()),
     }
 
 
@@ -168,14 +165,11 @@ def alive() -> dict[str, int]:
     return dict(Counter(f"{c.__module__}.{c.__qualname__}" for c in ours).most_common())
 
 
-def cached() -> int:
-    """Entries of the caches of the library's functions."""
-    caches = {id(x): x for x in gc.get_objects() if isinstance(x, functools._lru_cache_wrapper)}
-    return sum(
-        x.cache_info().currsize
-        for x in caches.values()
-        if str(getattr(x, "__module__", "")).startswith("cgx_jax")
-    )
+def caches() -> list[Any]:
+    """Those of the library's functions that take arguments."""
+    wrappers = {id(x): x for x in gc.get_objects() if isinstance(x, functools._lru_cache_wrapper)}
+    ours = (x for x in wrappers.values() if str(x.__module__).startswith("cgx_jax"))
+    return [x for x in ours if inspect.signature(x).parameters]
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def count_nonfinite(arrays: Sequence[Any]) -> jax.Array:
     }
     if coded:
         leaves = [arrays[i] for i in coded]
+        # A layout of any code will do: there are no records.
         slots = tuple(Slot(x.size, 8, 512, "nearest", 0) for x in leaves)
         layout = Layout(slots, 1)
         nothing = jnp.zeros((0, layout.chunk_bytes), jnp.uint8)
