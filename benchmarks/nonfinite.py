@@ -8,7 +8,9 @@ mpiexec starts here, by "mpi". Every repeat takes a step without the mode, one o
 compiled again, and one under `debug_nonfinite("log")`, each behind a barrier; a time is the slowest
 rank's. The order turns round with every repeat. `added` is the median (and quartiles) over the
 repeats of a step's time over that of the first in the same repeat, less 1: of the second it is
-noise. Values are finite throughout. Needs the packages of the extra `accuracy`.
+noise. Then the same for the step's reduction by itself, which has less noise. There `added` is what
+it takes longer in the same repeat, over the median time of the whole step without the mode. Values
+are finite throughout. Needs the packages of the extra `accuracy`.
 """
 
 import argparse
@@ -17,11 +19,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 sys.path.append(str(Path(__file__).resolve().parent / "suite"))
 
@@ -39,7 +44,7 @@ MASTER_PORT = 29_517
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = measure.parser(__doc__, reps=101)
+    parser = measure.parser(__doc__, reps=301)
     parser.add_argument("--task", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--exchanges", nargs="+", choices=("xla", "mpi"), default=["xla", "mpi"], help="(both)"
@@ -88,47 +93,77 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def compare(ranks: Ranks, task: str, exchange: str, reps: int) -> list[dict[str, Any]]:
-    """Times a task's step without the mode, again, and with it; one row each."""
+    """Times a task's step, and its reduction alone, without the mode, again, and with it."""
     model = MODELS[task]
     batch = tuple(x[0] for x in model.batches(1, 0))
+    params = model.initial(0)[1]
+    plan = cgx_jax.Plan.build(params, METHODS[METHOD].policy(model.steps))
 
-    def step() -> Step:
-        trainer = of_exchange(Timed, exchange, model, METHODS[METHOD])
-        return Step(ranks, trainer, batch, sends=True)
+    def trainer() -> Timed:
+        return of_exchange(Timed, exchange, model, METHODS[METHOD])
 
-    steps = {"off": step(), "off, again": step()}
-    with cgx_jax.debug_nonfinite("log"):
-        steps["on"] = step()
-    seconds = in_turns(ranks, list(steps.values()), reps)
-    plan = cgx_jax.Plan.build(model.initial(0)[1], METHODS[METHOD].policy(model.steps))
-    values = sum(leaf.size for leaf in plan.leaves)
+    kinds: dict[str, Callable[[], Any]] = {
+        "step": lambda: Step(ranks, trainer(), batch, sends=True),
+        "reduction": lambda: reduction(trainer().mesh, params, plan, exchange),
+    }
     rows = []
-    for i, name in enumerate(steps):
-        row = {
-            "task": task,
-            "mode": name,
-            "exchange": exchange,
-            "method": METHOD,
-            "world": ranks.world,
-            "values": values,
-            "leaves": len(plan.leaves),
-            "reps": reps,
-            "seconds": measure.quartiles(seconds[:, i]),
-            "added": measure.quartiles(seconds[:, i] / seconds[:, 0] - 1),
-        }
-        rows.append(row)
-        if ranks.first:
-            low, middle, high = (100 * x for x in row["added"])
-            print(
-                f"{task:<13} {exchange:<4} {values:>9,} values {len(plan.leaves):>3} leaves"
-                f" {name:<11} {row['seconds'][1] * 1e3:8.2f} ms  added {middle:5.2f} %"
-                f" ({low:.2f} to {high:.2f})",
-                flush=True,
-            )
+    for what, make in kinds.items():
+        programs = {"off": make(), "off, again": make()}
+        with cgx_jax.debug_nonfinite("log"):
+            programs["on"] = make()
+        seconds = in_turns(ranks, list(programs.values()), reps)
+        if what == "step":
+            whole = float(np.median(seconds[:, 0]))
+        over = seconds[:, :1] if what == "step" else whole
+        for mode, added in zip(programs, ((seconds - seconds[:, :1]) / over).T, strict=True):
+            row = {
+                "task": task,
+                "what": what,
+                "mode": mode,
+                "exchange": exchange,
+                "method": METHOD,
+                "world": ranks.world,
+                "values": sum(leaf.size for leaf in plan.leaves),
+                "leaves": len(plan.leaves),
+                "reps": reps,
+                "seconds": measure.quartiles(seconds[:, list(programs).index(mode)]),
+                "added": measure.quartiles(added),
+            }
+            rows.append(row)
+            if ranks.first:
+                print(line(row), flush=True)
     return rows
 
 
-def in_turns(ranks: Ranks, steps: list[Step], reps: int) -> np.ndarray:
+def line(row: dict[str, Any]) -> str:
+    low, middle, high = (100 * x for x in row["added"])
+    return (
+        f"{row['task']:<13} {row['exchange']:<4} {row['values']:>9,} values {row['leaves']:>3}"
+        f" leaves {row['what']:<9} {row['mode']:<11} {row['seconds'][1] * 1e3:8.2f} ms"
+        f"  added {middle:5.2f} % ({low:.2f} to {high:.2f})"
+    )
+
+
+def reduction(mesh: Mesh, params: Any, plan: cgx_jax.Plan, exchange: str) -> Callable[[], Any]:
+    """The reduction of a step's gradients alone, of random ones."""
+    rows = NamedSharding(mesh, P("data"))
+    rng = np.random.default_rng(0)
+
+    def place(leaf: Any) -> jax.Array:
+        host = rng.standard_normal((mesh.size, *leaf.shape), np.float32)
+        return jax.make_array_from_callback(host.shape, rows, host.__getitem__)
+
+    def reduce(tree: Any) -> Any:
+        own = jax.tree.map(lambda x: 2 * x[0], tree)  # a step computes its gradients
+        return cgx_jax.pmean_compressed(own, "data", plan, exchange=exchange)
+
+    tree = jax.tree.map(place, params)
+    mapped = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P())
+    program = jax.jit(mapped).lower(tree).compile()
+    return lambda: jax.block_until_ready(program(tree))
+
+
+def in_turns(ranks: Ranks, steps: list[Callable[[], Any]], reps: int) -> np.ndarray:
     """Seconds of every step by the slowest rank, f64[reps, steps]."""
     samples = np.empty((reps, len(steps)))
     for rep in range(-2, reps):  # two rounds of warm-up
