@@ -373,11 +373,11 @@ def _calls(
 def _seeds(
     compressors: Collection[Compressor], key: Any, axes: Axes, count: int, *, alike: bool
 ) -> Mapping[bool, tuple[Any, ...]]:
-    """`count` seeds by whether ranks share their noise. Zeros where none needs a key.
+    """`count` seeds, by whether all ranks have the same. Zeros where no compressor needs a key.
 
-    `alike` says that a reduction needs shared seeds for any compressor.
-
-    Those that do not round independently: their errors then average out.
+    Seeds of a rank's own make rounding errors independent, so that they average out. Ranks share
+    seeds for compressors that share noise. `alike` says that a reduction needs shared seeds for
+    every compressor.
     """
     if not any(c.needs_key for c in compressors):
         return dict.fromkeys((False, True), (np.zeros(2, np.uint32),) * count)
