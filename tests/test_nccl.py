@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Quantize
 from cgx_jax.exchanges import Auto, Nccl, Profile, Xla, auto, nccl, xla
+from cgx_jax.exchanges.base import Fused
 from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
 from cgx_jax.exchanges.profile import Codec
 from cgx_jax.kernels import primitives
@@ -85,7 +86,7 @@ def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual)
     rows = xla.gather(payload.reshape(-1), axes)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     rank = jnp.int32(NO_RANK)
-    return primitives.accumulate(rank, rows, zeros, layout, divisor=divisor), lost
+    return Fused(primitives.accumulate(rank, rows, zeros, layout, divisor=divisor), lost)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

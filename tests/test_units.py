@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Cast, Plan, Quantize
 from cgx_jax.exchanges import Nccl, xla
+from cgx_jax.exchanges.base import Fused
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.wire import Layout
 from reducing import pmean_with_residual
@@ -326,7 +327,7 @@ def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual)
     chunk, lost = primitives.reduce(
         phases[1], rank, rows, leaves, layout, divisor=divisor, residuals=lost
     )
-    return primitives.decode(xla.gather(chunk, axes), layout, leaves), lost
+    return Fused(primitives.decode(xla.gather(chunk, axes), layout, leaves), lost)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
