@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode, folded, unit_of
-from cgx_jax.kernels import outside, primitives
+from cgx_jax.kernels import nonfinite, outside, primitives
 from cgx_jax.kernels.primitives import NO_RANK, Units
 from cgx_jax.wire import Layout
 
@@ -68,10 +68,10 @@ class QuantizedChunks(ChunkCode):
         return primitives.decode(rows, self.layout, like, units=units)
 
     def find_in(self, rank: Any, rows: jax.Array, chunk: jax.Array, leaves: Arrays) -> jax.Array:
-        return primitives.find_nonfinite(rows, leaves, self.layout, rank=rank, own=chunk)
+        return nonfinite.find_nonfinite(rows, leaves, self.layout, rank=rank, own=chunk)
 
     def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array:
-        return primitives.find_nonfinite(rows, leaves, self.layout, in_units=_marks(units))
+        return nonfinite.find_nonfinite(rows, leaves, self.layout, in_units=_marks(units))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +113,10 @@ class QuantizedWhole(WholeCode):
         ]
 
     def find_in(self, payload: jax.Array, leaves: Arrays) -> jax.Array:
-        return primitives.find_nonfinite(payload, leaves, self.layout)
+        return nonfinite.find_nonfinite(payload, leaves, self.layout)
 
     def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array:
-        return primitives.find_nonfinite(rows, leaves, self.layout, in_units=_marks(units))
+        return nonfinite.find_nonfinite(rows, leaves, self.layout, in_units=_marks(units))
 
     def words(self, seed: Any, rank: Any) -> Any:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):

@@ -24,10 +24,9 @@ from jax.interpreters import batching, mlir, xla
 
 from cgx_jax import _compat
 from cgx_jax.kernels import chunk, native, outside, reference
-from cgx_jax.wire import Layout, Slot
+from cgx_jax.wire import Layout
 
 NO_RANK = -1
-DTYPES = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[jax.Array]:
@@ -127,54 +126,11 @@ def accumulate(
     return bind(accumulate_p, rank, payload, *leaves, **params)
 
 
-def find_nonfinite(
-    payload: Any,
-    leaves: Sequence[Any],
-    layout: Layout,
-    *,
-    rank: Any = NO_RANK,
-    own: Any = None,
-    in_units: Sequence[bool] = (),
-) -> jax.Array:
-    """What of `leaves` is not finite, i32[leaves, 2]: how many values, and the place of the first.
-
-    `payload`, u8[rows, chunk_bytes] with one row for each chunk or several times as many, was made
-    of the leaves, or the leaves of it. The records of the chunk of `rank` are in `own`,
-    u8[chunk_bytes]. A bucket's values are looked at only if its records do not rule out that one is
-    not finite, or if its leaf is `in_units`, whose values no record bounds. Without rows, all
-    values are looked at.
-    """
-    if any(in_units):
-        layout = layout.with_units(tuple(in_units))
-    rows = payload if payload.ndim == 2 else payload[None]
-    own = jnp.zeros((0,), jnp.uint8) if own is None else own
-    (found,) = bind(find_nonfinite_p, jnp.int32(rank), rows, own, *leaves, layout=layout, batch=1)
-    return found
-
-
-def count_nonfinite(arrays: Sequence[Any]) -> jax.Array:
-    """The same of any arrays, i32[arrays, 2], of which nothing is known."""
-    coded = [i for i, x in enumerate(arrays) if x.dtype in DTYPES]
-    pairs = {
-        i: reference.count_nonfinite(x.ravel()) for i, x in enumerate(arrays) if i not in coded
-    }
-    if coded:
-        leaves = [arrays[i] for i in coded]
-        # A layout of any code will do: there are no records.
-        slots = tuple(Slot(x.size, 8, 512, "nearest", 0) for x in leaves)
-        layout = Layout(slots, 1)
-        nothing = jnp.zeros((0, layout.chunk_bytes), jnp.uint8)
-        found = find_nonfinite(nothing, leaves, layout)
-        if len(coded) == len(arrays):
-            return found
-        pairs |= {i: found[n] for n, i in enumerate(coded)}
-    return jnp.stack([pairs[i] for i in range(len(arrays))])
-
-
 # --- shapes. A batch of one adds no dimension: a call's results are then the leaves' own shapes.
 
 
-def _lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
+def lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a batch of results."""
     return tuple(shape) if batch == 1 else (batch, *shape)
 
 
@@ -189,7 +145,7 @@ def _encode_shapes(
 ) -> Any:
     leaves = operands[: len(layout.slots)]
     rows = _compat.result_aval(
-        _lead(batch, (layout.world, layout.chunk_bytes)), jnp.dtype(jnp.uint8), key
+        lead(batch, (layout.world, layout.chunk_bytes)), jnp.dtype(jnp.uint8), key
     )
     return [rows, *(_compat.result_aval(x.shape, x.dtype, key) for x in leaves if residual)]
 
@@ -197,24 +153,19 @@ def _encode_shapes(
 def _reduce_shapes(
     key: Any, rank: Any, payload: Any, *operands: Any, layout: Any, divisor: Any, batch: Any
 ) -> Any:
-    chunk = _compat.result_aval(_lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)
+    chunk = _compat.result_aval(lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)
     residuals = _residuals(operands, layout)
     return [chunk, *(_compat.result_aval(x.shape, x.dtype, key) for x in residuals)]
 
 
 def _decode_shapes(payload: Any, *units: Any, layout: Any, shapes: Any, batch: Any) -> Any:
-    return [_compat.result_aval(_lead(batch, shape), dtype, payload) for shape, dtype in shapes]
+    return [_compat.result_aval(lead(batch, shape), dtype, payload) for shape, dtype in shapes]
 
 
 def _accumulate_shapes(
     rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, peers: Any, batch: Any
 ) -> Any:
     return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
-
-
-def _find_shapes(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any) -> Any:
-    shape = _lead(batch, (len(leaves), 2))
-    return [_compat.result_aval(shape, jnp.dtype(jnp.int32), payload)]
 
 
 # --- the jnp way: one buffer at a time, or a batch of them, shapes restored at the end.
@@ -234,14 +185,15 @@ def _each(one: Callable[..., list[Any]], batch: int, *operands: Any) -> list[Any
     return [y[None] for y in one(*(x[0] for x in operands))]
 
 
-def _flat(batch: int, arrays: Sequence[Any], *shape: int) -> list[Any]:
+def flat(batch: int, arrays: Sequence[Any], *shape: int) -> list[Any]:
+    """Operands as [batch, values], or [batch, *shape]."""
     return [x.reshape(batch, *(shape or (x.size // batch,))) for x in arrays]
 
 
 def _encode_jnp(key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, batch: Any) -> Any:
     one = functools.partial(reference.encode, layout=layout, residual=residual)
-    out = _all(one, batch, key.reshape(batch, 2), rank.reshape(batch), *_flat(batch, leaves))
-    rows = out[0].reshape(_lead(batch, out[0].shape[1:]))
+    out = _all(one, batch, key.reshape(batch, 2), rank.reshape(batch), *flat(batch, leaves))
+    rows = out[0].reshape(lead(batch, out[0].shape[1:]))
     return [rows, *(r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False))]
 
 
@@ -249,44 +201,30 @@ def _reduce_jnp(
     key: Any, rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, batch: Any
 ) -> Any:
     one = functools.partial(chunk.reduce, layout=layout, divisor=divisor)
-    (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
+    (payload,) = flat(batch, [payload], layout.world, layout.chunk_bytes)
     # One after the other: under vmap a rank would compute what it owns nothing of, to drop it.
     out = _each(
-        one, batch, key.reshape(batch, 2), rank.reshape(batch), payload, *_flat(batch, leaves)
+        one, batch, key.reshape(batch, 2), rank.reshape(batch), payload, *flat(batch, leaves)
     )
     residuals = leaves[len(layout.slots) :]
-    first = out[0].reshape(_lead(batch, (layout.chunk_bytes,)))
+    first = out[0].reshape(lead(batch, (layout.chunk_bytes,)))
     return [first, *(r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True))]
 
 
 def _decode_jnp(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
     one = functools.partial(reference.decode, layout=layout, dtypes=[d for _, d in shapes])
-    (payload,) = _flat(batch, [payload], layout.world, layout.chunk_bytes)
+    (payload,) = flat(batch, [payload], layout.world, layout.chunk_bytes)
     out = _all(one, batch, payload)
-    return [x.reshape(_lead(batch, shape)) for x, (shape, _) in zip(out, shapes, strict=True)]
+    return [x.reshape(lead(batch, shape)) for x, (shape, _) in zip(out, shapes, strict=True)]
 
 
 def _accumulate_jnp(
     rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, peers: Any, batch: Any
 ) -> Any:
     one = functools.partial(reference.accumulate, layout=layout, divisor=divisor)
-    (payload,) = _flat(batch, [payload], peers, layout.total_bytes)
-    out = _all(one, batch, rank.reshape(batch), payload, *_flat(batch, leaves))
+    (payload,) = flat(batch, [payload], peers, layout.total_bytes)
+    out = _all(one, batch, rank.reshape(batch), payload, *flat(batch, leaves))
     return [y.reshape(x.shape) for y, x in zip(out, leaves, strict=True)]
-
-
-def _find_jnp(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any) -> Any:
-    """Looks at all values, and counts them if some are not finite."""
-    flat = _flat(batch, leaves)
-    none = _compat.vary_over(
-        jnp.zeros((batch, len(leaves), 2), jnp.int32), _compat.varying_axes(payload)
-    )
-
-    def count() -> jax.Array:
-        return jnp.stack([reference.count_nonfinite(x) for x in flat], axis=1)
-
-    found = lax.cond(reference.all_finite(flat), lambda: none, count) if leaves else none
-    return [found.reshape(_lead(batch, found.shape[1:]))]
 
 
 # --- the native way: the handlers' attributes from the static parameters.
@@ -343,7 +281,7 @@ def _unbatched_shapes(primitive: Primitive, args: Any, dims: Any, params: Any) -
 _SHAPES: dict[Primitive, Callable[..., list[Any]]] = {}
 
 
-def _primitive(
+def define(
     name: str,
     shapes: Callable[..., Any],
     fallback: Callable[..., Any],
@@ -351,9 +289,10 @@ def _primitive(
     *,
     cuda: bool = True,
 ) -> Primitive:
-    """`outside` does the same with units by a call without, where kernels know no units.
+    """A primitive with its results' `shapes`, its `fallback` in jnp, and native calls of `name`.
 
-    Without `cuda` the fallback is what GPUs take too.
+    `outside` does the same with units by a call without, where kernels know no units.
+    Without `cuda`, GPUs take the fallback too.
     """
     p = Primitive(name)
     p.multiple_results = True
@@ -397,8 +336,7 @@ def _warning_lowering(plain: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-encode_p = _primitive("cgx_encode", _encode_shapes, _encode_jnp, outside.encode)
-reduce_p = _primitive("cgx_reduce", _reduce_shapes, _reduce_jnp, outside.reduce)
-decode_p = _primitive("cgx_decode", _decode_shapes, _decode_jnp, outside.decode)
-accumulate_p = _primitive("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)
-find_nonfinite_p = _primitive("cgx_find_nonfinite", _find_shapes, _find_jnp, cuda=False)
+encode_p = define("cgx_encode", _encode_shapes, _encode_jnp, outside.encode)
+reduce_p = define("cgx_reduce", _reduce_shapes, _reduce_jnp, outside.reduce)
+decode_p = define("cgx_decode", _decode_shapes, _decode_jnp, outside.decode)
+accumulate_p = define("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)

@@ -16,7 +16,8 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.debug import traced_anew
 from cgx_jax.exchanges import xla
-from cgx_jax.kernels import primitives, reference
+from cgx_jax.kernels import reference
+from cgx_jax.kernels.nonfinite import count_nonfinite
 from cgx_jax.leaves import Leaf
 from cgx_jax.nonfinite.report import Report, Side, after_report, tell
 
@@ -161,7 +162,7 @@ def _counted(leaves: Sequence[Any], numbers: Sequence[int]) -> jax.Array:
     """What of the leaves of these numbers is not finite, i32[numbers, 2]."""
     if not numbers:
         return jnp.zeros((0, 2), jnp.int32)
-    return primitives.count_nonfinite([_constant(leaves[i]) for i in numbers])
+    return count_nonfinite([_constant(leaves[i]) for i in numbers])
 
 
 def _none(counted: Sequence[jax.Array]) -> jax.Array:
