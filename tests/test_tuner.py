@@ -24,8 +24,9 @@ from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import GatherSum, Levels, Tree
 from cgx_jax.tuner import Setting
+from cgx_jax.tuner import candidates as candidates_module
 from cgx_jax.tuner import tuner as tuner_module
-from cgx_jax.tuner.candidates import Asked, candidates
+from cgx_jax.tuner.candidates import Asked, Candidate, candidates, other_size
 from cgx_jax.tuner.setting import Offered
 from cgx_jax.tuner.trials import Trials, best
 from test_agreement import HEADER, _environment
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("no_cache")
 
 WORLD = 2
 PSUM, SPLIT, WHOLE = Setting(), Setting(Xla()), Setting(Xla(), GatherSum())
+LARGE, SMALL = (Setting(Xla(), fusion_bytes=n) for n in (1 << 16, 1 << 14))
 LIKE = {"w": jnp.zeros((64, 64)), "v": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
 
 
@@ -156,6 +158,39 @@ def test_options_outside_of_the_program_are_tried_last_and_compile_nothing(
     assert shown[f"cgx/saved/{last[0]}"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("small", "kept"), [(0.4, SMALL), (0.6, LARGE), (0.499, LARGE)])
+def test_another_size_of_the_fastest_ones_buffers_is_tried_last(monkeypatch, small, kept):
+    """Three programs: psum, one way by one buffer, and the same way by a buffer per matrix."""
+    monkeypatch.setattr(candidates_module, "FUSION", (LARGE.fusion_bytes, SMALL.fusion_bytes))
+    noise = itertools.cycle([0.002, 0.002, -0.002, -0.002])  # so that 0.499 is not surely less
+
+    def costs(setting, step):
+        return {PSUM: 1.0, LARGE: 0.5, SMALL: small}[setting] + next(noise)
+
+    training = Training(tuner(reductions=()), monkeypatch=monkeypatch, costs=costs)
+    first, last = 2 * (1 + 2 * 4), 2 * (1 + 2 * 4)
+    training.run(first + last + 2)
+    assert set(training.ran[:first]) == {PSUM, LARGE}
+    assert set(training.ran[first : first + last]) == {LARGE, SMALL}
+    assert training.ran[first + last :] == [kept] * 2
+    assert training.tuner.traces == 1 + 3
+    assert training.tuner.metrics()[f"cgx/saved/{SMALL}"] == pytest.approx(1 - small, abs=0.005)
+
+
+@pytest.mark.parametrize("compilations", [2, 3, 4])
+def test_no_more_programs_are_compiled_than_allowed(monkeypatch, compilations):
+    monkeypatch.setattr(candidates_module, "FUSION", (LARGE.fusion_bytes, SMALL.fusion_bytes))
+    training = Training(
+        tuner(compilations=compilations),
+        monkeypatch=monkeypatch,
+        costs=lambda setting, step: 0.5 + 0.5 * (setting == PSUM),
+    )
+    training.run(100)
+    assert training.tuner.state == "kept"
+    assert len(set(training.ran)) == compilations
+    assert training.tuner.traces == 1 + compilations
+
+
 def test_what_is_reduced_is_what_the_setting_says(monkeypatch):
     """By psum the mean is exact; by a code it is that of the same call with its options."""
     training = Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(0.5, 0.8))
@@ -230,7 +265,7 @@ OPTIONS = {
 def test_options_of_one_program_must_be_faster_more_often_or_by_more(name):
     ratios, replace = OPTIONS[name]
     samples = np.stack([np.ones(8), ratios, [0.5] + [1.1] * 7], axis=1)
-    assert best(samples, options=True) == int(replace)
+    assert best(samples, similar=True) == int(replace)
 
 
 @pytest.mark.parametrize(("ratio", "low", "high"), [(1.05, 0, 0.03), (0.9, 0.75, 1)])
@@ -238,7 +273,7 @@ def test_noise_seldom_decides_between_options(ratio, low, high):
     """Two others that take `ratio` of the first one's time, under noise of 10 %."""
     rng = np.random.default_rng(0)
     samples = np.exp(rng.normal(scale=0.1, size=(2000, 8, 3))) * [1, ratio, ratio]
-    replaced = np.mean([best(s, options=True) > 0 for s in samples])
+    replaced = np.mean([best(s, similar=True) > 0 for s in samples])
     assert low <= replaced <= high
 
 
@@ -373,6 +408,43 @@ def test_each_way_that_may_be_the_fastest_comes_before_other_sizes(xla, expected
     assert [str(c.setting) for c in found][: len(expected)] == expected
 
 
+# Predicted seconds by 64, 16 and 4 MiB; None beyond what was measured. Then, in MiB, the size that
+# is tried first, and the one that is tried beside it if it is kept.
+SIZES = {
+    "all alike": ([1.0, 1.05, 1.09], 64, 4),
+    "smaller ones seem a little faster": ([1.4, 1.2, 1.0], 64, 4),
+    "smaller ones are predicted to be faster": ([2.0, 1.6, 1.0], 4, None),
+    "only the largest is predicted to be slower": ([1.6, 1.0, 1.0], 16, 4),
+    "the smallest is predicted to be slower": ([1.0, 1.05, 1.6], 64, 16),
+    "nothing is known": ([None, None, None], 64, 4),
+    "the largest was not measured": ([None, 1.0, 1.05], 64, 4),
+    "one size only": ([1.0], 64, None),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_of_sizes_that_are_predicted_alike_the_largest_comes_first(name):
+    seconds, first, other = SIZES[name]
+    settings = [Setting(Xla(), None, None, mib << 20) for mib in (64, 16, 4)]
+    found = [Candidate(x, t, 1) for x, t in zip(settings, seconds, strict=False)]
+    ordered = sorted(found, key=candidates_module._cost)
+    head, *rest = candidates_module._varied(ordered)
+    assert head.setting.fusion_bytes == first << 20
+    assert rest == [c for c in ordered if c != head]
+    beside = other_size(found, head.setting, [head.setting])
+    assert beside == (None if other is None else Setting(Xla(), None, None, other << 20))
+
+
+def test_another_size_keeps_the_engine_options_and_leaves_out_what_was_tried():
+    settings = [Setting(Mpi(window=4), None, None, mib << 20) for mib in (64, 16, 4)]
+    found = [Candidate(x, None, 1) for x in settings]
+    kept = dataclasses.replace(settings[0], exchange=Mpi(window=8))
+    other = dataclasses.replace(kept, fusion_bytes=16 << 20)
+    assert other_size(found, kept, [kept, settings[2]]) == other
+    assert other_size(found, kept, settings) is None
+    assert other_size(found, Setting(), [Setting()]) is None
+
+
 def test_nothing_is_predicted_far_beyond_what_was_measured():
     """Up to four times its 256 KiB for xla, and not beyond its 16 KiB for gather_sum."""
     rows = [("xla/gather_sum", 4.125, 4096 * 4**i, 1e-6) for i in range(2)]
@@ -456,9 +528,9 @@ def test_a_first_step_that_fails_leaves_nothing_behind():
 
 def test_a_tuner_without_its_jit_is_refused():
     training = Training(tuner())
-    with pytest.raises(ValueError, match=r"write tuner.jit\(step\) where jax.jit\(step\) stands"):
+    with pytest.raises(ValueError, match=r"write tuner.jit\(step\) instead of jax.jit\(step\)"):
         jax.jit(training.sharded())(grads(), training.state)
-    with pytest.raises(ValueError, match="it has a step already; make another Tuner"):
+    with pytest.raises(ValueError, match="this tuner has a step already; make another Tuner"):
         training.tuner.jit(lambda x: x)
     with pytest.raises(TypeError, match=r"Tuner object .* is not an exchange"):
         cgx_jax.psum_compressed(jnp.ones(3), "data", exchange=tuner())
@@ -472,7 +544,7 @@ def test_a_step_that_is_jitted_already_or_asks_nothing_is_refused():
     step = inner.jit(jax.jit(training.sharded()))
     with pytest.raises(ValueError, match=r"already jitted.*Pass tuner.jit the function without"):
         step(grads(), training.state)
-    with pytest.raises(ValueError, match="Tuner: the step did not ask for its setting"):
+    with pytest.raises(ValueError, match="Tuner: the step did not use the setting"):
         tuner().jit(lambda x: x + 1)(jnp.ones(3))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -86,21 +88,50 @@ def candidates(
     return [exact, *_varied(sorted((c for c in found if _cost(c) < _limit(c, exact)), key=_cost))]
 
 
-def _varied(found: list[Candidate]) -> list[Candidate]:
-    """The best of each way that may be the fastest, then the others: a few trials show more so.
+def other_size(
+    found: Sequence[Candidate], kept: Setting, tried: Sequence[Setting]
+) -> Setting | None:
+    """`kept` by buffers of a size that is worth a trial beside it; None if there is none.
 
-    A way is an exchange with a reduction and levels. Buffers of another size change its predicted
-    time by less than the model is wrong by.
+    `found` are the candidates, and `tried` is what was tried already. Of the sizes that may be as
+    fast, the result has the one that differs most, which shows best whether the size matters.
     """
-    near: list[Candidate] = []
-    rest: list[Candidate] = []
-    seen = set()
+    own = sorted((c for c in found if c.setting.way == kept.way), key=_cost)
+    known = [setting.fusion_bytes for setting in tried if setting.way == kept.way]
+    sizes = [c.setting.fusion_bytes for c in _fastest_sizes(own)]
+    others = [size for size in sizes if size not in known]
+    if not others:
+        return None
+    size = max(others, key=lambda n: max(n / kept.fusion_bytes, kept.fusion_bytes / n))
+    return dataclasses.replace(kept, fusion_bytes=size)
+
+
+def _varied(found: list[Candidate]) -> list[Candidate]:
+    """One candidate of each way that may be the fastest, then all others.
+
+    A few trials then compare ways first, because the model errs by more than a size changes. Of the
+    sizes that may be the fastest, the largest stands for its way. It needs the fewest calls, and
+    each call has to fill the links and to drain them, which the profile does not show.
+    """
+    by_way = collections.defaultdict(list)
     for candidate in found:
-        setting = candidate.setting
-        way = (setting.exchange, setting.reduction, setting.levels)
-        (rest if way in seen or not _may_be_fastest(candidate, near) else near).append(candidate)
-        seen.add(way)
-    return [*near, *rest]
+        by_way[candidate.setting.way].append(candidate)
+    least: list[Candidate] = []
+    first: list[Candidate] = []
+    for own in by_way.values():
+        if _may_be_fastest(own[0], least):
+            least.append(own[0])
+            first.append(max(_fastest_sizes(own), key=lambda c: c.setting.fusion_bytes))
+    return [*first, *(c for c in found if c not in first)]
+
+
+def _fastest_sizes(own: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates of one way that may be the fastest; `own` has the best first."""
+    return [
+        c
+        for c in own
+        if c.seconds is None or own[0].seconds is None or c.seconds <= NEAR * own[0].seconds
+    ]
 
 
 def _may_be_fastest(candidate: Candidate, near: list[Candidate]) -> bool:

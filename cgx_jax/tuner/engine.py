@@ -114,7 +114,7 @@ def descend(
             samples = measure(tried)
             if len(samples) < LEAST_ROUNDS:
                 break
-            current = tried[best(samples, options=True)]
+            current = tried[best(samples, similar=True)]
     return current
 
 

@@ -60,13 +60,14 @@ class Setting:
 
     def unlike(self, other: Setting) -> int:
         """0 for the same way by buffers of the same size, 1 for the same way, 2 otherwise."""
-        if self._way() != other._way():
+        if self.way != other.way:
             return 2
         return int(self.fusion_bytes != other.fusion_bytes)
 
-    def _way(self) -> tuple[str | None, Reduction | None, Levels | None]:
-        exchange = None if self.exchange is None else self.exchange.shorthand
-        return exchange, self.reduction, self.levels
+    @property
+    def way(self) -> tuple[Exchange | None, Reduction | None, Levels | None]:
+        """The setting without the size of its buffers and what a compiled step does not know."""
+        return self.in_program().exchange, self.reduction, self.levels
 
     def to_fields(self) -> dict[str, Any]:
         """The setting in JSON types."""

@@ -6,10 +6,10 @@ import numpy as np
 
 # Of rounds in which the best must be faster than the first.
 _ROUNDS = 0.75
-# Options of one program differ by little, and would meet that by chance. They must be faster in
-# more rounds, or by more.
-_ROUNDS_OF_OPTIONS = 0.9
-_GAIN_OF_OPTIONS = 0.05
+# Similar settings differ by little, and would meet that by chance. They must be faster in more
+# rounds, or by more.
+_ROUNDS_OF_SIMILAR = 0.9
+_GAIN_OF_SIMILAR = 0.05
 
 
 class Trials:
@@ -45,19 +45,20 @@ class Trials:
         self._taken += 1
 
 
-def best(samples: np.ndarray, *, options: bool = False) -> int:
+def best(samples: np.ndarray, *, similar: bool = False) -> int:
     """The fastest candidate of f64[rounds, candidates], of those surely faster than the first.
 
     A candidate is surely faster if it took less time than the first in three rounds of four.
-    `options` says that candidates are one program by other options: one of them must be faster in
-    nine rounds of ten, or in three of four with a median that is 5 % less. The least median of the
-    ratios to the first wins. Without any such candidate it is 0.
+    `similar` says that candidates are one way to reduce, by other options or buffers of another
+    size. One of them must then be faster in nine rounds of ten, or in three of four with a median
+    that is 5 % less. The least median of the ratios to the first wins. Returns 0 if there is no
+    such candidate.
     """
     ratios = samples[:, 1:] / samples[:, :1]
     medians = np.median(ratios, axis=0)
     sure = np.quantile(ratios, _ROUNDS, axis=0) < 1
-    if options:
-        often = np.quantile(ratios, _ROUNDS_OF_OPTIONS, axis=0) < 1
-        sure &= often | (medians < 1 - _GAIN_OF_OPTIONS)
+    if similar:
+        often = np.quantile(ratios, _ROUNDS_OF_SIMILAR, axis=0) < 1
+        sure &= often | (medians < 1 - _GAIN_OF_SIMILAR)
     medians = np.where(sure, medians, np.inf)
     return 1 + int(medians.argmin()) if sure.any() else 0

@@ -24,7 +24,7 @@ from cgx_jax.policies.training_loop import TrainingLoop, Words
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
-from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates
+from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates, other_size
 from cgx_jax.tuner.setting import Offered, Setting
 from cgx_jax.tuner.trials import Trials, best
 
@@ -53,9 +53,9 @@ class Tuner:
     (`use_profile`), or without one by the bytes that are sent. `lax.psum` and the first of them,
     `compilations` in all, take turns for `rounds` rounds. A turn is two steps, of which the second
     is timed. The fastest is kept if it beat `lax.psum` in three rounds of four; otherwise
-    `lax.psum` is kept. Options of the MPI engine need no compilation. They are then tried in the
-    same way beside those that are kept. All of these are steps of the training, and must do equal
-    work.
+    `lax.psum` is kept. Another size of its buffers, one of the `compilations`, and other options of
+    the MPI engine, which need none, are then tried beside it in the same way. All of these are
+    steps of the training, and must do equal work.
 
     The result goes into `cache`, a folder: by default that of the user's caches; False keeps
     nothing. The same job, on the same machines and with the same versions, then starts with it; a
@@ -88,8 +88,8 @@ class Tuner:
                 )
         if policy is not None and not isinstance(policy, Adaptive):
             raise TypeError(
-                f"Tuner: policy={policy!r} is not an Adaptive policy, and others need no jit of "
-                "their own; pass it to sync_gradients alone."
+                f"Tuner: policy={policy!r} is not an Adaptive policy; pass other policies only to "
+                "sync_gradients, since they do not need the tuner's jit."
             )
         if wrong := [x for x in levels if not isinstance(x, Levels)]:
             raise TypeError(f"Tuner: levels hold {wrong[0]!r}; pass a list of Levels(...).")
@@ -118,7 +118,7 @@ class Tuner:
         `step` is not jitted itself (shard_map is fine). A tuner is for one step.
         """
         if self._used:
-            raise ValueError("Tuner: it has a step already; make another Tuner for this one.")
+            raise ValueError("Tuner: this tuner has a step already; make another Tuner.")
         self._used = True
 
         @functools.wraps(step)
@@ -146,8 +146,8 @@ class Tuner:
         """
         if not self.running:
             raise ValueError(
-                "Tuner: the step is compiled by something else than the tuner, which then could "
-                "never change its setting; write tuner.jit(step) where jax.jit(step) stands."
+                "Tuner: the step is not compiled by the tuner, so the tuner could never change its "
+                "setting; write tuner.jit(step) instead of jax.jit(step)."
             )
         self.traces += 1
         if self.state == "waiting":
@@ -205,7 +205,12 @@ class Tuner:
             if known is not None:
                 # Another tree's setting may be wrong for this one, so it orders what is right.
                 tried = [known] if same else [psum, *sorted(ranked, key=known.unlike)]
-            message = json.dumps([x.to_fields() for x in tried[: self.compilations]]).encode()
+            tried = tried[: self.compilations]
+            if len(tried) == self.compilations > 2 and any(
+                other_size(self._found, setting, tried[:-1]) for setting in tried[:-1]
+            ):
+                tried.pop()  # The last program is for another size of the fastest one's buffers.
+            message = json.dumps([x.to_fields() for x in tried]).encode()
         fields = json.loads(agreement.broadcast(message))
         self._tried = [self._offered.setting(x) for x in fields]
         self.current = self._tried[0]
@@ -223,19 +228,21 @@ class Tuner:
         self._engine = exchange
 
     def _decide(self) -> None:
-        """Ends the trials: process 0 says which setting is kept, or tried with other options."""
+        """Ends the trials: process 0 says which setting is kept, and what is tried beside it."""
         assert self._trials is not None
         samples = self._trials.samples
         seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
         first = not self._measured
-        found = best(seconds, options=not first)
-        chosen = agreement.broadcast(str(found).encode())
+        message = b""
+        if jax.process_index() == 0:
+            fastest = self._tried[best(seconds, similar=not first)]
+            similar = self._similar(fastest) if first else []
+            message = json.dumps([x.to_fields() for x in (fastest, *similar)]).encode()
+        self.current, *others = map(self._offered.setting, json.loads(agreement.broadcast(message)))
         known = 0.0 if first else self._measured[self._tried[0]][1]
         for setting, own in zip(self._tried, seconds.T, strict=True):
             saved = known + float(np.median(seconds[:, 0] - own))
             self._measured.setdefault(setting, (float(np.median(own)), saved))
-        self.current = self._tried[int(chosen)]
-        others = self.current.nearby() if first else []
         if others:
             self._tried = [self.current, *others]
             self._trials = Trials(len(self._tried), self.rounds)
@@ -246,6 +253,13 @@ class Tuner:
             _log.warning("Tuner: %s is kept.\n%s", self.current, self.table())
             if self._folder is not None:
                 kept.keep(self._folder, key, self.current.to_fields())
+
+    def _similar(self, fastest: Setting) -> list[Setting]:
+        """What is tried last: another size of the fastest one's buffers, and engine options."""
+        size = other_size(self._found, fastest, self._tried)
+        if size is None or len(self._tried) == self.compilations:
+            return fastest.nearby()
+        return [size, *fastest.nearby()]
 
     def _key(self) -> kept.Key:
         """What the cache knows this job by; every process calls it."""
