@@ -1,5 +1,5 @@
-# The module of CUDA kernels, for those who ask for it. nvcc is the one that CUDACXX names, else the
-# one on PATH, else that of PyPI's nvidia-cuda-nvcc in the environment of the build.
+# The optional module of CUDA kernels. nvcc is the one that CUDACXX names, else the one on PATH,
+# else the one of PyPI's nvidia-cuda-nvcc in the environment of the build.
 if(Python_EXECUTABLE)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c
@@ -22,7 +22,7 @@ if(NOT CMAKE_CUDA_COMPILER)
                       "${cuda_remedy}")
 endif()
 
-# An older one does not know the newest architectures.
+# An older nvcc does not know the newest architectures.
 execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
 if(NOT nvcc_version MATCHES "release ([0-9.]+)")
   message(FATAL_ERROR "cgx_jax: ${CMAKE_CUDA_COMPILER} --version names no release of CUDA: "
@@ -39,7 +39,7 @@ set(CMAKE_CUDA_STANDARD 17)
 enable_language(CUDA)
 message(STATUS "cgx_jax: CUDA kernels by nvcc ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
 
-# nvcc sees no XLA header, and contracts nothing: the bytes shall be the CPU's.
+# nvcc sees no XLA header. It contracts nothing, so that the bytes equal the CPU's.
 add_library(cgx_cuda STATIC xla_ffi/cuda/codec.cc xla_ffi/cuda/codes.cu xla_ffi/cuda/kernels.cu
                             xla_ffi/cuda/peer.cu xla_ffi/cuda/peer_tables.cc xla_ffi/cuda/select.cu
                             xla_ffi/nccl/fused.cc xla_ffi/nccl/lane.cc xla_ffi/nccl/library.cc
@@ -60,7 +60,7 @@ if(NOT CGX_BUILD_MODULE)
   return()
 endif()
 
-# At the top level, where the package cgx-jax-cuda13 has it too.
+# The module is at the top level, as in the package cgx-jax-cuda13.
 pybind11_add_module(cgx_jax_cuda13 MODULE xla_ffi/handlers/module_cuda.cc
                     xla_ffi/handlers/cuda.cc xla_ffi/handlers/cuda_codes.cc
                     xla_ffi/handlers/nccl.cc xla_ffi/handlers/peer.cc)

@@ -1,5 +1,5 @@
 // What the C++ tests share: counted checks, and leaves in heap blocks of exactly their size, so
-// that the address sanitizer sees every byte read or written outside of them.
+// that the address sanitizer sees every byte read or written outside them.
 #ifndef CGX_TESTS_CASES_H_
 #define CGX_TESTS_CASES_H_
 
@@ -15,8 +15,8 @@
 
 namespace {
 
-// The thread sanitizer looks for races, which half of the cases show as well; bytes are compared in
-// all cases under the address sanitizer.
+// The thread sanitizer looks for races, and half of the cases show these as well. Under the address
+// sanitizer, all cases compare bytes.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kHalfOfTheCases = true;
 #else
@@ -83,7 +83,7 @@ struct Buffers {
   return block;
 }
 
-// Prints the counts; the exit code of main.
+// Prints the counts. Returns the exit code of main.
 int report() {
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed != 0;

@@ -12,8 +12,8 @@
 
 namespace {
 
-// Bytes that operator new has given out and not got back, so that a test can bound what a call
-// takes. Each block begins with its size.
+// The bytes that operator new has given out and not got back, and their peak, so that a test can
+// bound the memory of a call. Each block begins with its size.
 std::atomic<int64_t> live{0}, peak{0};
 
 void* give(size_t bytes, size_t alignment) {

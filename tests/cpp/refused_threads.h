@@ -1,5 +1,5 @@
-// The system's refusal of threads, which limits of processes do not show: they do not hold for
-// root, and sanitizers need the address space. Included by one source of a program.
+// Makes the system refuse threads. Process limits cannot do this: they do not hold for root, and
+// sanitizers need the address space. Included by one source of a program.
 #ifndef CGX_TESTS_REFUSED_THREADS_H_
 #define CGX_TESTS_REFUSED_THREADS_H_
 
@@ -17,7 +17,7 @@ std::atomic<int64_t> threads_left{INT64_MAX};
 
 }  // namespace
 
-// The C++ library finds this one before the C library's, or the sanitizer's.
+// The C++ library finds this function before the C library's or the sanitizer's.
 extern "C" __attribute__((visibility("default"))) int pthread_create(
     pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*), void* data) noexcept {
   static const auto real =

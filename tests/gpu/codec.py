@@ -1,11 +1,11 @@
-"""On a machine with an NVIDIA GPU: the CUDA kernels in JAX programs against the CPU kernels.
+"""Compares the CUDA kernels in JAX programs with the CPU kernels, on a machine with an NVIDIA GPU.
 
     python tests/gpu/codec.py OUT.json
     python tests/gpu/codec.py OUT.json --platform cpu     # tries the script itself, on a few cases
 
-Every width, rounding and dtype, rotated or not, has to give the CPU's bytes, and so do all codes
-that have kernels. The result is JSON; the exit code tells whether all bytes are equal. kernel_bench
-times the kernels of fusion buffers.
+Every width, rounding and dtype, rotated or not, must give the same bytes as the CPU. So must all
+codes that have kernels. The result is JSON. The exit code says whether all bytes are equal.
+kernel_bench times the kernels of fusion buffers.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def layout_of(
 
 
 def differences(gpu, cpu, every: int) -> list[str]:
-    """Of every so many cases those in which a kernel's result is not the CPU's, bit for bit."""
+    """Returns the cases whose result differs from the CPU's; runs one case in `every`."""
     wrong = []
     rng = np.random.default_rng(0)
     key = np.array([7, 11], np.uint32)
@@ -77,7 +77,7 @@ def differences(gpu, cpu, every: int) -> list[str]:
 
 
 def differing_codes(gpu, cpu) -> list[str]:
-    """The compressors whose payload is not the CPU's, bit for bit."""
+    """Returns the compressors and sizes whose payload differs from the CPU's in any bit."""
     codes = [
         compressors.SignSGD(),
         compressors.QSGD(levels=7),

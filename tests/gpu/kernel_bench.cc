@@ -1,13 +1,13 @@
-// The CUDA kernels on one GPU: their bytes against the CPU's, and their time beside a copy's.
+// The CUDA kernels on one GPU: compares their bytes with the CPU's and their time with a copy's.
 //
 //     kernel_bench [--values 134217728] [--repeats 15] [--only SUBSTRING] [--seconds 200]
 //
-// Prints one line of JSON for each case as soon as it is known, the most important cases first, and
-// stops before a case that would start after `seconds`. `share` is the bytes that have to cross
-// device memory over the time they take, as a part of what a copy within the device reaches: the
-// median of interleaved repeats. Launches are replayed from a graph, so small sizes show what a
-// training step sees; they are parts of `values`, down to an 8,192th. Inputs are random. Exits with
-// 1 if any byte differs.
+// Prints one line of JSON per case as soon as it is known, the most important cases first. Starts
+// no case after `seconds`. `share` is the kernel's memory throughput as a fraction of the
+// throughput of a copy within the device. The throughput is the bytes that must cross device memory
+// over the time. `share` has the quartiles of interleaved repeats. Launches are replayed from a
+// graph, so small sizes show what a training step sees; these sizes are fractions of `values`, down
+// to 1/8,192. Inputs are random. Exits with 1 if any byte differs.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -130,7 +130,7 @@ std::vector<Case> cases() {
     all.push_back({Kernel::kDecode, 4, D::kF32, 1, 0, false, false, bucket});
     all.push_back({Kernel::kReduce, 4, D::kF32, 8, 0, false, false, bucket});
   }
-  // The kernels of several tiles, and of any number of them, have variants of their own.
+  // The kernels for several tiles and for any number of tiles have their own variants.
   for (int64_t bucket : {2048, 8192}) {
     for (Kernel kernel : {Kernel::kEncode, Kernel::kReduce}) {
       const int world = kernel == Kernel::kReduce ? 8 : 1;
@@ -163,8 +163,8 @@ std::vector<uint8_t> random_values(int64_t count, cgx::DType dtype) {
 constexpr uint32_t kKey[2] = {7, 11};
 constexpr int kRank = 0;
 
-// The arrays of one case. `values` are those of a chunk of a reduce, of all leaves otherwise;
-// leaves of whole buckets come next to each other.
+// The arrays of one case. `values` is the number of values of one chunk for a reduce, and of all
+// leaves otherwise. Leaves of whole buckets lie next to each other.
 class Bench {
  public:
   Bench(const Case& c, int64_t values, const DeviceMemory& noise)
@@ -203,7 +203,7 @@ class Bench {
     CGX_REQUIRE(cudaDeviceSynchronize());
   }
 
-  // What the kernel must read and write.
+  // The bytes that the kernel must read and write.
   int64_t bytes_to_move() const {
     const int64_t record = layout().chunk_bytes, chunk = size_ / chunks_ * item_;
     const int64_t residual = case_.residual ? chunk : 0;
@@ -255,7 +255,7 @@ class Bench {
     }
   }
 
-  // Whether a launch leaves the bytes that the CPU's kernel leaves.
+  // Whether a launch writes the same bytes as the CPU kernel.
   bool equals_cpu() const {
     cudaStream_t stream;
     CGX_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -323,10 +323,10 @@ class Bench {
     return leaves;
   }
   cgx::Layout layout() const { return owned_.view(); }
-  // Of a mean. A power of two is a multiplication.
+  // The divisor of a mean. For a power of two, the kernels multiply instead.
   float divisor() const { return static_cast<float>(case_.world); }
   int64_t rows() const { return case_.kernel == Kernel::kAccumulate ? case_.world : chunks_; }
-  // Records of random values in every row: the chunks of a leaf have the same structure.
+  // Writes records of random values to every row: the chunks of a leaf have the same structure.
   void prepare_payload(cudaStream_t stream) const {
     const std::vector<void*> in = leaves_of(in_->data());
     for (int64_t row = 0; row < rows(); row += chunks_) {
@@ -370,8 +370,8 @@ class Replay {
   Replay(const Replay&) = delete;
   Replay& operator=(const Replay&) = delete;
 
-  // Of the second of two replays: the cache still holds what whoever came before has written, and
-  // somebody has to wait until that is in memory.
+  // The time of the second of two replays. During the first one, the cache still holds what earlier
+  // work has written, and someone has to wait until that is in memory.
   double microseconds(cudaStream_t stream) const {
     CGX_REQUIRE(cudaGraphLaunch(graph_, stream));
     CGX_REQUIRE(cudaEventRecord(begin_, stream));
@@ -413,8 +413,8 @@ int main(int argc, char** argv) {
   };
   cudaStream_t stream;
   CGX_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  // One size for all large cases: a copy's speed changes with its length and place. Few values in
-  // many leaves take more bytes than that.
+  // One copy size for all large cases, because a copy's speed depends on its length and place. The
+  // minimum is for few values in many leaves, which take more bytes than that.
   const int64_t large_copy = std::max<int64_t>(2 * values, 1 << 20);
   const DeviceMemory from(large_copy), to(large_copy);
   constexpr int64_t kNoise = int64_t{1} << 22;
@@ -432,7 +432,7 @@ int main(int argc, char** argv) {
       return;
     }
     const DeviceMemory& random = *noise[static_cast<int>(c.dtype)];
-    // An odd count: a last bucket that is short, rows that are not aligned.
+    // An odd count gives a short last bucket and rows that are not aligned.
     const bool equal =
         !check || Bench(c, std::min<int64_t>(300007, values | 7), random).equals_cpu();
     wrong += !equal;
@@ -475,7 +475,7 @@ int main(int argc, char** argv) {
       run(c, small, 20, false);
     }
   }
-  // What many leaves cost, beside the last of the small cases.
+  // The cost of many leaves, to compare with the last of the small sizes.
   for (Kernel kernel : {Kernel::kEncode, Kernel::kDecode, Kernel::kReduce}) {
     Case many = {kernel, 4};
     many.world = kernel == Kernel::kReduce ? 8 : 1;

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds what tests/gpu/run.sh runs, for a GPU of one architecture; needs none itself.
+# Builds what tests/gpu/run.sh runs, for a GPU of one architecture. Building needs no GPU.
 #
 #     tests/gpu/prebuild.sh DIR [ARCHITECTURE]     # 90 by default
 #
-# The Python of the GPU's machine has to be of the version of this one ($PYTHON, else python3),
-# which needs jaxlib 0.11.2 or newer, pybind11, scikit-build-core, cmake and a compiler.
+# The Python on the GPU's machine must have the same version as this one ($PYTHON, else python3).
+# This one needs jaxlib 0.11.2 or newer, pybind11, scikit-build-core, cmake and a compiler.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 to=$(mkdir -p "$1" && cd "$1" && pwd)

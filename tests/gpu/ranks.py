@@ -1,12 +1,12 @@
-"""Real NCCL between processes that share one GPU: the fused calls beside their lax namesakes.
+"""Compares the fused calls with their lax namesakes, on real NCCL between processes on one GPU.
 
     python tests/gpu/ranks.py OUT.json --world 2 --megabytes 4,100 [--rate 10gbit]
 
-Every rank tells NCCL that it is on a host of its own (NCCL_HOSTID), so they talk over sockets on
-loopback, as nodes on Ethernet do. With --rate the loopback is shaped by `tc` (needs root), and the
-ranks share that rate. Prints, and writes as JSON, for psum, psum_scatter and all_gather the median
-over interleaved repeats of lax's time over each exchange's, and whether "nccl" gave the bytes of
-"xla" on every rank. What is measured of one size is written before the next size starts.
+Every rank tells NCCL that it is on its own host (NCCL_HOSTID), so the ranks talk over sockets on
+loopback, as nodes on Ethernet do. With --rate, `tc` shapes the loopback (needs root), and the ranks
+share that rate. For psum, psum_scatter and all_gather, prints and writes as JSON the median, over
+interleaved repeats, of lax's time divided by each exchange's time, and whether "nccl" gave the same
+bytes as "xla" on every rank. The results of one size are written before the next size starts.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def shape(*command: str) -> None:
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Starts the ranks; the first failed exit code."""
+    """Starts the ranks and returns the first exit code that is not 0, or 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -152,7 +152,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
 
 
 def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl, reduction: str) -> list[dict]:
-    """A row for lax's `call` and each exchange, on as many values of the whole array."""
+    """Returns a row for lax's `call` and one for each exchange, all on values of the same array."""
     import jax
     import numpy as np
     from jax.sharding import PartitionSpec as P

@@ -1,10 +1,11 @@
-"""Every reduction, and levels, between four processes that share one GPU; exchanges in full.
+"""Checks exchanges, reductions and levels between four processes that share one GPU.
 
     python tests/gpu/reductions.py OUT.json [--platform cpu]
 
-Checks `Nccl` and `Xla` by `cgx_jax.testing.check_exchange`. Then sums values with each code, by
-each reduction that it allows, flat and over two nodes of two ranks, by both exchanges: the ranks
-hold the same bits, both exchanges give the same bytes, and the error is within the bound.
+Checks `Nccl` and `Xla` with `cgx_jax.testing.check_exchange`. Then sums values with each code and
+each reduction that the code allows, both flat and over two nodes of two ranks, with all exchanges.
+The ranks must hold the same bits, the exchanges must give the same bytes, and the error must be
+within the bound.
 """
 
 import argparse

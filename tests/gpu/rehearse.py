@@ -1,14 +1,14 @@
-"""All of tests/gpu/run.sh without a GPU, so that a typo does not cost minutes on one.
+"""Runs all of tests/gpu/run.sh without a GPU, so that a typo does not cost minutes on one.
 
     make gpu-rehearsal
     python tests/gpu/rehearse.py PROGRAMS     # a folder with the emulated programs
 
-The programs run on tests/cpp/emulator, the Python steps on the CPU, and scripts stand in for
-NVIDIA's tools, for `tc` and for root. Where nvcc is at hand, it compiles the programs with CUDA's
-own headers too.
+The programs run on tests/cpp/emulator and the Python steps on the CPU. Scripts stand in for
+NVIDIA's tools, for `tc` and for root. If nvcc is available, it also compiles the programs with
+CUDA's own headers.
 
-Fails unless every step has run and passed, the results are at most 8 files of 16 MB, and they fill
-every row of the tables in docs/gpu.md.
+Fails unless every step has run and passed, the results are at most 8 files of at most 16 MB each,
+and they fill every row of the tables in docs/gpu.md.
 """
 
 import json
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def compile_programs() -> list[str]:
-    """Compiles the programs with CUDA's own headers; what went wrong."""
+    """Compiles the programs with CUDA's own headers and returns what went wrong."""
     compiler = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if compiler is None:
         print("=== compile: left out, there is no nvcc")
@@ -67,7 +67,7 @@ def compile_programs() -> list[str]:
 
 
 def run(programs: Path, folder: Path, out: Path) -> list[str]:
-    """Runs every step; what went wrong."""
+    """Runs every step and returns what went wrong."""
     standins = folder / "standins"
     standins.mkdir()
     for name, body in STANDINS.items():
@@ -102,7 +102,7 @@ def run(programs: Path, folder: Path, out: Path) -> list[str]:
 
 
 def differences(out: Path) -> list[str]:
-    """What docs/gpu.md shows and these results do not."""
+    """Returns what docs/gpu.md shows but these results do not."""
     expected = rows()
     tables.RESULTS = out.parent / "results"
     for machine in ("gpu_h100", "gpu_h200"):
@@ -116,7 +116,7 @@ def differences(out: Path) -> list[str]:
 
 
 def rows() -> set[tuple]:
-    """The rows of the tables: their labels, and which of their other cells are filled."""
+    """Returns the rows of the tables: their labels, and which of the other cells are filled."""
     found = set()
     for name, labels in LABELS.items():
         for line in getattr(tables, name)().splitlines()[2:]:

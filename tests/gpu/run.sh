@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU, on one: checks, measures. Under 10 minutes.
+# Runs everything that needs an NVIDIA GPU on one GPU: checks and measurements, in under 10 minutes.
 #
 #     tests/gpu/run.sh [OUT]     # results in OUT (default build/gpu)
 #     PREBUILT=DIR DEADLINE=300 tests/gpu/run.sh
@@ -7,10 +7,10 @@
 #
 # Builds what it needs with nvcc 13, cmake, a C++ compiler and a Python with jax[cuda13], pybind11
 # and scikit-build-core. On a machine without those, or with little time, PREBUILT names a folder
-# made elsewhere by tests/gpu/prebuild.sh. What matters most comes first, and no step starts that
-# would not end before DEADLINE seconds; no step stops the next. Results are JSON; machine.txt says
-# where they are from, and logs.tgz holds what every step printed. The exit code tells whether all
-# that ran has passed.
+# that tests/gpu/prebuild.sh made elsewhere. What matters most comes first. A step that might not
+# end before DEADLINE seconds does not start. A failed step does not stop the next. Results are
+# JSON; machine.txt describes the machine, and logs.tgz holds what every step printed. The exit code
+# says whether every step that ran has passed.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(mkdir -p "${1:-$root/build/gpu}" && cd "${1:-$root/build/gpu}" && pwd)
@@ -21,8 +21,8 @@ trap 'rm -rf "$work"' EXIT
 
 . "$root/tests/gpu/steps.sh"
 
-# A rehearsal has no GPU: little data, once, and Python runs on the CPU. It gives every step more
-# time, because a machine that runs tests does other work too.
+# A rehearsal has no GPU: it uses little data, one repeat, and Python on the CPU. It gives every
+# step more time, because a machine that runs tests does other work too.
 scale=1
 patience=1
 once=()
@@ -63,7 +63,7 @@ for world in 2 4 8; do
   step "virtual_peers_$world" 30 "$programs/virtual_peers" $world $((25000000 / scale)) 20
 done
 
-# Processes that share a GPU take turns on it, unless its multi-process service runs them together.
+# Processes that share a GPU take turns on it unless the multi-process service runs them together.
 ranks() {
   local name=$1 limit=$2
   shift 2

@@ -1,7 +1,8 @@
-# The steps of tests/gpu/run.sh. They read $deadline, in seconds of $SECONDS, and $patience, which
-# multiplies limits; write their logs to $work; and set failed=1 when one has failed.
+# Functions that run the steps of tests/gpu/run.sh. They read $deadline, in seconds of $SECONDS, and
+# $patience, which multiplies limits. They write logs to $work, and set failed=1 if a step fails.
 
-# step NAME LIMIT COMMAND...: at most LIMIT seconds, and not at all if it might outlast the deadline.
+# step NAME LIMIT COMMAND...: runs at most LIMIT seconds; does not start if it might outlast the
+# deadline.
 step() {
   local name=$1 limit=$(($2 * patience)) start=$SECONDS code=0
   shift 2

@@ -1,9 +1,9 @@
-"""A small model trains on one GPU with compressed gradients, its step compiled once and replayed.
+"""Trains a small model on one GPU with compressed gradients; its step is compiled once.
 
     python tests/gpu/training.py OUT.json [--platform cpu]
 
-One device has no one to talk to, so every gradient makes the round trip through the kernels by
-hand: encode and decode stand where the exchange would. Held against the same steps on the CPU.
+A single device has no peers, so encode and decode take the place of the exchange: every gradient
+makes the round trip through the kernels. The losses are compared with the same steps on the CPU.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-// What the programs that give one GPU several ranks have in common.
+// What the programs that run several ranks on one GPU share.
 #ifndef CGX_TESTS_GPU_VIRTUAL_H_
 #define CGX_TESTS_GPU_VIRTUAL_H_
 
@@ -91,15 +91,15 @@ inline Values on_cpu_in_one_phase(const std::vector<Values>& inputs, const uint3
   return result;
 }
 
-// An all-reduce of one leaf, in two phases or one, nearest rounding at 4 bits, and what it has to
-// give.
+// An all-reduce of one leaf, in one phase or two, with nearest rounding at 4 bits, and its expected
+// result.
 struct Problem {
   static constexpr uint32_t kKeys[4] = {1, 2, 3, 4};
   static constexpr cgx::DType kType = cgx::DType::kF32;
 
   int64_t world, count;
   bool one_phase;
-  std::vector<cgx::DType> types;  // of the leaf; of one phase, once for every rank
+  std::vector<cgx::DType> types;  // of the leaf; in one phase, repeated for each rank
   cgx::OwnedLayout owned;
   std::vector<Values> inputs, outputs;
 
@@ -120,7 +120,7 @@ struct Problem {
   }
   float divisor() const { return static_cast<float>(world); }
 
-  // Prints a line of JSON about `how`; the process's exit status.
+  // Prints a line of JSON that includes `how`. Returns the exit status of the process.
   int report(const std::string& how, const std::vector<std::vector<float>>& milliseconds) const {
     const Values expected =
         one_phase ? on_cpu_in_one_phase(inputs, kKeys, divisor())
@@ -163,7 +163,7 @@ struct Buffers {
     CGX_REQUIRE(cudaEventCreate(&begin));
     CGX_REQUIRE(cudaEventCreate(&end));
   }
-  // Waits for the call between the events; its milliseconds.
+  // Waits for the call between the events. Returns its milliseconds.
   float wait() const {
     float took;
     CGX_REQUIRE(cudaStreamSynchronize(stream));

@@ -1,15 +1,15 @@
-// N ranks on one GPU: the kernel of the all-reduce over peers' memory as it is, launched once for
-// each rank, all at once. The windows are memory of the one device, so no link takes part.
+// N ranks on one GPU. The real kernel of the all-reduce over peers' memory is launched once per
+// rank, all at once. The windows are memory of the one device, so no link takes part.
 //
 //     virtual_peers WORLD VALUES REPEATS
 //
-// Prints what virtual_ranks does.
+// Prints the same line as virtual_ranks.
 #include "cuda/peer.h"
 #include "virtual.h"
 
 namespace {
 
-// The memory that all ranks may write, and the address of each in each.
+// The windows: memory that all ranks may write. Each window holds the addresses of all windows.
 class Windows {
  public:
   Windows(const cgx::Layout& layout, int world)
@@ -45,7 +45,7 @@ class Windows {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Streams that share one of the device's queues wait for each other, and so would the kernels.
+  // Streams that share one of the device's queues wait for each other, and so would their kernels.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
   Problem problem(argc > 1 ? std::atol(argv[1]) : 4, argc > 2 ? std::atol(argv[2]) : 1000003);
   const int world = static_cast<int>(problem.world);

@@ -1,12 +1,12 @@
-// N ranks in one process on one GPU: the kernels, streams, events and schedule of the fused
-// all-reduce, or of its form in one phase, as they are; only NCCL's calls are replaced, by copies
-// within the device.
+// N ranks in one process on one GPU. Runs the real kernels, streams, events and schedule of the
+// fused all-reduce, or of its form in one phase. Only NCCL's calls are replaced, by copies within
+// the device.
 //
 //     virtual_ranks WORLD VALUES SEGMENT_BYTES REPEATS [STREAMS] [all_reduce | gather_sum]
 //
-// Prints one line of JSON: whether all ranks hold the same bytes, whether those are the bytes of
-// the same steps on the CPU, and the median milliseconds of a call with all ranks at work. Also
-// what compute-sanitizer runs.
+// Prints one line of JSON: whether all ranks hold the same bytes, whether these equal the bytes of
+// the same steps on the CPU, and the median milliseconds of a call with all ranks at work.
+// compute-sanitizer runs this program too.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -35,8 +35,8 @@ cudaEvent_t new_event() {
   return event;
 }
 
-// Messages between threads. The receiver copies when the sender's stream is ready, and the sender's
-// stream goes on when the copy is done, as in NCCL.
+// Messages between threads. As in NCCL, the receiver copies when the sender's stream is ready, and
+// the sender's stream continues when the copy is done.
 class Mailbox {
  public:
   struct Sent {
@@ -138,7 +138,7 @@ cgx::NcclLibrary copies() {
     self->group.push_back({false, data, bytes, peer, stream});
     return cgx::NcclLibrary::kSuccess;
   };
-  // Messages between two ranks find each other by their number, whatever communicator they are on.
+  // Sends and receives between two ranks match by number, whatever communicator they are on.
   library.comm_split = [](cgx::NcclComm from, int, int, cgx::NcclComm* made, cgx::NcclConfig*) {
     *made = from;
     return cgx::NcclLibrary::kSuccess;

@@ -9,12 +9,12 @@ namespace cgx {
 inline namespace CGX_ISA {
 namespace {
 
-// Magnitudes of one bucket, zeros up to its size and -1 up to whole vectors; and a bound that the
-// k-th largest reaches.
+// The magnitudes of one bucket, as bits. Zeros fill them up to the bucket's size, and -1 from there
+// to whole vectors.
 struct Magnitudes {
   alignas(kLine) int32_t bits[kLongestBucket];
   int64_t size;  // in whole vectors
-  I32 most;      // of each lane
+  I32 most;      // largest magnitude of each lane
 
   CGX_HD void read(const float* x, int64_t live, int64_t bucket_size) {
     size = (bucket_size + kLanes - 1) / kLanes * kLanes;
@@ -40,7 +40,7 @@ struct Magnitudes {
     return found;
   }
 
-  // The k-th largest of the lanes' largest: no more than the k-th largest of all.
+  // The k-th largest of the lanes' maxima, which is at most the k-th largest of all.
   CGX_HD int32_t bound(int64_t k) const {
     I32 larger = {};
 #pragma GCC unroll 16
@@ -57,7 +57,7 @@ struct Magnitudes {
     return least[0] < 0 ? 0 : least[0];
   }
 
-  // The k-th largest, one bit after the other.
+  // The k-th largest, found bit by bit.
   __attribute__((noinline)) int32_t exact(int64_t k) const {
     int32_t least = 0;
     for (int bit = 30; bit >= 0; --bit) {
@@ -67,7 +67,8 @@ struct Magnitudes {
     return least;
   }
 
-  // Writes the first `room` places from `least` on; returns how many there are.
+  // Writes the first `room` places whose magnitudes are at least `least`. Returns how many such
+  // places there are in total.
   CGX_HD int64_t places(int32_t least, int64_t room, int32_t* at) const {
     constexpr int64_t kWord = 64;
     int64_t found = 0;
@@ -91,7 +92,8 @@ struct Magnitudes {
   }
 };
 
-// Places in the bucket, in order, of its k largest; the first ones of those that are equal.
+// Writes the places in the bucket of its k largest magnitudes, in order. Of equal ones it takes the
+// first.
 CGX_HD void top_k(const Magnitudes& all, int64_t k, int32_t* at) {
   constexpr int64_t kFew = 64;
   int32_t near[kFew];
@@ -106,7 +108,7 @@ CGX_HD void top_k(const Magnitudes& all, int64_t k, int32_t* at) {
     }
     return;
   }
-  for (; found > k; --found) {  // without the smallest, of equal ones the last
+  for (; found > k; --found) {  // drop the smallest; of equal ones the last
     int64_t worst = 0;
     for (int64_t i = 1; i < found; ++i) {
       if (all.bits[near[i]] <= all.bits[near[worst]]) worst = i;

@@ -1,4 +1,4 @@
-// The kernels of one bucket: find its range, encode, sum and decode it, for one instruction set.
+// The kernels for one bucket: find its range, encode, sum and decode it, for one instruction set.
 // Included only by cpu/kernels.cc; everything lives in the instruction set's namespace.
 #ifndef CGX_CPU_BUCKETS_H_
 #define CGX_CPU_BUCKETS_H_
@@ -12,11 +12,11 @@ namespace cgx {
 inline namespace CGX_ISA {
 namespace {
 
-constexpr int64_t kGroupValues = 1024;  // ranges of this many values first, then codes out of L1
+constexpr int64_t kGroupValues = 1024;  // ranges of so many values first, then codes out of L1
 constexpr int64_t kMaxGroup = kGroupValues / kTailValues;
 
-// A pass that computes leaves the memory idle, and the processor's own prefetcher stops at pages.
-// So memory is asked for by hand: into L2 far ahead, into L1 one group ahead.
+// A pass that computes leaves the memory idle, and the processor's own prefetcher stops at page
+// boundaries. So the kernels prefetch explicitly: into L2 far ahead, into L1 one group ahead.
 constexpr int64_t kNearAhead = kGroupValues * 4;
 
 // Columns of a full bucket of the default size. The loops below are compiled once for it, with
@@ -25,12 +25,12 @@ constexpr int kUsualColumns = 64;
 constexpr int64_t kUsualValues = kRows * kUsualColumns;
 CGX_HD bool usual(Record record) { return record.values == kUsualValues; }
 
-// Where results wait in L1 until whole lines of them can go past the caches.
+// Holds results in L1 until whole cache lines of them can be written past the caches.
 template <int64_t kBytes>
 struct Stage {
   alignas(kLine) uint8_t bytes[kBytes + kLine];
 
-  // The place of bytes that belong at `to`: as far from a line's start as that.
+  // Where bytes for `to` are held: as far from the start of a cache line as `to` is.
   template <typename T>
   CGX_HD T* at(T* to) {
     return (T*)(bytes + (uintptr_t)to % kLine);
@@ -57,7 +57,7 @@ struct Tile {
   CGX_HD bool full() const {
     return stride - column >= kLanes && first(kRows - 1) + kLanes <= values;
   }
-  // How many values row r has here.
+  // How many values row r has in this tile.
   CGX_HD int64_t live(int r) const {
     const int64_t rest = values - first(r);
     return rest < 0 ? 0 : rest < width() ? rest : width();
@@ -117,13 +117,13 @@ __attribute__((noinline)) bool all_finite(const typename Store::Item* x, int64_t
 
 struct Extremes {
   float min, max;
-  bool finite;  // all values
+  bool finite;  // whether all values are finite
 
   CGX_HD Meta meta(int bits) const { return make_meta(min, max, finite, bits); }
 };
 
-// Collects extremes. The sum of the values tells a NaN or Inf for the price of one addition; finite
-// values may overflow it too, and are then looked at one by one.
+// Collects extremes. The sum of the values detects a NaN or Inf for the price of one addition per
+// value. Finite values may overflow the sum too; then all values are checked one by one.
 struct Range {
   static constexpr int kChains = 4;
   F32 lo[kChains], hi[kChains], sum[kChains];
@@ -136,13 +136,13 @@ struct Range {
     add_extremes(chain, v);
     sum[chain % kChains] += v;
   }
-  // For a value that is only a NaN where a value in the sum is not finite or an extreme is not.
+  // For a value that can be NaN only if a value in the sum or an extreme is not finite.
   CGX_HD void add_extremes(int chain, F32 v) {
     const int c = chain % kChains;
     lo[c] = Lanes<F32>::lesser(lo[c], v);
     hi[c] = Lanes<F32>::greater(hi[c], v);
   }
-  // Of the n values at x, which have all been added.
+  // The extremes of the n values at x, which have all been added.
   template <typename Store>
   CGX_HD Extremes extremes(const typename Store::Item* x, int64_t n) const {
     const float total = across<Add>((sum[0] + sum[1]) + (sum[2] + sum[3]));
@@ -183,13 +183,13 @@ struct Noise {
   float offset;
 };
 
-// How many quarters of the far memory the encoding of a bucket asks for. Requests in one burst wait
-// for one another: where a pass before the encoding has time to spare, it asks for the rest.
+// How many quarters of the far memory the encoding of a bucket prefetches. Requests in one burst
+// wait for each other, so a pass before the encoding that has time to spare prefetches the rest.
 CGX_HD constexpr int64_t far_quarters(Coding coding) {
   return coding == Coding::kStochastic ? 4 : coding == Coding::kClipped ? 1 : 0;
 }
 
-// Where a bucket's share of the memory to ask for early begins.
+// Where the memory begins that a bucket prefetches.
 struct Ahead {
   const char* near;  // into L1
   const char* far;   // into L2
@@ -253,7 +253,7 @@ __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Reco
   }
 }
 
-// (x + decoded records of the peers, in order, without `skip`) / divisor.
+// Writes (x + decoded records of the peers, in order, without `skip`) / divisor.
 template <typename In, typename Out, int kBits, int kColumns>
 __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record record,
                                           const uint8_t* records, int64_t peer_stride,

@@ -10,11 +10,11 @@ inline namespace CGX_ISA {
 namespace {
 
 #if defined(__x86_64__)
-// Whether levels fit an int32 once they are scaled. From two bits on, a clipped range is a good
-// part of the root mean square; at one bit it may be far below it.
+// Whether scaled levels fit an int32. From two bits on, a clipped range is a good part of the root
+// mean square. At one bit it may be far smaller.
 constexpr bool saturates(int bits) { return bits > 1; }
 
-// The lanes of four vectors as bytes within [0, 255], in an order that byte_order() restores.
+// The lanes of four vectors as bytes, saturated to [0, 255]. byte_order() restores their order.
 CGX_HD U32 saturated_bytes(const I32 (&x)[4]) {
 #if defined(__AVX512F__)
   return (U32)_mm512_packus_epi16(_mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]),
@@ -44,8 +44,9 @@ CGX_HD F32 scaled_level(F32 x, float scale) {
 #endif
 }
 
-// The same bytes as encode_bucket's. A level is scaled so that its code is the upper bits of a
-// byte: narrowing clips it. Each row is a vector of bytes, of which the planes take their bits.
+// Writes the same bytes as encode_bucket. A level is scaled so that its code is the upper bits of a
+// byte, and narrowing to a byte clips it. Each row is a vector of bytes, from which the planes take
+// their bits.
 template <int kBits>
 __attribute__((noinline)) void encode_clipped(const float* x, Meta meta, Ahead ahead,
                                               uint8_t* out) {
@@ -62,7 +63,7 @@ __attribute__((noinline)) void encode_clipped(const float* x, Meta meta, Ahead a
     for (int r = 0; r < kRows; ++r) {
       prefetch_l1<kBytes>(ahead.near + r * kBytes);
       if (r * kFarBytes % kPair == 0) prefetch_l2<kPair>(ahead.far + r * kFarBytes);
-      __asm__ volatile("" ::: "memory");  // or the compiler moves all requests to the front
+      __asm__ volatile("" ::: "memory");  // keeps the compiler from moving all prefetches up
       I32 level[4];
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {

@@ -1,4 +1,4 @@
-// Compiled once for each instruction set, as kernels.cc is, and under its rules.
+// Compiled once for each instruction set. The rules of kernels.cc apply here too.
 #include "cpu/codes.h"
 
 #include <string.h>

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMaskBits = 16;
 
-// Appends the lanes of a mask; up to kLanes items behind them are overwritten.
+// Appends the lanes of a mask. Up to kLanes items after them are overwritten.
 CGX_HD void append(uint32_t mask, int64_t first, const float* x, int64_t found, int32_t* at,
                    float* taken) {
 #if defined(__AVX512F__)
@@ -29,8 +29,8 @@ CGX_HD void append(uint32_t mask, int64_t first, const float* x, int64_t found, 
 
 int64_t collect(const float* x, int64_t from, int64_t to, uint32_t bits, int64_t room, int32_t* at,
                 float* taken) {
-  // Hits are too rare to be expected and too many to be mispredicted: vectors that hold any are
-  // noted first, without a branch, and taken from the caches.
+  // Hits are too rare to expect and too frequent to mispredict each one. So vectors that hold any
+  // hits are first noted without a branch; then the hits are read from the caches.
   constexpr int64_t kBlock = 2048;
   uint32_t noted[kBlock / kLanes];
   const int32_t least = (int32_t)bits;

@@ -84,7 +84,7 @@ struct Decode {
   }
 };
 
-// What the payloads are added to; null where that is nothing.
+// The values that the payloads are added to; null if there are none.
 template <typename Item>
 const Item* own_values(const AccumulateCall& call, const Run& run) {
   if (call.leaves.data == nullptr) return nullptr;
@@ -120,7 +120,8 @@ struct Accumulate {
   }
 };
 
-// What the peers sent is added up as it came, turned back once, and then added to the leaf.
+// Adds up the peers' values while they are still rotated, rotates the sum back once, and then adds
+// it to the leaf.
 template <typename Store>
 struct AccumulateRotated {
   using Item = typename Store::Item;

@@ -1,5 +1,5 @@
 // Encode, reduce, decode and accumulate over a fusion buffer in host memory. No XLA here: raw
-// pointers in, raw pointers out, one batch element a call.
+// pointers in, raw pointers out, one batch element per call.
 #ifndef CGX_CPU_KERNELS_H_
 #define CGX_CPU_KERNELS_H_
 
@@ -11,19 +11,19 @@
 
 namespace cgx {
 
-// A call over more values than this does not fit a last-level cache: its results go past the
-// caches, which spares the processor from reading the lines that it is about to overwrite.
+// A call over more values than this does not fit in a last-level cache. Its results are written
+// past the caches, so that the processor does not read the lines that it is about to overwrite.
 constexpr int64_t kNontemporalValues = 8 << 20;
 
-// Every call below works on the records that start in [from, to) of the buffer, so that calls on
-// disjoint ranges may run at once. Bytes past a chunk's end are zero_tails' work. `scratch` holds
-// the longest bucket's values in whole columns; calls that run at once need their own. Reduce needs
-// it always, the others only for slots that are rotated or have units. `units` (null: none) has one
-// entry per leaf.
+// Every call below works on the records that start in [from, to) of the buffer, so calls on
+// disjoint ranges may run at once. zero_tails clears the bytes past a chunk's end. `scratch` has
+// room for the longest bucket's values in whole columns; calls that run at once need separate
+// scratch. Reduce always needs scratch; the other calls need it only for slots that are rotated or
+// have units. `units` (null: none) has one entry per leaf.
 
-// Writes u8[world, chunk_bytes]; the row of chunk `rank` is zeros (-1: no such row). `residuals`
-// (data null: none) receives x - decode(encode(x)), zeros in the own chunk; both in the leaf's
-// units.
+// Writes u8[world, chunk_bytes]. The row of chunk `rank` is zeros (-1: no such row). `residuals`
+// (data null: none) receives x - decode(encode(x)) at the scale of the leaf's values, and zeros in
+// the rank's own chunk.
 struct EncodeCall {
   Layout layout;
   LeavesIn leaves;
@@ -36,8 +36,8 @@ struct EncodeCall {
 };
 
 // Writes u8[chunk_bytes]: the encoded (own exact values + decoded rows of the peers) / divisor.
-// `residuals` (data null: none) receives in the own chunk what that encoding lost, times divisor:
-// what the owner must add to its values for the next sum to make it good.
+// `residuals` (data null: none) receives, in the rank's own chunk, the error of that encoding times
+// divisor. The owner must add this to its values so that the next sum makes up for the error.
 struct ReduceCall {
   Layout layout;
   LeavesIn leaves;
@@ -59,8 +59,8 @@ struct DecodeCall {
   const LeafUnits* units = nullptr;
 };
 
-// Writes (leaf + decoded payloads of all peers but `rank`) / divisor, in the dtype of both. Without
-// leaves (data null) it adds up the payloads alone.
+// Writes (leaf + decoded payloads of all peers except `rank`) / divisor, in the dtype of the
+// leaves. Without leaves (data null) it adds up only the payloads.
 struct AccumulateCall {
   Layout layout;  // world 1
   LeavesIn leaves;
@@ -82,16 +82,17 @@ struct KernelTable {
   const CodeKernels& codes;
 };
 
-// Builds compiled in and supported by this processor, best first, ended by null.
+// The builds that are compiled in and supported by this processor, best first; null ends the list.
 const KernelTable* const* available_kernels();
 const KernelTable& current_kernels();
-// Chooses the build that later calls use; false when it is not available.
+// Chooses the build that later calls use. Returns false if it is not available.
 bool select_kernels(const char* isa);
 
 // Zeroes the bytes past each chunk's end in u8[world, chunk_bytes].
 void zero_tails(const Layout& layout, uint8_t* payload);
 
-// Arithmetic whatever the thread had set, rounding to nearest even; restores on exit.
+// Sets the thread's floating-point mode, whatever it was, to round to nearest even. Restores it on
+// exit.
 class ScopedArithmetic {
  public:
   ~ScopedArithmetic();
@@ -105,13 +106,13 @@ class ScopedArithmetic {
   uint64_t saved_;
 };
 
-// Subnormals are kept, as IEEE 754 has it.
+// Keeps subnormals, as IEEE 754 requires.
 class ScopedIeee : public ScopedArithmetic {
  public:
   ScopedIeee() : ScopedArithmetic(true) {}
 };
 
-// Subnormals are zeros, as on XLA's own threads.
+// Treats subnormals as zeros, as XLA's own threads do.
 class ScopedXla : public ScopedArithmetic {
  public:
   ScopedXla() : ScopedArithmetic(false) {}

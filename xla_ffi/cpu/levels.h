@@ -1,4 +1,4 @@
-// Codes of a few bits, rounded at random: of powers of two, of three values, of a norm's multiples.
+// Codes of a few bits, rounded at random: powers of two, three values, or multiples of a norm.
 // Included only by cpu/codes.cc; everything lives in the instruction set's namespace.
 #ifndef CGX_CPU_LEVELS_H_
 #define CGX_CPU_LEVELS_H_
@@ -37,7 +37,7 @@ int32_t largest_bits(const float* x, int64_t n) {
   return largest;
 }
 
-// A vector of values: the `live` ones, and zeros.
+// Loads a vector: `live` values, then zeros.
 CGX_HD F32 load_live(const float* x, int64_t live) {
   if (live >= kLanes) return load<F32>(x);
   F32 v = {};
@@ -45,8 +45,8 @@ CGX_HD F32 load_live(const float* x, int64_t live) {
   return v;
 }
 
-// A sum in an order that any program can follow: of a power of two values the second half is added
-// to the first, until one is left.
+// Sums `half` values, a power of two, in an order that any implementation can follow: the second
+// half of the values is added to the first, until one value is left.
 float sum_by_halves(float* values, int64_t half) {
   for (half /= 2; half >= kLanes; half /= 2) {
     for (int64_t i = 0; i < half; i += kLanes) {
@@ -97,11 +97,11 @@ Scale scale_of(const BucketsCall& call, const float* x, int64_t n) {
   return {1};
 }
 
-// Codes wait here, a byte each, until as many are there as make whole bytes.
+// Collects codes, one byte each, until there are enough to pack into whole bytes.
 class CodeWriter {
  public:
   CodeWriter(int width, uint8_t* out) : width_(width), out_(out) {}
-  // Where the next codes belong, up to kRoom.
+  // Where to write the next codes, at most kRoom of them.
   CGX_HD uint8_t* place() { return staged_ + count_; }
   CGX_HD void add(int64_t count) {
     count_ += count;
@@ -112,7 +112,7 @@ class CodeWriter {
   }
   void end() {
     if (count_ == 0) return;
-    memset(staged_ + count_, 0, kBlock - count_);  // the last byte is filled up with zeros
+    memset(staged_ + count_, 0, kBlock - count_);  // the last byte is padded with zeros
     write(count_);
   }
 
@@ -154,13 +154,13 @@ class CodeWriter {
       _mm_storel_epi64((__m128i*)(packed + j), _mm512_cvtepi64_epi8(sums));
     }
 #endif
-    // One product adds up five digits, each times its power of 3, in its fifth byte.
+    // One product adds up five digits, each times its power of 3. The sum is in the fifth byte.
     constexpr uint64_t kPowers = 81 + (27ull << 8) + (9ull << 16) + (3ull << 24) + (1ull << 32);
     for (; j < bytes; ++j) {
       packed[j] = (uint8_t)(load<uint64_t>(staged_ + 5 * j) * kPowers >> 32);
     }
   }
-  // Neighbors are moved together, then pairs, then fours: eight codes in each 64 bits.
+  // Moves neighbors together, then pairs, then fours: eight codes in every 64 bits.
   void pack_bits(int64_t bytes, uint8_t* packed) const {
 #if defined(__AVX512BW__)
     if (width_ == 4) {
@@ -185,7 +185,7 @@ class CodeWriter {
     }
   }
 
-  const int width_;  // bits; 0: five codes of three values in a byte
+  const int width_;  // bits per code; 0: five codes of three values per byte
   uint8_t* out_;
   int64_t count_ = 0;
   uint8_t staged_[kBlock + 2 * kRoom];

@@ -1,5 +1,5 @@
-// Comparisons of vectors, a bit for each lane. Included only by cpu/codes.cc; everything lives in
-// the instruction set's namespace.
+// Comparisons of vectors, one bit per lane. Included only by cpu/codes.cc; everything lives in the
+// instruction set's namespace.
 #ifndef CGX_CPU_MASKS_H_
 #define CGX_CPU_MASKS_H_
 
@@ -8,7 +8,7 @@
 namespace cgx {
 inline namespace CGX_ISA {
 
-// Of lanes that are all ones or zero.
+// The mask of lanes that are each all ones or zero.
 CGX_HD uint32_t mask_of(I32 lanes) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)lanes);
@@ -65,10 +65,10 @@ CGX_HD I32 negated(I32 x, I32 sign) {
 #endif
 }
 
-// A value's bits without the sign: they are in the order of the magnitudes, NaN above infinity.
+// A value's bits without the sign. They have the same order as the magnitudes, NaN above infinity.
 CGX_HD I32 magnitude_bits(F32 x) { return (I32)x & 0x7fffffff; }
 
-// Processors may take what is smaller for 0, so all do.
+// x, or 0 if x is subnormal. Some processors treat subnormals as 0, so all of them must.
 CGX_HD F32 without_subnormals(F32 x) {
 #if defined(__AVX512F__)
   constexpr int kSubnormal = 0x20;
@@ -81,7 +81,7 @@ CGX_HD F32 without_subnormals(F32 x) {
 
 CGX_HD bool any_below(I32 x, int32_t least) { return at_least(x, least) != (1u << kLanes) - 1; }
 
-// x + noise in [0, 1), rounded once: the product is exact.
+// x plus noise in [0, 1). The product is exact, so the result is rounded only once.
 CGX_HD F32 add_uniform(F32 x, U32 noise) {
   const F32 bits = Lanes<F32>::to_float(noise >> 8);
 #if defined(__AVX512F__)

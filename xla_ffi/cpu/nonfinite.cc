@@ -15,12 +15,12 @@ int32_t saturated(int64_t n) {
   return static_cast<int32_t>(std::min<int64_t>(n, std::numeric_limits<int32_t>::max()));
 }
 
-// Half of the largest number of a type: no rounding leads from there to an infinity.
+// Half of the largest number of a type. No rounding turns a smaller value into an infinity.
 double limit(DType dtype) {
   return dtype == DType::kF16 ? 32752.0 : std::numeric_limits<float>::max() / 2.0;
 }
 
-// The largest magnitude that a record decodes to; NaN or infinity where it is poisoned.
+// The largest magnitude that a record decodes to; NaN or infinity if it is poisoned.
 double reach(const uint8_t* record, int bits) {
   Meta meta;
   memcpy(&meta, record, sizeof(meta));
@@ -41,7 +41,7 @@ void count(const Bits* x, int64_t n, Bits exponent, int64_t* found, int64_t* fir
   }
 }
 
-// Looks at the n values of a leaf from `begin` on.
+// Checks the n values of a leaf from `begin` on.
 void count(const LeavesIn& leaves, int64_t leaf, int64_t begin, int64_t n, NonFiniteTable& table) {
   int64_t found = 0, first = 0;
   const DType dtype = leaves.dtype[leaf];
@@ -86,7 +86,7 @@ void find_nonfinite(const FindCall& call, int64_t from, int64_t to, NonFiniteTab
       const Record format = run.slot.record(k);
       double total = 0;
       for (int64_t p = 0; p < peers; ++p) total += reach(record + p * peer_bytes, format.bits);
-      // Turning a bucket back may gather what all its codes stand for in one value.
+      // Rotating a bucket back may concentrate the values of all its codes in one value.
       if (run.slot.rotated) total *= std::sqrt(static_cast<double>(kRows * format.columns()));
       if (!(total <= most)) {
         count(call.leaves, run.leaf, k * run.slot.bucket_size, format.values, table);

@@ -1,4 +1,4 @@
-// Memory that malloc has just mapped: its first writer pays for every page.
+// Huge pages for memory that malloc has just mapped, whose first writer pays for every page.
 #ifndef CGX_CPU_PAGES_H_
 #define CGX_CPU_PAGES_H_
 
@@ -11,7 +11,7 @@
 
 namespace cgx {
 
-// Asks for huge pages where `data` is not in memory yet: 512 times fewer faults.
+// Asks for huge pages where `data` has no memory yet, which makes page faults 512 times fewer.
 inline void prefer_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHuge = 2 << 20;

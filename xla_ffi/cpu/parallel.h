@@ -15,17 +15,19 @@
 
 namespace cgx {
 
-constexpr int64_t kTaskValues = 1 << 16;  // some 10 us of work: far above the cost of a hand-over
+constexpr int64_t kTaskValues = 1 << 16;  // about 10 us of work, far above the cost of a hand-over
 
-// Calls f(task, worker) once for each task in [0, tasks), worker in [0, workers(pool, tasks)).
-//
-// The caller works too and waits only for tasks that have started, so the pool cannot deadlock: a
-// helper that is scheduled late, or never, finds the counter exhausted and touches nothing else.
+// The largest number of workers that parallel_for uses.
 template <typename Pool>
 int64_t workers(const Pool& pool, int64_t tasks) {
   return std::max<int64_t>(1, std::min<int64_t>(tasks, pool.num_threads()));
 }
 
+// Calls f(task, worker) once for each task in [0, tasks), with worker in [0, workers(pool, tasks)).
+//
+// The caller works too and waits only for tasks that have started, so the pool cannot deadlock,
+// even if a helper is never scheduled. A late helper finds the counter exhausted and touches
+// nothing else.
 template <typename Pool, typename F>
 void parallel_for(Pool& pool, int64_t tasks, F&& f) {
   struct State {
@@ -57,7 +59,7 @@ void parallel_for(Pool& pool, int64_t tasks, F&& f) {
   state->all_done.wait(lock, [&] { return state->done == tasks; });
 }
 
-// How many tasks a range that holds `values` values is worth.
+// The number of tasks into which to split a range that holds `values` values.
 inline int64_t pieces(int64_t values) { return std::max<int64_t>(1, values / kTaskValues); }
 
 // Cuts the byte range [from, to) of each of `batches` buffers into `count` pieces and calls
@@ -71,8 +73,8 @@ void split_range(Pool& pool, int64_t batches, int64_t from, int64_t to, int64_t 
   });
 }
 
-// Cuts each of `batches` arrays of `values` values into pieces of whole runs of `run` values, the
-// last one but for its end, and calls f(batch, from, to) for each.
+// Cuts each of `batches` arrays of `values` values into pieces of whole runs of `run` values,
+// except that the last run may be shorter. Calls f(batch, from, to) for each piece.
 template <typename Pool, typename F>
 void split_runs(Pool& pool, int64_t batches, int64_t values, int64_t run, F&& f) {
   const int64_t runs = (values + run - 1) / run;

@@ -1,4 +1,4 @@
-// The rotation of buckets on the CPU, and what else works on whole buckets of fp32 values.
+// The rotation of buckets on the CPU, and other functions for whole buckets of fp32 values.
 // Included only by cpu/kernels.cc; everything lives in the instruction set's namespace.
 #ifndef CGX_CPU_ROTATE_H_
 #define CGX_CPU_ROTATE_H_
@@ -27,8 +27,8 @@ CGX_HD void butterflies(F* v, int count, int distance) {
   }
 }
 
-// The butterflies of a vector's lanes at a distance below kLanes. A product with 1 or -1 is exact,
-// so a fused multiply-add rounds as the sum or the difference does.
+// The butterflies between a vector's lanes at a distance below kLanes. A product with 1 or -1 is
+// exact, so a fused multiply-add rounds like the sum or the difference.
 CGX_HD F32 lane_butterflies(F32 v, uint32_t distance) {
   const U32 index = lane_index();
   const F32 other = __builtin_shuffle(v, (I32)(index ^ distance));
@@ -44,7 +44,7 @@ CGX_HD F32 lane_butterflies(F32 v, uint32_t distance) {
 
 constexpr int kVectors = Rotation::kColumns / kLanes;  // of a row of a full block
 
-// The butterflies of a block's vector `v` that end in its lanes: across the rows, then the lanes.
+// The butterflies within one vector of each row of a block: across the rows, then across the lanes.
 CGX_HD void turn_vector(F32 (&row)[kRows], float* to, int64_t stride) {
 #pragma GCC unroll 3
   for (int h = 1; h < kRows; h *= 2) butterflies(row, kRows, h);
@@ -56,7 +56,7 @@ CGX_HD void turn_vector(F32 (&row)[kRows], float* to, int64_t stride) {
   }
 }
 
-// Calls f(r, row) for each row of a block once its vectors have met as well.
+// Does the butterflies across the vectors of each row of a block, then calls f(r, row).
 template <typename F>
 CGX_HD void turn_rows(const float* x, int64_t stride, F f) {
   for (uint32_t r = 0; r < kRows; ++r) {
@@ -69,11 +69,11 @@ CGX_HD void turn_rows(const float* x, int64_t stride, F f) {
   }
 }
 
-// Values times this are rotated and scaled in one product.
+// A factor that applies a value's sign and its scale in one product.
 CGX_HD F32 signed_scale(float scale, U32 signs) { return flip(F32{} + scale, signs); }
 
-// The first half of a block's rotation, from `x` to `out`; of `x` times `factor` where kUnits says
-// so. Asks for kAhead bytes of memory.
+// The first half of a block's rotation, from `x` to `out`. With kUnits, `x` is multiplied by
+// `factor` first. Prefetches kAhead bytes at `ahead`.
 template <typename Store, int64_t kAhead, bool kUnits>
 CGX_HD void turn_in(const typename Store::Item* x, const float* factor, float* out, int64_t stride,
                     int64_t first, const Rotation& rotation, const char* ahead) {
@@ -97,15 +97,15 @@ CGX_HD void turn_in(const typename Store::Item* x, const float* factor, float* o
   }
 }
 
-// What becomes of a value that is turned back.
+// What is done with a value after it is rotated back.
 enum class Finish {
   kAsIs,     // nothing: it is finite
   kLost,     // a NaN becomes the canonical one
-  kDecoded,  // also, what rounding took past the largest float becomes that
+  kDecoded,  // also, infinities become the largest floats: rounding made them
   kInUnits   // also, it is multiplied by its factor
 };
 
-// The second half of the way back, from `x` to `out`. Only kInUnits reads `factor`.
+// The second half of the inverse rotation, from `x` to `out`. Only kInUnits reads `factor`.
 template <typename Store, Finish kFinish>
 __attribute__((noinline)) void finish_back(const float* x, const float* factor, int64_t stride,
                                            int64_t first, const Rotation& rotation,
@@ -130,7 +130,7 @@ __attribute__((noinline)) void finish_back(const float* x, const float* factor, 
   });
 }
 
-// Blocks of 64 columns, which any vector divides.
+// Rotates blocks of 64 columns, which the vectors of every instruction set divide.
 __attribute__((noinline)) void turn_usual(float* x, int64_t stride, int64_t first,
                                           const Rotation& rotation) {
   turn_in<StoreF32, 0, false>(x, nullptr, x, stride, first, rotation, nullptr);
@@ -152,9 +152,9 @@ __attribute__((noinline)) void turn_back_usual(float* x, int64_t stride, int64_t
   finish_back<StoreF32, Finish::kLost>(x, nullptr, stride, first, rotation, x);
 }
 
-// A bucket of the default size from `x`, times `factor` where kUnits says so, to `out`, rotated;
-// and its extremes. Asks for three quarters of the bucket at `ahead`; encode_bucket asks for the
-// last.
+// Rotates a bucket of the default size from `x` to `out` and returns its extremes. With kUnits, `x`
+// is multiplied by `factor` first. Prefetches three quarters of the bucket at `ahead`; the clipped
+// coding of encode_bucket prefetches the last.
 template <typename Store, bool kUnits>
 __attribute__((noinline)) Extremes rotate_usual(const typename Store::Item* x, const float* factor,
                                                 const Rotation& rotation, const char* ahead,
@@ -167,8 +167,8 @@ __attribute__((noinline)) Extremes rotate_usual(const typename Store::Item* x, c
     prefetch_l2<kRowAhead>(ahead + r * kRowAhead);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
-      // Two stages carry any NaN or Inf into the first of four values. An Inf that they make
-      // themselves stays an extreme.
+      // Two stages carry any NaN or Inf into the first of four values, so only that one is added to
+      // the sum. An Inf that these stages produce themselves shows up as an extreme.
       v < kVectors / 4 ? range.add(v, row[v]) : range.add_extremes(v, row[v]);
       store(out + r * kUsualColumns + v * kLanes, row[v]);
     }
@@ -176,14 +176,14 @@ __attribute__((noinline)) Extremes rotate_usual(const typename Store::Item* x, c
   return range.extremes<StoreF32>(out, kUsualValues);
 }
 
-// Whether a decoded bucket of this range is finite once it is turned back, whatever its codes are.
+// Whether a decoded bucket with this range stays finite when rotated back, whatever its codes are.
 bool stays_finite(Meta meta, int bits, const Rotation& rotation) {
   const float limit = kLargest * rotation.forward / 2;
   const float last = meta.lo + meta.unit * (float)((1 << bits) - 1);
   return meta.lo > -limit && meta.lo < limit && last > -limit && last < limit;
 }
 
-// Decodes a bucket of the default size, and does the first half of the way back.
+// Decodes a bucket of the default size and does the first half of the inverse rotation.
 template <int kBits>
 __attribute__((noinline)) void decode_turned(const uint8_t* from, const Rotation& rotation,
                                              float* out) {
@@ -200,7 +200,7 @@ __attribute__((noinline)) void decode_turned(const uint8_t* from, const Rotation
   }
 }
 
-// Blocks of fewer columns: a leaf's last bucket, and unusual sizes.
+// Rotates blocks of fewer columns, which a leaf's last bucket and unusual bucket sizes have.
 template <bool kBack>
 __attribute__((noinline)) void turn_narrow(float* x, int64_t stride, int64_t first,
                                            const Rotation& rotation) {
@@ -244,15 +244,15 @@ void rotate_back(float* x, int64_t columns, const Rotation& rotation) {
   turn<true>(x, columns, rotation);
 }
 
-// Rotates a bucket's values, filled up to whole columns.
+// Pads a bucket's values with zeros to whole columns, and rotates them.
 void rotate(float* x, Record record, const Rotation& rotation) {
   const int64_t n = record.values, columns = record.columns();
   memset(x + n, 0, (kRows * columns - n) * sizeof(float));
   turn<false>(x, columns, rotation);
 }
 
-// The sum of (x * factor)^2 over a bucket that is one block, in the order of the wire format: rows,
-// then columns from afar.
+// The sum of (x * factor)^2 over a bucket that is one block, in the order of the wire format:
+// across the rows, then across the columns, the most distant ones first.
 __attribute__((noinline)) float sum_squares(const float* x, int columns, float factor) {
   float edge[kRows * Rotation::kColumns];
   int64_t stride = columns;
@@ -282,7 +282,7 @@ __attribute__((noinline)) float sum_squares(const float* x, int columns, float f
   return across<Add>(column[0]);
 }
 
-// (x + y) / divisor.
+// Writes (x + y) / divisor.
 template <typename Store>
 __attribute__((noinline)) void add_into(const typename Store::Item* x, const float* y, int64_t n,
                                         Divide divide, typename Store::Item* out) {

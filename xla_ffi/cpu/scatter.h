@@ -1,4 +1,4 @@
-// The sum of what several ranks have sent of a few values each.
+// Adds up sparse values that several ranks have sent.
 #ifndef CGX_CPU_SCATTER_H_
 #define CGX_CPU_SCATTER_H_
 
@@ -10,11 +10,11 @@
 
 namespace cgx {
 
-// Adds taken[i] to out[at[i]] for i in order, where `out` starts as zeros; places outside of
-// [0, n) are nothing.
+// Zeroes `out`, then adds taken[i] to out[at[i]] for each i in order. Places outside [0, n) are
+// ignored.
 //
-// Threads share out the places and each looks at all pairs: the order at a place is that of the
-// pairs on any number of threads.
+// Each thread owns a range of places and looks at all pairs. So the order of additions at a place
+// is the order of the pairs, on any number of threads.
 template <typename Pool>
 void scatter_sum(Pool& pool, const int32_t* at, const float* taken, int64_t count, float* out,
                  int64_t n) {

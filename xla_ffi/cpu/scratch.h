@@ -1,4 +1,4 @@
-// Memory that the CPU's kernels stage a bucket's values in.
+// Memory in which the CPU kernels stage a bucket's values.
 #ifndef CGX_CPU_SCRATCH_H_
 #define CGX_CPU_SCRATCH_H_
 
@@ -8,7 +8,7 @@
 
 namespace cgx {
 
-// Room for `longest` values for each of `workers`, from a cache line's start on.
+// Room for `longest` values for each of `workers`. Each worker's room starts at a cache line.
 class Scratch {
  public:
   Scratch(int64_t workers, int64_t longest)

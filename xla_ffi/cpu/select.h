@@ -1,5 +1,5 @@
-// The values of largest magnitude, and those above a sampled threshold: places and values, in the
-// order of the places. A pass over the memory is all that large arrays pay for.
+// Selects the values of largest magnitude, or those above a sampled threshold. Writes their places
+// and values, in the order of the places. Large arrays cost only one pass over their memory.
 #ifndef CGX_CPU_SELECT_H_
 #define CGX_CPU_SELECT_H_
 
@@ -23,30 +23,30 @@ struct CallerAlone {
   void Schedule(Task&&) {}
 };
 
-// Magnitudes are compared by their bits, which are in the same order, NaN above infinity.
+// The bits of a magnitude. They have the same order as the magnitudes, NaN above infinity.
 inline uint32_t magnitude_bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));
   return bits & 0x7fffffffu;
 }
 
-// Consecutive values of an array, or some of them, whose places are `at`.
+// Consecutive values of an array, or a selection of them with their places in `at`.
 struct Piece {
   const float* values;
   int64_t count;
   int64_t first;      // place of the first
-  const int32_t* at;  // null: one after the other
+  const int32_t* at;  // null: the values are consecutive
 
   int32_t place(int64_t i) const { return at ? at[i] : static_cast<int32_t>(first + i); }
 };
 
-// The bits of the k-th largest magnitude, and how many of those that equal it are among the k.
+// The bits of the k-th largest magnitude, and how many values that equal it are among the k.
 struct Boundary {
   uint32_t bits;
   int64_t ties;
 };
 
-// By the highest bits first; each pass counts those that share the bits found before.
+// Finds the highest bits first. Each pass counts the values that share the bits found so far.
 template <typename Pool>
 Boundary find_boundary(Pool& pool, const std::vector<Piece>& pieces, int64_t k) {
   constexpr int kWidth = 11, kCounts = 1 << kWidth;
@@ -73,14 +73,15 @@ Boundary find_boundary(Pool& pool, const std::vector<Piece>& pieces, int64_t k) 
   return {found, k};
 }
 
-// A magnitude's bits that somewhat more than k of n values reach, judged by a sample.
+// The bits of a magnitude that, according to a sample, somewhat more than k of n values reach.
 inline uint32_t sampled_bound(const float* x, int64_t n, int64_t k) {
   constexpr int64_t kRuns = 1 << 14, kRun = 4;
   std::vector<float> sample(kRuns * kRun);
   for (int64_t i = 0; i < kRuns; ++i)
     memcpy(sample.data() + i * kRun, x + i * (n / kRuns), kRun * sizeof(float));
   const double mean = static_cast<double>(k) / n * (kRuns * kRun);
-  // Six deviations of a count of values; neighbors, which may be alike, count as four at worst.
+  // Six standard deviations of a count of values. Neighbors may be alike: at worst, each value
+  // counts four times.
   const double rank = std::ceil(mean + 6 * std::sqrt(mean) + 8);
   if (rank >= kRuns * kRun) return 0;
   CallerAlone alone;
@@ -89,10 +90,11 @@ inline uint32_t sampled_bound(const float* x, int64_t n, int64_t k) {
       .bits;
 }
 
-// What passes a bound, found in one pass: pieces that hold their own arrays.
+// The values that reach a bound, found in one pass, as pieces that own their arrays.
 class Candidates {
  public:
-  // The candidates of x[n] have at least these bits. Room is for `share` of the values.
+  // Finds the values of x[n] whose magnitudes have at least these bits. There is room for `share`
+  // of the values.
   template <typename Pool>
   Candidates(Pool& pool, const float* x, int64_t n, uint32_t bits, double share) {
     const int64_t count = std::min(pieces(n), 4 * static_cast<int64_t>(pool.num_threads()));
@@ -124,7 +126,7 @@ class Candidates {
   bool complete_ = true;
 };
 
-// Writes the k largest of some pieces, the first ones of those that are equal.
+// Writes the k largest magnitudes of some pieces. Of equal ones it takes the first.
 template <typename Pool>
 void write_largest(Pool& pool, const std::vector<Piece>& pieces, int64_t k, int32_t* at,
                    float* taken) {
@@ -158,10 +160,10 @@ void write_largest(Pool& pool, const std::vector<Piece>& pieces, int64_t k, int3
   });
 }
 
-// The places and values of the k largest magnitudes of x[n], 1 <= k <= n < 2^31.
+// Writes the places and values of the k largest magnitudes of x[n], 1 <= k <= n < 2^31.
 template <typename Pool>
 void largest(Pool& pool, const float* x, int64_t n, int64_t k, int32_t* at, float* taken) {
-  constexpr int64_t kSampled = 1 << 18;  // values from which on a sample pays
+  constexpr int64_t kSampled = 1 << 18;  // from so many values on, a sample pays off
   const double share = 2.0 * k / n + 1e-3;
   if (n >= kSampled && share < 0.5) {
     const uint32_t bound = sampled_bound(x, n, k);
@@ -177,9 +179,10 @@ void largest(Pool& pool, const float* x, int64_t n, int64_t k, int32_t* at, floa
   write_largest(pool, all, k, at, taken);
 }
 
-// Of x[n], read from `places[1]` on and around its end, the first k whose magnitude is at least the
-// `rank`-th largest of a sample: every `stride`-th value from `places[0]` on. The rest of the k are
-// place n and 0. On one thread, since it stops where there is no room left.
+// Selects the first k values of x[n] whose magnitudes are at least the `rank`-th largest of a
+// sample. The search starts at `places[1]` and wraps around at n. The sample is every `stride`-th
+// value from `places[0]` on, and wraps around too. If fewer than k values are found, the remaining
+// entries are place n and value 0. Runs on one thread, because it stops when it has k values.
 inline void above_sampled(const float* x, int64_t n, int64_t k, const int32_t* places,
                           int64_t stride, int64_t rank, int32_t* at, float* taken) {
   constexpr int64_t kAhead = 32;  // values of the sample

@@ -40,7 +40,7 @@ void unpack_signs(const uint8_t* from, int64_t n, bool large, float* out) {
 #else
 #pragma GCC unroll 4
     for (int j = 0; j < kBlock; j += kLanes) {
-      // Bit 31 of 1 and -1 is all that differs.
+      // 1 and -1 differ only in bit 31.
       const U32 away = (U32{} + ~bits) >> (lane_index() + (uint32_t)j) << 31;
       store(value + j, (F32)(away | 0x3f800000u));
     }

@@ -1,6 +1,6 @@
-// The calls on slots whose values are staged in fp32: rotated ones, those that have units, and what
-// reduce sums. Included only by cpu/kernels.cc; everything lives in the instruction set's
-// namespace.
+// The kernels that stage values in fp32: those for slots that are rotated or have units, and
+// reduce, which stages its sums. Included only by cpu/kernels.cc; everything lives in the
+// instruction set's namespace.
 #ifndef CGX_CPU_STAGED_H_
 #define CGX_CPU_STAGED_H_
 
@@ -13,11 +13,11 @@ namespace cgx {
 inline namespace CGX_ISA {
 namespace {
 
-// A record of a rotated bucket: every place of its columns holds a code.
+// The record of a rotated bucket, in which every place of every column holds a code.
 CGX_HD Record filled(Record record) { return {kRows * record.columns(), record.bits}; }
 
-// Encodes a bucket of fp32 values, rotated already where the slot asks for it. What is lost takes
-// the values' place where kResidual says so.
+// Encodes a bucket of fp32 values, which are already rotated if the slot asks for it. With
+// kResidual the encoding error replaces the values.
 template <int kBits, Coding kCoding, bool kResidual>
 void encode_values(float* x, Record record, Meta meta, Noise noise, Ahead ahead, uint8_t* out) {
   constexpr bool kSaturated = kCoding == Coding::kClipped && !kResidual && saturates(kBits);
@@ -62,7 +62,8 @@ CGX_HD Noise noise_of(const Slot& slot, const uint32_t* key, int64_t bucket, flo
   return {noise_seed(key, slot.number, (uint64_t)bucket), offset};
 }
 
-// Bucket number k of a slot that is rotated or has units, as it is coded; and its extremes.
+// Writes bucket k of a slot that is rotated or has units to `out`, ready for encoding. Returns its
+// extremes.
 template <typename Store>
 Extremes stage_values(const typename Store::Item* x, const Slot& slot, LeafSeed signs, int64_t k,
                       const Factors& in, float* out) {
@@ -83,7 +84,7 @@ Extremes stage_values(const typename Store::Item* x, const Slot& slot, LeafSeed 
 
 constexpr int64_t kStaged = 4;
 
-// Of slots that are rotated or have units: their values are staged in fp32.
+// Encodes slots that are rotated or have units. Their values are staged in fp32.
 template <typename Store, bool kResidual>
 struct EncodeStaged {
   using Item = typename Store::Item;
@@ -96,7 +97,7 @@ struct EncodeStaged {
     uint8_t* out = call.payload + run.offset;
     const float offset = noise_offset(slot.rounding, call.rank, call.layout.world);
     const Factors in(call.units, run.leaf, kIn), back(call.units, run.leaf, kOut);
-    // Several buckets at a time: what one waits for, its range and its unit, another can fill.
+    // Several buckets at a time: while one waits for its range and unit, another can proceed.
     const bool usual_size = slot.bucket_size == kUsualValues;
     const bool nontemporal = call.layout.values > kNontemporalValues && usual_size;
     const int64_t group = usual_size ? kStaged : 1;

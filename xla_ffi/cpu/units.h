@@ -1,5 +1,5 @@
-// How buckets of any dtype become fp32 values to code and come back, multiplied by their units.
-// Included only by cpu/kernels.cc; everything lives in the instruction set's namespace.
+// Converts buckets of any dtype to fp32 values for encoding and back, and multiplies by their
+// units. Included only by cpu/kernels.cc; everything lives in the instruction set's namespace.
 #ifndef CGX_CPU_UNITS_H_
 #define CGX_CPU_UNITS_H_
 
@@ -11,7 +11,7 @@ namespace {
 
 enum Way { kIn, kOut };
 
-// `live` values, a vector at most; the other lanes repeat the first.
+// Loads `live` values, at most one vector. The other lanes repeat the first value.
 template <typename Store>
 CGX_HD F32 load_part(const typename Store::Item* from, int64_t live) {
   typename Store::Item item[kLanes];
@@ -25,7 +25,7 @@ CGX_HD void store_part(typename Store::Item* to, F32 x, int64_t live) {
   for (int64_t l = 0; l < live; ++l) to[l] = item[l];
 }
 
-// One way's factors of a leaf.
+// The factors of a leaf's values for one way.
 class Factors {
  public:
   Factors(const LeafUnits* units, int64_t leaf, Way way) {
@@ -41,7 +41,8 @@ class Factors {
   }
   CGX_HD bool none() const { return rows_ == nullptr; }
   CGX_HD bool long_rows() const { return num_columns_ >= kRowValues; }
-  // Calls f(i, here, columns, row) for the pieces of rows that make `count` values.
+  // Splits `count` values from number `first` on into pieces that each lie in one row. Calls
+  // f(i, here, columns, row) for each piece: `here` values, starting i values after `first`.
   template <typename F>
   CGX_HD void each_row(int64_t first, int64_t count, F f) const {
     int64_t row = first / num_columns_, column = first - row * num_columns_;
@@ -51,7 +52,7 @@ class Factors {
       i += here;
     }
   }
-  // Writes those of `count` values from number `first` on.
+  // Writes the factors of `count` values from number `first` on.
   __attribute__((noinline)) void fill(int64_t first, int64_t count, float* out) const {
     each_row(first, count, [&](int64_t at, int64_t here, const float* from, float row) {
       int64_t i = 0;
@@ -64,14 +65,14 @@ class Factors {
   }
 
  private:
-  static constexpr int64_t kRowValues = 128;  // from which on a row is worth a loop of its own
+  static constexpr int64_t kRowValues = 128;  // from this length on, a row is worth its own loop
   const float* rows_ = nullptr;
   const float* columns_ = nullptr;
   int64_t num_columns_ = 0;
 };
 
-// Calls f(i, count, factor, row) for runs of `n` values, where factor[0] * row belongs to value
-// `first` + i. Rows that are short for a vector are multiplied beforehand.
+// Calls f(i, count, factor, row) for runs that make up `n` values. factor[0] * row is the factor of
+// value `first` + i. Rows that are too short for vectors are multiplied beforehand.
 template <typename F>
 CGX_HD void for_each_factor(const Factors& factors, int64_t first, int64_t n, F f) {
   if (factors.long_rows()) return factors.each_row(first, n, f);
@@ -83,8 +84,8 @@ CGX_HD void for_each_factor(const Factors& factors, int64_t first, int64_t n, F 
   }
 }
 
-// Values number `first` to `first` + n of a leaf, as they are coded but for the rotation, and their
-// extremes.
+// Writes values [first, first + n) of a leaf to `out`, as they are encoded except for the rotation.
+// Returns their extremes.
 template <typename Store>
 __attribute__((noinline)) Extremes read_values(const typename Store::Item* x, int64_t n,
                                                const Factors& factors, int64_t first, float* out) {
@@ -118,7 +119,7 @@ __attribute__((noinline)) Extremes read_values(const typename Store::Item* x, in
   return range.extremes<StoreF32>(out, n);
 }
 
-// Writes after(before(x) * factor), or before(x) where there are no factors.
+// Writes after(before(x) * factor), or before(x) if there are no factors.
 template <typename Store, typename Before, typename After>
 CGX_HD void write_values(const float* x, int64_t n, const Factors& factors, int64_t first,
                          typename Store::Item* out, Before before, After after) {
@@ -142,7 +143,7 @@ CGX_HD void write_values(const float* x, int64_t n, const Factors& factors, int6
   factors.none() ? write(0, n, nullptr, 1.0f) : for_each_factor(factors, first, n, write);
 }
 
-// The inverse, for what coding has lost: values times `scale` and their factors.
+// The inverse of read_values for encoding errors: writes values times `scale` and their factors.
 template <typename Store>
 __attribute__((noinline)) void write_lost(const float* x, int64_t n, float scale,
                                           const Factors& factors, int64_t first,
@@ -151,8 +152,8 @@ __attribute__((noinline)) void write_lost(const float* x, int64_t n, float scale
   write_values<Store>(x, n, factors, first, out, times, [](F32 v) { return canonical_nan(v); });
 }
 
-// A decoded value that was multiplied by its factor. Rounding may take it past the largest, of fp32
-// or of its dtype; what was finite stays so.
+// Keeps a decoded value finite that was multiplied by its factor: rounding may take it past the
+// largest value of fp32 or of its dtype. NaN stays NaN.
 template <typename Store>
 CGX_HD F32 finite_of(F32 v) {
   v = finite_or_nan(v);
@@ -161,7 +162,7 @@ CGX_HD F32 finite_of(F32 v) {
   return Lanes<F32>::greater(Lanes<F32>::lesser(v, most), -most);
 }
 
-// The inverse, for decoded values.
+// The inverse of read_values for decoded values.
 template <typename Store>
 __attribute__((noinline)) void write_decoded(const float* x, int64_t n, const Factors& factors,
                                              int64_t first, typename Store::Item* out) {

@@ -1,5 +1,6 @@
 // Vectors of one instruction set: loads, stores, dtype conversions and code planes.
-// Included only by cpu/kernels.cc; everything lives in the instruction set's namespace.
+// Included only by cpu/kernels.cc and cpu/codes.cc; everything lives in the instruction set's
+// namespace.
 #ifndef CGX_CPU_VECTOR_H_
 #define CGX_CPU_VECTOR_H_
 
@@ -29,8 +30,8 @@ struct Lanes<F32> {
   using U = U32;
   CGX_HD static U32 truncate(F32 x) { return (U32) __builtin_convertvector(x, I32); }
   CGX_HD static F32 to_float(U32 x) { return __builtin_convertvector((I32)x, F32); }
-  // `a` where b is NaN. Written out because GCC 12 compares and blends where a constant is one of
-  // the two.
+  // `a` where b is NaN. Uses intrinsics because GCC 12 compares and blends if one of the two is a
+  // constant.
 #if defined(__AVX512F__)
   CGX_HD static F32 lesser(F32 a, F32 b) { return (F32)_mm512_min_ps((__m512)b, (__m512)a); }
   CGX_HD static F32 greater(F32 a, F32 b) { return (F32)_mm512_max_ps((__m512)b, (__m512)a); }
@@ -61,7 +62,7 @@ CGX_HD void store(void* to, const V& v) {
 constexpr int64_t kLine = 64;         // bytes of a cache line
 constexpr int64_t kFarAhead = 32768;  // bytes
 
-// Asks for kBytes of memory, which need not exist: into L1, or into L2 alone.
+// Prefetches kBytes of memory, which need not exist: into L1, or only into L2.
 template <int64_t kBytes>
 CGX_HD void prefetch_l1(const char* from) {
 #pragma GCC unroll 16
@@ -102,8 +103,8 @@ CGX_HD U32 lane_index() {
   return index;
 }
 
-// kLanes bytes or 16-bit words of memory to 32-bit lanes and back, keeping the low bits. Written
-// out because GCC 12 converts these vectors one lane at a time.
+// Convert kLanes bytes or 16-bit words of memory to 32-bit lanes and back, keeping the low bits.
+// Use intrinsics because GCC 12 converts these vectors one lane at a time.
 #if defined(__AVX512F__)
 CGX_HD U32 load_u8(const void* from) {
   return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -159,7 +160,8 @@ CGX_HD void store_u8(void* to, U32 x) { store(to, __builtin_convertvector(x, U8)
 CGX_HD void store_u16(void* to, U32 x) { store(to, __builtin_convertvector(x, U16)); }
 #endif
 
-// Storage types of leaves: `load`/`store` move kLanes values as fp32; kMost is the largest one.
+// Storage types of leaves. load_lanes and store_lanes move kLanes values as fp32. kMost is the
+// largest finite value.
 struct StoreF32 {
   using Item = float;
   static constexpr float kMost = kLargest;
@@ -225,7 +227,7 @@ CGX_HD F32 flip(F32 x, U32 sign) {
 #endif
 }
 
-// Infinities as the largest floats, NaNs as the canonical one.
+// Replaces infinities by the largest floats, and NaNs by the canonical one.
 CGX_HD F32 finite_or_nan(F32 x) {
 #if defined(__AVX512F__)
   const __m512i most = _mm512_set1_epi32(0x11ef1100);  // by the class of x: NaN, ... -inf, inf, ...
@@ -247,7 +249,7 @@ struct Max {
   CGX_HD static F32 of(F32 a, F32 b) { return Lanes<F32>::greater(a, b); }
 };
 
-// One value from all lanes.
+// Reduces all lanes to one value.
 template <typename Op>
 CGX_HD float across(F32 v) {
 #pragma GCC unroll 4

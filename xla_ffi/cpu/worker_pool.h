@@ -1,4 +1,4 @@
-// A thread pool of our own, where XLA's cannot be used.
+// A thread pool of our own, for places where XLA's pool cannot be used.
 #ifndef CGX_CPU_WORKER_POOL_H_
 #define CGX_CPU_WORKER_POOL_H_
 
@@ -18,7 +18,7 @@ namespace cgx {
 // Threads that wait for tasks, as XLA's do; the caller counts as one of them.
 class WorkerPool {
  public:
-  // Throws std::system_error where the system does not give as many threads.
+  // Throws std::system_error if the system does not provide that many threads.
   explicit WorkerPool(int64_t threads) : threads_(threads) {
     running_.reserve(static_cast<size_t>(threads));  // so that nothing else fails below
     try {

@@ -1,14 +1,14 @@
-// How a warp encodes and decodes one bucket; for device code alone.
+// How a warp encodes and decodes one bucket; for device code only.
 //
-// One warp works on one bucket at a time. It sees the bucket as the wire format does, 8 rows of
-// columns, in tiles of 64 columns: the lower half of the warp holds rows 0 to 3, the upper half
-// rows 4 to 7, every lane 4 rows by 4 columns. So values are read and written 16 bytes a lane (8
-// for 16-bit dtypes), a lane's codes of a column make the low or the high half of the column's
-// number, and its bytes of a plane make one 32-bit word. Only at odd widths do the two halves meet
-// in one byte.
+// One warp works on one bucket at a time. It sees the bucket as the wire format does, as 8 rows of
+// columns, in tiles of 64 columns. The lower half of the warp holds rows 0 to 3, the upper half
+// rows 4 to 7; every lane holds 4 rows by 4 columns. So each lane reads and writes values 16 bytes
+// at a time (8 for 16-bit dtypes). A lane's codes of a column make up the low or the high half of
+// the column's number, and its bytes of a plane make up one 32-bit word. The two halves share a
+// byte only at odd widths.
 //
 // Ranges and codes come from the functions that the CPU kernels use, so the bytes are the same;
-// compile with -fmad=false. No shared memory: what lanes tell each other goes through registers.
+// compile with -fmad=false. No shared memory: lanes exchange data through registers.
 #ifndef CGX_CUDA_BUCKETS_H_
 #define CGX_CUDA_BUCKETS_H_
 
@@ -18,8 +18,8 @@
 namespace cgx {
 namespace {
 
-// A float of 2^23 + n has n in its low bits: the way from a small whole number to a float and back
-// that needs no conversion.
+// The float 2^23 + n has n in its low bits. So a small whole number becomes a float, and a float a
+// whole number, without a conversion.
 constexpr uint32_t kWhole = 0x4b000000u;
 constexpr float kWholeFloat = 8388608.0f;
 
@@ -32,8 +32,8 @@ __device__ uint32_t whole_part(float x) {
 #endif
 }
 
-// The compiler shall multiply by this number, although it is a power of two: a multiply-add leaves
-// the busy integer units alone, and the addition comes with it.
+// Hides from the compiler that x is a power of two, so that it multiplies by x instead of shifting.
+// A multiply-add does not load the busy integer units, and it includes the addition.
 __device__ uint32_t opaque(uint32_t x) {
   asm("" : "+r"(x));
   return x;
@@ -46,7 +46,7 @@ __device__ uint32_t gather_bytes(const uint32_t (&w)[kColumns]) {
   return __byte_perm(__byte_perm(w[0], w[1], kPair), __byte_perm(w[2], w[3], kPair), 0x5410);
 }
 
-// Bytes of four words, transposed: byte k of word j becomes byte j of word k.
+// Transposes the bytes of four words: byte k of word j becomes byte j of word k.
 __device__ void transpose_bytes(uint32_t (&w)[kColumns]) {
   const uint32_t low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
   const uint32_t high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
@@ -56,7 +56,8 @@ __device__ void transpose_bytes(uint32_t (&w)[kColumns]) {
   w[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// The planes that a half's bits lie in. At an odd width the halves share the middle one.
+// The planes that hold the bits of one half of the rows. At an odd width the two halves share the
+// middle plane.
 struct Planes {
   int first, count;
   int shift;  // where the half's first bit lies in its first plane
@@ -65,8 +66,8 @@ struct Planes {
       : first(half ? bits / 2 : 0), count((bits + 1) / 2), shift(half * (bits & 1) * 4) {}
 };
 
-// A lane's codes: for each of its columns the number that its four rows make. Bits above theirs may
-// be anything, up to a width of 6.
+// A lane's codes: for each of its columns, the number that its four rows make up. At widths up to
+// 6, the bits above this number may be anything.
 struct Codes {
   uint32_t number[kColumns];
 };
@@ -79,7 +80,7 @@ __device__ void store_codes(const Bucket& bucket, uint8_t* planes, int tile, Cod
     *reinterpret_cast<uint32_t*>(at + k * columns) = word;
   };
   const bool odd = bucket.bits & 1;
-  if (!odd && mine.count <= 2) {  // of most buffers: 2 or 4 bits
+  if (!odd && mine.count <= 2) {  // most buffers: 2 or 4 bits
     const uint32_t first = gather_bytes<0>(codes.number);
     const uint32_t second = gather_bytes<1>(codes.number);
     if (!bucket.has(tile)) return;
@@ -110,15 +111,15 @@ __device__ Meta load_meta(const uint8_t* record) {
 }
 
 // The width that most buffers have is known to the compiler, so that its masks and shifts are
-// constants; kAny is the others.
+// constants. kAny stands for all other widths.
 constexpr int kUsualBits = 4, kAny = 0;
 
-// What a lane reads of a record's tile: its bytes of each plane, as they lie.
+// What a lane reads of a record's tile: its bytes of each plane, in memory order.
 struct Encoded {
   Meta meta;
   uint32_t word[kColumns] = {};
 
-  // `planes` are the lane's own of the tile, `columns` of the bucket apart.
+  // `planes` points to the lane's bytes of the first plane. Planes are `columns` bytes apart.
   __device__ void load(const uint8_t* record, const uint8_t* planes, int columns, int count) {
     meta = load_meta(record);
     const auto load = [&](int k) { word[k] = *reinterpret_cast<const uint32_t*>(planes); };
@@ -132,7 +133,7 @@ struct Encoded {
     if (count > 3) load(3);
   }
 
-  // f(value, row, column) for the lane's values.
+  // Calls f(value, row, column) for the lane's values.
   template <int kBits, typename F>
   __device__ void values(const Bucket& bucket, F f) const {
     const int bits = kBits ? kBits : bucket.bits;
@@ -141,7 +142,8 @@ struct Encoded {
     const float unit = meta.unit;
     if (unit == 0.0f || (unit >= kLeast && unit <= kMost)) {
       // unit * (2^23 + code) - unit * 2^23, rounded once, is unit * code, rounded once. The code of
-      // an odd row keeps its place, 2^bits times too large, and has a unit as many times smaller.
+      // an odd row is not shifted down, so it is 2^bits times too large and its unit 2^bits times
+      // smaller.
       const float odd_unit = unit * bit_cast<float>(static_cast<uint32_t>(127 - bits) << 23);
       const float below = unit * -kWholeFloat, odd_below = odd_unit * -kWholeFloat;
       const auto value = [&](uint32_t number, uint32_t mask, float unit, float below) {
@@ -167,7 +169,7 @@ struct Encoded {
   }
 
  private:
-  // Units of which 2^23 times, and a 2^8th, are floats without loss.
+  // For units in this range, both unit * 2^23 and unit / 2^8 are exact floats.
   static constexpr float kLeast = 7.8886091e-31f, kMost = 1.2676506e+30f;  // 2^-100, 2^100
 
   // Words past the last plane may hold anything: their bits lie above those of the codes.
@@ -192,7 +194,7 @@ struct Encoded {
   }
 };
 
-// Where a lane's bytes of a tile lie in a record, for Encoded::load.
+// The offset of a lane's bytes of a tile in a record, for Encoded::load.
 __device__ int64_t planes_of(const Bucket& bucket, int tile) {
   const Planes mine(bucket.bits, bucket.lane.half);
   return static_cast<int64_t>(sizeof(Meta)) + mine.first * bucket.columns + bucket.column(tile);
@@ -203,13 +205,13 @@ __device__ void store_meta(const Lane& lane, uint8_t* record, Meta meta) {
     reinterpret_cast<float*>(record)[lane.index] = lane.index ? meta.unit : meta.lo;
 }
 
-// The extremes of values, from their bits. As signed numbers the largest bits are those of the
-// largest value, unless all values are negative; as unsigned ones those of the smallest, unless
-// none is. A NaN lies past infinity in one of the two orders.
+// Finds the extremes of values from their bits. As signed numbers, the largest bits are those of
+// the largest value, unless all values are negative. As unsigned numbers, they are those of the
+// smallest value, unless no value is negative. A NaN lies past infinity in one of the two orders.
 struct Range {
   int32_t as_signed = INT32_MIN;
   uint32_t as_unsigned = 0;
-  float min, max;  // once they have met
+  float min, max;  // valid after meet()
 
   __device__ void add(const Bucket& bucket, int tile, const Tile& t) {
     if (!bucket.has(tile)) return;
@@ -219,15 +221,15 @@ struct Range {
       as_unsigned = ::max(as_unsigned, bits);
     });
   }
-  // Makes the extremes those of all lanes; whether all values are finite. `smallest()` gives the
-  // smallest bits of a lane's values and is called by every lane or by none.
+  // Combines the extremes of all lanes. Returns whether all values are finite. `smallest()` returns
+  // the smallest bits of a lane's values; either all lanes call it or none.
   template <typename F>
   __device__ bool meet(F smallest) {
     as_signed = __reduce_max_sync(kEveryLane, as_signed);
     as_unsigned = __reduce_max_sync(kEveryLane, as_unsigned);
     max = bit_cast<float>(as_signed);
     min = bit_cast<float>(as_unsigned);
-    // All of one sign: then the other extreme is the one closest to zero.
+    // If all values have one sign, the other extreme is the value closest to zero.
     const bool no_positive = as_signed < 0, no_negative = as_unsigned < 0x80000000u;
     if (no_positive || no_negative) {
       const float closest = bit_cast<float>(__reduce_min_sync(kEveryLane, smallest()));
@@ -245,19 +247,19 @@ struct Range {
   }
 };
 
-// Noise of a bucket's values.
+// The noise of a bucket's values.
 struct Noise {
   NoiseSeed seed;
   float offset;
 };
 
-// Encodes a tile of a bucket. With kResidual `t` becomes what is lost.
+// Encodes a tile of a bucket. With kResidual, `t` becomes the encoding error.
 template <bool kStochastic, bool kResidual>
 __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int tile, uint8_t* record,
                             Tile* t) {
   const int bits = bucket.bits;
   Codes codes = {};
-  // `code_of(x, i)` is kWhole and the code of the bucket's value i.
+  // `code_of(x, i)` is kWhole + the code of the bucket's value i.
   const auto encode_as = [&](auto code_of) {
     const uint32_t scale = opaque(1u << bits);
 #pragma unroll
@@ -270,14 +272,15 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
         if (kResidual) x -= meta.lo + meta.unit * (bit_cast<float>(code) - kWholeFloat);
       }
     }
-    // Four times kWhole, each times its row's scale: above the codes, but at the largest widths.
+    // The numbers contain kWhole four times, each time with its row's scale. Up to a width of 6
+    // these bits lie above the codes; at larger widths they must be subtracted.
     if (bits > 6) {
       const uint32_t above = kWhole * (1 + scale * (1 + scale * (1 + scale)));
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) codes.number[c] -= above;
     }
   };
-  // `level(x, i)` is the code but for its fraction.
+  // `level(x, i)` is the code plus a fraction.
   const auto encode = [&](auto level) {
     if (bucket.padded()) {
       encode_as(
@@ -304,15 +307,15 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
   store_codes(bucket, Record::planes(record), tile, codes);
 }
 
-// Stores what coding has lost of a tile, times `factor`.
+// Stores the encoding error of a tile, times `factor`.
 __device__ void store_lost(const Bucket& bucket, int tile, float factor, Tile t) {
   rotate_back(bucket, tile, &t);
   t.each([&](float& x, int, int) { x = canonical_nan(x * factor); });
   store_tile<false>(bucket, tile, t);
 }
 
-// The meta of a bucket whose range is known. `smallest()` is what Range::meet asks for; `t` is the
-// bucket's tile if it has but one.
+// The meta of a bucket whose range is known. `smallest()` is the argument of Range::meet; `t` is
+// the bucket's tile if it has only one.
 template <bool kStochastic, typename F>
 __device__ Meta meta_of(const Bucket& bucket, Range range, const Tile& t, F smallest) {
   const bool finite = range.meet(smallest);
@@ -324,9 +327,10 @@ __device__ Meta meta_of(const Bucket& bucket, Range range, const Tile& t, F smal
                            bucket.bits);
 }
 
-// Finds a bucket's range and encodes it. `values(tile)` gives a tile as it is coded, pads within
-// the range; it is called once for each tile where kTiles says how many there are at most, and
-// twice where nobody knows (0). With kResidual it stores what is lost, times `factor`.
+// Finds a bucket's range and encodes the bucket. `values(tile)` returns a tile as it is encoded,
+// with pads inside the range. kTiles is the largest number of tiles; `values` is then called once
+// per tile. If the number is unknown, kTiles is 0 and `values` is called twice per tile. With
+// kResidual, this stores the encoding error times `factor`.
 template <int kTiles, bool kStochastic, bool kResidual, typename Values>
 __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record, Values values,
                               float factor) {
@@ -339,7 +343,7 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
   if constexpr (kTiles == 0) {
     uint32_t smallest = Range::kNone;
 #pragma unroll 1
-    for (int step = 0; step < 2 * bucket.tiles(); ++step) {  // so that the code is there once
+    for (int step = 0; step < 2 * bucket.tiles(); ++step) {  // one loop: the code exists once
       const bool first = step < bucket.tiles();
       const int k = first ? step : step - bucket.tiles();
       Tile t = values(k);

@@ -8,8 +8,9 @@
 namespace cgx {
 namespace {
 
-// Fills tables and hands each over when it is full: those of slots that round to nearest and those
-// that round with noise apart, since they need different kernels. Pieces come chunk by chunk.
+// Fills tables and launches each when it is full. Slots that round to nearest and slots that round
+// with noise go to different tables, because they need different kernels. Pieces come chunk by
+// chunk.
 template <typename Launch>
 class Tables {
  public:
@@ -46,7 +47,7 @@ class Tables {
     piece.chunk = static_cast<int32_t>(chunk);
     add(piece, count, /*item=*/1, /*longest=*/0);
   }
-  // Launches what is left; the first error of all launches.
+  // Launches what is left. Returns the first error of all launches.
   cudaError_t finish() {
     flush(false);
     flush(true);
@@ -67,8 +68,8 @@ class Tables {
     }
   };
 
-  // Adds `total` values (bytes to clear) in units of the piece's, in as many pieces as the limit on
-  // a table's units makes of them. `longest` is the longest bucket.
+  // Adds `total` values (or bytes to clear), in units of the piece's size. The limit on a table's
+  // units may split them into several pieces. `longest` is the longest bucket.
   void add(Piece piece, int64_t total, int64_t item, int64_t longest) {
     Filling& f = tables_[last_];
     while (total > 0) {
@@ -111,7 +112,7 @@ class Tables {
 };
 
 // Calls f(run, offset in the chunk's row) for the records in the ranges, and tail(chunk) after each
-// chunk that lies in one.
+// chunk that lies in one of the ranges.
 template <typename F, typename Tail>
 void for_each_chunk(const Layout& layout, const std::vector<Range>& ranges, F f, Tail tail) {
   for (const Range& range : ranges) {

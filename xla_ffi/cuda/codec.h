@@ -11,14 +11,14 @@
 namespace cgx {
 
 // Positions [from, to) of a fusion buffer. In payload rows, their records lie `shift` bytes further
-// than in the wire's own rows.
+// than in the rows of the wire format.
 struct Range {
   int64_t from, to;
   int64_t shift = 0;
 };
 
-// Every call works on the records that start in the ranges, which come in order; with `tails` it
-// also clears the bytes past the end of each chunk that lies in one of them.
+// Every call works on the records that start in the ranges, which must be in order. With `tails` it
+// also clears the bytes past the end of each chunk that lies in one of the ranges.
 
 struct CudaEncode {
   Layout layout;
@@ -28,7 +28,7 @@ struct CudaEncode {
   RankSource rank;
   uint8_t* payload;
   bool tails;
-  int32_t key_step = 0;  // words from a chunk's key to the next one's; 0: one key for all
+  int32_t key_step = 0;  // words from one chunk's key to the next; 0: one key for all
 };
 cudaError_t encode(const CudaEncode& call, const std::vector<Range>& ranges, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The kernels of codes.h. A warp makes whole bytes, so warps share nothing.
+// The kernels of codes.h. A warp writes whole bytes, so warps share nothing.
 #include <numeric>
 #include <type_traits>
 
@@ -59,9 +59,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- codes of a few bits
 
-// The lane's part of the sum that sum_by_halves makes: of a power of two values the second half is
-// added to the first, until one is left. Zeros before and between change nothing. The values at
-// `place`, `place` + kStride and so on are what is left of kPlaces of the lane's.
+// The lane's part of the sum that sum_by_halves computes: the second half of a power of two of
+// values is added to the first half, until one value is left. Extra zeros change nothing. The lane
+// has kPlaces values; this adds up those at `place`, `place` + kStride and so on.
 template <int kPlaces, int kStride = 1>
 __device__ __forceinline__ float add_squares(const Scale& one, const float* x, int live,
                                              int place = 0) {
@@ -111,12 +111,12 @@ __device__ Scale scale_of(const BucketsCall& call, const float* x, int live) {
   return {1};
 }
 
-// What the codes of a bucket's values hang on.
+// What the codes of a bucket's values depend on.
 struct Coding {
   Scale scale;
   NoiseSeed noise;
 
-  // Member by member: a choice between two places would put both into memory.
+  // Chooses member by member: a choice between the two objects would put both into memory.
   __device__ static Coding either(bool first, const Coding& a, const Coding& b) {
     return {{first ? a.scale.value : b.scale.value, first ? a.scale.down : b.scale.down,
              first ? a.scale.factor : b.scale.factor},
@@ -124,14 +124,14 @@ struct Coding {
   }
 };
 
-// Codes that make whole bytes, and how many bytes those are.
+// A group of codes that make whole bytes, and how many bytes these are.
 template <typename Code>
 struct Group {
   static constexpr int kCodes = std::is_same_v<Code, Ternary> ? 5 : 8;
   int bytes;
 
   __device__ explicit Group(const BucketsCall& call) : bytes(call.width == 0 ? 1 : call.width) {}
-  // Puts code number j behind the others.
+  // Appends code number j.
   __device__ void add(uint64_t* group, uint32_t code, int j) const {
     constexpr int kPower[] = {1, 3, 9, 27, 81};
     if constexpr (kCodes == 5) {
@@ -140,17 +140,17 @@ struct Group {
       *group |= static_cast<uint64_t>(code) << (bytes * j);
     }
   }
-  // Bytes of the first so many codes.
+  // The bytes that the first `codes` codes take.
   __device__ int bytes_of(int codes) const { return kCodes == 5 ? 1 : (codes * bytes + 7) / 8; }
 };
 
-// A run is as many buckets as make whole bytes. Its values and codes, and the first bucket's
-// number.
+// A run is as many buckets as make whole bytes. This holds its values, its codes and the number of
+// its first bucket.
 struct Run {
   const float* x;
   uint8_t* out;
   int64_t bucket;
-  int live;      // values up to the end of the run, or of all
+  int live;      // values up to the end of the run or of the array
   bool aligned;  // four values may be read at once
 };
 
@@ -226,15 +226,15 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- the largest of each bucket
 
-// The magnitudes of a bucket's values, as bits: 0 for those that the last bucket lacks, and -1 past
-// the bucket's end. A bucket of one tile stays in registers.
+// The magnitudes of a bucket's values, as bits: 0 for values that the last bucket lacks, and -1
+// past the bucket's end. A bucket of one tile stays in registers.
 template <bool kHeld>
 class Magnitudes {
  public:
   __device__ Magnitudes(const float* x, int live, int size) : x_(x), live_(live), size_(size) {
     if constexpr (kHeld) read(0, held_);
   }
-  // f(magnitude, place of lane 0's) for each of a lane's values, in order.
+  // Calls f(magnitude, place of lane 0's value) for each of a lane's values, in order.
   template <typename F>
   __device__ void each(F f) const {
     if constexpr (kHeld) {
@@ -273,8 +273,8 @@ class Magnitudes {
   int32_t held_[kHeld ? kSlots : 1];
 };
 
-// The bits of a bound that the k largest reach, bit by bit until no other value does, and how many
-// of those that equal it are among the k.
+// The bits of a bound that the k largest magnitudes reach, found bit by bit until no other value
+// reaches it. `ties` is how many values that equal the bound are among the k.
 struct Bound {
   int32_t bits = 0;
   int ties;

@@ -1,4 +1,5 @@
-// Codes of arrays in device memory: calls of cpu/codes.h, put on a stream. fp32 values alone.
+// The codes of cpu/codes.h for arrays in device memory: calls put kernels on a stream. Only fp32
+// values.
 #ifndef CGX_CUDA_CODES_H_
 #define CGX_CUDA_CODES_H_
 
@@ -9,25 +10,30 @@
 
 namespace cgx {
 
-// A bucket has a warp of its own, and its last byte may hold a code of the next bucket.
+// Up to 8 codes make whole bytes. With buckets of at least this size, such a group of codes spans
+// at most two buckets.
 constexpr int64_t kShortestBucket = 8;
 
-// Bit i of `out` says that x[i] >= 0, for n values; the last byte is filled up with zeros.
+// Sets bit i of `out` if x[i] >= 0, for n values. The last byte is padded with zero bits.
 cudaError_t launch_pack_signs(const float* x, int64_t n, uint8_t* out, cudaStream_t stream);
 
 // Encodes all values, in buckets of kShortestBucket to kLongestBucket.
 cudaError_t launch_encode_buckets(const BucketsCall& call, cudaStream_t stream);
 
-// Of the buckets of x[n], the last filled up with zeros, the `keep` largest magnitudes each: places
-// in the bucket, in order, and values. The first ones of those that are equal. Buckets have up to
-// kLongestBucket values.
+// Selects the `keep` largest magnitudes of each bucket of x[n]; the last bucket is padded with
+// zeros. Writes places in the bucket, in order, and values. Of equal magnitudes it takes the first.
+// Buckets have up to kLongestBucket values.
 cudaError_t launch_largest_of_buckets(const float* x, int64_t n, int64_t bucket_size, int64_t keep,
                                       int32_t* at, float* taken, cudaStream_t stream);
 
-// The places and values, in order, of `count` of n < 2^31 values: of those with the largest
-// magnitudes, the first ones of those that are equal. Or, where `turns` are given, of those that
-// reach the `rank`-th largest of a sample, which is every `stride`-th value from turns[0] on around
-// the end; the first ones from turns[1] on, and place n and 0 where there are too few.
+// Selects `count` of n < 2^31 values and writes their places and values, in the order of the
+// places.
+//
+// Without `turns`, it selects the largest magnitudes; of equal ones it takes the first. With
+// `turns`, it selects the first values whose magnitudes reach the `rank`-th largest of a sample.
+// The search starts at turns[1] and wraps around at n. The sample is every `stride`-th value from
+// turns[0] on, and wraps around too. If there are too few values, the remaining entries are place n
+// and value 0.
 struct SelectCall {
   const float* x;
   int64_t n, count;

@@ -11,19 +11,20 @@
 namespace cgx {
 namespace {
 
-// Blocks that a multiprocessor shall hold, which bounds the registers of a thread: half of its
-// warps keep enough reads in flight, and a bucket of several tiles brings that many reads more by
-// itself.
+// The number of blocks that a multiprocessor must be able to hold, which bounds the registers of a
+// thread. Half of its warps keep enough reads in flight, and a bucket of several tiles has that
+// many times the reads.
 constexpr int blocks_of(int tiles, bool reduces, bool stochastic, bool residual) {
   if (tiles == 1) return 8 - 2 * (reduces + residual);
   return tiles == 0 ? 4 : residual ? 2 : stochastic ? 3 : 4;
 }
-// Of a large buffer a warp works on several buckets, and looks for their piece once. Where a bucket
-// costs little, a block for every four is faster: memory likes its requests in order.
+// In a large buffer, a warp works on several buckets and looks up their piece once. If a bucket
+// costs little, one block for every four buckets is faster, because memory prefers requests in
+// order.
 constexpr int kMaxBlocks = 16384, kMaxLightBlocks = 1 << 20;
 constexpr int kHeldTiles = 4;  // a bucket of up to 2,048 values is read once
 
-// Units of the pieces before that one.
+// The number of units of all pieces before the first one for which `beyond` holds.
 template <int kPieces, typename Beyond>
 __device__ int units_before(const TableOf<kPieces>& table, Beyond beyond) {
   const int p = first_piece(table, beyond);
@@ -37,13 +38,14 @@ __device__ void clear_unit(const Piece& piece, int number) {
   for (int i = threadIdx.x % kWarp; i < words; i += kWarp) to[i] = 0;
 }
 
-// For this warp's share of the units [first, end): work(piece) gives what is then called with the
-// number of each unit in that piece, so that what units of a piece share is computed once.
+// Does this warp's share of the units [first, end). work(piece) returns a function, which is then
+// called with the number of each unit in that piece. So what the units of a piece share is computed
+// once.
 template <int kPieces, typename Work>
 __device__ void for_each_unit(const TableOf<kPieces>& table, int first, int end, Work work) {
   const int warps = gridDim.x * (kThreads / kWarp);
-  // All lanes have the same number. The shuffle tells the compiler, which then computes what hangs
-  // on it once for the warp.
+  // All lanes have the same number. The shuffle tells the compiler so, which then computes what
+  // depends on the number only once per warp.
   const int warp = __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarp, 0);
   int unit = first + static_cast<int>(blockIdx.x) * (kThreads / kWarp) + warp;
   if (unit >= end) return;
@@ -65,7 +67,7 @@ __device__ void for_each_unit(const TableOf<kPieces>& table, int first, int end,
 
 __device__ int32_t rank_of(RankSource rank) { return rank.device ? *rank.device : rank.value; }
 
-// A record of the rank's own chunk, which nobody reads, and what it has lost.
+// Clears a record of the rank's own chunk, which nobody reads, and with kResidual its residuals.
 template <bool kResidual>
 __device__ void clear_record(const Bucket& bucket, uint8_t* record) {
   uint32_t* const words = reinterpret_cast<uint32_t*>(record);
@@ -81,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, false, kStochastic
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
     const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     const LeafSeed seed = noise_of<kStochastic>(args.key + piece.chunk * args.key_step, piece);
-    // A chunk with a key of its own is no part of a sum whose ranks spread their noise.
+    // A chunk with its own key is not part of a sum whose ranks spread their noise.
     const float offset =
         kStochastic && args.key_step == 0 ? noise_offset(piece.rounding, own, args.world) : 0.0f;
     return [=, &piece](int number) {
@@ -129,7 +131,8 @@ __device__ void add_tile(const Tile& other, Tile* t) {
   t->each([&](float& x, int r, int c) { x += other.v[r][c]; });
 }
 
-// A test of piece.in would cost every bucket eight instructions.
+// kFromZeros is a template parameter because a test of piece.in would cost eight instructions per
+// bucket.
 template <int kPieces, bool kFromZeros>
 __global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
     accumulate_kernel(const __grid_constant__ TableOf<kPieces> table, const AccumulateArgs args) {
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
   });
 }
 
-// Whether the buckets are plain float32, which cost the least.
+// Whether the buckets, judged by the first piece, are plain float32, which cost the least.
 bool light(const Table& table) {
   return table.piece[0].dtype == DType::kF32 && !table.piece[0].rotated;
 }
@@ -190,7 +193,7 @@ cudaError_t launch(void (*kernel)(TableOf<kPieces>, Args), const Table& table, c
 template <int kNumber>
 using Constant = std::integral_constant<int, kNumber>;
 
-// Calls f with the pieces and the tiles of the kernels for this table.
+// Calls f with the kPieces and kTiles of the kernels for this table.
 template <typename F>
 cudaError_t sized(const Table& table, F f) {
   if (table.tiles > kHeldTiles) return f(Constant<kFewPieces>(), Constant<0>());

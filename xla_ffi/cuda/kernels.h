@@ -1,6 +1,6 @@
-// CUDA kernels over tables of buckets. What a launch works on lies in its parameters by value, so
-// that a CUDA graph can hold it; only keys, ranks and payloads are read from device memory.
-// No XLA here, so that nvcc never sees its headers.
+// CUDA kernels over tables of buckets. A launch gets its table by value in its parameters, so that
+// a CUDA graph can hold it. Apart from the values, only keys, ranks and payloads are read from
+// device memory. No XLA here, so that nvcc never sees its headers.
 #ifndef CGX_CUDA_KERNELS_H_
 #define CGX_CUDA_KERNELS_H_
 
@@ -12,17 +12,17 @@
 
 namespace cgx {
 
-// Consecutive buckets of one leaf within one chunk, or bytes to clear. What a warp reads of it for
-// every bucket is 32 bits wide wherever a bucket's or a table's limits allow it.
+// Consecutive buckets of one leaf within one chunk, or bytes to clear. The fields that a warp reads
+// for every bucket are 32 bits wide where the limits of a bucket or a table allow it.
 struct Piece {
   const char* in;   // the first bucket's values; null in decode, and for zeros in accumulate
   char* out;        // where its residuals, values or sums go, or the bytes to clear; null: nowhere
-  int64_t record;   // of the first bucket: in the payload, in reduce and accumulate in a row of it
+  int64_t record;   // the first record, in the payload; in reduce and accumulate, in a row of it
   int64_t bucket;   // number of the first bucket in its leaf
   int32_t before;   // units of the pieces before this one in the table
   int32_t last;     // number of its last unit
-  int32_t unit;     // values a bucket; bytes a unit when cleared
-  int32_t tail;     // the same of the last unit
+  int32_t unit;     // values per bucket; bytes per unit when cleared
+  int32_t tail;     // the same for the last unit
   uint32_t stride;  // bytes from a record to the next
   uint32_t number;  // of the leaf: feeds its noise and its rotation's signs
   int32_t chunk;
@@ -33,12 +33,12 @@ struct Piece {
   bool rotated : 1;
 };
 
-// A launch copies its parameters, all of them, so a table comes in two sizes: 4 KB, and what
-// CUDA 12.1 and later take, 32,764 bytes.
+// A launch copies all of its parameters, so a table comes in two sizes: 4 KB, and 32,764 bytes, the
+// limit of CUDA 12.1 and later.
 constexpr int kFewPieces = 56, kManyPieces = 510;
 constexpr int kClearedUnit = 512;  // bytes that a warp clears at once
-// A table's units are counted in 32 bits, with room for what a grid adds to the last one. The
-// tests, which cannot run so many, set a limit of their own.
+// A table's units are counted in 32 bits, with room for what a grid adds to the last one. The tests
+// cannot run so many units and set their own limit.
 #if !defined(CGX_TABLE_UNITS)
 #define CGX_TABLE_UNITS (1 << 30)
 #endif
@@ -56,22 +56,22 @@ static_assert(sizeof(TableOf<kFewPieces>) <= 4000 && sizeof(Table) <= 32668,
               "a table and a kernel's arguments are its parameters");
 
 constexpr int64_t kTileValues = 512;
-// Pieces that a launch takes. Kernels for longer buckets, which take the longest to compile, come
-// in the small size alone.
+// The most pieces that a launch takes. Kernels for longer buckets take the longest to compile, so
+// they come only in the small size.
 constexpr int most_pieces(int64_t longest_bucket) {
   return longest_bucket <= kTileValues ? kManyPieces : kFewPieces;
 }
 
-// A rank: where an SPMD program finds it, or the number itself.
+// A rank: the address where an SPMD program has it, or the number itself.
 struct RankSource {
-  const int32_t* device;  // null: `value`
+  const int32_t* device;  // null: the rank is `value`
   int32_t value;
 };
 
 struct EncodeArgs {
   uint8_t* payload;     // u8[world, chunk_bytes]
   const uint32_t* key;  // device, two words
-  int32_t key_step;     // words from a chunk's key to the next one's; 0: one key for all
+  int32_t key_step;     // words from one chunk's key to the next; 0: one key for all
   RankSource rank;      // the chunk that is cleared instead; -1: none
   int32_t world;
 };
@@ -98,8 +98,8 @@ struct AccumulateArgs {
   float divisor;
 };
 
-// Each starts one kernel with work for `units` warps at most. reduce_kernel works on the pieces of
-// one chunk, so pieces are in the order of their chunks.
+// Each function starts one kernel with work for at most `units` warps. reduce_kernel works on the
+// pieces of one chunk, so pieces must be in the order of their chunks.
 cudaError_t launch_encode(const Table& table, const EncodeArgs& args, bool stochastic,
                           bool residual, int32_t units, cudaStream_t stream);
 cudaError_t launch_reduce(const Table& table, const ReduceArgs& args, bool stochastic,
@@ -109,8 +109,8 @@ cudaError_t launch_decode(const Table& table, const DecodeArgs& args, int32_t un
 cudaError_t launch_accumulate(const Table& table, const AccumulateArgs& args, bool from_zeros,
                               int32_t units, cudaStream_t stream);
 
-// Loads every kernel on the current device, which otherwise happens at its first launch and may
-// wait for all work there.
+// Loads every kernel on the current device. Otherwise a kernel is loaded at its first launch, which
+// may wait for all work on the device.
 cudaError_t load_kernels();
 
 }  // namespace cgx

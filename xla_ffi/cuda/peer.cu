@@ -8,7 +8,7 @@
 namespace cgx {
 namespace {
 
-// One warp's part of a launch. Warps meet only at flags.
+// One warp's part of a launch. Warps synchronize only through flags.
 template <int kTiles, bool kResidual>
 class PeerWarp {
  public:
@@ -26,10 +26,11 @@ class PeerWarp {
 
   __device__ __forceinline__ void run() {
     const int world = args_.shape.world, own = args_.own;
-    // What peers hold after a launch that has given up is unknown, so nothing is sent any more.
+    // After a launch that gave up, it is unknown what peers hold, so nothing is sent any more.
     const bool takes_part = !has_failed();
     int next = warp_;
-    // One peer after the other, each rank another one, so that no link has two senders.
+    // One peer after the other. Each rank starts with a different peer, so that no link has two
+    // senders.
     for (int d = 1; d < world; ++d) send_to_owner(takes_part, (own + d) % world, &next);
     next = warp_;
     reduce(takes_part, &next);
@@ -63,8 +64,9 @@ class PeerWarp {
     return __shfl_sync(kEveryLane, load_relaxed(&state_->failed), 0) != 0;
   }
 
-  // f(packet, first unit, last + 1) for this warp's share of a chunk's packets. `next` numbers the
-  // packets on through the chunks, so that warps without one in a chunk are the first in the next.
+  // Calls f(packet, first unit, last unit + 1) for this warp's share of a chunk's packets. `next`
+  // numbers packets across chunks, so that warps without a packet in one chunk come first in the
+  // next.
   template <typename F>
   __device__ void for_each_packet(int chunk, int* next, F f) const {
     const int begin = table_.chunk[chunk], end = table_.chunk[chunk + 1];
@@ -79,7 +81,8 @@ class PeerWarp {
   __device__ int piece_of(int unit) const {
     return first_piece(table_, [&](const Piece& piece) { return piece.before > unit; }) - 1;
   }
-  // work(number of the piece) gives what is then called with the number of each unit in it.
+  // work(number of the piece) returns a function, which is then called with the number of each unit
+  // in that piece.
   template <typename Work>
   __device__ void for_each_unit(int first, int end, Work work) const {
     int unit = first;
@@ -156,7 +159,7 @@ class PeerWarp {
     });
   }
 
-  // The means of the own chunk's packets, each by the warp that has computed it.
+  // Sends the means of the rank's own chunk. Each packet is sent by the warp that computed it.
   __device__ void send_means(int to, int* next) const {
     const int own = args_.own;
     const int64_t row = own * args_.row_bytes;
@@ -195,7 +198,7 @@ class PeerWarp {
     });
   }
 
-  // NaN in the results or the residuals of these units.
+  // Writes NaN to the results or the residuals of these units.
   __device__ void poison(int first, int end, bool results) const {
     for_each_unit(first, end, [&](int p) {
       Piece piece = table_.piece[p];
@@ -210,8 +213,8 @@ class PeerWarp {
     });
   }
 
-  // Waits until each lane's flag, where it has one, has been raised in this launch; whether all
-  // have.
+  // Waits until each lane's flag, if it has one, has been raised in this launch. Returns false if
+  // it gives up.
   __device__ bool wait(const uint64_t* flag) const {
     const uint64_t begin = nanoseconds();
     while (true) {
@@ -227,11 +230,11 @@ class PeerWarp {
       }
       __nanosleep(100);
     }
-    __syncwarp();  // what one lane has acquired is every lane's
+    __syncwarp();  // every lane now sees what one lane has acquired
     return true;
   }
 
-  // The last warp counts the launch.
+  // The last warp to end counts the launch.
   __device__ void end() const {
     __syncwarp();
     if (lane_ == 0 && count_up(&state_->ended) + 1 == static_cast<uint32_t>(warps_)) {
@@ -254,9 +257,9 @@ __global__ void __launch_bounds__(kPeerThreads, 1)
   PeerWarp<kTiles, kResidual>(table, args).run();
 }
 
-// Half of what the device can run at once, as long as there is work. All of it must run at once,
-// for a warp that waits may wait for any warp of another device; the other half is left to kernels
-// that XLA runs beside the call.
+// Half of the blocks that the device can run at once, or fewer if there is less work. All blocks of
+// a launch must run at once, because a waiting warp may wait for any warp of another device. The
+// other half is left to kernels that XLA runs beside the call.
 template <typename Kernel>
 cudaError_t blocks_of(Kernel kernel, const PeerTable& table, int world, int sharers, int* blocks) {
   int device, processors, held;
@@ -290,7 +293,7 @@ cudaError_t launch(Kernel kernel, const PeerTable& table, const PeerArgs& args, 
   config.blockDim = dim3(kPeerThreads);
   config.stream = stream;
   config.attrs = &together;
-  config.numAttrs = sharers == 1;  // a device may run one cooperative launch after the other
+  config.numAttrs = sharers == 1;  // a device may run cooperative launches one by one
   return cudaLaunchKernelEx(&config, kernel, table, args);
 }
 

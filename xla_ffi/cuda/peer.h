@@ -1,14 +1,14 @@
-// An all-reduce in one kernel over memory that the devices of a node map of each other.
+// An all-reduce in one kernel. The devices of a node map each other's memory.
 //
 // Every rank has a window: memory that all ranks may write. Each rank
 //
 //   1. encodes every other rank's chunk into its owner's window,
-//   2. adds up what has come of its own chunk, and writes the encoded mean into every window,
-//   3. decodes what has come of all chunks.
+//   2. adds up what has arrived for its own chunk, and writes the encoded mean into every window,
+//   3. decodes what has arrived for all chunks.
 //
-// What travels under one flag is a packet, consecutive buckets of a chunk. Its writer raises the
-// packet's flag in the reader's window, and nothing else orders two devices. docs/gpu.md says why
-// no flag or record of one launch can be taken for another's.
+// A packet is the unit of synchronization: consecutive buckets of a chunk that share one flag. Its
+// writer raises the packet's flag in the reader's window, and nothing else orders two devices.
+// docs/gpu.md says why no flag or record of one launch can be mistaken for another launch's.
 #ifndef CGX_CUDA_PEER_H_
 #define CGX_CUDA_PEER_H_
 
@@ -19,12 +19,12 @@
 
 namespace cgx {
 
-constexpr int kMaxPeers = 32;  // ranks of a window: a lane waits for each
+constexpr int kMaxPeers = 32;  // ranks per window: one lane waits for each
 
-// What is wrong with that many ranks, or "".
+// Returns what is wrong with that many ranks, or "".
 std::string check_peers(int64_t world);
 
-// The tests, whose buffers are small, set limits of their own.
+// The tests have small buffers and set their own limits.
 #if !defined(CGX_PEER_PIECES)
 #define CGX_PEER_PIECES 192
 #define CGX_PEER_PACKETS 4096
@@ -32,23 +32,23 @@ std::string check_peers(int64_t world);
 #define CGX_PEER_PACKET 4096
 #endif
 constexpr int kPeerPieces = CGX_PEER_PIECES;
-constexpr int kPackets = CGX_PEER_PACKETS;  // of a chunk in a launch, at most
+constexpr int kPackets = CGX_PEER_PACKETS;  // per chunk and launch, at most
 constexpr int kPeerThreads = CGX_PEER_THREADS;
-constexpr int64_t kPacketValues = CGX_PEER_PACKET;  // about as many, in whole buckets
+constexpr int64_t kPacketValues = CGX_PEER_PACKET;  // approximate: packets are whole buckets
 
-// What a device keeps at the start of its window and no other device touches.
+// What a device keeps at the start of its own window. No other device touches it.
 struct WindowState {
   uint8_t* window[kMaxPeers];  // every rank's, as this device maps it
   uint64_t epoch;              // launches that have ended
   uint32_t ended;              // warps of this launch
-  uint32_t failed;             // a launch has given up, and what peers hold is unknown
+  uint32_t failed;             // not 0: a launch gave up, so what peers hold is unknown
 };
 
 enum class Leg { kToOwner, kFromOwner };
 
 // Where things lie in a window; the same on all ranks.
 struct WindowShape {
-  int64_t area_bytes;  // of the records of a leg, which never share memory with the other's
+  int64_t area_bytes;  // for the records of one leg; the two legs never share memory
   int32_t world;
 
   static constexpr int64_t kAlignment = 256;
@@ -66,7 +66,7 @@ struct WindowShape {
     const int64_t before = leg == Leg::kFromOwner ? kPackets : 0;
     return reinterpret_cast<uint64_t*>(window + flags()) + world * (before + packet) + rank;
   }
-  // u8[world, row_bytes]: to the owner a row from each rank, from the owners a row of each chunk.
+  // u8[world, row_bytes]. kToOwner has one row from each rank; kFromOwner has one row per chunk.
   CGX_HD uint8_t* payload(uint8_t* window, Leg leg) const {
     return window + rows() + (leg == Leg::kFromOwner ? area_bytes : 0);
   }
@@ -78,14 +78,14 @@ struct PeerTable {
   char* result[kPeerPieces];     // where a piece's values go
   int32_t chunk[kMaxPeers + 1];  // units before each chunk
   int32_t count;                 // of pieces
-  int32_t packet;                // units of a packet
+  int32_t packet;                // units per packet
   int32_t tiles;                 // of the longest bucket
 };
 
 struct PeerArgs {
   uint8_t* window;  // this rank's
   WindowShape shape;
-  uint32_t* told;        // the host's: becomes 1 when the launch gives up
+  uint32_t* told;        // host memory: becomes 1 if the launch gives up
   const uint32_t* keys;  // device: two words for encode and two for reduce
   int64_t row_bytes;
   int64_t patience;  // nanoseconds that a warp waits for a flag
@@ -94,17 +94,17 @@ struct PeerArgs {
 };
 static_assert(sizeof(PeerTable) + sizeof(PeerArgs) <= 32764, "CUDA 13 takes so many parameters");
 
-// One launch for each table. All ranks must launch the same ones in one order, and a device's
-// launches on a window must come one after the other. `sharers` ranks have one device between them,
-// as in the test on a machine with one GPU.
+// Launches one table. All ranks must launch the same tables in the same order, and a device's
+// launches on a window must run one after the other. `sharers` ranks share one device, as in the
+// test on a machine with one GPU.
 cudaError_t launch_peer(const PeerTable& table, const PeerArgs& args, bool residual,
                         cudaStream_t stream, int sharers = 1);
 
 // Loads the kernels on the current device.
 cudaError_t load_peer_kernels();
 
-// The tables of an all-reduce. Chunks and packets are the same on all ranks, pointers are not.
-// What is wrong with the layout, or "".
+// Makes the tables of an all-reduce. Chunks and packets are the same on all ranks; pointers are
+// not. Returns what is wrong with the layout, or "".
 std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, LeavesOut residuals,
                         std::vector<PeerTable>* tables);
 

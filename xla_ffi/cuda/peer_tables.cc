@@ -64,7 +64,7 @@ std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, Leaves
     return "the number of buckets is " + std::to_string(units) + ", must be at most " +
            std::to_string(kMost);
   }
-  // As few launches as hold the pieces, each with its share of every chunk.
+  // As few launches as can hold the pieces. Each launch takes its share of every chunk.
   int64_t launches = 0, most;
   do {
     ++launches, most = 0;

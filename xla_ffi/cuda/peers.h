@@ -1,5 +1,5 @@
-// What reduce and accumulate do with a bucket before it is coded or stored: adding up what peers
-// sent, and dividing; for device code alone.
+// What reduce and accumulate do with a bucket before it is encoded or stored: add up what peers
+// sent, and divide. For device code only.
 #ifndef CGX_CUDA_PEERS_H_
 #define CGX_CUDA_PEERS_H_
 
@@ -8,13 +8,13 @@
 namespace cgx {
 namespace {
 
-// The decoded records of the peers, one after the other and without `skip`, as a lane reads them.
-// Memory is far: kAhead records are on their way before the first is decoded, and each that is
-// decoded makes place for one more.
+// Decodes the records of the peers as a lane reads them, one after the other and without `skip`.
+// Memory is far, so kAhead records are requested before the first is decoded, and each record that
+// is decoded makes room for one more.
 template <int kAhead>
 class Peers {
  public:
-  // Asks for the first of them. Rows are a multiple of 4 bytes apart.
+  // Requests the first records. Rows are a multiple of 4 bytes apart.
   __device__ Peers(const Bucket& bucket, const uint8_t* records, int64_t stride, int peers,
                    int skip, int tile)
       : records_(records),
@@ -28,7 +28,7 @@ class Peers {
     for (int k = 0; k < kAhead; ++k) ask(k, k);
   }
 
-  // Adds them all to `t`, in order.
+  // Adds all decoded records to `t`, in order.
   __device__ void add_to(const Bucket& bucket, Tile* t) {
     if (bucket.bits == kUsualBits) {
       add_as<kUsualBits>(bucket, t);
@@ -72,8 +72,8 @@ __device__ void divide_tile(Divide divide, Tile* t) {
   }
 }
 
-// What a range is found from: in the place of values that do not exist the bucket's first, which
-// is lane 0's of tile 0 and is kept in `first` for the tiles after it.
+// Replaces values that do not exist by the bucket's first value, so that the range is that of the
+// bucket's values. The first value is lane 0's of tile 0; `first` keeps it for the following tiles.
 __device__ void replace_pads(const Bucket& bucket, int tile, float* first, Tile* t) {
   if (!bucket.padded()) return;
   if (tile == 0) *first = __shfl_sync(kEveryLane, t->v[0][0], 0);

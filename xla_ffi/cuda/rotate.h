@@ -1,4 +1,4 @@
-// The rotation of a bucket that a warp holds tile by tile; for device code alone.
+// The rotation of a bucket that a warp holds tile by tile; for device code only.
 #ifndef CGX_CUDA_ROTATE_H_
 #define CGX_CUDA_ROTATE_H_
 
@@ -15,13 +15,13 @@ __device__ void add_and_subtract(float* a, float* b) {
 }
 
 // The same between lanes whose numbers differ in one bit. The product is exact, so the fused
-// multiply-add rounds as the sum or the difference does.
+// multiply-add rounds like the sum or the difference.
 __device__ void add_and_subtract_lanes(const Lane& lane, int bit, Tile* t) {
   const float sign = lane.index & bit ? -1.0f : 1.0f;
   t->each([&](float& x, int, int) { x = fmaf(x, sign, __shfl_xor_sync(kEveryLane, x, bit)); });
 }
 
-// The transform of a tile's blocks of 8 rows by `columns` columns, but for its scale.
+// The transform of a tile's blocks of 8 rows by `columns` columns, without its scale.
 __device__ void transform(const Lane& lane, int columns, Tile* t) {
 #pragma unroll
   for (int h = 1; h < kHalfRows; h *= 2) {
@@ -57,8 +57,8 @@ __device__ uint32_t signs_of(const Bucket& bucket, const Rotation& rotation, int
   return signs << (bucket.lane.half * kHalfRows);
 }
 
-// Turns a tile of a leaf's values into what is coded. Columns past the bucket's last are apart from
-// all others: a block never reaches over it.
+// Rotates a tile of a leaf's values for encoding. Columns past the bucket's last column do not mix
+// with the others, because no block extends past it.
 __device__ void rotate(const Bucket& bucket, int tile, Tile* t) {
   if (!bucket.rotated) return;
   const Rotation rotation = bucket.rotation();
@@ -73,7 +73,7 @@ __device__ void rotate(const Bucket& bucket, int tile, Tile* t) {
   transform(bucket.lane, rotation.columns, t);
 }
 
-// The inverse.
+// The inverse of rotate.
 __device__ void rotate_back(const Bucket& bucket, int tile, Tile* t) {
   if (!bucket.rotated) return;
   const Rotation rotation = bucket.rotation();
@@ -88,9 +88,9 @@ __device__ void rotate_back(const Bucket& bucket, int tile, Tile* t) {
 }
 
 // The sum of the squares of a bucket's values times `scale`, in the order of the wire format, for a
-// bucket of one tile. Columns that do not exist add nothing, and every lane ends with the same sum:
-// an addition gives both of its lanes the same bits, so of the four sums that a lane begins with it
-// can hand on two, then one, and leave those to its partners.
+// bucket of one tile. Columns that do not exist add nothing. Every lane ends with the same sum,
+// because an addition gives both of its lanes the same bits. So of the four sums that a lane begins
+// with, it can hand two, and then one, to its partners.
 __device__ float sum_of_squares(const Bucket& bucket, const Tile& t, float scale) {
   float sum[kColumns] = {};
   if (bucket.has(0)) {

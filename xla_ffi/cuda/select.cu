@@ -1,6 +1,6 @@
-// Selection of codes.h: a radix search of the bound, whose first digit has the exponent, then a
-// compaction in order. Every pass reads the array once; all that is between two of them lies in
-// the call's scratch.
+// The selection of codes.h: a radix search for the bound, whose first digit contains the exponent,
+// then a compaction in order. Every pass reads the array once. What one pass leaves for the next
+// lies in the call's scratch.
 #include "cuda/codes.h"
 #include "cuda/units.h"
 #include "format/levels.h"
@@ -9,12 +9,12 @@ namespace cgx {
 namespace {
 
 constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-constexpr int kChunks = 2048;  // what a warp counts and writes by itself
+constexpr int kChunks = 2048;  // a warp counts and writes one chunk by itself
 
 // The scratch of a call.
 struct Selection {
-  uint32_t bits;             // of the bound, as far as they are found
-  uint32_t rank;             // of the bound among the values that share them
+  uint32_t bits;             // of the bound, those found so far
+  uint32_t rank;             // of the bound among the values that share these bits
   uint32_t counts[kDigits];  // of the next digit
   uint32_t found[kChunks][2];
 };
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Counts the digits at `shift` of the magnitudes that share the bits before. A warp counts in
-// shared memory of its own.
+// Counts the digits at `shift` of the magnitudes that share the bits found before. Each warp counts
+// in its own shared memory.
 __global__ void __launch_bounds__(kThreads)
     count_digits_kernel(const float* x, int64_t n, const Sample sample, int shift, int width,
                         Selection* state, int64_t units) {
@@ -56,14 +56,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int k = 0; k < kSlots; ++k) {
         const int64_t i = first + k * kWarp + lane_index(), place = turn + i * sample.stride;
-        // Past all digits where there is no value.
+        // Where there is no value: a number past all digits.
         values[k] = i < sample.count ? magnitude_bits(x[place < n ? place : place - n]) : ~0u;
       }
 #pragma unroll
       for (const uint32_t value : values) {
         const uint32_t digit = value >> shift & most;
         const bool counted = value >> shift >> width == bits;
-        // Of an array's zeros, which may be many, a warp's are counted at once.
+        // An array may have many zeros, so a warp's equal digits are counted at once.
         const uint32_t same = __shfl_sync(kEveryLane, digit, 0);
         if (__all_sync(kEveryLane, counted && digit == same)) {
           if (lane_index() == 0) atomicAdd(&counts[digit], static_cast<uint32_t>(kWarp));
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Appends the digit that the bound has. One warp; a lane looks after consecutive digits, the first
-// one after the largest.
+// Appends the bound's next digit. Runs on one warp: each lane handles consecutive digits, and the
+// first lane handles the largest digits.
 __global__ void __launch_bounds__(kThreads)
     find_digit_kernel(int width, Selection* state, int64_t units) {
   constexpr int kOwn = kDigits / kWarp;
@@ -107,15 +107,16 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Who is chosen: values that reach the bound, in two classes. All of the first one are, up to the
-// count that is asked for, and of the second one as many as there is room for.
+// Which values are chosen: those that reach the bound, in two classes. All values of the first
+// class are chosen, up to `count`, and as many of the second class as there is room for.
 struct Choice {
   const float* x;
-  int64_t n, chunk;     // values of all, of a chunk
+  int64_t n, chunk;     // values in total, values per chunk
   const int32_t* turn;  // values from there on are the first class; null: those above the bound
   int64_t count;
 
-  // f(place, value, the lanes of each class), for rows of values of a chunk that have any.
+  // Calls f(place, value, lanes of the first class, lanes of the second class) for each row of a
+  // chunk's values in which any value reaches the bound.
   template <typename F>
   __device__ void each(int64_t number, const Selection* state, F f) const {
     const int32_t bound = static_cast<int32_t>(state->bits);
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
     write_chosen_kernel(const Choice choice, const Selection* state, int32_t* at, float* taken,
                         int64_t units) {
   for_each_unit(units, [&](int64_t number) {
-    int before[2] = {}, quota[2] = {};  // of each class: those of earlier chunks, of all
+    int before[2] = {}, quota[2] = {};  // per class: in earlier chunks, in total
     for (int64_t c = lane_index(); c < units; c += kWarp) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kThreads)
       before[0] += __popc(firsts);
       before[1] += __popc(seconds);
     });
-    // What is left has no place.
+    // The remaining entries are place n and value 0.
     int64_t to = quota[0] + quota[1] + number * kWarp + lane_index();
     for (; to < count; to += units * kWarp) {
       at[to] = static_cast<int32_t>(choice.n);

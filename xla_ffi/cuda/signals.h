@@ -1,5 +1,6 @@
-// How warps of different devices tell each other that something is in memory; for device code
-// alone. A flag that is seen brings along all that its writer had written, or seen, before it.
+// How warps of different devices tell each other that something is in memory. For device code only.
+// A warp that sees a flag also sees everything that the flag's writer had written or seen before
+// it.
 #ifndef CGX_CUDA_SIGNALS_H_
 #define CGX_CUDA_SIGNALS_H_
 
@@ -18,7 +19,7 @@ __device__ uint64_t load_acquire(const uint64_t* flag) {
                             __NV_THREAD_SCOPE_SYSTEM);
 }
 
-// Words that bring nothing along.
+// Words that make no other memory visible.
 __device__ void store_relaxed(uint32_t* word, uint32_t value) {
   __nv_atomic_store_n(word, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
 }
@@ -27,12 +28,12 @@ __device__ uint32_t load_relaxed(uint32_t* word) {
   return __nv_atomic_load_n(word, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
 }
 
-// Counts one more among the device's warps; the count before it.
+// Adds one to a count that the device's warps share. Returns the count before it.
 __device__ uint32_t count_up(uint32_t* count) {
   return __nv_atomic_fetch_add(count, 1u, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE);
 }
 
-// Since some time of the device's choice.
+// Nanoseconds since a time of the device's choice.
 __device__ uint64_t nanoseconds() {
 #if defined(__CUDA_ARCH__)
   uint64_t now;

@@ -25,7 +25,7 @@ __device__ int first_piece(const Table& table, Beyond beyond) {
   return low;
 }
 
-// What the noise of a leaf's buckets has in common.
+// The part of the noise seed that all buckets of a leaf share.
 template <bool kStochastic>
 __device__ LeafSeed noise_of(const uint32_t* key, const Piece& piece) {
   return kStochastic ? LeafSeed(key[0], key[1], piece.number) : LeafSeed(0, 0, 0);
@@ -45,8 +45,7 @@ __device__ void encode_values(const Bucket& bucket, Noise noise, uint8_t* record
 }
 
 // Adds the peers' records, which lie in rows of `payload`, to the bucket's values and encodes their
-// mean, which is their sum divided by `divisor`, as `divide` does. kAhead records are on their way
-// at once.
+// mean: the sum divided by `divisor`, which `divide` does. kAhead records are in flight at once.
 template <int kTiles, int kAhead, bool kStochastic, bool kResidual>
 __device__ void reduce_records(const Bucket& bucket, Noise noise, const uint8_t* payload,
                                int64_t row_bytes, int world, int own, Divide divide, float divisor,
@@ -65,7 +64,7 @@ __device__ void reduce_records(const Bucket& bucket, Noise noise, const uint8_t*
   encode_bucket<kTiles, kStochastic, kResidual>(bucket, noise, record, mean, divisor);
 }
 
-// Decoded values of a rotated bucket may leave the range of floats on their way back.
+// Limits values to the range of floats, which decoded values may leave when they are rotated back.
 __device__ void keep_within(Tile* t) {
   t->each([&](float& x, int, int) { x = within(canonical_nan(x), kLargest); });
 }

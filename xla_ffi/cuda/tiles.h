@@ -1,10 +1,10 @@
-// A bucket as a warp holds it, tile by tile: reading and writing; for device code alone.
-// buckets.h tells how the lanes share a tile.
+// Reads and writes a bucket as a warp holds it, tile by tile. For device code only. buckets.h says
+// how the lanes share a tile.
 //
-// A multiprocessor has half as many places for integer operations and conversions as for
-// floating-point ones, and these kernels come near both its limits and the memory's. So what a
-// value costs is counted here: branches that all values of a tile share are taken once, outside
-// of the loops over values, and two 16-bit values are converted at a time.
+// A multiprocessor has half as many units for integer operations and conversions as for
+// floating-point operations, and these kernels come near both its limits and the memory's. So the
+// cost per value matters here: branches that all values of a tile share are taken once, outside the
+// loops over values, and 16-bit values are converted two at a time.
 #ifndef CGX_CUDA_TILES_H_
 #define CGX_CUDA_TILES_H_
 
@@ -36,7 +36,7 @@ struct Lane {
 struct Tile {
   float v[kHalfRows][kColumns];
 
-  // f(value, row, column) for each of them.
+  // Calls f(value, row, column) for each value.
   template <typename F>
   __device__ void each(F f) {
 #pragma unroll
@@ -55,7 +55,7 @@ struct Tile {
   }
 };
 
-// A bucket of a piece as a lane sees it. It has 2^30 values at most, so places in it are 32-bit.
+// A bucket of a piece as a lane sees it. It has at most 2^30 values, so indices in it are 32-bit.
 struct Bucket {
   const Piece& piece;
   const LeafSeed& rotation_seed;
@@ -87,7 +87,7 @@ struct Bucket {
   }
   __device__ const char* in() const { return piece.in + bytes_before(); }
   __device__ char* out() const { return piece.out + bytes_before(); }
-  // Where the record lies; the piece says in what.
+  // Where the record lies; see Piece::record.
   __device__ int64_t record() const { return piece.record + times(piece.stride); }
   // The bucket's number in its leaf.
   __device__ int64_t of_leaf() const { return piece.bucket + number; }
@@ -99,9 +99,10 @@ struct Bucket {
     return (lane.half * kHalfRows + r) * columns + column(tile);
   }
   __device__ bool has(int tile) const { return column(tile) < columns; }
-  // Whether some of its rows end early: only a leaf's last bucket.
+  // Whether some of its rows end early, which only happens in a leaf's last bucket.
   __device__ bool ragged() const { return values != kRows * columns; }
-  // Whether some of its codes stand for nothing: a rotation spreads the values over all of them.
+  // Whether some of its codes stand for no value. A rotated bucket has none: the rotation spreads
+  // the values over all codes.
   __device__ bool padded() const { return ragged() && !rotated; }
   // Whether a lane has all values of its columns, and reads and writes four at once.
   __device__ bool whole() const { return piece.aligned && !ragged(); }
@@ -125,8 +126,8 @@ __device__ void store_item(char* values, int i, DType dtype, float x) {
   }
 }
 
-// The two f16 values of a word. The processor's conversion is exact; of a NaN it keeps no payload,
-// and none is ever read.
+// Widens the two f16 values of a word. The processor's conversion is exact. It does not keep the
+// payload of a NaN, but nothing reads that payload.
 __device__ void widen_f16_pair(uint32_t word, float* low, float* high) {
 #if defined(__CUDA_ARCH__)
   asm("{.reg .f16 a, b;\n mov.b32 {a, b}, %2;\n cvt.f32.f16 %0, a;\n cvt.f32.f16 %1, b;}"
@@ -138,7 +139,8 @@ __device__ void widen_f16_pair(uint32_t word, float* low, float* high) {
 #endif
 }
 
-// Two values that are no NaN, rounded to nearest even, as the low and the high half of a word.
+// Rounds two values to nearest even; they become the low and the high half of a word. Neither may
+// be NaN.
 __device__ uint32_t narrow_bf16_pair(float low, float high) {
 #if defined(__CUDA_ARCH__)
   uint32_t word;
@@ -158,7 +160,7 @@ __device__ uint32_t narrow_f16_pair(float low, float high) {
 #endif
 }
 
-// A tile of one value.
+// A tile filled with one value.
 __device__ Tile filled(float x) {
   Tile t;
   t.each([&](float& v, int, int) { v = x; });
@@ -202,14 +204,14 @@ __device__ Tile load_whole_tile(const Bucket& bucket, int tile) {
   return t;
 }
 
-// What stands in the place of values that do not exist.
+// What replaces values that do not exist.
 enum class Pad { kZero, kFirst };
 
-// Reads this lane's part of a tile. Where values do not exist it holds 0, or the bucket's first.
+// Reads this lane's part of a tile. Values that do not exist become 0 or the bucket's first value.
 __device__ Tile load_tile(const Bucket& bucket, int tile, Pad pad) {
   if (bucket.whole()) return load_whole_tile(bucket, tile);
   const char* const values = bucket.in();
-  // Asked for here alone: a whole bucket's reads shall not wait for one value.
+  // Read only here, so that the reads of a whole bucket do not wait for one value.
   const float other =
       pad == Pad::kFirst && bucket.padded() ? load_item(values, 0, bucket.dtype) : 0.0f;
   const bool here = bucket.has(tile);
@@ -227,7 +229,7 @@ __device__ bool any_nan(const Tile& t) {
   return nan;
 }
 
-// Writes a tile of a bucket that is whole. 16-bit values are no NaN.
+// Writes a tile of a bucket that is whole. 16-bit values must not be NaN.
 __device__ void store_whole_tile(const Bucket& bucket, int tile, const Tile& t) {
   char* const values = bucket.out();
   const int first = bucket.index(tile, 0), row = bucket.columns;
@@ -259,7 +261,7 @@ __device__ void store_whole_tile(const Bucket& bucket, int tile, const Tile& t) 
   }
 }
 
-// Writes a tile; with kFinite none of its values is NaN.
+// Writes a tile. With kFinite, none of its values may be NaN.
 template <bool kFinite>
 __device__ void store_tile(const Bucket& bucket, int tile, const Tile& t) {
   if (!bucket.has(tile)) return;

@@ -11,7 +11,7 @@
 namespace cgx {
 namespace {
 
-// Calls work(unit) for this warp's share of so many units.
+// Calls work(unit) for this warp's share of `units` units.
 template <typename Work>
 __device__ void for_each_unit(int64_t units, Work work) {
   constexpr int kWarps = kThreads / kWarp;
@@ -23,11 +23,11 @@ __device__ void for_each_unit(int64_t units, Work work) {
 
 __device__ int lane_index() { return threadIdx.x % kWarp; }
 
-// Values that a warp reads at once: each lane so many, kWarp apart.
+// A warp reads kTile values at once: each lane reads kSlots of them, kWarp apart.
 constexpr int kSlots = 16, kTile = kSlots * kWarp;
 
-// Starts a kernel with a warp for every unit, up to as many as keep a large GPU busy. The number of
-// units is its last parameter.
+// Starts a kernel with one warp per unit, up to as many warps as keep a large GPU busy. The number
+// of units is the kernel's last parameter.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t units, cudaStream_t stream,
                    Arguments... arguments) {

@@ -1,4 +1,4 @@
-// What kernels know of a warp.
+// Constants of a warp and a block, for kernels.
 #ifndef CGX_CUDA_WARP_H_
 #define CGX_CUDA_WARP_H_
 

@@ -13,7 +13,7 @@ namespace cgx {
 
 constexpr int64_t kMaxBucket = int64_t{1} << 30;
 constexpr int64_t kMaxWorld = int64_t{1} << 20;
-constexpr int64_t kMaxSize = int64_t{1} << 48;  // of all leaves, so that byte counts fit
+constexpr int64_t kMaxSize = int64_t{1} << 48;  // values of all leaves, so that byte counts fit
 
 // A leaf's slot before it is checked, so its numbers may be anything.
 struct SlotSpec {
@@ -21,7 +21,7 @@ struct SlotSpec {
   int64_t bits;
   int64_t bucket_size;
   int64_t rounding;      // a Rounding
-  int64_t number;        // of the leaf, for its noise and its rotation
+  int64_t number;        // the leaf's number, which seeds its noise and its rotation
   int64_t rotation = 0;  // 0 or 1
   int64_t units = 0;     // 0 or 1: whether the values are multiplied by units
 };
@@ -29,14 +29,14 @@ struct SlotSpec {
 // The arrays behind a Layout.
 class OwnedLayout {
  public:
-  // Returns what is wrong with the arguments, with the value and the limit; empty when nothing is.
+  // Returns an error message that names the wrong value and its limit; empty if all is well.
   std::string build(const std::vector<SlotSpec>& specs, int64_t world);
 
   Layout view() const;
   int64_t values() const { return values_; }
-  // In whole columns: what a kernel needs as scratch.
+  // Values of the longest bucket, padded to whole columns. A kernel needs this much scratch.
   int64_t longest_bucket() const { return longest_bucket_; }
-  // The same of the slots that are rotated or have units.
+  // The same, but only over slots that are rotated or have units.
   int64_t longest_staged_bucket() const { return longest_staged_bucket_; }
 
  private:

@@ -22,9 +22,9 @@ struct LeavesOut {
   const DType* dtype;
 };
 
-// What a leaf's values are multiplied by: value i by rows[i / num_columns] * columns[i %
-// num_columns]. Each array has two halves, the first for values on their way into a code, the
-// second for those on their way out of one. Only the CPU's kernels take units.
+// The factors of a leaf's values: value i is multiplied by
+// rows[i / num_columns] * columns[i % num_columns]. Each array has two halves. The first half is
+// used before encoding, the second half after decoding. Only the CPU kernels take units.
 struct LeafUnits {
   const float* rows = nullptr;  // null: the leaf has none
   const float* columns = nullptr;

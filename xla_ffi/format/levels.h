@@ -1,8 +1,8 @@
 // The arithmetic of codes that are rounded at random, for one value or a vector of values, for host
 // and device. Every step rounds to fp32 on its own, as in quantize.h.
 //
-// Vectors bring versions of their own of the functions of single values, which come first here:
-// include those before this file.
+// The functions of single values come first here. Vector types need their own overloads of these
+// functions: include the header with the overloads before this file.
 #ifndef CGX_FORMAT_LEVELS_H_
 #define CGX_FORMAT_LEVELS_H_
 
@@ -14,10 +14,10 @@ namespace cgx {
 
 inline namespace CGX_ISA {
 
-// A value's bits without the sign: they are in the order of the magnitudes, NaN above infinity.
+// A value's bits without the sign. They have the same order as the magnitudes, NaN above infinity.
 CGX_HD int32_t magnitude_bits(float x) { return bit_cast<int32_t>(x) & 0x7fffffff; }
 
-// Processors may take what is smaller for 0, so all do.
+// x, or 0 if x is subnormal. Some processors treat subnormals as 0, so all of them must.
 CGX_HD float without_subnormals(float x) { return magnitude_bits(x) < 0x00800000 ? 0.0f : x; }
 
 CGX_HD bool any_below(int32_t x, int32_t least) { return x < least; }
@@ -27,33 +27,35 @@ CGX_HD int32_t lesser_of(int32_t a, int32_t b) { return a < b ? a : b; }
 // x, negated where `sign` is negative.
 CGX_HD int32_t negated(int32_t x, int32_t sign) { return sign < 0 ? -x : x; }
 
-// x + noise in [0, 1), rounded once: the product is exact.
+// x plus noise in [0, 1). The product is exact, so the result is rounded only once.
 CGX_HD float add_uniform(float x, uint32_t noise) {
   return x + Lanes<float>::to_float(noise >> 8) * 0x1p-24f;
 }
 
-// A bucket's scale, and what brings its values to `top` at most: first by `down`, a power of two,
-// since the inverse of a large scale is no normal number, and that of a small one may overflow.
+// A bucket's scale, and the two factors that bring its values to at most `top`. Values are first
+// multiplied by `down`, a power of two, because the inverse of a large scale is not a normal number
+// and the inverse of a small scale may overflow. Then they are multiplied by `factor`.
 struct Scale {
   static constexpr float kSmall = 0x1p-90f, kLarge = 0x1p64f;
   float value = 0, down = 1, factor = 0;
 
-  // Whether `down` is 1 and what is below the normal numbers changes no code.
+  // Whether `down` is 1 and subnormal values cannot change a code.
   CGX_HD bool usual() const { return value >= kSmall && value <= kLarge; }
 
   CGX_HD static Scale of(float value, float top) {
     const float down = value > kLarge ? 1 / kLarge : value < kSmall ? kLarge : 1.0f;
     return {value, down, top / (value * down)};
   }
-  // Of a bucket whose largest magnitude has these bits: those of infinity or more say that a value
-  // is not finite.
+  // The scale of a bucket whose largest magnitude has these bits. Bits at or above those of
+  // infinity mean that a value is not finite.
   CGX_HD static Scale of_largest(int32_t bits, float top) {
     if (bits >= 0x7f800000) return {bit_cast<float>(kQuietNan), 1, 0};
     if (bits < 0x00800000) return {0, 1, 0};
     return of(bit_cast<float>(bits), top);
   }
-  // An L2 norm, where squares overflow or vanish too: `largest` brings values to 1 at most, and
-  // `squares` is the sum of their squares then. At most the largest float.
+  // The L2 norm, which is also right where the squares of the values would overflow or vanish:
+  // `largest` first brings the values to at most 1, and `squares` is the sum of the squares of the
+  // results. The norm is limited to the largest float.
   CGX_HD static Scale of_squares(const Scale& largest, float squares, float top) {
     const float norm = largest.value * square_root(squares);
     return of(norm < kLargest ? norm : kLargest, top);
@@ -93,7 +95,7 @@ struct Natural {
   }
 };
 
-// Minus the scale, 0 or the scale: 0, 1, 2.
+// Codes 0, 1 and 2 stand for minus the scale, 0 and the scale.
 struct Ternary {
   static constexpr bool kScaled = true;
   CGX_HD static float top(int32_t) { return 1; }

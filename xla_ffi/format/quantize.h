@@ -47,14 +47,14 @@ CGX_HD float square_root(float x) {
 #endif
 }
 
-constexpr float kSmallestUnit = 1.17549435e-38f;  // below it, units lose precision: send lo alone
+constexpr float kSmallestUnit = 1.17549435e-38f;  // smaller units lose precision: send only lo
 constexpr float kLargest = 3.40282347e+38f;
 constexpr uint32_t kQuietNan = 0x7fc00000u;
 
 CGX_HD bool poisoned(Meta meta) { return meta.lo != meta.lo; }
 
-// A meta as it was received: numbers that no encoder writes poison the bucket. So what a NaN is
-// decoded to depends neither on its payload nor on the processor.
+// Checks a received meta: numbers that no encoder writes poison the bucket. The decoded NaN then
+// depends neither on the payload of the received NaN nor on the processor.
 CGX_HD Meta checked(Meta meta) {
   const float lo = meta.lo < 0.0f ? -meta.lo : meta.lo;
   const float unit = meta.unit < 0.0f ? -meta.unit : meta.unit;
@@ -75,7 +75,7 @@ CGX_HD Meta make_meta(float min, float max, bool finite, int bits) {
   return {lo, unit < kSmallestUnit ? 0.0f : unit};
 }
 
-// What stays within `largest`: a decoded value that rounding took past it.
+// Limits a decoded value to [-largest, largest], because rounding may take it past these bounds.
 template <typename F>
 CGX_HD F within(F x, float largest) {
   const F most = F{} + largest;
@@ -83,16 +83,17 @@ CGX_HD F within(F x, float largest) {
   return below < -most ? -most : below;
 }
 
-// Where the range of rotated values ends, in multiples of their root mean square: the even levels
-// of this many bits between -w and w have the least mean square error for a normal distribution.
+// The bound w of the range [-w, w] of rotated values, in multiples of their root mean square. With
+// this w, evenly spaced levels of so many bits have the least mean square error for a normal
+// distribution.
 CGX_HD float normal_range(int bits) {
   constexpr float kRange[kMaxBits + 1] = {0.0f,    0.7979f, 1.4935f, 2.0511f, 2.5140f,
                                           2.9162f, 3.2780f, 3.6111f, 3.9222f};
   return kRange[bits];
 }
 
-// A power of two that brings values of these extremes below 4, so that their squares add up without
-// overflow and without loss, and its inverse.
+// `down` is a power of two that brings values with these extremes below 4, so that their squares
+// add up without overflow and without loss. `up` is its inverse.
 struct Scaling {
   float down, up;
 
@@ -105,9 +106,10 @@ struct Scaling {
   }
 };
 
-// The meta of a bucket that is rotated as one block and rounded to nearest: its extremes, clipped
-// at normal_range where that leaves a range. `squares` is the sum of the squares of its `values`
-// values, scaled down. Blocks of one bucket may differ in size too much to be clipped together.
+// The meta of a bucket that is rotated as one block and rounded to nearest. Its extremes are
+// clipped at normal_range if that leaves a range. `squares` is the sum of the squares of the
+// bucket's `values` values, each multiplied by Scaling::down. A bucket of several blocks is not
+// clipped, because its blocks may differ too much in magnitude.
 CGX_HD Meta make_clipped_meta(float min, float max, bool finite, float squares, int64_t values,
                               int bits) {
   const float limit =
@@ -119,14 +121,14 @@ CGX_HD Meta make_clipped_meta(float min, float max, bool finite, float squares, 
 
 CGX_HD float inverse_unit(Meta meta) { return meta.unit > 0.0f ? 1.0f / meta.unit : 0.0f; }
 
-// Nearest code. The largest value gives less than 2^bits: its error is 3 roundings of relative
-// 2^-24.
+// Nearest code. Even the largest value gives less than 2^bits, because its error is only 3
+// roundings of relative size 2^-24.
 template <typename F>
 CGX_HD typename Lanes<F>::U nearest_code(F x, float lo, float inverse) {
   return Lanes<F>::truncate((x - lo) * inverse + 0.5f);
 }
 
-// Nearest code of a value that may lie outside of the range.
+// Nearest code of a value that may lie outside the range.
 template <typename F>
 CGX_HD typename Lanes<F>::U clipped_code(F x, float lo, float inverse, int bits) {
   const F top = F{} + (float)((1 << bits) - 1), level = (x - lo) * inverse + 0.5f;
@@ -188,7 +190,7 @@ struct NoiseSeed {
   uint32_t s1;
 };
 
-// What the seeds of all buckets of a leaf have in common.
+// The part of the seed that all buckets of a leaf share.
 struct LeafSeed {
   uint32_t a, d;
 
@@ -205,7 +207,7 @@ CGX_HD NoiseSeed noise_seed(const uint32_t key[2], uint32_t number, uint64_t buc
   return LeafSeed(key[0], key[1], number).bucket(bucket);
 }
 
-// 32 random bits for each of these indices.
+// 32 random bits per index.
 template <typename U>
 CGX_HD U random_bits(U index, NoiseSeed seed) {
   U x = index + seed.s0;
@@ -218,8 +220,8 @@ CGX_HD U random_bits(U index, NoiseSeed seed) {
   return x;
 }
 
-// Noise in [0, 1) of the values with these indices in the bucket. `offset`, in [0, 1), moves it
-// round: ranks with the same seed and evenly spaced offsets spread their noise evenly.
+// Noise in [0, 1) for the values with these indices in the bucket. `offset`, in [0, 1), is added
+// modulo 1: ranks with the same seed and evenly spaced offsets spread their noise evenly.
 template <typename F>
 CGX_HD F noise(typename Lanes<F>::U index, NoiseSeed seed, float offset) {
   constexpr float kStep = 5.9604644775390625e-08f;  // 2^-24
@@ -228,14 +230,15 @@ CGX_HD F noise(typename Lanes<F>::U index, NoiseSeed seed, float offset) {
   return u >= 1.0f ? u - 1.0f : u;
 }
 
-// How far a rank's noise is moved. -1: no rank.
+// The offset of a rank's noise. Rank -1 means no rank.
 CGX_HD float noise_offset(Rounding rounding, int64_t rank, int64_t world) {
   return rounding == Rounding::kCorrelated && rank > 0 ? (float)rank / (float)world : 0.0f;
 }
 
 // The rotation of a bucket: random signs, then a Hadamard transform of blocks of 8 rows by
-// `columns` columns, the largest power of two up to 64 that divides the bucket's columns. The
-// transform is a power of two short of orthogonal, so each way has its own scale.
+// `columns` columns. `columns` is the largest power of two up to 64 that divides the bucket's
+// columns. The scales are powers of two. With an odd number of stages no such scale makes the
+// transform orthogonal, so each direction has its own scale.
 struct Rotation {
   static constexpr int kColumns = 64;
   int columns;
@@ -259,11 +262,11 @@ struct Rotation {
     const int64_t power = bucket_columns & -bucket_columns;
     return power < kColumns ? (int)power : kColumns;
   }
-  // Whether a bucket of these columns is one block.
+  // Whether a bucket with this many columns is one block.
   CGX_HD static bool whole(int64_t bucket_columns) {
     return block(bucket_columns) == bucket_columns;
   }
-  // The signs of row r are bit 31 of these numbers, one for each column, shifted left by r.
+  // One number per column. The sign of row r is bit 31 of the number after a left shift by r.
   template <typename U>
   CGX_HD U signs(U column) const {
     return random_bits(column, seed);
@@ -298,7 +301,7 @@ CGX_HD F widen_f16(typename Lanes<F>::U half) {
   const U magnitude = (half & 0x7fffu) << 13;
   const U exponent = magnitude & 0x0f800000u;
   const U normal = magnitude + (112u << 23);
-  // A subnormal half is an integer times 2^-24: put it behind the point of 2^-14, take 2^-14 off.
+  // A subnormal half is an integer times 2^-24: make it the mantissa of 2^-14, then subtract 2^-14.
   const U subnormal = bit_cast<U>(bit_cast<F>(magnitude + (113u << 23)) - 6.103515625e-05f);
   const U special = magnitude | 0x7f800000u;
   const U wide = exponent == 0u ? subnormal : exponent == 0x0f800000u ? special : normal;

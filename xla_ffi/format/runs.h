@@ -1,4 +1,4 @@
-// A fusion buffer as runs of buckets that a kernel can work through without looking anything up.
+// Splits a fusion buffer into runs of buckets that a kernel can process without further lookups.
 #ifndef CGX_FORMAT_RUNS_H_
 #define CGX_FORMAT_RUNS_H_
 
@@ -10,8 +10,8 @@
 namespace cgx {
 inline namespace CGX_ISA {
 
-// Consecutive buckets [first, last) of one slot whose records lie in one chunk; the record of
-// `first` is at `offset` of the payload.
+// Consecutive buckets [first, last) of one slot whose records lie in one chunk. The record of
+// `first` starts at `offset` in the payload.
 struct Run {
   int64_t leaf;
   const Slot& slot;

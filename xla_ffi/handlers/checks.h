@@ -1,4 +1,4 @@
-// What all handlers check, and how they say what is wrong: with the value and the limit.
+// Checks that all handlers share. Error messages name the wrong value and its limit.
 #ifndef CGX_HANDLERS_CHECKS_H_
 #define CGX_HANDLERS_CHECKS_H_
 
@@ -50,7 +50,7 @@ inline ffi::Error check_world(const std::string& call, int64_t world,
   return invalid(call, what + " is " + std::to_string(world) + ", must be in [1, 2^20]");
 }
 
-// Positions in the mesh, one group of `world` after the other.
+// Checks `groups`, the mesh positions of all groups, with `world` positions per group.
 inline ffi::Error check_groups(const std::string& call, Ints groups, int64_t world) {
   if (groups.size() > 0 && groups.size() % world == 0) return ffi::Error::Success();
   return invalid(call, "size of groups is " + std::to_string(groups.size()) +

@@ -1,5 +1,5 @@
-// The XLA calls of codes, for any platform: what each takes and returns, checked. Operands and
-// results lead with a batch.
+// The XLA calls that encode and decode codes, for any platform. This file declares and checks what
+// each call takes and returns. The batch is the leading dimension of all operands and results.
 #ifndef CGX_HANDLERS_CODE_CALLS_H_
 #define CGX_HANDLERS_CODE_CALLS_H_
 
@@ -15,8 +15,8 @@ struct CodeHandler {
   XLA_FFI_Handler* call;
 };
 
-// Selections of `count` of n values, one for each row of a batch: of the largest, or where `turns`
-// are given of those above a sampled bound (cpu/select.h).
+// Selects `count` of n values in each row of a batch: the largest ones or, if `turns` is not null,
+// those above a sampled bound (cpu/select.h).
 struct Selections {
   const char* name;
   int64_t batch, n, count;
@@ -27,9 +27,9 @@ struct Selections {
   float* taken;
 };
 
-// `Device` does the work: its Context is that of an FFI call, Given what a call gets of it, and it
-// has a function for each call that it offers, the shortest bucket and the longest one. Results
-// that follow a selection's are its scratch.
+// `Device` does the work. Device::Context is the context of the FFI call, and Device::Given is the
+// value that the call receives for it. Device has a function for each call that it offers, and the
+// sizes of the shortest and the longest bucket. A selection's remaining results are its scratch.
 template <typename Device>
 class CodeCalls {
   using Given = typename Device::Given;
@@ -140,14 +140,14 @@ class CodeCalls {
     return buffer.dimensions()[1];
   }
 
-  // The rows of a result that hold something. One without values may have any number of rows, too
-  // many to go through.
+  // The number of rows of a result, or 0 if it has no values. A result without values may claim any
+  // number of rows, even too many to loop over.
   template <typename Buffer>
   static int64_t filled_rows(const Buffer& result) {
     return result.element_count() == 0 ? 0 : rows(result);
   }
 
-  // A matrix of as many rows as `batch`, and of so many columns.
+  // Checks that a matrix has `batch` rows and `limit` columns.
   template <typename Buffer>
   static ffi::Error check_shape(const std::string& call, const std::string& what,
                                 const Buffer& buffer, int64_t batch, int64_t limit) {
@@ -166,7 +166,7 @@ class CodeCalls {
                              std::to_string(least) + ", " + std::to_string(most) + "]");
   }
 
-  // Even an array without values may have more columns than can be reckoned with.
+  // Even an array without values may claim too many columns to calculate with.
   static ffi::Error check_columns(const char* name, int64_t n) {
     return check_within(name, "size of x", n, kMaxSize, 0);
   }
@@ -259,7 +259,8 @@ class CodeCalls {
                                taken.typed_data(), size, out->typed_data());
   }
 
-  // Codes of buckets as `one` says, which is filled in; the payload is codes, then scales.
+  // Encodes buckets as `one` says; this function sets n and the pointers of its copies. The payload
+  // holds the codes, then the scales.
   static ffi::Error encode_all(const char* name, Given device, Words words, Values x,
                                ffi::Result<Bytes> out, BucketsCall one) {
     const int64_t batch = rows(x), n = columns(x);
@@ -285,7 +286,7 @@ class CodeCalls {
   static ffi::Error run_natural(Given device, Words words, Values x, ffi::Result<Bytes> out) {
     BucketsCall one{};
     one.coded = Coded::kNatural;
-    one.bucket_size = 512;  // of noise: a bucket has no scale
+    one.bucket_size = 512;  // only for the noise: these buckets have no scale
     one.width = 8;
     return encode_all("cgx_natural", device, words, x, out, one);
   }

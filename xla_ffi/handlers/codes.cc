@@ -9,7 +9,7 @@
 namespace cgx {
 namespace {
 
-// What the threads of a pool do.
+// Runs the calls on the threads of XLA's pool.
 struct Cpu {
   using Context = ffi::ThreadPool;
   using Given = ffi::ThreadPool;

@@ -1,5 +1,5 @@
-// What the handlers on XLA's communicators share: taking a communicator, and being on its device.
-// Needs the header of the collectives extension.
+// What the handlers that use XLA's communicators share: getting a communicator and making its
+// device current. Needs the header of the collectives extension.
 #ifndef CGX_HANDLERS_COLLECTIVES_H_
 #define CGX_HANDLERS_COLLECTIVES_H_
 
@@ -16,8 +16,9 @@
 
 namespace cgx {
 
-// XLA's communicators. The extension grows at its end, and only what version 0.1 has is used, so
-// every later 0.x will do; the wrapper in XLA's headers insists on the version built against.
+// Access to XLA's communicators. The extension grows only at its end, and this code uses only what
+// version 0.1 has, so every later 0.x works too. The wrapper in XLA's headers accepts only the
+// version that it was built against.
 struct Collectives {
   using Type = Collectives;
   using CExtension = XLA_FFI_Collectives_Extension;
@@ -33,10 +34,10 @@ struct Collectives {
   const CExtension* extension;
 };
 
-// The number of XLA's own collectives: a call shares their communicator.
+// The communication id of XLA's own collectives: with it, a call shares their communicator.
 constexpr int64_t kCommunication = 0;
 
-// Positions in the mesh, group by group, as the runtime takes them.
+// Converts mesh positions, listed group by group, to the runtime's groups.
 inline std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world) {
   std::vector<XLA_FFI_ReplicaGroup> groups;
   for (size_t i = 0; i < positions.size(); i += world) {
@@ -45,7 +46,7 @@ inline std::vector<XLA_FFI_ReplicaGroup> groups_of(Ints positions, int64_t world
   return groups;
 }
 
-// What asking for a communicator and taking it have in common.
+// The arguments that requesting a communicator and getting it have in common.
 template <typename Args>
 Args arguments(const std::vector<XLA_FFI_ReplicaGroup>& groups) {
   Args args = {};
@@ -61,7 +62,8 @@ inline ffi::Error taken(const Collectives& collectives, XLA_FFI_Error* error) {
                : ffi::Error::Success();
 }
 
-// The communicator of the group that this device is in, and the rank in it. `call` heads errors.
+// Gets the communicator of this device's group, and the device's rank in it. `call` prefixes error
+// messages.
 inline ffi::Error communicator(const std::string& call, const Collectives& collectives,
                                const NcclLibrary& nccl, Ints positions, int64_t world,
                                NcclComm* comm, int* rank) {
@@ -99,8 +101,8 @@ struct Locked {
   Lane lane;
 };
 
-// The lane of a device. Devices of one process may wait for each other inside of NCCL, so each is
-// locked by itself.
+// The lane of a device. Devices of one process may wait for each other inside NCCL, so each lane
+// has its own lock.
 template <typename Lane>
 Locked<Lane>& lane_of(int device) {
   static std::mutex mutex;
@@ -109,8 +111,9 @@ Locked<Lane>& lane_of(int device) {
   return (*lanes)[device];
 }
 
-// Makes a device current. The runtime promises nothing about the device that a handler finds, and
-// whoever runs next on the thread counts on the one it left.
+// Makes a device current, and restores the previous one at the end of the scope. The runtime does
+// not promise which device is current when a handler starts, and code that runs later on this
+// thread relies on the device that it left current.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device) {

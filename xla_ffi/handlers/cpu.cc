@@ -15,7 +15,7 @@ namespace cgx {
 namespace {
 
 constexpr bool kTakesUnits = true;
-constexpr int64_t kValuesLookedAt = 8;  // in the time in which one is encoded
+constexpr int64_t kValuesLookedAt = 8;  // in the time that encoding one value takes
 
 ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs args,
                   ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints slots,

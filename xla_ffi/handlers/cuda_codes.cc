@@ -5,7 +5,7 @@
 namespace cgx {
 namespace {
 
-// What a stream does: one launch for each element of the batch.
+// Runs the calls on a stream, batch element by batch element.
 struct Cuda {
   using Context = ffi::PlatformStream<cudaStream_t>;
   using Given = cudaStream_t;
@@ -20,7 +20,7 @@ struct Cuda {
     });
   }
 
-  // The elements of a batch, one after the other, share the scratch.
+  // Batch elements run one after the other, so they share the scratch.
   static ffi::Error select(Given stream, const Selections& all, ffi::RemainingRets scratch) {
     CGX_TRY(check_number(all.name, "results", 2 + scratch.size(), 3));
     auto words = scratch.get<ffi::BufferR1<ffi::U32>>(0);

@@ -1,4 +1,4 @@
-// Results of a call on the CPU, whose memory XLA may just have taken from the system.
+// The results of a CPU call, whose memory XLA may just have obtained from the system.
 #ifndef CGX_HANDLERS_FRESH_RESULTS_H_
 #define CGX_HANDLERS_FRESH_RESULTS_H_
 

@@ -93,9 +93,9 @@ void mpi_stop() {
   cgx::set_engine(nullptr);
 }
 
-// Reports go to `listener`, which returns what their call fails with, or "".
+// Sends reports to `listener`. It returns the error that the reporting call fails with, or "".
 void set_listener(py::function listener) {
-  // Kept for good: programs may report until the process ends.
+  // Never released: programs may report until the process ends.
   const PyObject* const kept = listener.release().ptr();
   cgx::set_listener([kept](const cgx::Report& report) -> std::string {
     const py::gil_scoped_acquire locked;
@@ -113,18 +113,19 @@ void set_listener(py::function listener) {
   });
 }
 
-// Whether malloc keeps from now on what is freed, in huge pages, instead of giving it back to the
-// system.
+// Makes malloc keep freed memory, in huge pages, instead of returning it to the system. Returns
+// whether that worked.
 bool keep_memory() {
 #if defined(__GLIBC__)
-  // The heaps of threads are given back whatever they are told, so all threads use the main one.
+  // Per-thread heaps are returned to the system whatever the options, so all threads use the main
+  // heap.
   constexpr int kNever = -1;
   if (mallopt(M_ARENA_MAX, 1) != 1 || mallopt(M_MMAP_MAX, 0) != 1 ||
       mallopt(M_TRIM_THRESHOLD, kNever) != 1) {
     return false;
   }
-  // The heap grows at once to what it may ever need. This takes address space alone: the system
-  // has pages for what is written.
+  // The heap grows at once to half of the physical memory. This takes only address space: the
+  // system provides pages only for memory that is written.
   const int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / 2;
   void* const reserve = malloc(static_cast<size_t>(bytes));
   if (!reserve) return false;

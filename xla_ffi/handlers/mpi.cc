@@ -24,9 +24,9 @@ std::shared_ptr<Engine> current_engine() {
   return engine;
 }
 
-// A function that is compiled once and called twice makes two operations that nothing tells apart,
-// and each rank may run them in another order. They show by running on different memory within
-// one execution of a program.
+// Detects twins. A function that is compiled once and called twice yields two operations that
+// cannot be told apart, and each rank may run them in a different order. They reveal themselves by
+// using different memory within one execution of a program.
 class Twins {
  public:
   bool seen(int64_t run, int64_t channel, const void* operand, const void* result) {
@@ -49,7 +49,7 @@ class Twins {
   std::deque<std::pair<int64_t, int64_t>> order_;
 };
 
-// What every call is told of its ranks.
+// What every call is told about its ranks.
 struct Where {
   Ranks position;  // of this process in the mesh
   Ints groups;     // [groups, world]: positions in the mesh
@@ -57,10 +57,10 @@ struct Where {
   int64_t channel;
 };
 
-// Who takes part in a call, and with which messages.
+// The ranks that take part in a call, and the first tag of its messages.
 struct Group {
   int64_t rank;                // of this process in the group
-  std::vector<int32_t> peers;  // the communicator's rank of each of the group's
+  std::vector<int32_t> peers;  // rank in the communicator of each rank of the group
   int tag;
 };
 
@@ -102,10 +102,10 @@ ffi::Error find_group(const std::string& name, const Where& where, const EngineS
 struct Prepared {
   Group group;
   Engine::Start start;
-  const void *operand = nullptr, *result = nullptr;  // what tells it from a twin; null: no memory
+  const void *operand = nullptr, *result = nullptr;  // tell it from a twin; null: no memory
 };
 
-// Lets `prepare(settings, &prepared)` check a call and hands it to the engine.
+// Checks a call with `prepare(settings, &prepared)` and hands it to the engine.
 template <typename Prepare>
 ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepare prepare) {
   ffi::Promise promise;
@@ -136,7 +136,8 @@ ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepa
   }
   engine->submit(call, std::move(prepared.group.peers), std::move(prepared.start),
                  [promise](const std::string& error) mutable {
-                   // XLA goes on with the program on this thread, and the ranks' threads differ.
+                   // XLA may continue the program on this thread, which must then do arithmetic as
+                   // XLA's own threads do.
                    const ScopedXla arithmetic;
                    if (error.empty()) {
                      promise.SetAvailable();
@@ -147,7 +148,7 @@ ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepa
   return future;
 }
 
-// The sums of a gather-sum are fp32 where a leaf has units, since they are still in these.
+// The sum of a gather-sum is fp32 for a leaf that has units, because it is still in these units.
 template <Collective kCollective>
 Leaves sums_of(Leaves leaves, const LayoutAttributes& attributes) {
   for (size_t k = 0; k < leaves.dtype.size() && kCollective == Collective::kGatherSum; ++k) {
@@ -222,7 +223,7 @@ ffi::Future move_rows(Ranks position, ffi::AnyBuffer rows, ffi::Result<ffi::AnyB
         const std::string call(name);
         Group& group = prepared->group;
         CGX_TRY(find_group(call, {position, groups, world, channel}, settings, &group));
-        // Whatever the values are, only their bytes matter.
+        // Any dtype will do: only the bytes matter.
         const int64_t bytes = static_cast<int64_t>(rows.size_bytes());
         if (!kGathers && bytes % world != 0) {
           return invalid(call, "size of rows is " + std::to_string(bytes) +

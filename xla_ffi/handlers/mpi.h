@@ -12,17 +12,18 @@ namespace cgx {
 
 // (keys of both phases, position in the mesh, leaves, units) -> leaves [, residuals]
 XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame);
-// (key, position in the mesh, leaves, units) -> sums, which are fp32 and still in their units where
-// a leaf has any [, residuals]
+// (key, position in the mesh, leaves, units) -> sums [, residuals]. The sum of a leaf that has
+// units is fp32 and still in these units.
 XLA_FFI_Error* gather_sum_mpi_handler(XLA_FFI_CallFrame* frame);
-// (position in the mesh, u8[world, n]) -> u8[world, n]: row r to rank r, and row r from it
+// (position in the mesh, u8[world, n]) -> u8[world, n]: sends row r to rank r, and receives row r
+// from rank r
 XLA_FFI_Error* scatter_mpi_handler(XLA_FFI_CallFrame* frame);
 // (position in the mesh, u8[n]) -> u8[world, n]: every rank's row
 XLA_FFI_Error* gather_mpi_handler(XLA_FFI_CallFrame* frame);
 
-// The engine that calls go to; null stops it.
+// Sets the engine that runs the calls; null stops the current engine.
 void set_engine(std::unique_ptr<Engine> engine);
-// What has made a call fail; empty when nothing has, or there is no engine.
+// The error that has made a call fail; empty if no call has failed or there is no engine.
 std::string engine_failure();
 
 }  // namespace cgx

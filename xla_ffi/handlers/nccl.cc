@@ -14,7 +14,8 @@
 namespace cgx {
 namespace {
 
-// A dictionary, since the frame has all attributes of the call and a list must name every one.
+// Takes a dictionary, because a handler that lists its attributes would have to name all of the
+// attributes that the call has.
 ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
   const auto positions = attributes.get<Ints>("groups");
   const auto world = attributes.get<int64_t>("world");
@@ -31,7 +32,7 @@ ffi::Error prepare(Collectives collectives, ffi::Dictionary attributes) {
                collectives.extension->request_communicator(collectives.extension, &args));
 }
 
-// What lies in memory once, for each of `rows` rows.
+// Repeats the entries `once` for each of `rows` rows.
 template <typename T>
 std::vector<T> repeated(const std::vector<T>& once, int64_t rows) {
   std::vector<T> all;
@@ -163,7 +164,7 @@ ffi::Error checked(F f, std::string_view name, const Given&... given) {
   });
 }
 
-// What checked() is given.
+// Binds the arguments of checked().
 template <typename Binding>
 auto with_call(Binding&& binding) {
   return with_layout(std::forward<Binding>(binding)

@@ -1,9 +1,10 @@
 // XLA FFI handlers of the fused calls on CUDA: all-reduce, its two halves, and gather-sum, which is
-// an all-reduce in one phase. They need the collectives extension of the runtime, which lends XLA's
-// own communicator; without its header they are not built.
+// an all-reduce in one phase. They need the runtime's collectives extension, which lends XLA's own
+// communicator. Without the extension's header they are not built.
 //
-// The last result of every call is u8[CudaFused::scratch_bytes()]: the payloads. All streams still
-// use them when a handler returns, and only a result lives until the whole call is over.
+// The last result of every call is u8[CudaFused::scratch_bytes()]: the payloads. They are a result
+// because streams still use them when a handler returns, and only a result lives until the whole
+// call is over.
 #ifndef CGX_HANDLERS_NCCL_H_
 #define CGX_HANDLERS_NCCL_H_
 
@@ -18,16 +19,16 @@
 #if CGX_HAVE_COLLECTIVES
 namespace cgx {
 
-// Asks for the communicator of any of the calls, before anything runs.
+// Requests the communicator of any of these calls before anything runs.
 XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame);
-// The stage Initialize makes all that Execute uses on a device; between the two, the runtime waits
-// for the group's other devices in this process.
+// The Initialize stage creates everything that Execute uses on a device. Between the two stages the
+// runtime waits for the group's other devices in this process.
 //
 // (keys of both phases, leaves) -> leaves [, residuals], payloads
 XLA_FFI_Error* all_reduce_nccl_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame);
-// (keys[world], leaves[world]) -> leaves, payloads. Attributes speak of one row; each is encoded by
-// itself.
+// (keys[world], leaves[world]) -> leaves, payloads. The attributes describe one row; each row is
+// encoded separately.
 XLA_FFI_Error* reduce_scatter_nccl_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame);
 // (key, leaves) -> leaves [, residuals], payloads

@@ -1,8 +1,8 @@
-// The operands of the codec's calls, checked.
+// Checks the operands of the codec's calls.
 //
-// A call carries a batch of independent fusion buffers, so that vmap needs no loop; operands lead
-// with the batch, and only element counts matter past that, so that a leaf is passed in whatever
-// shape it has.
+// A call carries a batch of independent fusion buffers, so that vmap needs no loop. The batch is
+// the leading dimension of every operand. Apart from it, only element counts matter, so a leaf can
+// be passed in any shape.
 #ifndef CGX_HANDLERS_OPERANDS_H_
 #define CGX_HANDLERS_OPERANDS_H_
 
@@ -18,14 +18,14 @@
 namespace cgx {
 
 using Keys = ffi::Buffer<ffi::U32>;
-using Ranks = ffi::Buffer<ffi::S32>;   // one a batch element, so it tells the batch
+using Ranks = ffi::Buffer<ffi::S32>;   // one per batch element, so its size is the batch
 using Payload = ffi::Buffer<ffi::U8>;  // [batch,] rows, bytes
 
 // Leaves of all batch elements.
 struct Leaves {
   std::vector<char*> data;
   std::vector<DType> dtype;
-  std::vector<int64_t> size;  // values of one batch element
+  std::vector<int64_t> size;  // values per batch element
 
   ffi::Error add(const std::string& call, const ffi::AnyBuffer& buffer, int64_t batch) {
     const std::string name = "leaf " + std::to_string(size.size());
@@ -64,7 +64,7 @@ struct Leaves {
     return ffi::Error::Success();
   }
 
-  // All results but the last `others`.
+  // Adds all results except the last `others`.
   ffi::Error add(const std::string& call, const ffi::RemainingRets& rets, int64_t batch,
                  size_t others = 0) {
     for (size_t k = 0; k + others < rets.size(); ++k) {
@@ -88,7 +88,7 @@ struct Leaves {
     return ffi::Error::Success();
   }
 
-  // The pointers of every batch element, leaves fastest.
+  // The pointers of every batch element; the leaf index varies fastest.
   std::vector<void*> pointers(int64_t batch) const {
     std::vector<void*> all;
     all.reserve(batch * data.size());
@@ -129,11 +129,11 @@ inline ffi::Error check_ranks(const std::string& call, const Ranks& ranks, int64
   return ffi::Error::Success();
 }
 
-// Where a call writes what it finds that is not finite.
+// Where a call reports values that are not finite (cpu/nonfinite.h).
 using Found = ffi::Buffer<ffi::S32>;
 
-// The last result where that is Found, of `leaves` leaves on both sides; else null. No leaf has its
-// dtype.
+// Points `found` to the last result if that is a Found, which holds two pairs for each of `leaves`
+// leaves; otherwise to null. The dtype tells them apart, because no leaf has Found's dtype.
 inline ffi::Error last_found(const std::string& call, const ffi::RemainingRets& rets, size_t leaves,
                              int32_t** found) {
   *found = nullptr;
@@ -146,11 +146,11 @@ inline ffi::Error last_found(const std::string& call, const ffi::RemainingRets& 
   return ffi::Error::Success();
 }
 
-// Units of all batch elements: an entry per leaf, without arrays for a leaf that has none.
+// The units of all batch elements: one entry per leaf, with null arrays for a leaf without units.
 struct Units {
   std::vector<LeafUnits> first;  // of batch element 0
 
-  // From two operands, rows and columns, per leaf that has units.
+  // Takes two operands, rows and columns, for each leaf that has units.
   ffi::Error add(const std::string& call, const Leaves& leaves, const Leaves& operands,
                  const LayoutAttributes& attributes) {
     if (operands.size.empty()) return ffi::Error::Success();
@@ -181,7 +181,8 @@ struct Units {
     }
     return ffi::Error::Success();
   }
-  // The units of every batch element, leaves fastest; null when no leaf has any.
+  // The units of every batch element; the leaf index varies fastest. Empty when no operand has
+  // units.
   std::vector<LeafUnits> all(int64_t batch) const {
     std::vector<LeafUnits> out;
     out.reserve(batch * first.size());
@@ -197,7 +198,7 @@ struct Units {
   }
 };
 
-// The operands of one codec call, checked but for the ranks, which may be in device memory.
+// The checked operands of one codec call. Ranks are not checked, as they may be in device memory.
 struct Operands {
   int64_t batch = 0;
   Leaves leaves, results;
@@ -208,7 +209,7 @@ struct Operands {
   size_t num_leaves() const { return leaves.data.size(); }
 };
 
-// Moves the last operands to `units`, as many as the attributes ask for.
+// Moves the last operands to `units`: two for each leaf whose attributes ask for units.
 inline ffi::Error split_units(const std::string& call, const LayoutAttributes& attributes,
                               Leaves* operands, Leaves* units) {
   CGX_TRY(check_units(call, attributes));
@@ -239,8 +240,8 @@ inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& r
   return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
 }
 
-// (key, rank, payload, leaves [, residuals], units) -> chunk [, residuals, in their operands'
-// memory]
+// (key, rank, payload, leaves [, residuals], units) -> chunk [, residuals, in the memory of their
+// operands]
 inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& rank,
                                const Payload& payload, const ffi::RemainingArgs& args,
                                const Payload& chunk, const ffi::RemainingRets& rets,
@@ -274,7 +275,7 @@ inline ffi::Error check_decode(const char* call, const Payload& payload,
                                const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
                                Operands* out) {
   const auto dims = payload.dimensions();
-  // A payload without bytes may have any batch, too many elements to go through.
+  // An empty payload may claim any batch, even one with too many elements to loop over.
   out->batch = dims.size() == 3 && payload.element_count() > 0 ? dims[0] : 1;
   CGX_TRY(out->leaves.add(call, rets, out->batch));
   CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
@@ -282,7 +283,7 @@ inline ffi::Error check_decode(const char* call, const Payload& payload,
   return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
 }
 
-// (rank, payload of any number of peers, none too, own row or nothing, leaves) -> found
+// (rank, payload of zero or more peers, own row or nothing, leaves) -> found
 inline ffi::Error check_find(const char* call, const Ranks& rank, const Payload& payload,
                              const Payload& own, const ffi::RemainingArgs& args, const Found& found,
                              const LayoutAttributes& attributes, Operands* out, int64_t* peers) {

@@ -39,8 +39,8 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
   return check_divisor(name, divisor);
 }
 
-// Checks a call, takes its communicator and hands its lane to `run(call, lane, nccl, comm, rank)`,
-// which says what went wrong.
+// Checks a call, gets its communicator and calls `run(call, lane, nccl, comm, rank)` with the
+// device's lane. `run` returns what went wrong; empty if nothing did.
 template <typename Run>
 ffi::Error with_lane(Run run, int32_t device, const Collectives& collectives, std::string_view name,
                      Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,

@@ -1,5 +1,5 @@
-// XLA FFI handlers of the all-reduce over peers' memory. They need the collectives extension, as
-// those of handlers/nccl.h do, and share their stage Prepare.
+// XLA FFI handlers of the all-reduce over peers' memory. Like the handlers of handlers/nccl.h, they
+// need the collectives extension. They use the same Prepare stage, nccl_prepare.
 #ifndef CGX_HANDLERS_PEER_H_
 #define CGX_HANDLERS_PEER_H_
 
@@ -8,8 +8,8 @@
 #if CGX_HAVE_COLLECTIVES
 namespace cgx {
 
-// (keys of both phases, leaves) -> leaves [, residuals]. The stage Initialize makes the window of
-// the communicator, once; all ranks have to come to it.
+// (keys of both phases, leaves) -> leaves [, residuals]. The Initialize stage creates the
+// communicator's window once; all ranks have to take part.
 XLA_FFI_Error* all_reduce_peer_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* all_reduce_peer_execute(XLA_FFI_CallFrame* frame);
 

@@ -12,7 +12,7 @@ namespace {
 using Numbers = ffi::Buffer<ffi::S32>;
 
 std::mutex listener_mutex;
-std::shared_ptr<const Listener> current;  // by listener_mutex; calls keep theirs to their end
+std::shared_ptr<const Listener> current;  // guarded by listener_mutex; calls hold their own copy
 
 std::shared_ptr<const Listener> the_listener() {
   const std::lock_guard<std::mutex> lock(listener_mutex);

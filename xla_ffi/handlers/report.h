@@ -1,5 +1,5 @@
-// What a program tells its process, as an XLA FFI handler: a host callback would do, but JAX starts
-// every program that holds one by a slower path.
+// An XLA FFI handler through which a compiled program reports to its process. A host callback would
+// work too, but JAX starts every program that contains one on a slower path.
 #ifndef CGX_HANDLERS_REPORT_H_
 #define CGX_HANDLERS_REPORT_H_
 
@@ -12,8 +12,7 @@
 
 namespace cgx {
 
-// `steps` and `ranks` have one entry per batch element, `table` has `size` in all. Returns what the
-// call fails with; "" where it does not.
+// `steps` and `ranks` have one entry per batch element; `table` has `size` entries in total.
 struct Report {
   std::string_view text;
   const int32_t* steps;
@@ -21,10 +20,11 @@ struct Report {
   const int32_t* table;
   int64_t batch, size;
 };
+// Returns the error that the reporting call fails with, or "" if the call succeeds.
 using Listener = std::function<std::string(const Report&)>;
 
-// Whom reports go to; calls fail until there is one. It is called on XLA's threads, and never
-// freed.
+// Sets the listener that receives reports. Calls fail until there is one. The listener runs on
+// XLA's threads, and each call keeps its listener alive until the call ends.
 void set_listener(Listener listener);
 
 // (steps s32[n], ranks s32[n], table s32[n, ...]) -> s32[], which is 0

@@ -1,4 +1,4 @@
-// The attributes that say how a call codes its leaves. They are decoded here and nowhere else.
+// The attributes that say how a call encodes its leaves. Only this file interprets them.
 #ifndef CGX_HANDLERS_SLOTS_H_
 #define CGX_HANDLERS_SLOTS_H_
 
@@ -13,14 +13,14 @@
 
 namespace cgx {
 
-// How many numbers `slots` has for each leaf: bits, bucket_size, rounding, number, rotation, units.
+// How many numbers `slots` has per leaf: bits, bucket_size, rounding, number, rotation, units.
 // `Layout.attributes` in cgx_jax/wire.py writes them.
 constexpr size_t kSlotNumbers = 6;
 
 struct LayoutAttributes {
   Ints slots;
   int64_t world;
-  int64_t rows = 1;          // how often the leaves follow one another
+  int64_t rows = 1;          // how often the layout repeats the leaves
   bool takes_units = false;  // whether the handler can multiply by units
 
   size_t leaves() const { return slots.size() / kSlotNumbers; }
@@ -29,7 +29,7 @@ struct LayoutAttributes {
     return {size, own[0], own[1], own[2], own[3], own[4], own[5]};
   }
   bool has_units(size_t leaf) const { return spec(leaf, 0).units == 1; }
-  // Of all leaves.
+  // The number of leaves that have units.
   size_t num_units() const {
     size_t count = 0;
     for (size_t k = 0; k < leaves(); ++k) count += has_units(k);
@@ -37,7 +37,7 @@ struct LayoutAttributes {
   }
 };
 
-// Units that a handler cannot apply are refused: without them the values would be wrong.
+// Refuses units that the handler cannot apply: without them the values would be wrong.
 inline ffi::Error check_units(const std::string& call, const LayoutAttributes& attributes) {
   for (size_t k = 0; k < attributes.leaves() && !attributes.takes_units; ++k) {
     const int64_t units = attributes.spec(k, 0).units;
@@ -49,7 +49,7 @@ inline ffi::Error check_units(const std::string& call, const LayoutAttributes& a
   return ffi::Error::Success();
 }
 
-// The layout of leaves of these sizes.
+// Builds the layout of leaves with these sizes.
 inline ffi::Error build_layout(const std::string& call, const std::vector<int64_t>& sizes,
                                const LayoutAttributes& attributes, OwnedLayout* layout) {
   if (attributes.slots.size() != kSlotNumbers * sizes.size()) {

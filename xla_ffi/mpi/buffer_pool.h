@@ -1,4 +1,4 @@
-// Memory that calls leave to the calls after them.
+// Memory that calls leave to later calls.
 #ifndef CGX_MPI_BUFFER_POOL_H_
 #define CGX_MPI_BUFFER_POOL_H_
 
@@ -9,7 +9,8 @@
 
 namespace cgx {
 
-// Memory at a cache line's start, kept from call to call: fresh pages cost more than the encoding.
+// Keeps memory from call to call, because fresh pages cost more than the encoding. Buffers start at
+// a cache line.
 class BufferPool {
  public:
   struct Free {

@@ -1,4 +1,4 @@
-// What the engine moves: one call in flight.
+// One call in flight, which the engine drives.
 #ifndef CGX_MPI_CALL_H_
 #define CGX_MPI_CALL_H_
 
@@ -13,23 +13,24 @@ namespace cgx {
 constexpr int kCallTags = 3;  // message tags that a call takes: hello and two phases
 
 struct CallSettings {
-  int64_t segment_bytes;  // of a message, about
+  int64_t segment_bytes;  // approximate size of a message
   int64_t window;         // segments in flight
 };
 
 class Call {
  public:
   virtual ~Call() = default;
-  // Does what can be done now; false when that was nothing.
+  // Does what can be done now. Returns false if that was nothing.
   virtual bool advance() = 0;
   virtual bool done() const = 0;
-  // What went wrong; empty when nothing did.
+  // What went wrong; empty if nothing did.
   virtual const std::string& error() const = 0;
-  // Peers from which something is awaited, as text.
+  // The peers that the call waits for, as text.
   virtual std::string awaited() const = 0;
   // Whether the group's rank `peer` has said what it is about to do.
   virtual bool greeted(int64_t peer) const = 0;
-  // Memory for the next call; only when done, since messages may still write to it otherwise.
+  // Leaves the call's memory to later calls. Only allowed when done, because before that messages
+  // may still write to it.
   virtual void release(BufferPool& buffers) = 0;
 };
 

@@ -11,10 +11,10 @@
 namespace cgx {
 namespace {
 
-// How long a rank that ends waits for its calls in flight, and how long a message may be under way
-// after the notice that its rank has left.
+// How long a rank that ends waits for its calls in flight, and how long a message may still be in
+// flight after the notice that its sender has left.
 constexpr double kGraceSeconds = 1;
-// Between looks at the notices, which cost time for every rank.
+// The time between two checks for notices, which cost time for every rank.
 constexpr double kHearSeconds = 0.01;
 
 std::vector<int32_t> all_of(int64_t ranks) {
@@ -27,7 +27,7 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// How a loop that found nothing to do waits: the longer it lasts, the less it takes of the cores.
+// How a loop that finds nothing to do waits. The longer it is idle, the less it uses the cores.
 class Backoff {
  public:
   void reset() { idle_ = 0; }
@@ -47,11 +47,11 @@ class Backoff {
 
 }  // namespace
 
-// Reports results. Whoever is told may go on with the rest of the program on the thread that tells
-// it, so there are as many threads as reports that last.
+// Reports results. The receiver of a report may run the rest of the program on the reporting
+// thread, so there are as many threads as unfinished reports.
 class Engine::Finisher {
  public:
-  // Throws std::system_error where the system gives no thread at all.
+  // Throws std::system_error if the system provides no thread at all.
   Finisher() {
     const std::lock_guard<std::mutex> lock(mutex_);
     start();
@@ -73,7 +73,7 @@ class Engine::Finisher {
   }
 
  private:
-  // A report whose thread the system refuses waits for one of those that there are.
+  // Starts a thread. If the system refuses it, the report waits for one of the existing threads.
   void start() {
     try {
       std::thread([this] { loop(); }).detach();
@@ -156,17 +156,17 @@ void Engine::loop() {
     bool moved = !requests.empty();
     accept(std::move(requests));
     if (stop) {
-      // Peers wait in the calls in flight too, and most of these end in a moment.
+      // Peers wait in the calls in flight too, and most of these calls end in a moment.
       if (given_up_at == 0) given_up_at = now() + kGraceSeconds;
       if (!active_.empty() && now() > given_up_at) fail("the process ended with calls in flight");
       if (active_.empty()) break;
     }
     hear();
-    // A call that fails takes all others with it.
+    // A call that fails makes all others fail, which empties the list.
     for (auto it = active_.begin(); !active_.empty() && it != active_.end();) moved |= move(it++);
     moved ? backoff.reset() : backoff.wait();
   }
-  // The others' next engines would take it for news of the next one here.
+  // If an engine follows, the others' next engines would take this notice for one of that engine.
   if (!followed_) notices_->send(Notices::kLeft, "");
 }
 
@@ -225,7 +225,7 @@ void Engine::hear() {
       return;
     }
   }
-  // A rank that leaves has done its part of the calls that it came to.
+  // A rank that leaves has done its part of the calls that it reached.
   for (const Active& active : active_) {
     for (size_t r = 0; r < active.peers.size(); ++r) {
       const double left_at = left_at_[active.peers[r]];

@@ -1,8 +1,9 @@
-// Runs calls, fused ones and those that move rows, on a thread of its own.
+// Runs calls, both fused calls and calls that move rows, on its own thread.
 //
-// The runtime may start the calls of a program in any order, another one on every rank, and has few
-// threads. So a call takes none of them: its handler hands it over and returns, and all calls in
-// flight move side by side. None waits for another, and each has message tags of its own.
+// The runtime may start the calls of a program in any order, which may differ between ranks, and it
+// has few threads. So a call occupies none of them: its handler hands the call over and returns.
+// All calls in flight progress side by side. None waits for another, and each has its own message
+// tags.
 #ifndef CGX_MPI_ENGINE_H_
 #define CGX_MPI_ENGINE_H_
 
@@ -29,15 +30,15 @@ namespace cgx {
 struct EngineSettings {
   int64_t ranks;        // of the communicator
   int64_t rank;         // of this process
-  int64_t largest_tag;  // takes the notices, and those below it the calls
+  int64_t largest_tag;  // for notices; calls use the tags below it
   CallSettings calls;
-  double timeout_seconds;  // without any message from a peer
+  double timeout_seconds;  // how long a call may make no progress
   int64_t threads;         // that run the kernels
 };
 
 class Engine {
  public:
-  // What a call is made with, on the engine's thread.
+  // What a call is created with, on the engine's thread.
   struct Means {
     const CallSettings& settings;
     std::unique_ptr<Port> port;
@@ -45,20 +46,20 @@ class Engine {
     BufferPool& buffers;
   };
   using Start = std::function<std::unique_ptr<Call>(Means means)>;
-  // Receives what went wrong, empty when nothing did. Called on a thread that may be kept.
+  // Receives what went wrong; empty if nothing did. It may keep the thread that it is called on.
   using Done = std::function<void(const std::string& error)>;
 
   Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settings);
-  // Calls in flight have a moment to end, and fail after it. Tells the others that this rank
-  // leaves, unless another engine is to follow on the same communicator.
+  // Gives calls in flight a moment to end; after that they fail. Tells the other ranks that this
+  // rank leaves, unless another engine follows on the same communicator.
   ~Engine();
 
   void is_followed() { followed_ = true; }
 
-  // `name` says in errors which call this is; `peers` are the ranks of the group.
+  // `name` identifies the call in errors; `peers` are the ranks of the group.
   void submit(std::string name, std::vector<int32_t> peers, Start start, Done done);
   const EngineSettings& settings() const { return settings_; }
-  // What made the first call fail; calls after it fail too, since messages may be lost.
+  // What made the first call fail. Later calls fail too, because messages may be lost.
   std::string failure() const;
 
  private:
@@ -80,7 +81,8 @@ class Engine {
   void loop();
   void accept(std::list<Request> requests);
   bool move(std::list<Active>::iterator active);  // false when nothing moved
-  // Fails what a rank that has told it can no longer come to.
+  // Fails the calls in flight if a rank has said that it failed, or that it left before it reached
+  // one of them.
   void hear();
   void fail(const std::string& error, Notices::Kind tells = Notices::kFailed);
 
@@ -89,11 +91,11 @@ class Engine {
   WorkerPool workers_;
   BufferPool buffers_;
   std::unique_ptr<Notices> notices_;
-  std::vector<double> left_at_;  // by rank; 0 where it has not
+  std::vector<double> left_at_;  // by rank; 0 if it has not left
   double hear_at_ = 0;
   std::unique_ptr<Finisher> finisher_;
   std::list<Active> active_;
-  std::list<Active> lost_;  // failed: kept, since messages may still write to their memory
+  std::list<Active> lost_;  // failed; kept because messages may still write to their memory
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;

@@ -82,7 +82,7 @@ void FusedCall::run(void (*kernel)(const KernelCall&, int64_t, int64_t), const K
 
 void FusedCall::encode_chunk(int64_t chunk, int64_t segment, int64_t rank, uint8_t* payload) {
   Layout layout = layout_;
-  layout.values = 0;  // the payload is read again at once: it shall stay in the caches
+  layout.values = 0;  // the payload is read again soon, so it must stay in the caches
   const EncodeCall call{layout,      {spec_.in.data(), spec_.dtypes.data()},
                         residuals(), spec_.keys,
                         rank,        payload,
@@ -114,7 +114,7 @@ void FusedCall::encode(int64_t segment) {
   }
 }
 
-// What this rank sends to all: the sum of its chunk, or all that it has.
+// Encodes what this rank sends to all: the sum of its chunk or, in a gather-sum, all of its values.
 void FusedCall::reduce(int64_t segment) {
   uint8_t* const row = sent_.data.get() + spec_.rank * layout_.chunk_bytes;
   if (spec_.collective == Collective::kGatherSum) {

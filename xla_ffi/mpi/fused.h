@@ -21,24 +21,25 @@
 
 namespace cgx {
 
-// What one call reduces, and among whom. Leaves belong to the caller until the call is over.
+// What one call reduces, and between which ranks. Leaves belong to the caller, who keeps them until
+// the call is over.
 struct FusedSpec {
   Collective collective;  // kAllReduce or kGatherSum
   int64_t world;
-  OwnedLayout owned;  // in a chunk for each rank; of a gather-sum in one
+  OwnedLayout owned;  // with one chunk per rank; for a gather-sum with one chunk
   std::vector<const void*> in;
   std::vector<void*> out;
-  std::vector<void*> residuals;  // none, or one a leaf: what this rank's encodings lost
+  std::vector<void*> residuals;  // none, or one per leaf: the errors of this rank's encodings
   std::vector<DType> dtypes;     // of `in` and `residuals`
-  // Of `out`. The sums of a gather-sum are still in their units, and fp32 where they have any.
+  // Of `out`. The sum of a gather-sum is still in the leaf's units, and fp32 if the leaf has any.
   std::vector<DType> out_dtypes;
-  std::vector<LeafUnits> units;  // none, or one a leaf
+  std::vector<LeafUnits> units;  // none, or one per leaf
   uint32_t keys[4];              // two for encode, two for reduce
   float divisor;
   int64_t rank;
   int tag;  // the first of kCallTags
   Program program;
-  // Null, or i32[leaves, 2, 2]: what of each leaf is not finite, as it comes in and as it goes out.
+  // Null, or i32[leaves, 2, 2]: what is not finite in each leaf's input and in its output.
   int32_t* found = nullptr;
 };
 
@@ -64,16 +65,17 @@ class FusedCall : public Call {
   LeavesOut residuals() const {
     return {spec_.residuals.empty() ? nullptr : spec_.residuals.data(), spec_.dtypes.data()};
   }
-  // Runs a kernel on a chunk's segment, which the workers share.
+  // Runs a kernel on a chunk's segment, which the workers split between them.
   template <typename KernelCall>
   void run(void (*kernel)(const KernelCall&, int64_t, int64_t), const KernelCall& call,
            int64_t chunk, int64_t segment);
-  // Writes a chunk's segment to its place in u8[layout_.world, chunk_bytes]; `rank` owns one of the
-  // chunks, or none (-1).
+  // Encodes a chunk's segment to its place in u8[layout_.world, chunk_bytes]. `rank` owns one of
+  // the chunks, or none (-1).
   void encode_chunk(int64_t chunk, int64_t segment, int64_t rank, uint8_t* payload);
-  // Searches a chunk's segment of the leaves that its records in `payload` were made of.
+  // Searches the input leaves of a chunk's segment, whose records are in `payload`, for values that
+  // are not finite.
   void find_in(int64_t chunk, int64_t segment, const uint8_t* payload);
-  // The same of the sums that were made of the records of all that were sent.
+  // The same for the output leaves, whose records from all senders are in `sent_`.
   void find_out(int64_t chunk, int64_t segment);
 
   FusedSpec spec_;

@@ -11,7 +11,7 @@
 
 namespace cgx {
 
-// Which program holds a call: two programs number their calls alike.
+// The program that holds a call. It is needed because two programs number their calls alike.
 struct Program {
   Program() = default;
   explicit Program(std::string_view label);
@@ -20,7 +20,7 @@ struct Program {
   char name[64] = {};        // its beginning, for messages
 };
 
-// Text of a message, which need not end, as a terminal may show it.
+// The text of a message, which need not be null-terminated, in a form that is safe for a terminal.
 std::string shown(const char* begin, const char* end);
 
 // What both sides of a message must agree on; sent before anything else.
@@ -50,7 +50,7 @@ class Fingerprint {
   uint64_t hash_ = 0xcbf29ce484222325u;
 };
 
-// How what `peer` said differs from what this rank says; "" when they agree.
+// Describes how the hello of `peer` differs from this rank's; "" if they agree.
 std::string disagreement(int64_t peer, const Hello& theirs, const Hello& own);
 
 }  // namespace cgx

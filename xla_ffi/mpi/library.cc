@@ -11,7 +11,8 @@
 namespace cgx {
 namespace {
 
-// The C API, the same in MPICH's, Open MPI's and the standard ABI but for the type of handles.
+// The C API, which is the same in MPICH's, Open MPI's and the standard ABI except for the type of
+// handles.
 template <typename Handle>
 struct Functions {
   int (*send)(const void*, int, Handle, int, int, Handle, Handle*);
@@ -95,14 +96,14 @@ class MpiPort : public Port {
     messages_.push_back(message);
     return "";
   }
-  // What MPI_Testsome's `code` means: of the messages that it has looked at, one may have failed.
+  // The error text for MPI_Testsome's `code`. One of the messages that it finished may have failed.
   std::string failed(int code, int finished) const {
     for (int i = 0; i < finished; ++i) {
       if (const int own = error_of(i)) return text(own, "MPI_Testsome", &messages_[indices_[i]]);
     }
     return text(code, "MPI_Testsome", messages_.size() == 1 ? &messages_[0] : nullptr);
   }
-  // Of the `i`-th message that the last MPI_Testsome has finished; set where that failed.
+  // The error of the `i`-th message that the last MPI_Testsome finished; only set if that failed.
   int error_of(int i) const {
     int error;
     memcpy(&error, statuses_.data() + i * status_bytes_ + error_offset_, sizeof(error));
@@ -167,8 +168,8 @@ std::unique_ptr<MpiLibrary> bind(void* object, const MpiHandles& handles, std::s
 }  // namespace
 
 std::unique_ptr<MpiLibrary> bind_mpi(const MpiHandles& handles, std::string* error) {
-  // Symbols are looked up in the object and in what it links to, so this is the library that
-  // mpi4py calls, whatever others there are.
+  // Symbols are looked up in the object and in what it links to. So this is the library that mpi4py
+  // calls, whatever other MPI libraries are loaded.
   void* const object = dlopen(handles.module.c_str(), RTLD_NOW | RTLD_NOLOAD);
   if (!object) {
     *error = handles.module + " is not loaded";
@@ -193,7 +194,7 @@ std::vector<std::string> loaded_mpi_libraries() {
         return 0;
       },
       &names);
-  std::set<void*> definitions;  // libraries that only wrap another one resolve to the same
+  std::set<void*> definitions;  // libraries that only wrap another one resolve to its address
   for (const std::string& name : names) {
     void* const object = dlopen(name.c_str(), RTLD_NOW | RTLD_NOLOAD);
     void* const address = object ? dlsym(object, "MPI_Isend") : nullptr;

@@ -13,7 +13,7 @@
 
 namespace cgx {
 
-// Values that only the library's own headers know, read off mpi4py.
+// Values that only the library's own headers know, read from mpi4py.
 struct MpiHandles {
   std::string module;  // path of a loaded shared object that links to the library
   int64_t handle_bytes;
@@ -32,7 +32,7 @@ class MpiLibrary {
   virtual std::unique_ptr<Port> port(std::vector<int32_t> peers) const = 0;
 };
 
-// Null and `error` when the library cannot be bound.
+// Returns null and sets `error` if the library cannot be bound.
 std::unique_ptr<MpiLibrary> bind_mpi(const MpiHandles& handles, std::string* error);
 
 // The shared objects of this process that define MPI on their own: more than one cannot work.

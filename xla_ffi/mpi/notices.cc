@@ -19,7 +19,7 @@ Notices::Notices(std::unique_ptr<Port> incoming, std::unique_ptr<Port> outgoing,
       heard_(ranks) {
   for (int64_t r = 0; r < ranks; ++r) {
     received_.push_back(std::make_unique<Notice>());
-    // A rank that cannot be reached shows in the calls.
+    // Errors are ignored: a rank that cannot be reached shows up in the calls.
     if (r != rank) incoming_->receive(r, tag, received_[r].get(), sizeof(Notice), r);
   }
 }
@@ -49,7 +49,7 @@ void Notices::send(Kind kind, const std::string& text) {
 
 bool Notices::poll() {
   finished_.clear();
-  incoming_->poll(&finished_);  // the error of a dead rank shows in the calls
+  incoming_->poll(&finished_);  // the error of a dead rank shows up in the calls
   for (const int64_t r : finished_) heard_[r] = true;
   return !finished_.empty();
 }

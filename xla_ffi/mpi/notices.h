@@ -12,19 +12,19 @@
 
 namespace cgx {
 
-// One rank's notices and those of all others; each rank sends one at most. Not thread-safe.
+// This rank's notice and those of all others. Each rank sends at most one. Not thread-safe.
 class Notices {
  public:
   enum Kind : int64_t { kNone, kFailed, kLeft };
 
-  // `incoming` and `outgoing` reach all `ranks`; `tag` is of no call.
+  // `incoming` and `outgoing` reach all `ranks`. No call uses `tag`.
   Notices(std::unique_ptr<Port> incoming, std::unique_ptr<Port> outgoing, int64_t ranks,
           int64_t rank, int tag);
-  // Waits a moment for what is sent to leave.
+  // Waits a moment until sent messages have left.
   ~Notices();
 
   void send(Kind kind, const std::string& text);
-  // Whether another one has come.
+  // Returns whether another notice has arrived.
   bool poll();
   Kind of(int64_t rank) const { return heard_[rank] ? received_[rank]->kind : kNone; }
   std::string text(int64_t rank) const;

@@ -9,8 +9,8 @@
 
 namespace cgx {
 
-// Nonblocking messages, one port a call. Not thread-safe. Every function returns what went wrong,
-// empty when nothing did. Messages between two ranks with one tag arrive in the order of posting.
+// Nonblocking messages, one port per call. Not thread-safe. Functions return what went wrong, empty
+// if nothing did. Messages between two ranks with the same tag arrive in the order of posting.
 class Port {
  public:
   virtual ~Port() = default;
@@ -19,7 +19,7 @@ class Port {
   virtual std::string receive(int64_t peer, int tag, void* to, int64_t bytes, int64_t ticket) = 0;
   // Appends the tickets of the messages that have completed since the last poll.
   virtual std::string poll(std::vector<int64_t>* done) = 0;
-  // Takes back receives that nothing has met; then nothing more is written to their memory.
+  // Cancels receives that no message has matched. After that, nothing is written to their memory.
   virtual void cancel() = 0;
 };
 

@@ -10,7 +10,7 @@
 namespace cgx {
 namespace {
 
-// A message's ticket: what it is, whose and which segment.
+// A message's ticket holds its kind, its peer and its segment.
 constexpr int64_t kSegmentBits = 32, kPeerBits = 24;
 
 // An empty row may have no memory at all.
@@ -66,8 +66,8 @@ void RowsCall::message(Kind kind, int64_t peer, int64_t segment, void* at, int64
   if (error_.empty()) ++pending_;
 }
 
-// Posts for one peer what can be posted now, segment by segment, since messages with one tag meet
-// in the order of posting. A segment needs the place of the one that is a window before it.
+// Posts for one peer what can be posted now, segment by segment, because messages with one tag
+// match in the order of posting. A segment needs the place of the segment one window before it.
 void RowsCall::pump(int64_t p) {
   Peer& peer = peers_[p];
   const auto next = [&](int64_t s, const std::vector<bool>& complete) {

@@ -1,7 +1,8 @@
-// Whole rows of bytes between the ranks of one group: row r to rank r, or one row to all.
+// Moves whole rows of bytes between the ranks of one group: row r to rank r, or one row to all.
 //
-// A row travels in segments. Messages read and write memory of the call's own, never the caller's,
-// which is gone once a call has failed; it holds one window of segments for each peer and way.
+// A row travels in segments. Messages read and write only memory that the call owns, because the
+// caller's memory is gone once a call has failed. This memory holds one window of segments per peer
+// and direction.
 #ifndef CGX_MPI_ROWS_H_
 #define CGX_MPI_ROWS_H_
 
@@ -17,10 +18,11 @@
 
 namespace cgx {
 
-// What one call moves, and among whom. Both arrays belong to the caller until the call is over.
+// What one call moves, and between which ranks. The arrays belong to the caller, who keeps them
+// until the call is over.
 struct RowsSpec {
   bool gathers;       // one row to all ranks, instead of row r to rank r
-  const uint8_t* in;  // u8[world, row_bytes]; of a gather u8[row_bytes]
+  const uint8_t* in;  // u8[world, row_bytes]; for a gather u8[row_bytes]
   uint8_t* out;       // u8[world, row_bytes]: row r is from rank r
   int64_t row_bytes;
   int64_t world;
@@ -47,7 +49,7 @@ class RowsCall : public Call {
     bool greeted = false;
     int64_t sends = 0, receives = 0;  // posted
     int64_t sent = 0, received = 0;   // completed
-    std::vector<bool> gone, here;     // the same of each segment
+    std::vector<bool> gone, here;     // per segment: sent, received
   };
   enum Kind { kHelloSend, kHelloReceive, kSend, kReceive };
 

@@ -3,7 +3,7 @@
 namespace cgx {
 namespace {
 
-// A message's ticket: what it is, whose and which segment.
+// A message's ticket holds its kind, its peer and its segment.
 constexpr int64_t kSegmentBits = 32, kPeerBits = 24;
 
 }  // namespace
@@ -37,7 +37,7 @@ Transport::Transport(Port& port, Collective collective, int64_t world, const Lay
     if (p == rank) continue;
     Peer& peer = peers_[p];
     peer.sent.assign(count, !scatters);
-    // A phase that is left out is over.
+    // A phase that is left out counts as complete.
     if (!scatters) peer.scatter_sends = peer.scatter_receives = peer.scattered = count;
     message(kHelloReceive, p, 0, &peer.hello, sizeof(Hello));
     pump(p);
@@ -77,7 +77,7 @@ void Transport::pump(int64_t p) {
       message(kScatterReceive, p, s, place(received_, p, rank_, s), size);
     }
   }
-  // A gathered segment takes the place of the scattered one, once that has left.
+  // A gathered segment takes the place of the scattered one once that has been sent.
   for (int64_t& s = peer.gather_receives; s < count && s < peer.gathered + ahead_ && peer.sent[s];
        ++s) {
     const int64_t size = bytes(p, s);

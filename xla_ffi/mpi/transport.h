@@ -1,4 +1,4 @@
-// Segments as nonblocking messages between the ranks of one group.
+// Moves segments as nonblocking messages between the ranks of one group.
 #ifndef CGX_MPI_TRANSPORT_H_
 #define CGX_MPI_TRANSPORT_H_
 
@@ -17,9 +17,9 @@ namespace cgx {
 class Transport {
  public:
   // `sent` and `received` are u8[world, chunk_bytes]. The chunks to send lie in their rows of
-  // `sent`, where the gathered ones then take their place; row `rank` is what this rank sends to
-  // all. Without the phase kScatter nothing is received to `received`. The layout of a gather-sum
-  // has one chunk, of which each rank sends its own.
+  // `sent`, and the gathered chunks then replace them. Row `rank` is what this rank sends to all.
+  // Without the kScatter phase nothing is received into `received`. The layout of a gather-sum has
+  // one chunk, and each rank sends its own version of it.
   Transport(Port& port, Collective collective, int64_t world, const Layout& layout,
             const Segments& segments, int64_t rank, int tag, int64_t ahead, const Hello& hello,
             uint8_t* sent, uint8_t* received);
@@ -28,12 +28,12 @@ class Transport {
   bool arrived(Phase phase, int64_t segment) const {
     return missing_[static_cast<int>(phase)][segment] == 0;
   }
-  // Lets messages move; true when some did.
+  // Lets messages progress. Returns whether any completed.
   bool poll();
-  // Nothing of this rank's is left to be sent.
+  // Whether no posted message is pending.
   bool drained() const { return pending_ == 0; }
   const std::string& error() const { return error_; }
-  // Peers from which something is awaited, as text.
+  // The peers that the call waits for, as text.
   std::string awaited() const;
   bool greeted(int64_t peer) const { return peer == rank_ || peers_[peer].greeted; }
 
@@ -64,7 +64,7 @@ class Transport {
   int64_t bytes(int64_t rank, int64_t segment) const {
     return segments_.bytes(chunk(rank), segment);
   }
-  // Of the segment of `rank`'s chunk in a row of `payload`.
+  // Where the segment of `rank`'s chunk lies in a row of `payload`.
   uint8_t* place(uint8_t* payload, int64_t row, int64_t rank, int64_t segment) const {
     return payload + row * layout_.chunk_bytes + segments_.begin(chunk(rank), segment) -
            layout_.begin[chunk(rank)];
@@ -77,7 +77,7 @@ class Transport {
   const Segments& segments_;
   const int64_t rank_;
   const int tag_;
-  const int64_t ahead_;  // receives posted early, a peer and phase
+  const int64_t ahead_;  // receives posted early, per peer and phase
   Hello hello_;
   uint8_t* const sent_;
   uint8_t* const received_;

@@ -3,7 +3,7 @@
 namespace cgx {
 namespace {
 
-// Memory is the limit of what may be in flight, and every segment has its own.
+// No window limits the segments in flight, because every segment has its own memory.
 constexpr int64_t kNoWindow = int64_t{1} << 62;
 
 Layout with_rows(Layout layout, int64_t bytes) {
@@ -38,7 +38,7 @@ std::string CudaFused::run() {
   while (error_.empty() && schedule.step()) {
   }
   if (!error_.empty()) {
-    // The caller frees the memory now: its stream has to come after what the wires still do.
+    // The caller frees the memory now, so its stream must wait for what the wires still do.
     for (const Wire& wire : wires_) {
       cudaEventRecord(events_[0], wire.stream);
       cudaStreamWaitEvent(stream_, events_[0], 0);
@@ -65,7 +65,7 @@ void CudaFused::encode(int64_t segment) {
                     ranges, stream_));
 }
 
-// What this rank owns: reduced, added up or only encoded.
+// Reduces, adds up or only encodes the chunk that this rank owns.
 void CudaFused::reduce(int64_t segment) {
   const std::vector<Range> own = {range(spec_.rank, segment)};
   const RankSource rank{nullptr, spec_.rank};
@@ -90,7 +90,7 @@ void CudaFused::reduce(int64_t segment) {
 void CudaFused::decode(int64_t segment) {
   if (!has(Phase::kGather)) return;
   if (spec_.collective == Collective::kGatherSum) {
-    // From zeros, and this rank's payload too: all ranks add up the same.
+    // Starts from zeros and adds this rank's payload too, so that all ranks add up the same values.
     check(cgx::accumulate({rows_,
                            {nullptr, spec_.in.dtype},
                            sent_,
@@ -119,8 +119,8 @@ void CudaFused::post(Phase phase, int64_t segment) {
     const int32_t to = static_cast<int32_t>((own + d) % world);
     const int32_t from = static_cast<int32_t>((own + world - d) % world);
     const bool scatter = phase == Phase::kScatter;
-    // In the first phase a rank sends each peer the peer's chunk and gets its own; in the second
-    // it sends its own to all.
+    // In the first phase a rank sends each peer the peer's chunk and receives its own. In the
+    // second phase it sends its own chunk to all.
     const int32_t out_chunk = scatter ? to : own, in_chunk = scatter ? own : from;
     const size_t out_bytes = segments_.bytes(out_chunk, segment);
     const size_t in_bytes = segments_.bytes(in_chunk, segment);

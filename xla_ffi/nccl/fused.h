@@ -1,12 +1,12 @@
-// One fused all-reduce, one half of it, or one in a single phase, on a GPU: the schedule over the
-// CUDA kernels and NCCL, on several streams.
+// One fused all-reduce, one half of an all-reduce, or an all-reduce in a single phase, on a GPU. It
+// runs the schedule over the CUDA kernels and NCCL, on several streams.
 //
-// Kernels go to the caller's stream, messages to wires (nccl/lane.h), segment after segment in
-// turn, and events order them: segments travel while the next is encoded. Nothing waits on the
-// host.
+// Kernels go to the caller's stream. Messages go to wires (nccl/lane.h), which take segments in
+// turn. Events order kernels and messages, so a segment travels while the next one is encoded. The
+// host does not wait for any stream.
 //
-// Every rank posts the same messages in the same order, on the same wire each. So a message waits
-// for none but earlier ones, whatever the order in which streams come to theirs.
+// Every rank posts the same messages in the same order and on the same wires. So a message waits
+// only for earlier messages, whatever the order in which streams reach them.
 #ifndef CGX_NCCL_FUSED_H_
 #define CGX_NCCL_FUSED_H_
 
@@ -25,13 +25,14 @@ namespace cgx {
 
 struct CudaFusedSpec {
   Collective collective;
-  // Of all but an all-reduce: the leaves once for every rank, so that they are its chunk.
+  // Except for an all-reduce, the layout repeats the leaves for each rank. Each rank's leaves are
+  // its chunk.
   Layout layout;
-  LeavesIn in;          // of an all-gather and a gather-sum: this rank's alone are read
-  LeavesOut out;        // of a reduce-scatter and a gather-sum: this rank's alone are written
-  LeavesOut residuals;  // data null: none; of an all-reduce and a gather-sum alone
-  // Device. Two words for encode and two for reduce; of a reduce-scatter two for every rank's
-  // leaves, of the others two.
+  LeavesIn in;          // an all-gather and a gather-sum read only this rank's
+  LeavesOut out;        // a reduce-scatter and a gather-sum write only this rank's
+  LeavesOut residuals;  // data null: none; only for an all-reduce and a gather-sum
+  // Device memory. All-reduce: two words for encode and two for reduce. Reduce-scatter: two words
+  // for each rank's leaves. The others: two words.
   const uint32_t* keys;
   float divisor;
   int32_t rank;
@@ -47,9 +48,10 @@ class CudaFused {
   CudaFused(const CudaFusedSpec& spec, const NcclLibrary& nccl, NcclComm comm, CudaLane& lane,
             cudaStream_t stream);
 
-  // NCCL copies single bytes where 16 does not divide an address, and records come in multiples of
-  // 4 bytes. So every segment starts at a multiple of a cache line in its row, further than the
-  // wire's own rows have it by less than a line for itself and for each segment before it.
+  // NCCL copies single bytes if 16 does not divide an address, and records come in multiples of 4
+  // bytes. So every segment starts at a multiple of a cache line in its row. Compared with the rows
+  // of the wire format, this moves a segment by less than one line for itself, plus one line for
+  // each segment before it.
   static constexpr int64_t kAlignment = 128;
   static int64_t row_bytes(const Layout& layout, int64_t segment_bytes) {
     return aligned(layout.chunk_bytes) + kAlignment * segments(layout, segment_bytes);
@@ -62,15 +64,15 @@ class CudaFused {
     return Segments(layout, segment_bytes).count();
   }
 
-  // Puts the whole call on the streams; what went wrong, or "". Whatever happens, work that comes
-  // later on the caller's stream finds all streams done with this call's memory.
+  // Puts the whole call on the streams. Returns what went wrong, or "". Whatever happens, work that
+  // is put on the caller's stream later starts after all streams are done with this call's memory.
   std::string run();
 
   // The schedule's kernels.
   void encode(int64_t segment);
   void reduce(int64_t segment);
   void decode(int64_t segment);
-  // The schedule's transport. A stream waits by itself, so everything has arrived.
+  // The schedule's transport. A stream waits by itself, so arrived() always returns true.
   void post(Phase phase, int64_t segment);
   bool arrived(Phase phase, int64_t segment);
 

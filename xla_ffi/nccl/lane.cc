@@ -5,9 +5,9 @@
 namespace cgx {
 namespace {
 
-// A message kernel occupies the GPU until its peers' run, so those of all wires must fit there at
-// once. Seven communicators of this many thread blocks and XLA's, which has up to 32, take 60 of
-// the 108 multiprocessors of an A100.
+// A message kernel occupies the GPU until its peers' kernels run, so the kernels of all wires must
+// fit on the GPU at once. Seven communicators of this many thread blocks and XLA's, which has up to
+// 32, take 60 of the 108 multiprocessors of an A100.
 constexpr int kBlocks = 4;
 
 std::string said(cudaError_t error) {
@@ -25,7 +25,7 @@ cudaError_t add_stream(std::vector<cudaStream_t>* streams) {
   return error;
 }
 
-// A communicator of all ranks of `from`.
+// Splits off a communicator of all ranks of `from`.
 std::string split(const NcclLibrary& nccl, NcclComm from, int32_t rank, NcclConfig* config,
                   std::chrono::milliseconds patience, NcclComm* made) {
   const int result =
@@ -90,9 +90,11 @@ CudaLane::Family* CudaLane::find(NcclComm comm) {
   return nullptr;
 }
 
-// The family of the communicator that lies at `comm` now. XLA may have replaced the one that lay
-// there: then on every rank, but not on every rank at the same place. Its own operators say so, and
-// all ranks come to the same answer. NCCL has no way to look at one, so it is made anew.
+// Finds or creates the family of the communicator that lies at `comm` now. XLA may have replaced
+// the communicator that had this address. It then did so on every rank, but maybe not with an equal
+// address on every rank. The operator `mark` exists only in the communicator that it was created
+// on, so it gives all ranks the same answer. NCCL has no way to look up an operator, so this
+// destroys the mark and creates it again.
 std::string CudaLane::current(const NcclLibrary& nccl, NcclComm comm, Family** family) {
   *family = find(comm);
   if (!*family || nccl.op_destroy((*family)->mark, comm) != NcclLibrary::kSuccess) {
@@ -102,12 +104,13 @@ std::string CudaLane::current(const NcclLibrary& nccl, NcclComm comm, Family** f
   return mark(nccl, comm, &(*family)->mark);
 }
 
-// XLA's communicators share their connections with what is split from them, and messages over
-// shared ones never travel at once. So the stem, which shares XLA's, has no messages. What is split
-// from the stem has connections of its own.
+// XLA's communicators share their connections with the communicators that are split from them, and
+// messages over shared connections never travel at once. So the stem, which shares XLA's
+// connections, carries no messages. Communicators that are split from the stem have their own
+// connections.
 std::string CudaLane::grow(Family* family, int64_t count, const NcclLibrary& nccl, int32_t rank,
                            std::chrono::milliseconds patience) {
-  // NCCL splits no communicator that still has messages on a stream.
+  // NCCL does not split a communicator that still has messages on a stream.
   if (const cudaError_t error = cudaDeviceSynchronize(); error != cudaSuccess) return said(error);
   NcclConfig config;
   config.split_share = 0;

@@ -1,5 +1,5 @@
-// What a device keeps from call to call of the fused calls: streams, events, and the communicators
-// whose messages travel side by side.
+// What a device keeps between fused calls: streams, events, and the communicators whose messages
+// travel side by side.
 #ifndef CGX_NCCL_LANE_H_
 #define CGX_NCCL_LANE_H_
 
@@ -18,46 +18,45 @@ namespace cgx {
 
 constexpr int64_t kMostStreams = 8;
 
-// One after the other, a communicator's messages on a stream.
+// A communicator and the stream on which its messages run, one after the other.
 struct Wire {
   NcclComm comm;
   cudaStream_t stream;
 };
 
-// How long NCCL may take for what needs all ranks. The first messages of a communicator, and a new
-// one, take seconds; where a rank is missing, they never end.
+// How long NCCL may take for operations that need all ranks. A new communicator and its first
+// messages take seconds. If a rank is missing, they never end.
 constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(60);
 
 class CudaLane {
  public:
-  // Makes what calls of up to `segments` segments use on the current device; what went wrong, or
-  // "". Comes before any call, and no call makes anything: CUDA may then wait for all work on the
-  // device, and messages there wait for ranks that this process still has to start.
+  // Creates what calls of up to `segments` segments use on the current device. Returns what went
+  // wrong, or "". Must come before any call, because calls create nothing: creating something may
+  // make CUDA wait for all work on the device, and messages there may wait for ranks that this
+  // process still has to start.
   std::string prepare(int64_t segments);
-  // Makes `streams` wires for calls on `comm`, whose messages then travel at once; what went wrong,
-  // or "". It comes where prepare does. One wire needs no call of it. With more, all ranks come to
-  // it in one order.
+  // Creates `streams` wires for calls on `comm`, so that their messages travel at once. Returns
+  // what went wrong, or "". Call it where prepare is called. A single wire does not need it. For
+  // more wires, all ranks must call it in the same order.
   std::string connect(int64_t streams, const NcclLibrary& nccl, NcclComm comm, int32_t rank,
                       std::chrono::milliseconds patience = kPatience);
 
-  // The first is on `comm` itself. None where the two above have not made as many.
+  // The first wire is on `comm` itself. Empty if prepare and connect have not created that many.
   std::vector<Wire> wires(NcclComm comm, int64_t streams);
-  // One for the order of streams as messages are posted, and one for each phase of a segment.
+  // One event that orders streams when messages are posted, and one for each phase of a segment.
   const std::vector<cudaEvent_t>& events() const { return events_; }
   static int64_t events_of(int64_t segments) { return 1 + 2 * segments; }
 
  private:
-  // Communicators of the same ranks in the same order as `comm`. They are never freed: a peer that
-  // is late may still send on them, and NCCL may still write where one that took too long should
-  // be.
+  // Communicators of the same ranks in the same order as `comm`. They are never freed: a late peer
+  // may still send on them, and NCCL may still write the handle of one that took too long.
   struct Family {
     NcclComm comm;
-    int mark =
-        0;  // an operator of `comm`, which is gone where another communicator lies in its place
+    int mark = 0;  // an operator of `comm`; it is gone if another communicator has the same address
     NcclComm stem = nullptr;
     std::array<NcclComm, kMostStreams - 1> made = {};
-    int64_t count = 0;  // of them that are made
-    std::string error;  // which stays: no rank knows how far the others came
+    int64_t count = 0;  // how many of `made` exist
+    std::string error;  // is permanent: no rank knows how far the others got
   };
 
   Family* find(NcclComm comm);
@@ -67,7 +66,7 @@ class CudaLane {
 
   std::vector<cudaStream_t> streams_;
   std::vector<cudaEvent_t> events_;
-  std::list<Family> families_;  // the newest of a communicator comes first
+  std::list<Family> families_;  // a communicator's newest family comes first
   bool loaded_ = false;
 };
 

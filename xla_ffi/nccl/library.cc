@@ -10,8 +10,9 @@ struct Loaded {
   std::string error;
 
   Loaded() {
-    // XLA opens NCCL by this bare name too, and the linker gives the same copy to whoever asks for
-    // a name that is loaded. Asking for a loaded one first never brings a second copy in.
+    // XLA opens NCCL by this bare name too, and the dynamic linker returns the loaded copy to
+    // everyone who asks for the same name. The first dlopen only finds a loaded copy, so it never
+    // brings in a second one.
     const char* const name = "libnccl.so.2";
     void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     if (!handle) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);

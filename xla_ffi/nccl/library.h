@@ -1,6 +1,7 @@
 // NCCL, bound at run time to the copy that XLA has loaded: nothing links to it, and building needs
-// no header of its. What every call uses has had this binary interface since NCCL 2.7,
-// communicators that are split since 2.18 and windows since 2.29; their functions are null before.
+// none of its headers. The functions that every call uses have had this binary interface since NCCL
+// 2.7. Splitting communicators needs NCCL 2.18, and windows need 2.29; in older versions these
+// functions are null.
 #ifndef CGX_NCCL_LIBRARY_H_
 #define CGX_NCCL_LIBRARY_H_
 
@@ -17,8 +18,8 @@ namespace cgx {
 using NcclComm = struct ncclComm*;
 using NcclWindow = struct ncclWindow_vidmem*;
 
-// ncclConfig_t as NCCL 2.18 has it; later ones tell by its size and version what it lacks. A field
-// that is kUnset is NCCL's to choose.
+// ncclConfig_t of NCCL 2.18. Later versions tell by its size and version which fields it lacks.
+// NCCL chooses the value of a field that is kUnset.
 struct NcclConfig {
   static constexpr int kUnset = INT_MIN;  // NCCL_CONFIG_UNDEF_INT
 
@@ -58,9 +59,9 @@ struct NcclLibrary {
   bool has_split() const { return comm_split && op_create && op_destroy; }
   bool has_windows() const { return mem_alloc && window_register && peer_pointer; }
 
-  // A communicator that does not block says "in progress", and must be asked until it is done: what
-  // it says then, or kInProgress where that takes longer than `patience`. One that has been aborted
-  // answers with an error.
+  // Waits for a nonblocking communicator, which says "in progress" and must be asked until it is
+  // done. Returns what it says then, or kInProgress if that takes longer than `patience`. An
+  // aborted communicator answers with an error.
   int settled(NcclComm comm, int result, std::chrono::milliseconds patience) const {
     const auto deadline = std::chrono::steady_clock::now() + patience;
     while (result == kInProgress && std::chrono::steady_clock::now() < deadline) {
@@ -73,7 +74,7 @@ struct NcclLibrary {
   }
 };
 
-// What to say of a communicator that is in progress for ever.
+// The error message for a communicator that stays in progress.
 inline std::string still_in_progress(std::chrono::milliseconds patience) {
   return "the communicator is still in progress after " + std::to_string(patience.count()) +
          " ms: a rank has not come to this call. See whether every process still runs and makes "
@@ -81,7 +82,7 @@ inline std::string still_in_progress(std::chrono::milliseconds patience) {
          "same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
 }
 
-// The library of this process, or null and what is wrong.
+// Returns the library of this process, or null and what is wrong in `error`.
 const NcclLibrary* nccl_library(std::string* error);
 
 }  // namespace cgx

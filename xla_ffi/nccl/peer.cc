@@ -20,7 +20,7 @@ std::string said(cudaError_t error) {
 }  // namespace
 
 PeerLane::Window* PeerLane::find(NcclComm comm, const Layout& layout) {
-  // The newest is the largest.
+  // The newest window of a communicator is its largest.
   for (auto w = windows_.rbegin(); w != windows_.rend(); ++w) {
     if (w->comm == comm) return w->shape.area_bytes >= area_bytes(layout) ? &*w : nullptr;
   }
@@ -39,7 +39,8 @@ std::string PeerLane::prepare(const Layout& layout, const NcclLibrary& nccl, Ncc
            "pip install -U nvidia-nccl-cu13";
   }
   if (const Window* const window = find(comm, layout)) {
-    // A communicator may lie where one lay that is gone, and its windows with it. NCCL knows.
+    // A communicator may have the address of an earlier one that is gone, and whose windows are
+    // gone too. NCCL knows whether this window still exists.
     void* own = nullptr;
     const int result = nccl.peer_pointer(window->window, 0, rank, &own);
     if (result == NcclLibrary::kSuccess && own != nullptr) return "";
@@ -50,7 +51,7 @@ std::string PeerLane::prepare(const Layout& layout, const NcclLibrary& nccl, Ncc
   return make(layout, nccl, comm, rank);
 }
 
-// Memory that a window leaves behind is never freed: a peer that is late may still write to it.
+// The memory of an abandoned window is never freed, because a late peer may still write to it.
 std::string PeerLane::make(const Layout& layout, const NcclLibrary& nccl, NcclComm comm,
                            int32_t rank) {
   Window made = {};
@@ -66,7 +67,8 @@ std::string PeerLane::make(const Layout& layout, const NcclLibrary& nccl, NcclCo
            " bytes: " + nccl.get_error_string(result);
   }
   made.memory = static_cast<uint8_t*>(memory);
-  // Flags are down before a peer can raise them: it has no address before all have registered.
+  // The flags are cleared before a peer can raise them: it has no address until all have
+  // registered.
   cudaError_t error = cudaMemset(memory, 0, made.shape.rows());
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error == cudaSuccess) {
@@ -123,7 +125,7 @@ std::string PeerLane::all_reduce(const PeerSpec& spec, NcclComm comm, int32_t ra
                       window->told,           spec.keys,
                       row_bytes(spec.layout), std::chrono::nanoseconds(patience_).count(),
                       spec.divisor,           rank};
-  // Calls on other streams use the same window.
+  // Calls on other streams use the same window, so wait for the last one.
   cudaError_t result = cudaStreamWaitEvent(stream, window->last, 0);
   for (const PeerTable& table : tables) {
     if (result != cudaSuccess) break;

@@ -23,19 +23,19 @@ struct PeerSpec {
   float divisor;
 };
 
-// What a device keeps from call to call: a window for each communicator. Windows are memory of this
-// module's own, since XLA gives a call's buffers to other operations between two calls: flags
-// would not last, and a peer might write before this device has come to the call.
+// What a device keeps from call to call: a window for each communicator. This module allocates the
+// windows itself, because XLA gives a call's buffers to other operations between two calls: flags
+// would not last, and a peer might write before this device has reached the call.
 class PeerLane {
  public:
   explicit PeerLane(std::chrono::milliseconds patience = std::chrono::minutes(5))
       : patience_(patience) {}
 
-  // Makes what calls of that layout use on the current device; what went wrong, or "". All ranks of
-  // the communicator must come to it, and in one order; it comes before any call.
+  // Creates what calls with that layout use on the current device. Returns what went wrong, or "".
+  // All ranks of the communicator must call it, in the same order, before any call.
   std::string prepare(const Layout& layout, const NcclLibrary& nccl, NcclComm comm, int32_t rank);
-  // Puts a call on the stream; what went wrong, or "". It reports what an earlier call found too: a
-  // launch that waited in vain leaves NaN, and no launch after it sends anything.
+  // Puts a call on the stream. Returns what went wrong, or "". It also reports that an earlier call
+  // has failed: a launch that waited in vain leaves NaN, and no launch after it sends anything.
   std::string all_reduce(const PeerSpec& spec, NcclComm comm, int32_t rank, cudaStream_t stream);
 
  private:
@@ -44,7 +44,7 @@ class PeerLane {
     NcclWindow window;
     WindowShape shape;
     uint8_t* memory;
-    uint32_t* told;    // the host's
+    uint32_t* told;    // host memory
     cudaEvent_t last;  // the end of the last call
   };
 

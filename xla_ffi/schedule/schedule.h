@@ -13,8 +13,8 @@
 //   Transport:  post(phase, s)     this rank's part of segment s is ready to travel
 //               arrived(phase, s)  the other ranks' parts of segment s are here
 //
-// Without one of its phases it is one of the other collectives: kernels and transport do nothing
-// for a phase that is left out.
+// Without one of its phases, the schedule runs one of the other collectives. Kernels and transport
+// then do nothing for the phase that is left out.
 #ifndef CGX_SCHEDULE_SCHEDULE_H_
 #define CGX_SCHEDULE_SCHEDULE_H_
 
@@ -26,9 +26,9 @@ namespace cgx {
 
 enum class Phase { kScatter, kGather };
 
-// An all-reduce has both phases. A reduce-scatter leaves out the second, and adds up values in
-// place of encoding their sum. The others leave out the first, and encode values in place of a sum:
-// an all-gather decodes them, and a gather-sum adds up what all ranks encoded.
+// An all-reduce has both phases. A reduce-scatter leaves out the second phase: it adds up values
+// instead of encoding their sum. The other two leave out the first phase and encode values instead
+// of a sum. An all-gather then decodes these values; a gather-sum adds up what all ranks encoded.
 enum class Collective { kAllReduce, kReduceScatter, kAllGather, kGatherSum };
 
 constexpr bool has(Collective collective, Phase phase) {
@@ -45,7 +45,7 @@ class Schedule {
 
   bool done() const { return decoded_ == segments_; }
 
-  // Takes one step; false when every step that is left waits for the transport.
+  // Takes one step. Returns false if every remaining step waits for the transport.
   bool step() {
     if (follows(decoded_, reduced_) && transport_.arrived(Phase::kGather, decoded_)) {
       kernels_.decode(decoded_++);

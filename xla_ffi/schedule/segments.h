@@ -1,4 +1,4 @@
-// A fusion buffer's chunks cut into the segments that travel.
+// Cuts the chunks of a fusion buffer into the segments that are sent.
 #ifndef CGX_SCHEDULE_SEGMENTS_H_
 #define CGX_SCHEDULE_SEGMENTS_H_
 
@@ -11,7 +11,7 @@
 
 namespace cgx {
 
-// Every chunk cut at record starts into as many segments as the longest chunk needs.
+// Cuts every chunk, at record starts, into as many segments as the longest chunk needs.
 class Segments {
  public:
   Segments(const Layout& layout, int64_t segment_bytes)

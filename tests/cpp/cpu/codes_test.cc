@@ -1,4 +1,4 @@
-// The codes of one array on exact-size heap buffers: every instruction set writes the same bytes,
+// The codes of one array on exact-size heap buffers. Every instruction set writes the same bytes,
 // on one thread and on several.
 #include "cpu/codes.h"
 
@@ -32,7 +32,7 @@ Bytes bytes_of(const std::unique_ptr<T[]>& data, int64_t count) {
   return {from, from + count * sizeof(T)};
 }
 
-// Places and values that `select` writes.
+// The places and values that `select` writes.
 Bytes selected(int64_t count, const std::function<void(int32_t*, float*)>& select) {
   std::unique_ptr<int32_t[]> at(new int32_t[count]);
   std::unique_ptr<float[]> taken(new float[count]);
@@ -42,7 +42,7 @@ Bytes selected(int64_t count, const std::function<void(int32_t*, float*)>& selec
   return both;
 }
 
-// What every code makes of x[n] on some threads.
+// What every code makes of `from` on so many threads.
 std::vector<Bytes> all_codes(const std::vector<float>& from, int64_t threads) {
   const int64_t n = from.size();
   std::unique_ptr<float[]> x(new float[n]), y(new float[n]);
@@ -91,7 +91,7 @@ std::vector<Bytes> all_codes(const std::vector<float>& from, int64_t threads) {
       cgx::above_sampled(x.get(), n, count, turns, 1, count, at, taken);
     }));
   }
-  // Three ranks' places, some of them none, added up.
+  // The sum of three ranks' values. Some places lie outside the array.
   std::vector<int32_t> at;
   for (int64_t i = 0; i < 3 * n; ++i) at.push_back(static_cast<int32_t>(i * 7919 % (n + 2) - 1));
   std::vector<float> taken(x.get(), x.get() + n);

@@ -1,4 +1,4 @@
-// The kernels on exact-size heap buffers; payloads from a peer may hold anything.
+// The kernels on exact-size heap buffers, also with payloads of random bytes from peers.
 #include "cpu/kernels.h"
 
 #include <cmath>
@@ -32,7 +32,7 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
   kernels.encode({layout, x.in(), none, key, -1, again.get(), own}, cut, total);
   check(std::memcmp(payload.get(), again.get(), bytes) == 0, name + ": ranges");
   kernels.decode({layout, payload.get(), y.out(), own}, 0, total);
-  // Results that go past the caches, as those of large calls do, are the same.
+  // Results that are written past the caches, like those of large calls, are the same.
   cgx::Layout large = layout;
   large.values = int64_t{1} << 40;
   Buffers nontemporal(x.specs, dtype, rng);
@@ -41,7 +41,7 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
   check(nontemporal == residual, name + ": nontemporal residual");
   kernels.decode({large, payload.get(), nontemporal.out(), own}, 0, total);
   check(nontemporal == y, name + ": nontemporal decode");
-  // Units of 1 change nothing, however many rows they have; the arrays are of exactly their size.
+  // Units of 1 change nothing, however many rows they have. The arrays have exactly their size.
   for (const bool one_row : {true, false}) {
     std::vector<std::vector<float>> arrays;
     std::vector<cgx::LeafUnits> units;
@@ -70,7 +70,7 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
     }
     check(exact, name + ": residual");
   }
-  // Arbitrary bytes from the peers: any numbers may come out, no byte outside may be touched.
+  // Arbitrary bytes from the peers: any numbers may come out, but no byte outside may be touched.
   const auto bad = noise(bytes, rng);
   for (int64_t rank = 0; rank < world; ++rank) {
     std::unique_ptr<uint8_t[]> chunk(new uint8_t[layout.chunk_bytes]);

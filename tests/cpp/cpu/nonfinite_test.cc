@@ -1,5 +1,5 @@
-// What is found through the ranges of buckets is what looking at every value finds, in exact-size
-// heap buffers, by several threads.
+// The search through the ranges of buckets finds what a look at every value finds. Runs on several
+// threads, in exact-size heap buffers.
 #include "cpu/nonfinite.h"
 
 #include <algorithm>
@@ -38,7 +38,7 @@ std::vector<int32_t> counted(const Buffers& leaves) {
   return pairs;
 }
 
-// NaNs and infinities, one value in `every`.
+// Turns one value in `every` into a NaN or an infinity.
 void spoil(Buffers& leaves, int64_t every) {
   for (size_t k = 0; k < leaves.specs.size(); ++k) {
     for (int64_t i = every / 2; i < leaves.specs[k].size; i += every) {
@@ -90,7 +90,7 @@ void run(DType dtype, int64_t rotation, int64_t every, std::mt19937& rng) {
   check(found(of(out, -1, nullptr), pool) == counted(out), name + ": what came out");
   check((found(of(in, -1, nullptr), pool)[2] > 0) == (every > 0), name + ": something went in");
 
-  // The records of one chunk lie elsewhere, and those in its row say nothing.
+  // The records of one chunk lie elsewhere, and its row in the payload holds only zeros.
   const int64_t own = 1;
   std::unique_ptr<uint8_t[]> row(new uint8_t[layout.chunk_bytes]);
   uint8_t* const at = payload.get() + own * layout.chunk_bytes;
@@ -99,7 +99,7 @@ void run(DType dtype, int64_t rotation, int64_t every, std::mt19937& rng) {
   check(found(of(in, own, row.get()), pool) == counted(in), name + ": own records elsewhere");
 }
 
-// Peers whose values are finite, but not their sum; and a leaf that no range bounds.
+// Peers whose values are finite but whose sum is not, and a leaf that no range bounds.
 void sums(std::mt19937& rng) {
   cgx::WorkerPool pool(2);
   const std::vector<cgx::SlotSpec> specs = {{6000, 8, 64, 0, 0, 0}};

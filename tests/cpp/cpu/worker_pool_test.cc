@@ -1,4 +1,4 @@
-// A pool that the system refuses threads says so, and the process goes on.
+// If the system refuses threads, a pool says so and the process goes on.
 #include "cpu/worker_pool.h"
 
 #include <atomic>

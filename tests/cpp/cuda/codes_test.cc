@@ -1,5 +1,6 @@
-// The CUDA kernels of codes, run on the CPU by tests/cpp/emulator, against the CPU kernels byte for
-// byte. Arrays lie in heap blocks of exactly their size, at any multiple of their items' size.
+// The CUDA kernels of codes, run on the CPU by tests/cpp/emulator, compared with the CPU kernels
+// byte for byte. Arrays lie in heap blocks of exactly their size, at any multiple of their items'
+// size.
 #include "cuda/codes.h"
 
 #include <algorithm>
@@ -32,7 +33,8 @@ const float kEdges[] = {0.0f, -0.0f, 1e-40f, -1e-40f, 3e38f, -3e38f, INFINITY,
                         NAN,  -NAN,  1e-38f, 1.0f,    -1.0f, 1e19f,  -INFINITY};
 enum Kind { kNormal, kScaledRuns, kEqual, kSome, kWithEdges, kKinds };
 
-// Values as gradients have them, of very different sizes, all alike, mostly zero, and not finite.
+// Values like those of gradients, of very different magnitudes, of equal magnitude, mostly zero,
+// and with edge cases that include NaN and infinity.
 Block<float> values_of(Kind kind, int64_t n, int64_t shift, std::mt19937& rng) {
   std::normal_distribution<float> normal;
   const float scales[] = {1e38f, 1e20f, 1e-30f, 1e-36f, 1e-40f};

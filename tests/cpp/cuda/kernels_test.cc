@@ -1,5 +1,5 @@
-// The CUDA kernels' own source, run on the CPU by tests/cpp/emulator, against the CPU kernels byte
-// for byte.
+// The source of the CUDA kernels, run on the CPU by tests/cpp/emulator, compared with the CPU
+// kernels byte for byte.
 #include "cpu/kernels.h"
 
 #include <sys/mman.h>
@@ -31,7 +31,7 @@ std::string name_of(const Case& c) {
          std::to_string(c.world) + (c.odd ? " unaligned" : "");
 }
 
-// Exact-size blocks whose values start one item later than malloc's alignment.
+// Exact-size blocks. With `shift`, values start one item later than malloc's alignment.
 struct Shifted {
   std::vector<std::unique_ptr<char[]>> blocks;
   std::vector<void*> data;
@@ -93,7 +93,7 @@ void compare(const Case& c, std::mt19937& rng) {
     check(parts == expected, name + ": payload by ranges");
   }
 
-  // Rows of peers: any bytes, which give any range, and what peers with these values send.
+  // Rows of peers: random bytes, which give any range, and what peers with these values send.
   const auto peers = noise(bytes, rng);
   Bytes encoded(bytes), sent(bytes);
   cpu.encode({layout, x.in(), {}, key, -1, encoded.data(), scratch.data()}, 0, total);
@@ -136,7 +136,7 @@ void compare(const Case& c, std::mt19937& rng) {
   check(same(y, got), name + ": accumulated values");
 }
 
-// How the leaves of a case are coded.
+// How the leaves of a case are encoded.
 struct Options {
   int64_t rounding, rotation;
 };
@@ -152,12 +152,12 @@ std::vector<cgx::SlotSpec> of_sizes(const std::vector<int64_t>& sizes, int64_t b
   return specs;
 }
 
-// Every length around a bucket's.
+// Lengths around a bucket's.
 std::vector<int64_t> around(int64_t bucket) {
   return {0, 1, 31, bucket - 1, bucket, bucket + 1, 3 * bucket + 33};
 }
 
-// Each of two rounds takes its share of the product of widths, dtypes, buckets and options.
+// Compares one of two shares of all combinations of widths, dtypes, buckets and options.
 void tables(std::mt19937& rng, int round) {
   // Every width and dtype at sizes around a bucket's; every width with every option.
   int number = 3 * round;
@@ -169,8 +169,8 @@ void tables(std::mt19937& rng, int round) {
       compare({of_sizes(around(96), bits, 96, other), dtype, 2, 2.0f, !odd}, rng);
     }
   }
-  // Buckets of less than a tile, of part of one, of several and of more than are held, and every
-  // width of a rotation's blocks.
+  // Buckets of less than one tile, of a fraction of a tile, of several tiles, and of more tiles
+  // than are held in registers; and every width of a rotation's blocks.
   number = 3 * round;
   for (const int64_t bucket : {32, 64, 128, 384, 544, 768, 1024, 2048, 2080, 4096}) {
     for (int k = 0; k < 3; ++k, ++number) {
@@ -180,7 +180,7 @@ void tables(std::mt19937& rng, int round) {
               rng);
     }
   }
-  // More leaves, and more ranks, than a table has pieces; all widths and options in one.
+  // More leaves, and more ranks, than a table has pieces; all widths and options in one buffer.
   std::vector<cgx::SlotSpec> many;
   for (int64_t k = 0; k < 3 * cgx::kFewPieces; ++k) {
     many.push_back({(37 * k) % 300, 1 + k % 8, 32 + 32 * (k % 3), k / 8 % 3, k, k % 7 == 0});
@@ -196,7 +196,7 @@ void tables(std::mt19937& rng, int round) {
   compare({mixed, cgx::DType::kF32, 2, 2.0f, false}, rng);
 }
 
-// One launch holds the pieces of many leaves, fewer where buckets are long; the bytes are the
+// One launch holds the pieces of many leaves, but fewer if buckets are long. The bytes equal the
 // CPU's.
 void launches(std::mt19937& rng) {
   struct Counts {
@@ -247,8 +247,8 @@ void launches(std::mt19937& rng) {
   }
 }
 
-// Values that a format may trip over: each alone in a bucket of ordinary ones, all together, and
-// each in every place.
+// Values that a format may trip over: each alone in a bucket of ordinary values, all together, and
+// each filling a whole bucket.
 void special_values(Options options) {
   const std::vector<float> values = {NAN,     INFINITY, -INFINITY, 3.4e38f, -3.4e38f, 1e-45f,
                                      -1e-45f, 1e-38f,   0.0f,      -0.0f,   2.5e-38f, 1.0f};
@@ -297,8 +297,8 @@ void special_values(Options options) {
   }
 }
 
-// Metas that no encoder writes: a bucket that has one is decoded to NaNs of one kind, whatever the
-// NaN that was received and whoever decodes.
+// Metas that no encoder writes. A bucket that has one is decoded to NaNs of one kind, whatever NaN
+// was received and whichever processor decodes.
 void strange_metas(Options options) {
   const std::vector<uint32_t> strange = {0x7fffffffu, 0xffc00000u, 0x7f800001u, 0x7f800000u,
                                          0xff800000u};
@@ -332,8 +332,8 @@ void strange_metas(Options options) {
   }
 }
 
-// The end of a leaf of more than 2^32 values, where 32-bit offsets would wrap. The memory is
-// reserved but, past the end that is worked on, never touched.
+// The end of a leaf of more than 2^32 values, where 32-bit offsets would wrap. The memory is only
+// reserved; nothing but this end is ever touched.
 void large_offsets() {
   const int64_t size = (int64_t{1} << 32) + 1000, bytes = 4 * size;
   const auto reserve = [](int64_t n) {

@@ -1,8 +1,9 @@
-// The all-reduce over peers' memory: the kernels of all ranks run at once, taking turns as a seed
-// says. Against the steps of the xla exchange on the CPU's kernels, byte for byte.
+// The all-reduce over peers' memory. The kernels of all ranks run at once and take turns as a seed
+// chooses. The results are compared with the steps of the xla exchange on the CPU kernels, byte for
+// byte.
 //
 //     peer_test            all tests
-//     peer_test relaxed    flags that bring nothing along: the thread sanitizer has to complain
+//     peer_test relaxed    flags make no data visible: the thread sanitizer must complain
 #include "cuda/peer.h"
 
 #include <algorithm>
@@ -16,14 +17,14 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// The thread sanitizer finds the races that a planted fault brings about.
+// The thread sanitizer finds the races that a planted fault causes.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kFaultsEndTheProcess = true;
 #else
 constexpr bool kFaultsEndTheProcess = false;
 #endif
 
-// Ticks of the emulator's clock, which every poll moves on.
+// Ticks of the emulator's clock, which advances with every poll.
 constexpr int64_t kForEver = int64_t{1} << 40, kShort = 1 << 12;
 
 struct Case {
@@ -79,7 +80,7 @@ struct Leaves {
   }
 };
 
-// One call of all ranks: operands, results, and what they have to be.
+// One call of all ranks: operands, results, and the expected results.
 struct Call {
   Case c;
   cgx::OwnedLayout owned;
@@ -148,7 +149,8 @@ struct Node {
   std::unique_ptr<uint32_t[]> told;
   int64_t patience;
 
-  // `largest` needs the most of a window. Without two areas, both legs use one.
+  // `largest` is the call that needs the largest window. With `areas` false, both legs share one
+  // area.
   explicit Node(const Call& largest, int64_t patience = kForEver, bool areas = true)
       : told(new uint32_t[largest.c.world]()), patience(patience) {
     emulator::reset();
@@ -160,7 +162,7 @@ struct Node {
     if (!areas) shape.area_bytes = 0;
     for (int32_t r = 0; r < shape.world; ++r) {
       memory.emplace_back(new uint64_t[bytes / 8]);
-      // Records are whatever was there; flags and state are down.
+      // Records hold whatever was there before. Flags and state are cleared.
       std::memset(memory[r].get(), 0xCD, bytes);
       std::memset(memory[r].get(), 0, shape.rows());
       emulator::set_device(r);
@@ -177,7 +179,7 @@ struct Node {
     return (call.owned.view().chunk_bytes + 127) / 128 * 128;
   }
 
-  // Puts a rank's part of a call on its stream; how many launches that takes.
+  // Puts a rank's part of a call on its stream. Returns the number of launches.
   size_t put(Call& call, int64_t rank) {
     std::vector<cgx::PeerTable> tables;
     const std::string error =
@@ -219,7 +221,7 @@ void equals_the_steps() {
       for (const bool residual : {false, true}) {
         ++seed;
         const auto dtype = static_cast<cgx::DType>(seed % 3);
-        const int64_t bucket = seed % 5 == 0 ? 1024 : 64;  // more than a tile; less
+        const int64_t bucket = seed % 5 == 0 ? 1024 : 64;  // more or less than a tile
         const Case c{world,         leaves(bits, bucket, seed % 3, seed / 2 % 2),
                      dtype,         residual,
                      seed % 4 != 0, static_cast<float>(1 + seed % 4)};
@@ -254,8 +256,8 @@ Case small(int64_t world, bool residual = false) {
   return {world, {{400, 4, 32, 0, 0, 0}, {70, 3, 32, 2, 1, 0}}, cgx::DType::kF32, residual};
 }
 
-// Replays with other values every time, and now and then of another size; a rank falls behind
-// before each of its calls. Whether all are right.
+// Replays calls with different values every time, and sometimes with a different size. One rank
+// falls behind before each of its calls. Returns whether all results are right.
 bool replays(int64_t world, uint64_t seed, bool areas) {
   std::vector<Call> calls;
   for (uint32_t k = 0; k < 4; ++k) {
@@ -274,8 +276,8 @@ bool replays(int64_t world, uint64_t seed, bool areas) {
   return right;
 }
 
-// A rank that is ahead by as much as it can be does not disturb one that is behind; it would, if
-// both legs used the same memory.
+// A rank that is as far ahead as possible does not disturb one that is behind. It would if both
+// legs used the same memory.
 void replays_do_not_meet() {
   for (const int64_t world : {2, 3, 4, 8}) {
     bool caught = false;
@@ -288,7 +290,7 @@ void replays_do_not_meet() {
   }
 }
 
-// Every flag that a call of these raises, by the reader.
+// Every flag that this call raises, ordered by reader.
 std::vector<const uint64_t*> flags_of(const Node& node, const Call& call) {
   std::vector<cgx::PeerTable> tables;
   check(
@@ -313,8 +315,8 @@ std::vector<const uint64_t*> flags_of(const Node& node, const Call& call) {
   return flags;
 }
 
-// Taking any one flag for raised, which is what a flag raised before its data comes to, gives a
-// wrong result in some order.
+// If a reader presumes any one flag as raised, some order gives a wrong result. This is the same as
+// a flag that is raised before its data is there.
 void every_wait_is_needed() {
   for (const int64_t world : {2, 3}) {
     Call call(small(world), 1);
@@ -336,8 +338,8 @@ void every_wait_is_needed() {
   emulator::presume(nullptr);
 }
 
-// A flag that is never raised: its reader gives up, says so and leaves NaN; what comes later is NaN
-// there too, and every other rank gives up at the latest then.
+// If a flag is never raised, its reader gives up, says so and leaves NaN. The reader's later
+// results are NaN too, and by the next call every other rank has given up as well.
 void a_lost_flag_is_told() {
   for (const int64_t world : {2, 3, 8}) {
     Call first(small(world, true), 1);

@@ -1,4 +1,4 @@
-// Stands in for CUDA's header where the kernels run on the CPU: what device code uses.
+// Stands in for CUDA's header when the kernels run on the CPU. Has what device code uses.
 #ifndef CGX_EMULATOR_CUDA_RUNTIME_H_
 #define CGX_EMULATOR_CUDA_RUNTIME_H_
 
@@ -15,7 +15,7 @@
 #define __device__
 #define __host__
 #define __grid_constant__
-#define __shared__ static  // of one warp at a time: no kernel that has any pauses
+#define __shared__ static  // of one warp at a time: kernels with shared memory do not pause
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 

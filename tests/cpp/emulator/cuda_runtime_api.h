@@ -1,4 +1,4 @@
-// Stands in for CUDA's header where the kernels run on the CPU: what the host code calls.
+// Stands in for CUDA's header when the kernels run on the CPU. Has what the host code calls.
 #ifndef CGX_EMULATOR_CUDA_RUNTIME_API_H_
 #define CGX_EMULATOR_CUDA_RUNTIME_API_H_
 
@@ -81,8 +81,8 @@ inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   return cudaSuccess;
 }
 
-// What only the programs of tests/gpu call. Device memory is the host's. Streams and events live
-// until emulator::reset(), since work that uses them may still be queued when they are destroyed.
+// What only the programs of tests/gpu call. Device memory is host memory. Streams and events live
+// until emulator::reset(), because work that uses them may still be queued when they are destroyed.
 inline cudaError_t cudaMalloc(void** data, size_t bytes) {
   constexpr size_t kAlignment = 256;
   *data = aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);

@@ -1,4 +1,5 @@
-// What the emulator is for: each of these kernels has a fault that a sanitizer has to see.
+// Shows what the emulator is for: except with `ordered`, each kernel has a fault that a sanitizer
+// must see.
 //
 //     emulator_test ordered | race | overrun
 #include <cstring>
@@ -8,7 +9,7 @@
 
 namespace {
 
-// Every lane writes its value and reads its neighbour's, with or without meeting in between.
+// Every lane writes its value and reads its neighbor's, with or without meeting in between.
 __global__ void exchange_through_memory(float* memory, float* result, bool meet) {
   const int lane = threadIdx.x;
   memory[lane] = static_cast<float>(lane);

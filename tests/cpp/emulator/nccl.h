@@ -10,7 +10,7 @@ namespace emulator {
 inline Comm* comm_of(cgx::NcclComm comm) { return reinterpret_cast<Comm*>(comm); }
 inline cgx::NcclComm handle(Comm* comm) { return reinterpret_cast<cgx::NcclComm>(comm); }
 
-// Operators of a communicator are numbers from kOperators on: the latest alone exists.
+// Operators of a communicator are numbers from kOperators on. Only the latest one exists.
 constexpr int kOperators = 100, kInvalidArgument = 4;
 
 inline cgx::NcclLibrary nccl() {

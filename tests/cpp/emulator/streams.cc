@@ -57,7 +57,8 @@ World world;
 thread_local Group own;
 thread_local int current_device = 0;
 
-// Whoever holds it may run everything on the streams, and an operation may put others there.
+// Recursive, because its holder may run everything on the streams, and an operation may put other
+// operations there.
 std::recursive_mutex& mutex() {
   static std::recursive_mutex m;
   return m;
@@ -69,7 +70,7 @@ constexpr uintptr_t kAlignment = 16;  // NCCL takes any pointer, but copies sing
 
 int called() { return world.calls++ == world.failing ? kInternalError : kSuccess; }
 
-// A step of a group of messages on its stream: posts what it sends, takes what has come.
+// A step of a group of messages on its stream: posts what it sends, and takes what has arrived.
 bool exchange(const Comm* comm, std::vector<Message>* group) {
   if (world.aborted.count(comm->number)) return true;
   bool over = true;
@@ -143,7 +144,7 @@ void submit_kernel(Stream* stream, unsigned blocks, unsigned threads, std::funct
     return;
   }
   const int device = stream ? stream->device : current_device;
-  // A grid runs once, so that every replay of a graph needs its own.
+  // A grid runs only once, so every replay of a graph needs its own grid.
   auto grid = std::make_shared<Grid>(blocks, threads, std::move(body), stream, device);
   if (stream) {
     world.grids.push_back(grid);

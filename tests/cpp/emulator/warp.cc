@@ -50,7 +50,7 @@ struct Warp {
   std::vector<Fiber> fibers{kWarp};
   uint64_t slots[2][kWarp];
   const char* operation;
-  uint64_t over;  // exchanges that all lanes have come to
+  uint64_t over;  // exchanges that all lanes have reached
   int arrived, live;
   int lane;
   bool paused;
@@ -140,7 +140,7 @@ CGX_UNSEEN void resume(int lane) {
   abort();
 }
 
-// Runs the warp until it pauses or ends; whether it has ended.
+// Runs the warp until it pauses or ends. Returns whether it has ended.
 CGX_UNSEEN bool run_warp(Warp* next) {
   running = next;
   Warp& w = *next;
@@ -161,8 +161,8 @@ CGX_UNSEEN bool run_warp(Warp* next) {
   return w.live == 0;
 }
 
-// Warps that have ended, by device. Those used last come last, since the sanitizer takes what they
-// have done for the past of what they do next.
+// Warps that have ended, by device. Recently used warps come last, because for the sanitizer, what
+// a warp did before is ordered before what it does next.
 std::deque<Warp*>& idle(int device) {
   static auto* const all = new std::map<int, std::deque<Warp*>>;
   std::deque<Warp*>& own = (*all)[device];
@@ -170,7 +170,7 @@ std::deque<Warp*>& idle(int device) {
   return own;
 }
 
-// What the sanitizer takes for the end of a kernel: an address that is never used again.
+// What stands for the end of a kernel in the sanitizer: an address that is never reused.
 char* new_end() {
   static auto* const all = new std::deque<char>;
   return &all->emplace_back();
@@ -236,7 +236,7 @@ CGX_UNSEEN Warp* Grid::start() {
 
 bool Grid::step() {
   const unsigned all = blocks_ * (threads_ / kWarp);
-  // Now and then a warp gets far before the others have a turn.
+  // Now and then some warps get far before the others have a turn.
   for (uint64_t turns = random()() % 8 == 0 ? random()() % 64 : 1; ended_ < all;) {
     const size_t waiting = paused_.size() + (started_ < all);
     const size_t which = waiting > 1 ? random()() % waiting : 0;

@@ -1,9 +1,9 @@
-// Runs a kernel's source on the CPU: every CUDA thread of a warp is a fiber, and what a warp does
-// together is where fibers take turns. Warps take turns where a thread pauses, as at a flag; a
-// kernel that does not pause runs its warps one after the other.
+// Runs a kernel's source on the CPU. Every CUDA thread of a warp is a fiber, and fibers take turns
+// at warp-wide operations. Warps take turns where a thread pauses, for example at a flag. A kernel
+// that does not pause runs its warps one after the other.
 //
-// Build with -fsanitize=address to find accesses past a buffer's end, with -fsanitize=thread to
-// find memory that two threads touch with nothing between them: only a warp's own operations,
+// Build with -fsanitize=address to find accesses past a buffer's end. Build with -fsanitize=thread
+// to find unordered accesses of two threads to the same memory: only a warp's own operations,
 // atomics and the order of a stream's kernels order threads.
 #ifndef CGX_EMULATOR_WARP_H_
 #define CGX_EMULATOR_WARP_H_
@@ -26,11 +26,11 @@ struct Thread {
 const Thread& current();
 int lane();
 
-// Gives `value` to the warp and waits for it; afterwards `slots` holds what every lane gave.
-// Ends the process when lanes of a warp meet in different operations.
+// Gives `value` to the warp and waits for all lanes. Returns the values of all lanes. Ends the
+// process if lanes of a warp meet in different operations.
 const uint64_t* exchange(const char* operation, unsigned mask, uint64_t value);
 
-// Lets other warps go on.
+// Lets other warps continue.
 void pause();
 
 template <typename T>
@@ -54,13 +54,13 @@ class Exchange {
 
 struct Warp;
 
-// A kernel's launch: `body` as every thread of a grid. set_seed() says in what order lanes and
-// warps go on. The sanitizer takes launches of one `stream` to be in order.
+// A kernel's launch: runs `body` as every thread of a grid. The seed of set_seed() chooses the
+// order of lanes and warps. For the sanitizer, launches of one `stream` are in order.
 class Grid {
  public:
   Grid(unsigned blocks, unsigned threads, std::function<void()> body, const void* stream,
        int device);
-  // Goes on until a thread pauses; whether the grid is over.
+  // Runs until a thread pauses. Returns whether the grid is finished.
   bool step();
 
  private:
@@ -77,26 +77,27 @@ class Grid {
 
 void set_seed(uint64_t seed);
 
-// What is done on the host between a stream's kernels comes after those before it, and before those
-// after it: call these around it.
+// Call these around work that the host does between a stream's kernels: the work then comes after
+// the earlier kernels and before the later ones.
 void after_kernels_of(const void* stream);
 void before_kernels_of(const void* stream);
 
 // --- atomics, which tests may make fail
 
-// The host's view of an atomic store and load of a whole word: whether the store happens, and what
-// to make of the loaded value.
+// How an atomic store and load of a whole word behave: whether the store happens, and the value
+// that the load returns.
 bool stores(const void* word);
 uint64_t loaded(const void* word, uint64_t value);
 
-// Stores to that word get lost; whoever loads this one finds the largest number (null: none).
+// Stores to the word of lose_stores_to get lost. Loads of the word of presume return the largest
+// number. Null: no word.
 void lose_stores_to(const void* word);
 void presume(const void* word);
-// Stores release nothing, so that the thread sanitizer has to complain.
+// Makes stores release nothing, so that the thread sanitizer must complain.
 void relax_stores(bool relax);
 bool relaxed();
 
-// Ticks of a clock that every reading moves on.
+// Ticks of a clock that advances with every reading.
 int64_t clock();
 
 }  // namespace emulator

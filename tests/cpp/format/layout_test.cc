@@ -1,4 +1,4 @@
-// Layouts: chunks of large buffers, and specifications that are refused.
+// Layouts: the chunks of large buffers, and specifications that are refused.
 #include "format/layout.h"
 
 #include "cases.h"

@@ -1,5 +1,6 @@
-// A call of a handler as data: made right, then damaged, then turned into a frame. Every array has
-// a heap block that ends where it ends, so that the address sanitizer sees each byte past it.
+// A call of a handler as data: first made right, then damaged, then turned into a frame. The heap
+// block of every array ends where the array ends, so that the address sanitizer sees each byte past
+// it.
 #ifndef CGX_TESTS_FUZZ_CALLS_H_
 #define CGX_TESTS_FUZZ_CALLS_H_
 
@@ -45,7 +46,8 @@ struct Array {
   std::unique_ptr<char[]> block;
   char* data = nullptr;
 
-  // -1 where the product overflows, which XLA refuses before any handler sees it.
+  // The number of items, or -1 if the product overflows, which XLA refuses before calling a
+  // handler.
   int64_t items() const {
     int64_t all = 1;
     for (const int64_t dim : dims) {
@@ -55,8 +57,8 @@ struct Array {
   }
   int64_t bytes() const { return items() * item_bytes(type); }
 
-  // XLA aligns what it allocates. Kernels take any alignment of a value, so some arrays start
-  // further on; those of bytes hold records, which are aligned in them.
+  // XLA aligns what it allocates. Kernels take values of any alignment of their dtype, so some
+  // arrays start further on. Arrays of bytes hold records and keep their alignment.
   void allocate(Random& random) {
     const int64_t step = item_bytes(type) == 1 ? 16 : item_bytes(type);
     const int64_t before = random.chance(4) ? random.below(16) * step : 0;
@@ -66,7 +68,8 @@ struct Array {
   }
 
  private:
-  // Zeros, any bits, or floats of one exponent; of all of them now and then one value everywhere.
+  // Fills the array with zeros, any bits, or floats with one exponent. Now and then, all items get
+  // the same value.
   void fill(Random& random) {
     const int64_t size = item_bytes(type);
     if (random.chance(8)) {
@@ -92,7 +95,7 @@ struct Array {
 struct Call {
   std::vector<Array> args, rets;
   std::map<std::string, Attribute> attributes;
-  std::vector<std::pair<size_t, size_t>> shared;  // (a result, the operand whose memory it has)
+  std::vector<std::pair<size_t, size_t>> shared;  // (a result, the operand whose memory it uses)
 
   Array& arg(Random& random, XLA_FFI_DataType type, Ints dims) {
     args.push_back({type, std::move(dims), nullptr});
@@ -208,7 +211,7 @@ inline void damage_arrays(Random& random, Call* call) {
   own.allocate(random);
 }
 
-// Whatever a caller may get wrong.
+// Damages a call in any way in which a caller may get it wrong.
 inline void damage(Random& random, Call* call) {
   for (int64_t k = random.of<int64_t>({1, 1, 1, 2, 3}); k > 0; --k) {
     random.chance(2) ? damage_attribute(random, call) : damage_arrays(random, call);

@@ -1,4 +1,4 @@
-// Right calls of the codec's handlers, as xla_ffi/handlers/operands.h describes them.
+// Makes right calls of the codec's handlers, as xla_ffi/handlers/operands.h describes them.
 #ifndef CGX_TESTS_FUZZ_CODEC_H_
 #define CGX_TESTS_FUZZ_CODEC_H_
 
@@ -9,7 +9,7 @@
 
 namespace fuzz {
 
-// The leaves of a call: each has a dtype, and two arrays of units or none.
+// The leaves of a call. Each has a dtype, and two arrays of units or none.
 struct Leaves {
   int64_t batch, world;
   std::vector<cgx::SlotSpec> specs;
@@ -34,7 +34,7 @@ struct Leaves {
     }
     build();
   }
-  // As often as that, one row after the other.
+  // Builds the layout with the leaves repeated for each of `rows` rows.
   void build(int64_t rows = 1) {
     std::vector<cgx::SlotSpec> all;
     for (int64_t r = 0; r < rows; ++r) all.insert(all.end(), specs.begin(), specs.end());
@@ -72,7 +72,7 @@ inline int64_t some_world(Random& random) {
   return random.chance(32) ? random.within(1, 70) : random.within(1, 5);
 }
 
-// `most` values of a leaf; with units where the device takes them.
+// A leaf has about `most` values at most. `units`: whether the device takes units.
 inline Call encode_call(Random& random, int64_t most, bool units) {
   Call call;
   const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
@@ -130,7 +130,7 @@ inline Call accumulate_call(Random& random, int64_t most, bool) {
   return call;
 }
 
-// Units only mark leaves here: no operand has them.
+// Units only mark leaves here; no operand holds them.
 inline Call find_call(Random& random, int64_t most, bool units) {
   Call call;
   const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);

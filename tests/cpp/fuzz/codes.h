@@ -1,4 +1,4 @@
-// Right calls of the handlers of codes, as xla_ffi/handlers/code_calls.h describes them.
+// Makes right calls of the handlers of codes, as xla_ffi/handlers/code_calls.h describes them.
 #ifndef CGX_TESTS_FUZZ_CODES_H_
 #define CGX_TESTS_FUZZ_CODES_H_
 
@@ -32,7 +32,7 @@ inline Call unpack_signs_call(Random& random, const Codes& device) {
   return call;
 }
 
-// Of the largest, or of those above a sampled bound.
+// Selects the largest values, or those above a sampled bound.
 inline Call select_call(Random& random, const Codes& device, bool sampled) {
   Call call;
   const int64_t batch = random.below(4), n = random.size(device.most) + 1;
@@ -71,7 +71,7 @@ inline Call largest_of_buckets_call(Random& random, const Codes& device) {
   return call;
 }
 
-// What peers send: any places.
+// Peers may send any places.
 inline Call scatter_sum_call(Random& random, const Codes& device) {
   Call call;
   const int64_t batch = random.below(4), ranks = random.within(1, 5);
@@ -88,7 +88,7 @@ inline Call scatter_sum_call(Random& random, const Codes& device) {
   return call;
 }
 
-// `packed` bytes of codes and, where there are buckets, a scale for each.
+// The payload is `packed` bytes of codes and, if there are buckets, one scale per bucket.
 inline Call levels_call(Random& random, int64_t n, int64_t packed, int64_t bucket) {
   Call call;
   const int64_t batch = random.below(4);
@@ -125,7 +125,7 @@ inline Call qsgd_call(Random& random, const Codes& device) {
 }
 
 using MakeCode = Call (*)(Random& random, const Codes& device);
-// The maker of the calls of a target.
+// The function that makes calls of a target.
 inline MakeCode code_maker(const std::string& target) {
   const std::pair<const char*, MakeCode> all[] = {
       {"cgx_pack_signs", pack_signs_call},

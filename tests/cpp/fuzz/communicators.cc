@@ -23,8 +23,9 @@ const emulator::Comm& comm_of(cgx::NcclComm comm) {
   return *reinterpret_cast<emulator::Comm*>(comm);
 }
 
-// Of a group's windows the memory, by the group's size, the window's number and the rank: a rank
-// may ask where another's is before that one has come, which NCCL would wait for.
+// The memory of a group's windows, by the group's size, the window's number and the rank. A rank
+// may ask for another rank's window before that rank has registered it; NCCL would wait for that
+// rank.
 struct Windows {
   std::vector<std::vector<std::unique_ptr<uint64_t[]>>> memory;
   std::map<int, size_t> made;  // by rank
@@ -32,7 +33,7 @@ struct Windows {
 std::map<int, Windows> windows;
 std::map<int, const emulator::Comm*> on_device;
 
-// A window's number and the size of its group stand for it.
+// A window's handle is made up of its number and the size of its group.
 constexpr size_t kMostWindows = 1 << 20;
 
 int reserve(void** memory, size_t bytes) {
@@ -69,7 +70,7 @@ int split(cgx::NcclComm from, int, int, cgx::NcclComm* made, cgx::NcclConfig*) {
 
 int send(const void* data, size_t bytes, int, int, cgx::NcclComm, cudaStream_t stream) {
   emulator::submit(stream, [=] {
-    volatile char last = 0;  // what is sent must still be there
+    volatile char last = 0;  // reads all: the memory must still exist
     for (size_t i = 0; i < bytes; ++i) last = static_cast<const char*>(data)[i];
     static_cast<void>(last);
     return true;

@@ -1,4 +1,4 @@
-// XLA's collectives extension and NCCL for the fuzzed handlers: ranks of this process.
+// XLA's collectives extension and NCCL for the fuzzed handlers. All ranks are in this process.
 #ifndef CGX_TESTS_FUZZ_COMMUNICATORS_H_
 #define CGX_TESTS_FUZZ_COMMUNICATORS_H_
 
@@ -11,8 +11,8 @@
 
 namespace fuzz {
 
-// One rank of a group of `world`, for as long as the program runs: its device has a number of its
-// own, and one stream.
+// One rank of a group of `world`, which exists as long as the program runs. It has its own device
+// number and one stream.
 struct Member {
   emulator::Comm comm;
   int device;
@@ -20,14 +20,14 @@ struct Member {
   XLA_FFI_Collectives_Extension extension = {};
 
   Member(int rank, int world);
-  // What a stage of a call says is wrong; "" when nothing is.
+  // Runs a stage of a call. Returns its error, or "".
   std::string run(const Call& call, XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage);
 };
 
-// The members of the group of that size; made once.
+// The members of the group of that size, which are created once.
 std::vector<std::unique_ptr<Member>>& members(int world);
 
-// NCCL's receives bring any bytes, which follow from this number.
+// Seeds the random bytes that NCCL's receives bring.
 void set_received(uint64_t seed);
 
 }  // namespace fuzz

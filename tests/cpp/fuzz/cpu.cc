@@ -10,7 +10,7 @@
 namespace fuzz {
 namespace {
 
-constexpr int64_t kMost = 150'000;  // values: several pieces
+constexpr int64_t kMost = 150'000;  // values, enough for several pieces
 constexpr Codes kCodes{kMost, 1, 0};
 
 using MakeCodec = Call (*)(Random& random, int64_t most, bool units);
@@ -37,7 +37,7 @@ const std::vector<Handler>& handlers() {
   return all;
 }
 
-// Threads that come to their tasks at once, or when the handler has long returned.
+// Threads that run their tasks either at once or long after the handler has returned.
 class Unpunctual : public Threads {
  public:
   explicit Unpunctual(bool late) : late_(late) {}
@@ -102,7 +102,7 @@ void cpu_case(Random& random) {
   count(handler.name, !said.empty());
   if (damaged) return;
   if (!said.empty()) fail(std::string(handler.name) + " refuses a right call: " + said);
-  // Residuals in their operands' memory have changed them.
+  // Residuals that share memory with operands have overwritten these operands.
   if (!call.shared.empty() || !random.chance(8)) return;
   const auto once = results(call);
   set_results(&call, -1);

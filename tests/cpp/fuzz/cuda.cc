@@ -1,5 +1,5 @@
-// The handlers for CUDA, above emulated devices: the codec's, and those of codes. What device
-// memory holds, as ranks and places, no handler can check.
+// The handlers for CUDA, on emulated devices: the codec's, and those of codes. No handler can check
+// what device memory holds, such as ranks and places.
 #include "handlers/cuda.h"
 
 #include "cuda/codes.h"

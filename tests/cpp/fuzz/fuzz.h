@@ -1,5 +1,5 @@
-// What the parts of the fuzzer share: a target makes a case of a random source and counts its
-// calls. main.cc runs them.
+// What the parts of the fuzzer share. A target makes a case from a random source and counts its
+// calls. main.cc runs the targets.
 #ifndef CGX_TESTS_FUZZ_FUZZ_H_
 #define CGX_TESTS_FUZZ_FUZZ_H_
 
@@ -17,8 +17,8 @@ void count(const char* name, bool refused);
 struct Target {
   const char* name;
   void (*run)(Random& random);  // one case
-  int64_t share = 1;            // of the minutes
-  bool leaks = false;           // calls that fail keep their memory, on purpose
+  int64_t share = 1;            // its share of the minutes
+  bool leaks = false;           // whether calls that fail keep their memory, on purpose
 };
 
 void cpu_case(Random& random);

@@ -1,4 +1,4 @@
-// The other ranks as a rank may meet them: their messages come in any order and late, hold any
+// Emulates the other ranks at their worst: their messages arrive late and in any order and hold any
 // bytes, and sometimes the network fails.
 #ifndef CGX_TESTS_FUZZ_HOSTILE_PORT_H_
 #define CGX_TESTS_FUZZ_HOSTILE_PORT_H_
@@ -16,10 +16,10 @@
 
 namespace fuzz {
 
-// How bad they are: one time in so many (0: never).
+// How bad they are. Each event happens one time in so many (0: never).
 struct Manners {
   int64_t lies;   // a first message differs from what this rank says
-  int64_t fails;  // the network
+  int64_t fails;  // the network fails
 };
 
 class HostilePort : public cgx::Port {
@@ -70,7 +70,7 @@ class HostilePort : public cgx::Port {
     if (bytes < 0) fail("a message of " + std::to_string(bytes) + " bytes");
     return fails() ? "no such peer" : "";
   }
-  // What is sent must still be there.
+  // The memory of a sent message must still exist.
   void read(const Message& message) {
     left_.assign(static_cast<char*>(message.data), message.bytes);
   }

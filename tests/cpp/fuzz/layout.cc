@@ -1,4 +1,4 @@
-// Layouts of any numbers: refused, or such that all arithmetic on them holds.
+// Layouts built from any numbers must be refused, or all arithmetic on them must hold.
 #include "format/layout.h"
 
 #include <algorithm>
@@ -39,7 +39,7 @@ void check_layout(Random& random, const cgx::Layout& layout) {
     bytes += run.bytes();
   });
   check(values == layout.values && bytes == total, "runs make up the whole");
-  // As many segments as fit in memory.
+  // No more segments than fit in memory.
   const int64_t least = layout.chunk_bytes / (1000 / std::min<int64_t>(layout.world, 1000)) + 1;
   const cgx::Segments segments(layout, std::max(least, random.hostile()));
   const int64_t chunk = random.below(layout.world);

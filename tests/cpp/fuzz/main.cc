@@ -1,11 +1,11 @@
-// Calls with random and hostile arguments, by the thousand: each is refused with an error or
-// succeeds. The sanitizers that it is built with see what is read or written outside of its memory.
+// Makes thousands of calls with random and hostile arguments. Each must be refused with an error or
+// succeed. The sanitizers that it is built with see reads and writes outside a call's memory.
 //
 //   fuzz [TARGET...] [--seed N] [--calls M | --minutes T]   M cases of each target, or T minutes
 //   fuzz TARGET --seed N --case K                           one case, in this process
 //
-// Cases run in a process of their own, so that whatever ends it, its last case is known and the
-// command that repeats it is printed.
+// Cases run in their own process. Whatever ends that process, its last case is known, and the
+// command that repeats the case is printed.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -26,7 +26,7 @@ namespace {
 
 const Target kTargets[] = {
     {"rows", rows_case},
-#if defined(CGX_FUZZ_ALONE)  // what has no threads
+#if defined(CGX_FUZZ_ALONE)  // targets without threads
     {"layout", layout_case}, {"timing", timing_case},
 #endif
 #if defined(CGX_FUZZ_HANDLERS)
@@ -42,7 +42,7 @@ struct Count {
   int64_t calls, refused;
 };
 
-// What the process of the cases leaves behind; both see it.
+// What the process of the cases leaves behind. Both processes map it.
 struct Shared {
   std::atomic<int64_t> number;  // of the case
   Count counts[32];
@@ -70,7 +70,7 @@ void run_case(const Target& target, const Options& options, int64_t number) {
   }
 }
 
-// The process of the cases: until it has had enough of them, or its time is over.
+// Runs cases, in their own process, until there are enough of them or the time is over.
 void run_cases(const Target& target, const Options& options, double seconds) {
   const double end = now() + seconds;
   for (int64_t k = 0; seconds > 0 ? now() < end : k < options.calls; ++k) {
@@ -78,8 +78,9 @@ void run_cases(const Target& target, const Options& options, double seconds) {
   }
 }
 
-// Waits for the process; what is wrong with its end, or "". It hangs when a case takes longer than
-// any may. Looks are counted, not seconds, since the whole program may be stopped for a while.
+// Waits for the process. Returns what is wrong with its end, or "". It kills the process if a case
+// takes too long. It counts checks, not seconds, because the whole program may be stopped for a
+// while.
 std::string ended(pid_t process) {
   constexpr int kMostLooks = 1200;
   constexpr auto kBetween = std::chrono::milliseconds(100);
@@ -97,7 +98,7 @@ std::string ended(pid_t process) {
   return WEXITSTATUS(status) == 0 ? "" : "failed";
 }
 
-// Whether all cases of a target passed; adds its calls to `all`.
+// Runs a target and adds its calls to `all`. Returns whether all cases passed.
 bool run_target(const Target& target, const Options& options, int64_t* all) {
   memset(static_cast<void*>(shared), 0, sizeof(Shared));
   int64_t shares = 0;

@@ -1,4 +1,4 @@
-// The handlers of the calls over MPI, above the engine and its threads, among hostile peers.
+// The handlers of the calls over MPI, on top of the engine and its threads, among hostile peers.
 #include "handlers/mpi.h"
 
 #include "fuzz/codec.h"
@@ -32,7 +32,7 @@ class HostileLibrary : public cgx::MpiLibrary {
 
 constexpr int64_t kLargestTag = 32767;
 
-// Who takes part: `groups` of `world` of all ranks, this one among them.
+// The ranks that take part: groups of `world` ranks. This rank is in one of them.
 struct Where {
   int64_t ranks, rank, world;
   Ints groups;
@@ -54,7 +54,7 @@ struct Where {
   }
 };
 
-// The sums of a gather-sum have other dtypes where leaves have units; these have none.
+// Leaves of a gather-sum have no units here, because sums of leaves with units have other dtypes.
 Call reduce_call(Random& random, const Where& where, bool gathers) {
   Call call;
   const Leaves leaves(random, 1, gathers ? 1 : where.world, 600, !gathers);
@@ -89,7 +89,7 @@ Call rows_call(Random& random, const Where& where, bool gathers) {
 
 }  // namespace
 
-// Calls on one engine, which fails all that come after one that failed.
+// Makes calls on one engine. After a call has failed, the engine fails all later ones.
 void mpi_case(Random& random) {
   const Where where(random);
   const bool hostile = random.chance(4);

@@ -1,4 +1,4 @@
-// The fused calls on NCCL: one rank's, on emulated streams. What it receives is any bytes.
+// The fused calls on NCCL of one rank, on emulated streams. The rank receives random bytes.
 #include "handlers/nccl.h"
 
 #include "fuzz/codec.h"

@@ -20,13 +20,13 @@ class Random {
   uint64_t bits() { return uint64_t{word()} << 32 | word(); }
   int64_t below(int64_t n) { return static_cast<int64_t>(bits() % static_cast<uint64_t>(n)); }
   int64_t within(int64_t least, int64_t most) { return least + below(most - least + 1); }
-  // One time in n.
+  // True one time in n.
   bool chance(int64_t n) { return below(n) == 0; }
   template <typename T>
   T of(std::initializer_list<T> all) {
     return all.begin()[below(static_cast<int64_t>(all.size()))];
   }
-  // A number of values: few as a rule, around the edges of buckets and vectors, seldom up to
+  // A number of values: usually small and near the edges of buckets and vectors, rarely up to
   // `most`.
   int64_t size(int64_t most) {
     if (chance(2048)) return below(most + 1);
@@ -35,7 +35,7 @@ class Random {
                {0, 1, 31, 32, 33, 63, 64, 65, 127, 129, 255, 256, 257, 511, 512, 513, 600}) +
            (chance(16) ? 512 : 0);
   }
-  // Any integer, rather one at which arithmetic ends.
+  // Any integer, preferably one near which arithmetic overflows.
   int64_t hostile() {
     const int64_t edge = of<int64_t>({0, 1, 2, 4, 8, 32, 33, 127, 128, 512, 4096, int64_t{1} << 20,
                                       int64_t{1} << 30, int64_t{1} << 31, int64_t{1} << 32,

@@ -1,5 +1,5 @@
 // A rank's calls over MPI among hostile peers: all-reduces, rows and notices. What peers send may
-// make numbers wrong; a call ends with an error or is done, and touches its own memory alone.
+// make numbers wrong, but a call must succeed or end with an error, and touch only its own memory.
 #include "mpi/rows.h"
 
 #include <memory>
@@ -39,7 +39,7 @@ int64_t some_world(Random& random) {
   return random.chance(64) ? random.within(1, 40) : random.within(1, 5);
 }
 
-// Moves a call until it is over.
+// Advances a call until it is over.
 void finish(Random& random, const char* name, const Manners& manners, int64_t world,
             cgx::Call& call, cgx::BufferPool& buffers) {
   constexpr int64_t kMostSteps = 1'000'000;
@@ -134,7 +134,7 @@ void notices(Random& random, const Manners& manners) {
 
 void rows_case(Random& random) {
   cgx::BufferPool buffers;
-  for (int64_t k = random.within(1, 4); k > 0; --k) {  // memory goes from one call to the next
+  for (int64_t k = random.within(1, 4); k > 0; --k) {  // calls pass memory on to later ones
     const Manners manners =
         random.chance(2) ? Manners{0, 0} : Manners{random.below(20), random.below(100)};
     const int64_t kind = random.below(8);

@@ -1,5 +1,5 @@
-// The helpers that time kernels, which benchmarks load by ctypes: what is wrong is said, whatever
-// they are given.
+// The helpers that time kernels, which benchmarks load by ctypes. Whatever they are given, they
+// must report what is wrong.
 #include <memory>
 
 #include "benchmarks/kernel_timing.cc"

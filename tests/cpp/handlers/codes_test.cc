@@ -1,5 +1,5 @@
-// The CUDA handlers of codes, driven by call frames made by hand as XLA makes them; everything
-// below them is emulated. What they write for a batch is what the CPU kernels do.
+// The CUDA handlers of codes, driven by handmade call frames like those that XLA makes. Everything
+// below the handlers is emulated. For a batch they must write what the CPU kernels write.
 #include "cuda/codes.h"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ XLA_FFI_Handler* handler_of(const std::string& target) {
 
 using Attributes = std::vector<std::pair<std::string, int64_t>>;
 
-// What the handler says is wrong. Words are an operand where the code draws noise.
+// Calls a handler and returns its error. If the code draws noise, words are an operand.
 std::string call(const std::string& target, const Inputs& in, bool noisy, std::vector<uint8_t>* out,
                  const Attributes& attributes) {
   Frame frame;

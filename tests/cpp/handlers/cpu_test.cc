@@ -1,5 +1,5 @@
-// Calls of the CPU's handlers that nobody should make, most of them found by the fuzzer: each is
-// refused with its value and its limit, or has nothing to do and ends at once.
+// Calls of the CPU handlers that nobody should make; the fuzzer found most of them. Each is refused
+// with an error that names the value and its limit, or has nothing to do and ends at once.
 #include "handlers/cpu.h"
 
 #include <functional>

@@ -1,5 +1,6 @@
-// The CUDA handlers of the codec, driven by call frames made by hand as XLA makes them; everything
-// below them is emulated. Needs the FFI headers of a jaxlib with the collectives extension.
+// The CUDA handlers of the codec, driven by handmade call frames like those that XLA makes.
+// Everything below the handlers is emulated. Needs the FFI headers of a jaxlib with the collectives
+// extension.
 #include "handlers/cuda.h"
 
 #include <algorithm>

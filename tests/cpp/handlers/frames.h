@@ -1,4 +1,5 @@
-// Call frames made by hand as XLA makes them, and the functions of its runtime that handlers call.
+// Handmade call frames like those that XLA makes, and the functions of XLA's runtime that handlers
+// call.
 #ifndef CGX_TESTS_HANDLERS_FRAMES_H_
 #define CGX_TESTS_HANDLERS_FRAMES_H_
 
@@ -86,7 +87,7 @@ XLA_FFI_Error* schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
   return nullptr;
 }
 
-// Of all futures: whoever completes one touches it no more once it is ready.
+// One lock for all futures: the thread that completes a future does not touch it once it is ready.
 std::mutex future_mutex;
 std::condition_variable future_ready;
 
@@ -109,7 +110,7 @@ XLA_FFI_Error* set_error(XLA_FFI_Future_SetError_Args* args) {
   delete args->error;
   return nullptr;
 }
-// Waits for a future and takes it back.
+// Waits for a future and deletes it. Returns its error.
 std::string outcome(XLA_FFI_Future* future) {
   std::string error;
   {
@@ -188,7 +189,7 @@ class Frame {
     attrs_[name] = {XLA_FFI_AttrType_STRING, &spans_.back()};
     return *this;
   }
-  // What the handler, or the future that it returns, says is wrong; "" when nothing is.
+  // Calls a handler. Returns the error of the handler or of the future that it returns, or "".
   std::string call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage,
                    XLA_FFI_InvokeContext* context) {
     std::vector<XLA_FFI_ArgType> arg_types(args_.size(), XLA_FFI_ArgType_BUFFER);

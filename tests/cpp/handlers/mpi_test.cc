@@ -1,5 +1,5 @@
-// Attributes of calls over MPI that say who takes part: what the engine cannot do is refused before
-// it starts.
+// The attributes of calls over MPI that say which ranks take part. Calls that the engine cannot do
+// are refused before they start.
 #include "handlers/mpi.h"
 
 #include <vector>

@@ -1,6 +1,6 @@
-// The handlers of the fused calls on CUDA, driven by call frames made by hand as XLA makes them;
-// everything below them is emulated. Needs the FFI headers of a jaxlib with the collectives
-// extension.
+// The handlers of the fused calls on CUDA, driven by handmade call frames like those that XLA
+// makes. Everything below the handlers is emulated. Needs the FFI headers of a jaxlib with the
+// collectives extension.
 #include "handlers/nccl.h"
 
 #include <algorithm>
@@ -34,10 +34,10 @@ struct Failure {
   bool blocks = true;  // false: a call for all ranks is in progress until its result is asked for
   bool later = false;  // calls succeed, and a communicator that is asked reports the failure
   int result = kSuccess;  // of every call that fails
-  int64_t from = -1;      // the first call that fails, as all after it do; -1: none
+  int64_t from = -1;      // the first call that fails, like all after it; -1: none
 };
 
-// NCCL as a case has it.
+// The emulated NCCL of one case.
 struct Nccl {
   Failure failure;
   int64_t calls = 0;
@@ -45,7 +45,7 @@ struct Nccl {
   std::string failed;             // the first call that has failed
 } nccl;
 
-// The result of a call; `asks` for one that asks for a communicator's state.
+// The result of a call. `asks` is for a call that asks for a communicator's state.
 int result_of(const char* call, bool asks = false) {
   const Failure& failure = nccl.failure;
   if (failure.from < 0 || (failure.later && !asks)) return kSuccess;
@@ -54,7 +54,7 @@ int result_of(const char* call, bool asks = false) {
   return failure.result;
 }
 
-// The result of a call for all ranks that has come to `result`.
+// The result of a call for all ranks whose outcome is `result`.
 int in_progress(const char* call, int result) {
   if (nccl.failure.blocks || result != kSuccess) return result;
   nccl.pending = call;
@@ -118,7 +118,7 @@ const Fused kFused[] = {
 
 constexpr int64_t kSegment = 100;
 
-// What the call's payloads need.
+// The bytes that the call's payloads need.
 int64_t payload_bytes(const Fused& call) {
   const cgx::SlotSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation};
   const bool whole = call.collective == cgx::Collective::kAllReduce;
@@ -137,11 +137,12 @@ struct Options {
   std::vector<int64_t> groups = {0, 1, 2, 3};
   int64_t streams = 1;
   Failure failure = {};
-  int executing = kWorld;  // ranks that come to Execute; the others are lost before it
+  int executing = kWorld;  // ranks that reach Execute; the others are lost before it
   bool aborts = false;     // XLA aborts its communicator afterwards
 };
 
-// Every rank's device, new ones: what a device keeps from call to call belongs to its streams.
+// A new device for every rank, because what a device keeps from call to call belongs to its
+// streams.
 struct Devices {
   int number[kWorld];
   cudaStream_t stream[kWorld];
@@ -172,13 +173,13 @@ Arrays operands(int64_t rows) {
   return all;
 }
 
-// Both ranks' calls on new communicators, stage by stage; the first error.
+// Runs both ranks' calls on new communicators, stage by stage. Returns the first error.
 std::string fused(const Fused& call, const Options& options, Arrays* out,
                   const Devices& devices = Devices()) {
   emulator::fail_at(options.failing);
   nccl = Nccl();
   nccl.failure = options.failure;
-  static int64_t communicator = 0;  // numbers that no communicator has that is split
+  static int64_t communicator = 0;  // negative: no communicator that is split has such a number
   --communicator;
   requests.clear();
   comm_count = options.count;
@@ -237,7 +238,7 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
   if (error.empty() && emulator::late() > 0) error = "something was made after the first message";
   if (emulator::device() != 0) error += "another device is left current";
   for (int r = 0; r < kWorld && options.aborts; ++r) emulator::abort_messages(comms[r]);
-  // The caller frees what a call has failed with, once its stream has come that far.
+  // The caller frees the memory of a failed call once its stream has got that far.
   if ((error.empty() || options.aborts) && !emulator::run_streams(3)) error += kWaiting;
   for (const auto& rank : lost) {
     for (size_t i = 0; call.residual && error.empty() && !options.aborts && i < rank.size(); ++i) {
@@ -247,8 +248,8 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
   return error;
 }
 
-// Rows of values, each encoded by itself. With one, what its receivers make of it; with more, the
-// sum of what they make of all.
+// What receivers make of rows of values, each encoded by itself: the decoded row if there is one,
+// otherwise the sum of the decoded rows.
 std::vector<float> received(const std::vector<const float*>& rows) {
   cgx::OwnedLayout owned;
   check(owned.build({{kValues, kBits, kBucket, kNearest, 0, kRotation}}, 1).empty(),
@@ -386,7 +387,7 @@ void fused_calls() {
   }
 }
 
-// Whatever call of NCCL is the first to fail, as all do once a communicator is lost: the handlers
+// Once a communicator is lost, all calls of NCCL fail. Whichever call is the first, the handlers
 // name it, nothing waits for what is gone, and the next call, on a new communicator, is right.
 void lost_communicators() {
   const struct {
@@ -402,15 +403,15 @@ void lost_communicators() {
         // How NCCL fails, and on how many streams, is the same for all calls.
         const bool again = &call != kFused && (&kind != kinds || streams > 1);
         if (again || (kHalfOfTheCases && &kind != kinds)) continue;
-        // On one stream the devices go on. On more, messages may wait on communicators that XLA
-        // does not know: a_lost_rank().
+        // With one stream the devices continue. With more, messages may wait on communicators that
+        // XLA does not know; see a_lost_rank().
         Devices devices;
         Options good;
         good.streams = streams;
         good.failure.blocks = kind.blocks;
         Arrays expected, out;
         check(fused(call, good, &expected, devices).empty(), std::string(call.name) + ": at first");
-        // Every call of NCCL's at first, then fewer and fewer: later segments repeat them.
+        // Tries every early NCCL call, then fewer and fewer, since later segments repeat them.
         for (int64_t from = 0;; from += 1 + from / 8) {
           const std::string text = std::string(call.name) + " on " + std::to_string(streams) +
                                    " streams, NCCL " + kind.name + " from call " +
@@ -425,7 +426,7 @@ void lost_communicators() {
             check(from > 0 && said.empty(), text + ": all calls have failed once: " + said);
             break;
           }
-          // A mark that is not there is that of another communicator, which gets one.
+          // A missing mark means that this is another communicator, which then gets a mark.
           const std::string named = failed == "ncclRedOpDestroy" ? "ncclRedOpCreatePreMulSum"
                                     : kind.later && failed == "ncclCommGetAsyncError"
                                         ? "the communicator has failed"

@@ -1,5 +1,5 @@
-// The handlers of the all-reduce over peers' memory, driven by call frames made by hand as XLA
-// makes them; NCCL's windows are this process's memory. Needs the FFI headers of a jaxlib with the
+// The handlers of the all-reduce over peers' memory, driven by handmade call frames like those that
+// XLA makes. NCCL's windows are this process's memory. Needs the FFI headers of a jaxlib with the
 // collectives extension.
 #include "handlers/peer.h"
 
@@ -23,21 +23,21 @@ constexpr int64_t kBucket = 64;
 
 emulator::Comm comms[kWorld];
 
-// What NCCL does: the result of each call, and what it has made.
+// The emulated NCCL: the result of each call, and what it has made.
 struct Nccl {
   bool windows = true, maps = true;
   int allocated = 0, registered = 0, found = 0;  // ncclResult_t
-  // The first call that fails, as all after it do (-1: none), how many there were, and its name.
+  // The first call that fails, like all calls after it (-1: none); the number of calls; its name.
   int64_t from = -1, calls = 0;
   std::string failed;
-  // Memory of each window, for all ranks at once: a rank may ask where another's is before that one
-  // has come, which NCCL would wait for.
+  // The memory of each window, for all ranks at once. A rank may ask for another rank's window
+  // before that rank has registered it; NCCL would wait for that rank.
   std::vector<std::vector<std::unique_ptr<uint64_t[]>>> memory;
   size_t made[kWorld] = {};
   size_t gone = 0;  // windows that NCCL no longer knows
 } nccl;
 
-// The result of a call, which is `otherwise` unless all fail.
+// The result of a call: `otherwise`, unless all calls fail by now.
 int result_of(const char* call, int otherwise = cgx::NcclLibrary::kSuccess) {
   if (nccl.from < 0 || nccl.calls++ < nccl.from) return otherwise;
   if (nccl.failed.empty()) nccl.failed = call;
@@ -61,7 +61,7 @@ XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicat
   return nullptr;
 }
 
-// Both ranks' calls on two devices of their own.
+// Both ranks' calls, each on its own device.
 struct Ranks {
   std::vector<int> devices;
   std::vector<cudaStream_t> streams;
@@ -71,7 +71,7 @@ struct Ranks {
   Ranks() {
     emulator::reset();
     nccl = Nccl();
-    static int last = 0;  // what a device keeps belongs to the communicators of one case
+    static int last = 0;  // new devices: what a device keeps belongs to one case's communicators
     for (int r = 0; r < kWorld; ++r) {
       comms[r] = {r, kWorld};
       devices.push_back(++last);
@@ -97,7 +97,8 @@ struct Options {
   uint64_t seed = 1;
 };
 
-// One call of every rank, stage by stage: the first error, or what is wrong with the results.
+// Runs one call of every rank, stage by stage. Returns the first error, or what is wrong with the
+// results.
 std::string call(Ranks& ranks, const Options& options) {
   // Whole numbers from 0 to 15, alike on all ranks: 4 bits hold them and their sum exactly.
   std::vector<float> in(options.values);
@@ -195,7 +196,7 @@ void refused() {
   }
 }
 
-// Whatever call of NCCL is the first to fail, as all do once a communicator is lost: the handlers
+// Once a communicator is lost, all calls of NCCL fail. Whichever call is the first, the handlers
 // name it, and the next call, on a new communicator, is right.
 void lost_communicators() {
   std::string failed;
@@ -209,11 +210,11 @@ void lost_communicators() {
       check(from > 0 && said.empty(), text);
       continue;
     }
-    // ncclMemAlloc says more.
+    // The message about ncclMemAlloc has more words in between.
     check(has(said, "over axis 'data': " + failed) && has(said, ": internal error"), text);
     nccl.from = -1;
     renew_communicators();
-    // A kernel that the lost rank has left alone waits for minutes; other devices do not.
+    // A kernel whose peer's rank is lost waits for minutes. Kernels on other devices do not.
     if (emulator::launches() > 0) {
       Ranks others;
       check(call(others, {}).empty(), text + ": on other devices");
@@ -224,7 +225,7 @@ void lost_communicators() {
   }
 }
 
-// A window has room for the addresses of so many.
+// A window has room for the addresses of 32 ranks.
 void more_ranks_than_a_window_has_room_for() {
   Ranks ranks;
   cgx::OwnedLayout owned;

@@ -1,4 +1,4 @@
-// What the report's call refuses, and that it fails with what the listener says.
+// The report call refuses wrong operands, and fails with the error that the listener returns.
 #include "handlers/report.h"
 
 #include <vector>

@@ -1,4 +1,4 @@
-// An engine's reports come, also where the system refuses more threads.
+// An engine reports its calls even if the system refuses more threads.
 #include "mpi/engine.h"
 
 #include <atomic>
@@ -43,7 +43,7 @@ void reports_without_more_threads() {
   check(in == out, "the row has been moved");
 }
 
-// Not half an engine, however many threads there are.
+// An engine that cannot get all of its threads is refused as a whole.
 void refused_as_a_whole() {
   for (const int threads : {0, 1}) {
     threads_left = threads;

@@ -1,5 +1,5 @@
-// The fused all-reduce and gather-sum of virtual ranks over messages that are delayed at random:
-// the same bytes as the kernels and the exchanges between them one after the other.
+// The fused all-reduce and gather-sum of virtual ranks, over messages that are delayed at random.
+// They give the same bytes as the kernels and the exchanges between them, run one after the other.
 #include "mpi/fused.h"
 
 #include <algorithm>
@@ -21,10 +21,10 @@ struct Case {
   bool residual = true;
   bool units = false;
   bool in_place = false;  // results take the memory of the leaves
-  bool watched = false;   // some values are NaN or infinite, and every call finds them
+  bool watched = false;   // some values are NaN or infinite, and every call must find them
   Collective collective = Collective::kAllReduce;
 
-  // Each rank's own leaves are one chunk where it sends them to all.
+  // In a gather-sum each rank sends its own leaves to all, so they are one chunk.
   bool gathers() const { return collective == Collective::kGatherSum; }
   int64_t chunks() const { return gathers() ? 1 : world; }
   bool in_units(size_t leaf) const { return units && leaf % 2 == 0; }
@@ -39,7 +39,7 @@ struct Case {
   }
 };
 
-// One call on every rank: its leaves, results and what the steps in sequence give.
+// One call on every rank: its leaves, its results, and the results of the steps in sequence.
 struct Job {
   using Leaves = std::vector<std::vector<char>>;
 
@@ -67,7 +67,8 @@ struct Job {
       found.emplace_back(c.watched ? 4 * c.leaves.size() : 0, -1);
     }
   }
-  // Sets all bits of every 301st value but for its sign, and those of the exponent of the next.
+  // Makes every 301st value NaN (all bits set except the sign), and the value after it infinite
+  // (only the exponent's bits set).
   void spoil(std::vector<char>& leaf) const {
     const size_t item = cgx::item_size(test.dtype);
     const uint32_t bits[2] = {0x7fffffffu, test.dtype == DType::kF16 ? 0x7c000000u : 0x7f800000u};
@@ -102,7 +103,7 @@ struct Job {
     }
     return same;
   }
-  // Every other leaf has some, as many rows as it has values.
+  // Every other leaf has units, with as many rows as it has values.
   std::vector<cgx::LeafUnits> units() const {
     std::vector<cgx::LeafUnits> all(test.units ? test.leaves.size() : 0);
     for (size_t k = 0; k < all.size(); ++k) {
@@ -143,7 +144,7 @@ struct Job {
     for (const auto& a : arrays) all.push_back(const_cast<char*>(a.data()));
     return all;
   }
-  // The same reduction, one phase after the other: what every rank gets, and what each loses.
+  // The same reduction, one phase after the other: what every rank gets, and each rank's residuals.
   std::pair<Leaves, std::vector<Leaves>> expected() const {
     return test.gathers() ? expected_of_gather_sum() : expected_of_all_reduce();
   }
@@ -239,7 +240,7 @@ struct Job {
   const std::vector<float> factors = std::vector<float>(40000, 1.7f);
 };
 
-// Every rank starts the calls in an order of its own; then messages and ranks move at random.
+// Every rank starts the calls in its own order. Then messages and ranks advance at random.
 void run(const std::vector<Case>& cases, const std::string& name, uint32_t seed) {
   std::mt19937 rng(seed);
   Network network(seed + 1);
@@ -293,7 +294,8 @@ void run(const std::vector<Case>& cases, const std::string& name, uint32_t seed)
   }
 }
 
-// An all-reduce takes two payloads, a gather-sum one per rank; and a few segments beside them.
+// Per rank, an all-reduce takes the memory of two payloads and a gather-sum that of one, plus a few
+// segments.
 void memory(Collective collective) {
   std::mt19937 rng(1);
   Network network(2);
@@ -326,7 +328,7 @@ void memory(Collective collective) {
         "memory: " + std::to_string(each) + " bytes for a payload of " + std::to_string(payload));
 }
 
-// The last of three ranks does `others`; first messages come in any order, several at once.
+// The last of three ranks runs `others`. First messages arrive in any order, several at once.
 void disagreement(const Case& most, const Case& others, const std::string& name, uint32_t seed) {
   std::mt19937 rng(seed);
   Network network(seed);
@@ -370,7 +372,7 @@ void lost_peer(Collective collective, uint32_t seed) {
     check(awaited.find("rank 2 (") != std::string::npos &&
               awaited.find("segments received") != std::string::npos,
           "names the lost peer: " + awaited);
-    // The survivors of a gather-sum have all that is each other's.
+    // The survivors of a gather-sum have received all of each other's segments.
     if (c.gathers()) check(awaited.find("rank 2 (") == 0, "awaits no other: " + awaited);
   }
 }

@@ -1,4 +1,4 @@
-// First messages: whatever two ranks may differ in is found, and a program is named.
+// First messages find whatever two ranks differ in, and name the programs.
 #include "mpi/hello.h"
 
 #include "cases.h"
@@ -36,7 +36,7 @@ void long_names() {
         "names that differ past the end of the message");
 }
 
-// A peer may send anything; no terminal obeys it.
+// A peer may send anything, but no terminal must obey it.
 void hostile_names() {
   const std::string text = cgx::disagreement(1,
                                              of_rank(1,

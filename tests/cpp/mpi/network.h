@@ -16,8 +16,8 @@
 
 namespace {
 
-// Messages that wait until they are picked at random. A message's bytes are read and written at
-// that moment, so memory that is used too early shows.
+// Messages wait until they are picked at random. Their bytes are read and written only at that
+// moment, so memory that is reused too early shows.
 class Network {
  public:
   struct End {
@@ -58,7 +58,7 @@ class Network {
       if (std::get<1>(key) == rank) channel.second.clear();
     }
   }
-  // One time in `n`.
+  // True one time in `n`.
   bool chance(uint32_t n) { return rng_() % n == 0; }
   bool mismatched = false;
 
@@ -80,7 +80,7 @@ class FakePort : public cgx::Port {
     network_.put(false, peer, rank_, tag, {to, bytes, ticket, &done_});
     return "";
   }
-  // As MPI does, it may report messages later than they arrive, and in another order.
+  // Like MPI, it may report messages later than they arrive, and in a different order.
   std::string poll(std::vector<int64_t>* done) override {
     for (size_t i = 0; i < done_.size();) {
       if (network_.chance(4)) {

@@ -1,4 +1,4 @@
-// Notices between virtual ranks: each reaches every other rank, whole and once, whenever it comes.
+// Notices between virtual ranks. Each reaches every other rank once and whole, whenever it is sent.
 #include "mpi/notices.h"
 
 #include <memory>
@@ -26,7 +26,7 @@ void reach_all_others() {
   auto all = everyone(network, kRanks);
   const std::string cause = "a cause";
   all[3]->send(Notices::kFailed, cause);
-  all[3]->send(Notices::kLeft, "later");  // the first one stands
+  all[3]->send(Notices::kLeft, "later");  // ignored: the first notice stands
   all[1]->send(Notices::kLeft, "");
   for (int i = 0; i < 1000; ++i) {
     network.deliver();

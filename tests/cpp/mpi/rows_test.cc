@@ -1,4 +1,4 @@
-// Rows between virtual ranks over messages that are delayed at random: every rank gets what it is
+// Rows between virtual ranks, over messages that are delayed at random. Every rank gets what it is
 // sent, whatever moves first.
 #include "mpi/rows.h"
 
@@ -49,7 +49,7 @@ struct Job {
   std::vector<Bytes> inputs, outputs;
 };
 
-// Every rank starts the calls in an order of its own; then messages and ranks move at random.
+// Every rank starts the calls in its own order. Then messages and ranks advance at random.
 void run(const std::vector<Case>& cases, int64_t world, const cgx::CallSettings& settings,
          const std::string& name, uint32_t seed) {
   std::mt19937 rng(seed);
@@ -95,7 +95,7 @@ void run(const std::vector<Case>& cases, int64_t world, const cgx::CallSettings&
   }
 }
 
-// A call holds a window of segments for each peer and way, however long its rows are.
+// A call holds one window of segments per peer and direction, however long its rows are.
 void memory() {
   std::mt19937 rng(1);
   Network network(2);
@@ -119,7 +119,7 @@ void memory() {
         "memory: " + std::to_string(each) + " bytes for windows of " + std::to_string(windows));
 }
 
-// Ranks that disagree are told so, and no row moves. `others` are the second rank's.
+// Ranks that disagree are told so, and no row moves. `others` is the second rank's case.
 void disagreement(const Case& own, const Case& others, const std::string& name) {
   std::mt19937 rng(1);
   Network network(1);
@@ -146,7 +146,7 @@ void disagreement(const Case& own, const Case& others, const std::string& name) 
         name + ": no row has moved");
 }
 
-// A peer that never takes part is named, with what has come from it.
+// A peer that does not take part is named, with the number of segments received from it.
 void awaited() {
   std::mt19937 rng(1);
   Network network(1);
@@ -157,7 +157,7 @@ void awaited() {
   for (int i = 0; i < 20; ++i) network.deliver();
   for (int i = 0; i < 20; ++i) first->advance();
   for (int i = 0; i < 20; ++i) second->advance();
-  for (int i = 0; i < 20; ++i) network.deliver();  // of the second's segments, two are out
+  for (int i = 0; i < 20; ++i) network.deliver();  // two of the second rank's segments are out
   for (int i = 0; i < 20; ++i) first->advance();
   check(first->awaited() == "rank 1 (2 of 10 segments received)", "awaits " + first->awaited());
   for (int i = 0; i < 1000 && !(first->done() && second->done()); ++i) {

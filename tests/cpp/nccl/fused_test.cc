@@ -1,6 +1,6 @@
-// The fused calls on CUDA, all ranks in this process: their own schedule, streams and kernels on
-// emulated streams whose order a seed chooses. Against the steps of the xla exchange on the CPU
-// kernels, byte for byte.
+// The fused calls on CUDA, all ranks in this process. The calls' own schedule, streams and kernels
+// run on emulated streams, whose order a seed chooses. The results are compared with the steps of
+// the xla exchange on the CPU kernels, byte for byte.
 #include "problem.h"
 
 namespace {
@@ -8,7 +8,7 @@ namespace {
 void equals_the_steps() {
   for (const auto& [collective, name, residual] : kCollectives) {
     for (const int64_t world : {1, 2, 3, 4, 8}) {
-      if (world == 8 && collective == cgx::Collective::kGatherSum) continue;  // as on four
+      if (world == 8 && collective == cgx::Collective::kGatherSum) continue;  // like world 4
       for (const int64_t rounding : {0, 2}) {
         const Problem problem(collective, leaves(collective, rounding), world,
                               static_cast<float>(world), residual);
@@ -23,7 +23,7 @@ void equals_the_steps() {
         }
       }
     }
-    // Fewer records than ranks: some chunks are empty, and their segments are no messages.
+    // Fewer records than ranks: some chunks are empty, and their segments send no messages.
     const Problem few(collective, {{40, 2, 32, 0, 0}}, 8, 1.0f, residual);
     check(bool(outcome(few, {1 << 20})), name + " of fewer records than ranks");
     for (const auto dtype : {cgx::DType::kBF16, cgx::DType::kF16}) {
@@ -34,13 +34,13 @@ void equals_the_steps() {
   }
 }
 
-// Every single wait is needed: without it some order of the streams gives a wrong result.
+// Every single wait is needed: without it, some order of the streams gives a wrong result.
 void every_wait_is_needed() {
   for (const auto& [collective, name, residual] : kCollectives) {
     const bool whole = collective == cgx::Collective::kAllReduce;
     for (const int64_t world : {2, 3}) {
-      if (residual && world > 2) continue;  // its waits are those of the one without
-      // Every segment is a record, four a chunk and more.
+      if (residual && world > 2) continue;  // the waits are the same as without residuals
+      // Every segment is one record, and every chunk has at least four.
       const Problem problem(collective, {{whole ? 768 : 256, 4, 64, 0, 0}}, world, 1.0f, residual);
       const int64_t segment_bytes = 45;
       check(bool(outcome(problem, {segment_bytes, 2})), name + ": all waits");
@@ -58,7 +58,7 @@ void every_wait_is_needed() {
   }
 }
 
-// A communicator that does not block is asked until its messages are on the stream.
+// A nonblocking communicator is asked until its messages are on the stream.
 void waits_for_communicators_that_do_not_block() {
   static int pending = 0, asked = 0;
   const auto collective = cgx::Collective::kAllReduce;
@@ -79,7 +79,7 @@ void waits_for_communicators_that_do_not_block() {
   nccl = blocking;
 }
 
-// Neither a communicator that never gets done nor one that was aborted is asked for ever.
+// A communicator that never gets done is not asked forever, nor is one that was aborted.
 void gives_up_on_communicators() {
   const auto collective = cgx::Collective::kAllReduce;
   const Problem problem(collective, leaves(collective, 0), 2, 1.0f);
@@ -108,7 +108,7 @@ void gives_up_on_communicators() {
   nccl = blocking;
 }
 
-// Whatever NCCL call fails, the error names it, and no group stays open.
+// Whichever NCCL call fails, the error names it, and no group stays open.
 void failures_are_named() {
   for (const auto& [collective, name, residual] : kCollectives) {
     const Problem problem(collective, {{600, 4, 64, 0, 0}}, 2, 1.0f, residual);

@@ -1,5 +1,5 @@
-// A fused call of every rank in this process, on emulated devices, and what it has to give: the
-// steps of the xla exchange on the CPU kernels.
+// A fused call of every rank in this process, on emulated devices, and its expected results: those
+// of the steps of the xla exchange on the CPU kernels.
 #ifndef CGX_TESTS_NCCL_PROBLEM_H_
 #define CGX_TESTS_NCCL_PROBLEM_H_
 
@@ -37,7 +37,7 @@ struct Problem {
   std::vector<Values> in;                   // by rank, row and leaf
   std::vector<std::vector<uint32_t>> keys;  // by rank
   std::vector<cgx::DType> dtypes;           // of all rows
-  cgx::OwnedLayout row, owned;              // of one row; of all that travel together
+  cgx::OwnedLayout row, owned;              // of one row; of all rows that travel together
   std::vector<Values> expected, expected_lost;
 
   Problem(cgx::Collective collective, std::vector<cgx::SlotSpec> leaves, int64_t world,
@@ -74,14 +74,14 @@ struct Problem {
     if (collective == cgx::Collective::kGatherSum) expected = gather_sum_in_steps();
   }
 
-  // The same with one row, which stands for every one.
+  // The same for all rows. If there is only one row in memory, it stands for every row.
   std::vector<void*> pointers_of_rows(const Values& leaves) const {
     std::vector<void*> all = pointers(leaves);
     while (all.size() < dtypes.size()) all.push_back(all[all.size() - specs.size()]);
     return all;
   }
 
-  // Bytes that make a NaN of every value.
+  // Leaves in which every value is NaN.
   Values empty(int64_t rows) const {
     Values leaves;
     for (int64_t r = 0; r < rows; ++r) {
@@ -133,7 +133,7 @@ struct Problem {
     return std::vector<Values>(world, out);
   }
 
-  // A rank's leaves of row `from`, encoded by themselves.
+  // A rank's leaves of row `from`, encoded separately.
   Bytes encoded(int64_t rank, int64_t from, Values* residuals = nullptr) const {
     const cgx::Layout layout = row.view();
     const auto leaves = pointers(in[rank]);
@@ -151,7 +151,7 @@ struct Problem {
     return payload;
   }
 
-  // (leaves + decoded payloads of all ranks but `but`) / divisor.
+  // (leaves + decoded payloads of all ranks except `but`) / divisor.
   Values sum(const std::vector<void*>& leaves, const Bytes& payloads, int64_t but) const {
     const cgx::Layout layout = row.view();
     std::vector<float> scratch(row.longest_bucket());
@@ -185,7 +185,7 @@ struct Problem {
     return sums;
   }
 
-  // Encode, all_gather, accumulate all to zeros.
+  // Encode, all_gather, accumulate all payloads from zeros.
   std::vector<Values> gather_sum_in_steps() {
     Bytes gathered;
     for (int64_t r = 0; r < world; ++r) {
@@ -219,9 +219,9 @@ struct Run {
   int64_t segment_bytes;
   uint64_t seed = 1;  // of the order of streams
   int64_t streams = 1;
-  int64_t left_out = -1;  // a wait
+  int64_t left_out = -1;  // the number of a wait to leave out
   int calls = 1;          // one after the other on the same streams and memory
-  int64_t failing = -1;   // a call of NCCL
+  int64_t failing = -1;   // the number of an NCCL call that fails
   std::chrono::milliseconds patience = std::chrono::seconds(60);
 };
 
@@ -246,7 +246,7 @@ class Ranks {
     }
   }
 
-  // The stages of a rank's call; what went wrong, or "".
+  // Run the stages of a rank's call. They return what went wrong, or "".
   std::string initialize(int64_t rank, int64_t streams) {
     const int64_t segments = cgx::CudaFused::segments(problem_.owned.view(), run_.segment_bytes);
     std::string error = lanes_[rank].prepare(segments);
@@ -310,7 +310,7 @@ struct Outcome {
   explicit operator bool() const { return finished && right && error.empty(); }
 };
 
-// All ranks' calls by one thread: stage by stage, rank by rank.
+// Runs all ranks' calls on one thread: stage by stage, rank by rank.
 Outcome outcome(const Problem& problem, const Run& run) {
   Ranks ranks(problem, run);
   Outcome outcome;
@@ -339,7 +339,8 @@ const struct {
                     {cgx::Collective::kGatherSum, "gather-sum", false},
                     {cgx::Collective::kGatherSum, "gather-sum with residuals", true}};
 
-// Of an all-reduce; the others have them once for every rank, so shorter ones do.
+// Test leaves. They are shorter for the collectives other than all-reduce, which have them once per
+// rank.
 std::vector<cgx::SlotSpec> leaves(cgx::Collective collective, int64_t rounding) {
   const int64_t size = collective == cgx::Collective::kAllReduce ? 777 : 177;
   return {{size + 223, 4, 64, rounding, 0}, {3, 8, 32, 0, 1, 1}, {size, 3, 96, rounding, 2}};

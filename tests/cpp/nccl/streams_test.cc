@@ -1,5 +1,5 @@
-// Fused calls whose messages travel on several communicators at once: the bytes stay the same in
-// whatever order ranks and streams come to them, and nothing waits for ever.
+// Fused calls whose messages travel on several communicators at once. The bytes stay the same in
+// whatever order ranks and streams reach the messages, and nothing waits forever.
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kSegment = 45;  // one record of records()
 
-// Leaves of which every chunk has four records and more, and every rank the same.
+// Leaves that give every chunk at least four records, and every rank the same number.
 std::vector<cgx::SlotSpec> records(cgx::Collective collective, int64_t world) {
   return {{collective == cgx::Collective::kAllReduce ? world * 320 : 320, 4, 64, 0, 0}};
 }
@@ -21,7 +21,7 @@ std::string text(const std::string& name, int64_t world, int64_t streams) {
          " streams";
 }
 
-// Each stream has a communicator of its own, and each of these its own connections.
+// Each stream has its own communicator, and each communicator has its own connections.
 void any_number_of_streams() {
   for (const auto& [collective, name, residual] : kCollectives) {
     for (const int64_t world : {2, 3, 4}) {
@@ -41,8 +41,8 @@ void any_number_of_streams() {
   }
 }
 
-// Where ranks of one process meet inside of NCCL: none goes on before all have come, as at the
-// first messages of a communicator and where one is split.
+// Where ranks of one process meet inside NCCL: no rank continues before all have come. NCCL does
+// this at the first messages of a communicator and at a split.
 class Meetings {
  public:
   bool come(int64_t comm, int64_t world) {
@@ -66,7 +66,7 @@ cgx::NcclLibrary meeting_nccl() {
   using cgx::NcclComm;
   cgx::NcclLibrary l = emulator::nccl();
   l.group_start = [] {
-    // Streams are as far as they may be, and other ranks too.
+    // Streams and other ranks may be anywhere at this point.
     for (uint32_t k = dice() % 4; k > 0; --k) std::this_thread::yield();
     if (dice() % 4 == 0) emulator::run_streams(dice());
     return emulator::group_start();
@@ -88,7 +88,7 @@ cgx::NcclLibrary meeting_nccl() {
   return l;
 }
 
-// Every rank has a thread, and runs the streams when it likes to.
+// Every rank has a thread, which runs the streams at random moments.
 void ranks_that_issue_in_any_order() {
   const cgx::NcclLibrary alone = emulated_nccl();
   emulated_nccl() = meeting_nccl();
@@ -110,7 +110,7 @@ void ranks_that_issue_in_any_order() {
         }
         for (auto& thread : threads) thread.join();
       };
-      // The runtime waits for all ranks between the two.
+      // The runtime waits for all ranks between the two stages.
       in_threads([&](int64_t r) { return ranks.initialize(r, streams); });
       in_threads([&](int64_t r) { return ranks.execute(r, streams); });
       for (const auto& error : errors) check(error.empty(), text(name, world, streams) + error);
@@ -138,7 +138,7 @@ void every_wait_is_needed() {
   }
 }
 
-// Ranks that do not agree wait for each other for ever, which the emulator shows.
+// Ranks that do not agree wait for each other forever, which the emulator shows.
 void ranks_have_to_agree() {
   const auto collective = cgx::Collective::kAllReduce;
   const Problem problem(collective, records(collective, 2), 2, 1.0f);
@@ -148,7 +148,7 @@ void ranks_have_to_agree() {
   check(!emulator::run_streams(1), "ranks on two and on three streams wait for ever");
 }
 
-// Whatever fails, and whichever wire is late, the caller's stream comes after it.
+// Whatever fails and whichever wire is late, the caller's stream waits for that wire.
 void failures_come_after_every_wire() {
   constexpr int64_t kStreams = 4;
   const auto collective = cgx::Collective::kAllReduce;
@@ -173,7 +173,7 @@ void failures_come_after_every_wire() {
   }
 }
 
-// What a device makes for communicators, and what it says when that fails.
+// What a device creates for communicators, and what it says if that fails.
 void communicators() {
   cgx::NcclLibrary& nccl = emulated_nccl();
   const cgx::NcclLibrary whole = nccl;
@@ -195,7 +195,7 @@ void communicators() {
   check(four.size() == 4 && four[0] == emulator::handle(&comm), "XLA's communicator is the first");
   check(comm.splits == 1, "which is split once");
   check(connect(lane, comm, 3).empty() && comms(lane, comm, 4) == four, "fewer make nothing");
-  comm = {0, 1};  // another communicator where the old one lay
+  comm = {0, 1};  // another communicator at the old one's address
   check(connect(lane, comm, 3).empty() && comm.splits == 1, "which is split too");
   check(comms(lane, comm, 4).empty() &&
             comms(lane, comm, 3) != std::vector(four.begin(), four.begin() + 3),
