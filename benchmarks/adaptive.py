@@ -1,10 +1,11 @@
-"""What adaptive widths and preconditioning cost in a step, and compilations over a training.
+"""What adaptive widths and preconditioning cost per step, and compilations over a training run.
 
 Times the same data-parallel step of the example's language model with uniform 4 bits, with the
-statistics of `Adaptive` every 10 steps and every step, and with 4 bits preconditioned, in rounds of
-20 steps; their order changes from round to round. Ratios are those of a round to uniform's of the
-same round. Then trains with `Adaptive` for --train steps and counts its compilations: their
-seconds, without the first one's, over 10,000 steps of the measured time.
+statistics of `Adaptive` every 10 steps and every step, and with 4 bits preconditioned. Each way
+runs in rounds of 20 steps, in an order that changes from round to round. Ratios compare a round to
+uniform's time in the same round. Then the script trains with `Adaptive` for --train steps and
+counts its compilations. `share_of_10000_steps` is their seconds, without the first one's, divided
+by the time of 10,000 measured steps.
 
     python benchmarks/adaptive.py --json benchmarks/results/adaptive.json
 """
@@ -61,7 +62,7 @@ class Training:
         self.params, self.state = params, state
 
     def run(self, batches):
-        """Seconds of a step, the host waiting for the last one alone."""
+        """Returns the seconds per step; the host waits only for the last step."""
         start = time.perf_counter()
         for tokens in batches:
             self.params, self.state, loss = self.step(self.params, self.state, tokens)

@@ -5,9 +5,9 @@
         --json benchmarks/results/algorithms_error.json
 
 Over the links of rig.py every repeat times `lax.psum` and all reductions one after the other, each
-behind a barrier, as in one_shot.py. There are as many repeats of a size as --seconds allow, 5 to
---reps. With --rate none the ranks are those of `vmap` in one program: the bytes that a rank sends
-and the relative error of the sum in the Euclidean norm, and no times.
+behind a barrier, as in one_shot.py. A size has as many repeats as --seconds allows, between 5 and
+--reps. With --rate none, `vmap` simulates the ranks in one program. The output then has the bytes
+that a rank sends and the relative error of the sum in the Euclidean norm, but no times.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def launch(worlds: list[int], arguments: argparse.Namespace) -> int:
-    """Runs every number of ranks in processes of its own."""
+    """Runs each number of ranks in its own processes."""
     for world in worlds:
         command = measure.command(arguments, worlds=world)
         if code := rig.run(world, arguments.rate, command, timeout=3600):
@@ -67,7 +67,7 @@ def launch(worlds: list[int], arguments: argparse.Namespace) -> int:
 
 
 def errors(world: int, values: int, bits: int) -> list[dict[str, Any]]:
-    """Bytes and error of every reduction of f32[values] a rank."""
+    """Returns bytes and error of every reduction of f32[values] per rank."""
     x = np.stack([gradient(rank, values) for rank in range(world)])
     exact = x.sum(0, dtype=np.float64)
     rows = []

@@ -6,14 +6,14 @@
     sudo python benchmarks/all_reduce.py --world 4 --rate 1gbit --methods psum,xla,mpi
 
 A method is lax.psum, an exchange of psum_compressed, or "cast": bf16 values as bytes over the xla
-exchange; with "mpi" the ranks are started by mpiexec. Every repeat times all methods one after the
-other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and quartiles)
-over the repeats of psum's time over the method's in the same repeat. algbw is uncompressed bytes
-over time; busbw is algbw times 2(W-1)/W, the share of the message that a rank of a perfect fp32
-ring sends, so that worlds of different size compare. `sent` is what a rank's network device
-counted (the largest over ranks), `/plan` that over the format's arithmetic (for psum: over the
-ring's). `#wrong` counts values farther from the exact sum than the stated error bound; ranks whose
-compressed results differ in a single bit end the run.
+exchange. With "mpi" the ranks are started by mpiexec. Every repeat times all methods one after the
+other, each behind a barrier; a time is the slowest rank's. `ratio` is psum's time divided by the
+method's time in the same repeat: the median (and quartiles) over the repeats. algbw is the
+uncompressed bytes per second. busbw is algbw times 2(W-1)/W, the share of the message that a rank
+of a perfect fp32 ring sends; it makes worlds of different sizes comparable. `sent` is what a rank's
+network device counted (the largest over ranks). `/plan` is `sent` divided by the bytes that the
+format predicts (for psum: that a ring sends). `#wrong` counts values farther from the exact sum
+than the stated error bound. The run ends if the ranks' compressed results differ in a single bit.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def rank_of_process() -> int | None:
-    """This process's rank, as rig.py or mpiexec tells it."""
+    """Returns this process's rank, which rig.py or mpiexec has set, or None."""
     rank = os.environ.get("RANK", os.environ.get("PMI_RANK"))
     return None if rank is None else int(rank)
 
@@ -104,7 +104,7 @@ class Ranks(LinkTimer):
     def __init__(self, world: int):
         jax.config.update("jax_platforms", "cpu")
         self.distributed = rank_of_process() is not None
-        if "PMI_RANK" in os.environ:  # started by mpiexec: "auto" goes by MPI where it is loaded
+        if "PMI_RANK" in os.environ:  # started by mpiexec: "auto" uses MPI only if it is loaded
             importlib.import_module("mpi4py.MPI")
         if self.distributed:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -121,7 +121,7 @@ class Ranks(LinkTimer):
 
 
 def sent_bytes() -> int:
-    """Bytes this process's network devices have sent, loopback left out."""
+    """Bytes that this process's network devices have sent, except loopback."""
     path = Path("/proc/self/net/dev")
     lines = path.read_text().splitlines()[2:] if path.exists() else []
     return sum(int(line.split(":")[1].split()[8]) for line in lines if "lo:" not in line)
@@ -130,7 +130,7 @@ def sent_bytes() -> int:
 def compare(
     ranks: Ranks, values: int, compressor: cgx_jax.Quantize, methods: list[str], reps: int
 ) -> list[dict[str, Any]]:
-    """Times the methods on f32[values] a rank; one row a method."""
+    """Times the methods on f32[values] per rank; returns one row per method."""
     x = ranks.place(gradient, values)
     functions = [ranks.psum, *(reduction(ranks, method, compressor) for method in methods[1:])]
     wrong = check(ranks, values, compressor, methods, [function(x) for function in functions])
@@ -159,7 +159,7 @@ def sent_as(method: str, compressor: cgx_jax.Quantize) -> cgx_jax.compressors.Co
 
 
 def reduction(ranks: Ranks, method: str, compressor: cgx_jax.Quantize) -> Callable:
-    """`psum_compressed` as a method does it, compiled."""
+    """Returns the method's `psum_compressed`, compiled."""
     exchange = "xla" if method == "cast" else method
     return ranks.collective(
         lambda x: cgx_jax.psum_compressed(
@@ -169,9 +169,9 @@ def reduction(ranks: Ranks, method: str, compressor: cgx_jax.Quantize) -> Callab
 
 
 def timed(ranks: Ranks, function: Callable, x: jax.Array) -> tuple[float, int]:
-    """Seconds and sent bytes of one call, begun by all ranks together."""
+    """Returns the seconds and sent bytes of one call, which all ranks begin together."""
     ranks.barrier()
-    ranks.barrier()  # the first one's stragglers have arrived now
+    ranks.barrier()  # by now the stragglers of the first barrier have arrived
     before = sent_bytes()
     start = time.perf_counter()
     function(x).block_until_ready()
@@ -187,7 +187,7 @@ def check(
     methods: list[str],
     results: list[jax.Array],
 ) -> list[int]:
-    """How many values of each method's result break its bound; exits when ranks differ."""
+    """Returns how many values of each method's result break its bound; exits if ranks differ."""
     copies = [[np.asarray(s.data) for s in result.addressable_shards] for result in results]
     for method in copies[1:]:
         if np.unique(ranks.gather([[zlib.crc32(copy) for copy in method]])).size > 1:

@@ -1,6 +1,6 @@
 """The alpha-beta model of the reductions: a rank sends its messages one after the other.
 
-A message takes alpha seconds, and beta for each byte. What a rank computes is not in it.
+A message takes alpha seconds plus beta seconds per byte. The model leaves out what ranks compute.
 """
 
 from collections.abc import Sequence
@@ -43,16 +43,16 @@ def seconds(
 
 
 def fitted(cells: Sequence[tuple[str, int, int, float]]) -> tuple[float, float]:
-    """Alpha and beta, at least 0, of measured (reduction, values, world, seconds).
+    """Fits alpha and beta, both at least 0, to measured (reduction, values, world, seconds).
 
-    Least squares of relative errors, so that small buffers count as much as large ones.
+    Minimizes the squares of relative errors, so that small buffers count as much as large ones.
     """
     terms = np.array([(messages(r, w), sent(r, n, w)) for r, n, w, _ in cells], float)
     terms /= np.array([cell[3] for cell in cells])[:, None]
     both = np.linalg.lstsq(terms, np.ones(len(cells)), rcond=None)[0]
     if (both >= 0).all():
         return float(both[0]), float(both[1])
-    # One of them explains the times alone.
+    # One of the two is 0: keep the one that fits the times better by itself.
     single = terms.sum(axis=0) / np.square(terms).sum(axis=0)
     errors = np.square(terms * single - 1).sum(axis=0)
     return (float(single[0]), 0.0) if errors[0] < errors[1] else (0.0, float(single[1]))

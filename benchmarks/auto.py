@@ -3,14 +3,16 @@
     sudo python benchmarks/auto.py --json benchmarks/results/auto_default.json     # every cell
     sudo python benchmarks/auto.py --rates 1gbit --worlds 4 --sizes 4k,1M          # a few of them
 
-Runs every link rate with every world size, once with ranks that MPI started, where `auto` may take
-the fused exchange, and once without. Each repeat times `lax.psum` in fp32 and `auto` with every
-compressor, one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the
-median (and quartiles) over the repeats of psum's time over auto's in the same repeat. `method` is
-the way that `auto` took; "psum" means that it lowers to the very program of `lax.psum`, which the
-run asserts, so that its ratio is noise. Any other cell passes where the median is 0.95 or more.
+Runs every link rate with every world size, once with ranks that MPI started and once without. With
+MPI `auto` may take the fused exchange. Each repeat times `lax.psum` in fp32 and `auto` with every
+compressor, one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is
+psum's time divided by auto's time in the same repeat: the median (and quartiles) over the repeats.
+`method` is the way that `auto` took. "psum" means that `auto` lowers to exactly the program of
+`lax.psum`, which the run asserts; its ratio is then noise. Any other cell passes if its median is
+0.95 or more.
 
-`--exchange xla` or `mpi` measures that exchange at every size instead: what the rule is made from.
+`--exchange xla` or `mpi` measures that exchange at every size instead. The rule of `auto` is made
+from these measurements.
 """
 
 import argparse
@@ -37,7 +39,7 @@ COMPRESSORS = {
     "4 bits, stochastic": cgx_jax.Quantize(bits=4, rounding="stochastic"),
     "8 bits": cgx_jax.Quantize(bits=8),
 }
-REPS = range(11, 202)  # of one size: more where a repeat is short
+REPS = range(11, 202)  # repeats per size: more if a repeat is short
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -82,7 +84,7 @@ def main() -> int:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Runs every link, world size and launcher, each in processes of its own."""
+    """Runs every link, world size and launcher, each in its own processes."""
     lists = (arguments.rates, arguments.worlds, arguments.launchers)
     for rate, world, launcher in itertools.product(*(x.split(",") for x in lists)):
         command = measure.command(arguments, rates=rate, worlds=world, launchers=launcher)
@@ -92,7 +94,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times psum and `auto` with each compressor on f32[values] a rank; one row a compressor."""
+    """Times psum and `auto` on f32[values] per rank; returns one row per compressor."""
     names = [name.strip() for name in arguments.compressors.split(";")]
     functions = [ranks.psum]
     for name in names:
@@ -100,7 +102,7 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
     x = ranks.place(gradient, values)
     ranks.seconds(functions, x, 1)  # compiles
     one = float(ranks.seconds(functions, x, 2).min(axis=0).sum())
-    # Every process saw the same slowest ranks' times, so all take as many repeats.
+    # Every process sees the times of the slowest ranks, so all choose the same number of repeats.
     reps = int(np.clip(arguments.seconds / one, REPS[0], REPS[-1]))
     seconds = ranks.seconds(functions, x, reps)
     rows = []
@@ -146,7 +148,7 @@ def program(function: Any, x: jax.Array) -> str:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Whether `auto` was psum itself, or as fast."""
+    """Whether `auto` was psum itself, or at least `BAR` times as fast."""
     return row["method"] == "psum" or row["ratio"][1] >= BAR
 
 

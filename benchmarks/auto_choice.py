@@ -4,11 +4,12 @@
     sudo python benchmarks/auto_choice.py --rates 1gbit --worlds 2 --sizes 4k,25M    # a quick look
     python benchmarks/auto_choice.py --picture benchmarks/results/auto_choice.json --png FILE
 
-On each link `tune` measures for `--tune` seconds. Then `lax.psum`, and each exchange by each
-reduction that `tune` measures, take turns on one leaf at 4 bits, as tuner.py does it. "auto" takes
-one of these, and compiles to the same program. The first half of the turns says which is the best.
-`share` is the median (and quartiles) over the second half of the best one's time over that of what
-auto took; a cell passes with 0.95. `speeds` are psum's time over each one's.
+On each link `tune` measures for `--tune` seconds. Then `lax.psum`, and each exchange with each
+reduction that `tune` measures, take turns on one leaf at 4 bits, as in tuner.py. "auto" takes one
+of these choices, and compiles to the same program. The first half of the turns decides which choice
+is the best. `share` is the best choice's time divided by the time of auto's choice: the median (and
+quartiles) over the second half. A cell passes with 0.95. `speeds` are psum's time divided by each
+choice's time.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def compare(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Times all choices at every size, on every link; one row for each."""
+    """Times all choices; yields one row per link and size."""
     fixed = [e.shorthand for e in auto.available()]
     choices = ["psum", *(f"{e}{r}" for e, r in itertools.product(fixed, ("", "/gather_sum")))]
     for rate in arguments.rates.split(","):
@@ -123,7 +124,7 @@ def reduction(ranks: Ranks, choice: str) -> Callable[..., jax.Array]:
 
 
 def taken(ranks: Ranks, values: int) -> str:
-    """What "auto" does with one leaf of so many values."""
+    """Returns what "auto" takes for one leaf of `values` values."""
     plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), "float32"), CODE)
     options = Options("auto_choice", Axes((), None, ranks.world), auto.named("auto_choice", "auto"))
     (way,) = ways(options, plan).values()
@@ -134,7 +135,7 @@ def taken(ranks: Ranks, values: int) -> str:
 
 
 def draw(results: Path, png: Path) -> None:
-    """One panel for each link and world: the speed of every choice by size, and of auto."""
+    """Draws a panel per link and world: the speed of every choice by size, and of auto."""
     import matplotlib
 
     matplotlib.use("Agg")

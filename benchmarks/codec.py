@@ -2,14 +2,14 @@
 
     python benchmarks/codec.py --size 100M --bits 4,8     # kernel_timing.py says how to build it
 
-`ratio` is the time of memcpy over the kernel's, for the same uncompressed bytes on one thread,
-measured in turns; the time on one thread over that on two stands beside memcpy's own gain from the
-second thread (where that is small, memory is the limit and not the kernel).
-`#wrong` counts decoded values outside of the stated error bound and payload bytes that differ
-between instruction sets. `units` multiplies each value by one of its own, which is read as well,
-`factored` by those of its row and column. 100 MB of values do not fit the caches; --size 1M shows
-those that do. Codes beside the wire format's, --codes, are of values in buckets of 512; what is
-selected is 1 %, or 5 of every bucket.
+`ratio` is memcpy's time divided by the kernel's, for the same uncompressed bytes on one thread,
+measured in turns. The kernel's gain from a second thread stands beside memcpy's own gain; if that
+is small, memory is the limit and not the kernel.
+`#wrong` counts decoded values outside the stated error bound, and payload bytes that differ between
+instruction sets. `units` multiplies each value by its own unit, which is read as well; `factored`
+multiplies it by the units of its row and column. 100 MB of values do not fit the caches; --size 1M
+measures values that do. --codes are the codes other than the wire format, of values in buckets of
+512. Codes that select values keep 1 %, or 5 of every bucket.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from cgx_jax import wire
 
 BUCKET = 512
 PEERS = 4
-ENCODERS = {  # what each asks of the encoding kernel
+ENCODERS = {  # options of the encoding kernel
     "nearest": {},
     "stochastic": {"rounding": 1},
     "residual": {},
@@ -45,7 +45,7 @@ KERNELS = (
 COLUMNS = 1024  # of factored units
 KEPT = 0.01
 BLOCK_KEPT = 5
-CODES = {  # of one array each: the options of its call, and the bytes of its result by the value
+CODES = {  # codes of one array: the options of the call, and the result's bytes per value
     "signs": ({}, 1 / 8),
     "decode signs": ({}, 1 / 8),
     "natural": ({}, 1),
@@ -92,13 +92,13 @@ class Buffers:
         self.chunk_bytes = wire.Layout((leaf,), PEERS).chunk_bytes
         self.payload = aligned(PEERS * self.row, np.uint8)
         self.chunk = aligned(self.chunk_bytes, np.uint8)
-        for _ in range(2):  # real payloads, of which a kernel may read as many rows as it takes
+        for _ in range(2):  # real payloads: a kernel may read as many rows as it needs
             self.run("nearest", 1)
         for row in range(1, PEERS):
             self.payload[row * self.row : (row + 1) * self.row] = self.payload[: self.row]
 
     def handled(self, kernel: str) -> int:
-        """The values that a kernel's call is about: its rank's chunk, or all."""
+        """Returns how many values a kernel's call handles: its rank's chunk, or all."""
         return self.values.size // PEERS if "reduce" in kernel else self.values.size
 
     def run(self, kernel: str, threads: int) -> float:
@@ -124,7 +124,7 @@ class Buffers:
         return self.kernels.time_copy(self.out[:n], self.values[:n], threads)
 
     def wrong(self, stochastic: bool) -> int:
-        """Values that decode to something outside of the error bound."""
+        """Returns how many values decode to something outside the error bound."""
         self.run("stochastic" if stochastic else "nearest", 1)
         self.run("decode", 1)
         x = self.values.reshape(-1, BUCKET)
@@ -136,7 +136,7 @@ class Buffers:
 
 
 class CodeBuffers:
-    """The operands of the codes beside the wire format's, and the calls on them."""
+    """The operands of the codes other than the wire format, and the calls on them."""
 
     def __init__(self, kernels: kernel_timing.Kernels, size: int) -> None:
         self.kernels = kernels
@@ -149,7 +149,7 @@ class CodeBuffers:
         self.taken = {name: aligned(out.size // 4, np.float32) for name, out in self.out.items()}
 
     def handled(self, code: str) -> int:
-        """The values that a call is about."""
+        """Returns how many values a call handles."""
         return self.values.size
 
     def run(self, code: str, threads: int) -> float:
@@ -172,7 +172,7 @@ class CodeBuffers:
 def code_sweep(
     kernels: kernel_timing.Kernels, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """One row for each instruction set and code."""
+    """Yields one row per instruction set and code."""
     size = arguments.size // 4 // (5 * BUCKET) * (5 * BUCKET)
     buffers = CodeBuffers(kernels, size)
     first: dict[str, np.ndarray] = {}
@@ -188,7 +188,7 @@ def code_sweep(
 
 
 def measured(buffers: Buffers | CodeBuffers, kernel: str, reps: int) -> dict[str, Any]:
-    """Quartiles of the ratios of one kernel; each repeat measures all four times in turn."""
+    """Returns quartiles of one kernel's ratios; each repeat measures all four times in turn."""
     times = np.empty((reps, 4))
     for rep in range(-1, reps):  # one round of warm-up
         times[rep] = (
@@ -210,7 +210,7 @@ def measured(buffers: Buffers | CodeBuffers, kernel: str, reps: int) -> dict[str
 def sweep(
     kernels: kernel_timing.Kernels, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """One row for each instruction set, width and kernel."""
+    """Yields one row per instruction set, width and kernel."""
     size = arguments.size // 4 // COLUMNS * COLUMNS
     for bits in arguments.bits:
         buffers = Buffers(kernels, size, bits)

@@ -2,8 +2,8 @@
 
     python benchmarks/compile_time.py --leaves 1000
 
-Interleaved, with JAX's caches cleared before each measurement; `ratio` is the median (and
-quartiles) of the compressed time over psum's in the same repeat.
+The two are interleaved, and JAX's caches are cleared before each measurement. `ratio` is the
+compressed time divided by psum's time in the same repeat: the median (and quartiles).
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Network hosts whose packets take their time, where the kernel has no netem.
+"""Network hosts whose packets are delayed, for kernels without netem.
 
     python benchmarks/delay_line.py 2 0.01 READY   # two hosts, 10 ms each way, until it is stopped
 
-A process stands in the switch's place. Each host gets a TAP device; what it sends there is read,
-kept for as long as the delay says, and handed to the host that it is for. Packets are as large as
-the kernel makes them, since each costs this process time. The file READY appears once the devices
-are there. Needs Linux and root; rig.py builds the hosts, and shapes the rates of the devices.
+A process takes the place of the switch. Each host gets a TAP device. The process reads what a host
+sends there, keeps it for the delay, and hands it to the destination host. Packets are as large as
+the kernel makes them, because each packet costs this process time. The file READY appears once the
+devices exist. Needs Linux and root; rig.py builds the hosts, and shapes the rates of the devices.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ LONGEST_WAIT = 0.1  # seconds
 
 
 def tap(namespace: str, name: str) -> int:
-    """A new TAP device in a network namespace; the descriptor of its other end."""
+    """Creates a TAP device in a network namespace; returns the descriptor of its other end."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     there = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
     try:
@@ -48,8 +48,8 @@ def _enter(namespace: int) -> None:
 
 
 def destinations(packet: bytes, source: int, count: int) -> list[int]:
-    """The hosts that an Ethernet packet is for: one by the last byte of its address, or all."""
-    if packet[0] & 1:  # to all: a question for an address
+    """Returns an Ethernet packet's hosts: one by the last byte of its address, or all others."""
+    if packet[0] & 1:  # to all hosts, such as a request for an address
         return [host for host in range(count) if host != source]
     host = packet[5] - 1
     return [host] if 0 <= host < count and host != source else []
@@ -61,7 +61,7 @@ def hardware_address(host: int) -> str:
 
 
 def relay(ends: list[int], delay: float) -> None:
-    """Hands packets on, `delay` seconds after they came, for ever."""
+    """Forwards packets `delay` seconds after they arrive; never returns."""
     waiting: list[tuple[float, int, int, bytes]] = []
     order = itertools.count()
     hosts = {end: host for host, end in enumerate(ends)}

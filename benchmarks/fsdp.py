@@ -2,9 +2,9 @@
 
     python benchmarks/fsdp.py --json benchmarks/results/fsdp.json
 
-A seed draws the weights and the batches, the same for each way. Prints the mean and the standard
-deviation of the final loss (the mean of the last tenth of the steps), and the difference to exact
-training in standard deviations of the exact runs.
+A seed draws the initial weights and the batches, which are the same for all ways. Prints the mean
+and the standard deviation of the final loss (the mean of the last tenth of the steps), and the
+difference to exact training in standard deviations of the exact runs.
 """
 
 import argparse
@@ -40,7 +40,7 @@ WAYS = {  # compressors of weights and gradients, and options of `scatter_gradie
 
 
 def final_losses(mesh, seeds: int, steps: int) -> dict[str, list[float]]:
-    """Each way's final losses, one for each seed; `mesh` has the axis "data"."""
+    """Returns each way's final losses, one per seed; `mesh` has the axis "data"."""
     text, _ = corpus.load()
     last = max(1, steps // 10)
     finals: dict[str, list[float]] = {way: [] for way in WAYS}

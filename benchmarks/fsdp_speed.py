@@ -3,13 +3,13 @@
     sudo python benchmarks/fsdp_speed.py --json benchmarks/results/fsdp_speed.json
     sudo python benchmarks/fsdp_speed.py --rates 1gbit --worlds 2            # a quick look
 
-What sharded training sends in a step, and nothing else: 12 weights of [1024, 512] are gathered, and
-gradients of that shape scattered. "exact" is `lax.all_gather` and `lax.psum_scatter` in fp32,
-"bf16" the same calls of bf16 values. The others are `all_gather_compressed` on an 8-bit shifted
+Times only what sharded training sends in a step: 12 weights of [1024, 512] are gathered, and
+gradients of that shape are scattered. "exact" is `lax.all_gather` and `lax.psum_scatter` in fp32,
+"bf16" the same calls on bf16 values. The others are `all_gather_compressed` on an 8-bit shifted
 lattice and `psum_scatter_compressed` at 4 bits, over an exchange. Every repeat times all methods
-one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and
-quartiles) over the repeats of the exact step's time over the method's. `sent` is what a rank's
-network device counted, the largest over the ranks.
+one after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the exact
+step's time divided by the method's time: the median (and quartiles) over the repeats. `sent` is
+what a rank's network device counted, the largest over the ranks.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def compressed(shards: Sequence[jax.Array], exchange: str) -> list[jax.Array]:
 
 
 def gradients(whole: Sequence[jax.Array]) -> list[jax.Array]:
-    """Values of the weights' shape that need all of them, and differ from rank to rank."""
+    """Returns values of the weights' shape that depend on all weights and differ between ranks."""
     return [x * (1 + lax.axis_index(AXIS)).astype(x.dtype) for x in whole]
 
 
@@ -87,7 +87,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times all methods; one row a method."""
+    """Times all methods; returns one row per method."""
     own = (SHAPE[0] // ranks.world, SHAPE[1])
     values = LEAVES * int(np.prod(own))
     x = ranks.place(gradient, values)

@@ -1,11 +1,11 @@
-"""Bytes that the CUDA kernels move, and the least time that they can take: a model, no measurement.
+"""A model, not a measurement: bytes that the CUDA kernels move, and the least time they can take.
 
     python benchmarks/gpu_model.py --memory 3.35 --link 12.5
 
-Counts what has to cross device memory once, for buckets of 512 fp32 values: encode reads a value
-and writes its codes, reduce reads the owner's values and every peer's codes, decode the other way
-round. `wire` is what NCCL's own kernels read to send and write on arrival. `ring` is the time that
-a fp32 ring all-reduce needs for the same message on the same link.
+Counts what has to cross device memory once, for buckets of 512 fp32 values. encode reads values and
+writes codes. reduce reads the owner's values and every peer's codes. decode reads codes and writes
+values. `wire` is what NCCL's own kernels read to send and write on arrival. `ring` is the time that
+an fp32 ring all-reduce needs for the same message on the same link.
 """
 
 import argparse
@@ -15,12 +15,12 @@ BUCKET = 512
 
 
 def payload(bits: int) -> float:
-    """Bytes a value, with its share of the bucket's range."""
+    """Bytes per value, including its share of the bucket's range."""
     return bits / 8 + 8 / BUCKET
 
 
 def bytes_per_value(bits: int, world: int) -> dict[str, float]:
-    """What one rank moves for each value of the whole buffer."""
+    """Bytes that one rank moves per value of the whole buffer."""
     p, others = payload(bits), (world - 1) / world
     return {
         "encode": others * (4 + p),

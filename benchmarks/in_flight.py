@@ -1,12 +1,13 @@
-"""What several buffers in flight gain over one, where links are far away.
+"""What several buffers in flight gain over one, on links with a delay.
 
     sudo python benchmarks/in_flight.py --json benchmarks/results/in_flight.json
 
-A packet takes `--delay` seconds from one host to another (rig.py), so a connection that waits for
-answers does not fill its link. 16 MB of gradients are reduced at 4 bits: as buffers of 1 MB of
-which one waits for the other, as the same buffers all at once, and as one buffer. Every repeat
-times all of them one after the other, each behind a barrier; a time is the slowest rank's. `ratio`
-is the median (and quartiles) over the repeats of the time of buffers that wait over the others'.
+A packet takes one of `--delays` seconds from one host to another (rig.py), so a connection that
+waits for answers does not fill its link. 16 MB of gradients are reduced at 4 bits in three ways: as
+buffers of 1 MB that each wait for the one before, as the same buffers all at once, and as one
+buffer. Every repeat times all ways one after the other, each behind a barrier; a time is the
+slowest rank's. `ratio` is the time of the buffers that wait divided by the way's time: the median
+(and quartiles) over the repeats.
 """
 
 import argparse
@@ -81,9 +82,9 @@ def main() -> int:
 
 
 def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times all methods by both exchanges; one row for each."""
-    # Arrays of their own, as gradients are: XLA would reuse the memory of slices of one array, and
-    # a call that waits for memory waits for the call before.
+    """Times all methods over both exchanges; returns one row for each pair."""
+    # Separate arrays, as gradients are. XLA would reuse the memory of slices of one array, and a
+    # call that waits for memory waits for the call before it.
     leaves = [ranks.place(gradient, math.prod(SHAPE)) for _ in range(BUFFERS)]
     rows = []
     for exchange in EXCHANGES:
@@ -119,7 +120,7 @@ def on_ranks(
     exchange: str,
     leaves: list[jax.Array],
 ) -> Callable[[], None]:
-    """A call of `function` of each rank's leaves, compiled."""
+    """Returns a compiled call of `function` on each rank's leaves."""
     call = jax.jit(
         jax.shard_map(
             lambda rows: function([row.reshape(SHAPE) for row in rows], exchange),

@@ -133,7 +133,7 @@ class Kernels:
         bucket_size: int = 512,
         levels: int = 0,
     ) -> float:
-        """Seconds of one call of a code beside the wire format's, with key (1, 2)."""
+        """Seconds of one call of a code other than the wire format, with key (1, 2)."""
         arrays = (_array(x) for x in (values, out, taken))
         timed = _TimedCode(code.encode(), threads, keep, bucket_size, levels, *arrays)
         return _seconds(self.library.cgx_time_code, ctypes.byref(timed))

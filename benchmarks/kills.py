@@ -2,11 +2,11 @@
 
     python benchmarks/kills.py --kills 100 --json benchmarks/results/kills.json
 
-Four workers train. Any of them, the coordinator too, is killed (SIGKILL) at a random moment within
---every seconds after the last start: while they start, compile, train or save. Those that are left
-go on as three, and after the next kill a fourth one joins again. `went_on_after` is the time from
-the kill to the first step that ends after it. A hang is no such step within --patience seconds. A
-divergence is a checkpoint at which the ranks hold different bits.
+Four workers train. One of them, possibly the coordinator, is killed (SIGKILL) at a random moment
+within --every seconds after the last start: while they start, compile, train or save. The other
+three go on, and after the next kill four start again. `went_on_after` is the time from the kill to
+the first step that ends after it. A run hangs if no such step ends within --patience seconds. It
+diverges if the ranks hold different bits at a checkpoint.
 """
 
 import argparse

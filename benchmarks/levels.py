@@ -3,12 +3,12 @@
     sudo python benchmarks/levels.py --json benchmarks/results/levels.json
     sudo python benchmarks/levels.py --rates 100mbit --sizes 25M
 
-A node is a host with two processes, started by mpiexec. Links between nodes have the rate, inside
-nothing limits: the "xla" exchange goes through gloo's sockets there, "mpi" through shared memory.
-Every repeat times all methods one after the other, each behind a barrier; a time is the slowest
-rank's. `ratio` is the median (and quartiles) over the repeats of psum's time over the method's in
-the same repeat, `over_flat` of the time of the same exchange without levels. `between` is what a
-node sends to the other by its network device's counter.
+A node is a host with two processes, started by mpiexec. Links between nodes have the given rate.
+Inside a node the rate is not limited: the "xla" exchange uses gloo's sockets there, "mpi" shared
+memory. Every repeat times all methods one after the other, each behind a barrier; a time is the
+slowest rank's. `ratio` is psum's time divided by the method's time in the same repeat: the median
+(and quartiles) over the repeats. `over_flat` is the same for the time of the exchange without
+levels. `between` is what a node sends to the other, by the counter of its network device.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def compare(nodes: Ranks, values: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times all methods on f32[values] a rank; one row a method."""
+    """Times all methods on f32[values] per rank; returns one row per method."""
     methods = [("", "psum"), *METHODS]
     functions = [nodes.psum, *(reduction(nodes, *method) for method in METHODS)]
     x = nodes.place(gradient, values)

@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with `--json` and these of the `OPTIONS`, of the types of their defaults."""
+    """Returns a parser with `--json` and the given OPTIONS, each of its default's type."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,7 +46,7 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
 
 
 def command(arguments: argparse.Namespace, **cell: Any) -> list[str]:
-    """The command that runs this benchmark again, with the options of one cell in place of all."""
+    """Returns the command that runs this benchmark again, for the options of one cell only."""
     line = [sys.executable, sys.argv[0]]
     for name, value in (vars(arguments) | cell).items():
         if value is not None:
@@ -61,7 +61,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def write_json(path: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Puts this run, with its command and machine, in place of the last one of that command."""
+    """Writes this run, with its command and machine; replaces the last run of that command."""
     if path is None:
         return
     runs = [run for run in _read(path) if run["command"] != _command()]
@@ -69,9 +69,9 @@ def write_json(path: Path | None, rows: list[dict[str, Any]]) -> None:
 
 
 def add_json(path: Path | None, row: dict[str, Any], cell: Sequence[str]) -> None:
-    """Adds a row to this run, and takes the same `cell` (the values of these keys) out of others.
+    """Adds a row to this run, and removes the row's `cell` (the values of these keys) elsewhere.
 
-    A benchmark of many long cells is thus measured cell by cell, by any division into commands.
+    A benchmark of many long cells can thus be measured cell by cell, with any number of commands.
     """
     if path is None:
         return
@@ -98,7 +98,7 @@ def _write(path: Path, runs: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(runs, indent=1) + "\n")
-    partial.replace(path)  # whole, whenever this process ends
+    partial.replace(path)  # the file is whole at any time, even if this process dies
 
 
 def machine() -> dict[str, Any]:

@@ -3,14 +3,14 @@
     python benchmarks/nonfinite.py --json benchmarks/results/nonfinite.json
     python benchmarks/nonfinite.py --task language --reps 21 --exchanges xla    # a quick look
 
-Two ranks: simulated devices of one process that reduce by the exchange "xla", then processes that
-mpiexec starts here, by "mpi". Every repeat takes a step without the mode, one of the same program
+Two ranks: first simulated devices of one process over the exchange "xla", then processes that
+mpiexec starts here over "mpi". Every repeat takes a step without the mode, one of the same program
 compiled again, and one under `debug_nonfinite("log")`, each behind a barrier; a time is the slowest
-rank's. The order turns round with every repeat. `added` is the median (and quartiles) over the
-repeats of a step's time over that of the first in the same repeat, less 1: of the second it is
-noise. Then the same for the step's reduction by itself, which has less noise. There `added` is what
-it takes longer in the same repeat, over the median time of the whole step without the mode. Values
-are finite throughout. Needs the packages of the extra `accuracy`.
+rank's. The order rotates with every repeat. `added` is the step's time divided by the first step's
+time in the same repeat, minus 1: the median (and quartiles) over the repeats. For the second step
+it is noise. Then the step's reduction is measured alone, which has less noise. There `added` is the
+additional time in the same repeat, divided by the median time of the whole step without the mode.
+Values are finite throughout. Needs the packages of the extra `accuracy`.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Runs every exchange in processes of its own."""
+    """Runs every exchange in its own processes."""
     for exchange in arguments.exchanges:
         command = [sys.executable, sys.argv[0], "--exchanges", exchange]
         command += ["--task", *arguments.task, "--reps", str(arguments.reps)]
@@ -145,7 +145,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def reduction(mesh: Mesh, params: Any, plan: cgx_jax.Plan, exchange: str) -> Callable[[], Any]:
-    """The reduction of a step's gradients alone, of random ones."""
+    """Returns a compiled call of a step's reduction alone, on random gradients."""
     rows = NamedSharding(mesh, P("data"))
     rng = np.random.default_rng(0)
 
@@ -154,7 +154,7 @@ def reduction(mesh: Mesh, params: Any, plan: cgx_jax.Plan, exchange: str) -> Cal
         return jax.make_array_from_callback(host.shape, rows, host.__getitem__)
 
     def reduce(tree: Any) -> Any:
-        own = jax.tree.map(lambda x: 2 * x[0], tree)  # a step computes its gradients
+        own = jax.tree.map(lambda x: 2 * x[0], tree)  # computed, as a step's gradients are
         return cgx_jax.pmean_compressed(own, "data", plan, exchange=exchange)
 
     tree = jax.tree.map(place, params)
@@ -164,12 +164,12 @@ def reduction(mesh: Mesh, params: Any, plan: cgx_jax.Plan, exchange: str) -> Cal
 
 
 def in_turns(ranks: Ranks, steps: list[Callable[[], Any]], reps: int) -> np.ndarray:
-    """Seconds of every step by the slowest rank, f64[reps, steps]."""
+    """Returns the slowest rank's seconds of every step, f64[reps, steps]."""
     samples = np.empty((reps, len(steps)))
     for rep in range(-2, reps):  # two rounds of warm-up
         for i in np.roll(np.arange(len(steps)), rep):
             ranks.barrier()
-            ranks.barrier()  # the first one's stragglers have arrived now
+            ranks.barrier()  # by now the stragglers of the first barrier have arrived
             start = time.perf_counter()
             steps[i]()
             if rep >= 0:

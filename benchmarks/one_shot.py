@@ -5,10 +5,10 @@
     python benchmarks/one_shot.py --rate none --worlds 2,4      # simulated devices: error and bytes
 
 With "mpi" the ranks are started by mpiexec. Every repeat times `lax.psum` and both reductions one
-after the other, each behind a barrier; a time is the slowest rank's. `ratio` is the median (and
-quartiles) over the repeats of scatter_gather's time over gather_sum's in the same repeat. `sent`
-are the bytes that a rank sends by the reductions' own arithmetic, `relative_error` that of the sum
-in the Euclidean norm.
+after the other, each behind a barrier; a time is the slowest rank's. `ratio` is scatter_gather's
+time divided by gather_sum's time in the same repeat: the median (and quartiles) over the repeats.
+`sent` is the number of bytes that a rank sends, as the reductions compute it. `relative_error` is
+the sum's relative error in the Euclidean norm.
 """
 
 import argparse
@@ -68,10 +68,10 @@ def compare(
     seconds_each: float = math.inf,
     exchange: str = "xla",
 ) -> list[dict[str, Any]]:
-    """Times psum and the reductions on f32[values] a rank; one row a reduction.
+    """Times psum and the reductions on f32[values] per rank; returns one row per reduction.
 
-    `ratio` is to the first of them. There are 5 repeats or more, as many as `seconds_each` allow,
-    and `arguments.reps` at most.
+    `ratio` compares to the first reduction. The number of repeats is what `seconds_each` seconds
+    allow, at least 5 and at most `arguments.reps`.
     """
     compressor = cgx_jax.Quantize(arguments.bits)
     functions = [ranks.psum]
@@ -85,7 +85,7 @@ def compare(
         )
     x = ranks.place(gradient, values)
     results = [np.asarray(f(x).addressable_data(0)) for f in functions]
-    # Every process sees the same slowest ranks' times, so all take as many repeats.
+    # Every process sees the times of the slowest ranks, so all choose the same number of repeats.
     once = float(ranks.seconds(functions, x, 1).sum())
     seconds = ranks.seconds(functions, x, int(np.clip(seconds_each / once, 5, arguments.reps)))
     leaf = (CodedLeaf(compressor, (values,), np.dtype(np.float32), 0),)

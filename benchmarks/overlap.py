@@ -12,12 +12,12 @@ Steps of two tasks of the suite, on shaped links (rig.py), by these ways:
     tuned       the same with a `Tuner`, after its trials on this link
     compute     the step without a reduction
 
-A size whose buffers are those of the size before is left out. Every repeat takes one step of each
+A size with the same buffers as the size before it is left out. Every repeat takes one step of each
 way, one after the other, each behind a barrier; a time is the slowest rank's. `over_after` is the
-median (and quartiles) over the repeats of the time of "after" over the way's in the same repeat.
-`hidden` is how much of what "after" takes longer than "compute" the way saves. Ranks are started
-and reduce as in suite/speed.py. A link "loopback" is that of ranks that mpiexec started on this
-machine, as above.
+time of "after" divided by the way's time in the same repeat: the median (and quartiles) over the
+repeats. `hidden` is the part of the time between "compute" and "after" that the way saves. Ranks
+are started and reduce as in suite/speed.py. The link "loopback" is for ranks that mpiexec started
+on this machine, as above.
 """
 
 import sys
@@ -70,7 +70,7 @@ class InBackward(Computing):
 
 
 class Tuning(Step):
-    """A step that a tuner compiles, as often as it likes."""
+    """A step that a tuner compiles, as often as the tuner needs."""
 
     def _compiled(self, ranks: Ranks, trainer: Trainer, *, sends: bool) -> Callable[..., Any]:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER)  # as in `compiled`
@@ -80,7 +80,7 @@ class Tuning(Step):
 def trainers(
     task: Task, code: Compressor, exchange: str, sizes: dict[str, int]
 ) -> dict[str, Trainer]:
-    """A trainer for each way but the tuner's, by name."""
+    """Returns a trainer for each way except the tuner's, by name."""
     exact, coded = Configuration(), Configuration(lambda _: code)
     made: dict[str, Trainer] = {
         PMEAN: of_exchange(Timed, "xla", task, exact),

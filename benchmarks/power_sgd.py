@@ -6,9 +6,10 @@
 
 Every rank holds `--leaves` fp32 matrices of `--side` squared. A method takes the ranks' means, as
 `sync_gradients` does in a step. Every repeat times all methods one after the other, each behind a
-barrier; a time is the slowest rank's. `ratio` is the median (and quartiles) over the repeats of
-psum's time over the method's in the same repeat. `sent` is what a rank's network device counted
-(the largest over ranks), `/plan` that over the format's arithmetic (for psum: over the ring's).
+barrier; a time is the slowest rank's. `ratio` is psum's time divided by the method's time in the
+same repeat: the median (and quartiles) over the repeats. `sent` is what a rank's network device
+counted (the largest over ranks). The share "of plan" divides this by the bytes that the format
+predicts (for psum: that a ring sends).
 
 With --products one process times the ways to write PowerSGD's products in plain JAX, and a whole
 step of one rank, on one matrix. The ways take turns; figures are medians with quartiles.
@@ -62,7 +63,7 @@ def main() -> int:
 
 
 class Step:
-    """Means of a rank's leaves by `sync_gradients`, whose state goes from call to call."""
+    """Means of the ranks' leaves by `sync_gradients`; keeps its state between calls."""
 
     def __init__(self, ranks: Ranks, leaves: list[jax.Array], compressor: Any, memory: Any):
         tx = cgx_jax.sync_gradients(
@@ -132,7 +133,7 @@ def compare(ranks: Ranks, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def mean(ranks: Ranks) -> Callable[[list[jax.Array]], jax.Array]:
-    """lax.pmean of a rank's leaves."""
+    """Returns a call of lax.pmean on the ranks' leaves."""
     run = jax.jit(
         jax.shard_map(
             lambda xs: lax.pmean([x[0] for x in xs], "ranks"),

@@ -1,10 +1,11 @@
-"""Predicted times of a reduction and of a training step on machines that nobody here has.
+"""Predicted times of a reduction and of a training step on machines that we do not have.
 
     python benchmarks/predict.py
 
-A model and no measurement: a link takes bytes over its rate, a kernel takes bytes over the memory's
-rate (gpu_model.py), nothing overlaps, and no message has a latency. fp32 is a ring over all ranks.
-A node's GPUs share its link. With levels the sums inside a node are exact and go over PCIe.
+A model, not a measurement. A link's time is its bytes divided by its rate. A kernel's time is its
+bytes divided by the memory's rate (gpu_model.py). Nothing overlaps, and no message has a latency.
+fp32 is a ring over all ranks. A node's GPUs share its link. With levels the sums inside a node are
+exact and go over PCIe.
 """
 
 import sys
@@ -17,7 +18,7 @@ from gpu_model import bytes_per_value
 GRADIENTS = 100e6  # bytes of fp32
 BITS = 4
 MEMORY = 0.936e12  # bytes per second: an RTX 3090's data sheet
-PCIE = 10e9  # bytes per second and GPU, each way: what is left of 16 lanes of PCIe 3.0
+PCIE = 10e9  # bytes per second and GPU, each way: the usable part of 16 lanes of PCIe 3.0
 STEPS = (0.05, 0.2, 1.0)  # seconds that a step computes
 PRICES = "fp32", "flat", "levels"
 
@@ -63,7 +64,7 @@ def reduction_seconds(machine: Machine, how: str, gradients: float = GRADIENTS) 
 
 
 def step_speedup(machine: Machine, how: str, computing: float) -> float:
-    """Times as fast as the step that reduces in fp32."""
+    """Returns how many times as fast a step is as one that reduces in fp32."""
     return (computing + reduction_seconds(machine, "fp32")) / (
         computing + reduction_seconds(machine, how)
     )

@@ -9,8 +9,8 @@
 `run` starts CMD once in each of `world` namespaces with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT set. Rank 0 prints; the others are quiet unless they fail. With --mpi the ranks are
 started by MPICH's mpiexec (pip install mpich) and talk over the same links, never through shared
-memory. A network that is up already is used and left up. With --delay, packets take so many
-seconds from one host to another (delay_line.py). Rates are those of `tc` ("100mbit",
+memory. If a network is already up, `run` uses it and leaves it up. With --delay, a packet takes
+that many seconds from one host to another (delay_line.py). Rates are those of `tc` ("100mbit",
 "10gbit") or "unlimited".
 
 Needs Linux, root and iproute2. Touches only network objects named cgx_*, and /etc/netns/cgx_*.
@@ -46,7 +46,7 @@ def address(rank: int) -> str:
 
 
 def require_tools() -> None:
-    """Exits with the remedy where the rig cannot work."""
+    """Exits with a message that names the remedy if the rig cannot work."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             sys.exit(f"rig: `{tool}` is missing. Install it: apt-get install iproute2")
@@ -72,7 +72,7 @@ def _command(*command: str) -> str:
 
 
 def hosts() -> int:
-    """How many hosts the network that is up has; 0 when there is none."""
+    """Returns how many hosts the present network has; 0 without a network."""
     return sum(name.startswith(HOST) for name in _namespaces())
 
 
@@ -100,7 +100,7 @@ def up(count: int, rate: str) -> None:
 
 
 def _plug_in(rank: int) -> None:
-    """A cable from a host to the switch."""
+    """Connects a host to the switch by a cable."""
     host, port = f"{HOST}{rank}", f"cgx_s{rank}"
     ip("link", "add", f"cgx_v{rank}", "netns", host, "type", "veth", "peer", "name", port,
        "netns", SWITCH)  # fmt: skip
@@ -109,7 +109,7 @@ def _plug_in(rank: int) -> None:
 
 @contextlib.contextmanager
 def _delayed(count: int, rate: str, delay: float) -> Iterator[None]:
-    """A network of hosts whose packets take `delay` seconds from one to another."""
+    """Provides a network whose packets take `delay` seconds from one host to another."""
     if _namespaces():
         sys.exit("rig: a network is up already; `rig.py down` removes it")
     line = None
@@ -140,7 +140,7 @@ def _delayed(count: int, rate: str, delay: float) -> Iterator[None]:
 
 
 def _configure(rank: int, count: int) -> None:
-    """Brings a host's device up, and tells the host who is who."""
+    """Brings a host's device up, and gives the host all names and addresses."""
     host = f"{HOST}{rank}"
     inside(host, "ip", "link", "set", "lo", "up")
     inside(host, "ip", "link", "set", f"cgx_v{rank}", "up")
@@ -181,7 +181,7 @@ def down() -> None:
 
 @contextlib.contextmanager
 def network(count: int, rate: str) -> Iterator[None]:
-    """A network of at least `count` hosts at `rate`: the one that is up, or one for this block."""
+    """Provides at least `count` hosts at `rate`: the present network, or one for this block."""
     present = hosts()
     if present and present < count:
         sys.exit(f"rig: the network that is up has {present} hosts, not {count}: run rig.py down")
@@ -230,7 +230,10 @@ def _mpi_host_name(rank: int) -> str:
 
 
 def _on_own_host(rank: int, line: str) -> list[str]:
-    """A shell line in a rank's namespace, so apart that MPI takes it for another machine."""
+    """Returns the command that runs a shell line in a rank's namespace.
+
+    The namespace is so separate that MPI takes it for another machine.
+    """
     apart = f"hostname {_mpi_host_name(rank)}; mount -t tmpfs tmpfs /dev/shm; exec {line}"
     unshare = ["unshare", "--uts", "--ipc", "--mount", "sh", "-c", apart]
     return ["ip", "netns", "exec", f"{HOST}{rank}", *unshare]
@@ -278,7 +281,7 @@ def _run_mpi(world: int, command: Sequence[str], timeout: float, per_host: int) 
 
 
 def spawn(arguments: Sequence[str]) -> int:
-    """What mpiexec calls in ssh's place: [-x] HOST COMMAND..., as one line for a shell."""
+    """Stands in for the ssh that mpiexec calls: [-x] HOST COMMAND..., as one line for a shell."""
     host, *command = [a for a in arguments if a != "-x"]
     rank = int(host.rsplit(".", 1)[1]) - 1
     return subprocess.call(_on_own_host(rank, " ".join(command)), stdin=subprocess.DEVNULL)
@@ -292,9 +295,10 @@ def run_ranks(
     master: str = "127.0.0.1",
     prefix: Callable[[int], Sequence[str]] = lambda rank: (),
 ) -> int:
-    """Runs `command` once a rank. Rank 0 prints; the end of a failed rank's log goes to stderr.
+    """Runs `command` once per rank; returns the first failed exit code.
 
-    All are stopped when one fails or the time (seconds) is up. Returns the first failed exit code.
+    Rank 0 prints; the end of a failed rank's log goes to stderr. All ranks are stopped when one
+    fails or after `timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
         ranks = []

@@ -1,10 +1,9 @@
-"""What grows with the number of ranks, to 4,096: bytes, messages, and the program itself.
+"""What grows with the number of ranks, up to 4,096: bytes, messages, and the program itself.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
-Lowers `psum_compressed` of one leaf for a mesh that need not exist, and counts the operations of
-the program (StableHLO) and the seconds of tracing and lowering. Nothing is compiled and nothing
-runs.
+Lowers `psum_compressed` of one leaf for a mesh that need not exist. Counts the operations of the
+program (StableHLO), and the seconds of tracing and lowering. Nothing is compiled and nothing runs.
 """
 
 import re
@@ -34,7 +33,7 @@ CASES: dict[str, tuple[Compressor, str]] = {
 
 
 def lowered(code: Compressor, how: str, world: int) -> tuple[int, float]:
-    """Operations of the program, and seconds of tracing and lowering it."""
+    """Returns the program's operations, and the seconds of tracing and lowering it."""
     mesh = AbstractMesh((world,), ("data",))
     mapped = jax.shard_map(
         lambda x: cgx_jax.psum_compressed(x[0], "data", code, exchange="xla", reduction=how)[None],

@@ -12,17 +12,18 @@ wherever the library is. The library therefore has a solver of its own only wher
   centroids and steps until no point moves. "kmeans2 ++" has SciPy's own start and number of steps.
 
 Leaf sizes and gradient scales are log-normal, widths are 1 to 8 bits, the squared error is about
-4**-bits of the leaf's squared norm. What is not minimized has the budget of uniform 4 bits.
+4**-bits of the leaf's squared norm. The quantity that is not minimized has the budget of uniform
+4 bits.
 
 All methods solve each problem in turn. The columns hold, over the problems of one size:
 
 * seconds: the median (and quartiles)
-* times ours: the same, of the time over the time of the library's solver on the same problem
+* times ours: the same, for the time divided by that of the library's solver on the same problem
 * cost: the median, as a multiple of the uniform width's cost; for clusters, the summed squared
   distances as a share of those of one cluster
 * used: the median share of the budget
 * over: the number of problems whose choice is over the budget
-* largest gap: the most that any of the costs can be over the least possible
+* largest gap: how far any of the costs can be above the least possible cost, at most
 """
 
 import argparse
@@ -62,7 +63,7 @@ def problem(leaves: int, seed: int) -> Problem:
 
 
 def binned(cost: np.ndarray, weight: np.ndarray, budget: float) -> np.ndarray:
-    """The least cost by dynamic programming over BINS of weight, each leaf's rounded up."""
+    """Minimizes the cost by dynamic programming over BINS of weight; weights are rounded up."""
     bins = np.ceil(weight / budget * BINS).clip(max=BINS + 1).astype(np.int64)
     least = np.zeros(BINS + 1)
     taken = np.zeros((len(cost), BINS + 1), np.int8)
@@ -85,7 +86,7 @@ def binned(cost: np.ndarray, weight: np.ndarray, budget: float) -> np.ndarray:
 def by_milp(
     cost: np.ndarray, weight: np.ndarray, budget: float, gap: float | None = None
 ) -> Solution:
-    """What `minimise` returns, by `scipy.optimize.milp`: one binary variable per candidate.
+    """Solves what `minimise` solves by `scipy.optimize.milp`: one binary variable per candidate.
 
     It stops at the relative `gap` (None: HiGHS's default), or at the best choice after LIMIT
     seconds. HiGHS's tolerances may let in a choice that is over the budget by a little.
@@ -123,7 +124,7 @@ def by_lloyd(points: np.ndarray, most: int) -> np.ndarray:
 
 
 def by_kmeans2(points: np.ndarray, most: int) -> np.ndarray:
-    """The same, with a `kmeans2` of one step in a loop, because it has no stopping rule."""
+    """The same, with one-step calls of `kmeans2` in a loop, because it has no stopping rule."""
     centroids, before = far_apart(points, most), None
     for _ in range(LLOYD_STEPS):
         centroids, cluster = kmeans2(points, centroids, iter=1, minit="matrix")
@@ -160,7 +161,7 @@ CLUSTER_WAYS: dict[str, Callable] = {
 
 
 class Sample(NamedTuple):
-    """One problem solved by one method; `used` is a share of the budget, and NaN is no number."""
+    """One problem solved by one method; `used` is a share of the budget, NaN means no value."""
 
     seconds: float
     cost: float
@@ -170,7 +171,7 @@ class Sample(NamedTuple):
 
 
 def samples_of(p: Problem) -> dict[tuple[str, str], Sample]:
-    """The problem solved by every method, by (problem, way)."""
+    """Solves the problem by every method; returns samples by (problem, way)."""
     samples = {}
     uniform = np.full(len(p.values), UNIFORM - 1)
     for name, (least, limited) in KNAPSACKS.items():

@@ -38,8 +38,13 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def table(head: list[str], body: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *body]
+    lines = [head, ["---"] * len(head), *([_shown(cell) for cell in line] for line in body)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _shown(cell: str) -> str:
+    """Returns a cell as readers write it: the rate "1gbit" of `tc` is "1 Gbit/s"."""
+    return re.sub(r"^(\d+)([mg])bit$", lambda rate: f"{rate[1]} {rate[2].upper()}bit/s", cell)
 
 
 def all_reduce() -> str:
@@ -60,7 +65,7 @@ def all_reduce() -> str:
 
 
 def all_reduce_short() -> str:
-    """Of 25 MB only."""
+    """Ratios at 25 MB only."""
     measured = {
         (row["links"], row["world"], row["method"]): f"{row['ratio'][1]:.1f}"
         for row in rows("all_reduce")
@@ -294,7 +299,7 @@ def gpu_small() -> str:
 
 
 def _gpu_runs() -> list[dict]:
-    """Those of tests/gpu/ranks.py on one stream and in two phases."""
+    """Returns the runs of tests/gpu/ranks.py on one stream and in two phases."""
     runs = json.loads((RESULTS / "gpu_h100" / "ranks.json").read_text())
     usual = ("scatter_gather", 1)
     return [r for r in runs if (r.get("reduction", usual[0]), r.get("streams", 1)) == usual]
@@ -364,7 +369,12 @@ def one_shot_mpi() -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{_three_digits(seconds * 1e3)} ms"
+
+
+def _three_digits(number: float) -> str:
+    """Returns three digits without an exponent; all digits before the point from 1,000 on."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def _power_of_two(row: dict[str, Any]) -> bool:
@@ -372,14 +382,14 @@ def _power_of_two(row: dict[str, Any]) -> bool:
 
 
 def _alpha_and_beta(measured: list[dict[str, Any]]) -> tuple[float, float]:
-    """Fitted to the median times of the rows."""
+    """Returns alpha and beta, fitted to the median times of the rows."""
     return alpha_beta.fitted(
         [(r["reduction"], r["bytes"] // 4, r["world"], r["seconds"][1]) for r in measured]
     )
 
 
 def algorithms() -> str:
-    """Median times, and those of the model that is fitted to the same number of ranks."""
+    """Median times, and those of the model that is fitted to each number of ranks."""
     made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows("algorithms")}
     fits = {
         world: _alpha_and_beta([r for key, r in made.items() if key[0] == world])
@@ -391,7 +401,8 @@ def algorithms() -> str:
         for name in alpha_beta.REDUCTIONS:
             row = made[world, size, name]
             predicted = alpha_beta.seconds(name, size // 4, world, *fits[world])
-            cells.append(f"{row['seconds'][1] * 1e3:.3g} ({predicted * 1e3:.3g})")
+            took = row["seconds"][1]
+            cells.append(f"{_three_digits(took * 1e3)} ({_three_digits(predicted * 1e3)})")
             cells.append(f"{row['over_psum'][1]:.2f}")
         body.append([str(world), size_text(size), *cells])
     head = [cell for name in alpha_beta.REDUCTIONS for cell in (f"{name}, ms (model)", "over psum")]
@@ -415,7 +426,7 @@ def algorithm_errors() -> str:
 def algorithm_model() -> str:
     """The fastest reduction by the model, its time, and how much faster than scatter_gather.
 
-    Of those within 1 % of the fastest it is the first.
+    If several are within 1 % of the fastest, the first of them counts as the fastest.
     """
     alpha, beta = _alpha_and_beta([row for row in rows("one_shot") if _power_of_two(row)])
     sizes = [4_000, 256_000, 4_000_000, 256_000_000]
@@ -436,7 +447,7 @@ def algorithm_model() -> str:
 
 
 def levels() -> str:
-    """Speeds of flat and leveled reductions by both exchanges; bytes and errors of the first."""
+    """Speeds, bytes and errors of flat and leveled reductions over both exchanges."""
     body = []
     for row in rows("levels"):
         if row["method"] == "psum":
@@ -661,7 +672,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> Iterator[str]:
-    """The text with every table made anew."""
+    """Yields the parts of the text, with every table made anew."""
     for part in re.split(r"(<!-- table:\w+ -->.*?<!-- end -->)", text, flags=re.DOTALL):
         match = re.match(r"<!-- table:(\w+) -->", part)
         yield f"{match[0]}\n{tables[match[1]]()}\n<!-- end -->" if match else part

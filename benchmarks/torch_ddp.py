@@ -5,10 +5,10 @@
 
 `all_reduce`: torch.distributed's gloo all-reduce of fp32 and of bf16 (cast, reduce, cast back) on
 --size bytes per rank. `ddp`: the backward pass of DistributedDataParallel with its fp16, bf16 and
-PowerSGD hooks on six linear layers of 2048 x 2048 (100 MB of fp32 gradients); a backward pass
-without any communication is timed beside them and subtracted, so that what is compared is the time
-that communication adds. `ratio` is the median (and quartiles) over the repeats of fp32's time over
-the method's in the same repeat; `error` is the relative L2 error of the mean gradient of the last
+PowerSGD hooks on six linear layers of 2048 x 2048 (100 MB of fp32 gradients). A backward pass
+without any communication is timed beside them and subtracted, so only the time that communication
+adds is compared. `ratio` is fp32's time divided by the method's time in the same repeat: the median
+(and quartiles) over the repeats. `error` is the relative L2 error of the mean gradient of the last
 repeat.
 """
 
@@ -28,8 +28,8 @@ import measure
 import rig
 
 WIDTH, LAYERS = 2048, 6
-# Its hook waits for one all-reduce inside the callback of another. On gloo's two threads several
-# buckets in flight wait for each other for ever, so PowerSGD gets all parameters in one bucket.
+# PowerSGD's hook waits for one all-reduce inside the callback of another. On gloo's two threads
+# several buckets in flight wait for each other forever, so PowerSGD gets a single bucket.
 ONE_BUCKET_MB = 400
 
 
@@ -59,9 +59,9 @@ def main() -> int:
 
 
 def timed(function: Callable[[], None]) -> float:
-    """Seconds of one call, begun by all ranks together; the slowest rank's."""
+    """Returns the slowest rank's seconds of one call, which all ranks begin together."""
     dist.barrier()
-    dist.barrier()  # the first one's stragglers have arrived now
+    dist.barrier()  # by now the stragglers of the first barrier have arrived
     start = time.perf_counter()
     function()
     seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
@@ -72,7 +72,7 @@ def timed(function: Callable[[], None]) -> float:
 def rows_of(
     what: str, methods: dict[str, np.ndarray], nbytes: int, errors: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """One row a method from its seconds over the repeats; the first method is the baseline."""
+    """Returns a row per method from its seconds per repeat; the first method is the baseline."""
     baseline = next(iter(methods.values()))
     return [
         {
@@ -89,7 +89,7 @@ def rows_of(
 
 
 def all_reduce(values: int, reps: int) -> list[dict[str, Any]]:
-    """Sums of f32[values], sent in fp32 and in bf16."""
+    """Times sums of f32[values], sent in fp32 and in bf16."""
     x = torch.randn(values, generator=torch.Generator().manual_seed(dist.get_rank()))
     result = torch.empty_like(x)
 
@@ -112,13 +112,13 @@ def all_reduce(values: int, reps: int) -> list[dict[str, Any]]:
 
 
 def relative(results: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative L2 distance of each from fp32's."""
+    """Returns the relative L2 distance of each result from fp32's."""
     exact = results["fp32"]
     return {name: float((r - exact).norm() / exact.norm()) for name, r in results.items()}
 
 
 def ddp(reps: int) -> list[dict[str, Any]]:
-    """What communication adds to a backward pass, by hook."""
+    """Times what communication adds to a backward pass, by hook."""
     hooks: dict[str, tuple[Any, Callable] | None] = {
         "fp32": None,
         "fp16": (None, default_hooks.fp16_compress_hook),
@@ -155,7 +155,7 @@ def model(hook: tuple[Any, Callable] | None) -> DistributedDataParallel:
     )
     if hook is not None:
         state, function = hook
-        # By its own name bf16_compress_hook is refused without NCCL, though gloo reduces bf16.
+        # DDP refuses bf16_compress_hook by its name without NCCL, although gloo reduces bf16.
         wrapped.register_comm_hook(state, lambda state, bucket: function(state, bucket))
     return wrapped
 

@@ -6,11 +6,11 @@
 A case is RANKS:RATE:MEGABYTES of fp32 gradients. Every repeat takes one step of each way, one after
 the other, each behind a barrier; a time is the slowest rank's. A step is the forward and the
 backward pass, `optax.chain(sync_gradients(...), optax.adamw(...))` and the update, with donated
-state. "compute alone" reduces nothing. `/ plain` is the median (and quartiles) over the repeats of
-a step's time over that of plain 4 bits in the same repeat; `in all` is the time of all repeats over
-that of plain 4 bits, which counts the steps in which units are updated. Repeats start when the
-units are updated in one step of 16 only. Ranks are started by mpiexec and reduce
-by the "mpi" exchange where it is there, else by "xla".
+state. "compute alone" reduces nothing. `/ plain` is a step's time divided by that of plain 4 bits
+in the same repeat: the median (and quartiles) over the repeats. `in all` is the total time of all
+repeats divided by that of plain 4 bits, so it includes the steps that update units. Repeats start
+once units are updated only in every 16th step. Ranks are started by mpiexec and reduce over the
+"mpi" exchange if it is available, otherwise over "xla".
 """
 
 import argparse
@@ -44,7 +44,7 @@ PLAIN = "4 bits"
 
 
 def ways(exchange: str) -> dict[str, optax.GradientTransformation]:
-    """What stands before the optimizer in the chain, by name; psum first."""
+    """Returns what precedes the optimizer in the chain, by name; "fp32" comes first."""
 
     def sync(compressor: cgx_jax.Quantize, **options: Any) -> optax.GradientTransformation:
         return cgx_jax.sync_gradients("ranks", compressor, exchange=exchange, **options)
@@ -68,7 +68,7 @@ def ways(exchange: str) -> dict[str, optax.GradientTransformation]:
 
 
 def in_new_memory(reduction: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`reduction`, whose sums do not take the memory of the gradients."""
+    """Returns `reduction` with sums that do not reuse the memory of the gradients."""
 
     def update(*args: Any) -> Any:
         with mock.patch.object(core._compat, "is_computed", return_value=False):
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Runs every case in processes of its own."""
+    """Runs every case in its own processes."""
     beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
     for case in arguments.cases.split(","):
@@ -124,7 +124,7 @@ def launch(arguments: argparse.Namespace) -> int:
 def compare(
     ranks: Ranks, exchange: str, width: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Times a step of every way; one row a way."""
+    """Times a step of every way; returns one row per way."""
     names, steps, states = [], [], []
     for name, reduction in ways(exchange).items():
         step, state = training(ranks, reduction, width, arguments.layers)
@@ -136,7 +136,7 @@ def compare(
     for rep in range(-WARMUP - 1, arguments.reps):
         for i, step in enumerate(steps):
             ranks.barrier()
-            ranks.barrier()  # the first one's stragglers have arrived now
+            ranks.barrier()  # by now the stragglers of the first barrier have arrived
             start = time.perf_counter()
             states[i] = jax.block_until_ready(step(states[i], x))
             if rep >= 0:
@@ -163,7 +163,7 @@ def normal(rank: int, values: int) -> np.ndarray:
 def training(
     ranks: Ranks, reduction: optax.GradientTransformation, width: int, layers: int
 ) -> tuple[Any, Any]:
-    """A compiled step (state, batch) -> state with donated state, and the first state."""
+    """Returns a compiled step (state, batch) -> state with donated state, and the first state."""
     optimizer = optax.chain(reduction, optax.adamw(1e-4))
 
     def initial() -> Any:

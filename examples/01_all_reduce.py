@@ -26,7 +26,7 @@ four_bits = cgx_jax.Quantize(bits=4)
 @jax.jit
 @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
 def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # "xla" compresses buffers of every size; "auto" only those for which that is known to pay.
+    # "xla" compresses buffers of every size. "auto" compresses only where that is known to pay off.
     compressed = cgx_jax.psum_compressed(x, "data", four_bits, exchange="xla")
     return jax.lax.psum(x, "data"), compressed
 

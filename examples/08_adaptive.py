@@ -1,12 +1,12 @@
 """Trains with bit widths that follow the gradients, and resumes from a checkpoint, bit for bit.
 
 sync_gradients comes first in the optimizer's chain, so the optimizer state holds what a checkpoint
-needs: the statistics that the widths are chosen by, and the second moments. Gradients are
+needs: the statistics from which the policy chooses widths, and the second moments. Gradients are
 compressed in units of the roots of these moments, because Adam divides by them.
-policy.jit takes the place of jax.jit. One run has no break. The other one resumes from its
-checkpoint with a new policy and optimizer, as another process would. Both must agree in all bits.
+policy.jit takes the place of jax.jit. One run trains without a break. The other resumes from its
+checkpoint with a new policy and optimizer, as a new process would. Their losses must be equal.
 
-Expected: after a warm-up at 8 bits, every leaf gets its own width, and all leaves together at most
+Expected: after a warm-up at 8 bits, every leaf gets its own width. All leaves together take at most
 3.2 bits per value. The loss falls from about 6.3 to below 3.3 nats per byte. The last lines are
 
     bits per value: 8.12 before, 3.17 after
@@ -35,11 +35,11 @@ from training import adamw
 
 WORLD = 8
 LENGTH = 64
-BUDGET = 3.2  # bits per value, with the range of each bucket
+BUDGET = 3.2  # bits per value, including the range of each bucket
 
 
 class Training:
-    """A model, its optimizer and the policy, as in a process that has just started."""
+    """A model, its optimizer and its policy, as a process that has just started has them."""
 
     def __init__(self, steps: int):
         mesh = jax.make_mesh((WORLD,), ("data",))

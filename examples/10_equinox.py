@@ -1,7 +1,7 @@
 """Trains an Equinox model on 8 ranks at 2 bits, with a momentum that each rank keeps for itself.
 
-MomentumCorrection takes the place of the optimizer's momentum. A rank sends its velocity, and what
-compression lost of earlier velocities. Plain SGD follows.
+MomentumCorrection takes the place of the optimizer's momentum. Each rank sends its velocity, plus
+what compression lost of earlier velocities. The optimizer that follows is plain SGD.
 
 Expected: the loss falls from about 5.6 to below 3.0 nats per byte, and the last lines are
 
@@ -28,7 +28,7 @@ WIDTH = 32
 
 
 class NextByte(eqx.Module):
-    """The last 8 bytes, i32[8], to logits f32[256] of the next one."""
+    """Maps the last 8 bytes, i32[8], to logits f32[256] of the next byte."""
 
     byte: eqx.nn.Embedding
     mlp: eqx.nn.MLP

@@ -2,10 +2,10 @@
 
 Each rank owns an eighth of every weight, in fp32, and of the optimizer's state. In a step it
 gathers a copy of the weights at 8 bits, and sends each rank its part of the gradients at 4 bits.
-Only the copy is rounded, to a lattice that is shifted at random in every step, so it is right on
-average. The optimizer adds its small updates to the fp32 shard, where none is lost. Gradients are
-rounded at random, also without bias. This is the scheme of QSDP (Markov et al., ICML 2023). Biases
-and norms travel exactly: they are few, and errors in them matter more.
+Only the copy is rounded. Its lattice is shifted at random in every step, so the copy is right on
+average. The optimizer adds its small updates to the fp32 shard, so none of them is lost. Gradients
+are rounded at random, also without bias. This is the scheme of QSDP (Markov et al., ICML 2023).
+Biases and norms are sent exactly: they are few, and errors in them matter more.
 
 Expected: both losses fall from about 6.3 to about 2.7 nats per byte, and the last lines are
 
@@ -35,7 +35,7 @@ TOLERANCE = 0.03
 
 
 def sent_bytes(params, ways) -> int:
-    """What a rank sends per step: its own shard in the gather, the others' in the scatter."""
+    """Bytes that a rank sends per step: its shard in the gather, the others' in the scatter."""
     plans = [cgx_jax.Plan.build(params, way) for way in ways]
     bits = sum(
         compressor.wire_bits(leaf.size // WORLD)
@@ -46,9 +46,10 @@ def sent_bytes(params, ways) -> int:
 
 
 def train(graphdef, params, batches, mesh, gathering, scattering, **options) -> np.ndarray:
-    """Losses f32[steps], with the given compressors of weights and of gradients.
+    """Returns the losses f64[steps] of training with compressed weights and gradients.
 
-    `options` are those of `scatter_gradients`.
+    `gathering` compresses the weights, `scattering` the gradients. `options` go to
+    `scatter_gradients`.
     """
     how = {"exchange": "xla"}  # "auto" sums a model this small exactly
     scatter = cgx_jax.scatter_gradients("data", scattering, mesh=mesh, **how, **options)

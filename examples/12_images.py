@@ -1,13 +1,13 @@
 """Trains a small residual network on images of digits, exactly and with adaptive widths.
 
 1,797 images of 8x8 gray values come with scikit-learn (pip install scikit-learn); every fifth is
-held out. Both runs start from the same weights and see the same batches. The network has group norm
-in place of batch norm: its statistics are those of one image, so ranks need not agree on them.
+held out. Both runs start from the same weights and see the same batches. The network uses group
+norm instead of batch norm: its statistics come from one image, so ranks need not agree on them.
 
-The adaptive run starts at 4 bits. It then chooses the widths of all leaves that have the least
-error in 3 bits per value.
+The adaptive run starts at 4 bits. It then chooses a width per leaf, with the least error that is
+possible in 3 bits per value.
 
-Expected: both runs reach about 98 % of the held-out images, and the last lines are
+Expected: both runs classify about 98 % of the held-out images correctly, and the last lines are
 
     bits per value: 2.98
     accuracy -0.8 points against exact, at least -2.0 allowed
@@ -29,7 +29,7 @@ from training import adamw
 
 WORLD = 8
 CHANNELS = 32
-BUDGET = 3.0  # bits per value, with the buckets' ranges
+BUDGET = 3.0  # bits per value, including the buckets' ranges
 TOLERANCE = 0.02
 
 
@@ -48,7 +48,7 @@ class Block(nnx.Module):
 
 
 class Network(nnx.Module):
-    """Images f32[batch, 8, 8, 1] to logits f32[batch, 10]."""
+    """Maps images f32[batch, 8, 8, 1] to logits f32[batch, 10]."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.first = nnx.Conv(1, CHANNELS, (3, 3), rngs=rngs)
@@ -63,7 +63,7 @@ class Network(nnx.Module):
 
 
 def load() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """((images, labels) to train on, (images, labels) held out)."""
+    """Returns ((images, labels) to train on, (images, labels) held out)."""
     digits = load_digits()
     images = (digits.images[..., None] / 16).astype(np.float32)
     held_out = np.arange(len(images)) % 5 == 0
@@ -71,7 +71,7 @@ def load() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
 
 
 def train(graphdef, params, batches, synchronize, jit, mesh):
-    """The parameters after the steps of `batches`, (images, labels) each; `jit` compiles a step."""
+    """Returns the parameters after a step per (images, labels) of `batches`, compiled by `jit`."""
     optimizer = optax.chain(synchronize, adamw(len(batches)))
     state = params, optimizer.init(params)
     specs = cgx_jax.state_specs(state, "data")

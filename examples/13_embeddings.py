@@ -1,10 +1,10 @@
 """Trains a model with a large embedding: top-k 1 % on the embedding, 4 bits on the rest.
 
-A batch touches few rows of an embedding, so most of its gradient is zero. CGX sends only the
-largest values of it, and quantizes the rest of the model. Rules chooses by path, and ErrorFeedback
-sends in later steps what either compressor has lost. The model predicts the next byte of the
-standard library's source from the hashes of the bytes before it. Both runs, with exact gradients
-and with the mix, start from the same parameters and see the same batches.
+A batch touches few rows of an embedding, so most of its gradient is zero. CGX sends only its
+largest values, and quantizes the rest of the model. Rules chooses a compressor by path.
+ErrorFeedback sends in later steps what either compressor lost. The model predicts the next byte of
+the standard library's source from the hashes of the bytes before it. Both runs, with exact
+gradients and with the mix, start from the same parameters and see the same batches.
 
 Expected, in a minute on 2 cores: both losses fall from about 5.5 to about 2.5 nats per byte, and
 the last lines are
@@ -31,7 +31,7 @@ from training import ring_bytes
 
 WORLD = 8
 ROWS, WIDTH = 8192, 16  # of the embedding
-BEFORE = 3  # a byte is predicted from its last 1, 2 and 3 bytes
+BEFORE = 3  # a byte is predicted from the last 1, 2 and 3 bytes before it
 TOLERANCE = 0.05
 
 MIX = cgx_jax.Rules(
@@ -50,7 +50,7 @@ def initial_params() -> dict[str, jax.Array]:
 
 
 def rows_of(text: jax.Array) -> jax.Array:
-    """The rows of the embedding for the bytes before each byte, i32[..., BEFORE]."""
+    """Returns the embedding rows for the last 1 to BEFORE bytes at each place, i32[..., BEFORE]."""
     rows, seen = [], jnp.zeros(text.shape, jnp.uint32)
     for i in range(BEFORE):
         byte = jnp.roll(text, i, axis=-1).astype(jnp.uint32)
@@ -67,7 +67,7 @@ def loss_of(params: dict[str, jax.Array], text: jax.Array) -> jax.Array:
 
 
 def train(mean: optax.GradientTransformation, batches: np.ndarray, mesh: jax.sharding.Mesh):
-    """The loss of every step."""
+    """Returns the loss of every step."""
     optimizer = optax.chain(mean, optax.sgd(0.3, momentum=0.9))
     params = initial_params()
     state = params, optimizer.init(params)

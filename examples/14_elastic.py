@@ -1,10 +1,10 @@
 """Continues training when a worker is lost: 4 processes, one is killed, 3 go on, and one rejoins.
 
 A supervisor starts the workers. When one dies, the others cannot finish their collectives, so the
-supervisor ends them too and starts as many as are left. They read the last checkpoint, and
+supervisor ends them too and starts as many new ones as are left. They read the last checkpoint, and
 `resize_state` converts the state of the reduction to the new number of ranks. A worker that joins
 waits for the next checkpoint. The batch stays the same for any number of workers. On a cluster the
-launcher is the supervisor; the workers do the same.
+launcher takes the supervisor's place; the workers need no change.
 
 Expected, in about two minutes on 2 cores: the loss falls from about 6.1 to below 3.3 nats per byte
 through both changes. `demo/elastic.png` shows it. The last lines are
@@ -43,9 +43,9 @@ from model import Transformer, next_byte_loss
 from training import adamw
 
 WORLD = 4
-BATCH, LENGTH = 24, 32  # windows that all workers share, and bytes of each
+BATCH, LENGTH = 24, 32  # windows per step over all workers, and bytes per window
 SAVE_EVERY = 10  # steps
-JOINED = 75  # exit code of workers that have made room for another one
+JOINED = 75  # exit code of workers that stop so that another one can join
 DIVERGED = 76
 
 
@@ -53,7 +53,7 @@ DIVERGED = 76
 
 
 def work(rank: int, world: int, coordinator: str, folder: Path, steps: int) -> int:
-    """Trains on from the last checkpoint in `folder`; returns the process's exit code."""
+    """Continues training from the last checkpoint in `folder`; returns the process's exit code."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -121,7 +121,7 @@ def save(folder: Path, step: int, leaves: list[np.ndarray]) -> None:
 
 
 def restored(folder: Path, initial: Any, world: int) -> tuple[int, Any]:
-    """The next step, and (params, opt_state) for `world` ranks."""
+    """Returns the next step, and (params, opt_state) for `world` ranks."""
     if not (folder / "checkpoint.npz").exists():
         return 0, initial
     with np.load(folder / "checkpoint.npz") as file:
@@ -162,19 +162,19 @@ class Supervisor:
         self.workers[rank].kill()
 
     def ask_to_join(self) -> None:
-        """The workers end with `JOINED` after their next checkpoint."""
+        """Asks the workers to exit with `JOINED` after their next checkpoint."""
         (self.folder / "join").touch()
 
     def entries(self) -> list[dict[str, Any]]:
-        """What the workers have logged."""
+        """Returns what the workers have logged."""
         path = self.folder / "losses.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def ended(self) -> int | None:
-        """None while all run; 0, `JOINED` or `DIVERGED` when all say so; 1 when one was lost.
+        """Returns the exit code that all workers share, 1 if one was lost, None while they run.
 
-        After a loss the others are ended.
+        The shared exit code is 0, `JOINED` or `DIVERGED`. After a loss, this ends the others too.
         """
         codes = [worker.poll() for worker in self.workers]
         if all(code == codes[0] for code in codes) and codes[0] in (0, JOINED, DIVERGED):
@@ -195,7 +195,7 @@ class Supervisor:
             time.sleep(0.05)
 
     def wait(self, seconds: float = 300) -> int:
-        """Returns what `ended` does, once it does."""
+        """Waits until the workers have ended; returns the code of `ended`."""
         deadline = time.monotonic() + seconds
         while (code := self.ended()) is None:
             if time.monotonic() > deadline:
@@ -205,7 +205,7 @@ class Supervisor:
 
 
 def supervise(steps: int, seed: int, picture: Path) -> int:
-    """Loses one worker in the first half of the training and gets it back in the second."""
+    """Kills one worker in the first half of the training and lets one rejoin in the second."""
     with tempfile.TemporaryDirectory() as name:
         supervisor = Supervisor(Path(name), steps)
         supervisor.start(WORLD)
@@ -243,7 +243,7 @@ def supervise(steps: int, seed: int, picture: Path) -> int:
 
 
 def draw(entries: list[dict[str, Any]], path: Path) -> None:
-    """Loss by step, in a color for each number of workers."""
+    """Draws the loss by step into `path`, in one color per number of workers."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

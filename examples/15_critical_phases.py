@@ -8,15 +8,15 @@ parameters and see the same batches:
     Accordion        8 bits while the norm of the gradients changes fast, otherwise 2 bits
     LeastTime        per leaf, the widest width that costs no more time, by a profile from `tune`
 
-The table has the bits per value and the bytes that a rank sent, over all steps, and the training
-loss (the mean of the last tenth). With --seeds 2 or more it has means and standard deviations.
-demo/critical_phases.png shows the losses of the first seed, and the bits of each step.
+Each line has the mean bits per value, the bytes that a rank sent in all, and the training loss (the
+mean of the last tenth). With --seeds 2 or more, these are means over the seeds, and the loss has
+its standard deviation. demo/critical_phases.png shows the first seed's losses and bits per step.
 
 Expected, in about half a minute on one core: the norm changes by a third after the start and by at
 most a tenth later, even where the learning rate falls. Accordion therefore takes 8 bits for 66
 steps, and then 2 bits. Its loss is nearer to that of 2 bits than to that of 8 bits. 3 bits reach
 the loss of 8 bits with about as many bytes as Accordion. LeastTime depends on the machine: where
-nothing travels, it takes 8 bits.
+no data crosses a network, it takes 8 bits.
 
     2 bits: 2.12 bits per value, 26.6 MB, loss 2.0467
     3 bits: 3.12 bits per value, 39.2 MB, loss 1.9834
@@ -44,7 +44,7 @@ CONTEXT = 8  # bytes that the network sees
 WIDTH = 32
 HIDDEN = 256
 FEW, MANY = cgx_jax.Quantize(2), cgx_jax.Quantize(8)
-LOOKS = 16  # of Accordion at the norm, in a run
+LOOKS = 16  # how often Accordion looks at the norm in a run
 
 
 class Result(NamedTuple):
@@ -80,7 +80,7 @@ def loss_of(params: dict[str, jax.Array], text: jax.Array) -> jax.Array:
 
 
 class Training:
-    """A compiled step under a policy, run from the start for each seed."""
+    """A compiled step under a policy; `run` trains from the start with any seed."""
 
     def __init__(self, policy: Any, mesh: jax.sharding.Mesh, steps: int):
         self.policy, self.mesh = policy, mesh
@@ -103,7 +103,7 @@ class Training:
         sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
         self.adapts = isinstance(policy, cgx_jax.Adaptive)
         self.step = (policy.jit if self.adapts else jax.jit)(sharded)
-        jax.eval_shape(self.optimizer.init, initial_params(0))  # tells the policy the tree
+        jax.eval_shape(self.optimizer.init, initial_params(0))  # shows the policy the tree
         self.fresh = policy.state_dict() if self.adapts else None
 
     def run(self, batches: np.ndarray, seed: int) -> Result:
@@ -162,7 +162,7 @@ def policies(mesh: jax.sharding.Mesh, steps: int) -> dict[str, Any]:
 
 
 def print_looks(policy: cgx_jax.Adaptive) -> None:
-    """Accordion's phases: the norm at each look, its relative change, and the bits chosen."""
+    """Prints Accordion's phases: the norm at each look, its relative change, and the bits."""
     before = None
     for look in policy.history:
         change = "" if before is None else f"{abs(look.norm - before) / before:8.2f}"

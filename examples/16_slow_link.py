@@ -3,11 +3,11 @@
 Two processes of this machine train the model of 02_language_model.py over a link of 100 Mbit/s, and
 then over one of 1 Gbit/s. All runs start from the same parameters and see the same batches. The
 table has the step time and how much faster 4 bits are. demo/slow_link.png shows loss against time.
-The link needs Linux but no root; elsewhere one line says what is missing.
+The link needs Linux but no root. Where it cannot run, the program prints what is missing.
 
 Expected, in 1 to 2 minutes on 2 cores: 4-bit steps are about 4 times as fast at 100 Mbit/s and
-about 2.5 times as fast at 1 Gbit/s. They send all leaves together, which `lax.pmean` does not. The
-final losses of both runs agree within 2 % (otherwise the exit code is 1).
+about 2.5 times as fast at 1 Gbit/s. They send all leaves together; `lax.pmean` does not. The final
+losses of both runs agree within 2 % (otherwise the exit code is 1).
 """
 
 import argparse
@@ -39,12 +39,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the chart")
-    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # only ranks get it
     return parser.parse_args()
 
 
 def train_over_the_link(steps: int, results: Path) -> None:
-    """What each of the two processes does; the first one writes the runs to `results`."""
+    """Trains both ways in one of the two processes; process 0 writes the runs to `results`."""
     slow_link.initialize()
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     text, _ = corpus.load()

@@ -12,8 +12,8 @@ runs survive this. In some, gloo ends a survivor with "Received data size doesn'
 size". XLA keeps the broken connections of a group of CPU processes, so the lost one cannot rejoin.
 
 When the survivors do not go on, the supervisor starts as many processes as are left, as
-14_elastic.py does. They read the last snapshot from a file. This is always so for process 0: it
-runs JAX's coordinator, and JAX ends all processes that lose it. `--lose 0` shows it.
+14_elastic.py does. They read the last snapshot from a file. This always happens if process 0 is
+lost: it runs JAX's coordinator, and JAX ends all processes that lose it. `--lose 0` shows this.
 
     python 17_elastic_gpu.py                     # 4 processes with one CPU device each
     python 17_elastic_gpu.py --platform cuda     # 4 GPUs of this machine, one per process
@@ -59,9 +59,9 @@ from model import Transformer, next_byte_loss
 from training import adamw
 
 WORLD = 4
-BATCH, LENGTH = 24, 32  # windows that all ranks share, and bytes of each
+BATCH, LENGTH = 24, 32  # windows per step over all ranks, and bytes per window
 SNAPSHOT_EVERY = 10  # steps
-HEARTBEAT = 10  # seconds without which JAX counts a process as lost; 100 by default
+HEARTBEAT = 10  # seconds of silence after which JAX counts a process as lost; 100 by default
 PATIENCE = 100  # seconds that the supervisor waits for the next snapshot
 
 # A collective with a lost process has to end. On GPUs XLA aborts its NCCL communicators.
@@ -76,7 +76,7 @@ CPU_FLAGS = ("--xla_cpu_collective_timeout_seconds=20",)
 
 
 def environment(platform: str) -> dict[str, str]:
-    """What JAX reads from the environment of a process that may lose others."""
+    """Returns the variables that JAX needs in a process that must survive the loss of others."""
     flags = GPU_FLAGS if platform == "cuda" else CPU_FLAGS
     return {
         "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags]),
@@ -89,7 +89,7 @@ def environment(platform: str) -> dict[str, str]:
 
 
 class Trainer:
-    """The training on some devices, and its state there."""
+    """The training step on the given devices, and its state there."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Trainer:
         self.state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
 
     def train(self, text: np.ndarray, begin: int, end: int) -> tuple[list[float], list[np.ndarray]]:
-        """Takes some steps; returns their losses, and the state of all ranks after them."""
+        """Takes steps `begin` to `end` - 1; returns their losses, and all ranks' final state."""
         losses = []
         for number in range(begin, end):
             batch = corpus.windows(text, 1, BATCH, LENGTH, seed=number)[0]
@@ -143,7 +143,7 @@ class Trainer:
 
 
 def work(rank: int, world: int, coordinator: str, folder: Path, given: argparse.Namespace) -> None:
-    """Trains on from the last snapshot in `folder`, with the processes that are left."""
+    """Continues training from the last snapshot in `folder`, with the processes that are left."""
     jax.config.update("jax_platforms", given.platform)
     if given.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", 1)
@@ -163,7 +163,7 @@ def work(rank: int, world: int, coordinator: str, folder: Path, given: argparse.
                 losses, new = trainer.train(text, begin, end)
         except ProcessFailureError:
             traceback.print_exc()
-            trainer = None  # and with it the steps since the last snapshot
+            trainer = None  # this also drops the steps since the last snapshot
             continue
         if rank == 0:
             save(folder, end, new)
@@ -201,7 +201,7 @@ def save(folder: Path, step: int, leaves: Sequence[np.ndarray]) -> None:
 
 
 def restored(folder: Path) -> tuple[int, list[np.ndarray] | None]:
-    """The next step, and the snapshot before it."""
+    """Returns the next step and the snapshot before it; (0, None) without a snapshot."""
     if not (folder / "snapshot.npz").exists():
         return 0, None
     with np.load(folder / "snapshot.npz") as file:
@@ -242,7 +242,7 @@ class Supervisor:
             ]
 
     def entries(self, rank: int) -> list[dict[str, Any]]:
-        """What a rank has logged, an entry per snapshot."""
+        """Returns what a rank has logged, one entry per snapshot."""
         path = self.folder / f"{rank}.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -256,7 +256,7 @@ class Supervisor:
             time.sleep(0.05)
 
     def finished(self, but: int = -1) -> bool:
-        """Waits for all processes except `but`; whether they have trained to the end.
+        """Waits for all processes except `but`; returns whether they trained to the end.
 
         Ends all processes if one of them fails, or if no snapshot comes for too long.
         """
@@ -278,7 +278,7 @@ class Supervisor:
 
 
 def supervise(given: argparse.Namespace) -> int:
-    """Loses one process in the first half of the training."""
+    """Kills one process in the first half of the training; returns the exit code."""
     lost = random.Random(given.seed).randrange(1, WORLD) if given.lose is None else given.lose
     with tempfile.TemporaryDirectory() as name:
         supervisor = Supervisor(Path(name), given)

@@ -9,7 +9,7 @@ CONTEXT = 8
 
 
 class NextByte(nn.Module):
-    """The last 8 bytes, i32[batch, 8], to logits f32[batch, 256] of the next one."""
+    """Maps the last 8 bytes, i32[batch, 8], to logits f32[batch, 256] of the next byte."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:

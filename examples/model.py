@@ -41,7 +41,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes i32[batch, length] to logits f32[batch, length, 256] of the byte that follows each."""
+    """Maps bytes i32[batch, length] to logits f32[batch, length, 256] of the byte after each."""
 
     def __init__(self, width: int, layers: int, length: int, rngs: nnx.Rngs):
         self.byte = nnx.Embed(VOCABULARY, width, rngs=rngs)

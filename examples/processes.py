@@ -1,4 +1,4 @@
-"""The training run, and its check, of the examples with several processes."""
+"""The training run, and its check, for the examples with several processes."""
 
 import jax
 import numpy as np
@@ -15,9 +15,10 @@ LENGTH = 64
 
 
 def train_and_compare(steps: int, exchange: str) -> int:
-    """Trains with 4-bit gradients, one process per rank; 0 if it learns and the ranks agree.
+    """Trains with 4-bit gradients, one process per rank; returns the exit code.
 
-    `jax.distributed` must be initialized. Process 0 prints.
+    The code is 0 if the loss falls and all ranks hold the same parameters, otherwise 1.
+    `jax.distributed` must be initialized. Only process 0 prints.
     """
     world = jax.device_count()
     mesh = jax.make_mesh((world,), ("data",))

@@ -126,7 +126,8 @@ def draw_chart(runs: list[Run], path: Path) -> None:
 def draw_phases(runs: dict[str, tuple[np.ndarray, np.ndarray]], drop: int, path: Path) -> None:
     """Draws the losses of runs above the bits per value of each step into a PNG at `path`.
 
-    `runs` maps a name to both, f64[steps] each; the learning rate falls before step `drop`.
+    `runs` maps a name to (losses, bits per value), f64[steps] each. The learning rate falls before
+    step `drop`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(9, 6), layout="constrained")

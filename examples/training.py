@@ -34,7 +34,7 @@ class Run:
 
 
 def adamw(steps: int) -> optax.GradientTransformation:
-    """AdamW under a warm-up and a cosine decay, gradients clipped to norm 1."""
+    """Returns AdamW with a warm-up and a cosine decay; gradients are clipped to norm 1."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10 + 1, steps + 1, 3e-4)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
@@ -50,10 +50,11 @@ def data_parallel_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
 ) -> Step:
-    """One step (params, opt_state, tokens) -> (params, opt_state, loss), tokens cut over "data".
+    """Returns a compiled step (params, opt_state, tokens) -> (params, opt_state, loss).
 
-    `optimizer` begins with the transformation that takes a rank's gradients to their mean over the
-    axis "data", perhaps compressed. The rest is the same in any data-parallel step.
+    Tokens are sharded over the axis "data". `optimizer` begins with the transformation that
+    replaces a rank's gradients by their mean over this axis, compressed or not. The rest is the
+    same in any data-parallel step.
     """
 
     def step(params, opt_state, tokens):
@@ -80,7 +81,7 @@ def train(
     """Runs `step` over batches i32[steps, batch, length + 1].
 
     Returns:
-      (params, losses f32[steps], median seconds per step, without compilation).
+      (params, losses f64[steps], median seconds per step, without compilation).
     """
     # The step donates its state. Start from copies, so that the caller's initial state survives.
     params, opt_state = jax.device_put(
@@ -98,7 +99,7 @@ def train(
 
 
 def evaluate(graphdef: nnx.GraphDef, params: Any, batches: np.ndarray, mesh: Mesh) -> float:
-    """Mean loss in nats per byte over batches i32[count, batch, length + 1], cut over "data"."""
+    """Mean loss in nats per byte over batches i32[count, batch, length + 1], sharded by "data"."""
 
     def loss(params, tokens):
         return jax.lax.pmean(next_byte_loss(nnx.merge(graphdef, params), tokens), "data")

@@ -1,4 +1,4 @@
-"""What is compared: how a rank's gradients become the mean that the optimizer sees."""
+"""The compared configurations: how ranks' gradients become the mean that the optimizer sees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from cgx_jax.transforms import Memory, MomentumCorrection
 
 @dataclass(frozen=True)
 class Configuration:
-    """Exact without `policy`, which makes a run's policy from its number of steps.
+    """One way to reduce gradients, which is exact without `policy`.
 
-    `takes_momentum` says that `memory` holds the optimizer's momentum. `rate` multiplies the
-    learning rate. `restored` puts `restore_step_size` around it all, for tasks under Adam.
+    `policy` makes a run's policy from its number of steps. `takes_momentum` says that `memory`
+    holds the optimizer's momentum. `rate` multiplies the learning rate. `restored` wraps the whole
+    chain in `restore_step_size`, for tasks under Adam.
     """
 
     policy: Callable[[int], Compressor | Adaptive] | None = None
@@ -50,11 +51,11 @@ def adaptive(
     precondition: SecondMoment | None = None,
     start_rotated: bool = True,
 ) -> Configuration:
-    """Adaptive with its defaults, but for times in proportion to the run's length.
+    """Adaptive with its defaults, except that its times are proportional to the run's length.
 
-    Statistics are taken every 5 steps; widths are chosen after a tenth of the run, and once more
-    half a run later. Until then every leaf has `start_bits`. Without `start_rotated` that width is
-    not rotated where others are.
+    Statistics are taken every 5 steps. Widths are chosen after a tenth of the run, and once more
+    half a run later. Until the first choice every leaf has `start_bits`. Without `start_rotated`
+    this width is not rotated, even if the other widths are.
     """
     start = Quantize(start_bits, rotation=rotation and start_rotated)
 

@@ -2,12 +2,12 @@
 
     python benchmarks/accuracy/feedback_under_adam.py
 
-Adam divides the mean of gradients by the root of the mean of their squares. In every run both are
-kept twice, of the exact mean and of what compression left of it ("sent"), and the update takes each
-from one of the two: "sent, sent" is training as usual, "exact, exact" training in which compression
-is only measured, and the others show what one moment does alone. In "rescaled" the second moment is
-that of what was sent, made as large as the exact one, leaf by leaf. 1-bit Adam (Tang et al., ICML
-2021) holds that Adam does not stand errors in the second moment. Compression is plain, with error
+Adam divides the mean of gradients by the root of the mean of their squares. Every run keeps both
+moments twice: of the exact mean, and of the mean after compression ("sent"). The update takes each
+moment from one of the two. "sent, sent" is training as usual. In "exact, exact" compression is only
+measured. The other pairs show the effect of one moment alone. "rescaled" is the second moment of
+the sent mean, scaled leaf by leaf to the size of the exact one. 1-bit Adam (Tang et al., ICML 2021)
+holds that Adam does not tolerate errors in the second moment. Compression is plain, with error
 feedback, or preconditioned. Needs the packages of the extra `accuracy`.
 """
 
@@ -27,19 +27,19 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from run import RESULTS, WORLD, measure
-from tasks import TASKS, _schedule
+from tasks import TASKS, schedule
 
 import cgx_jax
 
 SOURCES = ("exact", "sent", "rescaled")
-FEEDS = (  # of the first and of the second moment
+FEEDS = (  # sources of the first and of the second moment
     ("exact", "exact"),
     ("exact", "sent"),
     ("sent", "exact"),
     ("sent", "rescaled"),
     ("sent", "sent"),
 )
-# Of each task's optimizer: the rate's peak, the norm that gradients are clipped to, weight decay.
+# Per task: the peak learning rate, the norm that gradients are clipped to, and the weight decay.
 OPTIMIZERS = {"language": (3e-3, 1.0, 0.01), "autoencoder": (2e-3, np.inf, 0.0)}
 STEPS = {"language": 100, "autoencoder": 200}
 WAYS: dict[str, dict[str, Any]] = {
@@ -48,8 +48,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "preconditioned": {"precondition": cgx_jax.SecondMoment()},
 }
 B1, B2, EPSILON = 0.9, 0.999, 1e-8
-# No Adam step is larger (Kingma and Ba, ICLR 2015) while both moments are of the same gradients. Of
-# different ones they may be: where the exact gradient is 0, what was sent in its place is not.
+# No Adam step is larger than this (Kingma and Ba, ICLR 2015) if both moments come from the same
+# gradients. If they do not, it can be: where the exact gradient is 0, the sent one may not be.
 LARGEST = (1 - B1) / (1 - B2) ** 0.5
 MEASURED = ("root_v", "error_of_m", "step")
 Moments = tuple[Any, Any]
@@ -68,7 +68,7 @@ class Trainer:
     def __init__(self, task: str, bits: int, way: str, steps: int) -> None:
         self.task, self.steps = TASKS[task], steps
         peak, self.clip, self.decay = OPTIMIZERS[task]
-        self.rate = _schedule(peak, steps)
+        self.rate = schedule(peak, steps)
         self.mesh = Mesh(np.array(jax.devices()), ("data",))
         quantize = cgx_jax.Quantize(bits)
         options = WAYS[way] | {"mesh": self.mesh, "exchange": "xla"}  # compresses every size
@@ -100,7 +100,7 @@ class Trainer:
         )
 
     def _step(self, state: State, batch: Any, i: Any, sources: Any) -> tuple[State, Any]:
-        """`sources` i32[2] are the places in SOURCES of what the two moments are taken from."""
+        """Takes a step; `sources` i32[2] are the indices in SOURCES of the two moments' sources."""
         varying = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), state.params)
         grads = jax.grad(lambda p: self.task.loss(nnx.merge(self.graphdef, p), *batch))(varying)
         mean, reduction = self.tx.update(grads, state.reduction)
@@ -134,7 +134,7 @@ class Trainer:
         return jnp.concatenate([leaves[i].ravel() for i in self.lossy])
 
     def run(self, seed: int, feeds: tuple[str, str]) -> dict[str, float]:
-        """Held-out loss, and the means of what is measured over the steps after the warm-up."""
+        """Returns the held-out loss, and the mean of each of MEASURED after the warm-up."""
         _, params = self.task.initial(seed)
         state = self.begin(jax.device_put(params, NamedSharding(self.mesh, P())))
         batches = self.task.batches(self.steps, seed)
@@ -153,7 +153,7 @@ class Trainer:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Means over seeds; losses also as their differences to exact training of the same seed."""
+    """Prints means over seeds; losses also relative to exact training with the same seed."""
     exact = {
         (r["task"], r["seed"]): r["held_out_loss"]
         for r in rows

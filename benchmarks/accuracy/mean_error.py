@@ -2,12 +2,12 @@
 
     python benchmarks/accuracy/mean_error.py --json benchmarks/results/accuracy/mean_error.json
 
-On Gaussian gradients, independent on every rank, and on gradients of the three tasks in the
-middle of their training, which the script trains for itself; only the leaves that a plan
-compresses. A new way to take the mean is a new entry of METHODS; those that are not in the package
-are written in NumPy, to see whether they would pay. `error_at_one_bit` is the error times 2**bits,
-with the metadata's bits: what is left when a bit more halves the error. Needs the packages of the
-extra `accuracy`.
+Measures Gaussian gradients, independent on every rank, and gradients of the tasks of tasks.py in
+the middle of their training. The script trains these tasks itself, and takes only the leaves that a
+plan compresses. Each way to take the mean is an entry of METHODS. Ways that are not in the package
+are written in NumPy, to see whether they would pay off. `error_at_one_bit` is the error times
+2**bits_per_value, which counts the metadata's bits too: it is the same at all widths if each
+further bit halves the error. Needs the packages of the extra `accuracy`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from cgx_jax.kernels.reference import NORMAL_RANGE
 WORLDS = (4, 8)
 BITS = (2, 3, 4)
 BUCKET = 512
-TASK_RANKS = 4  # that share a task's own batch
+TASK_RANKS = 4  # ranks that share a task's own batch
 
 Ranks = dict[str, np.ndarray]  # leaves f32[world, values]
 Mean = tuple[Ranks, float]  # leaves f32[values], and payload bits per value
@@ -53,7 +53,7 @@ def gaussian(world: int, seed: int) -> Ranks:
 
 
 def recorded(name: str, seeds: range) -> Iterator[dict[int, Ranks]]:
-    """For every seed the ranks' gradients, by world size, after half of the task's steps."""
+    """Yields the ranks' gradients per seed, by world size, after half of the task's steps."""
     task = TASKS[name]
     graphdef, _ = task.initial(0)
     optimizer = task.optimizer(task.steps)
@@ -90,11 +90,12 @@ def recorded(name: str, seeds: range) -> Iterator[dict[int, Ranks]]:
 
 
 def cgx(ranks: Ranks, bits: int, rounding: str, seed: int) -> Mean:
-    """As torch_cgx's scatter-reduce-allgather does it, as far as the arithmetic goes.
+    """Takes the mean with the arithmetic of torch_cgx's scatter-reduce-allgather.
 
-    The leaves in a row are cut into one chunk a rank, at multiples of 4 values; a leaf's buckets
-    start anew where a chunk starts. Every rank but the chunk's own encodes, the owner adds all in
-    fp32 to its exact values and encodes the sum, which all decode.
+    The concatenated leaves are cut into one chunk per rank, at multiples of 4 values. A leaf's
+    buckets start anew where a chunk starts. Every rank except the chunk's owner encodes its values.
+    The owner adds the decoded values in fp32 to its exact ones, and encodes the sum. All ranks
+    decode this sum.
     """
     rng = np.random.default_rng(seed)
     world = len(next(iter(ranks.values())))
@@ -112,7 +113,7 @@ def cgx(ranks: Ranks, bits: int, rounding: str, seed: int) -> Mean:
 
 
 def _chunks(sizes: dict[str, int], world: int) -> Iterator[tuple[int, str, int, int]]:
-    """(owner, leaf, begin, end) of every part of a leaf that lies in one chunk."""
+    """Yields (owner, leaf, begin, end) of every part of a leaf that lies in one chunk."""
     remaining = sum(sizes.values())
     parts, begin = list(sizes.items()), 0
     for owner in range(world):
@@ -128,7 +129,7 @@ def _chunks(sizes: dict[str, int], world: int) -> Iterator[tuple[int, str, int, 
 
 
 def _max_min(x: np.ndarray, bits: int, rounding: str, rng: np.random.Generator) -> np.ndarray:
-    """`x` encoded and decoded: floor((x - min) / unit + r) on 2**bits levels of each bucket."""
+    """Encodes and decodes `x`: floor((x - min) / unit + r) on 2**bits levels per bucket."""
     padded = np.pad(x, (0, -x.size % BUCKET), mode="edge").reshape(-1, BUCKET)
     low = padded.min(1, keepdims=True)
     unit = (padded.max(1, keepdims=True) - low) / np.float32(2**bits - 1)
@@ -141,9 +142,10 @@ def _max_min(x: np.ndarray, bits: int, rounding: str, rng: np.random.Generator) 
 def proposed(
     ranks: Ranks, bits: int, code: Code, seed: int, rotated: bool = False, more: int = 0
 ) -> Mean:
-    """Our steps in NumPy with `code` in the quantizer's place; `more` bits in the second phase.
+    """Takes the mean by our steps in NumPy, with `code` in the quantizer's place.
 
-    `code` gives buckets f64[k, BUCKET] as they are decoded. Chunks are whole buckets here.
+    `code` encodes and decodes buckets f64[k, BUCKET]. The first phase has `bits` - `more` bits, the
+    second `bits` + `more`. Chunks are whole buckets here.
     """
     world = len(next(iter(ranks.values())))
     out: Ranks = {}
@@ -167,7 +169,7 @@ def proposed(
 
 
 def even_within(x: np.ndarray, bits: int) -> np.ndarray:
-    """Nearest of even levels between the extremes, clipped as for normal values."""
+    """Rounds to the nearest of even levels between the extremes, clipped as for normal values."""
     limit = NORMAL_RANGE[bits] * np.sqrt(np.square(x).mean(1, keepdims=True))
     low = np.maximum(x.min(1, keepdims=True), -limit)
     high = np.minimum(x.max(1, keepdims=True), limit)
@@ -177,13 +179,13 @@ def even_within(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def exponential(x: np.ndarray, bits: int) -> np.ndarray:
-    """Nearest of NUQSGD's levels: 0 and powers of 1/2 of the largest magnitude, with signs."""
+    """Rounds to NUQSGD's levels: 0 and powers of 1/2 of the largest magnitude, with signs."""
     powers = 0.5 ** np.arange(2 ** (bits - 1) - 1)
     return _nearest(x, np.r_[-powers, 0, powers[::-1]], np.abs(x).max(1, keepdims=True))
 
 
 def normal_levels(x: np.ndarray, bits: int) -> np.ndarray:
-    """Nearest of the levels with the least error for normal values of these squares."""
+    """Rounds to the levels with the least error for normal values of the same mean square."""
     return _nearest(x, _lloyd_max(bits), np.sqrt(np.square(x).mean(1, keepdims=True)))
 
 
@@ -204,7 +206,7 @@ def _lloyd_max(bits: int) -> np.ndarray:
 
 
 def ours(ranks: Ranks, bits: int, rounding: str, seed: int, rotation: bool = False) -> Mean:
-    """`pmean_compressed` itself."""
+    """Takes the mean by `pmean_compressed` itself."""
     world = len(next(iter(ranks.values())))
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
     compressor = Quantize(bits, BUCKET, rounding, rotation)
@@ -252,7 +254,7 @@ METHODS: dict[str, Callable[[Ranks, int, int], Mean]] = {
 
 
 def relative_error(found: Ranks, ranks: Ranks) -> float:
-    """L2 distance of all leaves to the mean in fp64, over that mean's L2 norm."""
+    """Returns the L2 distance of all leaves to the fp64 mean, divided by that mean's L2 norm."""
     exact = {k: x.mean(0, dtype=np.float64) for k, x in ranks.items()}
     off = sum(np.square(found[k] - x).sum() for k, x in exact.items())
     return float(np.sqrt(off / sum(np.square(x).sum() for x in exact.values())))

@@ -1,8 +1,8 @@
 """Recurrent language models on English text that ships in packages: by the byte and by the word.
 
-A word's row of the embedding has a gradient only in steps whose batch holds the word, which for
-most words is one step in many. The texts are technical English: the topics of Python's own help,
-and the docstrings of NumPy and SciPy, which come with JAX.
+A word's embedding row has a gradient only in steps whose batch contains the word. For most words
+these steps are rare. The texts are technical English: the topics of Python's own help, and the
+docstrings of NumPy and SciPy, which come with JAX.
 """
 
 import collections
@@ -24,7 +24,7 @@ _MADE_AT_IMPORT = re.compile("may vary|by position is deprecated")  # differ bet
 
 
 class Recurrent(nnx.Module):
-    """Tokens i32[batch, length] through one LSTM to logits f32[batch, length, vocabulary]."""
+    """One LSTM: maps tokens i32[batch, length] to logits f32[batch, length, vocabulary]."""
 
     def __init__(self, vocabulary: int, width: int, hidden: int, rngs: nnx.Rngs):
         self.token = nnx.Embed(vocabulary, width, rngs=rngs)
@@ -43,14 +43,14 @@ class Recurrent(nnx.Module):
             hidden = nnx.sigmoid(out) * jnp.tanh(cell)
             return (hidden, cell), hidden
 
-        # The inputs' zeros, so that they vary over the mesh as the inputs do.
+        # Zeros computed from the inputs, so that they vary over the mesh as the inputs do.
         zeros = 0 * inputs[0, :, : matrix.shape[0]]
         _, hidden = jax.lax.scan(step, (zeros, zeros), inputs, unroll=4)
         return self.logits(hidden.swapaxes(0, 1))
 
 
 def next_token_loss(model: Recurrent, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats of each token of i32[batch, length + 1] but the first."""
+    """Mean cross-entropy in nats per token of i32[batch, length + 1], without each first token."""
     logits = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 

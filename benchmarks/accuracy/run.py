@@ -4,8 +4,8 @@
     python benchmarks/accuracy/run.py --seeds 0-4    # all tasks
 
 All configurations of a seed start from the same parameters and see the same batches. Results are
-written after every run; those that the file holds already are not made again (--again does), so a
-long run can be stopped and continued. Needs the packages of the extra `accuracy`.
+written after every run. Runs whose results are already in the file are skipped, unless --again is
+given, so a long run can be stopped and continued. Needs the packages of the extra `accuracy`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from cgx_jax.policies.statistics import Statistics
 
 WORLD = 4
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "accuracy"
-LOOKS = 20  # at an adaptive plan's error, in a run
+LOOKS = 20  # how often a run reads an adaptive plan's error
 
 
 class Trainer:
@@ -102,7 +102,7 @@ class Trainer:
         return jax.lax.pmean(loss, "data")
 
     def run(self, seed: int) -> dict[str, Any]:
-        """One training run: its row of results."""
+        """Trains once; returns the row of results."""
         if isinstance(self.policy, Adaptive):
             self.policy.load_state_dict(self.fresh)
         _, params = self.task.initial(seed)
@@ -125,10 +125,10 @@ class Trainer:
             "training_loss": float(np.mean(losses[-max(1, self.steps // 10) :])),
             "bits_per_value": float(np.mean(bits)),
             "bytes_per_step": self._bytes_per_step(params),
-            "kernels": cgx_jax.kernels.backends()["cpu"],  # rows of one file may be of two machines
+            "kernels": cgx_jax.kernels.backends()["cpu"],  # a file may have rows of two machines
         }
         if looks:
-            # Once the first plan was chosen, which takes a moment after the warm-up.
+            # Only after the first plan was chosen, which happens shortly after the warm-up.
             after = [x for x, step in looks if step > self.steps // 10 + 4]
             row["bytes_to_4_bits"], row["error_to_4_bits"] = np.mean(after, axis=0).tolist()
             row["widths"] = [
@@ -145,7 +145,7 @@ class Trainer:
         return {f"held_out_{k}": float(np.mean([x[k] for x in found])) for k in found[0]}
 
     def _bits_per_value(self, params: Any) -> float:
-        """Payload bits with metadata a value, over the leaves that are compressed."""
+        """Payload bits per value, including metadata, over the leaves that are compressed."""
         if self.policy is None:
             return 32.0
         if isinstance(self.policy, Adaptive):
@@ -155,7 +155,7 @@ class Trainer:
         return sent / sum(leaf.size for leaf, _ in lossy)
 
     def _bytes_per_step(self, params: Any) -> int:
-        """What a rank sends in a step, by the plan that it ends with."""
+        """Bytes that a rank sends per step under the plan at the end of the run."""
         policy = cgx_jax.Identity() if self.policy is None else self.policy
         return Plan.build(params, policy).wire_bytes(WORLD)
 
@@ -166,10 +166,10 @@ class Trainer:
         return [(leaf, c) for leaf, c in pairs if not c.lossless]
 
     def _look(self, params: Any, state: Any) -> tuple[list[float], int]:
-        """Bytes and squared error of the plan over those of 4 bits everywhere; calls so far.
+        """Returns the plan's bytes and squared error over those of 4 bits, and the calls so far.
 
-        The error is by the statistics that the training holds, 4 bits are rotated where the plan's
-        are.
+        The error comes from the statistics in the training state. "4 bits" is the policy's own
+        4-bit candidate for all leaves, so it is rotated if that candidate is.
         """
         leaves, taken = zip(*self._lossy(params), strict=True)
         candidates = self.policy.sampler.candidates
@@ -217,7 +217,7 @@ def parse_arguments(
 def names_of(
     task: Task, configurations: Mapping[str, Configuration], given: str | None
 ) -> list[str]:
-    """The configurations `given`, or all, that fit the task's optimizer."""
+    """Returns those of the configurations `given`, or of all, that fit the task's optimizer."""
     under_adam = task.plain is None
     return [
         name

@@ -1,6 +1,6 @@
 """Writes the tables of docs/accuracy.md from benchmarks/results/accuracy.
 
-python benchmarks/accuracy/summary.py
+    python benchmarks/accuracy/summary.py
 """
 
 import sys
@@ -48,11 +48,11 @@ class Runs:
         return sorted(both)
 
     def values(self, name: str, field: str, of: str | None = None) -> np.ndarray:
-        """`field` by seed; of the configuration `of`, where given, at the seeds of `name`."""
+        """Returns `field` at the seeds of `name`, of that configuration or of `of` if given."""
         return np.array([self.rows[of or name, seed][field] for seed in self.seeds(name)])
 
     def gap(self, name: str, metric: str) -> float:
-        """How much worse than exact on average, in standard deviations of exact over seeds."""
+        """Returns how much worse than exact the mean is, in exact's standard deviations."""
         better, _ = METRICS[self.task][metric]
         exact = self.values(name, metric, "exact")
         worse = self.values(name, metric).mean() - exact.mean()
@@ -90,7 +90,7 @@ def task_table(task: str) -> str:
 
 
 def longer() -> str:
-    """The gap to exact in runs of three times the steps, beside that of the task's own."""
+    """The gap to exact in runs of the task's own length, and in runs three times as long."""
     body = []
     for task in ("language", "autoencoder"):
         _, digits = METRICS[task]["held_out_loss"]
@@ -109,7 +109,7 @@ def longer() -> str:
 
 
 def bars() -> str:
-    """What is asked of each task, and whether it holds."""
+    """The bars of each configuration and task, and whether they are met."""
     body = []
     asked = (
         ("4 bits", 1, 8.0),
@@ -154,7 +154,7 @@ def _to_4_bits(task: str, name: str, field: str) -> np.ndarray:
 
 
 def adaptive() -> str:
-    """What adaptive plans cost and err beside 4 bits everywhere."""
+    """Bytes and squared error of adaptive plans, relative to 4 bits everywhere."""
     body: list[list[str]] = []
     for task in TASKS:
         runs = Runs(task)
@@ -195,7 +195,7 @@ def mean_error() -> str:
 
 
 def adam() -> str:
-    """What feeding one of Adam's moments from exact gradients leaves of the loss over exact."""
+    """Loss above exact training, with none or one of Adam's moments from exact gradients."""
     rows: list[dict[str, Any]] = tables.rows("accuracy/feedback_under_adam")
     sources = [("sent", "sent"), ("exact", "sent"), ("sent", "exact")]
     body = []
@@ -228,13 +228,13 @@ def adam() -> str:
 
 
 def worse_with_error(gaps: np.ndarray, exact: np.ndarray) -> str:
-    """Mean of `gaps` to exact by seed, in its standard deviations, with the standard error."""
+    """Formats the mean gap to exact, in exact's standard deviations, with its standard error."""
     worse = gaps / exact.std(ddof=1)
     return f"{worse.mean():+.2f} ± {worse.std(ddof=1) / len(worse) ** 0.5:.2f}"
 
 
 def step_size() -> str:
-    """How much worse than exact under Adam, by how long the steps are."""
+    """How much worse than exact under Adam, with shorter, longer and restored steps."""
     tasks = [task for task in TASKS if task != "images"]
     names = [f"exact, learning rate 2 % {way}" for way in ("lower", "higher")]
     for bits in (4, 3):
@@ -251,7 +251,7 @@ def step_size() -> str:
 
 
 def where_lost() -> str:
-    """How much worse than exact where a part of the leaves or of the steps is reduced exactly."""
+    """How much worse than exact if a part of the leaves or of the steps is reduced exactly."""
     rows: list[dict[str, Any]] = tables.rows("accuracy/where_lost")
     parts = dict.fromkeys(r["exact"] for r in rows)
     body = []

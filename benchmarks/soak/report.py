@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
-# One reduction; `case` is its number in the pool, `share` its error over the bound, or -1 where it
-# was not compared with the exact sum.
+# One reduction; `case` is its number in the pool, `share` its error divided by the bound, or -1 if
+# it was not compared with the exact sum.
 RECORD = np.dtype([("case", "<u2"), ("crc", "<u4"), ("share", "<f4"), ("time", "<f8")])
-BLOCKS = 30  # means of neighboring samples, which a line is fitted to
+BLOCKS = 30  # of neighboring samples; a line is fitted to their means
 
 
 def slope(times: np.ndarray, values: np.ndarray) -> tuple[float, float] | None:
-    """Slope of a line by least squares, and its standard error; None of fewer than 4 samples.
+    """Slope of a line by least squares, and its standard error; None for fewer than 4 samples.
 
-    Neighboring samples are not independent. So they are averaged in up to `BLOCKS` blocks, and the
+    Neighboring samples are not independent, so they are averaged in up to `BLOCKS` blocks. The
     error is that of a line through the means.
     """
     count = min(BLOCKS, len(times) // 2 if len(times) >= 2 * BLOCKS else len(times))
@@ -51,7 +51,8 @@ def of_process(samples: np.ndarray) -> dict[str, Any]:
 def compared(records: list[np.ndarray]) -> dict[str, Any]:
     """What the ranks' records say: how many reductions, and how many were wrong.
 
-    Ranks that were ended have made different numbers of reductions; those that all made count.
+    Ranks that were ended have made different numbers of reductions. Only reductions that all ranks
+    made count as such and are compared between ranks.
     """
     count = min(map(len, records))
     first = records[0][:count]
@@ -72,7 +73,7 @@ def compared(records: list[np.ndarray]) -> dict[str, Any]:
 
 
 def command(job: dict[str, Any], step: int) -> str:
-    """What repeats one step of a job."""
+    """Returns the command that repeats one step of a job."""
     state = f" --state {job['kept']}/began.npz" if job["state"] else ""
     place = ":".join(str(job[k]) for k in ("number", "phase", "exchange", "world"))
     options = f"--seed {job['seed']} --pool {job['pool']}{state}"
@@ -85,7 +86,7 @@ def rate(times: np.ndarray) -> float | None:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """All jobs together."""
+    """Returns one row for all jobs together."""
     killed = [r["others_ended_after"] for r in rows if r["others_ended_after"] is not None]
     return {
         "phase": "all",
@@ -114,7 +115,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Memory of every process over time, and the rate of every job."""
+    """Draws the memory of every process over time, and the rate of every job."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")

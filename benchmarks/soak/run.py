@@ -1,4 +1,4 @@
-"""Reduces for hours on several processes, kills some, and looks for what is lost, wrong or grows.
+"""Reduces for hours on several processes, kills some, and looks for losses, errors and growth.
 
     python benchmarks/soak/run.py --hours 1 --json benchmarks/results/soak.json
 
@@ -8,14 +8,14 @@ checksum, and with the exact sum by the stated bound; error feedback has an acco
 balance. Memory, descriptors and threads of every process are sampled. The phases:
 
     steady   one pool, for as long as the phase lasts
-    churn    a program of a shape of its own in each step, which is then dropped
-    psum     the same of lax.psum alone: what JAX itself keeps
-    kills    a rank is killed at a drawn moment; the next job goes on with fewer, others join later
+    churn    each step has a program of a new shape, which is then dropped
+    psum     the same with lax.psum only: what JAX itself keeps
+    kills    a rank is killed at a random moment; the next job goes on with fewer, others join later
 
 A hang is a job without a reduction for --patience seconds, or one that has not ended that long
-after a kill or after its time. All is drawn from --seed; a defect prints the command that repeats
-its step. FOLDER has the log, the processes' output, and the records of jobs that failed. The
-numbers are written after every job.
+after a kill or after its time. Everything is drawn from --seed. A defect prints the command that
+repeats its step. FOLDER has the log, the processes' output, and the records of jobs that failed.
+The numbers are written after every job.
 """
 
 import argparse
@@ -122,13 +122,13 @@ class Soak:
             report.draw(self.rows, self.arguments.png)
 
     def jobs(self) -> Iterator[dict[str, Any]]:
-        """Phase by phase; the time of those that are left out goes to the others."""
+        """Yields jobs phase by phase; the time of left-out phases goes to the others."""
         taken = [p for p in PHASES if p[0] in self.arguments.phases]
         whole, end, number = sum(share for _, _, share in taken), 0.0, 0
         for phase, exchange, share in taken:
             end += 3600 * self.arguments.hours * share / whole
             for turn in range(1) if exchange else itertools.count():
-                # Late or not, one is killed and others go on.
+                # Even if time is short, one rank is killed and the others go on.
                 least = 5 if exchange is None and turn < 2 else 0
                 left = max(least, end - (time.monotonic() - self.begin))
                 if left <= 0:
@@ -139,7 +139,7 @@ class Soak:
                 number += 1
 
     def drawn(self, number: int, exchange: str | None, turn: int, left: float) -> dict[str, Any]:
-        """How long a job runs, on how many ranks, and who is killed when."""
+        """Returns how long a job runs, on how many ranks, and which rank is killed when."""
         if exchange is not None:
             return {"exchange": exchange, "world": STEADY_WORLD, "seconds": left}
         rng = np.random.default_rng([self.arguments.seed, number, 1])
@@ -164,7 +164,7 @@ def specification(
     kill_after: float = 0,
     repeat: int | None = None,
 ) -> dict[str, Any]:
-    """What the workers of a job are told."""
+    """Returns what the workers of a job are told."""
     return {
         "seed": arguments.seed,
         "pool": arguments.pool,
@@ -224,7 +224,7 @@ class Job:
             process.wait()
 
     def pids(self) -> dict[int, int]:
-        """The process of each rank that has started and not ended."""
+        """Returns the process ID of each rank that has started and not ended."""
         found = {int(f.suffix[1:]): f.read_text() for f in self.folder.glob("pid.*")}
         return {
             rank: int(text)
@@ -243,7 +243,7 @@ class Job:
         return out
 
     def defects(self) -> list[str]:
-        """What was found, each with the command that repeats it; the first few."""
+        """Returns the first few defects, each with the command that repeats it."""
         lines = (self.folder / "output.txt").read_text(errors="replace").splitlines()
         found = [i for i, text in enumerate(lines) if text.startswith("DEFECT")]
         texts = [text for i in found[:5] for text in lines[i : i + 2]]
@@ -261,7 +261,7 @@ class Job:
         while outcome is None:
             time.sleep(0.1)
             now, pids = time.monotonic(), self.pids()
-            # Whoever stops this process stops the workers too, and that is no hang.
+            # Whatever pauses this process pauses the workers too, and that is no hang.
             still, before = still + min(now - before, 1), now
             self.sample(pids, now)
             written = sum(f.stat().st_size for f in self.folder.glob("records.*"))
@@ -296,7 +296,7 @@ class Job:
         }
 
     def sample(self, pids: dict[int, int], now: float) -> None:
-        """Once a second at most."""
+        """Samples each process, at most once per second."""
         for rank, pid in pids.items():
             own = self.samples[rank]
             if own and now - self.start < own[-1][0] + 1:
@@ -312,7 +312,7 @@ class Job:
                 own.append((now - self.start, rss, descriptors, int(fields["Threads"])))
 
     def dump(self, pids: dict[int, int]) -> None:
-        """Every process writes where its threads are."""
+        """Asks every process to write where its threads are."""
         for pid in pids.values():
             _signal(os.kill, pid, signal.SIGUSR1)
         time.sleep(2)
@@ -332,7 +332,7 @@ def mpiexec() -> str:
 
 
 def repeat(arguments: argparse.Namespace) -> int:
-    """One step of one job again; prints what its ranks found."""
+    """Repeats one step of one job; prints what its ranks found."""
     number, phase, exchange, world, step = arguments.repeat.split(":")
     spec = specification(
         arguments,

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/soak/run.py: reduces until it is time, and writes down what came out.
+"""One rank of benchmarks/soak/run.py: reduces until its time is up, and records the results.
 
     python benchmarks/soak/worker.py FOLDER RANK
 
@@ -32,10 +32,10 @@ import cgx_jax
 from cgx_jax.exchanges import Mpi, Xla
 from report import RECORD, command
 
-ASK_EVERY = 32  # steps, after which the ranks agree whether it is time to end; 4 that compile
+ASK_EVERY = 32  # steps after which the ranks agree whether to end; 4 if each step compiles
 FEEDBACK_EVERY = 8
-# JAX ends processes that it has not heard of for so many seconds. A machine that was stopped for
-# minutes is no defect, and hangs are found by the supervisor.
+# JAX ends processes that it has not heard from for this many seconds. A machine that was paused for
+# minutes is not a defect, and the supervisor finds hangs.
 HEARTBEAT = 1800
 NEW_SHAPES = ("churn", "psum")  # phases that compile in each step
 
@@ -58,7 +58,7 @@ class Worker:
         return jax.make_array_from_process_local_data(self.sharding, own[None])
 
     def program(self, what: Draw) -> Any:
-        """f(leaves of all ranks, seed), compiled when it is first called."""
+        """Returns f(leaves of all ranks, seed), compiled when it is first called."""
         plan, call = what.plan(), cgx_jax.psum_compressed
         if what.mean:
             call = cgx_jax.pmean_compressed

@@ -27,12 +27,12 @@ from cgx_jax.commands.chart import COLORS, PSUM_COLOR
 
 TEXT = tables.ROOT / "docs" / "choosing.md"
 FOLDER = tables.RESULTS / "suite"
-ENOUGH = 5  # seeds, for a claim
+ENOUGH = 5  # seeds that a claim needs
 MARKERS = "osD^vP*X"
 
 
 def quality() -> str:
-    """A line a method: bytes, and by task how much worse than exact it learns."""
+    """One line per method: bytes, and per task how much worse than exact it learns."""
     runs = done()
     body = []
     for name in METHODS:
@@ -54,7 +54,7 @@ def done() -> dict[str, Runs]:
 
 
 def gaps(runs: Runs, name: str) -> np.ndarray:
-    """How much worse than exact by seed, in the task's own metric."""
+    """Returns how much worse than exact a method is per seed, in the task's own metric."""
     field, _, more, _ = METRICS[runs.task]
     own, exact = (runs.values(name, field, of) for of in (name, "exact"))
     return exact - own if more else own - exact
@@ -85,7 +85,7 @@ def speed_rows() -> list[dict[str, Any]]:
 
 
 def speed() -> str:
-    """A line a task, world and link: times the fp32 step's speed, by method."""
+    """One line per task, world and link: each method's speed over the fp32 step's speed."""
     rows = speed_rows()
     names = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "exact"))
     cells = {(r["task"], r["world"], r["links"], r["method"]): r for r in rows}
@@ -99,7 +99,7 @@ def speed() -> str:
 
 
 def ratio_cell(row: dict[str, Any] | None) -> str:
-    """Times the fp32 step's speed, in parentheses where the quartiles lie on both sides of 1."""
+    """Formats a speed over the fp32 step's; in parentheses if 1 lies between the quartiles."""
     if row is None:
         return ""
     low, ratio, high = row["ratio"]
@@ -107,7 +107,7 @@ def ratio_cell(row: dict[str, Any] | None) -> str:
 
 
 def draw(folder: Path) -> None:
-    """Quality against bytes, and against samples a second, as GRACE drew them."""
+    """Draws quality against bytes, and against samples per second, as GRACE did."""
     runs = {task: one for task, one in done().items() if len(one.seeds("exact")) >= ENOUGH}
     by_bytes = {
         task: {name: bytes_share(one, name) for name in one.names} for task, one in runs.items()
@@ -130,7 +130,7 @@ def draw(folder: Path) -> None:
 def picture(
     path: Path, runs: dict[str, Runs], places: dict[str, dict[str, float]], label: str, scale: str
 ) -> None:
-    """One panel a task: how much worse than exact each method learns, best on top, at its place."""
+    """Draws a panel per task: how much worse than exact each method is, best on top, by place."""
     from matplotlib.figure import Figure
 
     runs = {task: one for task, one in runs.items() if places[task]}

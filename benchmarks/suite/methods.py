@@ -30,7 +30,7 @@ from cgx_jax.transforms import MomentumCorrection
 
 @dataclasses.dataclass(frozen=True)
 class UnscaledQSGD(QSGD):
-    """QSGD as feedback is often put around it: without the factor that keeps it bounded."""
+    """QSGD as it is often used with feedback: without the factor that keeps feedback bounded."""
 
     feedback_scale = 1.0
 

@@ -36,8 +36,8 @@ from tasks import Batch, Task
 class BatchNorm(nnx.Module):
     """Normalizes f32[..., channels] by the statistics of the batch at hand.
 
-    In training that is one rank's part of the batch. It keeps no running averages, so a model is
-    its parameters; held-out images come in batches that are large enough.
+    In training that is one rank's part of the batch. The module keeps no running averages, so a
+    model consists of its parameters only. Held-out images come in batches that are large enough.
     """
 
     def __init__(self, channels: int):
@@ -62,7 +62,7 @@ class Normalized(nnx.Module):
 
 
 class ConvNet(nnx.Module):
-    """Images f32[batch, 28, 28, 1] to logits f32[batch, 10]: 99,000 parameters."""
+    """Maps images f32[batch, 28, 28, 1] to logits f32[batch, 10]; 99,000 parameters."""
 
     def __init__(self, rngs: nnx.Rngs):
         widths = (1, 16, 32, 64, 128)
@@ -79,15 +79,15 @@ class ConvNet(nnx.Module):
 # --- recommender: which names a function calls, two embeddings of functions and two of names.
 
 WIDTH = 32
-POSITIVES = 128  # pairs a step
+POSITIVES = 128  # pairs per step
 NEGATIVES = 4  # names that are not called, for every pair
-RANKED = 100  # names among which the held-out one is looked for
+RANKED = 100  # names that are ranked, including the held-out one
 CUTOFF = 10
-FEWEST_CALLS = 5  # of different names by a function, and of a name by functions
+FEWEST_CALLS = 5  # different known names that a function must call to be kept
 
 
 class Filtering(nnx.Module):
-    """Functions and names, i32[...] each, to logits f32[...] of the function calling the name."""
+    """Maps functions and names, i32[...] each, to logits f32[...] that one calls the other."""
 
     def __init__(self, functions: int, names: int, rngs: nnx.Rngs):
         self.factors = nnx.List(nnx.Embed(n, WIDTH, rngs=rngs) for n in (functions, names))
@@ -104,7 +104,7 @@ class Filtering(nnx.Module):
 
 @cache
 def _calls() -> tuple[np.ndarray, np.ndarray, int]:
-    """(pairs i32[n, 2] of function and name, held-out name of each function i32[f], names)."""
+    """Returns pairs i32[n, 2] (function, name), held-out names i32[f], and the count of names."""
     called = []
     root = Path(sysconfig.get_path("stdlib"))
     for file in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
@@ -125,7 +125,7 @@ def _calls() -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _calls_in(source: bytes) -> list[list[str]]:
-    """The different names that each function of a module calls, in order."""
+    """Returns the different names that each function of a module calls, sorted."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # files that show how not to write Python
@@ -156,7 +156,7 @@ def _held_out_calls() -> Batch:
 
 
 def _call_logits(model: Filtering, functions: jax.Array, names: jax.Array) -> jax.Array:
-    """Names i32[batch, n], the called one first, to logits f32[batch, n]."""
+    """Maps names i32[batch, n], the called one first, to logits f32[batch, n]."""
     return model(jnp.broadcast_to(functions[:, None], names.shape), names)
 
 
@@ -178,12 +178,12 @@ def _call_metrics(model: Filtering, functions: jax.Array, names: jax.Array) -> d
 # --- segmentation: which pixels of a photograph a digit brightens.
 
 SIDE = 32
-SCENES = 32  # a step
+SCENES = 32  # per step
 INK = 1.5  # of a digit's brightest pixel, in standard deviations of the photograph
 
 
 class UNet(nnx.Module):
-    """Scenes f32[batch, 32, 32, 1] to logits f32[batch, 32, 32]: 62,000 parameters."""
+    """Maps scenes f32[batch, 32, 32, 1] to logits f32[batch, 32, 32]; 62,000 parameters."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.down = nnx.List(

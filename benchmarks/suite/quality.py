@@ -4,9 +4,9 @@
     python benchmarks/suite/quality.py --task words --seeds 0 --configs "exact;bf16"
 
 All methods of a seed start from the same parameters and see the same batches. The mean of 4
-simulated ranks is that of 4 machines, bit for bit, so the load of this machine changes nothing.
-Results are written after every run; those that the file holds already are not made again (--again
-does). Needs the packages of the extra `accuracy`.
+simulated ranks is bit for bit that of 4 machines, so the load of this machine changes nothing.
+Results are written after every run. Runs whose results are already in the file are skipped, unless
+--again is given. Needs the packages of the extra `accuracy`.
 """
 
 import sys

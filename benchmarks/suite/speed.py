@@ -4,19 +4,19 @@
     sudo python benchmarks/suite/speed.py --task recommender --world 2 --links 1gbit --reps 5
 
 The ranks share the task's batch. Every repeat takes one step of each method, one after the other,
-each behind a barrier; a time is the slowest rank's. `ratio` is the median (and quartiles) over the
-repeats of the fp32 step's time over the method's in the same repeat. A step is split by steps that
-leave something out, in the same repeat:
+each behind a barrier; a time is the slowest rank's. `ratio` is the fp32 step's time divided by the
+method's time in the same repeat: the median (and quartiles) over the repeats. A step's time is
+split by steps that leave something out, in the same repeat:
 
     compute   the step without a reduction
     encode    the first encoding of a rank's gradients by itself, without units
     decode    the rest of a step in which nothing is sent: adding up, encoding sums, decoding
-    wire      what the step with links takes longer
+    wire      the additional time of the step that sends
 
-"exact" is `lax.pmean` of the tree, of which XLA makes a collective for each leaf on CPUs. In
-"exact, small leaves together" `sync_gradients` makes one for all leaves of up to 64 KiB. "bf16,
-lax.psum" is a sum of 16-bit values as XLA makes it. Ranks are started by mpiexec and reduce by the
-"mpi" exchange where it is there, else by "xla". A step in which nothing is sent goes by the kernels
+"exact" is `lax.pmean` of the tree. On CPUs XLA makes a collective for each leaf of it. In "exact,
+small leaves together" `sync_gradients` makes one for all leaves of up to 64 KiB. "bf16, lax.psum"
+is a sum of 16-bit values as XLA makes it. Ranks are started by mpiexec and reduce over the "mpi"
+exchange if it is available, otherwise over "xla". A step in which nothing is sent uses the kernels
 of "xla".
 """
 
@@ -116,7 +116,7 @@ KINDS = {TOGETHER: Together, BF16_PSUM: HalfPsum}
 
 @contextlib.contextmanager
 def unplugged() -> Iterator[None]:
-    """What is traced in here computes all of a reduction and sends nothing."""
+    """Makes reductions that are traced in this context compute everything and send nothing."""
 
     def gather(row: jax.Array, axes: Axes) -> jax.Array:
         return jnp.broadcast_to(row, (axes.world, *row.shape))
@@ -132,7 +132,7 @@ def unplugged() -> Iterator[None]:
 
 
 class Step:
-    """A compiled step of a trainer, which goes on from its own state."""
+    """A compiled step of a trainer, which continues from its own state."""
 
     def __init__(self, ranks: Ranks, trainer: Trainer, batch: Any, *, sends: bool) -> None:
         replicated = NamedSharding(trainer.mesh, P())
@@ -152,9 +152,10 @@ class Step:
 
 
 def compiled(ranks: Ranks, lowered: Any, *, sends: bool) -> Callable[..., Any]:
-    """Where nothing is sent, the first rank compiles and the others read its result.
+    """Compiles a program. If it sends nothing, the first rank compiles and the others read that.
 
-    XLA forgets the order of collectives in what it reads, so a program that sends is compiled.
+    XLA forgets the order of collectives in programs that it reads from a cache, so every rank
+    compiles a program that sends.
     """
     jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER if sends else 0)
     if sends:
@@ -166,7 +167,7 @@ def compiled(ranks: Ranks, lowered: Any, *, sends: bool) -> Callable[..., Any]:
 
 
 def encoding(trainer: Trainer, configuration: Configuration, ranks: Ranks) -> Callable[[], Any]:
-    """The first encoding of gradients by the trainer's method; nothing where codes are sums."""
+    """Returns a call of the trainer's first encoding of gradients; empty where codes are sums."""
     _, params = trainer.task.initial(0)
     policy = trainer.policy or cgx_jax.Identity()
     plan = cgx_jax.Plan.build(params, policy)
@@ -274,12 +275,12 @@ def of_exchange(
 
 
 def in_turns(ranks: Ranks, steps: dict[Any, Callable[[], Any]], reps: int) -> dict[Any, np.ndarray]:
-    """Seconds of every step, f64[reps], by the slowest rank."""
+    """Returns the slowest rank's seconds of every step, f64[reps]."""
     samples = np.empty((reps, len(steps)))
     for rep in range(reps):
         for i, step in enumerate(steps.values()):
             ranks.barrier()
-            ranks.barrier()  # the first one's stragglers have arrived now
+            ranks.barrier()  # by now the stragglers of the first barrier have arrived
             start = time.perf_counter()
             step()
             samples[rep, i] = time.perf_counter() - start
@@ -288,7 +289,7 @@ def in_turns(ranks: Ranks, steps: dict[Any, Callable[[], Any]], reps: int) -> di
 
 
 def parser_of(description: str | None, tasks: list[str]) -> argparse.ArgumentParser:
-    """A parser of the tasks, worlds and links that `launch` goes through."""
+    """Returns a parser of the tasks, worlds and links that `launch` goes through."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -317,12 +318,12 @@ def main() -> int:
 
 
 def fastest() -> str:
-    """The exchange by which ranks of CPUs reduce."""
+    """Returns the exchange that CPU ranks use: "mpi" if it is available, otherwise "xla"."""
     return "mpi" if Mpi() in auto.available() else "xla"
 
 
 def launch(arguments: argparse.Namespace, *options: str) -> int:
-    """Runs every task and world in processes of its own, with the command's own `options`."""
+    """Runs every task and world in its own processes, with the command's own `options`."""
     beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     mpi = bool(shutil.which("mpiexec", path=beside) and importlib.util.find_spec("mpi4py"))
     for world, task in itertools.product(arguments.world, arguments.task):
