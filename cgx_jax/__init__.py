@@ -1,9 +1,9 @@
 """Compressed collectives for JAX: `psum` for gradients at 1 to 8 bits per value.
 
-The calls, and what most of them are given, are here. `compressors`, `reductions`, `exchanges`,
-`policies` and `transforms` have the rest, and the protocols for compressors, reductions and
-exchanges of your own, which `testing` checks. Source: CGX (Markov et al., Middleware 2022), GRACE
-(Xu et al., ICDCS 2021).
+This module has the calls and their most common arguments. `compressors`, `reductions`,
+`exchanges`, `policies` and `transforms` have the rest. They also define the protocols for your own
+compressors, reductions and exchanges, which `testing` checks. Source: CGX (Markov et al.,
+Middleware 2022), GRACE (Xu et al., ICDCS 2021).
 """
 
 from cgx_jax import compressors as compressors

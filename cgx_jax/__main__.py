@@ -6,8 +6,8 @@
     python -m cgx_jax doctor
     python -m cgx_jax report run.jsonl --png report.png
 
-`--devices` simulates ranks in this process, and `bench --link 1gbit` starts two processes with a
-slow link between them. Across processes of your own, start the command once per rank with
+`--devices` simulates ranks in this process. `bench --link 1gbit` starts two processes with a slow
+link between them. To measure across your own processes, start the command once per rank with
 `--distributed`: srun python -m cgx_jax tune --distributed --out profile.json
 """
 
@@ -35,7 +35,7 @@ AXIS = "ranks"
 
 
 def main() -> int:
-    """Runs the command line; returns the exit code."""
+    """Runs the command line and returns the exit code."""
     parser = _parser()
     arguments = parser.parse_args()
     if getattr(arguments, "png", None) and not importlib.util.find_spec("matplotlib"):
@@ -58,7 +58,7 @@ def main() -> int:
     if arguments.command == "doctor":
         return doctor.run(arguments.json)
     if jax.device_count() == 1:
-        parser.error("one device has nothing to reduce; --devices 8 simulates 8 on this CPU")
+        parser.error("one device has nothing to reduce; pass --devices 8 to simulate 8 on this CPU")
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     if arguments.command == "tune":
         _tune(mesh, arguments)
@@ -94,14 +94,14 @@ def main() -> int:
 
 
 def _at_both_ends(rate: str, parser: argparse.ArgumentParser) -> int:
-    """Runs this command line again, as two processes with a link between them."""
+    """Runs this command line again in two processes that are joined by a link."""
     if problem := slow_link.missing(rate):
         parser.error(f"--link: {problem}")
     return slow_link.run([sys.executable, "-m", "cgx_jax", *sys.argv[1:]], rate)
 
 
 def _follow(path: Path, world: int, parser: argparse.ArgumentParser) -> None:
-    """Ends the program with a line where the profile is not one of `world` ranks here."""
+    """Activates a profile; exits with an error if it does not fit this machine or `world` ranks."""
     try:
         profile = auto.use_profile(path)
     except (OSError, ValueError) as error:
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="METHOD",
-        help="this is one of several processes: call jax.distributed.initialize(), which finds the "
+        help="for runs of several processes: call jax.distributed.initialize(), which finds the "
         "others through the launcher, or through METHOD (mpi4py, slurm, ompi)",
     )
     plain = argparse.RawDescriptionHelpFormatter
@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         parents=[ranks],
         formatter_class=plain,
-        help="time psum and every exchange over sizes",
+        help="time psum and every exchange at several sizes",
         description=bench.EXPLANATION,
     )
     _add_sweep(command, bits=[4])
@@ -144,12 +144,18 @@ def _parser() -> argparse.ArgumentParser:
         "--link",
         type=_rate,
         metavar="RATE",
-        help="between two processes here, over a link of this rate, such as 100mbit or 1gbit",
+        help="run two processes on this machine, joined by a link of this rate, such as 100mbit "
+        "or 1gbit",
     )
     command.add_argument(
-        "--profile", type=Path, metavar="FILE", help='measure exchange="auto" by this profile too'
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help='also measure exchange="auto" with this profile',
     )
-    command.add_argument("--png", type=Path, metavar="FILE", help="draw time and busbw by size")
+    command.add_argument(
+        "--png", type=Path, metavar="FILE", help="plot time and busbw against size"
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
 
     command = commands.add_parser(
@@ -158,7 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep(command, bits=list(tuning.BITS))
     command.add_argument("--out", type=Path, metavar="FILE", help="write the profile")
     command.add_argument(
-        "--budget", type=float, default=60, help="seconds it may take (default %(default)s)"
+        "--budget",
+        type=float,
+        default=60,
+        help="limit on its time, in seconds (default %(default)s)",
     )
 
     command = commands.add_parser(
@@ -171,31 +180,31 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "target",
         metavar="MODULE[:FUNCTION]",
-        help=f"where the step is built (FUNCTION {compare.DEFAULT_FUNCTION!r} if left out)",
+        help=f"function that builds the step (default of FUNCTION: {compare.DEFAULT_FUNCTION})",
     )
     command.add_argument(
         "--methods",
         type=_methods,
         default=list(tried.METHODS),
-        help=f"list of {', '.join(tried.METHODS)} (default all)",
+        help=f"comma-separated list of {', '.join(tried.METHODS)} (default: all)",
     )
     command.add_argument(
-        "--steps", type=_steps, default=20, help="timed ones (default %(default)s)"
+        "--steps", type=_steps, default=20, help="number of timed steps (default %(default)s)"
     )
     how = command.add_mutually_exclusive_group()
     how.add_argument(
         "--exchange",
         default="xla",
         choices=[exchange.shorthand for exchange in EXCHANGES],
-        help="how bytes travel; every buffer is compressed (default %(default)s)",
+        help="how bytes travel; compresses every buffer (default %(default)s)",
     )
     how.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help='send each buffer as exchange="auto" does by this profile',
+        help='send each buffer as exchange="auto" does with this profile',
     )
-    command.add_argument("--png", type=Path, metavar="FILE", help="draw time, bytes and error")
+    command.add_argument("--png", type=Path, metavar="FILE", help="plot time, bytes and error")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
 
     command = commands.add_parser(
@@ -219,10 +228,13 @@ def _add_sweep(command: argparse.ArgumentParser, bits: list[int]) -> None:
         "--sizes",
         type=_sizes,
         default=list(tuning.SIZES),
-        help="fp32 bytes per rank, with k, M, G (default 4 KiB to 64 MiB by factors of 4)",
+        help="fp32 bytes per rank, such as 4k,1M (default 4 KiB to 64 MiB by factors of 4)",
     )
     command.add_argument(
-        "--bits", type=_bits, default=bits, help="list of 1 to 8 (default %(default)s)"
+        "--bits",
+        type=_bits,
+        default=bits,
+        help="widths from 1 to 8, such as 2,4 (default %(default)s)",
     )
 
 
@@ -249,7 +261,7 @@ def _rate(text: str) -> str:
 def _bits(text: str) -> list[int]:
     bits = sorted(set(text.split(",")))
     if not set(bits) <= set("12345678"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of widths from 1 to 8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of widths from 1 to 8; write 2,4")
     return [int(width) for width in bits]
 
 
@@ -281,15 +293,13 @@ def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
         _print_choices(profile)
         measured = {row.bytes for row in profile.rows}
         if left_out := [size_text(size) for size in arguments.sizes if size not in measured]:
-            print(
-                f"left out: {', '.join(left_out)}; a --budget over {arguments.budget:g} s is needed"
-            )
+            print(f"left out: {', '.join(left_out)}; pass a --budget above {arguments.budget:g} s")
         if arguments.out is not None:
             print(f"written to {arguments.out}: cgx_jax.use_profile({str(arguments.out)!r})")
 
 
 def _print_choices(profile: Profile) -> None:
-    """The method that "auto" takes, by size and width."""
+    """Prints the profile's figures and the method that "auto" takes for each size and width."""
     widths = sorted({row.bits for row in profile.rows if row.method != "psum"})
     spent = ", ".join(f"{kind} {s * 1e9:.2f}" for kind, s in profile.codec._asdict().items())
     print(f"{profile.world} ranks: latency {profile.latency * 1e6:.0f} us, ", end="")

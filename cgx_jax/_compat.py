@@ -13,24 +13,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes over which `x` is typed as varying (empty outside check_vma)."""
+    """Returns the mesh axes over which `x` is typed as varying (none outside check_vma)."""
     return frozenset(jax.typeof(x).mat.varying)
 
 
 def vary_over(x: Any, axes: frozenset[str]) -> Any:
-    """Types `x` as varying over `axes` too; no operation at run time."""
+    """Types `x` as varying over `axes` as well; costs nothing at run time."""
     missing = tuple(a for a in sorted(axes) if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def plain(x: Any) -> Any:
-    """`x` without its `reduced` and `unreduced` axes, which most operations do not take."""
+    """Types `x` without `reduced` and `unreduced` axes, which most operations do not accept."""
     mat = jax.typeof(x).mat
     return _retyped(x, type(mat)())
 
 
 def typed_like(x: Any, like: Any) -> Any:
-    """`x` with the `reduced` and `unreduced` axes of `like`; no operation at run time."""
+    """Types `x` with the `reduced` and `unreduced` axes of `like`; costs nothing at run time."""
     return _retyped(x, jax.typeof(like).mat)
 
 
@@ -39,8 +39,8 @@ def _retyped(x: Any, like: Any) -> Any:
     return x if like.update(varying=mat.varying) == mat else _retype_p.bind(x, like=like)
 
 
-# A value over an axis of either kind is an ordinary one on each device. Only AD reads these types,
-# so what is made without them has a derivative of its own.
+# On each device, a value with `reduced` or `unreduced` axes is an ordinary value. Only AD reads
+# these types, so a computation without them needs a derivative of its own.
 _retype_p = Primitive("cgx_retype")
 _retype_p.def_impl(lambda x, *, like: x)
 _retype_p.def_abstract_eval(
@@ -53,12 +53,13 @@ mlir.register_lowering(_retype_p, lambda ctx, x, *, like: [x])
 
 
 def same_over(x: Any, axes: Sequence[str]) -> Any:
-    """`x`, which is the same on all ranks of `axes`, typed so; the caller answers for it."""
+    """Types `x` as the same on all ranks of `axes`; the caller guarantees that it is."""
     replicated = tuple(a for a in axes if a in varying_axes(x))
     return _same_p.bind(x, axes=replicated) if replicated else x
 
 
-# A gather over groups that follow each other over all ranks is typed as varying.
+# JAX types some values as varying that are the same on all ranks, such as the result of successive
+# gathers over groups that together cover all ranks.
 _same_p = Primitive("cgx_same")
 _same_p.def_impl(lambda x, *, axes: x)
 _same_p.def_abstract_eval(lambda x, *, axes: reduced_aval(x, axes))
@@ -67,36 +68,36 @@ mlir.register_lowering(_same_p, lambda ctx, x, *, axes: [x])
 
 
 def result_aval(shape: Sequence[int], dtype: Any, like: Any) -> jax.core.ShapedArray:
-    """Abstract value of a kernel's result: varies where the operand `like` varies."""
+    """Returns the abstract value of a kernel's result; it varies where the operand `like` does."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
     return jax.core.ShapedArray(tuple(shape), dtype, sharding=sharding, manual_axis_type=like.mat)
 
 
 def reduced_aval(x: Any, axes: Sequence[str]) -> jax.core.ShapedArray:
-    """Abstract value of `x` after a reduction that leaves it the same over `axes`."""
+    """Returns the abstract value of `x` after a reduction that makes it the same over `axes`."""
     varying = x.mat.varying - frozenset(axes)
     return x.update(manual_axis_type=x.mat.update(varying=varying))
 
 
 def new_channel(ctx: Any) -> int:
-    """A number that no other communicating operation of the module being lowered has."""
+    """Returns a number that no other communicating operation in the lowered module has."""
     return int(ctx.module_context.new_channel())
 
 
 def module_name(ctx: Any) -> str:
-    """The name of the module being lowered, such as jit_step."""
+    """Returns the name of the module that is being lowered, such as jit_step."""
     return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
 
 
-# These only view the memory of their operand.
+# These primitives only view the memory of their operand.
 _VIEWS = frozenset({"pcast", "pvary", "reshape", "slice", "squeeze"})
 
 
 def is_computed(x: Any) -> bool:
-    """Whether the function being traced computes `x`, other than by viewing an argument.
+    """Whether the traced function computes `x`, rather than only viewing an argument.
 
-    False where JAX does not tell: outside of jit, and of a value that a transformation wraps.
+    False if JAX does not say: outside jit, and for a value that a transformation wraps.
     """
     while (equation := getattr(x, "parent", None)) is not None:
         if equation.primitive.name not in _VIEWS:
@@ -106,13 +107,14 @@ def is_computed(x: Any) -> bool:
 
 
 def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one asynchronous call on the stream of XLA's GPU collectives.
+    """Makes `function` one asynchronous call on the stream of XLA's GPU collectives.
 
-    Away from that stream, a call that uses XLA's communicator is unsafe beside its collectives.
+    On another stream, a call that uses XLA's communicator could run beside XLA's own collectives,
+    which is unsafe.
     """
     from jax.experimental import compute_on
 
-    # jaxlib 0.10, which has no fused calls on CUDA, has another signature.
+    # Any, because the signature differs in jaxlib 0.10, which has no fused calls on CUDA.
     annotate: Any = compute_on.compute_on
     memory = jax.memory.Space.Device
     return annotate(function, compute_type="gpu_stream:collective", out_memory_spaces=memory)
@@ -125,7 +127,7 @@ def bound_by_mesh(axes: Sequence[str]) -> bool:
 
 
 def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many its carry."""
+    """Returns how many operands of a scan are constants, and how many are its carry."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()  # jax 0.12

@@ -1,4 +1,4 @@
-"""How the processes of a program come to hold the same."""
+"""Shares values between processes, so that all processes of a program hold the same ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jax.experimental import multihost_utils
 
 
 def gather(number: int) -> list[int]:
-    """Every process's 32-bit number, on every process; all of them call it at the same place."""
+    """Returns every process's 32-bit number on all processes, which all call it together."""
     if jax.process_count() == 1:
         return [number]
     return multihost_utils.process_allgather(np.uint32(number)).tolist()
 
 
 def rows(values: Any) -> np.ndarray:
-    """A row of f64[n] from every process, on every process."""
+    """Returns one row of f64[n] per process on all processes, which all call it together."""
     mine = np.frombuffer(np.asarray(values, np.float64).tobytes(), np.uint8)
     if jax.process_count() == 1:
         return mine.view(np.float64)[None]
@@ -27,12 +27,12 @@ def rows(values: Any) -> np.ndarray:
 
 
 def hosts() -> int:
-    """How many machines the processes run on, by their names."""
+    """Counts the machines that the processes run on, by their host names."""
     return len(set(gather(zlib.crc32(socket.gethostname().encode()))))
 
 
 def broadcast(message: bytes) -> bytes:
-    """Process 0's message, on every process; all of them call it at the same place."""
+    """Returns process 0's message on all processes, which all call it together."""
     if jax.process_count() == 1:
         return message
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(message))))

@@ -1,4 +1,4 @@
-"""The ranks of a collective: which axes, how many, who this one is, and the exact sums."""
+"""The ranks of a collective: its axes and world size, this rank's index, and exact sums."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jax import lax
 
 from cgx_jax import _compat
 
-# A leaf of up to this size travels with others: a call of its own costs more than the copies.
+# A leaf of up to this size travels with others: a separate call costs more than the copies.
 SMALL_BYTES = 1 << 16
-UNROLL = 4  # ranks whose rows a loop over ranks adds at once, where XLA may fuse them
+UNROLL = 4  # rows that one round of a loop over ranks adds, so that XLA may fuse them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Axes:
 
     @classmethod
     def resolve(cls, caller: str, axis_name: Any, groups: Any) -> Axes:
-        """Checks names and groups against the axes that are bound; raises ValueError."""
+        """Checks names and groups against the bound axes; raises ValueError if they do not fit."""
         names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
         if not names or len(set(names)) != len(names):
             raise ValueError(
@@ -60,11 +60,11 @@ class Axes:
         return cls(names, frozen, len(frozen[0]))
 
     def index(self) -> jax.Array:
-        """This rank's place along the axes, i32[]."""
+        """Returns this rank's index along the axes, i32[]."""
         return lax.axis_index(self.names)
 
     def rank(self) -> jax.Array:
-        """This rank's place in its group, i32[]."""
+        """Returns this rank's index in its group, i32[]."""
         if self.groups is None:
             return self.index()
         place = np.zeros(sum(map(len, self.groups)), np.int32)
@@ -73,27 +73,27 @@ class Axes:
         return jnp.asarray(place)[self.index()]
 
     def checked(self) -> bool:
-        """Whether shard_map tracks here what varies over the axes (check_vma)."""
+        """Whether shard_map tracks which values vary over the axes (check_vma)."""
         return _compat.bound_by_mesh(self.names) and set(self.names) <= _compat.varying_axes(
             self.index()
         )
 
     def varying(self) -> frozenset[str]:
-        """The axes that a rank's own values are typed as varying over; none outside check_vma."""
+        """Axes over which a rank's own values are typed as varying; none outside check_vma."""
         return frozenset(self.names) if self.checked() else frozenset()
 
     @property
     def around(self) -> dict[Any, int]:
-        """All axes of the mesh and their sizes; only these axes if vmap binds one of them."""
+        """All manual axes of the mesh with their sizes; only `names` if vmap binds one of them."""
         mesh = jax.sharding.get_abstract_mesh()
         manual = [n for n in mesh.axis_names if n in mesh.manual_axes]
         names = manual if _compat.bound_by_mesh(self.names) else self.names
         return {n: lax.axis_size(n) for n in names}
 
     def on_every_rank(self, flag: Any, *, alike: bool = False) -> Any:
-        """Whether `flag`, bool[], holds on every rank of the mesh; the same on all of them.
+        """Returns, on every rank, whether `flag`, bool[], is True on all ranks of the mesh.
 
-        `alike` says that it is the same along these axes, so that none of them needs to ask.
+        `alike` says that `flag` is already the same along these axes, so they are not reduced over.
         """
         names = tuple(n for n in self.around if not (alike and n in self.names))
         if not names:
@@ -104,7 +104,7 @@ class Axes:
         return lax.psum(failed, names) == 0
 
     def check_varying(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
-        """Raises ValueError for a leaf that AD (or anyone) has reduced over the axes already."""
+        """Raises ValueError for a leaf that AD (or anything else) has already reduced."""
         if not self.checked():
             return
         for path, x in leaves:
@@ -122,20 +122,20 @@ class Axes:
                 )
 
     def sum(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """`lax.psum` of every leaf; small ones travel together."""
+        """Applies `lax.psum` to every leaf; small leaves travel together."""
         if self.groups is not None and self.checked():
-            # lax.psum refuses groups under check_vma; a gather of the group and a sum do not.
+            # lax.psum refuses groups under check_vma, so gather the group and sum its rows.
             return _together(lambda joined: [self._gathered_sum(x) for x in joined], leaves)
         return _together(self._added_up_by(lax.psum), leaves)
 
     def max(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """`lax.pmax` of every leaf; small ones travel together."""
+        """Applies `lax.pmax` to every leaf; small leaves travel together."""
         if self.groups is not None and self.checked():
             return _together(lambda joined: [self._gathered(x).max(0) for x in joined], leaves)
         return _together(self._by(lax.pmax), leaves)
 
     def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """`lax.pmean` of every leaf; small ones travel together."""
+        """Applies `lax.pmean` to every leaf; small leaves travel together."""
         if self.groups is not None and self.checked():
             return _together(lambda joined: [self._gathered(x).mean(0) for x in joined], leaves)
         return _together(self._added_up_by(lax.pmean), leaves)
@@ -146,7 +146,8 @@ class Axes:
     def _added_up_by(
         self, collective: Callable[..., Any]
     ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        # Gloo's sums of float16 lose operands: lax.psum of three ranks' 10,000 values errs in some.
+        # Gloo's float16 sums lose operands: over three ranks, lax.psum of 10,000 values returns
+        # some wrong ones.
         if jax.default_backend() != "cpu" or jax.process_count() == 1:
             return self._by(collective)
 
@@ -159,7 +160,7 @@ class Axes:
         return reduce
 
     def _gathered_sum(self, x: Any) -> jax.Array:
-        # The sum of bools is their count, as lax.psum gives it.
+        # The sum of bools is their count, as in lax.psum.
         dtype = jnp.result_type(x)
         return self._gathered(x).sum(0, dtype=jnp.int32 if dtype == jnp.bool_ else dtype)
 
@@ -173,10 +174,10 @@ class Axes:
 
 
 def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Any) -> jax.Array:
-    """f(total, rank, row) for every rank, one after the other, as a program of fixed size.
+    """Folds total = f(total, rank, row) over the ranks in order, in a program of fixed size.
 
-    `rows` are arrays whose first dimension is the ranks. The first rank stands by itself: what a
-    loop carries has to vary over the axes that rows do.
+    `rows` are arrays whose first dimension is the ranks. The first rank is handled outside the
+    loop, so that the value that the loop carries varies over the same axes as the rows.
     """
     first, others = (jax.tree.map(lambda x, part=part: x[part], rows) for part in (0, np.s_[1:]))
     total = f(total, 0, first)
@@ -185,10 +186,10 @@ def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Any) -> j
 
 
 def sum_of_rows(rows: jax.Array) -> jax.Array:
-    """[ranks, ...] added up in rank order.
+    """Sums [ranks, ...] over the first dimension, in rank order.
 
-    XLA on CPUs takes many times as long for its own sum over a few long rows. A loop is a program
-    of its own, which small arrays do not deserve.
+    On CPUs, XLA's own sum over a few long rows takes many times as long as a loop over them. Small
+    arrays use XLA's sum, since a loop adds a separate computation to the program.
     """
     if rows[0].nbytes <= SMALL_BYTES:
         return rows.sum(0)
@@ -198,9 +199,9 @@ def sum_of_rows(rows: jax.Array) -> jax.Array:
 def _together(
     reduce: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[Any]
 ) -> list[jax.Array]:
-    """`reduce` of every leaf, where those of a few values are one array for each type of them.
+    """Applies `reduce` to all leaves, with small leaves of one type joined into one array.
 
-    XLA makes a collective of each array, and on networks each costs a latency.
+    XLA issues one collective per array, and on a network each collective costs a latency.
     """
     arrays = [jnp.asarray(x) for x in leaves]
     alike: dict[Any, list[int]] = {}
@@ -221,18 +222,18 @@ def _together(
 
 
 def _check_bound(caller: str, names: tuple[Any, ...], groups: Any) -> None:
-    """Raises ValueError for what `lax.psum` has not either over axes of vmap."""
+    """Raises ValueError for uses of vmap axes that `lax.psum` does not support either."""
     of_vmap = [n for n in names if not _compat.bound_by_mesh((n,))]
     if groups is not None and of_vmap:
         raise ValueError(
-            f"{caller}: axis_index_groups={groups} over {of_vmap[0]!r}, an axis of vmap; as in "
+            f"{caller}: axis_index_groups={groups} over {of_vmap[0]!r}, an axis of vmap. As in "
             "lax.psum, groups work only over axes of shard_map and pmap. Split the axis in two, "
-            "x.reshape(groups, size, ...), and reduce over the inner one."
+            "x.reshape(groups, size, ...), and reduce over the inner axis."
         )
     of_mesh = tuple(n for n in names if n not in of_vmap)
     if of_vmap and set(of_mesh) & _compat.varying_axes(lax.axis_index(names)):
         raise ValueError(
             f"{caller}: axis_name={names} mixes axes of vmap and of a mesh, which neither this "
-            "call nor lax.psum supports under check_vma; reduce over one after the other, or pass "
+            "call nor lax.psum supports under check_vma; reduce over one axis at a time, or pass "
             "check_vma=False to shard_map."
         )

@@ -1,4 +1,4 @@
-"""The backward-pass hook: gradients are reduced, compressed, while the backward pass runs."""
+"""The backward-pass hook: compressed reduction of gradients while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def reduce_in_backward(
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
 ) -> Any:
-    """Returns `params` unchanged; the backward pass sums their gradients, compressed.
+    """Returns `params` unchanged; the backward pass sums their gradients with compression.
 
-    `params` is a pytree of arrays. Wrap the parameters inside the loss. Each fusion buffer (4 MB,
-    or the plan's) is reduced as soon as its own gradients are there, while the backward pass goes
-    on. Exact leaves travel in buffers of up to 64 KiB. The gradient is that of a replicated
-    parameter: the sum over `axis_name`. For the mean, take the mean of the loss (`lax.pmean(loss,
-    axis_name)` under check_vma), or divide.
+    `params` is a pytree of arrays. Wrap the parameters inside the loss. Each fusion buffer (4 MiB,
+    or the plan's) is reduced as soon as its own gradients are ready, while the backward pass
+    continues. Exact leaves travel in buffers of up to 64 KiB. The gradient is that of a replicated
+    parameter: the sum over `axis_name`. To get the mean, take the mean of the loss
+    (`lax.pmean(loss, axis_name)` under check_vma), or divide the gradients.
 
     `compressor`, `key`, `exchange`, `reduction`, `levels` and errors are as in `psum_compressed`. A
-    `Tuner` as `exchange` chooses the exchange, the reduction, the levels and the size of the
-    buffers. Raises ValueError for compressors with state, too.
+    `Tuner` as `exchange` chooses the exchange, the reduction, the levels and the buffer size. Also
+    raises ValueError for compressors with state.
     """
     nonfinite.refuse_skip(_HOOK)
     check_tuner(_HOOK, exchange, reduction, levels)
@@ -73,7 +73,7 @@ def reduce_in_backward(
 
 
 class _Hook:
-    """Identity on some leaves whose cotangents are summed by `plan`."""
+    """The identity on some leaves; its backward pass sums their cotangents by `plan`."""
 
     def __init__(self, options: Options, plan: Plan):
         self.options, self.plan = options, plan

@@ -1,4 +1,4 @@
-"""Compressed all-reduces, drop-in for `lax.psum` and `lax.pmean`."""
+"""Compressed all-reduces: drop-in replacements for `lax.psum` and `lax.pmean`."""
 
 from __future__ import annotations
 
@@ -28,50 +28,51 @@ def psum_compressed(
 ) -> Any:
     """Sums over the ranks of `axis_name` with compressed payloads; `lax.psum` for gradients.
 
-    `tree` is a pytree of arrays of any shape and dtype. The result has its shapes, and the dtypes
-    that `lax.psum` gives. `compressor` is a compressor (default `Quantize()`, 4 bits), a policy or
-    a `Plan`. A single compressor leaves some leaves of a tree exact: those with ndim <= 1, under
-    1,024 values, named bias or norm, or of a dtype other than f32, bf16 and f16. They are summed by
-    `lax.psum`, small ones together; `Rules` chooses otherwise. A bare array is compressed as asked.
-    `key` feeds stochastic rounding. All ranks pass the same key, and every step needs another one.
+    `tree` is a pytree of arrays of any shape and dtype. The result has the same shapes, and the
+    dtypes that `lax.psum` returns. `compressor` is a compressor (default `Quantize()`, 4 bits), a
+    policy or a `Plan`. A single compressor leaves some leaves of a tree exact: leaves with
+    ndim <= 1, under 1,024 values, named bias or norm, or of a dtype other than f32, bf16 and f16.
+    `lax.psum` sums exact leaves, and small ones travel together. Pass `Rules` to choose
+    differently. A bare array of a supported dtype is compressed whatever its shape. `key` feeds
+    stochastic rounding. All ranks pass the same key, and every step needs a new one.
 
     `exchange` says how payloads travel:
 
     * "xla": by XLA's own collectives, on every platform.
     * "mpi": between CPU processes that mpiexec started.
     * "nccl": between CUDA devices, on XLA's communicator.
-    * "peer": between the CUDA devices of a node, in one kernel over their memory.
-    * "auto": by the fastest way for each fusion buffer, `lax.psum` included, according to the
-      profile that `use_profile` made active. Without a profile, buffers of a few megabytes and more
-      are compressed, over MPI where it is there, and smaller ones are summed exactly
-      (docs/exchanges.md).
+    * "peer": between the CUDA devices of a node, in one kernel that accesses their memory.
+    * "auto": the fastest way for each fusion buffer, `lax.psum` included, according to the profile
+      that `use_profile` made active. Without a profile, a buffer is compressed (over MPI where it
+      is available) from a size that depends on the platform, such as 0.6 MB over MPI at 4 bits.
+      Smaller buffers are summed exactly (docs/exchanges.md).
     * An instance from `cgx_jax.exchanges`.
 
-    An exchange that is named compresses every size. "mpi", "nccl" and "peer" reduce a buffer in one
-    call if its code is that of `Quantize`.
+    An explicitly named exchange compresses buffers of every size. "mpi", "nccl" and "peer" reduce a
+    buffer in one call if its leaves use the code of `Quantize`.
 
     `reduction` says how payloads become a sum:
 
     * "scatter_gather": every rank adds up one chunk.
     * "gather_sum": every rank receives all payloads. A value is encoded once, which suits small
       buffers.
-    * "ring", "tree": partial sums go from rank to rank and are encoded again on their way, over
-      "xla" and "nccl".
+    * "ring", "tree": partial sums go from rank to rank and are encoded again at each hop. They work
+      over all exchanges but "mpi".
     * "sum_rounds": for codes that are numbers.
     * An instance from `cgx_jax.reductions`.
 
-    The default is the first that a leaf's compressor allows, or "gather_sum" where "auto" follows a
-    profile that measured it as the fastest. With `levels` (`Levels("local")` for a mesh axis inside
-    a node), sums are exact inside a node and compressed between nodes.
+    The default is the first reduction that a leaf's compressor allows, or "gather_sum" where "auto"
+    follows a profile that measured it as the fastest. With `levels` (`Levels("local")` for a mesh
+    axis inside a node), sums are exact inside a node and compressed between nodes.
 
     Every rank gets the same bits. Sums run in fp32, in rank order. The derivative is exactly that
-    of `lax.psum`. Under check_vma the result does not vary over the axis. With `axis_index_groups`,
-    which must be of equal size, it does.
+    of `lax.psum`. Under check_vma the result does not vary over the axis, except with
+    `axis_index_groups`. Groups must be of equal size.
 
-    Raises ValueError or TypeError while tracing for an unknown axis, exchange or reduction; for one
-    that is wrong for the compressor or cannot work here; for a missing key, a plan of another tree
-    or a profile of another world size; and for an operand that is already reduced. Source: CGX
-    (Markov et al., Middleware 2022).
+    Raises ValueError or TypeError while tracing for an unknown axis, exchange or reduction; for an
+    exchange or reduction that is wrong for the compressor or cannot work here; for a missing key, a
+    plan of another tree or a profile of another world size; and for an operand that is already
+    reduced. Source: CGX (Markov et al., Middleware 2022).
     """
     options = Options.resolve(
         "psum_compressed",
@@ -95,10 +96,10 @@ def pmean_compressed(
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
 ) -> Any:
-    """Mean over the ranks of `axis_name`: `psum_compressed` divided by the world size.
+    """Returns the mean over the ranks of `axis_name`: `psum_compressed` over the world size.
 
-    Takes, returns and raises what `psum_compressed` does. The division comes before the second
-    encoding.
+    Takes, returns and raises the same as `psum_compressed`. Sums are divided before they are
+    encoded a second time.
     """
     options = Options.resolve(
         "pmean_compressed",

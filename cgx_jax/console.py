@@ -1,8 +1,8 @@
 """Tables and progress bars: drawn by rich in a terminal, plain text elsewhere.
 
-rich is an extra. It is imported only to draw in a terminal, so the text in a file or a pipe is the
-same with and without it. Without rich, and in a terminal that cannot move its cursor, the plain
-text is printed.
+rich is an optional dependency. It is imported only to draw in a terminal, so the text in a file or
+a pipe is the same with and without it. Plain text is printed without rich, and in a terminal that
+cannot move its cursor.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TextIO
 
 _BAR_WIDTH = 24
-_NO_LIMIT = 10_000  # of columns: a terminal breaks long lines itself, and rich would cut cells
+_NO_LIMIT = 10_000  # characters per line: a terminal wraps long lines, but rich would cut cells
 
 
 class Column(NamedTuple):
     """A column of a table.
 
-    In plain text it has at least `width` characters, or those of its longest text if that is None.
-    rich writes its cells in `style`.
+    In plain text it is at least `width` characters wide. If `width` is None, it is as wide as its
+    longest text. rich writes its cells in `style`.
     """
 
     heading: str
@@ -31,7 +31,7 @@ class Column(NamedTuple):
 def table_lines(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], *, head: bool = True, gap: str = " "
 ) -> list[str]:
-    """A table as plain text, one line per row; `head` adds the headings."""
+    """Returns a table as plain text, one line per row; `head` adds the headings."""
     table = [[column.heading for column in columns]] * head + [list(row) for row in rows]
     lines = [""] * len(table)
     for i, column in enumerate(columns):
@@ -51,7 +51,7 @@ def print_table(
     gap: str = " ",
     indent: str = "",
 ) -> None:
-    """Prints a table on stdout. Without `head` its rows continue the table printed before."""
+    """Prints a table on stdout; without `head`, its rows continue the table printed before."""
     console = _rich_console(sys.stdout, width=_NO_LIMIT)
     if console is None:
         lines = table_lines(columns, rows, head=head, gap=gap)
@@ -62,10 +62,10 @@ def print_table(
 
 
 class Progress:
-    """The bar of the command `name`, `total` steps long, on stderr inside a `with` block.
+    """A progress bar of `total` steps for the command `name`, on stderr inside a `with` block.
 
-    Without rich a terminal redraws one line. Where there is no terminal, each step prints a line. A
-    bar that is not `shown` prints nothing.
+    In a terminal without rich, one line is redrawn. Without a terminal, each step prints a line.
+    Nothing is printed unless `shown` is True.
     """
 
     def __init__(self, name: str, total: int, shown: bool) -> None:
@@ -82,7 +82,7 @@ class Progress:
             self._bar.stop()
 
     def step(self, done: int, what: str, *, last: bool = False) -> None:
-        """`done` steps are made, and `what` is next; `last` ends the bar and leaves it visible."""
+        """Shows `done` steps as made and `what` as next; `last` ends the bar but keeps it."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, what=what, refresh=True)
             if last:
@@ -97,7 +97,7 @@ class Progress:
 
 
 def _rich_console(stream: TextIO, **options: Any) -> Any:
-    """A console of rich on `stream`; None where plain text is printed."""
+    """Returns a rich console on `stream`, or None if plain text has to be printed."""
     if not stream.isatty():
         return None
     try:
@@ -120,23 +120,23 @@ def _rich_lines(
     from rich.table import Table
     from rich.text import Text
 
-    # Between columns the box has a space of its own.
+    # The box itself puts one space between columns.
     padding = (0, len(gap) - 1, 0, 0)
     table = Table(
         box=box.SIMPLE_HEAD, show_header=head, show_edge=False, pad_edge=False, padding=padding
     )
     for column in columns:
-        # Rows that continue a table have no headings that could widen their columns.
+        # Rows that continue a table have no headings, so the headings' widths are set here.
         width = max(column.width or 0, len(column.heading))
         side = "right" if column.right else "left"
         table.add_column(
             Text(column.heading), justify=side, style=column.style, min_width=width, no_wrap=True
         )
     for row in rows:
-        table.add_row(*map(Text, row))  # rich takes the [mpi] of a plain str for markup
+        table.add_row(*map(Text, row))  # in a plain str, rich would take "[mpi]" for markup
     with console.capture() as capture:
         console.print(table)
-    # In a narrow terminal, the padding of a short last cell would take a line of its own.
+    # In a narrow terminal, the padding of a short last cell would wrap onto an extra line.
     return [line.rstrip() for line in capture.get().rstrip("\n").split("\n")]
 
 
@@ -152,7 +152,7 @@ def _rich_bar(name: str, total: int) -> Any:
         progress.MofNCompleteColumn(),
         progress.TextColumn("{task.fields[what]}", markup=False),
         console=console,
-        auto_refresh=False,  # a thread that redraws it would take time from what is measured
+        auto_refresh=False,  # a redrawing thread would take time from what is measured
         redirect_stdout=sys.stdout.isatty(),  # text for a pipe must not go to the terminal
     )
     bar.add_task(name, total=total, what="")

@@ -1,6 +1,6 @@
-"""The one path of every all-reduce: from leaves and their plan to their sums.
+"""The common path of every all-reduce: from leaves and their plan to their sums.
 
-`psum_compressed`, `sync_gradients` and the hook of the backward pass all come here.
+`psum_compressed`, `sync_gradients` and the backward-pass hook all use it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from cgx_jax.reductions.named import reduction_of
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a call asks for beside its leaves: static. `name` is the call that the user wrote.
+    """The static options of a call. `name` is the call that the user wrote.
 
-    `exchange` is an instance, "auto" one of `Auto`, or None for exact sums by `lax.psum`;
-    `reduction` is None for each compressor's first.
+    `exchange` is an instance (of `Auto` for "auto"), or None for exact sums by `lax.psum`.
+    `reduction` is None for the first reduction that each compressor allows.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Options:
         levels: Levels | None = None,
         mean: bool = False,
     ) -> Options:
-        """Checks what the user wrote against the axes that are bound."""
+        """Checks the user's arguments against the bound axes and returns the options."""
         sends = auto.named(name, exchange)
         sums = reduction_named(name, reduction)
         if not isinstance(levels, Levels | None):
@@ -84,9 +84,10 @@ class Way(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """One entry per leaf; residuals are None for exact leaves and where not asked for.
+    """The results of a reduction, one entry per leaf.
 
-    `skipped`, bool[], says that `debug_nonfinite` made all values 0; False where it is off.
+    Residuals are None for exact leaves, and for all leaves unless they were asked for. `skipped`,
+    bool[], says that `debug_nonfinite` set all values to 0. It is False if that mode is off.
     """
 
     values: list[Any]
@@ -98,10 +99,12 @@ class Sums(NamedTuple):
 def ways(
     options: Options, plan: Plan, in_units: Collection[int] = ()
 ) -> dict[tuple[int, ...], Way | None]:
-    """How each fusion buffer is reduced; None by `lax.psum`, where that is exact or faster.
+    """Returns how each fusion buffer is reduced, or None for a buffer that `lax.psum` reduces.
 
-    `in_units` are the leaves that are compressed in units. Raises ValueError for a reduction that
-    is wrong for a compressor, and for a named exchange that cannot do what the reduction needs.
+    It is `lax.psum` for exact sums and where "auto" finds it faster. With one rank, no buffer is
+    listed. `in_units` are the numbers of the leaves that are compressed in units. Raises ValueError
+    for a reduction that is wrong for a compressor, and for a named exchange that lacks a capability
+    that the reduction needs.
     """
     name, axes = options.name, options.axes
     found: dict[tuple[int, ...], Way | None] = {}
@@ -126,7 +129,7 @@ def ways(
 def _over_levels(
     options: Options, reduction: Reduction, leaves: list[tuple[str, CodedLeaf]]
 ) -> Reduction | None:
-    """`reduction` across the nodes of the call's levels, if any; None where there is one node."""
+    """Returns `reduction` across the nodes of `levels`, if any, or None if there is one node."""
     if options.levels is None:
         return reduction
     inner, outer = options.levels.split(options.name, options.axes)
@@ -151,12 +154,14 @@ def _fastest(
     here = auto.available(options.axes.names)
 
     def measured(reduction: Reduction) -> list[Exchange]:
-        # Profiles measure calls in one piece; whatever has none goes by XLA's own collectives.
+        # Profiles measure calls that do a whole reduction. Exchanges without such a call are left
+        # out, but for XLA's own collectives.
         return [e for e in here if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)]
 
     assert isinstance(options.exchange, Auto)
     load = load_of(sent, in_units)
-    # Where latency decides, one phase may be faster than two. A reduction that is named stays.
+    # Where latency dominates, one phase may be faster than two. A reduction that the user named is
+    # kept.
     once = GatherSum()
     either = isinstance(reduction, ScatterGather) and options.reduction is None
     if either and all(once.unfit(x.compressor) is None for x in coded):
@@ -175,9 +180,9 @@ def _fastest(
 def load_of(
     leaves: Sequence[CodedLeaf], in_units: Collection[int] = (), *, rows: int = 1
 ) -> auto.Load:
-    """What the choice of an exchange depends on: `rows` times `leaves`.
+    """Returns the load that the choice of an exchange depends on: `leaves`, `rows` times.
 
-    The leaves numbered in `in_units` have units.
+    `in_units` are the numbers of the leaves that have units.
     """
     size = sum(x.size for x in leaves)
     bits = sum(x.compressor.wire_bits(x.shape, x.dtype) for x in leaves)
@@ -212,18 +217,19 @@ def reduce_leaves(
     states: Sequence[Any] | None = None,
     step: Any = None,
 ) -> Sums:
-    """The sums or means of `leaves`, which are those of `plan`.
+    """Returns the sums or means of `leaves`, which must be the leaves of `plan`.
 
-    Compressors with state need `states`, one entry per leaf. A `residual` is what this rank must
-    send again to lose nothing: the mean over ranks of `leaves` minus the result is the mean of the
-    residuals, up to the rounding of the leaves' dtype. `step`, i32[], is this step's number in the
-    reports of `debug_nonfinite`.
+    Compressors with state need `states`, one entry per leaf. With `residual`, each compressed leaf
+    also has a residual: what this rank must send again to lose nothing. The exact sum (or mean)
+    over ranks minus the result is the sum (or mean) of the residuals, up to the rounding of the
+    leaves' dtype. `step`, i32[], is this step's number in the reports of `debug_nonfinite`.
 
     `units` has one entry per leaf: None, or (rows float32[2, R], columns float32[2, C]) for a leaf
-    of R * C values. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before encoding;
-    the result and the residual, which is in the leaf's own units, by the products of rows[1] and
-    columns[1]. All ranks pass the same units. A leaf that is reduced exactly ignores its units.
-    Raises ValueError for units that do not fit their leaf.
+    of R * C values. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before encoding.
+    After decoding, the result and the residual are multiplied by the products of rows[1] and
+    columns[1], so the residual is in the leaf's own units. All ranks pass the same units. A leaf
+    that is reduced exactly ignores its units. Raises ValueError for units that do not fit their
+    leaf.
     """
     name, axes = options.name, options.axes
     if units is not None:
@@ -246,7 +252,7 @@ def reduce_leaves(
         named = set() if options.exchange is None else {options.exchange}
         for exchange in {way.exchange for way in taken.values()} | named:
             exchange.require(name, axes.names)
-    if by_buffer:  # a wrong call is refused whatever the profile says of it
+    if by_buffer:  # refuse a wrong call even if the profile sends all buffers by lax.psum
         every = sorted(i for buffer in by_buffer for i in buffer)
         axes.check_varying(name, [(plan.leaves[i].path, leaves[i]) for i in every])
         inside = options.levels.compressor if options.levels is not None else None
@@ -305,8 +311,8 @@ def reduce_leaves(
 
 
 # The sum is linear, so its derivative in direction t is the sum of t. Rounding moves the value by
-# a bounded step and has no useful derivative of its own: the tangent is the exact sum, and that
-# of what rounding lost is 0. Units and states are constants.
+# a bounded step and has no useful derivative of its own. The tangent of the sums is therefore the
+# exact sum of the tangents, and the tangent of the residuals is 0. Units and states are constants.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _reduce_buffer(
     call: tuple[Reduction, Job], seeds: Any, leaves: tuple[Any, ...], units: Units, states: Any
@@ -359,9 +365,10 @@ def _check_units(name: str, plan: Plan, leaves: Sequence[Any], units: Units) -> 
 def _calls(
     buffer: Sequence[int], leaves: Sequence[Any], compressors: Sequence[Compressor]
 ) -> list[tuple[tuple[int, ...], bool]]:
-    """Splits a buffer so that leaves in one call vary over the same mesh axes.
+    """Splits a buffer into calls; returns (leaf numbers, whether ranks share noise) for each.
 
-    And so that ranks share the noise of all of them or of none; which of both comes along.
+    The leaves of one call vary over the same mesh axes, and ranks share the noise of all of them or
+    of none.
     """
     parts: dict[tuple[frozenset[str], bool], list[int]] = {}
     for i in buffer:
@@ -373,11 +380,12 @@ def _calls(
 def _seeds(
     compressors: Collection[Compressor], key: Any, axes: Axes, count: int, *, alike: bool
 ) -> Mapping[bool, tuple[Any, ...]]:
-    """`count` seeds, by whether all ranks have the same. Zeros where no compressor needs a key.
+    """Returns `count` seeds of this rank's own under False, and `count` shared ones under True.
 
-    Seeds of a rank's own make rounding errors independent, so that they average out. Ranks share
-    seeds for compressors that share noise. `alike` says that a reduction needs shared seeds for
-    every compressor.
+    Only the kinds that are needed are there. Both are zeros if no compressor needs a key. Own seeds
+    make the ranks' rounding errors independent, so that the errors average out. Compressors that
+    share noise use shared seeds. `alike` says that a reduction needs shared seeds for every
+    compressor.
     """
     if not any(c.needs_key for c in compressors):
         return dict.fromkeys((False, True), (np.zeros(2, np.uint32),) * count)

@@ -1,6 +1,6 @@
-"""Debug mode: proves at run time that a collective left the same bits on every rank.
+"""Debug mode: checks at run time that a collective left the same bits on every rank.
 
-The other mode, `debug_nonfinite`, is in `nonfinite`.
+The other debug mode, `debug_nonfinite`, is in `nonfinite`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _enabled = False
 
 @contextlib.contextmanager
 def debug_checksums() -> Iterator[None]:
-    """Inside it, ranks compare checksums of what psum, pmean and all_gather_compressed return.
+    """Makes ranks compare checksums of what psum, pmean and all_gather_compressed return.
 
-    It finds a broken build, link or memory. Where bits differ between ranks, the step fails with a
+    This finds a broken build, link or memory. If bits differ between ranks, the step fails with a
     RuntimeError (under jit inside a JaxRuntimeError) that names the call, the axis and the ranks.
-    It costs a pass over the result and an exchange of 4 bytes. It clears JAX's caches on entry and
-    on exit, so that functions compiled outside are traced again.
+    The check costs a pass over the result and an exchange of 4 bytes. Clears JAX's caches on entry
+    and on exit, so that functions compiled outside are traced again.
     """
     global _enabled
     before, _enabled = _enabled, True
@@ -42,7 +42,7 @@ def debug_checksums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def traced_anew() -> Iterator[None]:
-    """Inside and after it, functions that were compiled before are traced again."""
+    """Clears JAX's caches on entry and on exit, so that compiled functions are traced again."""
     jax.clear_caches()
     try:
         yield
@@ -51,7 +51,7 @@ def traced_anew() -> Iterator[None]:
 
 
 def compare(caller: str, axes: Axes, leaves: Sequence[jax.Array]) -> None:
-    """In debug mode, adds to the program the comparison of `leaves` across the ranks."""
+    """In debug mode, adds a comparison of `leaves` across the ranks to the program."""
     if not _enabled:
         return
     total = sum((_checksum(x) for x in leaves), start=jnp.uint32(0))
@@ -62,7 +62,7 @@ def compare(caller: str, axes: Axes, leaves: Sequence[jax.Array]) -> None:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """u32[] of an array's bits, each weighted by its place."""
+    """Returns the checksum of an array, u32[]: the sum of its words, weighted by their places."""
     words = jnp.ravel(lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"))
     words = words.astype(jnp.uint32)
     return (words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1)).sum(dtype=jnp.uint32)

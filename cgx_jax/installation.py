@@ -1,4 +1,4 @@
-"""What is installed here and on which machine: what a measurement depends on."""
+"""The machine and the installed versions, on which every measurement depends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_NAME = 200  # characters
 
 
 def facts() -> dict[str, Any]:
-    """Processor, cores, device kind and versions, as `Profile` has them. Starts the backend."""
+    """Returns processor, cores, device kind and versions for a `Profile`; starts the backend."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),
@@ -29,7 +29,7 @@ def facts() -> dict[str, Any]:
 
 
 def cpu() -> str:
-    """The processor's model name."""
+    """Returns the processor's model name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -37,13 +37,13 @@ def cpu() -> str:
 
 
 def mpi_library() -> str | None:
-    """Name and version of the MPI library that mpi4py has loaded in this process, or None."""
+    """Returns the name and version of the MPI library that mpi4py loaded here, or None."""
     mpi = sys.modules.get("mpi4py.MPI")
     return None if mpi is None else one_line(mpi.Get_library_version())
 
 
 def one_line(text: str) -> str:
-    """The first line of a name that a system reports: at most MOST_NAME characters, printable."""
-    # Open MPI counts the zero that ends its text, so mpi4py hands it on.
+    """Returns the first line of a reported name: printable, at most MOST_NAME characters."""
+    # Open MPI counts the terminating zero in the length, so mpi4py returns it as a character.
     printable = "".join(c if c.isprintable() else " " for c in text.strip().partition("\n")[0])
     return " ".join(printable.split())[:MOST_NAME]

@@ -1,4 +1,4 @@
-"""The leaves of a tree, with the names that users know them by."""
+"""The leaves of a tree, with the paths that users know them by."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Leaf:
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
-    """Every leaf of `tree` (arrays, tracers or ShapeDtypeStructs)."""
+    """Returns every leaf of `tree` (arrays, tracers or ShapeDtypeStructs)."""
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         aval = jax.typeof(x) if not hasattr(x, "dtype") else x
@@ -45,7 +45,8 @@ def is_bare(tree: Any) -> bool:
 
 
 def _path(path: Any) -> str:
-    # Flax NNX wraps each array; "kernel" is the leaf's name there as it is in Linen.
+    # Flax NNX wraps each array in an object with a `value`. Drop that name, so that the leaf is
+    # "kernel" as in Linen.
     if path and getattr(path[-1], "name", None) == "value":
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")

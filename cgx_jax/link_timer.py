@@ -1,4 +1,4 @@
-"""Times collectives over one mesh axis: all ranks begin together and the slowest one counts."""
+"""Times collectives over one mesh axis: ranks begin together, and the slowest one counts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
 def size_in_bytes(text: str) -> int:
-    """Takes "25M" to 25,000,000; raises ValueError for what is no size."""
+    """Converts "25M" to 25,000,000; raises ValueError if the text is not a size."""
     return int(float(text.rstrip("kMG")) * _SUFFIXES.get(text[-1:], 1))
 
 
 def size_text(nbytes: float) -> str:
-    """Takes 25,000,000 to "25 MB"."""
+    """Converts 25,000,000 to "25 MB"."""
     for unit in ("bytes", "kB", "MB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"
@@ -32,15 +32,15 @@ def size_text(nbytes: float) -> str:
 
 
 def gradient(rank: int, values: int) -> np.ndarray:
-    """A rank's gradient-like input, f32[values], the same on every run."""
+    """Returns a rank's gradient-like input, f32[values], which is the same in every run."""
     return np.random.default_rng(rank).standard_normal(values, dtype=np.float32) * 1e-2
 
 
 class LinkTimer:
-    """The ranks of the axis `axis` of `mesh`, in one process or in several.
+    """Times functions on the ranks of `axis` of `mesh`, in one process or several.
 
-    Every method but `place` is collective: all processes call it. Raises ValueError for an axis
-    that the mesh lacks or that has one rank.
+    Every method but `place` is collective: all processes call it. Raises ValueError if the mesh
+    lacks the axis, or if the axis has only one rank.
     """
 
     def __init__(self, caller: str, mesh: Mesh, axis: str) -> None:
@@ -59,7 +59,7 @@ class LinkTimer:
         self.psum = self.collective(lambda x: lax.psum(x, axis))
 
     def place(self, value_of: Callable[[int, int], np.ndarray], values: int) -> jax.Array:
-        """f32[world, values] whose row r, on rank r, is value_of(r, values)."""
+        """Returns f32[world, values]; row r lies on rank r and is value_of(r, values)."""
 
         def row(index: Any) -> np.ndarray:
             return value_of(index[0].start, values)[None]
@@ -68,7 +68,7 @@ class LinkTimer:
         return jax.make_array_from_callback((self.world, values), sharding, row)
 
     def collective(self, function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
-        """Compiles `function` of a rank's row; its result is the same on every rank."""
+        """Compiles `function` of a rank's row, with a result that is the same on every rank."""
         return jax.jit(
             jax.shard_map(
                 lambda x: function(x[0]), mesh=self.mesh, in_specs=P(self.axis), out_specs=P()
@@ -76,7 +76,7 @@ class LinkTimer:
         )
 
     def local(self, function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
-        """Compiles `function` of a rank's row, whose result is that rank's own."""
+        """Compiles `function` of a rank's row, with a separate result for each rank."""
         return jax.jit(
             jax.shard_map(
                 lambda x: function(x[0])[None],
@@ -87,22 +87,22 @@ class LinkTimer:
         )
 
     def barrier(self) -> None:
-        """Returns when every rank has arrived."""
+        """Blocks until every rank has arrived."""
         self.psum(self.token).block_until_ready()
 
     def gather(self, values: Any) -> np.ndarray:
-        """A row of f64[n] from every process."""
+        """Returns one row of f64[n] per process, on every process."""
         return agreement.rows(values)
 
     def seconds(
         self, functions: Sequence[Callable[..., jax.Array]], x: jax.Array, rounds: int
     ) -> np.ndarray:
-        """f64[rounds, functions]: the functions in turns, each call by its slowest process."""
+        """Times functions in turns; returns the slowest process's f64[rounds, functions]."""
         samples = np.empty((rounds, len(functions)))
         for sample in samples:
             for i, function in enumerate(functions):
                 self.barrier()
-                self.barrier()  # the first one's stragglers have arrived now
+                self.barrier()  # the first barrier's stragglers have arrived by now
                 start = time.perf_counter()
                 function(x).block_until_ready()
                 sample[i] = time.perf_counter() - start

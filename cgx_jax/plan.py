@@ -1,4 +1,4 @@
-"""Plans: which leaf is reduced by which compressor, and which leaves travel together."""
+"""Plans: each leaf's compressor, and the fusion buffers in which leaves travel together."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cgx_jax.wire import FUSION_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The static, hashable result of a policy: what `jit` caches a reduction by.
+    """The static, hashable result of a policy, by which `jit` caches a reduction.
 
     `leaves` (path, shape and dtype) and `compressors` have one entry per leaf, in tree order.
     `buffers` are the fusion buffers, each a tuple of leaf numbers. Leaves in no buffer are reduced
-    exactly. Make a plan with `Plan.build`, which says what it raises.
+    exactly. Make a plan with `Plan.build`, which documents the errors.
     """
 
     leaves: tuple[Leaf, ...]
@@ -38,15 +38,16 @@ class Plan:
         overrides: Mapping[str, Compressor] | None = None,
         fusion_bytes: int = FUSION_BYTES,
     ) -> Plan:
-        """The plan for `tree` (arrays, tracers or ShapeDtypeStructs; local shapes).
+        """Builds the plan for `tree` (arrays, tracers or ShapeDtypeStructs; local shapes).
 
         `policy` chooses a compressor for every leaf. A bare compressor stands for
-        `Uniform(compressor)`, and the default for `Quantize()`: leaves with ndim <= 1, under 1,024
-        values or named as biases and norms are exact, as in CGX. A bare array takes the compressor
-        that is given for it, whatever its shape. `overrides` maps a leaf's path ("layer/kernel") to
-        its compressor, and takes precedence over the policy. Consecutive leaves share a buffer of
-        up to `fusion_bytes` uncompressed bytes. Raises ValueError for a path that is not in the
-        tree and for `fusion_bytes` below 1, TypeError for an override that cannot encode its leaf.
+        `Uniform(compressor)`, and the default is `Quantize()`: leaves with ndim <= 1, under 1,024
+        values or named as biases and norms are exact, as in CGX. If `tree` is a bare array, a bare
+        compressor applies to it whatever its shape. `overrides` maps a leaf's path ("layer/kernel")
+        to its compressor, and takes precedence over the policy. Consecutive leaves share a buffer
+        of up to `fusion_bytes` uncompressed bytes. Raises ValueError for a path that is not in the
+        tree and for `fusion_bytes` below 1, and TypeError for an override that cannot encode its
+        leaf.
         """
         if fusion_bytes <= 0:
             raise ValueError(f"Plan.build: fusion_bytes={fusion_bytes} must be positive.")
@@ -56,19 +57,19 @@ class Plan:
 
     @property
     def exact(self) -> tuple[int, ...]:
-        """Numbers of the leaves that are reduced by `lax.psum`."""
+        """The numbers of the leaves that `lax.psum` reduces."""
         fused = {i for buffer in self.buffers for i in buffer}
         return tuple(i for i in range(len(self.leaves)) if i not in fused)
 
     def coded(self, part: Sequence[int]) -> tuple[CodedLeaf, ...]:
-        """Some leaves with their compressors, as reductions know them."""
+        """Returns some leaves with their compressors, in the form that reductions take."""
         return tuple(
             CodedLeaf(self.compressors[i], self.leaves[i].shape, self.leaves[i].dtype, i)
             for i in part
         )
 
     def subset(self, part: tuple[int, ...]) -> Plan:
-        """The plan of only these leaves, numbered from 0."""
+        """Returns the plan of only these leaves, numbered from 0 and in at most one buffer."""
         fused = {i for b in self.buffers for i in b}
         buffer = tuple(n for n, i in enumerate(part) if i in fused)
         return Plan(
@@ -78,15 +79,15 @@ class Plan:
         )
 
     def in_buffers(self, fusion_bytes: int) -> Plan:
-        """The same leaves and compressors, in buffers of up to `fusion_bytes`."""
+        """Returns the same leaves and compressors in buffers of up to `fusion_bytes`."""
         return _planned(self.leaves, self.compressors, fusion_bytes)
 
     def wire_bytes(self, world: int) -> int:
-        """Bytes that one rank sends in one reduction of all leaves over `world` ranks.
+        """Returns the bytes that one rank sends to reduce all leaves over `world` ranks.
 
-        Compressed leaves count by the first reduction that their compressor allows. Exact ones
-        count as in a ring all-reduce, 2 (world - 1) / world of their bytes. A buffer that
-        `exchange="auto"` sends by psum counts as compressed: this is the plan's arithmetic.
+        Compressed leaves count by the first reduction that their compressor allows. Exact leaves
+        count as in a ring all-reduce, 2 (world - 1) / world of their bytes. The plan does not know
+        the exchange, so a buffer that `exchange="auto"` sends by psum counts as compressed.
         """
         total = 0
         for buffer in self.buffers:
@@ -98,18 +99,18 @@ class Plan:
         return total + -(-2 * (world - 1) * exact // world)
 
     def check(self, caller: str, leaves: Sequence[Leaf]) -> None:
-        """Raises ValueError at the first of `leaves` that differs from the plan's."""
+        """Raises ValueError for the first of `leaves` that differs from the plan's leaf."""
         for i, (own, leaf) in enumerate(zip(self.leaves, leaves, strict=False)):
             if own != leaf:
                 raise ValueError(
-                    f"{caller}: leaf {i} is {leaf}, the plan has {own}; build the plan from "
-                    "the tree that is reduced (inside shard_map: from its local shapes; for "
+                    f"{caller}: leaf {i} is {leaf}, but the plan has {own}; build the plan from "
+                    "the tree that you reduce (inside shard_map: from its local shapes; for "
                     "all_gather_compressed: from its result)."
                 )
         if len(leaves) != len(self.leaves):
             raise ValueError(
-                f"{caller}: the tree has {len(leaves)} leaves, the plan {len(self.leaves)}; build "
-                "the plan from the tree that is reduced."
+                f"{caller}: the tree has {len(leaves)} leaves, but the plan has "
+                f"{len(self.leaves)}; build the plan from the tree that you reduce."
             )
 
     def require_stateless(self, caller: str) -> None:
@@ -126,9 +127,10 @@ def resolve(
     fusion_bytes: int = FUSION_BYTES,
     adapts: bool = False,
 ) -> Plan:
-    """A plan as it is, if it fits `tree`; or what `Plan.build` makes of a policy or compressor.
+    """Returns the plan for `tree`: `policy` itself if it is a plan, or a newly built one.
 
-    Raises ValueError for a policy that adapts, unless the caller `adapts` its state.
+    Raises ValueError for a plan of another tree. Also raises ValueError for a policy that adapts,
+    unless `adapts` says that the caller keeps its statistics.
     """
     leaves = leaves_of(tree)
     if isinstance(policy, Plan):
@@ -142,9 +144,10 @@ def resolve(
 def plan_of(
     caller: str, leaves: Sequence[Leaf], policy: Compressor | Policy | Plan | None, *, bare: bool
 ) -> Plan:
-    """The plan of `leaves` for a call that keeps no state; `bare` is a single array.
+    """Returns the plan of `leaves` for a call that keeps no state.
 
-    Raises ValueError and TypeError as `resolve` does, and ValueError for a compressor with state.
+    `bare` says that the tree is a single array. Raises ValueError and TypeError as `resolve` does,
+    and ValueError for a compressor with state.
     """
     if isinstance(policy, Plan):
         policy.check(caller, leaves)
@@ -205,7 +208,7 @@ def _overridden(
 
 
 def _planned(leaves: Sequence[Leaf], chosen: Sequence[Compressor], fusion_bytes: int) -> Plan:
-    """Consecutive lossy leaves of one family share a buffer of up to `fusion_bytes`."""
+    """Makes a plan; consecutive lossy leaves of a family share buffers of up to `fusion_bytes`."""
     pairs = enumerate(zip(leaves, chosen, strict=True))
     families = {i: (type(c), c.reductions) for i, (x, c) in pairs if x.size and not c.lossless}
     buffers = consecutive(leaves, families, fusion_bytes)
@@ -215,9 +218,10 @@ def _planned(leaves: Sequence[Leaf], chosen: Sequence[Compressor], fusion_bytes:
 def consecutive(
     leaves: Sequence[Leaf], families: Mapping[int, Any], most_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Buffers of up to `most_bytes`, or of one leaf, each of consecutive leaves of one family.
+    """Groups consecutive leaves of the same family into buffers of up to `most_bytes`.
 
-    `families` has the numbers of the leaves that take part.
+    A single leaf may be larger. `families` maps the number of each leaf that takes part to its
+    family.
     """
     open_buffers: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}

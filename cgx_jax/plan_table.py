@@ -1,4 +1,4 @@
-"""A plan as a table for people."""
+"""A plan as a human-readable table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _COLUMNS = (
 
 
 def plan_table(plan: Plan, world: int | None = None) -> str:
-    """A table of a plan: leaf, shape, compressor, bits per value and payload bytes.
+    """Returns a plan as a table: leaf, shape, compressor, bits per value and payload bytes.
 
-    Given `world` ranks, it also has the method that `exchange="auto"` takes for each leaf there, by
-    the active profile, or without one by size. A leaf with the method "psum" is sent uncompressed.
-    Raises ValueError if the profile was measured at another world size.
+    With `world`, a number of ranks, the table also has the method that `exchange="auto"` takes for
+    each leaf. It depends on the active profile, or on the size if there is none. A leaf with the
+    method "psum" is sent uncompressed. Raises ValueError if the profile was measured at another
+    world size.
     """
     way_of: dict[int, Way | None] = {}
     if world is not None:

@@ -1,4 +1,4 @@
-"""The names that traces show for the phases of a call."""
+"""The names by which traces show the phases of a call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import jax
 
 
 class Scoped:
-    """A base whose subclasses' methods run in `jax.named_scope`s, named by `scopes`.
+    """A base class that runs methods of its subclasses in `jax.named_scope`s.
 
-    XProf and Perfetto then show encode, exchange, reduce and decode, whoever wrote the subclass.
+    `scopes` maps a method's name to the name of its scope. XProf and Perfetto then show encode,
+    exchange, reduce and decode for every subclass, including those of users.
     """
 
     scopes: ClassVar[dict[str, str]]

@@ -1,8 +1,8 @@
-"""Two processes of this machine joined by a link of a given rate, without root.
+"""Runs two processes on this machine that are joined by a link of a given rate, without root.
 
-Each process has a network of its own, as on another machine, and what they send each other goes
-over a link that the kernel shapes. Needs Linux with user namespaces, and iproute2. This file is
-also the program that runs inside of the namespaces, so it imports nothing but the standard library.
+Each process has its own network, as if it ran on a separate machine. The processes reach each other
+over a link whose rate the kernel limits. Needs Linux with user namespaces, and iproute2. This file
+is also the program that runs inside the namespaces, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ PORT = 29_519
 _TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 _UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _RANK, _WORLD, _MASTER = "CGX_LINK_RANK", "CGX_LINK_WORLD", "CGX_LINK_MASTER"
-# Holds a rank's namespaces until its link is there. XLA's gloo binds to the address that the name
-# of the host resolves to.
+# Keeps a rank's namespaces open until its link exists. Binds a hosts file over /etc/hosts, since
+# XLA's gloo binds to the address that the host's name resolves to.
 _HOLD = 'mount --bind "$1" /etc/hosts && read -r _ && shift && exec "$@"'
 
 
 def bits_per_second(rate: str) -> float:
-    """Takes "1gbit" to 1e9; raises ValueError for what `tc` would not take."""
+    """Converts "1gbit" to 1e9; raises ValueError for text in another form."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", rate)
     if match is None:
-        raise ValueError(f"rate {rate!r} is not a number with kbit, mbit or gbit, such as 100mbit")
+        raise ValueError(
+            f"rate {rate!r} is not a number followed by kbit, mbit or gbit; write 100mbit"
+        )
     return float(match[1]) * _UNITS[match[2]]
 
 
 def shaping(device: str, rate: str) -> list[list[str]]:
-    """The commands that limit what `device` sends to `rate`."""
-    # htb sends a whole 64 KiB segment on a small burst and goes into debt for it; tbf would cut it
-    # up at the CPU's cost. The burst is free bandwidth, so it stays near a tenth of a millisecond.
+    """Returns the commands that limit what `device` sends to `rate`."""
+    # Even with a small burst, htb sends a whole 64 KiB segment and goes into debt for it. tbf would
+    # split the segment, which costs CPU time. The burst is free bandwidth, so it stays near a tenth
+    # of a millisecond.
     bytes_per_second = bits_per_second(rate) / 8
     burst = str(max(2048, int(bytes_per_second * 128e-6)))
     queue = str(max(500_000, int(bytes_per_second * 20e-3)))
@@ -57,7 +60,7 @@ def shaping(device: str, rate: str) -> list[list[str]]:
 
 
 def missing(rate: str = "1gbit") -> str | None:
-    """Why this machine has no slow links, with the remedy; None where it has."""
+    """Returns why this machine cannot have a slow link, with the remedy, or None if it can."""
     if sys.platform != "linux":
         return "a slow link needs Linux's network namespaces"
     for tool, package in _TOOLS.items():
@@ -66,27 +69,28 @@ def missing(rate: str = "1gbit") -> str | None:
     done = _start(["true"], rate, capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        return f"this kernel refuses a network namespace of your own ({said}); try sudo"
+        return f"this kernel does not let you create a network namespace ({said}); try sudo"
     return None
 
 
 def run(command: Sequence[str], rate: str) -> int:
-    """Runs `command` as ranks 0 and 1 at the two ends of a link; the first failed exit code, or 0.
+    """Runs `command` as ranks 0 and 1 at the two ends of a link; returns the exit code.
 
-    Rank 0 prints, and rank 1's output is shown if it fails. `joined` is True in both. Raises
-    ValueError for a rate that is none; `missing` says whether it can work.
+    That is the first failed exit code, or 0. Rank 0 prints its output, and rank 1's output is shown
+    only if it fails. `joined` is True in both processes. Raises ValueError if `rate` is not a rate.
+    Call `missing` first to see whether this machine can have such a link.
     """
     bits_per_second(rate)
     return _start(command, rate).returncode
 
 
 def joined() -> bool:
-    """Whether this process is a rank that `run` started."""
+    """Returns whether this process is a rank that `run` started."""
     return _RANK in os.environ
 
 
 def initialize() -> None:
-    """`jax.distributed.initialize` over the link, for gloo on one CPU device per rank."""
+    """Calls `jax.distributed.initialize` over the link, for gloo with one CPU device per rank."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -110,7 +114,7 @@ def _start(command: Sequence[str], rate: str, **options: Any) -> subprocess.Comp
     )
 
 
-# --- inside of the namespaces
+# --- inside the namespaces
 
 
 def _address(rank: int) -> str:
@@ -141,7 +145,7 @@ def _inside(rate: str, command: Sequence[str]) -> int:
 def _hold(
     rank: int, command: Sequence[str], folder: Path, log: IO[str] | None
 ) -> subprocess.Popen[bytes]:
-    """A process with a network of its own that waits for a line, and then becomes the command."""
+    """Starts a process with its own network that waits for a line, then runs the command."""
     hosts = folder / f"hosts{rank}"
     hosts.write_text(f"127.0.0.1 localhost\n{_address(rank)} {socket.gethostname()}\n")
     variables = {_RANK: str(rank), _WORLD: str(WORLD), _MASTER: f"{_address(0)}:{PORT}"}
@@ -181,12 +185,12 @@ def _do(*command: str) -> None:
 
 
 def wait(processes: Sequence[subprocess.Popen], timeout: float = math.inf) -> int:
-    """The first failed exit code, as soon as there is one, or 0; 124 after `timeout` seconds."""
+    """Waits; returns the first failed exit code at once, else 0, or 124 after `timeout` seconds."""
     end = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
         if failed := [code for code in codes if code]:
-            time.sleep(1)  # the other ranks' own messages
+            time.sleep(1)  # time for the other ranks to print their own messages
             return failed[0]
         if None not in codes:
             return 0
@@ -197,7 +201,7 @@ def wait(processes: Sequence[subprocess.Popen], timeout: float = math.inf) -> in
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kills the process and its children; it leads their group."""
+    """Kills the process and its children, which are in the process group that it leads."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

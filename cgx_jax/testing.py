@@ -1,7 +1,7 @@
-"""Checks that any compressor, reduction or exchange must pass, yours as well.
+"""Checks that every compressor, reduction and exchange must pass, including your own.
 
-Call them from a test, on simulated devices for instance:
-`jax.config.update("jax_num_cpu_devices", 8)`. Each raises AssertionError with what is wrong.
+Call them from a test, for instance on simulated devices:
+`jax.config.update("jax_num_cpu_devices", 8)`. Each check raises AssertionError with the problem.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def check_compressor(compressor: Compressor, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
-    """Checks a compressor's protocol: equality by value, exact sizes, the stated bound, its state.
+    """Checks a compressor's protocol: equality by value, exact sizes, error bound and state.
 
-    Values are a normal gradient's, and zeros, of `shapes`, in every float dtype that is supported.
-    Raises AssertionError with what is wrong.
+    Encodes normally distributed values and zeros of each of `shapes`, in every float dtype that the
+    compressor supports. Raises AssertionError with the problem.
     """
-    _require(hash(compressor) == hash(dataclasses.replace(compressor)), "equal ones hash alike")  # type: ignore[type-var]
-    _require(compressor == dataclasses.replace(compressor), "copies are equal")  # type: ignore[type-var]
-    _require(compressor.lossless or compressor.reductions, "it allows a reduction")
+    _require(hash(compressor) == hash(dataclasses.replace(compressor)), "copies differ in hash")  # type: ignore[type-var]
+    _require(compressor == dataclasses.replace(compressor), "copies differ")  # type: ignore[type-var]
+    _require(compressor.lossless or compressor.reductions, "it allows no reduction")
     kinds = [dtype for dtype in DTYPES if compressor.supports(jnp.dtype(dtype))]
-    _require(kinds, "it supports a float dtype")
+    _require(kinds, "it supports no float dtype")
     for shape in shapes:
         bits = compressor.wire_bits(shape)
-        _require(bits == int(bits) > 0, f"wire_bits({shape}) is {bits}, must be a whole number")
+        _require(bits == int(bits) > 0, f"wire_bits({shape}) is {bits}, not a whole number above 0")
         if isinstance(compressor, PayloadCompressor):
             for dtype in kinds:
-                # Operations one by one are slow to compile, and one shape shows what all would.
+                # Without jit each operation is compiled separately, which is slow. One shape is
+                # enough to find a difference.
                 eager = shape == min(shapes, key=math.prod) and dtype == kinds[0]
                 _check_payload(compressor, shape, dtype, eager=eager)
 
@@ -77,11 +78,9 @@ def _check_payload(
         _require(payload.shape == (expected,), f"{where}: {payload.shape} is not [payload_bytes]")
         shapes = [(y.shape, y.dtype) for y in jax.tree.leaves((state, after))]
         half = len(shapes) // 2
+        _require(shapes[:half] == shapes[half:], f"{where}: prepare's state is not like init's")
         _require(
-            shapes[:half] == shapes[half:], f"{where}: prepare's state is not like that of init"
-        )
-        _require(
-            (back.shape, back.dtype) == (x.shape, x.dtype), f"{where}: decode gives {back.aval}"
+            (back.shape, back.dtype) == (x.shape, x.dtype), f"{where}: decode returns {back.aval}"
         )
         lost = np.abs(np.asarray(back, np.float64) - np.asarray(x, np.float64))
         limit = np.asarray(bound, np.float64)
@@ -90,7 +89,7 @@ def _check_payload(
         _require((lost <= limit).all(), f"{where}: an error exceeds its bound by {over:.3g}")
     if eager:
         again = round_trip(x)[0]
-        _require((again == payload).all(), f"{where}: encode is not a function of values and key")
+        _require((again == payload).all(), f"{where}: encode returns other bytes under jit")
 
 
 def check_reduction(
@@ -101,12 +100,13 @@ def check_reduction(
     worlds: Sequence[int] = (2, 3, 8),
     shape: tuple[int, ...] = (16, 33),
 ) -> None:
-    """Checks a reduction of a compressor's codes: same bits on all ranks, the bound, the account.
+    """Checks a reduction of a compressor's codes: equal bits, error bound and residuals.
 
-    It runs over each of `worlds` that there are devices for, with sums and means, in fp32 leaves of
-    `shape`. Every rank's result is the same to the bit, and within `Reduction.error_bound` of the
-    exact sum. What the ranks lost adds up to the difference. New states are like the old, and the
-    derivative is that of `lax.psum`. Raises AssertionError with what is wrong.
+    The check runs sums and means of fp32 leaves of `shape`, at each world size in `worlds` for
+    which there are enough devices. It requires that all ranks' results are equal to the bit and
+    within `Reduction.error_bound` of the exact result, and that the residuals add up to the
+    difference. New states must have the shapes and dtypes of the old ones, and the derivative must
+    be that of `lax.psum`. Raises AssertionError with the problem.
     """
     for world in (w for w in worlds if w <= jax.device_count()):
         for mean in (False, True):
@@ -166,11 +166,11 @@ def _check_reduction(
 
 
 def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
-    """Checks every capability that `exchange.can` names, over `axis` of `mesh`, by all processes.
+    """Checks every capability that `exchange.can` names, over `axis` of `mesh`.
 
-    Rows of 0, 1, 13 and 100,000 bytes arrive where they belong. Calls in one piece give the bytes
-    of kernels around XLA's collectives. Each process compares results on its own devices. Raises
-    AssertionError with what is wrong.
+    All processes call it, and each compares results on its own devices. Rows of 0, 1, 13 and
+    100,000 bytes must arrive where they belong. A fused call must return the same bytes as separate
+    kernels around XLA's collectives. Raises AssertionError with the problem.
     """
     world = mesh.shape[axis]
     for size in (0, 1, 13, 100_000):
@@ -181,7 +181,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
             every = np.broadcast_to(rows[:, 0], (world, world, size))
             _same(mesh, axis, exchange, Exchange.gather, rows[:, 0], every)
         if "permute" in exchange.can and world > 1:
-            # All but the last rank send, and the first receives nothing.
+            # Every rank but the last sends to the next, so the first receives nothing.
             pairs = [(r, r + 1) for r in range(world - 1)]
             moved = np.concatenate([np.zeros((1, size), np.uint8), rows[:-1, 0]])
             _same(mesh, axis, exchange, Exchange.permute, rows[:, 0], moved, pairs)
@@ -259,7 +259,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
 def _composed(
     reduction: Reduction, code: PayloadCompressor, seeds: Sequence[Any]
 ) -> Callable[..., Any]:
-    """One leaf's sum by kernels around XLA's collectives."""
+    """Returns a function that sums one leaf by separate kernels around XLA's collectives."""
 
     def f(own: Any, axes: Axes) -> Any:
         leaves = (CodedLeaf(code, own.shape, np.dtype(np.float32), 0),)
@@ -270,7 +270,7 @@ def _composed(
 
 
 def _over(mesh: Mesh, axis: str, exchange: Exchange, x: np.ndarray, f: Callable[..., Any]) -> Any:
-    """f(own, axes) of each rank's row of `x`, compiled and run."""
+    """Compiles and runs f(own, axes) on each rank's row of `x`."""
 
     def of_rank(v: Any) -> Any:
         axes = Axes.resolve("check_exchange", axis, None)
@@ -312,7 +312,7 @@ def _alike(
     got, want = (_over(mesh, axis, exchange, x, f) for f in (one, other))
     for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
         same = np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
-        _require(same, f"{exchange}: a call in one piece gives other bytes than its parts")
+        _require(same, f"{exchange}: a fused call returns other bytes than separate calls")
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -320,6 +320,6 @@ def _normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _require(holds: Any, wrong: str) -> None:
-    """Raises AssertionError, under `python -O` too."""
+    """Raises AssertionError unless `holds`, also under `python -O`."""
     if not holds:
         raise AssertionError(wrong)

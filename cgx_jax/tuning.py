@@ -31,17 +31,17 @@ from cgx_jax.tuner.engine import tune_engine, tune_streams
 _log = logging.getLogger(__name__)
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 BITS = (2, 4, 8)
-ROUNDS = range(3, 102)  # repeats of a size: three at the least, a hundred where they are cheap
+ROUNDS = range(3, 102)  # repeats per size: at least 3, at most 101 where repeats are cheap
 CODEC = {
     "plain": Quantize(),
     "noise": Quantize(rounding="stochastic"),
     "rotation": Quantize(rotation=True),
     "units": Quantize(),
 }
-# "gather_sum" wins where latency decides; of larger buffers it sends too much. Between two ranks it
-# sends no more than the others.
+# "gather_sum" wins where latency dominates, but sends too many bytes for larger buffers. Between
+# two ranks it sends no more than other reductions.
 ONE_SHOT_BYTES = 1 << 20
-CODEC_VALUES = 1 << 18  # small enough for caches, where what a kind costs shows most
+CODEC_VALUES = 1 << 18  # fits in caches, where the kinds' costs differ the most
 CODEC_ROUNDS = 21
 
 
@@ -54,19 +54,21 @@ def tune(
     sizes: Sequence[int] = SIZES,
     budget_seconds: float = 60.0,
 ) -> Profile:
-    """Measures what `exchange="auto"` decides by, on this machine's links, and follows it.
+    """Measures this machine's links for `exchange="auto"` and activates the resulting profile.
 
-    Times `lax.psum` and every usable exchange over `axis_name` of `mesh`, in turns, on fp32
-    arrays of `sizes` bytes per rank and at `bits` bits (bucket 512); a time is the median over the
-    repeats of the slowest process's. Up to 1 MiB, and between two ranks, each exchange is timed
-    with the reduction "gather_sum" too. It first finds the fastest segment bytes, window and
-    threads of `Mpi`, or streams of `Nccl`, where either is usable, for at most a quarter of the
-    budget. Times the codec alone as well, to price random rounding, rotation and units. A size
-    that does not fit into what is left of `budget_seconds` ends the measurement. Returns the
-    profile, active now as by `use_profile`, and process 0 writes it to `path`. Shows its progress
-    on stderr, and warns by its logger of sizes that are left out. With several processes every one
-    calls it, and all get the same profile. Raises ValueError for a wrong axis, width, size or
-    budget.
+    Times `lax.psum` and every usable exchange over `axis_name` of `mesh` in turns, on fp32 arrays
+    of `sizes` bytes per rank, at `bits` bits per value (bucket 512). Each time is the slowest
+    process's, as the median over the repeats. Up to 1 MiB, and at every size between two ranks,
+    each exchange is also timed with the reduction "gather_sum". Where `Mpi` or `Nccl` is usable, it
+    is tuned first: segment bytes, window and threads of `Mpi`, or streams of `Nccl`. That takes at
+    most a quarter of the budget. The codec is also timed without sending anything, to price random
+    rounding, rotation and units.
+
+    The measurement ends at the first size that does not fit into the rest of `budget_seconds`.
+    Returns the profile, which is active as after `use_profile`. Process 0 also writes it to `path`.
+    Shows progress on stderr, and warns through its logger about sizes that are left out. With
+    several processes all of them call it, and all get the same profile. Raises ValueError for a
+    wrong axis, width, size or budget.
     """
     links = LinkTimer("tune", mesh, axis_name)
     sizes = sorted(set(sizes))
@@ -99,7 +101,7 @@ def tune(
                 if links.first:
                     _log.warning(
                         "tune: %s and larger are left out. The next size takes about %.0f s, and "
-                        "%.0f s of budget_seconds=%g are left; budget_seconds=%d has room for it.",
+                        "%.0f s of budget_seconds=%g are left; budget_seconds=%d is enough for it.",
                         size_text(size),
                         needed,
                         left,
@@ -130,7 +132,7 @@ def tune(
 def _methods(
     links: LinkTimer, bits: Sequence[int], engine: Exchange | None
 ) -> dict[tuple[str, float], Callable[..., Any]]:
-    """(method, payload bits of a value) to the compiled reduction; `engine` has been tuned."""
+    """Maps (method, payload bits per value) to compiled reductions; `engine` is the tuned one."""
     methods = {}
     every = [engine if type(e) is type(engine) else e for e in auto.available()]
     for width in sorted(set(bits)):
@@ -148,7 +150,7 @@ def _methods(
 
 
 def _codec(links: LinkTimer) -> Codec:
-    """Seconds per value of every kind in `CODEC`, while all ranks are at it."""
+    """Returns the seconds per value of each kind in `CODEC`, with all ranks at work."""
     works = [links.local(functools.partial(_encode_and_decode, links, kind)) for kind in CODEC]
     x = links.place(gradient, CODEC_VALUES)
     links.seconds(works, x, 1)  # compiles
@@ -157,7 +159,7 @@ def _codec(links: LinkTimer) -> Codec:
 
 
 def _encode_and_decode(links: LinkTimer, kind: str, x: jax.Array) -> jax.Array:
-    """What a rank computes in an all-reduce of `x` by the "xla" exchange, without the wire."""
+    """Does a rank's computation in an all-reduce of `x` by the "xla" exchange, without sending."""
     code = chunk_code((CodedLeaf(CODEC[kind], x.shape, x.dtype, 0),), links.world)
     rank = lax.axis_index(links.axis)
     seed = np.zeros(2, np.uint32)
@@ -169,7 +171,7 @@ def _encode_and_decode(links: LinkTimer, kind: str, x: jax.Array) -> jax.Array:
 
 
 def _elapsed(links: LinkTimer, start: float) -> float:
-    """Seconds since `start` on the slowest process: all decide by the same number."""
+    """Returns the slowest process's seconds since `start`, so that all decide alike."""
     return float(links.gather([time.perf_counter() - start]).max())
 
 

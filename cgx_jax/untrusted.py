@@ -1,7 +1,7 @@
-"""JSON that anyone may have written: the files of profiles and of runs' logs.
+"""Reads JSON from untrusted sources: the files of profiles and the logs of runs.
 
-Readers turn whatever the text holds into values that are checked or into a ValueError that says
-what is wrong; nothing that could steer a terminal or exhaust the machine gets further.
+Readers turn any text either into checked values or into a ValueError with the reason. Nothing that
+could control a terminal or exhaust the machine gets past them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MOST_SIZE = 1 << 50  # values or bytes
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text; raises ValueError, with the reason, for what is none.
+    """Returns the value of a JSON text; raises ValueError with the reason for any other text.
 
-    Objects and arrays nest at most 16 deep; strings have at most 4,096 characters, all printable;
-    whole numbers fit in 64 bits.
+    Objects and arrays nest at most 16 deep. Strings have at most 4,096 characters, all printable.
+    Integers fit in 64 bits.
     """
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it has more than {MOST_CHARACTERS} characters")
@@ -38,13 +38,13 @@ def loads(text: str) -> Any:
 
 
 def read(path: Path) -> str:
-    """The text of a file; raises ValueError for one that is not UTF-8 or too long for `loads`."""
+    """Returns the text of a file; raises ValueError if it is not UTF-8 or too long for `loads`."""
     with path.open(encoding="utf-8") as file:
         return _text(file.read, "it")
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file; raises ValueError, with file and line, where `read` would."""
+    """Yields the lines of a file; raises ValueError, with file and line, as `read` does."""
     with path.open(encoding="utf-8") as file:
         for number in range(1, MOST_LINES + 1):
             line = _text(file.readline, f"line {number} of {path}")
@@ -83,7 +83,7 @@ def _check(value: Any) -> None:
 
 
 def check_text(text: str, most: int = MOST_TEXT) -> None:
-    """Raises ValueError for a text that is too long or that a terminal would not just show."""
+    """Raises ValueError for a text that is too long or has characters that are not printable."""
     if len(text) > most:
         raise ValueError(f"a text has {len(text)} characters, more than {most}")
     bad = next((c for c in text if not c.isprintable()), None)
@@ -92,35 +92,35 @@ def check_text(text: str, most: int = MOST_TEXT) -> None:
 
 
 def whole(value: Any, what: str, least: int = 0, most: int = MOST_SIZE) -> int:
-    """`value`, a whole number in [least, most]; `what` names it in the ValueError for others."""
+    """Returns `value` if it is an integer in [least, most]; else ValueError, which names `what`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"{what}={shown(value)} is not a whole number in [{least}, {most}]")
     return value
 
 
 def number(value: Any, what: str) -> float:
-    """`value`, a number of whatever size, or NaN or an infinity."""
+    """Returns `value` if it is a number (also NaN or an infinity); raises ValueError otherwise."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{what}={shown(value)} is not a number")
     return float(value)
 
 
 def positive(value: Any, what: str) -> float:
-    """`value`, a finite number above 0."""
+    """Returns `value` if it is a finite number above 0; raises ValueError otherwise."""
     if not (number(value, what) > 0 and math.isfinite(value)):
         raise ValueError(f"{what}={shown(value)} is not a positive number")
     return float(value)
 
 
 def text(value: Any, what: str) -> str:
-    """`value`, a text."""
+    """Returns `value` if it is a string; raises ValueError otherwise."""
     if not isinstance(value, str):
         raise ValueError(f"{what}={shown(value)} is not text")
     return value
 
 
 def items(value: Any, what: str, count: int | None = None) -> Sequence[Any]:
-    """`value`, a list, of `count` items where that is given."""
+    """Returns `value` if it is a list (of `count` items, if given); raises ValueError otherwise."""
     if not isinstance(value, list) or count not in (None, len(value)):
         of = "" if count is None else f" of {count}"
         raise ValueError(f"{what}={shown(value)} is not a list{of}")
@@ -128,13 +128,13 @@ def items(value: Any, what: str, count: int | None = None) -> Sequence[Any]:
 
 
 def field(entry: Any, name: str) -> Any:
-    """What the object `entry` holds under `name`."""
+    """Returns field `name` of the object `entry`; raises ValueError if it is missing."""
     if not isinstance(entry, dict) or name not in entry:
         raise ValueError(f"{name} is missing in {shown(entry)}")
     return entry[name]
 
 
 def shown(value: Any) -> str:
-    """A value in an error message, cut where it is long."""
+    """Formats a value for an error message, cut to 60 characters."""
     full = ascii(value)
     return full if len(full) <= 60 else f"{full[:57]}..."

@@ -1,6 +1,6 @@
-"""Static sizes of the wire format: what `xla_ffi/format/wire_format.h` says, in Python integers.
+"""Static sizes of the wire format: `xla_ffi/format/wire_format.h` in Python integers.
 
-Nothing here touches an array: these are the numbers that shapes are made of at trace time.
+Nothing here touches an array. At trace time, array shapes are computed from these numbers.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Sequence
 
 WIRE_VERSION = 1
 META_BYTES = 8
-GROUP = 32  # codes are packed in groups of 32 values, so a bucket is a multiple of it
+GROUP = 32  # codes are packed in groups of 32 values, so bucket sizes are multiples of 32
 MAX_BITS = 8
-ROUNDINGS = ("nearest", "stochastic", "correlated")  # by their number in a kernel call
-FUSION_BYTES = 64 << 20  # of uncompressed leaves in one fusion buffer
-# In the backward pass: small enough that the first layers' reduction starts while the pass runs on,
-# large enough that a collective's latency is a small part of it.
+ROUNDINGS = ("nearest", "stochastic", "correlated")  # a kernel call has the index
+FUSION_BYTES = 64 << 20  # uncompressed bytes per fusion buffer
+# The same in the backward pass: small enough that reductions start while the pass still runs, and
+# large enough that a collective's latency is a small part of its time.
 HOOK_FUSION_BYTES = 4 << 20
 
 
 def record_bytes(values: int, bits: int) -> int:
-    """Bytes of one bucket of `values` values: its range and its packed codes."""
+    """Returns the bytes of one bucket of `values` values: its range and its packed codes."""
     return META_BYTES + bits * 4 * -(-values // GROUP)
 
 
 def leaf_bytes(size: int, bits: int, bucket_size: int) -> int:
-    """Bytes of one leaf of `size` values: full buckets, then a shorter one."""
+    """Returns the bytes of a leaf of `size` values: full buckets, then a shorter one if needed."""
     full, tail = divmod(size, bucket_size)
     return full * record_bytes(bucket_size, bits) + (record_bytes(tail, bits) if tail else 0)
 
@@ -35,9 +35,10 @@ def leaf_bytes(size: int, bits: int, bucket_size: int) -> int:
 class Slot:
     """One leaf's place in a fusion buffer, as the kernels see it.
 
-    `rounding` is one of ROUNDINGS. `number` is that of the leaf for the noise generator and for the
-    signs of its rotation: it is the leaf's place in the user's tree, so that fusion does not change
-    a leaf's bytes. With `units` the call has two more operands that its values are multiplied by.
+    `rounding` is one of ROUNDINGS. `number` identifies the leaf to the noise generator and to the
+    signs of its rotation. It is the leaf's place in the user's tree, so that fusion does not change
+    a leaf's bytes. With `units`, the call has two more operands, by which the leaf's values are
+    multiplied.
     """
 
     size: int
@@ -59,10 +60,11 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A fusion buffer cut into one chunk for each rank.
+    """A fusion buffer that is cut into one chunk per rank.
 
-    Records follow one another over all slots, `total_bytes` in all. The record that starts at
-    byte s belongs to chunk floor(s * world / total_bytes). Rows are as long as the longest chunk.
+    The records of all slots follow one another and take `total_bytes` in all. The record that
+    starts at byte s belongs to chunk floor(s * world / total_bytes). Each chunk is one row, and all
+    rows are as long as the longest chunk.
     """
 
     slots: tuple[Slot, ...]
@@ -72,12 +74,12 @@ class Layout:
     def _hash(self) -> int:
         return hash((self.slots, self.world))
 
-    def __hash__(self) -> int:  # hashed on every bind: hundreds of slots, so only once
+    def __hash__(self) -> int:  # on every bind; cached, as there may be hundreds of slots
         return self._hash
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """First byte of every slot, and the end."""
+        """The first byte of every slot, followed by the end of the last one."""
         out = [0]
         for f in self.slots:
             out.append(out[-1] + f.bytes)
@@ -89,7 +91,7 @@ class Layout:
 
     @functools.cached_property
     def begins(self) -> tuple[int, ...]:
-        """First byte of every chunk, and the end: `world + 1` record boundaries."""
+        """The first byte of every chunk, followed by the end: `world + 1` record boundaries."""
         total, out, i = self.total_bytes, [], 0
         for w in range(self.world):
             target = -(-w * total // self.world)
@@ -99,7 +101,7 @@ class Layout:
         return (*out, total)
 
     def _boundary(self, i: int, target: int) -> int:
-        """First record start at or after `target`, a byte of slot `i`."""
+        """Returns the first record start at or after `target`, which is a byte of slot `i`."""
         if i == len(self.slots):
             return self.total_bytes
         start, record = self.starts[i], self.slots[i].record
@@ -114,7 +116,7 @@ class Layout:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a layout is a value
     def with_units(self, units: tuple[bool, ...]) -> Layout:
-        """The same bytes for slots that have units where `units` says so."""
+        """Returns the layout of the same bytes with units for the slots that `units` marks."""
         pairs = zip(self.slots, units, strict=True)
         return Layout(tuple(dataclasses.replace(f, units=u) for f, u in pairs), self.world)
 
@@ -122,7 +124,7 @@ class Layout:
         return self.with_units((False,) * len(self.slots))
 
     def attributes(self) -> dict[str, Sequence[int]]:
-        """What a kernel call carries: six numbers per slot, as xla_ffi/handlers/slots.h reads."""
+        """Returns a kernel call's attributes: six numbers per slot (xla_ffi/handlers/slots.h)."""
         numbers: list[int] = []
         for s in self.slots:
             numbers += (s.bits, s.bucket_size, ROUNDINGS.index(s.rounding), s.number)
@@ -132,7 +134,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Consecutive buckets of one slot that lie in one chunk."""
+    """A run of consecutive buckets of one slot that lie in one chunk."""
 
     slot: int
     first_bucket: int
@@ -141,7 +143,7 @@ class Span:
 
 
 def spans(layout: Layout, chunk: int) -> list[Span]:
-    """The pieces of leaves that chunk number `chunk` carries, in order."""
+    """Returns the pieces of leaves that chunk number `chunk` carries, in order."""
     begin, end = layout.begins[chunk], layout.begins[chunk + 1]
     out = []
     for i, f in enumerate(layout.slots):

@@ -1,4 +1,4 @@
-"""A training that does nothing but reduce given gradients under an adaptive policy."""
+"""A training loop that only reduces given gradients under an adaptive policy."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def gradients(seed, scale=SCALE):
 
 
 class Training:
-    """A step that does nothing but reduce given gradients under a policy."""
+    """A step that only reduces given gradients under a policy."""
 
     def __init__(self, policy, memory=None, like=LIKE):
         self.policy = policy

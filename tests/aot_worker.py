@@ -2,10 +2,10 @@
 
     python aot_worker.py EXCHANGE STYLE
 
-STYLE is "end" (one pmean_compressed of all gradients), "sparse" (the same by TopK), "streams" (the
-same by Quantize on four NCCL streams), "one_shot" (in one phase), "backward" (reduce_in_backward)
-or "sharded" (weights are gathered, gradients scattered). Prints the optimised module. JAX's CUDA
-plugin is on the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
+STYLE is "end" (one pmean_compressed of all gradients), "sparse" (the same with TopK), "streams"
+(the same with Quantize on four NCCL streams), "one_shot" (the same in one phase), "backward"
+(reduce_in_backward) or "sharded" (weights are gathered, gradients scattered). Prints the optimized
+module. Needs JAX's CUDA plugin on the path, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 """
 
 import sys

@@ -3,17 +3,17 @@
     make builds
 
 The source is a copy of the files that git knows, without .git, in a folder whose name has spaces
-and letters beyond ASCII. PATH is a folder of scripts that call the tools of a build. Some are left
-out, and some pretend:
+and letters beyond ASCII. PATH is a folder of scripts that call the tools of a build. Some tools are
+left out, and some scripts pretend:
 
 - an old compiler calls itself GCC 4.8 and refuses -std=c++17;
-- an old nvcc says that it is of release 12.2;
+- an old nvcc says that its release is 12.2;
 - a Python lacks venv, or Python.h, when make asks it for them.
 
-CMake looks for compilers outside of PATH as well, so the cases without one tell it not to. Builds
-that fail do so before anything is compiled. One build compiles everything: the sdist's, under
-LC_ALL=C, of a source that nothing may change. Its wheel is installed without a network, and checked
-by `python -O`, which runs no `assert`.
+CMake also looks for compilers outside PATH, so the cases without a compiler tell it not to. Builds
+that fail do so before anything is compiled. One build compiles everything: that of the sdist, under
+LC_ALL=C, from a read-only source. Its wheel is installed without a network, and checked by
+`python -O`, which runs no `assert`.
 """
 
 import os
@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LAST = 25  # lines of pip's, which a reader sees at once
+LAST = 25  # last lines of pip's output, which a reader sees at once
 COMPILERS = ("c++", "cc", "clang", "clang++", "g++", "gcc")
 TOOLS = (
     *COMPILERS,
     *("ar", "as", "cmake", "ld", "make", "ninja", "nm", "objcopy", "ranlib", "strip", "uname"),
     *("cat", "chmod", "cp", "dirname", "env", "find", "grep", "mkdir", "rm", "sed", "sh", "touch"),
 )
-# What a user's shell may set, and would tell the build of what is left out.
+# Variables that a user's shell may set, and that could point the build to what is left out.
 UNSET = ("CC", "CXX", "CUDACXX", "CUDA_PATH", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "NATIVE")
 UNSET += ("PYTHON", "PYTHONPATH", "VENV", "VIRTUAL_ENV", "XLA_FLAGS")
 GNU = shutil.which("g++") or ""
@@ -55,7 +55,7 @@ CUDA_REMEDY = ("install the CUDA toolkit, 13 or newer", "CUDACXX", "cgx.native=o
 
 
 class Build(NamedTuple):
-    """A build by pip: with `-C cgx.native=`, and what pip's last lines say where it fails."""
+    """A build by pip: the value of `-C cgx.native=`, and what pip's last lines say if it fails."""
 
     native: str
     says: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ require(False, "check_compressor passes a wrong compressor")
 
 
 class Failed(Exception):
-    """A case that is not as it should be, with what was printed."""
+    """A case with a wrong outcome, with what was printed."""
 
 
 def run(
@@ -196,7 +196,7 @@ def run(
 
 
 def must(command: Iterable[str | Path], folder: Path, **variables: str) -> str:
-    """What a command prints that has to succeed."""
+    """Runs a command that has to succeed; returns what it prints."""
     good, printed = run(command, folder, **variables)
     return printed if good else fail("a command failed", printed)
 
@@ -206,7 +206,7 @@ def fail(why: str, printed: str) -> str:
 
 
 def require_words(says: Iterable[str], printed: str) -> None:
-    """Raises Failed unless the last lines say all of it, however they are broken."""
+    """Raises Failed unless the last lines say all of it, wherever they are wrapped."""
     last = " ".join(" ".join(printed.splitlines()[-LAST:]).split())
     for words in says:
         if words.strip() not in last:
@@ -214,7 +214,7 @@ def require_words(says: Iterable[str], printed: str) -> None:
 
 
 def copy_source(to: Path) -> list[str]:
-    """The files that git knows, or would add; their names."""
+    """Copies the files that git knows, or would add; returns their names."""
     listed = must(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT)
     names = sorted(n for n in set(listed.split("\0")) if n and (ROOT / n).is_file())
     for name in names:
@@ -224,7 +224,7 @@ def copy_source(to: Path) -> list[str]:
 
 
 def toolbox(folder: Path, without: Iterable[str], scripts: Mapping[str, str]) -> Path:
-    """A folder of the tools of a build, each a script."""
+    """Makes a folder with the tools of a build, each a script."""
     found = {name: shutil.which(name) for name in TOOLS if name not in set(without)}
     bodies = {name: f'exec "{path}" "$@"' for name, path in found.items() if path}
     folder.mkdir()
@@ -246,14 +246,14 @@ class Builds:
         self.pip = (self.python, "-m", "pip", "--disable-pip-version-check")
 
     def prepare(self) -> None:
-        """The environment that builds and installs, with what pyproject.toml requires."""
+        """Makes the environment that builds and installs, with what pyproject.toml requires."""
         must([sys.executable, "-m", "venv", self.python.parents[1]], self.folder)
         wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
         tools = [name for name in ("cmake", "ninja") if shutil.which(name) is None]
         must([*self.pip, "install", "--quiet", *wanted, *tools], self.folder)
 
     def wheel(self, source: Path, native: str, *options: str) -> tuple[str | Path, ...]:
-        """The command that builds a wheel into the folder of `native`'s name."""
+        """Returns the command that builds a wheel into the folder named `native`."""
         setting = ("-C", f"cgx.native={native}", "--wheel-dir", self.folder / native)
         return (*self.pip, "wheel", "--no-deps", "--no-build-isolation", *setting, *options, source)
 
@@ -280,7 +280,7 @@ class Builds:
         require_words(case.says, printed)
 
     def sdist(self) -> None:
-        """The source as its sdist holds it, and the same in an sdist of the sdist."""
+        """Checks that the sdist, and the sdist of that sdist, hold the source's files."""
         settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
         left_out = tuple(settings["sdist"]["exclude"])
         kept = {name for name in self.names if not name.startswith(left_out)}
@@ -297,7 +297,7 @@ class Builds:
                 fail("files differ", str(sorted(inside ^ {*kept, "PKG-INFO"})))
 
     def compile(self, native: str) -> None:
-        """The wheel of the unpacked sdist, which is read-only, under LC_ALL=C."""
+        """Builds the wheel of the unpacked sdist, which is read-only, under LC_ALL=C."""
         source = self.unpacked
         before = snapshot(source)
         for path in [source, *source.rglob("*")]:
@@ -318,7 +318,7 @@ class Builds:
         return {name.partition(".")[0] for name in names if name.endswith(".so")}
 
     def install(self, native: str) -> None:
-        """The wheel, installed without a network and seen from outside of the tree."""
+        """Installs the wheel without a network, and checks it from outside the source tree."""
         (wheel,) = (self.folder / native).glob("cgx_jax-*.whl")
         must([*self.pip, "install", "--quiet", wheel], self.folder)
         alone = next((c for c in (["unshare", "-n"], ["unshare", "-rn"]) if able(c)), [])

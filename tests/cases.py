@@ -112,14 +112,14 @@ CHUNKED = {
     for name, case in LOSSY.items()
     if "scatter_gather" in case.reductions and not case.stateful
 }
-# One of every kind; the others are tried by the slow tests.
+# One of every kind; the slow tests try the others.
 _QUICK = (
     *("quantize 3", "quantize 4", "stochastic", "rotated", "bfloat16", "identity"),
     *("sign", "sign of momentum", "qsgd", "ternary", "ternary, shared scale"),
     *("top k", "top k of every bucket", "sampled threshold", "random k"),
     *("chunked toy", "voting toy", "sparse toy", "toy with state", "summed toy"),
 )
-# Sums that grow from rank to rank are slow to compile, and know nothing of a code but its kind.
+# Sums that grow from rank to rank are slow to compile, and depend only on the kind of a code.
 _PARTIAL_SUMS = ("ring", "tree")
 _ADDED_UP = {*_QUICK, "scaled sign", "natural", "fitted levels", "ternary, not clipped"}
 PAIRS = {
@@ -135,7 +135,10 @@ _QUICK_PAIRS = {
 
 
 def every(table, *, first_reduction=False):
-    """Parameters: the names of a table, slow ones marked; of PAIRS with a case's first alone."""
+    """Returns a table's names as parameters, slow ones marked.
+
+    With `first_reduction`, only the first reduction of a case counts as quick in PAIRS.
+    """
     quick = set(_QUICK)
     if table is PAIRS:
         count = 1 if first_reduction else None

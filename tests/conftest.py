@@ -21,16 +21,16 @@ from cgx_jax.exchanges.table import EXCHANGES
 BUILT_IN_RULE = {type(e): type(e).least for e in EXCHANGES if "least" in vars(type(e))}
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# A test is mostly compiling, and what one process has compiled others need too: workers, the slow
-# tests, and the next run. Not ranks of their own: XLA orders collectives anew in cached programs.
-# Within a process, too, a cached program may crash whose collectives do not wait for each other:
-# `no_cache` is for tests of such.
+# Tests spend most of their time compiling, and other processes need the same programs: workers, the
+# slow tests, and the next run. So programs are cached. Processes that are ranks do not use the
+# cache, because XLA reorders collectives in cached programs. Even within one process a cached
+# program may crash if its collectives do not wait for each other: its test takes `no_cache`.
 cache = os.path.abspath(f"{__file__}/../../.pytest_cache/xla")
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# Draws are few and fixed in CI; `--hypothesis-profile=long` takes many, with new seeds.
+# CI takes few, fixed draws; `--hypothesis-profile=long` takes many, with new seeds.
 _FAILS_FAST = {"deadline": None, "phases": set(Phase) - {Phase.explain}}
 settings.register_profile("few", max_examples=25, derandomize=True, **_FAILS_FAST)
 settings.register_profile("long", max_examples=500, print_blob=True, **_FAILS_FAST)
@@ -50,7 +50,7 @@ def no_cache():
 
 @pytest.fixture(scope="session", autouse=True)
 def auto_compresses_every_size():
-    """Small arrays are quick to test: `exchange="auto"` compresses them, unlike for users."""
+    """Makes `exchange="auto"` compress small arrays too, unlike for users: they test quickly."""
     with pytest.MonkeyPatch.context() as patch:
         for exchange in BUILT_IN_RULE:
             patch.setattr(exchange, "least", lambda self: Least(0, float("inf")))
@@ -59,7 +59,7 @@ def auto_compresses_every_size():
 
 @pytest.fixture
 def built_in_rule(monkeypatch):
-    """The sizes from which `exchange="auto"` compresses for users."""
+    """Restores the sizes from which `exchange="auto"` compresses for users."""
     for exchange, rule in BUILT_IN_RULE.items():
         monkeypatch.setattr(exchange, "least", rule)
 
@@ -84,6 +84,6 @@ def mesh_2d() -> Mesh:
 
 @pytest.fixture
 def following():
-    """Calls `use_profile`, and ends with the default rule."""
+    """Provides `use_profile`; restores the default rule at the end."""
     yield use_profile
     use_profile(None)

@@ -40,7 +40,7 @@ KINDS = {
 
 
 def array(kind, seed, exponent, shape, dtype):
-    """An array of a kind, about 10**exponent large where the kind has no size of its own."""
+    """Returns an array of a kind; its values are about 10**exponent if the kind sets no size."""
     n, dtype = int(np.prod(shape)), np.dtype(dtype)
     rng = np.random.default_rng(seed)
     if kind == "any bits":  # NaN and infinity among them
@@ -55,10 +55,11 @@ def largest(dtype):
 
 
 def allowed(x, bound, divisor=1):
-    """Most that a sum of x[world, ...] may err, of which `bound` is stated: f64[...].
+    """Returns the largest allowed error of a sum of x[world, ...] with a stated `bound`: f64[...].
 
-    On top come the rounding of fp32 sums, in which numbers below the normal ones may be taken for
-    zero, and of the result's dtype. Infinite where partial sums or the result may leave the range.
+    This adds to the bound the rounding of fp32 sums, which may take subnormal numbers for zero, and
+    the rounding to the result's dtype. It is infinite where partial sums or the result may leave
+    the range.
     """
     info = ml_dtypes.finfo(x.dtype)
     with np.errstate(all="ignore"):

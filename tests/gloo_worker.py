@@ -2,7 +2,7 @@
 
     python gloo_worker.py FAULT RANK WORLD PORT
 
-The last rank is the one that fails. The others print what they see, and after how many seconds.
+Only the last rank fails. The others print what they see, and after how many seconds.
 """
 
 import os
@@ -20,7 +20,7 @@ import cgx_jax
 
 FAULT, RANK, WORLD, PORT = sys.argv[1], *map(int, sys.argv[2:])
 FAULTY = RANK == WORLD - 1
-HEARTBEAT = 10  # seconds without which a process counts as dead; 100 by default
+HEARTBEAT = 10  # seconds of silence after which a process counts as dead; 100 by default
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(
@@ -30,12 +30,12 @@ mesh = jax.make_mesh((WORLD,), ("data",))
 
 
 def values(size: int) -> np.ndarray:
-    """The same on every rank."""
+    """Returns the same values on every rank."""
     return np.random.default_rng(0).standard_normal(size).astype(np.float32)
 
 
 def reducer(bits: int, size: int, **options):
-    """A compiled reduction of f32[size] a rank."""
+    """Returns a compiled reduction of f32[size] per rank."""
     code = cgx_jax.Quantize(bits, **options)
     mapped = jax.shard_map(
         lambda x: cgx_jax.psum_compressed(x[0], "data", code, exchange="xla"),

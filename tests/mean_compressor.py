@@ -10,7 +10,7 @@ from cgx_jax.compressors import PayloadCompressor
 
 @dataclasses.dataclass(frozen=True)
 class Mean(PayloadCompressor):
-    """A leaf's mean, which it takes the whole leaf to find; only for fp32."""
+    """Sends a leaf's mean, which needs the whole leaf; only for fp32."""
 
     unbiased = False
     reductions = ("gather_sum",)

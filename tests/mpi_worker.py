@@ -51,7 +51,7 @@ def mesh_of(**axes):
 
 
 def place(mesh, x, spec=None):
-    """A host array, the same everywhere, split over all of the mesh's axes or as `spec` says."""
+    """Splits a host array, the same on all ranks, over all mesh axes or as `spec` says."""
     sharding = NamedSharding(mesh, P(mesh.axis_names) if spec is None else spec)
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
@@ -60,7 +60,7 @@ REPLICATED = P()
 
 
 def sharded(mesh, f, *, spec=None, out=REPLICATED, check_vma=True):
-    """f of a rank's own rows, compiled."""
+    """Returns f of a rank's own rows, compiled."""
     return jax.jit(
         jax.shard_map(
             lambda *xs: f(*(x[0] for x in xs)),
@@ -154,7 +154,7 @@ def agreement():
         same_bytes("two axes", lambda e, x: psum(e, x, ("data", "model")), x, mesh=grid)
         same_bytes("model axis", lambda e, x: psum(e, x, "model"), x, mesh=grid, out=P("data"))
         same_bytes("data axis", lambda e, x: psum(e, x, "data"), x, mesh=grid, out=P("model"))
-        # What is the same along the other axis stays so under check_vma.
+        # check_vma sees that a value that is the same along the other axis stays the same.
         alike = {"mesh": grid, "spec": P("data")}
         same_bytes("alike along model", lambda e, x: psum(e, x, "data"), x, **alike)
     groups = [[0, WORLD - 1], list(range(1, WORLD - 1))] if WORLD == 4 else None
@@ -200,7 +200,7 @@ ROWS = {  # by exchange: rows u8[world, n] scattered, a row u8[n] gathered
 
 
 def both_of(e, x, *axes, groups=None):
-    """Rows scattered, and the first of them gathered."""
+    """Scatters the rows, and gathers the first of them."""
     if e == "mpi":
         Mpi().require("here", axes)
     scatter, gather = ROWS[e]
@@ -208,7 +208,7 @@ def both_of(e, x, *axes, groups=None):
 
 
 def rows():
-    """Whole rows by MPI are those of XLA's collectives."""
+    """MPI moves whole rows exactly as XLA's collectives do."""
     line, grid = mesh_of(data=WORLD), mesh_of(data=2, model=WORLD // 2)
     Mpi(segment_bytes=64, window=2).require("here", ())  # many segments of few bytes
 
@@ -216,7 +216,7 @@ def rows():
         return np.random.default_rng(n).integers(0, 256, (WORLD, *more, world, n), np.uint8)
 
     def each(f, x, mesh=line):
-        """Of a program whose results are a rank's own, whatever their type says."""
+        """Compares results as each rank's own, whatever their type says."""
         own = lambda e, x: jax.tree.map(lambda y: y[None], f(e, x))  # noqa: E731
         same_bytes(f"rows {x.shape}", own, x, mesh=mesh, out=P(mesh.axis_names))
 
@@ -247,7 +247,7 @@ def rows():
 
 
 def kinds():
-    """Every code and reduction of rows to owners or to all, halves and levels: XLA's bytes."""
+    """Every code, reduction, half and level of rows gives the bytes of the xla exchange."""
     line, grid = mesh_of(data=WORLD), mesh_of(node=2, local=WORLD // 2)
     check_exchange(Mpi(), line, "data")
     key, x = jax.random.key(5), normal(WORLD, 8 * WORLD, 70)
@@ -295,7 +295,7 @@ def twin_rows():
 
 
 def many():
-    """50 calls in one program, which every rank starts in an order of its own."""
+    """50 calls in one program, which every rank starts in its own order."""
     mesh, calls = mesh_of(data=WORLD), 50
     x = place(mesh, normal(WORLD, calls, 2000))
 
@@ -317,7 +317,7 @@ def many():
 
 
 def failing(f, *inputs):
-    """What the call raises, and how long that took."""
+    """Returns what the call raises, and the seconds until then."""
     start = time.monotonic()
     try:
         jax.block_until_ready(f(*inputs))
@@ -356,7 +356,7 @@ def killed():
 
 
 def disagreement():
-    """The last rank runs another plan, or reduces in another way."""
+    """The last rank runs a different plan, or a different reduction."""
     mesh = mesh_of(data=WORLD)
     options = {
         "widths": {"compressor": Quantize(8)},
@@ -369,7 +369,7 @@ def disagreement():
 
 
 def orders():
-    """Two programs with the same sums, which the last rank starts the other way round."""
+    """Two programs with the same sums; the last rank starts them in reverse order."""
     mesh = mesh_of(data=WORLD)
     x = place(mesh, normal(WORLD, 10_000))
     first = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
@@ -387,7 +387,7 @@ def dispatched(mesh):
 
 
 def raises():
-    """The last rank ends with an exception, before or in a call that may last ten minutes."""
+    """The last rank ends with an exception, before or during a call that may last ten minutes."""
     mesh = mesh_of(data=WORLD)
     x, step = place(mesh, normal(WORLD, 10_000)), dispatched(mesh)
     jax.block_until_ready(step(x))
@@ -412,7 +412,7 @@ def unawaited():
 
 
 def twins():
-    """One compiled function called twice is refused; the same sums outside of it are not."""
+    """Calling one compiled function twice is refused; the same sums without it are not."""
     mesh = mesh_of(data=WORLD)
     x = place(mesh, normal(WORLD, 2, 50_000))
     inner = jax.jit(lambda v: cgx_jax.psum_compressed(v, "data", exchange="mpi"))
@@ -422,7 +422,7 @@ def twins():
 
 
 def followed():
-    """A rank that is late to the first call of a new engine has not left with the old one."""
+    """A rank that is late to a new engine's first call does not count as gone with the old one."""
     mesh, x = mesh_of(data=WORLD), normal(WORLD, 4000)
     want = None
     for exchange in (Mpi(window=2), Mpi(window=3)):
@@ -461,9 +461,9 @@ def tuned():
 
 
 def chosen():
-    """A tuner's trials of this exchange and of XLA's: the slowest rank counts, and all keep one.
+    """A tuner tries this exchange and XLA's: the slowest rank counts, and all keep the same one.
 
-    The engine's options are tried on the compiled steps, and the engine runs with the kept ones.
+    It tries the engine's options on the compiled steps, and the engine runs with those it keeps.
     """
     mesh, x = mesh_of(data=WORLD), normal(WORLD, 64, 64)
     Mpi(window=8).require("here", ())  # options that are not the tuner's
@@ -507,21 +507,21 @@ def chosen():
 
 
 def refused():
-    """What is refused while tracing, with any world that does not fit."""
+    """Tracing is refused with any world that does not fit."""
     mesh = mesh_of(data=jax.device_count())
     x = np.zeros((jax.device_count(), 5000), np.float32)
     report(failing(lambda: reducer(mesh).lower(place(mesh, x)))[0])
 
 
 def permuted():
-    """Mesh positions in another order than the ranks."""
+    """The mesh has its positions in another order than MPI its ranks."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
     x = place(mesh, normal(WORLD, 10_000))
     report(failing(reducer(mesh), x)[0])
 
 
 def misgrouped():
-    """A program whose groups end in the middle of one, in which this rank is."""
+    """A program whose list of groups ends in the middle of this rank's group."""
     attributes = fused.attributes
 
     def damaged(*args, **options):
@@ -533,7 +533,7 @@ def misgrouped():
 
 
 def subnormal():
-    """What XLA computes after a call has the same bits on all ranks, whichever thread runs it."""
+    """XLA's results after a call have the same bits on all ranks, whichever thread runs them."""
     mesh, plan = mesh_of(data=WORLD), [Quantize(8), QSGD(levels=127)]
 
     def reduce(rows):
@@ -552,7 +552,7 @@ def subnormal():
 
 
 def watched():
-    """What a call in one piece finds on its way is what counting finds."""
+    """A fused call finds the same nonfinite values on its way as counting does."""
     mesh = mesh_of(data=WORLD)
     Mpi(segment_bytes=512).require("here", ())  # many segments of few bytes
     for reduction in spoiling.REDUCTIONS.values():

@@ -9,9 +9,9 @@ import cgx_jax
 
 
 def run(tx, mesh, grads, state=None, check_vma=True, compiler=jax.jit):
-    """Every step's result, and the states before the first step and after each: both lists.
+    """Returns two lists: every step's result, and the states before the first and after each step.
 
-    `grads` are leaves [steps, ranks, ...]; `state` is what `tx.init` gives where it is None.
+    `grads` are leaves [steps, ranks, ...]. If `state` is None, `tx.init` makes it.
     """
     like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
     if state is None:

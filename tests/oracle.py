@@ -1,7 +1,7 @@
-"""Wire format 1 in NumPy, written from docs/wire_format.md alone: what every kernel must equal.
+"""Wire format 1 in NumPy, written only from docs/wire_format.md: what every kernel must equal.
 
 A fusion buffer is a list of `Leaf`; values are fp32, bf16 or f16, payloads uint8. NumPy rounds
-every step to fp32 on its own, as the format asks. Bytes, not tolerances, are compared.
+every operation to fp32 separately, as the format demands. Tests compare bytes, without tolerances.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def record_bytes(n, bits):
 
 
 def record_starts(leaf):
-    """Byte of every record from the leaf's first, and the leaf's bytes."""
+    """Returns the offset of every record in the leaf's bytes, and the number of these bytes."""
     lengths = [record_bytes(n, leaf.bits) for _, count, n in leaf.parts() for _ in range(count)]
     return np.cumsum([0, *lengths], dtype=np.int64)
 
@@ -49,7 +49,7 @@ def leaf_starts(leaves):
 
 
 def layout(leaves, world):
-    """(begin of each chunk and the end, chunk_bytes)."""
+    """Returns ([begin of each chunk, then the end], chunk_bytes)."""
     at = leaf_starts(leaves)
     total = int(at[-1])
     starts = [
@@ -70,7 +70,7 @@ def mix(x):
 
 
 def random_bits(key, number, bucket, n):
-    """uint32: one row for each bucket number, one column for each of n places."""
+    """Returns uint32, one row per bucket number and one column for each of n places."""
     u = np.uint32
     key, number = np.array(key, u)[:, None], np.array([[number]], u)
     bucket = np.asarray(bucket, np.uint64)[:, None]
@@ -86,7 +86,7 @@ def random_bits(key, number, bucket, n):
 
 
 def noise(key, leaf, bucket, n, offset):
-    """fp32 in [0, 1): one row for each bucket number, one column for each value."""
+    """Returns fp32 in [0, 1), one row per bucket number and one column per value."""
     bits = random_bits(key, leaf.number, bucket, n)
     u = (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
     u += np.float32(offset if leaf.rounding == 2 else 0)
@@ -98,7 +98,7 @@ def columns(n):
 
 
 def turn(x, leaf, first, *, back=False):
-    """The buckets x[k, 8 m] of a leaf from number `first` on, rotated; or `back`."""
+    """Rotates buckets x[k, 8 m] of a leaf, numbered from `first` on; with `back`, inversely."""
     if not leaf.rotation:
         return x
     m = x.shape[1] // 8
@@ -126,7 +126,7 @@ NORMAL_RANGE = (0.7979, 1.4935, 2.0511, 2.5140, 2.9162, 3.2780, 3.6111, 3.9222)
 
 
 def clip(x, lo, hi, bits):
-    """Extremes of rotated buckets x[k, 8 m], within the best range for a normal distribution."""
+    """Clips the extremes of rotated buckets x[k, 8 m] to the best range for normal values."""
     largest = np.maximum(hi, -lo)
     exponent = np.clip(largest.view(np.uint32) >> np.uint32(23), 1, 253).astype(np.uint32)
     down = ((np.uint32(254) - exponent) << np.uint32(23)).view(np.float32)
@@ -143,9 +143,9 @@ def clip(x, lo, hi, bits):
 
 
 def encode_records(x, leaf, first, key, offset=0.0):
-    """Records u8[k, bytes] of the buckets x[k, n], which are the leaf's `first` and following.
+    """Returns records u8[k, bytes] of the buckets x[k, n], which the leaf numbers from `first` on.
 
-    Those of a rotated leaf are rotated already, with all 8 m values.
+    Buckets of a rotated leaf are already rotated, and have all 8 m values.
     """
     x = x.astype(np.float32)
     (k, n), top = x.shape, np.float32(2**leaf.bits - 1)
@@ -176,7 +176,7 @@ def encode_records(x, leaf, first, key, offset=0.0):
 
 
 def decode_records(records, n, bits):
-    """Values fp32[k, n] of records u8[k, bytes]."""
+    """Returns the values fp32[k, n] of records u8[k, bytes]."""
     records = np.ascontiguousarray(records)
     lo, unit = records[:, :4].copy().view(np.float32), records[:, 4:8].copy().view(np.float32)
     planes = records[:, 8:].reshape(len(records), bits, -1).astype(np.uint64)
@@ -187,12 +187,12 @@ def decode_records(records, n, bits):
 
 
 def padded(leaf):
-    """Values that a leaf's codes stand for."""
+    """Returns how many values a leaf's codes represent, including padding for rotation."""
     return sum(count * (8 * columns(n) if leaf.rotation else n) for _, count, n in leaf.parts())
 
 
 def each_part(x, leaf, f):
-    """f(buckets [k, n], first) of the coded values of a leaf, joined."""
+    """Applies f(buckets [k, n], first) to each part of a leaf's coded values; joins the results."""
     out, at = [], 0
     for first, count, n in leaf.parts():
         n = 8 * columns(n) if leaf.rotation else n
@@ -202,7 +202,7 @@ def each_part(x, leaf, f):
 
 
 def rotate(x, leaf):
-    """A leaf's values as they are coded: fp32, rotated where the leaf asks for it."""
+    """Returns a leaf's values as they are coded: fp32, rotated if the leaf has rotation."""
     x = x.astype(np.float32)
     if not leaf.rotation:
         return x
@@ -223,7 +223,7 @@ def encode_leaf(x, leaf, key, offset):
 
 
 def decode_leaf(data, leaf):
-    """The values that were coded, rotated or not."""
+    """Returns the coded values, which are still rotated in a leaf with rotation."""
     out = [np.zeros(0, np.float32)]
     for first, count, n in leaf.parts():
         at, size = first * record_bytes(leaf.bucket_size, leaf.bits), record_bytes(n, leaf.bits)
@@ -253,12 +253,12 @@ def narrow(x, dtype):
 
 
 def clean(x):
-    """NaN without sign or payload."""
+    """Replaces every NaN by the one without sign and payload."""
     return np.where(np.isnan(x), QUIET_NAN, x)
 
 
 def in_chunk(leaves, begin, end):
-    """For each leaf, which of its values lie in the records that start in [begin, end)."""
+    """Returns, per leaf, which of its values lie in records that start in [begin, end)."""
     out = []
     for leaf, at in zip(leaves, leaf_starts(leaves), strict=False):
         starts = at + record_starts(leaf)[:-1]
@@ -268,7 +268,7 @@ def in_chunk(leaves, begin, end):
 
 
 def multiply(values, units, way):
-    """fp32 values times their units on the way in (0) or out (1); `units` one a leaf, or none."""
+    """Multiplies values by their units on the way in (0) or out (1); a leaf's unit may be None."""
     out = []
     for x, unit in zip(values, units or [None] * len(values), strict=True):
         if unit is not None:
@@ -280,7 +280,7 @@ def multiply(values, units, way):
 
 
 def encode(values, leaves, world, rank=-1, key=(0, 0), units=()):
-    """(payload u8[world, chunk_bytes], residuals): chunk `rank` is the caller's own."""
+    """Returns (payload u8[world, chunk_bytes], residuals); chunk `rank` is the caller's own."""
     begin, row = layout(leaves, world)
     coded = rotate_all(multiply(values, units, 0), leaves)
     data = encode_buffer(coded, leaves, key, np.float32(max(rank, 0)) / np.float32(world))
@@ -314,9 +314,10 @@ def divide(totals, divisor):
 
 
 def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=(), units=()):
-    """(chunk, residuals): (exact own values + the peers', in rank order) / divisor, encoded.
+    """Encodes (exact own values + the peers' values in rank order) / divisor.
 
-    The chunk is u8[chunk_bytes]; in `residuals` its values become divisor times what is lost.
+    Returns (chunk u8[chunk_bytes], residuals). In `residuals` the chunk's values become what is
+    lost, times `divisor`.
     """
     begin, row = layout(leaves, len(payload))
     own, used = slice(begin[rank], begin[rank + 1]), begin[rank + 1] - begin[rank]
@@ -345,7 +346,7 @@ def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=(),
 
 
 def checked(data, leaves):
-    """The buffer with a quiet NaN as the lo of every record whose meta is not finite."""
+    """Replaces the meta of every record whose meta is not finite by (quiet NaN, 0)."""
     data = data.copy()
     for leaf, start in zip(leaves, leaf_starts(leaves), strict=False):
         for first, count, n in leaf.parts():
@@ -378,9 +379,9 @@ def largest(dtype):
 
 
 def accumulate(values, payload, leaves, rank=-1, divisor=1.0):
-    """(leaf + decoded payload of every peer but `rank`) / divisor, in the leaf's dtype.
+    """Returns (leaf + decoded payloads of all peers except `rank`) / divisor, in the leaf's dtype.
 
-    What peers send of a rotated leaf is added up and rotated back before it meets the leaf.
+    For a rotated leaf, the peers' values are added up and rotated back before the leaf is added.
     """
     buffers = [row for peer, row in enumerate(payload) if peer != rank]
     own = [v.astype(np.float32) for v in values]

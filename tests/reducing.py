@@ -1,4 +1,4 @@
-"""The core's call with what tests ask of it."""
+"""A mean with residuals, by the core's own call."""
 
 import jax
 
@@ -7,7 +7,7 @@ from cgx_jax.plan import resolve
 
 
 def pmean_with_residual(name, tree, axis, plan, *, units=None, key=None, residual=True, **options):
-    """The mean of a tree over the ranks, and a list of what this rank's part of it lost."""
+    """Returns the mean of a tree over the ranks, and the list of this rank's residuals."""
     given = Options.resolve(name, axis, mean=True, **options)
     leaves, treedef = jax.tree.flatten(tree)
     made = reduce_leaves(

@@ -1,4 +1,4 @@
-"""Leaves whose values are not all finite, and what watched reductions have to find in them."""
+"""Leaves whose values are not all finite, and what watched reductions must find in them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,14 +46,14 @@ def leaves(kind, world, dtype):
 
 
 def watched(code, reduction, exchange, *, in_units=False):
-    """A function of a rank's own leaves: what is found, i32[leaves, 2, 2], and the sums."""
+    """Returns a function of a rank's own leaves: (what is found i32[leaves, 2, 2], the sums)."""
 
     def f(*own):
         axes = Axes.resolve("watched", "data", None)
         coded = tuple(CodedLeaf(code, x.shape, x.dtype, i) for i, x in enumerate(own))
         seeds = (jnp.arange(2, dtype=jnp.uint32),) * reduction.seed_count
         units = ()
-        if in_units:  # those of the last leaf make NaNs on the way out
+        if in_units:  # the last leaf's units make NaNs on the way out
             units = [None] * (len(own) - 1)
             units.append((jnp.ones((2, own[-1].size)), jnp.array([[1.0], [jnp.nan]])))
         # In place, a value must be found before its sum is written over it.
@@ -74,5 +74,5 @@ def counted(x):
 
 
 def expected(own, sums):
-    """What `watched` has to find of a rank's leaves and of the sums."""
+    """Returns what `watched` must find in a rank's leaves and in the sums."""
     return [[counted(x), counted(y)] for x, y in zip(own, sums, strict=True)]

@@ -18,17 +18,17 @@ from cgx_jax.policies.decide import Refresh, last_norm
 
 FEW, MANY = Quantize(2, 64), Quantize(8, 64)
 
-# Statistics and gradients travel in collectives that do not wait for each other.
+# The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache")
 
 
 EVERY = 4
-# By how much the gradients of each period are scaled, and the bits that its look calls for.
+# Each period's (scale of the gradients, bits that Accordion chooses at its look).
 PERIODS = [(1, 8), (1, 2), (1.4, 2), (1.4, 2), (3, 8), (3, 2), (1, 8), (1, 2)]
 
 
 def accordion():
-    """Looks every 4 steps at the norm of the last one: an older sample counts for a hundredth."""
+    """Looks every 4 steps at the last step's norm; an older sample counts only a hundredth."""
     return Adaptive(
         Accordion(0.5),
         base=Uniform(MANY),
@@ -41,7 +41,7 @@ def accordion():
 
 
 def run(training, periods):
-    """The means of a period's steps, for each scale."""
+    """Returns the means of a period's steps, for each scale."""
     return [training.run(EVERY, {k: s * v for k, v in SCALE.items()}) for s in periods]
 
 
@@ -51,12 +51,12 @@ def test_bits_follow_the_change_of_the_norm_and_two_plans_are_compiled_once_each
     assert [set(r.bits) for r in policy.history] == [{bits} for _, bits in PERIODS]
     assert len(policy.compile_seconds) == policy.metrics()["cgx/plans"] == 2
     norms = np.array([r.norm for r in policy.history])
-    # Other gradients are drawn for every step, and an older sample counts a little.
+    # Every step has its own gradients, and an older sample counts a little.
     np.testing.assert_allclose(norms / norms[0], [scale for scale, _ in PERIODS], rtol=0.05)
 
 
 def test_what_is_reduced_has_the_bits_of_the_fixed_plan():
-    got = Training(accordion()).run(3 * EVERY)  # a look after 8 steps, from which on 11 are used
+    got = Training(accordion()).run(3 * EVERY)  # a look after 8 steps, used from step 11 on
 
     def fixed(compressor):
         tx = optax.chain(cgx_jax.sync_gradients("data", compressor, mesh=mesh()), optax.sgd(1.0))
@@ -75,7 +75,7 @@ def test_what_is_reduced_has_the_bits_of_the_fixed_plan():
     assert (mean["big"] != many(gradients(t))["big"]).any()
 
 
-# 9 is between a look and its use.
+# Step 9 lies between a look and its use.
 @pytest.mark.parametrize("steps", [9, pytest.param(13, marks=pytest.mark.slow)])
 def test_a_resumed_run_compares_with_the_norm_before_the_break(steps):
     first = Training(accordion(), memory=ErrorFeedback())

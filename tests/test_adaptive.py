@@ -16,7 +16,7 @@ from cgx_jax.leaves import Leaf, leaves_of
 from cgx_jax.policies import LeastBytes, LeastError
 from cgx_jax.policies.decide import Decision, Subject, decide
 
-# Statistics and gradients travel in collectives that do not wait for each other.
+# The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache")
 
 
@@ -34,17 +34,17 @@ def test_the_plan_changes_to_what_the_solver_finds_and_costs_fewer_bytes_at_no_m
     assert refresh.outcome == "changed"
     after = policy.metrics()
     assert after["cgx/bytes"] < before["cgx/bytes"]
-    # The smallest gradients by norm over size get the fewest bits, the largest the most.
+    # Leaves with the smallest norm per value get the fewest bits, those with the largest the most.
     assert bits(policy)["big"] <= bits(policy)["table"] < bits(policy)["small"]
     four_bits = sum(row[2] for row in exact_errors())
-    assert refresh.error <= 1.1 * four_bits  # of a sample of other steps' gradients
+    assert refresh.error <= 1.1 * four_bits  # estimated from a sample of other steps' gradients
     assert after["cgx/plan_changes"] == 1
     assert after["cgx/plans"] == 2
     assert len(policy.compile_seconds) == 2
 
 
 def exact_errors():
-    """Errors of each adaptive leaf at every candidate, of one step's gradients."""
+    """Returns each adaptive leaf's error with every candidate, for one step's gradients."""
     rows = []
     for k in ("big", "small", "table"):
         every = []
@@ -216,7 +216,7 @@ def test_memory_and_plan_changes_lose_nothing():
         np.testing.assert_allclose(total, given, atol=1e-4 * SCALE[k])
 
 
-# 6 is between a look at the statistics and its use.
+# Step 6 lies between a look at the statistics and its use.
 @pytest.mark.parametrize("steps", [6, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(steps):
     first = Training(adaptive(), memory=ErrorFeedback())
@@ -262,7 +262,7 @@ def test_a_step_compiled_by_something_else_is_refused():
         if progress.pending and progress.step >= progress.pending[0]:
             break
         _, state = inner(gradients(0), state)
-    with pytest.raises(ValueError, match="it is already jitted"):
+    with pytest.raises(ValueError, match="the step is already jitted"):
         inner(gradients(0), state)
     lost = Training(adaptive(warmup=1))
     step = lost.policy.jit(lambda g, s: lost.sharded()(g, s)[0])

@@ -18,7 +18,7 @@ from mean_compressor import Mean
 
 PLAIN, ROTATED, WIDE = Quantize(4, 64), Quantize(4, 64, rotation=True), Cast(jnp.bfloat16)
 
-# Statistics and gradients travel in collectives that do not wait for each other.
+# The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache")
 
 
@@ -26,7 +26,7 @@ MIXED = (Quantize(2, 64), Quantize(2, 64, rotation=True), PLAIN, ROTATED, WIDE)
 START = Uniform(Quantize(4, 64))
 # Even values need no rotation, rare large ones do, and the largest leaf needs the most bits.
 EXPECTED = {"big": PLAIN, "table": ROTATED, "small": WIDE}
-# What they take together: 5 bits per value in buckets of 64, and 16.
+# What they take together: 5 bits per value for codes in buckets of 64, and 16 for the wide one.
 BUDGET = LeastError(1.001 * (5 * (128 * 128 + 64 * 64) + 16 * 32 * 64) / (128 * 128 + 96 * 64))
 
 
@@ -47,7 +47,7 @@ def trained(policy, steps=9):
 
 
 def chosen(policy, like=LIKE):
-    """What each adaptive leaf takes, by its path."""
+    """Returns the compressor of each adaptive leaf, by its path."""
     cgx_jax.Plan.build(like, policy)
     return dict(zip(policy._subject.paths, policy.progress.current, strict=True))
 
@@ -159,12 +159,12 @@ def test_a_start_that_is_no_candidate_counts_as_the_nearest_in_bytes():
 
 WRONG = {
     r"must be Quantize\(...\) or other compressors": lambda: Adaptive(candidates=(4,)),
-    "by ascending bits": lambda: Adaptive(candidates=(WIDE, PLAIN)),
-    "none of them twice": lambda: Adaptive(candidates=(PLAIN, ROTATED, PLAIN)),
-    "Linear: it chooses by width alone, and several candidates have 2 bits; pass one": (
+    "sorted by ascending bits": lambda: Adaptive(candidates=(WIDE, PLAIN)),
+    "all different and sorted": lambda: Adaptive(candidates=(PLAIN, ROTATED, PLAIN)),
+    "Linear: it chooses only by width, but several candidates have 2 bits; pass one": (
         lambda: Adaptive(Linear(2, 4), candidates=MIXED)
     ),
-    "KMeans: it chooses by width alone, and several candidates have 4 bits; pass one": (
+    "KMeans: it chooses only by width, but several candidates have 4 bits; pass one": (
         lambda: Adaptive(KMeans(4, 16), candidates=MIXED)
     ),
     "Linear: most=8 is not among the candidates": lambda: Adaptive(Linear(2, 8), candidates=MIXED),
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_a_compressor_that_is_not_at_hand_is_refused_with_its_na
     message = '"class": "Cast", "options": {"dtype": "bfloat16"}}, which is neither a candidate'
     with pytest.raises(ValueError, match=re.escape(message)):
         Training(fewer)
-    # Nothing but what is at hand is made, whatever the file names.
+    # Only candidates at hand are made, whatever class the file names.
     saved["current"]["compressors"][0] = {"class": "Remembering", "options": {}}
     other = adaptive(solver=BUDGET, base=START, candidates=MIXED)
     Training(other)
@@ -230,7 +230,7 @@ def test_a_checkpoint_of_other_adaptive_leaves_is_refused(mixed):
     fewer = adaptive(base=Rules([Rule(Identity(), path="big")], PLAIN), candidates=MIXED)
     fewer.load_state_dict(saved)
     with pytest.raises(
-        ValueError, match="saved policy has 3 adaptive leaves, and this one 2; pass"
+        ValueError, match="saved policy has 3 adaptive leaves, but this one has 2; pass"
     ):
         Training(fewer)
 
@@ -238,7 +238,8 @@ def test_a_checkpoint_of_other_adaptive_leaves_is_refused(mixed):
 def test_a_checkpoint_of_another_format_is_refused(mixed):
     state = mixed[0].policy.state_dict()
     with pytest.raises(
-        ValueError, match=r"the saved policy has format None, .* reads 2; without load_state_dict"
+        ValueError,
+        match=r"the saved policy has format None, but .* reads 2; without load_state_dict",
     ):
         adaptive().load_state_dict({k: v for k, v in state.items() if k != "format"})
 

@@ -17,7 +17,7 @@ from cgx_jax.policies import LeastTime, Uniform
 from cgx_jax.policies.decide import Subject
 from test_solvers import SLOW
 
-# Statistics and gradients travel in collectives that do not wait for each other.
+# The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache")
 
 
@@ -27,7 +27,7 @@ EXPECTED = {"dense": Quantize(4, 64), "embed": TopK(0.02), "matrix": PowerSGD(2)
 
 
 def gradients(seed):
-    """Noise; an embedding of which each rank has touched four rows; a matrix of rank 2."""
+    """Returns noise, an embedding with four touched rows per rank, and a matrix of rank 2."""
     rng = np.random.default_rng(seed)
     embed = np.zeros((WORLD, 256, 32))
     for rank in range(WORLD):
@@ -47,7 +47,7 @@ def chosen(policy):
 
 
 def run(training, steps, first=0):
-    """What was given and what was seen, summed up over the steps: fp64."""
+    """Returns the sums over the steps of what was given and of what was seen, in fp64."""
     given = {k: np.zeros(x.shape) for k, x in LIKE.items()}
     seen = {k: np.zeros(x.shape) for k, x in LIKE.items()}
     for t in range(first, first + steps):
@@ -145,5 +145,5 @@ def test_a_memory_refuses_a_candidate_that_lets_it_grow_before_it_is_chosen():
     training = Training(
         policy(candidates=(Signum(0.5), Quantize(4, 64))), memory=ErrorFeedback(), like=LIKE
     )
-    with pytest.raises(ValueError, match=r"Signum.* of leaf 'dense' may lose more than it is"):
+    with pytest.raises(ValueError, match=r"Signum.* of leaf 'dense' can exceed its input"):
         run(training, 1)

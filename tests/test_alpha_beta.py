@@ -50,7 +50,7 @@ def test_both_terms_are_found_again(alpha, beta):
 
 
 def test_neither_term_is_negative():
-    """A link that is faster the more it sends has no price of a byte."""
+    """A link that takes less time the more it sends has a price of 0 per byte."""
     cells = [("ring", values, 4, 1e-3 - 1e-9 * values) for values in (1000, 10_000, 100_000)]
     alpha, beta = alpha_beta.fitted(cells)
     assert alpha > 0

@@ -1,4 +1,4 @@
-"""What XLA makes of the exchanges on eight H100, by its ahead-of-time compiler: without a GPU."""
+"""What XLA's ahead-of-time compiler makes of the exchanges on eight H100, without a GPU."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 
 import cgx_jax
 
-# Only the compiler of JAX's CUDA plugin, apart from site-packages: JAX must not see it elsewhere.
+# JAX's CUDA plugin, only for its compiler. Not in site-packages: JAX must not see it elsewhere.
 PLUGIN = pathlib.Path(sys.prefix) / "cuda-plugin"
 WORKER = pathlib.Path(__file__).with_name("aot_worker.py")
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def compiled(tmp_path, exchange, style):
-    """The optimised module and XLA's order of thunks."""
+    """Returns the optimized module and XLA's order of thunks."""
     environment = dict(os.environ)
     package = pathlib.Path(cgx_jax.__file__).parents[1]
     environment["PYTHONPATH"] = os.pathsep.join([str(package), str(PLUGIN)])
@@ -63,7 +63,7 @@ needs_nccl = pytest.mark.skipif(
 
 
 def kinds(thunks):
-    """Thunk kinds in order, with their depth: 1 inside of a command buffer or an async call."""
+    """Returns thunk kinds in order, and whether each is inside a command buffer or async call."""
     lines = re.findall(r"^( *)\d+: k(\w+)[^\n]*?(\S*gemm\S*|$)", thunks, re.MULTILINE)
     return [("gemm" if gemm else kind, len(indent) > 0) for indent, kind, gemm in lines]
 
@@ -82,7 +82,7 @@ def test_only_bytes_travel_between_kernels(tmp_path, style):
 
 def test_sparse_sums_add_one_rank_after_the_other(tmp_path):
     module, _ = compiled(tmp_path, "xla", "sparse")
-    # Within a rank no place comes twice; a scatter of all ranks would add them in any order.
+    # Places are unique within a rank; one scatter over all ranks would add in an arbitrary order.
     assert len(re.findall(r"scatter\S* = f32\S* fusion\(", module)) == 4 * 8  # layers, ranks
 
 
@@ -126,7 +126,7 @@ def test_streams_and_one_phase_are_one_call_too(tmp_path, style, target):
 def test_halves_are_calls_on_the_communication_stream(tmp_path):
     module, thunks = compiled(tmp_path, "nccl", "sharded")
     for target in ("cgx_all_gather_nccl", "cgx_reduce_scatter_nccl"):
-        assert module.count(f'custom_call_target="{target}"') == 4  # one a layer
+        assert module.count(f'custom_call_target="{target}"') == 4  # one per layer
     assert not re.search(r"(all-to-all|all-gather|all-reduce|reduce-scatter)(-start)?\(", module)
     started = re.findall(
         r"kAsyncStart.*stream=communication_stream\[\d\].*\n +\d+: kCustomCall", thunks
@@ -152,14 +152,14 @@ def test_fused_calls_overlap_the_backward_pass(tmp_path):
 
 
 def lifetimes(live_range):
-    """XLA's order of instructions, and the first and last of them that each value lives for."""
+    """Returns XLA's order of instructions, and each value's first and last instruction in it."""
     order = re.findall(r"^ +\d+:(\S+)$", live_range, re.MULTILINE)
     lives = re.findall(r"^ +(\S+)\{([\d,]*)\}:(\d+)-(\d+)$", live_range, re.MULTILINE)
     return order, {(name, index): (int(a), int(b)) for name, index, a, b in lives}
 
 
 def places(assignment):
-    """Every value as (name, index), type, allocation, first byte and end."""
+    """Yields every value as ((name, index), type, allocation, first byte, end)."""
     for allocation, text in enumerate(re.split(r"^allocation ", assignment, flags=re.MULTILINE)):
         for name, index, size, offset, kind in re.findall(
             r"value: <\d+ (\S+?)(?:\{([\d,]*)\})? @0> \(size=(\d+),offset=(\d+)\): (.*)", text
@@ -180,7 +180,7 @@ def test_payloads_have_their_memory_alone_until_the_call_is_done(tmp_path, style
     assert len(payloads) == calls
     for payload, _, allocation, begin, end in payloads:
         born, dead = lives[payload]
-        # The order has what an asynchronous call runs just before its start.
+        # In this order, the body of an asynchronous call comes just before the call's start.
         start = next(i for i in range(born, len(order)) if order[i] in done_of)
         assert dead >= order.index(done_of[order[start]])
         for other, _, its_allocation, its_begin, its_end in values:
@@ -192,7 +192,7 @@ def test_payloads_have_their_memory_alone_until_the_call_is_done(tmp_path, style
 
 @needs_nccl
 def test_fused_call_is_refused_elsewhere():
-    """On CPU devices, while compiling, with the remedy."""
+    """Compiling for CPU devices fails, and the message names the remedy."""
     import jax
     import numpy as np
     from jax.sharding import Mesh

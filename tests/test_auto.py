@@ -206,8 +206,8 @@ BAD_TEXT = {
         r"engine: Nccl: streams=9 must be a whole number in \[1, 8\]",
     ),
     "a codec of no time": (edited(codec=CODEC._asdict() | {"noise": 0}), "codec noise=0 "),
-    "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no psum"),
-    "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* does not have .*seconds"),
+    "no psum": (edited(rows=[["xla", 4, 4096, 1e-3]]), "no row has the method psum"),
+    "a short row": (edited(rows=[["psum", 32, 4096]]), "row .* must have fields .*seconds"),
     "an unknown method": (edited(rows=[["pigeon", 4, 4096, 1.0]]), "pigeon.*psum.*mpi.*xla"),
     "no bits": (edited(rows=[["psum", 0, 4096, 1.0]]), "bits in 0..32"),
     "half a byte": (edited(rows=[["psum", 32, 0.5, 1.0]]), "whole bytes"),
@@ -228,7 +228,7 @@ def test_a_stale_profile_is_refused_with_both_values(name):
     here = installation.facts()
     other = 12345 if name == "cores" else "another"
     stale = dataclasses.replace(MEASURED, **(here | {name: other}))
-    both = re.escape(f"measured with {name} {other!r}, but here is {here[name]!r}")
+    both = re.escape(f"measured with {name} {other!r}, but this machine has {here[name]!r}")
     with pytest.raises(ValueError, match=both + r".*tune again, or use_profile\(None\)"):
         use_profile(stale)
 
@@ -388,7 +388,7 @@ def test_a_kind_that_measures_faster_than_plain_costs_nothing():
 
 
 def test_decoding_every_payload_is_priced():
-    """Of 4 ranks `gather_sum` decodes 4 payloads, `scatter_gather` 7 quarters of one."""
+    """With 4 ranks `gather_sum` decodes 4 payloads, `scatter_gather` 7/4 of one."""
     rows = [*MEASURED.rows, Row("xla/gather_sum", 4.125, MB, 1e-3)]
     made = profile(rows, codec=CODEC)
     load = dataclasses.replace(fp32(MB), rotated=MB // 4)

@@ -1,4 +1,4 @@
-"""Figures of docs/choosing.md that follow from formats alone."""
+"""Figures of docs/choosing.md that follow from the formats only."""
 
 import jax
 import jax.numpy as jnp

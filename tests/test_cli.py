@@ -64,7 +64,7 @@ def test_doctor_prints_the_same_as_json():
     for name in ("cgx_jax", "jaxlib", "flax", "optax", "nvcc", "exchanges"):
         assert found[name]["found"], name
     assert found["devices"]["found"] == "3 (cpu) in 1 processes"
-    assert "mpiexec" in found["exchanges"]["remedy"]  # this process is nobody's rank
+    assert "mpiexec" in found["exchanges"]["remedy"]  # this process is not an MPI rank
 
 
 def test_version():
@@ -97,7 +97,7 @@ def test_doctor_fails_for_kernels_that_give_wrong_values(monkeypatch, capsys):
     monkeypatch.setattr(Quantize, "decode", lambda self, payload, shape, dtype: np.ones(shape))
     assert doctor.run() == 1
     out = capsys.readouterr().out
-    assert "broken: values come back wrong" in out
+    assert "failed: decoded values exceed the error bound" in out
     assert "-> pip install --force-reinstall cgx-jax" in out
 
 
@@ -118,7 +118,7 @@ def test_doctor_says_whether_fused_calls_are_built_in(cuda, found, remedy, monke
     (line,) = [f for f in doctor._nvidia() if f.what == "exchange 'nccl'"]
     assert line.found == found
     assert remedy in line.remedy
-    assert ("'xla' is used until then" in line.remedy) == (found == "no")
+    assert ("until then, use 'xla'" in line.remedy) == (found == "no")
     monkeypatch.setattr(doctor.metadata, "distributions", list)
     monkeypatch.setattr(doctor.Path, "exists", lambda self: False)
     assert not [f for f in doctor._nvidia() if f.what == "exchange 'nccl'"]  # no CUDA here at all
@@ -191,7 +191,7 @@ def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("bench", "--link", "100"), "rate '100' is not a number with kbit, mbit or gbit"),
+        (("bench", "--link", "100"), "rate '100' is not a number followed by kbit, mbit or gbit"),
         (("bench", "--devices", 1), "--devices 8 simulates"),
         (("tune", "--devices", 4, "--bits", "9"), "'9' is not a list of widths"),
         (("bench", "--sizes", "huge"), "'huge' is not a list of sizes"),

@@ -1,4 +1,4 @@
-"""Native codes of one array write what their jnp functions do, byte for byte."""
+"""Native codes of one array write the same bytes as their jnp functions."""
 
 import functools
 
@@ -14,13 +14,13 @@ pytest.importorskip("cgx_jax._native", reason="the native module is not built")
 module = native.module()
 
 SIZES = [1, 7, 64, 65, 513, 5000]
-LARGE = 300_000  # a sample finds the bound of so many, and threads share them
+LARGE = 300_000  # so many values that a sample finds the bound, and threads share the work
 EDGES = np.array([0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38], "f4")
 
 
 @pytest.fixture(params=module.isas(), autouse=True)
 def isa(request):
-    """Every test runs on every instruction set of this machine."""
+    """Runs every test on every instruction set of this machine."""
     before = module.isa()
     module.set_isa(request.param)
     yield request.param
@@ -48,7 +48,7 @@ ARRAYS = {f.__name__: f for f in (normal, edges, equal, sparse_values)}
 
 @functools.cache
 def both(target, plain, static):
-    """The native way and the jnp way, compiled once for all instruction sets."""
+    """Returns the native and the jnp function, compiled once for all instruction sets."""
     static = dict(static)
     return (
         jax.jit(lambda *xs: codes.call(target, plain, *xs, **static)),
@@ -120,7 +120,7 @@ def scaled(n):
 
 
 def smallest(n):
-    """Values whose bucket's scale is so small that its inverse, times the levels, overflows."""
+    """Returns values whose scale is so small that its inverse times the levels overflows."""
     return np.copysign(np.float32(2.0**-126), normal(n)) * np.float32(1.25)
 
 
@@ -166,7 +166,7 @@ def test_a_batch_is_as_many_calls():
     np.testing.assert_array_equal(jax.jit(shared)(payload), np.stack(want, 1))
 
 
-# Of a call on CUDA: whether there is a kernel, the handler, the jnp function, operands, attributes.
+# Calls on CUDA: whether there is a kernel, the handler, the jnp function, operands, attributes.
 ON_CUDA = [
     (True, "cgx_pack_signs", packing._pack_signs, [normal(64)], {}),
     (False, "cgx_unpack_signs", packing._unpack_signs, [np.zeros(8, np.uint8)], {"count": 64}),
@@ -193,7 +193,7 @@ def test_cuda_calls_what_has_a_kernel(case):
     assert (f"@{target}" in text) == has_kernel
 
 
-# Of a call: what it says, the handler without cgx_, operands, results, attributes.
+# Wrong calls: the error message, the handler without cgx_, operands, results, attributes.
 ONE, TWO = [("f4", 5)], [("u4", 2), ("f4", 5)]
 THREE = [("i4", 3), ("f4", 3)]
 WRONG = [
@@ -257,7 +257,7 @@ def test_what_ranks_send_to_one_place_adds_up_in_their_order(size, ranks):
 
 
 def test_a_place_that_is_none_is_left_out():
-    # A payload is never trusted: places in no order, twice, and out of range.
+    # A payload is never trusted: its places may be unordered, repeated and out of range.
     at = np.int32([5, 2, 2, -1, 99, -(2**31), 2**31 - 1, 10])
     got = codes.call("cgx_scatter_sum", sparse._scattered, at, np.ones(8, "f4"), size=10, ranks=1)
     np.testing.assert_array_equal(got[0], np.float32([0, 0, 2, 0, 0, 1, 0, 0, 0, 0]))

@@ -44,7 +44,7 @@ def first(tree):
 
 
 def tolerance(tree, compressor):
-    """The stated bound of the sum: every peer's error, and the owner's second encoding."""
+    """Returns the sum's stated bound: every peer's error, plus the owner's second encoding."""
 
     def one(x):
         peers = sum(np.asarray(compressor.error_bound(x[r])) for r in range(WORLD))
@@ -140,7 +140,7 @@ SHAPES = [(), (1,), (3,), (511,), (513,), (37, 70)]
 SLOW = pytest.mark.slow
 
 
-# Of 2 and 8 ranks, test_conformance tries all.
+# Only codes that can be cut into chunks; test_conformance tries all kinds of codes.
 @pytest.mark.parametrize(
     ("name", "world"),
     [
@@ -424,7 +424,7 @@ BAD = {
     ),
     "plan of another tree": (
         ValueError,
-        r"leaf 0 is 'b'.*the plan has 'a'",
+        r"leaf 0 is 'b'.*but the plan has 'a'",
         lambda: shard(lambda v: psum({"b": v}, compressor=Plan.build({"a": X[0]})), X),
     ),
     "plan of another shape": (
@@ -434,7 +434,7 @@ BAD = {
     ),
     "plan of fewer leaves": (
         ValueError,
-        "2 leaves, the plan 1",
+        "2 leaves, but the plan has 1;",
         lambda: shard(lambda v: psum({"a": v, "b": v}, compressor=Plan.build({"a": X[0]})), X),
     ),
     "groups that miss a rank": (
@@ -545,7 +545,7 @@ def test_cached_programs_of_several_cpu_devices_are_warned_of(cached, mesh):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("call", ["psum_compressed", "pmean_compressed"])
 def test_small_exact_leaves_travel_together(call, check_vma, mesh):
-    """One collective for each dtype, and one for each large leaf; the numbers are those of lax."""
+    """There is one collective per dtype and one per large leaf; results equal those of lax."""
     rng = np.random.default_rng(0)
     shapes = {"a": (7,), "b": (), "c": (3, 5), "empty": (0,), "large": (40, 1000)}
     tree = {k: rng.normal(size=(8, *s)).astype(np.float32) for k, s in shapes.items()}
@@ -553,7 +553,7 @@ def test_small_exact_leaves_travel_together(call, check_vma, mesh):
     tree["count"] = np.arange(8, dtype=np.int32)[:, None]
     exact = {"psum_compressed": lax.psum, "pmean_compressed": lax.pmean}[call]
     if call == "pmean_compressed":
-        del tree["count"]  # lax.pmean gives floats of integers
+        del tree["count"]  # lax.pmean turns integers into floats
 
     def run(f):
         return jax.jit(

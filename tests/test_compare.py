@@ -27,7 +27,7 @@ def gradients(world):
 
 
 def training(mesh):
-    """A user's function: gradients that are the batch, under SGD."""
+    """Returns a user's function: SGD whose gradients are the batch itself."""
 
     def build(sync):
         tx = optax.chain(sync("data", mesh=mesh), optax.sgd(0.1))
@@ -57,7 +57,7 @@ def test_bytes_and_error_are_those_of_the_step(mesh):
         plan = cgx_jax.Plan.build(PARAMS, METHODS[row["method"]].compressor)
         assert row["sent_bytes"] == plan.wire_bytes(8)
         assert all(s > 0 for s in row["seconds"])
-    # Gradients that stay the same: without feedback every step has the error of one.
+    # The gradients stay the same, so without feedback every step has the error of one step.
     x = gradients(8)[..., :64]
     means = jax.jit(
         jax.shard_map(
@@ -74,7 +74,7 @@ def test_bytes_and_error_are_those_of_the_step(mesh):
 
 
 def row(method, low, ratio, high, error):
-    """A row of `measure`, as far as the recommendation reads it."""
+    """Returns the part of a row of `measure` that the recommendation reads."""
     write = METHODS[method].write
     return {"method": method, "write": write, "ratio": [low, ratio, high], "error": error}
 

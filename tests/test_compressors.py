@@ -1,4 +1,4 @@
-"""The menu of compressors: bytes and values by NumPy, bias and contraction as they are stated."""
+"""The compressors: bytes and values against NumPy, bias and contraction as stated."""
 
 import functools
 import math
@@ -194,7 +194,7 @@ def test_what_comes_back_is_what_numpy_says(c):
 
 
 def test_the_magnitudes_of_the_dynamic_tree():
-    """128, ascending: a fraction of 6 bits in the highest power of ten, of none in the seventh."""
+    """128, ascending; the fraction has 6 bits in the highest power of ten, 0 in the seventh."""
     table = tree()
     assert table.shape == (128,)
     assert table[0] == 0
@@ -221,7 +221,7 @@ def test_a_sampled_threshold_keeps_about_the_largest():
 
 
 def test_a_sampled_threshold_lets_nobody_wait_for_ever():
-    """Of equal values all are candidates; which are sent differs from key to key."""
+    """If all values are equal, all are candidates; the key decides which are sent."""
     x = np.ones(5000, np.float32)
     seen = sum(back(DGC(0.02), x, jax.random.key(i)) for i in range(400))
     assert (seen > 0).mean() > 0.99
@@ -276,7 +276,7 @@ def test_unbiased_within_the_stated_variance(c):
         assert c.feedback_scale <= 1 / (1 + omega) + 1e-9
 
 
-# --- contraction: |x - back|² <= (1 - δ) |x|², so that feedback makes up for it
+# --- contraction: |x - back|² <= (1 - δ) |x|², so that feedback can make up for the error
 
 CONTRACTIONS = {
     ScaledSign(64): lambda x: of_buckets(
@@ -352,12 +352,12 @@ def test_leaves_at_the_edge_stay_within_the_bound(name, edge):
         assert not y.any()
 
 
-# XLA's CPU compiler leaves maxima of 4,096 values and more to a library that drops NaN.
+# For maxima of 4,096 values and more, XLA's CPU compiler calls a library that drops NaN.
 @pytest.mark.parametrize("size", [700, 20_000])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", every(PAYLOADS))
 def test_what_is_not_finite_does_not_come_back_finite(name, value, size):
-    """A sign alone cannot carry it, and a random place may not hold it."""
+    """A bare sign cannot represent it, and random places may not include it."""
     c, x = PAYLOADS[name], normal(size)
     x[123] = value
     y = back(c, x)
@@ -388,7 +388,7 @@ SMALL_BUCKETS = [
 
 @pytest.mark.parametrize("c", SMALL_BUCKETS, ids=str)
 def test_nan_in_any_place_of_a_bucket_comes_back_as_nan(c):
-    """XLA's maximum of a few values drops some."""
+    """XLA's maximum of a few values drops NaN in some places."""
     for i in range(8):
         x = normal(19, seed=i)
         x[i] = np.nan
@@ -454,7 +454,7 @@ def test_every_compressor_of_the_package_has_a_case():
 
 
 def test_a_gathered_share_sends_more_than_four_bits_from_15_ranks_on():
-    """And a share of every bucket never does."""
+    """A share of every bucket never does."""
 
     def sent(c, how, world):
         leaf = CodedLeaf(c, (25_000_000,), np.dtype(np.float32), 0)
@@ -475,7 +475,7 @@ def over(world, f, x):
 @pytest.mark.parametrize("world", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("call", [cgx_jax.psum_compressed, cgx_jax.pmean_compressed])
 def test_a_vote_is_the_sign_that_most_ranks_have(world, call):
-    """One vote a rank, however large its values; a tie is zero; a mean is no smaller than a sum."""
+    """Each rank has one vote, whatever its values; a tie is zero; the mean equals the sum."""
     rng = np.random.default_rng(world)
     x = (rng.standard_normal((world, 1003)) * 10.0 ** rng.uniform(-9, 9, (world, 1))).astype("f4")
     got = over(world, lambda v: call(v, "data", SignSGD(), exchange="xla"), x)
@@ -508,14 +508,14 @@ def test_signum_votes_by_its_running_means():
 
 
 def test_clipping_sees_the_whole_leaf_where_a_chunk_is_encoded():
-    """Ranks own chunks of very different sizes of values; the deviation is of all."""
+    """Chunks have values of very different sizes, but the deviation is that of the whole leaf."""
     world = 4
     x = np.repeat(10.0 ** np.arange(4), 250)[None] * np.ones((world, 1))
     x = (x * np.random.default_rng(0).choice([-1, 1], (1, 1000))).astype(np.float32)
     call = lambda v: cgx_jax.pmean_compressed(v, "data", TernGrad(1000), key=KEY, exchange="xla")  # noqa: E731
     got = over(world, call, x)[0]
     limit = 2.5 * x[0].std(dtype=np.float64)
-    assert np.abs(x).max() < limit  # so nothing is clipped, though a chunk of it would be
+    assert np.abs(x).max() < limit  # so nothing is clipped, although a chunk by itself would be
     assert np.abs(got).max() == pytest.approx(1000, rel=1e-5)
 
 
@@ -526,7 +526,8 @@ def test_feedback_around_a_sign_without_size_is_refused(c):
     state = tx.init(jnp.zeros((40, 40)))
     specs = cgx_jax.state_specs(state, "data")
     step = jax.shard_map(tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
-    with pytest.raises(ValueError, match=r"^sync_gradients: Sign.* may lose more than it is given"):
+    message = r"^sync_gradients: the error of Sign.* can exceed its input"
+    with pytest.raises(ValueError, match=message):
         jax.eval_shape(step, jnp.zeros((40, 40)), state)
 
 

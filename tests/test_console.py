@@ -69,7 +69,7 @@ def show_bar():
 
 
 def words(text):
-    """Without what only a terminal acts on."""
+    """Returns the text without escape sequences."""
     return ESCAPES.sub("", text)
 
 
@@ -230,7 +230,7 @@ def test_other_processes_show_no_bar():
 
 
 def test_no_thread_redraws_a_bar(monkeypatch):
-    """It would take time from what is measured."""
+    """A thread would take time from what is measured."""
     started = []
     monkeypatch.setattr(threading.Thread, "start", started.append)
     with terminal():

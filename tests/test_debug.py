@@ -84,9 +84,9 @@ def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
     monkeypatch.setattr(
         cgx_jax.Quantize, "decode", lambda self, *args: with_a_flipped_bit(own(self, *args))
     )
-    # A failed callback's token stays for the end of the process, which would fail on it again.
+    # A failed callback's token stays until the process ends, which would then fail on it again.
     request.addfinalizer(dispatch.runtime_tokens.clear)
-    run(sharded(CALLS[name], mesh, False), X)  # outside of the mode nobody looks
+    run(sharded(CALLS[name], mesh, False), X)  # outside the mode nothing is checked
     with (
         cgx_jax.debug.debug_checksums(),
         pytest.raises(Exception, match=rf"{name}: .*axis data.*rank 5 .*\(1 of 8 ranks differ\)"),

@@ -1,4 +1,4 @@
-"""Every link between the documents leads to a file, and to a heading of it where it names one."""
+"""Every link between documents leads to a file, and to an existing heading if it names one."""
 
 import importlib.util
 import pathlib
@@ -34,7 +34,7 @@ def test_links_lead_somewhere(document):
 
 
 def page(uri):
-    """What mkdocs gives a hook of a page."""
+    """Returns what mkdocs passes to a hook for a page."""
     return types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri))
 
 

@@ -1,4 +1,4 @@
-"""Flax's DynamicScale with compressed gradients: agreed in one line, u8 on the wire, same scale."""
+"""Flax's DynamicScale with compressed gradients: one line more, u8 on the wire, same scale."""
 
 import functools
 import re
@@ -33,7 +33,7 @@ def own_mean(scale, params, batch):
 
 
 def compressed_mean(scale, params, batch):
-    """The recipe: no axis_name, the least scale and flag of all ranks, then a compressed mean."""
+    """The recipe: no axis_name, the minimum of all ranks' scales and flags, a compressed mean."""
     scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, *batch)
     scale, finite = lax.pmin((scale, finite), "batch")
     grads = cgx_jax.pmean_compressed(grads, "batch", EVERYTHING, exchange="xla")
@@ -137,7 +137,7 @@ def test_scale_of_a_rank_that_asks_nobody_is_its_own():
 
 
 def collectives(way, mean):
-    """(dtype, values) of what the compiled step's collectives return."""
+    """Returns (dtype, number of values) of each result of the compiled step's collectives."""
     f, place = WAYS[way](mean)
     args = (*jax.tree.map(place, initial()), batches(1)[0])
     text = f.lower(*args).compile().as_text()

@@ -16,7 +16,7 @@ KEY = np.uint32([3, 5])
 
 
 def layout_of(fields, world):
-    """The layout of (size, bits, bucket size, rounding, rotation), and the oracle's leaves."""
+    """Returns the layout for (size, bits, bucket size, rounding, rotation), and oracle leaves."""
     fields = tuple(Slot(*f[:4], i, *f[4:]) for i, f in enumerate(fields))
     leaves = [
         oracle.Leaf(
@@ -28,7 +28,7 @@ def layout_of(fields, world):
 
 
 def values(sizes, dtype=np.float32, seed=0):
-    """Normal values of many scales, a bucket without range, one that is not finite."""
+    """Normal values of many scales, with a constant bucket and one that is not finite."""
     rng = np.random.default_rng(seed)
     out = []
     for n in sizes:
@@ -176,5 +176,5 @@ def test_a_rank_works_on_its_own_chunk_alone():
         x = np.zeros(sizes[0], np.float32)
         compiled = jax.jit(reduce).lower(*operands, x).compile()
         costs.append(compiled.cost_analysis()["flops"])
-    # A loop's body counts once: a chunk of an eighth of the values, less what is per record.
+    # A loop's body counts once: a chunk has an eighth of the values, plus costs per record.
     assert costs[1] < costs[0] / 4, costs

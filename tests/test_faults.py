@@ -1,6 +1,6 @@
 """What ranks see when another one fails, over XLA's collectives (gloo): docs/reliability.md.
 
-Those of the MPI exchange are in test_mpi.py.
+Faults of the MPI exchange are in test_mpi.py.
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest
 
 WORKER = Path(__file__).with_name("gloo_worker.py")
 WORLD = 3
-# Until the last process has ended: JAX's heartbeat, 10 s here, and what a loaded machine adds.
+# Limit until the last process has ended: JAX's heartbeat, 10 s here, plus a loaded machine's delay.
 SECONDS = 90
 FAULTS = {
     "slow": "a right result: True",
@@ -24,13 +24,13 @@ FAULTS = {
     "width": "mismatch",
     "narrow": "mismatch",
     "shape": "mismatch",
-    "rotated": "differ",  # under debug_checksums; without it nobody would know
+    "rotated": "differ",  # under debug_checksums; without it the difference goes unnoticed
 }
 SLOW = ("killed before", "stopped", "width", "shape", "rotated")
 
 
 def ended(fault):
-    """Exit codes and outputs of all ranks, of which the last one fails."""
+    """Returns exit codes and outputs of all ranks; the last rank is the one that fails."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

@@ -1,10 +1,10 @@
 """Training loops in the manner of Flax's plain-jit examples, with the fewest changed lines.
 
-Every loop is a small one of its kind: what the loss closes over, what it returns and what the step
-does with it are as users write it. `changed` says how many lines differ from the exact loop. They
-are marked with "changed". A loop trains exactly, under `jax.value_and_grad` (or NNX's), and
-compressed; its losses and metrics agree within the noise of compression, and with an exact
-compressor within rounding.
+Every loop is a small version of its kind: what the loss closes over, what it returns and what the
+step does with that are as users write it. Lines that differ from the exact loop are marked with
+"changed", and docstrings say how many there are. Each loop trains exactly, under
+`jax.value_and_grad` (or NNX's), and compressed. Losses and metrics agree within the noise of
+compression, and within rounding if the compressor is exact.
 """
 
 import functools
@@ -32,7 +32,7 @@ STEPS = 4
 
 
 def compressed(loss_fn, compressor, mesh=None, **options):
-    """The changed call: an exact one where `compressor` is None."""
+    """Returns the changed call; an exact one if `compressor` is None."""
     if compressor is None:
         return jax.value_and_grad(loss_fn, **options)
     return cgx_jax.value_and_grad(
@@ -57,7 +57,7 @@ def images(step):
 
 
 class Digits(nnx.Module):
-    """A convolution, batch norm and dropout, as small as they go."""
+    """A convolution, batch norm and dropout, as small as possible."""
 
     def __init__(self, rngs):
         self.conv = nnx.Conv(1, 16, (3, 3), rngs=rngs)
@@ -105,7 +105,7 @@ def mnist(compressor):
 
 
 def sentences(step):
-    """Token ids with padding; the ranks' sentences differ much in length."""
+    """Token ids with padding; the lengths of the ranks' sentences differ much."""
     rng = np.random.default_rng(step)
     tokens = np.cumsum(rng.integers(1, 3, (BATCH, 12)), 1) % 31 + 1
     lengths = np.linspace(2, 12, BATCH).astype(int)
@@ -113,7 +113,7 @@ def sentences(step):
 
 
 class Language(nn.Module):
-    """An embedding and two layers, with dropout that its caller switches."""
+    """An embedding and two layers, with dropout that the caller switches on or off."""
 
     dropout: float = 0.0
 
@@ -168,7 +168,7 @@ def lm1b(compressor):
 
 
 class Classifier(nn.Module):
-    """A recurrent encoder of token ids and their lengths, one logit a sentence."""
+    """A recurrent encoder of token ids and their lengths; one logit per sentence."""
 
     @nn.compact
     def __call__(self, tokens, lengths):

@@ -1,6 +1,6 @@
 """Small loops in the shape of Flax's imagenet, wmt and nlp_seq examples, under pmap.
 
-A line that compression changed says `# was:` or `# new`; no loop has more than three of them.
+Lines that compression changes are marked `# was:` or `# new`; no loop has more than three of them.
 """
 
 import functools
@@ -71,7 +71,7 @@ class Tagger(nn.Module):
 
 
 def weighted_loss(logits, targets, smoothing=0.0):
-    """(sum of the losses, their number) where targets are not padding."""
+    """Returns (sum, number) of the losses of targets that are not padding."""
     labels = optax.smooth_labels(jax.nn.one_hot(targets, logits.shape[-1]), smoothing)
     weights = (targets > 0).astype(jnp.float32)
     return (optax.softmax_cross_entropy(logits, labels) * weights).sum(), weights.sum()
@@ -86,7 +86,7 @@ def keep_if(is_fin, new, old):
 
 
 def placed(state, spec):
-    """The state as the compiled step returns it: other types or shardings compile it again."""
+    """Places the state as the compiled step returns it, so that nothing compiles again."""
 
     def place(x):
         x = np.asarray(x, jnp.result_type(x))
@@ -189,7 +189,7 @@ def initializer(model):
 
 
 class Imagenet:
-    """State in and out with one copy for all, as in_axes=(None, 0) says."""
+    """The state has one copy for all devices, as with in_axes=(None, 0)."""
 
     def __init__(self, pmean, half):
         self.model = ConvNet(jnp.float16 if half else jnp.float32)
@@ -229,7 +229,7 @@ class Imagenet:
 
 
 class Sentences:
-    """State replicated along a leading axis, donated; a dropout key for each device."""
+    """The state is replicated along a leading axis and donated; each device has a dropout key."""
 
     def __init__(self, step, tx, half=False, translate=False):
         self.model = Tagger(dtype=jnp.float16 if half else jnp.float32)

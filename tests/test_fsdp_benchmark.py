@@ -22,7 +22,7 @@ def benchmark(monkeypatch):
 
 @pytest.mark.slow
 def test_all_ways_start_from_the_same_weights_and_batches(benchmark):
-    """The first loss differs by what rounding the weights to 8 bits does to it, and no more."""
+    """First losses differ only by the effect of rounding the weights."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     with jax.numpy_dtype_promotion("standard"):
         finals = benchmark.final_losses(mesh, seeds=1, steps=1)

@@ -21,7 +21,7 @@ from cgx_jax import (
 
 GROUPS = [[0, 3, 5, 6], [7, 1, 4, 2]]
 ALONE = [[i] for i in range(8)]
-# What 8 bits of a bucket of 512 values in [-1, 1] may lose, summed over four ranks and once more.
+# What 8 bits may lose in buckets of 512 values in [-1, 1]: for four ranks, plus once for the sum.
 TOLERANCE = {"identity": 1e-5, "cast": 0.05, "quantize": 0.06, "stochastic": 0.12}
 COMPRESSORS = {
     "identity": Identity(),

@@ -1,5 +1,7 @@
-"""psum_scatter_compressed and all_gather_compressed: trees and policies, the choice of an exchange,
-and what a fused call is handed. Its own bytes are the C++ tests' matter.
+"""The halves of a reduction: trees, policies, the choice of an exchange, operands of fused calls.
+
+They are psum_scatter_compressed and all_gather_compressed. The C++ tests check the fused calls'
+bytes.
 """
 
 import math
@@ -31,7 +33,7 @@ HALVES = {
     "scatter": cgx_jax.psum_scatter_compressed,
     "gather": cgx_jax.all_gather_compressed,
 }
-# Before that, JAX has no call on a stream of the GPU.
+# Older versions of JAX cannot call on a stream of the GPU.
 needs_streams = pytest.mark.skipif(
     jaxlib.version.__version_info__ < (0, 11), reason="fused calls on CUDA need jaxlib 0.11"
 )
@@ -42,7 +44,7 @@ def values(*shape):
 
 
 def sharded(f, mesh, *, check_vma=True):
-    """`f` of one rank's values, its results stacked."""
+    """Applies `f` to each rank's values and stacks the results."""
     return jax.shard_map(
         lambda v: f(v[0])[None],
         mesh=mesh,
@@ -53,19 +55,19 @@ def sharded(f, mesh, *, check_vma=True):
 
 
 def targets(f, *args):
-    """Names of the fused calls that `f` is traced to."""
+    """Returns the names of the fused calls in the trace of `f`."""
     return re.findall(r"cgx_\w+_nccl", str(jax.make_jaxpr(f)(*args)))
 
 
 @pytest.fixture
 def built(monkeypatch):
-    """As if the CUDA module with its fused calls were there: enough for tracing."""
+    """Pretends that the CUDA module with its fused calls is installed: enough for tracing."""
     monkeypatch.setattr(nccl, "not_installed", lambda: None)
 
 
 @pytest.fixture
 def stand_ins(built, monkeypatch):
-    """The fused calls' contract in single steps, row by row, in place of the calls."""
+    """Replaces the fused calls by what they promise, in separate steps and row by row."""
 
     def reduce_scatter(self, name, words, rows, layout, axes):
         encoded = [
@@ -185,7 +187,7 @@ def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
     ],
 )
 def test_payload_memory_is_what_the_handlers_ask_for(size, world, rows, expected):
-    """The sizes, and segments, of tests/cpp/nccl/fused_test.cc."""
+    """Sizes and segments are those of tests/cpp/nccl/fused_test.cc."""
     layout = Layout((Quantize(4, 512).slot(size),), world)
     assert nccl.payload_bytes(rows, layout, 1 << 20) == expected
 
@@ -203,7 +205,7 @@ def test_a_fused_call_is_refused_on_a_cpu(half, mesh, built):
     ("exchange", "message"),
     [
         ("pigeon", r"exchange='pigeon' is unknown; use one of .*auto.*nccl.*xla"),
-        ("mpi", r"exchange='mpi' does not work here: .* it must have 1"),
+        ("mpi", r"exchange='mpi' does not work here: .* but it must have 1"),
     ],
 )
 def test_other_exchanges_are_refused_with_those_there_are(half, exchange, message, mesh):
@@ -235,12 +237,12 @@ def test_an_exchange_that_cannot_send_rows_is_refused(half, mesh):
 @pytest.mark.parametrize("half", HALVES)
 def test_an_axis_of_vmap_is_refused(half, built):
     f = jax.vmap(lambda v: HALVES[half](v, "data", exchange="nccl"), axis_name="data")
-    with pytest.raises(ValueError, match=r"exchange='nccl'.*the axis is one of vmap"):
+    with pytest.raises(ValueError, match=r"exchange='nccl'.*the axis is a vmap axis"):
         f(values(WORLD, WORLD, 40))
 
 
 def profile_of(times):
-    """Of one measured size, and the seconds that each method takes for it."""
+    """Returns a profile of one size, with the seconds that each method takes."""
     rows = [(m, 32 if m == "psum" else 4.125, 1 << 12, s) for m, s in times.items()]
     known = {"hosts": 1, "mpi": None, "axis": "data", "latency": 1e-5, "algbw": 4e8}
     known["codec"] = Codec(1e-9, 1e-9, 1e-9, 1e-9)
@@ -292,8 +294,8 @@ def test_one_rank_needs_no_exchange():
 
 # --- trees.
 
-# Whole leaves, of which a rank owns an eighth. "mid" has a shard under the size that a rule keeps
-# exact, and a whole leaf above it.
+# Whole leaves; a rank owns an eighth of each. The shard of "mid" is below the size under which a
+# rule keeps leaves exact, the whole leaf is above it.
 WHOLE = {
     "big": (64, 96),
     "mid": (32, 48),
@@ -309,7 +311,7 @@ def paths_of(tree):
 
 
 def operands(half):
-    """What every rank passes, stacked: whole leaves to scatter, shards to gather."""
+    """Returns what every rank passes, stacked: whole leaves to scatter, shards to gather."""
 
     def operand(path, shape):
         if half == "gather":
@@ -321,7 +323,7 @@ def operands(half):
 
 
 def ranks(f, mesh):
-    """`sharded`, of a tree."""
+    """Does what `sharded` does, for trees."""
     return jax.jit(
         jax.shard_map(
             lambda t: jax.tree.map(lambda y: y[None], f(jax.tree.map(lambda y: y[0], t))),
@@ -379,13 +381,13 @@ def test_a_leaf_is_what_the_bare_array_gives_with_what_was_chosen_for_it(half, g
         for k in path:
             compressor, y = compressor[k.key], y[k.key]
         assert x.dtype == y.dtype
-        # XLA adds up exact sums in an order of its own.
+        # XLA adds up exact sums in its own order.
         atol = 1e-4 if compressor is None and half == "scatter" else 0
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=str(path))
 
 
 class Seen(Policy):
-    """Notes the leaves that it is shown."""
+    """Records the leaves that it is shown."""
 
     def __init__(self):
         self.leaves = []
@@ -488,7 +490,7 @@ def test_derivative_and_batch_of_a_tree_are_its_namesakes(half, mesh):
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)  # noqa: E731
     jax.tree.map(close, weighted(HALVES[half]), weighted(NAMESAKES[half]))
     call = lambda t: HALVES[half](t, "data", tiled=True)  # noqa: E731
-    # Exact sums of the two differ in their order.
+    # The two add up exact sums in different orders.
     jax.tree.map(close, jax.vmap(call, axis_name="data")(tree), ranks(call, mesh)(tree))
 
 
@@ -508,7 +510,7 @@ LAYER = {"up": (64, 96), "down": (96, 64), "bias": (96,), "norm": (64,), "table"
 @pytest.mark.parametrize(("fusion_bytes", "calls"), [(1 << 20, 1), (32 << 10, 2)])
 @pytest.mark.parametrize("half", HALVES)
 def test_a_layer_travels_in_one_call_for_each_fusion_buffer(half, fusion_bytes, calls, mesh):
-    """Small exact leaves travel along, in fp32; a large one by the exact collective."""
+    """Small exact leaves travel in the same call, in fp32; a large one in its own collective."""
     whole = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in LAYER.items()}
     exact = {"table": Identity()}
     plan = Plan.build(whole, Q4, overrides=exact, fusion_bytes=fusion_bytes)
@@ -530,7 +532,7 @@ def test_a_layer_travels_in_one_call_for_each_fusion_buffer(half, fusion_bytes, 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_leaves_of_a_buffer_keep_the_mesh_axes_that_they_vary_over(half, mesh_2d):
-    """Leaves that are split over the model too do not make others so; all keep their bits."""
+    """Leaves that vary over the model do not make others vary over it; all keep their bits."""
     tree = {"both": values(4, 8, 512), "bias": values(4, 8), "one": values(4, 8, 256)}
     specs = {"both": P("data", None, "model"), "bias": P("data"), "one": P("data")}
 

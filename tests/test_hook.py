@@ -1,4 +1,4 @@
-"""Trees whose paths are in no order, or not unique: the backward-pass hook, and plans."""
+"""Trees whose paths are unordered or not unique: the backward-pass hook, and plans."""
 
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ def test_an_override_holds_for_all_leaves_of_its_path():
 
 
 def test_exact_leaves_share_a_collective_of_up_to_64_kib():
-    """Eleven vectors of 1 KiB and a matrix of 48 KiB do; another 32 KiB do not fit."""
+    """Eleven vectors of 1 KiB and a matrix of 48 KiB share one; another 32 KiB do not fit."""
     params = {f"bias {i:2}": np.ones(256, np.float32) for i in range(11)}
     params |= {"w": np.ones((96, 128), np.float32), "x": np.ones((64, 128), np.float32)}
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))

@@ -8,7 +8,7 @@ import pytest
 import cgx_jax
 
 ROOT = pathlib.Path(cgx_jax.__file__).parent
-# From the ground up: a file imports from its own room and from rooms above it in this list.
+# From low to high: a file imports only from its own room and from rooms above it in this list.
 LAYERS = [
     "_version",
     "_compat",
@@ -57,7 +57,7 @@ def modules(root):
 
 
 def imported(module, path, known):
-    """The modules of the package that a file imports, in whatever form and at whatever depth."""
+    """Returns the package's modules that a file imports, in any form and at any depth."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -85,7 +85,7 @@ def room(module):
 
 
 def upward(root):
-    """The imports of a room that is not below, as (file, imported module)."""
+    """Returns the imports of rooms that are not below, as (file, imported module)."""
     known = modules(root)
     wrong = []
     for module, path in known.items():
@@ -97,7 +97,7 @@ def upward(root):
 
 
 def cycle(root):
-    """A circle of files that import each other, or None."""
+    """Returns a circle of files that import each other, or None."""
     known = modules(root)
     graph = {m: imported(m, p, known) & known.keys() for m, p in known.items()}
     done = set()
@@ -117,7 +117,7 @@ def cycle(root):
 
 
 def test_assertions_only_narrow_types():
-    """`python -O` leaves them out, and what they check with them."""
+    """`python -O` removes assertions, so nothing may depend on what they check."""
     for path in modules(ROOT).values():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Assert):

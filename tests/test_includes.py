@@ -1,4 +1,4 @@
-"""Which folder of the native sources may include which."""
+"""Which folder of the native sources may include which other folder."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""The knapsack against every choice there is, at the edge of rounding, and cut short."""
+"""The knapsack against all possible choices, at the edge of rounding, and cut short."""
 
 import itertools
 
@@ -54,7 +54,7 @@ def test_the_knapsack_finds_the_least_of_all_choices(instance):
     assert found.weight == total(weight, found.choice) <= budget
     assert found.cost == total(cost, found.choice)
     assert found.cost == min(costs)
-    # Float totals that round across the budget leave the bound of those just over it.
+    # Float totals may round across the budget; the bound then counts choices just over it.
     assert found.bound == found.cost if weight.dtype.kind == "i" else found.bound <= found.cost
 
 

@@ -19,21 +19,21 @@ def values(n, seed=0):
 
 
 def steps(x, bits):
-    """Each value's step: its bucket's range over the number of intervals."""
+    """Returns each value's step: its bucket's range divided by the number of intervals."""
     rows = [x[i : i + BUCKET] for i in range(0, len(x), BUCKET)]
     return np.concatenate([np.full(len(r), np.ptp(r) / (2**bits - 1)) for r in rows])
 
 
 @pytest.mark.parametrize("bits", [1, 4, 8])
 def test_errors_are_uniform_in_a_step_for_every_value(bits):
-    """Of 4,000 draws: no bias, and the variance of a uniform error, also for the extremes."""
+    """Over 4,000 draws: no bias, and the variance of a uniform error, also for the extremes."""
     draws, c, x = 4000, ShiftedLattice(bits, BUCKET), values(150)
     one = lambda k: c.approximate(jnp.asarray(x), key=k)  # noqa: E731
     back = np.asarray(jax.jit(jax.vmap(one))(jax.random.split(KEY, draws)))
     errors = (back.astype(np.float64) - x) / steps(x, bits)
     assert np.abs(errors).max() <= 0.5 + 1e-4
     assert np.abs(errors.mean(0)).max() < 5 / np.sqrt(12 * draws)
-    # The deviation of the squares of a uniform error around 1 / 12 is 1 / sqrt(180).
+    # The square of a uniform error has the mean 1 / 12 and the deviation 1 / sqrt(180).
     assert np.abs(np.square(errors).mean(0) - 1 / 12).max() < 5 / np.sqrt(180 * draws)
 
 
@@ -60,7 +60,7 @@ def test_quantize_decodes_the_payload():
 
 
 def test_ranks_share_the_shifts_of_a_gather(mesh):
-    """Shards that are alike come back alike, and another key gives another lattice."""
+    """Equal shards come back equal, and another key gives another lattice."""
     x = np.tile(values(256), (8, 1))
 
     @jax.jit

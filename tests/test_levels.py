@@ -53,7 +53,7 @@ AXES = ("node", "local")
 
 
 def bound_of(code, how, x, nodes, local):
-    """The reduction's bound over the nodes' exact sums."""
+    """Returns the reduction's error bound for the nodes' exact sums."""
     across = {"gather_sum": GatherSum(), "tree": Tree(), None: ScatterGather()}[how]
     if isinstance(code, Largest):
         across = GatherSum()
@@ -81,7 +81,7 @@ def test_sums_are_within_the_bound_between_nodes_and_alike_on_all_ranks(name, sh
     if isinstance(code, Stateless):
         bound = np.linalg.norm(exact)
     else:
-        # A share's buckets begin elsewhere than the leaf's, so its largest value stands for all.
+        # A share's buckets begin at other places than the leaf's, so the largest bound must do.
         bound = bound_of(code, how, x, nodes, local).max()
     assert 0 < np.abs(got[0] - exact).max() <= bound + 1e-5
 
@@ -213,7 +213,7 @@ def test_between_nodes_a_rank_sends_its_share_alone():
     jax.eval_shape(
         jax.shard_map(trace, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES)), jnp.ones(4)
     )
-    # Flat, a rank sends every other rank a chunk in each phase: two of them are in the other node.
+    # Without levels, a rank sends each of 3 others a chunk per phase; 2 are in the other node.
     flat = ScatterGather().bytes_sent((leaf,), 4) * 2 / 3
     assert sizes["between"] == pytest.approx(flat / 2, rel=0.001)
 
@@ -234,7 +234,7 @@ def test_wrong_levels_are_refused_by_the_call(name):
 
 
 def test_options_that_do_not_go_with_levels_are_refused(mesh):
-    with pytest.raises(ValueError, match="pass one of them"):
+    with pytest.raises(ValueError, match="pass one of the two"):
         Levels()
     with pytest.raises(ValueError, match="cannot be split into a share"):
         Levels("local", compressor=Largest())

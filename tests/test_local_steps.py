@@ -1,4 +1,4 @@
-"""Local steps against NumPy, and with one step each against lax.pmean."""
+"""Local steps against NumPy, and one local step at a time against lax.pmean."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def wrapped(compressor, every, optimizer=None, **options):
 
 
 def program(tx, check_vma=True):
-    """The jitted step of a quadratic whose minimum is each rank's own target, and its state."""
+    """Returns the jitted step of a quadratic with each rank's own target, and its state."""
     params = {"w": jnp.zeros(SHAPE)}
     state = tx.init(params)
     specs = cgx_jax.state_specs(state, "data")
@@ -132,7 +132,7 @@ def test_states_are_placed_by_their_shardings():
     [
         (lambda: wrapped(Identity(), 0), ValueError, "every=0 must be 1 or more"),
         (lambda: wrapped(Identity(), 1.5), TypeError, "float"),
-        (lambda: local_params({}, ()), ValueError, "holds 0 states of local_steps, and must"),
+        (lambda: local_params({}, ()), ValueError, "holds 0 states of local_steps, but must"),
         (
             lambda: local_steps(optax.sgd(0.1), "data", every=2).init({"w": jnp.zeros(3)}),
             ValueError,

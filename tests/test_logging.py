@@ -15,7 +15,7 @@ from cgx_jax.exchanges import mpi
 
 ROOT = Path(cgx_jax.__file__).parent
 TROUBLESHOOTING = ROOT.parent / "docs" / "troubleshooting.md"
-# What a command prints. slow_link.py is a program as well, and imports nothing of the package.
+# Commands may print. slow_link.py is also a program, and imports nothing from the package.
 COMMANDS = ("__main__.py", "console.py", "slow_link.py")
 
 IMPORTED = """
@@ -34,7 +34,7 @@ logging.getLogger("cgx_jax.tuner.tuner").info("information")
 
 
 def calls(name):
-    """(file, call) for every call of `name` in the package."""
+    """Yields (file, call) for every call of `name` in the package."""
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):

@@ -1,4 +1,4 @@
-"""Memories around every compressor: the account closes; what would grow is refused or scaled."""
+"""Memories around every compressor: accounts balance; unbounded ones are refused or scaled."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def sync(compressor, memory, world=WORLD, **options):
 
 
 def run(compressor, memory, grads, **options):
-    """Means fp64[steps, ...], and the memories before the first step and after each."""
+    """Returns means fp64[steps, ...], and the memories before the first and after each step."""
     world = grads.shape[1]
     tx = sync(compressor, memory, world, **options)
     means, states = optax_steps.run(tx, mesh(world), {"w": grads})
@@ -71,7 +71,7 @@ def test_what_was_seen_and_what_is_kept_is_what_was_given(memory, name):
     grads = normal(4, WORLD, 30, 50)
     seen, kept = run(KEPT[name], MEMORIES[memory], grads)
     given = grads.astype(np.float64)
-    if memory == "momentum":  # each rank's velocity, from that which the step before has left
+    if memory == "momentum":  # each rank's velocity, from the one that the last step left
         given = given + 0.9 * np.array([m[1] for m in kept[:-1]])
     residual = kept[-1][0]
     largest = WORLD * max(np.abs(given).sum(0).max(), np.abs(residual).max())
@@ -95,7 +95,7 @@ def test_a_memory_of_gradients_that_stay_does_not_grow(memory, name):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_a_memory_that_would_grow_is_refused(memory, name):
     tx = sync(REFUSED[name], MEMORIES[memory])
-    with pytest.raises(ValueError, match=r"^sync_gradients: .* of leaf 'w' may lose more than it"):
+    with pytest.raises(ValueError, match=r"^sync_gradients: .* of leaf 'w' can exceed its input"):
         optax_steps.run(tx, mesh(), {"w": normal(1, WORLD, 30, 50)})
 
 
@@ -182,7 +182,7 @@ def test_feedback_by_rates_is_the_paper_s_ef_sgd_under_a_schedule(momentum):
 
 
 def test_without_the_schedule_a_late_value_counts_by_a_later_rate():
-    """What the schedule is for: from 0.5 to 0.01 plain feedback loses most of what is late."""
+    """The schedule's purpose: from rate 0.5 to 0.01 plain feedback loses most of late values."""
     grads = normal(4, WORLD, 40, 50)
     given = sum(float(rates(t)) * grads[t].astype(np.float64).mean(0) for t in range(4))
     for memory, closes in ((ErrorFeedback(), False), (ErrorFeedback(learning_rate=rates), True)):

@@ -1,4 +1,4 @@
-"""Pages of large results on CPUs: huge where the system has them, and kept where asked."""
+"""Pages of large results on CPUs: huge if the system has huge pages, and kept on request."""
 
 import pathlib
 import platform
@@ -20,7 +20,7 @@ needs_native = pytest.mark.skipif(
 
 
 def mapping_of(address):
-    """The flags of the memory mapping that holds an address."""
+    """Returns the flags of the memory mapping that contains an address."""
     inside = False
     for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -28,10 +28,10 @@ needs_mpi = pytest.mark.skipif(
 
 
 def run(world, *scenario, code=0, kept=False):
-    """The output of all ranks, whose exit code is as expected (None: any).
+    """Runs a scenario; returns the output of all ranks. `code` is their exit code (None: any).
 
-    mpiexec ends all ranks when one dies; with `kept` a shell outlives each, so that it does not: a
-    minute for the killed one, whose peers have to notice first, seconds for those.
+    mpiexec ends all ranks when one dies. With `kept`, a shell outlives each rank to prevent this:
+    for a minute if the rank was killed, because its peers must notice first, else for seconds.
     """
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, str(WORKER), *scenario]
@@ -78,7 +78,7 @@ def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axi
     for first, again in survivors:
         assert "psum_compressed(exchange='mpi') over axis 'data'" in first
         assert "an earlier call has failed" in again
-    # One of them may wait for the other, who waits for the dead one.
+    # One survivor may wait for the other one, which waits for the dead rank.
     assert any("rank 2" in first or "failed with code" in first for first, _ in survivors)
 
 
@@ -155,8 +155,8 @@ def test_a_tuner_tries_the_fused_call_and_every_rank_keeps_what_process_0_finds(
 
 REFUSALS = {
     "alone": "this is rank 0 of 2 in MPI but process 0 of 1 in JAX",
-    "two_devices": "this process has 2 devices, it must have 1",
-    "no_threads": "it needs MPI_THREAD_MULTIPLE",
+    "two_devices": "this process has 2 devices, but it must have 1",
+    "no_threads": "but this exchange needs MPI_THREAD_MULTIPLE",
 }
 
 
@@ -208,9 +208,9 @@ def test_one_compiled_function_that_gathers_and_is_called_twice_is_refused():
 @pytest.mark.parametrize(
     ("move", "operand", "says"),
     [
-        (mpi_rows.scatter, np.zeros((7, 5), np.uint8), r"uint8\[7, 5\], expected \[8, n\]"),
-        (mpi_rows.scatter, np.zeros(8, np.int8), r"int8\[8\], expected \[8, n\]"),
-        (mpi_rows.gather, np.zeros((8, 5), np.uint8), r"uint8\[8, 5\], expected \[n\]"),
+        (mpi_rows.scatter, np.zeros((7, 5), np.uint8), r"uint8\[7, 5\], not \[8, n\]"),
+        (mpi_rows.scatter, np.zeros(8, np.int8), r"int8\[8\], not \[8, n\]"),
+        (mpi_rows.gather, np.zeros((8, 5), np.uint8), r"uint8\[8, 5\], not \[n\]"),
     ],
 )
 def test_rows_of_another_shape_or_dtype_are_refused(mesh, move, operand, says):
@@ -233,7 +233,7 @@ def test_without_mpi_the_call_says_what_is_missing(mesh, monkeypatch):
 
 def test_an_axis_of_vmap_has_no_wire(monkeypatch):
     monkeypatch.setattr(mpi, "_missing", lambda: None)
-    with pytest.raises(ValueError, match="the axis is one of vmap"):
+    with pytest.raises(ValueError, match="the axis is a vmap axis"):
         jax.vmap(lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"), axis_name="data")(
             np.zeros((2, 99), np.float32)
         )

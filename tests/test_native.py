@@ -23,7 +23,7 @@ KEY = (0x12345678, 0x9ABCDEF0)
 
 @pytest.fixture(params=module.isas(), autouse=True)
 def isa(request):
-    """Every test runs on every instruction set of this machine."""
+    """Runs every test on every instruction set of this machine."""
     before = module.isa()
     module.set_isa(request.param)
     yield request.param
@@ -41,7 +41,7 @@ def ints(*values):
 
 
 def attributes(leaves, world, units=(), **more):
-    """A call's attributes. `slots` has SLOT's numbers for each leaf."""
+    """Returns a call's attributes; `slots` has the numbers that SLOT names, for each leaf."""
     own = [unit is not None for unit in units] or [False] * len(leaves)
     rows = [
         (f.bits, f.bucket_size, f.rounding, f.number, f.rotation, unit)
@@ -52,7 +52,7 @@ def attributes(leaves, world, units=(), **more):
 
 @functools.cache
 def compiled(name, results, attrs, aliases):
-    """One compilation serves every instruction set."""
+    """Returns a compiled call, which serves every instruction set."""
     shapes = [jax.ShapeDtypeStruct(s, t) for s, t in results]
     kwargs = {k: np.array(v, np.int64) if isinstance(v, tuple) else v for k, v in attrs}
     ffi_call = jax.ffi.ffi_call(name, shapes, input_output_aliases=dict(aliases))
@@ -109,7 +109,7 @@ def accumulate(values, payload, leaves, rank=-1, divisor=1.0):
 
 
 def assert_same_bytes(got, want, what):
-    """Equal to the last bit, or where and what differs first."""
+    """Asserts that both are equal to the last bit; says where and what differs first."""
     got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
     assert (got.shape, got.dtype) == (want.shape, want.dtype), what
     size = got.dtype.itemsize
@@ -123,7 +123,7 @@ def assert_same_bytes(got, want, what):
 
 
 def check_all_calls(values, leaves, world, rank, divisor, units=()):
-    """Every handler against the oracle, on payloads of `world` differing ranks."""
+    """Checks every handler against the oracle, on payloads of `world` different ranks."""
     what = f"world {world}, rank {rank}"
     own = encode(values, leaves, world, rank, units=units)
     want = oracle.encode(values, leaves, world, rank, KEY, units)
@@ -254,7 +254,7 @@ def test_a_leaf_too_large_for_the_caches_is_as_its_two_halves(dtype):
 
 
 def units_for(leaves, columns_of, seed=0):
-    """Units of every leaf but the first, in as many columns as `columns_of` says of its size."""
+    """Returns units of every leaf except the first; `columns_of` maps a size to the columns."""
     rng = np.random.default_rng(seed)
 
     def pair(size, columns):
@@ -265,7 +265,7 @@ def units_for(leaves, columns_of, seed=0):
 
 
 def divisor_near(root):
-    """The largest divisor of a size up to the root of it: units of rows and columns."""
+    """Returns a function that maps a size to its largest divisor up to size**root, for columns."""
     return lambda size: max((d for d in range(1, int(size**root) + 1) if size % d == 0), default=0)
 
 
@@ -289,7 +289,7 @@ def test_units_of_large_leaves_and_of_rows_shorter_than_a_vector():
 
 
 def test_units_keep_what_a_dtype_alone_would_not():
-    """Values near the largest float16, in units that no float16 could hold."""
+    """Values near the largest float16 have units that float16 cannot represent."""
     x = np.float16(np.linspace(5e4, 6.5e4, 1024))
     for scale in (1e-30, 1e30):
         rows = np.float32([[1 / scale], [scale]])
@@ -388,7 +388,7 @@ def test_narrowing_rounds_to_nearest_even_at_every_tie():
     payload = np.concatenate([record[:, :12].reshape(-1)] * 2)[None]
     got = decode(payload, leaves, [np.float16, ml_dtypes.bfloat16])
     for y in got:
-        # Of numbers that no encoder writes, a decoder makes one NaN.
+        # From numbers that no encoder writes, a decoder makes one NaN.
         with np.errstate(invalid="ignore"):  # signalling NaNs
             lo_and_zero = np.where(np.isfinite(lo), lo + np.float32(0), oracle.QUIET_NAN)
         want = oracle.narrow(lo_and_zero, y.dtype)
@@ -501,12 +501,12 @@ def test_a_buffer_without_leaves_or_values_is_fine(name):
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """A call that differs from a right one in one point, and the words of its error."""
+    """A call that is wrong in one point, and the words of its error."""
 
     says: str
     name: str = "cgx_encode"
     attrs: dict = dataclasses.field(default_factory=dict)
-    slot: dict = dataclasses.field(default_factory=dict)  # of SLOT's numbers
+    slot: dict = dataclasses.field(default_factory=dict)  # changes to SLOT's numbers
     args: dict = dataclasses.field(default_factory=dict)  # position -> operand
     results: dict = dataclasses.field(default_factory=dict)  # position -> (shape, dtype)
 

@@ -1,6 +1,6 @@
-"""Streams of the NCCL exchange and its all-reduce in one phase: what a fused call is handed.
+"""The NCCL exchange's streams, and its all-reduce in one phase: operands of fused calls.
 
-Its bytes are the C++ tests' matter.
+The C++ tests check the bytes of these calls.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def test_a_sum_is_one_call_on_as_many_streams(reduction, target, mesh, monkeypat
 
 
 def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual):
-    """What `gather_sum_p` computes, of kernels and XLA's collectives: runs on a CPU."""
+    """Computes `gather_sum_p` by kernels and XLA's collectives, so that it runs on a CPU."""
     assert primitive is nccl.gather_sum_p
     words, *leaves = operands
     payload, lost = primitives.encode(words, leaves, layout, residual=residual)
@@ -153,7 +153,7 @@ def test_a_tuner_tries_streams_unless_a_profile_chose_them(measured, expected, m
 
 
 class Links:
-    """A link on which a call takes as long as `seconds_of` says of its streams."""
+    """A link on which a call takes the seconds that `seconds_of` has for its streams."""
 
     axis = "data"
 

@@ -1,4 +1,4 @@
-"""Values that are not finite are named by leaf, rank, step and place, and skipped by all alike."""
+"""Nonfinite values are reported by leaf, rank, step and place, and all ranks skip the step."""
 
 import functools
 import os
@@ -31,7 +31,7 @@ def gradients():
 
 
 def spoilt():
-    """Rank 3 makes two NaNs, rank 6 an infinity."""
+    """Returns gradients in which rank 3 has two NaNs and rank 6 an infinity."""
     tree = gradients()
     tree["kernel"][3, 7, 1] = tree["kernel"][3, 9, 0] = np.nan
     tree["bias"][6, 2] = np.inf
@@ -60,7 +60,7 @@ def hook(tree):
 
 
 def sharded(f, mesh, *, check_vma=True, axis="data"):
-    """f of each rank's own tree, with the results of all ranks."""
+    """Returns f of each rank's own tree, compiled, with the results of all ranks."""
     own = lambda t: jax.tree.map(lambda x: x[None], f(jax.tree.map(lambda x: x[0], t)))  # noqa: E731
     return jax.jit(
         jax.shard_map(own, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=check_vma)
@@ -89,7 +89,7 @@ def test_leaf_rank_place_and_count_are_named_once(mesh, caplog, check_vma):
     head, *lines, remedy = text.splitlines()
     assert head == "psum_compressed over axis data: values are not finite."
     assert [line.strip() for line in lines] == IN
-    assert "the data of the ranks that have them" in remedy
+    assert 'the data of the ranks in the "in" lines' in remedy
     want = run(sharded(psum, mesh, check_vma=check_vma), spoilt())
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -106,7 +106,7 @@ def test_raising_ends_the_step_with_the_report_and_no_other_step(mesh):
 
 
 def test_the_program_needs_no_host_callback(mesh):
-    """JAX starts programs that hold one by a slower path."""
+    """JAX starts programs with a host callback by a slower path."""
     with cgx_jax.debug_nonfinite():
         text = sharded(psum, mesh).lower(gradients()).as_text()
     assert text.count("@cgx_report(") == 1
@@ -229,7 +229,7 @@ def test_a_skipped_step_is_zero_leaves_the_state_and_counts(mesh, caplog, option
     assert not any(x.any() for x in jax.tree.leaves(mean))
     assert transforms.metrics(state)["cgx/skipped"] == 0
     assert transforms.metrics(after)["cgx/skipped"] == 1
-    # All but the numbers of steps.
+    # All of the state, except the numbers of steps.
     unchanged = lambda s: jax.tree.leaves(s._replace(step=0, skipped=0))  # noqa: E731
     for x, y in zip(unchanged(after), unchanged(state), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -249,10 +249,11 @@ def test_steps_are_counted_without_the_mode(mesh, kept):
 def test_values_are_searched_beforehand_only_where_nothing_else_tells(
     mesh, compressor, searches, agreed
 ):
-    """The exact leaf's result and, only for a report, its operand.
+    """Of the exact leaf, the result is searched; the operand only for a report.
 
-    Of the other leaf both sides: for Quantize in what the ranges of buckets do not rule out; for a
-    code that may hide a NaN, whose result is searched with the exact leaf's, everywhere.
+    Of the other leaf, both sides are searched. For Quantize, the search covers only what the ranges
+    of buckets do not rule out. For a code that may hide a NaN it covers everything, and the result
+    is searched together with the exact leaf's.
     """
     rules = Rules((), compressor, exact=EXACT_BIAS)
     f = sharded(functools.partial(psum, rules=rules), mesh)
@@ -261,7 +262,7 @@ def test_values_are_searched_beforehand_only_where_nothing_else_tells(
         watched = f.lower(gradients()).as_text()
     added = {"@cgx_find_nonfinite(": searches, "all_reduce": agreed}
     assert {op: watched.count(op) - plain.count(op) for op in added} == added
-    # The report, which comes last, searches what has not been searched.
+    # The report comes last, and searches what has not been searched yet.
     assert watched.rpartition("stablehlo.case")[2].count("@cgx_find_nonfinite(") == 1
 
 
@@ -306,7 +307,7 @@ def test_one_value_is_found_wherever_it_is(dtype, n):
 
 
 def test_groups_decide_together(mesh, caplog):
-    """Rank 3's group alone has a result that is not finite."""
+    """Only the group of rank 3 has a result that is not finite."""
     groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
     tree = {"kernel": spoilt()["kernel"]}
 
@@ -361,7 +362,7 @@ def test_halves_are_watched_with_the_shapes_of_their_results(mesh, caplog, name,
 def test_a_part_of_a_step_is_not_skipped(mesh, name):
     with (
         cgx_jax.debug_nonfinite("skip"),
-        pytest.raises(ValueError, match=rf"^{name}: .* cannot skip a part of a step"),
+        pytest.raises(ValueError, match=rf"^{name}: .* cannot skip part of a step"),
     ):
         jax.eval_shape(sharded(PARTS[name], mesh, check_vma=False), gradients())
 

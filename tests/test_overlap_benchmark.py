@@ -42,7 +42,7 @@ class Layers(nnx.Module):
 
 
 def task(benchmark):
-    """Two dense layers under plain SGD of rate 1: an update is the gradient."""
+    """Two dense layers under plain SGD with rate 1, so an update is the gradient."""
     return benchmark.Task(
         build=Layers,
         batches=lambda steps, seed: (),
@@ -55,7 +55,7 @@ def task(benchmark):
 
 
 def updates(benchmark, code):
-    """Each way's change of the parameters in one step, its batch, and the trainer of the first."""
+    """Returns each way's change of the parameters in a step, the batch, and the first trainer."""
     made = benchmark.trainers(task(benchmark), code, "xla", SIZES)
     x = np.random.default_rng(0).normal(size=(64, FEATURES)).astype(np.float32)
     found = {}
@@ -94,6 +94,6 @@ def test_with_a_code_all_ways_are_within_its_bound(benchmark):
                 np.testing.assert_array_equal(got, found[benchmark.PMEAN][i], err_msg=name)
             else:
                 assert not allowed.wrong(-got.ravel(), exact=False), (name, i)
-    # Buffers decide who owns a bucket, and nothing else: with the same ones the bits are the same.
+    # Buffers only decide which rank owns a bucket, so equal buffers give equal bits.
     for got, want in zip(found["whole"], found[benchmark.AFTER], strict=True):
         np.testing.assert_array_equal(got, want)

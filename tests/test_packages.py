@@ -1,4 +1,4 @@
-"""The two packages are of one version, and a pair that is not is refused."""
+"""The two packages have the same version, and a pair of different versions is refused."""
 
 import importlib.util
 import tomllib

@@ -1,4 +1,4 @@
-"""What pages quote is in the source, and what they show runs."""
+"""Messages that pages quote are in the source, and code that they show runs."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 
 
 def said():
-    """Every text of the package, values of f-strings left out; and those of the native modules."""
+    """Yields every text of the package, without f-strings' values, and of the native modules."""
     for path in (ROOT / "cgx_jax").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

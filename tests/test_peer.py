@@ -1,6 +1,6 @@
-"""The exchange over peers' memory as far as it goes without a GPU: what is traced, and refused.
+"""The exchange over peers' memory, as far as it works without a GPU: traces and refusals.
 
-Its bytes are the matter of tests/cpp/cuda/peer_test.cc.
+tests/cpp/cuda/peer_test.cc checks its bytes.
 """
 
 import jax
@@ -21,7 +21,7 @@ needs_streams = pytest.mark.skipif(
 
 @pytest.fixture
 def built(monkeypatch):
-    """As if the CUDA module with its fused calls were there: enough for tracing."""
+    """Pretends that the CUDA module with its fused calls is installed: enough for tracing."""
     monkeypatch.setattr(nccl, "not_installed", lambda: None)
     monkeypatch.setattr(peer, "old_nccl", lambda: None)
 
@@ -74,7 +74,7 @@ def test_more_ranks_than_lanes_are_refused(built, mesh, monkeypatch):
 
 def test_an_axis_of_vmap_is_refused(built):
     f = jax.vmap(lambda x: cgx_jax.psum_compressed(x, "data", exchange="peer"), axis_name="data")
-    with pytest.raises(ValueError, match=r"exchange='peer'.*the axis is one of vmap"):
+    with pytest.raises(ValueError, match=r"exchange='peer'.*the axis is a vmap axis"):
         f(values())
 
 
@@ -97,7 +97,7 @@ def test_an_nccl_without_windows_of_peers_is_refused(version, refused, mesh, mon
     monkeypatch.setattr(nccl, "not_installed", lambda: None)
     monkeypatch.setattr(peer.metadata, "version", installed)
     if refused:
-        with pytest.raises(ValueError, match=r"NCCL is 2\.28\.9, and it needs 2\.29 or newer; pip"):
+        with pytest.raises(ValueError, match=r"NCCL is 2\.28\.9, but must be 2\.29 or newer; pip"):
             jax.make_jaxpr(psum(mesh))(values())
     else:
         assert Peer().missing() is None

@@ -24,7 +24,7 @@ def normal(*shape, seed=0, scale=1.0):
 
 
 def low_rank(rank, *shape, seed=0):
-    """fp32 matrices of `rank` equal singular values, 1."""
+    """Returns fp32 matrices with `rank` singular values of 1."""
     rng = np.random.default_rng(seed)
     sides = (int(np.prod(shape[:-1])), shape[-1])
     left, right = (np.linalg.qr(rng.normal(size=(n, rank)))[0] for n in sides)
@@ -32,7 +32,7 @@ def low_rank(rank, *shape, seed=0):
 
 
 def step_of(compressor, world, *, dtype=jnp.float32):
-    """A compiled step: (f[world, ...], state) -> every rank's total, residual and new state."""
+    """Returns a compiled step (f[world, ...], state) -> all ranks' (total, residual, state)."""
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
 
     def of_rank(x, state):
@@ -58,7 +58,7 @@ def step_of(compressor, world, *, dtype=jnp.float32):
 
 @functools.partial(jax.jit, static_argnums=0)
 def alone(compressor, x, state):
-    """A step of one rank: total, own and new state."""
+    """Takes a step of one rank; returns its total, its own part and the new state."""
     return base.alone(compressor.rounds(x, state, key=None, world=1))
 
 
@@ -71,7 +71,7 @@ def steps_alone(compressor, gradients):
 
 
 def oracle(total, right):
-    """(P Pᵀ M, new Qᵀ) of the ranks' sum and Qᵀ, by Gram-Schmidt in fp64."""
+    """Returns (P Pᵀ M, new Qᵀ) for the ranks' sum M and Qᵀ, by Gram-Schmidt in fp64."""
     left = np.array(total @ right.T)
     for i in range(left.shape[1]):
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_on_gradients_that_stay_it_finds_the_best_approximation():
 
 
 def test_a_column_that_died_comes_back():
-    """On a gradient of rank 1 all but one column have nothing left; then the rank is 3."""
+    """On a gradient of rank 1 all columns except one vanish; then the gradient has rank 3."""
     x = low_rank(3, 80, 50)
     compressor = PowerSGD(3)
     state = steps_alone(compressor, [low_rank(1, 80, 50, seed=1)] * 3).state
@@ -176,7 +176,7 @@ def test_a_value_that_is_not_finite_is_seen_and_its_state_mends(value):
     end = alone(compressor, bad, compressor.init(MATRIX, jnp.float32))
     assert np.isnan(end.total).all()
     assert np.isinf(compressor.error_bound(bad)).all()
-    # Without sync_gradients, which keeps the old state, the next step begins anew.
+    # sync_gradients would keep the old state; without it, the next step starts afresh.
     after = alone(compressor, x, end.state)
     fresh = alone(compressor, x, compressor.init(MATRIX, jnp.float32))
     np.testing.assert_allclose(after.total, fresh.total, atol=1e-5)
@@ -268,7 +268,7 @@ def test_batches_and_loops_give_what_single_calls_do(how):
 
 @pytest.mark.parametrize("leaves", [1, 5])
 def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
-    """Whatever the number of leaves; exact ones come along in the first round."""
+    """This holds for any number of leaves; exact leaves travel in the first round."""
     tree = [jnp.ones((8, 30 + i, 50)) for i in range(leaves)] + [jnp.ones((8, 3, 3))]
     compressor = PowerSGD(2)
     policy = Plan.build([x[0] for x in tree], Rules((), compressor, exact=()))
@@ -292,7 +292,7 @@ def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
 
 
 def test_leaves_of_one_shape_share_the_loop_that_orthonormalizes(mesh):
-    """A loop compiles in a third of a second: of twenty leaves, there were twenty."""
+    """A loop takes a third of a second to compile, and twenty leaves once had twenty loops."""
     tree = [jnp.ones((8, *shape)) for shape in (MATRIX, MATRIX, (30, 50), MATRIX)]
     compressor = PowerSGD(2)
     plan = Plan.build([x[0] for x in tree], Rules((), compressor, exact=()))
@@ -334,7 +334,7 @@ def gradients(seed=0):
 
 @pytest.mark.parametrize("precondition", [None, SecondMoment()], ids=["plain", "units"])
 def test_feedback_closes_the_account(precondition, mesh):
-    """What was received and what is remembered add up to what was given, step after step."""
+    """In every step, received plus remembered values add up to the given ones."""
     tx = cgx_jax.sync_gradients(
         "data",
         PowerSGD(2),
@@ -397,7 +397,7 @@ def test_each_leaf_has_the_rank_of_its_rule_and_all_of_it_survives_orbax(mesh, t
 
 
 def test_policies_are_told_what_each_rank_loses():
-    """The squared errors of several candidates are those of a first step alone."""
+    """The squared errors of several candidates are those of each candidate's first step."""
     x = low_rank(3, *MATRIX) + 0.01 * normal(*MATRIX)
     candidates = [PowerSGD(1), PowerSGD(3)]
     got = PowerSGD.squared_errors(candidates, jnp.asarray(x)[None], np.array([x.size]))

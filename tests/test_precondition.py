@@ -1,4 +1,4 @@
-"""Preconditioned compression: errors in units of each value's size, nothing else changed."""
+"""Preconditioned compression: errors scale with each value's size, and nothing else changes."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ EXACT_BIAS = [Rule(Identity(), path="bias")]
 
 
 def gradients(steps, seed=0, dtype=np.float32):
-    """Of every rank and step; sizes of values differ by rows and columns, and stay."""
+    """Gradients of every rank and step; sizes differ by rows and columns, and stay constant."""
     rng = np.random.default_rng(seed)
     sizes = {
         "w": 10.0 ** rng.uniform(-1, 1, (40, 1)) * 10.0 ** rng.uniform(-1, 0, 64),
@@ -44,14 +44,14 @@ def transformation(compressor, precondition, memory=None):
 
 
 class Oracle:
-    """Units of a leaf in NumPy, fp64, from steps that are all due."""
+    """Units of a leaf in NumPy, fp64, updated in every step."""
 
     def __init__(self, precondition, shape):
         self.precondition, self.shape = precondition, shape
         self.steps = []  # shares of rows, columns and values, and the mean square
 
     def weights(self):
-        """Adam's: a step counts by its mean square, decayed."""
+        """Returns Adam's weights: a step counts by its mean square, with decay."""
         ages = np.arange(len(self.steps))[::-1]
         return np.array([step[3] for step in self.steps]) * self.precondition.decay**ages
 
@@ -70,7 +70,7 @@ class Oracle:
         return np.prod(self.shape[:-1], dtype=int), self.shape[-1]
 
     def units(self):
-        """What each value is divided by, the smallest being 1."""
+        """Returns what each value is divided by; the smallest unit is 1."""
         if not self.steps:
             return np.ones(self.shape)
         floor = self.precondition.floor**2
@@ -118,14 +118,14 @@ def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor
         np.testing.assert_array_equal(result["bias"], expected["bias"])
         for k, unit in units.items():
             found = result[k] / unit
-            # A value that lies between two levels may fall to either; few do.
+            # A value halfway between two levels may round to either; such values are few.
             near = np.isclose(found, expected[k], rtol=1e-4, atol=2e-6 * np.abs(found).max())
             assert near.mean() > 0.995, (t, k)
             oracles[k].update(result[k])
 
 
 def small_to_large(results, grads):
-    """Relative errors of the quarter of smallest values over those of the largest, by leaf."""
+    """Returns, by leaf, the smallest quarter's relative errors over those of the largest."""
     ratios = []
     for k in ("w", "v"):
         means = grads[k].mean(1)
@@ -143,7 +143,7 @@ def test_errors_of_small_values_are_in_proportion_to_them(compressor, factored):
     grads = gradients(40)
     precondition = SecondMoment(floor=0.01, factored=factored)
     results, _ = run(*transformation(compressor, precondition), grads)
-    # Units of the smallest stay above their size by as much as chance leaves open.
+    # Units of the smallest values stay above their size, by as much as chance could explain.
     assert (small_to_large(results, grads) < 3.5).all()
     results, _ = run(*transformation(compressor, None), grads)
     assert (small_to_large(results, grads) > 20).all()
@@ -185,7 +185,7 @@ def test_world_of_one_and_the_first_steps_are_as_without_it():
     grads = gradients(3)
     results, _ = run(*transformation(Quantize(2), SecondMoment()), grads)
     plain, _ = run(*transformation(Quantize(2), None), grads)
-    for t in (0, 1):  # a single step tells structure from chance no better than none
+    for t in (0, 1):  # a single step cannot tell structure from chance
         jax.tree.map(np.testing.assert_array_equal, results[t], plain[t])
     assert (results[2]["w"] != plain[2]["w"]).any()
     alone = jax.tree.map(lambda g: g[:, :1], grads)
@@ -292,7 +292,7 @@ DISTRIBUTIONS = {
     "rows and columns": lambda rng, *a: normals(rng, *a) * sized(rng, 64, 1) * sized(rng, 64),
     "values": lambda rng, *a: normals(rng, *a) * sized(rng, 64, 64),
 }
-# Where values differ in size for good: at most this error of none's, once that is known.
+# If sizes differ permanently: the largest error relative to no units, once the sizes are known.
 GAINS = {("rows and columns", True): 0.9, ("rows and columns", False): 0.9, ("values", False): 0.9}
 
 
@@ -329,7 +329,7 @@ def test_no_step_errs_more_than_without_it(name, rotation):
 
     none = of_each_step(None)
     for factored in (True, False):
-        # Errors of plain buckets hang on few extremes, so a single draw's ratio says little.
+        # Errors of plain buckets depend on few extremes, so the ratio of one draw says little.
         ratio = np.exp(np.log(of_each_step(SecondMoment(factored=factored)) / none).mean(0))
         assert (ratio < (1.02 if rotation else 1.1)).all(), (factored, ratio)
         assert ratio.mean() < 1.01
@@ -345,7 +345,7 @@ def test_units_are_updated_in_every_step_at_first_and_seldom_later():
 
 
 def conditions(jaxpr):
-    """Every `cond` of a program, however deep."""
+    """Yields every `cond` of a program, at any depth."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "cond":
             yield eqn
@@ -354,7 +354,7 @@ def conditions(jaxpr):
 
 
 def test_every_leaf_moves_its_units_by_itself():
-    """One branch over all leaves would keep every mean alive until the last has come."""
+    """One branch over all leaves would keep every mean alive until the last one arrives."""
     shapes = {"u": (5, 40), "v": (6, 40), "w": (7, 40)}
     like = {k: jnp.zeros(shape) for k, shape in shapes.items()}
     tx, mesh = transformation(Quantize(4), SecondMoment(factored=True))
@@ -383,10 +383,10 @@ def test_factored_moments_are_as_small_as_rows_and_columns():
         (
             {"precondition": SecondMoment(factored=False)},
             {"precondition": SecondMoment()},
-            r"values of shape \[30\] where SecondMoment\(.* keeps \[\]",
+            r"values of shape \[30\], but SecondMoment\(.* keeps \[\]",
         ),
-        ({"precondition": SecondMoment()}, {}, r"holds moments, and precondition is None"),
-        ({}, {"memory": ErrorFeedback()}, r"holds 0 arrays per leaf where ErrorFeedback\(.*init"),
+        ({"precondition": SecondMoment()}, {}, r"holds moments, but precondition is None"),
+        ({}, {"memory": ErrorFeedback()}, r"holds 0 arrays per leaf, but ErrorFeedback\(.*init"),
     ],
 )
 def test_a_state_of_other_options_is_refused(theirs, mine, message):

@@ -28,7 +28,8 @@ def test_a_flat_reduction_sends_all_pairs_of_nodes_over_one_link(machine):
     for how in ("flat", "levels", "fp32"):
         on_the_link = predict.reduction_seconds(machine, how)
         seconds[how] = on_the_link - predict.reduction_seconds(free, how)
-    # 24 of 31 others are outside, and 8 ranks share the link; levels send 3/4 of a payload twice.
+    # In each of two phases, 8 ranks of a flat reduction share a link and send 24/32 of a payload
+    # each; levels send 3/4 of one.
     assert seconds["flat"] / seconds["levels"] == pytest.approx(8 * 24 / 32 / (3 / 4))
     assert seconds["fp32"] / seconds["flat"] == pytest.approx(
         31 / 32 / (8 * 24 / 32) * 32 / 4.125, rel=0.01

@@ -1,7 +1,8 @@
-"""Properties of sums over drawn values: bounds, accounts, bias, and alike bits.
+"""Properties of sums over drawn values: bounds, accounts, bias, and equal bits on all ranks.
 
-A program is compiled once and the values are drawn as data. The tests take a bounded, fixed choice
-of programs and draws. This takes all of them, more than 100,000 draws, with new seeds:
+A program is compiled once; values are drawn as its data. By default the tests take a bounded, fixed
+choice of programs and draws. This command takes all of them, more than 100,000 draws, with new
+seeds:
 
     python -m pytest tests/test_properties.py --hypothesis-profile=long
 """
@@ -34,7 +35,7 @@ WORLD, SHAPE = 3, (7, 93)
 
 
 def summed(compressor, how, dtype):
-    """f(x[world, ...], seed): every rank's sum and what it lost of its part, and the bound."""
+    """Returns f(x[world, ...], seed): every rank's sum and residual, and the bound."""
     plan = Plan.build(jax.ShapeDtypeStruct(SHAPE, dtype), Rules((), compressor, exact=()))
 
     def of_rank(x, key):
@@ -57,7 +58,7 @@ def compiled(pair, dtype):
 
 
 def programs():
-    """(pair, dtype): every pair in every dtype, or one pair of each compressor, dtypes in turn."""
+    """Lists (pair, dtype): all of them, or one pair per compressor with dtypes in turn."""
     if LONG:
         return [(pair, dtype) for pair in PAIRS for dtype in FLOATS]
     firsts = {}
@@ -81,13 +82,13 @@ inputs = st.fixed_dictionaries(
 
 
 def drawn(dtype, kinds, exponent, seed, cancels):
-    """What the ranks hold; where it `cancels`, the last rank holds the opposite of the first's."""
+    """Returns the ranks' values; with `cancels`, the last rank has the first's with other sign."""
     rows = [array(k, seed + r, exponent, SHAPE, jnp.dtype(dtype)) for r, k in enumerate(kinds)]
     return np.stack([*rows[:-1], -rows[0]] if cancels else rows)
 
 
 def found(*kinds, exponent=0, seed=0, cancels=False):
-    """An example that has shown a defect once."""
+    """Returns an example that once revealed a defect."""
     values = {"kinds": kinds, "exponent": exponent, "seed": seed, "cancels": cancels}
     return example(given_values=values)
 
@@ -110,7 +111,7 @@ def test_a_sum_is_alike_on_all_ranks_within_its_bound_and_nothing_is_lost(
         claimed = np.isfinite(most)
         off = np.abs(got - exact)
         assert (off <= most)[claimed].all(), f"over the bound by {(off - most)[claimed].max():.3g}"
-        # What the ranks lost makes up for the difference, up to the rounding of their dtype.
+        # What the ranks lost explains the difference, up to the rounding of their dtype.
         owed = lost.astype(np.float64)
         account = np.abs(exact - got - owed.sum(0))
         whole = np.abs(x.astype(np.float64)).sum(0) + np.abs(owed).sum(0)
@@ -128,11 +129,11 @@ DRAWS = 4096
 
 @pytest.mark.parametrize("pair", [p for p in every(PAIRS) if p.values[0] in UNBIASED])
 def test_the_mean_of_many_draws_of_an_unbiased_sum_is_the_sum(pair):
-    """Two statements that an unbiased code breaks once in 10**6 runs; the seed is fixed.
+    """Checks two statements that an unbiased code breaks once in 10**6 runs; the seed is fixed.
 
-    Of each value: the mean error is within Maurer's and Pontil's empirical Bernstein bound, for
-    errors of at most `error_bound` and their sample variance. Of all values together: the mean of
-    the errors, each over its bound and with the sign of the sum, is within 5 standard errors.
+    For each value, the mean error is within Maurer's and Pontil's empirical Bernstein bound, for
+    errors of at most `error_bound` and their sample variance. For all values together, the mean of
+    the errors, each divided by its bound and with the sign of the sum, is within 5 standard errors.
     """
     rows = [("normal", 0), ("two values", 0), ("large mean", -1)]
     x = jnp.stack([array(k, r, e, SHAPE, np.float32) for r, (k, e) in enumerate(rows)])
@@ -168,7 +169,7 @@ QUICK = ("rotated, stochastic",)
 
 @functools.cache
 def transformed(name):
-    """Jitted f(x[world, ...]) by the transformation around the same call."""
+    """Returns jitted f(x[world, ...]) for each transformation around the same call."""
     code = TRANSFORMED[name]
     mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
 

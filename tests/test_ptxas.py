@@ -1,6 +1,6 @@
 """What the CUDA compiler makes of the kernels; no GPU is needed.
 
-`python benchmarks/ptxas.py` does it for all architectures.
+`python benchmarks/ptxas.py` reports it for all architectures.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ def test_hot_kernels_keep_their_values_in_registers():
     assert {k.name for k in kernels} == {
         f"{step}_kernel" for step in ("encode", "reduce", "decode", "accumulate", "peer")
     }
-    # Of each size of table encode x 4, reduce x 4, decode, accumulate x 2; of one size peer x 2.
+    # For each of 2 table sizes encode x 4, reduce x 4, decode, accumulate x 2; and peer x 2.
     assert [k.held for k in kernels].count(True) == 2 * 11 + 2
     for kernel in kernels:
         assert kernel.spilled == 0, f"{kernel.label} spills {kernel.spilled} bytes"

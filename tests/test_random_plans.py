@@ -1,4 +1,4 @@
-"""Drawn trees, rules and buffer sizes: each leaf takes its rule and is reduced once, as stated."""
+"""Random trees, rules and buffer sizes: each leaf takes its rule and is reduced exactly once."""
 
 import re
 import warnings
@@ -18,7 +18,7 @@ from cgx_jax.policies.rules import EXACT
 from toys import Steps
 
 WORLD = 3
-# All of them sum up whole numbers exactly where a leaf holds one number alone.
+# All of them sum up whole numbers exactly if all values of a leaf are the same number.
 CODES = [Quantize(4), Quantize(2, 64), Quantize(8, 32), Cast(jnp.bfloat16), Steps(), Identity()]
 SHAPES = [(), (3,), (0, 4), (1030,), (40, 40), (33, 65), (2, 20, 30)]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32]
@@ -79,7 +79,7 @@ def holds(rule, path, leaf):
 
 
 def expected(policy, path, leaf):
-    """The compressor by the words of `Rules`."""
+    """Returns the compressor that the documentation of `Rules` promises."""
     for rule in (*policy.rules, *policy.exact):
         if holds(rule, path, leaf):
             return rule.compressor
@@ -116,7 +116,7 @@ def reduced(plan):
 
 
 def sent_in(jaxpr):
-    """World size times the bytes that a rank sends by the collectives of a program."""
+    """Returns the world size times the bytes that a rank sends in a program's collectives."""
     total = 0
     for eqn in jaxpr.eqns:
         name, times = str(eqn.primitive), 0

@@ -1,4 +1,4 @@
-"""Every public call works where jax_numpy_rank_promotion="raise" forbids silent broadcasting."""
+"""Every public call works if jax_numpy_rank_promotion="raise" forbids silent broadcasting."""
 
 import functools
 

@@ -38,7 +38,7 @@ WAYS = {
 
 
 class Stateless(RankOne):
-    """`RankOne` from a start of its own in every step."""
+    """`RankOne` that starts from its initial state in every step."""
 
     def init(self, shape, dtype):
         return ()
@@ -48,7 +48,7 @@ class Stateless(RankOne):
 
 
 WAYS["sum_rounds"] = Stateless()
-# One of the two that add to partial sums is enough where only the slow tests try both.
+# Of the two reductions with partial sums, the quick tests try only one.
 QUICK_WAYS = [
     pytest.param(n, marks=pytest.mark.slow if n in ("tree", "ring of Quantize") else ())
     for n in WAYS
@@ -56,7 +56,7 @@ QUICK_WAYS = [
 
 
 def how_of(name):
-    """The reduction that a row of WAYS names; None for the compressor's first."""
+    """Returns the reduction that a row of WAYS names, or None for the compressor's first."""
     return None if name == "majority" else name.split()[0]
 
 
@@ -104,7 +104,7 @@ def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
     }
     within(name, got["shard_map"], x)
     for how, y in got.items():
-        # Rounds add up numbers: where a product or a sum is batched, its last bits may differ.
+        # Rounds add up numbers, and the last bits of batched products and sums may differ.
         tolerance = 1e-5 if name == "sum_rounds" else 0
         np.testing.assert_allclose(y, got["shard_map"], tolerance, tolerance, err_msg=how)
 
@@ -162,7 +162,7 @@ def test_the_derivative_is_that_of_lax(name, mesh):
 
 
 def sent_in(text, world):
-    """Bytes that a rank sends by the collectives of a compiled program, in its loops as well."""
+    """Returns the bytes that a rank sends in a compiled program's collectives, also in loops."""
     size = {"u8": 1, "f32": 4, "s32": 4, "u32": 4}
     share = (world - 1) / world
     shares = {"all-reduce": 2 * share, "all-to-all": share, "all-gather": share}
@@ -221,7 +221,7 @@ def test_partial_sums_of_worlds_that_are_no_power_of_two(name):
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
 @pytest.mark.parametrize("name", ["ring", "tree"])
 def test_partial_sums_are_rounded_with_noise_of_their_own(name, rounding):
-    """Errors of hops and levels that shared their noise would add up."""
+    """If hops or levels shared their noise, their errors would add up."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     x, code = values(4, 64, 512), Quantize(4, 512, rounding)
     call = lambda v: cgx_jax.psum_compressed(  # noqa: E731
@@ -229,13 +229,13 @@ def test_partial_sums_are_rounded_with_noise_of_their_own(name, rounding):
     )
     off = np.asarray(sharded(call, mesh)(x)) - np.asarray(x, np.float64).sum(0)
     alone = np.asarray(code.approximate(x[0], key=KEY)) - x[0]
-    # A sum of k ranks is sqrt(k) as large, and so is what encoding it loses.
+    # A sum of k ranks is sqrt(k) times as large, and encoding it loses sqrt(k) times as much.
     squares = {"ring": 1 + 2 + 3 + 4, "tree": 4 * 1 + 2 * 2}[name]
     assert np.linalg.norm(off) / np.linalg.norm(alone) == pytest.approx(squares**0.5, rel=0.1)
 
 
 def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
-    """Two ranks: as many bytes, and a value is encoded once instead of one and a half times."""
+    """With two ranks the bytes are equal, but values are encoded once instead of 1.5 times."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     x = values(2, 64, 4096)
     exact = np.asarray(x).sum(0)
@@ -248,7 +248,7 @@ def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
 
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
 def test_errors_of_random_rounding_average_out_in_a_sum_of_whole_payloads(rounding, mesh):
-    """Also where all ranks hold the same values: noise that they shared would not."""
+    """This also holds if all ranks have the same values; errors of shared noise would not."""
     x = jnp.broadcast_to(values(64, 512), (8, 64, 512))
     code = Quantize(3, 512, rounding)
     call = lambda v: cgx_jax.pmean_compressed(  # noqa: E731
@@ -260,7 +260,7 @@ def test_errors_of_random_rounding_average_out_in_a_sum_of_whole_payloads(roundi
 
 
 def test_the_owner_of_a_vote_weighs_no_more_than_others(mesh):
-    """Three ranks in eight say +1, and one of them, who owns the chunk, is large."""
+    """Three of eight ranks say +1; one of them, the owner of the chunk, has a large value."""
     x = np.full((8, 8), -1.0, np.float32)
     x[:3] = 1.0
     x[np.arange(8), np.arange(8)] *= 100
@@ -325,7 +325,7 @@ def test_a_half_refuses_a_code_that_is_summed(mesh):
 
 
 class OwnZeros(Stateless):
-    """Its total is right, and typed as this rank's."""
+    """Its total is right, but typed as varying over the ranks."""
 
     def rounds(self, x, state, *, key, world):
         end = yield from super().rounds(x, state, key=key, world=world)
@@ -340,7 +340,7 @@ def test_a_total_that_is_not_typed_alike_is_refused_with_the_remedy(mesh):
 
 
 class Reversed(GatherSum):
-    """Somebody else's: as `GatherSum`, for whatever can be sent whole."""
+    """A third party's reduction: like `GatherSum`, for all codes that can be sent whole."""
 
     shorthand = "reversed"
 
@@ -425,7 +425,7 @@ class ChunkedDifference(Difference):
 
 
 def test_state_is_of_whole_leaves_where_chunks_are_encoded(mesh):
-    """The second step sends what has changed since the first, each rank of its own leaf."""
+    """In the second step each rank sends what has changed in its own leaf since the first."""
     tx = cgx_jax.sync_gradients("data", ChunkedDifference(), exchange="xla")
     x = np.clip(values(16, 30, 40), -2, 2).reshape(2, 8, 30, 40)
 

@@ -41,7 +41,7 @@ def compiled(f, *args, **static):
 
 
 def split(rows, layout):
-    """Records of a payload: metas and levels, in order; levels of all places of rotated ones."""
+    """Returns a payload's metas and levels in order; rotated records with all their places."""
     lengths = np.diff(layout.begins)
     stream = np.concatenate([np.asarray(r)[:n] for r, n in zip(rows, lengths, strict=True)])
     metas, levels, at = [], [], 0
@@ -86,7 +86,7 @@ def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_on
     tolerance = 2.0**-20 if rotation else 0
     np.testing.assert_allclose(metas.view(np.float32), metas_jnp.view(np.float32), rtol=tolerance)
     assert np.abs(levels - levels_jnp).max() <= (1 if rotation else 0)
-    assert (levels != levels_jnp).mean() < 3e-3  # ties, which short dtypes meet more often
+    assert (levels != levels_jnp).mean() < 3e-3  # ties, which are more frequent in short dtypes
     ours = primitives.encode(KEY, leaves, layout)[0]
     decoded = primitives.decode(ours, layout, leaves)
     again = compiled(reference.decode, ours, layout=layout, dtypes=[x.dtype for x in leaves])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_cache")
 
 
 def blocks(page):
-    """The code of a page, each block below as many empty lines as there are lines before it."""
+    """Returns a page's blocks of code, padded with empty lines so that line numbers match."""
     text = (REFERENCE / page).read_text()
     found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
@@ -24,7 +24,7 @@ def blocks(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page, monkeypatch, following):
-    # The real one changes this process for all tests after it.
+    # The real function would change this process for all later tests.
     monkeypatch.setattr(cgx_jax, "keep_memory", lambda: True)
     namespace = {}
     with jax.numpy_dtype_promotion("standard"):  # as users have it; optax needs it

@@ -44,7 +44,7 @@ def resolved(path):
 def test_the_reference_has_every_public_name_once():
     pages = [re.findall(r"^::: (.*)$", p.read_text(), re.MULTILINE) for p in REFERENCE.glob("*.md")]
     wanted = [
-        # One in a file of its own name would be taken for the file.
+        # An object in a file of the same name would be taken for the file.
         f"{value.__module__}.{value.__name__}"
         if value.__module__.endswith(f".{value.__name__}")
         else path

@@ -11,7 +11,7 @@ from cgx_jax import Adaptive
 from cgx_jax.commands import report_choices, run_file
 from test_cli import PNG_SIGNATURE, run
 
-# Statistics and gradients travel in collectives that do not wait for each other.
+# The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache")
 
 
@@ -60,7 +60,7 @@ def test_report_prints_the_plan_and_draws_it(log, tmp_path):
     png = tmp_path / "new" / "report.png"
     code, out, error = run("report", log, log, "--png", png)
     assert code == 0, error
-    assert out.count("3 adaptive leaves, 3 looks at their statistics, 1 changes of plan") == 2
+    assert out.count("3 adaptive leaves, 3 looks at their statistics, 1 plan changes") == 2
     assert out.count("bytes per step") == 4
     for word in ("big", "uniform 4", "LeastBytes", "this run", f"drawn in {png}"):
         assert word in out

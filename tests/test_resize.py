@@ -47,13 +47,13 @@ def on_host(tree):
 
 
 def resized(state, world):
-    """On the mesh of `world` ranks."""
+    """Returns the state resized to `world` ranks and placed on their mesh."""
     new = resize_state(state, world)
     return jax.device_put(new, cgx_jax.state_shardings(new, "data", mesh_of(world)))
 
 
 def owed(state):
-    """What the optimizer has not been given yet: an update is a mean, so sum(residuals) / world."""
+    """Returns what the optimizer has not received yet: an update is a mean, so the residuals'."""
     residuals = np.asarray(state.memory[0]["w"], np.float64)
     return residuals.sum(0) / len(residuals)
 
@@ -83,7 +83,7 @@ def local(world):
     )
 
 
-# Transformations by world: what a rank keeps, and what is the same on all ranks beside it.
+# Transformations by world size, with state of each rank and state that all ranks share.
 STATES = {
     "velocities": lambda world: sync(world, TopK(0.1), MomentumCorrection()),
     "codes": lambda world: sync(world, Signum()),
@@ -101,7 +101,7 @@ def test_all_that_belongs_to_a_rank_keeps_its_mean_and_the_rest_stays(name):
 
     state = chain(4).init({"w": jnp.zeros(SHAPE)})
     specs = cgx_jax.state_specs(state, "data")
-    with jax.numpy_dtype_promotion("standard"):  # which Adam's count needs
+    with jax.numpy_dtype_promotion("standard"):  # Adam's count needs it
         _, state = stepper(chain(4), 4, state)(normal(4, *SHAPE), state)
         new = resized(state, 3)
         update, _ = stepper(chain(3), 3, new)(normal(3, *SHAPE), new)

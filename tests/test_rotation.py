@@ -1,4 +1,4 @@
-"""What rotation and correlated rounding are for: less error in the same bytes, still unbiased."""
+"""The purpose of rotation and correlated rounding: less error in the same bytes, still unbiased."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 
 
 def largest_rows(dtype, fractions=(1.0, 0.999, 0.92, 0.5, 0.13, 1e-2, 1e-3, 1e-9, 1e-38, 1e-42)):
-    """Buckets of 512 values of many shapes, [n, 512], each at these shares of the largest."""
+    """Buckets [n, 512] of many shapes, each scaled to these fractions of the largest number."""
     rng = np.random.default_rng(0)
     spikes = np.zeros((3, 512))
     spikes[0, 7], spikes[1, 9:11], spikes[2, ::32] = 1, (1, -1), 1
@@ -74,7 +74,7 @@ def largest_rows(dtype, fractions=(1.0, 0.999, 0.92, 0.5, 0.13, 1e-2, 1e-3, 1e-9
 
 
 def check_bound(dtype, compressor):
-    """Every decoded value is within the stated bound, or that is infinite."""
+    """Checks that every decoded value is within the stated bound, or the bound is infinite."""
     x = largest_rows(dtype)
 
     @jax.jit
@@ -97,7 +97,7 @@ def check_bound(dtype, compressor):
 def test_the_bound_holds_up_to_the_largest_value_or_is_infinite(bits, dtype, rotation, rounding):
     x, bound = check_bound(DTYPES[dtype], Quantize(bits, 512, rounding, rotation))
     far = np.abs(x).max(axis=1) < float(jnp.finfo(DTYPES[dtype]).max) * 1e-4
-    assert np.isfinite(bound[far]).all()  # and tells something wherever there is room
+    assert np.isfinite(bound[far]).all()  # and informative if there is room
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_stochastic_rounding_of_rotated_values_is_unbiased(rounding, rotation):
 
 
 def means(compressor, x, mesh, keys):
-    """The mean over ranks x[world, n], for every key."""
+    """Returns the mean over ranks of x[world, n], for every key."""
 
     def mean(own, keys):
         def one(key):
@@ -183,7 +183,7 @@ def means(compressor, x, mesh, keys):
 
 @pytest.mark.parametrize("rotation", [False, True])
 def test_correlated_rounding_errs_less_in_the_mean_and_is_unbiased(mesh, rotation):
-    """Of two phases the second, which has one encoder, errs as before: a quarter is to be won."""
+    """The second phase has one encoder and errs as before, so a quarter of the error can go."""
     world = mesh.shape["data"]
     x = np.random.default_rng(0).standard_normal((world, 2048)).astype(np.float32)
     keys = jax.random.split(jax.random.key(1), 40)
@@ -199,7 +199,7 @@ def test_correlated_rounding_errs_less_in_the_mean_and_is_unbiased(mesh, rotatio
 
 @pytest.mark.parametrize("rotation", [False, True])
 def test_ranks_that_agree_round_up_as_often_as_they_should(rotation):
-    """Their sum then errs by about one rounding, whatever their number."""
+    """Their sum then has about the error of one rounding, for any number of ranks."""
     world, x = 8, jnp.asarray(heavy_tailed(512))
     c = Quantize(2, 512, "correlated", rotation)
     layout = Layout((c.slot(512),), world)  # one record, in one chunk
@@ -219,7 +219,7 @@ def test_ranks_that_agree_round_up_as_often_as_they_should(rotation):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize(("size", "tolerance"), [(512 * 40, 0.15), (512, 0.3), (300, 0.7)])
 def test_statistics_measure_rotated_candidates(size, tolerance, rounding):
-    """By other signs; and a leaf that does not fill its bucket as if it did."""
+    """Statistics use other signs, and treat a partly filled bucket as if it were full."""
     x = heavy_tailed(size)
     candidates = [Quantize(b, 512, rounding, rotation=True) for b in (2, 4)]
     padded = np.pad(x, (0, -size % 512), mode="edge").reshape(-1, 512)

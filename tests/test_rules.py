@@ -76,7 +76,7 @@ def test_biases_norms_vectors_and_small_leaves_are_exact_unless_a_rule_says_othe
     assert takes(TREE, Uniform(Q4), Q4) == takes(TREE, Q4, Q4) == lossy
     assert takes(TREE, Rules(()), Quantize()) == lossy
     everything = takes(TREE, Rules((), Q4, exact=()), Q4)
-    # the norms' scale is float64 and the count is whole: no quantizer takes them
+    # the norms' scale is float64 and the count is an integer: no quantizer takes them
     assert everything == [p for p in LEAVES if p != "count" and not p.endswith("scale")]
 
 
@@ -124,7 +124,7 @@ def test_rules_work_on_optax_like_masks_of_the_tree():
             [Rule(Q2, path="kernal")],
             r"path='kernal'\) applies to none of the 10 leaves: paths",
         ),
-        ([Rule(Q8, path="kernel"), Rule(Q2, path="layers/0/kernel")], "earlier rules match"),
+        ([Rule(Q8, path="kernel"), Rule(Q2, path="layers/0/kernel")], "earlier rules match all"),
     ],
 )
 def test_a_rule_that_chooses_nothing_is_reported(rules, message):
@@ -136,7 +136,7 @@ def test_a_rule_that_chooses_nothing_is_reported(rules, message):
     ("make", "message"),
     [
         (lambda: Rule(Q2, path="a("), "not a regular expression"),
-        (lambda: Rule(Q2, min_size=5, max_size=4), "min_size=5 and max_size=4 hold for no leaf"),
+        (lambda: Rule(Q2, min_size=5, max_size=4), "min_size=5 and max_size=4 do not form a range"),
         (lambda: Rule(Q2, min_ndim=-1), "min_ndim=-1"),
         (lambda: Rule(4), "not a compressor"),
         (lambda: Rules([Q4]), "not a rule"),

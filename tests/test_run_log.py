@@ -1,4 +1,4 @@
-"""The log of a training ends no training."""
+"""Failures of the run log never end a training run."""
 
 import pathlib
 import warnings
@@ -13,7 +13,7 @@ from cgx_jax.policies.menu import Menu
 from cgx_jax.policies.run_log import RunLog
 from cgx_jax.transforms import SyncState
 
-# Statistics and gradients travel in collectives that do not wait for each other.
+# The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache")
 
 

@@ -1,4 +1,4 @@
-"""A reduction's program is the same for many ranks as for more: it loops over them."""
+"""A reduction's program does not grow with the number of ranks, because it loops over them."""
 
 import re
 
@@ -20,7 +20,7 @@ PAIRS = {
 
 
 def operations(compressor, reduction, world):
-    """How many of each operation the program has, but for those on constants."""
+    """Counts the program's operations by kind, except those on constants."""
     mesh = AbstractMesh((world,), ("data",))
     mapped = jax.shard_map(
         lambda x, key: cgx_jax.psum_compressed(

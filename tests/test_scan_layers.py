@@ -1,4 +1,4 @@
-"""scan_layers: the model and the gradient of exact layers, one call per layer, a layer ahead."""
+"""scan_layers: model and gradient equal those of exact layers; one call per layer, one ahead."""
 
 import re
 
@@ -29,7 +29,7 @@ def body(x, layer):
 
 
 def on_ranks(f, mesh, *, check_vma=True):
-    """`f` of this rank's examples and of its part of all layers."""
+    """Applies `f` to each rank's examples and to its part of all layers."""
     shards = P(None, "data")
     specs = {"kernel": shards, "bias": shards}
     return jax.shard_map(
@@ -67,7 +67,7 @@ def test_without_compression_it_is_the_whole_model(count, check_vma, mesh):
 
 
 def test_both_passes_see_the_same_rounded_weights(mesh):
-    """The gradient is that of the model whose weights the forward pass has gathered."""
+    """The gradient is that of the model with the weights that the forward pass gathered."""
     stack, c = layers(3), ShiftedLattice(4)
     options = {"weights": c, "gradients": Identity(), "key": KEY, "exchange": "xla"}
     loss, grads = trained(mesh, options)(EXAMPLES, stack)
@@ -101,9 +101,9 @@ def test_both_passes_see_the_same_rounded_weights(mesh):
 
 
 def computations(hlo):
-    """Each computation of a module: {instruction: (opcode, its operands)}.
+    """Returns each computation of a module: {instruction: (opcode, its operands)}.
 
-    What calls a computation with a product counts as one.
+    An instruction that calls a computation with a product counts as a product.
     """
     found = {}
     for head, block in re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S):
@@ -121,7 +121,7 @@ def computations(hlo):
 
 
 def before(instructions, name):
-    """Everything that an instruction waits for."""
+    """Returns everything that an instruction waits for."""
     seen, open_ = set(), [name]
     while open_:
         for operand in instructions[open_.pop()][1]:
@@ -132,7 +132,7 @@ def before(instructions, name):
 
 
 def test_in_compiled_loops_weights_and_gradients_travel_beside_the_computation(mesh):
-    """In each loop one call for all leaves; none waits for a product, nor a product for it."""
+    """Each loop has one call for all leaves; calls and products do not wait for each other."""
     f = trained(mesh, {"key": KEY, "exchange": "xla"})
     hlo = f.lower(EXAMPLES, layers(6)).compile().as_text()
     module, bodies = computations(hlo), re.findall(r"body=%?([\w.-]+)", hlo)
@@ -140,7 +140,7 @@ def test_in_compiled_loops_weights_and_gradients_travel_beside_the_computation(m
     for instructions in (module[name] for name in bodies):
         sends = [n for n, (op, _) in instructions.items() if op in ("all-gather", "all-to-all")]
         dots = [n for n, (op, _) in instructions.items() if op == "dot"]
-        if not sends:  # that of random numbers
+        if not sends:  # the loop of random numbers
             continue
         assert dots
         for name in sends:

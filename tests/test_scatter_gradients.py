@@ -37,7 +37,7 @@ def zeros():
 
 
 def run(tx, grads, state=None):
-    """Every step's whole mean, put together of all ranks' shards, and the states."""
+    """Returns every step's whole mean, joined from all ranks' shards, and the states."""
     state = tx.init(zeros()) if state is None else state
     specs = cgx_jax.state_specs(state, "data")
     f = jax.jit(
@@ -87,7 +87,7 @@ def test_exact_shards_make_up_the_mean():
     ("world", "check_vma"), [(1, True), (3, False), pytest.param(8, True, marks=pytest.mark.slow)]
 )
 def test_it_is_the_mean_over_any_number_of_ranks(world, check_vma, policy):
-    """With all that it can keep, under both kinds of shard_map; 3 ranks have no power of two."""
+    """With all state it can keep, with and without check_vma; 3 ranks are no power of two."""
     devices = Mesh(np.array(jax.devices()[:world]), ("data",))
     options = {"memory": ErrorFeedback(), "precondition": SecondMoment(), "exchange": "xla"}
     tx = cgx_jax.scatter_gradients("data", policy, mesh=devices, **options)
@@ -106,25 +106,25 @@ def test_it_is_the_mean_over_any_number_of_ranks(world, check_vma, policy):
     for _ in range(3):
         mean, state = step(x, state)
         got.append(mean["w"])
-    # 255 intervals in a range of less than 8, halved by rounding, and feedback of as much.
+    # 255 intervals in a range of less than 8: rounding loses half of one, and feedback as much.
     limit = 1e-6 if world == 1 or policy == Identity() else 2 * 8 / 255
     assert np.abs(np.array(got) - x.mean(0)).max() <= limit
 
 
 @pytest.mark.parametrize("options", [{}, {"precondition": SecondMoment()}], ids=["plain", "units"])
 def test_sums_that_float16_cannot_hold_have_a_mean(options):
-    """Four ranks of up to 60,000 each; the type ends at 65,504."""
+    """Four ranks have values of up to 60,000 each; float16 ends at 65,504."""
     tx = scatter(Rules((), Quantize(8, 64), exact=()), **options)
     x = np.random.default_rng(0).uniform(2e4, 6e4, (1, WORLD, 24, 60)).astype(np.float16)
     like = {"kernel": jnp.zeros((24, 60), jnp.float16)}
     means, _ = run(tx, {"kernel": x}, tx.init(like))
     got, exact = means[0]["kernel"], x[0].astype(np.float64).mean(0)
     assert got.dtype == np.float16
-    assert np.abs(got - exact).max() <= 4e4 / 255  # of which rounding takes a half
+    assert np.abs(got - exact).max() <= 4e4 / 255  # rounding loses half of this
 
 
 def test_nothing_is_rounded_twice_between_a_bfloat16_mean_and_its_memory():
-    """What was seen and what is kept is what was given, to the rounding of the mean and memory."""
+    """Seen plus kept values are the given ones, up to the rounding of the mean and the memory."""
     tx = scatter(Rules((), Quantize(3, 64), exact=()), memory=ErrorFeedback())
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, WORLD, 24, 60)), jnp.bfloat16)
     like = {"kernel": jnp.zeros((24, 60), jnp.bfloat16)}
@@ -157,7 +157,7 @@ def test_what_was_seen_and_what_is_kept_is_what_was_given(policy, memory):
         np.testing.assert_allclose(seen + kept.mean(0), given.mean(1).sum(0), atol=2e-5)
         scaled = isinstance(getattr(policy, "default", None), QSGD)
         for rank, own in enumerate(np.split(kept, WORLD, axis=1)):
-            # What a rank owns, it adds up as it is; the factor of an unbiased code is of the sum.
+            # A rank adds up its own part exactly; the factor of an unbiased code scales the sum.
             assert own[rank].any() == scaled
         lossy += np.abs(kept).max() > 1e-3
     assert lossy >= 1
@@ -167,7 +167,7 @@ SCALE = np.float32(10.0) ** np.random.default_rng(5).uniform(-2, 1, (24, 1)).ast
 
 
 def test_units_lessen_the_error_in_the_optimizers_units():
-    """Rows of very different sizes: after some steps each row's error follows its size."""
+    """If rows have very different sizes, each row's error follows its size after some steps."""
     grads = gradients(12, SCALE)
     exact = grads["kernel"].astype(np.float64).mean(1)
     off = {}
@@ -179,7 +179,7 @@ def test_units_lessen_the_error_in_the_optimizers_units():
 
 
 def test_the_moments_are_those_of_the_whole_mean():
-    """From the shards the ranks make the state that `SecondMoment` makes of the whole mean."""
+    """The ranks make the same state from shards that `SecondMoment` makes from the whole mean."""
     grads, moment = gradients(5, SCALE), SecondMoment()
     means, states = run(scatter(Q3, precondition=moment), grads)
     update = jax.jit(moment.update)
@@ -204,7 +204,7 @@ def test_units_cost_one_small_sum_in_the_steps_that_update_them():
     one = jax.tree.map(lambda x: x[0], gradients(1))
     hlo = jax.jit(f).lower(one, state).as_text("hlo")
     sums = [line for line in hlo.splitlines() if " all-reduce(" in line]
-    # A leaf's rows and columns: its last dimension are the columns, a vector is one.
+    # A leaf's rows and columns: its last dimension has the columns; a vector has one row.
     sizes = 40 + 1 + 24 + 60 + 80 + 30
     assert len(sums) == 2  # the other says whether all is finite
     assert sum(f"f32[{sizes}]" in line for line in sums) == 1
@@ -214,7 +214,7 @@ def test_units_cost_one_small_sum_in_the_steps_that_update_them():
 
 def test_a_step_that_is_not_finite_on_one_rank_changes_no_state():
     grads = gradients(3)
-    grads["kernel"][1, 2, 0, 0] = np.nan  # in the shard of rank 0 alone
+    grads["kernel"][1, 2, 0, 0] = np.nan  # only in the shard of rank 0
     options = {"memory": ErrorFeedback(), "precondition": SecondMoment()}
     means, states = run(scatter(Q3, **options), grads)
     assert np.isnan(means[1]["kernel"]).any()
@@ -237,7 +237,7 @@ def test_shards_inside_and_whole_leaves_outside_begin_alike():
 
 
 def test_a_saved_state_goes_on_where_it_was():
-    """Host copies placed by `state_shardings`, as a checkpoint restores them."""
+    """The state is restored as from a checkpoint: `state_shardings` places host copies."""
     options = {"memory": ErrorFeedback(), "precondition": SecondMoment()}
     tx, grads = scatter(Rules((), Quantize(3, 64, "stochastic"), exact=()), **options), gradients(4)
     whole, _ = run(tx, grads)
@@ -251,7 +251,7 @@ def test_a_saved_state_goes_on_where_it_was():
 
 
 def test_momentum_on_shards_is_momentum_on_the_whole():
-    """A chain of exact shards: the optimizer's state is split as the parameters are."""
+    """With exact shards in a chain, the optimizer's state is split like the parameters."""
     tx = optax.chain(scatter(Identity()), optax.sgd(0.1, momentum=0.9))
     whole = optax.sgd(0.1, momentum=0.9)
     grads, params = gradients(3), {n: jnp.ones(s) for n, s in SHAPES.items()}
@@ -283,7 +283,7 @@ def test_momentum_on_shards_is_momentum_on_the_whole():
     ("make", "message"),
     [
         (lambda: scatter(Q3, precondition=SecondMoment(factored=False)), "only the owner of a"),
-        (lambda: scatter(SignSGD(), memory=ErrorFeedback()), "SignSGD.* grows without end"),
+        (lambda: scatter(SignSGD(), memory=ErrorFeedback()), "SignSGD.* would grow without bound"),
         (lambda: scatter(SharedTernGrad()), "SharedTernGrad.* sends numbers that the ranks sum"),
     ],
 )

@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-# JAX's cache does not look at names, and may return a program with older ones.
+# JAX's cache ignores names, and may return a program with older names.
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("case", CASES)
 def test_operations_are_named_after_call_and_phase(mesh, case):

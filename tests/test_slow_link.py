@@ -1,4 +1,4 @@
-"""Two processes on networks of their own, joined by a link of the rate that was asked for."""
+"""Two processes in separate networks, joined by a link of the requested rate."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ with socket.socket() as s:  # the other end is there
 
 
 def started(program, rate):
-    """What `run` returns and prints, from a process whose output can be seen."""
+    """Calls `run` in a process whose exit code and output can be read."""
     call = (
         f"import sys; from cgx_jax import slow_link; sys.exit(slow_link.run({program!r}, {rate!r}))"
     )
@@ -54,7 +54,8 @@ def test_a_failed_rank_ends_the_other_and_its_output_is_shown():
 
 
 def test_a_rate_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="rate 'fast' is not a number with kbit, mbit or gbit"):
+    message = "rate 'fast' is not a number followed by kbit, mbit or gbit"
+    with pytest.raises(ValueError, match=message):
         slow_link.run(["true"], "fast")
 
 

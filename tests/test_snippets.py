@@ -1,9 +1,9 @@
 """Every Python block of the README and of the documentation runs.
 
-A block that imports cgx_jax is a complete program and runs as it is. Other blocks are fragments:
-those of a page run one after the other, in the namespace of the program before them or of the
-page's row in `FRAGMENTS`. A new block runs too; one that needs other names or cannot run here needs
-a row there or in `NOT_HERE`.
+A block that imports cgx_jax is a complete program and runs as it is. Other blocks are fragments. A
+page's fragments run one after the other, in the namespace of the program before them or of the
+page's row in `FRAGMENTS`. A new block runs too. If it needs other names, it needs a row in
+`FRAGMENTS`; if it cannot run here, a row in `NOT_HERE`.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ PAGES = {
 }
 PROCESSES = "docs/quickstart/processes.md"
 
-# Pages all of whose blocks another test runs: pages by name, or by their folder.
+# Pages whose blocks are all run by another test: named by page or by folder.
 ELSEWHERE = {
     "README.md": "test_readme.py",
     "docs/calls.md": "test_readme.py",
@@ -42,7 +42,7 @@ NOT_HERE = {
     (PROCESSES, "jax.distributed.initialize"): "two processes, which a test below starts",
 }
 
-# What every page of fragments takes for granted.
+# Names that every page of fragments takes for granted.
 COMMON = """
 import functools
 
@@ -66,7 +66,7 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(batch @ params["w"]) @ params["embed"] - batch) ** 2)
 """
 
-# What is in scope where a step reduces by an optimizer.
+# Names in scope where a step reduces by an optimizer.
 IN_A_STEP = """
 tx = optax.chain(cgx_jax.sync_gradients("data", policy), optax.sgd(0.1))
 opt_state = tx.init(params)
@@ -76,10 +76,11 @@ varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
-    """What the fragments of a page need beside `COMMON`; blocks are named by a phrase of theirs.
+    """What a page's fragments need besides `COMMON`; a phrase identifies the block it occurs in.
 
-    `before` runs first. `inside` says which blocks are a part of a step, over which axis, and what
-    is in scope there: they are traced. `after` uses what a block has defined.
+    `before` runs first. `inside` maps blocks that are a part of a step to (axis, code that defines
+    what is in scope); these blocks are traced. `after` maps blocks to code that uses what they
+    define.
     """
 
     before: str = ""
@@ -227,14 +228,14 @@ jax.eval_shape(train_step, params, opt_state, state, batch)
 
 
 def blocks(page):
-    """(line, code) of every Python block of a page."""
+    """Returns (line, code) of every Python block of a page."""
     text = PAGES[page]
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
 
 
 def diffs(page):
-    """(new lines, old lines) of every diff of a page, without indentation."""
+    """Yields (new lines, old lines) of every diff of a page, without indentation."""
     for diff in re.findall(r"^```diff\n(.*?)^```$", PAGES[page], re.DOTALL | re.MULTILINE):
         lines = [(line[0], line[1:].strip()) for line in diff.splitlines()]
         yield tuple([line for sign, line in lines if sign == wanted] for wanted in "+-")
@@ -249,12 +250,12 @@ def is_left_out(page, code):
 
 
 def entry(table, code):
-    """The value of the phrase that is in a block, or None."""
+    """Returns a table's value for the phrase that occurs in a block, or None."""
     return next((value for phrase, value in table.items() if phrase in code), None)
 
 
 def elsewhere(page):
-    """What `ELSEWHERE` says of a page: (its name or folder there, the test), or None."""
+    """Returns the row of `ELSEWHERE` for a page: (page or folder, test), or None."""
     return next((row for row in ELSEWHERE.items() if f"{page}/".startswith(f"{row[0]}/")), None)
 
 
@@ -263,12 +264,12 @@ def runs(page):
 
 
 def execute(code, namespace, page, line=0):
-    """Runs code that stands at a line of a page, as tracebacks say."""
+    """Runs code from a line of a page; tracebacks show that line."""
     exec(compile("\n" * line + code, page, "exec"), namespace)
 
 
 def trace(code, namespace, page, line, axis, scope):
-    """Traces a block as a part of a step on every rank of `axis`; its names end with it."""
+    """Traces a block as a part of a step on every rank of `axis`; its names are then dropped."""
     namespace = dict(namespace)
 
     def step(unused):

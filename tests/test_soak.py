@@ -1,4 +1,4 @@
-"""The soak finds what is wrong, and a short one runs, is killed, goes on and leaves nothing."""
+"""The soak finds defects, and a short soak runs, survives kills and leaves nothing behind."""
 
 import gc
 import importlib.util
@@ -148,4 +148,4 @@ def test_a_short_soak_is_killed_goes_on_with_fewer_and_leaves_no_process(tmp_pat
 def test_a_step_is_repeated_by_its_command(tmp_path):
     done = soak(tmp_path, "--repeat", "0:steady:xla:2:7")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "8 reductions" in done.stdout  # with the feedback's state, so from the first step on
+    assert "8 reductions" in done.stdout  # feedback has state: from the first step on

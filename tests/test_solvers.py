@@ -1,4 +1,4 @@
-"""Solvers: what each promises, on realistic problems, degenerate leaves and hand-made links."""
+"""Solvers keep their promises on realistic problems, degenerate leaves and hand-made links."""
 
 import ast
 import dataclasses
@@ -37,7 +37,7 @@ BITS = tuple(range(1, 9))
 
 
 def payload(values, bits):
-    """Bytes of each leaf under each width; 32 is exact."""
+    """Returns the bytes of each leaf at each width; 32 means exact."""
     return np.array(
         [[4 * v if b == 32 else Quantize(b).wire_bits(int(v)) // 8 for b in bits] for v in values],
         np.int64,
@@ -55,7 +55,7 @@ def problem(leaves, seed=0, bits=BITS):
 
 
 def part(p, leaves):
-    """The problem of some leaves, in the order given."""
+    """Returns the problem of the given leaves, in this order."""
     return Problem(p.values[leaves], p.norm[leaves], p.bits, p.nbytes[leaves], p.error[leaves])
 
 
@@ -64,7 +64,7 @@ def uniform(p, bits):
 
 
 def links(seconds, psum, sizes=(MB // 100, 100 * MB), codec=(1e-9, 1e-9, 1e-9, 1e-9)):
-    """A profile: `seconds` and `psum` of 1 MB in all, by payload bits; in proportion to size."""
+    """Returns a profile with times proportional to size; `seconds` (by bits), `psum` per MB."""
     rows = [Row("psum", 32, size, psum * size / MB) for size in sizes]
     rows += [Row("xla", b, size, s * size / MB) for b, s in seconds.items() for size in sizes]
     facts = {"cpu": "a cpu", "cores": 2, "device": "cpu", "hosts": 1, "axis": "data", "mpi": None}
@@ -126,7 +126,7 @@ def test_solvers_are_static_values(name):
     assert hash(solver) == hash(again)
 
 
-# Leaves that have no values, error or norm, alone and among others; no leaves.
+# Leaves without values, error or norm, by themselves and among others; and no leaves.
 DEGENERATE = {
     "no leaves": part(problem(3), []),
     "one leaf": part(problem(3), [0]),

@@ -65,7 +65,7 @@ def test_a_density_falls_to_a_fourth_each_time():
 
 
 WRONG = {
-    "one more": (lambda: Stages((TopK(), TopK(0.1)), ()), "2 policies and boundaries=()"),
+    "one more": (lambda: Stages((TopK(), TopK(0.1)), ()), "2 policies do not fit boundaries=()"),
     "ascending": (lambda: Stages((TopK(),) * 3, (5, 5)), "in ascending order"),
     "from 1 on": (lambda: Stages((TopK(),) * 2, (0,)), "in ascending order"),
     "adapts": (lambda: Stages((Adaptive(), TopK()), (5,)), "that adapts cannot be a stage"),

@@ -1,4 +1,4 @@
-"""What the protocol of a compressor allows and reductions do not keep, or must fill up."""
+"""Properties that the compressor protocol allows, and that reductions must handle themselves."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from toys import Difference, RankOne
 
 @dataclasses.dataclass(frozen=True)
 class ThreeBits(PayloadCompressor):
-    """Whole numbers from -4 to 3 in three bits: payloads are no whole bytes for most sizes."""
+    """Integers from -4 to 3 in three bits: for most sizes a payload is not a whole byte count."""
 
     @property
     def unbiased(self):
@@ -27,7 +27,7 @@ class ThreeBits(PayloadCompressor):
         return dtype in (jnp.float32, jnp.bfloat16)
 
     def wire_bits(self, shape, dtype=jnp.float32):
-        # What depends on the dtype must not differ between the phases.
+        # A size that depends on the dtype must not differ between the phases.
         assert np.dtype(dtype).itemsize in (2, 4)
         return 3 * int(np.prod(shape))
 
@@ -82,7 +82,7 @@ def test_a_compressor_with_state_is_refused_while_tracing_by(name, mesh):
 def test_a_compressor_with_state_is_refused_by_value_and_grad(mesh):
     loss = lambda p, x: (p["a"]["kernel"] @ x.T).mean() + p["bias"].sum()  # noqa: E731
     f = cgx_jax.value_and_grad(loss, "data", DELTA, mesh=mesh)
-    with pytest.raises(ValueError, match=r"value_and_grad: .* has state between steps: .*f\.init"):
+    with pytest.raises(ValueError, match=r"value_and_grad: .* has state between steps; .*f\.init"):
         jax.eval_shape(f, LOCAL, jnp.ones((8, 64)))
 
 
@@ -105,7 +105,7 @@ def stepper(tx, mesh, state, *, check_vma=True):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_state_of_each_rank_is_kept_from_step_to_step(check_vma, mesh):
-    """`Difference` sends what changed: the sum of what was seen is the last gradients' mean."""
+    """`Difference` sends changes, so the results add up to the mean of the last gradients."""
     tx = cgx_jax.sync_gradients("data", DELTA, mesh=mesh, exchange="xla")
     state = tx.init(LOCAL)
     assert state.codes.own["a"]["kernel"][0].shape == (8, 64, 64)
@@ -123,7 +123,7 @@ def test_a_state_of_each_rank_is_kept_from_step_to_step(check_vma, mesh):
 
 
 def test_a_shared_state_converges_as_power_iteration_does(mesh):
-    """`RankOne` keeps its right factor: on gradients that stay it finds the largest direction."""
+    """`RankOne` keeps its right factor, so on constant gradients it finds the main direction."""
     tx = cgx_jax.sync_gradients("data", Rules((), RankOne()), exchange="xla")
     grads = normal(8, 40, 60)
     state = tx.init(jnp.zeros((40, 60)))
@@ -220,7 +220,7 @@ def test_the_state_of_other_compressors_is_refused(mesh):
     )
     for tx, state, says in (
         (stateful, other.init(LOCAL), "holds nothing for Difference"),
-        (other, stateful.init(LOCAL), r"the state of Quantize.* is .*its init makes \[\]"),
+        (other, stateful.init(LOCAL), r"the state of Quantize.* is .*but its init makes \[\]"),
     ):
         with pytest.raises(ValueError, match=rf"^sync_gradients: .*{says}.*other options"):
             jax.eval_shape(stepper(tx, mesh, state), TREE, state)
@@ -228,7 +228,7 @@ def test_the_state_of_other_compressors_is_refused(mesh):
 
 
 def test_a_plan_of_local_shapes_is_taken_by_an_init_of_global_ones():
-    """Parameters that are split over a model axis are whole outside of shard_map."""
+    """Parameters that are split over a model axis are whole outside shard_map."""
     local = Plan.build({"w": jnp.ones((32, 64))}, Quantize(4))
     tx = cgx_jax.sync_gradients("data", local)
     assert int(tx.init({"w": jnp.ones((64, 64))}).step) == 0
@@ -247,7 +247,7 @@ def test_a_state_that_is_said_to_be_shared_and_is_not_is_refused(mesh):
 
 def test_payloads_that_are_no_whole_bytes_are_filled_up(mesh):
     rng = np.random.default_rng(0)
-    # Of 8 ranks' runs one has 126 values, 378 bits; the other 375 values.
+    # One leaf's runs for 8 ranks have 126 values, 378 bits; the other's have 375 values.
     x = [
         jnp.asarray(rng.integers(-1, 2, (8, n)), t)
         for n, t in ((1003, "float32"), (3000, "bfloat16"))

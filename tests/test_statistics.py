@@ -1,4 +1,4 @@
-"""Statistics measured in the step: against NumPy, the kernels and each other's ranks."""
+"""Statistics measured in the step, against NumPy, the kernels and the other ranks."""
 
 import functools
 
@@ -87,7 +87,7 @@ def test_candidates_of_several_kinds_keep_their_order():
     for row, x in zip(got, leaves, strict=True):
         for c, error in zip(candidates, row, strict=True):
             true = np.mean([true_error(own, c) for own in x])
-            # The mean is of all values, as a run would not show it.
+            # `Mean` is measured on all values, because a run of them would not show its error.
             np.testing.assert_allclose(error, true, rtol=1e-4 if c == Mean() else 0.2, atol=1e-10)
 
 

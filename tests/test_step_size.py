@@ -1,4 +1,4 @@
-"""`restore_step_size`: steps as long along the exact ones as without compression."""
+"""`restore_step_size`: along the exact steps, steps are as long as without compression."""
 
 import functools
 import itertools
@@ -95,7 +95,7 @@ STEPS, SHAPE = 200, (48, 96)
 
 
 def signals(rng, noise, signal=1.0, rows=1.0, ranks=WORLD):
-    """Gradients [steps, ranks, ...] of a fixed mean, drawn once, and noise of every step."""
+    """Gradients [steps, ranks, ...]: a fixed mean, drawn once, plus new noise in every step."""
     fixed = signal * rng.normal(size=SHAPE)
     drawn = noise(size=(STEPS, ranks, *SHAPE)) + fixed
     return np.broadcast_to(rows * drawn, (STEPS, WORLD, *SHAPE)).astype(np.float32)
@@ -116,8 +116,8 @@ def gradients():
     }
 
 
-# What the ratio to exact may be off by. Ranks that agree round alike, which is less of a loss.
-# A leaf's large values dominate its factor.
+# How far the ratio to exact may be off. Ranks that agree round alike, which loses less. The large
+# values of a leaf dominate its factor.
 OFF = {"half agree": (0.006, 0.016), "agree": (0.007, 0.02), "wide rows": (0.03, 0.065)}
 
 
@@ -127,7 +127,7 @@ def exact_steps(clip):
 
 
 def varied(clip):
-    """The gradients; where they are clipped, of norms that differ from step to step."""
+    """Returns the gradients; with `clip`, their norms differ from step to step."""
     sizes = 10.0 ** np.random.default_rng(1).uniform(-1, 1, (STEPS, 1, 1, 1)) if clip else 1.0
     return jax.tree.map(lambda g: (sizes * g).astype(np.float32), gradients())
 
@@ -144,7 +144,7 @@ def np_steps(results):
 
 
 def plain_steps(states):
-    """The updates without factors, from Adam's states."""
+    """Returns the updates without factors, computed from Adam's states."""
     adams = [(t + 1, s[-1]) for t, s in enumerate(states[1:])]
     return np_steps(
         [
@@ -159,7 +159,7 @@ def plain_steps(states):
 
 
 def along(found, exact):
-    """How long steps are along the exact ones, by leaf."""
+    """Returns, by leaf, how long steps are along the exact ones."""
     return {k: (found[k] * exact[k]).sum() / np.square(exact[k]).sum() for k in exact}
 
 
@@ -179,7 +179,8 @@ def test_steps_are_as_long_along_exact_ones_as_these(bits, clip):
         off = OFF.get(k, (0.006, 0.01))[bits == 3]
         assert abs(ratio - 1) < off, (k, without[k], ratio)
         assert without[k] < 1 - 0.4 * NORMAL_ERROR[bits], (k, without[k])
-    # Of independent ranks the loss is known: each encoding's share, one of them (W - 1) / W.
+    # The loss of independent ranks is known: one share per encoding; that of the first phase
+    # counts (W - 1) / W times.
     error = NORMAL_ERROR[bits]
     expected = math.sqrt((1 - error) * (1 - error * (WORLD - 1) / WORLD))
     assert abs(without["Gaussian"] - expected) < 0.002
@@ -189,7 +190,7 @@ def test_steps_are_as_long_along_exact_ones_as_these(bits, clip):
     assert abs(sizes[1] / sizes[2] - 1) < (0.003, 0.016)[bits == 3]
 
 
-# The values that an owner adds up hold codes of few levels, so the sum is not normal.
+# The values that an owner adds up include codes of few levels, so the sum is not normal.
 OFF_BY = {3: 0.015, 4: 0.005}
 KNOWN = pytest.mark.parametrize(
     "reduction", [ScatterGather(), GatherSum()], ids=lambda r: r.shorthand
@@ -257,7 +258,7 @@ def test_noise_is_averaged_in_every_step_at_first_and_seldom_later():
     kept = [np.asarray(s[0].moments.noise_rows["w"]) for s in states]
     moved = [t for t, (a, b) in enumerate(itertools.pairwise(kept)) if (a != b).any()]
     assert moved == [*range(WARMUP), *range(WARMUP, len(grads["w"]), PERIOD)]
-    # Of gradients that stay alike a later step counts less than the one before.
+    # If gradients stay similar, each later step counts less than the one before.
     changes = [np.abs(b - a).mean() for a, b in itertools.pairwise(kept)]
     assert np.mean(changes[20:32]) < 0.5 * np.mean(changes[1:4])
 
@@ -422,7 +423,7 @@ def test_noise_follows_the_bits_that_an_adaptive_policy_chooses():
 
 NO_SYNC = optax.chain(optax.scale_by_adam())
 REFUSED = {
-    "no sync_gradients": (lambda: NO_SYNC, r"has no state of sync_gradients, and must have one"),
+    "no sync_gradients": (lambda: NO_SYNC, r"has no state of sync_gradients, but must have one"),
     "two of them": (
         lambda: optax.chain(sync(), sync(), optax.adam(0.1)),
         r"has 2 states of sync_gradients",

@@ -28,7 +28,7 @@ LOSSY = [
 
 
 def gradients(world, steps, seed=0, dtype=np.float32):
-    """Different on every rank and step, of two scales, one leaf in several buckets."""
+    """Returns gradients that differ by rank and step, of two scales; one leaf has many buckets."""
     rng = np.random.default_rng(seed)
     return {
         "w": rng.normal(size=(steps, world, 40, 50)).astype(dtype),
@@ -129,7 +129,8 @@ def test_plain_feedback_around_one_unbiased_bit_diverges(monkeypatch):
 
 
 def test_one_biased_bit_is_refused_with_a_memory():
-    with pytest.raises(ValueError, match="grows without end; use Quantize with 2 bits or more"):
+    message = "would grow without bound; use Quantize with 2 bits or more"
+    with pytest.raises(ValueError, match=message):
         run(with_memory(Quantize(1), 2), gradients(2, 1), 2)
 
 
@@ -239,7 +240,7 @@ def test_multi_steps_around_it_reduces_the_accumulated_gradients(way):
     accumulated = jax.tree.map(lambda g: (g[0::2] + g[1::2]) / 2, grads)
     expected, _ = run(inner, accumulated, world)
     with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
-        if way == "shard_map":  # accumulators differ between ranks, which its types cannot say
+        if way == "shard_map":  # accumulators differ between ranks, which its types cannot express
             got, _ = run(tx, grads, world, check_vma=False)
             got = got["w"]
         else:

@@ -1,4 +1,4 @@
-"""Tuning; and the profile is followed: what is compiled and shown, and who decides."""
+"""Tuning, and how calls follow its profile: what is compiled and shown, and what decides."""
 
 import dataclasses
 import logging
@@ -30,7 +30,7 @@ COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
 
 
 def profile_with_crossing(world=8, **fields):
-    """By it, compression pays from about 100 KiB on."""
+    """Returns a profile by which compression pays off from about 100 KiB on."""
     rows = [("psum", 32, 4096 * 4**i, 1e-5 * 4**i) for i in range(4)]
     rows += [("xla", bits, 4096 * 4**i, 5e-5 * 2**i) for i in range(4) for bits in (4.125, 8.125)]
     known = {"hosts": 1, "mpi": None, "axis": "data", "latency": 1e-5, "algbw": 4e8}
@@ -39,7 +39,7 @@ def profile_with_crossing(world=8, **fields):
 
 
 def compiled(mesh, shape, **options):
-    """Dtypes of the collectives that the reduction of f32[shape] compiles to."""
+    """Returns the dtypes of the collectives in the compiled reduction of f32[shape]."""
     f = jax.shard_map(
         lambda x: cgx_jax.pmean_compressed({"w": x[0]}, "data", **options),
         mesh=mesh,
@@ -202,7 +202,7 @@ def test_the_summary_shows_the_method_of_each_leaf(following):
 
 
 def test_small_buffers_go_by_gather_sum_where_a_profile_measured_it(following):
-    """Unless another reduction is named, a code forbids it, or a buffer is larger."""
+    """Unless the call names another reduction, the code forbids it, or the buffer is larger."""
     slow = profile_with_crossing(world=2)
     once = [("xla/gather_sum", 4.125, 4096 * 4**i, 1e-6) for i in range(2)]
     following(dataclasses.replace(slow, rows=(*slow.rows, *once)))
@@ -259,7 +259,7 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, m
     monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", 4096)
     monkeypatch.setattr(tuning, "ROUNDS", range(3, 6))
     sizes = [8192, 4096]
-    # So much time that a busy machine leaves out no size.
+    # Enough time that even a busy machine skips no size.
     profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=3600)
     assert Profile.from_json(path.read_text()) == profile
     assert auto._active == profile
@@ -288,7 +288,7 @@ def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, ca
     ((level, text),) = [r[1:] for r in caplog.record_tuples if r[0] == "cgx_jax.tuning"]
     assert level == logging.WARNING
     assert "16.4 kB and larger are left out" in text
-    assert re.search(r"budget_seconds=[1-9]\d* has room for it", text)
+    assert re.search(r"budget_seconds=[1-9]\d* is enough for it", text)
     tune(mesh, "data", bits=(4,), sizes=(4096,), budget_seconds=1e-3)
     assert "[########################] done" in capsys.readouterr().err.splitlines()[-1]
 

@@ -1,4 +1,4 @@
-"""What shard_map's types say of an operand, they say of its sum: axes it is `reduced` over."""
+"""A sum has the same shard_map types as its operand: the axes that it is `reduced` over."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from cgx_jax import (
 
 STOCHASTIC = Quantize(8, rounding="stochastic")
 COMPRESSORS = {"quantize": Quantize(8), "stochastic": STOCHASTIC, "cast": Cast(jnp.bfloat16)}
-# Both calls of one name take the operand's types alike; for a mean, those of the sum.
+# Both calls of one name treat the operand's types alike; a mean has the types of the sum.
 CALLS = {
     "psum": (psum_compressed, lax.psum, False),
     "pmean": (pmean_compressed, lambda v, n: lax.psum(v, n), False),

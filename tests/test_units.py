@@ -1,4 +1,4 @@
-"""Means in units: any world, transformation, platform and compressor; what is lost adds up."""
+"""Means in units, for any world, transformation, platform and compressor; residuals add up."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def tree_of(world, dtype=np.float32, seed=0):
 
 
 def unit_of(rng, rows, columns, spread=3):
-    """In by powers of ten, out by their inverses."""
+    """Returns units: random powers of ten on the way in, and their inverses on the way out."""
     each = [np.float32(10.0 ** rng.uniform(-spread, spread, n)) for n in (rows, columns)]
     return tuple(jnp.stack([x, 1 / x]) for x in each)
 
@@ -53,7 +53,7 @@ def units_of_tree(spread=3):
 
 
 def plan_of(code, tree):
-    """`code` for all but one leaf, which is exact."""
+    """Returns a plan with `code` for all leaves except one exact leaf."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
     plan = Plan.build(one, code)
     assert [plan.leaves[i].path for i in plan.exact] == ["exact"]
@@ -101,9 +101,9 @@ def close(a, b):
 
 @EVERY_CODE
 def test_a_mean_in_units_is_the_mean_of_what_they_make(mesh_of_each_size, code):
-    """Bit for bit: the passes around the reduction are what the kernels do within.
+    """For `Quantize` bit for bit: kernels compute what passes around the reduction would.
 
-    XLA may contract the product and the sum of other codes to one rounding, so those come close.
+    For other codes XLA may contract a product and a sum to one rounding, so they are only close.
     """
     kernels = isinstance(code, Quantize)
     same = np.testing.assert_array_equal if kernels else close
@@ -149,7 +149,7 @@ def test_what_is_lost_in_units_is_what_the_mean_lacks(mesh, code, dtype, how):
 
 
 def bucket_size_of(x, units, name):
-    """How large the values are that share a value's bucket, in the value's own units."""
+    """Returns the size of the values that share a value's bucket, in the value's own units."""
     unit = units[sorted(SHAPES).index(name)]
     inner = np.abs(np.asarray([outside.multiply(row, unit, outside.IN) for row in x])).max()
     return np.asarray(
@@ -222,7 +222,7 @@ def test_vmap_is_as_many_calls(mesh, batched):
 @pytest.mark.parametrize("rotation", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_units_outside_of_the_call_give_the_bytes_of_units_within(dtype, rotation):
-    """What a platform does whose kernels know no units."""
+    """This is what a platform does if its kernels do not support units."""
     codes = [Quantize(4, rotation=rotation), Quantize(3, 96), Quantize(2)]
     x = [jnp.asarray(tree_of(1)[name][0], dtype) for name in ("matrix", "vector", "narrow")]
     units = [units_of_tree()[i] for i in (1, 3, 2)]
@@ -260,7 +260,7 @@ def test_units_outside_of_the_call_give_the_bytes_of_units_within(dtype, rotatio
 
 
 def test_the_fallback_knows_units_too(mesh, monkeypatch):
-    """As close to the native kernels as without units."""
+    """It is as close to the native kernels as without units."""
     tree, units = tree_of(8)["matrix"], [units_of_tree()[1]]
     plan = Plan.build(jax.ShapeDtypeStruct(tree.shape[1:], tree.dtype), Quantize(4))
     want = reduce(mesh, plan, tree, units, residual=True)
@@ -320,7 +320,7 @@ def test_units_that_do_not_fit_are_refused_while_tracing(mesh, units, says):
 
 
 def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual):
-    """What the fused CUDA call computes, of kernels and XLA's collectives: runs on a CPU."""
+    """Computes the fused CUDA call by kernels and XLA's collectives, so that it runs on a CPU."""
     (phases, *leaves), rank = operands, axes.rank()
     rows, lost = primitives.encode(phases[0], leaves, layout, rank=rank, residual=residual)
     rows = xla.scatter(rows, axes)
@@ -332,7 +332,7 @@ def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual)
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_fused_cuda_call_gets_values_in_units(mesh, dtype, monkeypatch):
-    """Its kernels know no units, so the exchange multiplies around the call."""
+    """The call's kernels do not support units, so the exchange multiplies around the call."""
     monkeypatch.setattr(Nccl, "missing", lambda self, axes=(): None)
     monkeypatch.setattr(Nccl, "_call", unfused)
     code = Quantize(4, 64, "correlated")

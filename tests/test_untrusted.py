@@ -1,4 +1,4 @@
-"""Files that anyone may have written are read or refused with a reason; any payload decodes."""
+"""Untrusted files are read or refused with a reason; any payload decodes."""
 
 import dataclasses
 import json
@@ -225,7 +225,7 @@ JUNK = [None, True, -1, 0, 1, 2.5, 1e308, float("nan"), "", "x", [], [[]], {}, {
 
 
 def damaged(value, rng):
-    """A copy of a JSON value in which one part, of any depth, is something else."""
+    """Returns a copy of a JSON value in which one part, at any depth, is something else."""
     if not value or not isinstance(value, (list, dict)) or rng.random() < 0.2:
         return rng.choice(JUNK)
     copy = list(value) if isinstance(value, list) else dict(value)
@@ -287,7 +287,7 @@ FILES = {
     "log": (lambda folder: write(folder / "log", *ENTRIES), run_file.Run.read),
     "the tuner's cache": (kept_in_cache, read_cache),
 }
-# Tokens that JSON, Python's reader of it, or what is made of its values could stumble on.
+# Tokens that could break JSON, Python's JSON reader, or the code that uses the values.
 TOKENS = [b"NaN", b"-Infinity", b"1e999", b"-0", b"9" * 30, b"null", b"true", b'"', b"[", b"}"]
 EDIT = st.tuples(
     st.integers(0, 5000), st.integers(0, 40), st.one_of(st.sampled_from(TOKENS), st.binary())
@@ -295,7 +295,7 @@ EDIT = st.tuples(
 
 
 def edited(data, edits):
-    """The bytes of a file, some cut out and others put in their place."""
+    """Returns a file's bytes, with some cut out and others put in their place."""
     for at, cut, put in edits:
         at %= len(data) + 1
         data = data[:at] + put + data[at + cut :]

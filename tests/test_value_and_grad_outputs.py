@@ -104,7 +104,7 @@ def normalized_targets(p, x, y):
 
 
 def contrastive(p, x, y, gather=lambda z: z, first=0):
-    """Every example against all others: the diagonal of a matrix of pairs is right."""
+    """Contrasts every example with all others: the diagonal of a matrix of pairs is right."""
     z = jnp.tanh(x @ p["a"]["w"])
     scores = jax.nn.log_softmax(z @ gather(z).T)
     own = first + jnp.arange(len(x))

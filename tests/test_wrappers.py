@@ -1,4 +1,4 @@
-"""sync_gradients among Optax's wrappers: inside them, before them, and with what they pass on."""
+"""sync_gradients with Optax's wrappers: inside them, before them, and with what they pass on."""
 
 import functools
 import typing
@@ -123,7 +123,7 @@ def test_apply_if_finite_after_it_skips_what_one_rank_spoiled_on_all(kept):
     assert int(after[1].total_notfinite) == 1
     equal(before[1].inner_state, after[1].inner_state)
     keeps = bool(jax.tree.leaves((before[0].memory, before[0].moments)))
-    assert int(after[0].skipped) == keeps  # where nothing is kept nothing is looked at
+    assert int(after[0].skipped) == keeps  # without kept state nothing is checked
     equal(before[0]._replace(step=3, skipped=after[0].skipped), after[0]._replace(step=3))
     without = jax.tree.map(lambda x: np.delete(x, 2, 0), grads)
     expected, _ = optax_steps.run(tx, mesh(), without)
@@ -170,7 +170,7 @@ def test_an_adaptive_policy_measures_on_through_wrappers_after_it(wrapper):
 
 
 def accumulating_in_scan(tx, specs):
-    """A step of k micro-batches f32[world, k, ...]: gradients are added up, then reduced once."""
+    """Returns a step of k micro-batches f32[world, k, ...]: it adds up gradients, reduces once."""
 
     def step(params, state, micro):
         varying = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
@@ -189,7 +189,7 @@ def accumulating_in_scan(tx, specs):
 
 
 def accumulating_over_calls(tx, specs, k):
-    """A step of one micro-batch: its sum lives in `total`, one row a rank; every k-th reduces."""
+    """Returns a step of one micro-batch: `total` sums, one row per rank; every k-th reduces."""
 
     def step(params, state, total, i, own):
         total = jax.tree.map(lambda t, x: t + x / k, total, own)

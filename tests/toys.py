@@ -1,7 +1,8 @@
-"""A compressor of each kind, as small as one can be: what "add a compressor" in CONTRIBUTING asks.
+"""The smallest compressor of each kind: what "add a compressor" in CONTRIBUTING asks for.
 
-`Steps` can be cut into chunks, `Vote` too, with equal weights; `Largest` is sparse and whole,
-`Difference` whole with a state of each rank; `RankOne` is summed in two rounds with shared state.
+`Steps` can be cut into chunks. So can `Vote`, in which all ranks weigh the same. `Largest` is
+sparse and sent whole. `Difference` is sent whole and has state on each rank. `RankOne` is summed in
+two rounds and has shared state.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class Floats:
 
 @dataclasses.dataclass(frozen=True)
 class Steps(Floats, PayloadCompressor):
-    """Whole numbers of steps, int16: any run of values is encoded by itself."""
+    """Whole numbers of steps, as int16; any run of values can be encoded by itself."""
 
     step: float = 1 / 256
 
@@ -60,11 +61,11 @@ class Steps(Floats, PayloadCompressor):
 
 @dataclasses.dataclass(frozen=True)
 class Vote(Floats, PayloadCompressor):
-    """The sign alone, one byte per value: the majority decides a sum, so all weigh the same."""
+    """Only signs, one byte per value: the majority decides a sum, so all ranks weigh the same."""
 
     reductions = ("scatter_gather",)
     owner_exact = False
-    feedback_scale = None  # it may lose more than it is given
+    feedback_scale = None  # its error may be larger than its input
 
     def wire_bits(self, shape, dtype=jnp.float32):
         return 8 * size_of(shape)
@@ -118,7 +119,7 @@ class Difference(Steps):
     """
 
     reductions = ("gather_sum",)
-    feedback_scale = None  # a change says nothing of what was lost before it
+    feedback_scale = None  # a change does not include what was lost before it
 
     def init(self, shape, dtype):
         return (jnp.zeros(shape, jnp.float32),)

@@ -5,9 +5,9 @@
 
 Each wheel is built from the sdist and repaired by auditwheel, which says which Linux it runs on.
 It is then installed into an environment that has jax and no compiler, where the first example must
-give the right sums. What is printed: sizes, the tag, how long pip takes, and how long `import
-cgx_jax` takes when jax is imported already (the median of 5). The files stay in build/wheels.
-The wheels for other platforms come from .github/workflows/wheels.yml, by the same pyproject.toml.
+give the right sums. Prints sizes, the tag, how long pip takes, and how long `import cgx_jax` takes
+when jax is already imported (the median of 5). The files stay in build/wheels. The wheels for other
+platforms come from .github/workflows/wheels.yml, with the same pyproject.toml.
 """
 
 import os
@@ -27,7 +27,7 @@ EXAMPLE = ROOT / "examples" / "01_all_reduce.py"
 
 
 def python(version: str) -> str | None:
-    """The path of that Python, also where only pyenv has it."""
+    """Returns the path of this Python version, even if only pyenv has it, or None."""
     found = shutil.which(f"python{version}")
     candidates = [found] if found else []
     if shutil.which("pyenv"):
@@ -42,7 +42,7 @@ def python(version: str) -> str | None:
 
 
 def environment(base: str, folder: Path, *packages: str) -> Path:
-    """The interpreter of a new environment with these packages."""
+    """Makes an environment with these packages; returns its interpreter."""
     must([base, "-m", "venv", folder], ROOT)
     inside = folder / "bin" / "python"
     must([inside, "-m", "pip", "install", "--quiet", *packages], ROOT)
@@ -61,7 +61,7 @@ def build_sdist(tools: Path) -> Path:
 
 
 def build_wheel(tools: Path, base: str, sdist: Path, folder: Path) -> Path:
-    """The wheel of the sdist for one Python, repaired where auditwheel can."""
+    """Builds the sdist's wheel for one Python, repaired where auditwheel can."""
     start = time.monotonic()
     command = [base, "-m", "pip", "wheel", "--quiet", "--no-deps", "-C", "cgx.native=on"]
     must([*command, "--wheel-dir", folder, sdist], ROOT)

@@ -1,1 +1,1 @@
-"""What `python -m cgx_jax` does: one file a command."""
+"""The commands of `python -m cgx_jax`, one file per command."""

@@ -1,4 +1,4 @@
-"""`python -m cgx_jax bench`: psum and every exchange over a range of sizes, as nccl-tests does."""
+"""`python -m cgx_jax bench`: times psum and every exchange over sizes, as nccl-tests does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLUMNS = (
     Column("median ms", 9, right=True),
     Column("algbw", 7, right=True),
     Column("busbw", 7, right=True),
-    Column("Gbit/s", 7),  # the unit of the two before it; its cells are empty
+    Column("Gbit/s", 7),  # the unit of the two columns before it; its cells are empty
     Column("ratio (quartiles)", 18),
     Column("#wrong", 6, right=True),
 )
@@ -52,9 +52,10 @@ def run(
     json_path: Path | None,
     png_path: Path | None,
 ) -> None:
-    """Prints the table, and writes what is asked for on process 0. `follow_profile` adds "auto".
+    """Measures; on process 0, prints the table and writes the files that are asked for.
 
-    `link` is the rate of the link between the ranks, where it is known.
+    `follow_profile` adds the exchange "auto". `link` is the rate of the link between the ranks, if
+    it is known.
     """
     rows: list[dict[str, Any]] = []
     if link and links.first:
@@ -78,7 +79,7 @@ def run(
 
 
 def parent(path: Path) -> Path:
-    """`path`, in a folder that is there now."""
+    """Returns `path`, after creating its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -86,7 +87,7 @@ def parent(path: Path) -> Path:
 def measure(
     links: LinkTimer, values: int, bits: Sequence[int], reps: int, follow_profile: bool
 ) -> list[dict[str, Any]]:
-    """Times every method on f32[values] a rank; one row a method."""
+    """Times every method on f32[values] per rank; returns one row per method."""
     exchanges = [e.shorthand for e in auto.available()] + ["auto"] * follow_profile
     methods = [(exchange, width) for width in bits for exchange in exchanges]
     functions = [links.psum, *(reduction(links, Quantize(b), method) for method, b in methods)]
@@ -106,7 +107,7 @@ def measure(
 
 
 def reduction(links: LinkTimer, compressor: Quantize, exchange: str) -> Callable[..., jax.Array]:
-    """`psum_compressed` over the links, compiled."""
+    """Returns `psum_compressed` over the links, compiled."""
     return links.collective(
         functools.partial(
             psum_compressed, axis_name=links.axis, compressor=compressor, exchange=exchange
@@ -122,16 +123,16 @@ def check(
     *,
     exact: bool,
 ) -> list[int]:
-    """How many values of each result break the bound (on process 0, 0 elsewhere).
+    """Counts the values of each result that exceed the error bound, on process 0 (0 elsewhere).
 
-    Raises RuntimeError when ranks hold different compressed results.
+    Raises RuntimeError if ranks hold different compressed results.
     """
     copies = [[np.asarray(shard.data) for shard in r.addressable_shards] for r in results]
     sums = links.gather([[zlib.crc32(copy.tobytes()) for copy in mine] for mine in copies])
     sums = sums.reshape(len(sums), len(results), -1)
     if not exact and (sums != sums[:1, :, :1]).any():
         raise RuntimeError(
-            "the ranks hold different results: cgx_jax.debug.debug_checksums names them"
+            "the ranks hold different results; cgx_jax.debug.debug_checksums finds the ranks"
         )
     if not links.first:
         return [0] * len(results)
@@ -141,12 +142,12 @@ def check(
 
 
 def quartiles(values: Any) -> list[float]:
-    """Lower quartile, median, upper quartile."""
+    """Returns the lower quartile, the median and the upper quartile."""
     return [float(q) for q in np.percentile(np.asarray(values, np.float64), (25, 50, 75))]
 
 
 def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> dict[str, Any]:
-    """What a method's seconds, beside psum's of the same repeats, come to."""
+    """Returns a method's figures from its seconds and from psum's in the same repeats."""
     algbw = 8e-9 * nbytes / float(np.median(mine))
     return {
         "seconds": quartiles(mine),
@@ -157,7 +158,7 @@ def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> dict
 
 
 def print_rows(rows: Sequence[dict[str, Any]], *, header: bool) -> None:
-    """One line per method."""
+    """Prints one line per method."""
     cells = []
     for row in rows:
         low, ratio, high = row["ratio"]

@@ -1,4 +1,4 @@
-"""The error that a compressed sum may have, worked out from its inputs."""
+"""The largest error that a compressed sum may have, computed from its inputs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,29 +6,30 @@ from dataclasses import dataclass
 import numpy as np
 
 FLOAT_STEP = 2.0**-24  # relative error of one fp32 rounding
-META_ERROR = 2.0**-20  # of the largest magnitude in a bucket: rounding inside encode and decode
-SMALLEST_UNIT = 2.0**-126  # a smaller unit is stored as 0
+META_ERROR = 2.0**-20  # rounding in encode and decode, relative to a bucket's largest magnitude
+SMALLEST_UNIT = 2.0**-126  # encoding stores a smaller unit as 0
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The exact sum f64[values], and what fp32 and the compressor may add to it, by value."""
+    """The exact sum, f64[values], and the errors that fp32 and compression may add per value."""
 
     total: np.ndarray
     summing: np.ndarray
     compressing: np.ndarray
 
     def wrong(self, result: np.ndarray, *, exact: bool) -> int:
-        """How many values of `result` lie farther from the sum than allowed (NaN counts)."""
+        """Counts the values of `result` that are farther from the sum than allowed, and NaNs."""
         limit = self.summing if exact else self.summing + self.compressing
         return int(np.count_nonzero(~(np.abs(result - self.total) <= limit)))
 
 
 def all_reduce(inputs: Iterable[np.ndarray], bits: int, bucket_size: int) -> Allowed:
-    """Bounds scatter-reduce-allgather over one f32[values] a rank, rounding to nearest.
+    """Bounds the error of scatter-reduce-allgather of one f32[values] per rank, nearest rounding.
 
-    Every rank's share but the owner's is quantized once (which rank that is does not matter here:
-    the largest world - 1 errors count), the sum once more.
+    Each share is quantized once, except the share of the chunk's owner, and the sum is quantized
+    once more. The bound does not depend on which rank owns a chunk: it adds the largest world - 1
+    errors.
     """
     inputs = list(inputs)
     levels = 2**bits - 1
@@ -43,7 +44,7 @@ def all_reduce(inputs: Iterable[np.ndarray], bits: int, bucket_size: int) -> All
 
 
 def all_reduce_cast(inputs: Sequence[np.ndarray], rounding: float) -> Allowed:
-    """Bounds the same for values rounded to a narrower float type, relative error `rounding`."""
+    """Bounds the same for values that are rounded to a narrower float with this relative error."""
     total = np.asarray(np.sum(inputs, axis=0, dtype=np.float64))
     magnitudes = np.asarray(np.sum(np.abs(inputs), axis=0, dtype=np.float64))
     summing = len(inputs) * FLOAT_STEP * magnitudes
@@ -55,7 +56,7 @@ def all_reduce_cast(inputs: Sequence[np.ndarray], rounding: float) -> Allowed:
 def _one_pass(
     x: np.ndarray, levels: int, bucket_size: int, moved: np.ndarray | float
 ) -> np.ndarray:
-    """Largest error in each bucket of x, whose values may have moved by `moved` already."""
+    """Returns the largest error in each bucket of x, whose values may be off by `moved` already."""
     high, low = _bucket_max(x, bucket_size), -_bucket_max(-x, bucket_size)
     unit = (high - low + 2 * moved) / levels
     magnitude = np.maximum(np.abs(high), np.abs(low)) + moved

@@ -1,4 +1,4 @@
-"""The picture of a sweep: time and bus bandwidth against size, by matplotlib."""
+"""The chart of `bench`: time and bus bandwidth against size, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
         times.plot(sizes, seconds[:, 1], style, marker=".", color=color, label=name)
         busbw = [row["busbw_gbit"] for row in mine]
         speeds.plot(sizes, busbw, style, marker=".", color=color, label=name)
-    # "auto" is one of the others, and where it is psum their difference is noise.
+    # Leave out "auto": it is one of the others, and where it takes psum their difference is noise.
     sends = {exchange.shorthand for exchange in EXCHANGES}
     ours = [[row["ratio"][0] for row in m] for m in series.values() if m[0]["method"] in sends]
     least = pays_from(sizes, np.max(ours, axis=0))
-    title = "compression does not surely pay at these sizes"
+    title = "compression does not clearly pay off at these sizes"
     if least is not None:
-        title = f"compression pays from {size_text(least)}"
+        title = f"compression pays off from {size_text(least)}"
     for axes in (times, speeds):
         if least is not None:
             axes.axvline(least, color="black", lw=1, ls=":")
@@ -51,9 +51,10 @@ def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
 
 
 def pays_from(sizes: np.ndarray, lower: np.ndarray) -> float | None:
-    """The measured size from which on compression is faster in three repeats of four, or None.
+    """Returns the size from which compression is faster in three repeats of four, or None.
 
-    `lower` are lower quartiles of psum's time over that of the best method, by size.
+    It is one of `sizes`. `lower` has, for each size, the lower quartile of psum's time divided by
+    the best method's time.
     """
     unsure = np.flatnonzero(lower <= 1)
     first = unsure[-1] + 1 if unsure.size else 0
@@ -61,7 +62,7 @@ def pays_from(sizes: np.ndarray, lower: np.ndarray) -> float | None:
 
 
 def _series(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by what they are a curve of, psum first."""
+    """Groups the rows into one curve per method and width, psum first."""
     series: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         name = "psum" if row["method"] == "psum" else f"{row['method']}, {row['bits']} bits"

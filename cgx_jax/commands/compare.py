@@ -1,4 +1,4 @@
-"""`python -m cgx_jax compare`: a user's own training step by several methods, in turns."""
+"""`python -m cgx_jax compare`: times a user's own training step by several methods, in turns."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _COLUMNS = (
 
 
 class Refused(ValueError):
-    """What the user named or returned does not fit."""
+    """Raised if the user's target, or what it returned, cannot be used."""
 
 
 class Built(NamedTuple):
-    """What the user's function returned."""
+    """What the user's function returned: the step, its state and the batches."""
 
     step: Callable[..., Any]
     state: tuple[Any, ...]
@@ -70,9 +70,9 @@ def run(
     json_path: Path | None,
     png_path: Path | None,
 ) -> None:
-    """Prints the table and the recommendation, and writes what is asked for, on process 0.
+    """Measures; on process 0, prints the table and a recommendation and writes the files asked for.
 
-    Raises Refused where the target, or what it returns, does not fit.
+    Raises Refused if the target, or what it returns, cannot be used.
     """
     build = function_of(target)
     rows = measure(build, links, names, steps, exchange)
@@ -92,14 +92,14 @@ def run(
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """The function that MODULE[:FUNCTION] names."""
+    """Returns the function that MODULE[:FUNCTION] names."""
     module_name, _, name = target.partition(":")
     name = name or DEFAULT_FUNCTION
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # something that the module imports
+            raise  # the missing module is one that the user's module imports
         raise Refused(
             f"compare: there is no module {error.name!r} for {target!r}; run the command in the "
             "folder that holds it, and write it as in an import: train for train.py."
@@ -117,7 +117,7 @@ def function_of(target: str) -> Callable[..., Any]:
 def measure(
     build: Callable[..., Any], links: LinkTimer, names: Sequence[str], steps: int, exchange: str
 ) -> list[dict[str, Any]]:
-    """Times `steps` steps of every method, in turns; one row a method, exact's first."""
+    """Times `steps` steps of every method in turns; returns one row per method, exact's first."""
     trials, runs = [], []
     samples = np.empty((steps, len(names)))
     with Progress("compare", len(names) + steps, links.first) as progress:
@@ -138,7 +138,7 @@ def measure(
             progress.step(len(names) + i, f"step {i + 1} of {steps}")
             for j, running in enumerate(runs):
                 links.barrier()
-                links.barrier()  # the first one's stragglers have arrived now
+                links.barrier()  # the first barrier's stragglers have arrived by now
                 start = time.perf_counter()
                 running()
                 sample[j] = time.perf_counter() - start
@@ -158,7 +158,7 @@ def measure(
 
 
 def built(build: Callable[..., Any], trial: Trial) -> Built:
-    """What the user's function returns for one method, checked."""
+    """Calls the user's function for one method and checks what it returns."""
     made = build(trial.sync)
     if not isinstance(made, tuple) or len(made) != 3:
         raise Refused(
@@ -184,7 +184,7 @@ def built(build: Callable[..., Any], trial: Trial) -> Built:
             "compare: the function did not call sync; put sync(axis_name, mesh=mesh) where "
             "cgx_jax.sync_gradients stands in the optimizer's chain."
         )
-    # A step may donate its state, of which the user's module may hold the only other reference.
+    # Copy the state: a step may donate it, and the user's module may still hold a reference to it.
     return Built(step, jax.tree.map(_copied, state), batches)
 
 
@@ -198,7 +198,7 @@ def _shown(value: Any) -> str:
 
 
 class _Running:
-    """A step with the state that it goes on from."""
+    """A step with the state from which its next call continues."""
 
     def __init__(self, made: Built) -> None:
         self.step, self.state, self.batches = made
@@ -226,7 +226,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """One line per method."""
+    """Prints one line per method."""
     cells = []
     for row in rows:
         low, middle, high = (s * 1e3 for s in row["seconds"])
@@ -244,22 +244,23 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What to write, by the quartiles of `measure`'s rows.
+    """Returns the recommendation's lines, from the quartiles of `measure`'s rows.
 
-    A method is faster than another where its lower quartile is above the other's upper one; exact's
-    ratio is 1. Of methods that no quartile tells apart, the one with the least error is taken.
+    Ratios of times decide; exact gradients have the ratio 1. A method is faster than another if its
+    lower quartile is above the other's upper quartile. Among methods that the quartiles do not
+    tell apart, the one with the least error is recommended.
     """
     faster = [row for row in rows if row["ratio"][0] > 1]
     if not faster:
         return [
-            "Keep lax.pmean: no method was faster than exact gradients in three turns of four. "
+            "Keep lax.pmean: no method was faster than exact gradients in three of four turns. "
             "Communication is too small a part of this step on this link."
         ]
     close = [row for row in faster if METHODS[row["method"]].close]
     lines = []
     best = _best(close) if close else None
     if best is not None:
-        lines.append(f"Write {best['write']}: {_said(best)}, and it learns like exact gradients.")
+        lines.append(f"Write {best['write']}: {_said(best)}, and it trains like exact gradients.")
     level = best["ratio"][2] if best is not None else 1.0
     if others := [row for row in faster if row not in close and row["ratio"][0] > level]:
         other = _best(others)
@@ -279,4 +280,4 @@ def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _said(row: dict[str, Any]) -> str:
     low, ratio, high = row["ratio"]
-    return f"{ratio:.2f} ({low:.2f}-{high:.2f}) times as fast a step as exact"
+    return f"a step is {ratio:.2f} ({low:.2f}-{high:.2f}) times as fast as with exact gradients"

@@ -26,7 +26,7 @@ def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
     times.set(xlabel="ms per step, median and quartiles", title="Time")
     times.invert_yaxis()
     sizes.barh(names, [row["sent_bytes"] / 1e6 for row in rows], color=colors)
-    sizes.set(xlabel="MB that a rank sends per step", title="Bytes", xscale="log")
+    sizes.set(xlabel="MB sent per rank and step", title="Bytes", xscale="log")
     errors.barh(names, [row["error"] for row in rows], color=colors)
     errors.set(xlabel="relative error of a step's mean", title="Error", xscale="log")
     for axes in panels:

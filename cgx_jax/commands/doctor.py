@@ -1,4 +1,4 @@
-"""`python -m cgx_jax doctor`: what this installation has, and how to add what it lacks."""
+"""`python -m cgx_jax doctor`: shows what this installation has, and how to add what it lacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cgx_jax.exchanges import auto
 from cgx_jax.exchanges import nccl as fused_on_cuda
 from cgx_jax.kernels.native import CPU_REMEDY, CUDA_REMEDY, backends
 
-# A child asks MPI: a broken MPI library ends the process that loads it.
+# A child process asks MPI, because a broken MPI library ends the process that loads it.
 _ASK_MPI = """
 from mpi4py import MPI
 levels = ["single", "funneled", "serialized", "multiple"]
@@ -37,7 +37,7 @@ _LAUNCHERS = ("PMI", "OMPI", "PRTE", "HYDRA", "MPI_", "SLURM")
 
 
 class Finding(NamedTuple):
-    """A line: what was looked at, what was found, and what fixes it ("" if nothing is wrong)."""
+    """One line: what was checked, what was found, and the remedy ("" if nothing is wrong)."""
 
     what: str
     found: str
@@ -45,9 +45,9 @@ class Finding(NamedTuple):
 
 
 def run(as_json: bool = False) -> int:
-    """Prints process 0's findings; returns 1 when the kernels give wrong values, else 0.
+    """Prints process 0's findings; returns 1 if the kernels compute wrong values, else 0.
 
-    As JSON they are an object: name to {"found": str, "remedy": str}.
+    With `as_json`, prints an object that maps each name to {"found": str, "remedy": str}.
     """
     good = _round_trip()
     if jax.process_index() > 0:
@@ -67,7 +67,7 @@ def run(as_json: bool = False) -> int:
 
 
 def _round_trip() -> bool:
-    """Whether values come back from the kernels within the stated error."""
+    """Returns whether values come back from the kernels within the stated error bound."""
     x = np.linspace(-1, 1, 5000, dtype=np.float32)
     compressor = Quantize(bits=4)
     back = compressor.decode(compressor.encode(x), x.shape, x.dtype)
@@ -95,10 +95,10 @@ def _package(good: bool) -> Iterator[Finding]:
     lacking = built["cuda"] == "jnp" and any(d.platform == "gpu" for d in jax.devices())
     yield Finding("kernels on CUDA", built["cuda"], CUDA_REMEDY if lacking else "")
     if good:
-        yield Finding("self-test", "values come back within the error bound")
+        yield Finding("self-test", "decoded values are within the error bound")
     else:
         again = "pip install --force-reinstall cgx-jax"
-        yield Finding("self-test", "broken: values come back wrong", again)
+        yield Finding("self-test", "failed: decoded values exceed the error bound", again)
     yield Finding("wire format", str(built["wire_format"]))
     usable = [e.shorthand for e in auto.available()]
     without_mpi = "" if "mpi" in usable else "'mpi' needs ranks that mpiexec or srun started"
@@ -109,7 +109,7 @@ def _memory() -> Iterator[Finding]:
     if platform.libc_ver()[0] == "glibc" and any(d.platform == "cpu" for d in jax.devices()):
         yield Finding(
             "memory",
-            "malloc returns large buffers after each step; cgx_jax.keep_memory() keeps them",
+            "malloc frees large buffers after each step; call cgx_jax.keep_memory() to keep them",
         )
 
 
@@ -117,7 +117,7 @@ def _mpi() -> Iterator[Finding]:
     if importlib.util.find_spec("mpi4py") is None:
         yield Finding("MPI", "mpi4py is not installed", "pip install cgx-jax[mpi]")
         return
-    # Of its own, not as the rank that a launcher may have started this process as.
+    # Remove the launcher's variables, so that the child does not join as this process's rank.
     alone = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
     try:
         answer = subprocess.run(
@@ -133,8 +133,8 @@ def _mpi() -> Iterator[Finding]:
         said, failed = "", ["no answer in 60 s"]
     threads, _, version = said.partition("\n")
     if not version:
-        why = " ".join(failed) or "it ended without output"
-        yield Finding("MPI", f"mpi4py does not load: {why}", "pip install cgx-jax[mpi]")
+        why = " ".join(failed) or "its process ended without output"
+        yield Finding("MPI", f"mpi4py cannot be imported: {why}", "pip install cgx-jax[mpi]")
         return
     yield Finding("MPI", f"{installation.one_line(version)}, mpi4py {metadata.version('mpi4py')}")
     yield Finding(
@@ -153,12 +153,12 @@ def _nvidia() -> Iterator[Finding]:
         yield Finding(
             "CUDA",
             f"{name} {installed[name]}" + ("" if driver else ", but there is no NVIDIA driver"),
-            "" if driver else "install NVIDIA's driver, where there is a GPU",
+            "" if driver else "if this machine has a GPU, install NVIDIA's driver",
         )
     else:
         yield Finding(
             "CUDA",
-            "JAX has no CUDA plugin" if driver else "no NVIDIA driver here, and no plugin",
+            "JAX has no CUDA plugin" if driver else "no NVIDIA driver and no CUDA plugin for JAX",
             'pip install "jax[cuda13]"' if driver else "",
         )
     nvcc = shutil.which("nvcc")
@@ -172,7 +172,7 @@ def _nvidia() -> Iterator[Finding]:
         problem = fused_on_cuda.not_installed()
         found = "no" if problem else "built in"
         yield Finding(
-            "exchange 'nccl'", found, f"{problem}; 'xla' is used until then" if problem else ""
+            "exchange 'nccl'", found, f"{problem}; until then, use 'xla'" if problem else ""
         )
 
 

@@ -1,4 +1,4 @@
-"""`python -m cgx_jax report`: what an adaptive policy did in a run, in words and as a picture."""
+"""`python -m cgx_jax report`: shows what an adaptive policy did in a run, as text and a chart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ scalar that policy.record() noted.
 
 
 def run(paths: Sequence[Path], png: Path | None) -> None:
-    """Prints what the logs hold, and draws it; raises ValueError for a file that is no log."""
+    """Prints and draws what the logs hold; raises ValueError for a file that is not a log."""
     runs = [Run.read(path) for path in paths]
     for one in runs:
         _print(one)
@@ -33,7 +33,7 @@ def _print(one: Run) -> None:
     outcomes = [r.outcome for r, _ in one.refreshes]
     print(
         f"{one.name}: {len(one.menu.paths)} adaptive leaves, {len(outcomes)} looks at their "
-        f"statistics, {outcomes.count('changed')} changes of plan"
+        f"statistics, {outcomes.count('changed')} plan changes"
     )
     for plan in one.plans:
         print(
@@ -44,7 +44,7 @@ def _print(one: Run) -> None:
         if refresh.nonfinite:
             print(f"  step {refresh.step}: not finite: {', '.join(refresh.nonfinite)}")
     if one.measured() is None:
-        print("  no statistics yet that a solver can use")
+        print("  no statistics yet, or none that a solver can use")
         return
     last = one.refreshes[-1][0]
     width = max(map(len, one.menu.paths), default=4)

@@ -1,4 +1,4 @@
-"""The picture of `report`: widths over time, error against bytes, recorded curves."""
+"""The chart of `report`: widths over time, error against bytes, and recorded curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_LABELS = 40
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draws the runs into a PNG at `path`; widths and errors are those of the first."""
+    """Draws the runs into a PNG at `path`; widths and errors are the first run's."""
     names = sorted({name for run in runs for name in run.scalars})
     leaves = min(MOST_LABELS, len(runs[0].menu.paths))
     columns = 2 + len(names)
@@ -41,7 +41,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 def _draw_widths(figure: Figure, axes: Any, run: Run) -> None:
     widths = [c.bits for c in run.menu.candidates]
-    axes.set(title="bits of every leaf", xlabel="step of the look at the statistics")
+    axes.set(title="bits of every leaf", xlabel="step at which the policy read the statistics")
     paths = run.menu.paths
     if len(paths) <= MOST_LABELS:
         axes.set_yticks(range(len(paths)), paths, fontsize=7)

@@ -1,4 +1,4 @@
-"""What uniform widths and each solver would give for the statistics of a run."""
+"""What uniform widths and each solver would choose for the statistics of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FRONT_POINTS = 25
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What something would give every leaf: mean payload bits per value, and relative L2 error."""
+    """One choice of widths: its mean payload bits per value and its relative L2 error."""
 
     name: str
     bits: float
@@ -23,7 +23,7 @@ class Choice:
 
 
 def choices(run: Run) -> list[Choice]:
-    """Uniform widths, every solver, and the plan that holds, by the last usable statistics."""
+    """Returns uniform widths, each solver's choice and the run's, by the last usable statistics."""
     last = run.measured()
     if last is None:
         return []
@@ -42,7 +42,7 @@ def choices(run: Run) -> list[Choice]:
 
 
 def _solvers(bits: np.ndarray) -> list[Solver]:
-    """Those that can choose from candidates of these widths."""
+    """Returns the solvers that can choose among candidates of these widths."""
     narrow, wide = int(bits[0]), int(bits[-1])
     able: list[Solver] = []
     for solver in (Linear(narrow, wide), KMeans(narrow, wide), LeastBytes()):
@@ -53,7 +53,7 @@ def _solvers(bits: np.ndarray) -> list[Solver]:
 
 
 def front(run: Run) -> list[Choice]:
-    """The least error for budgets from the narrowest to the widest candidate."""
+    """Returns the least error at budgets from the narrowest to the widest candidate."""
     last = run.measured()
     if last is None:
         return []

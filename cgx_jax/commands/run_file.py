@@ -1,4 +1,4 @@
-"""The log of a run as values: what `cgx_jax.Adaptive(log=FILE)` wrote, or a ValueError."""
+"""Reads what `cgx_jax.Adaptive(log=FILE)` wrote; raises ValueError for any other file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cgx_jax.policies.decide import Refresh
 from cgx_jax.policies.menu import Candidate, Menu
 
 MOST_LEAVES = 1_000_000
-MOST_BITS = 64  # of a width
-LARGEST = 1e60  # an average: sums are kept in fp32
+MOST_BITS = 64  # limit of a width
+LARGEST = 1e60  # limit of an average: sums are kept in fp32
 OUTCOMES = ("changed", "kept", "bounded", "unusable")
 
 
 class Traced(NamedTuple):
-    """A plan that was compiled after `step` steps: its widths and what a rank sends a step."""
+    """A plan compiled after `step` steps: its widths and the bytes sent per rank and step."""
 
     step: int
     bits: tuple[int, ...]
@@ -31,7 +31,7 @@ class Traced(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's log: leaves with their candidates, plans, refreshes with averages, scalars."""
+    """A run's log: leaves with candidates, refreshes with averages, plans and scalars."""
 
     name: str
     menu: Menu
@@ -41,7 +41,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """The run logged at `path`; raises ValueError for a file that is no log."""
+        """Reads the run logged at `path`; raises ValueError for a file that is not a log."""
         reader = _Reader()
         for number, line in enumerate(untrusted.lines(path), 1):
             try:
@@ -57,13 +57,13 @@ class Run:
         return cls(path.stem, reader.menu, tuple(reader.refreshes), tuple(reader.plans), curves)
 
     def measured(self) -> tuple[Refresh, dict[str, np.ndarray]] | None:
-        """The last refresh that a solver could work with."""
+        """Returns the last refresh whose statistics a solver could use, or None."""
         usable = [r for r in self.refreshes if r[0].outcome != "unusable"]
         return usable[-1] if usable else None
 
 
 class _Reader:
-    """What the entries so far hold."""
+    """Collects the entries of a log."""
 
     def __init__(self) -> None:
         self.menu: Menu | None = None
@@ -72,7 +72,7 @@ class _Reader:
         self.scalars: dict[str, list[tuple[int, float]]] = {}
 
     def add(self, entry: Any) -> None:
-        """One more entry; raises ValueError or TypeError for what the log never holds."""
+        """Adds an entry; raises ValueError or TypeError for one that no log holds."""
         kind = untrusted.field(entry, "kind")
         if kind == "run":
             self.menu = _menu(entry, self.menu)

@@ -1,4 +1,4 @@
-"""What `compare` tries, and how a method stands in the user's step."""
+"""The methods that `compare` tries, and how each is put into the user's step."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ ERROR_STEPS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """Options of `sync_gradients`, and how a user writes them.
+    """The options of `sync_gradients` for a method, and `write`, how a user writes them.
 
-    `close`: trained models were within the spread of exact ones over seeds (docs/choosing.md).
+    `close` says that models trained with it were within the spread over seeds of exactly trained
+    models (docs/choosing.md).
     """
 
     write: str
@@ -67,7 +68,7 @@ METHODS = {
 
 
 class Watched(NamedTuple):
-    """The state of `sync_gradients`, and squares summed over the first steps, f32[] each."""
+    """The state of `sync_gradients`, and two sums of squares over the first steps, f32[] each."""
 
     sync: SyncState
     lost: jax.Array  # |mean - exact|²
@@ -78,7 +79,7 @@ class Trial:
     """One method in the user's step: `sync` makes its transformation."""
 
     def __init__(self, method: Method, exchange: str) -> None:
-        # Sums of numbers go by XLA's own collectives.
+        # Codes that are summed as numbers need XLA's own collectives.
         summed = isinstance(method.compressor, SummedCompressor) or method.compressor.lossless
         self.method, self.exchange = method, Xla.shorthand if summed else exchange
         self.made = False
@@ -87,7 +88,7 @@ class Trial:
     def sync(
         self, axis_name: Any, *, mesh: Mesh | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        """`sync_gradients` by this method, which looks at the mean's error in its first steps."""
+        """Makes `sync_gradients` for this method, which measures its error in the first steps."""
         import optax
 
         method = self.method
@@ -103,7 +104,7 @@ class Trial:
 
         def init(params: Any) -> Watched:
             state = inner.init(params)
-            zero = state.step.astype(jnp.float32)  # placed on the mesh as the state is
+            zero = state.step.astype(jnp.float32)  # placed on the mesh like the state
             return Watched(state, zero, zero)
 
         def update(
@@ -118,7 +119,7 @@ class Trial:
                 lost = jax.tree.map(jnp.subtract, means, exact)
                 return state.lost + _square(lost), state.exact + _square(exact)
 
-            # Later steps skip it, so that the exact mean does not count where steps are timed.
+            # Later steps skip this, so that the exact mean is not part of the timed steps.
             early = state.sync.step < ERROR_STEPS
             lost, exact = lax.cond(early, look, lambda: (state.lost, state.exact))
             return means, Watched(after, lost, exact)
@@ -126,7 +127,7 @@ class Trial:
         return optax.GradientTransformationExtraArgs(init, update)
 
     def _sent_bytes(self, options: Options, updates: Any) -> int:
-        """What a rank sends in a step: exact buffers as a ring all-reduce does."""
+        """Returns bytes sent per rank and step; exact buffers count as a ring all-reduce."""
         plan = resolve(CALLER, updates, self.method.compressor)
         in_units = range(len(plan.leaves)) if self.method.precondition is not None else ()
         exact, total = list(plan.exact), 0
@@ -139,7 +140,7 @@ class Trial:
         return total + -(-2 * (world - 1) * nbytes // world)
 
     def error(self, state: Any) -> float:
-        """The relative error over the first steps, from the training's state."""
+        """Returns the relative error over the first steps, from the training's state."""
         nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Watched))
         watched = next(x for x in nodes if isinstance(x, Watched))
         lost, exact = (float(jnp.ravel(x.addressable_data(0))[0]) for x in watched[1:])

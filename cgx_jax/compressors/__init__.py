@@ -1,4 +1,4 @@
-"""Compressors: the protocols, and one file a family."""
+"""Compressors: the protocols, and one file per family."""
 
 from cgx_jax.compressors.base import Compressor as Compressor
 from cgx_jax.compressors.base import Maxima as Maxima

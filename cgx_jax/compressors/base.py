@@ -1,4 +1,4 @@
-"""The protocols of a compressor: what every one states, and its two families."""
+"""The compressor protocols: what every compressor declares, and the two families."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ class Compressor(abc.ABC):
 
     Subclasses are frozen dataclasses of one of two families. A `PayloadCompressor` turns a leaf
     into bytes and back. A `SummedCompressor` turns it into arrays whose sum over the ranks is the
-    code of the ranks' sum. A compressor knows no axis and no tree. What it states decides how it is
-    reduced:
+    code of the ranks' sum. A compressor knows nothing of axes or trees. What it declares decides
+    how it is reduced:
 
-    * `lossless`: nothing is lost, so exact leaves skip the code.
-    * `reductions`: the names of the reductions that are right for it; the first is the default.
-    * `unbiased`: the expectation of what comes back is what went in.
+    * `lossless`: nothing is lost, so its leaves are reduced exactly and skip the code.
+    * `reductions`: the names of the reductions that it allows; the first is the default.
+    * `unbiased`: the expectation of a decoded value is the value itself.
     * `needs_key`: it draws random numbers.
-    * `shares_noise`: all ranks are given the same key, instead of one each.
-    * `shares_state`: its state is made only of sums over the ranks, so all ranks hold the same.
+    * `shares_noise`: all ranks get the same key instead of one key each.
+    * `shares_state`: its state is computed only from sums over the ranks, so all ranks hold the
+      same state.
     * `selects`: it sends a few values and drops the others entirely.
-    * `carries_nonfinite`: if a leaf holds values that are not finite, so does what comes back.
+    * `carries_nonfinite`: if a leaf holds non-finite values, so does the decoded leaf.
       `debug_nonfinite` then looks only at results.
 
-    State (momenta, low-rank factors) is a pytree that `init` makes and that every use returns anew.
+    State (momenta, low-rank factors) is a pytree. `init` makes it, and every use returns a new one.
     Stateless compressors have the empty tuple. `sync_gradients` keeps the state from step to step;
-    calls that keep nothing raise ValueError for such a compressor. Leaves are f32, bf16 or f16 by
-    default (`supports`). Terms after GRACE (Xu et al., ICDCS 2021).
+    calls that keep no state raise ValueError for a compressor that has one. Leaves are f32, bf16 or
+    f16 by default (`supports`). Terms follow GRACE (Xu et al., ICDCS 2021).
     """
 
     lossless: ClassVar[bool] = False
@@ -46,12 +47,12 @@ class Compressor(abc.ABC):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the expectation of what comes back is what went in."""
+        """Whether the expectation of a decoded value is the value itself."""
         return False
 
     @property
     def needs_key(self) -> bool:
-        """Whether a key is needed."""
+        """Whether the compressor needs a key for random numbers."""
         return False
 
     @property
@@ -61,7 +62,7 @@ class Compressor(abc.ABC):
 
     @property
     def block_size(self) -> int | None:
-        """How many values share one code; None if a leaf is coded as a whole."""
+        """The number of values that are coded together; None if a leaf is coded as a whole."""
         return None
 
     @property
@@ -77,8 +78,8 @@ class Compressor(abc.ABC):
     def width(self) -> int:
         """Whole bits per value, 1 or more: how solvers, logs and metrics name this compressor.
 
-        By default the payload bits of fp32[1024, 1024] per value, rounded. A subclass whose values
-        have codes of one size states that size, without metadata.
+        By default this is the payload of fp32[1024, 1024] in bits per value, rounded. A subclass
+        whose values all have codes of one size returns that size, without metadata.
         """
         return max(1, round(self.wire_bits((1024, 1024)) / 2**20))
 
@@ -86,11 +87,11 @@ class Compressor(abc.ABC):
     def squared_errors(cls, candidates: Sequence[Any], rows: jax.Array, filled: Any) -> jax.Array:
         """The squared error of each of `candidates`, all of this class, on each of `rows`.
 
-        Returns fp32[rows, candidates]. A row of fp32[rows, ...] is whole blocks or a whole leaf.
-        The sum of squared errors is over its first `filled` values; the others are copies of the
-        last. By default every row is approximated by itself. If a candidate needs a key, each row
-        has a constant one: one draw per row stands for the expectation. A subclass may compute all
-        candidates together.
+        Returns fp32[rows, candidates]. Each row of fp32[rows, ...] holds whole blocks or a whole
+        leaf. Squared errors are summed over the first `filled` values of a row; its other values
+        are copies of the last one. By default each row is approximated by itself. If a candidate
+        needs a key, each row has a constant key, so one draw per row stands for the expectation. A
+        subclass may compute all candidates together.
         """
 
         def lost(compressor: Any, row: jax.Array, key: jax.Array) -> jax.Array:
@@ -107,37 +108,38 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
-        """What comes back for `x` on a single rank, from the state that `init` makes."""
+        """Returns `x` as one rank encodes and decodes it, from the state that `init` makes."""
 
     @abc.abstractmethod
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
-        """Exact bits of the code of a leaf of `shape` (or of that many values).
+        """Returns the exact bits of the code of a leaf of `shape` (or of that many values).
 
-        Whole bytes travel, `payload_bytes`: if this is no multiple of 8, `encode` pads the last
-        byte.
+        Payloads travel as whole bytes (`payload_bytes`). If the bits are not a multiple of 8,
+        `encode` pads the last byte.
         """
 
     @abc.abstractmethod
     def error_bound(self, x: Any) -> jax.Array:
-        """Largest possible error of what comes back for `x`: fp32, one number per value, x's shape.
+        """Returns the largest possible error of each decoded value: fp32, in the shape of `x`.
 
-        For a payload that is |decode(encode(x)) - x|. For summed arrays `x` is the ranks' sum.
+        For a payload, the error is |decode(encode(x)) - x|. For summed arrays `x` is the ranks'
+        sum.
         """
 
     @property
     def feedback_scale(self) -> float | None:
         """The factor on decoded values under error feedback that keeps the memory bounded.
 
-        1 for compressors that lose less than they are given; 1 / (1 + ω) for unbiased ones with
-        E|decode(encode(x)) - x|² <= ω |x|², around which plain feedback diverges; None if no factor
-        is known to be enough.
+        It is 1 for compressors that lose less than they are given. It is 1 / (1 + ω) for unbiased
+        compressors with E|decode(encode(x)) - x|² <= ω |x|², around which plain feedback diverges.
+        It is None if no factor is known to be enough.
         """
         return 1.0
 
     def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array | None:
-        """Which of the values of `x` the code would send if it had room, bool like `x`.
+        """Returns which values of `x` the code would send if it had room, bool in the shape of `x`.
 
-        `arrived` marks those that it has sent. None for codes that always have room.
+        `arrived` marks the values that it has sent. Returns None for codes that always have room.
         """
         return None
 
@@ -149,7 +151,7 @@ class Compressor(abc.ABC):
     def known_error(self, size: int) -> float | None:
         """The relative squared error of encoding a leaf of `size` values; None if it is not known.
 
-        If a code states one, its decoded values are smaller by the same share on average.
+        Where the error is known, decoded values are smaller by the same share on average.
         """
         return None
 
@@ -162,7 +164,7 @@ class Compressor(abc.ABC):
         return ()
 
     def has_state(self, shape: Sequence[int], dtype: Any) -> bool:
-        """Whether `init` makes an array for such a leaf."""
+        """Whether `init` makes any array for a leaf of `shape` and `dtype`."""
         if type(self).init is Compressor.init:
             return False
         return bool(jax.tree.leaves(jax.eval_shape(lambda: self.init(shape, dtype))))
@@ -171,19 +173,21 @@ class Compressor(abc.ABC):
 class PayloadCompressor(Compressor):
     """A compressor whose code is bytes: a payload of `wire_bits` bits, padded to whole bytes.
 
-    A leaf is prepared as a whole, then encoded. `prepare` holds all that needs the whole leaf or
-    the past: statistics, momenta. `encode` has no state. The reductions ask this of a code:
+    A leaf is prepared as a whole, then encoded. `prepare` does all that needs the whole leaf or
+    earlier steps, such as statistics and momenta. `encode` has no state. The reductions differ in
+    what they require of a code:
 
-    * "scatter_gather" encodes one chunk of the leaf for each rank, so `encode` must take any run of
-      values by itself.
+    * "scatter_gather" encodes one chunk of the leaf for each rank, so `encode` must be able to
+      encode any run of values by itself.
     * "gather_sum" encodes whole leaves.
-    * "ring" and "tree" encode sums over some of the ranks with the code of one rank's values.
+    * "ring" and "tree" encode sums over some of the ranks with the same code as a single rank's
+      values.
 
-    `owner_exact` says that the rank which adds up a chunk may add its own prepared values as they
-    are, which makes the sum more exact. It is False if every rank must have the same weight, as in
-    a vote; "ring" and "tree" then refuse the code. Reductions encode fp32 values unless the
-    compressor brings kernels (`codes`). All-gathers encode values of the leaf's dtype. `encode`
-    raises ValueError for a missing key.
+    `owner_exact` says that the rank that adds up a chunk may add its own prepared values without
+    encoding them, which makes the sum more accurate. It is False if every rank must have the same
+    weight, as in a vote; "ring" and "tree" then refuse the code. Reductions encode fp32 values
+    unless the compressor provides kernels (`codes`). All-gathers encode values of the leaf's dtype.
+    `encode` raises ValueError for a missing key.
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")
@@ -197,7 +201,7 @@ class PayloadCompressor(Compressor):
         return self.decode(self.encode(x, key=key), x.shape, x.dtype)
 
     def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """What of a whole leaf is encoded, in its shape, and the new state; both fp32.
+        """Returns (what is encoded of a whole leaf, in the leaf's shape; the new state), both fp32.
 
         `x` is one rank's leaf in fp32. By default it is encoded unchanged.
         """
@@ -214,44 +218,45 @@ class PayloadCompressor(Compressor):
 
     @abc.abstractmethod
     def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
-        """Decodes a payload to an array of `shape` and `dtype`, without trusting it for sizes."""
+        """Decodes a payload to an array of `shape` and `dtype`. Takes no sizes from the payload."""
 
     def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """The sum of the decoded payloads u8[ranks, n], in fp32 and rank order."""
+        """Decodes the payloads, u8[ranks, n], and adds them up in fp32 and in rank order."""
 
         def add(total: jax.Array, _: Any, payload: jax.Array) -> jax.Array:
             total = total + self.decode(payload, tuple(shape), jnp.float32)
-            # XLA would make one scatter of all ranks' values, which GPUs add in any order.
+            # XLA would merge all ranks' values into one scatter, and a GPU adds those in any order.
             return lax.optimization_barrier(total) if self.selects else total
 
         return in_rank_order(add, jnp.zeros(tuple(shape), jnp.float32), payloads)
 
     def of_sums(self, world: int) -> PayloadCompressor:
-        """The code of a chunk's sum over `world` ranks, on its way from the owner to all others."""
+        """Returns the code for a chunk's sum over `world` ranks, on its way to all others."""
         return self
 
     @classmethod
     def chunk_kernels(cls, leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode | None:
-        """Code of this family for a fusion buffer, cut into chunks, in one call; or None."""
+        """Returns the code that handles a whole chunked fusion buffer in one call, or None."""
         return None
 
     @classmethod
     def whole_kernels(cls, leaves: tuple[CodedLeaf, ...]) -> WholeCode | None:
-        """Code of this family for a fusion buffer of whole leaves, in one call; or None."""
+        """Returns the code that handles a fusion buffer of whole leaves in one call, or None."""
         return None
 
     def row_kernels(self, size: int) -> RowCode | None:
-        """Code for all rows of `size` values of a leaf, in one call; or None."""
+        """Returns the code that handles all rows, of `size` values each, in one call, or None."""
         return None
 
 
 class Summed(NamedTuple):
     """What the generator of a `SummedCompressor` returns; `total` and `own` are fp32.
 
-    Both have the leaf's shape. `total` is the ranks' sum as the code gives it, alike on all ranks.
-    Make it only from the received sums (and not from `zeros_like(x)`, whose type is this rank's).
-    `own` is this rank's part of it: the sum of all ranks' `own` is `total`. `state` is the
-    compressor's new state. A `total` that is typed as varying between ranks raises ValueError.
+    Both have the leaf's shape. `total` is the ranks' sum as the code represents it, the same on all
+    ranks. Compute it only from the received sums, and not from `zeros_like(x)`, which has the type
+    of this rank's own values. `own` is this rank's part of `total`: the sum of all ranks' `own` is
+    `total`. `state` is the compressor's new state. A `total` that is typed as varying between ranks
+    raises ValueError.
     """
 
     total: jax.Array
@@ -262,8 +267,8 @@ class Summed(NamedTuple):
 class Together(NamedTuple):
     """What `rounds` may yield between two rounds to compute `function(x)`, which it then receives.
 
-    Leaves that ask for the same function of the same shape and dtype share one call, under
-    `jax.vmap`: a separate loop for each of many leaves would take long to compile.
+    Leaves that yield the same function with the same shape and dtype share one call under
+    `jax.vmap`, because a separate loop for each of many leaves would take long to compile.
     """
 
     function: Callable[[jax.Array], jax.Array]
@@ -271,7 +276,7 @@ class Together(NamedTuple):
 
 
 class Maxima(NamedTuple):
-    """What `rounds` may yield as a round; it receives the arrays' maxima over the ranks.
+    """A round of maxima: `rounds` may yield it and receives the arrays' maxima over the ranks.
 
     `arrays` have the same shapes and dtypes on every rank.
     """
@@ -297,16 +302,16 @@ class SummedCompressor(Compressor):
         """A generator: yields the arrays of a round, and receives their sums over `world` ranks.
 
         `x` is fp32 in the leaf's shape. Every rank yields arrays of the same shapes and dtypes, in
-        the same number of rounds. A round of `Maxima` receives maxima instead of sums. `Together`
-        may be yielded in between. Returns `Summed`.
+        the same number of rounds. A round of `Maxima` receives maxima instead of sums. It may yield
+        `Together` in between. Returns `Summed`.
         """
 
     def summed_bytes(self, shape: Sequence[int], dtype: Any, world: int) -> int:
-        """Bytes of all arrays that one of `world` ranks yields."""
+        """Returns the bytes of all arrays that one of `world` ranks yields."""
         return self.payload_bytes(shape, dtype)
 
     def error_bound_of_sum(self, x: jax.Array) -> jax.Array:
-        """`error_bound` of the ranks' sum, from every rank's values, f32[world, ...]."""
+        """Returns `error_bound` of the ranks' sum, given every rank's values, f32[world, ...]."""
         return self.error_bound(x.sum(0))
 
     def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
@@ -316,7 +321,7 @@ class SummedCompressor(Compressor):
 
 
 def alone(running: Rounds) -> Summed:
-    """What `rounds` ends with on a single rank."""
+    """Runs `rounds` on a single rank and returns its result."""
     made = next(running)
     while True:
         answer: Any
@@ -344,7 +349,7 @@ def require_stateless(
 
 
 def require_key(caller: str, compressors: Collection[Compressor], key: Any) -> bool:
-    """Whether any compressor needs randomness; raises ValueError when there is none to give."""
+    """Whether any compressor needs a key; raises ValueError if one does and `key` is None."""
     needy = [c for c in compressors if c.needs_key]
     if needy and key is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What codes of a few bits share: buckets with a scale each, bounds, noise, checks of arguments."""
+"""What low-bit codes share: buckets with one scale each, error bounds, noise, argument checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TINY = np.float32(np.finfo(np.float32).tiny)
 
 
 def split(x: Any, size: int) -> jax.Array:
-    """fp32[buckets, size] of any array, the last one filled up with zeros."""
+    """Cuts any array into fp32[buckets, size]; zeros fill up the last bucket."""
     flat = jnp.ravel(x).astype(jnp.float32)
     return jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size)
 
@@ -34,16 +34,17 @@ def count(size: int, bucket: int) -> int:
 
 
 def filled(size: int, bucket: int) -> np.ndarray:
-    """bool[buckets, bucket]: where there are values and not what the last bucket is filled with."""
+    """Returns bool[buckets, bucket]: True for values, False for the padding of the last bucket."""
     return (np.arange(count(size, bucket) * bucket) < size).reshape(-1, bucket)
 
 
 def share(rows: jax.Array, scale: jax.Array, top: float = 1) -> jax.Array:
-    """`rows` over a positive scale each, times `top`; 0 where the scale is 0 or NaN.
+    """Divides each row by its positive scale, times `top`; 0 where the scale is 0 or NaN.
 
-    By the inverse, as XLA divides, but the same everywhere: that of a large scale is no normal
-    number, that of a small one may overflow, and what is below the normal numbers is 0 on some
-    processors.
+    It multiplies by the inverse, as XLA divides, but with the same result on every processor. The
+    inverse of a large scale is not a normal number, the inverse of a small scale may overflow, and
+    some processors flush subnormal numbers to 0. Powers of two therefore bring scales and values
+    into range first.
     """
     small = jnp.where(scale < np.float32(2.0**-90), np.float32(2.0**64), np.float32(1))
     down = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-64), small)
@@ -53,14 +54,14 @@ def share(rows: jax.Array, scale: jax.Array, top: float = 1) -> jax.Array:
 
 
 def normal(x: jax.Array) -> jax.Array:
-    """`x`, with 0 for what is below fp32's normal numbers."""
+    """Returns `x` with 0 in place of fp32's subnormal numbers."""
     return jnp.where(jnp.abs(x) < _TINY, 0, x)
 
 
 def maximum(x: jax.Array, *, axis: int | None = None, keepdims: bool = False) -> jax.Array:
-    """`x.max`, 0 where there is no value, and NaN where one is NaN.
+    """Returns `x.max`: 0 if there is no value, and NaN if any value is NaN.
 
-    XLA's compiler for CPUs leaves maxima of 4,096 values and more to a library that drops NaN.
+    On CPUs, XLA leaves maxima of 4,096 values or more to a library that drops NaN.
     """
     if not x.size:
         return jnp.max(x, axis=axis, keepdims=keepdims, initial=0)
@@ -69,9 +70,10 @@ def maximum(x: jax.Array, *, axis: int | None = None, keepdims: bool = False) ->
 
 
 def largest(rows: jax.Array) -> jax.Array:
-    """Each row's largest magnitude, NaN where one is not finite, 0 below normal: fp32[rows, 1].
+    """Returns each row's largest magnitude, fp32[rows, 1].
 
-    By the bits, which costs one pass where `maximum` takes two.
+    It is NaN if a value is not finite, and 0 if it is subnormal. The function compares bit
+    patterns, which takes one pass where `maximum` takes two.
     """
     bits = lax.bitcast_convert_type(rows, jnp.int32) & np.int32(0x7FFFFFFF)
     most = bits.max(axis=1, keepdims=True)
@@ -80,23 +82,24 @@ def largest(rows: jax.Array) -> jax.Array:
 
 
 def row_sums(rows: jax.Array) -> jax.Array:
-    """Sums of fp32[k, n], none of them negative, in an order that kernels follow: fp32[k, 1].
+    """Returns the row sums, fp32[k, 1], of fp32[k, n] >= 0, in the kernels' order of additions.
 
-    Rows are filled up to a power of two, and their second half is added to the first until one
-    value is left.
+    Rows are padded to a power of two. Then their second half is added to the first until one value
+    is left.
     """
     half = 1 << (rows.shape[1] - 1).bit_length()
     rows = jnp.pad(rows, ((0, 0), (0, half - rows.shape[1])))
     while half > 1:
         half //= 2
-        # The maximum changes nothing but keeps XLA from rounding a product and the sum as one.
+        # The maximum changes no value. It keeps XLA from fusing a product and the sum into one
+        # rounding.
         rows = jnp.maximum(rows, 0)
         rows = rows[:, :half] + rows[:, half:]
     return rows
 
 
 def words(key: Any) -> jax.Array:
-    """What noise is drawn from: uint32[2]."""
+    """Returns the words that noise is drawn from, uint32[2]."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
@@ -106,16 +109,16 @@ def noise(key: Any, rows: int, columns: int) -> jax.Array:
 
 
 def uniform(words: jax.Array, rows: int, columns: int) -> jax.Array:
-    """`noise` of words, by the generator of the native kernels."""
+    """Draws `noise` from words, with the generator of the native kernels."""
     bits = random_bits(words, 0, 0, rows, columns)
     return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
 def rounded(bound: jax.Array, x: Any) -> jax.Array:
-    """`bound` on fp32 values like `x`'s, and the rounding of the result to the dtype of `x`.
+    """Returns `bound`, an error of fp32 values, plus the error of rounding to the dtype of `x`.
 
-    Infinite where `x` is not finite, and where the result may be past the largest of the dtype.
-    What is below fp32's normal numbers may come back as zero.
+    It is infinite where `x` is not finite, and where the result may exceed the largest value of the
+    dtype. It allows for subnormal fp32 numbers that come back as zero.
     """
     info = jnp.finfo(jnp.result_type(x))
     size = jnp.abs(jnp.asarray(x).astype(jnp.float32)) + bound
@@ -125,7 +128,7 @@ def rounded(bound: jax.Array, x: Any) -> jax.Array:
 
 
 def whole_number(where: str, name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int; raises TypeError for what is none, ValueError outside of low..high."""
+    """Returns `value` as an int; raises TypeError if it is not, ValueError outside low..high."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -139,6 +142,6 @@ def whole_number(where: str, name: str, value: Any, low: int, high: int | None =
 
 
 def require_key(compressor: Any, key: Any) -> None:
-    """Raises ValueError where there is no key to draw noise from."""
+    """Raises ValueError if there is no key to draw noise from."""
     if key is None:
         raise ValueError(f"{compressor}: rounding at random needs key=jax.random.key(n).")

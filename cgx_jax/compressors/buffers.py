@@ -1,4 +1,4 @@
-"""The code of a fusion buffer: a family's kernels, or leaf by leaf through its own protocol."""
+"""Codes of fusion buffers: a family's kernels, or leaf by leaf with each leaf's compressor."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from cgx_jax.kernels.primitives import NO_RANK, Units
 
 @functools.lru_cache(maxsize=1024)
 def chunk_code(leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode:
-    """The code of a buffer of one family's leaves in `world` chunks."""
+    """Returns the code for a buffer of one family's leaves, cut into `world` chunks."""
     kernels = type(leaves[0].compressor).chunk_kernels(leaves, world)
     return _ChunksLeafByLeaf(leaves, world) if kernels is None else kernels
 
 
 @functools.lru_cache(maxsize=1024)
 def whole_code(leaves: tuple[CodedLeaf, ...]) -> WholeCode:
-    """The code of a buffer of one family's whole leaves."""
+    """Returns the code for a buffer of one family's whole leaves."""
     kernels = type(leaves[0].compressor).whole_kernels(leaves)
     return _WholeLeafByLeaf(leaves) if kernels is None else kernels
 
 
 def row_code(compressor: PayloadCompressor, size: int) -> RowCode:
-    """The code of rows of `size` values each."""
+    """Returns the code for rows of `size` values each."""
     kernels = compressor.row_kernels(size)
     return _RowByRow(compressor) if kernels is None else kernels
 
@@ -76,13 +76,13 @@ class _ChunksLeafByLeaf(ChunkCode):
         return self._leaf(jax.vmap(compressor.error_bound)(self._runs(x)), x)
 
     def _runs(self, x: jax.Array) -> jax.Array:
-        """fp32[world, run]: both phases encode the same dtype, so their payloads are alike."""
+        """Returns fp32[world, run]; both phases encode this dtype, so payloads are alike."""
         run = self._run(x.size)
         flat = jnp.ravel(x).astype(jnp.float32)
         return jnp.pad(flat, (0, run * self.world - x.size)).reshape(self.world, run)
 
     def _own(self, rank: Any, compressor: PayloadCompressor) -> Any:
-        """bool[world, 1]: the rows whose values this rank never loses."""
+        """Returns bool[world, 1]: True for the row that this rank adds exactly, without loss."""
         own = rank if compressor.owner_exact else NO_RANK
         return (jnp.arange(self.world) == own)[:, None]
 
@@ -150,7 +150,7 @@ class _ChunksLeafByLeaf(ChunkCode):
 
     @staticmethod
     def _leaf(runs: jax.Array, like: Any, unit: tuple[Any, Any] | None = None) -> jax.Array:
-        """The inverse of `_runs`, in the shape and dtype of `like`, out of its units."""
+        """Inverts `_runs`, in the shape and dtype of `like`, and takes values out of units."""
         leaf = runs.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
         return outside.multiply(leaf, unit, outside.OUT).astype(like.dtype)
 

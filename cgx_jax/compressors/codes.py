@@ -1,7 +1,8 @@
-"""How a fusion buffer becomes bytes, and back: in chunks, whole, or in rows.
+"""How a fusion buffer becomes bytes and back: in chunks, whole, or in rows.
 
-A reduction asks for one of three codes and is blind to what is inside. A family of compressors
-may bring kernels that treat a whole buffer in one call; `buffers` has what any other runs through.
+A reduction uses one of three codes without knowing what is inside. A family of compressors may
+provide kernels that handle a whole buffer in one call. `buffers` has the generic codes for all
+other families.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Arrays = Sequence[jax.Array]
 
 
 class CodedLeaf(NamedTuple):
-    """A leaf of a fusion buffer: static. `number`, its place in the tree, tells noise apart."""
+    """A leaf of a fusion buffer: static. `number`, its place in the tree, selects its noise."""
 
     compressor: Any
     shape: tuple[int, ...]
@@ -36,10 +37,10 @@ class CodedLeaf(NamedTuple):
 
 
 class ChunkCode(Scoped, abc.ABC):
-    """A fusion buffer cut into one chunk a rank; `seed` is uint32[2], rows u8[world, row_bytes].
+    """A fusion buffer cut into one chunk per rank; `seed` is uint32[2], rows u8[world, row_bytes].
 
-    `units` has one entry per leaf, as in `primitives`, or none at all. `layout` is what fused calls
-    of exchanges take, None where there are no kernels for the buffer.
+    `units` has one entry per leaf, as in `primitives`, or is empty. The fused calls of exchanges
+    take `layout`. It is None if there are no kernels for the buffer.
     """
 
     layout: Layout | None = None
@@ -48,7 +49,7 @@ class ChunkCode(Scoped, abc.ABC):
     @property
     @abc.abstractmethod
     def row_bytes(self) -> int:
-        """Bytes one rank sends to one other in the first phase."""
+        """Bytes that a rank sends to each other rank in the first phase."""
 
     @property
     def sum_bytes(self) -> int:
@@ -56,14 +57,14 @@ class ChunkCode(Scoped, abc.ABC):
         return self.row_bytes
 
     def error_bounds(self, compressor: Any, x: jax.Array) -> jax.Array:
-        """`compressor.error_bound` of a leaf that is cut as here, in its shape."""
+        """Returns `compressor.error_bound` of a leaf that this code cuts, in its shape."""
         return compressor.error_bound(x)
 
     @abc.abstractmethod
     def encode(
         self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Leaves to rows, row r the chunk that rank r owns; where asked what that lost."""
+        """Encodes leaves to rows, row r for rank r's chunk; returns (rows, residuals if asked)."""
 
     @abc.abstractmethod
     def reduce(
@@ -77,34 +78,36 @@ class ChunkCode(Scoped, abc.ABC):
         *,
         units: Units,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Rows from every rank to the payload of this rank's chunk, u8[sum_bytes].
+        """Reduces the rows from all ranks to the payload of this rank's chunk, u8[sum_bytes].
 
-        To `residuals`, where given, the chunk of this rank gets `divisor` times what encoding the
-        sum lost.
+        Returns (payload, residuals). If `residuals` are given, this rank's chunk of them gets
+        `divisor` times what encoding the sum lost.
         """
 
     @abc.abstractmethod
     def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
-        """Every chunk's payload to leaves with the shapes and dtypes of `like`."""
+        """Decodes every chunk's payload to leaves with the shapes and dtypes of `like`."""
 
     def find_in(
         self, rank: Any, rows: jax.Array, chunk: jax.Array, leaves: Arrays
     ) -> jax.Array | None:
-        """What of `leaves` is not finite, i32[leaves, 2], as in `primitives`; None if unknown.
+        """Finds non-finite values of `leaves`: i32[leaves, 2], as in `primitives`; None if unknown.
 
-        The leaves were encoded to `rows`, but for the chunk of this rank, whose sum is `chunk`.
+        `rows` are the encoded leaves. For this rank's own chunk, its encoded sum `chunk` is used
+        instead.
         """
         return None
 
     def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array | None:
-        """The same of `leaves` that were decoded from `rows`."""
+        """Does the same for `leaves` that were decoded from `rows`."""
         return None
 
 
 class WholeCode(Scoped, abc.ABC):
     """A fusion buffer of whole leaves: one payload, u8[row_bytes].
 
-    `layout` and `words` are what fused calls of exchanges take; `layout` is None without kernels.
+    The fused calls of exchanges take `layout` and the result of `words`. `layout` is None without
+    kernels.
     """
 
     layout: Layout | None = None
@@ -125,37 +128,38 @@ class WholeCode(Scoped, abc.ABC):
         residual: bool,
         units: Units,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Leaves to the payload, and what it lost where asked.
+        """Encodes leaves to the payload. Returns (payload, residuals if asked for).
 
-        `rank` is this rank's place; compressors that share noise are given one `seed` everywhere.
+        `rank` is this rank's index. Compressors that share noise get the same `seed` on all ranks.
         """
 
     @abc.abstractmethod
     def sum(
         self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
     ) -> list[jax.Array]:
-        """Payloads u8[ranks, row_bytes] to the leaves' sums in fp32 and rank order, divided."""
+        """Decodes payloads, u8[ranks, row_bytes], sums them in fp32 and rank order, and divides."""
 
     def find_in(self, payload: jax.Array, leaves: Arrays) -> jax.Array | None:
-        """What of `leaves` is not finite, i32[leaves, 2], as in `primitives`; None if unknown.
+        """Finds non-finite values of `leaves`: i32[leaves, 2], as in `primitives`; None if unknown.
 
         The leaves were encoded to `payload`.
         """
         return None
 
     def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array | None:
-        """The same of `leaves` that are sums of the payloads in `rows`."""
+        """Does the same for `leaves` that are sums of the payloads in `rows`."""
         return None
 
     def words(self, seed: Any, rank: Any) -> Any:
-        """What a fused call draws its noise from on this rank: uint32[2]."""
+        """Returns the words that a fused call on this rank draws its noise from, uint32[2]."""
         raise NotImplementedError
 
 
 class RowCode(Scoped, abc.ABC):
     """The rows of one leaf, each encoded like a leaf of its own.
 
-    `layout` and `words` are what fused calls of exchanges take; `layout` is None without kernels.
+    The fused calls of exchanges take `layout` and the result of `words`. `layout` is None without
+    kernels.
     """
 
     layout: Layout | None = None
@@ -167,36 +171,36 @@ class RowCode(Scoped, abc.ABC):
 
     @abc.abstractmethod
     def encode(self, key: Any, rows: jax.Array) -> jax.Array:
-        """[rows, ...] to payloads u8[rows, n]."""
+        """Encodes [rows, ...] to payloads, u8[rows, n]."""
 
     @abc.abstractmethod
     def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-        """Payloads u8[rows, n] to [rows, *shape]."""
+        """Decodes payloads, u8[rows, n], to [rows, *shape]."""
 
     @abc.abstractmethod
     def accumulate(
         self, rank: Any, payloads: jax.Array, own: jax.Array, divisor: float
     ) -> jax.Array:
-        """Own exact values plus the decoded payloads of the other ranks, in fp32 and rank order."""
+        """Adds the other ranks' decoded payloads to the exact `own`, in fp32 and rank order."""
 
     def words(self, key: Any, rows: int | None) -> Any:
-        """What a fused call draws its noise from: uint32[rows, 2], or [2] for a single row."""
+        """Returns the words of a fused call's noise: uint32[rows, 2], or [2] for a single row."""
         raise NotImplementedError
 
 
 def leaf_key(leaf: CodedLeaf, seed: Any) -> Any:
-    """The key of one leaf of a buffer, or None where it needs none."""
+    """Returns the key of one leaf of a buffer, or None if its compressor needs none."""
     if not leaf.compressor.needs_key:
         return None
     return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), leaf.number)
 
 
 def folded(seed: Any, number: Any) -> jax.Array:
-    """A seed of its own for `number`, uint32[2]."""
+    """Derives a separate seed for `number`, uint32[2]."""
     key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
     return jax.random.bits(jax.random.fold_in(key, number), (2,), jnp.uint32)
 
 
 def unit_of(units: Units, i: int) -> tuple[Any, Any] | None:
-    """The units of leaf `i`, of as many entries as leaves or none."""
+    """Returns the units of leaf `i`; None if `units` is empty."""
     return units[i] if units else None

@@ -21,10 +21,10 @@ from cgx_jax.compressors.sparse import Keep, check_keep, kept, position_bits
 class AdaptiveThreshold(PayloadCompressor):
     """The largest positive and the lowest negative values, each replaced by the mean of its sign.
 
-    Half of the `keep` values are of each sign, so the thresholds adapt to the leaf. A position
-    takes ceil(log2(n + 1)) bits, and the two means 8 bytes. NaN and infinity are kept, and make the
-    means that they enter non-finite. The code is a projection, so error feedback makes up for what
-    it loses. Raises as `TopK` does. Source: AdaQ (Dryden et al., MLHPC 2016).
+    Half of the `keep` values have each sign, so the thresholds adapt to the leaf. A position takes
+    ceil(log2(n + 1)) bits, and the two means 8 bytes. NaN and infinity are kept, and they make the
+    means that include them non-finite. The code is a projection, so error feedback makes up for
+    what it loses. Raises as `TopK` does. Source: AdaQ (Dryden et al., MLHPC 2016).
     """
 
     reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
@@ -75,11 +75,11 @@ class AdaptiveThreshold(PayloadCompressor):
 class SketchML(PayloadCompressor):
     """The mean of a value's bin; the bins are the quantiles of the values themselves.
 
-    A value takes ceil(log2(bins)) bits, and a bin 4 bytes. Quantiles are those of at most 8,192
-    values of the run that is encoded; means are those of all its values. The code is a projection,
+    A value takes ceil(log2(bins)) bits, and a bin 4 bytes. The quantiles come from at most 8,192
+    values of the run that is encoded, and the means from all its values. The code is a projection,
     so error feedback makes up for what it loses. NaN and infinity come back as NaN, with the rest
-    of their bin. Raises ValueError for bins outside of 2..256, TypeError for bins that are no
-    integer. Source: SketchML (Jiang et al., SIGMOD 2018), without its sketch of keys.
+    of their bin. Raises ValueError for `bins` outside of 2..256, TypeError if it is not an integer.
+    Source: SketchML (Jiang et al., SIGMOD 2018), without its sketch of keys.
     """
 
     bins: int = 64
@@ -121,21 +121,22 @@ class SketchML(PayloadCompressor):
         return table[code].reshape(shape).astype(dtype)
 
 
-# Least magnitudes of 16 and of 8 bits.
+# The smallest magnitudes that are sent in 16 and in 8 bits.
 _HALF, _BYTE = np.float32(2.0**-5), np.float32(2.0**-10)
 
 
 @dataclasses.dataclass(frozen=True)
 class INCEPTIONN(PayloadCompressor):
-    """32, 16, 8 or no bits by a value's exponent, and a tag of 2 bits that says which.
+    """32, 16, 8 or no bits per value, by its exponent, and a tag of 2 bits that says which.
 
-    Magnitudes from 1 on are sent exactly in 32 bits, those from 2^-5 on in 16 (bfloat16), and those
-    from 2^-10 on in 8 (a sign, and 7 bits from 0 to 2^-5). Smaller ones are not sent. Each class
-    has room for its share of the values in `capacities`. The largest come first, so that none waits
-    forever, and those from 1 on that find no room take 16 bits. What finds no room there, and what
-    is too small, stays in the residual: the code needs error feedback. NaN counts as the largest.
-    Raises ValueError unless capacities are three shares in [0, 1]. Source: INCEPTIONN (Li et al.,
-    MICRO 2018), with room of a fixed size.
+    Magnitudes of 1 or more are sent exactly in 32 bits, those of 2^-5 or more in 16 (bfloat16), and
+    those of 2^-10 or more in 8 (a sign, and 7 bits from 0 to 2^-5). Smaller ones are not sent. Each
+    class has room for its share of the values in `capacities`. In the classes of 32 and 16 bits the
+    largest values come first, so that none waits forever; in the class of 8 bits the first ones of
+    the leaf do. Values of 1 or more that find no room in 32 bits take 16. Values that find no room
+    at all, or are too small, stay in the residual, so the code needs error feedback. NaN counts as
+    the largest. Raises ValueError unless capacities are three shares in [0, 1]. Source: INCEPTIONN
+    (Li et al., MICRO 2018), with room of a fixed size.
     """
 
     capacities: tuple[float, float, float] = (0.01, 0.05, 0.2)
@@ -178,7 +179,7 @@ class INCEPTIONN(PayloadCompressor):
         return jnp.abs(x).astype(jnp.float32) >= _BYTE
 
     def _tags(self, magnitude: jax.Array) -> jax.Array:
-        """The class of every value that finds room, uint32[n]; 0 of the others."""
+        """Returns the class of each value that finds room, uint32[n]; 0 for all other values."""
         whole, half, byte = self._counts(magnitude.size)
         most = min(magnitude.size, whole + half)
         largest, at = lax.top_k(magnitude, most)
@@ -187,7 +188,8 @@ class INCEPTIONN(PayloadCompressor):
         tag = jnp.where(first, np.uint32(1), jnp.where(second, np.uint32(2), np.uint32(0)))
         small = (magnitude < _HALF) & ~(magnitude < _BYTE)
         fits = small & (jnp.cumsum(small) <= byte)
-        # What is small may be among the largest too.
+        # The largest values may include small ones. Those have tag 0 here and keep the class for
+        # small ones.
         into = jnp.where(tag > 0, at, magnitude.size)
         return jnp.where(fits, np.uint32(3), np.uint32(0)).at[into].set(tag, mode="drop")
 

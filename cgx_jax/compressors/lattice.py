@@ -24,19 +24,20 @@ class ShiftedLattice(PayloadCompressor):
     unbiased. No value moves by more than half a step, and each has the variance step² / 12.
     Stochastic rounding moves values by up to a step, and its variance is twice as large on average.
     The payload, its size and its dtypes are those of `Quantize(bits, bucket_size)`, which decodes
-    it. Only the least level of a bucket, which is sent, is shifted.
+    it. The shift is only in the lowest level of a bucket, which the payload contains.
 
-    It is meant for weights that are gathered: all ranks draw the same shifts, as parts of the step.
-    In a sum over ranks that agree, such errors do not average out. For gradients, take
-    `Quantize(rounding="stochastic")`. Raises as `Quantize` does, and ValueError for a missing key.
-    Source: QSDP (Markov et al., ICML 2023), which shares one shift between all buckets.
+    It is meant for weights that are gathered: all ranks draw the same shifts, as fractions of a
+    step. In a sum over ranks with the same values, the errors therefore do not average out. For
+    gradients, take `Quantize(rounding="stochastic")`. Raises as `Quantize` does, and ValueError for
+    a missing key. Source: QSDP (Markov et al., ICML 2023), which shares one shift between all
+    buckets.
     """
 
     bits: int = 8
     bucket_size: int = buckets.BUCKET
 
     def __post_init__(self) -> None:
-        nearest = self._nearest  # raises for what it does not take
+        nearest = self._nearest  # raises for invalid options
         object.__setattr__(self, "bits", nearest.bits)
         object.__setattr__(self, "bucket_size", nearest.bucket_size)
 
@@ -66,15 +67,16 @@ class ShiftedLattice(PayloadCompressor):
 
     @property
     def feedback_scale(self) -> float:
-        # What a bucket loses has a range of at most 1 / levels of the bucket's own. For 1 bit that
-        # does not shrink, but the squared range is at most 2 |x|², and the variance B / 12 of it.
+        # The residual of a bucket has a range of at most 1 / levels of the bucket's own range. With
+        # 1 bit that does not shrink it. But the squared range is at most 2 |x|², and the variance
+        # is at most B / 12 times the squared range.
         return 1.0 if self.bits > 1 else 1 / (1 + self.bucket_size / 6)
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         return self._nearest.wire_bits(shape, dtype)
 
     def error_bound(self, x: Any) -> jax.Array:
-        """Half a step, and twice the rounding of `Quantize`: values are rounded to levels first."""
+        """Returns half a step plus twice the rounding of `Quantize`: values are rounded first."""
         value = jnp.asarray(x)
         rows = _split(value, self.bucket_size)
         each_row = functools.partial(buckets.maximum, axis=1, keepdims=True)
@@ -90,9 +92,10 @@ class ShiftedLattice(PayloadCompressor):
         return self._nearest.encode(_join(self._levels(rows, buckets.words(key)), x))
 
     def _levels(self, rows: jax.Array, words: jax.Array) -> jax.Array:
-        """Each value's nearest level. The extremes end on the first and last one.
+        """Rounds each value to its nearest level; the extremes go to the first and the last level.
 
-        Their range is then the one that `Quantize` finds, so it encodes each level as itself.
+        The range of the levels is then the one that `Quantize` finds, so `Quantize` encodes each
+        level as itself.
         """
         top = np.float32(2**self.bits - 1)
         low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
@@ -112,7 +115,7 @@ _MOST = np.float32(np.finfo(np.float32).max) * np.float32(0.999)
 
 
 def _split(x: jax.Array, size: int) -> jax.Array:
-    """fp32[buckets, size]; copies of the last value fill up, which do not widen its bucket."""
+    """Cuts into fp32[buckets, size]; the padding repeats the last value, so it widens no bucket."""
     flat = jnp.ravel(x).astype(jnp.float32)
     mode = "edge" if flat.size else "constant"
     return jnp.pad(flat, (0, -flat.size % size), mode=mode).reshape(-1, size)

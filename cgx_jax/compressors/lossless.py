@@ -74,7 +74,7 @@ class Cast(PayloadCompressor):
         if dtype not in _CAST_TYPES:
             raise ValueError(
                 f"Cast: dtype={dtype} is not one of {', '.join(map(str, _CAST_TYPES))}; "
-                "use Identity() to send values as they are."
+                "use Identity() to send values unchanged."
             )
         object.__setattr__(self, "dtype", dtype)
 
@@ -89,7 +89,7 @@ class Cast(PayloadCompressor):
         """Half an ulp of the target type and of x's own; infinite past the target's range."""
         info, own = jnp.finfo(self.dtype), jnp.finfo(jnp.result_type(x))
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-        # What is below fp32's normal numbers may be taken for zero.
+        # Subnormal fp32 numbers may be flushed to zero.
         least = max(float(info.smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
         bound = magnitude * float(info.eps + own.eps) + least
         return jnp.where(magnitude <= float(info.max), bound, jnp.inf)

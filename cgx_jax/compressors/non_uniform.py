@@ -25,10 +25,11 @@ ROUNDS = 8
 class DynamicTree8(PayloadCompressor):
     """8 bits per value: a sign, a power of ten and a fraction, relative to the bucket's largest.
 
-    The fewer bits the power takes, the more are left for the fraction. It has 64 steps from a tenth
-    of the largest magnitude on, and one step at a millionth. The largest magnitude takes 4 bytes
-    per bucket. A bucket with NaN or infinity comes back as NaN. Raises ValueError for a bucket_size
-    below 1. Source: dynamic tree quantization (Dettmers, ICLR 2016).
+    The fewer bits the power takes, the more are left for the fraction. The fraction has 64 steps
+    for values from a tenth of the largest magnitude up, and one step at a millionth of it. The
+    largest magnitude takes 4 bytes per bucket. A bucket with NaN or infinity comes back as NaN.
+    Raises ValueError for a bucket_size below 1. Source: dynamic tree quantization (Dettmers, ICLR
+    2016).
     """
 
     bucket_size: int = buckets.BUCKET
@@ -55,7 +56,7 @@ class DynamicTree8(PayloadCompressor):
         shape = (len(largest), self.bucket_size)
         share = np.float32(np.diff(tree()).max() / 2 + 2.0**-20)
         absolute = buckets.join(jnp.broadcast_to(largest * share, shape), like)
-        # The nearest level is no farther than 0, which is one.
+        # 0 is a level, so the nearest level is no farther than 0.
         bound = jnp.minimum(absolute, magnitude * np.float32(1 + 2.0**-18))
         return buckets.rounded(jnp.where(jnp.isfinite(absolute), bound, jnp.inf), x)
 
@@ -98,12 +99,12 @@ class NonUniform(PayloadCompressor):
     2021).
 
     *Fitted*: shares of the bucket's largest magnitude, rounded to the nearest of 2^bits levels.
-    Every run of values that is encoded has levels of its own, and sends them along, 4 bytes each.
-    They are fitted by Lloyd's rule on a histogram, the rule by which QSDP learns levels. One level
-    is 0, so no value's error is larger than the value. Source: QSDP (Markov et al., ICML 2023).
+    Every encoded run of values has its own levels and sends them, 4 bytes each. Lloyd's rule fits
+    them to a histogram, as QSDP learns its levels. One level is 0, so no value's error is larger
+    than the value. Source: QSDP (Markov et al., ICML 2023).
 
-    Both take 4 bytes per bucket in addition. A bucket with NaN or infinity comes back as NaN.
-    Raises ValueError for bits outside of 2..8, an unknown kind of levels and a missing key.
+    Both send 4 more bytes per bucket. A bucket with NaN or infinity comes back as NaN. Raises
+    ValueError for bits outside of 2..8, an unknown kind of levels and a missing key.
     """
 
     bits: int = 4
@@ -140,7 +141,8 @@ class NonUniform(PayloadCompressor):
 
     @property
     def feedback_scale(self) -> float:
-        # Between powers of two the variance is x² / 8 at most; below the least it is its square.
+        # Between powers of two the variance is at most x² / 8. Below the smallest power it is at
+        # most a quarter of that power's square.
         least = 2.0 ** -(2 ** (self.bits - 1) - 2)
         return 1.0 if self._fits else 1 / (1 + 1 / 8 + self.bucket_size * least**2 / 4)
 
@@ -205,12 +207,12 @@ class NonUniform(PayloadCompressor):
 
 
 def _fitted(share: jax.Array, here: np.ndarray, count: int) -> jax.Array:
-    """`count` ascending levels in [-1, 1], one of them 0, for the values that are `here`."""
+    """Fits `count` ascending levels in [-1, 1], one of them 0, to the values marked by `here`."""
     cell = jnp.clip(jnp.floor((share + 1) * (CELLS / 2)), 0, CELLS - 1).astype(jnp.int32)
     weights = jnp.where(here, jnp.isfinite(share), False).astype(jnp.float32)
     seen = jnp.zeros(CELLS, jnp.float32).at[cell.reshape(-1)].add(weights.reshape(-1))
     centers = ((np.arange(CELLS) + 0.5) * (2 / CELLS) - 1).astype(np.float32)
-    # The start follows a normal's density of levels, to the power of 1/3: closer together near 0.
+    # The first levels follow a normal density to the power of 1/3: they are closer together near 0.
     levels = jnp.asarray(np.linspace(-1, 1, count) ** 3 * 0.5 + np.linspace(-1, 1, count) * 0.5)
     levels = levels.astype(jnp.float32)
     for _ in range(ROUNDS):

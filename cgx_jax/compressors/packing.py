@@ -1,4 +1,4 @@
-"""Codes of a few bits in whole bytes, and numbers as bytes."""
+"""Packing of codes of a few bits into whole bytes, and of numbers into bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POWERS = np.array([[1, 3, 9, 27, 81]], np.uint8)
 
 
 def size_of(shape: int | Sequence[int]) -> int:
-    """The number of values of a shape, or of that many."""
+    """Returns the number of values of `shape`, which may also be that number itself."""
     return shape if isinstance(shape, int) else math.prod(shape)
 
 
@@ -27,7 +27,7 @@ def to_bytes(x: jax.Array) -> jax.Array:
 
 
 def from_bytes(payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
-    """The inverse of `to_bytes`; raises ValueError where the shape needs another number."""
+    """Inverts `to_bytes`; raises ValueError if the shape needs another number of bytes."""
     width = np.dtype(dtype).itemsize
     expected = math.prod(shape) * width
     if payload.size != expected:
@@ -46,7 +46,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """uint32[n] below 2**bits to u8[packed_bytes], code 0 in the lowest bits of byte 0."""
+    """Packs uint32[n] below 2**bits into u8[packed_bytes], code 0 in the lowest bits of byte 0."""
     count = codes.size
     groups = jnp.pad(codes, (0, -count % 8)).reshape(-1, 8)  # 8 codes fill `bits` whole bytes
     columns = []
@@ -77,12 +77,12 @@ def unpack(payload: jax.Array, bits: int, count: int) -> jax.Array:
 
 
 def pack_signs(x: jax.Array) -> jax.Array:
-    """fp32[n] to u8[ceil(n / 8)]: bits that say x >= 0, the first the lowest of byte 0."""
+    """Packs fp32[n] into u8[ceil(n / 8)]: a bit per value for x >= 0, the first one lowest."""
     return codes.call("cgx_pack_signs", _pack_signs, x)[0]
 
 
 def _pack_signs(x: jax.Array) -> list[jax.Array]:
-    # By the bits, since a comparison takes numbers below 2^-126 for 0 on some processors.
+    # Compares bit patterns, since on some processors a comparison takes numbers below 2^-126 for 0.
     bits = lax.bitcast_convert_type(x, jnp.int32)
     least, infinity = np.int32(-(2**31)), np.int32(0x7F800000)
     return [pack((((bits >= 0) & (bits <= infinity)) | (bits == least)).astype(jnp.uint32), 1)]
@@ -98,12 +98,12 @@ def _unpack_signs(payload: jax.Array, *, count: int) -> list[jax.Array]:
 
 
 def pack_trits(codes: jax.Array) -> jax.Array:
-    """uint8[n] of 0, 1 and 2 to u8[ceil(n / 5)]: five in a byte, as digits to the base 3."""
+    """Packs uint8[n] of 0, 1 and 2 into u8[ceil(n / 5)]: five base-3 digits per byte."""
     groups = jnp.pad(codes, (0, -codes.size % 5)).reshape(-1, 5)
     return (groups * _POWERS).sum(axis=1, dtype=jnp.uint8)
 
 
 def unpack_trits(payload: jax.Array, count: int) -> jax.Array:
-    """The inverse of `pack_trits`: uint8[count]; a byte that is no code gives digits too."""
+    """Inverts `pack_trits`: returns uint8[count]. Bytes that are no codes give digits too."""
     digits = payload[:, None] // _POWERS % np.uint8(3)
     return digits.reshape(-1)[:count]

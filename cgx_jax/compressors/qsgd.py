@@ -28,9 +28,9 @@ NORMS = ("l2", "max")
 
 @dataclasses.dataclass(frozen=True)
 class QSGD(PayloadCompressor):
-    """Magnitudes as multiples of a bucket's norm / levels, rounded at random without bias.
+    """Rounds magnitudes at random, without bias, to multiples of a bucket's norm / levels.
 
-    A value takes ceil(log2(2 * levels + 1)) bits, 4 for 7 levels and 8 for 127, and the norm 4
+    A value takes ceil(log2(2 * levels + 1)) bits, 4 for 7 levels and 8 for 127. The norm takes 4
     bytes per bucket. `norm` is "l2", as in the paper, or "max", whose error is smaller. The
     variance is at most ω |x|², with ω = min(B / levels², sqrt(B) / levels) for buckets of B values
     and the L2 norm; error feedback scales by 1 / (1 + ω). A bucket with NaN or infinity comes back
@@ -110,7 +110,7 @@ def _encode(
 ) -> list[jax.Array]:
     rows = buckets.split(x, bucket_size)
     norm = _norm(rows, l2)
-    # The maximum changes nothing but keeps XLA from rounding product and sum as one.
+    # The maximum changes no value. It keeps XLA from fusing product and sum into one rounding.
     steps = jnp.maximum(buckets.share(jnp.abs(rows), norm, levels), 0)
     level = jnp.floor(steps + buckets.uniform(words, *rows.shape))
     level = jnp.minimum(level, np.float32(levels))
@@ -124,9 +124,9 @@ def _norm(rows: jax.Array, l2: bool) -> jax.Array:
 
 
 def l2_norm(rows: jax.Array) -> jax.Array:
-    """Each row's, f32[rows, 1], where squares overflow or vanish too; at most the largest float.
+    """Returns each row's L2 norm, f32[rows, 1], even where squares overflow or vanish.
 
-    NaN where a value is not finite.
+    It is at most the largest float, and NaN where a value is not finite.
     """
     scale = buckets.largest(rows)
     norm = scale * jnp.sqrt(buckets.row_sums(jnp.square(buckets.share(rows, scale))))

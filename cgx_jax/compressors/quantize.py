@@ -29,7 +29,7 @@ from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Quantize(PayloadCompressor):
-    """Each bucket's values on `2**bits` even levels between its minimum and maximum.
+    """Rounds each bucket's values to `2**bits` even levels between its minimum and maximum.
 
     `bits` is 1 to 8, and codes are packed without gaps. `bucket_size` counts values and is a
     multiple of 32. Values are f32, bf16 or f16. A value costs bits + 64 / bucket_size bits on the
@@ -39,15 +39,15 @@ class Quantize(PayloadCompressor):
 
     * "nearest".
     * "stochastic": unbiased; it needs a key.
-    * "correlated": unbiased, too. It spreads the noise evenly over the ranks of an all-reduce, so
-      their errors cancel more often than independent ones do (Suresh et al., ICML 2022). By the
-      reduction "gather_sum" it is "stochastic".
+    * "correlated": also unbiased. It spreads the noise evenly over the ranks of an all-reduce, so
+      their errors cancel more often than independent errors do (Suresh et al., ICML 2022). With the
+      reduction "gather_sum" it is the same as "stochastic".
 
     `rotation` multiplies each bucket by random signs and a Hadamard transform, in blocks of up to
-    512 values, before it is quantized, and turns it back after it is decoded. A value that stands
-    out then does not widen the range of all others. With rounding to nearest, rotation also clips
-    the range. The clip has the least mean square error for normal values, which is what rotated
-    ones look like. It applies to buckets that are one block: a power of two of values, up to 512.
+    512 values, before it is quantized. Decoding reverses both. An outlier then does not widen the
+    range of all other values. With rounding to nearest, rotation also clips the range. The clip has
+    the least mean square error for normally distributed values, which rotated values resemble. It
+    applies only to buckets that are one block: their number of values is a power of two, up to 512.
     Rotation costs no bytes, and on gradients it saves more than a bit. The error of a single value
     is then bounded only by its bucket's norm. A non-finite value still spoils its whole bucket
     (Suresh et al., ICML 2017; Vargaftik et al., ICML 2022).
@@ -76,7 +76,7 @@ class Quantize(PayloadCompressor):
         if not 1 <= self.bits <= MAX_BITS:
             raise ValueError(
                 f"Quantize: bits={self.bits} is outside 1..{MAX_BITS}; use Identity() to send "
-                "values exactly, Cast(jnp.bfloat16) for 16 bits."
+                "values exactly, or Cast(jnp.bfloat16) for 16 bits."
             )
         if self.bucket_size < GROUP or self.bucket_size % GROUP:
             above = max(1, -(-self.bucket_size // GROUP)) * GROUP
@@ -112,16 +112,17 @@ class Quantize(PayloadCompressor):
 
     @property
     def feedback_scale(self) -> float | None:
-        # What a bucket loses has a range of at most 1 / levels of the bucket's own (nearest), twice
-        # that (stochastic). From 2 bits on that is under 1, so what is fed back shrinks from step
-        # to step: a max-min code contracts in the range, though not in the Euclidean norm. With 1
-        # bit it does in neither; unbiased, the variance of a bucket is at most |x|² times ω.
+        # The residual of a bucket has a range of at most 1 / levels of the bucket's own range
+        # (nearest), or twice that (stochastic). From 2 bits on that factor is under 1, so the
+        # residual shrinks from step to step: a max-min code contracts in the range, though not in
+        # the Euclidean norm. With 1 bit it contracts in neither. If it is unbiased, the variance of
+        # a bucket is then at most ω |x|².
         if self.bits > 1:
             return 1.0
         return 1 / (1 + self.bucket_size / 2) if self.unbiased else None
 
     def known_error(self, size: int) -> float | None:
-        """The relative squared error of encoding a leaf of `size` values; None if it is not known.
+        """Returns the relative squared error of encoding `size` values; None if it is not known.
 
         It is known for buckets that are rotated, clipped as normal values, and rounded to nearest.
         Decoded values are then smaller by the same share on average. Buckets of fewer than 128
@@ -146,7 +147,7 @@ class Quantize(PayloadCompressor):
         return 8 * leaf_bytes(size, self.bits, self.bucket_size)
 
     def slot(self, size: int, number: int = 0) -> Slot:
-        """This compressor's place for a leaf of `size` values in a fusion buffer."""
+        """Returns this compressor's slot for a leaf of `size` values in a fusion buffer."""
         return Slot(
             size, self.bits, self.bucket_size, self.rounding, number, rotation=self.rotation
         )
@@ -167,13 +168,14 @@ class Quantize(PayloadCompressor):
         return Layout(tuple(x.compressor.slot(x.size, x.number) for x in leaves), world)
 
     def error_bound(self, x: Any) -> jax.Array:
-        """Half a unit (nearest) or one (stochastic), and the rounding of fp32 and of x's dtype.
+        """Returns half a unit (nearest) or one (stochastic), plus rounding to fp32 and x's dtype.
 
-        Rounding adds 16 ulps of the bucket's largest magnitude, half an ulp of a 16-bit result, and
-        one level each for subnormal units. Buckets that decode to NaN have an infinite bound. In a
-        rotated bucket any value may take the error of all, so the bound is a multiple of the
-        bucket's L2 norm. It is infinite where a result may exceed the largest value of a 16-bit
-        dtype, and where the sum of a rotated bucket may overflow fp32.
+        Rounding adds 16 ulps of the bucket's largest magnitude, half an ulp of a 16-bit result,
+        and, for subnormal units, the smallest normal number for each level. Buckets that decode to
+        NaN have an infinite bound. In a rotated bucket one value may take the error of all values,
+        so the bound is a multiple of the bucket's L2 norm. It is infinite where a result may exceed
+        the largest value of a 16-bit dtype, and where the sum of a rotated bucket may overflow
+        fp32.
         """
         values = jnp.ravel(x).astype(jnp.float32)
         pad = -values.size % self.bucket_size
@@ -187,9 +189,9 @@ class Quantize(PayloadCompressor):
         info = jnp.finfo(jnp.float32)
         lost = float(2**self.bits * info.tiny)
         if self.rotation:
-            # No rotated value moves by more than a unit, or half of one to nearest, and a unit is
-            # at most twice the bucket's norm over the levels; a clipped one by less than itself.
-            # Squares of large and of small values are taken of what a power of two makes of them.
+            # No rotated value moves by more than a unit, or half a unit when rounded to nearest. A
+            # unit is at most twice the bucket's norm over the levels. A clipped value moves by less
+            # than itself. A power of two scales large and small values before they are squared.
             power = jnp.select(
                 [largest > 2.0**60, largest < 2.0**-60, largest < 2.0**-20],
                 [2.0**-100, 2.0**100, 2.0**60],
@@ -204,8 +206,9 @@ class Quantize(PayloadCompressor):
             tail = values.size % self.bucket_size
             sizes = [self.bucket_size, *([tail + -tail % GROUP] if tail else [])]
             blocks = [min(n & -n, 512) for n in sizes]
-            # Subnormals are taken for zeros: of every code, and both ways at the start of every
-            # stage, which the stages after it enlarge. One value may take what a bucket loses.
+            # Subnormal numbers may be flushed to zero: in every code, and in both directions at the
+            # start of every stage of the transform, where later stages enlarge the error. One value
+            # may take all that a bucket loses.
             stages = 2 / (1 - math.sqrt(0.5)) * math.sqrt(max(blocks))
             lost = math.sqrt(self.bucket_size) * (lost + stages * float(info.tiny))
             # Rotated values stay below the sum of a block's magnitudes over the root of its size.

@@ -1,4 +1,4 @@
-"""The codes of `Quantize`: its kernels treat a whole fusion buffer in one call."""
+"""The codes of `Quantize`: its kernels handle a whole fusion buffer in one call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _marks(units: Units) -> tuple[bool, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedChunks(ChunkCode):
-    """Chunks cut at bucket boundaries; one kernel call a phase."""
+    """Chunks cut at bucket boundaries; one kernel call per phase."""
 
     layout: Layout
 
@@ -76,7 +76,7 @@ class QuantizedChunks(ChunkCode):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWhole(WholeCode):
-    """Whole leaves one after the other; one kernel call for each direction."""
+    """Whole leaves one after the other; one kernel call per direction."""
 
     layout: Layout
 
@@ -100,7 +100,8 @@ class QuantizedWhole(WholeCode):
     def sum(
         self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
     ) -> list[jax.Array]:
-        # Decoded payloads are added to zeros, this rank's own among them: all ranks add the same.
+        # All decoded payloads, including this rank's own, are added to zeros: all ranks add the
+        # same numbers.
         each = [unit_of(units, i) for i in range(len(like))]
         zeros = [
             jnp.zeros(x.shape, x.dtype if unit is None else jnp.float32)
@@ -120,8 +121,9 @@ class QuantizedWhole(WholeCode):
 
     def words(self, seed: Any, rank: Any) -> Any:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):
-            # Kernels divide noise among the ranks only in a chunked buffer. In a whole one all
-            # would draw the same noise, and errors would add up; independent noise averages out.
+            # Kernels divide noise among the ranks only in a chunked buffer. In a whole buffer all
+            # ranks would draw the same noise, and their errors would add up. Independent noise
+            # averages out.
             return folded(seed, rank)
         return seed
 

@@ -1,4 +1,4 @@
-"""Values at places that all ranks draw alike."""
+"""Values at random places that all ranks share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RandomK(SummedCompressor):
     """Values at random places that all ranks share, so that `lax.psum` adds them up: 4 bytes each.
 
     `keep` is a share of the leaf (float) or a number of values (int). The leaf of n values is cut
-    into runs of n / k values, and one value of each is taken. If `scaled`, it counts for all of its
-    run, which makes the code unbiased; the variance is then n / k - 1 times |x|². If not, the other
-    values stay in the residual, and the code needs error feedback. Raises as `TopK` does, and
+    into runs of n / k values, and one value of each run is sent. If `scaled`, it stands for its
+    whole run, which makes the code unbiased; the variance is then n / k - 1 times |x|². If not, the
+    other values stay in the residual, and the code needs error feedback. Raises as `TopK` does, and
     ValueError for a missing key. Source: Stich et al. (NeurIPS 2018).
     """
 
@@ -55,7 +55,7 @@ class RandomK(SummedCompressor):
         return 1 / math.ceil(1 / self.keep) if isinstance(self.keep, float) else None
 
     def _run(self, size: int) -> int:
-        """How many values one stands for."""
+        """Returns the length of a run, of which one value is sent."""
         return max(1, -(-size // max(1, kept("RandomK", self.keep, size))))
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
@@ -68,7 +68,7 @@ class RandomK(SummedCompressor):
         return buckets.rounded(magnitude * np.float32(most * (1 + 2.0**-18)), x)
 
     def error_bound_of_sum(self, x: jax.Array) -> jax.Array:
-        # Partial sums below the normal numbers may be taken for zero before they are scaled.
+        # Subnormal partial sums may be flushed to zero before they are scaled.
         run = self._run(math.prod(x.shape[1:])) if self.scaled else 1
         tiny = run * len(x) * float(jnp.finfo(jnp.float32).tiny)
         return super().error_bound_of_sum(x) + np.float32(tiny)
@@ -81,6 +81,7 @@ class RandomK(SummedCompressor):
         scale = np.float32(run if self.scaled else 1)
         taken = x.reshape(-1).at[at].get(mode="fill", fill_value=0)
         (total,) = yield [taken]
-        # Scaled only now: of values that cancel out, multiples may leave the range of float32.
+        # Scaled only after the sum: multiples of values that cancel out may leave the range of
+        # float32.
         place = lambda v: jnp.zeros(n, jnp.float32).at[at].add(v * scale, mode="drop")  # noqa: E731
         return Summed(place(total).reshape(x.shape), place(taken).reshape(x.shape), state)

@@ -1,4 +1,4 @@
-"""One bit per value: the sign, alone or with a scale for each bucket."""
+"""One bit per value: only the sign, or the sign with one scale per bucket."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cgx_jax.compressors.packing import (
 
 
 class _Vote(PayloadCompressor):
-    """What comes back is 1 or -1: every rank has one vote, and magnitudes are lost."""
+    """Decoded values are 1 or -1: every rank has one vote, and magnitudes are lost."""
 
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather",)
     owner_exact: ClassVar[bool] = False
-    feedback_scale: ClassVar[float | None] = None  # it adds magnitude
+    feedback_scale: ClassVar[float | None] = None  # a sign may exceed its value
 
     def error_bound(self, x: Any) -> jax.Array:
         return buckets.rounded(jnp.abs(jnp.asarray(x).astype(jnp.float32)) + 1, x)
@@ -72,7 +72,7 @@ class Signum(SignSGD):
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ValueError(
-                f"Signum: momentum={self.momentum} must be in [0, 1); SignSGD() has none."
+                f"Signum: momentum={self.momentum} must be in [0, 1); SignSGD() has no momentum."
             )
 
     def init(self, shape: Sequence[int], dtype: Any) -> Any:
@@ -85,7 +85,7 @@ class Signum(SignSGD):
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict(_Vote):
-    """The sign of sums of votes, a tie's 0 among them."""
+    """The sign of a sum of votes: 1, -1, or 0 for a tie."""
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         return 8 * -(-size_of(shape) // 5)
@@ -100,7 +100,7 @@ class _Verdict(_Vote):
 
 @dataclasses.dataclass(frozen=True)
 class _Scaled(PayloadCompressor):
-    """Signs whose sizes are those of their bucket."""
+    """Signs with magnitudes per bucket."""
 
     bucket_size: int = buckets.BUCKET
 
@@ -116,10 +116,10 @@ class _Scaled(PayloadCompressor):
 class ScaledSign(_Scaled):
     """The sign of every value times the mean magnitude of its bucket.
 
-    A value takes one bit, and a bucket 4 bytes in addition. The code loses a share of at most 1 -
-    |x|_1² / (n |x|_2²) of a bucket's squares, so error feedback makes up for it. A bucket with NaN
-    or infinity comes back as that. Raises ValueError for a bucket_size below 1. Source: EF-SignSGD
-    (Karimireddy et al., ICML 2019), whose bucket is the whole leaf.
+    A value takes one bit, and a bucket 4 more bytes. The code loses a share of at most 1 - |x|_1² /
+    (n |x|_2²) of a bucket's squares, so error feedback makes up for it. A bucket with NaN or
+    infinity comes back as NaN or infinity. Raises ValueError for a bucket_size below 1. Source:
+    EF-SignSGD (Karimireddy et al., ICML 2019), whose bucket is the whole leaf.
     """
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
@@ -129,7 +129,7 @@ class ScaledSign(_Scaled):
     def _scale(self, x: Any) -> jax.Array:
         here = buckets.filled(x.size, self.bucket_size).sum(axis=1, keepdims=True)
         rows = jnp.abs(buckets.split(x, self.bucket_size))
-        # Divided first: the sum of a bucket of large values may overflow.
+        # Divides first: the sum of a bucket of large values may overflow.
         return (rows / here.astype("float32")).sum(axis=1, keepdims=True)
 
     def error_bound(self, x: Any) -> jax.Array:
@@ -155,10 +155,10 @@ class ScaledSign(_Scaled):
 class OneBit(_Scaled):
     """One bit per value: the mean of its bucket's negative values, or of the others.
 
-    A bucket takes 8 bytes in addition, for the two means. The code is a projection, so error
-    feedback makes up for what it loses. A bucket with NaN or infinity comes back as that, at least
-    on their side of zero. Raises ValueError for a bucket_size below 1. Source: 1-bit SGD (Seide et
-    al., Interspeech 2014), whose bucket is a column of the matrix.
+    A bucket takes 8 more bytes for the two means. The code is a projection, so error feedback makes
+    up for what it loses. If a bucket holds NaN or infinity, so does what comes back, at least for
+    the values on the same side of zero. Raises ValueError for a bucket_size below 1. Source: 1-bit
+    SGD (Seide et al., Interspeech 2014), whose bucket is a column of the matrix.
     """
 
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
@@ -190,6 +190,6 @@ class OneBit(_Scaled):
 
 
 def _mean(rows: jax.Array, where: Any) -> jax.Array:
-    """The mean of each row's values where marked, f32[rows, 1]; 0 of none."""
+    """Returns the mean of each row's marked values, f32[rows, 1]; 0 if none is marked."""
     number = jnp.maximum(where.sum(axis=1, keepdims=True), 1).astype(jnp.float32)
     return jnp.where(where, rows / number, 0).sum(axis=1, keepdims=True)

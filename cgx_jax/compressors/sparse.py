@@ -1,4 +1,4 @@
-"""A few of a leaf's values, and where they lie."""
+"""Sparse codes: a few of a leaf's values, and their positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Keep = float | int
 
 
 def check_keep(where: str, keep: Any) -> Keep:
-    """A share in (0, 1], a float, or a number of values, an int from 1; raises otherwise."""
+    """Returns `keep`: a share in (0, 1], a float, or a count >= 1, an int; raises otherwise."""
     if isinstance(keep, float):
         if not 0 < keep <= 1:
             raise ValueError(
@@ -37,7 +37,7 @@ def check_keep(where: str, keep: Any) -> Keep:
 
 
 def kept(where: str, keep: Keep, size: int) -> int:
-    """How many of `size` values are kept; raises ValueError for more than there are."""
+    """Returns how many of `size` values are kept; raises ValueError if `keep` exceeds `size`."""
     if isinstance(keep, float):
         return math.ceil(keep * size * (1 - 1e-12))  # 0.07 * 100 is a little over 7
     if keep > size > 0:
@@ -49,14 +49,14 @@ def kept(where: str, keep: Keep, size: int) -> int:
 
 
 def position_bits(size: int) -> int:
-    """Bits of a position among `size` values, or of the one past the end, which is nothing."""
+    """Returns the bits of a position in 0..`size`; `size`, past the end, marks no value."""
     return max(1, size.bit_length())
 
 
 def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The places, int32[count] in order, of the largest magnitudes of fp32[n], and the values.
+    """Returns the places of the largest magnitudes of fp32[n], int32[count], and the values there.
 
-    Of equal ones the first are taken; NaN is the largest.
+    Places ascend. Of equal magnitudes the first are taken, and NaN counts as the largest.
     """
     if not count:
         return jnp.zeros(0, jnp.int32), x[:0]
@@ -78,13 +78,15 @@ def _largest_of_buckets(x: jax.Array, *, keep: int, bucket_size: int) -> list[ja
 def _above_sampled(
     x: jax.Array, turns: jax.Array, *, count: int, stride: int, rank: int
 ) -> list[jax.Array]:
-    """Places and values, in order, of `count` magnitudes from the `rank`-th of a sample on.
+    """Returns places and values, in order, of up to `count` magnitudes at or above a threshold.
 
-    The sample is every `stride`-th value from turns[0] on; of more than `count` those are taken
-    that come first from turns[1] on, around the end.
+    The threshold is the `rank`-th largest magnitude of a sample: every `stride`-th value from
+    turns[0] on. If more than `count` values reach it, the first ones from turns[1] on are taken,
+    continuing at the start after the end.
     """
     n = x.size
-    # Bits are in the order of the magnitudes, NaN above infinity, and know no processor's zero.
+    # Bit patterns have the order of the magnitudes, with NaN above infinity. Comparing them does
+    # not depend on which numbers a processor takes for zero.
     magnitude = lax.bitcast_convert_type(x, jnp.int32) & np.int32(0x7FFFFFFF)
     bound = lax.top_k(jnp.roll(magnitude, -turns[0])[::stride], rank)[0][-1]
     above = jnp.roll(magnitude, -turns[1]) >= bound
@@ -95,7 +97,7 @@ def _above_sampled(
 
 @dataclasses.dataclass(frozen=True)
 class _Sparse(PayloadCompressor):
-    """Positions in as few bits as they need, and the values there by the code `values`."""
+    """Positions in as few bits as they need, and the values there, encoded by `values`."""
 
     selects: ClassVar[bool] = True
 
@@ -130,8 +132,9 @@ class _Sparse(PayloadCompressor):
         return 8 * (packed_bytes(k, self.position_bits(n)) + self.values.payload_bytes(k))
 
     def error_bound(self, x: Any) -> jax.Array:
-        # What is not sent is lost whole; what is sent may lose what the code of values loses, of
-        # which no more is known than that none of them is larger than the largest.
+        # A value that is not sent is lost entirely. A value that is sent may lose what the code of
+        # values loses. All that is known of the values sent is that none exceeds the largest
+        # magnitude.
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
         if not magnitude.size:
             return magnitude
@@ -141,15 +144,15 @@ class _Sparse(PayloadCompressor):
 
 
 class _Positions(_Sparse):
-    """Positions in the whole leaf, those that `select` finds; the one past the end is nothing."""
+    """Positions in the whole leaf, which `select` finds; the one past the end marks no value."""
 
     reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
 
     @abc.abstractmethod
     def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
-        """Positions int32[count] in fp32[n], each once, in order, and the values there.
+        """Returns distinct positions in fp32[n], int32[count], in order, and the values there.
 
-        n stands for nothing, with the value 0.
+        Position n, which may repeat, stands for no value and has the value 0.
         """
 
     def position_bits(self, size: int) -> int:
@@ -182,10 +185,10 @@ class _Positions(_Sparse):
 
 
 def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> list[jax.Array]:
-    """fp32[size]: the ranks' values added up at their places, in rank order; `size` is no place.
+    """Returns fp32[size]: the ranks' values, added up at their places in rank order.
 
-    A scatter for each rank, which barriers keep apart: GPUs add what one scatter has for a place in
-    any order.
+    The place `size` is dropped. Each rank has a scatter of its own, and barriers keep them apart: a
+    GPU adds the values that one scatter has for a place in any order.
     """
 
     def add(total: jax.Array, _: Any, pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -201,15 +204,15 @@ def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> lis
 class TopK(_Positions):
     """The `keep` largest values in magnitude: a share of the leaf (float), or a number (int).
 
-    A position takes ceil(log2(n + 1)) bits, and a value what the code `values` takes. That is exact
-    by default (fp32, 32 bits); `Cast(jnp.bfloat16)` and `Quantize(8)` are shorter. NaN counts as
-    the largest. The code loses a share of at most 1 - k / n of the squares, so it needs error
-    feedback. Every rank has its own positions, so payloads are gathered: the bytes that a rank
-    receives grow with the number of ranks. Those of `BlockTopK` do not.
+    A position takes ceil(log2(n + 1)) bits, and a value the bits of the code `values`. By default
+    `values` is exact (fp32, 32 bits); `Cast(jnp.bfloat16)` and `Quantize(8)` are shorter. NaN
+    counts as the largest. The code loses a share of at most 1 - k / n of the squares, so it needs
+    error feedback. Every rank has its own positions, so payloads are gathered: the bytes that a
+    rank receives grow with the number of ranks. With `BlockTopK` they do not.
 
     Raises ValueError for a share outside of (0, 1], for a number below 1 and, while tracing, for a
-    number above the leaf's size; TypeError for `values` that cannot encode any run of values.
-    Source: Aji and Heafield (EMNLP 2017).
+    number above the leaf's size; TypeError for a `values` code that cannot encode arbitrary runs of
+    values. Source: Aji and Heafield (EMNLP 2017).
     """
 
     keep: Keep = 0.01
@@ -229,8 +232,8 @@ class TopK(_Positions):
 class QSparse(TopK):
     """The largest values, quantized at random without bias: `TopK` with `QSGD` for its values.
 
-    Sizes, dtypes and errors are those of `TopK`. Raises ValueError for `values` that are biased or
-    exact, too. Needs a key. Source: Qsparse-local-SGD (Basu et al., NeurIPS 2019).
+    Sizes, dtypes and errors are those of `TopK`. Also raises ValueError for a `values` code that is
+    biased or exact. Needs a key. Source: Qsparse-local-SGD (Basu et al., NeurIPS 2019).
     """
 
     values: PayloadCompressor = dataclasses.field(default=QSGD(), kw_only=True)
@@ -249,10 +252,10 @@ class Threshold(_Positions):
     """Every value whose magnitude is above `threshold`, as long as there is room for it.
 
     There is room for the share `capacity` of the leaf (float), or for that many values (int). The
-    largest come first. The others stay in the residual, and so do all values up to the threshold.
-    The payload has the size of `TopK`'s for `capacity`, even when no value is sent. NaN is above
-    any threshold. Needs error feedback. Raises ValueError for a negative threshold, and for a
-    capacity as `TopK` does for `keep`. Source: Dutta et al. (AAAI 2020).
+    largest come first. Values without room and values up to the threshold stay in the residual. The
+    payload is as large as that of `TopK` with `capacity` for `keep`, even when no value is sent.
+    NaN is above any threshold. Needs error feedback. Raises ValueError for a negative threshold,
+    and for a capacity as `TopK` does for `keep`. Source: Dutta et al. (AAAI 2020).
     """
 
     threshold: float = 0.0
@@ -281,12 +284,12 @@ class Threshold(_Positions):
 class DGC(_Positions):
     """About the `keep` largest values: those above a threshold that a sample of the leaf gives.
 
-    The sample is every 400th value, but at least 16,384 values, from a place that the key draws.
-    Its quantile is the threshold. There is room for `keep` values. If more are above the threshold,
-    the first ones after another random place are sent, so that none waits forever. The others stay
-    in the residual. The payload has the size of `TopK`'s. `MomentumCorrection` is the memory that
-    belongs to it, with momentum correction. Raises as `TopK` does, and ValueError for a missing
-    key. Source: deep gradient compression (Lin et al., ICLR 2018).
+    The sample is every 400th value, but at least 16,384 values, from a random place on. Its
+    quantile is the threshold. There is room for `keep` values. If more are above the threshold, the
+    first ones after another random place are sent, so that none waits forever. The others stay in
+    the residual. The payload is as large as that of `TopK`. The memory that belongs to it is
+    `MomentumCorrection`, which corrects momentum. Raises as `TopK` does, and ValueError for a
+    missing key. Source: deep gradient compression (Lin et al., ICLR 2018).
     """
 
     keep: Keep = 0.01
@@ -306,7 +309,8 @@ class DGC(_Positions):
         return kept("DGC", self.keep, size)
 
     def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
-        # The threshold is the key's; whatever is larger than a value that was sent is above it.
+        # The threshold depends on the key. Whatever is as large as a value that was sent is above
+        # it.
         magnitude = jnp.abs(x)
         return magnitude >= magnitude.min(where=arrived, initial=jnp.inf)
 
@@ -327,12 +331,13 @@ class DGC(_Positions):
 class BlockTopK(_Sparse):
     """The `keep` largest values in magnitude of every bucket, which is a run of the leaf.
 
-    A position takes ceil(log2(bucket_size)) bits, 9 in buckets of 512, and a value what the code
-    `values` takes, as in `TopK`. A rank encodes any part of a leaf. The leaf is therefore cut into
-    chunks, whose owners add up and keep the largest again: the bytes do not grow with the number of
-    ranks. It keeps less of the squares than `TopK` does if a few buckets have the large values. It
-    needs error feedback. Raises ValueError unless keep is 1..bucket_size, TypeError for options
-    that are not integers. Source: block-wise top-k as in CocktailSGD (Wang et al., ICML 2023).
+    A position takes ceil(log2(bucket_size)) bits, 9 in buckets of 512, and a value the bits of the
+    code `values`, as in `TopK`. Any part of a leaf can be encoded by itself, so the leaf is cut
+    into chunks. The owner of a chunk adds it up and again keeps the largest values, so the bytes do
+    not grow with the number of ranks. If the large values lie in a few buckets, it keeps less of
+    the squares than `TopK` does. It needs error feedback. Raises ValueError unless keep is
+    1..bucket_size, TypeError for options that are not integers. Source: block-wise top-k as in
+    CocktailSGD (Wang et al., ICML 2023).
     """
 
     keep: int = 5

@@ -54,13 +54,13 @@ class _Ternary(PayloadCompressor):
 
 @dataclasses.dataclass(frozen=True)
 class TernGrad(_Ternary):
-    """A value's sign times its bucket's largest magnitude, with a probability that has no bias.
+    """Sends a value's sign times its bucket's largest magnitude, or 0, at random without bias.
 
-    A value takes 1.6 bits, and a bucket 4 bytes in addition. Values are first clipped at `clip`
-    standard deviations of the whole leaf, which is biased; `clip=None` does not clip. The variance
-    is up to (sqrt(B) - 1) / 2 times |x|² for buckets of B values, so small buckets are more exact.
-    A bucket with NaN or infinity comes back as NaN. Raises ValueError for a clip that is not
-    positive, a bucket_size below 1 and a missing key. Source: TernGrad (Wen et al., NeurIPS 2017).
+    A value takes 1.6 bits, and a bucket 4 more bytes. Values are first clipped at `clip` standard
+    deviations of the whole leaf, which adds bias; `clip=None` does not clip. The variance is up to
+    (sqrt(B) - 1) / 2 times |x|² for buckets of B values, so small buckets are more exact. A bucket
+    with NaN or infinity comes back as NaN. Raises ValueError for a clip that is not positive, a
+    bucket_size below 1 and a missing key. Source: TernGrad (Wen et al., NeurIPS 2017).
     """
 
     clip: float | None = 2.5
@@ -87,8 +87,8 @@ class TernGrad(_Ternary):
 
     @property
     def feedback_scale(self) -> float:
-        # E|lost|² of a bucket is |x|_1 max|x| - |x|², and |x|_1 max|x| at most
-        # (sqrt(B) + 1) / 2 times |x|².
+        # E|lost|² of a bucket is |x|_1 max|x| - |x|², and |x|_1 max|x| is at most (sqrt(B) + 1) / 2
+        # times |x|².
         return 2 / (self.bucket_size**0.5 + 1)
 
     def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
@@ -111,14 +111,15 @@ class TernGrad(_Ternary):
 class SharedTernGrad(SummedCompressor):
     """`TernGrad` with one scale per bucket for all ranks, so that sums need no decoding.
 
-    A first round finds each bucket's largest magnitude over the ranks. In a second, `lax.psum` adds
-    up the codes -1, 0 and 1. Codes are packed in words of 32 bits, each in as many bits as a sum
-    over the ranks needs: 3 for 2 and 3 ranks, 4 for up to 7, 8 for 64 to 127. `wire_bits` counts 8
-    bits per value, and `summed_bytes` those of a given world; both add 4 bytes per bucket. `clip`
-    is as in `TernGrad`. The variance of a rank grows with the largest rank's scale, so no factor
-    bounds error feedback, which raises ValueError. A bucket in which any rank holds NaN or infinity
-    comes back as NaN. Raises ValueError for a bucket_size below 1, a clip that is not positive and
-    a missing key. Source: scaler sharing in TernGrad (Wen et al., NeurIPS 2017).
+    A first round finds each bucket's largest magnitude over the ranks. In a second round,
+    `lax.psum` adds up the codes -1, 0 and 1. Codes are packed in words of 32 bits. Each code takes
+    as many bits as a sum over the ranks needs: 3 for 2 and 3 ranks, 4 for up to 7, 8 for 64 to 127.
+    `wire_bits` counts 8 bits per value, and `summed_bytes` counts the bits for a given number of
+    ranks; both add 4 bytes per bucket. `clip` is as in `TernGrad`. A rank's variance grows with the
+    largest scale of any rank, so no factor bounds error feedback, and using it raises ValueError. A
+    bucket in which any rank holds NaN or infinity comes back as NaN. Raises ValueError for a
+    bucket_size below 1, a clip that is not positive and a missing key. Source: scaler sharing in
+    TernGrad (Wen et al., NeurIPS 2017).
     """
 
     bucket_size: int = buckets.BUCKET
@@ -170,7 +171,7 @@ class SharedTernGrad(SummedCompressor):
         return bound + jnp.abs(value - ready).sum(0)
 
     def _scales(self, x: jax.Array) -> jax.Array:
-        """fp32[buckets, 1]; infinite for what is not finite, since a maximum may drop a NaN."""
+        """Returns fp32[buckets, 1]: infinite for NaN too, since a maximum may drop a NaN."""
         scale = buckets.largest(buckets.split(x, self.bucket_size))
         return jnp.where(jnp.isnan(scale), np.float32(np.inf), scale)
 
@@ -190,13 +191,13 @@ class SharedTernGrad(SummedCompressor):
 
 @dataclasses.dataclass(frozen=True)
 class ThreeLC(_Ternary):
-    """Values rounded to -scale, 0 or scale; the scale is `sparsity` times the bucket's largest.
+    """Rounds values to -scale, 0 or scale, with scale `sparsity` times the bucket's largest.
 
-    A value takes 1.6 bits, and a bucket 4 bytes in addition. A `sparsity` above 1 makes more values
-    zero. No value's error is larger than the value, so error feedback makes up for what is lost. A
-    bucket with NaN or infinity comes back as NaN. The paper's last stage, which shortens runs of
-    zeros, is left out, since its output has no fixed size. Raises ValueError for a sparsity outside
-    of [1, 2) and a bucket_size below 1. Source: 3LC (Lim et al., MLSys 2019).
+    A value takes 1.6 bits, and a bucket 4 more bytes. A `sparsity` above 1 makes more values zero.
+    No value's error is larger than the value, so error feedback makes up for what is lost. A bucket
+    with NaN or infinity comes back as NaN. The paper's last stage, which shortens runs of zeros, is
+    left out, since its output has no fixed size. Raises ValueError for a sparsity outside of [1, 2)
+    and a bucket_size below 1. Source: 3LC (Lim et al., MLSys 2019).
     """
 
     sparsity: float = 1.0
@@ -228,7 +229,7 @@ class ThreeLC(_Ternary):
 def _encode(words: jax.Array, x: jax.Array, *, bucket_size: int) -> list[jax.Array]:
     rows = buckets.split(x, bucket_size)
     scale = buckets.largest(rows)
-    # The maximum changes nothing but keeps XLA from rounding product and sum as one.
+    # The maximum changes no value. It keeps XLA from fusing product and sum into one rounding.
     share = jnp.maximum(buckets.share(jnp.abs(rows), scale), 0)
     return [_payload(rows, scale, share + buckets.uniform(words, *rows.shape) >= 1, x.size)]
 
@@ -244,7 +245,7 @@ def _field_bits(world: int) -> int:
 
 
 def _pack_fields(codes: jax.Array, world: int) -> jax.Array:
-    """Codes 0..2 to uint32 words whose fields hold sums over `world` ranks."""
+    """Packs codes 0..2 into uint32 words whose fields can hold sums over `world` ranks."""
     bits = _field_bits(world)
     fields = 32 // bits
     planes = jnp.pad(codes.astype(jnp.uint32), (0, -codes.size % fields)).reshape(fields, -1)
@@ -254,7 +255,7 @@ def _pack_fields(codes: jax.Array, world: int) -> jax.Array:
 
 
 def _unpack_fields(words: jax.Array, world: int, size: int) -> jax.Array:
-    """The inverse of `_pack_fields`, of sums: int32[size]."""
+    """Inverts `_pack_fields` for words that are sums: returns int32[size]."""
     bits = _field_bits(world)
     shifts = (np.arange(32 // bits) * bits).astype(np.uint32)[:, None]
     return ((words[None] >> shifts) & np.uint32(2**bits - 1)).reshape(-1)[:size].astype(jnp.int32)
@@ -262,7 +263,7 @@ def _unpack_fields(words: jax.Array, world: int, size: int) -> jax.Array:
 
 def _check_clip(where: str, clip: float | None) -> None:
     if clip is not None and not clip > 0:
-        raise ValueError(f"{where}: clip={clip} must be positive; None clips nothing.")
+        raise ValueError(f"{where}: clip={clip} must be positive; pass None to clip nothing.")
 
 
 def _clipped(x: jax.Array, clip: float | None) -> jax.Array:
@@ -270,12 +271,12 @@ def _clipped(x: jax.Array, clip: float | None) -> jax.Array:
     if clip is None:
         return x
     limit = np.float32(clip) * _deviation(x)
-    # NaN, and infinity, whose deviation is NaN, are no matter of clipping.
+    # A leaf with NaN or infinity is not clipped: its standard deviation is NaN.
     return jnp.where(jnp.abs(x) > limit, jnp.sign(x) * limit, x)
 
 
 def _deviation(x: jax.Array) -> jax.Array:
-    """The standard deviation, where squares overflow too."""
+    """Returns the standard deviation, even where squares overflow."""
     scale = jnp.abs(x).max(initial=0)
     scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
     return scale * jnp.std(buckets.share(x, scale)) if x.size else scale

@@ -1,4 +1,4 @@
-"""Exchanges: ways for payloads to travel, one file each, every one blind to what the bytes mean."""
+"""Exchanges: ways for payloads to travel, one file each, independent of what the bytes mean."""
 
 from cgx_jax.exchanges.auto import Auto as Auto
 from cgx_jax.exchanges.auto import use_profile as use_profile

@@ -1,8 +1,8 @@
 """`exchange="auto"`: which way a fusion buffer travels, decided while tracing.
 
-With a profile, a buffer goes by the method that the measurements say is the fastest, and by
-`lax.psum` where compression does not pay. Without one, a buffer is compressed from the size on at
-which that paid on every link that was tried (`LEAST`).
+With a profile, a buffer travels by the method that is fastest according to the measurements, and by
+`lax.psum` where compression does not pay. Without a profile, a buffer is compressed from the size
+on at which compression paid on every link that was tried (`Exchange.least`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _active: Profile | None = None
 class Load:
     """A fusion buffer's size: values, uncompressed bytes, and payload bits per value (mean).
 
-    `noisy` values are rounded at random, `rotated` ones are rotated, and those `in_units` are
-    multiplied by units, which takes longer.
+    `noisy`, `rotated` and `in_units` count the values that are rounded at random, rotated, or
+    multiplied by units, all of which takes longer.
     """
 
     values: int
@@ -48,12 +48,12 @@ class Load:
 def use_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | None:
     """Makes `exchange="auto"` follow a profile (or the file of one); None is the default rule.
 
-    With several processes every one calls it, after `jax.distributed.initialize`, and process 0's
-    profile holds for all: the others may pass None. Returns the profile that holds now. Clears
-    JAX's caches when it changes, so that compiled functions are traced again. Raises ValueError (on
-    every process) if the profile is damaged or was measured on another machine or with other
-    versions. Raises OSError if the file cannot be read; with several processes that is a ValueError
-    on all of them.
+    With several processes, each of them calls it after `jax.distributed.initialize`. Process 0's
+    profile holds for all, and the others may pass None. Returns the profile that holds now. Clears
+    JAX's caches when the profile changes, so that compiled functions are traced again. Raises
+    ValueError (on every process) if the profile is damaged or was measured on another machine or
+    with other versions. Raises OSError if the file cannot be read; with several processes that is a
+    ValueError on all of them.
     """
     global _active
     agreed = _load(profile) if jax.process_count() == 1 else _agree(profile)
@@ -64,7 +64,7 @@ def use_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | N
 
 
 def active() -> Profile | None:
-    """The profile that `exchange="auto"` follows now."""
+    """Returns the profile that `exchange="auto"` follows now."""
     return _active
 
 
@@ -84,7 +84,7 @@ def _read(path: Path) -> Profile:
 
 
 def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
-    """Process 0's profile. Its error is sent as well, so that nobody waits for a rank that left."""
+    """Returns process 0's profile; sends its error too, so that none waits for a rank that left."""
     message = b""
     if jax.process_index() == 0:
         try:
@@ -104,9 +104,9 @@ def _agree(source: Profile | str | os.PathLike[str] | None) -> Profile | None:
 class Auto(Exchange):
     """The fastest exchange for each fusion buffer, or `lax.psum` where compression costs time.
 
-    It follows `profile`, which every process gives alike, or the one that `use_profile` made
-    active. Without one it goes by size (`Exchange.least`). Raises ValueError while tracing for a
-    profile of another machine, other versions or another world size.
+    It follows `profile`, which must be the same on every process, or the profile that `use_profile`
+    made active. Without a profile it decides by size (`Exchange.least`). Raises ValueError while
+    tracing for a profile of another machine, other versions or another world size.
     """
 
     profile: Profile | None = None
@@ -129,10 +129,11 @@ class Auto(Exchange):
         *,
         gathers: bool = False,
     ) -> Exchange | None:
-        """The exchange for `load` among those that are usable; None for `lax.psum`.
+        """Returns the exchange for `load` among those that are usable; None for `lax.psum`.
 
-        `gathers` says that the reduction is "gather_sum". Its own rows then count, up to the sizes
-        that were measured. Raises ValueError if the profile was measured at another world size.
+        `gathers` says that the reduction is "gather_sum". The rows of that reduction then count, up
+        to the sizes that were measured. Raises ValueError if the profile was measured at another
+        world size.
         """
         profile = self._follow(caller, world)
         if profile is None:
@@ -148,9 +149,10 @@ class Auto(Exchange):
         world: int,
         load: Load,
     ) -> Exchange | None:
-        """Which of `gathering` is faster by "gather_sum" than what `choose` takes, or None.
+        """Returns which of `gathering` beats `choose` by the reduction "gather_sum", or None.
 
-        It is None without a profile that measured it, and for buffers larger than it measured.
+        It is None without a profile that measured "gather_sum", and for buffers larger than those
+        measured.
         """
         profile = self._follow(caller, world)
         if profile is None:
@@ -165,31 +167,31 @@ class Auto(Exchange):
             self.profile.check_here()
         if profile is not None and profile.world != world:
             raise ValueError(
-                f"{caller}: this call has {world} ranks, the active profile was measured on "
+                f"{caller}: this call has {world} ranks, but the active profile was measured on "
                 f"{profile.world} (axis {profile.axis!r}). Run cgx_jax.tune on an axis of {world} "
-                'ranks, name the exchange (exchange="xla"), or use_profile(None).'
+                'ranks, name the exchange (exchange="xla"), or call use_profile(None).'
             )
         return profile
 
 
 def _method(profile: Profile, exchange: Exchange, load: Load, gathers: bool) -> str:
-    """The method whose rows say how long `exchange` takes for `load`."""
+    """Returns the method whose rows say how long `exchange` takes for `load`."""
     once = exchange.shorthand + ONE_SHOT
     return once if gathers and 4 * load.values <= largest(profile, once) else exchange.shorthand
 
 
 def _as_measured(profile: Profile, exchange: Exchange | None) -> Exchange | None:
-    """The exchange with the options that it was measured with."""
+    """Returns the exchange with the options that it was measured with."""
     return profile.engine if type(profile.engine) is type(exchange) else exchange
 
 
 def available(axes: Sequence[Any] = ()) -> tuple[Exchange, ...]:
-    """The exchanges that this process can use over `axes`, or over some mesh when none is named."""
+    """Returns the exchanges that this process can use over `axes`, if named, or over some mesh."""
     return tuple(exchange for exchange in EXCHANGES if exchange.usable(axes))
 
 
 def named(caller: str, exchange: Exchange | str) -> Exchange:
-    """The exchange that a name stands for; raises ValueError or TypeError for what is none."""
+    """Returns the exchange that a name stands for; raises ValueError or TypeError for others."""
     if isinstance(exchange, Exchange):
         return exchange
     known = {e.shorthand: e for e in (Auto(), *EXCHANGES)}
@@ -204,11 +206,11 @@ def named(caller: str, exchange: Exchange | str) -> Exchange:
 
 
 def unmeasured(usable: Sequence[Exchange], load: Load) -> Exchange | None:
-    """The exchange for `load` without a profile; None, `lax.psum`, below its `least` size.
+    """Returns the exchange for `load` without a profile; None (`lax.psum`) below its `least` size.
 
-    The first of `usable`, in the order of `EXCHANGES`, that states a size decides. Devices
-    simulated in one process follow the rule too, although nothing is sent there: their numbers are
-    then those of the run that they simulate.
+    The first of `usable`, in the order of `EXCHANGES`, that has a `least` size decides. Devices
+    simulated in one process follow the rule too, although they send nothing, so that their numbers
+    are those of the run that they simulate.
     """
     share = load.bits * load.values / (8 * load.nbytes)
     for exchange in usable:
@@ -218,10 +220,10 @@ def unmeasured(usable: Sequence[Exchange], load: Load) -> Exchange | None:
 
 
 def fastest(profile: Profile, usable: Collection[str], load: Load) -> str:
-    """The fastest method for `load` by the profile, of "psum" and the exchanges in `usable`.
+    """Returns the fastest method for `load` by the profile: "psum" or one of `usable`.
 
-    An exchange must beat psum by 5 %: under that psum, which is exact, is kept. "gather_sum", which
-    wins where latency decides, is not taken for more values than were measured.
+    An exchange must beat psum by 5 %. Otherwise psum is kept, since it is exact. "gather_sum" wins
+    where latency decides, so it is not taken for more values than were measured.
     """
     best, least = "psum", estimate(profile, "psum", load) * (1 - LEAST_GAIN)
     for method in sorted(usable):
@@ -235,25 +237,26 @@ def fastest(profile: Profile, usable: Collection[str], load: Load) -> str:
 
 
 def largest(profile: Profile, method: str) -> int:
-    """The most bytes that the profile has measured `method` on; 0 where it has not."""
+    """Returns the most bytes that the profile has measured `method` on; 0 if it has not."""
     return max((row.bytes for row in profile.rows if row.method == method), default=0)
 
 
 def estimate(profile: Profile, method: str, load: Load) -> float:
-    """Seconds that `method`, which the profile has rows of, takes for `load`.
+    """Returns the seconds that `method`, which the profile has rows of, takes for `load`.
 
-    Straight lines in log-log between measured sizes, and in bits between measured widths. Beyond
-    the ends it is pessimistic for compression or neutral: a smaller buffer takes the time of the
-    smallest, a larger one the largest's in proportion; fewer bits take the time of the narrowest
-    width, more bits the widest's in proportion.
+    It interpolates linearly in log-log between measured sizes, and linearly in bits between
+    measured widths. Beyond the ends it is pessimistic for compression, or neutral. A smaller buffer
+    takes the time of the smallest one, and a larger buffer that of the largest one in proportion.
+    Fewer bits take the time of the narrowest width, and more bits that of the widest one in
+    proportion.
 
-    Rows are of plain rounding. What random rounding, rotation and units cost this machine's codec
-    beyond that is added in full. For "xla", whose kernels wait for the wire and the wire for them,
-    the sum is the time. A fused call hides a part of the codec behind the wire, so there the sum is
-    an upper bound: exact for a link that waits for the codec, and never on compression's side.
+    Rows measure plain rounding. What random rounding, rotation and units cost this machine's codec
+    beyond that is added in full. For "xla", the sum is the time, because kernels and wire wait for
+    each other. A fused call hides a part of the codec behind the wire, so there the sum is an upper
+    bound. It is exact for a link that waits for the codec, and it never favors compression.
     """
-    # Kernels work by the value, so a 16-bit buffer counts as the fp32 one of as many values;
-    # psum works by the byte.
+    # The time of kernels depends on the number of values, so a 16-bit buffer counts as an fp32
+    # buffer of as many values. The time of psum depends on the number of bytes.
     nbytes = load.nbytes if method == "psum" else 4 * load.values
     widths, curves = _curves(profile, method)
     seconds = [
@@ -263,14 +266,14 @@ def estimate(profile: Profile, method: str, load: Load) -> float:
     plain = float(np.interp(load.bits, widths, seconds) * max(1, load.bits / widths[-1]))
     if method == "psum":
         return plain
-    # By "gather_sum" a rank decodes this many times as much.
+    # With "gather_sum" a rank decodes this many times as much.
     world = profile.world
     more = world**2 / (2 * world - 1) if method.endswith(ONE_SHOT) else 1
     return plain + more * _beyond_plain(profile, load)
 
 
 def _beyond_plain(profile: Profile, load: Load) -> float:
-    """Seconds that a rank's codec takes for `load` more than for as many plain values."""
+    """Returns how many seconds more a rank's codec takes for `load` than for plain rounding."""
     codec = profile.codec
     more = [max(0.0, s - codec.plain) for s in (codec.noise, codec.rotation, codec.units)]
     return load.noisy * more[0] + load.rotated * more[1] + load.in_units * more[2]
@@ -280,7 +283,7 @@ def _beyond_plain(profile: Profile, load: Load) -> float:
 def _curves(
     profile: Profile, method: str
 ) -> tuple[list[float], list[tuple[tuple[int, ...], tuple[float, ...]]]]:
-    """Measured widths of a method, and for each the sizes with their seconds, ascending."""
+    """Returns a method's measured widths, and for each width its sizes and seconds, ascending."""
     widths = sorted({row.bits for row in profile.rows if row.method == method})
     curves = []
     for bits in widths:

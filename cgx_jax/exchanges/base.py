@@ -17,11 +17,11 @@ from cgx_jax.wire import Layout
 
 
 class Least(NamedTuple):
-    """From which size on a fusion buffer is compressed while no profile is active.
+    """The size from which on a fusion buffer is compressed while no profile is active.
 
     That is `nbytes` / (1 - share / even) uncompressed bytes, where `share` is the payload's share
-    of them. `nbytes` is the limit for a negligible payload. From the share `even` on no size is
-    compressed.
+    of them. `nbytes` is the limit for a negligible payload. If the share is `even` or more, no size
+    is compressed.
     """
 
     nbytes: float
@@ -31,8 +31,8 @@ class Least(NamedTuple):
 class Fused(NamedTuple):
     """What a sum in one call returns, one entry per leaf.
 
-    `residuals` are empty unless asked for. `found` is that of `Reduced` where the call is watched
-    and finds it; else None.
+    `residuals` are empty unless asked for. `found` is as in `Reduced` if the call is watched and
+    finds it, else None.
     """
 
     sums: list[jax.Array]
@@ -43,11 +43,11 @@ class Fused(NamedTuple):
 class Exchange(Scoped, abc.ABC):
     """A way for payloads to travel: static, hashable, equal by value; it knows no compressor.
 
-    What an exchange can do is in `can`, the names of its methods. "scatter", "gather" and "permute"
-    move rows of bytes, and "sum" is XLA's own sum of numbers. "all_reduce", "gather_sum",
-    "reduce_scatter" and "all_gather" each encode, send, reduce and decode in one call. `name`,
-    which methods are given, begins error messages: it is the call that the user wrote. `require`
-    raises ValueError where the exchange does not work.
+    `can` holds the names of the methods that an exchange provides. "scatter", "gather" and
+    "permute" move rows of bytes, and "sum" is XLA's own sum of numbers. "all_reduce", "gather_sum",
+    "reduce_scatter" and "all_gather" each encode, send, reduce and decode in one call. Methods take
+    `name`, the call that the user wrote, which begins error messages. `require` raises ValueError
+    if the exchange does not work.
     """
 
     shorthand: ClassVar[str]
@@ -60,28 +60,28 @@ class Exchange(Scoped, abc.ABC):
 
     @abc.abstractmethod
     def missing(self, axes: Sequence[Any] = ()) -> str | None:
-        """The reason why no program can use it here, with the remedy, or None.
+        """Returns why no program can use it here, with the remedy, or None.
 
-        `axes`, where any are named, are those that it is to reduce over.
+        `axes`, if any are named, are the axes that it should reduce over.
         """
 
     @abc.abstractmethod
     def here(self) -> bool:
-        """Whether it is for devices such as those of this process; loads nothing."""
+        """Whether it is for devices like those of this process; loads nothing."""
 
     def usable(self, axes: Sequence[Any] = ()) -> bool:
         """Whether `exchange="auto"` may take it over `axes`; loads nothing."""
         return self.here() and self.missing(axes) is None
 
     def least(self) -> Least | None:
-        """The size from which it beat `lax.psum` on every link that was tried, on this platform.
+        """Returns the size from which it beat `lax.psum` on all links tried, on this platform.
 
         If it is None, `exchange="auto"` takes this exchange only where a profile measured it.
         """
         return None
 
     def require(self, name: str, axes: Sequence[Any]) -> None:
-        """Makes it ready for calls over `axes`; raises ValueError where it does not work."""
+        """Makes it ready for calls over `axes`; raises ValueError if it does not work."""
         problem = self.missing(axes)
         if problem is not None:
             raise ValueError(f"{name}: exchange={self.shorthand!r} does not work here: {problem}.")
@@ -89,11 +89,11 @@ class Exchange(Scoped, abc.ABC):
             _warn_of_cached_programs()
 
     def in_program(self) -> Exchange:
-        """This exchange as a compiled program knows it, without options that `require` sets."""
+        """Returns this exchange as a compiled program knows it, without what `require` sets."""
         return self
 
     def nearby(self) -> Sequence[Exchange]:
-        """Others that compile to the same program and may be faster, for `Tuner` to try."""
+        """Returns others that compile to the same program and may be faster, for `Tuner`."""
         return ()
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
@@ -112,7 +112,8 @@ class Exchange(Scoped, abc.ABC):
     ) -> jax.Array:
         """u8[n] from one rank to another, for each (source, destination) in `pairs`.
 
-        No rank is twice a source or twice a destination. A rank that receives nothing gets zeros.
+        Each rank is a source at most once, and a destination at most once. A rank that receives
+        nothing gets zeros.
         """
         raise NotImplementedError
 
@@ -134,8 +135,8 @@ class Exchange(Scoped, abc.ABC):
 
         `seeds` are uint32[2] for each phase. `leaves` are f32, bf16 or f16, one for each slot of
         `layout`. `units` are as in `primitives.encode`. If `in_place`, sums may take the leaves'
-        memory (`Job`). If `watched`, the call may find what is not finite on its way. The bytes are
-        those of `scatter` and `gather` around the kernels.
+        memory (`Job`). If `watched`, the call may find non-finite values on its way. The bytes sent
+        are those of `scatter` and `gather` around the kernels.
         """
         raise NotImplementedError
 
@@ -154,16 +155,16 @@ class Exchange(Scoped, abc.ABC):
     ) -> Fused:
         """Sums of what all ranks encoded, divided, and residuals if asked for: one phase.
 
-        `seed` is uint32[2], a rank's own. `layout` is that of the leaves for one rank. The other
-        operands are those of `all_reduce`. The bytes are those of `gather` between the kernels:
-        `encode`, and `accumulate` of all ranks' payloads to zeros.
+        `seed`, uint32[2], is this rank's own. `layout` is that of the leaves for one rank. The
+        other operands are as in `all_reduce`. The bytes sent are those of `gather` between the
+        kernels: `encode`, and `accumulate` of all ranks' payloads to zeros.
         """
         raise NotImplementedError
 
     def reduce_scatter(
         self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
-        """The sum over the ranks of this rank's row.
+        """Returns the sum over the ranks of this rank's row.
 
         `rows`, f32, bf16 or f16, has one row for each rank. `words` are uint32[world, 2]; `layout`
         is that of one row.
@@ -173,7 +174,7 @@ class Exchange(Scoped, abc.ABC):
     def all_gather(
         self, name: str, words: Any, x: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
-        """Every rank's `x`, f32, bf16 or f16, decoded: [world, ...].
+        """Returns every rank's `x`, f32, bf16 or f16, decoded: [world, ...].
 
         `words` is uint32[2]; `layout` is that of `x` for one rank.
         """
@@ -187,11 +188,11 @@ def _caches_programs() -> bool:
 
 @functools.cache
 def _warn_of_cached_programs() -> None:
-    """Says once that ranks may hang or crash: XLA forgets the order of what it caches."""
+    """Warns once that ranks may hang or crash: XLA forgets the order of cached collectives."""
     warnings.warn(
-        "jax_compilation_cache_dir is set, and XLA on CPUs runs the collectives of a program from "
-        "that cache in an order that differs from rank to rank: ranks may hang, crash, or abort in "
-        'gloo. Set jax.config.update("jax_enable_compilation_cache", False) in programs of several '
+        "jax_compilation_cache_dir is set. XLA on CPUs runs the collectives of a cached program in "
+        "an order that differs between ranks, so ranks may hang, crash, or abort in gloo. Call "
+        'jax.config.update("jax_enable_compilation_cache", False) in programs that use several '
         "CPU devices.",
         RuntimeWarning,
         stacklevel=2,

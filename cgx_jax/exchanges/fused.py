@@ -22,9 +22,9 @@ Groups = Sequence[Sequence[int]] | None
 
 
 def unfit_axes(axes: Sequence[Any]) -> str | None:
-    """Why no fused call can be made over the axes bound where this is traced, or None."""
+    """Returns why no fused call works over the axes bound where this is traced, or None."""
     if not _compat.bound_by_mesh(axes):
-        return "the axis is one of vmap, which has no wire; reduce over a mesh axis"
+        return "the axis is a vmap axis, which does not join devices; reduce over a mesh axis"
     mesh = jax.sharding.get_abstract_mesh()
     automatic = [n for n in mesh.axis_names if n not in mesh.manual_axes]
     if automatic:
@@ -33,7 +33,7 @@ def unfit_axes(axes: Sequence[Any]) -> str | None:
 
 
 def positions(axes: tuple[str, ...], groups: Groups) -> tuple[tuple[int, ...], ...]:
-    """The positions in the current mesh of every group of `axes`, each in rank order."""
+    """Returns the positions in the current mesh of each group of `axes`, in rank order."""
     mesh = jax.sharding.get_abstract_mesh()
     names = list(mesh.axis_names)
     grid = np.arange(mesh.size).reshape([mesh.shape[n] for n in names])
@@ -47,10 +47,10 @@ def positions(axes: tuple[str, ...], groups: Groups) -> tuple[tuple[int, ...], .
 
 
 def position(axes: Sequence[str]) -> jax.Array:
-    """This rank's position in the current mesh, typed as varying over `axes` alone.
+    """Returns this rank's position in the current mesh, typed as varying over `axes` only.
 
-    It only routes the bytes. The result of a call over some axes of the mesh is the same along the
-    others wherever its operands are.
+    The position only routes bytes. The result of a call over some axes of the mesh is the same
+    along the other axes wherever its operands are.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return _compat.same_over(lax.axis_index(names), [n for n in names if n not in axes])
@@ -67,12 +67,12 @@ def bind(
     residual: bool = False,
     **params: Any,
 ) -> Fused:
-    """Calls a primitive of `primitive()`; `name` heads its errors.
+    """Calls a primitive that `primitive()` made; `name` begins its error messages.
 
-    Operands are what is particular to the exchange, then the leaves, one a slot of `layout`, then
-    the units of those that have any; `params` are the exchange's own.
+    `operands` are those specific to the exchange, then the leaves, one per slot of `layout`, then
+    the units of leaves that have any. `params` are specific to the exchange.
     """
-    # An all-gather takes an operand that does not vary; what it returns does.
+    # An all-gather accepts an operand that does not vary, but its result varies.
     index = lax.axis_index(axes.names)
     varying = frozenset().union(*(_compat.varying_axes(x) for x in (index, *operands)))
     out = primitive.bind(
@@ -91,7 +91,7 @@ def bind(
 
 
 def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
-    """The attributes that every fused handler takes."""
+    """Returns the attributes that every fused handler takes."""
     return {
         **{k: np.asarray(v, np.int64) for k, v in layout.attributes().items()},
         "world": np.int64(len(positions[0])),
@@ -102,33 +102,34 @@ def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dic
 
 
 def reduced(x: Any, *, replicated: Any, **params: Any) -> Any:
-    """The result of an all-reduce of `x`."""
+    """Returns the type of an all-reduce of `x`."""
     return _compat.reduced_aval(x, replicated)
 
 
 def summed(x: Any, *, slot: Slot, replicated: Any, **params: Any) -> Any:
-    """The result of a gather-sum of `x`: in fp32 where it has units, which are still to be undone.
+    """Returns the type of a gather-sum of `x`: fp32 if it has units.
 
-    Decoded values that are added up have to be undone together, after their division.
+    The sum is then still in units. The caller takes it out of them after the division, which is why
+    it stays fp32 until then.
     """
     return _compat.reduced_aval(x.update(dtype=np.float32) if slot.units else x, replicated)
 
 
 def scattered(x: Any, **params: Any) -> Any:
-    """The result of a reduce-scatter of the rows of `x`."""
+    """Returns the type of a reduce-scatter of the rows of `x`."""
     return _compat.result_aval(x.shape[1:], x.dtype, x)
 
 
 def gathered(x: Any, *, positions: Any, **params: Any) -> Any:
-    """The result of an all-gather of `x`: a row from every rank."""
+    """Returns the type of an all-gather of `x`: a row from every rank."""
     return _compat.result_aval((len(positions[0]), *x.shape), x.dtype, x)
 
 
 def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
-    """A fused call with a `result` of every leaf after the `leading` operands, then residuals.
+    """Makes a fused call that returns a `result` for every leaf, then residuals.
 
-    A call that is `watched` returns what it found last, i32[leaves, 2, 2]. Lowerings are the
-    caller's.
+    The leaves follow `leading` other operands. A call that is `watched` also returns what it found,
+    i32[leaves, 2, 2], as its last result. The caller registers the lowerings.
     """
     p = Primitive(name)
     p.multiple_results = True
@@ -147,7 +148,7 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
 
 
 def batch_rule(p: Primitive) -> Callable[..., Any]:
-    """One call for each element: chunks are cut in each by itself, as under the `xla` exchange."""
+    """Makes one call per element: each is cut into chunks by itself, as with the `xla` exchange."""
 
     def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)

@@ -1,7 +1,7 @@
 """MPI: rows of bytes, and a call that encodes, sends, reduces and decodes in segments.
 
-For CPU processes, one device each, started by an MPI launcher. The library is the one that mpi4py
-has loaded, whatever its ABI; nothing is linked to it. Importing this module loads no MPI.
+For CPU processes, one device each, started by an MPI launcher. It uses the library that mpi4py has
+loaded, whatever its ABI, and is not linked to it. Importing this module loads no MPI.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _own: Any = None  # the communicator of this process's engines
 class Mpi(Exchange):
     """MPI between CPU processes, one device each, that an MPI launcher started.
 
-    `segment_bytes` of payload travel as one message (default 128 KiB), `window` segments are in
-    flight (4), `threads` run kernels (half the cores, at most 4), and a call fails after `timeout`
-    seconds without a message (600). A process has one engine: options that are None are as it runs
-    already, or the defaults. Others start it anew, so they are given on every rank, with no call in
-    flight. Raises ValueError for an impossible option.
+    `segment_bytes` of payload travel as one message (default 128 KiB), and `window` segments are in
+    flight (4). `threads` threads run kernels (half the cores, at most 4). A call fails after
+    `timeout` seconds without a message (600). A process has one engine. An option that is None
+    keeps the engine's current value, or the default. Other options restart the engine, so pass them
+    on every rank, with no call in flight. Raises ValueError for an impossible option.
     """
 
     segment_bytes: int | None = None
@@ -97,9 +97,9 @@ class Mpi(Exchange):
         return Mpi()
 
     def nearby(self) -> Sequence[Mpi]:
-        """The defaults, and the nearest windows: `NEARBY` of them.
+        """Returns `NEARBY` of the defaults and the nearest windows.
 
-        On slow links fewer segments in flight are faster, on fast ones more.
+        On slow links fewer segments in flight are faster, on fast links more.
         """
         found = [defaults(), *(dataclasses.replace(self, window=window) for window in (2, 8))]
         return [other for other in found if other != self][:NEARBY]
@@ -147,7 +147,7 @@ class Mpi(Exchange):
         watched: bool,
     ) -> Fused:
         each = list(units) or [None] * len(leaves)
-        # The call's sums are still in their units, and undoing these may overflow.
+        # The call's sums are still in their units, and taking them out of these may overflow.
         watched = watched and not any(unit is not None for unit in each)
         options = {"divisor": divisor, "residual": residual, "in_place": False, "watched": watched}
         fused = _call(gather_sum_p, name, jnp.asarray(seed), leaves, units, layout, axes, options)
@@ -174,7 +174,7 @@ def _call(
 
 
 def defaults() -> Mpi:
-    """An exchange whose options are given, and are the defaults."""
+    """Returns an exchange whose options are set explicitly to the defaults."""
     return Mpi(**{name: int(DEFAULTS[name]) for name in Mpi.tuned})
 
 
@@ -184,29 +184,29 @@ def settings() -> dict[str, float] | None:
 
 
 def _missing() -> str | None:
-    """What this process lacks, or None. Imports mpi4py."""
+    """Returns what this process lacks, or None. Imports mpi4py."""
     if native.module() is None:
         return f"there is no native module; {native.CPU_REMEDY}"
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        return f"mpi4py does not load ({error}); {_INSTALL}"
+        return f"mpi4py cannot be imported ({error}); {_INSTALL}"
     return _unfit(MPI)
 
 
 def _unfit(mpi: Any) -> str | None:
-    """What is wrong with this process's MPI world, or None."""
+    """Returns what is wrong with this process's MPI world, or None."""
     if not mpi.Is_initialized() or mpi.Is_finalized():
-        return "MPI is not initialised; import mpi4py.MPI before, and leave its rc.initialize on"
+        return "MPI is not initialized; import mpi4py.MPI first, with mpi4py.rc.initialize = True"
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         return (
-            f"MPI was initialised with thread level {mpi.Query_thread()}, it needs "
+            f"MPI was initialized with thread level {mpi.Query_thread()}, but this exchange needs "
             f"MPI_THREAD_MULTIPLE ({mpi.THREAD_MULTIPLE}); set mpi4py.rc.thread_level = 'multiple' "
             "before importing mpi4py.MPI"
         )
     world, rank = mpi.COMM_WORLD.size, mpi.COMM_WORLD.rank
     if jax.default_backend() != "cpu":
-        return f"the devices are of platform {jax.default_backend()!r}; it is for CPUs"
+        return f"the devices are of platform {jax.default_backend()!r}, but it works only on CPUs"
     if (world, rank) != (jax.process_count(), jax.process_index()):
         return (
             f"this is rank {rank} of {world} in MPI but process {jax.process_index()} of "
@@ -215,19 +215,19 @@ def _unfit(mpi: Any) -> str | None:
         )
     if jax.local_device_count() != 1:
         return (
-            f"this process has {jax.local_device_count()} devices, it must have 1; start more "
-            "processes instead"
+            f"this process has {jax.local_device_count()} devices, but it must have 1; start one "
+            "process per rank instead"
         )
     return None
 
 
 def _unfit_axes(axes: Sequence[Any]) -> str | None:
-    """What is wrong with the axes that are bound where this is traced, or None."""
+    """Returns what is wrong with the axes that are bound where this is traced, or None."""
     if (problem := fused.unfit_axes(axes)) is not None:
         return problem
     size = jax.sharding.get_abstract_mesh().size
     if size != jax.process_count():
-        return f"the mesh has {size} devices, it must have all {jax.process_count()}"
+        return f"the mesh has {size} devices, but it must have all {jax.process_count()}"
     return None
 
 
@@ -244,10 +244,10 @@ def _start(settings: dict[str, float]) -> None:
     if len(libraries) > 1:
         raise ValueError(
             f"two MPI libraries are loaded in this process: {libraries}; they cannot work side by "
-            "side. Let mpi4py, and whatever loads the other one, use the same."
+            "side. Make mpi4py and the package that loads the other library use the same MPI."
         )
-    # Engines follow one another on one communicator, since duplicating it takes all ranks and MPI
-    # has few of them. After a failure messages may be left in it.
+    # Engines use one communicator after the other, since duplicating it takes all ranks and MPI has
+    # few communicators. After a failure, messages may be left in it.
     if _own is None or module.mpi_failure():
         _own = _duplicate(MPI, settings["timeout"])
         _own.Set_errhandler(MPI.ERRORS_RETURN)
@@ -270,7 +270,7 @@ def _start(settings: dict[str, float]) -> None:
 
 
 def _error_offset(mpi: Any) -> int:
-    """Where a status holds its error, in bytes: another place in every ABI."""
+    """Returns where a status holds its error, in bytes, which differs between ABIs."""
     status = mpi.Status()
     memory = (ctypes.c_char * mpi._sizeof(mpi.Status)).from_address(mpi._addressof(status))
     number = 0x1234567
@@ -279,14 +279,14 @@ def _error_offset(mpi: Any) -> int:
 
 
 def _duplicate(mpi: Any, timeout: float) -> Any:
-    """A communicator of our own, so that no message of the user's meets one of ours."""
+    """Returns a communicator of our own, so that the user's messages never mix with ours."""
     own, request = mpi.COMM_WORLD.Idup()
     deadline = time.monotonic() + timeout
     while not request.Test():
         if time.monotonic() > deadline:
             raise ValueError(
-                f"exchange='mpi': not every rank came to its first call in "
-                f"{timeout} s; every rank must run the same program."
+                f"exchange='mpi': not every rank reached its first call within "
+                f"{timeout} s; start all ranks, and run the same program on each."
             )
         time.sleep(0.001)
     return own
@@ -301,7 +301,9 @@ def _stop() -> None:
     if failure:
         from mpi4py import MPI
 
-        _log.error("exchange='mpi': ending all MPI ranks, since a fused call failed: %s", failure)
+        _log.error(
+            "exchange='mpi': a fused call failed, so this rank ends all MPI ranks: %s", failure
+        )
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
@@ -320,7 +322,7 @@ def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
         watched: bool,
         in_place: bool,
     ) -> Any:
-        # A segment is decoded after it has been encoded and added up: leaves may be written over.
+        # A segment is decoded after it was encoded and added up, so leaves may be overwritten.
         aliases = {2 + i: i for i in range(len(layout.slots))} if in_place else None
         return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
             ctx,

@@ -1,7 +1,7 @@
 """Whole rows over MPI, in segments of bytes: an all-to-all and an all-gather.
 
 They run on the engine of the fused all-reduce, with its settings, timeouts and errors;
-`Mpi.require` comes first. What the bytes mean is the caller's.
+`Mpi.require` comes first. Only the caller knows what the bytes mean.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from cgx_jax.exchanges import fused
 
 
 def scatter(name: str, rows: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
-    """Row r of `rows`, [world, n], to rank r of the group; row r of the result is from it.
+    """Sends row r of `rows`, [world, n], to rank r; row r of the result comes from rank r.
 
-    `world` is the size of a group of `axes`, and `name` heads errors.
+    `world` is the size of a group of `axes`, ranks count within the group, and `name` begins error
+    messages.
     """
     return _call(scatter_p, name, rows, 2, axes, groups)
 
 
 def gather(name: str, row: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
-    """Every rank's `row`, [n]: [world, n], the own one included.
+    """Returns every rank's `row`, [n], as [world, n], including this rank's own.
 
     Without groups the result is the same on all ranks, so it does not vary over `axes`.
     """
@@ -52,7 +53,7 @@ def _call(
     world = len(positions[0])
     if x.ndim != dimensions or (dimensions == 2 and len(x) != world):
         expected = f"[{world}, n]" if dimensions == 2 else "[n]"
-        raise ValueError(f"{name}: the operand is {x.dtype}{list(x.shape)}, expected {expected}.")
+        raise ValueError(f"{name}: the operand is {x.dtype}{list(x.shape)}, not {expected}.")
     position = fused.position(axes)
     varying = _compat.varying_axes(position) | _compat.varying_axes(x)
     (out,) = primitive.bind(
@@ -65,10 +66,10 @@ def _call(
 
 
 def label(name: str) -> str:
-    """`name` in errors, after the line of the user's code that is being traced.
+    """Returns `name` for errors, after the line of the user's code that is being traced.
 
-    With the name of the compiled function it tells a call from those of other programs, so it must
-    not differ between ranks.
+    Together with the name of the compiled function, it distinguishes a call from those of other
+    programs, so it must not differ between ranks.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _package(frame) in ("cgx_jax", "jax", "optax"):

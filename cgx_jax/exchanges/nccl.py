@@ -1,7 +1,7 @@
-"""The fused calls on CUDA, on NCCL: XLA's own communicator and what is split from it.
+"""The fused calls on CUDA over NCCL: on XLA's own communicator and those split from it.
 
-One call encodes, sends, reduces and decodes in segments, on XLA's communication stream, so that
-it overlaps with the computation around it and comes in one order with XLA's own collectives.
+One call encodes, sends, reduces and decodes in segments, on XLA's communication stream, so it
+overlaps with the computation around it and stays in order with XLA's own collectives.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from cgx_jax.exchanges.base import Exchange, Fused
 from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
-# Of payload to each peer. Kernels take a small part of the time that a link takes, so there is
-# little to overlap, and each message more costs what NCCL needs to start one (docs/gpu.md).
+# Bytes of payload to each peer. Kernels take a small part of the time that a link takes, so there
+# is little to overlap, and each further message costs the time that NCCL needs to start one
+# (docs/gpu.md).
 SEGMENT_BYTES = 8 << 20
 ALIGNMENT = 128  # of a message's first byte, as `CudaFused::kAlignment`
 MOST_STREAMS = 8  # `kMostStreams` in C++
@@ -34,7 +35,7 @@ MOST_STREAMS = 8  # `kMostStreams` in C++
 class OnCommunicator(Exchange):
     """What exchanges on XLA's NCCL communicator share: an all-reduce in one call.
 
-    What has no such call goes by XLA's collectives, which are NCCL's.
+    Everything else goes by XLA's collectives, which are NCCL's.
     """
 
     def here(self) -> bool:
@@ -82,8 +83,8 @@ class OnCommunicator(Exchange):
         residual: bool,
         units: primitives.Units,
     ) -> Fused:
-        """A call that adds up leaves. Kernels find nothing on the way."""
-        # The CUDA kernels know no units: they see float32 leaves that are multiplied already.
+        """Makes a call that adds up leaves. The kernels do not look for non-finite values."""
+        # The CUDA kernels know no units: they get float32 leaves that are already multiplied.
         each = list(units) or [None] * len(leaves)
         inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
         operands = [keys, *inner]
@@ -102,7 +103,7 @@ class OnCommunicator(Exchange):
         """The call of `all_reduce`; raises ValueError for axes that it cannot reduce over."""
 
     def _attributes(self, layout: Layout) -> dict[str, int]:
-        """What a call of that layout is told beyond what `fused.bind` takes."""
+        """Returns the attributes of a call of that layout beyond what `fused.bind` takes."""
         return {}
 
     def _call(
@@ -127,11 +128,11 @@ class OnCommunicator(Exchange):
 class Nccl(OnCommunicator):
     """This library's own calls between CUDA devices, on the NCCL communicator that XLA has made.
 
-    A payload travels in messages of `segment_bytes`, a multiple of 128, or in `streams` shorter
-    ones. The streams, 1 to 8, take turns on as many communicators, for links that one connection
-    does not fill. More than one needs NCCL 2.18, and the same number on all ranks. Raises
-    ValueError for impossible options, and while compiling for other devices. Source of the streams:
-    AIACC-Training (Lin et al., ICDCS 2022).
+    A payload travels in messages of `segment_bytes`, a multiple of 128, or in shorter ones, so that
+    every one of `streams` has a message. The streams, 1 to 8, take turns on as many communicators,
+    for links that one connection does not fill. More than one stream needs NCCL 2.18, and all ranks
+    must have the same number. Raises ValueError for impossible options, and while compiling for
+    other devices. Source of the streams: AIACC-Training (Lin et al., ICDCS 2022).
     """
 
     segment_bytes: int = SEGMENT_BYTES
@@ -206,7 +207,7 @@ class Nccl(OnCommunicator):
 
 
 def not_installed() -> str | None:
-    """What this installation lacks, with the remedy, or None."""
+    """Returns what this installation lacks, with the remedy, or None."""
     module = native.cuda_module()
     if module is None:
         return f"there are no CUDA kernels; {native.CUDA_REMEDY}"
@@ -219,7 +220,7 @@ def not_installed() -> str | None:
 
 
 def payload_bytes(rows: int, layout: Layout, segment_bytes: int = SEGMENT_BYTES) -> int:
-    """Room for `rows` payload rows of aligned segments: `CudaFused::row_bytes` in C++."""
+    """Returns bytes of `rows` payload rows of aligned segments: `CudaFused::row_bytes` in C++."""
     row = -(-layout.chunk_bytes // ALIGNMENT) * ALIGNMENT
     segments = max(1, -(-layout.chunk_bytes // segment_bytes))
     return rows * (row + ALIGNMENT * segments)
@@ -238,8 +239,8 @@ def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
         segment_bytes: int,
         streams: int,
     ) -> Any:
-        # The last result holds the payloads: all streams use them until the asynchronous call is
-        # done, and XLA keeps only results for as long.
+        # The last result holds the payloads. All streams use them until the asynchronous call is
+        # done, and XLA keeps only results for that long.
         rows = rows_per_rank * len(positions[0])
         payloads = jax.core.ShapedArray((payload_bytes(rows, layout, segment_bytes),), np.uint8)
         *results, _ = jax.ffi.ffi_lowering(target)(
@@ -257,15 +258,15 @@ def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
 def _no_lowering(ctx: Any, *operands: Any, name: str, **params: Any) -> Any:
     platforms = ", ".join(ctx.module_context.platforms)
     raise ValueError(
-        f"{name}: it is for CUDA devices, and this program is compiled for {platforms}; use "
-        'exchange="auto" or "xla" there.'
+        f"{name}: this exchange is only for CUDA devices, but the program is compiled for "
+        f'{platforms}; use exchange="auto" or "xla" there.'
     )
 
 
 def cuda_primitive(
     target: str, result: Callable[..., Any], lowering: Callable[..., Any]
 ) -> Primitive:
-    """A fused call for CUDA devices only; on other devices compiling it raises ValueError."""
+    """Makes a fused call for CUDA devices only; compiling it for others raises ValueError."""
     p = fused.primitive(target, 1, result)
     mlir.register_lowering(p, _no_lowering)
     mlir.register_lowering(p, lowering, platform="cuda")

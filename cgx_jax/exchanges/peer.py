@@ -1,6 +1,7 @@
-"""The all-reduce on CUDA in one kernel, over memory that the GPUs of a node map of each other.
+"""The all-reduce on CUDA in one kernel: the GPUs of a node map each other's memory.
 
-No messages: each GPU writes its payload where it is read, and raises a flag (docs/gpu.md).
+There are no messages: each GPU writes its payload directly where it is read, and raises a flag
+(docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ class Peer(nccl.OnCommunicator):
     def _all_reduce(self, name: str, axes: Axes) -> Primitive:
         if axes.world > MOST_RANKS:
             raise ValueError(
-                f"{name}: exchange='peer' reduces over at most {MOST_RANKS} ranks of a node, and "
+                f"{name}: exchange='peer' reduces over at most {MOST_RANKS} ranks of a node, but "
                 f'this call has {axes.world}; use exchange="nccl", or a node\'s axis in `Levels`.'
             )
         return all_reduce_p
 
 
 def old_nccl() -> str | None:
-    """That the NCCL installed for JAX is too old, with the remedy, or None."""
+    """Returns that the NCCL installed for JAX is too old, with the remedy, or None if it is not."""
     try:
         version = metadata.version("nvidia-nccl-cu13")
     except metadata.PackageNotFoundError:
-        return None  # another copy than PyPI's; the first call looks at it
+        return None  # not PyPI's copy; the first call checks its version
     if tuple(int(part) for part in version.split(".")[:2]) >= NCCL:
         return None
-    return f"NCCL is {version}, and it needs 2.29 or newer; pip install -U nvidia-nccl-cu13"
+    return f"NCCL is {version}, but must be 2.29 or newer; pip install -U nvidia-nccl-cu13"
 
 
 def _lowering(

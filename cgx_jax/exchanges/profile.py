@@ -13,7 +13,7 @@ from cgx_jax.exchanges.table import EXCHANGES
 SCHEMA = 4
 MOST_ROWS = 10_000
 MOST_RANKS = 1 << 20
-ONE_SHOT = "/gather_sum"  # after an exchange's name: with that reduction, not a code's first
+ONE_SHOT = "/gather_sum"  # after an exchange's name: with that reduction, not the default
 METHODS = (
     "psum",
     *(exchange.shorthand for exchange in EXCHANGES),
@@ -36,7 +36,7 @@ class Codec(NamedTuple):
 
     `plain` is rounding to nearest, `noise` rounding at random, `rotation` rounding of rotated
     buckets to nearest, `units` rounding of values in units of preconditioning to nearest. The work
-    depends on the number of ranks: it is that of the profile's.
+    depends on the number of ranks; these are the seconds for the profile's number.
     """
 
     plain: float
@@ -58,11 +58,11 @@ class Profile:
     * `rows` are the measurements, of plain rounding: (method, payload bits per value, bytes,
       seconds). A method is "psum" (32 bits), an exchange, or an exchange with the reduction
       "gather_sum".
-    * `engine` is the exchange whose options `tune` chose, "mpi" or "nccl", as it was measured and
-      runs; None without either.
+    * `engine` is the exchange whose options `tune` chose, "mpi" or "nccl", with the options that it
+      was measured with; None without either.
 
-    Raises ValueError or TypeError for values that no measurement gives, and for text that is long
-    or not printable.
+    Raises ValueError or TypeError for values that no measurement can give, and for text that is too
+    long or not printable.
     """
 
     cpu: str
@@ -106,7 +106,7 @@ class Profile:
             )
         rows = tuple(_row(row) for row in self.rows)
         if "psum" not in {row.method for row in rows}:
-            raise ValueError(f"Profile: rows have no psum to compare with. {_AGAIN}")
+            raise ValueError(f"Profile: no row has the method psum, the baseline. {_AGAIN}")
         if len({row[:3] for row in rows}) < len(rows):
             raise ValueError(f"Profile: two rows have the same method, bits and bytes. {_AGAIN}")
         object.__setattr__(self, "rows", rows)
@@ -148,13 +148,13 @@ class Profile:
             raise ValueError(str(error)) from None
 
     def check_here(self) -> None:
-        """Raises ValueError if this machine or its versions are not those that were measured."""
+        """Raises ValueError if this machine or its versions are not those measured."""
         for name, here in installation.facts().items():
             measured = getattr(self, name)
             if measured != here:
                 raise ValueError(
-                    f"Profile: it was measured with {name} {measured!r}, but here is {here!r}. "
-                    f"{_AGAIN}"
+                    f"Profile: it was measured with {name} {measured!r}, but this machine has "
+                    f"{here!r}. {_AGAIN}"
                 )
 
 
@@ -162,7 +162,7 @@ def _codec(codec: Any) -> Codec:
     kinds = codec._asdict() if isinstance(codec, Codec) else codec
     if not isinstance(kinds, dict) or kinds.keys() != set(Codec._fields):
         shown = untrusted.shown(codec)
-        raise ValueError(f"Profile: codec={shown} does not have {list(Codec._fields)}. {_AGAIN}")
+        raise ValueError(f"Profile: codec={shown} must have fields {list(Codec._fields)}. {_AGAIN}")
     try:
         return Codec(**{k: untrusted.positive(v, f"codec {k}") for k, v in kinds.items()})
     except ValueError as error:
@@ -179,7 +179,7 @@ def _engine(engine: Any) -> Exchange | None:
     if known is None or options.keys() != set(known.tuned):
         forms = " or ".join(f"exchange={x.shorthand!r}, {list(x.tuned)}" for x in tuned.values())
         shown = untrusted.shown(engine)
-        raise ValueError(f"Profile: engine={shown} does not have {forms}. {_AGAIN}")
+        raise ValueError(f"Profile: engine={shown} must have {forms}. {_AGAIN}")
     try:
         whole = {name: untrusted.whole(value, name) for name, value in options.items()}
         return dataclasses.replace(known, **whole)  # type: ignore[type-var]
@@ -190,7 +190,7 @@ def _engine(engine: Any) -> Exchange | None:
 def _row(row: Any) -> Row:
     if not isinstance(row, (tuple, list)) or len(row) != len(Row._fields):
         shown = untrusted.shown(row)
-        raise ValueError(f"Profile: row {shown} does not have {list(Row._fields)}. {_AGAIN}")
+        raise ValueError(f"Profile: row {shown} must have fields {list(Row._fields)}. {_AGAIN}")
     made = Row(*row)
     try:
         untrusted.whole(made.bytes, "bytes", 1)

@@ -39,12 +39,12 @@ class Xla(Exchange):
     def least(self) -> Least | None:
         platform = jax.default_backend()
         if platform == "cpu" and native.module() is not None:
-            # Over gloo an all-to-all uses one direction of a link at a time: half the bytes gain
-            # nothing.
+            # Over gloo, an all-to-all uses only one direction of a link at a time, so half the
+            # bytes gain nothing.
             return Least(3 << 19, 0.5)
         if platform == "gpu" and native.cuda_module() is not None:
-            # Below this size the kernels' memory traffic takes longer than NVLink would save, by a
-            # model: nobody has measured links between GPUs.
+            # According to a model, the kernels' memory traffic takes longer below this size than
+            # NVLink would save. Nobody has measured links between GPUs.
             return Least(32 << 20, 1.0)
         return None  # encoding in plain jnp never pays
 
@@ -78,7 +78,7 @@ def gather(row: jax.Array, axes: Axes) -> jax.Array:
 
 
 def permute(row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """u8[n] from one rank to another, for each (source, destination); zeros where none comes."""
+    """u8[n] from one rank to another, for each (source, destination); zeros without a source."""
     if _vmapped(axes.names):
         sources = np.full(axes.world, -1)
         sources[[b for _, b in pairs]] = [a for a, _ in pairs]
@@ -89,12 +89,12 @@ def permute(row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax
 
 
 def _vmapped(axes: tuple[str, ...]) -> bool:
-    """Several axes of vmap: no wire, and lax has no all_to_all or all_gather over a tuple."""
+    """Whether these are several vmap axes, over which lax has no all_to_all or all_gather."""
     return len(axes) > 1 and not _compat.bound_by_mesh(axes)
 
 
 def _gather_each(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`lax.all_gather` over one axis after the other: [world, ...], first axis outermost."""
+    """Applies `lax.all_gather` to one axis after the other: [world, ...], first axis outermost."""
     shape = x.shape
     for axis in reversed(axes):
         x = lax.all_gather(x, axis)

@@ -1,4 +1,4 @@
-"""The halves of an all-reduce, for sharded data-parallel training."""
+"""The two halves of an all-reduce, for sharded data-parallel training."""
 
 from cgx_jax.halves.calls import all_gather_compressed as all_gather_compressed
 from cgx_jax.halves.calls import psum_scatter_compressed as psum_scatter_compressed

@@ -1,4 +1,4 @@
-"""What each rank sends and receives of one leaf, in a reduce-scatter and in an all-gather."""
+"""What each rank sends and receives for one leaf, in a reduce-scatter and in an all-gather."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from cgx_jax.kernels.primitives import NO_RANK
 
 
 def where_of(name: str, path: str) -> str:
-    """How errors name a leaf."""
+    """Returns how error messages name a leaf."""
     return f"{name}: leaf {path!r}" if path else name
 
 
 @dataclasses.dataclass(frozen=True)
 class Half(abc.ABC):
-    """What one leaf's part of a call is traced from: static and hashable.
+    """The static, hashable description of one leaf's part in a call.
 
-    `number` keeps the leaf's noise apart from that of others; a bare array has None.
+    `number` gives the leaf its own noise, different from other leaves'. It is None for a bare
+    array. `sums` says whether the results are sums over the ranks.
     """
 
     name: str
@@ -41,46 +42,46 @@ class Half(abc.ABC):
     number: int | None
 
     sums: ClassVar[bool]
-    call: ClassVar[str]  # of an exchange, which does it in one piece
-    needs: ClassVar[str]  # of an exchange otherwise
+    call: ClassVar[str]  # the exchange's capability to do the whole half in one call
+    needs: ClassVar[str]  # the capability that it needs otherwise
 
     @staticmethod
     @abc.abstractmethod
     def place(
         where: str, shape: tuple[int, ...], world: int, dimension: int, tiled: bool
     ) -> tuple[int, tuple[int, ...]]:
-        """The dimension, counted from the first, and the shape of the whole leaf."""
+        """Returns the dimension as an index of 0 or more, and the shape of the whole leaf."""
 
     @abc.abstractmethod
     def exactly(self, x: jax.Array) -> jax.Array:
-        """What `lax` gives."""
+        """Returns the exact result, from `lax`."""
 
     @abc.abstractmethod
     def key(self, key: Any) -> Any:
-        """What this rank draws the leaf's noise from; None where it draws none."""
+        """Returns the key from which this rank draws the leaf's noise; None if it draws none."""
 
     @abc.abstractmethod
     def send(self, key: Any, x: jax.Array) -> jax.Array:
-        """The payload, u8[n], or u8[world, n] with a row for each rank."""
+        """Returns the payload, u8[n], or u8[world, n] with one row per rank."""
 
     @abc.abstractmethod
     def move(self, exchange: Exchange, payload: jax.Array) -> jax.Array:
-        """What `send` made, of all leaves of a message, to u8[world, n] from every rank."""
+        """Moves the joined payloads of a message; returns u8[world, n], row r from rank r."""
 
     @abc.abstractmethod
     def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:
-        """The result from every rank's payload, u8[world, n], and the operand."""
+        """Returns the result from every rank's payload, u8[world, n], and this rank's operand."""
 
     @abc.abstractmethod
     def fused(self, exchange: Exchange, key: Any, x: jax.Array) -> jax.Array:
-        """The same by the exchange's own call."""
+        """Returns the same result by the exchange's own single call."""
 
     def code(self, size: int) -> RowCode:
-        """The code of rows of `size` values."""
+        """Returns the code of rows of `size` values."""
         return row_code(self.compressor, size)
 
     def in_one_call(self, exchange: Exchange, size: int) -> bool:
-        """Whether an exchange has a call of its own for rows of `size` values."""
+        """Returns whether an exchange handles rows of `size` values in a single call."""
         return self.call in exchange.can and self.code(size).layout is not None
 
     def _noise(self, key: Any, *, shared: bool) -> Any:
@@ -91,7 +92,7 @@ class Half(abc.ABC):
 
 
 class PsumScatter(Half):
-    """Row r of a leaf goes to rank r, which adds up what all ranks sent it."""
+    """A reduce-scatter: row r of a leaf goes to rank r, which adds up the rows that it receives."""
 
     sums = True
     call, needs = "reduce_scatter", "scatter"
@@ -129,13 +130,13 @@ class PsumScatter(Half):
         return self._noise(key, shared=False)
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """What each rank adds up, [world, ...]."""
+        """Cuts a leaf into rows, [world, ...]; rank r adds up row r of all ranks."""
         d, world = self.dimension, self.axes.world
         split = x.reshape(*x.shape[:d], world, x.shape[d] // world, *x.shape[d + 1 :])
         return jnp.moveaxis(split, d, 0)
 
     def own(self, x: jax.Array) -> jax.Array:
-        """This rank's row."""
+        """Returns this rank's row."""
         return lax.dynamic_index_in_dim(self.rows(x), self.axes.rank(), 0, keepdims=False)
 
     def send(self, key: Any, x: jax.Array) -> jax.Array:
@@ -147,7 +148,7 @@ class PsumScatter(Half):
     def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:
         code, own = self.code(x.size // self.axes.world), self.own(x)
         if self.compressor.lossless:
-            # One operation for all ranks: `accumulate` has one for each, for each small leaf.
+            # One operation for all ranks: `accumulate` would add one per rank for each small leaf.
             every = code.decode(payloads, own.shape, jnp.float32)
             return self._result(sum_of_rows(every).astype(x.dtype))
         if self.compressor.owner_exact:
@@ -157,16 +158,17 @@ class PsumScatter(Half):
         return self._result(self.settled(total))
 
     def settled(self, total: jax.Array) -> jax.Array:
-        """The sum of values that weigh alike, as an all-reduce gives it: the majority of votes."""
+        """Returns the sum in the form of an all-reduce's: for votes, the sign of the majority."""
         if self.compressor.owner_exact:
             return total
         code = self.compressor.of_sums(self.axes.world)
         return code.decode(code.encode(total), total.shape, total.dtype)
 
     def encoded(self, shape: tuple[int, ...]) -> jax.Array:
-        """Which values of a leaf are encoded, bool: not this rank's own, which it adds up exactly.
+        """Marks the values of a leaf that are encoded, bool.
 
-        Its dimensions other than the one that is cut have length 1.
+        They are all values but this rank's own row, if it adds that row up exactly. Dimensions of
+        the mask other than the one that is cut have length 1.
         """
         d, world = self.dimension, self.axes.world
         own = self.axes.rank() if self.compressor.owner_exact else NO_RANK
@@ -174,7 +176,7 @@ class PsumScatter(Half):
         return here.reshape([-1 if i == d else 1 for i in range(len(shape))])
 
     def lost(self, sent: jax.Array, x: jax.Array) -> jax.Array:
-        """What `sent` leaves out of `x`, in its shape."""
+        """Returns what `x` loses in the payload `sent`, in the shape of `x`."""
         rows = self.rows(x)
         back = self.code(rows[0].size).decode(sent, rows.shape[1:], rows.dtype)
         lost = jnp.moveaxis(rows - back, 0, self.dimension).reshape(x.shape)
@@ -193,7 +195,7 @@ class PsumScatter(Half):
 
 
 class AllGather(Half):
-    """A leaf goes to all ranks."""
+    """An all-gather: every leaf goes to all ranks."""
 
     sums = False
     call, needs = "all_gather", "gather"
@@ -220,7 +222,7 @@ class AllGather(Half):
         )
 
     def key(self, key: Any) -> Any:
-        # Nothing is added up here, so ranks that draw the same lose nothing by it.
+        # Nothing is added up here, so ranks may draw the same noise without loss.
         return self._noise(key, shared=self.compressor.shares_noise)
 
     def send(self, key: Any, x: jax.Array) -> jax.Array:
@@ -229,7 +231,7 @@ class AllGather(Half):
 
     def move(self, exchange: Exchange, payload: jax.Array) -> jax.Array:
         rows = exchange.gather(self.name, payload, self.axes)
-        # Typed as what lax.all_gather returns: it varies, though it is the same on all ranks.
+        # Typed like the result of lax.all_gather, as varying, though all ranks hold the same.
         return _compat.vary_over(rows, self.axes.varying())
 
     def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:

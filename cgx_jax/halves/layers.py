@@ -1,4 +1,4 @@
-"""A stack of layers whose weights are sharded: gathered one layer ahead, forward and backward."""
+"""A stack of layers with sharded weights, gathered one layer ahead in both passes."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def scan_layers(
     key: Any = None,
     exchange: Exchange | str = "auto",
 ) -> Any:
-    """`x` after all layers: `body(x, layer)` returns the next x, layer by layer.
+    """Returns `x` after all layers: `body(x, layer)` returns the next x, layer by layer.
 
     The leaves of `shards` are [layers, length / world, ...]: this rank's part of each layer, cut
-    along the layer's first dimension. `x` is a tree of floats. Each layer travels in one
+    along the layer's first dimension. `x` is a tree of floats. Each layer's weights travel in one
     `all_gather_compressed` by `weights`, while the layer before it computes. The gradient with
-    respect to `shards` is the sum over the ranks, as that of `lax.all_gather`. Each layer's part of
-    it is a `psum_scatter_compressed` by `gradients`, and travels while the layer before it is
-    differentiated.
+    respect to `shards` is the sum over the ranks, like that of `lax.all_gather`. Each layer's part
+    of the gradient travels in one `psum_scatter_compressed` by `gradients`, while the layer before
+    it is differentiated.
 
     The backward pass keeps each layer's input, gathers the same weights again and computes `body`
     again, so the weights of at most two layers are whole at any time. Differentiate with respect to
-    `x` and `shards`; `body` may close over other values. `key` is as in `psum_compressed`.
+    `x` and `shards`. `body` may close over other values. `key` is as in `psum_compressed`.
     Forward-mode derivatives are not defined.
 
     Raises ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
@@ -68,7 +68,7 @@ def scan_layers(
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """What is static of a call."""
+    """The static part of a call."""
 
     body: Callable[[Any, Any], Any]
     axes: Axes
@@ -78,11 +78,11 @@ class _Stack:
     count: int
 
     def gather(self, shard: Any, key: Any, layer: Any) -> Any:
-        """The whole of one layer."""
+        """Returns one layer's whole weights."""
         return self._move(AllGather, shard, self.weights, key, 2 * layer)
 
     def scatter(self, gradient: Any, key: Any, layer: Any) -> Any:
-        """This rank's part of the sum of one layer's gradients."""
+        """Returns this rank's part of the sum of one layer's gradients."""
         return self._move(PsumScatter, gradient, self.gradients, key, 2 * layer + 1)
 
     def _move(self, half: type[Half], tree: Any, how: Any, key: Any, number: Any) -> Any:
@@ -90,7 +90,7 @@ class _Stack:
         return halves.run(tree, None if key is None else jax.random.fold_in(key, number))
 
     def back(self, x: Any, whole: Any, cotangent: Any) -> tuple[Any, Any]:
-        """The cotangents of one layer's input and weights."""
+        """Returns the cotangents of one layer's input and weights."""
         return jax.vjp(self.body, x, whole)[1](cotangent)
 
 
@@ -111,7 +111,8 @@ def _forward(stack: _Stack, x: Any, shards: Any, key: Any) -> tuple[Any, Any]:
     def layer(carry: Any, following: Any) -> tuple[Any, Any]:
         x, whole = carry
         number, shard = following
-        # Neither waits for the other, so the next weights arrive while this layer computes.
+        # The gather and the body do not depend on each other, so the next weights arrive while this
+        # layer computes.
         ahead = stack.gather(shard, key, number)
         return (stack.body(x, whole), ahead), x
 
@@ -126,7 +127,7 @@ def _backward(stack: _Stack, saved: Any, cotangent: Any) -> tuple[Any, Any, None
     last = stack.count - 1
 
     def layer(carry: Any, before: Any) -> tuple[Any, Any]:
-        cotangent, whole, gradient = carry  # the gradient is that of the layer after
+        cotangent, whole, gradient = carry  # `gradient` is the following layer's
         number, shard, x = before
         ahead = stack.gather(shard, key, number - 1)
         done = stack.scatter(gradient, key, number + 1)

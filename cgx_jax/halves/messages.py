@@ -1,4 +1,4 @@
-"""Which leaves of a tree travel in one call, and the calls."""
+"""Decides which leaves of a tree travel in one call, and makes the calls."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from cgx_jax.policies.rules import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Leaves that travel in one call of `exchange`: static and hashable.
+    """The leaves that travel in one call of `exchange`: static and hashable.
 
-    `numbers` are their places in the tree. `fused` says that it is the exchange's own call, which
-    takes one leaf.
+    `numbers` are their places in the tree. `fused` says that the exchange does the whole half in
+    one call, which takes one leaf.
     """
 
     exchange: Exchange
@@ -38,18 +38,18 @@ class Message:
     fused: bool
 
     def run(self, keys: Sequence[Any], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results of `leaves`, those of `numbers`."""
+        """Returns the results of `leaves`, one per entry of `numbers`."""
         if self.fused:
             return [self.halves[0].fused(self.exchange, keys[0], leaves[0])]
         return self.deliver(self.payloads(keys, leaves), leaves)
 
     def payloads(self, keys: Sequence[Any], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Each leaf's payload."""
+        """Returns each leaf's payload."""
         parts = zip(self.halves, keys, leaves, strict=True)
         return [half.send(key, x) for half, key, x in parts]
 
     def deliver(self, sent: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results of `leaves` from their payloads."""
+        """Moves the payloads and returns the results of `leaves`."""
         arrays = [_compat.vary_over(p, self.halves[0].axes.varying()) for p in sent]
         arrived = self.halves[0].move(self.exchange, jnp.concatenate(arrays, axis=-1))
         ends = np.cumsum([p.shape[-1] for p in sent])[:-1].tolist()
@@ -59,7 +59,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """A call of every leaf of a tree: its compressed leaves by `messages`, the others by `lax`."""
+    """A call for all leaves of a tree: leaves in `messages` go by these, the others by `lax`."""
 
     messages: tuple[Message, ...]
     halves: tuple[Half, ...]  # of all leaves
@@ -102,7 +102,7 @@ class Halves:
         return cls(tuple(messages), tuple(halves))
 
     def check(self, leaves: Sequence[jax.Array], key: Any) -> None:
-        """Raises ValueError for a missing key, and for an operand that is reduced already."""
+        """Raises ValueError for a missing key, and for an operand that is already reduced."""
         for half, x in zip(self.halves, leaves, strict=True):
             if half.compressor.lossless:
                 continue
@@ -111,7 +111,7 @@ class Halves:
                 half.axes.check_varying(half.name, [(half.path, x)])
 
     def run(self, tree: Any, key: Any) -> Any:
-        """The results, in the structure of `tree`."""
+        """Returns the results in the structure of `tree`."""
         leaves, treedef = jax.tree.flatten(tree)
         self.check(leaves, key)
         out: dict[int, jax.Array] = {}
@@ -123,7 +123,7 @@ class Halves:
         return jax.tree.unflatten(treedef, self.watched(leaves, every))
 
     def watched(self, before: list[Any], after: list[Any], step: Any = None) -> list[Any]:
-        """`after`, the results of `before`; in debug mode values that are not finite are named."""
+        """Returns the results `after`; in debug mode, reports values that are not finite."""
         if not self.halves:
             return after
         paths = [half.path for half in self.halves]
@@ -137,9 +137,10 @@ class Halves:
 def _buffers(
     plan: Plan, halves: Sequence[Half], varying: Sequence[frozenset[str]]
 ) -> list[list[int]]:
-    """The plan's buffers without what is exact, each with the small exact leaves next to it.
+    """Returns the plan's buffers with their lossy leaves, plus the nearest small exact leaves.
 
-    Leaves of one buffer vary over the same mesh axes: joined, all would vary over those of each.
+    All leaves of one buffer vary over the same mesh axes. If leaves that vary over different axes
+    were joined, each would be typed as varying over the axes of all.
     """
     buffers: list[list[int]] = []
     for buffer in plan.buffers:
@@ -152,7 +153,7 @@ def _buffers(
     for i, leaf in enumerate(plan.leaves):
         small = 0 < leaf.nbytes <= SMALL_BYTES
         alike = [j for j in home if varying[j] == varying[i]]
-        # Only values that an fp32 number holds may travel as one.
+        # Exact leaves travel in fp32, so their values must fit in fp32.
         fits = Compressor.supports(halves[i].compressor, leaf.dtype)
         if i not in home and small and fits and alike:
             buffers[home[min(alike, key=lambda j: abs(i - j))]].append(i)
@@ -162,7 +163,7 @@ def _buffers(
 def _messages(
     exchange: Exchange, buffer: Sequence[int], halves: Sequence[Half], whole: Sequence[Leaf]
 ) -> list[Message]:
-    """How a buffer travels: by the exchange asked for or the fastest; none where that is `lax`."""
+    """Returns a buffer's messages by the named or fastest exchange; none if `lax` is faster."""
     name, axes = halves[buffer[0]].name, halves[buffer[0]].axes
     sizes = {i: whole[i].size // axes.world for i in buffer}
     lossy = [i for i in buffer if not halves[i].compressor.lossless]
@@ -194,7 +195,7 @@ def _messages(
 
 
 def _with_rows(name: str, path: str, compressor: Compressor) -> PayloadCompressor:
-    """Raises ValueError for a compressor whose code is no bytes."""
+    """Returns `compressor`; raises ValueError if its code is numbers instead of bytes."""
     if isinstance(compressor, PayloadCompressor):
         return compressor
     raise ValueError(
@@ -204,12 +205,12 @@ def _with_rows(name: str, path: str, compressor: Compressor) -> PayloadCompresso
 
 
 def prepared(half: Half, x: jax.Array) -> jax.Array:
-    """What of a whole leaf is encoded."""
+    """Returns the values of a whole leaf that its compressor encodes."""
     c = half.compressor
     return c.prepare(x.astype(jnp.float32), ())[0].astype(x.dtype) if c.prepares else x
 
 
-# Sums and gathers are linear, so the derivative in direction t is that of the exact call, of t.
+# Sums and gathers are linear, so the derivative in direction t is the exact call, applied to t.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(message: Message, keys: Any, leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     plain = [_compat.plain(x) for x in leaves]

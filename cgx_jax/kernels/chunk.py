@@ -1,9 +1,10 @@
-"""`reduce` in plain jnp: the chunk that a rank owns, in a program as long for any number of ranks.
+"""`reduce` in plain jnp for the chunk that a rank owns, with a program size independent of ranks.
 
-Which buckets the chunk has depends on the rank, which is known at run time only. A branch for each
-rank would make the program grow with their number, and under `vmap` compute every branch. So there
-is one piece of program for each run of equal buckets, full ones and the last one of a leaf: it
-takes as many buckets as any chunk carries of them, from where the rank's chunk begins.
+The rank decides which buckets the chunk has, and it is known only at run time. With one branch per
+rank, the program would grow with the number of ranks, and `vmap` would compute every branch. The
+program therefore has one piece per run of equal buckets: the full buckets of a leaf, and its
+shorter last one. A piece handles as many buckets of its run as any chunk carries, starting where
+the rank's chunk begins.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from cgx_jax.wire import GROUP, Layout, Slot, record_bytes, spans
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Consecutive buckets of `n` values of one slot, and what each chunk carries of them.
+    """Consecutive buckets of `n` values in one slot, and the part of them that each chunk carries.
 
-    `start` and `number` are of the first one: its place in the leaf, and its number there. By the
-    chunk: `first` counts from that one, of `count` buckets, whose records begin at byte `at` of the
-    chunk, or at its end where it carries none.
+    `start` is the place of the run's first value in the leaf, and `number` is the number of its
+    first bucket there. The other arrays have one entry per chunk. A chunk carries `count` buckets
+    of the run, from bucket `first` of the run on. Their records begin at byte `at` of the chunk, or
+    at its end if it carries none.
     """
 
     slot: int
@@ -42,12 +44,12 @@ class _Run:
 
     @property
     def most(self) -> int:
-        """Buckets that a chunk carries at most."""
+        """The largest number of buckets that a chunk carries."""
         return int(self.count.max())
 
 
 def _runs(layout: Layout) -> list[_Run]:
-    """In the order of their records."""
+    """Returns the runs of a layout in the order of their records."""
     pieces = [(s, w) for w in range(layout.world) for s in spans(layout, w)]
     runs = []
     for i, f in enumerate(layout.slots):
@@ -77,14 +79,15 @@ def reduce(
     layout: Layout,
     divisor: float,
 ) -> list[jax.Array]:
-    """The chunk this rank owns, reduced and encoded: [u8[chunk_bytes]].
+    """Returns the chunk that this rank owns, reduced and encoded: [u8[chunk_bytes], *residuals].
 
-    Leaves past the layout's are residuals; they follow, with what the chunk's encoding lost, times
-    `divisor`, in its place. Chunks are under 2 GiB.
+    Any `leaves` beyond those of the layout are residuals. They are returned with the chunk's values
+    replaced by `divisor` times what encoding the chunk lost. Chunks must be under 2 GiB.
     """
     residuals = list(leaves[len(layout.slots) :])
     runs = _runs(layout)
-    # Records past those of the chunk: the next run's are written over them, or the end is cleared.
+    # Room for records past the chunk's own: those of the next run overwrite them, or the end is
+    # cleared.
     margin = max((run.most * run.record for run in runs), default=0)
     sent = jnp.pad(payload, ((0, 0), (0, margin)))
     out = _zeros(layout.chunk_bytes + margin, like=payload)
@@ -115,23 +118,24 @@ def reduce(
 
 
 def _zeros(n: int, like: jax.Array) -> jax.Array:
-    # A constant does not vary over the mesh as what else a branch returns does.
+    # Both branches must return the same type, but a constant does not vary over the mesh.
     return _compat.vary_over(jnp.zeros((n,), jnp.uint8), _compat.varying_axes(like))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """`run.most` buckets of a run that hold all of the chunk's.
+    """`run.most` consecutive buckets of a run, which include all that the chunk carries of it.
 
-    They end within the run, so they may begin before the chunk's, at bucket `begin` of the run and
-    not `first`; `at` is the byte in the chunk of the record of `first`.
+    The window must end within the run. It may therefore begin at a bucket `begin` before the
+    chunk's `first` bucket of the run. `at` is the byte in the chunk at which the record of `first`
+    begins.
     """
 
     run: _Run
     first: jax.Array
     begin: jax.Array
     at: jax.Array
-    here: jax.Array  # bool[most]: which are the chunk's
+    here: jax.Array  # bool[most]: which buckets are the chunk's
 
     @classmethod
     def of(cls, run: _Run, rank: jax.Array) -> _Window:
@@ -141,24 +145,24 @@ class _Window:
         return cls(run, first, begin, at, (place >= 0) & (place < count))
 
     def cut(self, leaf: jax.Array) -> jax.Array:
-        """The window's values, [most, n]."""
+        """Returns the window's values, [most, n]."""
         run = self.run
         rows = leaf[run.start : run.start + run.buckets * run.n].reshape(run.buckets, run.n)
         return lax.dynamic_slice_in_dim(rows, self.begin, run.most)
 
     def put(self, rows: jax.Array, leaf: jax.Array) -> jax.Array:
-        """The inverse of `cut`: `leaf` with `rows` in their place."""
+        """Returns `leaf` with `rows` in the place that `cut` takes them from."""
         start = self.run.start + self.begin * self.run.n
         return lax.dynamic_update_slice(leaf, rows.reshape(-1), (start,))
 
     def records(self, rows: jax.Array) -> jax.Array:
-        """What every rank sent of the window, u8[world, most, record]; what nobody sent is junk."""
+        """Returns all ranks' records of the window, u8[world, most, record]; junk if unsent."""
         run = self.run
         sent = lax.dynamic_slice_in_dim(rows, self.at, run.most * run.record, 1)
         return self._turned(sent.reshape(len(rows), run.most, run.record), self.begin - self.first)
 
     def from_first(self, records: jax.Array) -> jax.Array:
-        """u8[most, record] of the window to bytes that begin with the chunk's own."""
+        """Returns u8[most, record] of the window as bytes that begin with the chunk's first."""
         return self._turned(records[None], self.first - self.begin).reshape(-1)
 
     def _turned(self, records: jax.Array, by: jax.Array) -> jax.Array:
@@ -177,7 +181,7 @@ def _reduced(
     f: Slot,
     divisor: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The window's records from the chunk's on, u8[bytes], and `divisor` times what they lose."""
+    """Returns records from the chunk's first on, u8[bytes], and `divisor` times their loss."""
     number, n = window.run.number + window.begin, window.run.n
     x = window.cut(leaf).astype(jnp.float32)
     if f.rotation:

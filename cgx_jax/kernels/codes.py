@@ -1,7 +1,7 @@
-"""Codes of one array each as JAX operations: a native call on CPU and CUDA, plain jnp elsewhere.
+"""Codes of single arrays as JAX operations: native calls on CPU and CUDA, plain jnp elsewhere.
 
-The native call writes the bytes that the jnp function beside it does. A leading batch is part of
-the primitive, so `vmap` stays one call.
+The native call writes the same bytes as the jnp function that is passed with it. A leading batch
+dimension is part of the primitive, so `vmap` stays one call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cgx_jax import _compat
 from cgx_jax.kernels import native
 from cgx_jax.kernels.primitives import bind
 
-LONGEST_BUCKET = 4096  # of those whose values a kernel keeps
-SHORTEST_BUCKET = 8  # of those that a warp takes
+LONGEST_BUCKET = 4096  # the longest bucket whose values a kernel keeps
+SHORTEST_BUCKET = 8  # the shortest bucket that a warp takes
 
-# On CUDA all others are plain jnp. XLA fuses unpacked signs into the sum of all ranks that reads
-# them, where a call would write every rank's values to memory.
+# On CUDA, targets that are not listed here are plain jnp. XLA fuses the unpacking of signs into the
+# sum over ranks that reads them. A call would write every rank's values to memory instead.
 SELECTIONS = frozenset({"cgx_largest", "cgx_above_sampled"})
 ON_CUDA = SELECTIONS | {
     "cgx_pack_signs",
@@ -33,14 +33,14 @@ ON_CUDA = SELECTIONS | {
     "cgx_ternary",
     "cgx_qsgd",
 }
-SCRATCH_WORDS = 6146  # of a selection on CUDA: its last result
+SCRATCH_WORDS = 6146  # scratch memory of a selection on CUDA, passed as its last result
 
 
 def call(target: str, plain: Callable[..., Any], *operands: Any, **static: int) -> list[jax.Array]:
-    """The results of plain(*operands, **static), a function of jnp, by the handler `target`.
+    """Returns the results of the jnp function plain(*operands, **static) by the handler `target`.
 
-    `plain` is a function of a module and returns a list of arrays. `static` are the handler's
-    attributes too. Operands and results have one dimension each.
+    `plain` is a module-level function that returns a list of arrays. `static` also become the
+    handler's attributes. Operands and results have one dimension each.
     """
     rows = [jnp.asarray(x)[None] for x in operands]
     params = {"target": target, "plain": plain, "static": tuple(sorted(static.items()))}

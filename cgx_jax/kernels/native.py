@@ -27,9 +27,9 @@ CUDA_REMEDY = (
 
 @functools.cache
 def module() -> ModuleType | None:
-    """The module of CPU kernels with its handlers registered, or None where it was not built.
+    """Returns the module of CPU kernels with its handlers registered, or None if it was not built.
 
-    Registration initializes no backend: XLA keeps the handlers until one starts.
+    Registration does not initialize a backend: XLA keeps the handlers until one starts.
     """
     try:
         importlib.import_module("cgx_jax._native")
@@ -46,10 +46,10 @@ def module() -> ModuleType | None:
 
 @functools.cache
 def cuda_module() -> ModuleType | None:
-    """The module of CUDA kernels with its handlers registered, or None where it was not built."""
+    """Returns the module of CUDA kernels with its handlers registered, or None if not built."""
     if importlib.util.find_spec(_CUDA) is None:
         return None
-    with contextlib.suppress(metadata.PackageNotFoundError):  # built with this package
+    with contextlib.suppress(metadata.PackageNotFoundError):  # if built with this package
         if (other := metadata.version("cgx-jax-cuda13")) != __version__:
             raise ImportError(
                 f"cgx-jax-cuda13 has version {other}, and cgx-jax has {__version__}; they must be "
@@ -62,8 +62,8 @@ def _load(name: str, platform: str) -> ModuleType:
     native = importlib.import_module(name)
     if native.wire_version() != WIRE_VERSION:
         raise ImportError(
-            f"{name} speaks wire format {native.wire_version()}, this package {WIRE_VERSION}: the "
-            "two come from different installs. Reinstall cgx_jax."
+            f"{name} uses wire format {native.wire_version()}, but cgx_jax uses {WIRE_VERSION}: "
+            "the two come from different installs. Reinstall cgx_jax."
         )
     for target, capsule in native.handlers().items():
         jax.ffi.register_ffi_target(target, capsule, platform=platform)
@@ -72,7 +72,7 @@ def _load(name: str, platform: str) -> ModuleType:
 
 @functools.cache
 def warn_of_missing_cuda() -> None:
-    """Says once that a program for CUDA is compiled without the kernels for it."""
+    """Warns once that a program for CUDA is compiled without CUDA kernels."""
     warnings.warn(
         "cgx_jax was installed without CUDA kernels; on GPUs it falls back to plain jnp, which "
         f"computes the same format slower. To fix this, {CUDA_REMEDY}.",
@@ -82,11 +82,11 @@ def warn_of_missing_cuda() -> None:
 
 
 def backends() -> dict[str, Any]:
-    """What this installation has: a dict of platform name to the kernels used there.
+    """Returns what this installation has: a dict from platform name to the kernels used there.
 
-    "cpu" is the instruction set of the native kernels, or "jnp". "cuda" is the architectures that
-    the CUDA kernels are built for, or "jnp". Every other platform uses "jnp". "wire_format" is the
-    version of the payloads' format. Initializes no backend.
+    "cpu" has the instruction set of the native kernels, or is "jnp". "cuda" has the architectures
+    for which the CUDA kernels are built, or is "jnp". "other" stands for all other platforms, which
+    use "jnp". "wire_format" is the version of the payload format. Does not initialize a backend.
     """
     cpu, cuda = module(), cuda_module()
     return {

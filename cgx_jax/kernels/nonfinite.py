@@ -1,6 +1,6 @@
-"""What of many leaves is not finite, found by one native call on CPUs; plain jnp elsewhere.
+"""Finds non-finite values in many leaves: one native call on CPUs, plain jnp elsewhere.
 
-The payload that was made of a leaf, or that it was made of, tells which buckets have to be read.
+The payload that encodes a leaf, or from which it was decoded, tells which buckets must be read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def find_nonfinite(
     own: Any = None,
     in_units: Sequence[bool] = (),
 ) -> jax.Array:
-    """What of `leaves` is not finite, i32[leaves, 2]: how many values, and the place of the first.
+    """Finds non-finite values of `leaves`: their number and the first one's place, i32[leaves, 2].
 
-    `payload`, u8[rows, chunk_bytes] with one row for each chunk or several times as many, was made
-    of the leaves, or the leaves of it. The records of the chunk of `rank` are in `own`,
-    u8[chunk_bytes]. A bucket's values are looked at only if its records do not rule out that one is
-    not finite, or if its leaf is `in_units`, whose values no record bounds. Without rows, all
-    values are looked at.
+    `payload`, u8[rows, chunk_bytes], encodes the leaves, or the leaves were decoded from it. It has
+    one row per chunk, or several times as many. The records of the chunk of `rank` are in `own`,
+    u8[chunk_bytes]. A bucket's values are read only if its records leave it possible that one is
+    not finite, or if its leaf is `in_units`, since records do not bound such values. Without rows,
+    all values are read.
     """
     if any(in_units):
         layout = layout.with_units(tuple(in_units))
@@ -47,14 +47,14 @@ def find_nonfinite(
 
 
 def count_nonfinite(arrays: Sequence[Any]) -> jax.Array:
-    """The same of any arrays, i32[arrays, 2], of which nothing is known."""
+    """Counts the non-finite values of any arrays, without a payload: i32[arrays, 2]."""
     coded = [i for i, x in enumerate(arrays) if x.dtype in DTYPES]
     pairs = {
         i: reference.count_nonfinite(x.ravel()) for i, x in enumerate(arrays) if i not in coded
     }
     if coded:
         leaves = [arrays[i] for i in coded]
-        # A layout of any code will do: there are no records.
+        # Any code will do for the layout, since there are no records.
         slots = tuple(Slot(x.size, 8, 512, "nearest", 0) for x in leaves)
         layout = Layout(slots, 1)
         nothing = jnp.zeros((0, layout.chunk_bytes), jnp.uint8)
@@ -71,7 +71,7 @@ def _shapes(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch:
 
 
 def _fallback(rank: Any, payload: Any, own: Any, *leaves: Any, layout: Any, batch: Any) -> Any:
-    """Looks at all values, and counts them if some are not finite."""
+    """Reads all values, and counts the non-finite ones if there are any."""
     rows = flat(batch, leaves)
     none = _compat.vary_over(
         jnp.zeros((batch, len(leaves), 2), jnp.int32), _compat.varying_axes(payload)

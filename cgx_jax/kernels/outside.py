@@ -1,7 +1,8 @@
-"""Units around a codec call, for kernels that know none: the same bytes, in passes of XLA's.
+"""Applies units outside the codec call, for kernels without units: the same bytes, by XLA.
 
-Each function does what the primitive that it is given does, by a call without units on float32
-leaves. Operands may lead with a batch, as the primitives' do.
+Each function computes what its `primitive` computes with units, by a call without units and
+multiplications before and after it. Leaves with units become float32. Operands may have a leading
+batch dimension, as those of the primitives.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ IN, OUT = 0, 1
 
 
 def pairs(units: Sequence[Any], layout: Layout) -> list[tuple[Any, Any] | None]:
-    """The (rows, columns) of every slot, from the operands of those that have units."""
+    """Returns every slot's (rows, columns), or None, from the operands of the slots with units."""
     given = iter(units)
     return [(next(given), next(given)) if f.units else None for f in layout.slots]
 
 
 def multiply(x: jax.Array, unit: tuple[Any, Any] | None, way: int, *, batch: int = 1) -> jax.Array:
-    """`x` times its units on the way in or out, in float32; as it is where there are none."""
+    """Multiplies `x` by its units for the `way` IN or OUT, in float32; no-op without units."""
     if unit is None:
         return x
     rows, columns = (u.reshape(batch, 2, u.size // (2 * batch))[:, way] for u in unit)
@@ -34,10 +35,10 @@ def multiply(x: jax.Array, unit: tuple[Any, Any] | None, way: int, *, batch: int
 
 
 def decoded(x: jax.Array, unit: tuple[Any, Any] | None, dtype: Any, *, batch: int = 1) -> jax.Array:
-    """Decoded values out of their units, in `dtype`.
+    """Returns decoded values converted out of their units, in `dtype`.
 
-    What was finite stays so: rounding may take a value past the largest of its dtype. What was not
-    finite stays so as well.
+    Finite values stay finite: they are clipped, since rounding may take a value past the largest
+    number of its dtype. Non-finite values stay non-finite.
     """
     if unit is None:
         return x.astype(dtype)
@@ -49,7 +50,7 @@ def decoded(x: jax.Array, unit: tuple[Any, Any] | None, dtype: Any, *, batch: in
 def encode(
     primitive: Any, key: Any, rank: Any, *operands: Any, layout: Layout, residual: bool, batch: int
 ) -> list[jax.Array]:
-    """`encode_p`: leaves are multiplied before, residuals after."""
+    """Does `encode_p` with units: multiplies leaves before the call and residuals after it."""
     count = len(layout.slots)
     leaves, units = operands[:count], pairs(operands[count:], layout)
     inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
@@ -72,7 +73,7 @@ def reduce(
     divisor: float,
     batch: int,
 ) -> list[jax.Array]:
-    """`reduce_p`: own values are multiplied before, what the chunk's encoding lost after."""
+    """Does `reduce_p` with units: multiplies own values before, and the chunk's loss after."""
     count = len(layout.slots)
     end = len(operands) - 2 * sum(f.units for f in layout.slots)
     leaves, residuals = operands[:count], operands[count:end]
@@ -98,7 +99,7 @@ def reduce(
 def decode(
     primitive: Any, payload: Any, *units: Any, layout: Layout, shapes: Any, batch: int
 ) -> list[jax.Array]:
-    """`decode_p`: decoded values are multiplied before they are rounded to their dtypes."""
+    """Does `decode_p` with units: multiplies decoded values, then rounds them to their dtypes."""
     each = pairs(units, layout)
     wide = tuple(
         (shape, dtype if u is None else jnp.dtype(jnp.float32))
@@ -112,7 +113,7 @@ def decode(
 
 
 def _own(layout: Layout, slot: int, rank: Any, batch: int) -> jax.Array:
-    """bool[batch, size]: which values of a slot lie in the chunk of `rank`."""
+    """Marks the values of a slot that lie in the chunk of `rank`, bool[batch, size]."""
     ranges = [(0, 0)] * layout.world
     for w in range(layout.world):
         for span in spans(layout, w):

@@ -1,12 +1,13 @@
 """JAX primitives of the codec: encode, reduce, decode, accumulate over many leaves at once.
 
-Each is one native call on the CPU and on CUDA, plain jnp elsewhere; leaves are read where they lie.
-A leading batch of independent buffers is part of the primitive, so `vmap` stays one call.
-Results vary over the mesh axes their operands vary over.
+Each primitive is one native call on the CPU and on CUDA, and plain jnp elsewhere. Leaves are read
+in place. A leading batch of independent buffers is part of the primitive, so `vmap` stays one call.
+Results vary over the mesh axes over which the operands vary.
 
-A leaf may have units: a pair of float32 arrays, rows [2, R] and columns [2, C] with R * C values in
-the leaf. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before it is encoded, and a
-decoded one by rows[1, i // C] * columns[1, i % C] before it is rounded to the leaf's dtype.
+A leaf may have units: a pair of float32 arrays, rows [2, R] and columns [2, C], for R * C values in
+the leaf. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before it is encoded. A
+decoded value i is multiplied by rows[1, i // C] * columns[1, i % C] before it is rounded to the
+leaf's dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NO_RANK = -1
 
 
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[jax.Array]:
-    """Binds with every operand varying over the same axes, as one kernel call needs."""
+    """Binds a primitive after typing all operands as varying over the same axes, as it needs."""
     arrays = [jnp.asarray(x) for x in operands]
     axes = frozenset().union(*(_compat.varying_axes(x) for x in arrays))
     return primitive.bind(*(_compat.vary_over(x, axes) for x in arrays), **params)
@@ -39,7 +40,7 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[jax.Array]
 def _check_payload(name: str, payload: Any, expected: int) -> None:
     if payload.dtype != jnp.uint8 or payload.size != expected:
         raise ValueError(
-            f"{name}: the payload is {payload.dtype}[{payload.size}], its layout needs "
+            f"{name}: the payload is {payload.dtype}[{payload.size}], but its layout needs "
             f"uint8[{expected}]; encode and decode with the same compressor, leaves and world size."
         )
 
@@ -48,7 +49,7 @@ Units = Sequence[tuple[Any, Any] | None]
 
 
 def with_units(layout: Layout, units: Units) -> tuple[Layout, list[Any]]:
-    """The layout of slots that have these units (() for none), and the operands they are."""
+    """Returns the layout with these units (() for none), and the units as kernel operands."""
     if not any(unit is not None for unit in units):
         return layout, []
     marked = layout.with_units(tuple(unit is not None for unit in units))
@@ -65,11 +66,11 @@ def encode(
     residual: bool = False,
     units: Units = (),
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Leaves to payload u8[world, chunk_bytes], and the residuals where asked (else []).
+    """Encodes leaves; returns the payload u8[world, chunk_bytes] and residuals if asked (else []).
 
-    `key` is uint32[2]; `leaves` are f32, bf16 or f16 of any shape, one a slot of `layout`;
-    `units` has one entry per leaf, None for a leaf without. The chunk of `rank` is the caller's
-    own, never sent: its row is zeros and its residual 0.
+    `key` is uint32[2]. `leaves` are f32, bf16 or f16 of any shape, one per slot of `layout`.
+    `units` has one entry per leaf, None for a leaf without units. The chunk of `rank` is the
+    caller's own and is never sent, so its row is zeros and its residual is 0.
     """
     layout, factors = with_units(layout, units)
     params = {"layout": layout, "residual": residual, "batch": 1}
@@ -89,11 +90,12 @@ def reduce(
     residuals: Sequence[Any] = (),
     units: Units = (),
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The chunk of `rank`: own exact values plus the other rows of `payload`, encoded again.
+    """Reduces the chunk of `rank`: own exact values plus the other rows of `payload`, re-encoded.
 
-    `payload` is u8[world, chunk_bytes], row r from rank r; the sum runs in fp32 in rank order and
-    is divided by `divisor`. Returns u8[chunk_bytes], and where `residuals` of `encode` are given
-    those with the chunk filled in: `divisor` times what encoding it lost (else []).
+    `payload` is u8[world, chunk_bytes], with row r from rank r. The sum runs in fp32 in rank order
+    and is divided by `divisor`. Returns the chunk, u8[chunk_bytes], and residuals. If the
+    `residuals` of `encode` are given, they are returned with `divisor` times what encoding the
+    chunk lost in the chunk's place. Otherwise the residuals are [].
     """
     _check_payload("reduce", payload, layout.world * layout.chunk_bytes)
     layout, factors = with_units(layout, units)
@@ -105,7 +107,7 @@ def reduce(
 def decode(
     payload: Any, layout: Layout, like: Sequence[Any], *, units: Units = ()
 ) -> list[jax.Array]:
-    """Payload u8[world, chunk_bytes] to leaves with the shapes and dtypes of `like`."""
+    """Decodes a payload, u8[world, chunk_bytes], to leaves with the shapes and dtypes of `like`."""
     _check_payload("decode", payload, layout.world * layout.chunk_bytes)
     shapes = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in like)
     rows = jnp.asarray(payload).reshape(layout.world, layout.chunk_bytes)
@@ -116,9 +118,9 @@ def decode(
 def accumulate(
     rank: Any, payload: Any, leaves: Sequence[Any], layout: Layout, *, divisor: float = 1
 ) -> list[jax.Array]:
-    """Leaves plus every other rank's decoded row of `payload`, u8[peers, total_bytes].
+    """Adds every other rank's decoded row of `payload`, u8[peers, total_bytes], to the leaves.
 
-    In fp32 and rank order, divided by `divisor`, rounded to each leaf's dtype.
+    The sum runs in fp32 in rank order, is divided by `divisor` and is rounded to each leaf's dtype.
     """
     peers = payload.shape[0]
     _check_payload("accumulate", payload, peers * layout.total_bytes)
@@ -126,16 +128,16 @@ def accumulate(
     return bind(accumulate_p, rank, payload, *leaves, **params)
 
 
-# --- shapes. A batch of one adds no dimension: a call's results are then the leaves' own shapes.
+# --- shapes. A batch of one adds no dimension, so results then have the leaves' own shapes.
 
 
 def lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a batch of results."""
+    """Returns the shape of a batch of results."""
     return tuple(shape) if batch == 1 else (batch, *shape)
 
 
 def _residuals(operands: Sequence[Any], layout: Layout) -> Sequence[Any]:
-    """What lies between the leaves and the units."""
+    """Returns the operands between the leaves and the units, which are the residuals."""
     units = 2 * sum(f.units for f in layout.slots)
     return operands[len(layout.slots) : len(operands) - units]
 
@@ -168,25 +170,25 @@ def _accumulate_shapes(
     return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
 
 
-# --- the jnp way: one buffer at a time, or a batch of them, shapes restored at the end.
+# --- plain jnp: one buffer at a time, or a batch of buffers, with shapes restored at the end.
 
 
 def _all(one: Callable[..., list[Any]], batch: int, *operands: Any) -> list[Any]:
-    """one(*operands) of each element of the batch, all at once."""
+    """Returns one(*operands) for all elements of the batch at once."""
     if batch > 1:
         return jax.vmap(one)(*operands)
     return [y[None] for y in one(*(x[0] for x in operands))]
 
 
 def _each(one: Callable[..., list[Any]], batch: int, *operands: Any) -> list[Any]:
-    """one(*operands) of each element of the batch, one after the other."""
+    """Returns one(*operands) for all elements of the batch, computed one after the other."""
     if batch > 1:
         return lax.map(lambda xs: one(*xs), operands)
     return [y[None] for y in one(*(x[0] for x in operands))]
 
 
 def flat(batch: int, arrays: Sequence[Any], *shape: int) -> list[Any]:
-    """Operands as [batch, values], or [batch, *shape]."""
+    """Reshapes operands to [batch, values], or to [batch, *shape]."""
     return [x.reshape(batch, *(shape or (x.size // batch,))) for x in arrays]
 
 
@@ -202,7 +204,8 @@ def _reduce_jnp(
 ) -> Any:
     one = functools.partial(chunk.reduce, layout=layout, divisor=divisor)
     (payload,) = flat(batch, [payload], layout.world, layout.chunk_bytes)
-    # One after the other: under vmap a rank would compute what it owns nothing of, to drop it.
+    # One after the other: under vmap, a cond runs both branches, so a rank would also compute parts
+    # of which it owns nothing, and drop them.
     out = _each(
         one, batch, key.reshape(batch, 2), rank.reshape(batch), payload, *flat(batch, leaves)
     )
@@ -227,7 +230,7 @@ def _accumulate_jnp(
     return [y.reshape(x.shape) for y, x in zip(out, leaves, strict=True)]
 
 
-# --- the native way: the handlers' attributes from the static parameters.
+# --- native calls: the handlers' attributes from the static parameters.
 
 
 def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
@@ -261,10 +264,10 @@ def _batch_rule(primitive: Primitive, size: int, args: Any, dims: Any, params: A
     old = params["batch"]
     if old != 1:
         front = [x.reshape(size * old, *x.shape[2:]) for x in front]
-    elif size == 1:  # which adds no dimension to operands either
+    elif size == 1:  # a batch of one adds no dimension to operands either
         front = [x.reshape(x.shape[1:]) for x in front]
     out = bind(primitive, *front, **{**params, "batch": size * old})
-    # A total of one adds no dimension to shapes made from parameters: restore both here.
+    # With a total batch of one, results lack the batch dimension. Restore the shapes here.
     shapes = [a.shape for a in _unbatched_shapes(primitive, args, dims, params)]
     return [y.reshape(size, *s) for y, s in zip(out, shapes, strict=True)], [0] * len(out)
 
@@ -289,10 +292,10 @@ def define(
     *,
     cuda: bool = True,
 ) -> Primitive:
-    """A primitive with its results' `shapes`, its `fallback` in jnp, and native calls of `name`.
+    """Defines a primitive by its results' `shapes`, its jnp `fallback` and native calls of `name`.
 
-    `outside` does the same with units by a call without, where kernels know no units.
-    Without `cuda`, GPUs take the fallback too.
+    `outside` applies units around a call without units, for lowerings that do not support units.
+    Without `cuda`, GPUs use the fallback too.
     """
     p = Primitive(name)
     p.multiple_results = True

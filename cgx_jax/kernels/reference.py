@@ -1,12 +1,15 @@
-"""The codec in plain jnp: the fallback for any platform, and readable.
+"""The codec in plain jnp: the fallback for any platform, and the readable reference.
 
-The format is that of `docs/wire_format.md`, and the bytes are those of the native kernels, compiled
-too: XLA would divide by a constant through its inverse and round a product and a sum as one, and
-each place where that shows keeps it from doing so. Rotation is the exception, since XLA adds in an
-order of its own: rotated values and ranges can differ in their last bits, and so can a level that
-falls on a tie by one. So are numbers below 2^-126, which XLA takes for 0 where its devices do.
-`reduce` has a file of its own, `chunk.py`.
-Functions take one fusion buffer without a batch dimension; leaves are one-dimensional.
+The format is that of `docs/wire_format.md`. The bytes equal those of the native kernels, also when
+compiled. XLA would replace a division by a constant with a multiplication by its inverse, and fuse
+a product and a sum into one rounding. Where that would change a result, the code prevents it.
+
+There are two exceptions. XLA adds in its own order, so rotated values and ranges can differ in
+their last bits, and a level that falls on a tie can differ by one. XLA also treats numbers below
+2^-126 as 0 on devices that do so.
+
+`reduce` is in `chunk.py`. Functions take one fusion buffer without a batch dimension; leaves are
+one-dimensional.
 """
 
 from __future__ import annotations
@@ -27,25 +30,25 @@ _MIN_NORMAL = np.float32(np.finfo(np.float32).tiny)
 _MOST = np.finfo(np.float32).max
 _U32 = jnp.uint32
 _ROTATION_KEY = (np.uint32(0x726F7461), np.uint32(0x74696F6E))
-# By width: even levels between these multiples of the root mean square have the least mean square
-# error for normal values.
+# By width: evenly spaced levels between plus and minus this multiple of the root mean square have
+# the least mean square error for normal values.
 NORMAL_RANGE = np.array(
     [0, 0.7979, 1.4935, 2.0511, 2.5140, 2.9162, 3.2780, 3.6111, 3.9222], np.float32
 )
-# By width: the mean square error of these levels for normal values of variance 1. It is also what
-# values lose on average: E[x decode(x)] = 1 - error (Max, IRE Transactions 1960).
+# By width: the mean square error of these levels for normal values of variance 1. It is also the
+# share that values lose on average: E[x decode(x)] = 1 - error (Max, IRE Transactions 1960).
 NORMAL_ERROR = (1, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
 
 
 def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Whether all values of all arrays are finite, bool[]."""
-    # Each sum is 0, or NaN. On CPUs a sum is a faster loop than `all`, and unlike a maximum it
+    """Returns whether all values of all arrays are finite, bool[]."""
+    # Each sum is 0 or NaN. On CPUs, a sum is a faster loop than `all`, and unlike a maximum it
     # keeps NaN.
     return jnp.asarray([(x - x).sum() == 0 for x in arrays], bool).all()
 
 
 def count_nonfinite(x: jax.Array) -> jax.Array:
-    """i32[..., 2]: how many values of each of x[..., n] are not finite; the place of the first."""
+    """Counts the non-finite values of x[..., n] and finds the first: i32[..., 2]."""
     wrong = ~jnp.isfinite(x)
     if not x.shape[-1]:
         return jnp.zeros((*x.shape[:-1], 2), jnp.int32)
@@ -54,10 +57,10 @@ def count_nonfinite(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: float) -> jax.Array:
-    """`x` over a constant, rounded once.
+    """Divides `x` by a constant, with one rounding.
 
-    XLA multiplies by a constant's inverse instead, also behind a barrier around the constant; but
-    it cannot know this one.
+    XLA would multiply by the constant's inverse instead, even with a barrier around the constant.
+    The divisor here depends on `x`, so XLA cannot treat it as a constant.
     """
     return x if divisor == 1 else x / jnp.where(jnp.isnan(x), 1, np.float32(divisor))
 
@@ -75,9 +78,9 @@ def random_bits(
     buckets: int,
     width: int,
 ) -> jax.Array:
-    """uint32[buckets, width]: a function of only key and place.
+    """Returns random uint32[buckets, width], which depend only on the key and the place.
 
-    `first_bucket` is known, or i32[].
+    `first_bucket` is a Python int, or i32[].
     """
     if isinstance(first_bucket, int):
         index = first_bucket + np.arange(buckets, dtype=np.int64)
@@ -99,7 +102,7 @@ def random_bits(
 def _noise(
     key: jax.Array, f: Slot, first_bucket: int | jax.Array, buckets: int, width: int
 ) -> jax.Array:
-    """Uniform numbers in [0, 1), shape [buckets, width]."""
+    """Returns uniform numbers in [0, 1), of shape [buckets, width]."""
     bits = random_bits(key, f.number, first_bucket, buckets, width)
     return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
 
@@ -110,37 +113,38 @@ def _hadamard(n: int) -> np.ndarray:
 
 
 def _rotation_stages(n: int) -> int:
-    """Of butterflies, for buckets of n values: the base-2 logarithm of a block's values."""
+    """Returns the butterfly stages for buckets of n values: log2 of the values per block."""
     columns = next(c for c in (64, 32, 16, 8, 4) if n // 8 % c == 0)
     return 3 + columns.bit_length() - 1
 
 
 def one_block(n: int) -> bool:
-    """Whether a rotation mixes all n values of a bucket, which may then be clipped together."""
+    """Returns whether a rotation mixes all n values of a bucket, which then share clip limits."""
     return 1 << _rotation_stages(n) == n
 
 
 def squares_turned_back(n: int) -> float:
-    """What turning back multiplies squares with: the scales of the two ways are powers of two."""
+    """Returns the factor by which rotating back scales squares: both scales are powers of two."""
     return 0.5 ** (_rotation_stages(n) % 2)
 
 
 def rotate(
     x: jax.Array, number: int, first_bucket: int | jax.Array, *, back: bool = False
 ) -> jax.Array:
-    """f32[k, n] buckets in whole columns, n a multiple of 32, rotated or turned back."""
+    """Rotates buckets f32[k, n], n a multiple of 32, or rotates them `back`."""
     k, n = x.shape
     stages = _rotation_stages(n)
     words = random_bits(_ROTATION_KEY, number, first_bucket, k, n // 8)
     shift = jnp.arange(8, dtype=jnp.uint32)[None, :, None]
     sign = jnp.where((words[:, None] << shift) >> 31, np.float32(-1), np.float32(1))
     y = x.reshape(k, 8, n // 8)
-    # The scale comes first both ways, so that what fits comes back without overflow on the way.
+    # In both directions the scale is applied first, so that intermediate values do not overflow if
+    # the result fits.
     if back:
         y = y * np.float32(2.0 ** -(stages - stages // 2))
     else:
         y = y * (sign * np.float32(2.0 ** -(stages // 2)))
-    # As two small products, which compile in a fraction of the time that the butterflies take.
+    # Two small matrix products compile in a fraction of the time that the butterflies take.
     columns = (1 << stages) // 8
     blocks = y.reshape(k, 8, -1, columns)
     exactly = lax.Precision.HIGHEST
@@ -150,9 +154,9 @@ def rotate(
 
 
 def normal_limits(x: jax.Array, bits: Any) -> jax.Array:
-    """Where the range of rotated buckets x[k, n] ends, [k]: the best for normal values.
+    """Returns the clip limits of rotated buckets x[k, n], [k], which are best for normal values.
 
-    `bits` is one width, or one for each bucket.
+    `bits` is one width, or one per bucket.
     """
     largest = jnp.abs(x).max(axis=1, keepdims=True)
     scale = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
@@ -161,7 +165,7 @@ def normal_limits(x: jax.Array, bits: Any) -> jax.Array:
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
-    """u8[k, 8 * m] -> u8[k, bits * m]: eight codes of a column become `bits` bytes."""
+    """Packs u8[k, 8 * m] into u8[k, bits * m]: eight codes of a column become `bits` bytes."""
     k, width = codes.shape
     rows = codes.reshape(k, 8, width // 8).astype(jnp.uint32)
     planes = []
@@ -176,7 +180,7 @@ def _pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _unpack(planes: jax.Array, bits: int) -> jax.Array:
-    """u8[k, bits * m] -> u8[k, 8 * m]: the inverse of `_pack`."""
+    """Unpacks u8[k, bits * m] into u8[k, 8 * m]: the inverse of `_pack`."""
     k, width = planes.shape
     plane = planes.reshape(k, bits, width // bits).astype(jnp.uint32)
     rows = []
@@ -193,7 +197,7 @@ def _unpack(planes: jax.Array, bits: int) -> jax.Array:
 def encode_buckets(
     x: jax.Array, f: Slot, first_bucket: int | jax.Array, key: jax.Array, offset: Any
 ) -> jax.Array:
-    """f32[k, n] -> u8[k, record]: whole buckets of the same length, as they are coded."""
+    """Encodes f32[k, n] as u8[k, record]: buckets of one length, already rotated if needed."""
     k, n = x.shape
     padded = (record_bytes(n, f.bits) - 8) // f.bits * 8
     levels = 2**f.bits - 1
@@ -204,7 +208,7 @@ def encode_buckets(
         useful = clipped[0] < clipped[1]
         low, high = jnp.where(useful, clipped[0], low), jnp.where(useful, clipped[1], high)
     unit = divide(high - low, levels)
-    for _ in range(2):  # near the largest float the topmost level may round past it
+    for _ in range(2):  # the topmost level may round past the largest float
         unit = jnp.where(low + unit * levels <= _MOST, unit, jnp.nextafter(unit, np.float32(0)))
     finite = jnp.isfinite(x).all(axis=1) & jnp.isfinite(high - low)
     spread = finite & (unit >= _MIN_NORMAL)
@@ -217,7 +221,7 @@ def encode_buckets(
     if f.rounding == "correlated":
         r = r + offset
         r = jnp.where(r >= 1, r - 1, r)
-    # The maximum changes nothing but keeps XLA from rounding product and sum as one.
+    # The maximum changes no value, but keeps XLA from rounding product and sum only once.
     level = jnp.maximum((x - low[:, None]) * inverse[:, None], 0)
     level = jnp.minimum(jnp.floor(level + r), np.float32(levels))
     codes = jnp.where(spread[:, None], level, 0).astype(jnp.uint8)
@@ -227,7 +231,7 @@ def encode_buckets(
 
 
 def decode_buckets(records: jax.Array, n: int, f: Slot) -> jax.Array:
-    """u8[k, record] -> f32[k, n], as they were coded."""
+    """Decodes u8[k, record] to f32[k, n], which are still rotated if they were."""
     meta = lax.bitcast_convert_type(records[:, :8].reshape(-1, 2, 4), jnp.float32)
     codes = _unpack(records[:, 8:], f.bits)[:, :n].astype(jnp.float32)
     low = jnp.where(jnp.isfinite(meta).all(axis=1, keepdims=True), meta[:, :1], np.float32(np.nan))
@@ -237,19 +241,19 @@ def decode_buckets(records: jax.Array, n: int, f: Slot) -> jax.Array:
 def add_peers(
     rank: jax.Array, sent: jax.Array, x: jax.Array, decode: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """fp32 `x` plus what every rank but `rank` sent, decode(sent[r]), in the order of ranks."""
+    """Adds decode(sent[r]) of every rank r but `rank` to fp32 `x`, in rank order."""
 
     def add(peer: jax.Array, total: jax.Array) -> jax.Array:
         return jnp.where(rank == peer, total, total + decode(sent[peer]))
 
-    # A loop, so that programs do not grow with the number of ranks.
+    # Use a loop, so that programs do not grow with the number of ranks.
     return lax.fori_loop(0, len(sent), add, _compat.vary_over(x, _compat.varying_axes(sent)))
 
 
 def _each_length(
     x: jax.Array, f: Slot, first_bucket: int, of: Callable[[jax.Array, int], jax.Array]
 ) -> list[jax.Array]:
-    """of(buckets [k, n], number of the first), flat: the full buckets, and the shorter last one."""
+    """Returns flat of(buckets [k, n], first number) of full buckets and of the shorter last one."""
     full, tail = divmod(x.size, f.bucket_size)
     cut = full * f.bucket_size
     parts = []
@@ -261,7 +265,7 @@ def _each_length(
 
 
 def _code(x: jax.Array, f: Slot, first_bucket: int) -> jax.Array:
-    """f32[n] starting at a bucket of leaf `f`, as it is coded: rotated buckets are filled up."""
+    """Pads and rotates f32[n] from `first_bucket` of leaf `f` on; no-op if `f` is not rotated."""
     if not f.rotation or not x.size:
         return x
     filled = jnp.pad(x, (0, -x.size % GROUP))
@@ -271,7 +275,7 @@ def _code(x: jax.Array, f: Slot, first_bucket: int) -> jax.Array:
 
 
 def _uncode(x: jax.Array, n: int, f: Slot, first_bucket: int) -> jax.Array:
-    """The inverse of `_code`, f32[n]."""
+    """Returns the inverse of `_code`, f32[n]."""
     if not f.rotation or not n:
         return x
     turn = functools.partial(rotate, back=True)
@@ -283,7 +287,7 @@ def _uncode(x: jax.Array, n: int, f: Slot, first_bucket: int) -> jax.Array:
 def _encode_span(
     x: jax.Array, f: Slot, first_bucket: int, key: jax.Array, offset: Any = 0
 ) -> jax.Array:
-    """f32[n] starting at a bucket of leaf `f`, as it is coded -> its records, u8[bytes]."""
+    """Encodes what `_code` returned, from `first_bucket` of leaf `f` on, to records u8[bytes]."""
     parts = _each_length(
         x, f, first_bucket, lambda b, first: encode_buckets(b, f, first, key, offset)
     )
@@ -291,7 +295,7 @@ def _encode_span(
 
 
 def _decode_span(payload: jax.Array, n: int, f: Slot) -> jax.Array:
-    """Records of n values, u8[bytes] -> as they were coded, f32[n] or more of rotated ones."""
+    """Decodes records of n values, u8[bytes], to what `_code` returned: padded if rotated."""
     n += -n % GROUP if f.rotation else 0
     full, tail = divmod(n, f.bucket_size)
     cut = full * f.record
@@ -305,19 +309,19 @@ def _decode_span(payload: jax.Array, n: int, f: Slot) -> jax.Array:
 
 
 def _concatenate(parts: Sequence[jax.Array], bytes_: int) -> jax.Array:
-    """Joins byte arrays and fills with zeros up to `bytes_`."""
+    """Joins byte arrays and pads them with zeros to `bytes_`."""
     have = sum(p.size for p in parts)
     return jnp.concatenate([*parts, jnp.zeros((bytes_ - have,), jnp.uint8)])
 
 
 def _rows(joined: jax.Array, layout: Layout) -> jax.Array:
-    """All records, u8[total] -> one row for each rank, u8[world, chunk_bytes]."""
+    """Cuts all records, u8[total], into one row per rank, u8[world, chunk_bytes]."""
     cut = [joined[a:b] for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
     return jnp.stack([_concatenate([c], layout.chunk_bytes) for c in cut])
 
 
 def _joined(rows: jax.Array, layout: Layout) -> jax.Array:
-    """The inverse of `_rows`."""
+    """Returns the inverse of `_rows`."""
     lengths = [b - a for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
     return jnp.concatenate([rows[w, :n] for w, n in enumerate(lengths)])
 
@@ -334,7 +338,7 @@ def _uncode_all(coded: Sequence[jax.Array], layout: Layout) -> list[jax.Array]:
 
 
 def _own_values(layout: Layout) -> np.ndarray:
-    """[slots, world, 2]: the values of every slot that lie in every chunk."""
+    """Returns the range of each slot's values in each chunk, i32[slots, world, 2]."""
     ranges = np.zeros((len(layout.slots), layout.world, 2), np.int64)
     for w in range(layout.world):
         for s in spans(layout, w):
@@ -345,9 +349,9 @@ def _own_values(layout: Layout) -> np.ndarray:
 def encode(
     key: jax.Array, rank: jax.Array, *leaves: jax.Array, layout: Layout, residual: bool
 ) -> list[jax.Array]:
-    """Leaves -> [u8[world, chunk_bytes]] and, where asked, one residual a leaf.
+    """Encodes leaves: returns [u8[world, chunk_bytes]] and, if asked, one residual per leaf.
 
-    The row of the caller's own `rank` is zeros and its residual 0; rank -1 owns nothing.
+    The row of the caller's own `rank` is zeros, and its residual is 0. Rank -1 owns no row.
     """
     values = [_code(x.astype(jnp.float32), f, 0) for x, f in zip(leaves, layout.slots, strict=True)]
     offset = divide(jnp.maximum(rank, 0).astype(jnp.float32), layout.world)
@@ -368,7 +372,7 @@ def encode(
 
 
 def decode(payload: jax.Array, *, layout: Layout, dtypes: Sequence[np.dtype]) -> list[jax.Array]:
-    """u8[world, chunk_bytes] -> leaves, f32[size] rounded to their dtypes."""
+    """Decodes u8[world, chunk_bytes] to leaves, computed in f32 and rounded to their dtypes."""
     decoded = _uncode_all(_decode_joined(_joined(payload, layout), layout), layout)
     # Rounding may take a rotated value past the largest float.
     within = [
@@ -381,11 +385,11 @@ def decode(payload: jax.Array, *, layout: Layout, dtypes: Sequence[np.dtype]) ->
 def accumulate(
     rank: jax.Array, payload: jax.Array, *leaves: jax.Array, layout: Layout, divisor: float
 ) -> list[jax.Array]:
-    """Leaves plus the other ranks' payloads u8[peers, total_bytes], divided; same dtypes."""
+    """Adds the other ranks' payloads, u8[peers, total_bytes], to the leaves, and divides."""
     out = []
     for leaf, f, start in zip(leaves, layout.slots, layout.starts, strict=False):
         x, sent = leaf.astype(jnp.float32), payload[:, start : start + f.bytes]
-        # What the peers sent of a rotated leaf is added up as it came and turned back once.
+        # A rotated leaf's rows are added up while rotated, and the sum is rotated back once.
         own = jnp.zeros((f.size + -f.size % GROUP,), jnp.float32) if f.rotation else x
         total = add_peers(rank, sent, own, functools.partial(_decode_span, n=f.size, f=f))
         total = x + _uncode(total, f.size, f, 0) if f.rotation else total

@@ -1,4 +1,4 @@
-"""What the quantizer loses of given values, only from its arithmetic: nothing is packed."""
+"""The quantizer's error for given values, from its arithmetic only: nothing is packed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cgx_jax.kernels import reference
 def quantized_errors(
     codes: Sequence[tuple[int, int, bool, bool]], rows: jax.Array, filled: np.ndarray
 ) -> jax.Array:
-    """Sums of squared errors of the first `filled` values of each row, fp32[rows, codes].
+    """Returns sums of squared errors of the first `filled` values of each row, fp32[rows, codes].
 
-    A code is (bits, bucket size, whether rounding is at random, whether buckets are rotated).
-    `rows` are fp32[rows, length] of whole buckets, or of one short leaf and copies of its last
-    value. Random rounding gives the expectation. The signs of a rotation differ from those that
-    the leaf is sent with, which changes nothing on average. Codes that differ only in bits are
-    computed together, since each operation takes time to compile.
+    A code is (bits, bucket size, whether rounding is random, whether buckets are rotated). `rows`
+    are fp32[rows, length]. A row has whole buckets, or one short leaf followed by copies of its
+    last value. For random rounding, the result is the expectation. The signs of a rotation differ
+    from the signs with which the leaf is sent, which changes nothing on average. Codes that differ
+    only in bits are computed together, since each operation takes time to compile.
     """
     runs, length = rows.shape
     here = np.arange(length) < np.asarray(filled)[:, None]
@@ -45,7 +45,7 @@ def quantized_errors(
         up = level - jnp.floor(level)
         moved = up * (1 - up) if unbiased else jnp.square(level - nearest)
         error = (moved * jnp.square(unit)).reshape(runs, length, len(own))
-        if rotation:  # of all that is sent; turned back, squares have another scale
+        if rotation:  # the error of all sent values; rotating back scales squares
             error = error * reference.squares_turned_back(size)
         else:
             error = jnp.where(here[..., None], error, 0)

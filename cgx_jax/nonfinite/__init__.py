@@ -1,4 +1,4 @@
-"""Debug mode: NaNs and infinities are named by leaf, rank, step and place, on every rank alike."""
+"""Debug mode that reports NaNs and infinities by leaf, rank, step and place, on every rank."""
 
 from cgx_jax.nonfinite.watch import all_finite as all_finite
 from cgx_jax.nonfinite.watch import debug_nonfinite as debug_nonfinite

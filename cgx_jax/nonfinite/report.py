@@ -1,7 +1,7 @@
-"""The report of values that are not finite: the call that tells it, and its text.
+"""The report of non-finite values: the call that makes it at run time, and its text.
 
-The native call prints nothing itself. It calls `_listen`, so each report goes to this module's
-logger, or into the error that the call returns.
+The native call prints nothing itself. It calls `_listen`, so a report goes to this module's logger,
+or into the error that the call returns.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cgx_jax import _compat
 from cgx_jax.kernels import native, primitives
 from cgx_jax.leaves import Leaf
 
-_LINES = 20  # of a report: a NaN in the forward pass is in the gradient of every leaf
+_LINES = 20  # per report: a NaN in the forward pass is in the gradient of every leaf
 _log = logging.getLogger(__name__)
 
 
 class Side(NamedTuple):
-    """A leaf as it goes in or comes out, and how many of its values share a code, if any do."""
+    """A leaf as operand ("in") or result ("out"), and how many values share a code, if any do."""
 
     name: str
     leaf: Leaf
@@ -37,9 +37,9 @@ class Side(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a report says that is known while tracing.
+    """The part of a report that is known while tracing.
 
-    `around` are all axes of the mesh and their sizes; `sides` are "in" and "out" by turns.
+    `around` has all axes of the mesh with their sizes. `sides` alternate between "in" and "out".
     """
 
     action: str
@@ -48,7 +48,7 @@ class Report:
     sides: tuple[Side, ...]
 
     def to_json(self) -> str:
-        """Text that a program carries, so that it needs no object of the process that traced it."""
+        """Returns text to put into a program, which then needs no object of the tracing process."""
         sides = [
             (side.name, side.leaf.path, side.leaf.shape, str(side.leaf.dtype), side.block_size)
             for side in self.sides
@@ -70,10 +70,10 @@ class Report:
 
 
 def tell(report: Report, step: Any, rank: Any, table: Any) -> jax.Array:
-    """Reports at run time what `table`, i32[ranks, sides, 2], says; i32[], for which to wait.
+    """Reports `table`, i32[ranks, sides, 2], at run time; returns i32[] to wait for.
 
-    Its rows are, by rank and side, how many values are not finite and the place of the first.
-    `step` and `rank`, i32[], are this rank's; a step below 0 is not named.
+    For each rank and side, the table has the number of non-finite values and the place of the
+    first. `step` and `rank`, i32[], are this rank's. A negative step is not reported.
     """
     (told,) = primitives.bind(
         report_p, *(jnp.asarray(x)[None] for x in (step, rank, table)), text=report.to_json()
@@ -91,7 +91,7 @@ def _report(text: str, steps: Any, ranks: Any, tables: Any) -> None:
 
 
 def _listen(text: str, steps: Any, ranks: Any, tables: Any) -> str:
-    """`_report` for the native call: the text of the error, or ""."""
+    """Calls `_report` for the native call; returns the text of the error, or ""."""
     try:
         _report(text, steps, ranks, tables)
     except FloatingPointError as error:
@@ -115,11 +115,11 @@ def _batch(args: Any, dims: Any, *, text: str) -> Any:
 
 
 def after_report(told: Any, x: Any) -> Any:
-    """`x`, which needs the report `told`: JAX takes out of a program what nothing needs."""
+    """Makes `x` depend on the report `told`, since JAX removes operations that nothing uses."""
     return _after_p.bind(x, told)
 
 
-# XLA knows by itself that the report has an effect, so there it costs nothing.
+# XLA knows that the report has a side effect, so the dependency costs nothing there.
 _after_p = Primitive("cgx_after_report")
 _after_p.def_impl(lambda x, told: x)
 _after_p.def_abstract_eval(lambda x, told: x)
@@ -135,7 +135,7 @@ report_p.def_abstract_eval(
 )
 batching.primitive_batchers[report_p] = _batch
 mlir.register_lowering(report_p, mlir.lower_fun(_call_back, multiple_results=True))
-# JAX starts every program that holds a host callback by a slower path, so CPUs have a call of ours.
+# JAX starts programs with host callbacks by a slower path, so CPUs use our own native call.
 if (module := native.module()) is not None:
     module.set_listener(_listen)
     _lowering = jax.ffi.ffi_lowering("cgx_report", has_side_effect=True)
@@ -143,7 +143,7 @@ if (module := native.module()) is not None:
 
 
 def _raise_or_log(report: Report, step: int, rank: int, found: np.ndarray) -> None:
-    if not found[..., 0].any():  # a cond under vmap takes both branches
+    if not found[..., 0].any():  # under vmap, a cond runs both branches
         return
     when = "" if step < 0 else f", step {step}"
     lines = [
@@ -164,7 +164,7 @@ def _raise_or_log(report: Report, step: int, rank: int, found: np.ndarray) -> No
 
 
 def _alike(values: np.ndarray) -> list[tuple[tuple[int, int], list[int]]]:
-    """((count, first), the ranks that have them), where a count is not 0."""
+    """Groups ranks with equal (count, first); leaves out ranks whose count is 0."""
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, (count, first) in enumerate(values.tolist()):
         if count:
@@ -195,7 +195,7 @@ def _place(side: Side, count: int, first: int) -> str:
 
 def _remedy(found: np.ndarray) -> str:
     if found[:, ::2, 0].any():
-        return "Look at the loss and the data of the ranks that have them on the way in."
+        return 'Look at the loss and the data of the ranks in the "in" lines.'
     return (
         "The operands are finite on every rank, so a sum or the range of a bucket overflows: scale "
         "gradients down, or reduce them in a wider dtype."

@@ -1,4 +1,4 @@
-"""The mode, and the search for values that are not finite that it adds to a program."""
+"""The debug mode, and the search for non-finite values that it adds to a program."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ _action: str | None = None
 
 @contextlib.contextmanager
 def debug_nonfinite(action: str = "raise") -> Iterator[None]:
-    """Inside it, compressed reductions report values that are not finite, going in and coming out.
+    """Makes compressed reductions report non-finite values in their operands and results.
 
-    A report names the call, the step where `sync_gradients` counts it, and for each leaf the ranks,
-    the number of such values, the first of them and its bucket. `action` is one of:
+    A report names the call, the step (if `sync_gradients` counts it) and each affected leaf. For a
+    leaf it has the ranks, the number of non-finite values, the place of the first one and its
+    bucket. `action` is one of:
 
-    * "raise": every rank fails with a FloatingPointError (under jit inside a JaxRuntimeError). It
-      comes out where the host next waits: steps that were dispatched before have run.
-    * "log": the first rank warns once, by the logger "cgx_jax.nonfinite.report".
-    * "skip": logs, and makes the result of the call 0 on all ranks of the mesh. `sync_gradients`
+    * "raise": every rank fails with a FloatingPointError (under jit inside a JaxRuntimeError). The
+      error appears where the host next waits, so steps that were already dispatched have run.
+    * "log": the first rank warns once, through the logger "cgx_jax.nonfinite.report".
+    * "skip": logs, and sets the result of the call to 0 on all ranks of the mesh. `sync_gradients`
       then keeps its state and counts the step.
 
-    While values are finite, `Quantize` costs next to nothing on CPUs, since the ranges of its
-    buckets say so. What is reduced exactly or by other codes costs a pass over results. Where a
-    code may hide such a value (`Compressor.carries_nonfinite` is False), it costs a pass over
-    operands too. Then, and where ranks have different results, a sum of 4 bytes over the mesh makes
-    all ranks decide alike.
+    While values are finite, `Quantize` costs almost nothing on CPUs, since the ranges of its
+    buckets show that they are. Leaves that are reduced exactly or by other codes cost a pass over
+    the results. If a code may hide a non-finite value (`Compressor.carries_nonfinite` is False),
+    they also cost a pass over the operands. In that case, and if ranks have different results, a
+    sum of 4 bytes over the mesh makes all ranks decide alike.
 
     Clears JAX's caches on entry and on exit, so that functions compiled outside are traced again.
 
     Raises ValueError for another action. Raises ValueError while tracing for "skip" around
-    `reduce_in_backward` and the calls of sharded training, such as `psum_scatter_compressed`: they
+    `reduce_in_backward` and the calls of sharded training, such as `psum_scatter_compressed`. These
     reduce leaves one after the other, so they cannot skip a step as a whole.
     """
     global _action
@@ -62,21 +63,21 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
 
 
 def watching() -> bool:
-    """Whether the mode is on."""
+    """Returns whether the mode is on."""
     return _action is not None
 
 
 def all_finite(arrays: Sequence[Any]) -> jax.Array:
-    """Whether all values of all arrays are finite, bool[]."""
+    """Returns whether all values of all arrays are finite, bool[]."""
     return reference.all_finite([jnp.asarray(x) for x in arrays])
 
 
 def refuse_skip(caller: str) -> None:
-    """Raises ValueError where steps are to be skipped, for a call that is a part of one."""
+    """Raises ValueError if the action is "skip", for a call that is only a part of a step."""
     if _action == "skip":
         raise ValueError(
-            f"{caller}: debug_nonfinite('skip') cannot skip a part of a step, and this call "
-            "reduces leaves one after the other; use action='raise' or 'log', or reduce by "
+            f"{caller}: debug_nonfinite('skip') cannot skip part of a step, but this call reduces "
+            "leaves one after the other; use action='raise' or 'log', or reduce with "
             "sync_gradients, pmean_compressed or value_and_grad."
         )
 
@@ -94,15 +95,16 @@ def watch(
     alike: bool = False,
     step: Any = None,
 ) -> tuple[list[Any], Any]:
-    """In debug mode, adds a search for values that are not finite to the program.
+    """In debug mode, adds a search for non-finite values to the program.
 
-    `before` went into a reduction and `after` came out of it, one array for each of `paths`;
-    `block_sizes` are those of the codes of leaves, by number. What is not finite in an operand of a
-    leaf in `carried` shows in its result on some rank, so operands of these are not searched before
-    something is found. The reductions have `found` that of some leaves, which are not searched at
-    all: their numbers, and i32[leaves, 2, 2] as `Reduced` has it. `alike` says that the ranks of
-    `axes` have the same results. Returns `after`, or zeros of a step that is skipped, and whether
-    it is, bool[] or False.
+    `before` are the operands of a reduction and `after` its results, one array each per entry of
+    `paths`. `block_sizes` maps leaf numbers to the block sizes of their codes. A non-finite value
+    in the operand of a leaf in `carried` shows in the leaf's result on some rank, so these operands
+    are searched only after something was found. `found` has what the reductions have already
+    counted: pairs of leaf numbers and i32[leaves, 2, 2] as in `Reduced`. These leaves are not
+    searched at all. `alike` says that the ranks of `axes` have the same results.
+
+    Returns `after`, or zeros if the step is skipped, and whether it is skipped, bool[] or False.
     """
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if _action is None or not floats:
@@ -111,7 +113,7 @@ def watch(
     hidden = [i for i in floats if i not in carried]
     first = [i for i in hidden if i not in known]
     later = [i for i in floats if i not in (*known, *hidden)]
-    # What is counted before something is found: sums that are alike, and the rest.
+    # The counts that are always needed: those of the results (`sums`), and of hidden operands.
     sums = [*(pairs[:, 1] for _, pairs in found), _counted(after, [*first, *later])]
     others = [pairs[:, 0] for numbers, pairs in found if not {*numbers}.isdisjoint(hidden)]
     others.append(_counted(before, first))
@@ -137,7 +139,7 @@ def watch(
     varying |= ranks
 
     def report_found() -> jax.Array:
-        # Both sides of a leaf, by rank: how many values, and which is the first.
+        # By rank and side of each leaf: the number of values and the place of the first.
         operands = jnp.concatenate([others[-1], _counted(before, later)])
         searched = jnp.stack([operands, sums[-1]], axis=1)
         every = jnp.concatenate([*(pairs for _, pairs in found), searched])
@@ -159,14 +161,14 @@ def _constant(x: Any) -> jax.Array:
 
 
 def _counted(leaves: Sequence[Any], numbers: Sequence[int]) -> jax.Array:
-    """What of the leaves of these numbers is not finite, i32[numbers, 2]."""
+    """Counts the non-finite values of the leaves with these numbers, i32[numbers, 2]."""
     if not numbers:
         return jnp.zeros((0, 2), jnp.int32)
     return count_nonfinite([_constant(leaves[i]) for i in numbers])
 
 
 def _none(counted: Sequence[jax.Array]) -> jax.Array:
-    """Whether nothing is counted in any of i32[leaves, 2]."""
+    """Returns whether all counts in all of these i32[leaves, 2] are 0."""
     return ~jnp.concatenate(counted)[:, 0].any()
 
 

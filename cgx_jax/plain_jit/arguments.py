@@ -1,4 +1,4 @@
-"""A loss's arguments as flat lists of arrays, with everything that is no array kept aside."""
+"""A loss's arguments as flat lists of arrays, with everything else kept as static values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ CALLER = "value_and_grad"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One array of the call: its path for messages, and what it is.
+    """One array of the call: its path for messages, and its role.
 
-    `trained` arrays are differentiated; `state` arrays belong to a differentiated argument or an
-    NNX object and are replicated; a `key` is a single PRNG key. `size` numbers the argument.
+    `argument` is the number of its argument. `trained` arrays are differentiated. `state` arrays
+    belong to a differentiated argument or an NNX object, and are replicated. A `key` is a single
+    PRNG key.
     """
 
     path: str
@@ -38,16 +39,17 @@ class Place:
 
     @classmethod
     def of_variable(cls, path: str, number: int, x: Any) -> Place:
-        """The place of an array that the loss closes over."""
+        """Returns the place of an array that the loss closes over."""
         return cls(path, number, key=_is_key(x, alone=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One argument's structure: static and hashable where its static values are.
+    """One argument's structure: static, and hashable if its static values are.
 
-    `leaves` has one entry per leaf of `treedef`, (True, None) for an array and (False, value) for
-    a static one. `graph` is the definition of an NNX object, whose tree is (parameters, rest).
+    `wanted` says that the argument is differentiated. `leaves` has one entry per leaf of `treedef`:
+    (True, None) for an array, and (False, value) for a static value. `graph` is the graph
+    definition of an NNX object. The tree of a differentiated NNX object is (parameters, rest).
     """
 
     name: str
@@ -58,14 +60,14 @@ class Argument:
     leaves: tuple[tuple[bool, Any], ...]
 
     def build(self, arrays: Sequence[Any]) -> Any:
-        """The argument from its arrays; an NNX object comes back as a copy."""
+        """Builds the argument from its arrays; an NNX object comes back as a copy."""
         given = iter(arrays)
         values = [next(given) if is_array else value for is_array, value in self.leaves]
         tree = jax.tree.unflatten(self.treedef, values)
         return tree if self.graph is None else nnx().merge(self.graph, *tree, copy=True)
 
     def broadcast(self, specs: Any) -> list[Any]:
-        """One spec per array from a prefix tree of them."""
+        """Expands a prefix tree of specs to one spec per array."""
         whole = jax.tree.unflatten(self.treedef, [is_leaf for is_leaf, _ in self.leaves])
         entries: list[Any] = []
 
@@ -82,23 +84,23 @@ class Argument:
         return entries
 
     def parameters(self, leaves: Sequence[Any]) -> Any:
-        """The tree of the differentiated part, from one entry per leaf."""
+        """Returns the tree of the differentiated part, from one entry per leaf."""
         tree = jax.tree.unflatten(self.treedef, leaves)
         return tree if self.graph is None else tree[0]
 
     def path(self, inner: Any) -> str:
-        """The path of a `Place` from that in the tree of `rest`."""
+        """Returns the path that a `Place` has, from a path in the tree that `rest` returns."""
         return self.name + _shown(inner)
 
     def rest(self, value: Any) -> Any:
-        """What of an NNX object is not differentiated, after the loss ran on `value`."""
+        """Returns the undifferentiated part of the NNX object `value`, after the loss ran on it."""
         return nnx().split(value, *_filters(self.wanted))[-1]
 
     @classmethod
     def of(
         cls, value: Any, number: int, name: str, position: int | None, wanted: bool
     ) -> tuple[Argument, list[Any], list[Place]]:
-        """The structure of `value`, its arrays, and where they lie."""
+        """Returns the structure of `value`, its arrays, and their places."""
         graph, tree = None, value
         if is_nnx(value):
             graph, *tree = nnx().split(value, *_filters(wanted))
@@ -132,35 +134,35 @@ def _filters(wanted: bool) -> tuple[Any, ...]:
 
 
 def nnx() -> Any:
-    """flax.nnx, which is imported where an NNX object exists."""
+    """Returns flax.nnx, which must already be imported if an NNX object exists."""
     return sys.modules["flax.nnx"]
 
 
 def is_nnx(value: Any) -> bool:
-    """Whether `value` is an NNX object (a module, Rngs). Flax is never imported for it."""
+    """Returns whether `value` is an NNX object (a module, Rngs), without importing Flax."""
     module = sys.modules.get("flax.nnx")
     return module is not None and isinstance(value, module.Pytree)
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array (a tracer too); Python's numbers are not, and stay static."""
+    """Returns whether `x` is an array or a tracer. Python numbers are not, and stay static."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def shown(x: Any) -> str:
-    """Dtype and shape, for messages."""
+    """Formats dtype and shape for messages."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def _is_key(x: Any, *, alone: bool) -> bool:
-    """A typed key, or a raw one: uint32[2], where nothing else is in its tree."""
+    """Returns whether `x` is a typed key, or a raw one: uint32[2], `alone` in its tree."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x.ndim == 0
     return alone and x.dtype == np.uint32 and x.shape == (2,)
 
 
 def names_of(function: Callable[..., Any], count: int) -> list[str]:
-    """The names of `count` positional arguments."""
+    """Returns the names of the first `count` positional arguments."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -171,7 +173,7 @@ def names_of(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def known_spec(x: Any, mesh: Any) -> PartitionSpec | None:
-    """How `x` is split where that can be seen: a concrete NamedSharding or an explicit type."""
+    """Returns how `x` is split if a concrete NamedSharding or an explicit type says so."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
         explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types

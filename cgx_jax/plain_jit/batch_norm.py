@@ -1,4 +1,4 @@
-"""BatchNorm with statistics of the whole batch, as under plain jit."""
+"""Gives BatchNorm the statistics of the whole batch, as under plain jit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def give_axis(module: Any, axis: Any) -> None:
-    """Sets `axis_name` of every NNX BatchNorm in `module` that has none; the loss's own copy."""
+    """Sets `axis_name` of NNX BatchNorms without one in `module`, the loss's own copy."""
     nnx: Any = sys.modules["flax.nnx"]
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
@@ -18,7 +18,7 @@ def give_axis(module: Any, axis: Any) -> None:
 
 @contextlib.contextmanager
 def linen_axis(axis: Any) -> Iterator[None]:
-    """Within it, Linen's BatchNorm modules have `axis_name`; nothing where Linen is not in use."""
+    """Gives `axis_name` to Linen's BatchNorm modules in this context, if Linen is in use."""
     linen: Any = sys.modules.get("flax.linen")
     if linen is None:
         yield

@@ -1,4 +1,4 @@
-"""The arrays that a loss closes over, as if they were its arguments."""
+"""The arrays that a loss closes over, treated as its arguments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from cgx_jax.plain_jit.arguments import is_array, is_nnx
 
 
 class Closure:
-    """A function, and a way to give it other arrays for those that it closes over.
+    """A function and the arrays that it closes over, which can be replaced.
 
-    Cells of functions and arguments of functools.partial are looked through, also in functions
-    that they hold. `names` has the path of every array, by id, and `variables` the ids of each
-    variable's arrays. Globals and attributes of objects that are no pytrees stay as they are.
+    Arrays are found in closure cells of functions and in arguments of functools.partial, also in
+    those of functions that these hold. `names` maps the id of every array to its path, and
+    `variables` has the ids of each variable's arrays. Globals, and attributes of objects that are
+    not pytrees, are not searched and stay as they are.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -25,11 +26,11 @@ class Closure:
         self.arrays: dict[int, Any] = {}
         self.names: dict[int, str] = {}
         self.variables: list[set[int]] = []
-        self.statics: list[Any] = []  # what it closes over besides arrays and functions
+        self.statics: list[Any] = []  # closed-over values that are neither arrays nor functions
         self._visit(function, set())
 
     def replaced(self, arrays: Mapping[int, Any]) -> Callable[..., Any]:
-        """The function with `arrays` for those of these ids."""
+        """Returns the function with some arrays replaced: `arrays` maps old ids to new arrays."""
         return self._rebuild(self.function, arrays, {}) if arrays else self.function
 
     def _visit(self, function: Any, seen: set[int]) -> None:
@@ -63,7 +64,7 @@ class Closure:
             return value
         if id(value) in made:
             return made[id(value)]
-        # Other cells stay shared, since the function may write to them.
+        # Cells without replaced arrays stay shared, since the function may write to them.
         held = [not _empty(c) and _holds(c.cell_contents, arrays) for c in value.__closure__]
         if not any(held):
             return value
@@ -75,7 +76,7 @@ class Closure:
         )
         copy.__qualname__, copy.__module__ = value.__qualname__, value.__module__
         copy.__kwdefaults__, copy.__dict__ = value.__kwdefaults__, dict(value.__dict__)
-        made[id(value)] = copy  # first, since a recursive function closes over itself
+        made[id(value)] = copy  # before the cells, since a recursive function closes over itself
         for new, old in zip(cells, value.__closure__, strict=True):
             if new is not old:
                 new.cell_contents = self._swap(old.cell_contents, arrays, made)
@@ -97,7 +98,7 @@ class Closure:
 
 
 def _holds(value: Any, arrays: Mapping[int, Any]) -> bool:
-    # As an argument of a partial, any value is visited as a variable is.
+    # As an argument of a partial, any value is visited like a variable.
     return not Closure(functools.partial(_holds, value)).arrays.keys().isdisjoint(arrays)
 
 

@@ -1,4 +1,4 @@
-"""Which arrays of a call are split over the axis, and which every rank has whole."""
+"""Decides which arrays of a call are split over the axis, and which are whole on every rank."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Ranks:
 
     @property
     def axis(self) -> Any:
-        """The axes as collectives take them."""
+        """The axes in the form that collectives take."""
         return self.names[0] if len(self.names) == 1 else self.names
 
     def dimension(self, spec: Spec) -> int | None:
-        """The dimension that `spec` splits over one of the axes."""
+        """Returns the dimension that `spec` splits over one of the axes, or None."""
         for d, entry in enumerate(spec):
             if set(entry if isinstance(entry, tuple) else (entry,)) & set(self.names):
                 return d
         return None
 
     def split(self, dimension: int | None) -> Spec:
-        """The spec that splits this dimension over the axes, and nothing over others."""
+        """Returns the spec that splits only this dimension, over the axes; None splits nothing."""
         return Spec() if dimension is None else Spec(*(None,) * dimension, self.axis)
 
     def placed(self, x: Any, spec: Spec) -> Any:
-        """`x`, resharded over the axes where an explicit mesh would take it for another split."""
+        """Reshards `x` over the axes if its type on an explicit mesh differs from `spec` there."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if jax.sharding.AxisType.Explicit not in {types[n] for n in self.names}:
             return x
@@ -54,9 +54,10 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """What becomes of one array: split along `dimension`, or whole on every rank (None).
+    """What happens to one array: split along `dimension`, or whole on every rank (None).
 
-    A key that is not split is folded with the rank, so that ranks draw apart.
+    With `fold`, the array is a key that is not split. The rank is folded into it, so that ranks
+    draw different numbers.
     """
 
     dimension: int | None = None
@@ -99,13 +100,13 @@ class _Inference:
             names = [a.name for a in self.arguments if not a.wanted]
             raise ValueError(
                 f"{CALLER}: in_specs has {sorted(map(str, rest))}, which is not an argument of "
-                f"the loss to split; those are {names}, by name or position. Shardings of "
-                "parameters over other axes go into specs=."
+                f"the loss to split; use the name or position of one of {names}. Pass shardings of "
+                "parameters over other axes as specs=."
             )
         return specs
 
     def _known(self, i: int, given: Spec | None) -> Split | None:
-        """What needs no guess: given, trained, a key, a scalar, or of a known sharding."""
+        """Returns the split where it is certain (given, state, a key, a scalar, known sharding)."""
         x, place, ranks = self.arrays[i], self.places[i], self.ranks
         if given is not None:
             return Split(ranks.dimension(given))
@@ -128,7 +129,7 @@ class _Inference:
         return Split() if x.ndim == 0 else None
 
     def _check_raw_key(self, i: int) -> None:
-        """A raw key looks like a batch of two where another array has two examples."""
+        """Raises ValueError if a raw key may be a batch of two: another array has two rows."""
         x = self.arrays[i]
         others = (y for y, p in zip(self.arrays, self.places, strict=True) if not p.state)
         if x.ndim and any(y is not x and y.ndim and y.shape[0] == 2 for y in others):
@@ -138,7 +139,7 @@ class _Inference:
             )
 
     def _batch_size(self, known: Sequence[Split | None], unknown: Sequence[int]) -> int:
-        """From an array whose split is known, or the first argument after the trained ones."""
+        """Returns the batch size of a known split, or of the first argument after trained ones."""
         for x, split in zip(self.arrays, known, strict=True):
             if split is not None and split.dimension is not None:
                 return int(x.shape[split.dimension])
@@ -177,9 +178,9 @@ class _Inference:
         )
 
     def _like_parameters(self, i: int) -> bool:
-        """Whether an array is in a tree like a differentiated one.
+        """Returns whether an array is in a tree like that of a differentiated argument.
 
-        That is one of the same shapes, such as a teacher's, or one of the same modules, such as the
+        Such a tree has the same shapes, like a teacher's parameters, or the same modules, like the
         statistics of Linen's BatchNorm.
         """
         place = self.places[i]
@@ -204,7 +205,7 @@ class _Inference:
         ]
 
     def _modules(self, number: int) -> set[str]:
-        """The paths of an argument's innermost nodes, "" for one that holds arrays itself."""
+        """Returns the paths of the nodes that hold an argument's arrays, "" for its root."""
         name = self.arguments[number].name
         paths = (p.path.removeprefix(name) for p in self.places if p.argument == number)
         return {path.rpartition("[")[0] for path in paths}
@@ -219,8 +220,8 @@ class _Inference:
             raise ValueError(
                 f"{CALLER}: {self.places[i].path} has shape {shown(x)}; its dimension {d} is the "
                 f"batch and must be a multiple of the {world} ranks of axis {self.ranks.axis!r}. "
-                f"Use a batch of a multiple of {world}, or, if it is not a batch: "
-                f"{self._remedy(i)}."
+                f"Use a batch size that is a multiple of {world}. If this array is not part of the "
+                f"batch: {self._remedy(i)}."
             )
 
 
@@ -231,5 +232,5 @@ def infer(
     places: Sequence[Place],
     in_specs: Mapping[Any, Any],
 ) -> list[Split]:
-    """One `Split` per array; raises ValueError for what cannot be known, with the remedy."""
+    """Returns one `Split` per array; raises ValueError, with the remedy, if one is ambiguous."""
     return _Inference(ranks, arguments, arrays, places).run(in_specs)

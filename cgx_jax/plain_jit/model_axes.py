@@ -1,4 +1,4 @@
-"""Parameters that are sharded over mesh axes other than those of the reduction."""
+"""Parameters that are sharded over mesh axes other than the axes of the reduction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REPLICATED: Any = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The other axes of the mesh, and a spec over them per differentiated array."""
+    """The other axes of the mesh, and one spec over them per differentiated array."""
 
     axes: frozenset[str]
     specs: tuple[PartitionSpec, ...]
@@ -32,7 +32,7 @@ class Shards:
         ranks: Ranks,
         specs: Sequence[Any],
     ) -> Shards:
-        """From `specs`, one entry (or None) per differentiated argument, metadata or arrays."""
+        """Takes the specs from `specs` (an entry or None per argument), metadata or the arrays."""
         others = frozenset(ranks.mesh.axis_names) - set(ranks.names)
         if not others:
             return cls(others, ())
@@ -49,10 +49,10 @@ class Shards:
         return cls(others, tuple(found))
 
     def reduce(self, function: Callable[..., Any], grads: Any, state: Any) -> tuple[Any, Any]:
-        """`function(grads, state)`, each shard where it lies.
+        """Returns `function(grads, state)`, computed on each shard where it lies.
 
-        A kernel call on an operand that is sharded over an axis would gather it first, so all
-        axes are manual in it.
+        XLA would gather an operand of a kernel call that is sharded over an axis. The function
+        therefore runs in a shard_map in which all axes are manual.
         """
         if not self.axes:
             return function(grads, state)
@@ -81,7 +81,7 @@ class Shards:
         ]
         if jax.tree.leaves(state.statistics) or not all(moments):
             raise ValueError(
-                f"{CALLER}: an Adaptive policy and factored moments need whole gradients, and "
+                f"{CALLER}: an Adaptive policy and factored moments need whole gradients, but "
                 f"parameters are sharded over {sorted(self.axes)}. Use a fixed policy, or "
                 "preconditioning that keeps one moment per value."
             )
@@ -95,7 +95,7 @@ class Shards:
 
 
 def _entries(argument: Argument, given: Any, count: int) -> list[Any]:
-    """One spec or None per array of a differentiated argument."""
+    """Returns one spec or None per array of a differentiated argument."""
     if given is not None:
         entries = argument.broadcast(given)
     elif argument.graph is not None:
@@ -112,14 +112,13 @@ def _spec(x: Any, place: Place, given: Any, ranks: Ranks) -> PartitionSpec:
     hidden = given is None and spec is None and isinstance(x, jax.core.Tracer)
     if hidden and ranks.mesh.size > ranks.world:
         raise ValueError(
-            f"{CALLER}: the mesh has more axes than {ranks.axis!r}, and under jit the sharding of "
-            f"{place.path} over them cannot be seen; pass specs=, a tree of PartitionSpecs like "
-            "params."
+            f"{CALLER}: the mesh has axes besides {ranks.axis!r}, and jit hides how {place.path} "
+            "is sharded over them; pass specs=, a tree of PartitionSpecs like params."
         )
     spec = spec or _REPLICATED
     if ranks.dimension(spec) is not None:
         raise ValueError(
             f"{CALLER}: {place.path} is sharded over the data axis {ranks.axis!r} ({spec}); it "
-            "must be replicated over it. Use psum_scatter_compressed for sharded data-parallel."
+            "must be replicated over it. Use psum_scatter_compressed for fully sharded training."
         )
     return spec

@@ -1,4 +1,4 @@
-"""What ranks' auxiliary outputs become: one array, a mean, a sum, or what all of them hold."""
+"""Turns the ranks' auxiliary outputs into one array, a mean, a sum, or the common value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Output:
     dimension: int | None = None
 
     def finish(self, x: Any, axis: Any) -> Any:
-        """A rank's leaf, reduced where it is."""
+        """Returns a rank's leaf, reduced over `axis` if it is a mean or a sum."""
         if self.kind == "mean":
             return lax.pmean(x, axis)
         return lax.psum(x, axis) if self.kind == "sum" else x
@@ -35,9 +35,10 @@ SAME = Output("same")
 def classify(
     path: str, small: Any, large: Any, value: Value, ranks: Ranks, ratio: int, given: Any
 ) -> Output:
-    """The `Output` of a leaf with these abstract values at two batch sizes; ValueError if unknown.
+    """Returns the `Output` of a leaf from its abstract values at two batch sizes.
 
-    `given` is the leaf's entry of aux_specs, or None.
+    `ratio` is the ratio of these sizes. `given` is the leaf's entry in aux_specs, or None. Raises
+    ValueError for a leaf whose value under plain jit is not known, and for a wrong entry.
     """
     where = f"{CALLER}: the output {path} {shown(small)}"
     if given in ("mean", "sum"):
@@ -74,7 +75,7 @@ def classify(
 
 
 def given_specs(aux_specs: Any, aux: Any) -> list[Any]:
-    """One entry of `aux_specs` per leaf of `aux`."""
+    """Expands `aux_specs` to one entry per leaf of `aux`."""
     entries: list[Any] = []
 
     def extend(spec: Any, part: Any) -> None:

@@ -1,4 +1,4 @@
-"""One call's loss as a function of flat lists of arrays, and what tracing it tells."""
+"""One call's loss as a function of flat lists of arrays, and what its traces show."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from cgx_jax.plain_jit.statistics import Value
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The loss, its arguments' structure, and the arrays it closes over that are given anew.
+    """The loss, the structure of its arguments, and the closed-over arrays that are passed to it.
 
-    Arrays are those of the arguments, then those `captured`, by id.
+    Its arrays are those of the arguments, followed by those that it closes over, whose ids are in
+    `captured`.
     """
 
     closure: Closure
@@ -33,7 +34,7 @@ class Program:
     has_aux: bool
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-        """(loss, auxiliary output, what NNX objects hold after it), inside the axes."""
+        """Returns (loss, auxiliary output, updated state of NNX objects); runs inside the axes."""
         axis = self.ranks.axis
         given = [
             jax.random.fold_in(x, lax.axis_index(axis)) if split.fold else x
@@ -58,7 +59,7 @@ class Program:
                 f"{CALLER}: with has_aux=True the loss returns (loss, aux), not {type(out)}."
             )
         loss, aux = out if self.has_aux else (out, None)
-        # A key is folded with the rank for the loss only; its owner keeps the key that it has.
+        # Only the loss sees the key with the rank folded in; its owner gets the original key back.
         keys = {
             place.path: x
             for x, place, split in zip(arrays, self.places, self.splits, strict=True)
@@ -74,19 +75,19 @@ class Program:
         return loss, aux, rests
 
     def used_captures(self, arrays: Sequence[Any]) -> list[int]:
-        """Ids of the arrays in the closure that the loss reads."""
+        """Returns the ids of the closed-over arrays that the loss reads."""
         alone = dataclasses.replace(self, splits=tuple(Split() for _ in arrays))
         trace: Callable[..., Any] = lambda xs: jax.tree.leaves(alone(xs))  # noqa: E731
         for name in self.ranks.names:
-            # One rank has the whole batch, and the axes are there for the loss to reduce over.
+            # An axis of one rank: it has the whole batch, and the loss can reduce over the axis.
             trace = jax.vmap(trace, in_axes=None, axis_name=name, axis_size=1)
         used = {id(x) for x in jax.make_jaxpr(trace)(list(arrays)).consts}
         return [i for i in self.closure.arrays if i in used]
 
     def study(self, arrays: Sequence[Any], aux_specs: Any) -> tuple[Any, Any]:
-        """How the auxiliary output and the NNX objects' states leave the ranks: `Output` trees.
+        """Returns trees of `Output` for the auxiliary output and the states of NNX objects.
 
-        Raises ValueError for a loss whose mean over ranks is not that of the whole batch.
+        Raises ValueError for a loss whose mean over ranks is not the loss of the whole batch.
         """
         small, large, ratio, trees = self._traces(arrays)
         self._check_constants(large.consts, arrays)
@@ -114,10 +115,11 @@ class Program:
         return aux_at, rests_at
 
     def _traces(self, arrays: Sequence[Any]) -> tuple[Any, Any, int, Any]:
-        """The loss's jaxprs at two batch sizes, the ratio of these, and its trees of outputs."""
+        """Returns the loss's jaxprs at two batch sizes, the sizes' ratio, and its output trees."""
         world = self.ranks.world
         local = [self._local(x, split) for x, split in zip(arrays, self.splits, strict=True)]
-        # A dimension of 1 broadcasts, and a trace with one example can differ in more than sizes.
+        # A dimension of 1 broadcasts, so a trace with one example can differ in more than sizes.
+        # Such batches are doubled.
         alone = any(
             s.dimension is not None and x.shape[s.dimension] == 1
             for x, s in zip(local, self.splits, strict=True)
@@ -166,7 +168,7 @@ class Program:
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     def _check_constants(self, constants: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """Raises ValueError for an array outside the arguments that looks like the batch."""
+        """Raises ValueError for an array that is no argument but looks like part of the batch."""
         sizes = {
             x.shape[s.dimension]
             for x, s in zip(arrays, self.splits, strict=True)

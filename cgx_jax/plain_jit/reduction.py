@@ -1,4 +1,4 @@
-"""How one rank's gradients become their mean, with or without a state."""
+"""Reduces one rank's gradients to the mean over the ranks, with or without a state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cgx_jax.transforms.state import stateful
 from cgx_jax.transforms.sync_gradients import sync_gradients
 
 _WITH_STATE = (
-    "state = f.init(params), then (loss, grads), state = f.apply(state, params, batch), for the f "
-    "that value_and_grad returned"
+    "call state = f.init(params) once, and (loss, grads), state = f.apply(state, params, batch) in "
+    "each step, where f is what value_and_grad returned"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientMean:
-    """The options of `sync_gradients`, which keeps the state where there is one."""
+    """The options of the reduction; with a state, `sync_gradients` does it and keeps the state."""
 
     axis_name: Any
     policy: Compressor | Policy | Plan | None
@@ -48,25 +48,25 @@ class GradientMean:
         needy = (self.memory, self.precondition, self.policy if self.adapts else None)
         keeper = next((x for x in needy if x is not None), None)
         if keeper is not None:
-            raise ValueError(f"{CALLER}: {keeper} keeps a state between steps: {_WITH_STATE}.")
+            raise ValueError(f"{CALLER}: {keeper} keeps a state between steps; {_WITH_STATE}.")
 
     def init(self, params: Any, mesh: Any) -> Any:
-        """The `SyncState` before the first step."""
+        """Returns the `SyncState` before the first step."""
         return self._transformation(mesh).init(params)
 
     def __call__(self, grads: Any, state: Any) -> tuple[Any, Any]:
-        """The mean over the axis and the next state, inside the axis; None for no state."""
+        """Returns the mean and the next state (None without a state); runs inside the axis."""
         if state is not None:
             return self._transformation(None).update(grads, state)
         plan = resolve(CALLER, grads, self.policy)
         kept = [c for c, has in zip(plan.compressors, stateful(plan), strict=True) if has]
         if kept:
-            raise ValueError(f"{CALLER}: {kept[0]} has state between steps: {_WITH_STATE}.")
+            raise ValueError(f"{CALLER}: {kept[0]} has state between steps; {_WITH_STATE}.")
         random = [c for c in plan.compressors if c.needs_key]
         if random:
             raise ValueError(
                 f"{CALLER}: {random[0]} rounds at random, and without a state every step would "
-                f"round in the same way: {_WITH_STATE}."
+                f"round in the same way; {_WITH_STATE}."
             )
         options = Options.resolve(CALLER, self.axis_name, mean=True, **self._how())
         leaves, treedef = jax.tree.flatten(grads)

@@ -1,9 +1,9 @@
-"""What a loss does with its batch, read from two traces of it at different batch sizes.
+"""Finds what a loss does with its batch, from two traces at different batch sizes.
 
-A value that depends on the batch and has the same shape at both sizes is a statistic of the batch:
-a sum of weights, a mean over examples. Each rank has its own. As long as statistics only enter the
-loss linearly, the mean over the ranks is what the whole batch gives. Anything else (a quotient, a
-broadcast over the examples) makes the loss another one than under plain jit.
+A value that depends on the batch but has the same shape at both sizes is a statistic of the batch,
+such as a sum of weights or a mean over examples. Each rank has its own. If statistics enter the
+loss only linearly, the mean over the ranks is the loss of the whole batch. With any other use (a
+quotient, a broadcast over the examples) the loss would differ from that under plain jit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALLS = {
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 }
-# Linear in the first operand, with every value of the result a copy of one of its values or more.
+# These are linear in the first operand: each value of the result copies one of its values or more.
 _MOVES = {
     "neg",
     "convert_element_type",
@@ -58,11 +58,11 @@ _LOOP_ROUNDS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What is known of a value in the trace.
+    """What is known about a value in the trace.
 
-    `varying`: ranks hold different ones. `batch`: it depends on split data (and was not reduced
-    over the axis since). `growth`: it is proportional to this power of the batch size, None where
-    that is not known. `misuse`: where a statistic entered it other than linearly.
+    `varying`: ranks hold different values. `batch`: it depends on split data and has not been
+    reduced over the axis since. `growth`: it is proportional to this power of the batch size; None
+    if that is not known. `misuse`: where a statistic entered it other than linearly, or None.
     """
 
     varying: bool = False
@@ -77,9 +77,9 @@ CONSTANT = Value()
 def study(
     small: Any, large: Any, inputs: Sequence[Value], axes: frozenset[str], ratio: int
 ) -> list[Value]:
-    """One `Value` per output of the closed jaxprs `small` and `large`, traced of the same loss.
+    """Returns one `Value` per output of two traces of the same loss, as closed jaxprs.
 
-    Batches of `large` are `ratio` times those of `small`.
+    Batches in `large` are `ratio` times as large as in `small`.
     """
     walk = _Walk(axes, ratio)
     constants = [
@@ -95,7 +95,7 @@ class _Walk:
     def run(
         self, small: Any, large: Any, inputs: Sequence[Value], constants: Sequence[Value] = ()
     ) -> list[Value]:
-        """Values of the outputs of a jaxpr; `large` is None where nothing was found to compare."""
+        """Returns the values of a jaxpr's outputs; `large`, its twin, is None if there is none."""
         env: dict[Any, Value] = dict(zip(small.invars, inputs, strict=True))
         env.update(zip(small.constvars, constants, strict=False))
         sizes = _Sizes(small, large)
@@ -145,7 +145,7 @@ class _Walk:
         return found
 
     def loop(self, eqn: Any, body: tuple[Any, Any], given: list[Value]) -> list[Value]:
-        """A scan: the carry goes around until nothing more is found."""
+        """Returns a scan's values, after several passes in which its carry feeds findings back."""
         first, count = _compat.scan_operands(eqn.params)
         values = list(given)
         for _ in range(_LOOP_ROUNDS):
@@ -155,7 +155,7 @@ class _Walk:
         return self.run(*body, values)
 
     def growth(self, eqn: Any, twin: Any, given: list[Value], sizes: _Sizes) -> int | None:
-        """The power of the batch size to which the results are proportional."""
+        """Returns the power of the batch size to which the results are proportional, or None."""
         name = eqn.primitive.name
         if twin is None:
             return None if any(v.batch for v in given) else 0
@@ -179,7 +179,7 @@ class _Walk:
         return 0 if set(powers) <= {0} and not reduced else None
 
     def scaling(self, small: Any, large: Any) -> int | None:
-        """The growth of a number in the program, such as the count that a mean divides by."""
+        """Returns the growth of a constant, such as the count by which a mean divides."""
         if isinstance(small, jax.core.Tracer) or np.size(small) != 1 or np.size(large) != 1:
             return 0
         if not jnp.issubdtype(jnp.result_type(small), jnp.number):
@@ -190,7 +190,7 @@ class _Walk:
 
 
 def _linear(eqn: Any, given: list[Value], statistics: list[bool], sizes: _Sizes) -> bool:
-    """Whether an equation is linear in its statistics and gives statistics only."""
+    """Returns whether an equation is linear in its statistics, with only statistics as results."""
     name = eqn.primitive.name
     if not all(sizes.fixed(x) for x in eqn.outvars):
         return False
@@ -202,7 +202,7 @@ def _linear(eqn: Any, given: list[Value], statistics: list[bool], sizes: _Sizes)
 
 
 class _Sizes:
-    """The shapes of two traces of one program, equation by equation."""
+    """The shapes in two traces of one program, equation by equation."""
 
     def __init__(self, small: Any, large: Any):
         same = large is not None and [e.primitive for e in small.eqns] == [
@@ -218,11 +218,11 @@ class _Sizes:
                 self._large.update((x, y.aval.shape) for x, y in twins if not _is_literal(x))
 
     def fixed(self, x: Any) -> bool:
-        """Whether the shape of `x` does not depend on the batch size; a scalar's never does."""
+        """Returns whether the shape of `x` is independent of the batch size, as for scalars."""
         return x.aval.shape == () or self._large.get(x) == x.aval.shape
 
     def crosses(self, eqn: Any) -> bool:
-        """Whether an equation pairs examples, so that two dimensions of its result grow."""
+        """Returns whether an equation pairs examples, so that two dimensions of its result grow."""
 
         def grown(x: Any) -> int:
             large = () if _is_literal(x) else self._large.get(x, ())
@@ -232,7 +232,7 @@ class _Sizes:
         return max(map(grown, eqn.outvars), default=0) > 1 >= before
 
     def reduces(self, eqn: Any, twin: Any) -> bool:
-        """Whether an equation sums, or otherwise reduces, over the examples."""
+        """Returns whether an equation sums or otherwise reduces over the examples."""
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
         else:
@@ -244,13 +244,14 @@ class _Sizes:
 
 
 def _bodies(eqn: Any, twin: Any) -> list[tuple[Any, Any]]:
-    """The programs inside an equation, of both traces; none where it is taken as a whole."""
+    """Returns an equation's inner programs in both traces; none if it is treated as a whole."""
     name = eqn.primitive.name
     if name == "cond":
         inner = [b.jaxpr for b in eqn.params["branches"]]
         others = [b.jaxpr for b in twin.params["branches"]] if twin else [None] * len(inner)
         return list(zip(inner, others, strict=True))
-    # A loop over the examples holds one of them, whose shape is no statistic's.
+    # A loop over the examples works on one example at a time. Its shape is the same in both traces,
+    # but it is not a statistic.
     if name == "scan" and (twin is None or twin.params["length"] != eqn.params["length"]):
         return []
     if name not in _CALLS and name != "scan":
@@ -293,7 +294,7 @@ def _merge(values: Sequence[Value]) -> Value:
 
 
 def _where(eqn: Any) -> str:
-    """The line of the user's program that an equation comes from, where JAX has kept it."""
+    """Returns the line of the user's program for an equation, or "" if JAX does not know it."""
     frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
     for frame in frames:
         if not any(part in frame.file_name for part in _LIBRARIES):

@@ -1,4 +1,4 @@
-"""One step: a rank's gradients and their reduction, in a shard_map over the data axis."""
+"""One step: each rank's gradients and their reduction, in a shard_map over the data axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cgx_jax.transforms.state import state_specs
 
 
 class Step:
-    """One step as a function of arrays; equal to another where the same compiled one fits."""
+    """One step as a function of arrays; equal steps can share one compiled program."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Step:
         return same and self._key == other._key
 
     def hashable(self) -> bool:
-        """Whether the static values of the arguments can be compared."""
+        """Returns whether the step, with the arguments' static values, can be hashed."""
         try:
             hash(self)
         except TypeError:
@@ -51,7 +51,7 @@ class Step:
         return True
 
     def __call__(self, arrays: Sequence[Any], state: Any) -> Any:
-        """(loss, gradients, aux, NNX states, state) of global arrays, while tracing."""
+        """Returns (loss, gradients, aux, NNX states, state) from global arrays, while tracing."""
         program, ranks = self.program, self.program.ranks
         aux_at: Any = outputs.SAME
         rests_at: Any = outputs.SAME
@@ -86,7 +86,7 @@ class Step:
         )([ranks.placed(x, s) for x, s in zip(arrays, arrays_at, strict=True)], state)
 
     def _differentiate(self, arrays: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-        """A rank's (loss, gradients as a tree, aux, NNX states)."""
+        """Returns a rank's (loss, gradients as a tree, aux, NNX states)."""
         program = self.program
         trained = [i for i, place in enumerate(program.places) if place.trained]
 

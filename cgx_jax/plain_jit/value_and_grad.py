@@ -46,53 +46,55 @@ def value_and_grad(
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
 ) -> ValueAndGrad:
-    """`jax.value_and_grad` for data-parallel training under plain jit, gradients compressed.
+    """`jax.value_and_grad` for data-parallel training under plain jit, with compressed gradients.
 
-    Returns `f`, which is called as the loss is, with positional and keyword arguments, on global
-    arrays: `loss, grads = f(params, batch)`, or `(loss, aux), grads` with `has_aux`. Every rank of
+    Returns `f`, which takes the loss's positional and keyword arguments, as global arrays:
+    `loss, grads = f(params, batch)`, or `(loss, aux), grads` with `has_aux`. Every rank of
     `axis_name` (a name or a tuple of names) differentiates the loss of its part of the batch. Loss
-    and gradients are the means over the ranks; a gradient has its parameter's shape and dtype.
-    `mesh` defaults to that of `jax.set_mesh`, or of the arguments' NamedShardings. `policy`,
-    `exchange`, `reduction` and `levels` are as in `pmean_compressed`.
+    and gradients are the means over the ranks. A gradient has its parameter's shape and dtype.
+    `mesh` defaults to the mesh of `jax.set_mesh`, or that of the arguments' NamedShardings.
+    `policy`, `exchange`, `reduction` and `levels` are as in `pmean_compressed`.
 
     *State.* `memory`, `precondition`, stochastic rounding, compressors with state and an `Adaptive`
-    policy need a state. Make it by `state = f.init(params)`, and call `(loss, grads), state =
-    f.apply(state, params, batch)`. It is a `SyncState`, as that of `sync_gradients`, and `seed`
-    means the same. `state_shardings` places it. Under `Adaptive` the policy's `jit` compiles the
-    step.
+    policy need a state. Create it with `state = f.init(params)`, and call `(loss, grads), state =
+    f.apply(state, params, batch)`. It is a `SyncState` like that of `sync_gradients`, and `seed`
+    has the same meaning. `state_shardings` places it. With `Adaptive`, compile the step with the
+    policy's `jit`.
 
-    *Differentiated arguments* (`argnums`) are pytrees (bare, Linen's, Equinox's) or NNX modules.
-    The inexact arrays of a pytree are differentiated; other leaves have None as their gradient. The
-    `nnx.Param` state of an NNX module is differentiated, and the rest is updated, as
-    `nnx.value_and_grad` does. These arguments are whole on every rank. On a mesh with further axes
-    they stay sharded over those. `specs`, a tree of PartitionSpecs like the differentiated
-    argument, says how, where NNX metadata and concrete arrays do not.
+    *Differentiated arguments* (`argnums`) are pytrees (bare, Linen's, Equinox's) or NNX modules. In
+    a pytree, the inexact arrays are differentiated, and the gradient of any other leaf is None. In
+    an NNX module, the `nnx.Param` state is differentiated and the rest is updated, as in
+    `nnx.value_and_grad`. These arguments are whole on every rank. If the mesh has other axes, they
+    stay sharded over those. Where NNX metadata and concrete arrays do not show how, pass `specs`, a
+    tree of PartitionSpecs like the differentiated argument.
 
-    *Which arrays are split.* An array whose sharding over the axis is known (a concrete
-    NamedSharding, a type on an explicit mesh) is split by that. Otherwise the batch size is the
-    first dimension of the first argument after the differentiated ones, and arrays with that first
-    dimension are split. Whole on every rank are scalars, PRNG keys, Python values, NNX objects such
-    as `nnx.Rngs`, and trees like the parameters (of the same shapes, or of the same modules, as
-    batch statistics) or that hold them. Each rank folds its index into keys, so that dropout
-    differs between ranks. Variables that the loss closes over are treated as its arguments.
-    Anything else is refused until `in_specs` names it: `in_specs={"table": P(), "labels":
-    P("data")}`. It has a spec or prefix tree for an argument's name or position, or for a variable
-    of the closure. A key with P() is not folded.
+    *Which arrays are split.* An array whose sharding over the axis is known (from a concrete
+    NamedSharding, or a type on an explicit mesh) is split accordingly. Otherwise, the batch size is
+    the first dimension of the first argument after the differentiated ones, and arrays with that
+    first dimension are split. Other values are whole on every rank: scalars, PRNG keys, Python
+    values, NNX objects such as `nnx.Rngs`, trees that hold the parameters, and trees like the
+    parameters (with the same shapes, or with the same modules, like batch statistics). Each rank
+    folds its index into keys, so that dropout differs between ranks. Variables that the loss closes
+    over are treated as arguments. Anything else is refused until `in_specs` names it:
+    `in_specs={"table": P(), "labels": P("data")}`. `in_specs` maps an argument's name or position,
+    or a closed-over variable's name, to a spec or a prefix tree of specs. A key with P() is not
+    folded.
 
-    *Auxiliary outputs* are what plain jit returns: per-example arrays are concatenated, sums over
-    the batch are summed, other float scalars are averaged, and what is the same on all ranks is
-    returned as it is. The rest is refused until `aux_specs`, a prefix tree of PartitionSpecs,
-    "mean" and "sum", says what it is. NNX state that the loss updates follows the same rules.
+    *Auxiliary outputs* are what plain jit returns. Per-example arrays are concatenated, sums over
+    the batch are summed, other float scalars are averaged, and values that are the same on all
+    ranks are returned unchanged. Any other output is refused until `aux_specs` says what it is.
+    `aux_specs` is a prefix tree of PartitionSpecs, "mean" and "sum". NNX state that the loss
+    updates follows the same rules.
 
-    *The loss is a mean over the batch.* It is traced at two batch sizes to check that. A sum is
-    refused. So is a loss that divides by a sum of weights or normalizes by a statistic of the
-    batch, since these differ from rank to rank: `jax.lax.pmean(weights.sum(), axis_name)` inside
-    the loss makes it exact. BatchNorm of NNX and Linen is given the axis, so its statistics are
-    those of the whole batch. The check does not see statistics inside a `while_loop`, a loop over
-    the examples or a custom kernel.
+    *The loss must be a mean over the batch.* To check this, it is traced at two batch sizes. A sum
+    is refused. A loss that divides by a sum of weights or normalizes by a statistic of the batch is
+    refused too, since these differ from rank to rank. Use `jax.lax.pmean(weights.sum(), axis_name)`
+    inside the loss to make it exact. BatchNorm of NNX and Linen is given the axis, so its
+    statistics are those of the whole batch. The check does not see statistics inside a
+    `while_loop`, a loop over the examples or a custom kernel.
 
-    Outside jit, every call of a loss that closes over arrays compiles again. Raises ValueError and
-    TypeError while tracing, with the value, the limit and the remedy.
+    Outside jit, a loss that closes over arrays is compiled again at every call. Raises ValueError
+    and TypeError while tracing, with the value, the limit and the remedy.
     """
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if mesh is not None:
@@ -114,7 +116,7 @@ class _Options:
 
 
 class ValueAndGrad:
-    """What `value_and_grad` returns; see there."""
+    """The function that `value_and_grad` returns, documented there."""
 
     def __init__(
         self,
@@ -127,18 +129,21 @@ class ValueAndGrad:
         functools.update_wrapper(self, loss_fn, updated=())
         self._loss_fn, self._options = loss_fn, options
         self._in_specs, self._specs, self._mean = in_specs, specs, mean
-        # A function of its own: what jax.jit compiled is shared by all who jit the same one.
+        # A new function per instance, since jax.jit shares compiled programs between all users of
+        # the same function.
         self._compiled = jax.jit(lambda step, *given: step(*given), static_argnums=0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """(value, gradients) of the loss at these arguments, without a state."""
+        """Returns (value, gradients) of the loss at these arguments, without a state."""
         self._mean.require_stateless()
         return self._run(None, args, kwargs)[0]
 
     def init(self, params: Any) -> Any:
-        """The state before the first step; `params` as the loss takes them (a tuple of `argnums`).
+        """Returns the state before the first step.
 
-        A `SyncState`: the same on every rank but for memories, which are split over the axis.
+        `params` is the differentiated argument, or a tuple of them if `argnums` is a sequence. The
+        state is a `SyncState`. It is the same on every rank, except for per-rank parts such as
+        memories, which are split over the axis.
         """
         options = self._options
         given = (params,) if options.single else tuple(params)
@@ -156,7 +161,7 @@ class ValueAndGrad:
         return self._mean.init(trees[0] if options.single else tuple(trees), ranks.mesh)
 
     def apply(self, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """((value, gradients), the state after the step)."""
+        """Returns ((value, gradients), the state after the step)."""
         return self._run(state, args, kwargs)
 
     def _run(self, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -209,8 +214,8 @@ def _arguments(
 ) -> tuple[tuple[Argument, ...], list[Any], list[Place]]:
     if any(not 0 <= i < len(args) for i in wanted):
         raise ValueError(
-            f"{CALLER}: argnums {list(wanted)} name positional arguments, and the call has "
-            f"{len(args)}; pass the differentiated arguments by position."
+            f"{CALLER}: argnums {list(wanted)} are positions of arguments, but the call has "
+            f"{len(args)} positional ones; pass the arguments to differentiate by position."
         )
     names = names_of(loss_fn, len(args))
     given: list[Any] = [(x, names[i], i, i in wanted) for i, x in enumerate(args)]
@@ -225,9 +230,10 @@ def _arguments(
 
 
 def _with_state(arrays: Sequence[Any], places: Sequence[Place], closure: Closure) -> list[Place]:
-    """Places, where what lies in one tree with differentiated arrays is state too.
+    """Returns places in which arrays that share a tree with differentiated arrays are state too.
 
-    A training state holds the parameters that the loss is called with, and statistics and more.
+    For instance, a training state holds the parameters of the call, but also statistics and other
+    arrays.
     """
     trained = {id(x) for x, p in zip(arrays, places, strict=True) if p.trained}
     groups = list(closure.variables)
@@ -247,13 +253,13 @@ def _ranks(names: tuple[str, ...], mesh: Any) -> Ranks:
     if missing or not names:
         raise ValueError(
             f"{CALLER}: axis {missing[0] if missing else names!r} is not in the mesh; it has "
-            f"{mesh.axis_names}. axis_name is one of these or a tuple of them."
+            f"{mesh.axis_names}. Pass one of these, or a tuple of them, as axis_name."
         )
     return Ranks(mesh, names, math.prod(mesh.shape[n] for n in names))
 
 
 def _mesh(names: tuple[str, ...], arrays: Sequence[Any]) -> Any:
-    """The mesh of `jax.set_mesh`, or that of an argument that has one with these axes."""
+    """Returns the mesh of `jax.set_mesh`, or that of an argument that is sharded over the axes."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
         return context

@@ -14,10 +14,10 @@ from cgx_jax.policies.solvers import Solver, check_positive
 class Accordion(Solver):
     """Many bits in the critical phases of a training, few in all others.
 
-    A phase is critical if the norm of the gradients of all adaptive leaves differs from that of the
-    last look by at least the share `threshold` of it. The time before the second look is critical
-    too. `Adaptive` takes two candidates, few bits and many, and looks every `every` steps. It
-    starts with many if `base` gives them: `Adaptive(Accordion(), base=Uniform(many),
+    A phase is critical if the norm of the gradients of all adaptive leaves differs from the norm at
+    the last look by at least `threshold` times that norm. The time before the second look is
+    critical too. `Adaptive` takes two candidates, few bits and many, and looks every `every` steps.
+    It starts with many bits if `base` gives them: `Adaptive(Accordion(), base=Uniform(many),
     candidates=(few, many))`.
 
     Raises ValueError for a threshold that is not above 0, and for another number of candidates.
@@ -35,8 +35,8 @@ class Accordion(Solver):
     def check(self, bits: np.ndarray) -> None:
         if len(bits) != 2:
             raise ValueError(
-                f"Accordion: {len(bits)} candidates, of {bits.tolist()} bits; pass two, few bits "
-                "and many."
+                f"Accordion: {len(bits)} candidates, of {bits.tolist()} bits; pass two: one of few "
+                "bits and one of many."
             )
 
     def solve(self, problem: Problem) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`Adaptive`: every leaf's compressor from what the gradients look like, chosen anew with them."""
+"""`Adaptive`: chooses every leaf's compressor by what the gradients look like during training."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Adaptive(Policy):
     """Gives every leaf the compressor that `solver` finds from statistics of the running training.
 
     It is used in three places. `sync_gradients(axis, policy)` follows the plan and measures.
-    `policy.jit(step)` takes the place of `jax.jit(step)`, and compiles the step again when the plan
-    changes. `policy.metrics()` says what the policy does. The step must return the optimizer state.
+    `policy.jit(step)` replaces `jax.jit(step)` and compiles the step again when the plan changes.
+    `policy.metrics()` reports what the policy does. The step must return the optimizer state.
 
-    `candidates` are compressors of any kinds, by ascending `Compressor.width`. A leaf is adaptive
-    if `base` (default: 4 bits, rotated) gives it a lossy compressor and every candidate takes its
-    dtype. It starts with that compressor; all other leaves keep what `base` gives them.
+    `candidates` are compressors of any kind, in order of ascending `Compressor.width`. A leaf is
+    adaptive if `base` (default: 4 bits, rotated) gives it a lossy compressor and every candidate
+    takes its dtype. It starts with that compressor; all other leaves keep what `base` gives them.
 
     Every `sample_every` steps the error of each candidate is measured, on `runs` runs of each leaf.
     Every `every` steps, from step `warmup` on, `solver` chooses from the averages, in which a
@@ -47,10 +47,10 @@ class Adaptive(Policy):
     best of them is taken. All processes follow process 0. It appends each compiled plan, each look
     at the statistics and what `record` is given to the file `log`, for `python -m cgx_jax report`.
 
-    Raises ValueError for options that cannot hold, such as candidates that `solver` cannot choose
-    from; while tracing for another tree than the first; and from the compiled step if the solver
-    cannot meet its budget or processes disagree. Source: CGX (Markov et al., Middleware 2022),
-    L-GreCo (arXiv 2210.17357).
+    Raises ValueError for invalid options, such as candidates that `solver` cannot choose from;
+    while tracing for another tree than the first; and from the compiled step if the solver cannot
+    meet its budget or processes disagree. Source: CGX (Markov et al., Middleware 2022), L-GreCo
+    (arXiv 2210.17357).
     """
 
     adapts = True
@@ -96,7 +96,7 @@ class Adaptive(Policy):
     # --- while tracing: the choice, and the statistics beside it.
 
     def bind(self, leaves: Sequence[Leaf]) -> None:
-        """Fixes the tree that is adapted; raises ValueError for another one than before."""
+        """Fixes the tree that is adapted; raises ValueError if it differs from an earlier one."""
         leaves = tuple(Leaf(x.path, tuple(x.shape), np.dtype(x.dtype)) for x in leaves)
         if self._leaves is not None:
             check_same(leaves, self._leaves, "the policy's first tree")
@@ -132,7 +132,7 @@ class Adaptive(Policy):
         return chosen
 
     def choices(self, leaves: Sequence[Leaf]) -> list[tuple[Compressor, ...]]:
-        """Every compressor that each leaf may come to have; the state has an entry for each."""
+        """Returns every compressor that each leaf may take; the state has an entry for each."""
         self.bind(leaves)
         some: list[tuple[Compressor, ...]] = [(c,) for c in self.base.choose(leaves)]
         for i in self._adaptive:
@@ -140,7 +140,7 @@ class Adaptive(Policy):
         return some
 
     def empty_statistics(self, leaves: Sequence[Leaf]) -> Statistics:
-        """The statistics' state before training."""
+        """Returns the state of the statistics before training."""
         self.bind(leaves)
         return Statistics.zeros(len(self._adaptive), len(self.sampler.candidates))
 
@@ -153,16 +153,16 @@ class Adaptive(Policy):
         axes: Axes,
         plan: Any,
     ) -> Statistics:
-        """The statistics after a step of a rank's `grads`, all leaves, by `plan` over `axes`.
+        """Returns the statistics after a step with a rank's `grads`, by `plan` over `axes`.
 
-        `units` has one entry per leaf: None, or the `precondition.Units` that it is compressed in
-        and their size. Statistics are those of values in these units.
+        `grads` are those of all leaves. `units` has one entry per leaf: None, or the
+        `precondition.Units` that the leaf is compressed in and the size of these units. The
+        statistics are those of the values in these units.
         """
         if not self.running:
             raise ValueError(
-                "Adaptive: the step is not compiled by the policy, which could then never change "
-                "the plan; write policy.jit(step) or Tuner(policy).jit(step) in place of "
-                "jax.jit(step)."
+                "Adaptive: the policy did not compile the step, so it could never change the plan; "
+                "write policy.jit(step) or Tuner(policy).jit(step) in place of jax.jit(step)."
             )
         self.traces += 1
         self._subject = dataclasses.replace(self._subject, world=axes.world)
@@ -180,9 +180,9 @@ class Adaptive(Policy):
     # --- around the step.
 
     def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """`jax.jit(step, **options)`, compiled once for each plan, with a look at the statistics.
+        """`jax.jit(step, **options)`, compiled once per plan, with looks at the statistics.
 
-        `step` is not jitted itself (shard_map is fine). Its result holds the state of
+        `step` must not be jitted itself (shard_map is fine). Its result must hold the state of
         `sync_gradients` somewhere.
         """
         return TrainingLoop(self).jit(step, **options)
@@ -193,7 +193,7 @@ class Adaptive(Policy):
         return self.progress.current
 
     def before(self) -> None:
-        """Decides if statistics are due."""
+        """Chooses a plan if statistics are due."""
         self._looks.decide()
 
     def after(self, out: Any, seconds: float, fresh: bool) -> None:
@@ -203,7 +203,7 @@ class Adaptive(Policy):
         self._looks.look(out)
 
     def decision(self, averages: dict[str, Any]) -> Decision:
-        """What the averages of the statistics call for; raises what the solver raises."""
+        """Returns the decision from averaged statistics; raises what the solver raises."""
         return decide(
             averages,
             self._subject,
@@ -216,7 +216,7 @@ class Adaptive(Policy):
         )
 
     def adopt(self, decision: Decision, averages: dict[str, Any], nonfinite: np.ndarray) -> None:
-        """Follows a decision from now on; `nonfinite` are the shares that its statistics have."""
+        """Adopts a decision; `nonfinite` are the non-finite shares in its statistics."""
         progress = self.progress
         progress.current = decision.compressors
         if progress.current not in progress.plans:
@@ -228,10 +228,11 @@ class Adaptive(Policy):
         self._log.write("refresh", averages=kept, **dataclasses.asdict(refresh))
 
     def _struck(self, now: np.ndarray) -> list[bool]:
-        """Which leaves were not finite since the last look, from decayed sums that never end."""
+        """Returns which leaves were not finite since the last look, from decayed sums."""
         before = self.progress.nonfinite
         self.progress.nonfinite = now
-        # What is left at most of what the last look saw; the margin is for fp32's rounding.
+        # Decayed sums keep a trace of earlier values. This is the most that is left of what the
+        # last look saw; the margin is for fp32's rounding.
         left = self.decay ** (self.every // self.sample_every) * (0 if before is None else before)
         return [bool(bad) for bad in now > 1.0001 * left]
 
@@ -259,26 +260,26 @@ class Adaptive(Policy):
         return self._traced.get(self.progress.current, (None, 0))[0]
 
     def metrics(self) -> dict[str, float | str]:
-        """Numbers and names for any logger; those of a leaf end in its path. Fetches nothing.
+        """Returns numbers and names for any logger; keys of a leaf end in its path.
 
-        docs/policy.md lists them. Strings are names; all else is a number.
+        docs/policy.md lists them. Strings are names; all else is a number. Fetches nothing.
         """
         wire_bytes = self._traced.get(self.progress.current, (None, None))[1]
         return metrics.of(self.progress, self._subject, wire_bytes, self.compile_seconds)
 
     def record(self, **scalars: float) -> None:
-        """Notes numbers of the last step in the log, such as loss=; does nothing without a log."""
+        """Writes numbers of the last step to the log, such as loss=; does nothing without a log."""
         values = {k: float(v) for k, v in scalars.items()}
         self._log.write("scalars", step=self.progress.step, **values)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the optimizer state; only JSON types."""
+        """Returns what a resumed run needs besides the optimizer state, in JSON types only."""
         if self._saved is not None:
             return self._saved
         return checkpoint.save(self.progress, self._leaves or ())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` returned.
+        """Continues from what `state_dict` returned.
 
         Raises ValueError here, or when the tree becomes known: for the state of another tree, with
         the first path that differs, and for a compressor that is neither a candidate nor one that

@@ -10,7 +10,7 @@ from cgx_jax.compressors import Compressor
 
 
 def check_options(policy: Any) -> None:
-    """Raises ValueError for options of an `Adaptive` policy that cannot hold."""
+    """Raises ValueError for invalid options of an `Adaptive` policy."""
     for name in ("warmup", "every", "sample_every", "max_plans"):
         value = getattr(policy, name)
         if not isinstance(value, int) or value < 1:
@@ -27,6 +27,6 @@ def check_options(policy: Any) -> None:
     if not widths or not distinct or widths != sorted(widths):
         raise ValueError(
             f"Adaptive: candidates={[str(c) for c in candidates]} must be Quantize(...) or other "
-            "compressors by ascending bits (Compressor.width), none of them twice; sort them."
+            "compressors, all different and sorted by ascending bits (Compressor.width)."
         )
     policy.solver.check(np.array(widths))

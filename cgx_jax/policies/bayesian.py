@@ -19,14 +19,14 @@ from cgx_jax.policies.solvers import (
 
 TREES = 32
 BATCH = 16  # choices tried with one forest
-POOL = 512  # choices among which the forest names those
+POOL = 512  # choices from which the forest picks a batch
 # Logarithms differ in their last bits between processors, and so would the search.
 DECIMALS = 9
 
 
 @dataclasses.dataclass(frozen=True)
 class Bayesian(Solver):
-    """Fewest bytes that a search by a random forest finds under the constraint of `LeastBytes`.
+    """Fewest bytes that a random-forest search finds under the error constraint of `LeastBytes`.
 
     Candidates are those from the first of width `least` to the last of width `most`. The search
     minimizes log(bytes) + log(error), which is CGX's product. An error under the limit counts as
@@ -67,7 +67,7 @@ class Bayesian(Solver):
                 'pip install "cgx-jax[bayesian]", or use LeastBytes.'
             ) from missing
         allowed = candidates(self, problem.bits)
-        # In an order of their own, so that the tree's order does not matter.
+        # Leaves are sorted by their numbers, so that the tree's order does not matter.
         order = np.lexsort((*problem.error.T, problem.norm, problem.values))
         nbytes, error = problem.nbytes[order, allowed], problem.error[order, allowed]
         limit, (leaves, count) = error_limit(self, problem, error), error.shape
@@ -101,7 +101,7 @@ class Bayesian(Solver):
 
 
 def _pool(rng: np.random.Generator, best: np.ndarray, count: int) -> np.ndarray:
-    """Half random choices of `count` candidates, half `best` with some leaves a candidate off."""
+    """Returns half random choices, and half copies of `best` with some leaves one candidate off."""
     shape = POOL // 2, best.size
     moved = rng.random(shape) < rng.random((shape[0], 1)) ** 2
     near = np.clip(best + moved * rng.choice([-1, 1], shape), 0, count - 1)

@@ -24,9 +24,9 @@ class Progress:
     """What changes from step to step.
 
     `step` counts calls of the training step. `current` are the compressors of the adaptive leaves,
-    `plans` all that were ever current, `history` the looks at the statistics. `pending` is a copy
-    of statistics and the step from which on they are used. `nonfinite` float32[leaves] are the last
-    look's, None before it.
+    `plans` all choices that were ever current, and `history` the looks at the statistics. `pending`
+    is a step and a copy of statistics that are used from that step on. `nonfinite`,
+    float32[leaves], is that of the last look, and None before the first.
     """
 
     current: Compressors = ()
@@ -44,14 +44,14 @@ class Known:
         self._compressors = {json.dumps(_described(c), sort_keys=True): c for c in compressors}
 
     def find(self, described: Any, source: str) -> Compressor:
-        """The compressor that `describe` described; ValueError, with the `source`, if not known."""
+        """Returns the compressor so described; raises ValueError, naming `source`, if unknown."""
         found = self._compressors.get(json.dumps(described, sort_keys=True))
         if found is None:
             known = ", ".join(short_name(c) for c in self._compressors.values())
             raise ValueError(
                 f"Adaptive: {source} has the compressor {json.dumps(described)}, which is neither "
-                f"a candidate nor one that base gives an adaptive leaf; known are {known}. Pass "
-                "the candidates and the base of the run that saved it."
+                f"a candidate nor one that base gives an adaptive leaf ({known}). Pass the "
+                "candidates and the base of the run that saved it."
             )
         return found
 
@@ -66,7 +66,7 @@ def _described(compressor: Compressor) -> dict[str, Any]:
 
 
 def pack(plans: Sequence[Compressors]) -> dict[str, Any]:
-    """Plans in JSON types: every compressor once, and for each leaf a number of one."""
+    """Returns plans in JSON types: every compressor once, and each leaf's index into these."""
     numbers = {c: i for i, c in enumerate(dict.fromkeys(c for plan in plans for c in plan))}
     return {
         "compressors": [_described(c) for c in numbers],
@@ -75,13 +75,13 @@ def pack(plans: Sequence[Compressors]) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any], known: Known, source: str) -> list[Compressors]:
-    """The plans that `pack` was given; raises ValueError for a compressor that is not known."""
+    """Returns the plans that `pack` was given; raises ValueError for an unknown compressor."""
     compressors = [known.find(described, source) for described in packed["compressors"]]
     return [tuple(compressors[i] for i in plan) for plan in packed["plans"]]
 
 
 def save(progress: Progress, leaves: Sequence[Leaf]) -> dict[str, Any]:
-    """`progress` and the tree that it is of, in JSON types."""
+    """Returns `progress` and the leaves of its tree, in JSON types."""
     pending = None
     if progress.pending is not None:
         due, measured = progress.pending
@@ -100,25 +100,26 @@ def save(progress: Progress, leaves: Sequence[Leaf]) -> dict[str, Any]:
 
 
 def check_format(state: dict[str, Any]) -> None:
-    """Raises ValueError for what `save` of another version returned."""
+    """Raises ValueError for a state from `save` of another version."""
     if state.get("format") != FORMAT:
         raise ValueError(
-            f"Adaptive: the saved policy has format {state.get('format')}, this version of cgx_jax "
-            f"reads {FORMAT}; without load_state_dict, the policy measures and chooses anew."
+            f"Adaptive: the saved policy has format {state.get('format')}, but this version of "
+            f"cgx_jax reads {FORMAT}; without load_state_dict, the policy measures and chooses "
+            "again."
         )
 
 
 def restore(state: dict[str, Any], known: Known, adaptive: int) -> Progress:
-    """The progress that `save` was given, of a policy with so many `adaptive` leaves.
+    """Returns the progress that `save` was given; `adaptive` is the number of adaptive leaves.
 
-    Raises ValueError for a compressor that is not known, and for another number of leaves.
+    Raises ValueError for an unknown compressor, and for another number of leaves.
     """
     of = "the saved policy"
     (current,) = unpack(state["current"], known, of)
     if len(current) != adaptive:
         raise ValueError(
-            f"Adaptive: {of} has {len(current)} adaptive leaves, and this one {adaptive}; pass the "
-            "candidates and the base of the run that saved it."
+            f"Adaptive: {of} has {len(current)} adaptive leaves, but this one has {adaptive}; pass "
+            "the candidates and the base of the run that saved it."
         )
     pending = None
     if state["pending"] is not None:

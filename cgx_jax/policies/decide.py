@@ -29,7 +29,7 @@ class Subject:
 
     @functools.cached_property
     def menu(self) -> Menu:
-        """The same in numbers."""
+        """The leaves and candidates in numbers."""
         return Menu.of(self.leaves, self.candidates)
 
     @property
@@ -44,8 +44,8 @@ class Subject:
     def errors(self, compressors: Compressors, averages: dict[str, Any]) -> list[float]:
         """Squared error of each leaf.
 
-        Only candidates are measured. A compressor that is none, as a run may start with, counts as
-        the candidate whose payload of the leaf is nearest to its own, in bytes.
+        Only candidates are measured. A run may start with a compressor that is not a candidate. It
+        counts as the candidate whose payload of the leaf is nearest to its own, in bytes.
         """
         return [float(averages["error"][i][self._index(i, c)]) for i, c in enumerate(compressors)]
 
@@ -57,29 +57,30 @@ class Subject:
         return away.index(min(away))
 
     def cost(self, compressors: Compressors, averages: dict[str, Any]) -> tuple[float, float]:
-        """Payload bytes, in those of a code of chunks, and squared error of all leaves."""
+        """Returns payload bytes, weighted as in `problem`, and squared error of all leaves."""
         pairs = zip(compressors, self.nbytes(compressors), strict=True)
         nbytes = math.fsum(self._weight(c) * n for c, n in pairs)
         return nbytes, math.fsum(self.errors(compressors, averages))
 
     def problem(self, averages: dict[str, Any]) -> Problem:
-        """What a solver is given: bytes are those of a code of chunks that sends as much."""
+        """Returns the solver's problem; bytes are those of a chunked code that sends as much."""
         problem = self.menu.problem(averages)
         weights = [self._weight(c) for c in self.candidates]
         nbytes = np.ceil(problem.nbytes * np.array(weights)).astype(np.int64)
         return dataclasses.replace(problem, nbytes=nbytes)
 
     def _weight(self, compressor: Compressor) -> float:
-        """How much more a byte of payload costs than in a code of chunks or of sums.
+        """Returns how much more a byte of payload costs than in a code of chunks or sums.
 
-        Of those a rank sends 2 (world - 1) / world payloads, of a gathered one world - 1.
+        With a code of chunks or sums, a rank sends 2 (world - 1) / world payloads. With a gathered
+        code, it sends world - 1.
         """
         gathered = not compressor.lossless and compressor.reductions[0] == "gather_sum"
         return max(1.0, self.world / 2) if gathered else 1.0
 
 
 class Decision(NamedTuple):
-    """`outcome` as in `Refresh`; the plan that holds from now; leaves that are in the way."""
+    """`outcome` is as in `Refresh`; `compressors` hold from now on; `leaves` are unusable."""
 
     outcome: str
     compressors: Compressors
@@ -90,13 +91,14 @@ class Decision(NamedTuple):
 class Refresh:
     """One look at the statistics: what was decided, and from what.
 
-    `step` counts calls of the training step. `outcome` is "changed", "kept" (the gain was under
-    the hysteresis), "bounded" (a better plan would be one too many) or "unusable" (statistics of
+    `step` counts calls of the training step. `outcome` is "changed", "kept" (the gain was under the
+    hysteresis), "bounded" (a better plan would be one too many) or "unusable" (statistics of
     `unusable` leaves are missing, zero or not finite: the old plan stays). `bits` are the widths
-    (`Compressor.width`) of the plan that holds after it, `nbytes` its payload and `error` its
-    squared error by the statistics, over adaptive leaves; `relative` each leaf's error over its
-    norm. `nonfinite` names leaves that held a NaN or infinity since the last look. `norm` is the
-    L2 norm of all adaptive leaves' gradients together, NaN in records of versions without it.
+    (`Compressor.width`) of the plan that holds afterwards. `nbytes` is its payload, and `error` its
+    squared error according to the statistics, both over adaptive leaves. `relative` is each leaf's
+    error over its norm. `nonfinite` names leaves that held a NaN or infinity since the last look.
+    `norm` is the L2 norm of all adaptive leaves' gradients together, NaN in records of versions
+    without it.
     """
 
     step: int
@@ -111,7 +113,7 @@ class Refresh:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Refresh:
-        """The record whose `dataclasses.asdict` went through JSON, which has no tuples."""
+        """Rebuilds a record from its `dataclasses.asdict` after JSON, which has no tuples."""
         made: dict[str, Any] = {}
         for name, value in fields.items():
             made[name] = tuple(value) if isinstance(value, list) else value
@@ -126,7 +128,7 @@ class Refresh:
         averages: dict[str, Any],
         struck: Sequence[bool],
     ) -> Refresh:
-        """The record of a decision; `struck` are the leaves that were not finite."""
+        """Returns the record of a decision; `struck` marks the leaves that were not finite."""
         errors = subject.errors(decision.compressors, averages)
         relative = [
             math.sqrt(e / s) if s > 0 else math.nan
@@ -146,12 +148,12 @@ class Refresh:
 
 
 def norm_of(averages: dict[str, Any]) -> float:
-    """The L2 norm of all leaves together; NaN where a leaf's is not known."""
+    """The L2 norm of all leaves together; NaN if that of a leaf is not known."""
     return math.sqrt(math.fsum(averages["square"]))
 
 
 def last_norm(history: Sequence[Refresh]) -> float | None:
-    """The norm at the last look that gave one; None before any."""
+    """Returns the norm at the last look that has one; None if none has."""
     norms = [r.norm for r in history if r.outcome != "unusable" and not math.isnan(r.norm)]
     return norms[-1] if norms else None
 
@@ -167,10 +169,10 @@ def decide(
     max_plans: int,
     before: float | None = None,
 ) -> Decision:
-    """What holds after a look at `averages` (of `statistics.mean`), now that `current` does.
+    """Decides which plan holds after a look at `averages` (of `statistics.mean`).
 
-    `plans` are those that were compiled already, and `before` is the norm at the last look. Raises
-    what the solver raises.
+    `current` is the plan that holds now, `plans` are those that were compiled already, and `before`
+    is the norm at the last look. Raises what the solver raises.
     """
     usable = np.isfinite(averages["error"]).all(axis=1) & np.isfinite(averages["square"])
     if not (usable.all() and (averages["square"] > 0).any()):
@@ -184,7 +186,8 @@ def decide(
         return Decision("kept", current)
     if best in plans or len(plans) < max_plans:
         return Decision("changed", best)
-    # Of the plans at hand, the smallest that errs no more than the one that is wanted.
+    # Of the compiled plans, the smallest whose error is no larger than that of the wanted plan, up
+    # to the hysteresis.
     costs = [(subject.cost(p, averages), i) for i, p in enumerate(plans)]
     allowed = [c for c in costs if c[0][1] <= new[1] * (1 + hysteresis)]
     known = plans[min(allowed)[1]] if allowed else current

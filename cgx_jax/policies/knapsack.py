@@ -16,7 +16,8 @@ EFFORT = 1 << 21  # states made in all, which takes about half a second
 class Solution(NamedTuple):
     """A choice of candidates, int64[leaves], its totals, and a bound on every choice's cost.
 
-    `cost` is at most `cost - bound` above the least possible; where they are equal it is the least.
+    `cost` is at most `cost - bound` above the least possible cost. If the two are equal, it is the
+    least.
     """
 
     choice: np.ndarray
@@ -28,8 +29,8 @@ class Solution(NamedTuple):
 class _Node(NamedTuple):
     """A subproblem (a cost of inf excludes a candidate) and its linear relaxation.
 
-    Both choices are optimal when a unit of weight costs `price`; their mixture that uses all of
-    the room is the relaxation's solution, of cost `bound`. A price of 0: `under` is optimal.
+    Both choices are optimal when a unit of weight costs `price`; their mixture that uses all of the
+    room is the relaxation's solution, of cost `bound`. If the price is 0, `under` is optimal.
     """
 
     cost: np.ndarray
@@ -40,17 +41,18 @@ class _Node(NamedTuple):
 
 
 def total(table: np.ndarray, choice: np.ndarray) -> Any:
-    """The sum over leaves of table[leaf, choice]; floats are rounded once, whatever the order."""
+    """Returns the sum over leaves of table[leaf, choice]. Floats are rounded only once."""
     chosen = _of(table, choice)
     return int(chosen.sum()) if table.dtype.kind == "i" else math.fsum(chosen)
 
 
 def minimise(cost: np.ndarray, weight: np.ndarray, budget: float) -> Solution:
-    """The choice of least total cost among those whose total weight is within `budget`.
+    """Returns the choice of least total cost whose total weight is within `budget`.
 
-    `cost` and `weight` are int64 or float64 [leaves, candidates], finite and not negative. The
-    cost is the least (of floats: to 1 part in 1e12) unless the problem outgrew FRONT or EFFORT,
-    which `bound` shows. Totals are as by `total`. Raises ValueError when no choice fits.
+    `cost` and `weight` are int64 or float64 [leaves, candidates], finite and not negative. The cost
+    is the least possible (for floats, to 1 part in 1e12) unless the problem outgrew FRONT or
+    EFFORT, which `bound` then shows. Totals are those of `total`. Raises ValueError when no choice
+    fits.
 
     The linear relaxation gives a bound, a choice to beat and reduced costs, which rule out most
     candidates; a few branches on the relaxation's one fractional leaf tighten all three, and
@@ -64,10 +66,10 @@ def minimise(cost: np.ndarray, weight: np.ndarray, budget: float) -> Solution:
             "weight of any choice; raise the budget to that."
         )
     bound = math.inf
-    for up in (False, True):  # floats: as if rounding always helped; should that err, as if never
+    for up in (False, True):  # floats: rounded down; if that misses the budget, up
         whole, room = _whole(weight, budget, up)
         room = max(room, int(_of(whole, lightest).sum()))
-        # From the leaf's least: sums then keep the digits that choices differ in.
+        # Relative to the leaf's least: sums then keep the digits in which choices differ.
         above = np.where(whole <= room, cost, np.inf)
         above -= above.min(axis=1, keepdims=True)
         choice, gap = _solve(above, whole, room, _step(cost))
@@ -83,16 +85,16 @@ def _of(table: np.ndarray, choice: np.ndarray) -> np.ndarray:
 
 
 def _first(key: np.ndarray, tie: np.ndarray) -> np.ndarray:
-    """The candidates of least key, and of least `tie` among these."""
+    """Returns each leaf's candidate of least key, and among equals that of least `tie`."""
     least = key == key.min(axis=1, keepdims=True)
     return np.where(least, tie, np.inf).argmin(axis=1)
 
 
 def _whole(weight: np.ndarray, budget: float, up: bool) -> tuple[np.ndarray, int]:
-    """Weights and budget as integers, whose sums are exact; floats are scaled by a power of 2.
+    """Makes weights and budget integers, whose sums are exact; scales floats by a power of 2.
 
-    With `up`, choices within the integers' budget are within the true one; without, all that are
-    within the true one are within the integers'.
+    With `up`, every choice within the integer budget is within the true one. Without it, every
+    choice within the true budget is within the integer one.
     """
     if weight.dtype.kind == "i":
         return weight, math.floor(budget)
@@ -106,17 +108,17 @@ def _whole(weight: np.ndarray, budget: float, up: bool) -> tuple[np.ndarray, int
 
 
 def _step(cost: np.ndarray) -> float:
-    """What totals that differ differ by at least; 0 where that is not known."""
+    """Returns the least difference between different totals; 0 if it is not known."""
     return float(np.gcd.reduce((cost - cost[:, :1]).ravel())) if cost.dtype.kind == "i" else 0.0
 
 
 def _solve(cost: np.ndarray, weight: np.ndarray, room: int, step: float) -> tuple[np.ndarray, Any]:
-    """The best choice found, and by how much a better one could cost less."""
+    """Returns the best choice found, and how much less a better one could cost at most."""
     root = _relax(cost, weight, room, None)
     assert root is not None
     best = _round(root, weight, room)
     least = float(_of(cost, best).sum())
-    margin = step - 0.5 if step else 1e-12 * least  # a smaller gain is none
+    margin = step - 0.5 if step else 1e-12 * least  # smaller gains do not count
     nodes = [root]
     for _ in range(BRANCHES):
         nodes = sorted((n for n in nodes if n.bound < least - margin), key=lambda n: n.bound)
@@ -138,10 +140,11 @@ def _solve(cost: np.ndarray, weight: np.ndarray, room: int, step: float) -> tupl
 
 
 def _relax(cost: np.ndarray, weight: np.ndarray, room: int, guess: float | None) -> _Node | None:
-    """The relaxation, from a guess of its price; None when no choice fits.
+    """Solves the relaxation, from a guess of its price; returns None if no choice fits.
 
     The bound is a concave, piecewise linear function of the price, and every choice is a line above
-    it: where the lines of the two choices at hand meet is the next price, until none is lower.
+    it. The next price is where the lines of the two current choices meet. The search ends when no
+    line is lower there.
     """
     over = _first(cost, weight)
     beyond = int(_of(weight, over).sum())
@@ -168,7 +171,7 @@ def _relax(cost: np.ndarray, weight: np.ndarray, room: int, guess: float | None)
 
 
 def _round(node: _Node, weight: np.ndarray, room: int) -> np.ndarray:
-    """A choice near the relaxation's: `under`, then what helps most of what still fits."""
+    """Rounds the relaxation: starts at `under`, then makes the best changes that still fit."""
     if node.price == 0:
         return node.under
     choice = node.under.copy()
@@ -189,7 +192,7 @@ def _round(node: _Node, weight: np.ndarray, room: int) -> np.ndarray:
 
 
 def _branch(node: _Node, weight: np.ndarray, room: int, goal: float) -> Iterator[_Node]:
-    """The subproblems with the fractional leaf at each candidate that could cost under `goal`."""
+    """Yields subproblems that fix the fractional leaf's candidate and could cost under `goal`."""
     leaf = int(abs(_of(weight, node.over) - _of(weight, node.under)).argmax())
     penalised = node.cost[leaf] + node.price * weight[leaf]
     for candidate in np.flatnonzero(node.bound + penalised - penalised.min() < goal):
@@ -204,10 +207,10 @@ def _branch(node: _Node, weight: np.ndarray, room: int, goal: float) -> Iterator
 def _search(
     node: _Node, weight: np.ndarray, room: int, least: float, margin: float, effort: int
 ) -> tuple[np.ndarray | None, float, int]:
-    """A choice under `least - margin`, if found, the least bound given up, and the effort left.
+    """Returns (a choice under `least - margin` or None, least bound given up, effort left).
 
-    Leaves are added in the order in which departing from `under` costs least. A state is the
-    weight and cost so far, with `under` at all other leaves; of two the dominated one goes.
+    Leaves are added in the order in which departing from `under` costs least. A state is the weight
+    and cost so far, with `under` at all other leaves. Dominated states are dropped.
     """
     base = node.under
     origin = float(_of(node.cost, base).sum())
@@ -254,7 +257,7 @@ def _search(
 
 
 def _front(weight: np.ndarray, cost: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """Those of `states` that no other is as light and as cheap as, by weight."""
+    """Returns the `states` that no other state dominates, by ascending weight."""
     states = states[np.lexsort((cost[states], weight[states]))]
     cheapest = np.minimum.accumulate(np.append(np.inf, cost[states]))
     return states[cost[states] < cheapest[:-1]]

@@ -1,4 +1,4 @@
-"""The solver that knows the links: least predicted time, by what `tune` measured."""
+"""The solver that knows the links: least predicted time, from what `tune` measured."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ EXACT_BITS = 32
 class LeastTime(Solver):
     """Least predicted time of the reduction, with the error constraint of `LeastBytes`.
 
-    Measurements cannot tell choices apart whose times are within 5 % of the least. Of these it
-    takes the one of least error: wide widths where the link hides them, narrow ones where it does
-    not.
+    Measurements cannot tell apart choices whose times are within 5 % of the least. Of these choices
+    it takes the one with the least error: large widths where the link hides them, small ones where
+    it does not.
 
     The prediction assumes that leaves of fp32 share fusion buffers of at most `fusion_bytes`, all
-    equally full. A leaf under a candidate takes its share, by values, of the time that `profile`
-    has for a buffer with as many bits per value throughout. That is the time of the fastest method,
-    psum included, and of psum for a candidate of 32 bits. Candidates that rotate or round at random
-    take what `auto.estimate` adds for them. Profiles measure `Quantize`; other lossy candidates are
-    predicted as a `Quantize` of as many bytes. A buffer of mixed widths takes the sum where time is
-    linear in bits, as it is between measured widths. Latency is shared in the same way. The sum
-    leaves out that a buffer of only exact leaves is one more collective, and all time outside the
-    reduction.
+    equally full. The time of a leaf under a candidate is its share, by number of values, of the
+    time that `profile` has for a buffer with the same bits per value throughout. That is the time
+    of the fastest method, including psum; for a candidate of 32 bits it is the time of psum. For
+    candidates that rotate or round at random, `auto.estimate` adds to it. Profiles measure
+    `Quantize`; other lossy candidates are predicted as a `Quantize` of as many bytes. For a buffer
+    of mixed widths the sum is right where time is linear in bits, as it is between measured widths.
+    Latency is shared in the same way. The sum ignores that a buffer of only exact leaves is one
+    more collective, and it ignores all time outside the reduction.
 
-    Give it the profile that `use_profile` was given, which `exchange="auto"` follows. Raises
-    TypeError for anything that is no profile; `solve` raises ValueError if no choice has so little
-    error.
+    Pass the same profile as to `use_profile`, which `exchange="auto"` follows. Raises TypeError for
+    anything that is not a profile. `solve` raises ValueError if no choice meets the error limit.
     """
 
     profile: Profile
@@ -53,7 +52,7 @@ class LeastTime(Solver):
     def __post_init__(self) -> None:
         if not isinstance(self.profile, Profile):
             raise TypeError(
-                f"LeastTime: profile={self.profile!r} is not a Profile, which the times come from; "
+                f"LeastTime: profile={self.profile!r} is not a Profile, the source of its times; "
                 "pass what cgx_jax.tune or use_profile returns, or use LeastBytes()."
             )
         check_constraint(self)
@@ -72,7 +71,7 @@ class LeastTime(Solver):
         return finest.choice if errors[1] <= errors[0] else fastest.choice
 
     def seconds(self, problem: Problem) -> np.ndarray:
-        """Predicted seconds of every leaf under every candidate, float64[leaves, candidates]."""
+        """Returns predicted seconds of leaves under candidates, float64[leaves, candidates]."""
         values = int(problem.values.sum())
         if not values:
             return np.zeros(problem.nbytes.shape)

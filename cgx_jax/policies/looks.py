@@ -36,13 +36,13 @@ class Adapting(Protocol):
 
 
 class Looks:
-    """Asks for the statistics in a step's result, and has the policy decide by them."""
+    """Asks for the statistics in a step's result, and has the policy decide from them."""
 
     def __init__(self, policy: Adapting) -> None:
         self._policy = policy
 
     def look(self, out: Any) -> None:
-        """Counts a step, and where it is time asks for the statistics in its result."""
+        """Counts a step and, when it is time, asks for the statistics in its result."""
         policy, progress = self._policy, self._policy.progress
         progress.step += 1
         if progress.step < policy.warmup or (progress.step - policy.warmup) % policy.every:
@@ -52,9 +52,9 @@ class Looks:
         if not found:
             raise ValueError(
                 "Adaptive: the step's result holds no statistics; return the optimizer state, "
-                "with that of sync_gradients, from the step."
+                "which includes the state of sync_gradients, from the step."
             )
-        # A copy, since the step's next call may be given the originals' memory.
+        # A copy, since the step's next call may reuse the memory of the originals.
         copied = jax.tree.map(jnp.copy, found[0])
         for x in jax.tree.leaves(copied):
             x.copy_to_host_async()
@@ -72,7 +72,7 @@ class Looks:
         self._policy.adopt(self._agreed(averages), averages, measured.nonfinite)
 
     def _agreed(self, averages: dict[str, Any]) -> Decision:
-        """Process 0's decision; its error is raised on every process, so that none waits."""
+        """Returns process 0's decision; raises its error on every process, so that none waits."""
         message = b""
         if jax.process_index() == 0:
             try:
@@ -90,7 +90,7 @@ class Looks:
 
 
 def _require_same(measured: Statistics) -> None:
-    """Raises ValueError on every process where one has other statistics than process 0."""
+    """Raises ValueError on every process if any has other statistics than process 0."""
     digests = agreement.gather(zlib.crc32(b"".join(x.tobytes() for x in measured)))
     others = [i for i, digest in enumerate(digests) if digest != digests[0]]
     if others:

@@ -1,4 +1,4 @@
-"""What leaves may take, in numbers: all that solvers and reports need to know of compressors."""
+"""The leaves and their candidates in numbers: all that solvers and reports need to know."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Menu:
         return cls(paths, sizes, tuple(candidates))
 
     def problem(self, averages: dict[str, Any]) -> Problem:
-        """What a solver is given; `averages` are those of `statistics.mean`."""
+        """Returns the solver's problem; `averages` are those of `statistics.mean`."""
         nbytes = np.array([c.nbytes for c in self.candidates], np.int64)
         return Problem(
             values=np.array(self.sizes, np.int64),
@@ -62,13 +62,13 @@ class Menu:
     def cost(
         self, choice: Sequence[int] | np.ndarray, averages: dict[str, Any]
     ) -> tuple[int, float]:
-        """Payload bytes and squared error of all leaves, each under the candidate of its index."""
+        """Returns payload bytes and squared error of all leaves under the chosen candidates."""
         nbytes = sum(self.candidates[c].nbytes[i] for i, c in enumerate(choice))
         return nbytes, math.fsum(averages["error"][i][c] for i, c in enumerate(choice))
 
 
 def short_name(compressor: Compressor) -> str:
-    """A compressor as it may be written: its first option, and others that are not the default."""
+    """Writes a compressor as code: its first option, and others that are not the default."""
     options: Sequence[Any] = dataclasses.fields(compressor)  # type: ignore[arg-type]
     shown = [
         f"{f.name}={getattr(compressor, f.name)}"

@@ -14,7 +14,7 @@ def of(
     wire_bytes: int | None,
     compile_seconds: Sequence[float],
 ) -> dict[str, float | str]:
-    """The metrics of `Adaptive.metrics`; `wire_bytes` are what a rank sends, None if not known."""
+    """Returns `Adaptive.metrics`; `wire_bytes` are what a rank sends, None if not known."""
     history = progress.history
     last = history[-1] if history else None
     each = subject.nbytes(progress.current)

@@ -1,4 +1,4 @@
-"""What a solver is given: numbers of leaves and of the candidates that each may take."""
+"""What a solver is given: numbers that describe the leaves and their candidates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Problem:
 
     * `values`, int64[leaves]: how many values a leaf has.
     * `norm`, float64[leaves]: the L2 norm of its gradient.
-    * `bits`, int64[candidates]: the candidates' widths (`Compressor.width`), ascending. Several may
-      share one, and 32 stands for an exact leaf.
+    * `bits`, int64[candidates]: the candidates' widths (`Compressor.width`), ascending. Several
+      candidates may share a width, and 32 stands for an exact leaf.
     * `nbytes`, int64[leaves, candidates]: the bytes of the payload with its metadata.
     * `error`, float64[leaves, candidates]: the squared L2 error.
     * `noisy` and `rotated`, bool[candidates]: which candidates round at random and which rotate,
       since both take time. By default none does.
-    * `change`: the share by which the norm of all gradients differs from that of the last look;
-      None at the first.
+    * `change`: the share by which the norm of all gradients differs from the norm at the last look;
+      None at the first look.
 
     Anything that converts to these is accepted. Raises ValueError for shapes that disagree and for
     numbers that are negative or not finite.
@@ -58,7 +58,7 @@ class Problem:
             if given.shape != shape:
                 raise ValueError(
                     f"Problem: {name} has the shape {list(given.shape)}, but {leaves} values and "
-                    f"{candidates} bits need {list(shape)}; pass a number per leaf and candidate."
+                    f"{candidates} bits need {list(shape)}; pass numbers of that shape."
                 )
             whole = name not in ("norm", "error")
             if whole and given.size and given.dtype.kind not in "iu":

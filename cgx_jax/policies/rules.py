@@ -21,8 +21,8 @@ MIN_SIZE = 1024
 class Policy(abc.ABC):
     """Chooses a compressor for every leaf of a tree.
 
-    Write `choose` for a policy of your own. A policy that `adapts` needs statistics from step to
-    step, and so the state of `sync_gradients`; all other calls raise ValueError for it.
+    For a policy of your own, define `choose`. A policy that `adapts` needs statistics from step to
+    step, and therefore the state of `sync_gradients`; all other calls raise ValueError for it.
     """
 
     adapts: ClassVar[bool] = False
@@ -39,8 +39,8 @@ class Rule:
     `path` is a regular expression that is searched for in the leaf's path, as in partition rules.
     `min_size` and `max_size` count values, `min_ndim` and `max_ndim` dimensions; both ends are
     included. `dtype` is the leaf's own. Leaves of a dtype that the compressor does not take are
-    reduced exactly. Raises TypeError for what is no compressor, and ValueError for a pattern that
-    does not compile or limits that no leaf meets.
+    reduced exactly. Raises TypeError for anything that is not a compressor, and ValueError for a
+    pattern that does not compile or limits that no leaf meets.
     """
 
     compressor: Compressor
@@ -68,8 +68,8 @@ class Rule:
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if least < 0 or (most is not None and most < least):
                 raise ValueError(
-                    f"Rule: min_{name}={least} and max_{name}={most} hold for no leaf; give a "
-                    "minimum of 0 or more, and no smaller maximum."
+                    f"Rule: min_{name}={least} and max_{name}={most} do not form a range; pass a "
+                    "minimum of 0 or more, and a maximum that is not smaller."
                 )
         if self.dtype is not None:
             object.__setattr__(self, "dtype", np.dtype(self.dtype))
@@ -110,8 +110,9 @@ class Rules(Policy):
     The rules in `exact` come after the given ones. By default these are
     `cgx_jax.policies.rules.EXACT`: leaves with ndim <= 1, under 1,024 values, or named bias, norm
     or bn are reduced exactly. `exact=()` leaves them out. A given rule that chooses for no leaf
-    raises a UserWarning, since that is most often a misspelled path. Raises TypeError for what is
-    no rule or no compressor. Source of the exact leaves: CGX (Markov et al., Middleware 2022).
+    causes a UserWarning, since its path is most often misspelled. Raises TypeError for anything
+    that is not a rule, or not a compressor. Source of the exact leaves: CGX (Markov et al.,
+    Middleware 2022).
     """
 
     rules: Sequence[Rule]
@@ -149,7 +150,7 @@ class Rules(Policy):
     def _report(rule: Rule, leaves: Sequence[Leaf]) -> None:
         hidden = [leaf.path for leaf in leaves if rule.matches(leaf)]
         why = (
-            f"earlier rules match the {len(hidden)} leaves that it matches, such as {hidden[0]!r}; "
+            f"earlier rules match all {len(hidden)} leaves that it matches, such as {hidden[0]!r}; "
             "move it up"
             if hidden
             else f"paths look like {[leaf.path for leaf in leaves[:3]]}; correct or drop the rule"
@@ -165,7 +166,7 @@ class Rules(Policy):
 class Uniform(Policy):
     """One compressor for every leaf that the rules `EXACT` do not keep exact.
 
-    A bare compressor stands for it in every call that takes a policy.
+    In every call that takes a policy, a bare compressor stands for `Uniform` of it.
     """
 
     compressor: Compressor = dataclasses.field(default_factory=Quantize)

@@ -1,4 +1,4 @@
-"""The log of an adaptive training, for `python -m cgx_jax report`: a line of JSON an entry."""
+"""The log of an adaptive training, for `python -m cgx_jax report`: one line of JSON per entry."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SCHEMA = 2
 class RunLog:
     """Appends entries to the file `path`, on process 0; without a path it does nothing.
 
-    A file that cannot be written, as on a full disk, is no reason to end a training: it raises one
-    RuntimeWarning, and what could not be written is left out.
+    A file that cannot be written, for example on a full disk, does not end a training: it causes
+    one RuntimeWarning, and entries that cannot be written are left out.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -28,13 +28,13 @@ class RunLog:
         self._warned = False
 
     def run(self, menu: Menu) -> None:
-        """The entry that a run begins with: what its leaves may take."""
+        """Writes the first entry of a run: its leaves and what they may take."""
         candidates = [c._asdict() for c in menu.candidates]
         paths, sizes = menu.paths, menu.sizes
         self.write("run", schema=SCHEMA, paths=paths, sizes=sizes, candidates=candidates)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """One entry; `fields` are of JSON types."""
+        """Writes one entry; `fields` are of JSON types."""
         if self.path is None or jax.process_index() != 0:
             return
         line = json.dumps({"kind": kind, **fields}) + "\n"
@@ -45,7 +45,7 @@ class RunLog:
                 self._warned = True
                 warnings.warn(
                     f"Adaptive: log={str(self.path)!r} cannot be written ({error}). Training goes "
-                    "on, and entries are lost until the file can be written; free the disk, or "
+                    "on, but entries are lost until the file can be written; free disk space, or "
                     "restart with another log=.",
                     RuntimeWarning,
                     stacklevel=3,

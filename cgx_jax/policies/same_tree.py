@@ -1,4 +1,4 @@
-"""One adaptive policy serves one tree: what tells another one, also after a restart."""
+"""One adaptive policy serves one tree: checks that find another tree, also after a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def saved_leaves(state: dict[str, Any]) -> tuple[Leaf, ...]:
 
 
 def check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:
-    """Raises ValueError at the first leaf of a tree that differs from `theirs`, those `of` has."""
+    """Raises ValueError at the first leaf that differs from `theirs`, the leaves of `of`."""
     for a, b in zip(ours, theirs, strict=False):
         if a != b:
             raise ValueError(
@@ -28,5 +28,5 @@ def check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:
         path = longer[min(len(ours), len(theirs))].path
         raise ValueError(
             f"Adaptive: the tree has {len(ours)} leaves and {of} {len(theirs)}; leaf {path!r} of "
-            f"{which} is the first without a partner. Use one policy for one tree."
+            f"{which} is the first without a counterpart. Use one policy for one tree."
         )

@@ -1,4 +1,4 @@
-"""Solvers: from what every leaf costs and errs under every candidate, a choice for each leaf."""
+"""Solvers: choose a candidate for each leaf by its cost and error under every candidate."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def one_of_each_width(solver: Any, bits: np.ndarray) -> slice:
     twice = bits[allowed][1:][np.diff(bits[allowed]) == 0]
     if twice.size:
         raise ValueError(
-            f"{type(solver).__name__}: it chooses by width alone, and several candidates have "
+            f"{type(solver).__name__}: it chooses only by width, but several candidates have "
             f"{twice[0]} bits; pass one candidate of each width from {solver.least} to "
             f"{solver.most}, or use LeastBytes() or LeastError(), which weigh errors."
         )
@@ -94,10 +94,10 @@ def one_of_each_width(solver: Any, bits: np.ndarray) -> slice:
 
 
 def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
-    """`alpha` times the squared error that the width `uniform_bits` has on all leaves together.
+    """Returns `alpha` times the squared error of the width `uniform_bits` on all leaves.
 
-    Of several candidates of that width, the first one counts.
-    Raises ValueError when `error`, of the candidates that the solver may take, has no such choice.
+    Of several candidates of that width, the first one counts. Raises ValueError if no choice in
+    `error`, of the candidates that the solver may take, is within this limit.
     """
     caller = type(solver).__name__
     uniform = problem.candidate(caller, "uniform_bits", solver.uniform_bits)
@@ -107,14 +107,14 @@ def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
         enough = least / of_uniform if of_uniform else math.inf
         remedy = f"pass an alpha of {_up(enough)} or more, or " if math.isfinite(enough) else ""
         raise ValueError(
-            f"{caller}: alpha={solver.alpha} allows a squared error of {limit:.4g}, but the "
-            f"least of any choice is {least:.4g}; {remedy}allow wider candidates."
+            f"{caller}: alpha={solver.alpha} allows a squared error of {limit:.4g}, but no choice "
+            f"has less than {least:.4g}; {remedy}allow wider candidates."
         )
     return limit
 
 
 def _up(number: float) -> str:
-    """Four digits that are not under `number`."""
+    """Formats `number`, rounded up to four digits."""
     digits = 3 - math.floor(math.log10(number))
     return f"{math.ceil(number * 10**digits * (1 - 1e-12)) / 10**digits:.4g}"
 
@@ -182,9 +182,9 @@ def features(problem: Problem) -> np.ndarray:
 
 
 def far_apart(points: np.ndarray, most: int) -> np.ndarray:
-    """The point of the largest norm, then each time the one farthest from those before.
+    """Returns the point of the largest norm, then each time the one farthest from those before.
 
-    They are fewer than `most` if fewer points differ.
+    Returns fewer than `most` points if fewer differ.
     """
     if not len(points):
         return points
@@ -226,11 +226,12 @@ def _distances(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 class LeastBytes(Solver):
     """Fewest payload bytes with at most `alpha` times the error of `uniform_bits` on every leaf.
 
-    The error is the sum over leaves of squared L2 errors, so that of the whole gradient.
+    The error is the sum over leaves of squared L2 errors, which is that of the whole gradient.
     `uniform_bits` is the width of a candidate (`Compressor.width`); of several, the first one
-    counts. Raises ValueError for an `alpha` that is not above 0 and for a width of no candidate;
-    `solve` raises ValueError if no choice has so little error. Source: L-GreCo (Alimohammadi et
-    al., arXiv 2210.17357), which sums unsquared errors, in 10,000 bins; `knapsack` needs no bins.
+    counts. Raises ValueError for an `alpha` that is not above 0 and for a width that no candidate
+    has. `solve` raises ValueError if no choice meets the error limit. Source: L-GreCo (Alimohammadi
+    et al., arXiv 2210.17357), which sums unsquared errors, in 10,000 bins; `knapsack` needs no
+    bins.
     """
 
     alpha: float = 1.0
@@ -267,7 +268,7 @@ class LeastError(Solver):
             needed = 8 * least / max(1, int(problem.values.sum()))
             raise ValueError(
                 f"LeastError: bits_per_value={self.bits_per_value} allows {budget} bytes, but "
-                f"the fewest of any choice are {least}; pass {_up(needed)} or more, or add "
+                f"no choice needs fewer than {least}; pass {_up(needed)} or more, or add "
                 "narrower candidates."
             )
         return knapsack.minimise(problem.error, problem.nbytes, budget).choice

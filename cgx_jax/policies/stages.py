@@ -17,10 +17,10 @@ import numpy as np
 class Stages:
     """`policies[0]` until step `boundaries[0]`, `policies[1]` until `boundaries[1]`, and so on.
 
-    It takes the place of a policy in `sync_gradients`. Each of `policies` is what `sync_gradients`
-    takes, except for one that adapts. `boundaries` count updates. All stages are in one compiled
-    program, which branches on the number of updates in the state, so a checkpoint goes on in the
-    right stage. Compiling takes as long as for all stages together.
+    It takes the place of a policy in `sync_gradients`. Each of `policies` is anything that
+    `sync_gradients` takes, except a policy that adapts. `boundaries` count updates. All stages are
+    in one compiled program, which branches on the number of updates in the state, so a checkpoint
+    continues in the right stage. Compiling takes as long as for all stages together.
 
     Raises ValueError for a policy that adapts, and unless there is one policy more than there are
     ascending boundaries.
@@ -34,8 +34,8 @@ class Stages:
         ascending = all(a < b for a, b in itertools.pairwise((0, *boundaries)))
         if len(policies) != len(boundaries) + 1 or not ascending:
             raise ValueError(
-                f"Stages: {len(policies)} policies and boundaries={boundaries}; pass the first "
-                "step of every policy but the first, in ascending order."
+                f"Stages: {len(policies)} policies do not fit boundaries={boundaries}; pass the "
+                "first step of every policy but the first, in ascending order."
             )
         if any(getattr(p, "adapts", False) for p in policies):
             raise ValueError(
@@ -53,7 +53,7 @@ class Stages:
 def density_warmup(
     make: Callable[[float], Any], keep: float, steps: int, *, first: float = 0.25
 ) -> Stages:
-    """Stages of `make(share)`: shares fall from `first` to a fourth each time, and end at `keep`.
+    """Stages of `make(share)`: shares start at `first`, fall by a factor of 4, and end at `keep`.
 
     `make` is a compressor's class, such as `TopK` or `DGC`, or a function that returns a policy.
     The stages before the last take `steps` steps together. With `keep=0.001` the shares are 25,
@@ -70,7 +70,7 @@ def density_warmup(
     if steps < len(shares):
         raise ValueError(
             f"density_warmup: steps={steps} is below the number of stages, {len(shares)}; pass "
-            "more, such as those of an epoch each."
+            "more, such as one epoch of steps per stage."
         )
     ends = [round(steps * (i + 1) / len(shares)) for i in range(len(shares))]
     return Stages(tuple(map(make, (*shares, keep))), tuple(ends))

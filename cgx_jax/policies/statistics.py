@@ -15,19 +15,19 @@ from jax import lax
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 
-RUN = 512  # values of a run where no candidate codes several together
-# A candidate under which finite values overflow: its error, in squared norms of the leaf.
+RUN = 512  # values of a run if no candidate codes several together
+# The error of a candidate under which finite values overflow, in squared norms of the leaf.
 OVERFLOWN = 1e12
 
 
 class Statistics(NamedTuple):
     """Decayed sums over the observed steps, fp32; divide by `weight`, as `mean` does.
 
-    `weight` [leaves] counts steps in which the leaf was finite on every rank; `error`
-    [leaves, candidates] is the squared L2 error that a rank's encoding of the whole leaf has,
-    `square` [leaves] the squared L2 norm, `spread` [leaves] the range of values, all means over
-    the ranks. `seen` [] counts steps, `nonfinite` [leaves] the share of values that were not
-    finite. They hold the same on every rank, and their shapes depend on no plan.
+    `weight` [leaves] counts the steps in which the leaf was finite on every rank. `error` [leaves,
+    candidates] is the squared L2 error of a rank's encoding of the whole leaf, `square` [leaves]
+    the squared L2 norm, and `spread` [leaves] the range of values. All three are means over the
+    ranks. `seen` [] counts steps. `nonfinite` [leaves] is the share of values that were not finite.
+    All are the same on every rank, and their shapes do not depend on the plan.
     """
 
     weight: jax.Array
@@ -49,9 +49,9 @@ class Statistics(NamedTuple):
 class Sampler:
     """Measures leaves under `candidates`, on `runs` runs of whole blocks of each.
 
-    The runs are the same in every step: evenly spaced from the leaf's start, each as long as the
-    candidates' blocks need to fit in whole. A candidate without blocks (`block_size` None) is
-    measured on the whole leaf, by operations of its own for each leaf. Static and hashable.
+    The runs are the same in every step: evenly spaced from the leaf's start, each just long enough
+    for whole blocks of every candidate. A candidate without blocks (`block_size` None) is measured
+    on the whole leaf, with separate operations for each leaf. Static and hashable.
     """
 
     candidates: tuple[Compressor, ...]
@@ -60,13 +60,14 @@ class Sampler:
     def observe(
         self, old: Statistics, leaves: Sequence[jax.Array], axes: Axes, decay: float
     ) -> Statistics:
-        """`old` times `decay`, plus this step's; sums over the ranks of `axes`, a small psum."""
+        """Returns `old` times `decay` plus this step's, after a small psum over `axes`."""
         own = self._measure(leaves)
         finite = (jnp.isfinite(own).all(axis=1) & (own[:, -1] == 0)).astype(jnp.float32)
         measured = jnp.where(finite[:, None] > 0, own[:, :-1], 0)
         local = jnp.concatenate([measured, own[:, -1:], finite[:, None]], axis=1)
         (mean,) = axes.mean([local])
-        # A leaf that some rank cannot measure says nothing in this step but that.
+        # A leaf that some rank cannot measure adds nothing in this step but its share of non-finite
+        # values.
         ok = (mean[:, -1] == 1).astype(jnp.float32)
         now = jnp.where(ok[:, None] > 0, mean[:, :-2], 0)
         count = len(self.candidates)
@@ -84,7 +85,7 @@ class Sampler:
     def _measure(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """[leaves, candidates + 3]: squared errors, squared norm, spread, non-finite share.
 
-        Samples of all leaves are measured together: an operation a leaf and candidate would take
+        Samples of all leaves are measured together: one operation per leaf and candidate would take
         longer to compile than the rest of a step.
         """
         if not leaves:
@@ -94,7 +95,7 @@ class Sampler:
         length = RUN if length == 1 else length
         samples = [self._sample(x, length) for x in leaves]
         counts = [len(rows) for rows in samples]
-        # Only a leaf that is shorter than a run leaves part of one empty.
+        # Only a leaf that is shorter than a run leaves part of its run empty.
         filled = np.repeat([min(length, x.size) for x in leaves], counts)
         rows = jnp.concatenate(samples)
         in_runs = [c for c, b in zip(self.candidates, blocks, strict=True) if b is not None]
@@ -110,7 +111,7 @@ class Sampler:
         )
         low = jax.ops.segment_min(rows.min(axis=1), leaf, len(leaves))
         high = jax.ops.segment_max(rows.max(axis=1), leaf, len(leaves))
-        # Of all values, since one that is not finite is worth a pass to find.
+        # Counts over all values, since finding a single non-finite value is worth a pass.
         share = [(~jnp.isfinite(x)).sum(dtype=jnp.float32) / max(1, x.size) for x in leaves]
         scaled = sums * np.array(scale, np.float32)[:, None]
         errors, square = self._with_whole(scaled[:, :-1], leaves), scaled[:, -1:]
@@ -119,7 +120,7 @@ class Sampler:
         return jnp.concatenate(columns, axis=1)
 
     def _with_whole(self, errors: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
-        """All candidates' errors, in order, from those that were measured on runs."""
+        """Completes errors measured on runs: returns those of all candidates, in order."""
         is_whole = [c.block_size is None for c in self.candidates]
         if not any(is_whole):
             return errors
@@ -144,7 +145,7 @@ class Sampler:
 def squared_errors(rows: jax.Array, filled: Any, candidates: Sequence[Compressor]) -> jax.Array:
     """Sums of squared errors of the first `filled` values of each row, fp32[rows, candidates].
 
-    As `Compressor.squared_errors`, for candidates of any classes.
+    Like `Compressor.squared_errors`, but for candidates of any classes.
     """
     columns: list[Any] = [None] * len(candidates)
     for family in dict.fromkeys(type(c) for c in candidates):

@@ -48,11 +48,11 @@ class Part(Protocol):
         """Makes the choice for the next step; every process calls it."""
 
     def after(self, out: Any, seconds: float, fresh: bool) -> None:
-        """Takes note of a step's result and time; a `fresh` step was compiled in that time."""
+        """Notes a step's result and time; a `fresh` step was compiled in that time."""
 
 
 class TrainingLoop:
-    """Calls a training step for `parts`, and owns what it was compiled to."""
+    """Calls a training step for `parts`, and owns its compiled versions."""
 
     def __init__(self, *parts: Part) -> None:
         self._parts = parts
@@ -84,7 +84,7 @@ class TrainingLoop:
             if function is None:
                 function = anew()
                 out = self._trace(function, args, kwargs)
-                # The tree may be new to a policy, and its choice with it.
+                # The policy may have met its tree only now, which changes its choice and the key.
                 compiled[self._key()] = function
             else:
                 out = self._call(function, args, kwargs)
@@ -110,16 +110,16 @@ class TrainingLoop:
                 part.running = False
 
     def _trace(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call that traces the step; raises ValueError if the step did not ask every part."""
+        """Calls and so traces the step; raises ValueError if it did not ask every part."""
         before = [part.traces for part in self._parts]
         out = self._call(function, args, kwargs)
         for part, traces in zip(self._parts, before, strict=True):
             if part.traces == traces:
                 name, variable, choice = part.words
                 raise ValueError(
-                    f"{name}: the step did not ask for its {choice} while it was compiled: "
-                    f"either it is already jitted and would keep its {choice}, or another {name} "
-                    f"is in its sync_gradients. Pass {variable}.jit the function without jax.jit, "
-                    f"with this {variable} in its sync_gradients."
+                    f"{name}: the step did not use the {choice} of this {variable} when it was "
+                    f"compiled. Either the step is already jitted and would keep its {choice}, or "
+                    f"another {name} is in its sync_gradients. Pass {variable}.jit the function "
+                    f"without jax.jit, with this {variable} in its sync_gradients."
                 )
         return out

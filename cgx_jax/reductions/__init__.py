@@ -1,4 +1,4 @@
-"""Reductions: how the ranks' codes become a sum, one file each, every one blind to transports."""
+"""Reductions: how the ranks' codes become a sum, one file each, independent of transports."""
 
 from cgx_jax.reductions.base import Job as Job
 from cgx_jax.reductions.base import PayloadReduction as PayloadReduction

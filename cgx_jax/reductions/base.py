@@ -24,12 +24,12 @@ Seeds = Sequence[Any]
 class Job:
     """One fusion buffer to reduce: static and hashable.
 
-    `name` is the call that the user wrote. `leaves` have their compressors, shapes and dtypes. Sums
-    over `axes` travel by `exchange` and are divided by `divisor`. `residual` asks for what this
-    rank lost. `in_place` says that the program computes all leaves itself. Sums may then take the
-    memory of the leaves. New memory costs a large buffer more than the reduction does, since the
-    system maps it page by page. A parameter of the program belongs to its caller, so XLA would copy
-    it first, which costs even more. `watched` says that `debug_nonfinite` is on.
+    `name` is the call that the user wrote. `leaves` hold compressors, shapes and dtypes. Sums over
+    `axes` travel by `exchange` and are divided by `divisor`. `residual` asks for what this rank
+    lost. `in_place` says that the program computes all leaves itself, so sums may reuse their
+    memory. For a large buffer, new memory costs more than the reduction does, since the system maps
+    it page by page. A leaf that is a parameter of the program belongs to the program's caller: XLA
+    would first copy it, which costs even more. `watched` says that `debug_nonfinite` is on.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Job:
 class Reduced(NamedTuple):
     """What a reduction returns: sums, residuals and new states, one entry per leaf.
 
-    `sums` are alike on all ranks, in the leaves' shapes and dtypes. `residuals`, if asked for, are
-    what this rank's part of them lost; otherwise there are none. `states` are those of the
-    compressors. The ranks' sum minus `sums` times the divisor is the sum of the ranks' `residuals`,
-    up to the rounding of the leaves' dtypes. `found`, i32[leaves, 2, 2], is what of this rank's
-    leaves and of their sums is not finite: how many values, and the place of the first. It is None
-    unless the job is `watched`, and where that would take a search.
+    `sums` are the same on all ranks, in the leaves' shapes and dtypes. `residuals`, if asked for,
+    are what this rank's part of the sums lost; otherwise the list is empty. `states` are the
+    compressors' new states. The ranks' sum minus `sums` times the divisor is the sum of the ranks'
+    `residuals`, up to the rounding of the leaves' dtypes. `found`, i32[leaves, 2, 2], describes the
+    non-finite values of this rank's leaves and of their sums: how many there are, and the place of
+    the first. It is None if the job is not `watched`, or if finding them would take a search.
     """
 
     sums: list[jax.Array]
@@ -60,11 +60,11 @@ class Reduced(NamedTuple):
 
 
 class Reduction(abc.ABC):
-    """An order of steps: static, hashable, equal by value; it knows no transport and no tree.
+    """A sequence of steps: static, hashable, equal by value; it knows no transport and no tree.
 
-    It asks the exchange for the capabilities in `needs`. It takes `seed_count` seeds, which differ
-    from rank to rank unless it `shares_seeds` or the compressor shares noise. A compressor lists
-    the reductions that are right for it by their `shorthand`. A call raises ValueError for a
+    The exchange must have the capabilities in `needs`. A reduction takes `seed_count` seeds, which
+    differ from rank to rank unless it `shares_seeds` or the compressor shares noise. A compressor
+    lists the reductions that it allows by their `shorthand`. A call raises ValueError for a
     compressor that is `unfit` and for an exchange that lacks a capability.
     """
 
@@ -74,7 +74,7 @@ class Reduction(abc.ABC):
     shares_seeds: ClassVar[bool] = False
 
     def unfit(self, compressor: Compressor) -> str | None:
-        """Why this reduction is wrong for a compressor, or None."""
+        """Returns why this reduction does not suit a compressor, or None if it does."""
         if self.shorthand in compressor.reductions:
             return None
         return f"it allows {', '.join(compressor.reductions)}"
@@ -86,22 +86,22 @@ class Reduction(abc.ABC):
     def across_links(
         self, leaves: tuple[CodedLeaf, ...], world: int
     ) -> tuple[tuple[CodedLeaf, ...], int]:
-        """The parts of the leaves that cross the slowest links, and between how many ranks."""
+        """Returns the parts of leaves that cross the slowest links, and the number of ranks."""
         return leaves, world
 
     @abc.abstractmethod
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
-        """Exact bytes that a rank sends in a reduction of these leaves over `world` ranks."""
+        """Returns the exact bytes that each of `world` ranks sends to reduce these leaves."""
 
     @abc.abstractmethod
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
-        """Largest possible error of one leaf's sum, from all ranks' values f32[world, ...]."""
+        """Returns one leaf's largest possible error, given all ranks' values f32[world, ...]."""
 
     def kept(self, error: float, world: int) -> float | None:
-        """The share of a mean's signal that is left, for a code of relative squared error `error`.
+        """Returns how much of a mean is signal, for a code of relative squared error `error`.
 
-        An encoding keeps 1 - error of what it is given. If ranks are independent, the same share of
-        the mean square of the mean is signal. None if it is not known.
+        One encoding keeps the share 1 - error. If ranks are independent, the same share of the mean
+        square of their mean is signal. Returns None if the share is not known.
         """
         return None
 
@@ -114,10 +114,10 @@ class Reduction(abc.ABC):
         units: Units,
         states: Sequence[Any],
     ) -> Reduced:
-        """Reduces a buffer; `seeds` are `seed_count` times uint32[2].
+        """Reduces a buffer; `seeds` are `seed_count` seeds of uint32[2].
 
-        `units` has one entry per leaf, as in `primitives`, or none at all. `states` has one entry
-        per leaf, () for a compressor without state.
+        `units` has one entry per leaf, as in `primitives`, or is empty. `states` has one entry per
+        leaf, () for a compressor without state.
         """
 
 
@@ -125,8 +125,8 @@ class Rows(NamedTuple):
     """What `PayloadReduction.rows` returns: encoded sums, and what this rank lost.
 
     `rows`, u8[k, n], are the same on all ranks of the job. `residuals`, in the leaves' shapes, are
-    empty unless the job asks for them. `found`, i32[leaves, 2], is the part of `Reduced.found` that
-    went in.
+    empty unless the job asks for them. `found`, i32[leaves, 2], is the part of `Reduced.found` for
+    the leaves that went in.
     """
 
     rows: jax.Array
@@ -137,9 +137,9 @@ class Rows(NamedTuple):
 class PayloadReduction(Reduction):
     """A reduction of payloads, which ends in rows of bytes that every rank decodes alike.
 
-    Write `rows`, `rows_bytes` and `sums`; `run` prepares the leaves and calls them. It works across
-    `Levels` too. `found` is optional. If the reduction `adds_decoded`, `rows` and `sums` are given
-    fp32 leaves without units.
+    A subclass defines `rows`, `rows_bytes` and `sums`, and optionally `found`. `run` prepares the
+    leaves and calls these methods. Such a reduction also works across `Levels`. If `adds_decoded`
+    is set, `rows` and `sums` receive fp32 leaves without units.
     """
 
     adds_decoded: ClassVar[bool] = False
@@ -169,10 +169,10 @@ class PayloadReduction(Reduction):
             for leaf, x, state in zip(job.leaves, values, states, strict=True)
         ]
         ready = [y for y, _ in made]
-        inner = dataclasses.replace(job, watched=False)  # these are not the leaves
+        inner = dataclasses.replace(job, watched=False)  # prepared, not the leaves
         rows, residuals, _ = self.rows(inner, seeds, ready, ())
         sums = self.sums(job, rows, ready, ())
-        # What preparing took away is lost like what encoding did.
+        # What preparing took away is lost, just like what encoding lost.
         lost = [x - y + e for x, y, e in zip(values, ready, residuals, strict=False)]
         return Reduced(
             [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)],
@@ -185,7 +185,7 @@ class PayloadReduction(Reduction):
 
     @abc.abstractmethod
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
-        """The steps between preparing the leaves and the last decoding."""
+        """Runs the steps between preparing the leaves and the last decoding."""
 
     @abc.abstractmethod
     def rows_bytes(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
@@ -198,19 +198,19 @@ class PayloadReduction(Reduction):
     def found(
         self, job: Job, rows: jax.Array, sums: Sequence[jax.Array], units: Units
     ) -> jax.Array | None:
-        """What of the sums is not finite, i32[leaves, 2]; None if that would take a search."""
+        """Finds non-finite values of the sums, i32[leaves, 2]; None if that would take a search."""
         return None
 
 
 def largest_error(error_bound: Callable[[jax.Array], jax.Array], size: jax.Array) -> jax.Array:
-    """The most that encoding may lose of a value, where magnitudes are at most `size`.
+    """Returns the most that encoding may lose of any value, if magnitudes are at most `size`.
 
-    Of such values no more is known than that none is larger than the largest.
+    All that is known of such values is that none is larger than the largest of `size`.
     """
     signs = jnp.where(jnp.arange(size.size) % 2 == 0, 1.0, -1.0).reshape(size.shape)
     return error_bound(signs * size.max()).max()
 
 
 def sum_of_bounds(compressor: PayloadCompressor, x: jax.Array) -> jax.Array:
-    """What the decoded values of all ranks together may be off."""
+    """Returns the largest possible error of the sum of all ranks' decoded values."""
     return sum((compressor.error_bound(row) for row in x), start=jnp.zeros(x.shape[1:]))

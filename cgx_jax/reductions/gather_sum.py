@@ -1,4 +1,4 @@
-"""Every rank's whole payload to everybody, decoded and added up in rank order."""
+"""Sends every rank's whole payload to all ranks, which decode and add them in rank order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds,
 
 @dataclasses.dataclass(frozen=True)
 class GatherSum(PayloadReduction):
-    """One phase: a value is encoded once, and there is one latency; for codes of whole leaves.
+    """One phase, in which a value is encoded once, with one latency; for codes of whole leaves.
 
-    A rank sends its payload to world - 1 others. It decodes as many payloads as there are ranks,
-    its own among them, so that all add up the same numbers. It is right for sparse codes, for codes
-    with state, and for small buffers. Raises ValueError while tracing for a compressor that does
-    not allow it. Source: GRACE (Xu et al., ICDCS 2021).
+    A rank sends its payload to world - 1 others. It decodes the payloads of all ranks, including
+    its own, so that all ranks add up the same numbers. It suits sparse codes, codes with state, and
+    small buffers. Raises ValueError while tracing for a compressor that does not allow it. Source:
+    GRACE (Xu et al., ICDCS 2021).
     """
 
     shorthand: ClassVar[str] = "gather_sum"

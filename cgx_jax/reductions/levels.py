@@ -25,9 +25,10 @@ from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Reduction, S
 class Levels:
     """Which ranks are near each other: by the names of inner axes, or as groups of one flat axis.
 
-    `inner` names the axes of the call inside a node; the others lead across. Or `groups` holds the
-    indices of each node's ranks, all of one size. With `compressor` the sums inside are compressed
-    as well. Raises ValueError unless exactly one of `inner` and `groups` is given.
+    `inner` names those axes of the call that are inside a node; the other axes connect nodes.
+    Alternatively, `groups` holds the indices of each node's ranks, in groups of one size. With
+    `compressor`, the sums inside a node are compressed as well. Raises ValueError unless exactly
+    one of `inner` and `groups` is given.
     """
 
     inner: str | tuple[str, ...] | None = None
@@ -37,8 +38,8 @@ class Levels:
     def __post_init__(self) -> None:
         if (self.inner is None) == (self.groups is None):
             raise ValueError(
-                f"Levels: inner={self.inner!r} and groups={self.groups!r}; pass one of them, the "
-                "axes inside a node or the indices of each node's ranks."
+                f"Levels: inner={self.inner!r} and groups={self.groups!r}; pass one of the two: "
+                "inner, the axes inside a node, or groups, the indices of each node's ranks."
             )
         c = self.compressor
         if c is not None and "scatter_gather" not in c.reductions:
@@ -53,7 +54,7 @@ class Levels:
             object.__setattr__(self, "groups", tuple(tuple(map(int, g)) for g in self.groups))
 
     def split(self, caller: str, axes: Axes) -> tuple[Axes, Axes]:
-        """The ranks of `axes` inside a node, and those across; raises ValueError for a misfit."""
+        """Returns `axes` inside a node and across nodes; raises ValueError if they do not fit."""
         if axes.groups is not None:
             raise ValueError(
                 f"{caller}: levels= and axis_index_groups= cannot be combined; leave out one of "
@@ -77,11 +78,12 @@ class Levels:
 
 @dataclasses.dataclass(frozen=True)
 class Leveled(Reduction):
-    """`across` of this rank's share of the exact sum inside a node.
+    """Sums inside a node, then applies `across` to this rank's share of the node's sum.
 
-    Each rank of a node reduces its own share across, so a node sends no more than one rank would
-    in a flat reduction. Encoded sums then travel inside: all ranks decode the same bytes. One
-    exchange moves rows on both levels.
+    The sum inside a node is exact unless there is a `compressor`. Each rank of a node reduces its
+    own share across nodes, so a node sends no more than one rank would in a flat reduction. The
+    encoded sums then travel inside the node, so all ranks decode the same bytes. One exchange moves
+    rows on both levels.
     """
 
     across: Reduction
@@ -121,7 +123,7 @@ class Leveled(Reduction):
         return sum(self.bytes_by_level(leaves))
 
     def bytes_by_level(self, leaves: tuple[CodedLeaf, ...]) -> tuple[int, int]:
-        """Bytes that a rank sends inside its node, and to other nodes."""
+        """Returns the bytes that a rank sends inside its node, and those to other nodes."""
         if not isinstance(self.across, PayloadReduction):
             return 0, self.across.bytes_sent(leaves, self.inner.world * self.outer.world)
         own = self._shares(leaves)
@@ -183,12 +185,12 @@ class Leveled(Reduction):
     def _inside(
         self, job: Job, seeds: Seeds, runs: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """This rank's share of the node's sums; what the others' shares lost on the way to them."""
+        """Returns this rank's share of the node's sums, and what sending the others lost."""
         sizes = [x.shape[1] for x in runs]
         inner = self.inner
         if self.compressor is None:
             rows = jnp.concatenate(runs, axis=1)
-            # Over gloo in two thirds of the time of lax.psum_scatter.
+            # Over gloo this takes two thirds of the time of lax.psum_scatter.
             total = sum_of_rows(job.exchange.scatter(job.name, rows, inner))
             own = jnp.split(total, np.cumsum(sizes)[:-1].tolist())
             return own, [jnp.zeros_like(x) for x in runs]

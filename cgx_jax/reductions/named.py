@@ -1,4 +1,4 @@
-"""Reductions by their names, and the one that a compressor takes."""
+"""Finds reductions by name, and the reduction that a compressor takes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ REDUCTIONS: tuple[Reduction, ...] = (
 
 
 def named(caller: str, reduction: Reduction | str | None) -> Reduction | None:
-    """The reduction that a name stands for; None for None, each compressor's first.
+    """Returns the reduction that a name stands for, or None for None: each compressor's first.
 
     An instance of `Reduction` is returned unchanged. `caller` begins error messages. Raises
-    ValueError for an unknown name, TypeError for what is neither a name nor a reduction.
+    ValueError for an unknown name, TypeError for anything that is neither a name nor a reduction.
     """
     if reduction is None or isinstance(reduction, Reduction):
         return reduction
@@ -43,9 +43,9 @@ def named(caller: str, reduction: Reduction | str | None) -> Reduction | None:
 def reduction_of(
     caller: str, wanted: Reduction | None, leaves: Sequence[tuple[str, CodedLeaf]]
 ) -> Reduction:
-    """What reduces these leaves, given with their paths: the one that is wanted, or their first.
+    """Returns the reduction for leaves, given with their paths: `wanted`, or their first one.
 
-    Raises ValueError for a compressor that it is wrong for.
+    Raises ValueError for a compressor that it does not suit.
     """
     known = {r.shorthand: r for r in REDUCTIONS}
     for path, leaf in leaves:
@@ -54,7 +54,7 @@ def reduction_of(
         unknown = [name for name in c.reductions if name not in known]
         if wanted is None and c.reductions[0] in unknown:
             raise ValueError(
-                f"{caller}: {c}{where} allows the reductions {list(c.reductions)}, and the first "
+                f"{caller}: {c}{where} allows the reductions {list(c.reductions)}, but the first "
                 f"is not one of {list(known)}; pass an instance of it as reduction=."
             )
         taken = known[c.reductions[0]] if wanted is None else wanted

@@ -1,4 +1,4 @@
-"""What `Ring` and `Tree` share: sums that grow from rank to rank, encoded anew on the way."""
+"""What `Ring` and `Tree` share: sums that grow from rank to rank and are re-encoded on the way."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cgx_jax.reductions.base import Job, PayloadReduction
 class PartialSums(PayloadReduction):
     """Rows travel between pairs of ranks, and whoever receives a partial sum adds to it.
 
-    Each row is the payload of `coded(leaves, world)`. What a partial sum loses each time that it
-    is encoded belongs to the residual of the rank or the group of ranks that encode it. That is
-    less than a code loses of values that were never encoded, so what is `kept` is not known.
+    Each row is the payload of `coded(leaves, world)`. Each time that a partial sum is encoded, what
+    it loses belongs to the residual of the rank or the group of ranks that encode it. That is less
+    than a code loses of values that were never encoded, so `kept` is not known.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"permute"})
@@ -27,7 +27,7 @@ class PartialSums(PayloadReduction):
 
     def unfit(self, compressor: Compressor) -> str | None:
         if not getattr(compressor, "owner_exact", True):
-            return "it gives every rank the same weight, which partial sums do not"
+            return "it needs the same weight for every rank, which partial sums do not give"
         return super().unfit(compressor)
 
     @abc.abstractmethod
@@ -40,10 +40,10 @@ class PartialSums(PayloadReduction):
 
 
 def noise(job: Job, seed: Any, number: Any) -> Any:
-    """The seed of encoding `number`; as it is where no compressor rounds at random."""
+    """Returns the seed of encoding `number`; just `seed` if no compressor rounds at random."""
     return folded(seed, number) if any(x.compressor.needs_key for x in job.leaves) else seed
 
 
 def alike(job: Job, rows: jax.Array) -> jax.Array:
-    """`rows`, which every rank of the job holds, typed so under check_vma."""
+    """Returns `rows`, which all ranks of the job hold alike, typed as such under check_vma."""
     return rows if job.axes.groups is not None else _compat.same_over(rows, job.axes.names)

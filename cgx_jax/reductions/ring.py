@@ -1,4 +1,4 @@
-"""A ring: partial sums of chunks go round and are encoded anew at every rank."""
+"""A ring: partial sums of chunks go around it and are re-encoded at every rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Ring(PartialSums):
     """2 (world - 1) hops of one chunk to the next rank; for codes that can be cut into chunks.
 
     In the first half every rank decodes the partial sum that it receives, adds its own values and
-    encodes the result, so a value is encoded `world` times. In the second half the codes of the
-    sums go round unchanged. A rank sends 2 (world - 1) / world of a payload, all of it to one
-    neighbor. Raises ValueError while tracing for a compressor that does not allow it. Source: the
-    ring reduction of CGX (Markov et al., Middleware 2022).
+    encodes the result, so a value is encoded `world` times. In the second half the encoded sums go
+    around unchanged. A rank sends 2 (world - 1) / world of a payload, all of it to one neighbor.
+    Raises ValueError while tracing for a compressor that does not allow it. Source: the ring
+    reduction of CGX (Markov et al., Middleware 2022).
     """
 
     shorthand: ClassVar[str] = "ring"
@@ -82,7 +82,8 @@ class Ring(PartialSums):
         first, lost = encode(0, own(0))
         last, later = lax.scan(add, first, jnp.arange(1, world))
         _, others = lax.scan(forward, last, length=world - 1)
-        # After all hops this rank has the sum of the next rank's chunk; then that of its own comes.
+        # After the first half this rank has the sum of the next rank's chunk. The sum of its own
+        # chunk arrives next.
         place = (rank + 1 - jnp.arange(world)) % world
         rows = jnp.take(jnp.concatenate([last[None], others]), place, axis=0)
         residuals = [

@@ -52,7 +52,7 @@ class ScatterGather(PayloadReduction):
         return peers + largest_error(lambda v: code.error_bounds(of_sums, v), total)
 
     def kept(self, error: float, world: int) -> float:
-        # An owner adds its own values as they are.
+        # An owner adds its own values without encoding them.
         return (1 - error) * (1 - error * (world - 1) / world)
 
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:

@@ -12,15 +12,15 @@ from cgx_jax.compressors.codes import CodedLeaf
 
 
 def of(leaves: tuple[CodedLeaf, ...], world: int) -> tuple[CodedLeaf, ...]:
-    """One share of each leaf, fp32."""
+    """Returns one share of each leaf, fp32."""
     f32 = np.dtype(np.float32)
     return tuple(x._replace(shape=(-(-x.size // world),), dtype=f32) for x in leaves)
 
 
 def cut(x: jax.Array, world: int) -> jax.Array:
-    """fp32[world, share].
+    """Cuts a leaf into fp32[world, share].
 
-    The last ones end in copies of the last value, which do not widen the range of a bucket.
+    The padding repeats the last value, so it does not widen the range of a bucket.
     """
     flat = jnp.ravel(x).astype(jnp.float32)
     share = -(-flat.size // world)
@@ -28,5 +28,5 @@ def cut(x: jax.Array, world: int) -> jax.Array:
 
 
 def joined(shares: jax.Array, like: Any) -> jax.Array:
-    """The leaf that was cut, in the shape of `like`."""
+    """Inverts `cut`: returns the leaf in the shape of `like`."""
     return shares.reshape(-1)[: like.size].reshape(like.shape)

@@ -1,4 +1,4 @@
-"""Codes that are numbers: the ranks' sum is taken of the codes themselves, round by round."""
+"""Codes that are numbers: the ranks' codes themselves are summed, round by round."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from cgx_jax.reductions.base import Job, Reduced, Reduction, Seeds
 class SumRounds(Reduction):
     """`lax.psum` of numeric arrays, once or several times; for low-rank and shared-index codes.
 
-    The rounds of all leaves of a buffer run in step, so that there are only as many latencies as
-    the longest of them has rounds. Raises ValueError while tracing for a compressor that does not
-    allow it. Source: PowerSGD (Vogels et al., NeurIPS 2019).
+    The rounds of all leaves of a buffer run in step, so a buffer has only as many latencies as the
+    leaf with the most rounds. Raises ValueError while tracing for a compressor that does not allow
+    it. Source: PowerSGD (Vogels et al., NeurIPS 2019).
     """
 
     shorthand: ClassVar[str] = "sum_rounds"
@@ -70,25 +70,25 @@ class SumRounds(Reduction):
 
 
 def _check_alike(job: Job, compressor: Any, total: jax.Array) -> None:
-    """Raises ValueError where the types of check_vma do not show that all ranks hold `total`."""
+    """Raises ValueError if check_vma's types do not show that `total` is alike on all ranks."""
     varying = job.axes.varying() & _compat.varying_axes(total)
     if job.axes.groups is None and varying:
         raise ValueError(
             f"{job.name}: the total of {compressor}.rounds is typed as varying over axis "
-            f"{min(varying)!r}, so ranks may hold different sums. Make it from the received sums "
-            "and from what all ranks know, such as jnp.zeros(shape); jnp.zeros_like(x) has the "
-            "type of this rank's own x."
+            f"{min(varying)!r}, so ranks may hold different sums. Compute it only from received "
+            "sums and from values that all ranks share, such as jnp.zeros(shape); "
+            "jnp.zeros_like(x) has the type of this rank's own x."
         )
 
 
 def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
-    """Runs the generators to their ends, one collective for each round of all of them."""
+    """Runs the generators to their ends; all generators share the collectives of a round."""
     ends: dict[int, Summed] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(running)))
     while answers:
         to_sum: dict[int, Sequence[Any]] = {}
         to_compare: dict[int, Sequence[Any]] = {}
-        while answers:  # until all have come to their next round
+        while answers:  # until all have reached their next round
             asked: dict[int, Together] = {}
             for i, answer in answers.items():
                 try:
@@ -116,7 +116,7 @@ def _in_step(axes: Axes, running: list[Rounds]) -> list[Summed]:
 
 
 def _together(asked: dict[int, Together]) -> dict[int, Any]:
-    """The answers, by one call for all that ask for the same."""
+    """Computes the answers, with one call for all requests that are the same."""
     groups: dict[Any, list[int]] = {}
     for i, (function, x) in asked.items():
         kind = function, x.shape, x.dtype, _compat.varying_axes(x)
@@ -134,9 +134,9 @@ def _together(asked: dict[int, Together]) -> dict[int, Any]:
 def _reduce_together(
     reduce: Callable[[Sequence[Any]], list[jax.Array]], arrays: list[jax.Array]
 ) -> list[jax.Array]:
-    """Each array reduced over the ranks, by one collective per dtype.
+    """Reduces each array over the ranks, with one collective per dtype.
 
-    XLA would combine the collectives of single arrays across rounds, and so end with more of them.
+    Given one collective per array, XLA would combine them across rounds and end with more of them.
     """
     out: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(x.dtype for x in arrays):

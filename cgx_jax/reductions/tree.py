@@ -21,8 +21,8 @@ class Tree(PartialSums):
     """log2(world) levels, in which ranks r and r ^ 2^level exchange whole payloads.
 
     Both decode both payloads and add them in rank order, so that they hold the same partial sum.
-    They encode it with the same noise at the next level: a value is encoded log2(world) times. If
-    the world is no power of two, the ranks beyond the largest power of two first send their
+    They encode it with the same noise at the next level, so a value is encoded log2(world) times.
+    If the world is not a power of two, the ranks beyond the largest power of two first send their
     payloads to the first ranks, and receive the result afterwards. Raises ValueError while tracing
     for a compressor that does not allow it. Source: recursive doubling (Thakur et al., IJHPCA
     2005).
@@ -79,7 +79,7 @@ class Tree(PartialSums):
             received = permute(payload, [(inner + r, r) for r in range(extra)])
             more = code.sum(received[None], values, 1, units=())
             values = [jnp.where(rank < extra, x + y, x) for x, y in zip(values, more, strict=True)]
-        # The ranks beyond keep their values, and so lose here what they lost on the way.
+        # The ranks beyond keep their values, so this encoding loses what their first one lost.
         payload, residuals = encode(0, values)
         for level in range(levels):
             received = permute(payload, [(r, r ^ (1 << level)) for r in range(inner)])
@@ -89,7 +89,7 @@ class Tree(PartialSums):
             if level + 1 < levels:
                 values = code.sum(rows, values, 1, units=())
                 payload, lost = encode(level + 1, values)
-                # The ranks of a group lose the same, and each has an equal part of it.
+                # The ranks of a group lose the same, so each takes an equal part of it.
                 part = jnp.where(rank < inner, 0.5 ** (level + 1), 0)
                 residuals = [e + part * f for e, f in zip(residuals, lost, strict=True)]
         if extra:
@@ -103,6 +103,6 @@ class Tree(PartialSums):
 
 
 def _levels(world: int) -> tuple[int, int]:
-    """log2 of the largest power of two in `world`, and how many ranks are beyond it."""
+    """Returns log2 of the largest power of two up to `world`, and how many ranks are beyond it."""
     levels = world.bit_length() - 1
     return levels, world - (1 << levels)

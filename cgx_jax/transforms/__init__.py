@@ -1,4 +1,4 @@
-"""The reduction as an Optax transformation: its state, what it may keep, and what is around it."""
+"""The reduction as an Optax transformation: its state, its memories, and its helpers."""
 
 from cgx_jax.transforms.local_steps import local_params as local_params
 from cgx_jax.transforms.local_steps import local_steps as local_steps

@@ -1,4 +1,4 @@
-"""What every transformation with a memory does around it."""
+"""What transformations with a memory share: how they check, compute and keep residuals."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from cgx_jax.compressors import Compressor
 
 
 def require_bounded(caller: str, chosen: Sequence[tuple[str, Compressor]]) -> None:
-    """Raises ValueError for a compressor around which a memory would grow; pairs with a path."""
+    """Raises ValueError for a compressor that lets a memory grow; `chosen` pairs have paths."""
     for path, compressor in chosen:
         if compressor.feedback_scale is None:
             raise ValueError(
-                f"{caller}: {compressor} of leaf {path!r} may lose more than it is given, "
-                "so a memory around it grows without end; use Quantize with 2 bits or more, or "
+                f"{caller}: the error of {compressor} of leaf {path!r} can exceed its input, so a "
+                "memory around it would grow without bound; use Quantize with 2 bits or more, or "
                 "ScaledSign."
             )
 
 
 def residual_of(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.Array:
-    """What a rank lost of what it `sent`, where `factor` of what comes back counts."""
+    """Returns what a rank lost of what it `sent`, if decoded values count `factor` times."""
     if lost is None:
         return jnp.zeros_like(sent)
     return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
 
 
 def taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
-    """Which of the values that a rank sent a code of a few values has taken along.
+    """Returns which of the values that a rank `sent` a code of a few values took along.
 
-    Less than half of such a value is left.
+    Of such a value, less than half is left in the residual.
     """
     return 2 * jnp.abs(residual) < jnp.abs(sent)
 
 
 def keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` after a step whose mean is `finite`, else `old`."""
+    """Returns `new` after a step whose mean is `finite`, else `old`."""
     # An owner's share of a float16 leaf's error may overflow where the mean did not.
     return jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))

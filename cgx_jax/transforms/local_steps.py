@@ -1,4 +1,4 @@
-"""`local_steps`: ranks train on their own for some steps, then reduce what they have moved."""
+"""`local_steps`: ranks train on their own for some steps, then reduce how far they have moved."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def local_steps(
     mesh: Mesh | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Local SGD: each rank takes steps of `optimizer` by itself; every `every` steps ranks average.
+    """Local SGD: ranks take steps of `optimizer` by themselves and average every `every` steps.
 
-    Each update moves this rank's own parameters, which are `local_params(params, state)`: take
-    gradients there. `params` are the same on all ranks. In a step that reduces, their update is the
-    mean of how far the ranks have moved since the last one. In all other steps it is 0 and nothing
-    is sent. With `memory=ErrorFeedback()` a rank sends what compression lost in the next step that
-    reduces. `policy` and `options` are those of `sync_gradients`, which reduces. The optimizer's
-    state belongs to a rank, like a memory, and `state_specs` says so.
+    Each update moves this rank's own parameters, which are `local_params(params, state)`. Compute
+    gradients at these. `params` are the same on all ranks. In a step that reduces, their update is
+    the mean of how far the ranks have moved since the last one. In all other steps it is 0 and
+    nothing is sent. With `memory=ErrorFeedback()`, what compression loses is sent in the next step
+    that reduces. `policy` and `options` are those of `sync_gradients`, which does the reduction.
+    Each rank has its own optimizer state, as it has its own memory, and `state_specs` says so.
 
     `optax.MultiSteps` is different: it adds up gradients at the same parameters.
 
@@ -95,9 +95,9 @@ def local_steps(
 def local_params(params: Any, state: Any) -> Any:
     """This rank's parameters: `params` plus how far it has moved since the last reduction.
 
-    `state` is the optimizer's, which holds that of one `local_steps`, inside shard_map or pmap. The
-    result has the shapes and dtypes of `params`. Raises ValueError for a state that holds none or
-    several.
+    Call it inside shard_map or pmap. `state` is the optimizer's state, which holds the state of one
+    `local_steps`. The result has the shapes and dtypes of `params`. Raises ValueError if `state`
+    holds no state of `local_steps`, or several.
     """
 
     def is_local(x: Any) -> bool:
@@ -106,7 +106,7 @@ def local_params(params: Any, state: Any) -> Any:
     found = [x for x in jax.tree.leaves(state, is_leaf=is_local) if is_local(x)]
     if len(found) != 1:
         raise ValueError(
-            f"local_params: the state holds {len(found)} states of local_steps, and must hold one; "
+            f"local_params: the state holds {len(found)} states of local_steps, but must hold one; "
             "pass the state of a chain with one local_steps."
         )
     return jax.tree.map(jnp.add, params, _own(found[0].moved))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# From a step's number, i32[], to its rate, as Optax's schedules.
+# Maps a step's number, i32[], to its rate, like Optax's schedules.
 Schedule = Callable[[Any], Any]
 
 
@@ -32,7 +32,7 @@ class Memory(abc.ABC):
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Takes the gradient to what is sent; returns it and what `remember` needs as `kept`.
+        """Returns what is sent for the gradient, and what `remember` needs as `kept`.
 
         `step`, i32[], counts the updates before this one.
         """
@@ -41,10 +41,10 @@ class Memory(abc.ABC):
     def remember(
         self, residual: jax.Array, kept: Any, arrived: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        """The state after a step in which `residual` of what was sent is lost.
+        """Returns the state after a step that lost `residual` of what was sent.
 
         `kept` comes from `compensate`. `arrived`, bool in the leaf's shape, marks the values that a
-        code of a few values has sent; None where a code sends every value.
+        code of a few values has sent. It is None if the code sends every value.
         """
 
 
@@ -55,16 +55,17 @@ class ErrorFeedback(Memory):
     With decay 1 nothing is lost. Over any number of steps the sum of what the optimizer saw and the
     sum of the gradients' means differ only by the mean of the ranks' memories. That helps an
     optimizer that adds gradients up (SGD, momentum). Adam divides by their size, and there feedback
-    may cost more than it gives: docs/accuracy.md. The memory has each leaf's shape and dtype.
+    may cost more than it gives (see docs/accuracy.md). The memory has each leaf's shape and dtype.
 
-    `learning_rate` is the optimizer's schedule, from a step's number to its rate. What a step lost
-    then counts by that step's rate in whatever step sends it. The memory, in fp32 or wider, holds
-    residuals times their rates, and the account is of gradients times rates. Without it, a residual
-    counts by the rate of the step that sends it. A constant rate needs none.
+    `learning_rate` is the optimizer's schedule, from a step's number to its rate. With it, a
+    residual counts by the rate of the step that lost it, whichever step sends it. The memory, in
+    fp32 or wider, then holds residuals times their rates, and the sums above are of gradients times
+    rates. Without it, a residual counts by the rate of the step that sends it. A constant rate
+    needs no schedule.
 
-    Raises TypeError for a rate that is no schedule or a decay that is no number, ValueError for a
-    decay outside of (0, 1]. Source: 1-bit SGD (Seide et al., Interspeech 2014), EF-SGD (Karimireddy
-    et al., ICML 2019); here the second encoding of the reduction is fed back as well.
+    Raises TypeError for a rate that is not a schedule or a decay that is not a number, ValueError
+    for a decay outside of (0, 1]. Source: 1-bit SGD (Seide et al., Interspeech 2014), EF-SGD
+    (Karimireddy et al., ICML 2019); here the second encoding of the reduction is fed back as well.
     """
 
     decay: float = 1.0
@@ -74,7 +75,7 @@ class ErrorFeedback(Memory):
         _require_number("ErrorFeedback", "decay", self.decay)
         if not 0 < self.decay <= 1:
             raise ValueError(
-                f"ErrorFeedback: decay={self.decay} is outside (0, 1]; use 1 to lose nothing, "
+                f"ErrorFeedback: decay={self.decay} is outside (0, 1]; use 1 to lose nothing, or "
                 "memory=None for no feedback."
             )
         _require_schedule("ErrorFeedback", self.learning_rate)
@@ -100,15 +101,15 @@ class ErrorFeedback(Memory):
 class MomentumCorrection(Memory):
     """Error feedback around a momentum in [0, 1) that each rank keeps in place of the optimizer's.
 
-    A rank sends its velocity u = momentum * u + gradient and what earlier steps lost of it. Follow
-    it with plain SGD. The sum of velocities that the optimizer sees is then that of exact momentum
-    SGD, also for values that reach it late. Under a code that sends a few values, such as `TopK`,
-    the velocity of a value that has arrived starts again from 0 (momentum factor masking), so that
-    a late value does not push on in its old direction. A rank keeps two arrays of each leaf's
-    shape. `learning_rate` is as in `ErrorFeedback`.
+    A rank sends its velocity u = momentum * u + gradient, plus what earlier steps lost of it. Put
+    plain SGD after it. The sum of velocities that the optimizer sees is then that of exact momentum
+    SGD, even for values that arrive late. Under a code that sends a few values, such as `TopK`, the
+    velocity of a value that has arrived starts again from 0 (momentum factor masking), so that a
+    late value does not push on in its old direction. A rank keeps two arrays of each leaf's shape.
+    `learning_rate` is as in `ErrorFeedback`.
 
-    Raises TypeError for a rate that is no schedule or a momentum that is no number, ValueError for
-    a momentum outside of [0, 1). Source: DGC (Lin et al., ICLR 2018).
+    Raises TypeError for a rate that is not a schedule or a momentum that is not a number,
+    ValueError for a momentum outside of [0, 1). Source: DGC (Lin et al., ICLR 2018).
     """
 
     momentum: float = 0.9
@@ -118,8 +119,8 @@ class MomentumCorrection(Memory):
         _require_number("MomentumCorrection", "momentum", self.momentum)
         if not 0 <= self.momentum < 1:
             raise ValueError(
-                f"MomentumCorrection: momentum={self.momentum} is outside [0, 1); 0.9 is usual, "
-                "ErrorFeedback() is feedback without momentum."
+                f"MomentumCorrection: momentum={self.momentum} is outside [0, 1); 0.9 is usual. "
+                "Use ErrorFeedback() for feedback without momentum."
             )
         _require_schedule("MomentumCorrection", self.learning_rate)
 
@@ -144,7 +145,7 @@ class MomentumCorrection(Memory):
 
 
 def _no_residual(x: Any, schedule: Schedule | None) -> jax.Array:
-    # Residuals times small rates leave float16.
+    # Residuals times small rates leave the range of float16.
     narrow = schedule is not None and np.dtype(x.dtype).itemsize < 4
     return jnp.zeros(x.shape, jnp.float32 if narrow else x.dtype)
 
@@ -152,17 +153,17 @@ def _no_residual(x: Any, schedule: Schedule | None) -> jax.Array:
 def _with_residual(
     x: jax.Array, memory: jax.Array, schedule: Schedule | None, step: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """`x` plus the residual that the memory stands for, and what `_in_rates` needs."""
+    """Returns `x` plus the residual that the memory stands for, and what `_in_rates` needs."""
     if schedule is None:
         return x + memory, None
     rate = jnp.asarray(schedule(step), memory.dtype)
-    # A step of rate 0 can send nothing that counts: the memory waits.
+    # In a step of rate 0 nothing that is sent counts, so the memory waits.
     late = jnp.where(rate == 0, 0, memory / jnp.where(rate == 0, 1, rate))
     return (x.astype(memory.dtype) + late).astype(x.dtype), (rate, memory)
 
 
 def _in_rates(residual: jax.Array, kept: Any) -> jax.Array:
-    """The memory of a residual."""
+    """Returns the memory that stands for a residual."""
     if kept is None:
         return residual
     rate, before = kept
@@ -173,8 +174,8 @@ def _require_schedule(caller: str, schedule: Any) -> None:
     if schedule is not None and not callable(schedule):
         raise TypeError(
             f"{caller}: learning_rate={schedule!r} is not a schedule; pass the optimizer's own, a "
-            "function of the step such as optax.cosine_decay_schedule(0.1, 1000). A constant rate "
-            "needs none."
+            "function of the step such as optax.cosine_decay_schedule(0.1, 1000). For a constant "
+            "rate, leave out learning_rate."
         )
 
 

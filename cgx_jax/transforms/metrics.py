@@ -12,19 +12,19 @@ from cgx_jax.transforms.state import SyncState
 
 
 def metrics(state: Any) -> dict[str, int]:
-    """How many steps were skipped, and how many values found no room in the last step.
+    """Returns how many steps were skipped, and how many values found no room in the last step.
 
-    `state` is the optimizer's, with that of `sync_gradients`; without it the result is empty. Each
-    value is an int.
+    `state` is the optimizer's state. Without a state of `sync_gradients` in it, the result is
+    empty. Each value is an int.
 
     * "cgx/skipped" counts updates that left memory, moments and states of compressors as they were,
-      since a mean was not finite, and those that `debug_nonfinite("skip")` made 0. Of several
-      `sync_gradients` the one with the most counts.
+      because a mean was not finite, and updates that `debug_nonfinite("skip")` made 0. If there are
+      several `sync_gradients`, the largest count is given.
     * "cgx/overflow", and "cgx/overflow/" with the path of each leaf, exist with a memory around
-      codes with rooms of a fixed size: `Threshold`, `DGC`, `INCEPTIONN`. What found no room waits
-      in the memory. A leaf whose code always has room has 0.
+      codes with room of a fixed size: `Threshold`, `DGC`, `INCEPTIONN`. They count values that
+      found no room, which wait in the memory. A leaf whose code always has room has 0.
 
-    Counts are over the ranks of this process. Waits for the step.
+    Counts are over the ranks of this process. The call waits for the step.
     """
 
     def is_sync(x: Any) -> bool:
@@ -43,5 +43,5 @@ def metrics(state: Any) -> dict[str, int]:
 
 
 def _here(x: Any) -> list[Any]:
-    """The parts of `x` on this process, which has all of an array on the host."""
+    """Returns the parts of `x` on this process; a NumPy array is one part."""
     return [x] if isinstance(x, np.ndarray) else [shard.data for shard in x.addressable_shards]

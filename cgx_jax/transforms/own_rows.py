@@ -1,4 +1,4 @@
-"""What a rank has of its own in a state: arrays with a leading row for each rank."""
+"""State that belongs to a rank: arrays with a leading row for each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
 
 
 def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: str) -> Any:
-    """`make()` with a leading row for each rank, which holds its own."""
+    """Returns `make()` with a leading row for each rank; each rank holds its own row."""
     if not jax.tree.leaves(jax.eval_shape(make)):
         return make()
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -31,8 +31,8 @@ def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: 
     checked = bound and Axes.resolve(caller, names, None).checked()
     if not bound and mesh is None:
         raise ValueError(
-            f"{caller}: init cannot know how many ranks axis {axis_name!r} has, and each has a "
-            f"memory of its own; pass mesh= to {caller}, or call init inside shard_map "
+            f"{caller}: init cannot know how many ranks axis {axis_name!r} has, and each has its "
+            f"own memory; pass mesh= to {caller}, or call init inside shard_map "
             "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
         )
 
@@ -44,7 +44,7 @@ def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: 
         return row()
     assert mesh is not None
     require_axes(caller, names, mesh)
-    # The types of explicit axes hold here too, which a sharding constraint would not take.
+    # This also works under explicit axis types, which a sharding constraint would not accept.
     specs = PartitionSpec(axis_name)
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
 

@@ -11,28 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Units are updated in each of the first WARMUP steps, and in every PERIOD-th step after them: an
-# update reads every leaf, and by then changes little.
+# Units are updated in each of the first WARMUP steps, and in every PERIOD-th step after that. An
+# update reads every leaf, and after the warm-up it changes little.
 WARMUP, PERIOD = 32, 16
 
 
 class Units(NamedTuple):
     """What a leaf's values are multiplied by before they are encoded and after they are decoded.
 
-    `rows` is f32[2, R] and `columns` f32[2, C] for a leaf of R * C values, row by row. Value
-    (r, c) is encoded as x * (rows[0, r] * columns[0, c]); what is decoded is multiplied by
-    rows[1, r] * columns[1, c]. The first product is at most 1, so that no finite value overflows.
+    `rows` is f32[2, R] and `columns` f32[2, C] for a leaf of R * C values, row by row. Value (r, c)
+    is encoded as x * (rows[0, r] * columns[0, c]). The decoded value is multiplied by rows[1, r] *
+    columns[1, c]. The first product is at most 1, so that no finite value overflows.
     """
 
     rows: jax.Array
     columns: jax.Array
 
     def divide(self, x: jax.Array) -> jax.Array:
-        """`x` in these units, fp32."""
+        """Returns `x` in these units, fp32."""
         return self._multiply(x, 0)
 
     def multiply(self, x: jax.Array) -> jax.Array:
-        """`x`, which is in these units, as plain values, fp32."""
+        """Returns `x`, which is in these units, as plain values, fp32."""
         return self._multiply(x, 1)
 
     def _multiply(self, x: jax.Array, way: int) -> jax.Array:
@@ -42,10 +42,10 @@ class Units(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """The noise in a leaf's mean, where it is known.
+    """The rounding noise in a leaf's mean, where it is known.
 
-    In units it is the same for all values of a bucket of `bucket_size`: the share `share` of the
-    bucket's mean square.
+    In units, the squared noise is the same for all values of a bucket of `bucket_size` values:
+    `share` times the bucket's mean square.
     """
 
     share: float
@@ -55,17 +55,19 @@ class Rounding:
 class Moments(NamedTuple):
     """What `SecondMoment` knows of one leaf, fp32.
 
-    A step's *shares* are its squared values over their mean. `values` (a scalar where factored)
-    sums up the shares, `rows` f32[R] and `columns` f32[C] their means over rows and columns, and
-    `spreads` f32[3] the mean squares of single steps' rows, columns and values. A step counts as
-    it does in Adam's second moment: by its mean square, and decayed. `weights` f32[3] holds the
-    sum of the decayed weights of time, that of the steps' weights, and by how many steps of equal
-    weight, inverted, these could be replaced. `row_units` and `column_units` are the `Units` that
-    follow from rows and columns. `noise_rows` f32[R] and `noise_columns` f32[C] are row and
-    column means of the squared noise (`Rounding`) of the last step that was due, over the leaf's
-    mean square, averaged over the steps as Adam's second moment weights them; `noise_square` is the
-    mean of that moment. They are kept under `restore_step_size`, and 0 elsewhere and where the
-    noise is not known.
+    A step's *shares* are its squared values over their mean. Four fields are weighted sums over the
+    steps. `values` (a scalar where factored) sums the shares, `rows` f32[R] and `columns` f32[C]
+    sum their means over rows and columns, and `spreads` f32[3] sums the mean squares of single
+    steps' rows, columns and values. A step counts as it does in Adam's second moment: by its mean
+    square, and decayed. `weights` f32[3] holds the sum of the decayed weights of time, the sum of
+    the steps' weights, and the inverse of how many steps of equal weight could replace these.
+    `row_units` and `column_units` are the `Units` that follow from rows and columns.
+
+    `noise_rows` f32[R] and `noise_columns` f32[C] are row and column means of the squared noise
+    (`Rounding`) of the last step that was due, over the leaf's mean square. Under
+    `restore_step_size` they are averaged over the steps as Adam's second moment weights them, and
+    `noise_square` is the mean of that moment. Elsewhere, and where the noise is not known, these
+    three are 0.
     """
 
     weights: jax.Array
@@ -81,7 +83,7 @@ class Moments(NamedTuple):
 
     @property
     def units(self) -> Units:
-        """Those of rows and columns."""
+        """The units of rows and columns."""
         return Units(self.row_units, self.column_units)
 
 
@@ -94,13 +96,13 @@ class SecondMoment:
     large. In these units all values have about the same scale. The units come from the reduced
     gradients of earlier steps, which every rank holds, so nothing more is sent.
 
-    A value's unit is the product of its row's unit and its column's (columns lie along the last
-    axis), each the root of a mean square in fp32. With `factored=False` each value has a factor of
-    its own as well. That costs as much memory as the leaf in fp32, and a pass over it in every
-    step. Rows, columns and values differ in unit only as far as they differ by more than chance.
-    After the first step no difference counts; steps that repeat a difference confirm it. `decay` in
-    (0, 1) is that of the averages. `floor` in (0, 1] is the least factor, as a share of the usual
-    one.
+    A value's unit is the product of its row's unit and its column's unit (columns lie along the
+    last axis). Each is the root of a mean square in fp32. With `factored=False`, each value also
+    has a factor of its own. That costs as much memory as the leaf in fp32, and a pass over it in
+    every step. Units of rows, columns and values differ only as far as the differences exceed
+    chance. After the first step no difference counts yet; later steps that repeat a difference
+    confirm it. `decay` in (0, 1) is the decay of the averages. `floor` in (0, 1] is the least
+    factor, as a share of the usual one.
 
     Raises ValueError for a decay or floor outside their ranges. Source: ours. The moments are
     Adam's (Kingma and Ba, ICLR 2015), factored as in Adafactor (Shazeer and Stern, ICML 2018) and
@@ -120,7 +122,7 @@ class SecondMoment:
         if not 0 < self.floor <= 1:
             raise ValueError(
                 f"SecondMoment: floor={self.floor} is outside (0, 1]; 0.1 is the default, and "
-                "with 1 gradients are compressed almost as they are."
+                "1 leaves gradients almost unchanged before they are compressed."
             )
 
     def init(self, x: Any) -> Moments:
@@ -141,9 +143,9 @@ class SecondMoment:
         )
 
     def units(self, state: Moments) -> tuple[Units, jax.Array]:
-        """The next step's units; and f32[], the usual size of values whose unit is 1.
+        """Returns the next step's units, and the usual size, f32[], of values whose unit is 1.
 
-        A value in these units over that size is a multiple of its own usual size.
+        A value in these units, divided by that size, is a multiple of its own usual size.
         """
         units = state.units
         if not self.factored:
@@ -161,22 +163,22 @@ class SecondMoment:
         return (step < WARMUP) | (step % PERIOD == 0)
 
     def since(self, step: jax.Array) -> jax.Array:
-        """`decay` over the steps that the one after `step` others stands for, if it is due."""
+        """Returns the decay over all steps that the one after `step` others stands for, if due."""
         return jnp.where(step < WARMUP, self.decay, self.decay**PERIOD).astype(jnp.float32)
 
     def update(
         self, state: Moments, mean: jax.Array, step: jax.Array, rounding: Rounding | None = None
     ) -> Moments:
-        """The state after a step that is due, whose reduced gradient is `mean`.
+        """Returns the state after a step that is due, whose reduced gradient is `mean`.
 
-        `rounding` is the noise of compression in `units(state)`, None where that is not known.
-        Its `weights` are not finite where `mean`, or the sum of its squares, is not.
+        `rounding` is the noise of compression in `units(state)`, or None if it is not known. The
+        new state's `weights` are not finite if `mean`, or the sum of its squares, is not finite.
         """
         if not mean.size:
             return state
         x = mean.astype(jnp.float32).reshape(matrix_of(mean.shape))
         row_squares = jnp.square(x).mean(axis=1)
-        # One after the other: XLA's CPU fusion of both sums takes three times as long as two.
+        # The barrier separates the two sums: XLA's CPU fusion of both takes three times as long.
         x, row_squares = lax.optimization_barrier((x, row_squares))
         squares = jnp.square(x)
         values = None if self.factored else squares.reshape(state.values.shape)
@@ -194,8 +196,8 @@ class SecondMoment:
     ) -> Moments:
         """`update` from the mean squares of a gradient's rows and columns, f32[R] and f32[C].
 
-        `value_squares`, in the leaf's shape, are needed unless factored. `noise` is that of rows
-        and columns, None where it is not known.
+        `value_squares`, in the leaf's shape, are needed unless factored. `noise` holds that of rows
+        and of columns, or is None if it is not known.
         """
         mean_square = row_squares.mean()
         inverse = _inverse(mean_square)
@@ -227,13 +229,13 @@ class SecondMoment:
             row_units=self._factors(new.rows, new.spreads[0], new.weights),
             column_units=self._factors(new.columns, new.spreads[1], new.weights),
         )
-        # A leaf without a gradient tells nothing of what its gradients are like.
+        # A leaf whose gradient is 0 says nothing about its usual gradients.
         return jax.tree.map(lambda a, b: jnp.where(mean_square == 0, b, a), new, state)
 
     def _noise(
         self, state: Moments, mean: jax.Array, inverse: jax.Array, rounding: Rounding | None
     ) -> tuple[jax.Array, jax.Array] | None:
-        """Row and column means of the squared noise, times `inverse`."""
+        """Returns row and column means of the squared noise, times `inverse`."""
         if rounding is None:
             return None
         units, _ = self.units(state)
@@ -261,17 +263,17 @@ def _inverse(mean_square: jax.Array) -> jax.Array:
 def _shrunk(
     sums: jax.Array, spread: jax.Array, weights: jax.Array, expected: Any = 1.0
 ) -> jax.Array:
-    """Averages of shares, moved to those `expected` by what chance explains of the difference.
+    """Averages shares and shrinks them to `expected` as far as chance explains the difference.
 
     The noise of an average follows from how much single steps differ, as in an analysis of
-    variance. Where it explains all of the difference, nothing is left of that.
+    variance. Where noise explains all of the difference from `expected`, no difference is left.
     """
     total = jnp.where(weights[1] > 0, weights[1], 1)
     average, steps = sums / total, 1 / jnp.maximum(weights[2], _TINY)
     between = jnp.square(average).mean()
     within = jnp.maximum(spread / total - between, 0)
     few = jnp.maximum(steps - 1, _TINY)
-    noise = within / few * (1 + 2 / few)  # what few steps say of the noise is itself uncertain
+    noise = within / few * (1 + 2 / few)  # few steps make the noise itself uncertain
     difference = jnp.square(average - expected).mean()
     kept = jnp.clip(1 - noise / jnp.maximum(difference, _TINY), 0, 1)
     confirmed = (weights[2] > 0) & (steps > 1.1)
@@ -279,13 +281,13 @@ def _shrunk(
 
 
 def _ways(factors: jax.Array) -> jax.Array:
-    """f32[2, n]: the way in and the way out; the smallest factor counts as 1."""
+    """Returns f32[2, n]: factors into and out of units, relative to the smallest one."""
     relative = factors / factors.min()
     return jnp.stack([1 / relative, relative])
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A leaf's rows and columns: its last axis is the columns, vectors are one column."""
+    """Returns a leaf's rows and columns: its last axis is the columns; a vector is one column."""
     if len(shape) < 2:
         return (shape[0] if shape else 1), 1
     return math.prod(shape[:-1]), shape[-1]

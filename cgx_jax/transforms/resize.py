@@ -19,18 +19,18 @@ def resize_state(state: Any, world: int) -> Any:
     """An optimizer state with that of `sync_gradients` or `local_steps`, for `world` ranks.
 
     An update is a mean over the ranks, so n ranks with residuals e still owe the optimizer sum(e) /
-    n. The new ranks owe the same. Each gets the mean over the old ones, so the mean stays and the
-    sum becomes `world` / n times what it was. This holds for all that belongs to a rank: residuals,
-    velocities, states of compressors, and what `local_steps` keeps. What is the same on all ranks
-    stays. Counts of what found no room start again at 0.
+    n. The new ranks must owe the same. Each new rank gets the mean over the old ranks, so the mean
+    stays and the sum becomes `world` / n times what it was. This applies to everything that belongs
+    to a rank: residuals, velocities, states of compressors, and what `local_steps` keeps. What is
+    the same on all ranks stays as it is. Counts of values that found no room restart at 0.
 
-    `state` holds whole arrays, with a row for each old rank, outside of jit: as `init` returned it,
-    or as restored. Place the result by `state_shardings` on the new mesh. Arrays may be
-    `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved.
+    `state` holds whole arrays, with a row for each old rank, as `init` returned it or as restored.
+    Call the function outside of jit. Place the result on the new mesh with `state_shardings`.
+    Arrays may be `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved.
 
     Raises TypeError or ValueError for a world that is not an integer of 1 or more. Raises
-    ValueError for a state of neither transformation, rows for different numbers of ranks, and rows
-    of integers that differ, which have no mean.
+    ValueError for a state of neither transformation, for rows of different numbers of ranks, and
+    for rows of integers that differ, since these have no mean.
     """
     if operator.index(world) < 1:
         raise ValueError(f"{_NAME}: world={world} must be 1 or more.")
@@ -67,7 +67,7 @@ def resize_state(state: Any, world: int) -> Any:
 
 
 def _of_ranks(state: Any) -> Any:
-    """What has a row for each rank."""
+    """Returns the parts of a state that have a row for each rank."""
     if isinstance(state, LocalState):
         return state.moved, state.optimizer, _of_ranks(state.sync)
     own = state.codes.own if isinstance(state.codes, CodeState) else ()
@@ -75,7 +75,7 @@ def _of_ranks(state: Any) -> Any:
 
 
 def _rows(row: Callable[[np.ndarray], np.ndarray], tree: Any, world: int) -> Any:
-    """`row` of every array, `world` times; on the host, where the copies take no memory."""
+    """Repeats `row` of every array `world` times, on the host, where copies take no memory."""
 
     def rows(x: Any) -> Any:
         shape = (world, *x.shape[1:])

@@ -58,31 +58,31 @@ def scatter_gradients(
     exchange: Exchange | str = "auto",
     mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An Optax transformation that takes whole gradients to this rank's shard of their mean.
+    """An Optax transformation that reduces whole gradients to this rank's shard of their mean.
 
     It is for sharded data-parallel training (FSDP, ZeRO). It goes first in `optax.chain`, inside
     shard_map or pmap over `axis_name`, and everything after it sees shards. A leaf is cut along its
-    first dimension, which is a multiple of the world size; its dtype stays. `policy` and `exchange`
-    are as in `psum_scatter_compressed`. `seed` feeds stochastic rounding.
+    first dimension, which must be a multiple of the world size; its dtype stays. `policy` and
+    `exchange` are as in `psum_scatter_compressed`. `seed` feeds stochastic rounding.
 
     With `memory`, the next step sends what compression loses. Each rank remembers whole gradients,
-    so a memory takes as much space as they do. The rank's own shard is not encoded and leaves
-    nothing. With `precondition`, values are compressed in units of their size. The owner of a shard
-    knows its mean. In a step that updates the units the ranks therefore share the mean squares of
-    rows and columns, rows + columns fp32 numbers per leaf, in one `lax.psum` for all leaves. A step
-    whose mean holds a NaN or infinity on any rank leaves memory and moments as they were; one more
-    number per step tells all ranks.
+    so a memory takes as much space as they do. The rank's own shard is not encoded, so it leaves no
+    residual. With `precondition`, values are compressed in units of their size. Only the owner of a
+    shard knows its mean. In a step that updates the units, the ranks therefore share the mean
+    squares of rows and columns: rows + columns fp32 numbers per leaf, in one `lax.psum` for all
+    leaves. A step whose mean holds a NaN or infinity on any rank leaves memory and moments as they
+    were; one more number per step tells all ranks.
 
     The state is a `SyncState`. `state_specs` and `state_shardings` say how it is split, and a
-    checkpoint of it restores on as many ranks. `init` is given whole parameters and the `mesh`, or
-    shards inside shard_map or pmap. What follows in the chain sees only a shard:
-    `optax.clip_by_global_norm` would take the norm of that, and `optax.apply_if_finite` would skip
-    the step only on some ranks.
+    checkpoint of it restores on the same number of ranks. `init` takes whole parameters, with the
+    `mesh` given, or shards inside shard_map or pmap. What follows in the chain sees only a shard:
+    `optax.clip_by_global_norm` would use the norm of that shard, and `optax.apply_if_finite` would
+    skip the step only on some ranks.
 
     Raises ValueError while tracing for what `psum_scatter_compressed` refuses, for a memory around
     a compressor that would let it grow, for a `SecondMoment(factored=False)`, whose units no sender
-    has, for the state of an `init` that took shards for whole parameters, and for
-    `optax.apply_if_finite` around it. Source: QSDP (Markov et al., ICML 2023) for the scheme.
+    has, for the state of an `init` that mistook shards for whole parameters, and for
+    `optax.apply_if_finite` around it. Source of the scheme: QSDP (Markov et al., ICML 2023).
     """
     import optax
 
@@ -151,7 +151,7 @@ def scatter_gradients(
                 residual, arrived = residual_of(sent[i], lost.get(i), factors[i]), None
                 assert isinstance(half, PsumScatter)
                 if half.compressor.selects and i in lost:
-                    # Own values arrive in every step, none of them late.
+                    # A rank's own values arrive in every step and are never late.
                     arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
                 pairs = zip(memory.remember(residual, kept[i], arrived), before[i], strict=True)
                 row = (keep(finite, new, was) for new, was in pairs)
@@ -170,7 +170,7 @@ def _names(axis_name: Any) -> tuple[Any, ...]:
 
 
 def _whole(params: Any, axis_name: Any) -> Any:
-    """Shapes of whole leaves: `params` outside of the axis, and of shards inside."""
+    """Returns shapes of whole leaves; inside the axis, `params` are shards."""
     names = _names(axis_name)
     world = Axes.resolve(_NAME, names, None).world if is_bound(names) else 1
     grown = lambda x: (world * x.shape[0], *x.shape[1:]) if x.ndim else x.shape  # noqa: E731
@@ -178,7 +178,7 @@ def _whole(params: Any, axis_name: Any) -> Any:
 
 
 def _check_whole(state: SyncState, plan: Plan) -> None:
-    """Raises ValueError for a state whose `init` took shards for whole leaves, or the reverse."""
+    """Raises ValueError if the state's `init` mistook shards for whole leaves, or the reverse."""
     known: list[tuple[int, ...]] = []
     if state.memory != ():
         known = [x.shape[1:] for x in jax.tree.leaves(state.memory[0])]
@@ -189,9 +189,9 @@ def _check_whole(state: SyncState, plan: Plan) -> None:
         wanted = leaf.shape if state.memory != () else matrix_of(leaf.shape)
         if found != wanted:
             raise ValueError(
-                f"{_NAME}: the state of leaf {leaf.path!r} has shape {list(found)}, and the "
-                f"gradient is {list(leaf.shape)}. Give init whole parameters outside of shard_map, "
-                "and this rank's shards inside of shard_map or pmap."
+                f"{_NAME}: the state of leaf {leaf.path!r} has shape {list(found)}, but the "
+                f"gradient has {list(leaf.shape)}. Give init whole parameters outside shard_map, "
+                "and this rank's shards inside shard_map or pmap."
             )
 
 
@@ -202,10 +202,11 @@ def _scattered(
     key: Any,
     factors: list[float] | None,
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """This rank's shards of the means, and by leaf what this rank lost of what it sent.
+    """Returns this rank's shards of the means, and by leaf what it lost of what it sent.
 
-    With `factors`, one for each leaf, means are multiplied by them; without, nothing is known of
-    losses. Sums are fp32 until they are divided: that of float16 leaves may overflow, the mean not.
+    `factors`, one per leaf, multiply the means. Without them, losses are not computed. Sums are
+    fp32 until they are divided, since the sum of float16 leaves may overflow where the mean does
+    not.
     """
     out: dict[int, jax.Array] = {}
     lost: dict[int, jax.Array] = {}
@@ -220,7 +221,7 @@ def _scattered(
         if factors is None:
             sums = message.run(keys, ready)
         else:
-            # The exchange's own calls keep what they send to themselves.
+            # The exchange's fused calls do not reveal what they send.
             message = dataclasses.replace(message, fused=False)
             payloads = message.payloads(keys, ready)
             sums = message.deliver(payloads, ready)
@@ -238,7 +239,7 @@ def _scattered(
 
 
 def _own_units(units: Units | None, axes: Axes) -> Units | None:
-    """Those of this rank's shard: as many rows as any other's, and all columns."""
+    """Returns the units of this rank's shard: an equal share of the rows, and all columns."""
     if units is None:
         return None
     count = units.rows.shape[1] // axes.world
@@ -254,7 +255,7 @@ def _lost(
     units: dict[int, Units],
     leaves: list[Any],
 ) -> dict[int, jax.Array]:
-    """What encoding and preparing took away, in the leaves' own units and dtypes."""
+    """Returns what encoding and preparing took away, out of units and in the leaves' dtypes."""
     out = {}
     parts = zip(message.numbers, message.halves, payloads, inner, ready, strict=True)
     for i, half, payload, x, y in parts:
@@ -275,7 +276,7 @@ def _moved(
     finite: jax.Array,
     treedef: Any,
 ) -> Moments:
-    """The moments after a step: changed in one that is due and finite."""
+    """Returns the moments after a step; they change only if it is due and finite."""
 
     def follow() -> list[Moments]:
         squares = [_squares(means[i], old[i], axes) for i in coded]
@@ -301,9 +302,10 @@ def _moved(
 
 
 def _squares(mean: jax.Array, moments: Moments, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """This rank's part of the mean squares of a whole leaf's rows and columns: f32[R] and f32[C].
+    """Returns this rank's part of a leaf's mean squares of rows, f32[R], and columns, f32[C].
 
-    Over the ranks they add up: each has rows of its own, and a share of every column.
+    The parts of all ranks add up to those of the whole leaf: each rank has rows of its own, and a
+    share of every column.
     """
     rows = moments.rows.shape[0]
     squares = jnp.square(mean.astype(jnp.float32).reshape(matrix_of(mean.shape)))

@@ -22,8 +22,8 @@ from cgx_jax.transforms.precondition import Moments, SecondMoment
 
 CALLER = "sync_gradients"
 _OTHER_OPTIONS = (
-    "it belongs to other options. Take the state from this transformation's init, or restore one "
-    "that does."
+    "it was made with other options. Use the state from this transformation's init, or restore "
+    "one that was made with the same options."
 )
 
 
@@ -34,11 +34,11 @@ Choices = Sequence[tuple[Compressor, ...]]
 class CodeState(NamedTuple):
     """States of compressors: trees like the parameters, with a state, or (), at each leaf.
 
-    A leaf that several compressors may code, under an adaptive policy, has a tuple with the state
-    of each: that of a compressor that is not in use waits, so that no plan changes the shapes.
-    `own` differs between ranks: an array of shape s is [world, *s], one row per rank ([1, *s]
-    inside shard_map and pmap). `shared` is that of compressors with `shares_state`, and the same on
-    all ranks.
+    Under an adaptive policy, several compressors may code a leaf. It then has a tuple with the
+    state of each, in which the state of a compressor that is not in use stays unchanged, so that no
+    plan changes the shapes. `own` differs between ranks: an array of shape s is [world, *s], one
+    row per rank ([1, *s] inside shard_map and pmap). `shared` holds the states of compressors with
+    `shares_state` and is the same on all ranks.
     """
 
     own: Any
@@ -55,10 +55,10 @@ class SyncState(NamedTuple):
     * `moments`: () or the `Moments` by which gradients are preconditioned; each field is a tree
       like the parameters.
     * `codes`: () or the `CodeState` of compressors that have state.
-    * `overflow`: () or a tree like the parameters of i32[world], how many values found no room in
+    * `overflow`: () or a tree like the parameters of i32[world]: how many values found no room in
       the last step.
-    * `skipped`, i32[]: the number of updates that left all of this as it was, since a mean was not
-      finite.
+    * `skipped`, i32[]: the number of updates that left all of this unchanged, because a mean was
+      not finite.
 
     `metrics` reads `overflow` and `skipped`. A state that belongs to other options raises
     ValueError in `update`.
@@ -76,9 +76,10 @@ class SyncState(NamedTuple):
 class LocalState(NamedTuple):
     """State of `local_steps`, of which `moved` and `optimizer` differ between ranks.
 
-    `step` is i32[], the number of updates; `moved` a tree like the parameters, what a rank's own
-    are away from them; `optimizer` the inner optimizer's state: an array of shape s is [world, *s],
-    one row per rank ([1, *s] inside shard_map and pmap); `sync` the `SyncState` of the reductions.
+    `step`, i32[], is the number of updates. `moved`, a tree like the parameters, is how far a
+    rank's own parameters are from the shared ones. `optimizer` is the inner optimizer's state. In
+    both, an array of shape s is [world, *s], one row per rank ([1, *s] inside shard_map and pmap).
+    `sync` is the `SyncState` of the reductions.
     """
 
     step: jax.Array
@@ -88,7 +89,7 @@ class LocalState(NamedTuple):
 
 
 def state_specs(state: Any, axis_name: Any) -> Any:
-    """PartitionSpecs of an optimizer state that holds a `SyncState`: in_specs of a training step.
+    """Returns PartitionSpecs of a state that holds a `SyncState`: in_specs of a training step.
 
     `state` is what `init` returned, or `jax.eval_shape` of it. What belongs to a rank is split over
     `axis_name` along its first dimension, and everything else is replicated. The result is a tree
@@ -115,11 +116,11 @@ def state_specs(state: Any, axis_name: Any) -> Any:
 
 
 def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
-    """NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings and restoring.
+    """Returns NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings, restoring.
 
     `state` is as in `state_specs`. It may hold more than the optimizer's state, such as parameters,
     which are replicated. Raises ValueError for an axis that is not in the mesh, and for memories of
-    another number of ranks than the axis has there.
+    a different number of ranks than the axis has on the mesh.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     require_axes("state_shardings", names, mesh)
@@ -129,7 +130,7 @@ def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
         if len(spec) and x.shape[0] != world:
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"state_shardings: {where} is the memory of {x.shape[0]} ranks, and axis "
+                f"state_shardings: {where} is the memory of {x.shape[0]} ranks, but axis "
                 f"{axis_name!r} of this mesh has {world}; each rank has its own. Pass a mesh of "
                 f"{x.shape[0]} ranks, or cgx_jax.resize_state(state, {world})."
             )
@@ -139,23 +140,23 @@ def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
 
 
 def by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
-    """What a tuple of trees holds for each of `count` leaves."""
+    """Splits a tuple of trees into one tuple for each of `count` leaves."""
     parts = [jax.tree.leaves(tree) for tree in trees]
     return [tuple(part[i] for part in parts) for i in range(count)]
 
 
 def by_tree(leaves: list[tuple[Any, ...]], treedef: Any) -> tuple[Any, ...]:
-    """The tuple of trees back from what it holds for each leaf."""
+    """Inverts `by_leaf`: returns the tuple of trees."""
     return tuple(jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
 
 
 def moments_by_leaf(moments: Moments) -> list[Moments]:
-    """The moments of each leaf, from those whose fields are trees."""
+    """Splits moments whose fields are trees into the moments of each leaf."""
     return [Moments(*leaf) for leaf in zip(*map(jax.tree.leaves, moments), strict=True)]
 
 
 def moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
-    """Moments whose fields are trees, from those of each leaf."""
+    """Inverts `moments_by_leaf`: returns moments whose fields are trees."""
     if not moments:
         return Moments(*[jax.tree.unflatten(treedef, [])] * len(Moments._fields))
     return Moments(*(jax.tree.unflatten(treedef, field) for field in zip(*moments, strict=True)))
@@ -164,7 +165,7 @@ def moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
 def init_memory(
     memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh | None, caller: str = CALLER
 ) -> Any:
-    """The memories before the first step: a row for each rank."""
+    """Returns the memories before the first step: a row for each rank."""
     if memory is None:
         return ()
     leaves, treedef = jax.tree.flatten(params)
@@ -176,7 +177,7 @@ def init_memory(
 def init_overflow(
     memory: Memory | None, choices: Choices, treedef: Any, axis_name: Any, mesh: Mesh | None
 ) -> Any:
-    """The counts before the first step; () where there is room for all, or no memory."""
+    """Returns the counts before the first step; () if codes always have room, or no memory."""
     if memory is None or not any(c.has_rooms for some in choices for c in some):
         return ()
 
@@ -189,7 +190,7 @@ def init_overflow(
 def init_codes(
     leaves: Sequence[Leaf], choices: Choices, treedef: Any, axis_name: Any, mesh: Mesh | None
 ) -> Any:
-    """The compressors' states before the first step; () where none has any."""
+    """Returns the compressors' states before the first step; () if none has state."""
     if not any(_has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some):
         return ()
 
@@ -211,7 +212,7 @@ def init_codes(
 
 
 def _of_choices(states: Sequence[Any]) -> Any:
-    """What a leaf keeps for its choices, from the state of each."""
+    """Returns what a leaf keeps, from the state of each of its choices."""
     return states[0] if len(states) == 1 else tuple(states)
 
 
@@ -220,12 +221,12 @@ def _has_state(compressor: Compressor, leaf: Leaf) -> bool:
 
 
 def stateful(plan: Plan) -> list[bool]:
-    """Which leaves have a compressor with state."""
+    """Returns which leaves have a compressor with state."""
     return [_has_state(c, x) for c, x in zip(plan.compressors, plan.leaves, strict=True)]
 
 
 def codes_by_leaf(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> list[Any]:
-    """The state of each leaf's compressor on this rank, () for one without."""
+    """Returns the state of each leaf's compressor on this rank; () if it has none."""
     if codes == ():
         return [()] * len(plan.leaves)
     out = []
@@ -245,7 +246,7 @@ def codes_after(
     axes: Axes,
     finite: Any,
 ) -> Any:
-    """The state after a step: `states`, or the old ones where a mean is not `finite`."""
+    """Returns the state after a step: `states`, or the old ones if not `finite`."""
     if old == ():
         return ()
     before = codes_by_leaf(old, plan, choices, treedef)
@@ -270,8 +271,8 @@ def _check_shared(compressor: Compressor, path: str, state: Any, axes: Axes) -> 
         if varying:
             raise ValueError(
                 f"{CALLER}: {compressor} of leaf {path!r} says that ranks share its state "
-                f"(shares_state), and its state differs over axis {min(varying)!r}; make it from "
-                "sums over the ranks only, or leave shares_state False."
+                f"(shares_state), but its state differs over axis {min(varying)!r}; compute it "
+                "only from sums over the ranks, or set shares_state to False."
             )
 
 
@@ -284,14 +285,14 @@ def check_state(
     treedef: Any,
     caller: str = CALLER,
 ) -> None:
-    """Raises ValueError for the state of a transformation with other options."""
+    """Raises ValueError if `state` belongs to a transformation with other options."""
     if not plan.leaves:
         return
     like = jax.ShapeDtypeStruct(plan.leaves[0].shape, plan.leaves[0].dtype)
     kept = len(jax.eval_shape(memory.init, like)) if memory is not None else 0
     if len(state.memory) != kept:
         raise ValueError(
-            f"{caller}: the state holds {len(state.memory)} arrays per leaf where {memory} keeps "
+            f"{caller}: the state holds {len(state.memory)} arrays per leaf, but {memory} keeps "
             f"{kept}; {_OTHER_OPTIONS}"
         )
     _check_codes(state.codes, plan, choices, treedef)
@@ -299,14 +300,14 @@ def check_state(
     rows = {x.shape[0] for x in jax.tree.leaves((state.memory, own))} - {1}
     if rows:
         raise ValueError(
-            f"{caller}: the memory has {rows.pop()} rows here, and a rank has one. Inside "
+            f"{caller}: the memory has {rows.pop()} rows here, but a rank has one. Inside "
             "shard_map, split the state: in_specs=cgx_jax.state_specs(state, axis_name). Under "
             "pmap, let each rank make its own: state = jax.pmap(tx.init, axis_name=...)(params), "
             "with parameters that are replicated already."
         )
     if precondition is None and state.moments != ():
         raise ValueError(
-            f"{caller}: the state holds moments, and precondition is None; {_OTHER_OPTIONS}"
+            f"{caller}: the state holds moments, but precondition is None; {_OTHER_OPTIONS}"
         )
     if precondition is None:
         return
@@ -318,7 +319,7 @@ def check_state(
     found = jax.tree.leaves(state.moments.values)[0].shape
     if found != expected:
         raise ValueError(
-            f"{caller}: the state's moments have values of shape {list(found)} where "
+            f"{caller}: the state's moments have values of shape {list(found)}, but "
             f"{precondition} keeps {list(expected)}; {_OTHER_OPTIONS}"
         )
 
@@ -352,5 +353,5 @@ def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> None
             if shapes != found:
                 raise ValueError(
                     f"{CALLER}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
-                    f"and its init makes {shapes}; {_OTHER_OPTIONS}"
+                    f"but its init makes {shapes}; {_OTHER_OPTIONS}"
                 )

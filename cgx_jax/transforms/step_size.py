@@ -1,4 +1,4 @@
-"""`restore_step_size`: Adam's steps reach as far along the exact ones as without compression."""
+"""`restore_step_size`: lengthens Adam's steps by what compression shortens them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXAMPLE = (
 )
 # Noise counts up to this share of a value's second moment, so no factor is above 2.
 _MOST_NOISE = 0.75
-# Functions of Optax that keep Adam's state and make another use of it, and what they do.
+# Functions of Optax that keep Adam's state but use it differently, and what they do.
 _OTHER_USES = {
     "scale_by_trust_ratio": "scales a step by the norm of the parameters (LAMB)",
     "lamb": "scales a step by the norm of the parameters",
@@ -41,35 +41,36 @@ _OTHER_USES = {
 def restore_step_size(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, with updates that reach as far along those of exact training as exact ones do.
+    """Returns `optimizer` with its updates lengthened by what compression shortens them.
 
-    Values that are rounded to nearest in a clipped range come out smaller on average, and noise
-    keeps Adam's second moment v large. Under `Quantize(bits, rotation=True)` the part of a step
-    along the exact one is therefore 1 to 3 % shorter at 4 bits, and 3 to 7 % at 3. `SecondMoment`
-    knows how much of v is noise. Each leaf's update, with all that the optimizer puts into it
-    (AdamW's decay too), is multiplied by
+    Values that are rounded to nearest in a clipped range come out smaller on average, while noise
+    keeps Adam's second moment v large. Under `Quantize(bits, rotation=True)`, the component of a
+    step along the exact step is therefore 1 to 3 % shorter at 4 bits, and 3 to 7 % at 3.
+    `SecondMoment` knows how much of v is noise. Each leaf's update, with all that the optimizer
+    puts into it (AdamW's decay too), is multiplied by
 
         f = sum(sqrt(v)) / sum(sqrt(max(v - noise, v / 4)))
 
     The noise of value (r, c) is mean(v) * rows[r] * columns[c] / mean(rows). `rows`, f32[R], and
     `columns`, f32[C], are the row and column means of the noise's share, for a leaf of R * C
     values; the state of `SecondMoment` holds them. Since these are shares of a mean square, a clip
-    between the reduction and Adam changes nothing. The rest of a step is noise, which grows by the
+    between the reduction and Adam changes nothing. The rest of a step is noise, and it grows by the
     same factor. The factor is 1 for leaves that are reduced exactly, for codes that are not rotated
     or do not round to nearest, and for integers. Every rank computes the same factors from the same
-    state. There is no other state than the optimizer's.
+    state. There is no state beyond the optimizer's.
 
-    The factor assumes ranks whose gradients are independent. If all ranks have the same gradient,
-    steps come out too long, by less than 0.6 % at 4 bits and 1.9 % at 3.
+    The factor assumes that the gradients of different ranks are independent. If all ranks have the
+    same gradient, steps come out too long, by less than 0.6 % at 4 bits and 1.9 % at 3.
 
     `optimizer` is a chain of one `sync_gradients(..., precondition=SecondMoment())` without memory
-    and one Adam: `optax.adam`, `adamw`, `nadam`, `nadamw`, `radam` or `scale_by_adam`. Let
-    `SecondMoment(decay)` be Adam's b2. `optax.inject_hyperparams` may be around Adam, and
-    `optax.MultiSteps` around the whole.
+    and one Adam: `optax.adam`, `adamw`, `nadam`, `nadamw`, `radam` or `scale_by_adam`. Set the
+    decay of `SecondMoment(decay)` to Adam's b2. `optax.inject_hyperparams` may wrap Adam, and
+    `optax.MultiSteps` may wrap the whole.
 
-    Raises TypeError for what is no transformation. Raises ValueError from `init` and while tracing
-    for another chain, for an optimizer that keeps Adam's state but makes another use of it, such as
-    LAMB, for the reductions `Ring` and `Tree`, and if no leaf can have a factor. Source: ours.
+    Raises TypeError for anything that is not a transformation. Raises ValueError from `init` and
+    while tracing for another chain, for an optimizer that keeps Adam's state but makes another use
+    of it, such as LAMB, for the reductions `Ring` and `Tree`, and if no leaf can have a factor.
+    Source: ours.
     """
     import optax
 
@@ -115,9 +116,9 @@ def restore_step_size(
 def _averaged(
     old: Moments, new: Moments, v: jax.Array, due: jax.Array, decay: jax.Array
 ) -> Moments:
-    """`new`, but with the average noise in the second moments `v` instead of the last step's.
+    """Returns `new` with the average noise in the second moments `v` instead of the last step's.
 
-    The growth of `v` since the last due step is the weight of the steps in between, whatever has
+    The growth of `v` since the last due step gives the weight of the steps in between, whatever
     scaled their gradients before Adam.
     """
     square = _mean(v.astype(jnp.float32).reshape(new.rows.size, new.columns.size))
@@ -132,7 +133,7 @@ def _averaged(
 
 
 def _factor(v: jax.Array, moments: Moments) -> jax.Array:
-    """By how much the update of one leaf with second moments `v` is too short, f32[]."""
+    """Returns the factor, f32[], by which the update of a leaf with second moments `v` is short."""
     rows, columns = moments.noise_rows, moments.noise_columns
     noisy = rows.mean() > 0
     matrix = v.astype(jnp.float32).reshape(rows.size, columns.size)
@@ -149,7 +150,7 @@ def _mean(matrix: jax.Array) -> jax.Array:
 
 
 def _parts(state: Any, like: Any) -> tuple[Any, SyncState]:
-    """Adam's second moments, a tree like `like`, and the state of `sync_gradients`."""
+    """Returns Adam's second moments, a tree like `like`, and the state of `sync_gradients`."""
     import optax
 
     syncs = _found(state, SyncState)
@@ -158,7 +159,8 @@ def _parts(state: Any, like: Any) -> tuple[Any, SyncState]:
         if len(found) != 1:
             number = "no state" if not found else f"{len(found)} states"
             raise ValueError(
-                f"{_NAME}: the optimizer has {number} of {name}, and must have one: {_EXAMPLE}."
+                f"{_NAME}: the optimizer has {number} of {name}, but must have one; "
+                f"write {_EXAMPLE}."
             )
     if not isinstance(syncs[0].moments, Moments):
         raise ValueError(
@@ -219,7 +221,7 @@ def _check_functions(optimizer: Any) -> None:
 
 
 def _functions(x: Any, seen: set[int]) -> Iterator[FunctionType]:
-    """The functions that a transformation is made of, by what each has closed over."""
+    """Yields the functions that a transformation is made of, found through their closures."""
     if id(x) in seen:
         return
     seen.add(id(x))

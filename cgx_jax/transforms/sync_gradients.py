@@ -67,7 +67,7 @@ def sync_gradients(
     levels: Levels | None = None,
     mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An Optax transformation that takes a rank's gradients to their mean, compressed.
+    """An Optax transformation that reduces the ranks' gradients to their mean, compressed.
 
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`. Everything after it
     sees the same mean on every rank, in the gradients' shapes and dtypes. `policy`, `exchange`,
@@ -75,28 +75,29 @@ def sync_gradients(
 
     * A `Tuner` as `exchange` chooses the exchange, the reduction, the levels and the fusion
       buffers.
-    * An `Adaptive` policy measures here. Its `jit`, or the tuner's, compiles the step.
-    * `Stages` follow one another in one program.
+    * An `Adaptive` policy measures its statistics here. Its `jit`, or the tuner's, compiles the
+      step.
+    * `Stages` as `policy` follow one another in one program.
     * With `memory` (`ErrorFeedback()`, `MomentumCorrection()`) the next step sends what compression
       loses.
     * With `precondition` (`SecondMoment()`, the choice for Adam and its kin) values are compressed
       in units of their own size, and an adaptive policy measures errors in these units.
 
-    The state is a `SyncState`, and keeps the state of compressors too. A step whose mean holds a
+    The state is a `SyncState`, which also keeps the state of compressors. A step whose mean holds a
     NaN or infinity leaves memory, moments and states as they were, on all ranks of the mesh.
-    `transforms.metrics` counts it; `debug_nonfinite` says where it came from. Memory belongs to a
-    rank. Either `init` runs inside shard_map or pmap, or it is given the `mesh`. `state_specs` and
-    `state_shardings` say how the state is split.
+    `transforms.metrics` counts such steps; `debug_nonfinite` says where the values came from. Each
+    rank has its own memory, so either call `init` inside shard_map or pmap, or pass the `mesh`.
+    `state_specs` and `state_shardings` say how the state is split.
 
-    Clip, and skip steps (`optax.apply_if_finite`), after it in the chain, where all ranks see the
-    same mean. A clip before it uses each rank's own norm: it scales ranks differently, and the mean
-    of what is left is not the clipped mean. To accumulate gradients, add them up in the training
-    step, or put `optax.MultiSteps` after it. Extra arguments of `update` are for the rest of the
-    chain and change nothing here. Options are static, except for `seed`: `optax.inject_hyperparams`
-    belongs around the optimizer after it.
+    Clip gradients and skip steps (`optax.apply_if_finite`) after it in the chain, where all ranks
+    see the same mean. A clip before it uses each rank's own norm, so it scales ranks differently,
+    and the mean of the results is not the clipped mean. To accumulate gradients, add them up in the
+    training step, or put `optax.MultiSteps` after it. Extra arguments of `update` are for the rest
+    of the chain and change nothing here. Options are static, except for `seed`, so put
+    `optax.inject_hyperparams` around the optimizer after it.
 
     Raises ValueError while tracing for what `pmean_compressed` refuses, for a memory around a
-    compressor that would let it grow, for a memory whose ranks cannot be known, for
+    compressor that would let it grow, for a memory if `init` cannot know the number of ranks, for
     `apply_if_finite` around it and, under check_vma, for `MultiSteps` around it. Raises TypeError
     for an option of a wrong type. Source: CGX (Markov et al., Middleware 2022).
     """
@@ -133,7 +134,7 @@ def sync_gradients(
             if precondition is not None:
                 values = moments.values
                 moments = lax.with_sharding_constraint(moments, replicated)
-                if not precondition.factored:  # which lie as their leaves do
+                if not precondition.factored:  # sharded like their leaves
                     moments = moments._replace(values=values)
         remembered = init_memory(memory, params, axis_name, mesh)
         overflow = init_overflow(memory, choices, treedef, axis_name, mesh)
@@ -193,7 +194,7 @@ def sync_gradients(
         mean = _Mean(options, plan, key, treedef, scales, codes, state.step)
         if memory is None:
             sums, remembered, overflow = mean(leaves), (), ()
-            # Where nothing is kept, nothing depends on it, and looking takes a pass.
+            # If nothing is kept, nothing depends on it, and the check would take a pass.
             finite = mean.finite(sums) if state.codes != () or sums.skipped is not False else True
         else:
             sums, finite, remembered, overflow = _Feedback(memory, mean)(leaves, state)
@@ -204,7 +205,8 @@ def sync_gradients(
             moments, finite = _moved(precondition, moments, mean, means, roundings, finite)
         measured = state.statistics
         if isinstance(policy, Adaptive):
-            # Gradients, not what feedback makes of them: that depends on the plan in use.
+            # Measures the gradients, not what feedback makes of them, which depends on the plan in
+            # use.
             measured = policy.observe(measured, leaves, scales, state.step, axes, plan)
         skipped = state.skipped + (1 - jnp.asarray(finite, jnp.int32))
         new = SyncState(state.step + 1, remembered, measured, moments, after, overflow, skipped)
@@ -275,8 +277,8 @@ class _Feedback:
             no_room = jnp.int32(0) if wanted is None else (wanted & ~came).sum(dtype=jnp.int32)
             overflow.append(self._row(no_room))
             selects = plan.compressors[i].selects and sums.residuals[i] is not None
-            # In the chunk that a rank owns its residual is what the sum of all ranks lost, so a
-            # value has come through only if the mean has one there too.
+            # In the chunk that a rank owns, its residual is what the sum of all ranks lost. A value
+            # there has arrived only if the mean has one there too.
             through = came & (means[i] != 0) if selects else None
             remembered = self.memory.remember(residual, kept, through)
             after = zip(remembered, before, strict=True)
@@ -294,10 +296,10 @@ def _choices(plans: list[Plan]) -> Choices:
 
 
 def _roundings(options: Options, plan: Plan, scales: list[_Scale]) -> list[Rounding | None]:
-    """The noise in the mean of each leaf; None where it is exact or the noise is not known."""
+    """Returns the noise in each leaf's mean; None if it is exact or its noise is not known."""
     found: list[Rounding | None] = [None] * len(scales)
     in_units = [i for i, scale in enumerate(scales) if scale is not None]
-    # Units take time, so that a buffer may be faster exact after all.
+    # Units take time, so with them a buffer may be faster uncompressed.
     for buffer, way in ways(options, plan, in_units).items():
         if way is None:
             continue
@@ -307,7 +309,7 @@ def _roundings(options: Options, plan: Plan, scales: list[_Scale]) -> list[Round
 
 
 def _rounding(leaf: CodedLeaf, reduction: Reduction, world: int) -> Rounding | None:
-    """How much of the mean square of a leaf's mean is noise, for ranks that are independent."""
+    """Returns how much of a leaf's mean is noise, if the ranks are independent."""
     error = leaf.compressor.known_error(leaf.size)
     if error is None or leaf.compressor.block_size is None:
         return None
@@ -323,7 +325,7 @@ def _rounding(leaf: CodedLeaf, reduction: Reduction, world: int) -> Rounding | N
 
 
 def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> None:
-    """Raises ValueError where no step size can be restored, for the wrapper around the caller."""
+    """Raises ValueError if `restore_step_size`, around the caller, can restore no step size."""
     if memory is not None:
         raise ValueError(
             f"restore_step_size: {memory} sends in later steps what compression loses, so rounding "
@@ -351,11 +353,11 @@ def _moved(
     roundings: list[Rounding | None],
     finite: Any,
 ) -> tuple[Moments, Any]:
-    """The moments after a step, changed in one that is due and `finite`; and whether it is."""
+    """Returns the moments after a step, changed if it is due and finite; and the new `finite`."""
     due = precondition.due(mean.step)
     new, old = [], moments_by_leaf(moments)
     for before, x, rounding in zip(old, means, roundings, strict=True):
-        # Each leaf by itself: one branch of all would keep all means until the last has come.
+        # One branch per leaf: a single branch for all would keep all means until the last arrives.
         update = functools.partial(precondition.update, before, x, mean.step, rounding)
         new.append(lax.cond(due, update, lambda before=before: before))
     finite = jnp.asarray(finite) & all_finite([leaf.weights for leaf in new])

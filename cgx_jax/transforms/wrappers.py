@@ -1,4 +1,4 @@
-"""What may be around a transformation that reduces, and what Optax may pass to it."""
+"""Checks of Optax wrappers around a transformation that reduces, and of their options."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _INJECT = (
 )
 
 
-# Set while `restore_step_size` traces the optimizer that it holds.
+# Set while `restore_step_size` traces the optimizer that it wraps.
 _LEARNT: ContextVar[list[Any] | None] = ContextVar("learnt", default=None)
 
 
 @contextlib.contextmanager
 def restore_step_size_around() -> Iterator[list[Any]]:
-    """`restore_step_size` traces its optimizer in here; the list receives its `SecondMoment`."""
+    """The context in which `restore_step_size` traces; yields a list for its `SecondMoment`."""
     learnt: list[Any] = []
     token = _LEARNT.set(learnt)
     try:
@@ -36,7 +36,7 @@ def restore_step_size_around() -> Iterator[list[Any]]:
 
 
 def within_restore_step_size() -> list[Any] | None:
-    """The list that receives a `SecondMoment` under `restore_step_size`; None elsewhere."""
+    """Returns the list for the `SecondMoment` under `restore_step_size`; None elsewhere."""
     return _LEARNT.get()
 
 
@@ -50,22 +50,22 @@ def check_options(axis_name: Any, mesh: Any) -> None:
 
 
 def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
-    """Raises ValueError where an Optax wrapper around the caller cannot work across ranks.
+    """Raises ValueError if an Optax wrapper around the caller cannot work across ranks.
 
-    `checked` says whether shard_map's check_vma is on, `shards` that after the caller each rank
-    sees a shard of the mean. Nothing but the call stack knows what holds a transformation; it is
-    read while tracing only.
+    `checked` says whether shard_map's check_vma is on. `shards` says that after the caller each
+    rank sees only a shard of the mean. Only the call stack shows what wraps a transformation, so
+    this function reads it, while tracing only.
     """
     around = _optax_callers()
     after = f"Put it after {caller}, where all ranks see the same mean: optax.chain({caller}(...), "
     agree = (
-        "After it, a rank would decide by its own shard only. Let the ranks agree in the training "
-        "step, by jax.lax.pmin of whether the gradients are finite."
+        f"After {caller}, a rank would decide by its own shard only. Let the ranks agree in the "
+        "training step: take jax.lax.pmin of whether the gradients are finite."
     )
     if "apply_if_finite" in around:
         raise ValueError(
-            f"{caller}: optax.apply_if_finite around it looks at the gradients of one rank. Where "
-            "they are not finite, only that rank skips the reduction, and all others wait for it "
+            f"{caller}: optax.apply_if_finite around it checks the gradients of one rank. If they "
+            "are not finite, only that rank skips the reduction, and all others wait for it "
             "forever. "
             + (agree if shards else f"{after}optax.apply_if_finite(optimizer, n)).")
             + f" {caller} skips such a step by itself: its memory and moments stay as they were."
@@ -75,22 +75,22 @@ def check_wrappers(caller: str, *, checked: bool, shards: bool = False) -> None:
             "optax.MultiSteps(optimizer, k, should_skip_update_fn=...).gradient_transformation())."
         )
         raise ValueError(
-            f"{caller}: optax.MultiSteps with should_skip_update_fn around it looks at the "
-            "gradients of one rank. Where it skips, only that rank leaves out the reduction, and "
+            f"{caller}: optax.MultiSteps with should_skip_update_fn around it checks the "
+            "gradients of one rank. If it skips, only that rank leaves out the reduction, and "
             "all others wait for it forever. " + (agree if shards else after + multi_steps)
         )
     if checked and "MultiSteps" in around:
         raise ValueError(
             f"{caller}: optax.MultiSteps around it accumulates gradients that differ between ranks "
-            "in a state that check_vma takes to be replicated, and it runs the reduction in "
+            "in a state that check_vma takes to be replicated. It also runs the reduction in "
             f"every mini-step. Put it after {caller}: optax.chain({caller}(...), "
-            "optax.MultiSteps(optimizer, k).gradient_transformation()). To reduce once in k "
+            "optax.MultiSteps(optimizer, k).gradient_transformation()). To reduce once per k "
             "mini-steps, add up the gradients in the training step (docs/training_loops.md)."
         )
 
 
 def _optax_callers() -> dict[str, Any]:
-    """The functions and classes of Optax whose code is on the call stack; each with its `self`."""
+    """Returns Optax's functions and classes on the call stack, each with its `self`."""
     found: dict[str, Any] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -104,6 +104,6 @@ def _optax_callers() -> dict[str, Any]:
 def _skips(multi_steps: Any) -> bool:
     """Whether `optax.MultiSteps` was given a function that skips mini-steps."""
     decide = getattr(multi_steps, "_should_skip_update_fn", None)
-    # Without one it takes a function of its own, which never skips.
+    # Without one, MultiSteps uses a function of its own, which never skips.
     own = getattr(decide, "__qualname__", "").startswith("MultiSteps.")
     return decide is not None and not own
