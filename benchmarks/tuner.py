@@ -50,7 +50,7 @@ TREES = {
     "100 MB, one embedding": [(48_828, 512)],
 }
 LEAST = 3  # steps of a setting
-FINAL = 40  # turns of the finalists
+FINAL = 200  # turns of the finalists
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -550,7 +550,9 @@ def test_a_step_that_is_jitted_already_or_asks_nothing_is_refused():
 
 def test_what_the_tuner_chooses_is_not_named_beside_it():
     for option in ({"reduction": "tree"}, {"levels": Levels("local")}):
-        with pytest.raises(ValueError, match=r"the tuner's to choose.*Tuner\(reductions=\[...\]"):
+        with pytest.raises(
+            ValueError, match=r"the tuner chooses these; leave .*Tuner\(reductions=\[...\]"
+        ):
             cgx_jax.sync_gradients("data", Quantize(4), exchange=tuner(), mesh=mesh(), **option)
 
 

@@ -43,7 +43,7 @@ BAD_SETTINGS = {
     "an exchange of no name": (changed(exchange=["mpi"]), r"exchange=\['mpi'\] is not one of"),
     "a reduction that is not tried": (changed(reduction="tree"), "reduction='tree' is not one of"),
     "other levels": (changed(levels="levels ('node',)"), "is not one of"),
-    "an option that there is not": (changed(options={"color": 1}), "options=.* are not some of"),
+    "an option that there is not": (changed(options={"color": 1}), "options=.* must be among"),
     "no options": (changed(options=[]), r"options=\[\] are not"),
     "a window of text": (changed(options={"window": "4"}), "window='4' is not a whole number"),
     "a window of one": (changed(options={"window": 1}), r"window=1 must be in \[2, 1024\]"),
@@ -81,7 +81,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     cache.keep(tmp_path, KEY, FIELDS)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.warns(RuntimeWarning, match="cannot be kept in .*disk full.*pass cache="):
+        with pytest.warns(RuntimeWarning, match="cannot be written to .*disk full.*pass cache="):
             cache.keep(tmp_path, KEY, Setting().to_fields())
     assert found(tmp_path) == (Setting(Xla()), True)
     assert len(list(tmp_path.rglob("*"))) == 2  # the folder and the file, nothing half written
@@ -99,8 +99,8 @@ DAMAGED = {
     "a number": (lambda text: "7", "schema is missing in 7"),
     "bytes of no text": (lambda text: b"\xff\xfe", "it is not UTF-8"),
     "another schema": (damage(schema=0), "schema=0, this version of cgx_jax reads 1"),
-    "other machines": (damage(topology={"cpu": "another"}), "of other machines, versions"),
-    "another tree": (damage(tree="e" * 32), "of another tree than its name"),
+    "other machines": (damage(topology={"cpu": "another"}), "belongs to other machines, versions"),
+    "another tree": (damage(tree="e" * 32), "belongs to another tree than its name says"),
     "no size": (damage(nbytes=-1), "nbytes=-1 is not a whole number"),
     "a foreign setting": (damage(setting=changed(exchange="pigeon")), "exchange='pigeon'"),
     "a terminal's commands": (damage(setting="\x1b[2J"), "not printable"),

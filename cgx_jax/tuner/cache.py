@@ -1,4 +1,4 @@
-"""Settings of earlier runs in the user's cache: one folder per topology, one file per tree."""
+"""The cache of settings from earlier runs: one folder per topology, one file per tree."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 from cgx_jax import untrusted
 
 SCHEMA = 1
-NEAR = 4.0  # by which factor the bytes of trees may differ that start with the same setting
-MOST_FILES = 1000  # read of one topology
+NEAR = 4.0  # trees whose bytes differ by at most this factor may share a first setting
+MOST_FILES = 1000  # that are read per topology
 
 Chosen = TypeVar("Chosen", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a setting is good for: `topology`, in JSON types, and a tree by digest and bytes."""
+    """The job that a setting is for: `topology`, in JSON types, and a tree by digest and bytes."""
 
     topology: dict[str, Any]
     tree: str
@@ -39,7 +39,7 @@ class Key:
 
 
 def user_folder() -> Path:
-    """Where programs of this user keep what they can make again, by the system's conventions."""
+    """Returns this package's folder in the user's cache folder, by the system's conventions."""
     if sys.platform == "win32":
         local = os.environ.get("LOCALAPPDATA")
         return (Path(local) if local else Path.home() / "AppData" / "Local") / "cgx_jax" / "Cache"
@@ -51,9 +51,9 @@ def user_folder() -> Path:
 
 
 def folder(cache: str | os.PathLike[str] | bool) -> Path | None:
-    """The folder that `cache=` asks for: the user's for True, None for False.
+    """Returns the folder that `cache=` asks for: the user's for True, None for False.
 
-    None as well for a user without a home, with one RuntimeWarning.
+    If the user has no home folder, it returns None and raises one RuntimeWarning.
     """
     if cache is not True:
         return Path(cache) if cache else None
@@ -70,16 +70,17 @@ def folder(cache: str | os.PathLike[str] | bool) -> Path | None:
 
 
 def digest(value: Any) -> str:
-    """32 hexadecimal digits of a value in JSON types."""
+    """Returns 32 hexadecimal digits that identify a value in JSON types."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def find(root: Path, key: Key, parse: Callable[[Any], Chosen]) -> tuple[Chosen | None, bool]:
-    """(this tree's setting, True), or (the setting of the tree nearest in bytes or None, False).
+    """Returns (this tree's setting, True), or (a similar tree's setting or None, False).
 
-    `parse` takes a setting's JSON to the setting, or raises ValueError. Files that are damaged or
-    of another topology are left out, with one RuntimeWarning.
+    The similar tree is the one whose bytes are nearest. `parse` converts a setting's JSON to the
+    setting, or raises ValueError. Files that are damaged or belong to another topology are skipped,
+    with one RuntimeWarning.
     """
     folder = root / key.folder
     own = folder / f"{key.tree}.json"
@@ -101,8 +102,8 @@ def find(root: Path, key: Key, parse: Callable[[Any], Chosen]) -> tuple[Chosen |
             away[setting] = min(apart, away.get(setting, apart))
     if bad:
         warnings.warn(
-            f"Tuner: {bad[0]}; {len(bad)} of the cache's files are left out, and what they are "
-            "for is measured anew. Delete them to stop this warning.",
+            f"Tuner: {bad[0]}; {len(bad)} of the cache's files are skipped, and their jobs are "
+            "measured again. Delete the files to stop this warning.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -111,7 +112,7 @@ def find(root: Path, key: Key, parse: Callable[[Any], Chosen]) -> tuple[Chosen |
 
 
 def _read(path: Path, key: Key, parse: Callable[[Any], Chosen]) -> tuple[int, Chosen]:
-    """The bytes of the tree that a file is of, and its setting."""
+    """Returns the bytes of a file's tree, and its setting."""
     fields = untrusted.loads(untrusted.read(path))
     schema = untrusted.field(fields, "schema")
     if schema != SCHEMA:
@@ -120,15 +121,15 @@ def _read(path: Path, key: Key, parse: Callable[[Any], Chosen]) -> tuple[int, Ch
         )
     topology = untrusted.field(fields, "topology")
     if topology != key.topology:
-        raise ValueError("it is of other machines, versions or options than its folder")
+        raise ValueError("it belongs to other machines, versions or options than its folder")
     if untrusted.field(fields, "tree") != path.stem:
-        raise ValueError("it is of another tree than its name")
+        raise ValueError("it belongs to another tree than its name says")
     nbytes = untrusted.whole(untrusted.field(fields, "nbytes"), "nbytes", 1)
     return nbytes, parse(untrusted.field(fields, "setting"))
 
 
 def keep(root: Path, key: Key, setting: dict[str, Any]) -> None:
-    """Writes a setting, all of the file or nothing; one RuntimeWarning where that fails."""
+    """Writes a setting's file as a whole; raises one RuntimeWarning if that fails."""
     fields = {"schema": SCHEMA, "topology": key.topology, "tree": key.tree}
     fields |= {"nbytes": max(key.nbytes, 1), "setting": setting}
     folder = root / key.folder
@@ -137,8 +138,8 @@ def keep(root: Path, key: Key, setting: dict[str, Any]) -> None:
         _replace(folder / f"{key.tree}.json", json.dumps(fields, indent=1) + "\n")
     except OSError as error:
         warnings.warn(
-            f"Tuner: the setting cannot be kept in {str(folder)!r} ({error}), so the next run "
-            "measures it again; pass cache= with a folder that can be written, or False.",
+            f"Tuner: the setting cannot be written to {str(folder)!r} ({error}), so the next run "
+            "measures again; pass cache= with a folder that can be written, or False.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Which settings a tuner may try, and what the model says of each before any is tried."""
+"""The settings that a tuner may try, and the model's prediction for each of them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from cgx_jax.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
 IN_BACKWARD = (HOOK_FUSION_BYTES, HOOK_FUSION_BYTES // 4, HOOK_FUSION_BYTES // 16)
 STREAMS = (1, 2, 4)  # of NCCL
-NEAR, NEAR_BYTES = 1.5, 1.05  # times the least, in seconds and in bytes, that may be faster
-REACH = 4  # times the largest size that was measured: predictions beyond are not trusted
+NEAR, NEAR_BYTES = 1.5, 1.05  # times the least seconds and bytes: the model errs by as much
+REACH = 4  # times the largest measured size: predictions for larger buffers are not trusted
 
 
 class Asked(NamedTuple):
-    """A reduction of the step: the call that makes it, its plan, and whether values have units.
+    """A reduction of the step: its call, its plan, and whether its values have units.
 
-    `later` are plans that it may have later, under a policy that adapts. `overlaps` says that it
-    runs inside the backward pass.
+    `later` holds the plans that it may have later, under a policy that adapts. `overlaps` says that
+    it runs inside the backward pass.
     """
 
     name: str
@@ -43,11 +43,12 @@ class Asked(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A setting, and what its reductions take in a step.
+    """A setting, and the seconds and bytes that its reductions take per step.
 
-    `seconds` are what the profile predicts, None without one or where it has no measurements. With
-    levels they are a lower bound: the sums inside a node are not measured. In the backward pass
-    they are an upper bound: what computing hides is not known. `nbytes` are what a rank sends.
+    `seconds` is the profile's prediction, or None without a profile or without measurements of such
+    buffers. With levels it is a lower bound, because the sums inside a node are not measured. In
+    the backward pass it is an upper bound, because nobody knows how much of it overlaps with
+    computing. `nbytes` is the number of bytes that a rank sends.
     """
 
     setting: Setting
@@ -62,11 +63,12 @@ Program = tuple[Buffers, ...]  # of all reductions of the step
 def candidates(
     asked: Sequence[Asked], offered: Offered, profile: Profile | None
 ) -> list[Candidate]:
-    """`lax.psum`, and what the model cannot rule out: the most promising first, of each way one.
+    """Returns `lax.psum`, then the settings that the model cannot rule out.
 
-    Of settings that compile to the same program there is one. Ruled out is what the profile
-    predicts to be no faster than `lax.psum`, or, where it predicts nothing, what sends no fewer
-    bytes. Raises ValueError for levels that do not fit the axes.
+    The most promising setting of each way comes first. If several settings compile to the same
+    program, only one of them is listed. A setting is ruled out if the profile predicts that it is
+    no faster than `lax.psum` or, without a prediction, if it sends no fewer bytes. Raises
+    ValueError for levels that do not fit the axes.
     """
     for call, levels in itertools.product(asked, offered.levels):
         levels.split(call.name, call.axes)
@@ -135,7 +137,7 @@ def _fastest_sizes(own: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _may_be_fastest(candidate: Candidate, near: list[Candidate]) -> bool:
-    """Whether the model may be wrong by what it says of `candidate` and the first of `near`."""
+    """Returns whether `candidate` may beat the first of `near`, given the model's errors."""
     if not near:
         return True
     if candidate.seconds is not None and near[0].seconds is not None:
@@ -155,24 +157,24 @@ def _settings(offered: Offered, sizes: tuple[int, ...]) -> Iterator[Setting]:
 
 
 def _cost(candidate: Candidate) -> tuple[bool, float]:
-    """By what candidates are ordered: predictions first, and bytes where there is none."""
+    """Returns a sort key: predicted seconds, then bytes for candidates without a prediction."""
     seconds = candidate.seconds
     return seconds is None, candidate.nbytes if seconds is None else seconds
 
 
 def _limit(candidate: Candidate, exact: Candidate) -> tuple[bool, float]:
-    """The cost at which `lax.psum` is as good."""
+    """Returns the cost at which `lax.psum` is as good."""
     unknown = candidate.seconds is None or exact.seconds is None
     return unknown, exact.nbytes if unknown else exact.seconds or 0.0
 
 
 def _program(setting: Setting, asked: Sequence[Asked]) -> Program:
-    """How each buffer of each reduction travels."""
+    """Returns how each buffer of each reduction travels."""
     return tuple(_buffers(setting, call, call.plan) for call in asked)
 
 
 def _buffers(setting: Setting, call: Asked, plan: Plan) -> Buffers:
-    """How each buffer of `plan` travels; raises ValueError where the setting is wrong for it."""
+    """Returns how each buffer of `plan` travels; raises ValueError if the setting does not fit."""
     options = setting.options(call.name, call.axes, mean=True)
     return tuple(ways(options, setting.buffered(plan)).items())
 
@@ -202,10 +204,10 @@ def _candidate(
 
 
 def _sums(sizes: list[int]) -> list[int]:
-    """Bytes of each exact sum of leaves of these sizes.
+    """Returns the bytes of each exact sum, for leaves of these sizes.
 
-    XLA on CPUs makes a sum of each leaf, but for small ones, which travel together. Elsewhere it
-    joins them.
+    On CPUs, every leaf has a sum of its own, except small leaves, which travel together. On other
+    platforms XLA joins the sums.
     """
     alone = [n for n in sizes if n > SMALL_BYTES] if jax.default_backend() == "cpu" else []
     return [n for n in (*alone, sum(sizes) - sum(alone)) if n]
@@ -214,7 +216,7 @@ def _sums(sizes: list[int]) -> list[int]:
 def _predicted(
     profile: Profile | None, way: Way, call: Asked, buffer: tuple[int, ...]
 ) -> float | None:
-    """Seconds of one buffer; None where no profile measured anything like it."""
+    """Returns the seconds of one buffer, or None if no profile measured such buffers."""
     across = way.reduction.across if isinstance(way.reduction, Leveled) else way.reduction
     kinds = {ScatterGather(): "", GatherSum(): ONE_SHOT}
     if profile is None or across not in kinds:
@@ -223,6 +225,6 @@ def _predicted(
     sent, _ = way.reduction.across_links(call.plan.coded(buffer), call.axes.world)
     in_units = {x.number for x in sent} if call.in_units else ()
     load = load_of(sent, in_units)
-    # "gather_sum" wins where latency decides, so its small sizes say nothing of larger ones.
+    # "gather_sum" wins where latency dominates, so its small sizes say nothing about larger ones.
     reach = auto.largest(profile, method) * (1 if kinds[across] else REACH)
     return auto.estimate(profile, method, load) if 4 * load.values <= reach else None

@@ -1,6 +1,6 @@
-"""The options of exchanges that are fastest on the user's links.
+"""Finds the options of exchanges that are fastest on the user's links.
 
-Those of the MPI engine by coordinate descent, the streams of NCCL by trying each number.
+A coordinate descent finds the options of the MPI engine. The streams of NCCL are tried one by one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ VALUES = {
     "window": (2, 4, 8),
     "threads": (1, 2, 4),
 }
-SIZES = (1 << 20, 1 << 24)  # fp32 bytes that the options are measured on
+SIZES = (1 << 20, 1 << 24)  # fp32 bytes of the buffers on which options are measured
 ROUNDS = 6
 LEAST_ROUNDS = 4  # for quartiles
-CALLS = 3 * ROUNDS * sum(map(len, VALUES.values()))  # on a size, of a descent
+CALLS = 3 * ROUNDS * sum(map(len, VALUES.values()))  # of a descent, per size
 CODE = Quantize(4)
-STREAM_BYTES = 1 << 26  # fp32, of the buffer on which they are compared
+STREAM_BYTES = 1 << 26  # fp32 bytes of the buffer on which streams are compared
 
 
 def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
-    """The fastest options of `Mpi`, which its engine runs with from now on.
+    """Returns the fastest options of `Mpi`, and restarts its engine with them.
 
-    `left` returns seconds that every process agrees on. Sizes on which a descent would take longer
-    are left out, and a round that does not fit into what is left ends it. Every process calls it.
+    `left` returns the remaining seconds, on which all processes agree. A size is skipped if the
+    descent would not fit into them, and the descent ends before a round that does not fit. Every
+    process calls this function.
     """
     _run_with(links, mpi.defaults())
     reduce = links.collective(lambda x: psum_compressed(x, links.axis, CODE, exchange="mpi"))
@@ -60,9 +61,9 @@ def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
         return mpi.defaults()
 
     def measure(engines: Sequence[Mpi]) -> np.ndarray:
-        """f64[rounds, engines]: the geometric mean over the sizes, of engines that take turns."""
+        """Returns f64[rounds, engines]: geometric means over the sizes. The engines take turns."""
         samples = np.empty((ROUNDS, len(engines)))
-        remaining, longest = left(), 0.0  # seconds, and those of a round
+        remaining, longest = left(), 0.0  # seconds, also of the longest round
         for done, row in enumerate(samples):
             if remaining <= longest:
                 return samples[:done]
@@ -95,19 +96,19 @@ def descend(
     cores: int,
     measure: Callable[[Sequence[Mpi]], np.ndarray],
 ) -> Mpi:
-    """From `start` on, one option after the other to the value that is surely faster.
+    """Returns the options that a descent from `start` finds, one option after the other.
 
-    `measure` takes engines to f64[rounds, engines], which compares them with the first. The descent
-    ends at fewer than four rounds. Values that cannot differ are left out: no segment is longer
-    than a chunk of `chunk` payload bytes, a chunk has no more segments in flight than it has at
-    all, and a rank with `cores` gains nothing from more threads.
+    A new value must be surely faster. `measure` maps engines to f64[rounds, engines], which
+    compares them with the first one. The descent ends if it returns fewer than four rounds. Values
+    that cannot make a difference are skipped: segments longer than a chunk of `chunk` payload
+    bytes, windows of more segments than a chunk has, and more threads than the `cores` of a rank.
     """
     current = start
     for name, values in VALUES.items():
         segments = -(-chunk // (current.segment_bytes or chunk))
         most = {"segment_bytes": chunk, "window": segments, "threads": cores}[name]
         different: dict[int, int] = {}
-        for value in (getattr(current, name), *values):  # of values that cannot differ the least
+        for value in (getattr(current, name), *values):  # of equivalent values, the first
             different.setdefault(min(value, most), value)
         tried = [dataclasses.replace(current, **{name: v}) for v in different.values()]
         if len(tried) > 1:
@@ -119,10 +120,10 @@ def descend(
 
 
 def tune_streams(links: LinkTimer, left: Callable[[], float]) -> Nccl:
-    """The fastest number of streams; one, unless another is surely faster.
+    """Returns `Nccl` with the fastest number of streams: one, unless another is surely faster.
 
-    `left` returns seconds that every process agrees on. Where the rounds do not fit into them, it
-    is one. Every process calls it.
+    `left` returns the remaining seconds, on which all processes agree. If the rounds do not fit
+    into them, the result has one stream. Every process calls this function.
     """
     tried = [Nccl(streams=count) for count in STREAMS]
     call = functools.partial(psum_compressed, axis_name=links.axis, compressor=CODE)

@@ -1,4 +1,4 @@
-"""What a call asks for: as its user wrote it, or as a tuner chooses it."""
+"""The options of a call, from its user or from a tuner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def check_tuner(
     reduction: Reduction | str | None,
     levels: Levels | None,
 ) -> None:
-    """Raises ValueError for options beside a tuner that are the tuner's to choose."""
+    """Raises ValueError if options are given that the tuner chooses."""
     if isinstance(exchange, Tuner) and (reduction is not None or levels is not None):
         raise ValueError(
-            f"{caller}: reduction={reduction!r} and levels={levels!r} are the tuner's to choose; "
-            "leave them out, or let it try yours: Tuner(reductions=[...], levels=[...])."
+            f"{caller}: reduction={reduction!r} and levels={levels!r} are given, but the tuner "
+            "chooses these; leave them out, or let it try yours: Tuner(reductions=[...], "
+            "levels=[...])."
         )
 
 
@@ -41,9 +42,10 @@ def resolve_options(
     in_units: bool,
     overlaps: bool,
 ) -> tuple[Options, Plan]:
-    """The options of a call, and `plan` in the buffers that travel.
+    """Returns the options of a call, and `plan` in the fusion buffers that travel.
 
-    `choices`, `in_units` and `overlaps` as in `Tuner.setting`. Raises what `Options.resolve` does.
+    `choices`, `in_units` and `overlaps` are as in `Tuner.setting`. Raises the same errors as
+    `Options.resolve`.
     """
     if not isinstance(exchange, Tuner):
         options = Options.resolve(

@@ -1,4 +1,4 @@
-"""What a tuner chooses for a step, and its form in JSON."""
+"""`Setting`: what a tuner chooses for a step, and its form in JSON."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ class Setting:
         return f"{name}{near}, {self.fusion_bytes / 2**20:g} MiB"
 
     def options(self, name: str, axes: Axes, *, mean: bool) -> Options:
-        """What a call `name` over `axes` asks for by this setting."""
+        """Returns the options of a call `name` over `axes` with this setting."""
         return Options(name, axes, self.exchange, self.reduction, self.levels, mean=mean)
 
     def in_program(self) -> Setting:
-        """The setting without what a compiled step does not know of it."""
+        """Returns the setting without the options that a compiled step does not know."""
         if self.exchange is None:
             return self
         return dataclasses.replace(self, exchange=self.exchange.in_program())
 
     def nearby(self) -> list[Setting]:
-        """Settings that need no other program and may be faster."""
+        """Returns settings that run the same program and may be faster."""
         others = () if self.exchange is None else self.exchange.nearby()
         return [dataclasses.replace(self, exchange=exchange) for exchange in others]
 
     def buffered(self, plan: Plan) -> Plan:
-        """`plan` in this setting's buffers; as it is for `lax.psum`, which needs none."""
+        """Returns `plan` in this setting's buffers; for `lax.psum`, which needs none, as it is."""
         return plan if self.exchange is None else plan.in_buffers(self.fusion_bytes)
 
     def unlike(self, other: Setting) -> int:
-        """0 for the same way by buffers of the same size, 1 for the same way, 2 otherwise."""
+        """Returns 0 for the same way and the same buffer size, 1 for the same way, 2 otherwise."""
         if self.way != other.way:
             return 2
         return int(self.fusion_bytes != other.fusion_bytes)
@@ -70,7 +70,7 @@ class Setting:
         return self.in_program().exchange, self.reduction, self.levels
 
     def to_fields(self) -> dict[str, Any]:
-        """The setting in JSON types."""
+        """Returns the setting in JSON types."""
         exchange, reduction = self.exchange, self.reduction
         return {
             "exchange": None if exchange is None else exchange.shorthand,
@@ -83,14 +83,14 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Offered:
-    """What settings may be made of. A file names these; nothing else is ever made from it."""
+    """The parts of which settings may consist. A file only names them, and nothing else is used."""
 
     exchanges: tuple[Exchange, ...]
     reductions: tuple[Reduction, ...]
     levels: tuple[Levels, ...]
 
     def setting(self, fields: Any) -> Setting:
-        """The setting that `Setting.to_fields` described; raises ValueError for any other value."""
+        """Returns the setting that `Setting.to_fields` wrote; raises ValueError for other input."""
         named = {e.shorthand: e for e in self.exchanges}
         exchange = _find(fields, "exchange", named)
         reduction = _find(fields, "reduction", {r.shorthand: r for r in self.reductions})
@@ -103,7 +103,7 @@ class Offered:
             return Setting()
         known = [f.name for f in dataclasses.fields(exchange)]
         if not isinstance(options, dict) or not set(options) <= set(known):
-            raise ValueError(f"options={untrusted.shown(options)} are not some of {known}")
+            raise ValueError(f"options={untrusted.shown(options)} must be among {known}")
         whole = {k: untrusted.whole(v, k) for k, v in options.items()}
         return Setting(dataclasses.replace(exchange, **whole), reduction, levels, fusion_bytes)
 
@@ -118,7 +118,7 @@ def _find(fields: Any, name: str, known: dict[str, Any]) -> Any:
 
 
 def _options(exchange: Exchange) -> dict[str, Any]:
-    """The options of an exchange that are given."""
+    """Returns the options of an exchange that are set."""
     fields: Sequence[Any] = dataclasses.fields(exchange)  # type: ignore[arg-type]
     values = {f.name: getattr(exchange, f.name) for f in fields}
     return {k: v for k, v in values.items() if v is not None}

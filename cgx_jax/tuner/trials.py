@@ -1,12 +1,12 @@
-"""Trials of settings on real steps: in which order, and what their times say."""
+"""Trials of settings on real steps: their order, and what their times say."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Of rounds in which the best must be faster than the first.
+# The share of rounds in which the best candidate must be faster than the first one.
 _ROUNDS = 0.75
-# Similar settings differ by little, and would meet that by chance. They must be faster in more
+# Similar settings differ by little and would pass that test by chance. They must be faster in more
 # rounds, or by more.
 _ROUNDS_OF_SIMILAR = 0.9
 _GAIN_OF_SIMILAR = 0.05
@@ -15,9 +15,9 @@ _GAIN_OF_SIMILAR = 0.05
 class Trials:
     """`rounds` rounds in which each of `count` candidates takes two steps, after one to compile.
 
-    The second of the two is timed: in the first, memory that the candidate before has freed is new
-    to this one, which in training happens once. Candidates take turns, in the other direction in
-    every second round, so what slows a machine down for some steps meets all of them.
+    Only the second step is timed. In the first, a candidate pays for memory that the previous one
+    has just freed, which happens only once in a training. Candidates take turns, in reverse order
+    in every second round, so a slow period of the machine affects all of them.
     """
 
     def __init__(self, count: int, rounds: int) -> None:
@@ -38,7 +38,7 @@ class Trials:
         return self._turns[self._taken][1]
 
     def record(self, seconds: float) -> None:
-        """Notes the time of the current candidate's step."""
+        """Records the time of the current candidate's step."""
         round_, candidate = self._turns[self._taken]
         if round_ >= 0:
             self.samples[round_, candidate] = seconds
@@ -46,7 +46,7 @@ class Trials:
 
 
 def best(samples: np.ndarray, *, similar: bool = False) -> int:
-    """The fastest candidate of f64[rounds, candidates], of those surely faster than the first.
+    """Returns the fastest of f64[rounds, candidates] that is surely faster than the first.
 
     A candidate is surely faster if it took less time than the first in three rounds of four.
     `similar` says that candidates are one way to reduce, by other options or buffers of another

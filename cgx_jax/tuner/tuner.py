@@ -1,4 +1,4 @@
-"""`Tuner`: the fastest way to reduce the gradients of a step, found on its first steps."""
+"""`Tuner`: finds the fastest way to reduce the gradients of a step on its first calls."""
 
 from __future__ import annotations
 
@@ -39,33 +39,34 @@ _COLUMNS = (
 
 
 class Tuner:
-    """Finds how a step's gradients reduce fastest, by trials on the first steps of a training.
+    """Finds the fastest way to reduce a step's gradients, by trials on the first training steps.
 
-    It is used in two places. `sync_gradients(axis, policy, exchange=tuner)`, or
-    `reduce_in_backward` with it, asks it while the step is traced. `tuner.jit(step)` takes the
-    place of `jax.jit(step)`. Give an `Adaptive` policy to the tuner too, `Tuner(policy)`; the
-    tuner's `jit` then serves both.
+    Use it in two places. Pass it as `exchange` to `sync_gradients` or `reduce_in_backward`, which
+    ask it while the step is traced. Call `tuner.jit(step)` instead of `jax.jit(step)`. Give an
+    `Adaptive` policy to the tuner too, `Tuner(policy)`; the tuner's `jit` then serves both.
 
-    It chooses the exchange, the reduction, the levels, and how many bytes share a fusion buffer (of
-    a given `Plan` too), but never a compressor. In the backward pass it tries smaller buffers.
-    `reductions` (names or instances) are tried beside each compressor's first; the default errs
-    less than that. `levels` are tried too. The settings are ranked by the active profile
-    (`use_profile`), or without one by the bytes that are sent. `lax.psum` and the first of them,
-    `compilations` in all, take turns for `rounds` rounds. A turn is two steps, of which the second
-    is timed. The fastest is kept if it beat `lax.psum` in three rounds of four; otherwise
-    `lax.psum` is kept. Another size of its buffers, one of the `compilations`, and other options of
-    the MPI engine, which need none, are then tried beside it in the same way. All of these are
-    steps of the training, and must do equal work.
+    The tuner chooses the exchange, the reduction, the levels, and how many bytes share a fusion
+    buffer (of a given `Plan` too), but never a compressor. In the backward pass it tries smaller
+    buffers. `reductions` (names or instances) are tried in addition to each compressor's first
+    reduction; the default has less error than that. `levels` are tried too.
 
-    The result goes into `cache`, a folder: by default that of the user's caches; False keeps
-    nothing. The same job, on the same machines and with the same versions, then starts with it; a
-    similar tree tries it first. All processes follow process 0, which logs `table()` when the
-    trials end.
+    The active profile (`use_profile`) ranks the settings; without a profile, the bytes that are
+    sent rank them. `lax.psum` and the first of them take turns for `rounds` rounds. A turn is two
+    steps, of which the second is timed. The fastest setting is kept if it beats `lax.psum` in three
+    rounds of four; otherwise `lax.psum` is kept. Then another buffer size and other options of the
+    MPI engine are tried beside it in the same way. The options need no compilation; all other
+    trials compile at most `compilations` programs. All of these are steps of the training, and must
+    do equal work.
+
+    The result is stored in the folder `cache`: by default the user's cache folder; False stores
+    nothing. The same job, on the same machines and with the same versions, then starts with the
+    stored setting; a similar tree tries it first. All processes follow process 0, which logs
+    `table()` when the trials end.
 
     Raises ValueError for options that leave nothing to try, such as one compilation. Raises
-    ValueError while tracing for levels that do not fit the mesh, and for a step that is compiled by
-    something other than `jit`. Raises TypeError for a policy that is not `Adaptive` and for levels
-    that are not `Levels`.
+    ValueError while tracing for levels that do not fit the mesh, and for a step that is not
+    compiled by `jit`. Raises TypeError for a policy that is not `Adaptive` and for levels that are
+    not `Levels`. Source: AIACC-Training (ICDCS 2022) for tuning on training steps.
     """
 
     words: ClassVar[Words] = Words("Tuner", "tuner", "setting")
@@ -100,7 +101,7 @@ class Tuner:
         self._loop = TrainingLoop(self, *([] if policy is None else [policy]))
         self._used = False
         self.policy = policy
-        self.traces = 0  # reductions that were traced
+        self.traces = 0  # number of traced reductions
         self.running = False
         self.current = Setting()
         self._asked: list[Asked] = []
@@ -108,14 +109,14 @@ class Tuner:
         self._offered = Offered((), (), ())
         self._tried: list[Setting] = []
         self._trials: Trials | None = None
-        self._measured: dict[Setting, tuple[float, float]] = {}  # seconds, and those saved
-        self._engine: Exchange | None = None  # whose options this process runs with
+        self._measured: dict[Setting, tuple[float, float]] = {}  # seconds per step; seconds saved
+        self._engine: Exchange | None = None  # the options with which this process runs
         self.state = "waiting"  # for the first step; then "trying", "kept" or "cached"
 
     def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """`jax.jit(step, **options)`, compiled for each setting that is tried.
+        """Returns `jax.jit(step, **options)`, compiled for each setting that is tried.
 
-        `step` is not jitted itself (shard_map is fine). A tuner is for one step.
+        `step` must not be jitted itself (shard_map is fine). A tuner is for one step.
         """
         if self._used:
             raise ValueError("Tuner: this tuner has a step already; make another Tuner.")
@@ -139,10 +140,11 @@ class Tuner:
         in_units: bool,
         overlaps: bool,
     ) -> Setting:
-        """The setting that a reduction of `plan` over `axes` is traced with, for the call `name`.
+        """Returns the setting with which the call `name` traces its reduction of `plan`.
 
-        `choices` are all compressors that each leaf may come to have. `in_units` says that values
-        are compressed in units, `overlaps` that the reduction runs inside the backward pass.
+        The reduction is over `axes`. `choices` are all compressors that each leaf may get later.
+        `in_units` says that values are compressed in units, `overlaps` that the reduction runs
+        inside the backward pass.
         """
         if not self.running:
             raise ValueError(
@@ -154,7 +156,7 @@ class Tuner:
             later = _later(plan, choices)
             self._asked.append(Asked(name, plan, axes, in_units, later, overlaps))
             self._offered = Offered(_exchanges(self._asked), self._reductions, self._levels)
-            # Here, where the axes are bound, which levels are checked against.
+            # Done here, where the axes are bound, because levels are checked against them.
             self._found = candidates(self._asked, self._offered, auto.active())
         return self.current
 
@@ -193,7 +195,7 @@ class Tuner:
     # --- what it decides.
 
     def _start(self) -> None:
-        """Takes over what process 0 knows already, or what it wants to try."""
+        """Starts with the setting that process 0 has in its cache, or with trials."""
         key = self._key()
         message = b""
         if jax.process_index() == 0:
@@ -203,7 +205,7 @@ class Tuner:
             psum, *ranked = [c.setting for c in self._found]
             tried = [psum, *ranked]
             if known is not None:
-                # Another tree's setting may be wrong for this one, so it orders what is right.
+                # Another tree's setting may be wrong for this one, so it only orders the trials.
                 tried = [known] if same else [psum, *sorted(ranked, key=known.unlike)]
             tried = tried[: self.compilations]
             if len(tried) == self.compilations > 2 and any(
@@ -219,7 +221,7 @@ class Tuner:
             self.state, self._trials = "trying", Trials(len(self._tried), self.rounds)
 
     def _run_engine(self) -> None:
-        """Gives the process the setting's options, which its compiled step does not know."""
+        """Runs the engine with the setting's options, which the compiled step does not know."""
         exchange = self.current.exchange
         if exchange is None or exchange in (self._engine, exchange.in_program()):
             return
@@ -228,7 +230,7 @@ class Tuner:
         self._engine = exchange
 
     def _decide(self) -> None:
-        """Ends the trials: process 0 says which setting is kept, and what is tried beside it."""
+        """Ends the trials: process 0 decides which setting is kept, and what is tried beside it."""
         assert self._trials is not None
         samples = self._trials.samples
         seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
@@ -255,14 +257,14 @@ class Tuner:
                 kept.keep(self._folder, key, self.current.to_fields())
 
     def _similar(self, fastest: Setting) -> list[Setting]:
-        """What is tried last: another size of the fastest one's buffers, and engine options."""
+        """Returns what is tried last: the fastest setting with another buffer size or options."""
         size = other_size(self._found, fastest, self._tried)
         if size is None or len(self._tried) == self.compilations:
             return fastest.nearby()
         return [size, *fastest.nearby()]
 
     def _key(self) -> kept.Key:
-        """What the cache knows this job by; every process calls it."""
+        """Returns the key of this job in the cache; every process calls it."""
         tree = [
             [list(leaf.shape), str(leaf.dtype), *map(str, compressors), call.in_units]
             for call in self._asked
@@ -288,9 +290,9 @@ class Tuner:
     # --- what others may see.
 
     def metrics(self) -> dict[str, float | str]:
-        """Numbers and names for any logger, once a setting is known. Nothing is fetched.
+        """Returns numbers and names for any logger, once a setting is known.
 
-        docs/exchanges.md lists them.
+        docs/exchanges.md lists them. The call does not wait for the device.
         """
         out: dict[str, float | str] = {"cgx/tuner": self.state, "cgx/setting": str(self.current)}
         for setting, seconds, saved, predicted in self._rows():
@@ -301,7 +303,7 @@ class Tuner:
         return out
 
     def table(self) -> str:
-        """What was tried, predicted and measured; empty before the trials are over."""
+        """Returns a table of the tried settings, predicted and measured; empty before the end."""
         rows = []
         for setting, seconds, saved, predicted in self._rows():
             says = "-" if predicted is None else f"{predicted * 1e3:.2f}"
@@ -310,7 +312,7 @@ class Tuner:
         return "\n".join(table_lines(_COLUMNS, rows, gap="  ")) if rows else ""
 
     def _rows(self) -> list[tuple[Setting, float, float, float | None]]:
-        """A setting's median seconds of a step, what it saved over psum, and what was predicted."""
+        """Returns, for each setting, median seconds per step, and the saving, also as predicted."""
         predicted = {c.setting: c.seconds for c in self._found}
         exact = predicted.get(Setting())
         out = []
@@ -322,17 +324,17 @@ class Tuner:
 
 
 def _later(plan: Plan, choices: Sequence[tuple[Compressor, ...]]) -> tuple[Plan, ...]:
-    """Plans in which each leaf has, once at least, every compressor that it may come to have."""
+    """Returns plans in which each leaf has each of its possible compressors at least once."""
     count = max(map(len, choices), default=0)
     rows = [tuple(some[min(i, len(some) - 1)] for some in choices) for i in range(count)]
     return tuple(dataclasses.replace(plan, compressors=row) for row in rows)
 
 
 def _exchanges(asked: Sequence[Asked]) -> tuple[Exchange, ...]:
-    """The exchanges that every reduction can use, with all options given.
+    """Returns the exchanges that every reduction can use, with all options set.
 
-    Those of the profile's, and without one the default options; NCCL then on each number of
-    streams.
+    The options are those of the profile or, without one, the defaults. Without a profile, NCCL is
+    offered with each number of streams.
     """
     axes = [call.axes.names for call in asked]
     usable = [e for e in auto.available(axes[0]) if all(e.usable(names) for names in axes)]
