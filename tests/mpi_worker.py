@@ -495,7 +495,7 @@ def chosen():
         tried.add(tuner.current)
     assert len(tried) == 5 + 2, tried
     assert tuner.state == "kept"
-    fewer = dataclasses.replace(mpi.defaults(), window=2)
+    fewer = dataclasses.replace(mpi.defaults(), segment_bytes=1 << 15, window=2)
     assert set(MPI.COMM_WORLD.allgather(str(tuner.current))) == {str(Setting(fewer))}
     want = sharded(
         mesh, lambda x: cgx_jax.pmean_compressed(x, "data", Quantize(4), exchange=fewer)

@@ -20,7 +20,7 @@ import cgx_jax
 from cgx_jax import Adaptive, Plan, Quantize, Tuner
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import PowerSGD, SignSGD
-from cgx_jax.exchanges import Mpi, Xla
+from cgx_jax.exchanges import Mpi, Xla, mpi
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import GatherSum, Levels, Tree
 from cgx_jax.tuner import Setting
@@ -395,7 +395,10 @@ def test_reductions_without_measurements_come_after_those_with_a_prediction():
             1.2e-3,
             ["mpi, 64 MiB", "xla, 64 MiB", "mpi/gather_sum, 64 MiB", "xla/gather_sum, 64 MiB"],
         ),
-        (2e-3, ["mpi, 64 MiB", "mpi/gather_sum, 64 MiB"]),
+        (
+            2e-3,
+            ["mpi, 64 MiB", "mpi/gather_sum, 64 MiB", "xla, 64 MiB", "xla/gather_sum, 64 MiB"],
+        ),
     ],
 )
 def test_each_way_that_may_be_the_fastest_comes_before_other_sizes(xla, expected):
@@ -433,6 +436,27 @@ def test_of_sizes_that_are_predicted_alike_the_largest_comes_first(name):
     assert rest == [c for c in ordered if c != head]
     beside = other_size(found, head.setting, [head.setting])
     assert beside == (None if other is None else Setting(Xla(), None, None, other << 20))
+
+
+FEWER, DEFAULT = Mpi(1 << 15, 2, 1), Mpi(1 << 17, 4, 1)  # bytes in flight
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (DEFAULT, [FEWER, Mpi(1 << 17, 8, 1)]),
+        (FEWER, [DEFAULT, Mpi(1 << 15, 8, 1)]),
+        (Mpi(1 << 15, 4, 1), [DEFAULT, FEWER]),
+        (Mpi(1 << 19, 8, 1), [DEFAULT, FEWER]),
+    ],
+    ids=str,
+)
+def test_engine_options_with_fewer_and_more_bytes_in_flight_are_tried(
+    monkeypatch, engine, expected
+):
+    monkeypatch.setattr(mpi, "defaults", lambda: DEFAULT)
+    found = Setting(engine, GatherSum()).nearby()
+    assert found == [Setting(other, GatherSum()) for other in expected]
 
 
 def test_another_size_keeps_the_engine_options_and_leaves_out_what_was_tried():

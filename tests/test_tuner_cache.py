@@ -44,7 +44,7 @@ BAD_SETTINGS = {
     "a reduction that is not tried": (changed(reduction="tree"), "reduction='tree' is not one of"),
     "other levels": (changed(levels="levels ('node',)"), "is not one of"),
     "an option that there is not": (changed(options={"color": 1}), "options=.* must be among"),
-    "no options": (changed(options=[]), r"options=\[\] are not"),
+    "no options": (changed(options=[]), r"options=\[\] must be among"),
     "a window of text": (changed(options={"window": "4"}), "window='4' is not a whole number"),
     "a window of one": (changed(options={"window": 1}), r"window=1 must be in \[2, 1024\]"),
     "buffers of nothing": (changed(fusion_bytes=0), "fusion_bytes=0 is not a whole number"),

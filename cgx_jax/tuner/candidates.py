@@ -109,21 +109,23 @@ def other_size(
 
 
 def _varied(found: list[Candidate]) -> list[Candidate]:
-    """One candidate of each way that may be the fastest, then all others.
+    """Returns one candidate of each way that may be the fastest, then all others.
 
-    A few trials then compare ways first, because the model errs by more than a size changes. Of the
-    sizes that may be the fastest, the largest stands for its way. It needs the fewest calls, and
-    each call has to fill the links and to drain them, which the profile does not show.
+    The others start with one candidate of each other way. A few trials then compare ways first,
+    because the model errs by more than a size changes. Of the sizes that may be the fastest, the
+    largest stands for its way. It needs the fewest calls, and each call has to fill the links and
+    to drain them, which the profile does not show.
     """
     by_way = collections.defaultdict(list)
     for candidate in found:
         by_way[candidate.setting.way].append(candidate)
-    least: list[Candidate] = []
-    first: list[Candidate] = []
+    near: list[list[Candidate]] = []
+    far: list[list[Candidate]] = []
     for own in by_way.values():
-        if _may_be_fastest(own[0], least):
-            least.append(own[0])
-            first.append(max(_fastest_sizes(own), key=lambda c: c.setting.fusion_bytes))
+        (near if _may_be_fastest(own[0], [other[0] for other in near]) else far).append(own)
+    first = [
+        max(_fastest_sizes(own), key=lambda c: c.setting.fusion_bytes) for own in (*near, *far)
+    ]
     return [*first, *(c for c in found if c not in first)]
 
 

@@ -53,7 +53,7 @@ class Tuner:
     The active profile (`use_profile`) ranks the settings; without a profile, the bytes that are
     sent rank them. `lax.psum` and the first of them take turns for `rounds` rounds. A turn is two
     steps, of which the second is timed. The fastest setting is kept if it beats `lax.psum` in three
-    rounds of four; otherwise `lax.psum` is kept. Then another buffer size and other options of the
+    rounds of four; otherwise `lax.psum` is kept. Then other buffer sizes and other options of the
     MPI engine are tried beside it in the same way. The options need no compilation; all other
     trials compile at most `compilations` programs. All of these are steps of the training, and must
     do equal work.
@@ -202,14 +202,16 @@ class Tuner:
             known, same = None, False
             if self._folder is not None:
                 known, same = kept.find(self._folder, key, self._offered.setting)
-            psum, *ranked = [c.setting for c in self._found]
-            tried = [psum, *ranked]
+            ranked = [c.setting for c in self._found]
             if known is not None:
                 # Another tree's setting may be wrong for this one, so it only orders the trials.
-                tried = [known] if same else [psum, *sorted(ranked, key=known.unlike)]
-            tried = tried[: self.compilations]
+                ranked = [known] if same else [ranked[0], *sorted(ranked[1:], key=known.unlike)]
+            by_way: dict[Any, Setting] = {}
+            for setting in ranked:
+                by_way.setdefault(setting.way, setting)
+            tried = list(by_way.values())[: self.compilations]
             if len(tried) == self.compilations > 2 and any(
-                other_size(self._found, setting, tried[:-1]) for setting in tried[:-1]
+                other_size(self._found, setting, tried) for setting in tried[:-1]
             ):
                 tried.pop()  # The last program is for another size of the fastest one's buffers.
             message = json.dumps([x.to_fields() for x in tried]).encode()
@@ -257,11 +259,18 @@ class Tuner:
                 kept.keep(self._folder, key, self.current.to_fields())
 
     def _similar(self, fastest: Setting) -> list[Setting]:
-        """Returns what is tried last: the fastest setting with another buffer size or options."""
-        size = other_size(self._found, fastest, self._tried)
-        if size is None or len(self._tried) == self.compilations:
-            return fastest.nearby()
-        return [size, *fastest.nearby()]
+        """Returns what is tried last: the fastest setting with other buffer sizes and options.
+
+        Where `lax.psum` is the fastest, the most promising way may still beat it with another size.
+        """
+        way = self._tried[1] if fastest.exchange is None else fastest
+        tried = list(self._tried)
+        while len(tried) < self.compilations:
+            size = other_size(self._found, way, tried)
+            if size is None:
+                break
+            tried.append(size)
+        return [*tried[len(self._tried) :], *fastest.nearby()]
 
     def _key(self) -> kept.Key:
         """Returns the key of this job in the cache; every process calls it."""
