@@ -1,6 +1,6 @@
 """Writes the tables of docs/accuracy.md from benchmarks/results/accuracy.
 
-    python benchmarks/accuracy/summary.py
+python benchmarks/accuracy/summary.py
 """
 
 import sys

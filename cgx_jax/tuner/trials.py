@@ -49,16 +49,19 @@ def best(samples: np.ndarray, *, similar: bool = False) -> int:
     """Returns the fastest of f64[rounds, candidates] that is surely faster than the first.
 
     A candidate is surely faster if it took less time than the first in three rounds of four.
-    `similar` says that candidates are one way to reduce, by other options or buffers of another
+    `similar` says that candidates are one way to reduce, with other options or buffers of another
     size. One of them must then be faster in nine rounds of ten, or in three of four with a median
-    that is 5 % less. The least median of the ratios to the first wins. Returns 0 if there is no
-    such candidate.
+    that is 5 % less. Returns 0 if no candidate is surely faster than the first.
     """
     ratios = samples[:, 1:] / samples[:, :1]
-    medians = np.median(ratios, axis=0)
     sure = np.quantile(ratios, _ROUNDS, axis=0) < 1
     if similar:
         often = np.quantile(ratios, _ROUNDS_OF_SIMILAR, axis=0) < 1
-        sure &= often | (medians < 1 - _GAIN_OF_SIMILAR)
-    medians = np.where(sure, medians, np.inf)
-    return 1 + int(medians.argmin()) if sure.any() else 0
+        sure &= often | (np.median(ratios, axis=0) < 1 - _GAIN_OF_SIMILAR)
+    if not sure.any():
+        return 0
+    # Compared with their own mean in each round: the first one's times, such as those of psum, may
+    # vary by more than these differ.
+    times = np.log(samples[:, 1:][:, sure])
+    relative = np.median(times - times.mean(axis=1, keepdims=True), axis=0)
+    return 1 + int(np.flatnonzero(sure)[relative.argmin()])
