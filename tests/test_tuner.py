@@ -252,10 +252,10 @@ def test_nothing_slower_than_psum_is_ever_kept():
 
 
 def test_the_noise_of_psum_does_not_choose_between_the_others():
-    """psum's times vary by a factor of three, which ratios to it would vary by too."""
+    """The better of two is found in 95 % of the trials; by ratios to psum it would be 86 %."""
     rng = np.random.default_rng(0)
-    samples = np.exp(rng.normal(scale=[0.5, 0.02, 0.02], size=(2000, 8, 3))) * [20, 1.1, 1]
-    assert np.mean([best(s) == 2 for s in samples]) > 0.99
+    samples = np.exp(rng.normal(scale=[0.5, 0.1, 0.1], size=(2000, 8, 3))) * [20, 1.1, 1]
+    assert np.mean([best(s) == 2 for s in samples]) > 0.94
 
 
 # The times of other options over those of the first in eight rounds, and whether they replace it.
