@@ -192,7 +192,7 @@ def test_bench_measures_between_two_processes_over_a_slow_link(tmp_path):
     ("arguments", "message"),
     [
         (("bench", "--link", "100"), "rate '100' is not a number followed by kbit, mbit or gbit"),
-        (("bench", "--devices", 1), "--devices 8 simulates"),
+        (("bench", "--devices", 1), "pass --devices 8 to simulate"),
         (("tune", "--devices", 4, "--bits", "9"), "'9' is not a list of widths"),
         (("bench", "--sizes", "huge"), "'huge' is not a list of sizes"),
         ((), "required: command"),

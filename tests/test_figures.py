@@ -34,11 +34,12 @@ def test_the_committed_figures_say_what_the_script_draws(figures, tmp_path):
 def test_speeds_are_those_of_the_table(figures):
     table = re.search(r"table:all_reduce_short -->(.*?)<!-- end", DOCUMENTS[0].read_text(), re.S)
     cells = [line.strip("| ").split(" | ") for line in table[1].strip().splitlines()]
-    head, body = cells[0], cells[2:]
+    head, body = cells[0], {row[0]: row for row in cells[2:]}
+    assert [*body] == [figures.link(rate) for rate in figures.RATES]
     for method in ("mpi", "xla"):
         column = head.index(f'`"{method}"`, {figures.WORLD} ranks')
-        for row in body:
-            assert f"{figures.speeds()[row[0], method]:.1f}" == row[column]
+        for rate in figures.RATES:
+            assert f"{figures.speeds()[rate, method]:.1f}" == body[figures.link(rate)][column]
 
 
 def test_every_figure_is_in_a_document():
