@@ -83,7 +83,7 @@ RECOMMENDED = {
     "nothing clears exact": ([row("8bit", 0.9, 1.3, 1.5, 0.01)], ["Keep lax.pmean"]),
     "the fastest that learns like exact": (
         [row("bf16", 1.1, 1.2, 1.3, 0.0), row("8bit", 1.6, 1.7, 1.8, 0.01)],
-        ["Write Quantize(8): 1.70 (1.60-1.80)"],
+        ["Write Quantize(8): a step is 1.70 (1.60-1.80) times"],
     ),
     "of those not told apart, the least error": (
         [row("bf16", 1.4, 1.6, 1.7, 0.0), row("8bit", 1.6, 1.7, 1.8, 0.01)],

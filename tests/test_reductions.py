@@ -381,7 +381,7 @@ WRONG = {
     "partial sums of votes": (
         {"compressor": Vote(), "reduction": "tree"},
         ValueError,
-        r"'tree' does not suit Vote.*: it gives every rank the same weight",
+        r"'tree' does not suit Vote.*: it needs the same weight for every rank",
     ),
     "pairs over an exchange without": (
         {"compressor": Quantize(4), "exchange": Mpi(), "reduction": "ring"},
