@@ -3,13 +3,16 @@
     sudo python benchmarks/tuner.py --json benchmarks/results/tuner.json             # every cell
     sudo python benchmarks/tuner.py --rates 1gbit --worlds 2 --trees "25 MB, 160 leaves" \
         --windows 4 --reps 4                                                         # a quick look
+    sudo python benchmarks/tuner.py --worlds 3 --rates "300mbit;3gbit" --trees "30 MB, all sizes" \
+        --json benchmarks/results/tuner_held_out.json       # what no rule of the tuner was made on
 
 A cell is a link rate, a number of ranks and a tree of gradients. A step is `sync_gradients` at 4
 bits and an SGD update. On each link `tune` measures for `--tune` seconds (0: no profile), and a
 `Tuner` then chooses on the step's own calls. After that every setting of the grid takes 3 to
 `--reps` steps on each link, as many as `--seconds` allow, after one to warm up. The grid is
 exchange x reduction x fusion bytes, and for MPI segment bytes x window; it knows nothing of
-settings that compile to the same program. Lastly the `--finalists` best settings of the grid and
+settings that compile to the same program. With `--grids FILE`, cells that an earlier run's FILE has
+are not measured again: the tuner's rules do not change a grid. Lastly the `--finalists` best settings of the grid and
 the tuner's choice take turns, at most FINAL, in `--final` seconds, and so do psum and the choice.
 
 The first half of the turns says which finalist is the best. `share` is the median (and quartiles)
@@ -22,9 +25,11 @@ job on these links. A cell passes with a share of 0.95, a gain of 0.95 and a ten
 import argparse
 import dataclasses
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,6 +54,8 @@ TREES = {
     "100 MB, 300 leaves": [(300, 277)] * 300,
     "100 MB, one embedding": [(48_828, 512)],
 }
+# Not among the default ones, so that the rules of the tuner can be tried on another tree.
+HELD_OUT = {"30 MB, all sizes": [(1 << i,) for i in range(4, 22)] + [(1000, 875)] * 4}
 LEAST = 3  # steps of a setting
 FINAL = 200  # turns of the finalists
 
@@ -65,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
         tune=30.0,
     )
     parser.add_argument("--trees", default=";".join(TREES), help="(default %(default)s)")
+    parser.add_argument("--grids", type=Path, metavar="FILE", help="of an earlier run's --json")
     parser.add_argument("--finalists", type=int, default=3, help="(default %(default)s)")
     parser.add_argument("--final", type=float, default=120, help="seconds (default %(default)s)")
     return parser.parse_args()
@@ -75,7 +83,7 @@ def main() -> int:
     if rank_of_process() is None:
         return launch(arguments)
     ranks = Ranks(int(arguments.worlds))
-    for row in compare(ranks, TREES[arguments.trees], arguments):
+    for row in compare(ranks, (TREES | HELD_OUT)[arguments.trees], arguments):
         row |= {"world": ranks.world, "tree": arguments.trees}
         if ranks.first:
             low, share, high = row["share"]
@@ -167,6 +175,19 @@ def grid(arguments: argparse.Namespace) -> list[Setting]:
     return [Setting(), *(Setting(e, reduction, None, size) for reduction, size, e in made)]
 
 
+def grids(arguments: argparse.Namespace, settings: list[Setting]) -> dict[str, np.ndarray]:
+    """Returns the seconds of each setting in an earlier run, by link rates."""
+    if arguments.grids is None:
+        return {}
+    runs = json.loads(arguments.grids.read_text())
+    return {
+        row["links"]: np.array([row["grid"][str(setting)] for setting in settings])
+        for run in runs
+        for row in run["rows"]
+        if (row["world"], row["tree"]) == (int(arguments.worlds), arguments.trees)
+    }
+
+
 def turns(
     ranks: Ranks, calls: Sequence[Callable[[], None]], most: int, seconds: float
 ) -> np.ndarray:
@@ -214,12 +235,15 @@ def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> Iterato
     for rate in rates:
         relink(ranks, rate)
         tuners[rate] = tuned(ranks, grads, arguments.tune)
-    medians = {rate: np.empty(len(settings)) for rate in rates}
+    earlier = grids(arguments, settings)
+    medians = {rate: earlier.get(rate, np.empty(len(settings))) for rate in rates}
+    missing = [rate for rate in rates if rate not in earlier]
     step, known = None, None
-    for i, setting in enumerate(settings):  # neighbors share their program; no other is held
+    for i, setting in enumerate(settings if missing else ()):
+        # Neighbors share their program; no other is held.
         if program(setting) != known:
             step, known = compiled(ranks, grads, setting), program(setting)
-        for rate in rates:
+        for rate in missing:
             relink(ranks, rate)
             took = turns(ranks, [by(setting, step)], arguments.reps, arguments.seconds)
             medians[rate][i] = np.median(took)

@@ -45,6 +45,12 @@ class Trials:
         self._taken += 1
 
 
+def fastest(samples: np.ndarray) -> int:
+    """Returns the fastest of f64[rounds, candidates], by each round's times over their mean."""
+    times = np.log(samples)
+    return int(np.median(times - times.mean(axis=1, keepdims=True), axis=0).argmin())
+
+
 def best(samples: np.ndarray, *, similar: bool = False) -> int:
     """Returns the fastest of f64[rounds, candidates] that is surely faster than the first.
 
@@ -60,8 +66,5 @@ def best(samples: np.ndarray, *, similar: bool = False) -> int:
         sure &= often | (np.median(ratios, axis=0) < 1 - _GAIN_OF_SIMILAR)
     if not sure.any():
         return 0
-    # Compared with their own mean in each round: the first one's times, such as those of psum, may
-    # vary by more than these differ.
-    times = np.log(samples[:, 1:][:, sure])
-    relative = np.median(times - times.mean(axis=1, keepdims=True), axis=0)
-    return 1 + int(np.flatnonzero(sure)[relative.argmin()])
+    # The times of the first one say nothing about these, so they must add no noise either.
+    return 1 + int(np.flatnonzero(sure)[fastest(samples[:, 1:][:, sure])])

@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -26,9 +26,10 @@ from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
 from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates, other_size
 from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.tuner.trials import Trials, best
+from cgx_jax.tuner.trials import Trials, best, fastest
 
 _log = logging.getLogger(__name__)
+Search = Generator[list[Setting], np.ndarray, Setting]
 _COLUMNS = (
     Column(""),
     Column("setting"),
@@ -51,12 +52,12 @@ class Tuner:
     reduction; the default has less error than that. `levels` are tried too.
 
     The active profile (`use_profile`) ranks the settings; without a profile, the bytes that are
-    sent rank them. `lax.psum` and the first of them take turns for `rounds` rounds. A turn is two
-    steps, of which the second is timed. The fastest setting is kept if it beats `lax.psum` in three
-    rounds of four; otherwise `lax.psum` is kept. Then other buffer sizes and other options of the
-    MPI engine are tried beside it in the same way. The options need no compilation; all other
-    trials compile at most `compilations` programs. All of these are steps of the training, and must
-    do equal work.
+    sent rank them. One setting of each promising exchange and reduction takes turns with the
+    others for `rounds` rounds. A turn is two steps, of which the second is timed. Other buffer
+    sizes and other options of the MPI engine then take turns with the fastest setting, and lastly
+    `lax.psum` does. The setting is kept if it beats `lax.psum` in three rounds of four; otherwise
+    `lax.psum` is kept. The options need no compilation; all other trials compile at most
+    `compilations` programs. All of these are steps of the training, and must do equal work.
 
     The result is stored in the folder `cache`: by default the user's cache folder; False stores
     nothing. The same job, on the same machines and with the same versions, then starts with the
@@ -107,9 +108,10 @@ class Tuner:
         self._asked: list[Asked] = []
         self._found: list[Candidate] = []
         self._offered = Offered((), (), ())
+        self._search: Search | None = None  # on process 0
         self._tried: list[Setting] = []
         self._trials: Trials | None = None
-        self._measured: dict[Setting, tuple[float, float]] = {}  # seconds per step; seconds saved
+        self._history: list[tuple[list[Setting], np.ndarray]] = []  # trials that ended
         self._engine: Exchange | None = None  # the options with which this process runs
         self.state = "waiting"  # for the first step; then "trying", "kept" or "cached"
 
@@ -197,30 +199,52 @@ class Tuner:
     def _start(self) -> None:
         """Starts with the setting that process 0 has in its cache, or with trials."""
         key = self._key()
-        message = b""
-        if jax.process_index() == 0:
+        found = [c.setting for c in self._found]
+        first = found
+        if jax.process_index() == 0 and len(found) > 1:
             known, same = None, False
             if self._folder is not None:
                 known, same = kept.find(self._folder, key, self._offered.setting)
-            ranked = [c.setting for c in self._found]
-            if known is not None:
-                # Another tree's setting may be wrong for this one, so it only orders the trials.
-                ranked = [known] if same else [ranked[0], *sorted(ranked[1:], key=known.unlike)]
-            by_way: dict[Any, Setting] = {}
-            for setting in ranked:
-                by_way.setdefault(setting.way, setting)
-            tried = list(by_way.values())[: self.compilations]
-            if len(tried) == self.compilations > 2 and any(
-                other_size(self._found, setting, tried) for setting in tried[:-1]
-            ):
-                tried.pop()  # The last program is for another size of the fastest one's buffers.
-            message = json.dumps([x.to_fields() for x in tried]).encode()
-        fields = json.loads(agreement.broadcast(message))
-        self._tried = [self._offered.setting(x) for x in fields]
-        self.current = self._tried[0]
-        self.state = "kept" if len(self._found) == 1 else "cached"
-        if len(self._tried) > 1:
-            self.state, self._trials = "trying", Trials(len(self._tried), self.rounds)
+            if known is not None and same:
+                first = [known]
+            else:
+                psum, *ranked = found
+                if known is not None:
+                    # Another tree's setting may be wrong for this one: it only orders the trials.
+                    ranked.sort(key=known.unlike)
+                self._search = self._searched(psum, ranked)
+                first = next(self._search)
+        self.state = "kept" if len(found) == 1 else "cached"
+        self._follow(first)
+
+    def _searched(self, psum: Setting, ranked: Sequence[Setting]) -> Search:
+        """Yields settings that take turns, is sent f64[rounds, settings] seconds, returns the best.
+
+        `lax.psum` comes last. It moves so many bytes that TCP starts anew on the connections of
+        other exchanges, whose next two steps may then take twice their time.
+        """
+        programs = self.compilations - 1  # besides the one of lax.psum
+        by_way: dict[Any, Setting] = {}
+        for setting in ranked:
+            by_way.setdefault(setting.way, setting)
+        tried = list(by_way.values())[:programs]
+        if len(tried) == programs > 1 and any(
+            other_size(self._found, setting, tried) for setting in tried[:-1]
+        ):
+            tried.pop()  # The last program is for another size of the fastest one's buffers.
+        first = tried[fastest((yield tried))] if len(tried) > 1 else tried[0]
+        similar = [first]
+        while len(tried) < programs:
+            size = other_size(self._found, first, tried)
+            if size is None:
+                break
+            tried.append(size)
+            similar.append(size)
+        similar += first.nearby()
+        if len(similar) > 1:
+            first = similar[best((yield similar), similar=True)]
+        last = [psum, first]
+        return last[best((yield last))]
 
     def _run_engine(self) -> None:
         """Runs the engine with the setting's options, which the compiled step does not know."""
@@ -232,45 +256,35 @@ class Tuner:
         self._engine = exchange
 
     def _decide(self) -> None:
-        """Ends the trials: process 0 decides which setting is kept, and what is tried beside it."""
+        """Ends the trials: process 0 decides what is tried next, or which setting is kept."""
         assert self._trials is not None
         samples = self._trials.samples
         seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
-        first = not self._measured
-        message = b""
-        if jax.process_index() == 0:
-            fastest = self._tried[best(seconds, similar=not first)]
-            similar = self._similar(fastest) if first else []
-            message = json.dumps([x.to_fields() for x in (fastest, *similar)]).encode()
-        self.current, *others = map(self._offered.setting, json.loads(agreement.broadcast(message)))
-        known = 0.0 if first else self._measured[self._tried[0]][1]
-        for setting, own in zip(self._tried, seconds.T, strict=True):
-            saved = known + float(np.median(seconds[:, 0] - own))
-            self._measured.setdefault(setting, (float(np.median(own)), saved))
-        if others:
-            self._tried = [self.current, *others]
-            self._trials = Trials(len(self._tried), self.rounds)
+        self._history.append((self._tried, seconds))
+        following: list[Setting] = []
+        if self._search is not None:
+            try:
+                following = self._search.send(seconds)
+            except StopIteration as end:
+                following = [end.value]
+        self.state = "kept"
+        self._follow(following)
+        if self.trying:
             return
-        self.state, self._trials = "kept", None
         key = self._key()
         if jax.process_index() == 0:
             _log.warning("Tuner: %s is kept.\n%s", self.current, self.table())
             if self._folder is not None:
                 kept.keep(self._folder, key, self.current.to_fields())
 
-    def _similar(self, fastest: Setting) -> list[Setting]:
-        """Returns what is tried last: the fastest setting with other buffer sizes and options.
-
-        Where `lax.psum` is the fastest, the most promising way may still beat it with another size.
-        """
-        way = self._tried[1] if fastest.exchange is None else fastest
-        tried = list(self._tried)
-        while len(tried) < self.compilations:
-            size = other_size(self._found, way, tried)
-            if size is None:
-                break
-            tried.append(size)
-        return [*tried[len(self._tried) :], *fastest.nearby()]
+    def _follow(self, settings: Sequence[Setting]) -> None:
+        """Starts trials of process 0's `settings`; if there is only one, it is kept."""
+        message = json.dumps([x.to_fields() for x in settings]).encode()
+        fields = json.loads(agreement.broadcast(message))
+        self._tried = [self._offered.setting(x) for x in fields]
+        self.current, self._trials = self._tried[0], None
+        if len(self._tried) > 1:
+            self.state, self._trials = "trying", Trials(len(self._tried), self.rounds)
 
     def _key(self) -> kept.Key:
         """Returns the key of this job in the cache; every process calls it."""
@@ -321,14 +335,28 @@ class Tuner:
         return "\n".join(table_lines(_COLUMNS, rows, gap="  ")) if rows else ""
 
     def _rows(self) -> list[tuple[Setting, float, float, float | None]]:
-        """Returns, for each setting, median seconds per step, and the saving, also as predicted."""
+        """Returns, for each setting, median seconds per step, and the saving, also as predicted.
+
+        There are no rows before the end of the trials, because savings are those over `lax.psum`.
+        """
+        if self.trying:
+            return []
+        saved: dict[Setting, float] = {Setting(): 0.0}
+        medians: dict[Setting, float] = {}
+        # Each trials have one setting in common with the next ones; the last have lax.psum.
+        for tried, seconds in reversed(self._history):
+            common = next(i for i, setting in enumerate(tried) if setting in saved)
+            less = saved[tried[common]] + np.median(seconds[:, [common]] - seconds, axis=0)
+            for setting, own, took in zip(tried, less, np.median(seconds, axis=0), strict=True):
+                saved.setdefault(setting, float(own))
+                medians[setting] = float(took)
         predicted = {c.setting: c.seconds for c in self._found}
         exact = predicted.get(Setting())
         out = []
-        for setting, (seconds, saved) in self._measured.items():
+        for setting in dict.fromkeys(s for tried, _ in self._history for s in tried):
             own = predicted.get(setting)
             gain = None if own is None or exact is None else exact - own
-            out.append((setting, seconds, saved, gain))
+            out.append((setting, medians[setting], saved[setting], gain))
         return out
 
 
