@@ -11,9 +11,10 @@ bits and an SGD update. On each link `tune` measures for `--tune` seconds (0: no
 `Tuner` then chooses on the step's own calls. After that every setting of the grid takes 3 to
 `--reps` steps on each link, as many as `--seconds` allow, after one to warm up. The grid is
 exchange x reduction x fusion bytes, and for MPI segment bytes x window; it knows nothing of
-settings that compile to the same program. With `--grids FILE`, cells that an earlier run's FILE has
-are not measured again: the tuner's rules do not change a grid. Lastly the `--finalists` best settings of the grid and
-the tuner's choice take turns, at most FINAL, in `--final` seconds, and so do psum and the choice.
+settings that compile to the same program. With `--grids FILE`, the grid of a cell that FILE, of an
+earlier run, has is taken from there: it does not depend on the tuner. Lastly the `--finalists` best
+settings of the grid and the tuner's choice take turns, at most FINAL, in `--final` seconds, and so
+do psum and the choice.
 
 The first half of the turns says which finalist is the best. `share` is the median (and quartiles)
 over the second half of the best one's time over the choice's: the best of many is partly luck, and
@@ -55,7 +56,9 @@ TREES = {
     "100 MB, one embedding": [(48_828, 512)],
 }
 # Not among the default ones, so that the rules of the tuner can be tried on another tree.
-HELD_OUT = {"30 MB, all sizes": [(1 << i,) for i in range(4, 22)] + [(1000, 875)] * 4}
+HELD_OUT = {
+    "30 MB, all sizes": [(1 << i // 2, 1 << i - i // 2) for i in range(4, 22)] + [(1000, 875)] * 4
+}
 LEAST = 3  # steps of a setting
 FINAL = 200  # turns of the finalists
 

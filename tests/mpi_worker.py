@@ -490,7 +490,7 @@ def chosen():
     ticks = itertools.cycle([lambda: 0.0, cost])
     training_loop.clock = lambda: next(ticks)()
     tried = set()
-    for _ in range((4 + 3 + 2) * (1 + 2 * 4) + 1):
+    for _ in range((4 + 3 + 2 * 2 + 2) * (1 + 2 * 4) + 1):
         mean, state = step(place(mesh, x), state)
         tried.add(tuner.current)
     assert len(tried) == 5 + 2, tried

@@ -92,6 +92,10 @@ class Exchange(Scoped, abc.ABC):
         """Returns this exchange as a compiled program knows it, without what `require` sets."""
         return self
 
+    def untuned(self) -> Exchange:
+        """Returns this exchange with the options that it has before anything is measured."""
+        return self
+
     def nearby(self) -> Sequence[Exchange]:
         """Returns others that compile to the same program and may be faster, for `Tuner`."""
         return ()

@@ -96,6 +96,9 @@ class Mpi(Exchange):
     def in_program(self) -> Mpi:
         return Mpi()
 
+    def untuned(self) -> Mpi:
+        return defaults()
+
     def nearby(self) -> Sequence[Mpi]:
         """Returns `NEARBY` of these: the defaults, fewer bytes in flight, and more.
 

@@ -78,7 +78,8 @@ class TrainingLoop:
             timed = any(part.trying for part in parts)
             if timed:
                 jax.block_until_ready((args, kwargs))
-                agreement.gather(0)  # all ranks begin together
+                agreement.gather(0)  # all ranks begin together:
+                agreement.gather(0)  # the first one's stragglers have arrived now
             start = clock()
             fresh = function is None
             if function is None:

@@ -96,7 +96,9 @@ def other_size(
     """`kept` by buffers of a size that is worth a trial beside it; None if there is none.
 
     `found` are the candidates, and `tried` is what was tried already. Of the sizes that may be as
-    fast, the result has the one that differs most, which shows best whether the size matters.
+    fast, the result has the one that differs most, which shows best whether the size matters. It
+    has the exchange's default options: a profile's were measured with one buffer at a time, and
+    smaller buffers are on their way together.
     """
     own = sorted((c for c in found if c.setting.way == kept.way), key=_cost)
     known = [setting.fusion_bytes for setting in tried if setting.way == kept.way]
@@ -105,7 +107,8 @@ def other_size(
     if not others:
         return None
     size = max(others, key=lambda n: max(n / kept.fusion_bytes, kept.fusion_bytes / n))
-    return dataclasses.replace(kept, fusion_bytes=size)
+    exchange = None if kept.exchange is None else kept.exchange.untuned()
+    return dataclasses.replace(kept, exchange=exchange, fusion_bytes=size)
 
 
 def _varied(found: list[Candidate]) -> list[Candidate]:

@@ -10,6 +10,9 @@ _ROUNDS = 0.75
 # rounds, or by more.
 _ROUNDS_OF_SIMILAR = 0.9
 _GAIN_OF_SIMILAR = 0.05
+# The share of rounds in which a challenger must be faster in trials of its own.
+_ROUNDS_OF_CHALLENGER = 2 / 3
+TIE = 0.02  # relative medians of a few rounds differ by as much for no reason
 
 
 class Trials:
@@ -45,10 +48,18 @@ class Trials:
         self._taken += 1
 
 
-def fastest(samples: np.ndarray) -> int:
-    """Returns the fastest of f64[rounds, candidates], by each round's times over their mean."""
+def relative(samples: np.ndarray) -> np.ndarray:
+    """Returns the median of each candidate's time over its round's mean; f64[rounds, candidates].
+
+    The mean is the geometric one, and the result is a logarithm.
+    """
     times = np.log(samples)
-    return int(np.median(times - times.mean(axis=1, keepdims=True), axis=0).argmin())
+    return np.median(times - times.mean(axis=1, keepdims=True), axis=0)
+
+
+def challenges(samples: np.ndarray) -> bool:
+    """Whether the second of f64[rounds, 2] is faster than the first in two rounds of three."""
+    return bool(np.quantile(samples[:, 1] / samples[:, 0], _ROUNDS_OF_CHALLENGER) < 1)
 
 
 def best(samples: np.ndarray, *, similar: bool = False) -> int:
@@ -67,4 +78,4 @@ def best(samples: np.ndarray, *, similar: bool = False) -> int:
     if not sure.any():
         return 0
     # The times of the first one say nothing about these, so they must add no noise either.
-    return 1 + int(np.flatnonzero(sure)[fastest(samples[:, 1:][:, sure])])
+    return 1 + int(np.flatnonzero(sure)[relative(samples[:, 1:][:, sure]).argmin()])

@@ -21,12 +21,12 @@ from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto, mpi
 from cgx_jax.plan import Plan
 from cgx_jax.policies import Adaptive
 from cgx_jax.policies.training_loop import TrainingLoop, Words
-from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.reductions import GatherSum, Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
 from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates, other_size
 from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.tuner.trials import Trials, best, fastest
+from cgx_jax.tuner.trials import TIE, Trials, best, challenges, relative
 
 _log = logging.getLogger(__name__)
 Search = Generator[list[Setting], np.ndarray, Setting]
@@ -54,10 +54,11 @@ class Tuner:
     The active profile (`use_profile`) ranks the settings; without a profile, the bytes that are
     sent rank them. One setting of each promising exchange and reduction takes turns with the
     others for `rounds` rounds. A turn is two steps, of which the second is timed. Other buffer
-    sizes and other options of the MPI engine then take turns with the fastest setting, and lastly
-    `lax.psum` does. The setting is kept if it beats `lax.psum` in three rounds of four; otherwise
-    `lax.psum` is kept. The options need no compilation; all other trials compile at most
-    `compilations` programs. All of these are steps of the training, and must do equal work.
+    sizes and other options of the MPI engine then take turns with the fastest setting. If one of
+    them is faster, it has to be faster again in twice as many rounds. Lastly `lax.psum` takes
+    turns with the setting, which is kept if it beats `lax.psum` in three rounds of four. The
+    options need no compilation; all other trials compile at most `compilations` programs. All of
+    these are steps of the training, and must do equal work.
 
     The result is stored in the folder `cache`: by default the user's cache folder; False stores
     nothing. The same job, on the same machines and with the same versions, then starts with the
@@ -232,7 +233,7 @@ class Tuner:
             other_size(self._found, setting, tried) for setting in tried[:-1]
         ):
             tried.pop()  # The last program is for another size of the fastest one's buffers.
-        first = tried[fastest((yield tried))] if len(tried) > 1 else tried[0]
+        first = _fastest_way(tried, (yield tried)) if len(tried) > 1 else tried[0]
         similar = [first]
         while len(tried) < programs:
             size = other_size(self._found, first, tried)
@@ -242,7 +243,10 @@ class Tuner:
             similar.append(size)
         similar += first.nearby()
         if len(similar) > 1:
-            first = similar[best((yield similar), similar=True)]
+            # The best of many is partly luck, so it has to be faster once more.
+            pair = [first, similar[relative((yield similar)).argmin()]]
+            if pair[1] != first and challenges(np.concatenate([(yield pair), (yield pair)])):
+                first = pair[1]
         last = [psum, first]
         return last[best((yield last))]
 
@@ -342,22 +346,31 @@ class Tuner:
         if self.trying:
             return []
         saved: dict[Setting, float] = {Setting(): 0.0}
-        medians: dict[Setting, float] = {}
         # Each trials have one setting in common with the next ones; the last have lax.psum.
         for tried, seconds in reversed(self._history):
             common = next(i for i, setting in enumerate(tried) if setting in saved)
             less = saved[tried[common]] + np.median(seconds[:, [common]] - seconds, axis=0)
-            for setting, own, took in zip(tried, less, np.median(seconds, axis=0), strict=True):
+            for setting, own in zip(tried, less, strict=True):
                 saved.setdefault(setting, float(own))
-                medians[setting] = float(took)
         predicted = {c.setting: c.seconds for c in self._found}
         exact = predicted.get(Setting())
         out = []
         for setting in dict.fromkeys(s for tried, _ in self._history for s in tried):
+            samples = [t[:, tried.index(setting)] for tried, t in self._history if setting in tried]
             own = predicted.get(setting)
             gain = None if own is None or exact is None else exact - own
-            out.append((setting, medians[setting], saved[setting], gain))
+            out.append((setting, float(np.median(np.concatenate(samples))), saved[setting], gain))
         return out
+
+
+def _fastest_way(tried: Sequence[Setting], seconds: np.ndarray) -> Setting:
+    """Returns the fastest setting; of those that tie with it, one that encodes once, if any does.
+
+    No other reduction has less error than `GatherSum`.
+    """
+    times = relative(seconds)
+    ties = [i for i, time in enumerate(times) if time <= times.min() + TIE]
+    return tried[min(ties, key=lambda i: (not isinstance(tried[i].reduction, GatherSum), times[i]))]
 
 
 def _later(plan: Plan, choices: Sequence[tuple[Compressor, ...]]) -> tuple[Plan, ...]:
