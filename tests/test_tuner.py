@@ -288,12 +288,25 @@ def test_of_two_that_are_as_fast_the_one_with_less_error_is_kept(monkeypatch, sp
     assert training.tuner.current == kept
 
 
-@pytest.mark.parametrize(("gain", "low", "high"), [(0.95, 0.75, 1), (1.0, 0, 0.2), (1.05, 0, 0.02)])
-def test_a_challenger_of_another_speed_is_told_from_the_first(gain, low, high):
-    """Under noise of 5 % in 16 rounds; one that is as fast may replace it."""
+@pytest.mark.parametrize(("gain", "low", "high"), [(0.95, 0.7, 1), (1.0, 0, 0.15), (1.05, 0, 0.02)])
+@pytest.mark.parametrize(("rounds", "noise"), [(16, 0.05), (48, 0.1)])
+def test_a_challenger_of_another_speed_is_told_from_the_first(rounds, noise, gain, low, high):
+    """Noisier steps take more rounds; a challenger that is as fast may replace the first."""
     rng = np.random.default_rng(0)
-    samples = np.exp(rng.normal(scale=0.05, size=(2000, 16, 2))) * [1, gain]
+    samples = np.exp(rng.normal(scale=noise, size=(2000, rounds, 2))) * [1, gain]
     assert low <= np.mean([challenges(s) for s in samples]) <= high
+
+
+@pytest.mark.parametrize(("seconds", "blocks"), [(1.0, 1), (0.1, 4), (0.001, 6)])
+def test_short_steps_take_more_rounds(monkeypatch, seconds, blocks):
+    """Two ways of four rounds take 16 steps; a few seconds of them are needed, or 24 rounds."""
+    costs = {PSUM: 1.0, SPLIT: 0.9 * seconds, WHOLE: seconds}
+    training = Training(
+        tuner(), monkeypatch=monkeypatch, costs=lambda setting, step: costs[setting]
+    )
+    training.run((blocks + 6) * steps_of(2))
+    assert training.ran.index(PSUM) == blocks * steps_of(2)
+    assert training.tuner.current == SPLIT
 
 
 def test_nothing_slower_than_psum_is_ever_kept():

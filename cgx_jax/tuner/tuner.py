@@ -26,10 +26,11 @@ from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
 from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates, other_size
 from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.tuner.trials import TIE, Trials, best, challenges, relative
+from cgx_jax.tuner.trials import TIE, TURN, Trials, best, challenges, relative
 
 _log = logging.getLogger(__name__)
 Search = Generator[list[Setting], np.ndarray, Setting]
+LEAST_SECONDS, MOST_BLOCKS = 5.0, 6  # of trials; a block is `rounds` rounds
 _COLUMNS = (
     Column(""),
     Column("setting"),
@@ -53,12 +54,13 @@ class Tuner:
 
     The active profile (`use_profile`) ranks the settings; without a profile, the bytes that are
     sent rank them. One setting of each promising exchange and reduction takes turns with the
-    others for `rounds` rounds. A turn is two steps, of which the second is timed. Other buffer
-    sizes and other options of the MPI engine then take turns with the fastest setting. If one of
-    them is faster, it has to be faster again in twice as many rounds. Lastly `lax.psum` takes
-    turns with the setting, which is kept if it beats `lax.psum` in three rounds of four. The
-    options need no compilation; all other trials compile at most `compilations` programs. All of
-    these are steps of the training, and must do equal work.
+    others for `rounds` rounds; short steps, which vary more, take up to six times as many. A turn
+    is two steps, of which the second is timed. Other buffer sizes and other options of the MPI
+    engine then take turns with the fastest setting. If one of them is faster, it has to be faster
+    again in twice as many rounds. Lastly `lax.psum` takes turns with the setting, which is kept if
+    it beats `lax.psum` in three rounds of four. The options need no compilation; all other trials
+    compile at most `compilations` programs. All of these are steps of the training, and must do
+    equal work.
 
     The result is stored in the folder `cache`: by default the user's cache folder; False stores
     nothing. The same job, on the same machines and with the same versions, then starts with the
@@ -221,8 +223,8 @@ class Tuner:
     def _searched(self, psum: Setting, ranked: Sequence[Setting]) -> Search:
         """Yields settings that take turns, is sent f64[rounds, settings] seconds, returns the best.
 
-        `lax.psum` comes last. It moves so many bytes that TCP starts anew on the connections of
-        other exchanges, whose next two steps may then take twice their time.
+        `lax.psum` comes last: after its turn, two steps over other connections may take twice
+        their time.
         """
         programs = self.compilations - 1  # besides the one of lax.psum
         by_way: dict[Any, Setting] = {}
@@ -233,7 +235,9 @@ class Tuner:
             other_size(self._found, setting, tried) for setting in tried[:-1]
         ):
             tried.pop()  # The last program is for another size of the fastest one's buffers.
-        first = _fastest_way(tried, (yield tried)) if len(tried) > 1 else tried[0]
+        first = tried[0]
+        if len(tried) > 1:
+            first = _fastest_way(tried, (yield from self._compared(tried)))
         similar = [first]
         while len(tried) < programs:
             size = other_size(self._found, first, tried)
@@ -243,12 +247,28 @@ class Tuner:
             similar.append(size)
         similar += first.nearby()
         if len(similar) > 1:
-            # The best of many is partly luck, so it has to be faster once more.
-            pair = [first, similar[relative((yield similar)).argmin()]]
-            if pair[1] != first and challenges(np.concatenate([(yield pair), (yield pair)])):
+            seconds = yield from self._compared(similar)
+            # The best of many is partly luck, so it has to be faster again.
+            pair = [first, similar[relative(seconds).argmin()]]
+            if pair[1] != first and challenges((yield from self._compared(pair, twice=True))):
                 first = pair[1]
         last = [psum, first]
-        return last[best((yield last))]
+        return last[best((yield from self._compared(last)))]
+
+    def _compared(
+        self, settings: list[Setting], twice: bool = False
+    ) -> Generator[list[Setting], np.ndarray, np.ndarray]:
+        """Yields settings as often as their trials need, and returns all seconds.
+
+        Short steps vary most, since other work of a machine delays them by more of their time, and
+        more rounds of them cost little.
+        """
+        blocks = [(yield settings)]
+        if twice:
+            blocks.append((yield settings))
+        while len(blocks) < MOST_BLOCKS and TURN * np.sum(blocks) < LEAST_SECONDS:
+            blocks.append((yield settings))
+        return np.concatenate(blocks)
 
     def _run_engine(self) -> None:
         """Runs the engine with the setting's options, which the compiled step does not know."""
