@@ -575,11 +575,12 @@ def scaling() -> str:
 
 
 def tuner() -> str:
-    """The tuner's choice beside psum and the best of an exhaustive grid."""
+    """The tuner's choice beside psum and the best of an exhaustive grid; held-out cells last."""
     body = []
     trees = dict.fromkeys(row["tree"] for row in rows("tuner"))
     cells = {(row["tree"], row["links"], row["world"]): row for row in rows("tuner")}
-    for row in filter(None, map(cells.get, itertools.product(trees, RATES, (2, 4)))):
+    measured = filter(None, map(cells.get, itertools.product(sorted(trees), RATES, (2, 4))))
+    for row in (*measured, *rows("tuner_held_out")):
         low, share, high = row["share"]
         body.append(
             [
