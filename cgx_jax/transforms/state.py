@@ -295,7 +295,7 @@ def check_state(
             f"{caller}: the state holds {len(state.memory)} arrays per leaf, but {memory} keeps "
             f"{kept}; {_OTHER_OPTIONS}"
         )
-    _check_codes(state.codes, plan, choices, treedef)
+    _check_codes(state.codes, plan, choices, treedef, caller)
     own = state.codes.own if isinstance(state.codes, CodeState) else ()
     rows = {x.shape[0] for x in jax.tree.leaves((state.memory, own))} - {1}
     if rows:
@@ -324,7 +324,7 @@ def check_state(
         )
 
 
-def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> None:
+def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any, caller: str) -> None:
     needy = [
         (c, leaf)
         for leaf, some in zip(plan.leaves, choices, strict=True)
@@ -336,7 +336,7 @@ def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> None
     if not isinstance(codes, CodeState):
         compressor, leaf = needy[0]
         raise ValueError(
-            f"{CALLER}: the state holds nothing for {compressor} of leaf {leaf.path!r}; "
+            f"{caller}: the state holds nothing for {compressor} of leaf {leaf.path!r}; "
             f"{_OTHER_OPTIONS}"
         )
     own, shared = treedef.flatten_up_to(codes.own), treedef.flatten_up_to(codes.shared)
@@ -352,6 +352,6 @@ def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> None
             found = [(x.shape[skip:], x.dtype) for x in jax.tree.leaves(kept)]
             if shapes != found:
                 raise ValueError(
-                    f"{CALLER}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
+                    f"{caller}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
                     f"but its init makes {shapes}; {_OTHER_OPTIONS}"
                 )
