@@ -297,6 +297,19 @@ def test_a_challenger_of_another_speed_is_told_from_the_first(rounds, noise, gai
     assert low <= np.mean([challenges(s) for s in samples]) <= high
 
 
+def test_all_ranks_have_passed_a_first_barrier_before_a_trial_is_timed(monkeypatch):
+    training, seen = Training(tuner()), []
+    monkeypatch.setattr(training_loop, "clock", lambda: seen.append("clock") or 0.0)
+    training.run(1)
+    gather = training_loop.agreement.gather
+    monkeypatch.setattr(
+        training_loop.agreement, "gather", lambda n: seen.append("barrier") or gather(n)
+    )
+    seen.clear()
+    training.run(1)
+    assert seen == ["barrier", "barrier", "clock", "clock"]
+
+
 @pytest.mark.parametrize(("seconds", "blocks"), [(1.0, 1), (0.1, 4), (0.001, 6)])
 def test_short_steps_take_more_rounds(monkeypatch, seconds, blocks):
     """Two ways of four rounds take 16 steps; a few seconds of them are needed, or 24 rounds."""

@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -21,16 +21,15 @@ from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto, mpi
 from cgx_jax.plan import Plan
 from cgx_jax.policies import Adaptive
 from cgx_jax.policies.training_loop import TrainingLoop, Words
-from cgx_jax.reductions import GatherSum, Levels, Reduction
+from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
-from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates, other_size
+from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates
+from cgx_jax.tuner.search import Search, search
 from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.tuner.trials import TIE, TURN, Trials, best, challenges, relative
+from cgx_jax.tuner.trials import Trials
 
 _log = logging.getLogger(__name__)
-Search = Generator[list[Setting], np.ndarray, Setting]
-LEAST_SECONDS, MOST_BLOCKS = 5.0, 6  # of trials; a block is `rounds` rounds
 _COLUMNS = (
     Column(""),
     Column("setting"),
@@ -215,60 +214,10 @@ class Tuner:
                 if known is not None:
                     # Another tree's setting may be wrong for this one: it only orders the trials.
                     ranked.sort(key=known.unlike)
-                self._search = self._searched(psum, ranked)
+                self._search = search(psum, ranked, self._found, self.compilations)
                 first = next(self._search)
         self.state = "kept" if len(found) == 1 else "cached"
         self._follow(first)
-
-    def _searched(self, psum: Setting, ranked: Sequence[Setting]) -> Search:
-        """Yields settings that take turns, is sent f64[rounds, settings] seconds, returns the best.
-
-        `lax.psum` comes last: after its turn, two steps over other connections may take twice
-        their time.
-        """
-        programs = self.compilations - 1  # besides the one of lax.psum
-        by_way: dict[Any, Setting] = {}
-        for setting in ranked:
-            by_way.setdefault(setting.way, setting)
-        tried = list(by_way.values())[:programs]
-        if len(tried) == programs > 1 and any(
-            other_size(self._found, setting, tried) for setting in tried[:-1]
-        ):
-            tried.pop()  # The last program is for another size of the fastest one's buffers.
-        first = tried[0]
-        if len(tried) > 1:
-            first = _fastest_way(tried, (yield from self._compared(tried)))
-        similar = [first]
-        while len(tried) < programs:
-            size = other_size(self._found, first, tried)
-            if size is None:
-                break
-            tried.append(size)
-            similar.append(size)
-        similar += first.nearby()
-        if len(similar) > 1:
-            seconds = yield from self._compared(similar)
-            # The best of many is partly luck, so it has to be faster again.
-            pair = [first, similar[relative(seconds).argmin()]]
-            if pair[1] != first and challenges((yield from self._compared(pair, twice=True))):
-                first = pair[1]
-        last = [psum, first]
-        return last[best((yield from self._compared(last)))]
-
-    def _compared(
-        self, settings: list[Setting], twice: bool = False
-    ) -> Generator[list[Setting], np.ndarray, np.ndarray]:
-        """Yields settings as often as their trials need, and returns all seconds.
-
-        Short steps vary most, since other work of a machine delays them by more of their time, and
-        more rounds of them cost little.
-        """
-        blocks = [(yield settings)]
-        if twice:
-            blocks.append((yield settings))
-        while len(blocks) < MOST_BLOCKS and TURN * np.sum(blocks) < LEAST_SECONDS:
-            blocks.append((yield settings))
-        return np.concatenate(blocks)
 
     def _run_engine(self) -> None:
         """Runs the engine with the setting's options, which the compiled step does not know."""
@@ -381,16 +330,6 @@ class Tuner:
             gain = None if own is None or exact is None else exact - own
             out.append((setting, float(np.median(np.concatenate(samples))), saved[setting], gain))
         return out
-
-
-def _fastest_way(tried: Sequence[Setting], seconds: np.ndarray) -> Setting:
-    """Returns the fastest setting; of those that tie with it, one that encodes once, if any does.
-
-    No other reduction has less error than `GatherSum`.
-    """
-    times = relative(seconds)
-    ties = [i for i, time in enumerate(times) if time <= times.min() + TIE]
-    return tried[min(ties, key=lambda i: (not isinstance(tried[i].reduction, GatherSum), times[i]))]
 
 
 def _later(plan: Plan, choices: Sequence[tuple[Compressor, ...]]) -> tuple[Plan, ...]:
