@@ -123,7 +123,7 @@ def test_the_fastest_is_kept_and_psum_where_nothing_beats_it(monkeypatch, split,
 
 
 def test_no_setting_is_compared_with_another_right_after_psum(monkeypatch):
-    """After a step of psum, the next two steps by the better way take twice their time."""
+    """Even if the two steps that follow a step of psum take twice their time."""
     ran = []
 
     def costs(setting, step):
@@ -499,7 +499,7 @@ def test_each_way_that_may_be_the_fastest_comes_before_other_sizes(xla, expected
 
 
 # Predicted seconds by 64, 16 and 4 MiB; None beyond what was measured. Then, in MiB, the size that
-# is tried first, and the one that is tried beside it if it is kept.
+# is tried first over XLA's collectives, and the one that is tried beside it if it is kept.
 SIZES = {
     "all alike": ([1.0, 1.05, 1.09], 64, 4),
     "smaller ones seem a little faster": ([1.4, 1.2, 1.0], 64, 4),
@@ -512,46 +512,51 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", SIZES)
-def test_of_sizes_that_are_predicted_alike_the_largest_comes_first(name):
+def test_of_sizes_that_are_predicted_alike_the_largest_comes_first(monkeypatch, name, fused):
+    """The largest and the next one for fused calls, whatever is predicted."""
+    monkeypatch.setattr(mpi, "defaults", lambda: DEFAULT)
     seconds, first, other = SIZES[name]
-    settings = [Setting(Xla(), None, None, mib << 20) for mib in (64, 16, 4)]
+    if fused:
+        first, other = 64, 16 if len(seconds) > 1 else None
+    exchange = DEFAULT if fused else Xla()
+    settings = [Setting(exchange, None, None, mib << 20) for mib in (64, 16, 4)]
     found = [Candidate(x, t, 1) for x, t in zip(settings, seconds, strict=False)]
     ordered = sorted(found, key=candidates_module._cost)
     head, *rest = candidates_module._varied(ordered)
     assert head.setting.fusion_bytes == first << 20
     assert rest == [c for c in ordered if c != head]
     beside = other_size(found, head.setting, [head.setting])
-    assert beside == (None if other is None else Setting(Xla(), None, None, other << 20))
+    expected = None if other is None else Setting(exchange.together(), None, None, other << 20)
+    assert beside == expected
 
 
-FEWER, DEFAULT = Mpi(1 << 15, 2, 1), Mpi(1 << 17, 4, 1)  # bytes in flight
+SHORT, DEFAULT, LONG = Mpi(1 << 15, 2, 1), Mpi(1 << 17, 4, 1), Mpi(1 << 19, 4, 1)
 
 
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        (DEFAULT, [FEWER, Mpi(1 << 17, 8, 1)]),
-        (FEWER, [DEFAULT, Mpi(1 << 15, 8, 1)]),
-        (Mpi(1 << 15, 4, 1), [DEFAULT, FEWER]),
-        (Mpi(1 << 19, 8, 1), [DEFAULT, FEWER]),
+        (DEFAULT, [SHORT, LONG]),
+        (SHORT, [DEFAULT, LONG]),
+        (LONG, [DEFAULT, SHORT]),
+        (Mpi(1 << 15, 4, 1), [DEFAULT, SHORT]),
     ],
     ids=str,
 )
-def test_engine_options_with_fewer_and_more_bytes_in_flight_are_tried(
-    monkeypatch, engine, expected
-):
+def test_engine_options_with_short_and_with_long_segments_are_tried(monkeypatch, engine, expected):
     monkeypatch.setattr(mpi, "defaults", lambda: DEFAULT)
     found = Setting(engine, GatherSum()).nearby()
     assert found == [Setting(other, GatherSum()) for other in expected]
 
 
-def test_another_size_has_the_default_options_and_leaves_out_what_was_tried(monkeypatch):
+def test_another_size_has_long_segments_and_leaves_out_what_was_tried(monkeypatch):
     monkeypatch.setattr(mpi, "defaults", lambda: DEFAULT)
     settings = [Setting(Mpi(window=4), None, None, mib << 20) for mib in (64, 16, 4)]
     found = [Candidate(x, None, 1) for x in settings]
     kept = dataclasses.replace(settings[0], exchange=Mpi(window=8))
-    other = Setting(DEFAULT, None, None, 16 << 20)
+    other = Setting(LONG, None, None, 16 << 20)
     assert other_size(found, kept, [kept, settings[2]]) == other
     assert other_size(found, kept, settings) is None
     assert other_size(found, Setting(), [Setting()]) is None

@@ -92,8 +92,8 @@ class Exchange(Scoped, abc.ABC):
         """Returns this exchange as a compiled program knows it, without what `require` sets."""
         return self
 
-    def untuned(self) -> Exchange:
-        """Returns this exchange with the options that it has before anything is measured."""
+    def together(self) -> Exchange:
+        """Returns this exchange with options for several buffers that travel at the same time."""
         return self
 
     def nearby(self) -> Sequence[Exchange]:

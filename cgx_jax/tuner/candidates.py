@@ -95,10 +95,11 @@ def other_size(
 ) -> Setting | None:
     """`kept` by buffers of a size that is worth a trial beside it; None if there is none.
 
-    `found` are the candidates, and `tried` is what was tried already. Of the sizes that may be as
-    fast, the result has the one that differs most, which shows best whether the size matters. It
-    has the exchange's default options: a profile's were measured with one buffer at a time, and
-    smaller buffers are on their way together.
+    `found` are the candidates, and `tried` is what was tried already. The result has one of the
+    sizes that may be as fast. A fused call overlaps the parts of a buffer by itself, so it gains
+    little from many buffers: the next size is tried. Otherwise only different buffers overlap, and
+    the size that differs most is tried. A profile's options were measured with one buffer at a
+    time, so the result has those for several.
     """
     own = sorted((c for c in found if c.setting.way == kept.way), key=_cost)
     known = [setting.fusion_bytes for setting in tried if setting.way == kept.way]
@@ -106,9 +107,10 @@ def other_size(
     others = [size for size in sizes if size not in known]
     if not others:
         return None
-    size = max(others, key=lambda n: max(n / kept.fusion_bytes, kept.fusion_bytes / n))
-    exchange = None if kept.exchange is None else kept.exchange.untuned()
-    return dataclasses.replace(kept, exchange=exchange, fusion_bytes=size)
+    assert kept.exchange is not None  # there is one lax.psum
+    pick = min if _fused(kept) else max
+    size = pick(others, key=lambda n: max(n / kept.fusion_bytes, kept.fusion_bytes / n))
+    return dataclasses.replace(kept, exchange=kept.exchange.together(), fusion_bytes=size)
 
 
 def _varied(found: list[Candidate]) -> list[Candidate]:
@@ -133,12 +135,23 @@ def _varied(found: list[Candidate]) -> list[Candidate]:
 
 
 def _fastest_sizes(own: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates of one way that may be the fastest; `own` has the best first."""
+    """Returns the candidates of one way that may be the fastest; `own` has the best first.
+
+    A fused call takes about as long by buffers of any size. If a profile says otherwise, other work
+    disturbed its measurement.
+    """
     return [
         c
         for c in own
-        if c.seconds is None or own[0].seconds is None or c.seconds <= NEAR * own[0].seconds
+        if c.seconds is None
+        or own[0].seconds is None
+        or c.seconds <= NEAR * own[0].seconds
+        or _fused(c.setting)
     ]
+
+
+def _fused(setting: Setting) -> bool:
+    return setting.exchange is not None and "all_reduce" in setting.exchange.can
 
 
 def _may_be_fastest(candidate: Candidate, near: list[Candidate]) -> bool:

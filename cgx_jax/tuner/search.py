@@ -22,8 +22,7 @@ def search(
 ) -> Search:
     """Searches `ranked` settings, the most promising first, by at most `compilations` programs.
 
-    `found` are the candidates. `psum` comes last: after its turn, two steps over other connections
-    may take twice their time.
+    `found` are the candidates. `psum` comes last: its turns take longest and vary most.
     """
     programs = compilations - 1  # besides the one of lax.psum
     by_way: dict[Any, Setting] = {}
