@@ -65,6 +65,7 @@ def test_every_step_has_its_turn_and_the_exit_code_says_whether_one_failed(
         "nccl_2",
         "nccl_4_sizes",
         "reductions",
+        "tuned_5",
         "training",
         "codec",
     }

@@ -4,25 +4,42 @@
     python tests/gpu/codec.py OUT.json --platform cpu     # tries the script itself, on a few cases
 
 Every width, rounding and dtype, rotated or not, must give the same bytes as the CPU. So must all
-codes that have kernels. The result is JSON. The exit code says whether all bytes are equal.
-kernel_bench times the kernels of fusion buffers.
+codes that have kernels. Then times how fast these codes encode, beside the same codes in plain jnp
+and a copy within the device; kernel_bench times the kernels of fusion buffers. The result is JSON.
+The exit code says whether all bytes are equal.
 """
 
 import argparse
 import itertools
 import json
 import pathlib
+import statistics
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import ranks
 from cgx_jax import compressors
-from cgx_jax.kernels import primitives
+from cgx_jax.kernels import codes, primitives
 from cgx_jax.wire import ROUNDINGS, Layout, Slot
 
 WORLD = 4
+CODES = (
+    compressors.SignSGD(),
+    compressors.QSGD(levels=7),
+    compressors.QSGD(levels=127, bucket_size=4096, norm="max"),
+    compressors.TernGrad(clip=None),
+    compressors.Natural(),
+    compressors.BlockTopK(keep=5),
+    compressors.BlockTopK(keep=40, bucket_size=2048),
+    compressors.TopK(keep=0.01),
+    compressors.DGC(keep=0.01),
+)
+TIMED_VALUES = 1 << 26
+CALLS, REPEATS = 10, 7
 
 
 def main() -> int:
@@ -34,7 +51,8 @@ def main() -> int:
     wrong = differences(gpu, cpu, every=1 if arguments.platform == "cuda" else 13)
     wrong += differing_codes(gpu, cpu)
     facts = {"device": gpu.device_kind, "jax": jax.__version__, "wrong": wrong}
-    arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
+    facts["milliseconds"] = encode_times(gpu, TIMED_VALUES if gpu.platform == "gpu" else 10_000)
+    ranks.add_facts(arguments.out, "codec", facts)
     print(f"cases with other bytes than the CPU's: {wrong or 'none'}")
     return 1 if wrong else 0
 
@@ -78,27 +96,45 @@ def differences(gpu, cpu, every: int) -> list[str]:
 
 def differing_codes(gpu, cpu) -> list[str]:
     """Returns the compressors and sizes whose payload differs from the CPU's in any bit."""
-    codes = [
-        compressors.SignSGD(),
-        compressors.QSGD(levels=7),
-        compressors.QSGD(levels=127, bucket_size=4096, norm="max"),
-        compressors.TernGrad(clip=None),
-        compressors.Natural(),
-        compressors.BlockTopK(keep=5),
-        compressors.BlockTopK(keep=40, bucket_size=2048),
-        compressors.TopK(keep=0.01),
-        compressors.DGC(keep=0.01),
-    ]
     wrong = []
     for size in (1000, 1_000_003):
         x = np.random.default_rng(1).standard_normal(size).astype(np.float32)
         x[:9] = [0, -0.0, 1e-40, np.inf, -np.inf, np.nan, 3e38, -3e38, 1]
-        for code in codes:
+        for code in CODES:
             encode = jax.jit(lambda x, code=code: code.encode(x, key=jax.random.key(3)))
             ours, expected = (encode(jax.device_put(x, device)) for device in (gpu, cpu))
             if np.asarray(ours).tobytes() != np.asarray(expected).tobytes():
                 wrong.append(f"{code} {size}")
     return wrong
+
+
+def encode_times(gpu, size: int) -> dict[str, dict[str, float]]:
+    """Returns the milliseconds of encoding f32[size]: by a kernel, by plain jnp, and of a copy."""
+    x = jax.device_put(np.random.default_rng(1).standard_normal(size, np.float32), gpu)
+    times = {"copy": {"kernel": milliseconds(jax.jit(lambda x: x + 1), x)}}
+    kernels = codes.ON_CUDA
+    for code in CODES:
+        times[str(code)] = {}
+        for way, targets in (("kernel", kernels), ("jnp", frozenset())):
+            codes.ON_CUDA = targets  # read while compiling
+            encode = jax.jit(lambda x, code=code: code.encode(x, key=jax.random.key(3)))
+            times[str(code)][way] = milliseconds(encode, x)
+        codes.ON_CUDA = kernels
+    for name, row in times.items():
+        print(f"{name:>60}", *(f"{way} {ms:9.3f} ms" for way, ms in row.items()), flush=True)
+    return times
+
+
+def milliseconds(function, x) -> float:
+    """Returns the median time of a call, of several that are queued."""
+    function(x).block_until_ready()
+    taken = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        results = [function(x) for _ in range(CALLS)]
+        results[-1].block_until_ready()
+        taken.append((time.perf_counter() - start) / CALLS * 1e3)
+    return statistics.median(taken)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@ loopback, as nodes on Ethernet do. With --rate, `tc` shapes the loopback (needs 
 share that rate. For psum, psum_scatter and all_gather, prints and writes as JSON the median, over
 interleaved repeats, of lax's time divided by each exchange's time, and whether "nccl" gave the same
 bytes as "xla" on every rank. The results of one size are written before the next size starts.
+
+With --connection-rate, every TCP connection has that rate, as in clouds that limit flows, and the
+ranks share no other limit. --sockets sets how many sockets NCCL itself opens per connection between
+two ranks (NCCL_NSOCKS_PERTHREAD), which is the other way to fill such links.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 
@@ -34,7 +39,7 @@ def main() -> int:
     parser.add_argument("--segment-bytes", help="of the fused calls, a list; default: theirs")
     parser.add_argument("--streams", default="1", help="of the fused calls, a list")
     parser.add_argument("--reductions", default="scatter_gather", help="of psum, a list")
-    add_platform(parser)
+    add_links(parser)
     arguments = parser.parse_args()
     if "CGX_RANK" in os.environ:
         return rank(arguments, int(os.environ["CGX_RANK"]))
@@ -48,12 +53,28 @@ def main() -> int:
             shape("del", "dev", "lo", "root")
 
 
-def add_platform(parser: argparse.ArgumentParser) -> None:
+def add_links(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--connection-rate", type=float, help="of each TCP connection, in Gbit/s")
+    parser.add_argument("--sockets", type=int, help="of NCCL, per connection; default: NCCL's")
     parser.add_argument(
         "--platform",
         default="cuda",
         help="cpu tries the script itself: little data, and xla in the place of nccl",
     )
+
+
+def pacing(gigabits: float, folder: str) -> dict[str, str]:
+    """Returns variables that limit the connections of a program; builds a library in `folder`."""
+    library = f"{folder}/paced_sockets.so"
+    source = pathlib.Path(__file__).with_name("paced_sockets.cc")
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", library, source], check=True)
+    return {"LD_PRELOAD": library, "CGX_PACE": str(int(gigabits * 1e9 / 8))}
+
+
+def add_facts(out: pathlib.Path, name: str, facts: object) -> None:
+    """Adds what a script found to the JSON that several scripts share."""
+    known = json.loads(out.read_text()) if out.exists() else {}
+    out.write_text(json.dumps(known | {name: facts}, indent=1) + "\n")
 
 
 def shape(*command: str) -> None:
@@ -65,8 +86,18 @@ def start(arguments: argparse.Namespace) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
+    links = {}
+    if arguments.sockets:
+        links |= {"NCCL_NSOCKS_PERTHREAD": str(arguments.sockets), "NCCL_SOCKET_NTHREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.connection_rate:
+            links |= pacing(arguments.connection_rate, folder)
+        return start_on(links, arguments.world, address)
+
+
+def start_on(links: dict[str, str], world: int, address: str) -> int:
     processes = []
-    for number in range(arguments.world):
+    for number in range(world):
         variables = {
             "CGX_RANK": str(number),
             "CGX_COORDINATOR": address,
@@ -76,6 +107,7 @@ def start(arguments: argparse.Namespace) -> int:
             "NCCL_NVLS_ENABLE": "0",
             "NCCL_MNNVL_ENABLE": "0",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            **links,
         }
         command = [sys.executable, *sys.argv]
         processes.append(subprocess.Popen(command, env=os.environ | variables))
@@ -140,6 +172,8 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
                 "world": arguments.world,
                 "megabytes": megabytes,
                 "rate": arguments.rate or "unlimited",
+                "connection_rate": arguments.connection_rate,
+                "sockets": arguments.sockets,
                 "segment_bytes": nccl.segment_bytes,
                 "streams": count,
                 "reduction": reduction,

@@ -9,7 +9,6 @@ within the bound.
 """
 
 import argparse
-import json
 import os
 import pathlib
 import sys
@@ -25,7 +24,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=pathlib.Path)
-    ranks.add_platform(parser)
+    ranks.add_links(parser)
     parser.set_defaults(world=WORLD)
     arguments = parser.parse_args()
     if "CGX_RANK" in os.environ:
@@ -95,7 +94,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
             print(row)
         facts = {"device": jax.devices()[0].device_kind, "world": WORLD, "values": VALUES}
         facts["exchanges"] = [str(exchange) for exchange in exchanges]
-        arguments.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+        ranks.add_facts(arguments.out, "reductions", facts | {"rows": rows})
     jax.distributed.shutdown()
     return 0 if all(row["passed"] for row in rows) else 1
 

@@ -70,7 +70,7 @@ ranks() {
   step "$name" "$limit" "$python" "$root/tests/gpu/ranks.py" "$out/ranks.json" "$@" \
     "${platform[@]}" "${once[@]}"
 }
-rm -f "$out/ranks.json"
+rm -f "$out/ranks.json" "$out/tuned.json" "$out/checks.json"
 if command -v nvidia-cuda-mps-control >/dev/null; then
   export CUDA_MPS_PIPE_DIRECTORY=$work/mps CUDA_MPS_LOG_DIRECTORY=$work/mps-log
   mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
@@ -80,9 +80,15 @@ for world in 2 4; do
   ranks nccl_$world 40 --world $world
   ranks nccl_${world}_sizes 80 --world $world --calls psum --megabytes 0.1,0.4,1,4,25 --repeats 31
 done
-step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/reductions.json" "${platform[@]}"
 ranks nccl_2_segments 60 --world 2 --calls psum --segment-bytes 262144,1048576,67108864
 ranks nccl_2_streams 60 --world 2 --calls psum --streams 1,2,4,8
+# What clouds allow one connection; and NCCL's own way to more of them.
+for gigabits in 1 5; do
+  ranks nccl_2_${gigabits}_paced 60 --world 2 --calls psum --streams 1,2,4,8 \
+    --connection-rate $gigabits
+done
+ranks nccl_4_5_paced 60 --world 4 --calls psum --streams 1,2,4,8 --connection-rate 5
+ranks nccl_2_5_paced_sockets 60 --world 2 --calls psum --streams 1,4 --connection-rate 5 --sockets 4
 ranks nccl_2_one_shot 60 --world 2 --calls psum --megabytes 0.1,1 --repeats 31 \
   --reductions scatter_gather,gather_sum
 if command -v tc >/dev/null && tc qdisc show dev lo >/dev/null 2>&1 && [ "$(id -u)" = 0 ]; then
@@ -93,18 +99,25 @@ if command -v tc >/dev/null && tc qdisc show dev lo >/dev/null 2>&1 && [ "$(id -
 else
   leave_out "NCCL on shaped links" "tc or root is missing"
 fi
+step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/checks.json" "${platform[@]}"
+step codec 120 "$python" "$root/tests/gpu/codec.py" "$out/checks.json" "${platform[@]}"
+for gigabits in 5 1000; do
+  step tuned_$gigabits 120 "$python" "$root/tests/gpu/tuned.py" "$out/tuned.json" \
+    --connection-rate $gigabits "${platform[@]}"
+done
 if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   echo quit | nvidia-cuda-mps-control >/dev/null
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 fi
 
-step training 60 "$python" "$root/tests/gpu/training.py" "$out/training.json" "${platform[@]}"
-step codec 120 "$python" "$root/tests/gpu/codec.py" "$out/codec.json" "${platform[@]}"
+step training 60 "$python" "$root/tests/gpu/training.py" "$out/checks.json" "${platform[@]}"
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck initcheck synccheck; do
     step $tool 60 compute-sanitizer --tool $tool --error-exitcode 9 \
       "$programs/virtual_ranks" 3 20011 4096
   done
+  step memcheck_one_phase 60 compute-sanitizer --tool memcheck --error-exitcode 9 \
+    "$programs/virtual_ranks" 3 20011 4096 1 2 gather_sum
   step memcheck_peers 60 compute-sanitizer --tool memcheck --error-exitcode 9 \
     "$programs/virtual_peers" 3 20011
 else

@@ -7,7 +7,6 @@ makes the round trip through the kernels. The losses are compared with the same 
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import ranks
 from cgx_jax import Quantize
 
 STEPS = 60
@@ -50,7 +50,7 @@ def main() -> int:
             losses[name].append(float(value))
     first, last = losses["gpu"][0], losses["gpu"][-1]
     gap = abs(last - losses["cpu"][-1]) / losses["cpu"][-1]
-    arguments.out.write_text(json.dumps({"losses": losses, "gap": gap}) + "\n")
+    ranks.add_facts(arguments.out, "training", {"losses": losses, "gap": gap})
     print(f"loss {first:.4f} -> {last:.4f} on the GPU; {gap:.1%} from the CPU's")
     return 0 if last < first / 4 and gap < 0.1 else 1
 

@@ -1,0 +1,105 @@
+"""Tunes over real NCCL between processes on one GPU, and compares the choice with fixed settings.
+
+    python tests/gpu/tuned.py OUT.json --world 2 [--connection-rate 5]
+
+First `cgx_jax.tune` measures the links, and a `Tuner` chooses on the steps of 25 MB of gradients in
+160 leaves. Then psum, "xla", "nccl" on each number of streams, and the choice take turns. The first
+half of the turns says which setting is the best, and the second half compares it with the choice.
+Links are those of ranks.py. Exits with 1 if the choice is slower than psum or, by 5 %, than the
+best setting.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+import ranks
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
+
+ALLOWED = 1.05  # times the best setting's time
+SECONDS, TURNS = 30.0, 61
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20, help="of tune")
+    ranks.add_links(parser)
+    arguments = parser.parse_args()
+    if "CGX_RANK" in os.environ:
+        return rank(arguments, int(os.environ["CGX_RANK"]))
+    return ranks.start(arguments)
+
+
+def rank(arguments: argparse.Namespace, number: int) -> int:
+    ranks.join(arguments, number)
+
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    import tuner as benchmark
+    from cgx_jax.exchanges import Nccl, Xla, auto
+    from cgx_jax.link_timer import LinkTimer, gradient
+    from cgx_jax.reductions import GatherSum
+    from cgx_jax.tuner import Setting
+    from cgx_jax.tuner.candidates import FUSION, STREAMS
+
+    links = LinkTimer("tuned", Mesh(np.array(jax.devices()), ("ranks",)), "ranks")
+    shapes = benchmark.TREES["25 MB, 160 leaves"]
+    if arguments.platform == "cpu":
+        shapes = shapes[:3]
+    grads = [
+        links.place(gradient, int(np.prod(shape))).reshape(links.world, *shape) for shape in shapes
+    ]
+    tuner = benchmark.tuned(links, grads, arguments.seconds)
+    profile = auto.active()
+    exchanges = [Xla(), *(Nccl(streams=count) for count in STREAMS)]
+    usable = {exchange.shorthand for exchange in auto.available()}
+    fixed = [
+        Setting(),
+        *(
+            Setting(exchange, reduction, None, FUSION[0])
+            for reduction in (None, GatherSum())
+            for exchange in exchanges
+            if exchange.shorthand in usable
+        ),
+    ]
+    calls = [benchmark.compiled(links, grads, setting) for setting in (*fixed, tuner.current)]
+    seconds = benchmark.turns(links, calls, TURNS, SECONDS)
+    half = len(seconds) // 2
+    best = int(np.median(seconds[:half, :-1], axis=0).argmin())
+    medians = np.median(seconds[half:], axis=0)
+    facts = {
+        "device": jax.devices()[0].device_kind,
+        "world": arguments.world,
+        "connection_rate": arguments.connection_rate,
+        "streams_of_tune": getattr(profile.engine, "streams", None),
+        "choice": str(tuner.current),
+        "best": str(fixed[best]),
+        "share": float(medians[best] / medians[-1]),
+        "gain": float(medians[0] / medians[-1]),
+        "turns": len(seconds) - half,
+        "seconds": dict(zip([*map(str, fixed), "choice"], medians.tolist(), strict=True)),
+        "tuner": tuner.metrics(),
+    }
+    if links.first:
+        print(tuner.table())
+        for name, taken in facts["seconds"].items():
+            print(f"{taken * 1e3:9.2f} ms  {name}")
+        print(f"choice {facts['choice']}: {facts['share']:.3f} of the best's speed", flush=True)
+        known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+        arguments.out.write_text(json.dumps([*known, facts], indent=1) + "\n")
+    jax.distributed.shutdown()
+    slow = medians[-1] > ALLOWED * medians[best] or medians[-1] > medians[0]
+    return int(bool(slow) and arguments.platform == "cuda")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
