@@ -303,10 +303,15 @@ def gpu_small() -> str:
 
 
 def _gpu_runs() -> list[dict]:
-    """Returns the runs of tests/gpu/ranks.py on one stream and in two phases."""
+    """Returns the runs of tests/gpu/ranks.py on one stream, in two phases, on unlimited links."""
     runs = json.loads((RESULTS / "gpu_h100" / "ranks.json").read_text())
-    usual = ("scatter_gather", 1)
-    return [r for r in runs if (r.get("reduction", usual[0]), r.get("streams", 1)) == usual]
+    found: dict[tuple, dict] = {}
+    for r in runs:
+        options = (r.get("reduction", "scatter_gather"), r.get("streams", 1))
+        links = (r["rate"], r.get("connection_rate"))
+        if (*options, *links) == ("scatter_gather", 1, "unlimited", None):
+            found.setdefault((r["world"], r["megabytes"], r["segment_bytes"]), r)
+    return list(found.values())
 
 
 def gpu_ranks() -> str:
@@ -343,6 +348,51 @@ def gpu_sizes() -> str:
         for world, method in dict.fromkeys((w, m) for w, m, _ in ratios)
     ]
     return table(["ranks", "exchange", *(f"{mb:g} MB" for mb in sizes)], body)
+
+
+def gpu_streams() -> str:
+    """The times of psum by the links' limits: exact, by "xla", and by "nccl" on several streams."""
+    counts = (1, 2, 4, 8)
+    runs: dict[tuple, dict[int, dict]] = {}
+    for run in json.loads((RESULTS / "gpu_h200" / "ranks.json").read_text()):
+        seconds = {row["method"]: row["seconds"] for row in run["rows"] if row["call"] == "psum"}
+        limit = run["rate"].replace("gbit", " Gbit/s, shared")
+        if run["connection_rate"]:
+            limit = f"{run['connection_rate']:g} Gbit/s per connection"
+        if run["sockets"]:
+            limit += f", {run['sockets']} sockets"
+        usual = run["reduction"] == "scatter_gather" and run["segment_bytes"] == 8 << 20
+        if usual and run["megabytes"] == 100 and "nccl" in seconds:
+            # A later run with the same options has other streams beside it.
+            runs.setdefault((run["world"], limit), {})[run["streams"]] = seconds
+    several = {key: by for key, by in runs.items() if len(by) > 1}
+
+    def line(world: int, limit: str, by: dict[int, dict]) -> list[str]:
+        rest = [float(np.median([s[name] for s in by.values()])) for name in ("lax", "xla")]
+        times = [*rest, *(by[n]["nccl"] if n in by else None for n in counts)]
+        return [str(world), limit, *("" if t is None else f"{t * 1e3:.1f}" for t in times)]
+
+    head = ["ranks", "links", "exact", "`xla`", *(f"{n} stream{'s' * (n > 1)}" for n in counts)]
+    return table(head, [line(*key, by) for key, by in several.items()])
+
+
+def gpu_codes() -> str:
+    found = json.loads((RESULTS / "gpu_h200" / "checks.json").read_text())["codec"]["milliseconds"]
+    body = [
+        [f"`{code.replace('values=Identity(), ', '')}`", *(f"{row[way]:.2f}" for way in row)]
+        for code, row in found.items()
+        if "jnp" in row
+    ]
+    return table(["code", "kernel", "plain jnp"], body)
+
+
+def gpu_tuned() -> str:
+    body = []
+    for run in json.loads((RESULTS / "gpu_h200" / "tuned.json").read_text()):
+        limit = f"{run['connection_rate']:g} Gbit/s per connection"
+        times = [run["seconds"][name] * 1e3 for name in ("psum", run["best"], "choice")]
+        body.append([limit, *(f"{t:.1f} ms" for t in times), f"{run['share']:.2f}"])
+    return table(["links", "`lax.psum`", "best", "choice", "share"], body)
 
 
 def one_shot(name: str = "one_shot") -> str:
@@ -697,6 +747,9 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_ranks,
         gpu_sizes,
         gpu_small,
+        gpu_streams,
+        gpu_codes,
+        gpu_tuned,
         in_flight,
         kernels,
         levels,

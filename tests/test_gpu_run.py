@@ -44,6 +44,11 @@ def test_step_that_may_outlast_the_deadline_does_not_start(tmp_path):
     assert failed == "0"
 
 
+def test_steps_that_are_not_asked_for_do_not_run(tmp_path):
+    lines = shell("STEPS='^b|d$'; for n in abc bc bad cad; do step $n 5 true; done", tmp_path)
+    assert [line.split(":")[0] for line in lines] == ["=== bc", "=== bad", "=== cad"]
+
+
 @pytest.mark.parametrize(("code", "deadline"), [(0, 580), (3, 580), (3, 0)])
 def test_every_step_has_its_turn_and_the_exit_code_says_whether_one_failed(
     tmp_path, code, deadline

@@ -39,7 +39,7 @@ def test_hot_kernels_keep_their_values_in_registers():
 @pytest.mark.skipif(ptxas.nvcc() is None, reason="there is no nvcc here: it needs CUDA 13")
 def test_kernels_of_codes_spill_nothing():
     sources = {
-        "codes.cu": {"pack_signs": 1, "largest_of_buckets": 2, "encode_buckets": 3},
+        "codes.cu": {"pack_signs": 1, "largest_of_buckets": 2, "encode_buckets": 2},
         "select.cu": dict.fromkeys(
             ["begin", "count_digits", "find_digit", "count_chosen", "write_chosen"], 1
         ),

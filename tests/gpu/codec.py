@@ -11,7 +11,6 @@ The exit code says whether all bytes are equal.
 
 import argparse
 import itertools
-import json
 import pathlib
 import statistics
 import sys
@@ -20,8 +19,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import ranks
+
 from cgx_jax import compressors
 from cgx_jax.kernels import codes, primitives
 from cgx_jax.wire import ROUNDINGS, Layout, Slot

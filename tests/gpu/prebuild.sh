@@ -4,7 +4,8 @@
 #     tests/gpu/prebuild.sh DIR [ARCHITECTURE]     # 90 by default
 #
 # The Python on the GPU's machine must have the same version as this one ($PYTHON, else python3).
-# This one needs jaxlib 0.11.2 or newer, pybind11, scikit-build-core, cmake and a compiler.
+# This one needs jaxlib 0.11.2 or newer, pybind11, scikit-build-core, cmake and a compiler. Its
+# jaxlib must not be newer than that machine's: XLA refuses modules with newer headers than its own.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 to=$(mkdir -p "$1" && cd "$1" && pwd)

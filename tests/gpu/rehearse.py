@@ -39,7 +39,16 @@ STANDINS = {
 }
 
 # The tables of docs/gpu.md that come from a run, and how many of their columns are labels.
-LABELS = {"gpu_kernels": 2, "gpu_machines": 1, "gpu_ranks": 4, "gpu_sizes": 2, "gpu_small": 1}
+LABELS = {
+    "gpu_kernels": 2,
+    "gpu_machines": 1,
+    "gpu_ranks": 4,
+    "gpu_sizes": 2,
+    "gpu_small": 1,
+    "gpu_streams": 2,
+    "gpu_codes": 1,
+    "gpu_tuned": 1,
+}
 
 
 def main() -> int:

@@ -2,10 +2,11 @@
 # $patience, which multiplies limits. They write logs to $work, and set failed=1 if a step fails.
 
 # step NAME LIMIT COMMAND...: runs at most LIMIT seconds; does not start if it might outlast the
-# deadline.
+# deadline, or if its name does not match the regular expression STEPS.
 step() {
   local name=$1 limit=$(($2 * patience)) start=$SECONDS code=0
   shift 2
+  [[ $name =~ ${STEPS:-} ]] || return 0
   if [ $((SECONDS + limit)) -gt "$deadline" ]; then
     leave_out "$name" "it may take $limit s, and $((deadline - SECONDS)) s are left"
     return

@@ -13,8 +13,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import ranks
+
 from cgx_jax import Quantize
 
 STEPS = 60

@@ -87,28 +87,25 @@ __device__ float sum_of_squares(const Scale& one, const float* x, int live) {
 
 template <typename Code>
 __device__ Scale scale_of(const BucketsCall& call, const float* x, int live) {
-  if constexpr (Code::kScaled) {
-    int32_t largest = 0;
-    for (int first = 0; first < live; first += kTile) {
-      float values[kSlots];
+  int32_t largest = 0;
+  for (int first = 0; first < live; first += kTile) {
+    float values[kSlots];
 #pragma unroll
-      for (int k = 0; k < kSlots; ++k) {
-        const int i = first + k * kWarp + lane_index();
-        values[k] = i < live ? x[i] : 0.0f;
-      }
+    for (int k = 0; k < kSlots; ++k) {
+      const int i = first + k * kWarp + lane_index();
+      values[k] = i < live ? x[i] : 0.0f;
+    }
 #pragma unroll
-      for (const float value : values) largest = max(largest, magnitude_bits(value));
-    }
-    largest = __reduce_max_sync(kEveryLane, largest);
-    const float top = Code::top(static_cast<int32_t>(call.levels));
-    if (std::is_same_v<Code, Steps> && call.l2) {
-      const Scale one = Scale::of_largest(largest, 1);
-      if (one.factor == 0) return one;
-      return Scale::of_squares(one, sum_of_squares(one, x, live), top);
-    }
-    return Scale::of_largest(largest, top);
+    for (const float value : values) largest = max(largest, magnitude_bits(value));
   }
-  return {1};
+  largest = __reduce_max_sync(kEveryLane, largest);
+  const float top = Code::top(static_cast<int32_t>(call.levels));
+  if (std::is_same_v<Code, Steps> && call.l2) {
+    const Scale one = Scale::of_largest(largest, 1);
+    if (one.factor == 0) return one;
+    return Scale::of_squares(one, sum_of_squares(one, x, live), top);
+  }
+  return Scale::of_largest(largest, top);
 }
 
 // What the codes of a bucket's values depend on.
@@ -197,7 +194,7 @@ __device__ Coding coding_of(const BucketsCall& call, LeafSeed seed, const Run& r
   if (live <= 0) return {};
   const int64_t bucket = run.bucket + b;
   const Scale scale = scale_of<Code>(call, run.x + b * size, live);
-  if (Code::kScaled && lane_index() < 4) {
+  if (lane_index() < 4) {
     call.scales[4 * bucket + lane_index()] =
         static_cast<uint8_t>(bit_cast<uint32_t>(scale.value) >> (8 * lane_index()));
   }
@@ -332,13 +329,8 @@ cudaError_t launch_encode_buckets(const BucketsCall& call, cudaStream_t stream) 
     const int buckets = static_cast<int>(values / call.bucket_size);
     return launch(kernel, (call.n + values - 1) / values, stream, call, buckets);
   };
-  switch (call.coded) {
-    case Coded::kNatural:
-      return run(encode_buckets_kernel<Natural>, Group<Natural>::kCodes);
-    case Coded::kTernary:
-      return run(encode_buckets_kernel<Ternary>, Group<Ternary>::kCodes);
-    case Coded::kSteps:
-      break;
+  if (call.coded == Coded::kTernary) {
+    return run(encode_buckets_kernel<Ternary>, Group<Ternary>::kCodes);
   }
   return run(encode_buckets_kernel<Steps>, Group<Steps>::kCodes);
 }

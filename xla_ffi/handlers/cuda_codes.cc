@@ -72,7 +72,6 @@ std::vector<CodeHandler> cuda_code_handlers() {
           {"cgx_largest", Calls::largest},
           {"cgx_above_sampled", Calls::above_sampled},
           {"cgx_largest_of_buckets", Calls::largest_of_buckets},
-          {"cgx_natural", Calls::natural},
           {"cgx_ternary", Calls::ternary},
           {"cgx_qsgd", Calls::qsgd}};
 }

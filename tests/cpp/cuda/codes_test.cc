@@ -69,12 +69,11 @@ struct Levels {
   int width;
 };
 constexpr Levels kLevels[] = {
-    {cgx::Coded::kNatural, 512, 0, false, 8}, {cgx::Coded::kTernary, 512, 0, false, 0},
-    {cgx::Coded::kTernary, 8, 0, false, 0},   {cgx::Coded::kTernary, 4095, 0, false, 0},
-    {cgx::Coded::kSteps, 512, 7, true, 4},    {cgx::Coded::kSteps, 512, 1, false, 2},
-    {cgx::Coded::kSteps, 513, 3, true, 3},    {cgx::Coded::kSteps, 9, 15, true, 5},
-    {cgx::Coded::kSteps, 50, 31, false, 6},   {cgx::Coded::kSteps, 1000, 63, true, 7},
-    {cgx::Coded::kSteps, 4096, 127, true, 8}};
+    {cgx::Coded::kTernary, 512, 0, false, 0},  {cgx::Coded::kTernary, 8, 0, false, 0},
+    {cgx::Coded::kTernary, 4095, 0, false, 0}, {cgx::Coded::kSteps, 512, 7, true, 4},
+    {cgx::Coded::kSteps, 512, 1, false, 2},    {cgx::Coded::kSteps, 513, 3, true, 3},
+    {cgx::Coded::kSteps, 9, 15, true, 5},      {cgx::Coded::kSteps, 50, 31, false, 6},
+    {cgx::Coded::kSteps, 1000, 63, true, 7},   {cgx::Coded::kSteps, 4096, 127, true, 8}};
 
 void levels(const Levels& how, const Block<float>& x, int64_t shift, const std::string& values) {
   const std::string name = values + ": bucket " + std::to_string(how.bucket) + " levels " +
@@ -82,7 +81,7 @@ void levels(const Levels& how, const Block<float>& x, int64_t shift, const std::
   const uint32_t key[2] = {0x12345678u, 0x9ABCDEF0u};
   const int64_t packed = how.width == 0 ? (x.count + 4) / 5 : (x.count * how.width + 7) / 8;
   const int64_t buckets = (x.count + how.bucket - 1) / how.bucket;
-  const int64_t bytes = packed + (how.coded != cgx::Coded::kNatural) * 4 * buckets;
+  const int64_t bytes = packed + 4 * buckets;
   Block<uint8_t> expected(bytes), got(bytes, shift);
   const auto call = [&](const Block<uint8_t>& payload) {
     uint8_t* const codes = payload.data();

@@ -69,9 +69,6 @@ void levels(const Inputs& in) {
     cgx::BucketsCall call;
     Attributes attributes;
   } cases[] = {
-      {"cgx_natural",
-       {cgx::Coded::kNatural, nullptr, kValues, nullptr, nullptr, nullptr, 512, 0, false, 8},
-       {}},
       {"cgx_ternary",
        {cgx::Coded::kTernary, nullptr, kValues, nullptr, nullptr, nullptr, kBucket},
        {{"bucket_size", kBucket}}},
@@ -82,7 +79,7 @@ void levels(const Inputs& in) {
   for (const auto& c : cases) {
     const int width = c.call.width;
     const int64_t packed = width == 0 ? (kValues + 4) / 5 : (kValues * width + 7) / 8;
-    const int64_t bytes = packed + (c.call.coded != cgx::Coded::kNatural) * 4 * kBuckets;
+    const int64_t bytes = packed + 4 * kBuckets;
     std::vector<uint8_t> expected(kBatch * bytes), got(kBatch * bytes, 0xAA);
     for (int64_t b = 0; b < kBatch; ++b) {
       cgx::BucketsCall one = c.call;
