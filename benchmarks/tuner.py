@@ -196,14 +196,15 @@ def turns(
 ) -> np.ndarray:
     """f64[reps, calls]: the slowest rank's seconds, after one call each to warm up.
 
-    There are `LEAST` to `most` repeats, as many as `seconds` allow. Calls that take turns go round
-    in both directions. Each comes twice, and the second is timed: in the first the engine changes
-    its options, and its memory is new.
+    There are `LEAST` to `most` repeats, as many as `seconds` allow. Calls that take turns do so in
+    a random order, the same on all ranks. Each comes twice, and the second is timed: in the first
+    the engine changes its options, and its memory is new.
     """
+    orders = np.random.default_rng(0)
 
-    def turn(order: Sequence[int]) -> np.ndarray:
+    def turn() -> np.ndarray:
         row = np.empty(len(calls))
-        for i in order:
+        for i in orders.permutation(len(calls)):
             if len(calls) > 1:
                 calls[i]()
             ranks.barrier()
@@ -211,12 +212,15 @@ def turns(
             start = time.perf_counter()
             calls[i]()
             row[i] = time.perf_counter() - start
-        return ranks.gather(row).max(axis=0)
+        return row
 
-    order = range(len(calls))
-    round_seconds = turn(order).sum() * (2 if len(calls) > 1 else 1)
+    # Ranks share processors, so a call takes longer if the ranks that are done work on something
+    # else. A barrier follows every call, and nothing is gathered before the end.
+    round_seconds = ranks.gather(turn()).max(axis=0).sum() * (2 if len(calls) > 1 else 1)
     reps = int(np.clip(seconds / round_seconds, LEAST, most))
-    return np.array([turn(order[:: -1 if i % 2 else 1]) for i in range(reps)])
+    samples = np.array([turn() for _ in range(reps)])
+    ranks.barrier()
+    return ranks.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
 
 
 def relink(ranks: Ranks, rate: str) -> None:

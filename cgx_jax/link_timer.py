@@ -97,13 +97,18 @@ class LinkTimer:
     def seconds(
         self, functions: Sequence[Callable[..., jax.Array]], x: jax.Array, rounds: int
     ) -> np.ndarray:
-        """Times functions in turns; returns the slowest process's f64[rounds, functions]."""
+        """Times functions in turns; returns the slowest process's f64[rounds, functions].
+
+        Each round has another order, the same on all ranks: what ran before changes a function's
+        time.
+        """
         samples = np.empty((rounds, len(functions)))
+        orders = np.random.default_rng(0)
         for sample in samples:
-            for i, function in enumerate(functions):
+            for i in orders.permutation(len(functions)):
                 self.barrier()
                 self.barrier()  # the first barrier's stragglers have arrived by now
                 start = time.perf_counter()
-                function(x).block_until_ready()
+                functions[i](x).block_until_ready()
                 sample[i] = time.perf_counter() - start
         return self.gather(samples.ravel()).max(axis=0).reshape(samples.shape)

@@ -289,6 +289,23 @@ def test_gather_sum_is_priced_by_its_own_rows_as_far_as_they_reach(nbytes, gathe
     assert Auto(here).choose("here", usable, 4, fp32(nbytes), gathers=gathers) == taken
 
 
+@pytest.mark.parametrize(
+    ("world", "two_phases", "one_phase", "taken"),
+    [
+        (2, 1e-4, 1.04e-4, "mpi/gather_sum"),
+        (2, 1e-4, 1.06e-4, "mpi"),
+        (2, 2.99e-3, 3e-3, "mpi/gather_sum"),
+        (2, 1.1, 1.09, "psum"),
+        (4, 1e-4, 1.01e-4, "mpi"),
+        (4, 1e-4, 0.99e-4, "mpi/gather_sum"),
+    ],
+)
+def test_one_phase_wins_ties_between_two_ranks(world, two_phases, one_phase, taken):
+    rows = [("psum", 32, MB, 1.0), ("mpi", 4.125, MB, two_phases)]
+    measured = profile([*rows, ("mpi/gather_sum", 4.125, MB, one_phase)], world=world)
+    assert auto.fastest(measured, ("mpi", "mpi/gather_sum"), fp32(MB)) == taken
+
+
 def test_without_a_profile_mpi_goes_before_xla():
     assert Auto().choose("here", (Xla(),), 4, fp32(MB)) == Xla()
     assert Auto().choose("here", (Mpi(), Xla()), 4, fp32(4)) == Mpi()

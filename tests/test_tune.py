@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from cgx_jax.compressors import SignSGD, TopK
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Mpi, Profile, Xla, auto
 from cgx_jax.exchanges.profile import Codec
+from cgx_jax.link_timer import LinkTimer
 from cgx_jax.reductions import ScatterGather
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
@@ -271,6 +273,26 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, m
     largest = max(row for row in profile.rows if row.method == "psum")
     assert profile.algbw == largest.bytes / largest.seconds
     assert "measuring 4.1 kB" in capsys.readouterr().err
+
+
+def test_functions_take_turns_in_an_order_that_changes(mesh):
+    links = LinkTimer("here", mesh, mesh.axis_names[0])
+    calls = []
+
+    def function(i):
+        def call(x):
+            calls.append(i)
+            time.sleep(0.02 * (i == 2))
+            return x
+
+        return call
+
+    samples = links.seconds([function(i) for i in range(3)], links.token, 12)
+    rounds = np.reshape(calls, (12, 3))
+    assert (np.sort(rounds) == range(3)).all()
+    assert {tuple(row).index(2) for row in rounds} == {0, 1, 2}
+    assert (samples[:, 2] >= 0.02).all()
+    assert samples.shape == (12, 3)
 
 
 def test_between_two_ranks_gather_sum_is_measured_at_every_size(following, monkeypatch):
