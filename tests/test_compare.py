@@ -73,6 +73,17 @@ def test_bytes_and_error_are_those_of_the_step(mesh):
     assert rows[2]["error"] > 0.5
 
 
+def test_methods_take_turns_in_an_order_that_changes(mesh, monkeypatch):
+    taken = []
+    step = compare._Running.__call__
+    monkeypatch.setattr(compare._Running, "__call__", lambda s: (taken.append(id(s)), step(s))[1])
+    links = LinkTimer("compare", mesh, "data")
+    compare.measure(training(mesh), links, ["exact", "4bit", "topk"], 8, "xla")
+    rounds = np.reshape(taken[3 * compare.ERROR_STEPS :], (8, 3))
+    assert (np.sort(rounds) == np.unique(taken)).all()
+    assert all(len(np.unique(column)) > 1 for column in rounds.T)
+
+
 def row(method, low, ratio, high, error):
     """Returns the part of a row of `measure` that the recommendation reads."""
     write = METHODS[method].write

@@ -32,7 +32,7 @@ _COLUMNS = (
     Column("#wrong", 6, right=True),
 )
 EXPLANATION = """\
-Every repeat times all methods one after the other, each behind a barrier, and the slowest process's
+Every repeat times all methods in a random order, each behind a barrier, and the slowest process's
 time counts. `ratio` is psum's time divided by the method's time in the same repeat: the median (and
 quartiles) over the repeats. `algbw` is fp32 bytes divided by time. `busbw` is `algbw` times
 2(W-1)/W, the share of the message that a rank of a perfect fp32 ring sends, so results for

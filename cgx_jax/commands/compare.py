@@ -134,13 +134,14 @@ def measure(
                 )
             trials.append(trial)
             runs.append(running)
+        orders = np.random.default_rng(0)  # as in `LinkTimer.seconds`, the same on all ranks
         for i, sample in enumerate(samples):
             progress.step(len(names) + i, f"step {i + 1} of {steps}")
-            for j, running in enumerate(runs):
+            for j in orders.permutation(len(runs)):
                 links.barrier()
                 links.barrier()  # the first barrier's stragglers have arrived by now
                 start = time.perf_counter()
-                running()
+                runs[j]()
                 sample[j] = time.perf_counter() - start
         progress.step(progress.total, "done", last=True)
     seconds = links.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
