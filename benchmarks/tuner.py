@@ -28,7 +28,6 @@ import dataclasses
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,11 +206,7 @@ def turns(
         for i in orders.permutation(len(calls)):
             if len(calls) > 1:
                 calls[i]()
-            ranks.barrier()
-            ranks.barrier()  # the first one's stragglers have arrived now
-            start = time.perf_counter()
-            calls[i]()
-            row[i] = time.perf_counter() - start
+            row[i] = ranks.timed(calls[i])
         return row
 
     # Ranks share processors, so a call takes longer if the ranks that are done work on something

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,10 @@ def size_text(nbytes: float) -> str:
 def gradient(rank: int, values: int) -> np.ndarray:
     """Returns a rank's gradient-like input, f32[values], which is the same in every run."""
     return np.random.default_rng(rank).standard_normal(values, dtype=np.float32) * 1e-2
+
+
+def _finish(function: Callable[..., jax.Array], x: jax.Array) -> None:
+    function(x).block_until_ready()
 
 
 class LinkTimer:
@@ -90,6 +95,14 @@ class LinkTimer:
         """Blocks until every rank has arrived."""
         self.psum(self.token).block_until_ready()
 
+    def timed(self, call: Callable[[], object]) -> float:
+        """Returns the seconds of a call on this rank, which all ranks begin together."""
+        self.barrier()
+        self.barrier()  # the first barrier's stragglers have arrived by now
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
     def gather(self, values: Any) -> np.ndarray:
         """Returns one row of f64[n] per process, on every process."""
         return agreement.rows(values)
@@ -106,9 +119,5 @@ class LinkTimer:
         orders = np.random.default_rng(0)
         for sample in samples:
             for i in orders.permutation(len(functions)):
-                self.barrier()
-                self.barrier()  # the first barrier's stragglers have arrived by now
-                start = time.perf_counter()
-                functions[i](x).block_until_ready()
-                sample[i] = time.perf_counter() - start
+                sample[i] = self.timed(functools.partial(_finish, functions[i], x))
         return self.gather(samples.ravel()).max(axis=0).reshape(samples.shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,11 +137,7 @@ def measure(
         for i, sample in enumerate(samples):
             progress.step(len(names) + i, f"step {i + 1} of {steps}")
             for j in orders.permutation(len(runs)):
-                links.barrier()
-                links.barrier()  # the first barrier's stragglers have arrived by now
-                start = time.perf_counter()
-                runs[j]()
-                sample[j] = time.perf_counter() - start
+                sample[j] = links.timed(runs[j])
         progress.step(progress.total, "done", last=True)
     seconds = links.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
     return [

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 
 def main() -> int:
@@ -32,14 +33,28 @@ def main() -> int:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--megabytes", default="100", help="list")
-    parser.add_argument("--rate", help="of loopback, as tc takes it")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--exchanges", default="xla,nccl")
     parser.add_argument("--calls", default="psum,psum_scatter,all_gather")
     parser.add_argument("--segment-bytes", help="of the fused calls, a list; default: theirs")
     parser.add_argument("--streams", default="1", help="of the fused calls, a list")
     parser.add_argument("--reductions", default="scatter_gather", help="of psum, a list")
-    add_links(parser)
+    return run(parser, rank)
+
+
+def run(parser: argparse.ArgumentParser, rank: Callable[[argparse.Namespace, int], int]) -> int:
+    """Starts this script once per rank, on links of the options that this adds; in these, `rank`.
+
+    The parser must give `world`.
+    """
+    parser.add_argument("--rate", help="of loopback, as tc takes it")
+    parser.add_argument("--connection-rate", type=float, help="of each TCP connection, in Gbit/s")
+    parser.add_argument("--sockets", type=int, help="of NCCL, per connection; default: NCCL's")
+    parser.add_argument(
+        "--platform",
+        default="cuda",
+        help="cpu tries the script itself: little data, and xla in the place of nccl",
+    )
     arguments = parser.parse_args()
     if "CGX_RANK" in os.environ:
         return rank(arguments, int(os.environ["CGX_RANK"]))
@@ -51,16 +66,6 @@ def main() -> int:
     finally:
         if arguments.rate:
             shape("del", "dev", "lo", "root")
-
-
-def add_links(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--connection-rate", type=float, help="of each TCP connection, in Gbit/s")
-    parser.add_argument("--sockets", type=int, help="of NCCL, per connection; default: NCCL's")
-    parser.add_argument(
-        "--platform",
-        default="cuda",
-        help="cpu tries the script itself: little data, and xla in the place of nccl",
-    )
 
 
 def pacing(gigabits: float, folder: str) -> dict[str, str]:

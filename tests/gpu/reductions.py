@@ -9,7 +9,6 @@ within the bound.
 """
 
 import argparse
-import os
 import pathlib
 import sys
 import zlib
@@ -24,12 +23,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=pathlib.Path)
-    ranks.add_links(parser)
     parser.set_defaults(world=WORLD)
-    arguments = parser.parse_args()
-    if "CGX_RANK" in os.environ:
-        return rank(arguments, int(os.environ["CGX_RANK"]))
-    return ranks.start(arguments)
+    return ranks.run(parser, rank)
 
 
 def rank(arguments: argparse.Namespace, number: int) -> int:

@@ -11,7 +11,6 @@ best setting.
 
 import argparse
 import json
-import os
 import pathlib
 import sys
 
@@ -30,11 +29,7 @@ def main() -> int:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20, help="of tune")
-    ranks.add_links(parser)
-    arguments = parser.parse_args()
-    if "CGX_RANK" in os.environ:
-        return rank(arguments, int(os.environ["CGX_RANK"]))
-    return ranks.start(arguments)
+    return ranks.run(parser, rank)
 
 
 def rank(arguments: argparse.Namespace, number: int) -> int:
