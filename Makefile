@@ -111,7 +111,7 @@ fuzz: $(STAMPS)/cpp
 	build/address,undefined/tests/cpp/fuzz $(FUZZ_TARGETS) --seed $(SEED) --minutes $(MINUTES)
 
 # The script for a machine with a GPU, on one without.
-gpu-rehearsal: $(STAMPS)/cpp
+gpu-rehearsal: $(STAMPS)/cpp $(STAMPS)/demo
 	$(BIN)/cmake -S . -B build/rehearsal -G Ninja -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" \
 	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
 	  -DCGX_BASELINE_ONLY=ON

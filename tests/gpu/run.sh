@@ -6,10 +6,10 @@
 #     STEPS='nccl|tuned' tests/gpu/run.sh     # only the steps whose names match
 #     make gpu-rehearsal             # without a GPU, so that no step fails there for a typo
 #
-# Builds what it needs with nvcc 13, cmake, a C++ compiler and a Python with jax[cuda13], pybind11
-# and scikit-build-core. On a machine without those, or with little time, PREBUILT names a folder
-# that tests/gpu/prebuild.sh made elsewhere. What matters most comes first. A step that might not
-# end before DEADLINE seconds does not start. A failed step does not stop the next. Results are
+# Needs a Python with jax[cuda13] and optax. Builds the rest with nvcc 13, cmake, a C++ compiler,
+# pybind11 and scikit-build-core. On a machine without those, or with little time, PREBUILT names a
+# folder that tests/gpu/prebuild.sh made elsewhere. What matters most comes first. A step that might
+# not end before DEADLINE seconds does not start. A failed step does not stop the next. Results are
 # JSON; machine.txt describes the machine, and logs.tgz holds what every step printed. The exit code
 # says whether every step that ran has passed.
 set -u
