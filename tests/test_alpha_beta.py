@@ -1,17 +1,11 @@
 """The model behind the tables of reductions: its bytes and messages, and the fit of both terms."""
 
-import importlib.util
-import pathlib
-
 import pytest
 
+import scripts
 from cgx_jax import Quantize
 
-_spec = importlib.util.spec_from_file_location(
-    "alpha_beta", pathlib.Path(__file__).parents[1] / "benchmarks" / "alpha_beta.py"
-)
-alpha_beta = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(alpha_beta)
+alpha_beta = scripts.load("benchmarks/alpha_beta.py")
 
 VALUES = 512 * 4096  # a bucket or more in each of 4,096 chunks
 # Payloads that a rank sends.

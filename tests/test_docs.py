@@ -1,11 +1,12 @@
 """Every link between documents leads to a file, and to an existing heading if it names one."""
 
-import importlib.util
 import pathlib
 import re
 import types
 
 import pytest
+
+import scripts
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -39,11 +40,7 @@ def page(uri):
 
 
 def test_the_site_names_files_that_are_no_pages():
-    specification = importlib.util.spec_from_file_location(
-        "site_links", ROOT / "docs/site_links.py"
-    )
-    hook = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(hook)
+    hook = scripts.load("docs/site_links.py")
     text = "see [the loop](../examples/04_jit.py), [README.md](../README.md#install), [a](b.md)"
     named = "see the loop (`examples/04_jit.py`), README.md, [a](b.md)"
     assert hook.on_page_markdown(text, page=page("calls.md")) == named

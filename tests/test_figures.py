@@ -1,11 +1,12 @@
 """The figures of the documents: drawn by docs/figures.py, from the numbers of the tables."""
 
-import importlib.util
 import pathlib
 import re
 import xml.etree.ElementTree as ET
 
 import pytest
+
+import scripts
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "figures"
@@ -19,10 +20,7 @@ def texts(file):
 @pytest.fixture(scope="module")
 def figures():
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    specification = importlib.util.spec_from_file_location("figures", ROOT / "docs/figures.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return scripts.load("docs/figures.py")
 
 
 def test_the_committed_figures_say_what_the_script_draws(figures, tmp_path):

@@ -1,7 +1,5 @@
 """The benchmark of sharded training, in its smallest configuration."""
 
-import importlib.util
-import pathlib
 import sys
 
 import jax
@@ -9,15 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import scripts
+
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # it adds the folder of the examples
-    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "fsdp.py"
-    spec = importlib.util.spec_from_file_location("fsdp", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def benchmark():
+    return scripts.load("benchmarks/fsdp.py")
 
 
 @pytest.mark.slow

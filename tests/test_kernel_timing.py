@@ -1,19 +1,14 @@
 """The benchmarks' library of kernels: what Python hands to C++ is what C++ may read."""
 
-import importlib.util
-import pathlib
-
 import numpy as np
 import pytest
+
+import scripts
 
 
 @pytest.fixture
 def timing():
-    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "kernel_timing.py"
-    spec = importlib.util.spec_from_file_location("kernel_timing", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("benchmarks/kernel_timing.py")
 
 
 @pytest.mark.parametrize("view", [np.s_[:, ::2], np.s_[::-1], np.s_[:, :3]], ids=str)

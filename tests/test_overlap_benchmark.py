@@ -1,15 +1,12 @@
 """The steps that benchmarks/overlap.py compares compute the same update."""
 
-import importlib.util
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import scripts
 from cgx_jax import Identity, Quantize
 from cgx_jax.commands import bound
 
@@ -21,14 +18,7 @@ FEATURES = 64  # a kernel has 16 KiB: one of the small buffers
 
 @pytest.fixture(scope="module")
 def benchmark():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", list(sys.path))  # it adds folders
-        path = pathlib.Path(__file__).parents[1] / "benchmarks"
-        sys.path.append(str(path))
-        spec = importlib.util.spec_from_file_location("overlap", path / "overlap.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
+    return scripts.load("benchmarks/overlap.py")
 
 
 class Layers(nnx.Module):

@@ -1,13 +1,10 @@
 """The model behind the predicted steps: limits that arithmetic gives, and what levels save."""
 
-import importlib
-import pathlib
-import sys
-
 import pytest
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
-predict = importlib.import_module("predict")
+import scripts
+
+predict = scripts.load("benchmarks/predict.py")
 
 NODES = [m for m in predict.MACHINES if m.nodes > 1]
 

@@ -3,18 +3,11 @@
 `python benchmarks/ptxas.py` reports it for all architectures.
 """
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
 
-spec = importlib.util.spec_from_file_location(
-    "ptxas", pathlib.Path(__file__).parents[1] / "benchmarks" / "ptxas.py"
-)
-ptxas = importlib.util.module_from_spec(spec)
-sys.modules["ptxas"] = ptxas
-spec.loader.exec_module(ptxas)
+import scripts
+
+ptxas = scripts.load("benchmarks/ptxas.py")
 ARCHITECTURE = "sm_90"
 
 

@@ -1,7 +1,6 @@
 """The soak finds defects, and a short soak runs, survives kills and leaves nothing behind."""
 
 import gc
-import importlib.util
 import json
 import os
 import shutil
@@ -13,21 +12,16 @@ import jax
 import numpy as np
 import pytest
 
+import scripts
+
 ROOT = Path(__file__).parents[1]
 SOAK = ROOT / "benchmarks" / "soak"
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
-def module(name):
-    spec = importlib.util.spec_from_file_location(f"soak_{name}", SOAK / f"{name}.py")
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made  # dataclasses look for it
-    spec.loader.exec_module(made)
-    return made
-
-
-report, drawing = module("report"), module("drawing")
-programs = module("programs")
+report, drawing, programs = (
+    scripts.load(f"benchmarks/soak/{name}.py") for name in ("report", "drawing", "programs")
+)
 
 
 def test_a_slope_has_the_standard_error_of_independent_samples():

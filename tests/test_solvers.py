@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib.util
 import math
 import pathlib
 import re
@@ -11,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+import scripts
 from cgx_jax import Quantize
 from cgx_jax.exchanges import Profile
 from cgx_jax.exchanges.profile import Codec, Row
@@ -219,13 +219,7 @@ def test_kmeans_gives_more_bits_to_the_cluster_of_larger_norm():
 
 @pytest.fixture(scope="module")
 def benchmark():
-    with pytest.MonkeyPatch.context() as patch:
-        folder = pathlib.Path(__file__).parents[1] / "benchmarks"
-        patch.setattr(sys, "path", [*sys.path, str(folder)])
-        spec = importlib.util.spec_from_file_location("solvers_benchmark", folder / "solvers.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
+    return scripts.load("benchmarks/solvers.py")
 
 
 @pytest.mark.parametrize("seed", range(10))
