@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def load(path: str) -> types.ModuleType:
-    """Returns the module of a script, whose path begins at the root of the repository.
+    """Returns the module of a script; `path` is relative to the root of the repository.
 
-    While it loads, it finds the scripts beside it. `sys.path` is then as it was before.
+    A script can import its neighbors while it loads. Afterwards `sys.path` is as before.
     """
     file = ROOT / path
     name = path.removesuffix(".py").replace("/", "_")  # hides no module of the package

@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run(parser: argparse.ArgumentParser, rank: Callable[[argparse.Namespace, int], int]) -> int:
-    """Starts this script once per rank, on links of the options that this adds; in these, `rank`.
+    """Adds the options of the links and starts the script once per rank; each runs `rank`.
 
     The parser must give `world`.
     """
