@@ -112,6 +112,43 @@ def test_names_of_flax_nnx_linen_and_bare_trees_are_matched():
         assert not takes(tree, rules, Q8)
 
 
+# Paths as the libraries write them: Linen, NNX, Haiku, Equinox, Keras, PyTorch and plain trees.
+EXACT_PATHS = """
+    Dense_0/bias layers/mlp/bias decoder/layers/self_attention/query/bias linear1/bias
+    blocks/0/attn/in_proj_bias attn.bias lstm/bias_ih_l0 layers/0/1/bias biases/3 dense_4/bias
+    swin/relative_position_bias_table attention/pos_bias_u PreNorm_0/Dense_0/bias
+    LayerNorm_0/scale BatchNorm_3/bias PreNorm_0/scale RMSNorm_0/scale WSNorm/gain
+    encoder/encoder_norm/scale layers/pre_attention_norm/scale layers/post_ffw_norm/scale
+    attention/output/LayerNorm/scale final_layer_norm/weight model/layers/input_layernorm/kernel
+    transformer/h/ln_1/scale transformer/ln_f/scale visual.ln_pre.weight ln_post/weight
+    encoder/layer_norm1/scale layernorm_before/weight norm1/weight norms/0/weight norms/1
+    blocks/norm_1/weight norm_out/weight bn1/stacked bn_init/scale norm_proj/scale gn/weight
+    mlp/~/layer_norm/offset block/~/batch_norm_1/scale group_normalization/gamma
+    batch_normalization_2/moving_variance layer_normalization/beta downsample/bn2/running_mean
+    LayerNormMLP_0/scale LayerNormMLP_0/ln_bias layers/attn_norm layers/ln_1_scale
+    layers/norm_weight LAYERNORM/scale norm
+""".split()
+COMPRESSED_PATHS = """
+    PreNorm_0/Attention_0/qkv/kernel LayerNorm_0/Dense_0/kernel norm_mlp/kernel norm1/linear/weight
+    SpectralNorm_0/Dense_0/kernel WeightNorm_0/Conv_0/kernel pre_norm_block/mlp/wi/kernel
+    NormMlp_0/kernel norm_proj/kernel bn_relu_conv/kernel LayerNormMLP_0/wi_kernel
+    normalized_conv/kernel NormalizedDense_0/kernel normal_map/kernel abnormal/kernel enormous/w
+    Normal_0/kernel NORMAL/kernel unbiased/kernel debias/kernel Debiased_0/kernel bias_net/kernel
+    attention_bias/kernel bias_kernel unbiased normals vulnerable/kernel columns/w lnr/w
+    self_attn.q_proj.weight linear/w layers/0/weight mlp/wo/kernel embed_tokens/embedding
+    norm_first_encoder/layers/0/self_attn/out_proj/weight
+""".split()
+
+
+@pytest.mark.parametrize("path", EXACT_PATHS + COMPRESSED_PATHS)
+def test_whole_words_of_the_last_names_keep_stacked_biases_and_norms_exact(path):
+    *modules, leaf = path.split("/")
+    tree = {leaf: np.zeros((12, 256), np.float32)}
+    for name in reversed(modules):
+        tree = {name: tree}
+    assert chosen(tree, Q4) == {path: Identity() if path in EXACT_PATHS else Q4}
+
+
 def test_rules_work_on_optax_like_masks_of_the_tree():
     masked = jax.tree.map(lambda x: x if x.ndim > 1 else optax.MaskedNode(), TREE)
     assert "layers/0/bias" not in chosen(masked, Q4)

@@ -43,7 +43,7 @@ def psum_scatter_compressed(
 
     `compressor` is a compressor (default `Quantize()`, 4 bits), a policy or a `Plan`, as in
     `psum_compressed`. A single compressor leaves some leaves of a tree exact: leaves with
-    ndim <= 1, under 1,024 values, named bias or norm, or of a dtype that it does not support. A
+    ndim <= 1, under 1,024 values, biases and norms, or of a dtype that it does not support. A
     bare array of a supported dtype is compressed whatever its shape. A policy sees whole leaves,
     before they are scattered.
 

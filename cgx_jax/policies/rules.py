@@ -94,12 +94,34 @@ class Rule:
         return f"Rule({self.compressor}{''.join(', ' + s for s in said)})"
 
 
+def _word(*names: str) -> str:
+    """Returns a pattern of whole words: in_proj_bias and LayerNorm have words, unbiased has not."""
+    pattern = "|".join(names)
+    capital = "|".join(name.capitalize() for name in names)
+    small = rf"(?<![A-Za-z])(?:{pattern})(?![a-z])"
+    return rf"(?:{small}|(?:{capital})(?![a-z])|(?<![A-Za-z])(?:{pattern.upper()})(?![A-Za-z]))"
+
+
+_KINDS = ("layernorm", "batchnorm", "groupnorm", "instancenorm", "rmsnorm")
+_NORM = _word("norms?", "normalization", "bn", "ln", "gn", *_KINDS)
+# What may follow in the name of a norm: ln_f, norm1, layernorm_before, but not norm_mlp.
+_PLACE = "[A-Za-z]|pre|post|in|out|init|first|last|final|before|after"
+_NORM_ONLY = "scale|offset|gamma|beta"
+_SUFFIX = rf"(?:_?\d+|_(?:{_PLACE}|{_NORM_ONLY}|weight)(?![A-Za-z]))*"
+_NUMBERS = r"(?:[/.]\d+)*"  # places in lists; names in the style of PyTorch have dots
+_BIASES = rf"{_word('bias', 'biases')}[^/.]*(?<!kernel)(?<!weight){_NUMBERS}$"
+_NORMS = rf"{_NORM}{_SUFFIX}{_NUMBERS}(?:[/.][^/.]+{_NUMBERS})?$"
+_SCALES = rf"{_NORM}[^/.]*{_NUMBERS}[/.](?:{_NORM_ONLY}){_NUMBERS}$"
+
 # What CGX leaves exact: biases and normalization, by shape or by name (stacked layers give them
-# more dimensions), and leaves whose few bytes do not pay for their error.
+# more dimensions), and leaves whose few bytes do not pay for their error. Only the last names of a
+# path count: a matrix inside a block called PreNorm is a matrix.
 EXACT = (
     Rule(Identity(), max_ndim=1),
     Rule(Identity(), max_size=MIN_SIZE - 1),
-    Rule(Identity(), path=r"(?i)bias|norm|(^|[/_])bn\d*($|[/_])"),
+    Rule(Identity(), path=_BIASES),
+    Rule(Identity(), path=_NORMS),
+    Rule(Identity(), path=_SCALES),
 )
 
 
@@ -108,11 +130,13 @@ class Rules(Policy):
     """The first rule that matches a leaf chooses for it; `default` is for leaves that none matches.
 
     The rules in `exact` come after the given ones. By default these are
-    `cgx_jax.policies.rules.EXACT`: leaves with ndim <= 1, under 1,024 values, or named bias, norm
-    or bn are reduced exactly. `exact=()` leaves them out. A given rule that chooses for no leaf
-    causes a UserWarning, since its path is most often misspelled. Raises TypeError for anything
-    that is not a rule, or not a compressor. Source of the exact leaves: CGX (Markov et al.,
-    Middleware 2022).
+    `cgx_jax.policies.rules.EXACT`, which reduce these leaves exactly: leaves with ndim <= 1, leaves
+    under 1,024 values, leaves whose own name has the word bias, and leaves that are, or lie
+    directly in, a module named as a norm (norm, bn, ln, gn). Names count by whole words:
+    `PreNorm_0/qkv/kernel` and `unbiased/kernel` are compressed. `exact=()` leaves them out. A given
+    rule that chooses for no leaf causes a UserWarning, since its path is most often misspelled.
+    Raises TypeError for anything that is not a rule, or not a compressor. Source of the exact
+    leaves: CGX (Markov et al., Middleware 2022).
     """
 
     rules: Sequence[Rule]
