@@ -127,7 +127,7 @@ EXACT_PATHS = """
     batch_normalization_2/moving_variance layer_normalization/beta downsample/bn2/running_mean
     LayerNormMLP_0/scale LayerNormMLP_0/ln_bias layers/attn_norm layers/ln_1_scale
     layers/norm_weight LAYERNORM/scale norm
-""".split()
+"""
 COMPRESSED_PATHS = """
     PreNorm_0/Attention_0/qkv/kernel LayerNorm_0/Dense_0/kernel norm_mlp/kernel norm1/linear/weight
     SpectralNorm_0/Dense_0/kernel WeightNorm_0/Conv_0/kernel pre_norm_block/mlp/wi/kernel
@@ -137,16 +137,16 @@ COMPRESSED_PATHS = """
     attention_bias/kernel bias_kernel unbiased normals vulnerable/kernel columns/w lnr/w
     self_attn.q_proj.weight linear/w layers/0/weight mlp/wo/kernel embed_tokens/embedding
     norm_first_encoder/layers/0/self_attn/out_proj/weight
-""".split()
+"""
 
 
-@pytest.mark.parametrize("path", EXACT_PATHS + COMPRESSED_PATHS)
+@pytest.mark.parametrize("path", (EXACT_PATHS + COMPRESSED_PATHS).split())
 def test_whole_words_of_the_last_names_keep_stacked_biases_and_norms_exact(path):
     *modules, leaf = path.split("/")
     tree = {leaf: np.zeros((12, 256), np.float32)}
     for name in reversed(modules):
         tree = {name: tree}
-    assert chosen(tree, Q4) == {path: Identity() if path in EXACT_PATHS else Q4}
+    assert chosen(tree, Q4) == {path: Identity() if path in EXACT_PATHS.split() else Q4}
 
 
 def test_rules_work_on_optax_like_masks_of_the_tree():
