@@ -315,7 +315,7 @@ def _print_choices(profile: Profile) -> None:
     for size in sorted({row.bytes for row in profile.rows}):
         cells = [size_text(size)]
         for width in widths:
-            load = auto.Load(size // 4, size, width)
+            load = auto.Load(size // 4, width)
             method = auto.fastest(profile, usable, load)
             gain = auto.estimate(profile, "psum", load) / auto.estimate(profile, method, load)
             cells.append(f"{method} ({gain:.2f}x)")

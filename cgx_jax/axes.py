@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
+from cgx_jax.leaves import sum_dtype
 
 # A leaf of up to this size travels with others: a separate call costs more than the copies.
 SMALL_BYTES = 1 << 16
@@ -122,11 +123,16 @@ class Axes:
                 )
 
     def sum(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Applies `lax.psum` to every leaf; small leaves travel together."""
-        if self.groups is not None and self.checked():
-            # lax.psum refuses groups under check_vma, so gather the group and sum its rows.
-            return _together(lambda joined: [self._gathered_sum(x) for x in joined], leaves)
-        return _together(self._added_up_by(lax.psum), leaves)
+        """Returns `lax.psum` of every leaf, added up in `sum_dtype`; small leaves travel together."""
+        arrays, totals = self._totals(leaves)
+        kinds = [jnp.int32 if x.dtype == jnp.bool_ else x.dtype for x in arrays]
+        return [cast(total, kind) for total, kind in zip(totals, kinds, strict=True)]
+
+    def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Returns `lax.pmean` of every leaf, like `sum`; divided before it is rounded."""
+        arrays, totals = self._totals(leaves)
+        pairs = zip(arrays, (total / self.world for total in totals), strict=True)
+        return [cast(m, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else m for x, m in pairs]
 
     def max(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Applies `lax.pmax` to every leaf; small leaves travel together."""
@@ -134,35 +140,18 @@ class Axes:
             return _together(lambda joined: [self._gathered(x).max(0) for x in joined], leaves)
         return _together(self._by(lax.pmax), leaves)
 
-    def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Applies `lax.pmean` to every leaf; small leaves travel together."""
+    def _totals(self, leaves: Sequence[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns the leaves as arrays, and their sums in `sum_dtype`."""
+        arrays = [jnp.asarray(x) for x in leaves]
+        wide = [cast(x, sum_dtype(x.dtype)) for x in arrays]
         if self.groups is not None and self.checked():
-            return _together(lambda joined: [self._gathered(x).mean(0) for x in joined], leaves)
-        return _together(self._added_up_by(lax.pmean), leaves)
+            # lax.psum refuses groups under check_vma, so gather the group and sum its rows.
+            add = lambda xs: [self._gathered(x).sum(0, dtype=x.dtype) for x in xs]  # noqa: E731
+            return arrays, _together(add, wide)
+        return arrays, _together(self._by(lax.psum), wide)
 
     def _by(self, collective: Callable[..., Any]) -> Callable[[list[jax.Array]], list[jax.Array]]:
         return lambda leaves: collective(leaves, self._name, axis_index_groups=self.groups)
-
-    def _added_up_by(
-        self, collective: Callable[..., Any]
-    ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        # Gloo's float16 sums lose operands: over three ranks, lax.psum of 10,000 values returns
-        # some wrong ones.
-        if jax.default_backend() != "cpu" or jax.process_count() == 1:
-            return self._by(collective)
-
-        def reduce(leaves: list[jax.Array]) -> list[jax.Array]:
-            half = [x.dtype == jnp.float16 for x in leaves]
-            wide = [x.astype(jnp.float32) if h else x for x, h in zip(leaves, half, strict=True)]
-            made = self._by(collective)(wide)
-            return [y.astype(jnp.float16) if h else y for y, h in zip(made, half, strict=True)]
-
-        return reduce
-
-    def _gathered_sum(self, x: Any) -> jax.Array:
-        # The sum of bools is their count, as in lax.psum.
-        dtype = jnp.result_type(x)
-        return self._gathered(x).sum(0, dtype=jnp.int32 if dtype == jnp.bool_ else dtype)
 
     def _gathered(self, x: Any) -> jax.Array:
         x = _compat.vary_over(jnp.asarray(x), frozenset(self.names))
@@ -171,6 +160,11 @@ class Axes:
     @property
     def _name(self) -> Any:
         return self.names[0] if len(self.names) == 1 else self.names
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns `x` in `dtype`; `x` itself, weakly typed or not, if it has that dtype."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Any) -> jax.Array:

@@ -22,6 +22,7 @@ from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.compressors.quantized import seed
 from cgx_jax.exchanges import Auto, Exchange, Xla, auto
 from cgx_jax.kernels.primitives import Units
+from cgx_jax.leaves import SCALARS
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import (
     GatherSum,
@@ -186,14 +187,13 @@ def load_of(
     """
     size = sum(x.size for x in leaves)
     bits = sum(x.compressor.wire_bits(x.shape, x.dtype) for x in leaves)
-    nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
     dear = {
         kind: sum(x.size for x in leaves if kind in x.compressor.codec_work)
         for kind in ("noise", "rotation")
     }
     units = sum(x.size for x in leaves if x.number in in_units)
     counts = (dear["noise"], dear["rotation"], units)
-    return auto.Load(rows * size, rows * nbytes, bits / size, *(rows * n for n in counts))
+    return auto.Load(rows * size, bits / size, *(rows * n for n in counts))
 
 
 def _require_able(name: str, exchange: Exchange, reduction: Reduction) -> None:
@@ -239,15 +239,27 @@ def reduce_leaves(
     in_units = {i for i, unit in enumerate(units or ()) if unit is not None}
     by_buffer = ways(options, plan, in_units)
     taken = {b: way for b, way in by_buffer.items() if way is not None}
+    # As in lax.psum, a number that the program knows is the value of every rank.
+    coded = {i for buffer in by_buffer for i in buffer}
+    leaves = [
+        _compat.vary_over(jnp.asarray(x), axes.varying())
+        if i in coded and isinstance(x, SCALARS)
+        else x
+        for i, x in enumerate(leaves)
+    ]
     out = Sums(list(leaves), [None] * len(leaves), list(states or [()] * len(leaves)))
     found: list[tuple[tuple[int, ...], jax.Array]] = []
     lossy = sorted(i for buffer in taken for i in buffer)
     exact = [i for i in range(len(leaves)) if i not in set(lossy)]
     if exact:
-        values = [leaves[i] for i in exact]
-        summed = axes.mean(values) if options.mean else axes.sum(values)
-        for i, x in zip(exact, summed, strict=True):
+        known = [i for i in exact if isinstance(leaves[i], bool | int | float | complex)]
+        values = {i: leaves[i] for i in exact if i not in known}
+        summed = (axes.mean if options.mean else axes.sum)(list(values.values()))
+        for i, x in zip(values, summed, strict=True):
             out.values[i] = x
+        for i in known:  # as in lax, the answer is a number, without any communication
+            total = leaves[i] * axes.world
+            out.values[i] = total / axes.world if options.mean else total
     if axes.world > 1:
         named = set() if options.exchange is None else {options.exchange}
         for exchange in {way.exchange for way in taken.values()} | named:

@@ -7,7 +7,11 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+SCALARS = (bool, int, float, complex, np.generic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +30,27 @@ class Leaf:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
+    @property
+    def sum_bytes(self) -> int:
+        """The bytes that travel where the leaf is summed exactly."""
+        return self.size * sum_dtype(self.dtype).itemsize
+
     def __str__(self) -> str:
         return f"{self.path!r} {self.dtype}{list(self.shape)}"
+
+
+def sum_dtype(dtype: Any) -> np.dtype:
+    """Returns the dtype in which exact sums run: narrower numbers are widened to 32 bits.
+
+    Sums of float16 may overflow where the mean does not, sums of bfloat16 round at every rank, and
+    over gloo, XLA's sums of numbers of 16 bits and fewer lose operands.
+    """
+    dtype = np.dtype(dtype)
+    if dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4):
+        return np.dtype(np.int32)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        return np.dtype(np.float32)
+    return dtype
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
@@ -35,16 +58,17 @@ def leaves_of(tree: Any) -> list[Leaf]:
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         aval = jax.typeof(x) if not hasattr(x, "dtype") else x
-        out.append(Leaf(_path(path), tuple(aval.shape), aval.dtype))
+        out.append(Leaf(path_of(path), tuple(aval.shape), aval.dtype))
     return out
 
 
 def is_bare(tree: Any) -> bool:
-    """Whether `tree` is one array."""
-    return bool(jax.tree_util.all_leaves([tree]))
+    """Whether `tree` is one array; a Python or NumPy scalar is not, since all ranks know it."""
+    return bool(jax.tree_util.all_leaves([tree])) and not isinstance(tree, SCALARS)
 
 
-def _path(path: Any) -> str:
+def path_of(path: Any) -> str:
+    """Returns the name of a key path of JAX's: "layer/kernel"."""
     # Flax NNX wraps each array in an object with a `value`. Drop that name, so that the leaf is
     # "kernel" as in Linen.
     if path and getattr(path[-1], "name", None) == "value":

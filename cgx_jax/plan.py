@@ -86,8 +86,8 @@ class Plan:
         """Returns the bytes that one rank sends to reduce all leaves over `world` ranks.
 
         Compressed leaves count by the first reduction that their compressor allows. Exact leaves
-        count as in a ring all-reduce, 2 (world - 1) / world of their bytes. The plan does not know
-        the exchange, so a buffer that `exchange="auto"` sends by psum counts as compressed.
+        count as in a ring all-reduce, 2 (world - 1) / world of their bytes; 16-bit leaves are
+        summed in fp32. The plan does not know the exchange, so a buffer that `exchange="auto"` sends by psum counts as compressed.
         """
         total = 0
         for buffer in self.buffers:
@@ -95,7 +95,7 @@ class Plan:
             paths = [self.leaves[i].path for i in buffer]
             reduction = reduction_of("Plan", None, list(zip(paths, coded, strict=True)))
             total += reduction.bytes_sent(coded, world)
-        exact = sum(self.leaves[i].nbytes for i in self.exact)
+        exact = sum(self.leaves[i].sum_bytes for i in self.exact)
         return total + -(-2 * (world - 1) * exact // world)
 
     def check(self, caller: str, leaves: Sequence[Leaf]) -> None:
@@ -133,6 +133,7 @@ def resolve(
     unless `adapts` says that the caller keeps its statistics.
     """
     leaves = leaves_of(tree)
+    _check_dtypes(caller, leaves)
     if isinstance(policy, Plan):
         policy.check(caller, leaves)
         return policy
@@ -149,6 +150,7 @@ def plan_of(
     `bare` says that the tree is a single array. Raises ValueError and TypeError as `resolve` does,
     and ValueError for a compressor with state.
     """
+    _check_dtypes(caller, leaves)
     if isinstance(policy, Plan):
         policy.check(caller, leaves)
         plan = policy
@@ -157,6 +159,15 @@ def plan_of(
         plan = _planned(leaves, _choose(caller, leaves, policy, bare), FUSION_BYTES)
     plan.require_stateless(caller)
     return plan
+
+
+def _check_dtypes(caller: str, leaves: Sequence[Leaf]) -> None:
+    for leaf in leaves:
+        if leaf.dtype.name.startswith("float6_"):
+            raise TypeError(
+                f"{caller}: leaf {leaf.path!r} is {leaf.dtype}, which XLA cannot compute with; make "
+                "it float8_e4m3fn or wider before the call."
+            )
 
 
 def _choose(

@@ -131,7 +131,7 @@ def test_nccl_runs_on_the_streams_that_it_was_measured_with(monkeypatch):
     assert Profile.from_json(made.to_json()) == made
     assert json.loads(made.to_json())["engine"] == {"exchange": "nccl", "streams": 4}
     monkeypatch.setattr(Profile, "check_here", lambda self: None)
-    load = auto.Load(25 * 10**5, 10**7, 4.125)
+    load = auto.Load(25 * 10**5, 4.125)
     assert Auto(made).choose("here", (Nccl(), Xla()), 4, load) == Nccl(streams=4)
 
 

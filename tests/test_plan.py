@@ -49,7 +49,6 @@ def test_a_buffers_load_counts_the_values_that_are_dearer_to_encode():
     sizes = {name: x.size for name, x in tree.items()}
     assert load_of(plan.coded(buffer)) == Load(
         values=sum(sizes.values()),
-        nbytes=sum(x.nbytes for x in tree.values()),
         bits=4.125,
         noisy=sizes["noisy"] + sizes["both"],
         rotated=sizes["rotated"] + sizes["both"],

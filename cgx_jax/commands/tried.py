@@ -136,7 +136,7 @@ class Trial:
                 exact += buffer
             else:
                 total += way.reduction.bytes_sent(plan.coded(buffer), options.axes.world)
-        nbytes, world = sum(plan.leaves[i].nbytes for i in exact), options.axes.world
+        nbytes, world = sum(plan.leaves[i].sum_bytes for i in exact), options.axes.world
         return total + -(-2 * (world - 1) * nbytes // world)
 
     def error(self, state: Any) -> float:

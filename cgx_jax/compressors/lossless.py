@@ -16,9 +16,10 @@ from cgx_jax.compressors.packing import from_bytes, size_of, to_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Identity(PayloadCompressor):
-    """No compression: the reduction is `lax.psum`, bit for bit, for every dtype that it takes.
+    """No compression: the reduction is `lax.psum`, for every dtype that it takes.
 
-    A leaf has any shape and dtype, and its code is its bytes.
+    Numbers of 32 bits and more have the bits of `lax.psum`. Narrower ones are added up in 32 bits
+    and rounded once. A leaf has any shape and dtype, and its code is its bytes.
     """
 
     lossless = True

@@ -31,14 +31,14 @@ _active: Profile | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A fusion buffer's size: values, uncompressed bytes, and payload bits per value (mean).
+    """A fusion buffer's size: values, and payload bits per value (mean).
 
+    `lax.psum` sends 4 bytes per value: it adds up 16-bit values in fp32 too.
     `noisy`, `rotated` and `in_units` count the values that are rounded at random, rotated, or
     multiplied by units, all of which takes longer.
     """
 
     values: int
-    nbytes: int
     bits: float
     noisy: int = 0
     rotated: int = 0
@@ -212,10 +212,10 @@ def unmeasured(usable: Sequence[Exchange], load: Load) -> Exchange | None:
     simulated in one process follow the rule too, although they send nothing, so that their numbers
     are those of the run that they simulate.
     """
-    share = load.bits * load.values / (8 * load.nbytes)
+    share, nbytes = load.bits / 32, 4 * load.values
     for exchange in usable:
         if (least := exchange.least()) is not None:
-            return exchange if load.nbytes * (1 - share / least.even) >= least.nbytes else None
+            return exchange if nbytes * (1 - share / least.even) >= least.nbytes else None
     return None
 
 
@@ -260,9 +260,9 @@ def estimate(profile: Profile, method: str, load: Load) -> float:
     each other. A fused call hides a part of the codec behind the wire, so there the sum is an upper
     bound. It is exact for a link that waits for the codec, and it never favors compression.
     """
-    # The time of kernels depends on the number of values, so a 16-bit buffer counts as an fp32
-    # buffer of as many values. The time of psum depends on the number of bytes.
-    nbytes = load.nbytes if method == "psum" else 4 * load.values
+    # The time of kernels and of psum depends on the number of values, so a 16-bit buffer counts as
+    # an fp32 buffer of as many values.
+    nbytes = 4 * load.values
     widths, curves = _curves(profile, method)
     seconds = [
         np.exp(np.interp(np.log(nbytes), np.log(sizes), np.log(times))) * max(1, nbytes / sizes[-1])

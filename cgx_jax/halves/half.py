@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from cgx_jax import _compat, debug
-from cgx_jax.axes import Axes, sum_of_rows
+from cgx_jax.axes import Axes, cast, sum_of_rows
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.compressors.base import require_key
 from cgx_jax.compressors.buffers import row_code
 from cgx_jax.compressors.codes import RowCode
 from cgx_jax.exchanges import Exchange
 from cgx_jax.kernels.primitives import NO_RANK
+from cgx_jax.leaves import sum_dtype
 
 
 def where_of(name: str, path: str) -> str:
@@ -53,8 +55,12 @@ class Half(abc.ABC):
         """Returns the dimension as an index of 0 or more, and the shape of the whole leaf."""
 
     @abc.abstractmethod
-    def exactly(self, x: jax.Array) -> jax.Array:
-        """Returns the exact result, from `lax`."""
+    def exactly(self, x: jax.Array, *, divisor: int = 1) -> jax.Array:
+        """Returns the exact result, from `lax`; sums run in `sum_dtype` until they are divided."""
+
+    def tangent(self, t: jax.Array) -> jax.Array:
+        """Returns the exact result of a tangent; transposed, its sums run in `sum_dtype` too."""
+        return self.exactly(t)
 
     @abc.abstractmethod
     def key(self, key: Any) -> Any:
@@ -117,14 +123,15 @@ class PsumScatter(Half):
             )
         return dimension, shape
 
-    def exactly(self, x: jax.Array) -> jax.Array:
-        return lax.psum_scatter(
-            x,
+    def exactly(self, x: jax.Array, *, divisor: int = 1) -> jax.Array:
+        total = lax.psum_scatter(
+            cast(x, sum_dtype(x.dtype)),
             self.axes.names,
             scatter_dimension=self.dimension,
             axis_index_groups=self.axes.groups,
             tiled=self.tiled,
         )
+        return cast(total if divisor == 1 else total / divisor, x.dtype)
 
     def key(self, key: Any) -> Any:
         return self._noise(key, shared=False)
@@ -215,11 +222,23 @@ class AllGather(Half):
             return d, (*shape[:d], world * shape[d], *shape[d + 1 :])
         return d, (*shape[:d], world, *shape[d:])
 
-    def exactly(self, x: jax.Array) -> jax.Array:
+    def exactly(self, x: jax.Array, *, divisor: int = 1) -> jax.Array:
+        narrow = jnp.issubdtype(x.dtype, jnp.floating) and sum_dtype(x.dtype) != x.dtype
+        return _gathered(self, x) if narrow else self.gathered(x)
+
+    def tangent(self, t: jax.Array) -> jax.Array:
+        # The transpose of a gather is a sum, in the dtype of what is gathered.
+        return cast(self.gathered(cast(t, sum_dtype(t.dtype))), t.dtype)
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Returns `lax.all_gather` of `x`."""
+        # XLA's gather of int2 writes past the end of its result.
+        sent = cast(x, sum_dtype(x.dtype)) if x.dtype.name in ("int2", "uint2") else x
         names, groups = self.axes.names, self.axes.groups
-        return lax.all_gather(
-            x, names, axis=self.dimension, axis_index_groups=groups, tiled=self.tiled
+        every = lax.all_gather(
+            sent, names, axis=self.dimension, axis_index_groups=groups, tiled=self.tiled
         )
+        return cast(every, x.dtype)
 
     def key(self, key: Any) -> Any:
         # Nothing is added up here, so ranks may draw the same noise without loss.
@@ -249,3 +268,13 @@ class AllGather(Half):
         if not self.tiled:
             return stacked
         return stacked.reshape(*shape[:d], self.axes.world * shape[d], *shape[d + 1 :])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gathered(half: AllGather, x: jax.Array) -> jax.Array:
+    return half.gathered(x)
+
+
+@_gathered.defjvp
+def _gathered_jvp(half: AllGather, primals: Any, tangents: Any) -> Any:
+    return _gathered(half, *primals), half.tangent(*tangents)

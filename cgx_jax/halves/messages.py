@@ -222,5 +222,5 @@ def _run(message: Message, keys: Any, leaves: tuple[jax.Array, ...]) -> tuple[ja
 
 @_run.defjvp
 def _run_jvp(message: Message, primals: Any, tangents: Any) -> Any:
-    exact = (half.exactly(t) for half, t in zip(message.halves, tangents[1], strict=True))
+    exact = (half.tangent(t) for half, t in zip(message.halves, tangents[1], strict=True))
     return _run(message, *primals), tuple(exact)

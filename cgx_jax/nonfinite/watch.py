@@ -106,8 +106,11 @@ def watch(
 
     Returns `after`, or zeros if the step is skipped, and whether it is skipped, bool[] or False.
     """
+    if _action is None:
+        return list(after), False
+    before, after = (tuple(jnp.asarray(x) for x in side) for side in (before, after))
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
-    if _action is None or not floats:
+    if not floats:
         return list(after), False
     known = [i for numbers, _ in found for i in numbers]
     hidden = [i for i in floats if i not in carried]

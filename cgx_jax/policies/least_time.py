@@ -80,7 +80,7 @@ class LeastTime(Solver):
 
         @functools.cache
         def of_value(mean_bits: float, exact: bool, noisy: bool, rotated: bool) -> float:
-            load = auto.Load(full, 4 * full, mean_bits, full * noisy, full * rotated)
+            load = auto.Load(full, mean_bits, full * noisy, full * rotated)
             usable = () if exact else METHODS
             method = auto.fastest(self.profile, usable, load)
             return auto.estimate(self.profile, method, load) / full

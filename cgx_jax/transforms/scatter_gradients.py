@@ -234,7 +234,7 @@ def _scattered(
             out[i] = (mean if factor == 1 else mean * factor).astype(leaves[i].dtype)
     for i, half in enumerate(halves.halves):
         if i not in out:
-            out[i] = half.exactly(leaves[i]) / jnp.asarray(half.axes.world, leaves[i].dtype)
+            out[i] = half.exactly(leaves[i], divisor=half.axes.world)
     return [out[i] for i in range(len(leaves))], lost
 
 

@@ -212,10 +212,10 @@ def _candidate(
             else:
                 nbytes += way.reduction.bytes_sent(call.plan.coded(buffer), world)
                 times.append(_predicted(measured, way, call, buffer))
-        sums = _sums([call.plan.leaves[i].nbytes for i in exact])
+        sums = _sums([call.plan.leaves[i].sum_bytes for i in exact])
         nbytes += -(-2 * (world - 1) * sum(sums) // world)
         for size in sums:
-            load = auto.Load(size // 4, size, 32)
+            load = auto.Load(size // 4, 32)
             times.append(auto.estimate(measured, "psum", load) if measured is not None else None)
     known = [seconds for seconds in times if seconds is not None]
     return Candidate(setting, sum(known) if len(known) == len(times) else None, nbytes)
