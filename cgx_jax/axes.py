@@ -104,10 +104,36 @@ class Axes:
             failed = _compat.vary_over(failed, frozenset(names))
         return lax.psum(failed, names) == 0
 
+    def check_plain(
+        self, caller: str, leaves: Sequence[tuple[str, Any]], *, reduced: bool = True
+    ) -> None:
+        """Raises ValueError for a leaf typed as unreduced, or unless allowed as `reduced`."""
+        for path, x in leaves:
+            kinds = jax.typeof(x).mat
+            for n in self.names:
+                where = f"leaf {path!r}" if path else "the operand"
+                if n in kinds.unreduced:
+                    raise ValueError(
+                        f"{caller}: {where} is typed as unreduced over axis {n!r}: each rank holds "
+                        "a part, and the value is the sum of the parts. It is most often the "
+                        "gradient of a parameter that is typed as reduced. For the exact sum, "
+                        f"write jax.lax.psum(x, {n!r}). To compress it, take the gradient of "
+                        "parameters that vary: params = jax.tree.map(lambda p: "
+                        f"jax.lax.pcast(p, {n!r}, to='varying'), params) before jax.grad."
+                    )
+                if reduced and n in kinds.reduced:
+                    raise ValueError(
+                        f"{caller}: {where} is typed as reduced over axis {n!r}: every rank holds "
+                        "the value, and JAX leaves its gradient unreduced. Give shard_map the "
+                        "in_specs P() for it, without reduced=, or outside jax.grad write "
+                        f"jax.lax.pcast(x, {n!r}, to='varying')."
+                    )
+
     def check_varying(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
         """Raises ValueError for a leaf that AD (or anything else) has already reduced."""
         if not self.checked():
             return
+        self.check_plain(caller, leaves, reduced=False)
         for path, x in leaves:
             missing = [n for n in self.names if n not in _compat.varying_axes(x)]
             if missing:
@@ -123,16 +149,12 @@ class Axes:
                 )
 
     def sum(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Returns `lax.psum` of every leaf, added up in `sum_dtype`; small leaves travel together."""
-        arrays, totals = self._totals(leaves)
-        kinds = [jnp.int32 if x.dtype == jnp.bool_ else x.dtype for x in arrays]
-        return [cast(total, kind) for total, kind in zip(totals, kinds, strict=True)]
+        """Returns `lax.psum` of every leaf, added up in `sum_dtype`; small leaves together."""
+        return self._divided(leaves, 1)
 
     def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Returns `lax.pmean` of every leaf, like `sum`; divided before it is rounded."""
-        arrays, totals = self._totals(leaves)
-        pairs = zip(arrays, (total / self.world for total in totals), strict=True)
-        return [cast(m, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else m for x, m in pairs]
+        return self._divided(leaves, self.world)
 
     def max(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Applies `lax.pmax` to every leaf; small leaves travel together."""
@@ -140,15 +162,15 @@ class Axes:
             return _together(lambda joined: [self._gathered(x).max(0) for x in joined], leaves)
         return _together(self._by(lax.pmax), leaves)
 
-    def _totals(self, leaves: Sequence[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the leaves as arrays, and their sums in `sum_dtype`."""
+    def _divided(self, leaves: Sequence[Any], divisor: int) -> list[jax.Array]:
         arrays = [jnp.asarray(x) for x in leaves]
         wide = [cast(x, sum_dtype(x.dtype)) for x in arrays]
+        add = self._by(lax.psum)
         if self.groups is not None and self.checked():
             # lax.psum refuses groups under check_vma, so gather the group and sum its rows.
             add = lambda xs: [self._gathered(x).sum(0, dtype=x.dtype) for x in xs]  # noqa: E731
-            return arrays, _together(add, wide)
-        return arrays, _together(self._by(lax.psum), wide)
+        totals = zip(_together(add, wide), arrays, strict=True)
+        return [divided(total, divisor, x.dtype) for total, x in totals]
 
     def _by(self, collective: Callable[..., Any]) -> Callable[[list[jax.Array]], list[jax.Array]]:
         return lambda leaves: collective(leaves, self._name, axis_index_groups=self.groups)
@@ -165,6 +187,15 @@ class Axes:
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns `x` in `dtype`; `x` itself, weakly typed or not, if it has that dtype."""
     return x if x.dtype == dtype else x.astype(dtype)
+
+
+def divided(total: jax.Array, divisor: int, dtype: Any) -> jax.Array:
+    """Returns a sum of values of `dtype`, or its quotient, in the dtype that lax gives it."""
+    if divisor != 1:
+        total = total / divisor
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return total  # means of integers are floats
+    return total if dtype == jnp.bool_ else cast(total, dtype)
 
 
 def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Any) -> jax.Array:

@@ -62,6 +62,7 @@ def reduce_in_backward(
         overlaps=True,
     )
     leaves, treedef = jax.tree.flatten(params)
+    options.axes.check_plain(_HOOK, list(zip([x.path for x in plan.leaves], leaves, strict=True)))
     inexact = [i for i in plan.exact if jnp.issubdtype(plan.leaves[i].dtype, jnp.inexact)]
     together = consecutive(plan.leaves, dict.fromkeys(inexact), SMALL_BYTES)
     for number, part in enumerate([*plan.buffers, *together]):

@@ -253,9 +253,9 @@ def reduce_leaves(
     exact = [i for i in range(len(leaves)) if i not in set(lossy)]
     if exact:
         known = [i for i in exact if isinstance(leaves[i], bool | int | float | complex)]
-        values = {i: leaves[i] for i in exact if i not in known}
-        summed = (axes.mean if options.mean else axes.sum)(list(values.values()))
-        for i, x in zip(values, summed, strict=True):
+        arrays = {i: leaves[i] for i in exact if i not in known}
+        summed = (axes.mean if options.mean else axes.sum)(list(arrays.values()))
+        for i, x in zip(arrays, summed, strict=True):
             out.values[i] = x
         for i in known:  # as in lax, the answer is a number, without any communication
             total = leaves[i] * axes.world

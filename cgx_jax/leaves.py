@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-
 SCALARS = (bool, int, float, complex, np.generic)
 
 

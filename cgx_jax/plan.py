@@ -87,7 +87,8 @@ class Plan:
 
         Compressed leaves count by the first reduction that their compressor allows. Exact leaves
         count as in a ring all-reduce, 2 (world - 1) / world of their bytes; 16-bit leaves are
-        summed in fp32. The plan does not know the exchange, so a buffer that `exchange="auto"` sends by psum counts as compressed.
+        summed in fp32. The plan does not know the exchange, so a buffer that `exchange="auto"`
+        sends by psum counts as compressed.
         """
         total = 0
         for buffer in self.buffers:
@@ -165,8 +166,8 @@ def _check_dtypes(caller: str, leaves: Sequence[Leaf]) -> None:
     for leaf in leaves:
         if leaf.dtype.name.startswith("float6_"):
             raise TypeError(
-                f"{caller}: leaf {leaf.path!r} is {leaf.dtype}, which XLA cannot compute with; make "
-                "it float8_e4m3fn or wider before the call."
+                f"{caller}: leaf {leaf.path!r} is {leaf.dtype}, which XLA cannot compute with; "
+                "make it float8_e4m3fn or wider before the call."
             )
 
 

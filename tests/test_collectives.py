@@ -694,3 +694,57 @@ def test_small_exact_leaves_travel_together(call, check_vma, mesh):
             np.testing.assert_array_equal(got, once.astype(jnp.bfloat16), err_msg=k)
         else:
             np.testing.assert_array_equal(got, want[k], err_msg=k)
+
+
+UNREDUCED = {  # a call whose operand is typed as unreduced, with a compressor
+    "psum_compressed": lambda g, c: cgx_jax.psum_compressed(g, "data", c),
+    "pmean_compressed": lambda g, c: cgx_jax.pmean_compressed(g, "data", c),
+    "psum_scatter_compressed": lambda g, c: cgx_jax.psum_scatter_compressed(
+        g, "data", c, tiled=True
+    ),
+    "all_gather_compressed": lambda g, c: cgx_jax.all_gather_compressed(g, "data", c, tiled=True),
+    "reduce_in_backward": lambda g, c: cgx_jax.reduce_in_backward(g, "data", c),
+    "sync_gradients": lambda g, c: updated(cgx_jax.sync_gradients("data", c), {"w": g})["w"],
+    "scatter_gradients": lambda g, c: updated(
+        cgx_jax.transforms.scatter_gradients("data", c), {"w": g}
+    )["w"],
+    "scan_layers": lambda g, c: cgx_jax.scan_layers(
+        lambda x, w: x @ w, jnp.ones((2, 512)), g[None], "data", weights=c
+    ),
+}
+
+
+@pytest.mark.parametrize("call", UNREDUCED)
+def test_unreduced_operands_are_named_as_such_and_the_remedy_works(call):
+    """Exact sums take them as lax.psum does; what is compressed or gathered is refused."""
+    mesh = mesh_of("explicit")
+    x = jax.device_put(values(64, 64), NamedSharding(mesh, P("data")))
+    w = values(64, 64, seed=1)
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
+    compressed = UNREDUCED[call]
+
+    def run(f, **marked):
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(w, NamedSharding(mesh, P(**marked)))
+            mapped = jax.shard_map(
+                lambda w, x: f(w, x)[None], in_specs=(P(**marked), P("data")), out_specs=P("data")
+            )
+            return np.asarray(jax.jit(mapped)(placed, x))
+
+    says = f"{call}: .* is typed as unreduced over axis 'data'.*jax.lax.psum\\(x, 'data'\\)"
+    with pytest.raises(ValueError, match=says):
+        run(lambda w, x: compressed(jax.grad(loss)(w, x), Q8), reduced={"data"})
+    if call not in ("psum_compressed", "pmean_compressed", "sync_gradients"):
+        return
+    gradient = jax.grad(loss)(w, np.asarray(x))
+    want = np.asarray(gradient) / (1 if call == "psum_compressed" else WORLD)
+    exact = run(lambda w, x: compressed(jax.grad(loss)(w, x), Identity()), reduced={"data"})
+    np.testing.assert_allclose(exact[0], want, atol=1e-4)
+
+    def remedy(w, x):
+        w = jax.lax.pcast(w, "data", to="varying")
+        return compressed(jax.grad(loss)(w, x), Q8)
+
+    for marked in ({}, {"reduced": {"data"}}):
+        got = run(remedy, **marked)
+        np.testing.assert_allclose(got[0], want, atol=0.02 * np.abs(want).max())

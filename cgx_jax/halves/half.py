@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cgx_jax import _compat, debug
-from cgx_jax.axes import Axes, cast, sum_of_rows
+from cgx_jax.axes import Axes, cast, divided, sum_of_rows
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.compressors.base import require_key
 from cgx_jax.compressors.buffers import row_code
@@ -131,7 +131,7 @@ class PsumScatter(Half):
             axis_index_groups=self.axes.groups,
             tiled=self.tiled,
         )
-        return cast(total if divisor == 1 else total / divisor, x.dtype)
+        return divided(total, divisor, x.dtype)
 
     def key(self, key: Any) -> Any:
         return self._noise(key, shared=False)
@@ -179,7 +179,7 @@ class PsumScatter(Half):
         """
         d, world = self.dimension, self.axes.world
         own = self.axes.rank() if self.compressor.owner_exact else NO_RANK
-        here = jnp.arange(shape[d]) // (shape[d] // world) != own
+        here = jnp.arange(shape[d], dtype=jnp.int32) // (shape[d] // world) != own
         return here.reshape([-1 if i == d else 1 for i in range(len(shape))])
 
     def lost(self, sent: jax.Array, x: jax.Array) -> jax.Array:

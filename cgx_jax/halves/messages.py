@@ -104,6 +104,8 @@ class Halves:
     def check(self, leaves: Sequence[jax.Array], key: Any) -> None:
         """Raises ValueError for a missing key, and for an operand that is already reduced."""
         for half, x in zip(self.halves, leaves, strict=True):
+            if not half.sums:
+                half.axes.check_plain(half.name, [(half.path, x)])
             if half.compressor.lossless:
                 continue
             require_key(where_of(half.name, half.path), [half.compressor], key)
