@@ -12,8 +12,16 @@ from jax.sharding import Mesh
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.transforms.own_rows import rows_of
-from cgx_jax.transforms.state import LocalState
+from cgx_jax.leaves import leaves_of
+from cgx_jax.transforms.own_rows import axes_of, rows_of
+from cgx_jax.transforms.state import (
+    LocalState,
+    require_own_row,
+    require_paths,
+    require_shapes,
+    require_type,
+    sync_states,
+)
 from cgx_jax.transforms.sync_gradients import sync_gradients
 
 if TYPE_CHECKING:
@@ -49,12 +57,13 @@ def local_steps(
 
     if operator.index(every) < 1:
         raise ValueError(f"{_NAME}: every={every} must be 1 or more; 1 reduces in every step.")
+    axis_name = axes_of(_NAME, axis_name)
     inner = optax.with_extra_args_support(optimizer)
     sync = sync_gradients(axis_name, policy, mesh=mesh, **options)
 
     def init(params: Any) -> LocalState:
         def moved() -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+            return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), params)
 
         return LocalState(
             jnp.zeros((), jnp.int32),
@@ -66,7 +75,9 @@ def local_steps(
     def update(
         updates: Any, state: LocalState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, LocalState]:
+        require_type(_NAME, state, LocalState)
         axes = Axes.resolve(_NAME, axis_name, None)
+        _check_moved(_NAME, state, updates)
         before = _own(state.moved)
         here = None if params is None else jax.tree.map(jnp.add, params, before)
         updates, own = inner.update(updates, _own(state.optimizer), here, **extra_args)
@@ -97,19 +108,30 @@ def local_params(params: Any, state: Any) -> Any:
 
     Call it inside shard_map or pmap. `state` is the optimizer's state, which holds the state of one
     `local_steps`. The result has the shapes and dtypes of `params`. Raises ValueError if `state`
-    holds no state of `local_steps`, or several.
+    holds no state of `local_steps`, or several, and for a state of other parameters.
     """
 
     def is_local(x: Any) -> bool:
         return isinstance(x, LocalState)
 
+    sync_states("local_params", state)  # refuses a state that lost its types
     found = [x for x in jax.tree.leaves(state, is_leaf=is_local) if is_local(x)]
     if len(found) != 1:
         raise ValueError(
             f"local_params: the state holds {len(found)} states of local_steps, but must hold one; "
             "pass the state of a chain with one local_steps."
         )
+    _check_moved("local_params", found[0], params)
     return jax.tree.map(jnp.add, params, _own(found[0].moved))
+
+
+def _check_moved(caller: str, state: LocalState, like: Any) -> None:
+    """Raises ValueError if the state belongs to other leaves than those of `like`."""
+    leaves = leaves_of(like)
+    require_own_row(caller, (state.moved, state.optimizer))
+    require_paths(caller, "moved", (state.moved,), leaves, jax.tree.structure(like))
+    shapes = [(1, *leaf.shape) for leaf in leaves]
+    require_shapes(caller, "moved", state.moved, leaves, shapes)
 
 
 def _own(rows: Any) -> Any:

@@ -19,9 +19,10 @@ Schedule = Callable[[Any], Any]
 class Memory(abc.ABC):
     """What a rank remembers of one leaf between steps; instances are static and hashable.
 
-    The state is a tuple of arrays in the leaf's shape. `compensate` comes before the reduction and
-    `remember` after it; neither knows the axis or the compressor. `sync_gradients` raises
-    ValueError for a memory around a compressor that would let it grow.
+    The state is a tuple of arrays in the leaf's shape, and keeps the dtypes that `init` gives it.
+    `compensate` comes before the reduction and `remember` after it; neither knows the axis or the
+    compressor. Both receive arrays of one dtype, the widest of the gradient's and the state's.
+    `sync_gradients` raises ValueError for a memory around a compressor that would let it grow.
     """
 
     @abc.abstractmethod
@@ -55,7 +56,8 @@ class ErrorFeedback(Memory):
     With decay 1 nothing is lost. Over any number of steps the sum of what the optimizer saw and the
     sum of the gradients' means differ only by the mean of the ranks' memories. That helps an
     optimizer that adds gradients up (SGD, momentum). Adam divides by their size, and there feedback
-    may cost more than it gives (see docs/accuracy.md). The memory has each leaf's shape and dtype.
+    may cost more than it gives (see docs/accuracy.md). The memory has the shape and dtype of each
+    parameter, also if gradients have another dtype.
 
     `learning_rate` is the optimizer's schedule, from a step's number to its rate. With it, a
     residual counts by the rate of the step that lost it, whichever step sends it. The memory, in
@@ -159,7 +161,7 @@ def _with_residual(
     rate = jnp.asarray(schedule(step), memory.dtype)
     # In a step of rate 0 nothing that is sent counts, so the memory waits.
     late = jnp.where(rate == 0, 0, memory / jnp.where(rate == 0, 1, rate))
-    return (x.astype(memory.dtype) + late).astype(x.dtype), (rate, memory)
+    return x + late, (rate, memory)
 
 
 def _in_rates(residual: jax.Array, kept: Any) -> jax.Array:
@@ -167,7 +169,7 @@ def _in_rates(residual: jax.Array, kept: Any) -> jax.Array:
     if kept is None:
         return residual
     rate, before = kept
-    return jnp.where(rate == 0, before, rate * residual.astype(before.dtype))
+    return jnp.where(rate == 0, before, rate * residual)
 
 
 def _require_schedule(caller: str, schedule: Any) -> None:

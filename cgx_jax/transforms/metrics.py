@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from cgx_jax.leaves import leaves_of
-from cgx_jax.transforms.state import SyncState
+from cgx_jax.transforms.state import sync_states
 
 
 def metrics(state: Any) -> dict[str, int]:
@@ -24,16 +24,14 @@ def metrics(state: Any) -> dict[str, int]:
       codes with room of a fixed size: `Threshold`, `DGC`, `INCEPTIONN`. They count values that
       found no room, which wait in the memory. A leaf whose code always has room has 0.
 
-    Counts are over the ranks of this process. The call waits for the step.
+    Counts are over the ranks of this process. The call waits for the step. Raises ValueError for a
+    state that was restored without a target.
     """
-
-    def is_sync(x: Any) -> bool:
-        return isinstance(x, SyncState)
-
     out: dict[str, int] = {}
     skipped: list[int] = []
-    for sync in filter(is_sync, jax.tree.leaves(state, is_leaf=is_sync)):
-        skipped += [int(x.max()) for x in _here(sync.skipped)]
+    for sync in sync_states("metrics", state):
+        for count in jax.tree.leaves(sync.skipped):
+            skipped += [int(x.max()) for x in _here(count)]
         counts = jax.tree.leaves(sync.overflow)
         for leaf, count in zip(leaves_of(sync.overflow), counts, strict=True):
             own = sum(int(x.sum()) for x in _here(count))

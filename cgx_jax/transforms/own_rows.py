@@ -13,6 +13,17 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 
 
+def axes_of(caller: str, axis_name: Any) -> Any:
+    """Returns `axis_name` as JAX takes it, a list of names as a tuple; refuses no name at all."""
+    axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    if axis_name is None or axis_name == () or (isinstance(axis_name, tuple) and None in axis_name):
+        raise ValueError(
+            f"{caller}: axis_name={axis_name!r} names no axis; pass the name of the axis that the "
+            "gradients are reduced over, or a tuple of names."
+        )
+    return axis_name
+
+
 def require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
     """Raises ValueError for an axis that is not in the mesh."""
     missing = [n for n in names if n not in mesh.axis_names]

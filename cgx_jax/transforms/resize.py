@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax.transforms.state import CodeState, LocalState, SyncState
+from cgx_jax.transforms.state import map_parts, sync_states
 
 _NAME = "resize_state"
 
@@ -25,65 +24,48 @@ def resize_state(state: Any, world: int) -> Any:
     the same on all ranks stays as it is. Counts of values that found no room restart at 0.
 
     `state` holds whole arrays, with a row for each old rank, as `init` returned it or as restored.
+    It may be an `nnx.Optimizer`, or `nnx.state` of one.
     Call the function outside of jit. Place the result on the new mesh with `state_shardings`.
     Arrays may be `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved.
 
     Raises TypeError or ValueError for a world that is not an integer of 1 or more. Raises
-    ValueError for a state of neither transformation, for rows of different numbers of ranks, and
-    for rows of integers that differ, since these have no mean.
+    ValueError for a state of neither transformation or restored without a target, for rows of
+    different numbers of ranks, for rows on several processes, and for rows of integers that differ,
+    since these have no mean.
     """
     if operator.index(world) < 1:
         raise ValueError(f"{_NAME}: world={world} must be 1 or more.")
 
-    def is_ours(x: Any) -> bool:
-        return isinstance(x, SyncState | LocalState)
-
-    ours = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
-    if not ours:
+    if not sync_states(_NAME, state):
         raise ValueError(
             f"{_NAME}: the state holds no state of sync_gradients or local_steps; pass the state "
             "of a chain with one of them."
         )
-    rows = {x.shape[0] for x in jax.tree.leaves([_of_ranks(x) for x in ours])}
+    rows: set[int] = set()
+    map_parts(_NAME, state, lambda _, x: rows.add(x.shape[0]), lambda x: x)
     if len(rows) > 1:
         raise ValueError(
-            f"{_NAME}: the state has rows for {sorted(rows)} ranks; pass the whole state of one "
-            "mesh, outside of shard_map."
+            f"{_NAME}: the state has rows for {sorted(rows)} ranks. If these are ranks of several "
+            "axes, resize each SyncState by itself. Otherwise pass the whole state of one mesh, "
+            "outside of shard_map."
         )
 
-    def resized(x: Any) -> Any:
-        if isinstance(x, LocalState):
-            moved, optimizer = _rows(_mean, (x.moved, x.optimizer), world)
-            return x._replace(moved=moved, optimizer=optimizer, sync=resized(x.sync))
-        if not isinstance(x, SyncState):
-            return x
-        codes = x.codes
-        if isinstance(codes, CodeState):
-            codes = codes._replace(own=_rows(_mean, codes.own, world))
-        memory, overflow = _rows(_mean, x.memory, world), _rows(_zero, x.overflow, world)
-        return x._replace(memory=memory, codes=codes, overflow=overflow)
-
-    return jax.tree.map(resized, state, is_leaf=is_ours)
-
-
-def _of_ranks(state: Any) -> Any:
-    """Returns the parts of a state that have a row for each rank."""
-    if isinstance(state, LocalState):
-        return state.moved, state.optimizer, _of_ranks(state.sync)
-    own = state.codes.own if isinstance(state.codes, CodeState) else ()
-    return state.memory, own, state.overflow
-
-
-def _rows(row: Callable[[np.ndarray], np.ndarray], tree: Any, world: int) -> Any:
-    """Repeats `row` of every array `world` times, on the host, where copies take no memory."""
-
-    def rows(x: Any) -> Any:
+    def resized(field: str, x: Any) -> Any:
         shape = (world, *x.shape[1:])
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, x.dtype)
+        if not getattr(x, "is_fully_addressable", True):
+            raise ValueError(
+                f"{_NAME}: rows of {x.dtype}{list(x.shape)} lie on several processes. Gather them "
+                "first, state = jax.experimental.multihost_utils.process_allgather(state, "
+                "tiled=True), or restore them from a checkpoint, replicated "
+                "(docs/policy.md#error-feedback)."
+            )
+        row = _zero if field == "overflow" else _mean
+        # On the host, where copies of a row take no memory.
         return np.broadcast_to(row(np.asarray(x)), shape)
 
-    return jax.tree.map(rows, tree)
+    return map_parts(_NAME, state, resized, lambda x: x)
 
 
 def _mean(rows: np.ndarray) -> np.ndarray:

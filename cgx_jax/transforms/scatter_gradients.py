@@ -23,13 +23,15 @@ from cgx_jax.nonfinite import all_finite
 from cgx_jax.plan import Plan, plan_of
 from cgx_jax.policies.rules import Policy
 from cgx_jax.transforms.feedback import (
-    keep,
+    as_gradient,
+    compensated,
+    remembered,
     require_bounded,
     residual_of,
     taken_along,
 )
 from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.own_rows import is_bound
+from cgx_jax.transforms.own_rows import axes_of, is_bound
 from cgx_jax.transforms.precondition import Moments, SecondMoment, Units, matrix_of
 from cgx_jax.transforms.state import (
     SyncState,
@@ -39,6 +41,7 @@ from cgx_jax.transforms.state import (
     init_memory,
     moments_by_leaf,
     moments_by_tree,
+    require_type,
 )
 from cgx_jax.transforms.wrappers import check_wrappers
 
@@ -46,6 +49,10 @@ if TYPE_CHECKING:
     import optax
 
 _NAME = "scatter_gradients"
+_OTHER_LEAVES = (
+    "Give init whole parameters outside shard_map, and this rank's shards inside shard_map or "
+    "pmap. Parameters that were renamed or reshaped since the checkpoint need a new state."
+)
 
 
 def scatter_gradients(
@@ -86,6 +93,7 @@ def scatter_gradients(
     """
     import optax
 
+    axis_name = axes_of(_NAME, axis_name)
     if precondition is not None and not precondition.factored:
         raise ValueError(
             f"{_NAME}: {precondition} has a unit for each value, which only the owner of a shard "
@@ -111,14 +119,14 @@ def scatter_gradients(
     def update(
         updates: Any, state: SyncState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SyncState]:
+        require_type(_NAME, state, SyncState)
         axes = Axes.resolve(_NAME, axis_name, None)
         check_wrappers(_NAME, checked=axes.checked(), shards=True)
         updates = jax.tree.map(jnp.asarray, updates)
         leaves, treedef = jax.tree.flatten(updates)
         plan = plan_of(_NAME, leaves_of(updates), policy, bare=False)
         choices = [(c,) for c in plan.compressors]
-        check_state(state, memory, precondition, plan, choices, treedef, _NAME)
-        _check_whole(state, plan)
+        check_state(state, memory, precondition, plan, choices, treedef, _NAME, _OTHER_LEAVES)
         halves = Halves.of(PsumScatter, _NAME, updates, axes, plan, 0, True, exchange)
         if memory is not None:
             chosen = [(half.path, half.compressor) for half in halves.halves]
@@ -132,9 +140,8 @@ def scatter_gradients(
         sent, kept = leaves, [None] * len(leaves)
         if memory is not None:
             before = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
-            both = [
-                memory.compensate(x, s, state.step) for x, s in zip(leaves, before, strict=True)
-            ]
+            pairs = zip(leaves, before, strict=True)
+            both = [compensated(memory, x, s, state.step) for x, s in pairs]
             sent, kept = [x for x, _ in both], [k for _, k in both]
         factors = [half.compressor.feedback_scale or 1.0 for half in halves.halves]
         means, lost = _scattered(halves, sent, units, key, factors if memory is not None else None)
@@ -142,7 +149,8 @@ def scatter_gradients(
         updates = jax.tree.unflatten(treedef, means)
         if not leaves or (memory is None and precondition is None):
             return updates, state._replace(step=state.step + 1)
-        (strange,) = axes.sum([(~all_finite(means)).astype(jnp.int32)])
+        inexact = [x for x in means if jnp.issubdtype(x.dtype, jnp.inexact)]
+        (strange,) = axes.sum([(~all_finite(inexact)).astype(jnp.int32)])
         finite = strange == 0
         state = state._replace(skipped=state.skipped + (1 - finite.astype(jnp.int32)))
         if memory is not None:
@@ -153,12 +161,13 @@ def scatter_gradients(
                 if half.compressor.selects and i in lost:
                     # A rank's own values arrive in every step and are never late.
                     arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
-                pairs = zip(memory.remember(residual, kept[i], arrived), before[i], strict=True)
-                row = (keep(finite, new, was) for new, was in pairs)
+                row = remembered(memory, sent[i], residual, kept[i], arrived, finite, before[i])
                 rows.append(tuple(_compat.vary_over(x[None], axes.varying()) for x in row))
-            state = state._replace(memory=by_tree(rows, treedef))
+            like, count = jax.tree.structure(state.memory[0]), len(state.memory)
+            state = state._replace(memory=by_tree(rows, like, count))
         if precondition is not None:
-            moments = _moved(precondition, old, means, coded, state.step, axes, finite, treedef)
+            like = jax.tree.structure(state.moments.weights)
+            moments = _moved(precondition, old, means, coded, state.step, axes, finite, like)
             state = state._replace(moments=moments)
         return updates, state._replace(step=state.step + 1)
 
@@ -175,24 +184,6 @@ def _whole(params: Any, axis_name: Any) -> Any:
     world = Axes.resolve(_NAME, names, None).world if is_bound(names) else 1
     grown = lambda x: (world * x.shape[0], *x.shape[1:]) if x.ndim else x.shape  # noqa: E731
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(grown(x), x.dtype), params)
-
-
-def _check_whole(state: SyncState, plan: Plan) -> None:
-    """Raises ValueError if the state's `init` mistook shards for whole leaves, or the reverse."""
-    known: list[tuple[int, ...]] = []
-    if state.memory != ():
-        known = [x.shape[1:] for x in jax.tree.leaves(state.memory[0])]
-    elif state.moments != ():
-        rows, columns = map(jax.tree.leaves, (state.moments.rows, state.moments.columns))
-        known = [(*r.shape, *c.shape) for r, c in zip(rows, columns, strict=True)]
-    for leaf, found in zip(plan.leaves, known, strict=False):
-        wanted = leaf.shape if state.memory != () else matrix_of(leaf.shape)
-        if found != wanted:
-            raise ValueError(
-                f"{_NAME}: the state of leaf {leaf.path!r} has shape {list(found)}, but the "
-                f"gradient has {list(leaf.shape)}. Give init whole parameters outside shard_map, "
-                "and this rank's shards inside shard_map or pmap."
-            )
 
 
 def _scattered(
@@ -235,7 +226,7 @@ def _scattered(
     for i, half in enumerate(halves.halves):
         if i not in out:
             out[i] = half.exactly(leaves[i], divisor=half.axes.world)
-    return [out[i] for i in range(len(leaves))], lost
+    return [as_gradient(out[i], leaves[i].dtype) for i in range(len(leaves))], lost
 
 
 def _own_units(units: Units | None, axes: Axes) -> Units | None:

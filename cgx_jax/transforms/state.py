@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,16 +15,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.leaves import Leaf
+from cgx_jax.leaves import Leaf, leaves_of, path_of
 from cgx_jax.plan import Plan
+from cgx_jax.policies.adaptive import Adaptive
+from cgx_jax.policies.statistics import Statistics
 from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.own_rows import require_axes, rows_of
+from cgx_jax.transforms.own_rows import axes_of, require_axes, rows_of
 from cgx_jax.transforms.precondition import Moments, SecondMoment
 
 CALLER = "sync_gradients"
 _OTHER_OPTIONS = (
     "it was made with other options. Use the state from this transformation's init, or restore "
     "one that was made with the same options."
+)
+
+OTHER_LEAVES = (
+    "Use the state that init returned for these parameters. Parameters that were renamed or "
+    "reshaped since the checkpoint need a new state."
 )
 
 
@@ -60,8 +68,10 @@ class SyncState(NamedTuple):
     * `skipped`, i32[]: the number of updates that left all of this unchanged, because a mean was
       not finite.
 
-    `metrics` reads `overflow` and `skipped`. A state that belongs to other options raises
-    ValueError in `update`.
+    `metrics` reads `overflow` and `skipped`. `init` fixes the structure, shapes and dtypes of the
+    state; no step changes them. The trees and their shapes say which leaves the state was made for.
+    `update` raises ValueError for a state of other leaves, of other options, or without its types,
+    as a checkpoint that was restored without a target.
     """
 
     step: jax.Array
@@ -77,8 +87,9 @@ class LocalState(NamedTuple):
     """State of `local_steps`, of which `moved` and `optimizer` differ between ranks.
 
     `step`, i32[], is the number of updates. `moved`, a tree like the parameters, is how far a
-    rank's own parameters are from the shared ones. `optimizer` is the inner optimizer's state. In
-    both, an array of shape s is [world, *s], one row per rank ([1, *s] inside shard_map and pmap).
+    rank's own parameters are from the shared ones. `optimizer` is the inner optimizer's state, in
+    the dtypes that Optax gives it. In both, an array of shape s is [world, *s], one row per rank
+    ([1, *s] inside shard_map and pmap).
     `sync` is the `SyncState` of the reductions.
     """
 
@@ -88,55 +99,158 @@ class LocalState(NamedTuple):
     sync: SyncState
 
 
+# The fields that differ between ranks: every array in them has a row for each rank.
+_OF_RANKS: dict[Any, tuple[str, ...]] = {
+    SyncState: ("memory", "overflow"),
+    CodeState: ("own",),
+    LocalState: ("moved", "optimizer"),
+}
+
+
 def state_specs(state: Any, axis_name: Any) -> Any:
     """Returns PartitionSpecs of a state that holds a `SyncState`: in_specs of a training step.
 
     `state` is what `init` returned, or `jax.eval_shape` of it. What belongs to a rank is split over
     `axis_name` along its first dimension, and everything else is replicated. The result is a tree
-    like `state`.
+    like `state`. If a chain reduces over several axes, call it for each `SyncState` with the axis
+    of that state. Raises ValueError for a state that was restored without a target.
     """
-
-    def split(tree: Any) -> Any:
-        return jax.tree.map(lambda _: PartitionSpec(axis_name), tree)
-
-    def specs(x: Any) -> Any:
-        replicated: Any = PartitionSpec()
-        if isinstance(x, LocalState):
-            return LocalState(replicated, split(x.moved), split(x.optimizer), specs(x.sync))
-        if not isinstance(x, SyncState):
-            return replicated
-        made = SyncState(*jax.tree.map(lambda _: replicated, tuple(x)))
-        codes = made.codes
-        if isinstance(x.codes, CodeState):
-            codes = CodeState(split(x.codes.own), made.codes.shared)
-        overflow = split(x.overflow)
-        return made._replace(memory=split(x.memory), codes=codes, overflow=overflow)
-
-    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, SyncState | LocalState))
+    caller = "state_specs"
+    axis_name = axes_of(caller, axis_name)
+    replicated: Any = PartitionSpec()
+    split: Any = PartitionSpec(axis_name)
+    return map_parts(caller, state, lambda _, x: split, lambda x: replicated)
 
 
 def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
     """Returns NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings, restoring.
 
     `state` is as in `state_specs`. It may hold more than the optimizer's state, such as parameters,
-    which are replicated. Raises ValueError for an axis that is not in the mesh, and for memories of
-    a different number of ranks than the axis has on the mesh.
+    which are replicated. Raises ValueError for an axis that is not in the mesh, for memories of a
+    different number of ranks than the axis has on the mesh, and for a state that was restored
+    without a target.
     """
+    caller = "state_shardings"
+    axis_name = axes_of(caller, axis_name)
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    require_axes("state_shardings", names, mesh)
+    require_axes(caller, names, mesh)
     world = math.prod(mesh.shape[n] for n in names)
+    rows: set[int] = set()
+    map_parts(caller, state, lambda _, x: rows.add(x.shape[0]), lambda x: None)
 
     def check(path: Any, spec: PartitionSpec, x: Any) -> NamedSharding:
         if len(spec) and x.shape[0] != world:
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            where, found = path_of(path), x.shape[0]
+            remedy = f"Pass a mesh of {found} ranks, or cgx_jax.resize_state(state, {world})."
+            if len(rows) > 1 or set(mesh.axis_names) > set(names):
+                remedy = (
+                    f"If its sync_gradients reduces over another axis than {axis_name!r}, call "
+                    "state_shardings for each SyncState in the state, with the axis of each. If "
+                    f"{found} ranks saved it, resize that SyncState: "
+                    f"cgx_jax.resize_state(sync_state, {world})."
+                )
             raise ValueError(
-                f"state_shardings: {where} is the memory of {x.shape[0]} ranks, but axis "
-                f"{axis_name!r} of this mesh has {world}; each rank has its own. Pass a mesh of "
-                f"{x.shape[0]} ranks, or cgx_jax.resize_state(state, {world})."
+                f"{caller}: {where} is the memory of {found} ranks, but axis {axis_name!r} of "
+                f"this mesh has {world}; each rank has its own. {remedy}"
             )
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(check, state_specs(state, axis_name), state)
+
+
+def map_parts(
+    caller: str,
+    state: Any,
+    of_ranks: Callable[[str, Any], Any],
+    shared: Callable[[Any], Any],
+) -> Any:
+    """Maps the arrays that have a row for each rank by `of_ranks`, all others by `shared`.
+
+    `of_ranks` also receives the name of the array's field. Raises ValueError for a state that was
+    restored without a target.
+    """
+
+    def part(kind: Any, x: Any) -> Any:
+        fields = dict(zip(kind._fields, x, strict=True)) if isinstance(x, tuple) else dict(x)
+        for name, value in fields.items():
+            inner = _kind(caller, value, {"codes": CodeState, "sync": SyncState}.get(name))
+            if name in _OF_RANKS[kind]:
+                fields[name] = jax.tree.map(functools.partial(of_ranks, name), value)
+            elif inner is not None:
+                fields[name] = part(inner, value)
+            else:
+                fields[name] = jax.tree.map(shared, value)
+        return kind(**fields) if isinstance(x, tuple) else fields
+
+    def each(x: Any) -> Any:
+        kind = _kind(caller, x)
+        return shared(x) if kind is None else part(kind, x)
+
+    return jax.tree.map(each, state, is_leaf=lambda x: _kind(caller, x) is not None)
+
+
+def sync_states(caller: str, state: Any) -> list[SyncState]:
+    """Returns every `SyncState` in `state`; raises ValueError for one restored without a target."""
+
+    def is_sync(x: Any) -> bool:
+        return _kind(caller, x) is SyncState
+
+    found = filter(is_sync, jax.tree.leaves(state, is_leaf=is_sync))
+    empty = dict.fromkeys(SyncState._fields, ())
+    return [x if isinstance(x, SyncState) else SyncState(**(empty | x)) for x in found]
+
+
+def _kind(caller: str, x: Any, expected: Any = None) -> Any:
+    """Returns which of the states `x` is; None if it is none of them.
+
+    `nnx.state` makes a dict of each named tuple and drops the fields without arrays. Raises
+    ValueError for any other dict with the fields of a state.
+    """
+    if isinstance(x, tuple(_OF_RANKS)):
+        return type(x)
+    if not isinstance(x, Mapping) or not x:
+        return None
+    marks: dict[Any, set[str]] = {
+        SyncState: {"step", "skipped"},
+        LocalState: {"step", "moved", "sync"},
+    }
+    found = (k for k, some in marks.items() if some <= set(x) <= set(k._fields))
+    kind = next(found, expected)
+    if kind is None or _is_of_nnx(x):
+        return kind
+    if len(x) == 2 and kind is SyncState:  # a user's own step and skipped
+        return None
+    raise restored(caller, x, kind)
+
+
+def _is_of_nnx(x: Mapping[Any, Any]) -> bool:
+    nodes = jax.tree.leaves(dict(x), is_leaf=lambda v: not isinstance(v, Mapping | tuple | list))
+    return all(type(v).__module__.startswith("flax.nnx") for v in nodes)
+
+
+def restored(caller: str, x: Any, kind: type) -> ValueError:
+    """The error for a value in the place of a `kind`, as after a restore without a target."""
+    return ValueError(
+        f"{caller}: the state has a {type(x).__name__} in the place of {kind.__name__}, as after a "
+        "restore without a target. Restore with a target that has the types of the state: "
+        "jax.eval_shape(tx.init, params). If nothing was restored, pass what init returned."
+    )
+
+
+def require_type(caller: str, state: Any, kind: type) -> None:
+    """Raises ValueError unless `state`, as `update` receives it, is a `kind` with all its parts."""
+    parts: list[tuple[Any, type]] = [(state, kind)]
+    if isinstance(state, SyncState):
+        optional = (
+            (state.codes, CodeState),
+            (state.moments, Moments),
+            (state.statistics, Statistics),
+        )
+        parts += [(x, t) for x, t in optional if not (isinstance(x, tuple) and not x)]
+        parts.append((state.memory, tuple))
+    for x, wanted in parts:
+        if not isinstance(x, wanted):
+            raise restored(caller, x, wanted)
 
 
 def by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
@@ -145,21 +259,51 @@ def by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
     return [tuple(part[i] for part in parts) for i in range(count)]
 
 
-def by_tree(leaves: list[tuple[Any, ...]], treedef: Any) -> tuple[Any, ...]:
-    """Inverts `by_leaf`: returns the tuple of trees."""
-    return tuple(jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
+def by_tree(leaves: list[tuple[Any, ...]], treedef: Any, count: int) -> tuple[Any, ...]:
+    """Inverts `by_leaf`: returns the tuple of `count` trees."""
+    parts = zip(*leaves, strict=True) if leaves else [()] * count
+    return tuple(jax.tree.unflatten(treedef, part) for part in parts)
 
 
 def moments_by_leaf(moments: Moments) -> list[Moments]:
     """Splits moments whose fields are trees into the moments of each leaf."""
-    return [Moments(*leaf) for leaf in zip(*map(jax.tree.leaves, moments), strict=True)]
+    return [Moments(*leaf) for leaf in by_leaf(moments, len(jax.tree.leaves(moments.weights)))]
 
 
 def moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
     """Inverts `moments_by_leaf`: returns moments whose fields are trees."""
-    if not moments:
-        return Moments(*[jax.tree.unflatten(treedef, [])] * len(Moments._fields))
-    return Moments(*(jax.tree.unflatten(treedef, field) for field in zip(*moments, strict=True)))
+    return Moments(*by_tree(list(moments), treedef, len(Moments._fields)))
+
+
+def is_any_tree(params: Any) -> bool:
+    """Whether `optax.tree_utils.tree_map_params` calls `init`, with its stand-in for any tree."""
+    return type(params).__name__ == "_ParamsPlaceholder"
+
+
+def state_of_any_tree(
+    params: Any, memory: Memory | None, precondition: SecondMoment | None, *, adapts: bool
+) -> SyncState:
+    """The state of the stand-in for any tree, as a prefix of the states of all trees.
+
+    One leaf stands for each part whose structure depends on the leaves of the parameters.
+    """
+    leaf = jnp.zeros((), jnp.int32)
+    return SyncState(
+        step=leaf,
+        memory=(params,) * kept_by(memory),
+        statistics=leaf if adapts else (),
+        moments=() if precondition is None else Moments(*[params] * len(Moments._fields)),
+        codes=leaf,
+        overflow=() if memory is None else leaf,
+        skipped=leaf,
+    )
+
+
+def kept_by(memory: Memory | None) -> int:
+    """Returns how many arrays a memory keeps of each leaf."""
+    if memory is None:
+        return 0
+    return len(jax.eval_shape(memory.init, jax.ShapeDtypeStruct((), jnp.float32)))
 
 
 def init_memory(
@@ -168,9 +312,9 @@ def init_memory(
     """Returns the memories before the first step: a row for each rank."""
     if memory is None:
         return ()
-    leaves, treedef = jax.tree.flatten(params)
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    make = lambda: by_tree([memory.init(x) for x in like], treedef)  # noqa: E731
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves_of(params)]
+    treedef, count = jax.tree.structure(params), kept_by(memory)
+    make = lambda: by_tree([memory.init(x) for x in like], treedef, count)  # noqa: E731
     return rows_of(make, axis_name, mesh, caller)
 
 
@@ -227,7 +371,7 @@ def stateful(plan: Plan) -> list[bool]:
 
 def codes_by_leaf(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> list[Any]:
     """Returns the state of each leaf's compressor on this rank; () if it has none."""
-    if codes == ():
+    if not isinstance(codes, CodeState):
         return [()] * len(plan.leaves)
     out = []
     own, shared = treedef.flatten_up_to(codes.own), treedef.flatten_up_to(codes.shared)
@@ -247,10 +391,12 @@ def codes_after(
     finite: Any,
 ) -> Any:
     """Returns the state after a step: `states`, or the old ones if not `finite`."""
-    if old == ():
-        return ()
+    if not isinstance(old, CodeState):
+        return old
     before = codes_by_leaf(old, plan, choices, treedef)
-    keep = functools.partial(jax.tree.map, lambda new, was: jnp.where(finite, new, was))
+    keep = functools.partial(
+        jax.tree.map, lambda new, was: jnp.where(finite, new.astype(was.dtype), was)
+    )
     own, shared = treedef.flatten_up_to(old.own), treedef.flatten_up_to(old.shared)
     for i, (compressor, leaf) in enumerate(zip(plan.compressors, plan.leaves, strict=True)):
         state = keep(states[i], before[i])
@@ -276,6 +422,28 @@ def _check_shared(compressor: Compressor, path: str, state: Any, axes: Axes) -> 
             )
 
 
+def check_paths(caller: str, plan: Plan, leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError if `plan` has other paths than the parameters; shapes may be local."""
+    pairs = itertools.zip_longest(plan.leaves, leaves)
+    for own, leaf in pairs:
+        if own is None or leaf is None or own.path != leaf.path:
+            raise ValueError(
+                f"{caller}: the plan was built for other leaves: it has {own or 'no leaf'} where "
+                f"the parameters have {leaf or 'no leaf'}; build it from the gradients' tree."
+            )
+
+
+def check_statistics(statistics: Any, policy: Adaptive, leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError for statistics of another policy or of other leaves."""
+    expected = jax.eval_shape(lambda: policy.empty_statistics(leaves))
+    found, wanted = ([list(x.shape) for x in jax.tree.leaves(t)] for t in (statistics, expected))
+    if found != wanted:
+        raise ValueError(
+            f"{CALLER}: the state holds statistics of shapes {found}, but the policy keeps "
+            f"{wanted} for these leaves; {_OTHER_OPTIONS}"
+        )
+
+
 def check_state(
     state: SyncState,
     memory: Memory | None,
@@ -284,20 +452,60 @@ def check_state(
     choices: Choices,
     treedef: Any,
     caller: str = CALLER,
+    remedy: str = OTHER_LEAVES,
 ) -> None:
-    """Raises ValueError if `state` belongs to a transformation with other options."""
+    """Raises ValueError if `state` belongs to other leaves, or to other options.
+
+    The trees in a state, and the shapes of their arrays, say which leaves it was made for.
+    """
     if not plan.leaves:
         return
-    like = jax.ShapeDtypeStruct(plan.leaves[0].shape, plan.leaves[0].dtype)
-    kept = len(jax.eval_shape(memory.init, like)) if memory is not None else 0
+    kept = kept_by(memory)
     if len(state.memory) != kept:
         raise ValueError(
             f"{caller}: the state holds {len(state.memory)} arrays per leaf, but {memory} keeps "
             f"{kept}; {_OTHER_OPTIONS}"
         )
-    _check_codes(state.codes, plan, choices, treedef, caller)
     own = state.codes.own if isinstance(state.codes, CodeState) else ()
-    rows = {x.shape[0] for x in jax.tree.leaves((state.memory, own))} - {1}
+    require_own_row(caller, (state.memory, own, state.overflow))
+    require_paths(caller, "memory", state.memory, plan.leaves, treedef, remedy)
+    wanted = [(1, *leaf.shape) for leaf in plan.leaves]
+    for tree in state.memory:
+        require_shapes(caller, "memory", tree, plan.leaves, wanted, remedy)
+        for x, leaf in zip(jax.tree.leaves(tree), plan.leaves, strict=True):
+            _require_kind(caller, leaf, x.dtype)
+    if state.overflow != ():
+        require_paths(caller, "overflow", (state.overflow,), plan.leaves, treedef, remedy)
+    _check_codes(state.codes, plan, choices, treedef, caller, remedy)
+    if precondition is None and state.moments != ():
+        raise ValueError(
+            f"{caller}: the state holds moments, but precondition is None; {_OTHER_OPTIONS}"
+        )
+    if precondition is None:
+        return
+    if state.moments == ():
+        raise ValueError(
+            f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
+        )
+    require_paths(caller, "moments", state.moments, plan.leaves, treedef, remedy)
+    like = {x.shape: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.leaves}
+    made = jax.eval_shape(lambda xs: [precondition.init(x) for x in xs], list(like.values()))
+    init = dict(zip(like, made, strict=True))
+    expected = init[plan.leaves[0].shape].values.shape
+    found = jax.tree.leaves(state.moments.values)[0].shape
+    if (found == ()) != (expected == ()):
+        raise ValueError(
+            f"{caller}: the state's moments have values of shape {list(found)}, but "
+            f"{precondition} keeps {list(expected)}; {_OTHER_OPTIONS}"
+        )
+    for name, tree in state.moments._asdict().items():
+        shapes = [getattr(init[leaf.shape], name).shape for leaf in plan.leaves]
+        require_shapes(caller, f"moments.{name}", tree, plan.leaves, shapes, remedy)
+
+
+def require_own_row(caller: str, tree: Any) -> None:
+    """Raises ValueError unless each array of `tree` has the one row of this rank."""
+    rows = {x.shape[0] for x in jax.tree.leaves(tree) if x.ndim} - {1}
     if rows:
         raise ValueError(
             f"{caller}: the memory has {rows.pop()} rows here, but a rank has one. Inside "
@@ -305,53 +513,113 @@ def check_state(
             "pmap, let each rank make its own: state = jax.pmap(tx.init, axis_name=...)(params), "
             "with parameters that are replicated already."
         )
-    if precondition is None and state.moments != ():
-        raise ValueError(
-            f"{caller}: the state holds moments, but precondition is None; {_OTHER_OPTIONS}"
-        )
-    if precondition is None:
+
+
+def require_paths(
+    caller: str,
+    what: str,
+    trees: Sequence[Any],
+    leaves: Sequence[Leaf],
+    treedef: Any,
+    remedy: str = OTHER_LEAVES,
+    *,
+    subtrees: bool = False,
+) -> None:
+    """Raises ValueError unless `trees`, a part of the state, have the paths of `leaves`.
+
+    With `subtrees`, a tree has a subtree at each path.
+    """
+    ours = [leaf.path for leaf in leaves]
+    known = frozenset(ours)
+    stop = lambda path, _: subtrees and path_of(path) in known  # noqa: E731
+    theirs = [
+        [
+            path_of(path)
+            for path, _ in jax.tree_util.tree_flatten_with_path(
+                tree, stop, is_leaf_takes_path=True
+            )[0]
+        ]
+        for tree in trees
+        if jax.tree.structure(tree) != treedef
+    ]
+    wrong = next((paths for paths in theirs if paths != ours), None)
+    if wrong is None:
         return
-    if not isinstance(state.moments, Moments):
+    places = [pair for pair in itertools.zip_longest(ours, wrong) if pair[0] != pair[1]]
+    mine = next((x for x, _ in places if x not in wrong), places[0][0])
+    other = next((x for x in itertools.chain(*theirs) if x not in known), places[0][1])
+    mine, other = ("no such leaf" if x is None else f"leaf {x!r}" for x in (mine, other))
+    raise ValueError(
+        f"{caller}: the state was made for other leaves: its {what} has {other}, where the "
+        f"gradients have {mine}. {remedy}"
+    )
+
+
+def require_shapes(
+    caller: str,
+    what: str,
+    tree: Any,
+    leaves: Sequence[Leaf],
+    shapes: Sequence[tuple[int, ...]],
+    remedy: str = OTHER_LEAVES,
+) -> None:
+    """Raises ValueError unless the arrays of `tree`, a part of the state, have these shapes."""
+    for x, leaf, shape in zip(jax.tree.leaves(tree), leaves, shapes, strict=True):
+        if x.shape != shape:
+            raise ValueError(
+                f"{caller}: the state of leaf {leaf.path!r} was made for another shape: its {what} "
+                f"is {list(x.shape)}, but the gradient, {list(leaf.shape)}, needs {list(shape)}. "
+                f"{remedy}"
+            )
+
+
+def _require_kind(caller: str, leaf: Leaf, dtype: Any) -> None:
+    """Raises ValueError for a memory of integers, which would round residuals to 0."""
+    if jnp.issubdtype(leaf.dtype, jnp.inexact) and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
-            f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
-        )
-    expected = jax.eval_shape(precondition.init, like).values.shape
-    found = jax.tree.leaves(state.moments.values)[0].shape
-    if found != expected:
-        raise ValueError(
-            f"{caller}: the state's moments have values of shape {list(found)}, but "
-            f"{precondition} keeps {list(expected)}; {_OTHER_OPTIONS}"
+            f"{caller}: the memory of leaf {leaf.path!r} is {dtype}, but the gradient is "
+            f"{leaf.dtype}; give init parameters of a floating dtype."
         )
 
 
-def _check_codes(codes: Any, plan: Plan, choices: Choices, treedef: Any, caller: str) -> None:
+def _check_codes(
+    codes: Any, plan: Plan, choices: Choices, treedef: Any, caller: str, remedy: str
+) -> None:
     needy = [
         (c, leaf)
         for leaf, some in zip(plan.leaves, choices, strict=True)
         for c in some
         if _has_state(c, leaf)
     ]
-    if not needy and codes == ():
+    if codes == ():
+        if needy:
+            compressor, leaf = needy[0]
+            raise ValueError(
+                f"{caller}: the state holds nothing for {compressor} of leaf {leaf}. Its init saw "
+                "other options, or parameters of a dtype that this compressor does not take. Use "
+                "the state from this transformation's init for parameters in the gradients' dtypes."
+            )
         return
-    if not isinstance(codes, CodeState):
-        compressor, leaf = needy[0]
+    require_paths(caller, "codes", codes, plan.leaves, treedef, remedy, subtrees=True)
+    try:
+        own, shared = (treedef.flatten_up_to(x) for x in (codes.own, codes.shared))
+    except ValueError as error:
         raise ValueError(
-            f"{caller}: the state holds nothing for {compressor} of leaf {leaf.path!r}; "
-            f"{_OTHER_OPTIONS}"
-        )
-    own, shared = treedef.flatten_up_to(codes.own), treedef.flatten_up_to(codes.shared)
+            f"{caller}: the state was made for a tree of other types: {error} {remedy}"
+        ) from None
     for leaf, some, o, s in zip(plan.leaves, choices, own, shared, strict=True):
         for place, compressor in enumerate(some):
             make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
             wanted: Any = jax.eval_shape(make) if _has_state(compressor, leaf) else ()
-            shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(wanted)]
+            shapes = [list(x.shape) for x in jax.tree.leaves(wanted)]
             kept = [s] if compressor.shares_state else [o]
             if len(some) > 1:
                 kept = [x[place] for x in kept if isinstance(x, tuple) and len(x) == len(some)]
             skip = 0 if compressor.shares_state else 1  # the row of this rank
-            found = [(x.shape[skip:], x.dtype) for x in jax.tree.leaves(kept)]
+            found = [list(x.shape[skip:]) for x in jax.tree.leaves(kept)]
             if shapes != found:
                 raise ValueError(
                     f"{caller}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
-                    f"but its init makes {shapes}; {_OTHER_OPTIONS}"
+                    f"but its init makes {shapes}. It was made for another shape, or with other "
+                    f"options. {remedy}"
                 )

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from cgx_jax.transforms.feedback import widest
 from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.scatter_gradients import scatter_gradients
-from cgx_jax.transforms.state import SyncState, moments_by_leaf, moments_by_tree
+from cgx_jax.transforms.state import SyncState, moments_by_leaf, moments_by_tree, sync_states
 from cgx_jax.transforms.wrappers import restore_step_size_around
 
 if TYPE_CHECKING:
@@ -102,12 +103,13 @@ def restore_step_size(
         ):
             if x.size and jnp.issubdtype(x.dtype, jnp.floating):
                 new = _averaged(old, new, v, due, decay)
-                wide = jnp.promote_types(x.dtype, jnp.float32)
+                wide = widest(x.dtype, jnp.float32)
                 x = (x.astype(wide) * _factor(v, new).astype(wide)).astype(x.dtype)
             longer.append(x)
             moments.append(new)
+        like = jax.tree.structure(before.moments.weights)
+        after = after._replace(moments=moments_by_tree(moments, like))
         treedef = jax.tree.structure(updates)
-        after = after._replace(moments=moments_by_tree(moments, treedef))
         return jax.tree.unflatten(treedef, longer), _with_sync(state, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -153,7 +155,7 @@ def _parts(state: Any, like: Any) -> tuple[Any, SyncState]:
     """Returns Adam's second moments, a tree like `like`, and the state of `sync_gradients`."""
     import optax
 
-    syncs = _found(state, SyncState)
+    syncs = sync_states(_NAME, state)
     adams = _found(state, optax.ScaleByAdamState)
     for found, name in ((syncs, "sync_gradients"), (adams, "Adam")):
         if len(found) != 1:

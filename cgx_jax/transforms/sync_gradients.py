@@ -25,12 +25,15 @@ from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.transforms.feedback import (
-    keep,
+    as_gradient,
+    compensated,
+    remembered,
     require_bounded,
     residual_of,
     taken_along,
 )
 from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.own_rows import axes_of
 from cgx_jax.transforms.precondition import Moments, Rounding, SecondMoment, Units
 from cgx_jax.transforms.state import (
     CALLER,
@@ -38,14 +41,19 @@ from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
     by_tree,
+    check_paths,
     check_state,
+    check_statistics,
     codes_after,
     codes_by_leaf,
     init_codes,
     init_memory,
     init_overflow,
+    is_any_tree,
     moments_by_leaf,
     moments_by_tree,
+    require_type,
+    state_of_any_tree,
 )
 from cgx_jax.transforms.wrappers import check_options, check_wrappers, within_restore_step_size
 from cgx_jax.tuner import Tuner
@@ -70,8 +78,9 @@ def sync_gradients(
     """An Optax transformation that reduces the ranks' gradients to their mean, compressed.
 
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`. Everything after it
-    sees the same mean on every rank, in the gradients' shapes and dtypes. `policy`, `exchange`,
-    `reduction` and `levels` are as in `pmean_compressed`. `seed` feeds stochastic rounding.
+    sees the same mean on every rank, in the gradients' shapes and dtypes; means of integers and
+    bools are rounded to the nearest. `policy`, `exchange`, `reduction` and `levels` are as in
+    `pmean_compressed`. `seed` feeds stochastic rounding.
 
     * A `Tuner` as `exchange` chooses the exchange, the reduction, the levels and the fusion
       buffers.
@@ -105,9 +114,13 @@ def sync_gradients(
 
     check_options(axis_name, mesh)
     check_tuner(CALLER, exchange, reduction, levels)
+    axis_name = axes_of(CALLER, axis_name)
 
     def init(params: Any) -> SyncState:
         check_wrappers(CALLER, checked=False)
+        if is_any_tree(params):
+            adapts = isinstance(policy, Adaptive)
+            return state_of_any_tree(params, memory, precondition, adapts=adapts)
         leaves, treedef = jax.tree.flatten(params)
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         statistics: Any = ()
@@ -119,6 +132,8 @@ def sync_gradients(
         else:
             stages = policy.policies if isinstance(policy, Stages) else (policy,)
             plans = [p if isinstance(p, Plan) else resolve(CALLER, params, p) for p in stages]
+            for plan in plans:
+                check_paths(CALLER, plan, known)
             known, choices = list(plans[0].leaves), _choices(plans)
         if precondition is not None:
             moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
@@ -143,6 +158,7 @@ def sync_gradients(
     def update(
         updates: Any, state: SyncState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SyncState]:
+        require_type(CALLER, state, SyncState)
         if isinstance(policy, Stages):
             plans = [resolve(CALLER, updates, p) for p in policy.policies]
             choices = _choices(plans)
@@ -173,6 +189,8 @@ def sync_gradients(
         check_wrappers(CALLER, checked=axes.checked())
         leaves, treedef = jax.tree.flatten(updates)
         check_state(state, memory, precondition, plan, choices, treedef)
+        if isinstance(policy, Adaptive):
+            check_statistics(state.statistics, policy, plan.leaves)
         if memory is not None:
             pairs = zip(plan.leaves, choices, strict=True)
             require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
@@ -193,11 +211,11 @@ def sync_gradients(
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
         mean = _Mean(options, plan, key, treedef, scales, codes, state.step)
         if memory is None:
-            sums, remembered, overflow = mean(leaves), (), ()
+            sums, after_step, overflow = mean(leaves), (), ()
             # If nothing is kept, nothing depends on it, and the check would take a pass.
             finite = mean.finite(sums) if state.codes != () or sums.skipped is not False else True
         else:
-            sums, finite, remembered, overflow = _Feedback(memory, mean)(leaves, state)
+            sums, finite, after_step, overflow = _Feedback(memory, mean)(leaves, state)
         after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
         means = sums.values
         moments = state.moments
@@ -209,8 +227,9 @@ def sync_gradients(
             # use.
             measured = policy.observe(measured, leaves, scales, state.step, axes, plan)
         skipped = state.skipped + (1 - jnp.asarray(finite, jnp.int32))
-        new = SyncState(state.step + 1, remembered, measured, moments, after, overflow, skipped)
-        return jax.tree.unflatten(treedef, means), new
+        new = SyncState(state.step + 1, after_step, measured, moments, after, overflow, skipped)
+        out = [as_gradient(x, leaf.dtype) for x, leaf in zip(means, plan.leaves, strict=True)]
+        return jax.tree.unflatten(treedef, out), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -261,12 +280,13 @@ class _Feedback:
         plan = self.mean.plan
         factors = [c.feedback_scale or 1.0 for c in plan.compressors]
         old = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
-        both = [self.memory.compensate(x, s, state.step) for x, s in zip(leaves, old, strict=True)]
+        pairs = zip(leaves, old, strict=True)
+        both = [compensated(self.memory, jnp.asarray(x), s, state.step) for x, s in pairs]
         sums = self.mean([x for x, _ in both], residual=True)
         means = sums.values
         for i, number in enumerate(factors):
             if sums.residuals[i] is not None and number != 1:
-                means[i] *= jnp.asarray(number, leaves[i].dtype)
+                means[i] *= jnp.asarray(number, means[i].dtype)
         # A skipped step never happened: what it would have sent is neither lost nor remembered.
         finite = self.mean.finite(sums)
         rows, overflow = [], []
@@ -280,11 +300,13 @@ class _Feedback:
             # In the chunk that a rank owns, its residual is what the sum of all ranks lost. A value
             # there has arrived only if the mean has one there too.
             through = came & (means[i] != 0) if selects else None
-            remembered = self.memory.remember(residual, kept, through)
-            after = zip(remembered, before, strict=True)
-            rows.append(tuple(self._row(keep(finite, new, was)) for new, was in after))
-        counts = jax.tree.unflatten(self.mean.treedef, overflow) if state.overflow != () else ()
-        return sums, finite, by_tree(rows, self.mean.treedef) or state.memory, counts
+            after = remembered(self.memory, x, residual, kept, through, finite, before)
+            rows.append(tuple(map(self._row, after)))
+        counts: Any = ()
+        if state.overflow != ():
+            counts = jax.tree.unflatten(jax.tree.structure(state.overflow), overflow)
+        treedef = jax.tree.structure(state.memory[0])
+        return sums, finite, by_tree(rows, treedef, len(state.memory)), counts
 
     def _row(self, x: jax.Array) -> jax.Array:
         return _compat.vary_over(x[None], self.mean.options.axes.varying())
