@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -90,6 +92,14 @@ def module_name(ctx: Any) -> str:
     return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
 
 
+def lowered_program() -> Any:
+    """Returns the closed jaxpr that is being lowered, or None if this JAX does not show it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "lower_jaxpr_to_module":
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("jaxpr")
+
+
 # These primitives only view the memory of their operand.
 _VIEWS = frozenset({"pcast", "pvary", "reshape", "slice", "squeeze"})
 
@@ -132,3 +142,23 @@ def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()  # jax 0.12
     return len(list(constants.vals)), len(list(carry.vals))
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Returns the results of a closed jaxpr with other values for its constants."""
+    return list(jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *arrays))
+
+
+def is_used_as_key(jaxpr: Any, number: int) -> bool:
+    """Whether a closed jaxpr uses its input `number` as the data of a PRNG key, and only so."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    x, used = jaxpr.invars[number], False
+    for eqn in jaxpr.eqns:
+        for i, operand in enumerate(eqn.invars):
+            if operand is not x:
+                continue
+            inner = eqn.params.get("jaxpr")
+            if eqn.primitive.name != "random_wrap" and not (inner and is_used_as_key(inner, i)):
+                return False
+            used = True
+    return used and x not in jaxpr.outvars

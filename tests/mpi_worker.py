@@ -369,11 +369,33 @@ def disagreement():
 
 
 def orders():
-    """Two programs with the same sums; the last rank starts them in reverse order."""
+    """Two programs with the same sums; the last rank starts them in reverse order.
+
+    They differ in the line of the call, or come from one line and differ in the rest.
+    """
     mesh = mesh_of(data=WORLD)
     x = place(mesh, normal(WORLD, 10_000))
-    first = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
-    second = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+
+    def make(scale):
+        def step(x):
+            return cgx_jax.psum_compressed(x, "data", exchange="mpi") * scale
+
+        return sharded(mesh, step)
+
+    def by_path(path):
+        def step(tree):
+            return cgx_jax.psum_compressed({path: tree[path][0]}, "data", exchange="mpi")
+
+        step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P()))
+        return lambda x: step({path: x.reshape(WORLD, 100, 100)})
+
+    if sys.argv[2] == "lines":
+        first = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+        second = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"))
+    elif sys.argv[2] == "constants":
+        first, second = make(1.0), make(2.0)
+    else:
+        first, second = by_path("a"), by_path("b")
     for step in (first, second):  # in one order on all ranks nothing is refused
         jax.block_until_ready(step(x))
     report(failing(first if RANK < WORLD - 1 else second, x)[0])

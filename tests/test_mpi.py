@@ -3,17 +3,20 @@
 import ctypes
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
+from cgx_jax import Quantize
 from cgx_jax.exchanges import Mpi, mpi, mpi_rows
 from cgx_jax.kernels import native
 
@@ -88,13 +91,14 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent(what):
     output = run(2, "disagreement", what, code=3)
     for rank in (0, 1):
         (line,) = of_rank(output, rank)
-        assert "is in another call" in line
+        assert re.search("is in another (call|program)", line)
         assert "no gradient was sent" in line
 
 
 @needs_mpi
-def test_programs_in_another_order_are_told_apart_before_anything_is_sent():
-    output = run(2, "orders", code=3)
+@pytest.mark.parametrize("differ", ["lines", "paths", "constants"])
+def test_programs_in_another_order_are_told_apart_before_anything_is_sent(differ):
+    output = run(2, "orders", differ, code=3)
     for rank in (0, 1):
         (line,) = of_rank(output, rank)
         assert "is in another program (jit" in line
@@ -197,7 +201,7 @@ def test_ranks_with_rows_of_other_sizes_are_told_before_anything_is_sent():
     for rank in (0, 1):
         (line,) = of_rank(output, rank)
         assert "here(exchange='mpi') over axis 'data': rank" in line
-        assert "is in another call" in line
+        assert re.search("is in another (call|program)", line)
 
 
 @needs_mpi
@@ -217,6 +221,110 @@ def test_rows_of_another_shape_or_dtype_are_refused(mesh, move, operand, says):
     f = lambda x: move("here", operand, ("data",), None)  # noqa: E731
     with pytest.raises(ValueError, match=f"here: the operand is {says}"):
         jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(np.zeros(8))
+
+
+def labels(f, *operands, mesh, axis="data"):
+    """Returns what ranks compare before the calls of a program, in order; nothing is sent."""
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(), check_vma=False
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mpi, "require", lambda *args: None)
+        text = jax.jit(mapped).lower(*operands).as_text()
+    return re.findall(r'program = "([^"]*)"', text)
+
+
+def program(paths="ab", shape=(64, 64), dtype=np.float32, before=1.0, after=1.0, code=None, **how):
+    """One factory whose programs have one name and one line; the last rank may run another."""
+
+    def step(tree):
+        tree = {k: x[0] * np.asarray(before, x.dtype) for k, x in tree.items()}
+        options = {"exchange": "mpi", "axis_name": "data", **how}
+        mean = cgx_jax.pmean_compressed(tree, compressor=code or Quantize(4), **options)
+        return {k: x * np.asarray(after, x.dtype) for k, x in mean.items()}
+
+    return step, {k: np.zeros((8, *shape), dtype) for k in paths}
+
+
+PROGRAMS = {
+    "a leaf's path": {"paths": "ac"},
+    "the number of leaves": {"paths": "abc"},
+    "shapes with as many values": {"shape": (32, 128)},
+    "a dtype": {"dtype": jnp.bfloat16},
+    "a compressor": {"code": Quantize(8)},
+    "rounding": {"code": Quantize(4, rotation=True)},
+    "a reduction": {"reduction": "gather_sum"},
+    "groups": {"axis_index_groups": [[0, 1, 2, 3], [4, 5, 6, 7]]},
+    "a constant before the call": {"before": 2.0},
+    "a constant after the call": {"after": 2.0},
+}
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_programs_of_one_factory_are_told_apart_by(what, mesh):
+    step, tree = program()
+    first = labels(step, tree, mesh=mesh)
+    assert first
+    assert "test_mpi.py:" in first[0]
+    assert first == labels(program()[0], tree, mesh=mesh)  # the same program, made again
+    other, operands = program(**PROGRAMS[what])
+    assert not {*first} & {*labels(other, operands, mesh=mesh)}
+
+
+def test_programs_that_differ_in_inner_functions_or_order_are_told_apart(mesh):
+    def make(inner):
+        def step(x):
+            reduce = lambda v: cgx_jax.psum_compressed(v, "data", exchange="mpi")  # noqa: E731
+            return jax.lax.scan(lambda c, v: (inner(c) + reduce(v), None), x[0], x)[0]
+
+        return labels(step, np.zeros((8, 64), np.float32), mesh=mesh)
+
+    variants = [
+        lambda c: c, jnp.sin, jax.jit(jnp.sin), jax.checkpoint(lambda c: jnp.cos(c)),
+        lambda c: jax.lax.cond(c[0] > 0, jnp.sin, jnp.cos, c),
+        lambda c: jax.lax.cond(c[0] > 0, jnp.cos, jnp.sin, c),
+        lambda c: jnp.sin(c) + jnp.cos(c), lambda c: jnp.cos(c) + jnp.sin(c),
+    ]  # fmt: skip
+    found = [make(inner)[0] for inner in variants]
+    assert len({*found}) == len(variants)
+
+    def printing(c):
+        jax.debug.print("on this rank only {}", c[0] + 1)
+        return jnp.sin(c)
+
+    assert make(printing)[0] == found[1]
+
+
+def test_every_process_gives_a_program_the_same_label(mesh):
+    """Addresses, the order of sets and the folder of the code differ; callbacks may too."""
+    source = """
+import sys, os
+sys.path.insert(0, sys.argv[1])
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import jax, numpy as np
+import test_mpi
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+step, tree = test_mpi.program()
+
+def printing(tree):
+    if sys.argv[2] == "1":
+        jax.debug.print("{}", tree["a"][0, 0])
+    return step(tree)
+
+printed = test_mpi.labels(printing, tree, mesh=mesh)
+print([*test_mpi.labels(step, tree, mesh=mesh), *(x.split(" ")[1] for x in printed)])
+"""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", source, str(WORKER.parent), number],
+            env=os.environ | {"PYTHONHASHSEED": number},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for number in ("1", "2")
+    }
+    assert len(found) == 1, found
 
 
 def reduce_by_mpi(mesh):

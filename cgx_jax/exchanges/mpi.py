@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.exchanges import fused, mpi_rows
+from cgx_jax.exchanges import fused, mpi_rows, program
 from cgx_jax.exchanges.base import Exchange, Fused, Least
 from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
@@ -337,7 +337,7 @@ def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
             *operands,
             **fused.attributes(layout, divisor, positions, name),
             channel=np.int64(_compat.new_channel(ctx)),
-            program=f"{_compat.module_name(ctx)}, {name}",
+            program=program.label(ctx, name),
         )
 
     p = fused.primitive(target, 2, result)

@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from cgx_jax import _compat
-from cgx_jax.exchanges import fused
+from cgx_jax.exchanges import fused, program
 
 
 def scatter(name: str, rows: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
@@ -66,11 +66,7 @@ def _call(
 
 
 def label(name: str) -> str:
-    """Returns `name` for errors, after the line of the user's code that is being traced.
-
-    Together with the name of the compiled function, it distinguishes a call from those of other
-    programs, so it must not differ between ranks.
-    """
+    """Returns `name` for errors, after the line of the user's code that is being traced."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _package(frame) in ("cgx_jax", "jax", "optax"):
         frame = frame.f_back
@@ -101,7 +97,7 @@ def _lowering(target: str) -> Callable[..., Any]:
             world=np.int64(len(positions[0])),
             groups=np.asarray(positions, np.int64).reshape(-1),
             channel=np.int64(_compat.new_channel(ctx)),
-            program=f"{_compat.module_name(ctx)}, {name}",
+            program=program.label(ctx, name),
             name=name,
         )
 

@@ -35,8 +35,9 @@ std::string disagreement(int64_t peer, const Hello& theirs, const Hello& own) {
   if (theirs.version == own.version && theirs.program.fingerprint != own.program.fingerprint) {
     return "rank " + std::to_string(peer) + " is in another program (" + named(theirs.program) +
            ") than this rank (" + named(own.program) +
-           "), so no gradient was sent; every rank must start the same programs in the same order, "
-           "and programs that several threads start need exchange=\"xla\", or one thread";
+           "), so no gradient was sent; every rank must start the same programs, with the same "
+           "leaves, compressors and constants, in the same order, and programs that several "
+           "threads start need exchange=\"xla\", or one thread";
   }
   if (theirs.version == own.version && theirs.fingerprint == own.fingerprint &&
       theirs.total_bytes == own.total_bytes && theirs.segments == own.segments &&
