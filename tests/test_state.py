@@ -95,6 +95,7 @@ OTHERS = {
     "fewer": ({"a": SQUARE, "b": SQUARE}, {"a": SQUARE}, "leaf 'b", "no such leaf"),
     "deeper": ({"a": SQUARE}, {"a": {"w": SQUARE}}, "leaf 'a", "leaf 'a/w'"),
     "none": ({}, {"a": SQUARE}, "no such leaf", "leaf 'a'"),
+    "some for none": ({"a": SQUARE}, {}, "leaf 'a", "no such leaf"),
 }
 
 

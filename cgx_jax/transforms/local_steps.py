@@ -13,15 +13,14 @@ from jax.sharding import Mesh
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.leaves import leaves_of
-from cgx_jax.transforms.own_rows import axes_of, rows_of
-from cgx_jax.transforms.state import (
-    LocalState,
+from cgx_jax.transforms.checks import (
     require_own_row,
     require_paths,
     require_shapes,
     require_type,
-    sync_states,
 )
+from cgx_jax.transforms.own_rows import axes_of, rows_of
+from cgx_jax.transforms.state import LocalState, sync_states
 from cgx_jax.transforms.sync_gradients import sync_gradients
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ def resize_state(state: Any, world: int) -> Any:
     the same on all ranks stays as it is. Counts of values that found no room restart at 0.
 
     `state` holds whole arrays, with a row for each old rank, as `init` returned it or as restored.
-    It may be an `nnx.Optimizer`, or `nnx.state` of one.
-    Call the function outside of jit. Place the result on the new mesh with `state_shardings`.
+    It may be an `nnx.Optimizer`, or `nnx.state` of one. If a chain reduces over several axes,
+    resize each `SyncState` by itself. Call the function outside of jit. Place the result on the new
+    mesh with `state_shardings`.
     Arrays may be `jax.ShapeDtypeStruct`, for restoring what another number of ranks has saved.
 
     Raises TypeError or ValueError for a world that is not an integer of 1 or more. Raises

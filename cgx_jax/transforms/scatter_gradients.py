@@ -22,6 +22,7 @@ from cgx_jax.leaves import leaves_of
 from cgx_jax.nonfinite import all_finite
 from cgx_jax.plan import Plan, plan_of
 from cgx_jax.policies.rules import Policy
+from cgx_jax.transforms.checks import check_state, require_type
 from cgx_jax.transforms.feedback import (
     as_gradient,
     compensated,
@@ -37,11 +38,9 @@ from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
     by_tree,
-    check_state,
     init_memory,
     moments_by_leaf,
     moments_by_tree,
-    require_type,
 )
 from cgx_jax.transforms.wrappers import check_wrappers
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,23 +16,11 @@ from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf, leaves_of, path_of
 from cgx_jax.plan import Plan
-from cgx_jax.policies.adaptive import Adaptive
-from cgx_jax.policies.statistics import Statistics
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, require_axes, rows_of
 from cgx_jax.transforms.precondition import Moments, SecondMoment
 
 CALLER = "sync_gradients"
-_OTHER_OPTIONS = (
-    "it was made with other options. Use the state from this transformation's init, or restore "
-    "one that was made with the same options."
-)
-
-OTHER_LEAVES = (
-    "Use the state that init returned for these parameters. Parameters that were renamed or "
-    "reshaped since the checkpoint need a new state."
-)
-
 
 # The compressors that each leaf may take: one under a plan, several under an adaptive policy.
 Choices = Sequence[tuple[Compressor, ...]]
@@ -237,22 +224,6 @@ def restored(caller: str, x: Any, kind: type) -> ValueError:
     )
 
 
-def require_type(caller: str, state: Any, kind: type) -> None:
-    """Raises ValueError unless `state`, as `update` receives it, is a `kind` with all its parts."""
-    parts: list[tuple[Any, type]] = [(state, kind)]
-    if isinstance(state, SyncState):
-        optional = (
-            (state.codes, CodeState),
-            (state.moments, Moments),
-            (state.statistics, Statistics),
-        )
-        parts += [(x, t) for x, t in optional if not (isinstance(x, tuple) and not x)]
-        parts.append((state.memory, tuple))
-    for x, wanted in parts:
-        if not isinstance(x, wanted):
-            raise restored(caller, x, wanted)
-
-
 def by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
     """Splits a tuple of trees into one tuple for each of `count` leaves."""
     parts = [jax.tree.leaves(tree) for tree in trees]
@@ -335,16 +306,14 @@ def init_codes(
     leaves: Sequence[Leaf], choices: Choices, treedef: Any, axis_name: Any, mesh: Mesh | None
 ) -> Any:
     """Returns the compressors' states before the first step; () if none has state."""
-    if not any(_has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some):
+    if not any(has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some):
         return ()
 
     def states(shared: bool) -> Any:
         made = [
             _of_choices(
                 [
-                    c.init(x.shape, x.dtype)
-                    if _has_state(c, x) and c.shares_state == shared
-                    else ()
+                    c.init(x.shape, x.dtype) if has_state(c, x) and c.shares_state == shared else ()
                     for c in some
                 ]
             )
@@ -360,13 +329,14 @@ def _of_choices(states: Sequence[Any]) -> Any:
     return states[0] if len(states) == 1 else tuple(states)
 
 
-def _has_state(compressor: Compressor, leaf: Leaf) -> bool:
+def has_state(compressor: Compressor, leaf: Leaf) -> bool:
+    """Whether the compressor keeps a state of the leaf."""
     return not compressor.lossless and compressor.has_state(leaf.shape, leaf.dtype)
 
 
 def stateful(plan: Plan) -> list[bool]:
     """Returns which leaves have a compressor with state."""
-    return [_has_state(c, x) for c, x in zip(plan.compressors, plan.leaves, strict=True)]
+    return [has_state(c, x) for c, x in zip(plan.compressors, plan.leaves, strict=True)]
 
 
 def codes_by_leaf(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> list[Any]:
@@ -420,206 +390,3 @@ def _check_shared(compressor: Compressor, path: str, state: Any, axes: Axes) -> 
                 f"(shares_state), but its state differs over axis {min(varying)!r}; compute it "
                 "only from sums over the ranks, or set shares_state to False."
             )
-
-
-def check_paths(caller: str, plan: Plan, leaves: Sequence[Leaf]) -> None:
-    """Raises ValueError if `plan` has other paths than the parameters; shapes may be local."""
-    pairs = itertools.zip_longest(plan.leaves, leaves)
-    for own, leaf in pairs:
-        if own is None or leaf is None or own.path != leaf.path:
-            raise ValueError(
-                f"{caller}: the plan was built for other leaves: it has {own or 'no leaf'} where "
-                f"the parameters have {leaf or 'no leaf'}; build it from the gradients' tree."
-            )
-
-
-def check_statistics(statistics: Any, policy: Adaptive, leaves: Sequence[Leaf]) -> None:
-    """Raises ValueError for statistics of another policy or of other leaves."""
-    expected = jax.eval_shape(lambda: policy.empty_statistics(leaves))
-    found, wanted = ([list(x.shape) for x in jax.tree.leaves(t)] for t in (statistics, expected))
-    if found != wanted:
-        raise ValueError(
-            f"{CALLER}: the state holds statistics of shapes {found}, but the policy keeps "
-            f"{wanted} for these leaves; {_OTHER_OPTIONS}"
-        )
-
-
-def check_state(
-    state: SyncState,
-    memory: Memory | None,
-    precondition: SecondMoment | None,
-    plan: Plan,
-    choices: Choices,
-    treedef: Any,
-    caller: str = CALLER,
-    remedy: str = OTHER_LEAVES,
-) -> None:
-    """Raises ValueError if `state` belongs to other leaves, or to other options.
-
-    The trees in a state, and the shapes of their arrays, say which leaves it was made for.
-    """
-    if not plan.leaves:
-        return
-    kept = kept_by(memory)
-    if len(state.memory) != kept:
-        raise ValueError(
-            f"{caller}: the state holds {len(state.memory)} arrays per leaf, but {memory} keeps "
-            f"{kept}; {_OTHER_OPTIONS}"
-        )
-    own = state.codes.own if isinstance(state.codes, CodeState) else ()
-    require_own_row(caller, (state.memory, own, state.overflow))
-    require_paths(caller, "memory", state.memory, plan.leaves, treedef, remedy)
-    wanted = [(1, *leaf.shape) for leaf in plan.leaves]
-    for tree in state.memory:
-        require_shapes(caller, "memory", tree, plan.leaves, wanted, remedy)
-        for x, leaf in zip(jax.tree.leaves(tree), plan.leaves, strict=True):
-            _require_kind(caller, leaf, x.dtype)
-    if state.overflow != ():
-        require_paths(caller, "overflow", (state.overflow,), plan.leaves, treedef, remedy)
-    _check_codes(state.codes, plan, choices, treedef, caller, remedy)
-    if precondition is None and state.moments != ():
-        raise ValueError(
-            f"{caller}: the state holds moments, but precondition is None; {_OTHER_OPTIONS}"
-        )
-    if precondition is None:
-        return
-    if state.moments == ():
-        raise ValueError(
-            f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
-        )
-    require_paths(caller, "moments", state.moments, plan.leaves, treedef, remedy)
-    like = {x.shape: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.leaves}
-    made = jax.eval_shape(lambda xs: [precondition.init(x) for x in xs], list(like.values()))
-    init = dict(zip(like, made, strict=True))
-    expected = init[plan.leaves[0].shape].values.shape
-    found = jax.tree.leaves(state.moments.values)[0].shape
-    if (found == ()) != (expected == ()):
-        raise ValueError(
-            f"{caller}: the state's moments have values of shape {list(found)}, but "
-            f"{precondition} keeps {list(expected)}; {_OTHER_OPTIONS}"
-        )
-    for name, tree in state.moments._asdict().items():
-        shapes = [getattr(init[leaf.shape], name).shape for leaf in plan.leaves]
-        require_shapes(caller, f"moments.{name}", tree, plan.leaves, shapes, remedy)
-
-
-def require_own_row(caller: str, tree: Any) -> None:
-    """Raises ValueError unless each array of `tree` has the one row of this rank."""
-    rows = {x.shape[0] for x in jax.tree.leaves(tree) if x.ndim} - {1}
-    if rows:
-        raise ValueError(
-            f"{caller}: the memory has {rows.pop()} rows here, but a rank has one. Inside "
-            "shard_map, split the state: in_specs=cgx_jax.state_specs(state, axis_name). Under "
-            "pmap, let each rank make its own: state = jax.pmap(tx.init, axis_name=...)(params), "
-            "with parameters that are replicated already."
-        )
-
-
-def require_paths(
-    caller: str,
-    what: str,
-    trees: Sequence[Any],
-    leaves: Sequence[Leaf],
-    treedef: Any,
-    remedy: str = OTHER_LEAVES,
-    *,
-    subtrees: bool = False,
-) -> None:
-    """Raises ValueError unless `trees`, a part of the state, have the paths of `leaves`.
-
-    With `subtrees`, a tree has a subtree at each path.
-    """
-    ours = [leaf.path for leaf in leaves]
-    known = frozenset(ours)
-    stop = lambda path, _: subtrees and path_of(path) in known  # noqa: E731
-    theirs = [
-        [
-            path_of(path)
-            for path, _ in jax.tree_util.tree_flatten_with_path(
-                tree, stop, is_leaf_takes_path=True
-            )[0]
-        ]
-        for tree in trees
-        if jax.tree.structure(tree) != treedef
-    ]
-    wrong = next((paths for paths in theirs if paths != ours), None)
-    if wrong is None:
-        return
-    places = [pair for pair in itertools.zip_longest(ours, wrong) if pair[0] != pair[1]]
-    mine = next((x for x, _ in places if x not in wrong), places[0][0])
-    other = next((x for x in itertools.chain(*theirs) if x not in known), places[0][1])
-    mine, other = ("no such leaf" if x is None else f"leaf {x!r}" for x in (mine, other))
-    raise ValueError(
-        f"{caller}: the state was made for other leaves: its {what} has {other}, where the "
-        f"gradients have {mine}. {remedy}"
-    )
-
-
-def require_shapes(
-    caller: str,
-    what: str,
-    tree: Any,
-    leaves: Sequence[Leaf],
-    shapes: Sequence[tuple[int, ...]],
-    remedy: str = OTHER_LEAVES,
-) -> None:
-    """Raises ValueError unless the arrays of `tree`, a part of the state, have these shapes."""
-    for x, leaf, shape in zip(jax.tree.leaves(tree), leaves, shapes, strict=True):
-        if x.shape != shape:
-            raise ValueError(
-                f"{caller}: the state of leaf {leaf.path!r} was made for another shape: its {what} "
-                f"is {list(x.shape)}, but the gradient, {list(leaf.shape)}, needs {list(shape)}. "
-                f"{remedy}"
-            )
-
-
-def _require_kind(caller: str, leaf: Leaf, dtype: Any) -> None:
-    """Raises ValueError for a memory of integers, which would round residuals to 0."""
-    if jnp.issubdtype(leaf.dtype, jnp.inexact) and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            f"{caller}: the memory of leaf {leaf.path!r} is {dtype}, but the gradient is "
-            f"{leaf.dtype}; give init parameters of a floating dtype."
-        )
-
-
-def _check_codes(
-    codes: Any, plan: Plan, choices: Choices, treedef: Any, caller: str, remedy: str
-) -> None:
-    needy = [
-        (c, leaf)
-        for leaf, some in zip(plan.leaves, choices, strict=True)
-        for c in some
-        if _has_state(c, leaf)
-    ]
-    if codes == ():
-        if needy:
-            compressor, leaf = needy[0]
-            raise ValueError(
-                f"{caller}: the state holds nothing for {compressor} of leaf {leaf}. Its init saw "
-                "other options, or parameters of a dtype that this compressor does not take. Use "
-                "the state from this transformation's init for parameters in the gradients' dtypes."
-            )
-        return
-    require_paths(caller, "codes", codes, plan.leaves, treedef, remedy, subtrees=True)
-    try:
-        own, shared = (treedef.flatten_up_to(x) for x in (codes.own, codes.shared))
-    except ValueError as error:
-        raise ValueError(
-            f"{caller}: the state was made for a tree of other types: {error} {remedy}"
-        ) from None
-    for leaf, some, o, s in zip(plan.leaves, choices, own, shared, strict=True):
-        for place, compressor in enumerate(some):
-            make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
-            wanted: Any = jax.eval_shape(make) if _has_state(compressor, leaf) else ()
-            shapes = [list(x.shape) for x in jax.tree.leaves(wanted)]
-            kept = [s] if compressor.shares_state else [o]
-            if len(some) > 1:
-                kept = [x[place] for x in kept if isinstance(x, tuple) and len(x) == len(some)]
-            skip = 0 if compressor.shares_state else 1  # the row of this rank
-            found = [list(x.shape[skip:]) for x in jax.tree.leaves(kept)]
-            if shapes != found:
-                raise ValueError(
-                    f"{caller}: the state of {compressor} of leaf {leaf.path!r} is {found} here, "
-                    f"but its init makes {shapes}. It was made for another shape, or with other "
-                    f"options. {remedy}"
-                )

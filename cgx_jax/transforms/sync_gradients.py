@@ -24,6 +24,7 @@ from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.transforms.checks import check_paths, check_state, check_statistics, require_type
 from cgx_jax.transforms.feedback import (
     as_gradient,
     compensated,
@@ -41,9 +42,6 @@ from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
     by_tree,
-    check_paths,
-    check_state,
-    check_statistics,
     codes_after,
     codes_by_leaf,
     init_codes,
@@ -52,7 +50,6 @@ from cgx_jax.transforms.state import (
     is_any_tree,
     moments_by_leaf,
     moments_by_tree,
-    require_type,
     state_of_any_tree,
 )
 from cgx_jax.transforms.wrappers import check_options, check_wrappers, within_restore_step_size
