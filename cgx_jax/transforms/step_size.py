@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from cgx_jax.leaves import leaves_of
+from cgx_jax.transforms.checks import require_paths
 from cgx_jax.transforms.feedback import widest
 from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.scatter_gradients import scatter_gradients
@@ -169,6 +171,8 @@ def _parts(state: Any, like: Any) -> tuple[Any, SyncState]:
             f"{_NAME}: sync_gradients has no precondition, which keeps the share of noise; pass "
             "precondition=cgx_jax.SecondMoment() to it."
         )
+    leaves, treedef = leaves_of(like), jax.tree.structure(like)
+    require_paths(_NAME, "moments", syncs[0].moments, leaves, treedef)
     for steps in _found(state, optax.MultiStepsState):
         if not _found(steps, SyncState):
             raise ValueError(
