@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import _compat, nonfinite
+from cgx_jax import _compat, hooked, nonfinite
 from cgx_jax.axes import SMALL_BYTES
 from cgx_jax.compressors import Compressor
 from cgx_jax.core import Options, reduce_leaves
@@ -43,7 +43,10 @@ def reduce_in_backward(
 
     `compressor`, `key`, `exchange`, `reduction`, `levels` and errors are as in `psum_compressed`. A
     `Tuner` as `exchange` chooses the exchange, the reduction, the levels and the buffer size. Also
-    raises ValueError for compressors with state.
+    raises ValueError for compressors with state, and for parameters that are hooked over the axis
+    already or are made to vary inside the differentiated function: their gradient would be
+    multiplied by the number of ranks. Under `jax.jit` this is seen through jit, scan and remat too.
+    Without it, two hooks are seen only if no such function lies between them.
     """
     nonfinite.refuse_skip(_HOOK)
     check_tuner(_HOOK, exchange, reduction, levels)
@@ -63,6 +66,9 @@ def reduce_in_backward(
     )
     leaves, treedef = jax.tree.flatten(params)
     options.axes.check_plain(_HOOK, list(zip([x.path for x in plan.leaves], leaves, strict=True)))
+    for i, leaf in enumerate(plan.leaves):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            leaves[i] = hooked.mark(_HOOK, leaf.path, jnp.asarray(leaves[i]), options.axes.names)
     inexact = [i for i in plan.exact if jnp.issubdtype(plan.leaves[i].dtype, jnp.inexact)]
     together = consecutive(plan.leaves, dict.fromkeys(inexact), SMALL_BYTES)
     for number, part in enumerate([*plan.buffers, *together]):

@@ -70,3 +70,108 @@ def test_exact_leaves_share_a_collective_of_up_to_64_kib():
     assert grad.lower(params, x).as_text().count('"stablehlo.all_reduce"') == 2
     for i, g in enumerate(jax.tree.leaves(grad(params, x))):
         np.testing.assert_array_equal(g, np.full(g.shape, 3.0 * (i + 1)))
+
+
+PARAMS = {"w": np.full((3, 40, 40), 0.1, np.float32), "b": np.ones(40, np.float32)}
+
+
+def hook(p, axis="data"):
+    return reduce_in_backward(p, axis, Quantize(8), exchange="xla")
+
+
+def loss(p, x):
+    return sum(jnp.sum(jnp.tanh(v * x)) for v in jax.tree.leaves(p))
+
+
+def through_layers(p, x):
+    """Layers that a scan hooks one by one."""
+    first = x * jnp.ones((40, 40))
+    return jax.lax.scan(lambda c, w: (jnp.tanh(c * hook(w)), None), first, p["w"])[0].sum()
+
+
+def twice(p):
+    return jax.tree.map(lambda v: v * 2, p)
+
+
+def repeated(p, x):
+    q = hook(p)
+    step = lambda c, _: (c + loss(hook(q), x), None)  # noqa: E731
+    return jax.lax.scan(step, 0 * x, None, length=2)[0]
+
+
+HOOKED_TWICE = {
+    "directly": lambda p, x: loss(hook(hook(p)), x),
+    "after arithmetic": lambda p, x: loss(hook(twice(hook(p))), x),
+    "one leaf": lambda p, x: loss(hook({"w": hook(p["w"]), "b": p["b"]}), x),
+    "vmap": lambda p, x: loss(jax.vmap(hook)(hook(p["w"])), x),
+    "the outer in jit": lambda p, x: loss(hook(jax.jit(hook)(p)), x),
+    "both in jit": lambda p, x: jax.jit(lambda q: loss(hook(hook(q)), x))(p),
+    "custom rules": lambda p, x: loss(hook(jax.tree.map(jax.nn.relu, hook(p))), x),
+    # visible only while the gradient is traced
+    "jit": lambda p, x: jax.jit(lambda q: loss(hook(q), x))(hook(p)),
+    "remat": lambda p, x: jax.checkpoint(lambda q: loss(hook(q), x))(hook(p)),
+    "scanned": lambda p, x: through_layers(hook(p), x),
+    "constants of a scan": repeated,
+    "cond": lambda p, x: jax.lax.cond(
+        x > 1, lambda q: loss(hook(q), x), lambda q: 0 * loss(q, x), hook(p)
+    ),
+}
+NEEDS_JIT = ("jit", "remat", "scanned", "constants of a scan", "cond")
+HOOKED_ONCE = {
+    "once": lambda p, x: loss(hook(p), x),
+    "in two losses": lambda p, x: loss(hook(p), x) + 2 * loss(hook(p), x),
+    "in parts": lambda p, x: loss(hook({"w": p["w"]}), x) * loss(hook({"b": p["b"]}), x),
+    "beside layers of a scan": lambda p, x: through_layers(p, x * loss(hook(p["b"]), x)),
+    "in remat": lambda p, x: jax.checkpoint(lambda q: loss(hook(q), x))(p),
+    "activations between": lambda p, x: loss(hook(p["b"]), x * loss(hook(p["w"]), x)),
+    "stopped before": lambda p, x: loss(hook(jax.tree.map(jax.lax.stop_gradient, hook(p))), x),
+}
+
+
+def gradient(f, mesh, *, check_vma, compiled=True):
+    g = jax.shard_map(
+        lambda p, x: jax.grad(f)(p, x[0]),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    return (jax.jit(g) if compiled else g)(PARAMS, jnp.linspace(0.1, 0.8, 8))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", HOOKED_TWICE)
+def test_parameters_that_are_hooked_already_are_refused(name, check_vma, mesh):
+    says = (
+        "reduce_in_backward: .*summed over axis 'data' already.*multiplied by the number of ranks"
+    )
+    for compiled in (True, False) if name not in NEEDS_JIT else (True,):
+        with pytest.raises(ValueError, match=says):
+            gradient(HOOKED_TWICE[name], mesh, check_vma=check_vma, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", HOOKED_ONCE)
+def test_parameters_that_are_hooked_once_on_each_path_are_not_refused(name, compiled, mesh):
+    got = gradient(HOOKED_ONCE[name], mesh, check_vma=False, compiled=compiled)
+    if name == "once":
+        want = sum(jax.grad(loss)(PARAMS, x)["b"] for x in jnp.linspace(0.1, 0.8, 8))
+        np.testing.assert_allclose(got["b"], want, rtol=1e-5)
+
+
+def test_a_cast_inside_the_differentiated_function_is_refused(mesh):
+    """Its gradient is another sum over the ranks."""
+    inside = lambda p, x: loss(hook(jax.lax.pcast(p, "data", to="varying")), x)  # noqa: E731
+    with pytest.raises(ValueError, match="pcast makes them vary inside"):
+        gradient(inside, mesh, check_vma=True)
+
+
+def test_hooks_over_two_axes_add_up_over_both(mesh_2d):
+    f = lambda p, x: loss(hook(hook(p), "model"), x)  # noqa: E731
+    x = jnp.linspace(0.1, 0.8, 8).reshape(4, 2)
+    g = jax.shard_map(
+        lambda p, x: jax.grad(f)(p, x[0, 0]),
+        mesh=mesh_2d, in_specs=(P(), P("data", "model")), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    want = sum(jax.grad(loss)(PARAMS, v)["b"] for v in x.ravel())
+    np.testing.assert_allclose(jax.jit(g)(PARAMS, x)["b"], want, rtol=1e-5)
