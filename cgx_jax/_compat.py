@@ -149,16 +149,14 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[A
     return list(jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *arrays))
 
 
-def is_used_as_key(jaxpr: Any, number: int) -> bool:
-    """Whether a closed jaxpr uses its input `number` as the data of a PRNG key, and only so."""
+def is_key_data(jaxpr: Any, number: int) -> bool:
+    """Whether a closed jaxpr uses its input `number` for nothing but PRNG keys."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    x, used = jaxpr.invars[number], False
+    x = jaxpr.invars[number]
     for eqn in jaxpr.eqns:
         for i, operand in enumerate(eqn.invars):
-            if operand is not x:
-                continue
-            inner = eqn.params.get("jaxpr")
-            if eqn.primitive.name != "random_wrap" and not (inner and is_used_as_key(inner, i)):
-                return False
-            used = True
-    return used and x not in jaxpr.outvars
+            if operand is x and eqn.primitive.name != "random_wrap":
+                inner = eqn.params.get("jaxpr")
+                if inner is None or not is_key_data(inner, i):
+                    return False
+    return x not in jaxpr.outvars

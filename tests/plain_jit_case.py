@@ -34,10 +34,10 @@ def check_close(got, want, relative=0.02):
         np.testing.assert_allclose(g, w, atol=relative * np.abs(w).max() + 1e-7)
 
 
-def vag(loss=loss_fn, policy=None, **options):
+def vag(loss_fn=loss_fn, policy=None, **options):
     """value_and_grad at 8 bits over eight ranks, compressed whatever it costs."""
     options.setdefault("mesh", auto_mesh())
-    return cgx_jax.value_and_grad(loss, "data", policy or Quantize(8), exchange="xla", **options)
+    return cgx_jax.value_and_grad(loss_fn, "data", policy or Quantize(8), exchange="xla", **options)
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 Every loop is a small version of its kind: what the loss closes over, what it returns and what the
 step does with that are as users write it. Lines that differ from the exact loop are marked with
-"changed", and docstrings say how many there are. Each loop trains exactly, under
-`jax.value_and_grad` (or NNX's), and compressed. Losses and metrics agree within the noise of
-compression, and within rounding if the compressor is exact.
+"changed", and docstrings say how many there are. Conditions on the compressor belong to the test.
+Each loop trains exactly, under `jax.value_and_grad` (or NNX's), and compressed. Losses and metrics
+agree within the noise of compression, and within rounding if the compressor is exact.
 """
 
 import functools
@@ -18,7 +18,6 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,10 +44,6 @@ def compressed(loss_fn, compressor, mesh=None, **options):
     )
 
 
-def pmean_if(compressor, x):
-    return x if compressor is None else lax.pmean(x, "data")
-
-
 def images(step):
     rng = np.random.default_rng(step)
     label = rng.integers(0, 4, BATCH)
@@ -59,9 +54,9 @@ def images(step):
 class Digits(nnx.Module):
     """A convolution, batch norm and dropout, as small as possible."""
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, axis_name):
         self.conv = nnx.Conv(1, 16, (3, 3), rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, axis_name=axis_name, rngs=rngs)  # changed
         self.dropout = nnx.Dropout(0.0)
         self.linear = nnx.Linear(16 * 16, 4, rngs=rngs)
 
@@ -71,8 +66,8 @@ class Digits(nnx.Module):
 
 
 def mnist(compressor):
-    """One changed line."""
-    model = Digits(nnx.Rngs(0))
+    """Two changed lines: the call, and the axis of the BatchNorm."""
+    model = Digits(nnx.Rngs(0), None if compressor is None else "data")
     optimizer = nnx.Optimizer(model, optax.sgd(0.05, 0.9), wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
     rngs = nnx.Rngs(0)
@@ -87,7 +82,7 @@ def mnist(compressor):
         if compressor is None:
             grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
         else:
-            grad_fn = compressed(loss_fn, compressor, has_aux=True)  # changed
+            grad_fn = compressed(loss_fn, compressor, has_aux=True, aux_specs=P("data"))  # changed
         (loss, logits), grads = grad_fn(model, batch, rngs)
         metrics.update(loss=loss, logits=logits, labels=batch["label"])
         optimizer.update(model, grads)
@@ -130,7 +125,7 @@ def weighted_cross_entropy(logits, targets, weights):
 
 
 def lm1b(compressor):
-    """Two changed lines: the call, and the sum of weights over the ranks."""
+    """Four changed lines: the loss's arguments and its result, and the call."""
     model = Language()
     params = model.init(
         {"params": jax.random.key(0), "dropout": jax.random.key(1)}, sentences(0)["inputs"]
@@ -147,14 +142,16 @@ def lm1b(compressor):
         weights = jnp.where(inputs > 0, 1, 0).astype(jnp.float32)
         dropout_rng = jax.random.fold_in(dropout_rng, state.step)
 
-        def loss_fn(params):
+        def loss_fn(params, inputs, weights, dropout_rng):  # changed
             logits = model.apply({"params": params}, inputs, rngs={"dropout": dropout_rng})
             loss, weight_sum = weighted_cross_entropy(logits, inputs, weights)
-            mean_loss = loss / pmean_if(compressor, weight_sum)  # changed
-            return mean_loss, logits
+            if compressor is None:
+                return loss / weight_sum, logits
+            return (loss, weight_sum), logits  # changed
 
-        grad_fn = compressed(loss_fn, compressor, mesh, has_aux=True)  # changed
-        (loss, logits), grads = grad_fn(state.params)
+        options = {} if compressor is None else {"loss": "ratio", "aux_specs": P("data")}
+        grad_fn = compressed(loss_fn, compressor, mesh, has_aux=True, **options)  # changed
+        (loss, logits), grads = grad_fn(state.params, inputs, weights, dropout_rng)  # changed
         state = state.apply_gradients(grads=grads)
         total, count = weighted_cross_entropy(logits, inputs, weights)
         return state, loss, {"loss": total, "denominator": count}
@@ -178,7 +175,7 @@ class Classifier(nn.Module):
 
 
 def sst2(compressor):
-    """One changed line: recurrent, a dictionary of keys, the state's own apply_fn."""
+    """Four changed lines: recurrent, a dictionary of keys, the state's own apply_fn."""
     model = Classifier()
     ones = jnp.ones((2, 12), jnp.int32)
     params = model.init(jax.random.key(0), ones, jnp.ones(2, jnp.int32))["params"]
@@ -188,15 +185,16 @@ def sst2(compressor):
     def train_step(state, batch, rngs):
         rngs = {name: jax.random.fold_in(rng, state.step) for name, rng in rngs.items()}
 
-        def loss_fn(params):
+        def loss_fn(params, batch, rngs):  # changed
             logits = state.apply_fn({"params": params}, batch["ids"], batch["length"], rngs=rngs)
             labels = batch["label"]
             if labels.ndim == 1:
                 labels = jnp.expand_dims(labels, 1)
             return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels)), logits
 
-        grad_fn = compressed(loss_fn, compressor, has_aux=True)  # changed
-        (loss, logits), grads = grad_fn(state.params)
+        options = {} if compressor is None else {"aux_specs": P("data")}
+        grad_fn = compressed(loss_fn, compressor, has_aux=True, **options)  # changed
+        (loss, logits), grads = grad_fn(state.params, batch, rngs)  # changed
         return state.apply_gradients(grads=grads), loss, logits.sum()
 
     losses, metrics = [], []
@@ -210,7 +208,7 @@ def sst2(compressor):
 
 
 def functional(compressor):
-    """One changed line: nnx.merge inside the loss, counts returned as auxiliary output."""
+    """Two changed lines: nnx.merge inside the loss, counts returned as auxiliary output."""
 
     class Count(nnx.Variable):
         pass
@@ -229,14 +227,14 @@ def functional(compressor):
 
     @jax.jit
     def train_step(params, counts, batch):
-        x, y = batch
-
-        def loss_fn(params):
+        def loss_fn(params, x, y):  # changed
             model = nnx.merge(graphdef, params, counts, copy=True)
             y_pred = model(x)
             return jnp.mean((jax.nn.one_hot(y, 4) - y_pred) ** 2), nnx.state(model, Count)
 
-        (loss, counts), grads = compressed(loss_fn, compressor, has_aux=True)(params)  # changed
+        options = {} if compressor is None else {"aux_specs": P()}
+        grad_fn = compressed(loss_fn, compressor, has_aux=True, **options)  # changed
+        (loss, counts), grads = grad_fn(params, *batch)
         return jax.tree.map(lambda w, g: w - 0.01 * g, params, grads), counts, loss
 
     losses = []
@@ -250,9 +248,12 @@ def functional(compressor):
 
 
 class Normalized(nn.Module):
+    axis_name: str | None = None
+
     @nn.compact
     def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False)(nn.Dense(32)(x.reshape(len(x), -1)))
+        x = nn.Dense(32)(x.reshape(len(x), -1))
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)  # changed
         return nn.Dense(4)(nn.relu(x))
 
 
@@ -261,8 +262,8 @@ class BatchNormState(TrainState):
 
 
 def linen_batch_norm(compressor):
-    """One changed line: the loss reads statistics from the state and returns new ones."""
-    model = Normalized()
+    """Four changed lines: the loss reads statistics from the state and returns new ones."""
+    model = Normalized(None if compressor is None else "data")
     variables = model.init(jax.random.key(0), images(0)["image"])
     state = BatchNormState.create(
         apply_fn=model.apply,
@@ -273,7 +274,7 @@ def linen_batch_norm(compressor):
 
     @jax.jit
     def train_step(state, batch):
-        def loss_fn(params):
+        def loss_fn(params, batch):  # changed
             logits, after = state.apply_fn(
                 {"params": params, "batch_stats": state.batch_stats},
                 batch["image"],
@@ -282,8 +283,9 @@ def linen_batch_norm(compressor):
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
             return losses.mean(), (after, logits)
 
-        grad_fn = compressed(loss_fn, compressor, has_aux=True)  # changed
-        (loss, (after, logits)), grads = grad_fn(state.params)
+        options = {} if compressor is None else {"aux_specs": (P(), P("data"))}
+        grad_fn = compressed(loss_fn, compressor, has_aux=True, **options)  # changed
+        (loss, (after, logits)), grads = grad_fn(state.params, batch)  # changed
         state = state.apply_gradients(grads=grads, batch_stats=after["batch_stats"])
         return state, loss, jnp.mean(jnp.argmax(logits, -1) == batch["label"])
 

@@ -21,7 +21,7 @@ def case():
 
 def test_one_rank_computes_what_jax_does(case):
     params, x, y, _ = case
-    f = vag(outputs_of, mesh=auto_mesh((1,)), has_aux=True)
+    f = vag(outputs_of, mesh=auto_mesh((1,)), has_aux=True, aux_specs=OUTPUTS)
     check_close(f(params, x, y), jax.value_and_grad(outputs_of, has_aux=True)(params, x, y), 1e-5)
 
 
@@ -40,9 +40,22 @@ def outputs_of(p, x, y):
     }
 
 
-def test_auxiliary_outputs_are_those_of_plain_jit(case):
+OUTPUTS = {
+    "rows": P("data"),
+    "columns": P(None, "data"),
+    "accuracy": "mean",
+    "count": "sum",
+    "total": "sum",
+    "by_class": "sum",
+    "weights": P(),
+    "constant": P(),
+}
+
+
+@pytest.mark.parametrize("specs", [OUTPUTS, OUTPUTS.get], ids=["tree", "function"])
+def test_auxiliary_outputs_are_those_of_plain_jit(case, specs):
     params, x, y, want = case
-    (loss, aux), grads = jax.jit(vag(outputs_of, has_aux=True))(params, x, y)
+    (loss, aux), grads = jax.jit(vag(outputs_of, has_aux=True, aux_specs=specs))(params, x, y)
     expected = outputs_of(params, x, y)[1]
     assert jax.tree.map(jnp.shape, aux) == jax.tree.map(jnp.shape, expected)
     for name, value in expected.items():
@@ -50,34 +63,107 @@ def test_auxiliary_outputs_are_those_of_plain_jit(case):
     check_close((loss, grads), want)
 
 
-def test_aux_specs_say_what_cannot_be_known(case):
+@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: (a,), lambda a: {"a": a}])
+def test_auxiliary_outputs_are_refused_without_specs_and_the_offered_ones_are_right(case, wrap):
     params, x, y, _ = case
 
     def loss(p, x, y):
-        return loss_fn(p, x, y), {"first": x[0], "max": x.argmax(1).max(), "rest": (x[:1], x)}
+        return loss_fn(p, x, y), wrap((x.argmax(1) < 6).mean())
 
-    with pytest.raises(ValueError, match=r"aux\['first'\] float32\[32\] differs .*aux_specs="):
+    with pytest.raises(ValueError, match="has_aux=True needs aux_specs") as refused:
         vag(loss, has_aux=True)(params, x, y)
-    given = {"first": P("data"), "max": "sum", "rest": P("data")}
-    (_, aux), _ = vag(loss, has_aux=True, aux_specs=given)(params, x, y)
-    np.testing.assert_array_equal(aux["first"], x[::8].ravel())
-    np.testing.assert_array_equal(aux["rest"][0], x[::8])
-    np.testing.assert_array_equal(aux["rest"][1], x)
-    parts = np.asarray(x).reshape(8, 8, 32).argmax(2).max(1)
-    assert aux["max"] == parts.sum()
+    specs = eval(str(refused.value).split("aux_specs=")[-1].splitlines()[0][:-1], {"P": P})
+    got = vag(loss, has_aux=True, aux_specs=specs)(params, x, y)
+    check_close(got, jax.value_and_grad(loss, has_aux=True)(params, x, y))
 
 
-def test_keys_are_whole_and_ranks_draw_apart(case):
+WRONG_OUTPUTS = {
+    "a row of each rank": (lambda x: x[0], P("data")),
+    "a maximum": (lambda x: x.argmax(1).max(), "sum"),
+    "sorted examples": (lambda x: jnp.sort(x[:, 0]), P("data")),
+    "the mean of a count": (lambda x: (x.argmax(1) == 0).sum(), "mean"),
+    "the sum of a mean": (lambda x: x.mean(), "sum"),
+    "a mean over a mask": (lambda x: jnp.mean(x[:, 0], where=x[:, 1] > 0), "mean"),
+    "one rank's accuracy": (lambda x: (x.argmax(1) == 0).mean(), P()),
+    "rows as the same": (lambda x: x, P()),
+    "rows along another dimension": (lambda x: 2 * x, P(None, "data")),
+    "a number of no dimension": (lambda x: x.mean(), P("data")),
+    "no spec": (lambda x: x.mean(), "rows"),
+}
+
+
+@pytest.mark.parametrize(("output", "spec"), WRONG_OUTPUTS.values(), ids=WRONG_OUTPUTS)
+def test_an_output_that_is_not_what_its_spec_says_is_refused(case, output, spec):
+    params, x, y, _ = case
+    loss = lambda p, x, y: (loss_fn(p, x, y), {"out": output(x)})  # noqa: E731
+    with pytest.raises(ValueError, match=r"value_and_grad: aux\['out'\] .*(aux_specs|dimension)"):
+        vag(loss, has_aux=True, aux_specs=spec)(params, x, y)
+
+
+def test_trust_takes_specs_at_their_word(case):
+    params, x, y, _ = case
+    loss = lambda p, x, y: (loss_fn(p, x, y), (x.argmax(1).max(), jnp.sort(x[:, 0])))  # noqa: E731
+    f = vag(loss, has_aux=True, aux_specs=("sum", P("data")), trust=True)
+    (_, (top, rows)), _ = f(params, x, y)
+    parts = np.asarray(x).reshape(8, 8, 32)
+    assert top == parts.argmax(2).max(1).sum()
+    np.testing.assert_array_equal(rows, np.sort(parts[:, :, 0], axis=1).ravel())
+
+
+def noisy(p, x, y, key, raw):
+    noise = jax.random.normal(key, (len(x),)), jax.random.normal(raw["dropout"], (len(x),))
+    return loss_fn(p, x, y), noise
+
+
+def keys_of():
+    raw = {"params": jax.random.PRNGKey(1), "dropout": jax.random.PRNGKey(2)}
+    return jax.random.key(0), raw
+
+
+def test_ranks_draw_apart_from_typed_and_from_raw_keys(case):
+    params, x, y, _ = case
+    f = vag(noisy, has_aux=True, aux_specs=P("data"))
+    (_, noise), _ = f(params, x, y, *keys_of())
+    assert [len(np.unique(n)) for n in noise] == [64, 64]
+    # Two keys are no batch of two.
+    (_, noise), _ = vag(noisy, has_aux=True, aux_specs=P("data"), mesh=auto_mesh((2,)))(
+        params, x[:2], y[:2], *keys_of()
+    )
+    assert [len(np.unique(n)) for n in noise] == [2, 2]
+
+
+def test_keys_that_all_ranks_share_are_for_draws_that_all_examples_share(case):
     params, x, y, _ = case
 
-    def loss(p, x, y, key, raw):
-        noise = jax.random.normal(key, (len(x),)), jax.random.normal(raw, (len(x),))
-        return loss_fn(p, x, y), noise
+    def shared(p, x, y, key):
+        return loss_fn(p, x * jax.random.uniform(key), y)
 
-    given = params, x, y, jax.random.key(0), jax.random.PRNGKey(1)
-    for specs, apart in ((None, 64), ({"key": P(), "raw": P()}, 8)):
-        (_, noise), _ = vag(loss, has_aux=True, in_specs=specs, aux_specs=P("data"))(*given)
-        assert [len(np.unique(n)) for n in noise] == [apart, apart]
+    given = params, x, y, jax.random.key(3)
+    got = vag(shared, in_specs={"key": P()})(*given)
+    check_close(got, jax.value_and_grad(shared)(*given))
+    with pytest.raises(ValueError, match="one random draw for the whole batch"):
+        vag(shared)(*given)
+    same = {"key": P(), "raw": P()}
+    with pytest.raises(ValueError, match="random draws for the examples from a key that every"):
+        vag(noisy, has_aux=True, aux_specs=P("data"), in_specs=same)(params, x, y, *keys_of())
+    (_, noise), _ = vag(noisy, has_aux=True, aux_specs=P("data"), in_specs=same, trust=True)(
+        params, x, y, *keys_of()
+    )
+    assert [len(np.unique(n)) for n in noise] == [8, 8]
+
+
+def test_keys_for_each_example_are_split_like_it(case):
+    params, x, y, _ = case
+
+    def loss(p, x, y, keys):
+        return loss_fn(p, x + jax.vmap(lambda k: jax.random.normal(k, (32,)))(keys), y)
+
+    for keys in (
+        jax.random.split(jax.random.key(0), 64),
+        jax.random.split(jax.random.PRNGKey(0), 64),
+    ):
+        given = params, x, y, keys
+        check_close(vag(loss)(*given), jax.value_and_grad(loss)(*given))
 
 
 def weighted(p, x, y, w, total=lambda w: w.sum()):
@@ -91,6 +177,56 @@ def test_a_weighted_mean_is_the_global_one_with_pmean(case):
     exact = jax.value_and_grad(weighted)(params, x, y, w)
     over_ranks = lambda w: lax.pmean(w.sum(), "data")  # noqa: E731
     check_close(vag(functools.partial(weighted, total=over_ranks))(params, x, y, w), exact)
+
+
+def ratio(p, x, y, w):
+    errors = jnp.square(jnp.tanh(x @ p["a"]["w"]) @ p["c"]["w"] - y).mean(1)
+    return (errors * w).sum(), w.sum()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_ratio_is_the_weighted_mean_of_the_whole_batch(case, dtype, jit):
+    params, x, y, _ = case
+    w = (np.arange(64) % 9 == 0) + (np.arange(64) < 8) * 1.0
+    with jax.numpy_dtype_promotion("standard"):
+        given = params, x, y, jnp.asarray(w, dtype)
+        f = vag(ratio, loss="ratio")
+        check_close((jax.jit(f) if jit else f)(*given), jax.value_and_grad(weighted)(*given))
+        # The same function works in an evaluation, outside of the axis.
+        total, count = ratio(*given)
+        np.testing.assert_allclose(f(*given)[0], total / count, rtol=1e-5)
+
+
+def test_a_ratio_may_divide_by_weights_that_are_learned(case):
+    params, x, y, _ = case
+
+    def soft(p, x, y):
+        w = jax.nn.sigmoid(x @ p["a"]["w"]).mean(1)
+        return (jnp.square(x - y).mean(1) * w).sum(), w.sum()
+
+    def quotient(*given):
+        total, count = soft(*given)
+        return total / count
+
+    check_close(vag(soft, loss="ratio")(params, x, y), jax.value_and_grad(quotient)(params, x, y))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        lambda e, x: (1.0, e.sum()),
+        lambda e, x: (e.sum(), 3.0),
+        lambda e, x: (e.sum(), e.mean()),
+        lambda e, x: (e.mean(), 1.0 * len(x)),
+    ],
+    ids=["by a sum", "by a constant", "by a mean", "a mean by a length"],
+)
+def test_a_ratio_of_other_things_is_refused(case, pair):
+    params, x, y, _ = case
+    loss = lambda p, x, y: pair(jnp.square(x @ p["a"]["w"]).mean(1), x)  # noqa: E731
+    with pytest.raises(ValueError, match="a sum over the examples and their count; the first"):
+        vag(loss, loss="ratio")(params, x, y)
 
 
 def own_batch_norm(p, x, y):
@@ -111,23 +247,160 @@ def contrastive(p, x, y, gather=lambda z: z, first=0):
     return -jnp.take_along_axis(scores, own[:, None], axis=1).mean()
 
 
+def masked_mean(errors, w):
+    return (errors * w).sum() / w.sum()
+
+
+@jax.custom_vjp
+def fused(errors, w):
+    return masked_mean(errors, w)
+
+
+fused.defvjp(lambda e, w: (masked_mean(e, w), w / w.sum()), lambda w, g: (g * w, None))
+
+
+@jax.custom_vjp
+def centered(z):
+    """The identity, with a gradient in which examples meet."""
+    return z
+
+
+centered.defvjp(lambda z: (z, None), lambda _, g: (g - g.mean(0),))
+
+
+def errors_of(p, x, y):
+    return jnp.square(jnp.tanh(x @ p["a"]["w"]) @ p["c"]["w"] - y).mean(1)
+
+
+def in_each_turn(e, w):
+    return lax.scan(lambda c, _: (c + masked_mean(e, w) / 2, None), 0.0, None, length=2)[0]
+
+
+# Means over a count, wherever they hide: `e` has an error for each example, `w` its weight.
+HIDDEN = {
+    "open": masked_mean,
+    "jit": jax.jit(masked_mean),
+    "checkpoint": jax.checkpoint(masked_mean),
+    "custom derivative": fused,
+    "turns of a scan": in_each_turn,
+    "a loop": lambda e, w: lax.fori_loop(0, 2, lambda i, c: c + masked_mean(e, w) / 2, 0.0),
+    "a branch": lambda e, w: lax.cond(e[0] > -1, masked_mean, lambda e, w: 0.0, e, w),
+    "where": lambda e, w: jnp.mean(e, where=w > 0),
+    "maximum": lambda e, w: (e * w).sum() / jnp.maximum(w.sum(), 1e-6),
+    "vmap": lambda e, w: jax.vmap(jnp.divide, in_axes=(0, None))(e * w, w.sum()).sum(),
+    "weights": lambda e, w: (e * (w / w.sum())).sum(),
+    "a product": lambda e, w: e @ (w / w.sum()),
+    "bfloat16 counts": lambda e, w: (e * w).mean() / w.astype(jnp.bfloat16).mean().astype(e.dtype),
+}
+
+
+@pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
+def test_a_mean_over_a_count_is_refused_wherever_it_hides(case, hidden):
+    params, x, y, _ = case
+    loss = lambda p, x, y: hidden(errors_of(p, x, y), jnp.float32(y[:, 0] > 0))  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"^value_and_grad: .*(statistic of the batch|meet|devices)"
+    ):
+        vag(loss)(params, x, y)
+
+
 LOSSES = {
-    "pairs": (contrastive, r"pairs of examples, float32\[\d+,\d+\] in 'dot_general'.*all_gather"),
-    "weighted": (lambda p, x, y: weighted(p, x, y, y[:, 0]), r"float32\[\] in 'div' \(test_value"),
-    "masked": (lambda p, x, y: jnp.mean(x @ p["a"]["w"], where=y[:, :1] > 0), r"'div'.*pmean"),
-    "root": (lambda p, x, y: jnp.sqrt(loss_fn(p, x, y)), r"float32\[\] in 'sqrt'"),
-    "normalized": (normalized_targets, r"statistic of the batch"),
-    "batch norm": (own_batch_norm, r"float32\[1,64\] in 'sub'.*BatchNorm"),
+    "pairs": (contrastive, r"'dot_general' float32\[8,8\] \(test_value.*all_gather"),
+    "weighted": (
+        lambda p, x, y: weighted(p, x, y, y[:, 0]),
+        r"'div' float32\[\] \(test_value.*ratio",
+    ),
+    "root": (lambda p, x, y: jnp.sqrt(loss_fn(p, x, y)), r"'sqrt' float32\[\]"),
+    "normalized": (normalized_targets, r"statistic of the batch.*pmean"),
+    "batch norm": (own_batch_norm, r"'sub' float32\[8,64\].*axis_name='data' to a BatchNorm"),
     "sum": (lambda p, x, y: len(x) * loss_fn(p, x, y), r"sum over the batch.*Return the mean"),
+    "maximum": (lambda p, x, y: errors_of(p, x, y).max(), r"between examples: 'reduce_max'"),
+    "halves": (
+        lambda p, x, y: jnp.square(errors_of(p, x, y)[:4] - errors_of(p, x, y)[-4:]).mean(),
+        r"between examples: 'slice'",
+    ),
+    "differences": (
+        lambda p, x, y: jnp.square(errors_of(p, x, y)[:, None] - errors_of(p, x, y)).mean(),
+        r"between examples: 'sub' float32\[8,8\]",
+    ),
+    "sorted": (lambda p, x, y: jnp.sort(errors_of(p, x, y))[:4].mean(), r"examples: 'sort'"),
+    "a custom derivative": (
+        lambda p, x, y: (
+            loss_fn(p, centered(x @ jnp.eye(32)), y) + jnp.mean(centered(x @ p["a"]["w"]))
+        ),
+        r"the gradient of \['a'\]\['w'\] is not known to be a mean.*'sub'",
+    ),
+    "another program": (
+        lambda p, x, y: jnp.mean(x @ p["a"]["w"]) * (2.0 if len(x) > 8 else 1.0),
+        r"a number depends on the batch size|program itself depends",
+    ),
+    "a count less one": (
+        lambda p, x, y: errors_of(p, x, y).sum() / (len(x) - 1),
+        r"a number depends on the batch size: 7.0 on a rank, 63.0 in all",
+    ),
+    "turns": (
+        lambda p, x, y: lax.fori_loop(0, len(x), lambda i, c: c / 2, loss_fn(p, x, y)),
+        r"number of turns depends on the batch|statistic of the batch",
+    ),
 }
 
 
 @pytest.mark.parametrize(("loss", "message"), LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("rows", [8, 64])
-def test_a_loss_that_is_no_mean_over_ranks_is_refused(case, loss, message, rows):
+def test_a_loss_that_is_no_mean_over_ranks_is_refused(case, loss, message):
     params, x, y, _ = case
-    with pytest.raises(ValueError, match=message):
-        vag(loss)(params, x[:rows], y[:rows])
+    with pytest.raises(ValueError, match=f"(?s:^value_and_grad: .*{message})"):
+        vag(loss)(params, x, y)
+
+
+@pytest.mark.parametrize("loss", [own_batch_norm, normalized_targets, contrastive])
+def test_examples_that_meet_are_refused_with_one_example_per_rank(case, loss):
+    params, x, y, _ = case
+    with pytest.raises(ValueError, match="not known to be a mean"):
+        vag(loss)(params, x[:8], y[:8])
+
+
+def test_one_example_per_rank(case):
+    params, x, y, _ = case
+    want = jax.value_and_grad(loss_fn)(params, x[:8], y[:8])
+    check_close(vag()(params, x[:8], y[:8]), want)
+    for factor in (3.0, 1 / 8):
+        rude = lambda p, x, y: loss_fn(p, x, y) * (factor if len(x) == 1 else 1.0)  # noqa: B023, E731
+        with pytest.raises(ValueError, match=r"depends on the batch size|sum over the batch"):
+            vag(rude)(params, x[:8], y[:8])
+
+
+def test_a_shard_map_over_another_axis_is_followed(case):
+    params, x, y, _ = case
+    mesh = auto_mesh((4, 2), ("data", "model"))
+
+    def inside(function, spec):
+        return lambda e, w: jax.shard_map(
+            function, in_specs=(spec, spec), out_specs=P(), axis_names={"model"}
+        )(e, w)
+
+    def loss_of(function, spec):
+        w = jnp.float32(y[:, 0] > 0)
+        return lambda p, x, y, w: inside(function, spec)(errors_of(p, x, y), w), w
+
+    def call(loss, w):
+        specs = jax.tree.map(lambda _: P(), params)
+        return jax.jit(vag(loss, mesh=mesh, specs=specs))(params, x, y, w)
+
+    with jax.set_mesh(mesh):
+        loss, w = loss_of(lambda e, w: jnp.mean(e * w), P())
+        check_close(call(loss, w), jax.jit(jax.value_and_grad(loss))(params, x, y, w))
+        with pytest.raises(ValueError, match="statistic of the batch"):
+            call(*loss_of(masked_mean, P()))
+        with pytest.raises(ValueError, match="splits the examples again"):
+            call(*loss_of(lambda e, w: lax.psum((e * w).sum(), "model") / 64, P("model")))
+
+
+def test_trust_skips_the_check(case):
+    params, x, y, _ = case
+    root = lambda p, x, y: jnp.sqrt(loss_fn(p, x, y))  # noqa: E731
+    value, _ = vag(root, trust=True)(params, x, y)
+    parts = [root(params, x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
+    np.testing.assert_allclose(value, np.mean(parts), rtol=1e-5)
 
 
 def test_a_loss_over_pairs_takes_the_other_ranks_examples(case):
@@ -144,7 +417,6 @@ COUNTS = {
     "python": lambda x: len(x) * 32,
     "dtype": lambda x: jnp.float32(x.size),
     "array": lambda x: jnp.array(float(x.size)),
-    "ones": lambda x: jnp.ones_like(x).sum(),
     "inverse": lambda x: 1 / (1 / x.size),
 }
 
@@ -181,54 +453,98 @@ def test_loops_over_time_layers_and_examples_are_taken(case):
         check_close(vag(loss)(params, x, y), jax.value_and_grad(loss)(params, x, y))
 
 
-def nnx_batch_norm(axis_name):
-    model = nnx.BatchNorm(32, rngs=nnx.Rngs(0), axis_name=axis_name)
-
-    def loss(model, x, y):
-        return jnp.mean((model(x) * y) ** 2)
-
-    return model, loss
-
-
-def test_batch_norm_has_the_statistics_of_the_whole_batch_at_one_example_a_rank(case):
+@pytest.mark.parametrize("rows", [8, 64])
+def test_nnx_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case, rows):
     _, x, y, _ = case
-    x, y = x[:8], y[:8]
-    model, loss = nnx_batch_norm(None)
-    got = vag(loss)(model, x, y)
-    exact, _ = nnx_batch_norm(None)
-    check_close(got, nnx.value_and_grad(loss)(exact, x, y), 1e-4)
+    x, y = x[:rows], y[:rows]
+    model, exact = (nnx.BatchNorm(32, rngs=nnx.Rngs(0), axis_name=n) for n in ("data", None))
+    loss = lambda model, x, y: jnp.mean((model(x) * y) ** 2)  # noqa: E731
+    with pytest.raises(ValueError, match="axis_name='data' to a BatchNorm"):
+        vag(loss)(exact, x, y)
+    check_close(vag(loss)(model, x, y), nnx.value_and_grad(loss)(exact, x, y), 1e-4)
+    np.testing.assert_allclose(model.mean[...], exact.mean[...], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(model.var[...], exact.var[...], rtol=1e-5)
-    assert model.axis_name is None
-
-    linen = nn.BatchNorm(use_running_average=False)
-    variables = linen.init(jax.random.key(0), x)
-
-    def linen_loss(params, statistics, x, y):
-        given = {"params": params, "batch_stats": statistics}
-        out, after = linen.apply(given, x, mutable=["batch_stats"])
-        return jnp.mean((out * y) ** 2), after["batch_stats"]
-
-    given = variables["params"], variables["batch_stats"], x, y
-    specs = {"statistics": P()}
-    (value, after), grads = vag(linen_loss, has_aux=True, in_specs=specs)(*given)
-    want = jax.value_and_grad(linen_loss, has_aux=True)(*given)
-    check_close((value, after, grads), (*want[0], want[1]), 1e-4)
 
 
-def test_statistics_of_linens_modules_are_whole_without_a_word(case):
+@pytest.mark.parametrize("remat", [False, True])
+def test_linens_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case, remat):
     _, x, y, _ = case
-    model = nn.Sequential([nn.Dense(32), nn.BatchNorm(use_running_average=False)])
-    variables = model.init(jax.random.key(0), x)
 
-    def loss(params, statistics, x, y):
-        given = {"params": params, "batch_stats": statistics}
-        out, after = model.apply(given, x, mutable=["batch_stats"])
-        return jnp.mean((out - y) ** 2), after["batch_stats"]
+    def model(axis_name):
+        kind = nn.remat(nn.BatchNorm) if remat else nn.BatchNorm
+        return nn.Sequential([nn.Dense(32), kind(use_running_average=False, axis_name=axis_name)])
+
+    variables = model(None).init(jax.random.key(0), x)
+
+    def loss_of(axis_name):
+        def loss(params, statistics, x, y):
+            given = {"params": params, "batch_stats": statistics}
+            out, after = model(axis_name).apply(given, x, mutable=["batch_stats"])
+            return jnp.mean((out - y) ** 2), after["batch_stats"]
+
+        return loss
 
     given = variables["params"], variables["batch_stats"], x, y
-    got, want = vag(loss, has_aux=True)(*given), jax.value_and_grad(loss, has_aux=True)(*given)
+    options = {"has_aux": True, "aux_specs": P(), "in_specs": {"statistics": P()}}
+    got = vag(loss_of("data"), **options)(*given)
+    want = jax.value_and_grad(loss_of(None), has_aux=True)(*given)
     check_close(got[0], want[0], 1e-4)
     check_close(got[1], want[1])
+
+
+class Counting(nnx.Module):
+    """Keeps what it saw of its batches, in several ways."""
+
+    def __init__(self, keep):
+        self.scale, self.keep = nnx.Param(jnp.ones(32)), keep
+        self.seen = nnx.Variable(keep(jnp.ones((64, 32))) * 0)
+
+    def __call__(self, x):
+        self.seen[...] = self.keep(x)
+        return x * self.scale[...]
+
+
+KEPT = {
+    "mean": lambda x: x.mean(0),
+    "sum": lambda x: x.sum(0),
+    "nothing": lambda x: jnp.zeros(()),
+}
+
+
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+def test_nnx_state_is_that_of_plain_jit(case, keep):
+    _, x, y, _ = case
+    loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731
+    model, exact = Counting(keep), Counting(keep)
+    vag(loss)(model, x, y)
+    nnx.value_and_grad(loss)(exact, x, y)
+    np.testing.assert_allclose(model.seen[...], exact.seen[...], rtol=1e-4, atol=1e-5)
+
+
+def test_nnx_state_that_mixes_examples_is_refused(case):
+    _, x, y, _ = case
+    loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731
+    with pytest.raises(ValueError, match=r"updates the state .*seen.* does not follow.*reduce_max"):
+        vag(loss)(Counting(lambda x: x.max(0)), x, y)
+
+
+def test_random_streams_of_nnx_go_on_as_they_would(case):
+    _, x, y, _ = case
+    rngs = nnx.Rngs(dropout=0)
+    model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+
+    def loss(model, x, y, rngs):
+        dropped = nnx.Dropout(0.5)(model(x), rngs=rngs)
+        return jnp.mean((dropped - y) ** 2), dropped
+
+    f = vag(loss, has_aux=True, aux_specs=P("data"))
+    before = jax.random.key_data(rngs.dropout.key[...])
+    (_, one), _ = f(model, x, y, rngs)
+    (_, two), _ = f(model, x, y, rngs)
+    np.testing.assert_array_equal(jax.random.key_data(rngs.dropout.key[...]), before)
+    assert int(rngs.dropout.count[...]) == 2
+    masks = [np.asarray(a == 0).reshape(8, -1) for a in (one, two)]
+    assert len(np.unique(np.concatenate(masks), axis=0)) == 16
 
 
 def test_a_batch_with_the_names_of_the_parameters_is_still_a_batch():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,28 +18,11 @@ CALLER = "value_and_grad"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One array of the call: its path for messages, and its role.
-
-    `argument` is the number of its argument. `trained` arrays are differentiated. `state` arrays
-    belong to a differentiated argument or an NNX object, and are replicated. A `key` is a single
-    PRNG key.
-    """
+    """One array of the call: its path for messages, its argument, and whether it is trained."""
 
     path: str
     argument: int
-    trained: bool = False
-    state: bool = False
-    key: bool = False
-
-    @property
-    def variable(self) -> str:
-        """The name of the argument, or of the variable that the loss closes over."""
-        return re.split(r"[\[.]", self.path, maxsplit=1)[0]
-
-    @classmethod
-    def of_variable(cls, path: str, number: int, x: Any) -> Place:
-        """Returns the place of an array that the loss closes over."""
-        return cls(path, number, key=_is_key(x, alone=True))
+    trained: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +41,11 @@ class Argument:
     treedef: Any
     leaves: tuple[tuple[bool, Any], ...]
 
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has all of it: it is differentiated, or an NNX object."""
+        return self.wanted or self.graph is not None
+
     def build(self, arrays: Sequence[Any]) -> Any:
         """Builds the argument from its arrays; an NNX object comes back as a copy."""
         given = iter(arrays)
@@ -68,29 +55,18 @@ class Argument:
 
     def broadcast(self, specs: Any) -> list[Any]:
         """Expands a prefix tree of specs to one spec per array."""
-        whole = jax.tree.unflatten(self.treedef, [is_leaf for is_leaf, _ in self.leaves])
-        entries: list[Any] = []
+        flags = [is_array for is_array, _ in self.leaves]
+        whole = jax.tree.unflatten(self.treedef, flags)
+        where = f"in_specs[{self.name!r}] is not a prefix of that argument"
+        expanded = broadcast(specs, whole[0] if self.graph else whole, where)
+        return [spec for spec, is_array in zip(expanded, flags, strict=False) if is_array]
 
-        def extend(spec: Any, part: Any) -> None:
-            entries.extend([spec] * sum(jax.tree.leaves(part)))
-
-        is_spec = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
-        try:
-            jax.tree.map(extend, specs, whole[0] if self.graph else whole, is_leaf=is_spec)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{CALLER}: in_specs[{self.name!r}] is not a prefix of that argument: {error}"
-            ) from None
-        return entries
-
-    def parameters(self, leaves: Sequence[Any]) -> Any:
-        """Returns the tree of the differentiated part, from one entry per leaf."""
-        tree = jax.tree.unflatten(self.treedef, leaves)
+    def parameters(self, leaves: Iterable[Any]) -> Any:
+        """Returns the tree of the differentiated part, from one entry per array."""
+        given = iter(leaves)
+        values = [next(given) if is_array else None for is_array, _ in self.leaves]
+        tree = jax.tree.unflatten(self.treedef, values)
         return tree if self.graph is None else tree[0]
-
-    def path(self, inner: Any) -> str:
-        """Returns the path that a `Place` has, from a path in the tree that `rest` returns."""
-        return self.name + _shown(inner)
 
     def rest(self, value: Any) -> Any:
         """Returns the undifferentiated part of the NNX object `value`, after the loss ran on it."""
@@ -113,20 +89,67 @@ class Argument:
                 leaves.append((False, x))
                 continue
             leaves.append((True, None))
-            inner = path[1:] if graph is not None else path
+            where = name + keystr(path[1:] if graph is not None else path)
             trained = wanted and jnp.issubdtype(x.dtype, jnp.inexact)
             if graph is not None:
                 trained = trained and path[0].idx == 0
-            where = name + _shown(inner)
-            state = wanted or graph is not None
-            places.append(Place(where, number, trained, state, _is_key(x, alone=len(flat) == 1)))
+            if trained and jnp.issubdtype(x.dtype, jnp.complexfloating):
+                raise TypeError(
+                    f"{CALLER}: {where} {shown(x)} is complex, and gradients of complex parameters "
+                    "are not defined for a real loss; train its real and imaginary parts."
+                )
+            places.append(Place(where, number, trained))
             arrays.append(x)
         return cls(name, position, wanted, graph, treedef, tuple(leaves)), arrays, places
 
 
-def _shown(path: Any) -> str:
-    # NNX wraps each array in a variable.
-    return jax.tree_util.keystr(path).removesuffix(".value")
+def arguments_of(
+    function: Callable[..., Any], args: Any, kwargs: Any, wanted: Sequence[int]
+) -> tuple[tuple[Argument, ...], list[Any], list[Place]]:
+    """Returns the structures of a call's arguments, and all arrays with their places."""
+    names = names_of(function, len(args))
+    given: list[Any] = [(x, names[i], i, i in wanted) for i, x in enumerate(args)]
+    given += [(x, name, None, False) for name, x in kwargs.items()]
+    made = [Argument.of(x, number, *rest) for number, (x, *rest) in enumerate(given)]
+    arguments = tuple(argument for argument, _, _ in made)
+    return arguments, [x for _, xs, _ in made for x in xs], [p for _, _, ps in made for p in ps]
+
+
+def broadcast(prefix: Any, tree: Any, where: str) -> list[Any]:
+    """Expands a prefix tree of specs to one entry per leaf of `tree`."""
+    entries: list[Any] = []
+
+    def extend(spec: Any, part: Any) -> None:
+        entries.extend([spec] * len(jax.tree.leaves(part)))
+
+    is_spec = lambda s: s is None or isinstance(s, (str, PartitionSpec))  # noqa: E731
+    try:
+        jax.tree.map(extend, prefix, tree, is_leaf=is_spec)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{CALLER}: {where}: {error}") from None
+    return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A value that is printed as the user would write it."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def line(spec: Any) -> Line:
+    """Returns a spec as the user would write it."""
+    if not isinstance(spec, PartitionSpec):
+        return Line(repr(spec).replace("'", '"'))
+    return Line(f"P({', '.join(map(repr, spec))})")
+
+
+def keystr(path: Any) -> str:
+    """Formats a path; NNX wraps each array in a variable, which is left out."""
+    return str(jax.tree_util.keystr(path)).removesuffix(".value")
 
 
 def _filters(wanted: bool) -> tuple[Any, ...]:
@@ -149,16 +172,14 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
+def is_key(x: Any) -> bool:
+    """Returns whether `x` is one typed PRNG key."""
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) and x.ndim == 0
+
+
 def shown(x: Any) -> str:
     """Formats dtype and shape for messages."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
-def _is_key(x: Any, *, alone: bool) -> bool:
-    """Returns whether `x` is a typed key, or a raw one: uint32[2], `alone` in its tree."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x.ndim == 0
-    return alone and x.dtype == np.uint32 and x.shape == (2,)
 
 
 def names_of(function: Callable[..., Any], count: int) -> list[str]:
@@ -170,6 +191,24 @@ def names_of(function: Callable[..., Any], count: int) -> list[str]:
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     many = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "argument ")
     return [names[i] if i < len(names) else f"{many}{i - len(names)}" for i in range(count)]
+
+
+def variable_of(function: Any, x: Any) -> str:
+    """Returns the variable of an enclosing function that holds the array `x`, for messages."""
+    cells = zip(
+        getattr(getattr(function, "__code__", None), "co_freevars", ()),
+        getattr(function, "__closure__", None) or (),
+        strict=False,
+    )
+    for name, cell in cells:
+        try:
+            leaves = jax.tree_util.tree_leaves_with_path(cell.cell_contents)
+        except ValueError:  # an empty cell
+            continue
+        for path, leaf in leaves:
+            if leaf is x:
+                return f"{name}{keystr(path)} "
+    return ""
 
 
 def known_spec(x: Any, mesh: Any) -> PartitionSpec | None:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, known_spec, nnx
-from cgx_jax.plain_jit.inference import Ranks
+from cgx_jax.plain_jit.split import Ranks
 from cgx_jax.transforms.state import SyncState
 
 _REPLICATED: Any = PartitionSpec()

@@ -1,209 +1,354 @@
-"""One call's loss as a function of flat lists of arrays, and what its traces show."""
+"""One call's loss and gradients as a program over flat lists of arrays, traced and checked."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from cgx_jax.plain_jit import batch_norm, outputs, statistics
-from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, known_spec, shown
-from cgx_jax.plain_jit.closures import Closure
-from cgx_jax.plain_jit.inference import Ranks, Split
-from cgx_jax.plain_jit.statistics import Value
+from cgx_jax.plain_jit.arguments import (
+    CALLER,
+    Argument,
+    Line,
+    Place,
+    broadcast,
+    keystr,
+    known_spec,
+    line,
+    shown,
+    variable_of,
+)
+from cgx_jax.plain_jit.split import Ranks, Split
+from cgx_jax.relations.relation import DRAWS, MEAN, ROWS, SAME, SUM, Kind, Relation, growing
+from cgx_jax.relations.walk import relate
+
+# What a rank's output becomes: the same on all ranks (None), a mean, a sum, or concatenated along
+# a dimension.
+Output = str | int | None
+_AUX = 'P(axis) for one row per example, "mean", "sum", or P() for what is the same on every rank'
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A closed jaxpr. It returns the value, the loss's own results, then the leaves of `trees`.
+
+    `trees` holds the auxiliary output, the updated states of NNX objects, and the gradients.
+    """
+
+    jaxpr: Any
+    trees: Any
+
+    def parts(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """Splits a list like the jaxpr's outputs: (value, aux, states, gradients)."""
+        count = self.trees.num_leaves
+        return values[0], *jax.tree.unflatten(self.trees, values[len(values) - count :])
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The loss, the structure of its arguments, and the closed-over arrays that are passed to it.
+    """The loss, the structure of its arguments, and how it is differentiated."""
 
-    Its arrays are those of the arguments, followed by those that it closes over, whose ids are in
-    `captured`.
-    """
-
-    closure: Closure
+    loss_fn: Callable[..., Any]
     arguments: tuple[Argument, ...]
     places: tuple[Place, ...]
-    captured: tuple[int, ...]
-    splits: tuple[Split, ...]
     ranks: Ranks
     has_aux: bool
+    ratio: bool
+    single: bool
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-        """Returns (loss, auxiliary output, updated state of NNX objects); runs inside the axes."""
-        axis = self.ranks.axis
-        given = [
-            jax.random.fold_in(x, lax.axis_index(axis)) if split.fold else x
-            for x, split in zip(arrays, self.splits, strict=True)
-        ]
-        values = []
-        for number, argument in enumerate(self.arguments):
-            own = [x for x, p in zip(given, self.places, strict=True) if p.argument == number]
-            values.append(argument.build(own))
-            if argument.graph is not None:
-                batch_norm.give_axis(values[-1], axis)
-        captured = given[len(given) - len(self.captured) :]
-        loss_fn = self.closure.replaced(dict(zip(self.captured, captured, strict=True)))
-        args = [v for v, a in zip(values, self.arguments, strict=True) if a.position is not None]
-        kwargs = {
-            a.name: v for v, a in zip(values, self.arguments, strict=True) if a.position is None
-        }
-        with batch_norm.linen_axis(axis):
-            out = loss_fn(*args, **kwargs)
-        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(
-                f"{CALLER}: with has_aux=True the loss returns (loss, aux), not {type(out)}."
-            )
-        loss, aux = out if self.has_aux else (out, None)
-        # Only the loss sees the key with the rank folded in; its owner gets the original key back.
-        keys = {
-            place.path: x
-            for x, place, split in zip(arrays, self.places, self.splits, strict=True)
-            if split.fold
-        }
-        rests = [
-            jax.tree_util.tree_map_with_path(
-                lambda path, x, a=a: keys.get(a.path(path), x), a.rest(v)
-            )
-            for v, a in zip(values, self.arguments, strict=True)
-            if a.graph is not None
-        ]
-        return loss, aux, rests
-
-    def used_captures(self, arrays: Sequence[Any]) -> list[int]:
-        """Returns the ids of the closed-over arrays that the loss reads."""
-        alone = dataclasses.replace(self, splits=tuple(Split() for _ in arrays))
-        trace: Callable[..., Any] = lambda xs: jax.tree.leaves(alone(xs))  # noqa: E731
-        for name in self.ranks.names:
-            # An axis of one rank: it has the whole batch, and the loss can reduce over the axis.
-            trace = jax.vmap(trace, in_axes=None, axis_name=name, axis_size=1)
-        used = {id(x) for x in jax.make_jaxpr(trace)(list(arrays)).consts}
-        return [i for i in self.closure.arrays if i in used]
-
-    def study(self, arrays: Sequence[Any], aux_specs: Any) -> tuple[Any, Any]:
-        """Returns trees of `Output` for the auxiliary output and the states of NNX objects.
-
-        Raises ValueError for a loss whose mean over ranks is not the loss of the whole batch.
-        """
-        small, large, ratio, trees = self._traces(arrays)
-        self._check_constants(large.consts, arrays)
-        values = statistics.study(
-            small,
-            large,
-            [Value(s.dimension is not None, s.dimension is not None) for s in self.splits],
-            frozenset(self.ranks.names),
-            ratio,
-        )
-        self._check_loss(small.out_avals[0], values[0])
-        aux, rests = trees
-        paths = [
-            *(f"aux{p}" for p in _paths(aux)),
-            *(f"state{p}" for p in _paths(rests)),
-        ]
-        given = outputs.given_specs(aux_specs, aux) + [None] * len(jax.tree.leaves(rests))
-        found = [
-            outputs.classify(path, a, b, value, self.ranks, ratio, spec)
-            for path, a, b, value, spec in zip(
-                paths, small.out_avals[1:], large.out_avals[1:], values[1:], given, strict=True
-            )
-        ]
-        aux_at, rests_at = jax.tree.unflatten(jax.tree.structure(trees), found)
-        return aux_at, rests_at
-
-    def _traces(self, arrays: Sequence[Any]) -> tuple[Any, Any, int, Any]:
-        """Returns the loss's jaxprs at two batch sizes, the sizes' ratio, and its output trees."""
-        world = self.ranks.world
-        local = [self._local(x, split) for x, split in zip(arrays, self.splits, strict=True)]
-        # A dimension of 1 broadcasts, so a trace with one example can differ in more than sizes.
-        # Such batches are doubled.
-        alone = any(
-            s.dimension is not None and x.shape[s.dimension] == 1
-            for x, s in zip(local, self.splits, strict=True)
-        )
-        factor, ratio = (2 if alone else 1), max(world, 2)
-        found: list[Any] = []
+    def whole(self, arrays: Sequence[Any]) -> Traced:
+        """Traces plain jit's program, with the axes bound to one rank."""
+        shapes = [_shape_of(x, Split(), 1) for x in arrays]
         trees: list[Any] = []
+        env = [(name, 1) for name in self.ranks.names]
+        jaxpr = jax.make_jaxpr(functools.partial(self._flat, trees), axis_env=env)(shapes)
+        return Traced(jaxpr, trees[0])
 
-        def flat(xs: Sequence[Any]) -> list[Any]:
-            loss, aux, rests = self(xs)
-            trees.append((aux, rests))
-            return [loss, *jax.tree.leaves((aux, rests))]
+    def part(self, arrays: Sequence[Any], splits: Sequence[Split]) -> Traced:
+        """Traces the program of one rank, with its part of the batch."""
+        world = self.ranks.world
+        shapes = [_shape_of(x, split, world) for x, split in zip(arrays, splits, strict=True)]
+        trees: list[Any] = []
+        made: list[Any] = []
 
         def probe() -> tuple[()]:
-            for times in (factor, factor * ratio):
-                shapes = [
-                    self._scaled(x, s, times) for x, s in zip(local, self.splits, strict=True)
-                ]
-                found.append(jax.make_jaxpr(flat)(shapes))
+            made.append(jax.make_jaxpr(functools.partial(self._flat, trees))(shapes))
             return ()
 
+        ranked = functools.partial(jax.shard_map, mesh=self.ranks.mesh, check_vma=False)
         names = set(self.ranks.names)
-        jax.eval_shape(
-            jax.shard_map(
-                probe,
-                mesh=self.ranks.mesh,
-                in_specs=(),
-                out_specs=(),
-                axis_names=names,
-                check_vma=False,
-            )
+        jax.eval_shape(ranked(probe, in_specs=(), out_specs=(), axis_names=names))
+        for eqn in _equations(made[0]):
+            spec = getattr(eqn.params.get("sharding"), "spec", PartitionSpec())
+            placed = eqn.primitive.name == "sharding_constraint"
+            if placed and self.ranks.dimension(spec) is not None:
+                raise ValueError(f"{spec} names a Manual axis")
+        return Traced(made[0], trees[0])
+
+    def _flat(self, trees: list[Any], arrays: Sequence[Any]) -> list[Any]:
+        trained = [i for i, place in enumerate(self.places) if place.trained]
+
+        def losses_of(values: Sequence[Any]) -> Any:
+            given = list(arrays)
+            for i, x in zip(trained, values, strict=True):
+                given[i] = x
+            return self._call(given)
+
+        given = [arrays[i] for i in trained]
+        losses, pull, (aux, rests) = jax.vjp(losses_of, given, has_aux=True)
+        axis = self.ranks.axis
+        if self.ratio:
+            count = lax.psum(losses[1], axis)
+            value = lax.psum(losses[0], axis) / count
+            # The mean of the ranks' gradients is the gradient of sum / count.
+            one = lax.psum(jnp.ones((), count.dtype), axis) / count
+            marks: Any = (one, -value * one)
+        else:
+            value = lax.pmean(losses[0], axis)
+            marks = (jnp.ones((), value.dtype),)
+        (grads,) = pull(marks)
+        found = dict(zip(trained, grads, strict=True))
+        wanted = []
+        for number, argument in enumerate(self.arguments):
+            own = [i for i, p in enumerate(self.places) if p.argument == number]
+            if argument.wanted:
+                wanted.append(argument.parameters([found.get(i) for i in own]))
+        results = aux, rests, (wanted[0] if self.single else tuple(wanted))
+        leaves, treedef = jax.tree.flatten(results)
+        trees.append(treedef)
+        return [value, *losses, *leaves]
+
+    def _call(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, list[Any]]]:
+        """Returns ((loss,) or (sum, count), (auxiliary output, states of NNX objects))."""
+        values = []
+        for number, argument in enumerate(self.arguments):
+            own = [x for x, p in zip(arrays, self.places, strict=True) if p.argument == number]
+            values.append(argument.build(own))
+        pairs = list(zip(values, self.arguments, strict=True))
+        out = self.loss_fn(
+            *(v for v, a in pairs if a.position is not None),
+            **{a.name: v for v, a in pairs if a.position is None},
         )
-        return found[0], found[1], ratio, jax.tree.map(lambda _: 0, trees[0])
+        wanted = "(sum, count)" if self.ratio else "loss"
+        wanted = f"({wanted}, aux)" if self.has_aux else wanted
+        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"{CALLER}: with has_aux=True the loss returns {wanted}, not {_kind(out)}"
+            )
+        out, aux = out if self.has_aux else (out, None)
+        losses = out if self.ratio else (out,)
+        if not isinstance(losses, tuple) or len(losses) != 1 + self.ratio:
+            raise TypeError(
+                f'{CALLER}: with loss="ratio" the loss returns {wanted}, not {_kind(out)}'
+            )
+        losses = tuple(map(jnp.asarray, losses))
+        for x in losses:
+            number = jnp.issubdtype(x.dtype, jnp.floating) or (x is losses[-1] and self.ratio)
+            if x.shape or not number:
+                hint = "" if self.has_aux or not isinstance(out, tuple) else " Pass has_aux=True?"
+                raise TypeError(
+                    f"{CALLER}: the loss returns {shown(x)}, not a real number; return the mean "
+                    f"over the examples.{hint}"
+                )
+        if self.ratio and not jnp.issubdtype(losses[1].dtype, jnp.floating):
+            losses = losses[0], losses[1].astype(losses[0].dtype)
+        for path, x in jax.tree_util.tree_leaves_with_path(aux):
+            if not isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+                raise TypeError(f"{CALLER}: aux{keystr(path)} is {x!r}, which is no array.")
+        rests = [a.rest(v) for v, a in pairs if a.graph is not None]
+        return losses, (aux, rests)
 
-    def _local(self, x: Any, split: Split) -> jax.ShapeDtypeStruct:
-        shape = list(x.shape)
-        if split.dimension is not None:
-            shape[split.dimension] //= self.ranks.world
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    def check(
+        self, arrays: Sequence[Any], splits: Sequence[Split], part: Traced, whole: Traced
+    ) -> tuple[list[Found], tuple[Any, Any, Any, Any]]:
+        """Compares a rank's program with plain jit's.
 
-    @staticmethod
-    def _scaled(x: jax.ShapeDtypeStruct, split: Split, times: int) -> jax.ShapeDtypeStruct:
-        shape = list(x.shape)
-        if split.dimension is not None:
-            shape[split.dimension] *= times
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        Returns the loss's results, and the parts of `part`, with a `Found` for each.
+        """
+        world = self.ranks.world
+        small, large = part.jaxpr, whole.jaxpr
+        inputs = [ROWS if s.dimension is not None else DRAWS if s.fold else SAME for s in splits]
+        related = relate(small, large, inputs, self.ranks.names, world)
+        found = []
+        for r, x, one, other in zip(
+            related, small.jaxpr.outvars, small.out_avals, large.out_avals, strict=True
+        ):
+            # The caller gets a key back as it gave it.
+            own = r == DRAWS and x in small.jaxpr.invars
+            found.append(Found(SAME if own else r, growing(one.shape, other.shape, world)))
+        return found[1 : 2 + self.ratio], part.parts(found)
 
-    def _check_constants(self, constants: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """Raises ValueError for an array that is no argument but looks like part of the batch."""
+    def check_constants(self, traced: Traced, arrays: Sequence[Any], splits: Any) -> None:
+        """Raises ValueError for an array that is no argument but as long as the batch."""
         sizes = {
             x.shape[s.dimension]
-            for x, s in zip(arrays, self.splits, strict=True)
+            for x, s in zip(arrays, splits, strict=True)
             if s.dimension is not None
         }
-        for x in constants:
+        for x in traced.jaxpr.consts:
             spec = known_spec(x, self.ranks.mesh)
             split = spec is not None and self.ranks.dimension(spec) is not None
-            if split or (np.ndim(x) and np.shape(x)[0] in (sizes or {np.shape(x)[0]})):
+            if split or (np.ndim(x) and np.shape(x)[0] in sizes):
                 raise ValueError(
-                    f"{CALLER}: the loss uses an array {shown(jax.typeof(x))} that is "
-                    "neither an argument nor a variable of an enclosing function. It may be part "
-                    f"of the batch, and each of the {self.ranks.world} ranks would compute all of "
-                    "it. Pass it as an argument of the loss."
+                    f"{CALLER}: the loss uses {variable_of(self.loss_fn, x)}"
+                    f"{shown(jax.typeof(x))}, which is as long as the batch but no argument, so "
+                    f"each of the {self.ranks.world} ranks would have all of it. Pass it as an "
+                    "argument of the loss."
                 )
 
-    def _check_loss(self, aval: Any, loss: Value) -> None:
-        axis = self.ranks.axis
-        if loss.misuse is not None:
+    def captured(self, traced: Traced) -> list[str]:
+        """Returns the arrays that the loss closes over, for messages."""
+        consts = traced.jaxpr.consts
+        return [f"{variable_of(self.loss_fn, x)}{shown(jax.typeof(x))}" for x in consts]
+
+    def require_mean(self, losses: Sequence[Found], value: Found, grads: Any) -> None:
+        """Raises ValueError for a value that is not plain jit's, or such a gradient."""
+        if losses[0].output == "sum" and not self.ratio:
             raise ValueError(
-                f"{CALLER}: the loss depends on a statistic of the batch, {loss.misuse}. Each rank "
-                "would compute it from its own part, but plain jit computes it from the whole "
-                f"batch. Average it over the ranks: jax.lax.pmean(statistic, {axis!r}). For a "
-                f"weighted mean, write loss.sum() / jax.lax.pmean(weights.sum(), {axis!r}). For a "
-                f"BatchNorm that is neither NNX's nor Linen's, pass axis_name={axis!r}. For a loss "
-                "over pairs of examples, gather the other ranks' examples: "
-                f"jax.lax.all_gather(examples, {axis!r}, tiled=True)."
+                f"{CALLER}: the loss is a sum over the batch: it grows with the number of "
+                "examples, and the mean over ranks would not be the sum under plain jit. Return "
+                'the mean over the examples, or (sum, count) with loss="ratio".'
             )
-        if loss.batch and loss.growth == 1:
+        if self.ratio and value.output is not None and not value.relation.why:
+            first, second = (found.relation.kind.value for found in losses)
             raise ValueError(
-                f"{CALLER}: the loss is a sum over the batch, {shown(aval)}: it grows "
-                "with the number of examples, and the mean over ranks would not be the sum under "
-                "plain jit. Return the mean over the batch."
+                f'{CALLER}: with loss="ratio" the loss returns a sum over the examples and their '
+                f"count; the first here is {first}, the second {second}."
+            )
+        wrong = [("the loss", value)] if value.output is not None else []
+        wrong += [
+            (f"the gradient of {keystr(path)}", found)
+            for path, found in jax.tree_util.tree_leaves_with_path(grads)
+            if found.output not in ("mean", None)
+        ]
+        if wrong:
+            (what, found), axis = wrong[0], self.ranks.axis
+            raise ValueError(
+                f"{CALLER}: {what} is not known to be a mean over the examples: {found.why}. If "
+                'the loss divides by a count, return (sum, count) with loss="ratio". Pass '
+                f"axis_name={axis!r} to a BatchNorm; average another statistic of the batch with "
+                f"jax.lax.pmean(statistic, {axis!r}); gather examples that meet with "
+                f"jax.lax.all_gather(examples, {axis!r}, tiled=True). If the mean of the ranks' "
+                "losses is what you want, trust=True skips this check."
             )
 
+    def outputs(self, aux_specs: Any, traced: Traced, aux: Any, rests: Any) -> tuple[Any, Any]:
+        """Returns trees of `Output`. `aux` and `rests` hold a `Found`, or avals if not checked."""
+        avals = traced.parts(traced.jaxpr.out_avals)[1]
+        leaves = jax.tree_util.tree_leaves_with_path(avals)
+        found = [x if isinstance(x, Found) else None for x in jax.tree.leaves(aux)]
+        if self.has_aux and aux_specs is None and leaves:
+            suggested = [x.suggestion(self.ranks) if x else Line('"?"') for x in found]
+            raise ValueError(
+                f"{CALLER}: has_aux=True needs aux_specs, which says how the ranks' auxiliary "
+                f"outputs become one: {_AUX}. For example "
+                f"aux_specs={jax.tree.unflatten(jax.tree.structure(avals), suggested)!r}."
+            )
+        if callable(aux_specs):
+            given = [aux_specs(_plain(path)) for path, _ in leaves]
+        else:
+            given = broadcast(aux_specs, avals, "aux_specs is not a prefix of the auxiliary output")
+        specs = [
+            self._output(f"aux{keystr(path)} {shown(aval)}", len(aval.shape), spec, x)
+            for (path, aval), spec, x in zip(leaves, given, found, strict=True)
+        ]
+        states = jax.tree_util.tree_map_with_path(self._state, rests)
+        return jax.tree.unflatten(jax.tree.structure(avals), specs), states
 
-def _paths(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    def _output(self, where: str, ndim: int, spec: Any, found: Found | None) -> Output:
+        out: Output = self.ranks.dimension(spec) if isinstance(spec, PartitionSpec) else spec
+        if not isinstance(spec, PartitionSpec) and out not in ("mean", "sum"):
+            raise ValueError(f"{CALLER}: {where} has aux_specs {spec!r}; use {_AUX}.")
+        if isinstance(out, int) and out >= ndim:
+            raise ValueError(f"{CALLER}: {where} has no dimension {out}; aux_specs gives {spec}.")
+        if found is None:
+            return out
+        natural = found.output
+        if natural != out and not (natural is None and out == "mean"):
+            hint = "" if natural == "?" else f"; write {found.suggestion(self.ranks)}"
+            raise ValueError(
+                f"{CALLER}: {where} has aux_specs {line(spec)}, but that is not known to be plain "
+                f"jit's value: {found.why}{hint}. Otherwise compute it outside of the loss, or "
+                "skip this check with trust=True."
+            )
+        return natural
+
+    def _state(self, path: Any, found: Any) -> Output:
+        """Returns the output of one array of an NNX object, which no aux_specs describe."""
+        if isinstance(found, Found) and found.output == "?":
+            raise ValueError(
+                f"{CALLER}: the loss updates the state {keystr(path)} of an NNX object from its "
+                f"part of the batch, and plain jit's value does not follow: {found.why}. Pass "
+                f"axis_name={self.ranks.axis!r} to a BatchNorm."
+            )
+        return found.output if isinstance(found, Found) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the check says of one output: its relation, and the dimension of the examples."""
+
+    relation: Relation
+    dimension: int | None
+
+    @property
+    def output(self) -> Output:
+        """What the ranks' values become; "?" if that is not known."""
+        r, d = self.relation, self.dimension
+        if r.kind is Kind.ZERO and d is not None:
+            return d if d >= 0 else None
+        if r == ROWS and d is not None and d >= 0:
+            return d
+        known: dict[Relation, Output] = {SAME: None, MEAN: "mean", SUM: "sum", SAME.at(1): "sum"}
+        return known.get(r, "?")
+
+    @property
+    def why(self) -> str:
+        """Why the output is as it is, for messages."""
+        return self.relation.why or f"it is {self.relation.kind.value}"
+
+    def suggestion(self, ranks: Ranks) -> Line:
+        """Returns the entry of aux_specs that fits."""
+        out = self.output
+        return line(out if isinstance(out, str) else ranks.spec(out))
+
+
+def finish(out: Output, x: Any, axis: Any) -> Any:
+    """Returns a rank's output, reduced over `axis` if it is a mean or a sum."""
+    if out == "mean":
+        return lax.pmean(x, axis)
+    return lax.psum(x, axis) if out == "sum" else x
+
+
+def _shape_of(x: Any, split: Split, world: int) -> jax.ShapeDtypeStruct:
+    """Returns the abstract value of a rank's part of an array."""
+    shape = list(x.shape)
+    if split.dimension is not None:
+        shape[split.dimension] //= world
+    weak = bool(getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=weak)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a program and of those inside it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for x in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(getattr(x, "jaxpr", x), "eqns"):
+                    yield from _equations(x)
+
+
+def _plain(path: Any) -> str:
+    return str(jax.tree_util.keystr(path, simple=True, separator="/"))
+
+
+def _kind(x: Any) -> str:
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"{type(x).__name__}"

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from cgx_jax import _compat
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.plain_jit import inference
-from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, is_nnx, names_of, nnx
-from cgx_jax.plain_jit.closures import Closure
-from cgx_jax.plain_jit.inference import Ranks, Split
+from cgx_jax.plain_jit import split
+from cgx_jax.plain_jit.arguments import CALLER, Argument, arguments_of, is_nnx, nnx
 from cgx_jax.plain_jit.model_axes import Shards
-from cgx_jax.plain_jit.program import Program
+from cgx_jax.plain_jit.program import Program, Traced, finish
 from cgx_jax.plain_jit.reduction import GradientMean
-from cgx_jax.plain_jit.step import Step
+from cgx_jax.plain_jit.split import Ranks, Split
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
+from cgx_jax.transforms.state import state_specs
+
+_LOG = logging.getLogger("cgx_jax")
 
 
 def value_and_grad(
@@ -35,10 +40,12 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    loss: str = "mean",
     mesh: Any = None,
     in_specs: Mapping[Any, Any] | None = None,
     aux_specs: Any = None,
     specs: Any = None,
+    trust: bool = False,
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
     seed: int = 0,
@@ -49,59 +56,69 @@ def value_and_grad(
     """`jax.value_and_grad` for data-parallel training under plain jit, with compressed gradients.
 
     Returns `f`, which takes the loss's positional and keyword arguments, as global arrays:
-    `loss, grads = f(params, batch)`, or `(loss, aux), grads` with `has_aux`. Every rank of
-    `axis_name` (a name or a tuple of names) differentiates the loss of its part of the batch. Loss
-    and gradients are the means over the ranks. A gradient has its parameter's shape and dtype.
-    `mesh` defaults to the mesh of `jax.set_mesh`, or that of the arguments' NamedShardings.
-    `policy`, `exchange`, `reduction` and `levels` are as in `pmean_compressed`.
+    `value, grads = f(params, batch)`, or `(value, aux), grads` with `has_aux`. Every rank of
+    `axis_name` (a name or a tuple of names) differentiates the loss of its part of the batch. Value
+    and auxiliary outputs are those of plain jit, and so are the gradients, up to the error of
+    compression. A gradient has its parameter's shape and dtype. `mesh` defaults to the mesh of
+    `jax.set_mesh`, or that of the arguments' NamedShardings. `policy`, `exchange`, `reduction` and
+    `levels` are as in `pmean_compressed`.
 
-    *State.* `memory`, `precondition`, stochastic rounding, compressors with state and an `Adaptive`
-    policy need a state. Create it with `state = f.init(params)`, and call `(loss, grads), state =
-    f.apply(state, params, batch)`. It is a `SyncState` like that of `sync_gradients`, and `seed`
-    has the same meaning. `state_shardings` places it. With `Adaptive`, compile the step with the
-    policy's `jit`.
+    *The loss* is a mean over the examples (`loss="mean"`), or a sum over the examples and their
+    count, `(sum, count)`, which are added up over the ranks and then divided (`loss="ratio"`). Use
+    the second for weights, masks and padding.
+
+    *The batch.* `in_specs` maps the name or position of an argument to a spec, or a prefix tree of
+    specs: `in_specs={"batch": P("data"), "table": P()}`. Arrays that it does not name are split if
+    their sharding over the axis is known (a concrete NamedSharding, or a type on an explicit mesh).
+    The other arrays hold the batch if all of them have the same first dimension, and are refused
+    otherwise. Differentiated arguments, scalars, Python values and NNX objects are whole on every
+    rank. So are PRNG keys, into which each rank folds its index, so that ranks draw different
+    dropout masks; with `in_specs={"key": P()}` they draw the same. Arrays that the loss closes over
+    are whole on every rank too, and refused if they are as long as the batch.
+
+    *Auxiliary outputs* need `aux_specs`: a tree like them, a prefix of one, or a function of a
+    leaf's path, with "mean", "sum", `P(axis)` for one row per example, or `P()` for what is the
+    same on every rank. NNX state that the loss updates needs no entry.
+
+    *The check.* While tracing, the gradient's program is compared with plain jit's, operation by
+    operation. A loss, gradient or output that does not provably follow from those of the ranks is
+    refused, with the operation and its line. `trust=True` skips this check: the value is then the
+    mean of the ranks' values, and outputs are what `aux_specs` makes of them.
 
     *Differentiated arguments* (`argnums`) are pytrees (bare, Linen's, Equinox's) or NNX modules. In
     a pytree, the inexact arrays are differentiated, and the gradient of any other leaf is None. In
     an NNX module, the `nnx.Param` state is differentiated and the rest is updated, as in
-    `nnx.value_and_grad`. These arguments are whole on every rank. If the mesh has other axes, they
-    stay sharded over those. Where NNX metadata and concrete arrays do not show how, pass `specs`, a
-    tree of PartitionSpecs like the differentiated argument.
+    `nnx.value_and_grad`. If the mesh has other axes, parameters stay sharded over those. Where NNX
+    metadata and concrete arrays do not show how, pass `specs`, a tree of PartitionSpecs like the
+    differentiated argument.
 
-    *Which arrays are split.* An array whose sharding over the axis is known (from a concrete
-    NamedSharding, or a type on an explicit mesh) is split accordingly. Otherwise, the batch size is
-    the first dimension of the first argument after the differentiated ones, and arrays with that
-    first dimension are split. Other values are whole on every rank: scalars, PRNG keys, Python
-    values, NNX objects such as `nnx.Rngs`, trees that hold the parameters, and trees like the
-    parameters (with the same shapes, or with the same modules, like batch statistics). Each rank
-    folds its index into keys, so that dropout differs between ranks. Variables that the loss closes
-    over are treated as arguments. Anything else is refused until `in_specs` names it:
-    `in_specs={"table": P(), "labels": P("data")}`. `in_specs` maps an argument's name or position,
-    or a closed-over variable's name, to a spec or a prefix tree of specs. A key with P() is not
-    folded.
+    *State.* `memory`, `precondition`, stochastic rounding, compressors with state and an `Adaptive`
+    policy need a state. Create it with `state = f.init(params)`, and call `(value, grads), state =
+    f.apply(state, params, batch)`. It is a `SyncState` like that of `sync_gradients`, and `seed`
+    has the same meaning. `state_shardings` places it. With `Adaptive`, compile the step with the
+    policy's `jit`.
 
-    *Auxiliary outputs* are what plain jit returns. Per-example arrays are concatenated, sums over
-    the batch are summed, other float scalars are averaged, and values that are the same on all
-    ranks are returned unchanged. Any other output is refused until `aux_specs` says what it is.
-    `aux_specs` is a prefix tree of PartitionSpecs, "mean" and "sum". NNX state that the loss
-    updates follows the same rules.
-
-    *The loss must be a mean over the batch.* To check this, it is traced at two batch sizes. A sum
-    is refused. A loss that divides by a sum of weights or normalizes by a statistic of the batch is
-    refused too, since these differ from rank to rank. Use `jax.lax.pmean(weights.sum(), axis_name)`
-    inside the loss to make it exact. BatchNorm of NNX and Linen is given the axis, so its
-    statistics are those of the whole batch. The check does not see statistics inside a
-    `while_loop`, a loop over the examples or a custom kernel.
-
-    Outside jit, a loss that closes over arrays is compiled again at every call. Raises ValueError
-    and TypeError while tracing, with the value, the limit and the remedy.
+    Outside jit, every call traces the loss anew. Raises ValueError and TypeError while tracing,
+    with the value, the limit and the remedy.
     """
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if mesh is not None:
-        _ranks(names, mesh)
-    mean = GradientMean(axis_name, policy, memory, precondition, seed, exchange, reduction, levels)
-    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    options = _Options(names, mesh, wanted, isinstance(argnums, int), has_aux, aux_specs)
+        Ranks.of(names, mesh)
+    if loss not in ("mean", "ratio"):
+        raise ValueError(f'{CALLER}: loss={loss!r} must be "mean" or "ratio", for (sum, count).')
+    wanted = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    try:
+        wanted = tuple(map(operator.index, wanted))
+    except TypeError:
+        raise TypeError(
+            f"{CALLER}: argnums={argnums!r} must be a position or a tuple of positions. To "
+            "differentiate other NNX state than nnx.Param, split the module outside of the loss "
+            "and pass the part to differentiate as an argument."
+        ) from None
+    axis = names[0] if len(names) == 1 else names
+    mean = GradientMean(axis, policy, memory, precondition, seed, exchange, reduction, levels)
+    single = not isinstance(argnums, (tuple, list))
+    options = _Options(names, mesh, wanted, single, has_aux, aux_specs, loss == "ratio", trust)
     return ValueAndGrad(loss_fn, options, dict(in_specs or {}), specs, mean)
 
 
@@ -113,6 +130,8 @@ class _Options:
     single: bool
     has_aux: bool
     aux_specs: Any
+    ratio: bool
+    trust: bool
 
 
 class ValueAndGrad:
@@ -129,6 +148,7 @@ class ValueAndGrad:
         functools.update_wrapper(self, loss_fn, updated=())
         self._loss_fn, self._options = loss_fn, options
         self._in_specs, self._specs, self._mean = in_specs, specs, mean
+        self._warned = False
         # A new function per instance, since jax.jit shares compiled programs between all users of
         # the same function.
         self._compiled = jax.jit(lambda step, *given: step(*given), static_argnums=0)
@@ -146,19 +166,14 @@ class ValueAndGrad:
         memories, which are split over the axis.
         """
         options = self._options
-        given = (params,) if options.single else tuple(params)
         trees, arrays = [], []
-        for number, value in enumerate(given):
+        for number, value in enumerate((params,) if options.single else params):
             argument, own, places = Argument.of(value, number, f"argument {number}", number, True)
-            trained = iter(zip(own, places, strict=True))
-            leaves = [
-                next(trained) if is_array else (None, None) for is_array, _ in argument.leaves
-            ]
-            kept = [x if place is not None and place.trained else None for x, place in leaves]
+            kept = [x if p.trained else None for x, p in zip(own, places, strict=True)]
             trees.append(argument.parameters(kept))
             arrays += own
-        ranks = _ranks(options.names, options.mesh or _mesh(options.names, arrays))
-        return self._mean.init(trees[0] if options.single else tuple(trees), ranks.mesh)
+        mesh = Ranks.of(options.names, options.mesh or _mesh(options.names, arrays)).mesh
+        return self._mean.init(trees[0] if options.single else tuple(trees), mesh)
 
     def apply(self, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Returns ((value, gradients), the state after the step)."""
@@ -166,96 +181,181 @@ class ValueAndGrad:
 
     def _run(self, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         options = self._options
-        arguments, arrays, places = _arguments(self._loss_fn, args, kwargs, options.wanted)
-        ranks = _ranks(options.names, options.mesh or _mesh(options.names, arrays))
-        closure = Closure(self._loss_fn)
+        wanted = _positions(options.wanted, len(args))
+        arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
+        mesh = options.mesh or _mesh(options.names, arrays)
         program = Program(
-            closure=closure,
-            arguments=arguments,
-            places=tuple(places),
-            captured=(),
-            splits=(),
-            ranks=ranks,
-            has_aux=options.has_aux,
+            self._loss_fn,
+            arguments,
+            tuple(places),
+            Ranks.of(options.names, mesh),
+            options.has_aux,
+            options.ratio,
+            options.single,
         )
-        if closure.arrays:
-            captured = program.used_captures(arrays)
-            arrays += [closure.arrays[i] for i in captured]
-            places += [
-                Place.of_variable(closure.names[i], len(arguments), closure.arrays[i])
-                for i in captured
-            ]
-            program = dataclasses.replace(program, captured=tuple(captured))
-        places = _with_state(arrays, places, closure)
-        program = dataclasses.replace(program, places=tuple(places))
-        splits = inference.infer(ranks, arguments, arrays, places, self._in_specs)
-        _require_a_split(splits, ranks, places)
-        program = dataclasses.replace(program, splits=tuple(splits))
-        specs = (self._specs,) if options.single else self._specs
-        specs = (None,) * len(options.wanted) if self._specs is None else tuple(specs)
-        shards = Shards.of(arguments, arrays, places, ranks, specs)
-        step = Step(program, shards, self._mean, options.aux_specs, single=options.single)
-        loss, grads, aux, rests, state = self._execute(step, arrays, state)
+        step = self._step(program, arrays)
+        value, grads, aux, rests, state = self._execute(step, arrays, state)
         objects = [x for x in (*args, *kwargs.values()) if is_nnx(x)]
         for owner, rest in zip(objects, rests, strict=True):
             nnx().update(owner, rest)
-        return (((loss, aux) if options.has_aux else loss), grads), state
+        return (((value, aux) if options.has_aux else value), grads), state
 
-    def _execute(self, step: Step, arrays: list[Any], state: Any) -> Any:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, state))):
-            return step(arrays, state)
-        if not self._mean.adapts and step.hashable():
-            return self._compiled(step, arrays, state)
-        return jax.jit(lambda *given: step(*given))(arrays, state)
+    def _step(self, program: Program, arrays: list[Any]) -> _Step:
+        """Traces and checks one call's program."""
+        options, ranks = self._options, program.ranks
+        whole = functools.cache(lambda: program.whole(arrays))
+
+        def is_raw_key(i: int) -> bool:
+            raw = arrays[i].dtype == jnp.uint32 and arrays[i].ndim == 1
+            return raw and _compat.is_key_data(whole().jaxpr, i)
+
+        given = program.arguments, arrays, program.places
+        splits = split.choose(ranks, *given, self._in_specs, is_raw_key)
+        if ranks.world > 1 and all(s.dimension is None for s in splits):
+            raise ValueError(
+                f"{CALLER}: nothing is split over {ranks.axis!r}, so each of its {ranks.world} "
+                f"ranks would compute the whole batch: {ranks.world} times the work. Pass the "
+                "batch as an argument of the loss. The loss closes over these arrays: "
+                f"{program.captured(whole()) or 'none'}."
+            )
+        if ranks.world > 1 and not options.trust:
+            whole()  # fails as plain jit does, if the loss is wrong
+        try:
+            part = program.part(arrays, splits)
+        except Exception as error:
+            if ranks.world > 1 and isinstance(error, (TypeError, ValueError)):
+                program.check_constants(whole(), arrays, splits)
+                raise _of_a_part(program, arrays, splits, error) from error
+            raise
+        program.check_constants(part, arrays, splits)
+        _, aux, rests, _ = part.parts(part.jaxpr.out_avals)
+        if ranks.world > 1 and not options.trust:
+            losses, (value, aux, rests, grads) = program.check(arrays, splits, part, whole())
+            program.require_mean(losses, value, grads)
+        outputs = program.outputs(options.aux_specs, part, aux, rests)
+        given_specs = (self._specs,) if options.single else self._specs
+        given_specs = given_specs or (None,) * len(options.wanted)
+        shards = Shards.of(program.arguments, arrays, program.places, ranks, given_specs)
+        return _Step(part, splits, ranks, shards, outputs, self._mean)
+
+    def _execute(self, step: _Step, arrays: list[Any], state: Any) -> Any:
+        consts = step.part.jaxpr.consts
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((consts, arrays, state))):
+            return step(consts, arrays, state)
+        if self._warned is False:
+            self._warned = True
+            _LOG.info("%s outside jit traces the loss in every call; jit the step.", CALLER)
+        if self._mean.adapts:
+            return jax.jit(lambda *given: step(*given))(consts, arrays, state)
+        return self._compiled(step, consts, arrays, state)
 
 
-def _arguments(
-    loss_fn: Callable[..., Any], args: Any, kwargs: Any, wanted: Sequence[int]
-) -> tuple[tuple[Argument, ...], list[Any], list[Place]]:
-    if any(not 0 <= i < len(args) for i in wanted):
+class _Step:
+    """A checked program as a function of global arrays; equal ones share what is compiled."""
+
+    def __init__(
+        self,
+        part: Traced,
+        splits: tuple[Split, ...],
+        ranks: Ranks,
+        shards: Shards,
+        outputs: tuple[Any, Any],
+        mean: GradientMean,
+    ):
+        self.part, self.splits, self.ranks, self.shards = part, splits, ranks, shards
+        self.outputs, self.mean = outputs, mean
+
+    @functools.cached_property
+    def _key(self) -> Any:
+        outputs = jax.tree.flatten(self.outputs, is_leaf=_is_output)
+        # The program's text: it names objects by their address, and this step keeps them alive.
+        text = str(self.part.jaxpr)
+        return text, self.part.trees, self.splits, self.ranks, self.shards, str(outputs)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Step) and self._key == other._key
+
+    def __call__(self, consts: Any, arrays: Sequence[Any], state: Any) -> Any:
+        """Returns (value, gradients, aux, NNX states, state)."""
+        ranks, everywhere = self.ranks, PartitionSpec()
+
+        def local(consts: Any, arrays: Sequence[Any], state: Any) -> Any:
+            own = [
+                jax.random.fold_in(x, lax.axis_index(ranks.axis)) if s.fold else x
+                for x, s in zip(arrays, self.splits, strict=True)
+            ]
+            results = _compat.evaluate(self.part.jaxpr, consts, own)
+            # The caller gets a key back as it gave it.
+            inputs = self.part.jaxpr.jaxpr.invars
+            back = dict(zip(inputs, arrays, strict=True))
+            results = [
+                back.get(x, value) if x in inputs else value
+                for x, value in zip(self.part.jaxpr.jaxpr.outvars, results, strict=True)
+            ]
+            value, aux, rests, grads = self.part.parts(results)
+            grads, state = self.shards.reduce(self.mean, grads, state)
+            done = jax.tree.map(
+                lambda out, x: finish(out, x, ranks.axis),
+                self.outputs,
+                (aux, rests),
+                is_leaf=_is_output,
+            )
+            return value, grads, *done, state
+
+        def specs(tree: Any) -> Any:
+            spec = lambda o: ranks.spec(o if isinstance(o, int) else None)  # noqa: E731
+            return jax.tree.map(spec, tree, is_leaf=_is_output)
+
+        kept = state_specs(state, ranks.axis) if state is not None else everywhere
+        arrays_at = [ranks.spec(s.dimension) for s in self.splits]
+        placed = [ranks.placed(x, s) for x, s in zip(arrays, arrays_at, strict=True)]
+        return jax.shard_map(
+            local,
+            mesh=ranks.mesh,
+            in_specs=(everywhere, arrays_at, kept),
+            out_specs=(everywhere, everywhere, *specs(self.outputs), kept),
+            axis_names=set(ranks.names),
+            check_vma=False,
+        )(list(consts), placed, state)
+
+
+def _is_output(x: Any) -> bool:
+    return x is None or isinstance(x, (str, int))
+
+
+def _of_a_part(
+    program: Program, arrays: Sequence[Any], splits: Sequence[Split], error: Exception
+) -> Exception:
+    """Returns the error of a loss that works on the whole batch and fails on a part of it."""
+    axis = program.ranks.axis
+    names = {
+        program.arguments[p.argument].name: None
+        for p, s in zip(program.places, splits, strict=True)
+        if s.dimension is not None
+    }
+    hint = ""
+    if "Auto axes" in str(error) or "Manual" in str(error):
+        hint = f" Inside the loss {axis!r} is manual: leave it out of with_sharding_constraint."
+    return ValueError(
+        f"{CALLER}: the loss works on the whole batch, but fails on the part of one of the "
+        f"{program.ranks.world} ranks, with {sorted(names)} split over {axis!r}. If one of these "
+        f"is not part of the batch, say so: in_specs={{{next(iter(names))!r}: P()}}. If an array "
+        "carries global sizes, as haliax's named arrays do, build it inside the loss."
+        f"{hint} The error was: {type(error).__name__}: {error}"
+    )
+
+
+def _positions(wanted: Sequence[int], count: int) -> tuple[int, ...]:
+    """Returns the positions to differentiate, of which negative ones count from the end."""
+    if any(not -count <= i < count for i in wanted):
         raise ValueError(
             f"{CALLER}: argnums {list(wanted)} are positions of arguments, but the call has "
-            f"{len(args)} positional ones; pass the arguments to differentiate by position."
+            f"{count} positional ones; pass the arguments to differentiate by position."
         )
-    names = names_of(loss_fn, len(args))
-    given: list[Any] = [(x, names[i], i, i in wanted) for i, x in enumerate(args)]
-    given += [(x, name, None, False) for name, x in kwargs.items()]
-    arguments, arrays, places = [], [], []
-    for number, (value, name, position, own) in enumerate(given):
-        argument, new, where = Argument.of(value, number, name, position, own)
-        arguments.append(argument)
-        arrays += new
-        places += where
-    return tuple(arguments), arrays, places
-
-
-def _with_state(arrays: Sequence[Any], places: Sequence[Place], closure: Closure) -> list[Place]:
-    """Returns places in which arrays that share a tree with differentiated arrays are state too.
-
-    For instance, a training state holds the parameters of the call, but also statistics and other
-    arrays.
-    """
-    trained = {id(x) for x, p in zip(arrays, places, strict=True) if p.trained}
-    groups = list(closure.variables)
-    for number in {p.argument for p in places}:
-        own = [id(x) for x, p in zip(arrays, places, strict=True) if p.argument == number]
-        if not set(own) & closure.arrays.keys():
-            groups.append(set(own))
-    state = {i for ids in groups if ids & trained for i in ids}
-    return [
-        dataclasses.replace(p, state=True) if id(x) in state else p
-        for x, p in zip(arrays, places, strict=True)
-    ]
-
-
-def _ranks(names: tuple[str, ...], mesh: Any) -> Ranks:
-    missing = [n for n in names if n not in mesh.axis_names]
-    if missing or not names:
-        raise ValueError(
-            f"{CALLER}: axis {missing[0] if missing else names!r} is not in the mesh; it has "
-            f"{mesh.axis_names}. Pass one of these, or a tuple of them, as axis_name."
-        )
-    return Ranks(mesh, names, math.prod(mesh.shape[n] for n in names))
+    return tuple(i % count for i in wanted)
 
 
 def _mesh(names: tuple[str, ...], arrays: Sequence[Any]) -> Any:
@@ -270,17 +370,4 @@ def _mesh(names: tuple[str, ...], arrays: Sequence[Any]) -> Any:
     raise ValueError(
         f"{CALLER}: no mesh has axis {', '.join(map(repr, names))}: mesh=None, no mesh is set, and "
         "no argument shows a NamedSharding. Pass mesh=, or call jax.set_mesh(mesh) first."
-    )
-
-
-def _require_a_split(splits: Sequence[Split], ranks: Ranks, places: Sequence[Place]) -> None:
-    if ranks.world == 1 or any(split.dimension is not None for split in splits):
-        return
-    whole = [p.path for p in places if not p.state]
-    raise ValueError(
-        f"{CALLER}: nothing is split over {ranks.axis!r}, so each of its {ranks.world} ranks would "
-        f"compute the whole batch: {ranks.world} times the work. Arrays that every rank has "
-        f"whole: {whole or 'none beside the parameters'}. Pass the batch as an argument of the "
-        "loss (globals and attributes of objects are not seen), or name it: "
-        f"in_specs={{'batch': P({ranks.axis!r})}}."
     )

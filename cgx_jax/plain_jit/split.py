@@ -1,0 +1,207 @@
+"""Which arrays of a call are split over the ranks, and which are whole on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from cgx_jax.plain_jit.arguments import (
+    CALLER,
+    Argument,
+    Place,
+    is_key,
+    known_spec,
+    line,
+    shown,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The mesh, the axes over which gradients are reduced, and their number of ranks."""
+
+    mesh: Any
+    names: tuple[str, ...]
+    world: int
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], mesh: Any) -> Ranks:
+        """Raises ValueError if the mesh lacks an axis."""
+        missing = [n for n in names if n not in mesh.axis_names]
+        if missing or not names:
+            raise ValueError(
+                f"{CALLER}: axis {missing[0] if missing else names!r} is not in the mesh; it has "
+                f"{mesh.axis_names}. Pass one of these, or a tuple of them, as axis_name."
+            )
+        return cls(mesh, names, math.prod(mesh.shape[n] for n in names))
+
+    @property
+    def axis(self) -> Any:
+        """The axes in the form that collectives take."""
+        return self.names[0] if len(self.names) == 1 else self.names
+
+    def dimension(self, spec: Spec) -> int | None:
+        """Returns the dimension that `spec` splits over one of the axes, or None."""
+        for d, entry in enumerate(spec):
+            if set(entry if isinstance(entry, tuple) else (entry,)) & set(self.names):
+                return d
+        return None
+
+    def spec(self, dimension: int | None) -> Spec:
+        """Returns the spec that splits only this dimension, over the axes; None splits nothing."""
+        return Spec() if dimension is None else Spec(*(None,) * dimension, self.axis)
+
+    def placed(self, x: Any, spec: Spec) -> Any:
+        """Reshards `x` over the axes if its type on an explicit mesh differs from `spec` there."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if jax.sharding.AxisType.Explicit not in {types[n] for n in self.names}:
+            return x
+        known = jax.typeof(x).sharding.spec
+        if self.dimension(known) == self.dimension(spec):
+            return x
+        d = self.dimension(spec)
+        entries = [*known, *(None,) * (x.ndim - len(known))]
+        wanted = Spec(*(self.axis if i == d else e for i, e in enumerate(entries)))
+        return jax.reshard(x, NamedSharding(self.mesh, wanted))
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """What happens to one array: split along `dimension`, or whole on every rank (None).
+
+    With `fold`, the array is a key that is not split. The rank is folded into it, so that ranks
+    draw different numbers.
+    """
+
+    dimension: int | None = None
+    fold: bool = False
+
+
+def choose(
+    ranks: Ranks,
+    arguments: Sequence[Argument],
+    arrays: Sequence[Any],
+    places: Sequence[Place],
+    in_specs: Mapping[Any, Any],
+    is_raw_key: Callable[[int], bool],
+) -> tuple[Split, ...]:
+    """Returns one `Split` per array.
+
+    `is_raw_key` says whether the loss uses array i as a raw key. Raises ValueError, with the line
+    to write, for arrays of which nothing says whether they hold the batch.
+    """
+    given = _given(ranks, arguments, places, in_specs)
+    found: list[Split | None] = []
+    for i, (x, place) in enumerate(zip(arrays, places, strict=True)):
+        spec = known_spec(x, ranks.mesh)
+        dimension = None if spec is None else ranks.dimension(spec)
+        if arguments[place.argument].whole and dimension is not None and ranks.world > 1:
+            raise ValueError(
+                f"{CALLER}: {place.path} {shown(x)} is sharded over the data axis {ranks.axis!r} "
+                f"({spec}); parameters and state must be replicated over it: "
+                "jax.device_put(params, NamedSharding(mesh, P())). For fully sharded training use "
+                "psum_scatter_compressed and all_gather_compressed."
+            )
+        named = given[i]
+        if named is not None:
+            found.append(Split(ranks.dimension(named)))
+        elif dimension is not None:
+            found.append(Split(dimension))
+        elif not place.trained and (is_key(x) or is_raw_key(i)):
+            found.append(Split(fold=True))
+        elif arguments[place.argument].whole or x.ndim == 0:
+            found.append(Split())
+        else:
+            found.append(None)
+    sizes = {x.shape[0] for x, s in zip(arrays, found, strict=True) if s is None}
+    for x, s in zip(arrays, found, strict=True):
+        if s is not None and s.dimension is not None:
+            sizes |= set(x.shape[s.dimension : s.dimension + 1])
+    if None in found and len(sizes) > 1:
+        _refuse(ranks, arguments, arrays, places, found)
+    splits = tuple(split or Split(0) for split in found)
+    for x, place, split in zip(arrays, places, splits, strict=True):
+        _check_divides(ranks, x, place, split)
+    return splits
+
+
+def _given(
+    ranks: Ranks,
+    arguments: Sequence[Argument],
+    places: Sequence[Place],
+    in_specs: Mapping[Any, Any],
+) -> list[Spec | None]:
+    """Returns the entry of in_specs for each array."""
+    specs: list[Spec | None] = []
+    rest = set(in_specs)
+    for number, argument in enumerate(arguments):
+        keys = {argument.name, argument.position} & rest
+        if keys and not argument.wanted:
+            rest -= keys
+            specs += argument.broadcast(in_specs[keys.pop()])
+        specs += [None] * (sum(p.argument <= number for p in places) - len(specs))
+    if rest:
+        names = [a.name for a in arguments if not a.wanted]
+        raise ValueError(
+            f"{CALLER}: in_specs has {sorted(map(str, rest))}, which is not an argument of the "
+            f"loss to split; use the name or position of one of {names}. Pass shardings of "
+            "parameters over other axes as specs=."
+        )
+    wrong = next((s for s in specs if not isinstance(s, Spec | None)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{CALLER}: in_specs has {wrong!r}; use P({ranks.axis!r}) for an array with one row "
+            "per example, and P() for one that every rank has whole."
+        )
+    return specs
+
+
+def _refuse(
+    ranks: Ranks,
+    arguments: Sequence[Argument],
+    arrays: Sequence[Any],
+    places: Sequence[Place],
+    found: Sequence[Split | None],
+) -> None:
+    """Raises ValueError with an in_specs that splits the arrays of the commonest length."""
+    open_ = [i for i, split in enumerate(found) if split is None]
+    lengths = Counter(arrays[i].shape[0] for i in open_)
+    size = lengths.most_common(1)[0][0]
+    written = {}
+    for number in dict.fromkeys(places[i].argument for i in open_):
+        own = [i for i, p in enumerate(places) if p.argument == number]
+        specs = [ranks.spec(0 if arrays[i].shape[:1] == (size,) else None) for i in own]
+        one = line(specs[0]) if len(set(specs)) == 1 else None
+        written[arguments[number].name] = one or arguments[number].parameters(map(line, specs))
+    listed = ", ".join(f"{places[i].path} {shown(arrays[i])}" for i in open_)
+    raise ValueError(
+        f"{CALLER}: which arrays hold the batch is not known, since their first dimensions differ: "
+        f"{listed}. Say which are split over {ranks.axis!r} and which every rank has whole, for "
+        f"example in_specs={written}."
+    )
+
+
+def _check_divides(ranks: Ranks, x: Any, place: Place, split: Split) -> None:
+    d, world = split.dimension, ranks.world
+    if d is None:
+        return
+    name = place.path.partition("[")[0].partition(".")[0]
+    if d < x.ndim and not isinstance(x.shape[d], int):
+        raise ValueError(
+            f"{CALLER}: {place.path} {shown(x)} has a symbolic batch size; export the step with a "
+            "number in its place, once for each batch size."
+        )
+    if d >= x.ndim or x.shape[d] % world:
+        raise ValueError(
+            f"{CALLER}: {place.path} has shape {shown(x)}; its dimension {d} is the batch and must "
+            f"be a multiple of the {world} ranks of axis {ranks.axis!r}. Use a batch size that is "
+            f"a multiple of {world}. If this array is not part of the batch: "
+            f"in_specs={{{name!r}: P()}}."
+        )

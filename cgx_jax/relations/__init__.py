@@ -1,0 +1,6 @@
+"""Compares a program over a whole batch with the programs of ranks that have a part of it each.
+
+relation    What plain jit's value is, given the ranks' values: `Relation`.
+rules       How each primitive passes relations on.
+walk        Walks both programs together: `relate`.
+"""

@@ -1,0 +1,366 @@
+"""Proves how the values of plain jit's program follow from those of the ranks' programs.
+
+The same function is traced twice: `large` is plain jit's program, over the whole batch, and `small`
+is a rank's, over its part. Both are walked together, equation by equation, and each value of
+`large` gets a `Relation` to the ranks' values. What no rule covers is UNKNOWN. The result depends
+only on what the program does with its arrays, not on what their shapes or names suggest.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax import _compat
+from cgx_jax.relations import rules
+from cgx_jax.relations.relation import (
+    ROWS,
+    SAME,
+    ZERO,
+    Kind,
+    Pair,
+    Relation,
+    growing,
+    is_float,
+    join,
+    unknown,
+    where,
+)
+
+
+def relate(
+    small: Any, large: Any, inputs: Sequence[Relation], axes: Sequence[Any], world: int
+) -> list[Relation]:
+    """Returns the relation of each output of two closed jaxprs, from those of their inputs.
+
+    The batch is split over `axes`, which have `world` ranks in `small` and one in `large`.
+    """
+    return _Walk(world, tuple(axes)).inside(small, large, inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    world: int
+    axes: tuple[Any, ...]
+
+    def inside(self, small: Any, large: Any, given: Sequence[Relation]) -> list[Relation]:
+        """Returns the relations of the outputs of a closed or open jaxpr."""
+        constants = getattr(small, "consts", ()), getattr(large, "consts", ())
+        small, large = getattr(small, "jaxpr", small), getattr(large, "jaxpr", large)
+        (steps, aliases), (others, more) = _without_placement(small), _without_placement(large)
+        aliases.update(more)
+        # For each value of `large`: the value of `small` in its place, and the relation.
+        env: dict[Any, tuple[Any, Relation]] = {}
+        env.update(zip(large.invars, zip(small.invars, given, strict=True), strict=True))
+        if len(small.constvars) != len(large.constvars):
+            return [_DEPENDS] * len(small.outvars)
+        for one, other, x, y in zip(small.constvars, large.constvars, *constants, strict=True):
+            env[other] = one, self.constant(x, y)
+
+        def twin_of(other: Any) -> Any:
+            other = aliases.get(id(other), other)
+            return other if _is_literal(other) else env[other][0]
+
+        def read(one: Any, other: Any) -> Relation:
+            one, other = aliases.get(id(one), one), aliases.get(id(other), other)
+            if _is_literal(one) and _is_literal(other):
+                return self.constant(one.val, other.val)
+            return env[other][1] if not _is_literal(other) and env[other][0] is one else _DEPENDS
+
+        ahead = collections.deque(steps)
+        for other in others:
+            one = ahead[0] if ahead and ahead[0].primitive == other.primitive else None
+            wired = (
+                one is not None
+                and len(one.invars) == len(other.invars)
+                and all(
+                    aliases.get(id(x), x) is twin_of(y) or _is_literal(twin_of(y))
+                    for x, y in zip(one.invars, other.invars, strict=True)
+                )
+            )
+            # Dimensions of one may be missing, and then the same step comes later.
+            if one is not None and wired and _ranks(one) == _ranks(other):
+                ahead.popleft()
+                operands = tuple(map(read, one.invars, other.invars))
+                results = self.equation(Pair(self.world, self.axes, one, other, operands))
+                env.update(zip(other.outvars, zip(one.outvars, results, strict=True), strict=True))
+                continue
+            twin = twin_of(other.invars[0]) if other.invars else None
+            relation = twin is not None and self.extra(other, twin, read(twin, other.invars[0]))
+            if not relation:
+                return [unknown(_DEPENDS.why + where(other))] * len(small.outvars)
+            env[other.outvars[0]] = twin, relation
+        if ahead:
+            return [unknown(_DEPENDS.why + where(ahead[0]))] * len(small.outvars)
+        return [read(x, y) for x, y in zip(small.outvars, large.outvars, strict=True)]
+
+    def extra(self, eqn: Any, twin: Any, r: Relation) -> Relation | None:
+        """Returns the relation of a result that a rank's program lacks, since it has one example.
+
+        There, `twin` is the result as well as the operand, up to dimensions of one.
+        """
+        name, before = eqn.primitive.name, eqn.invars[0].aval.shape
+        after = eqn.outvars[0].aval.shape
+        if name == "reduce_sum":
+            sizes = [before[a] for a in eqn.params["axes"] if before[a] != 1]
+            d = growing(twin.aval.shape, before, self.world)
+            if r.kind is Kind.ROWS and sizes == [self.world] and d in eqn.params["axes"]:
+                return r.of(Kind.SUM)
+            return None if sizes else r
+        if name not in ("broadcast_in_dim", "reshape", "squeeze"):
+            return None
+        longer = [(a, b) for a, b in zip(before, after, strict=False) if a != b]
+        if name == "broadcast_in_dim" and len(before) == len(after) and longer:
+            spread = longer == [(1, self.world)] and r.kind in (Kind.SAME, Kind.ZERO)
+            return r.of(Kind.ROWS) if spread else None
+        return r if [a for a in before if a != 1] == [b for b in after if b != 1] else None
+
+    def equation(self, pair: Pair) -> list[Relation]:
+        """Returns the relations of an equation's results."""
+        follow = _PROGRAMS.get(pair.name)
+        if follow is not None:
+            return follow(self, pair)
+        if pair.name == "select_n" and pair.given[0] == ZERO:
+            return [pair.given[1]]
+        lost = next((r for r in pair.given if r.kind is Kind.UNKNOWN), None)
+        if lost is not None:
+            return [lost] * pair.count
+        if any(pair.grown(i) is None for i in range(len(pair.given))):
+            return [pair.refuse("an operand whose shape depends on the batch size")] * pair.count
+        if any(r.kind is Kind.CARRY for r in pair.given):
+            return [_running_sum(pair)] * pair.count
+        if any(r.kind is Kind.EACH for r in pair.given):
+            return _of_one_example(pair)
+        return rules.apply(pair)
+
+    def constant(self, small: Any, large: Any) -> Relation:
+        """Returns the relation of a literal, or of an array that the program holds."""
+        if small is large:
+            return SAME
+        keys = (jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in (small, large))
+        if any(isinstance(x, jax.core.Tracer) for x in (small, large)) or any(keys):
+            return unknown("the loss makes an array anew in each trace")
+        one, other = np.asarray(small), np.asarray(large)
+        d = growing(one.shape, other.shape, self.world)
+        if d is None or one.dtype != other.dtype:
+            return unknown("the shape of a constant depends on the batch size")
+        if d == -1 and np.array_equal(one, other, equal_nan=is_float(one.dtype)):
+            return SAME if np.any(one) else ZERO
+        if d == -1:
+            return self.number(one, other)
+        first = np.take(one, [0], axis=d)
+        if all(np.array_equal(x, np.repeat(first, x.shape[d], axis=d)) for x in (one, other)):
+            return ROWS if np.any(first) else ZERO
+        if one.ndim == 1 and all(np.array_equal(x, np.arange(len(x))) for x in (one, other)):
+            return Relation(Kind.POSITION)
+        return unknown("a constant array is as long as the batch")
+
+    def number(self, small: np.ndarray, large: np.ndarray) -> Relation:
+        """Returns the relation of a number that depends on the batch size, such as the size."""
+        if small.ndim == 0 and small != 0:
+            ratio = complex(large) / complex(small)
+            for power in range(-4, 5):
+                if np.isclose(ratio, float(self.world) ** power, rtol=1e-6, atol=0):
+                    return SAME.at(power)
+        return unknown(f"a number depends on the batch size: {small} on a rank, {large} in all")
+
+    def call(self, pair: Pair) -> list[Relation]:
+        """Follows a call into its program."""
+        small, large = _body(pair.small), _body(pair.large)
+        if small is None or len(getattr(small, "jaxpr", small).invars) != len(pair.given):
+            return [pair.refuse("a call whose program cannot be seen")] * pair.count
+        return self.inside(small, large, pair.given)
+
+    def nested(self, pair: Pair) -> list[Relation]:
+        """Follows a shard_map over other axes of the mesh."""
+        found, count = self.call(pair), len(pair.given)
+        if not pair.alike("jaxpr", "mesh"):
+            return [pair.refuse("a shard_map that depends on the batch size")] * pair.count
+        specs = *pair.param("in_specs"), *pair.param("out_specs")
+        grown = [pair.grown(i if i < count else count - i - 1) for i in range(len(specs))]
+        if any(d is None or (0 <= d < len(s) and s[d]) for s, d in zip(specs, grown, strict=True)):
+            return [pair.refuse("a shard_map that splits the examples again")] * pair.count
+        return found
+
+    def branches(self, pair: Pair) -> list[Relation]:
+        """Joins what the branches of a cond return, if all ranks take the same one."""
+        which, *rest = pair.given
+        if not _decides(which):
+            refused = pair.refuse("a branch that depends on the batch")
+            return [which if which.kind is Kind.UNKNOWN else refused] * pair.count
+        pairs = zip(*pair.both("branches"), strict=True)
+        found = zip(*(self.inside(small, large, rest) for small, large in pairs), strict=True)
+        return [_decided(_joined(pair, results), which) for results in found]
+
+    def while_loop(self, pair: Pair) -> list[Relation]:
+        """Follows a while loop in which all ranks make the same number of turns."""
+        n, m = pair.param("cond_nconsts"), pair.param("body_nconsts")
+        test, consts, carry = pair.given[:n], pair.given[n : n + m], pair.given[n + m :]
+        bodies, tests = pair.both("body_jaxpr"), pair.both("cond_jaxpr")
+        settled = _settled(pair, carry, lambda x: self.inside(*bodies, [*consts, *x]))
+        (again,) = self.inside(*tests, [*test, *settled])
+        if not _decides(again):
+            refused = pair.refuse("a loop whose number of turns depends on the batch")
+            return [again if again.kind is Kind.UNKNOWN else refused] * pair.count
+        return [_decided(r, again) for r in settled]
+
+    def scan(self, pair: Pair) -> list[Relation]:
+        """Follows a scan, over the examples or over anything else."""
+        first, count = _compat.scan_operands(pair.small.params)
+        consts, carry = pair.given[:first], pair.given[first : first + count]
+        over, (one, other) = pair.given[first + count :], pair.both("length")
+        bodies = pair.both("jaxpr")
+        if other == one * self.world:
+            return self.over_examples(pair, consts, carry, over)
+        if one != other or not pair.alike("jaxpr"):
+            return [pair.refuse("a loop whose number of turns depends on the batch")] * pair.count
+        settled = _settled(
+            pair, carry, lambda x: self.inside(*bodies, [*consts, *x, *over])[:count]
+        )
+        return [*settled, *self.inside(*bodies, [*consts, *settled, *over])[count:]]
+
+    def over_examples(
+        self, pair: Pair, consts: Sequence[Relation], carry: Sequence[Relation], over: Any
+    ) -> list[Relation]:
+        """Each turn sees one example. A carry stays as it is, or adds something up."""
+        lost, keeps = pair.refuse("a loop over the examples"), (Kind.SAME, Kind.ZERO, Kind.UNKNOWN)
+        consts = [r if r.kind in (*keeps, Kind.EACH) else lost for r in consts]
+        kinds = (Kind.ROWS, Kind.ZERO, Kind.UNKNOWN)
+        turn = [
+            r if r.kind in kinds[1:] else r.of(Kind.EACH) if r.kind in kinds else lost for r in over
+        ]
+        # Turns are fewer on a rank, so what else a carry holds may not change.
+        body = pair.both("jaxpr")
+        adds = [not all(_keeps(x, len(consts), i) for x in body) for i in range(len(carry))]
+        state = [Relation(Kind.CARRY, _EMPTY, (i,)) if adds[i] else r for i, r in enumerate(carry)]
+        out = self.inside(*body, [*consts, *state, *turn])
+        found = list(carry)
+        for i in (i for i, moves in enumerate(adds) if moves):
+            r = out[i]
+            if r.kind is Kind.CARRY and r.columns == (i,):
+                r = ZERO if r.power == _EMPTY else r.of(Kind.SUM)
+                r = join((carry[i], r)) or pair.refuse("a sum over examples that starts elsewhere")
+            elif r.kind is not Kind.UNKNOWN:
+                r = pair.refuse("a loop over the examples in which their order counts")
+            found[i] = r
+        for r in out[len(carry) :]:
+            each = r.kind in (Kind.EACH, Kind.SAME)
+            found.append(r.of(Kind.ROWS) if each else r if r.kind in keeps else lost)
+        return found
+
+
+def _of_one_example(pair: Pair) -> list[Relation]:
+    """In a loop over examples, the value of one example is like a value that all ranks have."""
+    if any(r.kind is Kind.SUM for r in pair.given):
+        return [pair.refuse(rules.STATISTIC)] * pair.count
+    alone = tuple(r.of(Kind.SAME) if r.kind is Kind.EACH else r for r in pair.given)
+    found = rules.apply(dataclasses.replace(pair, given=alone))
+    fits, meets = (Kind.SAME, Kind.ZERO, Kind.UNKNOWN), "one example meets the whole batch"
+    found = [r if r.kind in fits else pair.refuse(meets) for r in found]
+    return [r.of(Kind.EACH) if r.kind is Kind.SAME else r for r in found]
+
+
+def _decides(which: Relation) -> bool:
+    return which.sure or which == Relation(Kind.EACH)
+
+
+def _decided(r: Relation, which: Relation) -> Relation:
+    """Returns what a result becomes if one example decides about it."""
+    return r.of(Kind.EACH) if which.kind is Kind.EACH and r.kind is Kind.SAME else r
+
+
+def _settled(
+    pair: Pair, carry: Sequence[Relation], turn: Callable[..., list[Relation]]
+) -> list[Relation]:
+    """Returns the relations of a loop's carry that hold before and after every turn."""
+    settled = list(carry)
+    for _ in range(4 * len(settled) + 4):
+        after = [_joined(pair, x) for x in zip(settled, turn(settled), strict=True)]
+        if after == settled:
+            return settled
+        settled = after
+    return [pair.refuse(_CHANGES)] * len(settled)
+
+
+def _joined(pair: Pair, relations: Sequence[Relation]) -> Relation:
+    return join(relations) or pair.refuse(_CHANGES)
+
+
+_CHANGES = "branches or turns that differ in how their results depend on the batch"
+_DEPENDS = unknown("the program itself depends on the batch size")
+# These return their operand, if the result is like it.
+_NOTHING = frozenset(
+    {"reshard", "sharding_constraint", "reduce_sum", "reshape", "broadcast_in_dim"}
+)
+_EMPTY = 99  # the power of a running sum to which nothing has been added
+_PROGRAMS: dict[str, Callable[[_Walk, Pair], list[Relation]]] = {
+    **dict.fromkeys(
+        (
+            *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+            *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+        ),
+        _Walk.call,
+    ),
+    "shard_map": _Walk.nested,
+    "cond": _Walk.branches,
+    "while": _Walk.while_loop,
+    "scan": _Walk.scan,
+}
+
+
+def _running_sum(pair: Pair) -> Relation:
+    """Adds the value of one example to the sum so far, in a loop over examples."""
+    a, *others = sorted(pair.given, key=lambda r: r.kind is not Kind.CARRY)
+    if len(others) == 1 and pair.name in ("add", "add_any"):
+        (r,) = others
+        if r.kind is Kind.ZERO:
+            return a
+        if r.kind in (Kind.EACH, Kind.SAME) and a.power in (_EMPTY, r.power):
+            return a.at(r.power)
+    return pair.refuse("a running sum over the examples that is more than added to")
+
+
+def _body(eqn: Any) -> Any:
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params:
+            found = eqn.params[key]
+            return found if hasattr(getattr(found, "jaxpr", found), "eqns") else None
+    return None
+
+
+def _ranks(eqn: Any) -> list[int]:
+    """Returns the numbers of dimensions of an equation's operands and results."""
+    return [len(getattr(x.aval, "shape", ())) for x in (*eqn.invars, *eqn.outvars)]
+
+
+def _keeps(body: Any, consts: int, i: int) -> bool:
+    """Whether a loop's body returns its carry `i` as it is."""
+    body = getattr(body, "jaxpr", body)
+    return body.outvars[i] is body.invars[consts + i]
+
+
+def _is_literal(x: Any) -> bool:
+    return hasattr(x, "val")
+
+
+def _without_placement(jaxpr: Any) -> tuple[list[Any], dict[int, Any]]:
+    """Returns the equations that compute something, and what the results of others stand for.
+
+    The others place values on devices, or are there because values have a place.
+    """
+    steps: list[Any] = []
+    aliases: dict[int, Any] = {}
+    for eqn in jaxpr.eqns:
+        x, y = eqn.invars[:1], eqn.outvars[:1]
+        alike = x and y and (x[0].aval.shape, x[0].aval.dtype) == (y[0].aval.shape, y[0].aval.dtype)
+        if alike and eqn.primitive.name in _NOTHING:
+            aliases[id(y[0])] = aliases.get(id(x[0]), x[0])
+        else:
+            steps.append(eqn)
+    return steps, aliases
