@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+import cgx_jax
 from cases import CASES, PAIRS, every
+from cgx_jax import Rules, transforms
+from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Xla
-from cgx_jax.testing import check_compressor, check_exchange, check_reduction
+from cgx_jax.testing import check_compressor, check_exchange, check_loss, check_reduction
 from toys import Steps
 
 
@@ -36,6 +40,73 @@ RANKS = [
 @pytest.mark.parametrize(("name", "world"), RANKS)
 def test_reduction(name, world):
     check_reduction(*PAIRS[name], worlds=(world,))
+
+
+def stepped(case, memory=None, precondition=None):
+    """Returns two steps' results of every call that a compressor allows, and the states."""
+    mesh, x = Mesh(np.array(jax.devices()[:2]), ("x",)), jnp.ones((2, 48, 40), jnp.float32)
+    x = x * jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    policy, key = Rules((), case.compressor, exact=()), jax.random.key(3)
+    found = []
+
+    def run(f, x, state=(), specs=()):
+        mapped = jax.shard_map(
+            lambda x, s: f(x[0], s), mesh=mesh, in_specs=(P("x"), specs), out_specs=(P("x"), specs),
+        )  # fmt: skip
+        return jax.jit(mapped)(x, state)
+
+    for how in case.reductions:
+        tx = cgx_jax.sync_gradients(
+            "x", policy, exchange="xla", reduction=how, memory=memory, precondition=precondition,
+            mesh=mesh,
+        )  # fmt: skip
+        state = tx.init({"w": x[0]})
+        specs = cgx_jax.state_specs(state, "x")
+
+        def step(x, s, tx=tx):
+            updates, s = tx.update({"w": x}, s)
+            return updates["w"][None], s
+
+        for _ in range(2):
+            y, state = run(step, x, state, specs)
+            found += [y, *jax.tree.leaves(state)]
+    if isinstance(case.compressor, PayloadCompressor) and not case.stateful and memory is None:
+        for call in (cgx_jax.psum_scatter_compressed, cgx_jax.all_gather_compressed):
+            options = {"tiled": True, "exchange": "xla", "key": key}
+            found.append(run(lambda x, s: (call(x, "x", policy, **options)[None], s), x)[0])  # noqa: B023
+    return found
+
+
+# Not only compressors: memories, units and every reduction make numbers of their own.
+@pytest.mark.parametrize("name", every(CASES))
+def test_64_bit_mode_changes_no_bit_and_no_dtype(name):
+    case = CASES[name]
+    assert_same_in_64_bit_mode(lambda: stepped(case))
+
+
+MEMORIES = {"feedback": cgx_jax.ErrorFeedback(), "momentum": transforms.MomentumCorrection(0.9)}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("name", ["quantize 4", "top k", "low rank", "sampled threshold"])
+def test_64_bit_mode_changes_no_memory(name, memory):
+    assert_same_in_64_bit_mode(lambda: stepped(CASES[name], memory=MEMORIES[memory]))
+
+
+def test_64_bit_mode_changes_no_unit():
+    units = transforms.SecondMoment()
+    assert_same_in_64_bit_mode(lambda: stepped(CASES["quantize 4"], precondition=units))
+
+
+def assert_same_in_64_bit_mode(make):
+    want = make()
+    with jax.enable_x64(True):
+        got = make()
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -94,3 +165,43 @@ def test_a_wrong_exchange_does_not_pass(kind):
         check_exchange(kind(), mesh, "x")
     with pytest.raises(AssertionError):
         check_reduction(Steps(), exchange=kind(), worlds=(2,))
+
+
+def errors(params, batch):
+    return jnp.square(batch["x"] @ params["w"] - 1).mean(1)
+
+
+LOSS_CHECKS = {
+    "a mean": (lambda p, b: errors(p, b).mean(), {}, None),
+    "a ratio": (lambda p, b: (errors(p, b) @ b["m"], b["m"].sum()), {"loss": "ratio"}, None),
+    "outputs": (
+        lambda p, b: (errors(p, b).mean(), {"rows": b["x"], "off": errors(p, b).max()}),
+        {"has_aux": True, "aux_specs": {"rows": P("data"), "off": "mean"}},
+        r"aux\['off'\] \[\] is off by",
+    ),
+    "a mean over a mask": (
+        lambda p, b: (errors(p, b) @ b["m"]) / b["m"].sum(),
+        {},
+        r"value \[\] is off by .*gradient\['w'\] \[4, 3\] is off by",
+    ),
+    "a shape": (
+        lambda p, b: (errors(p, b).mean(), b["x"][:1]),
+        {"has_aux": True, "aux_specs": P("data")},
+        r"aux has shape \[4, 4\], on one device \[1, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "options", "wrong"), LOSS_CHECKS.values(), ids=LOSS_CHECKS)
+def test_check_loss_names_what_differs(loss, options, wrong):
+    rng = np.random.default_rng(0)
+    batch = {"x": jnp.float32(rng.normal(size=(16, 4))), "m": jnp.float32(np.arange(16) % 7 < 2)}
+    batch = {"x": batch["x"] * jnp.arange(16.0)[:, None], "m": batch["m"]}
+    params = {"w": jnp.ones((4, 3))}
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    check = lambda: check_loss(loss, params, batch, mesh, "data", **options)  # noqa: E731
+    if wrong is None:
+        check()
+    else:
+        with pytest.raises(AssertionError, match=wrong):
+            check()

@@ -99,7 +99,7 @@ class Compressor(abc.ABC):
             return jnp.ravel(back - row)
 
         keys = jax.random.split(jax.random.key(0), len(rows))
-        here = jnp.arange(rows[0].size) < jnp.asarray(filled)[:, None]
+        here = jnp.arange(rows[0].size, dtype=jnp.int32) < jnp.asarray(filled)[:, None]
         columns = []
         for c in candidates:
             error = jax.vmap(lambda row, key, c=c: lost(c, row, key))(rows, keys)

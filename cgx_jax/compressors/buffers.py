@@ -84,7 +84,7 @@ class _ChunksLeafByLeaf(ChunkCode):
     def _own(self, rank: Any, compressor: PayloadCompressor) -> Any:
         """Returns bool[world, 1]: True for the row that this rank adds exactly, without loss."""
         own = rank if compressor.owner_exact else NO_RANK
-        return (jnp.arange(self.world) == own)[:, None]
+        return (jnp.arange(self.world, dtype=jnp.int32) == own)[:, None]
 
     def encode(
         self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units

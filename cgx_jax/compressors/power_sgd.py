@@ -185,7 +185,7 @@ def _orthonormal(rows: jax.Array) -> jax.Array:
         norm = jnp.sqrt(_product(row, row, 1, 1))
         lost = norm <= _LOST
         row = jnp.where(lost, 0, row / jnp.where(lost, 1, norm))
-        to_do = jnp.arange(len(others))[:, None] < len(others) - step % len(rows)
+        to_do = jnp.arange(len(others), dtype=jnp.int32)[:, None] < len(others) - step % len(rows)
         shares = jnp.where(to_do, _product(others, row, 1, 1), 0)
         return jnp.concatenate([others - _product(shares, row, 1, 0), row])
 

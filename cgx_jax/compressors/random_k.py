@@ -77,7 +77,8 @@ class RandomK(SummedCompressor):
         buckets.require_key(self, key)
         n, run = x.size, self._run(x.size)
         count = -(-n // run)
-        at = jax.random.randint(key, (count,), 0, run) + jnp.arange(count) * run
+        turns = jax.random.randint(key, (count,), 0, run, jnp.int32)
+        at = turns + jnp.arange(count, dtype=jnp.int32) * run
         scale = np.float32(run if self.scaled else 1)
         taken = x.reshape(-1).at[at].get(mode="fill", fill_value=0)
         (total,) = yield [taken]

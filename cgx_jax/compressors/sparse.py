@@ -321,7 +321,7 @@ class DGC(_Positions):
             return jnp.zeros(0, jnp.int32), x
         stride = max(1, min(self.STRIDE, n // self.SAMPLE))
         rank = math.ceil(count / n * -(-n // stride))
-        turns = jax.random.randint(key, (2,), 0, n)
+        turns = jax.random.randint(key, (2,), 0, n, jnp.int32)
         static = {"count": count, "stride": stride, "rank": rank}
         at, taken = codes.call("cgx_above_sampled", _above_sampled, x, turns, **static)
         return at, taken

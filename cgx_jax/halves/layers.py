@@ -117,7 +117,7 @@ def _forward(stack: _Stack, x: Any, shards: Any, key: Any) -> tuple[Any, Any]:
         return (stack.body(x, whole), ahead), x
 
     first = stack.gather(_at(shards, 0), key, 0)
-    following = jnp.arange(1, stack.count), _between(shards, 1, stack.count)
+    following = jnp.arange(1, stack.count, dtype=jnp.int32), _between(shards, 1, stack.count)
     (x, whole), inputs = lax.scan(layer, (x, first), following)
     return stack.body(x, whole), (inputs, x, shards, key)
 
@@ -141,7 +141,11 @@ def _backward(stack: _Stack, saved: Any, cotangent: Any) -> tuple[Any, Any, None
         return cotangent, jax.tree.map(lambda leaf: leaf[None], done), None
     ahead = stack.gather(_at(shards, last - 1), key, last - 1)
     cotangent, gradient = stack.back(x, whole, cotangent)
-    before = jnp.arange(1, last), _between(shards, 0, last - 1), _between(inputs, 1, last)
+    before = (
+        jnp.arange(1, last, dtype=jnp.int32),
+        _between(shards, 0, last - 1),
+        _between(inputs, 1, last),
+    )
     (cotangent, whole, gradient), later = lax.scan(
         layer, (cotangent, ahead, gradient), before, reverse=True
     )

@@ -113,7 +113,7 @@ def reduce(
         for new in kept:
             residuals[i] = window.put(new, residuals[i])
     used = jnp.asarray(np.diff(layout.begins).astype(np.int32))[rank]
-    inside = jnp.arange(layout.chunk_bytes) < used
+    inside = jnp.arange(layout.chunk_bytes, dtype=jnp.int32) < used
     return [jnp.where(inside, out[: layout.chunk_bytes], 0), *residuals]
 
 

@@ -357,7 +357,7 @@ def encode(
     offset = divide(jnp.maximum(rank, 0).astype(jnp.float32), layout.world)
     parts = [_encode_span(x, f, 0, key, offset) for x, f in zip(values, layout.slots, strict=True)]
     rows = _rows(_concatenate(parts, layout.total_bytes), layout)
-    mine = jnp.arange(layout.world) == rank
+    mine = jnp.arange(layout.world, dtype=jnp.int32) == rank
     out = [jnp.where(mine[:, None], jnp.uint8(0), rows)]
     if residual:
         ranges = _own_values(layout)
@@ -365,7 +365,7 @@ def encode(
         lost = [x - y for x, y in zip(values, decoded, strict=True)]
         for i, (x, leaf) in enumerate(zip(_uncode_all(lost, layout), leaves, strict=True)):
             begin, end = jnp.asarray(ranges[i])[jnp.maximum(rank, 0)]
-            place = jnp.arange(x.size)
+            place = jnp.arange(x.size, dtype=jnp.int32)
             own = (place >= begin) & (place < end) & (rank >= 0)
             out.append(jnp.where(own, 0, x).astype(leaf.dtype))
     return out

@@ -213,4 +213,6 @@ def largest_error(error_bound: Callable[[jax.Array], jax.Array], size: jax.Array
 
 def sum_of_bounds(compressor: PayloadCompressor, x: jax.Array) -> jax.Array:
     """Returns the largest possible error of the sum of all ranks' decoded values."""
-    return sum((compressor.error_bound(row) for row in x), start=jnp.zeros(x.shape[1:]))
+    return sum(
+        (compressor.error_bound(row) for row in x), start=jnp.zeros(x.shape[1:], jnp.float32)
+    )

@@ -140,7 +140,10 @@ class Leveled(Reduction):
         bound = self.across.error_bound(compressor, nodes.sum(1), divisor)
         if self.compressor is None:
             return bound
-        inside = sum((self.compressor.error_bound(row) for row in x), start=jnp.zeros(x.shape[1:]))
+        inside = sum(
+            (self.compressor.error_bound(row) for row in x),
+            start=jnp.zeros(x.shape[1:], jnp.float32),
+        )
         return bound + 3 * inside / divisor
 
     def kept(self, error: float, world: int) -> float | None:
@@ -204,7 +207,7 @@ class Leveled(Reduction):
         counts = [p.shape[1] for p in sent]
         received = job.exchange.scatter(job.name, jnp.concatenate(sent, axis=1), inner)
         parts = jnp.split(received, np.cumsum(counts)[:-1].tolist(), axis=1)
-        mine = (jnp.arange(inner.world) == inner.rank())[:, None]
+        mine = (jnp.arange(inner.world, dtype=jnp.int32) == inner.rank())[:, None]
         for code, x, payload, part in zip(codes, runs, sent, parts, strict=True):
             exact = jnp.take(x, inner.rank(), axis=0)
             own.append(code.accumulate(inner.rank(), part, exact, 1))

@@ -80,11 +80,11 @@ class Ring(PartialSums):
             return received, received
 
         first, lost = encode(0, own(0))
-        last, later = lax.scan(add, first, jnp.arange(1, world))
+        last, later = lax.scan(add, first, jnp.arange(1, world, dtype=jnp.int32))
         _, others = lax.scan(forward, last, length=world - 1)
         # After the first half this rank has the sum of the next rank's chunk. The sum of its own
         # chunk arrives next.
-        place = (rank + 1 - jnp.arange(world)) % world
+        place = (rank + 1 - jnp.arange(world, dtype=jnp.int32)) % world
         rows = jnp.take(jnp.concatenate([last[None], others]), place, axis=0)
         residuals = [
             shares.joined(jnp.take(jnp.concatenate([e[None], es]), (place - 1) % world, axis=0), x)

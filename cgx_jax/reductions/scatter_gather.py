@@ -46,7 +46,7 @@ class ScatterGather(PayloadReduction):
         world = x.shape[0]
         code = chunk_code((CodedLeaf(compressor, x.shape[1:], np.dtype(np.float32), 0),), world)
         each = (code.error_bounds(compressor, row) for row in x)
-        peers = sum(each, start=jnp.zeros(x.shape[1:])) / divisor
+        peers = sum(each, start=jnp.zeros(x.shape[1:], jnp.float32)) / divisor
         total = jnp.abs(x.sum(0)) / divisor + peers
         of_sums = compressor.of_sums(world)
         return peers + largest_error(lambda v: code.error_bounds(of_sums, v), total)

@@ -45,7 +45,7 @@ class Tree(PartialSums):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         levels, extra = _levels(x.shape[0])
         values, beyond = list(x[: 1 << levels]), list(x[1 << levels :])
-        bounds = [jnp.zeros(x.shape[1:])] * len(values)
+        bounds = [jnp.zeros(x.shape[1:], jnp.float32)] * len(values)
         for i, more in enumerate(beyond):
             values[i], bounds[i] = values[i] + more, compressor.error_bound(more)
         for level in range(levels):
