@@ -1,4 +1,4 @@
-"""Checks that every compressor, reduction and exchange must pass, including your own.
+"""Checks of your own compressors, reductions, exchanges and losses.
 
 Call them from a test, for instance on simulated devices:
 `jax.config.update("jax_num_cpu_devices", 8)`. Each check raises AssertionError with the problem.
@@ -18,10 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import Compressor, PayloadCompressor, Quantize
+from cgx_jax.compressors import Compressor, Identity, PayloadCompressor, Quantize
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange, Xla, xla
+from cgx_jax.plain_jit.value_and_grad import value_and_grad
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Rules
 from cgx_jax.reductions import GatherSum, Job, Reduction, ScatterGather, named
@@ -254,6 +255,56 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
                 xla.gather(code.encode(own), axes), own.shape, own.dtype
             ),
         )
+
+
+def check_loss(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    mesh: Mesh,
+    axis_name: Any,
+    *,
+    more: Sequence[Any] = (),
+    rtol: float = 1e-3,
+    **options: Any,
+) -> None:
+    """Checks on your data that a loss split over ranks has plain jit's value and gradients.
+
+    Calls `loss_fn(params, batch, *more)` on one device, and split over `axis_name` of `mesh` as
+    `cgx_jax.value_and_grad` does, without compression and with `trust=True`. `options` are its
+    options: `has_aux`, `aux_specs`, `loss`, `in_specs`. Auxiliary outputs are compared too. An
+    error may be `rtol` times the largest absolute value of its array. Raises AssertionError with
+    every array that differs. Losses that draw random numbers for each example differ.
+    """
+    one = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
+    place = NamedSharding(one, P())
+
+    def run(where: Mesh, given: Any) -> dict[str, np.ndarray]:
+        how = {"trust": True, **options}
+        value, grads = value_and_grad(loss_fn, axis_name, Identity(), mesh=where, **how)(*given)
+        value, aux = value if options.get("has_aux") else (value, None)
+        parts = {"value": value, "aux": aux, "gradient": grads}
+        leaves = [(k, x) for k, v in parts.items() for x in jax.tree_util.tree_leaves_with_path(v)]
+        return {k + jax.tree_util.keystr(path): np.asarray(x) for k, (path, x) in leaves}
+
+    given = (params, batch, *more)
+    alone = jax.tree.map(
+        lambda x: jax.device_put(x, place) if isinstance(x, jax.Array) else x, given
+    )
+    want, got = run(one, alone), run(mesh, given)
+    wrong = []
+    for name, x in want.items():
+        y = got[name]
+        if x.shape != y.shape:
+            wrong.append(f"{name} has shape {list(y.shape)}, on one device {list(x.shape)}")
+            continue
+        off = np.abs(np.float64(x) - np.float64(y)).max(initial=0)
+        largest = np.abs(np.float64(x)).max(initial=0)
+        if not off <= rtol * largest:
+            wrong.append(
+                f"{name} {list(x.shape)} is off by {off:.3g}, its largest value {largest:.3g}"
+            )
+    _require(not wrong, "split over ranks, the loss is not that of one device: " + "; ".join(wrong))
 
 
 def _composed(

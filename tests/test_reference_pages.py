@@ -17,6 +17,7 @@ OF_OTHERS = {
     "cgx_jax.kernels.backends",
     "cgx_jax.testing.check_compressor",
     "cgx_jax.testing.check_exchange",
+    "cgx_jax.testing.check_loss",
     "cgx_jax.testing.check_reduction",
 }
 

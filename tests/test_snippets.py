@@ -168,6 +168,10 @@ policy, optimizer = cgx_jax.Quantize(bits=4), optax.sgd(0.1)
 
 def step(state, batch):
     return state, jnp.zeros(())
+
+
+def mean_loss(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
 """,
         inside={
             "def add(total, batch)": (

@@ -1,6 +1,7 @@
 """value_and_grad: what it differentiates and splits, and what it refuses."""
 
 import functools
+import logging
 import re
 
 import flax.linen as nn
@@ -420,13 +421,15 @@ def test_eager_calls_are_never_stale(case, monkeypatch):
     np.testing.assert_allclose(method(params, x, y)[0], 3 * first[1] + 1, rtol=1e-5)
 
 
-def test_eager_calls_share_what_they_compile(case):
+def test_eager_calls_share_what_they_compile_and_say_once_that_jit_is_faster(case, caplog):
     params, x, y, _ = case
     closed = x[:1] * 0
     f = vag(lambda p, x, y, step: loss_fn(p, x + closed, y) + 0 * step)
+    caplog.set_level(logging.WARNING, "cgx_jax")
     for step in range(3):
         f(params, x, y, jnp.asarray(step))
     assert f._compiled._cache_size() == 1
+    assert caplog.text.count("a jitted step is faster") == 1
 
 
 def test_what_the_loss_closes_over_is_whole(case):

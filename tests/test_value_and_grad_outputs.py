@@ -1,6 +1,7 @@
 """value_and_grad returns what plain jit does, or refuses: outputs, statistics, BatchNorm."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -144,7 +145,7 @@ def test_keys_that_all_ranks_share_are_for_draws_that_all_examples_share(case):
     with pytest.raises(ValueError, match="one random draw for the whole batch"):
         vag(shared)(*given)
     same = {"key": P(), "raw": P()}
-    with pytest.raises(ValueError, match="random draws for the examples from a key that every"):
+    with pytest.raises(ValueError, match="draws for each example from a key that every rank has"):
         vag(noisy, has_aux=True, aux_specs=P("data"), in_specs=same)(params, x, y, *keys_of())
     (_, noise), _ = vag(noisy, has_aux=True, aux_specs=P("data"), in_specs=same, trust=True)(
         params, x, y, *keys_of()
@@ -552,3 +553,17 @@ def test_a_batch_with_the_names_of_the_parameters_is_still_a_batch():
     batch = {"w": jnp.ones((16, 4))}
     value, _ = vag(lambda p, b: jnp.mean(b["w"] @ p["w"]))(params, batch)
     assert value == 4
+
+
+def test_microbatches_inside_the_loss_are_reduced_once(case):
+    params, x, y, _ = case
+    micro = jnp.stack([x, x[::-1]]), jnp.stack([y, y * 2])
+
+    def loss(p, micro):
+        one = jax.checkpoint(lambda batch: loss_fn(p, *batch))
+        return lax.map(one, micro).mean()
+
+    f = vag(loss, in_specs={"micro": P(None, "data")})
+    compiled = jax.jit(f).lower(params, micro).compile()
+    check_close(compiled(params, micro), jax.value_and_grad(loss)(params, micro))
+    assert len(re.findall(r" u8\[[\d,]+\]\S* all-to-all\(", compiled.as_text())) == 1

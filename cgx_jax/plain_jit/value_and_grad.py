@@ -148,7 +148,7 @@ class ValueAndGrad:
         functools.update_wrapper(self, loss_fn, updated=())
         self._loss_fn, self._options = loss_fn, options
         self._in_specs, self._specs, self._mean = in_specs, specs, mean
-        self._warned = False
+        self._eager_calls = 0
         # A new function per instance, since jax.jit shares compiled programs between all users of
         # the same function.
         self._compiled = jax.jit(lambda step, *given: step(*given), static_argnums=0)
@@ -242,9 +242,11 @@ class ValueAndGrad:
         consts = step.part.jaxpr.consts
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((consts, arrays, state))):
             return step(consts, arrays, state)
-        if self._warned is False:
-            self._warned = True
-            _LOG.info("%s outside jit traces the loss in every call; jit the step.", CALLER)
+        self._eager_calls += 1
+        if self._eager_calls == 2:
+            _LOG.warning(
+                "%s: outside jit, every call traces the loss; a jitted step is faster.", CALLER
+            )
         if self._mean.adapts:
             return jax.jit(lambda *given: step(*given))(consts, arrays, state)
         return self._compiled(step, consts, arrays, state)

@@ -52,7 +52,9 @@ def _reason(pair: Pair) -> str:
     if Kind.SUM in kinds or any(r.kind is Kind.SAME and r.power for r in pair.given):
         return STATISTIC
     if pair.name.startswith("random") and pair.grown() != -1:
-        return "random draws for the examples from a key that every rank has"
+        return (
+            "draws for each example from a key that every rank has (make it an argument, not P())"
+        )
     known = pair.name in RULES or pair.names_ranks()
     return "an operation between examples" if known else "an operation that has no rule"
 
