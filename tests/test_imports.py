@@ -20,6 +20,7 @@ LAYERS = [
     "agreement",
     "console",
     "axes",
+    "hooked",
     "kernels",
     "compressors",
     "exchanges",
