@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -360,14 +361,43 @@ def test_examples_that_meet_are_refused_with_one_example_per_rank(case, loss):
         vag(loss)(params, x[:8], y[:8])
 
 
-def test_one_example_per_rank(case):
+RECIPES = {
+    "mean": loss_fn,
+    "rows": lambda p, x, y: errors_of(p, x, y).mean(),
+    "own": lambda p, x, y: jax.nn.log_softmax(x @ p["a"]["w"])[jnp.arange(len(x)), 3].mean(),
+    "along": lambda p, x, y: optax.softmax_cross_entropy_with_integer_labels(
+        x @ p["a"]["w"], y.argmax(1)
+    ).mean(),
+    "norm": lambda p, x, y: jnp.square(x @ p["a"]["w"]).var(1).mean(),
+    "sequence": lambda p, x, y: jax.nn.softmax(x.reshape(-1, 4, 8) @ p["c"]["w"][:8]).mean(),
+}
+RUDE = {
+    "a factor": lambda p, x, y: loss_fn(p, x, y) * (3.0 if len(x) == 1 else 1.0),
+    "a power of two": lambda p, x, y: loss_fn(p, x, y) * (2.0 if len(x) == 1 else 1.0),
+    "of the world": lambda p, x, y: loss_fn(p, x, y) / (8.0 if len(x) == 1 else 1.0),
+    "an exponent": lambda p, x, y: (errors_of(p, x, y) ** (2 if len(x) == 1 else 3)).mean(),
+    "wiring": lambda p, x, y: loss_fn(p, *((y, x) if len(x) == 1 else (x, y))),
+    "columns": lambda p, x, y: (x @ p["a"]["w"])[
+        :, slice(3) if len(x) == 1 else slice(3, 6)
+    ].mean(),
+    "another axis": lambda p, x, y: jnp.cumsum(x @ p["a"]["w"], int(len(x) > 1)).mean(),
+    "a step less": lambda p, x, y: loss_fn(p, jnp.tanh(x) if len(x) > 1 else x, y),
+    "a size of the whole batch": lambda p, x, y: loss_fn(p, x, y) * (2.0 if len(x) == 8 else 1.0),
+}
+
+
+@pytest.mark.parametrize("loss", RECIPES.values(), ids=RECIPES)
+def test_one_example_per_rank(case, loss):
     params, x, y, _ = case
-    want = jax.value_and_grad(loss_fn)(params, x[:8], y[:8])
-    check_close(vag()(params, x[:8], y[:8]), want)
-    for factor in (3.0, 1 / 8):
-        rude = lambda p, x, y: loss_fn(p, x, y) * (factor if len(x) == 1 else 1.0)  # noqa: B023, E731
-        with pytest.raises(ValueError, match=r"depends on the batch size|sum over the batch"):
-            vag(rude)(params, x[:8], y[:8])
+    want = jax.value_and_grad(loss)(params, x[:8], y[:8])
+    check_close(vag(loss)(params, x[:8], y[:8]), want)
+
+
+@pytest.mark.parametrize("loss", RUDE.values(), ids=RUDE)
+def test_a_loss_that_is_another_with_one_example_is_refused(case, loss):
+    params, x, y, _ = case
+    with pytest.raises(ValueError, match=r"^value_and_grad: .*(one example per rank|a sum over)"):
+        vag(loss)(params, x[:8], y[:8])
 
 
 def test_a_shard_map_over_another_axis_is_followed(case):
@@ -394,6 +424,19 @@ def test_a_shard_map_over_another_axis_is_followed(case):
             call(*loss_of(masked_mean, P()))
         with pytest.raises(ValueError, match="splits the examples again"):
             call(*loss_of(lambda e, w: lax.psum((e * w).sum(), "model") / 64, P("model")))
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_outputs_that_depend_on_the_batch_size_are_refused(case, rows):
+    params, x, y, _ = case
+
+    def loss(p, x, y):
+        return loss_fn(p, x, y), {str(i): y.mean() for i in range(len(x) // 8)}
+
+    with pytest.raises(
+        ValueError, match=r"^value_and_grad: on a part of the batch the loss returns"
+    ):
+        vag(loss, has_aux=True, aux_specs="mean")(params, x[:rows], y[:rows])
 
 
 def test_trust_skips_the_check(case):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,12 +27,24 @@ from cgx_jax.plain_jit.arguments import (
     variable_of,
 )
 from cgx_jax.plain_jit.split import Ranks, Split
-from cgx_jax.relations.relation import DRAWS, MEAN, ROWS, SAME, SUM, Kind, Relation, growing
+from cgx_jax.relations.relation import (
+    DRAWS,
+    MEAN,
+    ROWS,
+    SAME,
+    SUM,
+    Kind,
+    Relation,
+    growing,
+    unknown,
+)
+from cgx_jax.relations.sizes import difference
 from cgx_jax.relations.walk import relate
 
 # What a rank's output becomes: the same on all ranks (None), a mean, a sum, or concatenated along
 # a dimension.
 Output = str | int | None
+_ALONE = "with one example per rank, the program is another than with more"
 _AUX = 'P(axis) for one row per example, "mean", "sum", or P() for what is the same on every rank'
 
 
@@ -63,18 +76,20 @@ class Program:
     ratio: bool
     single: bool
 
-    def whole(self, arrays: Sequence[Any]) -> Traced:
-        """Traces plain jit's program, with the axes bound to one rank."""
-        shapes = [_shape_of(x, Split(), 1) for x in arrays]
+    def whole(self, arrays: Sequence[Any], splits: Sequence[Split] = (), times: int = 1) -> Traced:
+        """Traces plain jit's program for `times` the batch, with the axes bound to one rank."""
+        pairs = itertools.zip_longest(arrays, splits, fillvalue=Split())
+        shapes = [_shape_of(x, split, times) for x, split in pairs]
         trees: list[Any] = []
         env = [(name, 1) for name in self.ranks.names]
         jaxpr = jax.make_jaxpr(functools.partial(self._flat, trees), axis_env=env)(shapes)
         return Traced(jaxpr, trees[0])
 
-    def part(self, arrays: Sequence[Any], splits: Sequence[Split]) -> Traced:
-        """Traces the program of one rank, with its part of the batch."""
+    def part(self, arrays: Sequence[Any], splits: Sequence[Split], times: int = 1) -> Traced:
+        """Traces the program of one rank, with its part of `times` the batch."""
         world = self.ranks.world
-        shapes = [_shape_of(x, split, world) for x, split in zip(arrays, splits, strict=True)]
+        pairs = zip(arrays, splits, strict=True)
+        shapes = [_shape_of(x, split, times, world) for x, split in pairs]
         trees: list[Any] = []
         made: list[Any] = []
 
@@ -170,12 +185,33 @@ class Program:
     ) -> tuple[list[Found], tuple[Any, Any, Any, Any]]:
         """Compares a rank's program with plain jit's.
 
-        Returns the loss's results, and the parts of `part`, with a `Found` for each.
+        Returns the loss's results, and the parts of `part`, with a `Found` for each. JAX leaves out
+        steps for dimensions of one. With one example per rank, programs for two are compared, after
+        both programs turned out to be those for twice and three times the batch.
         """
-        world = self.ranks.world
-        small, large = part.jaxpr, whole.jaxpr
+        if part.trees != whole.trees:
+            raise ValueError(
+                f"{CALLER}: on a part of the batch the loss returns another tree than on the whole "
+                f"batch: {part.trees} instead of {whole.trees}."
+            )
+        world, names = self.ranks.world, self.ranks.names
         inputs = [ROWS if s.dimension is not None else DRAWS if s.fold else SAME for s in splits]
-        related = relate(small, large, inputs, self.ranks.names, world)
+        pairs = zip(arrays, splits, strict=True)
+        small, large = part.jaxpr, whole.jaxpr
+        if all(s.dimension is None or x.shape[s.dimension] > world for x, s in pairs):
+            related = relate(small, large, inputs, names, world)
+        else:
+            related = [SAME] * len(small.out_avals)
+            try:
+                parts = [part.jaxpr, *(self.part(arrays, splits, n).jaxpr for n in (2, 3))]
+                wholes = [whole.jaxpr, *(self.whole(arrays, splits, n).jaxpr for n in (2, 3))]
+            except (TypeError, ValueError) as error:
+                at: str | None = f"{type(error).__name__}: {error}"
+            else:
+                related = relate(parts[1], wholes[1], inputs, names, world)
+                at = difference(*parts) or difference(*wholes)
+            if at is not None:
+                related = [r if r.why else unknown(f"{_ALONE}: {at}") for r in related]
         found = []
         for r, x, one, other in zip(
             related, small.jaxpr.outvars, small.out_avals, large.out_avals, strict=True
@@ -327,11 +363,11 @@ def finish(out: Output, x: Any, axis: Any) -> Any:
     return lax.psum(x, axis) if out == "sum" else x
 
 
-def _shape_of(x: Any, split: Split, world: int) -> jax.ShapeDtypeStruct:
-    """Returns the abstract value of a rank's part of an array."""
+def _shape_of(x: Any, split: Split, times: int, world: int = 1) -> jax.ShapeDtypeStruct:
+    """Returns the abstract value of a rank's part of an array, for `times` the batch."""
     shape = list(x.shape)
     if split.dimension is not None:
-        shape[split.dimension] //= world
+        shape[split.dimension] = shape[split.dimension] * times // world
     weak = bool(getattr(x, "weak_type", False))
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=weak)
 

@@ -187,3 +187,26 @@ _LIBRARIES = (
 def is_float(dtype: Any) -> bool:
     """Whether a dtype holds floats or complex numbers, those of ml_dtypes among them."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+# These return their operand, if the result is like it.
+_NOTHING = frozenset(
+    {"reshard", "sharding_constraint", "reduce_sum", "reshape", "broadcast_in_dim"}
+)
+
+
+def without_placement(jaxpr: Any) -> tuple[list[Any], dict[int, Any]]:
+    """Returns the equations that compute something, and what the results of others stand for.
+
+    The others place values on devices, or are there because values have a place.
+    """
+    steps: list[Any] = []
+    aliases: dict[int, Any] = {}
+    for eqn in jaxpr.eqns:
+        x, y = eqn.invars[:1], eqn.outvars[:1]
+        alike = x and y and (x[0].aval.shape, x[0].aval.dtype) == (y[0].aval.shape, y[0].aval.dtype)
+        if alike and eqn.primitive.name in _NOTHING:
+            aliases[id(y[0])] = aliases.get(id(x[0]), x[0])
+        else:
+            steps.append(eqn)
+    return steps, aliases

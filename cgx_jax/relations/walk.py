@@ -8,7 +8,6 @@ only on what the program does with its arrays, not on what their shapes or names
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from cgx_jax.relations.relation import (
     join,
     unknown,
     where,
+    without_placement,
 )
 
 
@@ -53,8 +53,10 @@ class _Walk:
         """Returns the relations of the outputs of a closed or open jaxpr."""
         constants = getattr(small, "consts", ()), getattr(large, "consts", ())
         small, large = getattr(small, "jaxpr", small), getattr(large, "jaxpr", large)
-        (steps, aliases), (others, more) = _without_placement(small), _without_placement(large)
+        (steps, aliases), (others, more) = without_placement(small), without_placement(large)
         aliases.update(more)
+        if [e.primitive for e in steps] != [e.primitive for e in others]:
+            return [unknown(_first_difference(steps, others))] * len(small.outvars)
         # For each value of `large`: the value of `small` in its place, and the relation.
         env: dict[Any, tuple[Any, Relation]] = {}
         env.update(zip(large.invars, zip(small.invars, given, strict=True), strict=True))
@@ -63,63 +65,19 @@ class _Walk:
         for one, other, x, y in zip(small.constvars, large.constvars, *constants, strict=True):
             env[other] = one, self.constant(x, y)
 
-        def twin_of(other: Any) -> Any:
-            other = aliases.get(id(other), other)
-            return other if _is_literal(other) else env[other][0]
-
         def read(one: Any, other: Any) -> Relation:
             one, other = aliases.get(id(one), one), aliases.get(id(other), other)
-            if _is_literal(one) and _is_literal(other):
-                return self.constant(one.val, other.val)
-            return env[other][1] if not _is_literal(other) and env[other][0] is one else _DEPENDS
+            if _is_literal(one) or _is_literal(other):
+                both = _is_literal(one) and _is_literal(other)
+                return self.constant(one.val, other.val) if both else _DEPENDS
+            twin, relation = env[other]
+            return relation if twin is one else _DEPENDS
 
-        ahead = collections.deque(steps)
-        for other in others:
-            one = ahead[0] if ahead and ahead[0].primitive == other.primitive else None
-            wired = (
-                one is not None
-                and len(one.invars) == len(other.invars)
-                and all(
-                    aliases.get(id(x), x) is twin_of(y) or _is_literal(twin_of(y))
-                    for x, y in zip(one.invars, other.invars, strict=True)
-                )
-            )
-            # Dimensions of one may be missing, and then the same step comes later.
-            if one is not None and wired and _ranks(one) == _ranks(other):
-                ahead.popleft()
-                operands = tuple(map(read, one.invars, other.invars))
-                results = self.equation(Pair(self.world, self.axes, one, other, operands))
-                env.update(zip(other.outvars, zip(one.outvars, results, strict=True), strict=True))
-                continue
-            twin = twin_of(other.invars[0]) if other.invars else None
-            relation = twin is not None and self.extra(other, twin, read(twin, other.invars[0]))
-            if not relation:
-                return [unknown(_DEPENDS.why + where(other))] * len(small.outvars)
-            env[other.outvars[0]] = twin, relation
-        if ahead:
-            return [unknown(_DEPENDS.why + where(ahead[0]))] * len(small.outvars)
+        for one, other in zip(steps, others, strict=True):
+            operands = tuple(map(read, one.invars, other.invars))
+            results = self.equation(Pair(self.world, self.axes, one, other, operands))
+            env.update(zip(other.outvars, zip(one.outvars, results, strict=True), strict=True))
         return [read(x, y) for x, y in zip(small.outvars, large.outvars, strict=True)]
-
-    def extra(self, eqn: Any, twin: Any, r: Relation) -> Relation | None:
-        """Returns the relation of a result that a rank's program lacks, since it has one example.
-
-        There, `twin` is the result as well as the operand, up to dimensions of one.
-        """
-        name, before = eqn.primitive.name, eqn.invars[0].aval.shape
-        after = eqn.outvars[0].aval.shape
-        if name == "reduce_sum":
-            sizes = [before[a] for a in eqn.params["axes"] if before[a] != 1]
-            d = growing(twin.aval.shape, before, self.world)
-            if r.kind is Kind.ROWS and sizes == [self.world] and d in eqn.params["axes"]:
-                return r.of(Kind.SUM)
-            return None if sizes else r
-        if name not in ("broadcast_in_dim", "reshape", "squeeze"):
-            return None
-        longer = [(a, b) for a, b in zip(before, after, strict=False) if a != b]
-        if name == "broadcast_in_dim" and len(before) == len(after) and longer:
-            spread = longer == [(1, self.world)] and r.kind in (Kind.SAME, Kind.ZERO)
-            return r.of(Kind.ROWS) if spread else None
-        return r if [a for a in before if a != 1] == [b for b in after if b != 1] else None
 
     def equation(self, pair: Pair) -> list[Relation]:
         """Returns the relations of an equation's results."""
@@ -294,10 +252,6 @@ def _joined(pair: Pair, relations: Sequence[Relation]) -> Relation:
 
 _CHANGES = "branches or turns that differ in how their results depend on the batch"
 _DEPENDS = unknown("the program itself depends on the batch size")
-# These return their operand, if the result is like it.
-_NOTHING = frozenset(
-    {"reshard", "sharding_constraint", "reduce_sum", "reshape", "broadcast_in_dim"}
-)
 _EMPTY = 99  # the power of a running sum to which nothing has been added
 _PROGRAMS: dict[str, Callable[[_Walk, Pair], list[Relation]]] = {
     **dict.fromkeys(
@@ -334,11 +288,6 @@ def _body(eqn: Any) -> Any:
     return None
 
 
-def _ranks(eqn: Any) -> list[int]:
-    """Returns the numbers of dimensions of an equation's operands and results."""
-    return [len(getattr(x.aval, "shape", ())) for x in (*eqn.invars, *eqn.outvars)]
-
-
 def _keeps(body: Any, consts: int, i: int) -> bool:
     """Whether a loop's body returns its carry `i` as it is."""
     body = getattr(body, "jaxpr", body)
@@ -349,18 +298,9 @@ def _is_literal(x: Any) -> bool:
     return hasattr(x, "val")
 
 
-def _without_placement(jaxpr: Any) -> tuple[list[Any], dict[int, Any]]:
-    """Returns the equations that compute something, and what the results of others stand for.
-
-    The others place values on devices, or are there because values have a place.
-    """
-    steps: list[Any] = []
-    aliases: dict[int, Any] = {}
-    for eqn in jaxpr.eqns:
-        x, y = eqn.invars[:1], eqn.outvars[:1]
-        alike = x and y and (x[0].aval.shape, x[0].aval.dtype) == (y[0].aval.shape, y[0].aval.dtype)
-        if alike and eqn.primitive.name in _NOTHING:
-            aliases[id(y[0])] = aliases.get(id(x[0]), x[0])
-        else:
-            steps.append(eqn)
-    return steps, aliases
+def _first_difference(small: Any, large: Any) -> str:
+    for one, other in zip(small, large, strict=False):
+        if one.primitive != other.primitive:
+            names = f"{one.primitive.name!r} on a rank, {other.primitive.name!r} in all"
+            return f"{_DEPENDS.why}: {names}{where(other)}"
+    return _DEPENDS.why
