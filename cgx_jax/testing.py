@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import tree_leaves_with_path
 
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor, Quantize
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange, Xla, xla
+from cgx_jax.plain_jit.arguments import is_nnx, keystr, nnx
 from cgx_jax.plain_jit.value_and_grad import value_and_grad
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Rules
@@ -272,39 +274,58 @@ def check_loss(
 
     Calls `loss_fn(params, batch, *more)` on one device, and split over `axis_name` of `mesh` as
     `cgx_jax.value_and_grad` does, without compression and with `trust=True`. `options` are its
-    options: `has_aux`, `aux_specs`, `loss`, `in_specs`. Auxiliary outputs are compared too. An
-    error may be `rtol` times the largest absolute value of its array. Raises AssertionError with
-    every array that differs. Losses that draw random numbers for each example differ.
+    options: `has_aux`, `aux_specs`, `loss`, `in_specs`. Auxiliary outputs and the state of NNX
+    objects are compared too. An error may be `rtol` times the largest absolute value of its array.
+    Raises AssertionError with every array that differs. Losses that draw random numbers for each
+    example differ.
     """
     one = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
     place = NamedSharding(one, P())
-
-    def run(where: Mesh, given: Any) -> dict[str, np.ndarray]:
-        how = {"trust": True, **options}
-        value, grads = value_and_grad(loss_fn, axis_name, Identity(), mesh=where, **how)(*given)
-        value, aux = value if options.get("has_aux") else (value, None)
-        parts = {"value": value, "aux": aux, "gradient": grads}
-        leaves = [(k, x) for k, v in parts.items() for x in jax.tree_util.tree_leaves_with_path(v)]
-        return {k + jax.tree_util.keystr(path): np.asarray(x) for k, (path, x) in leaves}
-
     given = (params, batch, *more)
     alone = jax.tree.map(
         lambda x: jax.device_put(x, place) if isinstance(x, jax.Array) else x, given
     )
-    want, got = run(one, alone), run(mesh, given)
-    wrong = []
-    for name, x in want.items():
-        y = got[name]
-        if x.shape != y.shape:
-            wrong.append(f"{name} has shape {list(y.shape)}, on one device {list(x.shape)}")
-            continue
-        off = np.abs(np.float64(x) - np.float64(y)).max(initial=0)
-        largest = np.abs(np.float64(x)).max(initial=0)
-        if not off <= rtol * largest:
-            wrong.append(
-                f"{name} {list(x.shape)} is off by {off:.3g}, its largest value {largest:.3g}"
-            )
+
+    def run(where: Mesh, given: Any) -> dict[str, dict[str, np.ndarray]]:
+        given = tuple(nnx().clone(x) if is_nnx(x) else x for x in given)
+        how = {"trust": True, **options}
+        with jax.set_mesh(where):
+            value, grads = value_and_grad(loss_fn, axis_name, Identity(), mesh=where, **how)(*given)
+        value, aux = value if options.get("has_aux") else (value, None)
+        state = [nnx().state(x) for x in given if is_nnx(x)]
+        parts = {"value": value, "aux": aux, "state": state, "gradient": grads}
+        return {
+            part: {part + keystr(path): _numbers(x) for path, x in tree_leaves_with_path(tree)}
+            for part, tree in parts.items()
+        }
+
+    wanted, wrong = run(one, alone), []
+    for part, leaves in run(mesh, given).items():
+        # A gradient of zero has errors, too: those of the others, far below their size.
+        largest = max((_largest(x) for x in wanted[part].values()), default=0.0)
+        for name, y in leaves.items():
+            x = wanted[part][name]
+            if x.shape != y.shape:
+                wrong.append(f"{name} has shape {list(y.shape)}, on one device {list(x.shape)}")
+                continue
+            finite = np.isfinite(x)
+            off = _largest(np.where(finite, x, 0) - np.where(finite, y, 0))
+            same = np.array_equal(x[~finite], y[~finite], equal_nan=True)
+            if not same or not off <= rtol * max(_largest(x), 1e-3 * largest):
+                wrong.append(
+                    f"{name} {list(x.shape)} is off by {off:.3g}, it is up to {_largest(x):.3g}"
+                )
     _require(not wrong, "split over ranks, the loss is not that of one device: " + "; ".join(wrong))
+
+
+def _numbers(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0))
 
 
 def _composed(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -184,6 +185,17 @@ LOSS_CHECKS = {
         {},
         r"value \[\] is off by .*gradient\['w'\] \[4, 3\] is off by",
     ),
+    "a gradient of zero": (lambda p, b: errors(p, b).mean() + 1e-9 * p["w"][0, 0], {}, None),
+    "the same NaN": (
+        lambda p, b: (errors(p, b).mean(), jnp.log(b["x"])),
+        {"has_aux": True, "aux_specs": P("data")},
+        None,
+    ),
+    "an imaginary part": (
+        lambda p, b: (errors(p, b).mean(), jax.lax.complex(p["w"][0, 0], errors(p, b).max())),
+        {"has_aux": True, "aux_specs": "mean"},
+        r"aux \[\] is off by",
+    ),
     "a shape": (
         lambda p, b: (errors(p, b).mean(), b["x"][:1]),
         {"has_aux": True, "aux_specs": P("data")},
@@ -205,3 +217,22 @@ def test_check_loss_names_what_differs(loss, options, wrong):
     else:
         with pytest.raises(AssertionError, match=wrong):
             check()
+
+
+class Keeper(nnx.Module):
+    def __init__(self):
+        self.w, self.top = nnx.Param(jnp.ones((4, 3))), nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.top[...] = x.max()
+        return x @ self.w[...]
+
+
+def test_check_loss_compares_the_state_of_nnx_and_leaves_the_callers(mesh):
+    model, x = Keeper(), jnp.arange(64.0).reshape(16, 4)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(AssertionError, match=r"state\[0\]\['top'\].* is off by"),
+    ):
+        check_loss(lambda m, x: jnp.square(m(x)).mean(), model, x, mesh, "data")
+    assert model.top[...] == 0

@@ -214,6 +214,16 @@ def test_explicit_meshes(case, split):
         check_close(jax.jit(vag(mesh=None))(params, x, y), want)
 
 
+@pytest.mark.parametrize("spec", [P("a"), P("b"), P(("b", "a")), P("a", "b"), P(("a", "b")), P()])
+def test_explicit_meshes_with_two_axes(case, spec):
+    params, x, y, want = case
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x, y = jax.device_put((x, y), spec)
+        f = cgx_jax.value_and_grad(loss_fn, ("a", "b"), Q8, mesh=mesh, exchange="xla")
+        check_close(jax.jit(f)(params, x, y), want)
+
+
 def test_several_differentiated_arguments(case):
     params, x, y, want = case
     f = vag(lambda a, x, c, y: loss_fn(a | c, x, y), argnums=(0, 2))

@@ -380,6 +380,13 @@ RUDE = {
     "columns": lambda p, x, y: (x @ p["a"]["w"])[
         :, slice(3) if len(x) == 1 else slice(3, 6)
     ].mean(),
+    "a transpose": lambda p, x, y: loss_fn(
+        p,
+        *(
+            (a.reshape(-1, 2, 4, 4).transpose(0, 1, 3, 2).reshape(a.shape) if len(a) == 1 else a)
+            for a in (x, y)
+        ),
+    ),
     "another axis": lambda p, x, y: jnp.cumsum(x @ p["a"]["w"], int(len(x) > 1)).mean(),
     "a step less": lambda p, x, y: loss_fn(p, jnp.tanh(x) if len(x) > 1 else x, y),
     "a size of the whole batch": lambda p, x, y: loss_fn(p, x, y) * (2.0 if len(x) == 8 else 1.0),
@@ -424,6 +431,109 @@ def test_a_shard_map_over_another_axis_is_followed(case):
             call(*loss_of(masked_mean, P()))
         with pytest.raises(ValueError, match="splits the examples again"):
             call(*loss_of(lambda e, w: lax.psum((e * w).sum(), "model") / 64, P("model")))
+
+
+def in_turns(one):
+    """A mean over a loop over the examples."""
+    return lambda x: lax.map(one, x).mean()
+
+
+def remembered(x):
+    ref = jax.new_ref(jnp.zeros(()))
+    ref[...] = x.mean()
+    return x.mean() + ref[...] ** 2
+
+
+def called(x):
+    """Calls the host with an array that depends on the batch size, too long to be printed."""
+    factors = np.full(3000, float(len(x)))
+    like = jax.ShapeDtypeStruct((), jnp.float32)
+    return x.mean() * jax.pure_callback(lambda: np.float32(factors[0] / 64), like)
+
+
+# Each was once taken for a mean over the examples. Every rank has 8 of 64 examples of 32 numbers.
+SLY = {
+    "rows of a longer array": lambda x: jnp.tanh(x.reshape(-1)[jnp.arange(len(x))]).mean(),
+    "repeated rows": lambda x: jnp.tanh(jnp.repeat(x, 2, 0)[jnp.arange(len(x))]).mean(),
+    "indices beyond the end": lambda x: jnp.tanh(
+        x[:, 0].at[jnp.arange(2 * len(x))].get(mode="clip")
+    ).mean(),
+    "additions to a longer array": lambda x: (
+        x.reshape(-1).at[jnp.arange(len(x))].add(jnp.tanh(x[:, 0])) ** 2
+    ).mean(),
+    "ranks that meet in a loop": in_turns(lambda r: jnp.tanh(lax.pmean(r.sum(), "data"))),
+    "synced norms in a loop": in_turns(lambda r: jnp.tanh(r - lax.pmean(r.mean(), "data"))[0]),
+    "filled sums": lambda x: x.sum(0).at[jnp.array([1, 99])].get(mode="fill", fill_value=1.0).sum(),
+    "filled means": lambda x: (x / len(x)).at[:, jnp.array([1, 99])].get(
+        mode="fill", fill_value=1.0
+    ).sum(),
+    "numbers of rows that overflow": lambda x: (
+        x * x[lax.iota(jnp.int8, 40 * len(x))[: len(x)].astype(jnp.int32) % 8]
+    ).mean(),
+    "a ref": remembered,
+    "a dimension found by its size": lambda x: (
+        jnp.tanh(lax.broadcast_in_dim(jnp.arange(8.0), x[:, :8].shape, (x.shape.index(8) if 8 in
+                 x.shape else 1,)) * x[:, :8])
+    ).mean(),
+    "a transpose in a reshape": lambda x: (
+        x[:, :8] * lax.reshape(x[:, :8], x[:, :8].shape, dimensions=(1, 0))
+    ).mean() if len(x) == 8 else (x[:, :8] * x[:, :8]).mean(),
+    "digits that cancel": lambda x: x.sum() / (
+        (jnp.int32(len(x) * 2**20 + 1) - jnp.int32(len(x) * 2**20)) * 64.0
+    ),
+    "zero times infinity": lambda x: x.mean() * jnp.where((0.0 * x).sum() > -1, 1.0, 2.0),
+    "a fraction of ranks": lambda x: (
+        x[:, 0] * (lax.axis_index("data").astype(jnp.float32) * 8.5 + jnp.arange(len(x)))
+    ).mean(),
+    "a call of the host": called,
+    "a call with effects": lambda x: x.mean() + jax.experimental.io_callback(
+        lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sly", SLY.values(), ids=SLY)
+def test_a_statistic_in_disguise_is_refused(case, sly):
+    params, x, y, _ = case
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(ValueError, match=r"^value_and_grad: "),
+    ):
+        vag(lambda p, x, y: loss_fn(p, x, y) + sly(x * p["a"]["b"].sum() + x))(params, x, y)
+
+
+HONEST = {
+    "hessians": lambda x: jax.vmap(jax.hessian(lambda r: jnp.sin(r[:3]).sum()))(x).mean(),
+    "a sum from a number": lambda x: lax.scan(lambda c, r: (c + r.sum(), None), 0.0, x)[0] / len(x),
+    "a constant column": lambda x: x[jnp.arange(len(x)), 0].mean(),
+    "solved": lambda x: jax.scipy.linalg.solve_triangular(
+        jnp.eye(4) + jnp.tril(x[:, :16].reshape(-1, 4, 4), -1), x[:, :4, None], lower=True
+    ).mean(),
+    "filled with NaN": lambda x: jnp.nan_to_num(jnp.take(x, jnp.array([1, 99]), axis=1)).mean(),
+    "own numbers": lambda x: (
+        x[:, 0] * (lax.axis_index("data") * len(x) + jnp.arange(len(x))) / 64
+    ).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST)
+def test_a_mean_over_the_examples_is_taken(case, honest):
+    params, x, y, _ = case
+    loss = lambda p, x, y: loss_fn(p, x, y) + honest(x * p["a"]["b"].sum() + x)  # noqa: E731
+    one = jax.shard_map(
+        jax.value_and_grad(loss), mesh=auto_mesh((1,)), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        check_close(vag(loss)(params, x, y), jax.jit(one)(params, x, y))
+
+
+def test_means_of_integers_keep_their_dtype(case):
+    params, x, y, _ = case
+    loss = lambda p, x, y: (loss_fn(p, x, y), (x > 0).sum() * (512 // len(x)))  # noqa: E731
+    (_, got), _ = vag(loss, has_aux=True, aux_specs="mean")(params, x, y)
+    want = loss(params, x, y)[1]
+    assert got.dtype == want.dtype
+    assert got == want
 
 
 @pytest.mark.parametrize("rows", [8, 64])

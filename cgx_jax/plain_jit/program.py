@@ -268,7 +268,8 @@ class Program:
             (what, found), axis = wrong[0], self.ranks.axis
             raise ValueError(
                 f"{CALLER}: {what} is not known to be a mean over the examples: {found.why}. If "
-                'the loss divides by a count, return (sum, count) with loss="ratio". Pass '
+                'the loss divides by a count, return (sum, count) with loss="ratio", both as they '
+                "are, without a floor or a small number added to the count. Pass "
                 f"axis_name={axis!r} to a BatchNorm; average another statistic of the batch with "
                 f"jax.lax.pmean(statistic, {axis!r}); gather examples that meet with "
                 f"jax.lax.all_gather(examples, {axis!r}, tiled=True). If the mean of the ranks' "
@@ -359,7 +360,9 @@ class Found:
 def finish(out: Output, x: Any, axis: Any) -> Any:
     """Returns a rank's output, reduced over `axis` if it is a mean or a sum."""
     if out == "mean":
-        return lax.pmean(x, axis)
+        mean = lax.pmean(x, axis)
+        whole = not jnp.issubdtype(x.dtype, jnp.inexact)
+        return jnp.round(mean).astype(x.dtype) if whole else mean
     return lax.psum(x, axis) if out == "sum" else x
 
 

@@ -64,11 +64,23 @@ class Ranks:
         if jax.sharding.AxisType.Explicit not in {types[n] for n in self.names}:
             return x
         known = jax.typeof(x).sharding.spec
-        if self.dimension(known) == self.dimension(spec):
-            return x
         d = self.dimension(spec)
+        entry = known[d] if d is not None and d < len(known) else None
+        entry = entry if isinstance(entry, tuple) else (entry,)
+        own = tuple(n for n in entry if n in self.names)
+        elsewhere = self.dimension(Spec(*(None if i == d else e for i, e in enumerate(known))))
+        if elsewhere is None and own == (() if d is None else self.names):
+            return x
         entries = [*known, *(None,) * (x.ndim - len(known))]
-        wanted = Spec(*(self.axis if i == d else e for i, e in enumerate(entries)))
+        others = (
+            tuple(n for n in e if n not in self.names)
+            if isinstance(e, tuple)
+            else None
+            if e in self.names
+            else e
+            for e in entries
+        )
+        wanted = Spec(*(self.axis if i == d else e or None for i, e in enumerate(others)))
         return jax.reshard(x, NamedSharding(self.mesh, wanted))
 
 

@@ -157,7 +157,7 @@ class Pair:
         pairs = (
             (self.small.params.get(k), self.large.params.get(k)) for k in keys - {*but, *_PLACE}
         )
-        return all(a is b or str(a) == str(b) for a, b in pairs)
+        return all(_alike(a, b) for a, b in pairs)
 
     def refuse(self, why: str) -> Relation:
         """Returns UNKNOWN: why, the operation and the line of the user's program."""
@@ -184,6 +184,21 @@ _LIBRARIES = (
 )
 
 
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two parameters are equal; programs are, if their texts are."""
+    if a is b:
+        return True
+    if isinstance(a, (tuple, list)) and type(a) is type(b) and len(a) == len(b):
+        return all(map(_alike, a, b))
+    if hasattr(getattr(a, "jaxpr", a), "eqns"):
+        same = all(map(_alike, getattr(a, "consts", ()), getattr(b, "consts", ())))
+        return same and str(a) == str(b) and "callback" not in str(a)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (TypeError, ValueError):
+        return False
+
+
 def is_float(dtype: Any) -> bool:
     """Whether a dtype holds floats or complex numbers, those of ml_dtypes among them."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
@@ -191,7 +206,8 @@ def is_float(dtype: Any) -> bool:
 
 # These return their operand, if the result is like it.
 _NOTHING = frozenset(
-    {"reshard", "sharding_constraint", "reduce_sum", "reshape", "broadcast_in_dim"}
+    {"broadcast_in_dim", "convert_element_type", "reduce_sum", "reshape", "reshard"}
+    | {"sharding_constraint"}
 )
 
 
@@ -205,7 +221,7 @@ def without_placement(jaxpr: Any) -> tuple[list[Any], dict[int, Any]]:
     for eqn in jaxpr.eqns:
         x, y = eqn.invars[:1], eqn.outvars[:1]
         alike = x and y and (x[0].aval.shape, x[0].aval.dtype) == (y[0].aval.shape, y[0].aval.dtype)
-        if alike and eqn.primitive.name in _NOTHING:
+        if alike and eqn.primitive.name in _NOTHING and eqn.params.get("dimensions") is None:
             aliases[id(y[0])] = aliases.get(id(x[0]), x[0])
         else:
             steps.append(eqn)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax.relations.relation import (
@@ -47,6 +48,8 @@ def apply(pair: Pair) -> list[Relation]:
 
 def _reason(pair: Pair) -> str:
     kinds = {r.kind for r in pair.given}
+    if pair.name not in RULES and not pair.names_ranks():
+        return "an operation that has no rule"
     if Kind.DRAWS in kinds:
         return "one random draw for the whole batch, from a key of which each rank has its own"
     if Kind.SUM in kinds or any(r.kind is Kind.SAME and r.power for r in pair.given):
@@ -55,8 +58,7 @@ def _reason(pair: Pair) -> str:
         return (
             "draws for each example from a key that every rank has (make it an argument, not P())"
         )
-    known = pair.name in RULES or pair.names_ranks()
-    return "an operation between examples" if known else "an operation that has no rule"
+    return "an operation between examples"
 
 
 # The power of a result, from its operands'; None where there is none.
@@ -96,6 +98,11 @@ class _Rule:
 
     def __call__(self, pair: Pair) -> Relation | None:
         given, d = pair.given, pair.grown()
+        product = self.power is _total
+        if product:
+            # A product with zero may be NaN.
+            whole = [SAME if pair.grown(i) == -1 else ROWS for i in range(len(given))]
+            given = tuple(r if r != ZERO else w for r, w in zip(given, whole, strict=True))
         kinds = {r.kind for r in given}
         power = self.power(given)
         moves = self.linear and self.power is _first and kinds <= {*NUMBERS, Kind.DRAWS}
@@ -103,9 +110,8 @@ class _Rule:
             return None
         if any(pair.grown(-i - 1) != d for i in range(pair.count)):
             return None
-        product = self.power is _total
         zeros = [r == ZERO for r in given]
-        if self.linear and (any(zeros) if product else zeros[0] if moves else all(zeros)):
+        if self.linear and (zeros[0] if moves else all(zeros)):
             return ZERO if not moves or all(r.sure for r in given) else None
         if Kind.SUM in kinds and d == -1 and self.linear:
             if product:
@@ -174,6 +180,8 @@ def _passes(pair: Pair) -> list[Relation]:
 def _moves(pair: Pair) -> Relation | None:
     """Changes of shape. Examples stay together if as many values come before them as did before."""
     r, d, before = pair.given[0], pair.grown(), pair.grown(0)
+    if not pair.alike("new_sizes", "shape"):
+        return None
     if d is None or r.kind is Kind.SUM or r.kind is Kind.DRAWS:
         return r if d == -1 else None
     if r.kind is Kind.SAME and len(pair.given) == 1:
@@ -193,10 +201,11 @@ def _converts(pair: Pair) -> Relation | None:
     r = pair.given[0]
     before, after = pair.small.invars[0].aval.dtype, pair.small.outvars[0].aval.dtype
     # Sums of floats that are rounded, and of numbers that overflow, are no longer sums.
-    exact = is_float(after) and (is_float(before) or np.dtype(before).itemsize >= 4)
+    exact = is_float(after) and np.dtype(after).itemsize > 1
+    exact = exact and (is_float(before) or np.dtype(before).itemsize >= 4)
     if (r.kind is Kind.SUM or r.power) and not exact:
         return None
-    return None if r.kind is Kind.POSITION and np.dtype(after).itemsize < 4 else r
+    return None if r.kind is Kind.POSITION and not _counts_to(after, pair) else r
 
 
 def _compares(pair: Pair) -> Relation | None:
@@ -211,11 +220,7 @@ def _divides(pair: Pair) -> Relation | None:
     whole = not is_float(pair.small.outvars[0].aval.dtype)
     if whole or b.kind in (Kind.SUM, Kind.ZERO):
         return _Rule(_none)(pair)
-    return (
-        ZERO
-        if a == ZERO
-        else _Rule(_total, linear=True)(dataclasses.replace(pair, given=(a, b.at(-b.power))))
-    )
+    return _Rule(_total, linear=True)(dataclasses.replace(pair, given=(a, b.at(-b.power))))
 
 
 def _raises(pair: Pair) -> Relation | None:
@@ -235,7 +240,7 @@ def _concatenates(pair: Pair) -> Relation | None:
     d, axis, kinds = pair.grown(), pair.param("dimension"), {r.kind for r in pair.given}
     if any(pair.grown(i) != d for i in range(len(pair.given))):
         return None
-    if Kind.POSITION in kinds and kinds <= {Kind.POSITION, Kind.ROWS}:
+    if Kind.POSITION in kinds and kinds <= {Kind.POSITION, Kind.ROWS, Kind.ZERO}:
         alone = all(pair.shape(i)[axis] == 1 for i in range(len(pair.given)))
         columns = tuple(int(r.kind is Kind.POSITION) for r in pair.given)
         plain = alone and d != axis and _none(pair.given) == 0
@@ -249,7 +254,17 @@ def _counts_up(pair: Pair) -> Relation | None:
     d = pair.grown()
     if d is None or d < 0:
         return None
-    return Relation(Kind.POSITION) if d == pair.param("dimension") else ROWS
+    if d != pair.param("dimension"):
+        return ROWS
+    return Relation(Kind.POSITION) if _counts_to(pair.param("dtype"), pair) else None
+
+
+def _counts_to(dtype: Any, pair: Pair) -> bool:
+    """Whether a dtype has all numbers below the lengths of the result."""
+    longest = max(pair.large.outvars[0].aval.shape)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(longest - 1 <= jnp.iinfo(dtype).max)
+    return bool(is_float(dtype) and longest <= 2 ** jnp.finfo(dtype).nmant)
 
 
 def _updates(pair: Pair) -> Relation | None:
@@ -274,8 +289,8 @@ def _multiplies(pair: Pair) -> Relation | None:
     kinds = [r.kind for r in pair.given]
     if Kind.RANK in kinds:
         at = kinds.index(Kind.RANK)
-        factor = getattr(pair.small.invars[1 - at], "val", 0)
-        own = pair.given[at].columns == (1,) and factor
+        factor = np.asarray(getattr(pair.small.invars[1 - at], "val", None))
+        own = pair.given[at].columns == (1,) and np.issubdtype(factor.dtype, np.integer)
         return Relation(Kind.RANK, columns=(int(factor),)) if own else None
     return _Rule(_total, linear=True)(pair)
 
@@ -311,6 +326,14 @@ def _gathers(pair: Pair) -> Relation | None:
     if d is None or own is None or at is None or not pair.alike("slice_sizes"):
         return None
     small, large = pair.both("slice_sizes")
+    fill, dtype = pair.param("fill_value"), pair.small.outvars[0].aval.dtype
+    if "FILL" in str(pair.param("mode")) and (fill is None or fill != 0):
+        # Out of bounds, a number is neither zero nor a part of a sum; a NaN is both NaN.
+        if r == ZERO:
+            r = SAME if own == -1 else ROWS
+        nan = is_float(dtype) and (fill is None or fill != fill)
+        if (r.power or r.kind not in (Kind.SAME, Kind.ROWS)) and not nan:
+            return None
     last = len(pair.shape(1)) - 1
     taken = [i for i in range(len(pair.shape(-1))) if i not in n.offset_dims]
     by_row = d >= 0 and 0 <= at < last and d == taken[at]
@@ -337,10 +360,12 @@ def _gathers(pair: Pair) -> Relation | None:
 
 def _is_own(pair: Pair, index: Relation, d: int, columns: Sequence[int]) -> bool:
     """Whether an index takes each example to its own row along dimension `d`."""
-    own = index.columns
+    own, at = index.columns, pair.grown(1)
     if index.kind is Kind.POSITION and pair.shape(1)[-1] == 1:
         own = (1,)
-    return sum(own) == 1 and d in columns and bool(own[list(columns).index(d)])
+    if sum(own) != 1 or d not in columns or not own[list(columns).index(d)] or at is None:
+        return False
+    return pair.shape(0)[d] == pair.shape(1)[at]  # else an index is the number of another row
 
 
 def _scatters(pair: Pair) -> Relation | None:
@@ -415,7 +440,8 @@ _NUMBERS = {
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh threefry2x32 xor
     zeta""": _Rule(_none),
     "abs complex max min reduce_max reduce_min": _Rule(_equal),
-    "conj imag neg real reduce_precision": _Rule(_first, linear=True),
+    "conj imag neg real": _Rule(_first, linear=True),
+    "reduce_precision": _Rule(_equal),
     "rev": _Rule(_first, linear=True, apart=_off("dimensions")),
     "split": _Rule(_first, linear=True, apart=_off("axis")),
     "cumsum": _Rule(_first, linear=True, apart=_off("axis")),
@@ -434,12 +460,14 @@ _NUMBERS = {
     ),
     "fft": _Rule(_first, linear=True, apart=_before),
     "unstack": _Rule(_first, linear=True),
-    "cholesky eig eigh householder_product lu qr svd triangular_solve": _Rule(
-        _none, apart=_before, but=("shape",)
+    "triangular_solve": _Rule(
+        lambda given: given[1].power if given[0].power == 0 else None, apart=_before
     ),
+    "cholesky eig eigh householder_product lu qr svd": _Rule(_none, apart=_before, but=("shape",)),
 }
 _OTHERS: dict[Any, str] = {
-    _passes: "copy copy_p name optimization_barrier reshard sharding_constraint stop_gradient",
+    _passes: """copy copy_p device_put name optimization_barrier pvary reshard
+        sharding_constraint stop_gradient""",
     _moves: "broadcast_in_dim reshape squeeze transpose",
     _converts: "convert_element_type",
     _compares: "eq eq_to ge gt le le_to lt lt_to ne",

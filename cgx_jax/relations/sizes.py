@@ -11,7 +11,7 @@ import numpy as np
 from cgx_jax.relations.relation import where, without_placement
 
 # JAX leaves these out, or adds them, where a dimension is one.
-_RESHAPES = frozenset({"broadcast_in_dim", "reduce_sum", "reshape", "squeeze", "transpose"})
+_RESHAPES = frozenset({"broadcast_in_dim", "reduce_sum", "reshape", "squeeze"})
 # Parameters that follow from the shapes of operands and results.
 _SHAPES = frozenset({"new_sizes", "shape", "slice_sizes"})
 # Parameters that name dimensions of the result, and of the first operand.
@@ -59,7 +59,7 @@ class _Sizes:
         for other, third in zip(steps[1][0], steps[2][0], strict=True):
             while not self.matches(ahead, other, third):
                 # A step that only moves dimensions of one may be missing here or there.
-                moves = other.primitive.name in _RESHAPES
+                moves = _reshapes(other)
                 twin = self.twin(other.invars[0]) if moves else None
                 if moves and self.fits(twin, other.outvars[0], third.outvars[0]):
                     self.twins[other.outvars[0]] = twin
@@ -74,7 +74,7 @@ class _Sizes:
 
     def skip(self, ahead: collections.deque[Any], at: str) -> None:
         """Leaves out a step for one example, if it only adds or removes dimensions of one."""
-        if not ahead or ahead[0].primitive.name not in _RESHAPES:
+        if not ahead or not _reshapes(ahead[0]):
             raise _Differs(at)
         step = ahead.popleft()
         x, y = step.invars[0], step.outvars[0]
@@ -184,6 +184,12 @@ def _for_one(two: Any, three: Any) -> list[int]:
     """Returns the shape for one example from those of values for two and three."""
     sizes = zip(two.aval.shape, three.aval.shape, strict=True)
     return [b if b == c else b // 2 for b, c in sizes]
+
+
+def _reshapes(eqn: Any) -> bool:
+    """Whether an equation keeps the order of values. A squeeze names the dimensions of one."""
+    name = eqn.primitive.name
+    return name in _RESHAPES and (name == "squeeze" or eqn.params.get("dimensions") is None)
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:

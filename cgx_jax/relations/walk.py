@@ -91,6 +91,11 @@ class _Walk:
             return [lost] * pair.count
         if any(pair.grown(i) is None for i in range(len(pair.given))):
             return [pair.refuse("an operand whose shape depends on the batch size")] * pair.count
+        if not _is_pure(pair.small):
+            return [pair.refuse("an operation with effects")] * pair.count
+        in_turn = any(r.kind in (Kind.CARRY, Kind.EACH) for r in pair.given)
+        if in_turn and pair.names_ranks():
+            return [pair.refuse("ranks that meet in a loop over examples")] * pair.count
         if any(r.kind is Kind.CARRY for r in pair.given):
             return [_running_sum(pair)] * pair.count
         if any(r.kind is Kind.EACH for r in pair.given):
@@ -121,10 +126,14 @@ class _Walk:
 
     def number(self, small: np.ndarray, large: np.ndarray) -> Relation:
         """Returns the relation of a number that depends on the batch size, such as the size."""
-        if small.ndim == 0 and small != 0:
-            ratio = complex(large) / complex(small)
+        eps = float(jnp.finfo(small.dtype).eps) if is_float(small.dtype) else 0.0
+        # Each number is rounded; narrow ones must be exact.
+        rtol = 1.05 * eps if eps < 1e-6 else 0.0
+        if small.ndim == 0 and small.dtype != bool and small != 0:
             for power in range(-4, 5):
-                if np.isclose(ratio, float(self.world) ** power, rtol=1e-6, atol=0):
+                one = small.item() * self.world ** max(power, 0)
+                other = large.item() * self.world ** max(-power, 0)
+                if abs(one - other) <= rtol * abs(other):
                     return SAME.at(power)
         return unknown(f"a number depends on the batch size: {small} on a rank, {large} in all")
 
@@ -292,6 +301,13 @@ def _keeps(body: Any, consts: int, i: int) -> bool:
     """Whether a loop's body returns its carry `i` as it is."""
     body = getattr(body, "jaxpr", body)
     return body.outvars[i] is body.invars[consts + i]
+
+
+def _is_pure(eqn: Any) -> bool:
+    """Whether an equation only computes values from values."""
+    values = all(isinstance(x.aval, jax.core.ShapedArray) for x in (*eqn.invars, *eqn.outvars))
+    effects = {type(e).__name__ for e in eqn.effects} - {"NamedAxisEffect"}
+    return values and (not effects or not eqn.outvars)
 
 
 def _is_literal(x: Any) -> bool:
