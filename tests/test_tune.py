@@ -102,7 +102,6 @@ def test_without_a_profile_a_small_tree_is_the_very_program_of_lax(
 ):
     exact, ours = PAIRS[name]
     tree = {"a": jax.ShapeDtypeStruct((8, *SMALL), np.float32)}
-    tree |= {"b": jax.ShapeDtypeStruct((8, 33, 64), jnp.bfloat16)}
 
     def program(reduce):
         def step(tree):

@@ -336,7 +336,11 @@ def difference(got, want):
 
 def run(seed):
     """Returns ("refused", why) or ("accepted", largest error) of a program."""
-    program = Program(seed)
+    with jax.numpy_dtype_promotion("standard"):
+        return _run(Program(seed), seed)
+
+
+def _run(program, seed):
     # In some programs each rank has one example.
     params, batch = data(ROWS if seed % 8 else WORLD)
     try:

@@ -30,7 +30,7 @@ from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import state_specs
 
-_LOG = logging.getLogger("cgx_jax")
+_LOG = logging.getLogger(__name__)
 
 
 def value_and_grad(
