@@ -85,10 +85,10 @@ def _total(given: Given) -> int:
 class _Rule:
     """A primitive that computes numbers.
 
-    `power` gives the result's. `linear` says that zeros give zeros, and that sums over the examples
-    give such sums: of one operand, if the power is a total, and otherwise of all. `apart` says
-    whether examples along a dimension stay apart; None if they always do. `but` names parameters
-    that may depend on the batch size.
+    `power` gives the result's. With `linear`, zeros give zeros, and sums over the examples give
+    such sums. In a product one operand may be such a sum; elsewhere all are. `apart` says whether
+    examples along a dimension stay apart; None if they always do. `but` names parameters that may
+    depend on the batch size.
     """
 
     power: Callable[[Given], int | None]
