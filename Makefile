@@ -1,14 +1,17 @@
 # `make demo` and `make test` each do all of their own set-up, in $(VENV). They need Python >= 3.11,
-# a C++17 compiler and make; all else comes from PyPI. `make PYTHON=... VENV=...` chooses others.
+# a C++17 compiler and make; all else comes from PyPI. They take the newest Python that is here,
+# because users get the newest jax from it; `make PYTHON=... VENV=...` chooses others.
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds wheels docs lint \
+.PHONY: demo test slow-test oldest-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds wheels docs lint \
         format bench sass clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
-PYTHON ?= python3 python3.11 python3.12 python3.13 python3.14 python
+# Those on PATH and those that only pyenv knows.
+PYTHONS = $(foreach v,$(1),python$(v) $(wildcard $(HOME)/.pyenv/versions/$(v).*/bin/python))
+PYTHON ?= $(call PYTHONS,3.14 3.13 3.12 3.11) python3 python
 # One architecture, and PTX that every newer GPU compiles for itself: installs in a fraction of the
 # time that the package's own list takes.
 CUDA_ARCHITECTURES ?= 80
@@ -85,6 +88,10 @@ test: $(STAMPS)/cuda-plugin
 
 slow-test: $(STAMPS)/cuda-plugin
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# What depends on JAX's version, with the oldest that is supported.
+oldest-test:
+	$(MAKE) test VENV=.venv-oldest PYTHON="$(call PYTHONS,3.11)" PYTEST_ARGS="-m 'oldest and not slow'"
 
 # The MPI tests with Open MPI in MPICH's place.
 openmpi-test: $(STAMPS)/openmpi

@@ -132,16 +132,26 @@ _QUICK_PAIRS = {
     *("quantize 4, tree", "stochastic, tree", "ternary, not clipped, tree"),
     *("natural, ring", "chunked toy, ring"),
 }
+# One for each way in which codes are made and reduced.
+FEW = {
+    *("quantize 4", "sign of momentum", "top k", "random k"),
+    *(
+        "quantize 4, scatter_gather",
+        "quantize 4, ring",
+        "top k, gather_sum",
+        "random k, sum_rounds",
+    ),
+    *("natural, ring", "stochastic, tree", "voting toy, scatter_gather"),
+}
 
 
-def every(table, *, first_reduction=False):
+def every(table, *, first_reduction=False, quick=None):
     """Returns a table's names as parameters, slow ones marked.
 
-    With `first_reduction`, only the first reduction of a case counts as quick in PAIRS.
+    With `first_reduction`, only the first reduction of a case counts as quick.
     """
-    quick = set(_QUICK)
-    if table is PAIRS:
+    if quick is None:
         count = 1 if first_reduction else None
-        pairs = [(n, r) for n in quick for r in CASES[n].reductions[:count]]
-        quick = {f"{n}, {r}" for n, r in pairs if r not in _PARTIAL_SUMS} | _QUICK_PAIRS
+        pairs = [(n, r) for n in _QUICK for r in CASES[n].reductions[:count]]
+        quick = {f"{n}, {r}" for n, r in pairs if r not in _PARTIAL_SUMS} | _QUICK_PAIRS | {*_QUICK}
     return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in table]

@@ -1,5 +1,6 @@
 """Eight simulated devices and strict promotion for every test; the mesh fixtures."""
 
+import collections
 import os
 
 os.environ["XLA_FLAGS"] = (
@@ -35,6 +36,24 @@ _FAILS_FAST = {"deadline": None, "phases": set(Phase) - {Phase.explain}}
 settings.register_profile("few", max_examples=25, derandomize=True, **_FAILS_FAST)
 settings.register_profile("long", max_examples=500, print_blob=True, **_FAILS_FAST)
 settings.load_profile("few")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test of several parameters, the quick cases try each value once; the others are slow."""
+    tests = collections.defaultdict(list)
+    for item in items:
+        marked = any(map(item.get_closest_marker, ("slow", "every_combination")))
+        if hasattr(item, "callspec") and len(item.callspec.params) > 1 and not marked:
+            tests[item.path, item.originalname].append(item)
+    for cases in tests.values():
+        values = {i: {(k, id(v)) for k, v in i.callspec.params.items()} for i in cases}
+        unseen = set().union(*values.values())
+        while unseen:
+            most = max(values, key=lambda item: len(values[item] & unseen))
+            unseen -= values.pop(most)
+        for item in values:
+            item.add_marker("slow")
 
 
 @pytest.fixture

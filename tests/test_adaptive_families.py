@@ -68,6 +68,7 @@ def mixed():
     return training, before, account
 
 
+@pytest.mark.slow
 def test_each_leaf_takes_the_family_that_suits_it(mixed):
     training, _, _ = mixed
     assert [r.outcome for r in training.policy.history] == ["changed"]

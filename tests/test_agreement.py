@@ -183,7 +183,7 @@ print("ok")
     [
         (SAME_BITS, 2),
         pytest.param(SAME_BITS, 4, marks=pytest.mark.slow),
-        (ADAPTIVE, 2),
+        pytest.param(ADAPTIVE, 2, marks=pytest.mark.slow),
         (NONFINITE, 2),
         (NARROW, 3),
     ],

@@ -20,6 +20,8 @@ from cgx_jax.compressors import DGC
 from cgx_jax.exchanges import base
 from cgx_jax.reductions import ScatterGather
 
+pytestmark = pytest.mark.oldest
+
 WORLD = 8
 Q8 = Quantize(8)
 STOCHASTIC = Quantize(8, rounding="stochastic")

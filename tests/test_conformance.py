@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cases import CASES, PAIRS, every
+from cases import CASES, FEW, PAIRS, every
 from cgx_jax import Rules, transforms
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Xla
@@ -79,7 +79,7 @@ def stepped(case, memory=None, precondition=None):
 
 
 # Not only compressors: memories, units and every reduction make numbers of their own.
-@pytest.mark.parametrize("name", every(CASES))
+@pytest.mark.parametrize("name", every(CASES, quick=FEW))
 def test_64_bit_mode_changes_no_bit_and_no_dtype(name):
     case = CASES[name]
     assert_same_in_64_bit_mode(lambda: stepped(case))
@@ -94,6 +94,7 @@ def test_64_bit_mode_changes_no_memory(name, memory):
     assert_same_in_64_bit_mode(lambda: stepped(CASES[name], memory=MEMORIES[memory]))
 
 
+@pytest.mark.slow
 def test_64_bit_mode_changes_no_unit():
     units = transforms.SecondMoment()
     assert_same_in_64_bit_mode(lambda: stepped(CASES["quantize 4"], precondition=units))

@@ -53,6 +53,7 @@ def stream(rows, leaves):
 @pytest.mark.parametrize(
     "rounding", ["nearest", *(pytest.param(r, marks=pytest.mark.slow) for r in ROUNDINGS[1:])]
 )
+@pytest.mark.slow
 def test_bytes_of_many_buckets_of_every_width_are_the_oracles(rounding):
     sizes, world, rank = [64 * 300] * 7 + [64 * 300 + 17, 0], 3, 2
     layout, leaves = layout_of([(n, i % 8 + 1, 64, rounding) for i, n in enumerate(sizes)], world)

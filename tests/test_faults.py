@@ -26,7 +26,7 @@ FAULTS = {
     "shape": "mismatch",
     "rotated": "differ",  # under debug_checksums; without it the difference goes unnoticed
 }
-SLOW = ("killed before", "stopped", "width", "shape", "rotated")
+SLOW = ("killed before", "stopped", "width", "shape", "rotated", "slow")
 
 
 def ended(fault):

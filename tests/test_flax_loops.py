@@ -298,7 +298,7 @@ def linen_batch_norm(compressor):
 
 LOOPS = [
     mnist,
-    lm1b,
+    pytest.param(lm1b, marks=pytest.mark.slow),
     linen_batch_norm,
     pytest.param(sst2, marks=pytest.mark.slow),
     pytest.param(functional, marks=pytest.mark.slow),

@@ -12,6 +12,8 @@ import cgx_jax
 from cgx_jax import Identity, Plan, Quantize
 from plain_jit_case import auto_mesh, check_close, loss_fn, params_and_batch
 
+pytestmark = pytest.mark.oldest
+
 Q8 = Quantize(8)
 
 

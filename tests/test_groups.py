@@ -19,6 +19,8 @@ from cgx_jax import (
     psum_scatter_compressed,
 )
 
+pytestmark = pytest.mark.oldest
+
 GROUPS = [[0, 3, 5, 6], [7, 1, 4, 2]]
 ALONE = [[i] for i in range(8)]
 # What 8 bits may lose in buckets of 512 values in [-1, 1]: for four ranks, plus once for the sum.

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Identity, Plan, Quantize, reduce_in_backward
 
+pytestmark = pytest.mark.oldest
+
 
 class Layer(NamedTuple):
     weight: Any

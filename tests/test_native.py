@@ -190,6 +190,7 @@ def values_for(leaves, dtype, seed=0):
 @every_coding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.every_combination
 def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, dtype, coding):
     leaves = edges(bits, **coding)
     check_all_calls(values_for(leaves, DTYPES[dtype], bits), leaves, 3, 1, 3.0)
@@ -339,6 +340,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", SPECIAL)
+@pytest.mark.every_combination
 def test_special_values_are_the_oracle_s(case, dtype):
     with np.errstate(over="ignore"):
         x = np.array(SPECIAL[case], np.float32).astype(DTYPES[dtype])

@@ -1,6 +1,7 @@
 """Messages that pages quote are in the source, and code that they show runs."""
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -11,17 +12,22 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
+@functools.cache
 def said():
-    """Yields every text of the package, without f-strings' values, and of the native modules."""
+    """Returns every text of the package, without f-strings' values, and of the native modules."""
+    texts = []
     for path in (ROOT / "cgx_jax").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+                texts.append(node.value)
             elif isinstance(node, ast.JoinedStr):
                 parts = node.values
-                yield "".join(p.value if isinstance(p, ast.Constant) else "\0" for p in parts)
+                texts.append(
+                    "".join(p.value if isinstance(p, ast.Constant) else "\0" for p in parts)
+                )
     for path in (ROOT / "xla_ffi").rglob("*.cc"):
-        yield re.sub(r'"\s*"', "", path.read_text())
+        texts.append(re.sub(r'"\s*"', "", path.read_text()))
+    return texts
 
 
 def quoted():

@@ -108,8 +108,8 @@ def test_spans_cover_every_value_once_beyond_32_bits():
         assert layout.chunk_bytes <= -(-layout.total_bytes // world) + fields[0].record
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("size", [0, 1, 31, 33, 511, 512, 513, 5000])
+@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize("size", [0, 1, 31, 33, 511, 512, 513])
 def test_wire_bits_is_the_payloads_size(bits, size):
     for c in (Quantize(bits, 96), Cast(jnp.bfloat16), Cast(jnp.float8_e5m2), Identity()):
         x = jnp.arange(size, dtype=jnp.float32)

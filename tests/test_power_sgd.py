@@ -201,7 +201,6 @@ def test_leaves_that_would_not_shrink_are_sent_exactly(shape):
 @pytest.mark.parametrize(
     ("rank", "shape", "sides"),
     [
-        (1, (40, 60), (40, 60)),
         (4, (40, 60), (40, 60)),
         (2, (3, 3, 64, 128), (576, 128)),
         (2, (5, 7, 9), (35, 9)),
@@ -396,6 +395,7 @@ def test_each_leaf_has_the_rank_of_its_rule_and_all_of_it_survives_orbax(mesh, t
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_policies_are_told_what_each_rank_loses():
     """The squared errors of several candidates are those of each candidate's first step."""
     x = low_rank(3, *MATRIX) + 0.01 * normal(*MATRIX)

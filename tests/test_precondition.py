@@ -181,6 +181,7 @@ def test_feedback_loses_nothing_in_other_units_either(dtype):
         assert k == "bias" or kept.any()
 
 
+@pytest.mark.slow
 def test_world_of_one_and_the_first_steps_are_as_without_it():
     grads = gradients(3)
     results, _ = run(*transformation(Quantize(2), SecondMoment()), grads)
@@ -252,6 +253,7 @@ def test_an_adaptive_policy_measures_errors_in_the_same_units():
 
 
 @either
+@pytest.mark.slow
 def test_it_composes_with_optax_and_adam_comes_near_its_exact_steps(factored):
     grads = gradients(24)
     mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cases import CHUNKED, every
+from cases import CHUNKED, FEW, every
 from cgx_jax import ErrorFeedback, Quantize
 from cgx_jax.kernels import chunk, reference
 from cgx_jax.transforms import MomentumCorrection
@@ -28,7 +28,7 @@ def traced(f, mesh, out=P("data"), tree=TREE):  # noqa: B008
         jax.eval_shape(step, tree)
 
 
-@pytest.mark.parametrize("name", every(CHUNKED))
+@pytest.mark.parametrize("name", every(CHUNKED, quick=FEW))
 def test_collectives_need_no_rank_promotion(name, mesh):
     compressor = CHUNKED[name]
     whole = {"kernel": np.ones((8, 40, 64), np.float32)}

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cases import LOSSY, PAIRS, every
+from cases import FEW, LOSSY, PAIRS, every
 from cgx_jax import Quantize, Rules
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Mpi
@@ -53,6 +53,10 @@ QUICK_WAYS = [
     pytest.param(n, marks=pytest.mark.slow if n in ("tree", "ring of Quantize") else ())
     for n in WAYS
 ]
+FEW_WAYS = [
+    pytest.param(n, marks=() if n in ("scatter_gather", "ring", "sum_rounds") else pytest.mark.slow)
+    for n in WAYS
+]
 
 
 def how_of(name):
@@ -81,7 +85,7 @@ def sharded(f, mesh, *, check_vma=True, out=None):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma))
 
 
-@pytest.mark.parametrize("name", QUICK_WAYS)
+@pytest.mark.parametrize("name", FEW_WAYS)
 def test_transformations_agree_bit_for_bit(name, mesh, mesh_2d):
     x = values(8, *SHAPE)
     call = functools.partial(psum, name)
@@ -180,7 +184,7 @@ def sent_in(text, world):
     return total
 
 
-@pytest.mark.parametrize("name", every(PAIRS))
+@pytest.mark.parametrize("name", every(PAIRS, quick=FEW))
 def test_the_stated_bytes_are_those_of_the_program(name, mesh):
     compressor, how = PAIRS[name]
     if LOSSY[name.rpartition(", ")[0]].stateful:

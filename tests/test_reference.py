@@ -62,13 +62,13 @@ def split(rows, layout):
 @pytest.mark.parametrize(
     ("bits", "rounding", "rotation"),
     [
-        (1, "nearest", False),
         (3, "stochastic", False),
         (4, "nearest", False),
-        (7, "nearest", False),
-        (8, "stochastic", False),
         (4, "nearest", True),
-        (3, "correlated", True),
+        pytest.param(1, "nearest", False, marks=pytest.mark.slow),
+        pytest.param(7, "nearest", False, marks=pytest.mark.slow),
+        pytest.param(8, "stochastic", False, marks=pytest.mark.slow),
+        pytest.param(3, "correlated", True, marks=pytest.mark.slow),
     ],
 )
 def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_ones(
@@ -198,6 +198,7 @@ def test_batches_of_one_among_others_are_batches(batch):
     np.testing.assert_array_equal(jax.jit(batched)(x), want.reshape(x.shape))
 
 
+@pytest.mark.slow
 def test_a_batch_of_residuals_takes_a_leaf_that_is_whole_in_one_chunk_under_shard_map(mesh):
     fields = Slot(512, 4, 512, "nearest", 0), Slot(5000, 4, 512, "nearest", 1)
     layout = Layout(fields, 2)

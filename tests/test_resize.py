@@ -58,7 +58,9 @@ def owed(state):
     return residuals.sum(0) / len(residuals)
 
 
-@pytest.mark.parametrize("worlds", [(4, 3, 4), (2, 8, 3)], ids=str)
+@pytest.mark.parametrize(
+    "worlds", [(4, 3, 4), pytest.param((2, 8, 3), marks=pytest.mark.slow)], ids=str
+)
 def test_the_update_that_is_owed_stays_when_ranks_leave_and_join(worlds):
     state, seen, means = sync(worlds[0], memory=ErrorFeedback()).init({"w": jnp.zeros(SHAPE)}), 0, 0
     for phase, world in enumerate(worlds):
@@ -94,7 +96,13 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("velocities", "local") else pytest.param(n, marks=pytest.mark.slow)
+        for n in STATES
+    ],
+)
 def test_all_that_belongs_to_a_rank_keeps_its_mean_and_the_rest_stays(name):
     def chain(world):
         return optax.chain(STATES[name](world), optax.trace(0.9))

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cases import LOSSY
+from cases import FEW, LOSSY, every
 
 PAIRS = {
     f"{name}, {reduction}": (case.compressor, reduction)
@@ -37,7 +37,7 @@ def operations(compressor, reduction, world):
     return len(re.findall(r" = (?:\"?stablehlo\.|call|func)", lowered.as_text()))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", every(PAIRS, quick=FEW))
 def test_a_program_does_not_grow_with_the_ranks(name):
     few, many = (operations(*PAIRS[name], world) for world in (32, 256))
     assert many <= 1.1 * few

@@ -13,6 +13,8 @@ import cgx_jax
 from cgx_jax import Identity
 from cgx_jax.compressors import ShiftedLattice
 
+pytestmark = pytest.mark.oldest
+
 WORLD, WIDTH = 8, 64
 KEY = jax.random.key(0)
 EXACT = {"weights": Identity(), "gradients": Identity()}
@@ -66,6 +68,7 @@ def test_without_compression_it_is_the_whole_model(count, check_vma, mesh):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), got, want)
 
 
+@pytest.mark.slow
 def test_both_passes_see_the_same_rounded_weights(mesh):
     """The gradient is that of the model with the weights that the forward pass gathered."""
     stack, c = layers(3), ShiftedLattice(4)

@@ -108,6 +108,7 @@ def test_a_candidate_that_overflows_counts_as_useless_and_strikes_no_leaf():
     np.testing.assert_allclose(got["error"][0, 1], 1e12 * got["square"][0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_averages_are_those_of_the_ranks_leaves():
     rng = np.random.default_rng(1)
     leaves = [

@@ -170,6 +170,7 @@ def along(found, exact):
         *(pytest.param(*x, marks=pytest.mark.slow) for x in [(3, True), (4, False), (3, False)]),
     ],
 )
+@pytest.mark.slow
 def test_steps_are_as_long_along_exact_ones_as_these(bits, clip):
     tx = restore_step_size(chain(Quantize(bits, rotation=True), clip))
     results, states = trained(tx, varied(clip))
@@ -235,6 +236,7 @@ def check_kept(mean, x, kept, off_by):
 
 
 @KNOWN
+@pytest.mark.slow
 def test_the_noise_of_rows_and_columns_is_that_which_is_seen(reduction):
     rng = np.random.default_rng(0)
     sizes = 10 ** rng.uniform(-0.5, 0.5, (64, 1)) * 10 ** rng.uniform(-0.3, 0.3, 128)
@@ -337,6 +339,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("nadam", "radam"
 
 
 @pytest.mark.parametrize("name", ["adamw", "injected", *SLOW])
+@pytest.mark.slow
 def test_it_holds_what_keeps_adams_moments(name):
     grads = {"rotated": mixed(6)["rotated"]}
     tx = optax.chain(sync(), OPTIMIZERS[name]())
@@ -349,6 +352,7 @@ def test_it_holds_what_keeps_adams_moments(name):
     assert all(1.005 < r < 1.1 for r in ratios), ratios
 
 
+@pytest.mark.slow
 def test_multi_steps_around_it_takes_a_step_in_k():
     grads = {"rotated": mixed(6)["rotated"]}
     mean = {"rotated": grads["rotated"].reshape(3, 2, *grads["rotated"].shape[1:]).mean(1)}
@@ -366,6 +370,7 @@ def test_multi_steps_around_it_takes_a_step_in_k():
             )
 
 
+@pytest.mark.slow
 def test_a_donating_jitted_loop_keeps_the_states_structure_and_compiles_once():
     tx = restore_step_size(chain(ROTATED, True))
     params = {"w": jnp.ones(SHAPE), "bias": jnp.ones(SHAPE[1])}
@@ -394,6 +399,7 @@ def test_a_donating_jitted_loop_keeps_the_states_structure_and_compiles_once():
     assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_leaves_the_noise_as_it_was():
     grads = mixed(5)
     grads["rotated"][2, 1, 0, 0] = np.nan
@@ -404,6 +410,7 @@ def test_a_step_that_is_not_finite_leaves_the_noise_as_it_was():
 
 
 @pytest.mark.usefixtures("no_cache")
+@pytest.mark.slow
 def test_noise_follows_the_bits_that_an_adaptive_policy_chooses():
     policy = Adaptive(
         LeastError(2.2),

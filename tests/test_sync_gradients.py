@@ -17,6 +17,8 @@ from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import Moments
 from cgx_jax.transforms.sync_gradients import SyncState
 
+pytestmark = pytest.mark.oldest
+
 LOSSY = [
     Quantize(2),
     Quantize(4, 96),

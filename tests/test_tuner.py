@@ -694,6 +694,7 @@ def test_memories_survive_changes_of_the_setting(monkeypatch):
     assert training.tuner.current == SPLIT
 
 
+@pytest.mark.slow
 def test_with_adaptive_one_object_compiles_and_plans_change_after_the_trials(monkeypatch):
     policy = Adaptive(
         candidates=[Quantize(b, 64) for b in (2, 4, 8)], warmup=4, every=7, sample_every=1

@@ -17,6 +17,8 @@ from cgx_jax import (
     psum_scatter_compressed,
 )
 
+pytestmark = pytest.mark.oldest
+
 STOCHASTIC = Quantize(8, rounding="stochastic")
 COMPRESSORS = {"quantize": Quantize(8), "stochastic": STOCHASTIC, "cast": Cast(jnp.bfloat16)}
 # Both calls of one name treat the operand's types alike; a mean has the types of the sum.

@@ -19,6 +19,8 @@ import cgx_jax
 from cgx_jax import ErrorFeedback, Quantize
 from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, params_and_batch, vag
 
+pytestmark = pytest.mark.oldest
+
 Q8 = Quantize(8)
 
 

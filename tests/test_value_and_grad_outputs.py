@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from plain_jit_case import auto_mesh, check_close, exact_case, loss_fn, vag
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.fixture(scope="module")
 def case():

@@ -151,6 +151,7 @@ def test_multi_steps_after_it_accumulates_the_same_means_on_every_rank(kept):
 @pytest.mark.parametrize(
     "wrapper", ["apply_if_finite", pytest.param("MultiSteps", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_an_adaptive_policy_measures_on_through_wrappers_after_it(wrapper):
     grads = gradients(6)
     grads["w"][3, 1, 0, 0] = np.nan
@@ -253,6 +254,7 @@ def test_signature_says_what_it_returns():
     assert hints["return"] is optax.GradientTransformationExtraArgs
 
 
+@pytest.mark.slow
 def test_injected_learning_rates_and_seeds_are_those_that_were_given():
     grads = gradients(3)
     rounding = Quantize(4, rounding="stochastic")
