@@ -4,8 +4,8 @@
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow-test oldest-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds wheels docs lint \
-        format bench sass clean
+.PHONY: demo test slow-test oldest-test openmpi-test soak cpp-test fuzz gpu-rehearsal builds wheels \
+        docs lint format bench clean
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 VENV ?= .venv
@@ -101,7 +101,7 @@ openmpi-test: $(STAMPS)/openmpi
 
 # Reduces for HOURS on several processes, and kills some. What it finds is in build/soak/log.txt.
 soak: $(STAMPS)/test
-	$(BIN)/python benchmarks/soak/run.py --hours $(HOURS) --json benchmarks/results/soak.json \
+	$(BIN)/python benchmarks/soak/run.py --hours $(HOURS) --json benchmarks/results/soak.jsonl \
 	  --png demo/soak.png
 
 cpp-test: $(STAMPS)/cpp
@@ -156,10 +156,6 @@ bench: $(STAMPS)/package $(STAMPS)/cpp
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/compile_time.py
 
-# What the CUDA kernels cost by their machine code: needs nvcc, no GPU.
-sass: $(STAMPS)/sass
-	$(BIN)/python benchmarks/sass/cost.py
-
 clean:
 	rm -rf .venv .venv-* build demo .pytest_cache .hypothesis .ruff_cache .mypy_cache
 
@@ -199,6 +195,6 @@ $(STAMPS)/openmpi: $(STAMPS)/test
 	@touch $@
 
 # An extra of the package that is installed already.
-$(addprefix $(STAMPS)/,demo test lint cpp docs sass): $(STAMPS)/package
+$(addprefix $(STAMPS)/,demo test lint cpp docs): $(STAMPS)/package
 	$(PIP) install "cgx-jax[$(@F)]"
 	@touch $@

@@ -3,7 +3,7 @@
     python benchmarks/predict.py
 
 A model, not a measurement. A link's time is its bytes divided by its rate. A kernel's time is its
-bytes divided by the memory's rate (gpu_model.py). Nothing overlaps, and no message has a latency.
+bytes divided by the memory's rate. Nothing overlaps, and no message has a latency.
 fp32 is a ring over all ranks. A node's GPUs share its link. With levels the sums inside a node are
 exact and go over PCIe.
 """
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from alpha_beta import sent
 from cgx_jax import Quantize
-from gpu_model import bytes_per_value
 
 GRADIENTS = 100e6  # bytes of fp32
 BITS = 4
 MEMORY = 0.936e12  # bytes per second: an RTX 3090's data sheet
 PCIE = 10e9  # bytes per second and GPU, each way: the usable part of 16 lanes of PCIe 3.0
+BUCKET = 512
 STEPS = (0.05, 0.2, 1.0)  # seconds that a step computes
 PRICES = "fp32", "flat", "levels"
 
@@ -43,6 +43,13 @@ MACHINES = (
 )
 
 
+def bytes_per_value(world: int) -> float:
+    """Bytes that a rank's kernels, NCCL's too, move per fp32 value of the whole buffer."""
+    code, others = BITS / 8 + 8 / BUCKET, (world - 1) / world  # a bucket's range has 8 bytes
+    encode, reduce, decode = others * (4 + code), (4 + world * code) / world, code + 4
+    return encode + reduce + decode + 4 * others * code
+
+
 def reduction_seconds(machine: Machine, how: str, gradients: float = GRADIENTS) -> float:
     """Seconds of one reduction of `gradients` bytes of fp32 by one of `PRICES`."""
     values = int(gradients / 4)
@@ -52,12 +59,12 @@ def reduction_seconds(machine: Machine, how: str, gradients: float = GRADIENTS) 
         # A ring crosses each node's link once in each direction.
         return 2 * (world - 1) / world * gradients / (PCIE if machine.nodes == 1 else machine.link)
     if how == "flat":
-        kernels = values * sum(bytes_per_value(BITS, world).values()) / MEMORY
+        kernels = values * bytes_per_value(world) / MEMORY
         if machine.nodes == 1:
             return kernels + sent("scatter_gather", values, world, BITS) / PCIE
         outside = 2 * (world - local) / world * local * payload
         return kernels + outside / machine.link
-    kernels = values / local * sum(bytes_per_value(BITS, machine.nodes).values()) / MEMORY
+    kernels = values / local * bytes_per_value(machine.nodes) / MEMORY
     inside = (local - 1) / local * (gradients + payload) / PCIE
     between = 2 * (machine.nodes - 1) / machine.nodes * payload / machine.link
     return kernels + inside + between

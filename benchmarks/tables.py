@@ -222,22 +222,6 @@ def rivals() -> str:
     return table(["link", "ranks", *columns], body)
 
 
-def kernels() -> str:
-    measured = rows("ptxas")
-    architectures = list(dict.fromkeys(row["architecture"] for row in measured))
-    cells: dict[tuple[str, int], list[str]] = {}
-    for row in measured:
-        if row["held"]:
-            cell = f"{row['registers']}, {row['warps']}"
-            cells.setdefault((row["kernel"], row["pieces"]), []).append(cell)
-    # Kernels that need the same for tables of either size share a line.
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for (label, pieces), line in cells.items():
-        lines.setdefault((f"`{label}`", *line), []).append(str(pieces or ""))
-    body = [[label, ", ".join(pieces), *line] for (label, *line), pieces in lines.items()]
-    return table(["kernel", "runs", *architectures], body)
-
-
 def gpu_cases(machine: str) -> list[dict[str, Any]]:
     lines = (RESULTS / machine / "kernels.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "case" in row]
@@ -278,19 +262,6 @@ def gpu_machines() -> str:
     cases = [c for c in shares["H100"] if c.split()[1] == "4" and "bucket" not in c]
     body = [[f"`{case}`", *(f"{share[case]:.2f}" for share in shares.values())] for case in cases]
     return table(["kernel", *shares], body)
-
-
-def sass() -> str:
-    def line(row: dict[str, Any]) -> list[str]:
-        counted = [row["instructions"], *row["cycles"].values(), row["copy"]["H100"]]
-        shares = [
-            f"{row['share'][machine]:.2f}, {measured[row['case']]:.2f}"
-            for machine, measured in gpu_shares().items()
-        ]
-        return [f"`{row['case']}`", *(f"{n:.0f}" for n in counted), *shares]
-
-    head = ["kernel", "instructions", "ALU", "XU", "SHFL", "copy", "H100: model, measured"]
-    return table([*head, "H200: model, measured"], [line(row) for row in rows("sass")])
 
 
 def gpu_small() -> str:
@@ -751,7 +722,6 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_codes,
         gpu_tuned,
         in_flight,
-        kernels,
         levels,
         native_codes,
         one_shot,
@@ -761,7 +731,6 @@ TABLES: dict[str, Callable[[], str]] = {
         power_sgd_products,
         predicted_steps,
         rivals,
-        sass,
         scaling,
         segments,
         solvers_scipy,
