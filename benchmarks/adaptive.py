@@ -7,11 +7,10 @@ uniform's time in the same round. Then the script trains with `Adaptive` for --t
 counts its compilations. `share_of_10000_steps` is their seconds, without the first one's, divided
 by the time of 10,000 measured steps.
 
-    python benchmarks/adaptive.py --json benchmarks/results/adaptive.json
+    python benchmarks/adaptive.py --json benchmarks/results/adaptive.jsonl
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -77,7 +76,7 @@ def main():
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--train", type=int, default=300)
-    parser.add_argument("--json", type=Path)
+    measure.add_json_option(parser)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
@@ -117,7 +116,6 @@ def main():
     share = sum(again) / (10_000 * step_seconds)
     metrics = policy.metrics()
     result = {
-        "machine": measure.machine(),
         "step_seconds": step_seconds,
         "over_uniform": of_uniform,
         "compilations": len(policy.compile_seconds),
@@ -133,8 +131,7 @@ def main():
         f"{len(again)} compilations after the first, {sum(again):.1f} s: {100 * share:.2f} % of a "
         f"run of 10,000 steps; {metrics['cgx/bits_per_value']:.2f} bits per value at the end"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    measure.write_json(arguments.json, [result])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """scatter_gather, gather_sum, ring and tree, by size and number of ranks.
 
-    sudo python benchmarks/algorithms.py --json benchmarks/results/algorithms.json
+    sudo python benchmarks/algorithms.py --json benchmarks/results/algorithms.jsonl
     python benchmarks/algorithms.py --rate none --worlds 2,4,8,64 --sizes 4k,256k,4M \\
-        --json benchmarks/results/algorithms_error.json
+        --json benchmarks/results/algorithms_error.jsonl
 
 Over the links of rig.py every repeat times `lax.psum` and all reductions one after the other, each
 behind a barrier, as in one_shot.py. A size has as many repeats as --seconds allows, between 5 and

@@ -1,6 +1,6 @@
 """`exchange="auto"` without a profile against lax.psum, on shaped links (rig.py).
 
-    sudo python benchmarks/auto.py --json benchmarks/results/auto_default.json     # every cell
+    sudo python benchmarks/auto.py --json benchmarks/results/auto_default.jsonl    # every cell
     sudo python benchmarks/auto.py --rates 1gbit --worlds 4 --sizes 4k,1M          # a few of them
 
 Runs every link rate with every world size, once with ranks that MPI started and once without. With

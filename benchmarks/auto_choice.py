@@ -1,8 +1,8 @@
 """What `exchange="auto"` takes after `tune`, beside every fixed choice, on shaped links (rig.py).
 
-    sudo python benchmarks/auto_choice.py --json benchmarks/results/auto_choice.json
+    sudo python benchmarks/auto_choice.py --json benchmarks/results/auto_choice.jsonl
     sudo python benchmarks/auto_choice.py --rates 1gbit --worlds 2 --sizes 4k,25M    # a quick look
-    python benchmarks/auto_choice.py --picture benchmarks/results/auto_choice.json --png FILE
+    python benchmarks/auto_choice.py --picture benchmarks/results/auto_choice.jsonl --png FILE
 
 On each link `tune` measures for `--tune` seconds. Then `lax.psum`, and each exchange with each
 reduction that `tune` measures, take turns on one leaf at 4 bits, as in tuner.py. "auto" takes one
@@ -14,7 +14,6 @@ choice's time.
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
         seconds=5.0,
         reps=101,
     )
-    parser.add_argument("--picture", type=Path, metavar="JSON", help="draw these results")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw these results")
     parser.add_argument("--png", type=Path, help="there (default demo/auto_choice.png)")
     return parser.parse_args()
 
@@ -141,7 +140,7 @@ def draw(results: Path, png: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for run in json.loads(results.read_text()) for row in run["rows"]]
+    rows = measure.rows(results)
     worlds = sorted({row["world"] for row in rows})
     rates = [rate for rate in RATES if any(row["links"] == rate for row in rows)]
     figure, axes = plt.subplots(

@@ -1,6 +1,6 @@
 """What quantized weights and gradients cost sharded training: losses of example 11 over five seeds.
 
-    python benchmarks/fsdp.py --json benchmarks/results/fsdp.json
+    python benchmarks/fsdp.py --json benchmarks/results/fsdp.jsonl
 
 A seed draws the initial weights and the batches, which are the same for all ways. Prints the mean
 and the standard deviation of the final loss (the mean of the last tenth of the steps), and the
@@ -9,7 +9,6 @@ difference to exact training in standard deviations of the exact runs.
 
 import argparse
 import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import cgx_jax
 import corpus
+import measure
 from cgx_jax.compressors import NonUniform, ShiftedLattice
 from model import Transformer
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path)
+    measure.add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error(f"--seeds={arguments.seeds} has no deviation; pass 2 or more")
@@ -66,15 +66,22 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", fsdp.WORLD)
     finals = final_losses(jax.make_mesh((fsdp.WORLD,), ("data",)), arguments.seeds, arguments.steps)
     exact = finals["exact"]
+    rows = []
     for way, values in finals.items():
-        off = (np.mean(values) - np.mean(exact)) / np.std(exact, ddof=1)
-        print(
-            f"{way}: {np.mean(values):.4f}, deviation {np.std(values, ddof=1):.4f}, "
-            f"{off:+.2f} deviations from exact"
+        mean, deviation = np.mean(values), np.std(values, ddof=1)
+        off = (mean - np.mean(exact)) / np.std(exact, ddof=1)
+        rows.append(
+            {
+                "way": way,
+                "steps": arguments.steps,
+                "seeds": arguments.seeds,
+                "final_loss": float(mean),
+                "deviation": float(deviation),
+                "deviations_from_exact": float(off),
+            }
         )
-    if arguments.json:
-        result = {"steps": arguments.steps, "final_losses": finals}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{way}: {mean:.4f}, deviation {deviation:.4f}, {off:+.2f} deviations from exact")
+    measure.write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

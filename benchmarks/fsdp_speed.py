@@ -1,6 +1,6 @@
 """Gathers weights and scatters gradients of sharded training, on shaped links (rig.py).
 
-    sudo python benchmarks/fsdp_speed.py --json benchmarks/results/fsdp_speed.json
+    sudo python benchmarks/fsdp_speed.py --json benchmarks/results/fsdp_speed.jsonl
     sudo python benchmarks/fsdp_speed.py --rates 1gbit --worlds 2            # a quick look
 
 Times only what sharded training sends in a step: 12 weights of [1024, 512] are gathered, and

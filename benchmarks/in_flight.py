@@ -1,6 +1,6 @@
 """What several buffers in flight gain over one, on links with a delay.
 
-    sudo python benchmarks/in_flight.py --json benchmarks/results/in_flight.json
+    sudo python benchmarks/in_flight.py --json benchmarks/results/in_flight.jsonl
 
 A packet takes one of `--delays` seconds from one host to another (rig.py), so a connection that
 waits for answers does not fill its link. 16 MB of gradients are reduced at 4 bits in three ways: as

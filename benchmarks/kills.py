@@ -1,6 +1,6 @@
 """Kills workers of examples/14_elastic.py at random moments, and waits for the others to go on.
 
-    python benchmarks/kills.py --kills 100 --json benchmarks/results/kills.json
+    python benchmarks/kills.py --kills 100 --json benchmarks/results/kills.jsonl
 
 Four workers train. One of them, possibly the coordinator, is killed (SIGKILL) at a random moment
 within --every seconds after the last start: while they start, compile, train or save. The other

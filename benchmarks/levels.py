@@ -1,6 +1,6 @@
 """Two nodes of two ranks over shaped links (rig.py): lax.psum, flat and leveled reductions.
 
-    sudo python benchmarks/levels.py --json benchmarks/results/levels.json
+    sudo python benchmarks/levels.py --json benchmarks/results/levels.jsonl
     sudo python benchmarks/levels.py --rates 100mbit --sizes 25M
 
 A node is a host with two processes, started by mpiexec. Links between nodes have the given rate.

@@ -56,16 +56,52 @@ def command(arguments: argparse.Namespace, **cell: Any) -> list[str]:
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="add the numbers to this list of runs"
+        "--json", type=Path, metavar="FILE", help="add the numbers to this file of runs, JSON lines"
     )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns the runs of a file of results: what describes a run, and its `rows`.
+
+    A line {"run": ...} describes the run of the rows that follow it, one a line.
+    """
+    runs: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        found = json.loads(line)
+        if list(found) == ["run"]:
+            runs.append({**found["run"], "rows": []})
+        else:
+            runs[-1]["rows"].append(found)
+    return runs
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of all runs in a file of results."""
+    return [row for run in read(path) for row in run["rows"]]
+
+
+def write(path: Path, runs: list[dict[str, Any]]) -> None:
+    """Writes a file of results, with nine digits of each number: all that fp32 has."""
+    lines = []
+    for run in runs:
+        fields = {key: value for key, value in run.items() if key != "rows"}
+        lines += [{"run": fields}, *run["rows"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("".join(json.dumps(_rounded(line)) + "\n" for line in lines))
+    partial.replace(path)  # the file is whole at any time, even if this process dies
+
+
+def _rounded(line: Any) -> Any:
+    return json.loads(json.dumps(line), parse_float=lambda text: float(f"{float(text):.9g}"))
 
 
 def write_json(path: Path | None, rows: list[dict[str, Any]]) -> None:
     """Writes this run, with its command and machine; replaces the last run of that command."""
     if path is None:
         return
-    runs = [run for run in _read(path) if run["command"] != _command()]
-    _write(path, [*runs, {"command": _command(), "machine": machine(), "rows": rows}])
+    runs = [run for run in _known(path) if run["command"] != _command()]
+    write(path, [*runs, {"command": _command(), "machine": machine(), "rows": rows}])
 
 
 def add_json(path: Path | None, row: dict[str, Any], cell: Sequence[str]) -> None:
@@ -77,28 +113,26 @@ def add_json(path: Path | None, row: dict[str, Any], cell: Sequence[str]) -> Non
         return
     own: list[dict[str, Any]] = []
     runs = []
-    for run in _read(path):
+    for run in _known(path):
         kept = [r for r in run["rows"] if any(r[key] != row[key] for key in cell)]
         if run["command"] == _command():
             own = kept
         elif kept:
             runs.append({**run, "rows": kept})
-    _write(path, [*runs, {"command": _command(), "machine": machine(), "rows": [*own, row]}])
+    write(path, [*runs, {"command": _command(), "machine": machine(), "rows": [*own, row]}])
+
+
+def add_run(path: Path, rows: list[dict[str, Any]], **fields: Any) -> None:
+    """Adds a run that is described by `fields`."""
+    write(path, [*_known(path), {**fields, "rows": rows}])
+
+
+def _known(path: Path) -> list[dict[str, Any]]:
+    return read(path) if path.exists() else []
 
 
 def _command() -> str:
     return " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def _write(path: Path, runs: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(runs, indent=1) + "\n")
-    partial.replace(path)  # the file is whole at any time, even if this process dies
 
 
 def machine() -> dict[str, Any]:

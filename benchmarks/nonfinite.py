@@ -1,6 +1,6 @@
 """What `debug_nonfinite` adds to a training step of the suite's tasks at 4 bits.
 
-    python benchmarks/nonfinite.py --json benchmarks/results/nonfinite.json
+    python benchmarks/nonfinite.py --json benchmarks/results/nonfinite.jsonl
     python benchmarks/nonfinite.py --task language --reps 21 --exchanges xla    # a quick look
 
 Two ranks: first simulated devices of one process over the exchange "xla", then processes that

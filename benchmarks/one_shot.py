@@ -1,6 +1,6 @@
 """gather_sum against scatter_gather, 4 KB to 4 MB, by the number of ranks, over shaped links.
 
-    sudo python benchmarks/one_shot.py --json benchmarks/results/one_shot.json
+    sudo python benchmarks/one_shot.py --json benchmarks/results/one_shot.jsonl
     sudo python benchmarks/one_shot.py --exchange mpi           # each reduction in one fused call
     python benchmarks/one_shot.py --rate none --worlds 2,4      # simulated devices: error and bytes
 

@@ -1,6 +1,6 @@
 """Times training steps whose gradients are reduced in the backward pass, and after it.
 
-    sudo python benchmarks/overlap.py --json benchmarks/results/overlap.json
+    sudo python benchmarks/overlap.py --json benchmarks/results/overlap.jsonl
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 WORLD_SIZE=2 \\
         mpiexec -n 2 python benchmarks/overlap.py --world 2 --task language --links loopback
 

@@ -1,7 +1,7 @@
 """PowerSGD against lax.psum and 4 bits over shaped links (rig.py), and its products alone.
 
-    sudo python benchmarks/power_sgd.py --json benchmarks/results/power_sgd.json
-    python benchmarks/power_sgd.py --products --json benchmarks/results/power_sgd.json
+    sudo python benchmarks/power_sgd.py --json benchmarks/results/power_sgd.jsonl
+    python benchmarks/power_sgd.py --products --json benchmarks/results/power_sgd.jsonl
     sudo python benchmarks/power_sgd.py --leaves 2 --side 256 --reps 2     # a quick look
 
 Every rank holds `--leaves` fp32 matrices of `--side` squared. A method takes the ranks' means, as

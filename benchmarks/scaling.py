@@ -1,6 +1,6 @@
 """What grows with the number of ranks, up to 4,096: bytes, messages, and the program itself.
 
-    python benchmarks/scaling.py --json benchmarks/results/scaling.json
+    python benchmarks/scaling.py --json benchmarks/results/scaling.jsonl
 
 Lowers `psum_compressed` of one leaf for a mesh that need not exist. Counts the operations of the
 program (StableHLO), and the seconds of tracing and lowering. Nothing is compiled and nothing runs.

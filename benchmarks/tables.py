@@ -7,7 +7,6 @@ A table stands between <!-- table:NAME --> and <!-- end -->.
 
 import collections
 import itertools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -37,8 +36,7 @@ RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
 def rows(name: str) -> list[dict[str, Any]]:
     """The rows of all runs in one file of results."""
-    runs = json.loads((RESULTS / f"{name}.json").read_text())
-    return [row for run in runs for row in run["rows"]]
+    return measure.rows(RESULTS / f"{name}.jsonl")
 
 
 def table(head: list[str], body: list[list[str]]) -> str:
@@ -223,8 +221,7 @@ def rivals() -> str:
 
 
 def gpu_cases(machine: str) -> list[dict[str, Any]]:
-    lines = (RESULTS / machine / "kernels.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "case" in row]
+    return [row for row in rows(f"{machine}/kernels") if "case" in row]
 
 
 def gpu_kernels() -> str:
@@ -275,7 +272,7 @@ def gpu_small() -> str:
 
 def _gpu_runs() -> list[dict]:
     """Returns the runs of tests/gpu/ranks.py on one stream, in two phases, on unlimited links."""
-    runs = json.loads((RESULTS / "gpu_h100" / "ranks.json").read_text())
+    runs = measure.read(RESULTS / "gpu_h100" / "ranks.jsonl")
     found: dict[tuple, dict] = {}
     for r in runs:
         options = (r.get("reduction", "scatter_gather"), r.get("streams", 1))
@@ -325,7 +322,7 @@ def gpu_streams() -> str:
     """The times of psum by the links' limits: exact, by "xla", and by "nccl" on several streams."""
     counts = (1, 2, 4, 8)
     runs: dict[tuple, dict[int, dict]] = {}
-    for run in json.loads((RESULTS / "gpu_h200" / "ranks.json").read_text()):
+    for run in measure.read(RESULTS / "gpu_h200" / "ranks.jsonl"):
         seconds = {row["method"]: row["seconds"] for row in run["rows"] if row["call"] == "psum"}
         limit = run["rate"].replace("gbit", " Gbit/s, shared")
         if run["connection_rate"]:
@@ -348,10 +345,12 @@ def gpu_streams() -> str:
 
 
 def gpu_codes() -> str:
-    found = json.loads((RESULTS / "gpu_h200" / "checks.json").read_text())["codec"]["milliseconds"]
     body = [
-        [f"`{code.replace('values=Identity(), ', '')}`", *(f"{row[way]:.2f}" for way in row)]
-        for code, row in found.items()
+        [
+            f"`{row['code'].replace('values=Identity(), ', '')}`",
+            *(f"{row[way]:.2f}" for way in ("kernel", "jnp")),
+        ]
+        for row in rows("gpu_h200/checks")
         if "jnp" in row
     ]
     return table(["code", "kernel", "plain jnp"], body)
@@ -359,9 +358,10 @@ def gpu_codes() -> str:
 
 def gpu_tuned() -> str:
     body = []
-    for run in json.loads((RESULTS / "gpu_h200" / "tuned.json").read_text()):
+    for run in measure.read(RESULTS / "gpu_h200" / "tuned.jsonl"):
         limit = f"{run['connection_rate']:g} Gbit/s per connection"
-        times = [run["seconds"][name] * 1e3 for name in ("psum", run["best"], "choice")]
+        seconds = {row["setting"]: row["seconds"] for row in run["rows"]}
+        times = [seconds[name] * 1e3 for name in ("psum", run["best"], "choice")]
         body.append([limit, *(f"{t:.1f} ms" for t in times), f"{run['share']:.2f}"])
     return table(["links", "`lax.psum`", "best", "choice", "share"], body)
 

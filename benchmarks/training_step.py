@@ -1,6 +1,6 @@
 """What a reduction adds to a training step: a stack of matrix products under Adam, on shaped links.
 
-    sudo python benchmarks/training_step.py --json benchmarks/results/training_step.json
+    sudo python benchmarks/training_step.py --json benchmarks/results/training_step.jsonl
     sudo python benchmarks/training_step.py --cases 2:unlimited:1 --reps 3      # a quick look
 
 A case is RANKS:RATE:MEGABYTES of fp32 gradients. Every repeat takes one step of each way, one after

@@ -1,10 +1,10 @@
 """The tuner's choice against an exhaustive grid of settings, on shaped links (rig.py).
 
-    sudo python benchmarks/tuner.py --json benchmarks/results/tuner.json             # every cell
+    sudo python benchmarks/tuner.py --json benchmarks/results/tuner.jsonl            # every cell
     sudo python benchmarks/tuner.py --rates 1gbit --worlds 2 --trees "25 MB, 160 leaves" \
         --windows 4 --reps 4                                                         # a quick look
     sudo python benchmarks/tuner.py --worlds 3 --rates "300mbit;3gbit" --trees "30 MB, all sizes" \
-        --json benchmarks/results/tuner_held_out.json       # what no rule of the tuner was made on
+        --json benchmarks/results/tuner_held_out.jsonl      # what no rule of the tuner was made on
 
 A cell is a link rate, a number of ranks and a tree of gradients. A step is `sync_gradients` at 4
 bits and an SGD update. On each link `tune` measures for `--tune` seconds (0: no profile), and a
@@ -26,7 +26,6 @@ job on these links. A cell passes with a share of 0.95, a gain of 0.95 and a ten
 import argparse
 import dataclasses
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -181,11 +180,9 @@ def grids(arguments: argparse.Namespace, settings: list[Setting]) -> dict[str, n
     """Returns the seconds of each setting in an earlier run, by link rates."""
     if arguments.grids is None:
         return {}
-    runs = json.loads(arguments.grids.read_text())
     return {
         row["links"]: np.array([row["grid"][str(setting)] for setting in settings])
-        for run in runs
-        for row in run["rows"]
+        for row in measure.rows(arguments.grids)
         if (row["world"], row["tree"]) == (int(arguments.worlds), arguments.trees)
     }
 
@@ -272,7 +269,6 @@ def compare(ranks: Ranks, shapes: Any, arguments: argparse.Namespace) -> Iterato
             "gain": measure.quartiles(beside[:, 0] / beside[:, 1]),
             "trials": tried(tuner) / len(settings),
             "turns": len(seconds),
-            "tuner": tuner.metrics(),
             "grid": dict(zip(map(str, settings), medians[rate].tolist(), strict=True)),
         }
 

@@ -2,11 +2,10 @@
 
     python docs/figures.py    # needs matplotlib: pip install -e ".[demo]"
 
-`speed.svg` is drawn from benchmarks/results/all_reduce.json, as the tables are. The others explain
+`speed.svg` is drawn from benchmarks/results/all_reduce.jsonl, as the tables are. The others explain
 how the library works.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import measure
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
@@ -31,11 +34,9 @@ STYLE = {"svg.fonttype": "none", "svg.hashsalt": "cgx_jax", "font.size": 11, "te
 
 def speeds() -> dict[tuple[str, str], float]:
     """Returns the speed of a reduction of 25 MB on 4 ranks, as a multiple of `lax.psum`'s speed."""
-    runs = json.loads((RESULTS / "all_reduce.json").read_text())
     return {
         (row["links"], row["method"]): row["ratio"][1]
-        for run in runs
-        for row in run["rows"]
+        for row in measure.rows(RESULTS / "all_reduce.jsonl")
         if row["bytes"] == BYTES and row["world"] == WORLD and row["method"] != "psum"
     }
 

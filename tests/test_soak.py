@@ -1,7 +1,6 @@
 """The soak finds defects, and a short soak runs, survives kills and leaves nothing behind."""
 
 import gc
-import json
 import os
 import shutil
 import subprocess
@@ -19,8 +18,9 @@ SOAK = ROOT / "benchmarks" / "soak"
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
-report, drawing, programs = (
-    scripts.load(f"benchmarks/soak/{name}.py") for name in ("report", "drawing", "programs")
+report, drawing, programs, measure = (
+    scripts.load(f"benchmarks/{name}.py")
+    for name in ("soak/report", "soak/drawing", "soak/programs", "measure")
 )
 
 
@@ -119,11 +119,11 @@ def soak(folder, *options):
 @pytest.mark.slow
 @pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install mpich mpi4py runs this test")
 def test_a_short_soak_is_killed_goes_on_with_fewer_and_leaves_no_process(tmp_path):
-    numbers, picture = tmp_path / "soak.json", tmp_path / "soak.png"
+    numbers, picture = tmp_path / "soak.jsonl", tmp_path / "soak.png"
     options = ["--phases", "kills", "--hours", "0.006", "--json", numbers, "--png", picture]
     done = soak(tmp_path, *map(str, options))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    total, *jobs = json.loads(numbers.read_text())[0]["rows"]
+    total, *jobs = measure.rows(numbers)
     assert total["reductions"] > 0
     assert total["checked"] > 0
     assert (total["hangs"], total["failures"], total["mismatches"], total["over_bound"]) == (0,) * 4

@@ -183,7 +183,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=3, help="how many, 2 or more")
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
-    parser.add_argument("--json", type=Path, default=RESULTS / "feedback_under_adam.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "feedback_under_adam.jsonl")
     return parser.parse_args()
 
 

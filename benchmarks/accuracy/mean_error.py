@@ -1,6 +1,6 @@
 """Relative L2 error of the mean over 4 and 8 ranks, at 2, 3 and 4 bits: our mean beside CGX's.
 
-    python benchmarks/accuracy/mean_error.py --json benchmarks/results/accuracy/mean_error.json
+    python benchmarks/accuracy/mean_error.py --json benchmarks/results/accuracy/mean_error.jsonl
 
 Measures Gaussian gradients, independent on every rank, and gradients of the tasks of tasks.py in
 the middle of their training. The script trains these tasks itself, and takes only the leaves that a

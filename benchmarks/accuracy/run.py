@@ -9,7 +9,6 @@ given, so a long run can be stopped and continued. Needs the packages of the ext
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -185,18 +184,16 @@ class Trainer:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())[0]["rows"] if path.exists() else []
+    return measure.rows(path) if path.exists() else []
 
 
 def write(
     path: Path, task: str, rows: list[dict[str, Any]], order: list[str], steps: int | None = None
 ) -> None:
     rows = sorted(rows, key=lambda r: (r["seed"], order.index(r["configuration"])))
-    path.parent.mkdir(parents=True, exist_ok=True)
     command = f"python {os.path.relpath(sys.argv[0])} --task {task}"
     command += f" --steps {steps}" if steps else ""
-    run = {"command": command, "machine": measure.machine(), "rows": rows}
-    path.write_text(json.dumps([run], indent=1) + "\n")
+    measure.write(path, [{"command": command, "machine": measure.machine(), "rows": rows}])
 
 
 def parse_arguments(
@@ -209,7 +206,7 @@ def parse_arguments(
     parser.add_argument("--seeds", default="0-4", help="a range such as 0-4, or one number")
     parser.add_argument("--configs", help="names separated by ';' (default: all that fit the task)")
     parser.add_argument("--steps", type=int, help="default: the task's own")
-    parser.add_argument("--out", type=Path, default=results, help="folder of TASK.json")
+    parser.add_argument("--out", type=Path, default=results, help="folder of TASK.jsonl")
     parser.add_argument("--again", action="store_true", help="replace results that are there")
     return parser.parse_args()
 
@@ -239,7 +236,7 @@ def main(
     trainers: dict[tuple[str, str], Trainer] = {}
     for seed in range(int(first), int(last or first) + 1):
         for task in arguments.task:
-            out = arguments.out / f"{task}.json"
+            out = arguments.out / f"{task}.jsonl"
             for name in names_of(tasks[task], configurations, arguments.configs):
                 rows = read(out)
                 same = [r for r in rows if (r["configuration"], r["seed"]) == (name, seed)]

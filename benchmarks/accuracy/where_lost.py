@@ -28,7 +28,7 @@ SEEDS = range(5)
 COMPRESSOR = Quantize(3, rotation=True)
 LAYERS = {"embedding": "token", "recurrent layer": "input|recurrent", "output layer": "logits"}
 NOTHING, FIRST_STEPS = "nothing", "first tenth of the steps"
-OUT = RESULTS / "where_lost.json"
+OUT = RESULTS / "where_lost.jsonl"
 
 
 def exact_in(path: str) -> Configuration:

@@ -1,6 +1,6 @@
 """How much memory compiled programs leave behind once dropped, with this library and without.
 
-    python benchmarks/soak/programs.py --json benchmarks/results/soak_programs.json
+    python benchmarks/soak/programs.py --json benchmarks/results/soak_programs.jsonl
 
 A program reduces two leaves, whose shapes no other program has, between 2 simulated devices, by
 ScatterGather at 4 bits over the exchange "xla". It is compiled, run once and dropped. Three kinds
@@ -140,7 +140,6 @@ def run(kind: str, programs: int) -> dict[str, Any]:
     return {
         "kind": kind,
         "programs": programs,
-        "samples": samples,
         "filling": report.slope(early[:, 0], early[:, 1]),
         "slope": report.slope(late[:, 0], late[:, 1]),
         "objects": alive(),

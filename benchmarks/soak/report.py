@@ -48,6 +48,12 @@ def of_process(samples: np.ndarray) -> dict[str, Any]:
     return row
 
 
+def without_samples(row: dict[str, Any]) -> dict[str, Any]:
+    """A job's row for the file of results, which has the slopes only."""
+    ranks = [{k: v for k, v in rank.items() if k != "samples"} for rank in row["ranks"]]
+    return {**row, "ranks": ranks}
+
+
 def compared(records: list[np.ndarray]) -> dict[str, Any]:
     """What the ranks' records say: how many reductions, and how many were wrong.
 

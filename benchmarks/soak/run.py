@@ -1,6 +1,6 @@
 """Reduces for hours on several processes, kills some, and looks for losses, errors and growth.
 
-    python benchmarks/soak/run.py --hours 1 --json benchmarks/results/soak.json
+    python benchmarks/soak/run.py --hours 1 --json benchmarks/results/soak.jsonl
 
 Jobs of 2 to 4 processes follow one another, over gloo and over MPI. Each draws a pool of calls:
 shapes, dtypes, compressors, plans and reductions. Every result is compared between the ranks by its
@@ -117,7 +117,8 @@ class Soak:
         return 0 if good and total["reductions"] else 1
 
     def write(self) -> None:
-        measure.write_json(self.arguments.json, [report.summary(self.rows), *self.rows])
+        rows = map(report.without_samples, self.rows)
+        measure.write_json(self.arguments.json, [report.summary(self.rows), *rows])
         if self.arguments.png:
             report.draw(self.rows, self.arguments.png)
 

@@ -48,7 +48,7 @@ def done() -> dict[str, Runs]:
     """The tasks that have results, each with the methods that were run."""
     found = {}
     for task in METRICS:
-        if (FOLDER / f"{task}.json").exists():
+        if (FOLDER / f"{task}.jsonl").exists():
             found[task] = Runs(task, "suite", METHODS)
     return found
 
@@ -81,7 +81,7 @@ def bytes_share(runs: Runs, name: str) -> float:
 
 
 def speed_rows() -> list[dict[str, Any]]:
-    return tables.rows("suite/speed") if (FOLDER / "speed.json").exists() else []
+    return tables.rows("suite/speed") if (FOLDER / "speed.jsonl").exists() else []
 
 
 def speed() -> str:

@@ -1,12 +1,12 @@
 """Compares the CUDA kernels in JAX programs with the CPU kernels, on a machine with an NVIDIA GPU.
 
-    python tests/gpu/codec.py OUT.json
-    python tests/gpu/codec.py OUT.json --platform cpu     # tries the script itself, on a few cases
+    python tests/gpu/codec.py OUT.jsonl
+    python tests/gpu/codec.py OUT.jsonl --platform cpu     # tries the script itself, on a few cases
 
 Every width, rounding and dtype, rotated or not, must give the same bytes as the CPU. So must all
 codes that have kernels. Then times how fast these codes encode, beside the same codes in plain jnp
-and a copy within the device; kernel_bench times the kernels of fusion buffers. The result is JSON.
-The exit code says whether all bytes are equal.
+and a copy within the device; kernel_bench times the kernels of fusion buffers. The
+exit code says whether all bytes are equal.
 """
 
 import argparse
@@ -50,8 +50,9 @@ def main() -> int:
     wrong = differences(gpu, cpu, every=1 if arguments.platform == "cuda" else 13)
     wrong += differing_codes(gpu, cpu)
     facts = {"device": gpu.device_kind, "jax": jax.__version__, "wrong": wrong}
-    facts["milliseconds"] = encode_times(gpu, TIMED_VALUES if gpu.platform == "gpu" else 10_000)
-    ranks.add_facts(arguments.out, "codec", facts)
+    times = encode_times(gpu, TIMED_VALUES if gpu.platform == "gpu" else 10_000)
+    rows = [{"code": code, **milliseconds} for code, milliseconds in times.items()]
+    ranks.add_run(arguments.out, rows, check="codec", **facts)
     print(f"cases with other bytes than the CPU's: {wrong or 'none'}")
     return 1 if wrong else 0
 

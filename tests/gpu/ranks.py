@@ -1,10 +1,10 @@
 """Compares the fused calls with their lax namesakes, on real NCCL between processes on one GPU.
 
-    python tests/gpu/ranks.py OUT.json --world 2 --megabytes 4,100 [--rate 10gbit]
+    python tests/gpu/ranks.py OUT.jsonl --world 2 --megabytes 4,100 [--rate 10gbit]
 
 Every rank tells NCCL that it is on its own host (NCCL_HOSTID), so the ranks talk over sockets on
 loopback, as nodes on Ethernet do. With --rate, `tc` shapes the loopback (needs root), and the ranks
-share that rate. For psum, psum_scatter and all_gather, prints and writes as JSON the median, over
+share that rate. For psum, psum_scatter and all_gather, prints and writes the median, over
 interleaved repeats, of lax's time divided by each exchange's time, and whether "nccl" gave the same
 bytes as "xla" on every rank. The results of one size are written before the next size starts.
 
@@ -15,7 +15,6 @@ two ranks (NCCL_NSOCKS_PERTHREAD), which is the other way to fill such links.
 
 import argparse
 import itertools
-import json
 import os
 import pathlib
 import socket
@@ -24,6 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
 def main() -> int:
@@ -76,10 +77,11 @@ def pacing(gigabits: float, folder: str) -> dict[str, str]:
     return {"LD_PRELOAD": library, "CGX_PACE": str(int(gigabits * 1e9 / 8))}
 
 
-def add_facts(out: pathlib.Path, name: str, facts: object) -> None:
-    """Adds what a script found to the JSON that several scripts share."""
-    known = json.loads(out.read_text()) if out.exists() else {}
-    out.write_text(json.dumps(known | {name: facts}, indent=1) + "\n")
+def add_run(out: pathlib.Path, rows: list[dict], **fields: object) -> None:
+    """Adds a run to a file of results."""
+    import measure  # and JAX, which the process that starts the ranks has no use for
+
+    measure.add_run(out, rows, **fields)
 
 
 def shape(*command: str) -> None:
@@ -172,20 +174,19 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
                     f"  relative error {row['error']:.3f}  bytes of xla: {row['bytes_of_xla']}",
                     flush=True,
                 )
-            facts = {
-                "device": jax.devices()[0].device_kind,
-                "world": arguments.world,
-                "megabytes": megabytes,
-                "rate": arguments.rate or "unlimited",
-                "connection_rate": arguments.connection_rate,
-                "sockets": arguments.sockets,
-                "segment_bytes": nccl.segment_bytes,
-                "streams": count,
-                "reduction": reduction,
-                "rows": rows,
-            }
-            known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-            arguments.out.write_text(json.dumps([*known, facts], indent=1) + "\n")
+            add_run(
+                arguments.out,
+                rows,
+                device=jax.devices()[0].device_kind,
+                world=arguments.world,
+                megabytes=megabytes,
+                rate=arguments.rate or "unlimited",
+                connection_rate=arguments.connection_rate,
+                sockets=arguments.sockets,
+                segment_bytes=nccl.segment_bytes,
+                streams=count,
+                reduction=reduction,
+            )
     jax.distributed.shutdown()
     return int(failed)
 

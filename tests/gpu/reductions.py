@@ -1,6 +1,6 @@
 """Checks exchanges, reductions and levels between four processes that share one GPU.
 
-    python tests/gpu/reductions.py OUT.json [--platform cpu]
+    python tests/gpu/reductions.py OUT.jsonl [--platform cpu]
 
 Checks `Nccl` and `Xla` with `cgx_jax.testing.check_exchange`. Then sums values with each code and
 each reduction that the code allows, both flat and over two nodes of two ranks, with all exchanges.
@@ -89,7 +89,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
             print(row)
         facts = {"device": jax.devices()[0].device_kind, "world": WORLD, "values": VALUES}
         facts["exchanges"] = [str(exchange) for exchange in exchanges]
-        ranks.add_facts(arguments.out, "reductions", facts | {"rows": rows})
+        ranks.add_run(arguments.out, rows, check="reductions", **facts)
     jax.distributed.shutdown()
     return 0 if all(row["passed"] for row in rows) else 1
 

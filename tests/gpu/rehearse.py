@@ -11,7 +11,6 @@ Fails unless every step has run and passed, the results are at most 8 files of a
 and they fill every row of the tables in docs/gpu.md.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import measure  # noqa: E402
 import tables  # noqa: E402
 
 FILES, FILE_BYTES = 8, 16 << 20
@@ -118,7 +118,7 @@ def differences(out: Path) -> list[str]:
         shutil.copytree(out, tables.RESULTS / machine)
     made = rows()
     faults = [f"the tables lack {row}" for row in sorted(expected - made)]
-    *cases, last = map(json.loads, (out / "kernels.jsonl").read_text().splitlines())
+    *cases, last = measure.rows(out / "kernels.jsonl")
     if last["left_out"] or not any(case["equals_cpu"] for case in cases):
         faults.append(f"kernel_bench left out {last['left_out']} cases")
     return faults

@@ -10,8 +10,8 @@
 # pybind11 and scikit-build-core. On a machine without those, or with little time, PREBUILT names a
 # folder that tests/gpu/prebuild.sh made elsewhere. What matters most comes first. A step that might
 # not end before DEADLINE seconds does not start. A failed step does not stop the next. Results are
-# JSON; machine.txt describes the machine, and logs.tgz holds what every step printed. The exit code
-# says whether every step that ran has passed.
+# JSON lines, as benchmarks/measure.py reads them; logs.tgz holds what every step printed. The exit
+# code says whether every step that ran has passed.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(mkdir -p "${1:-$root/build/gpu}" && cd "${1:-$root/build/gpu}" && pwd)
@@ -36,12 +36,18 @@ if [ -n "${REHEARSAL:-}" ]; then
 fi
 deadline=$((${DEADLINE:-580} * patience))
 
-{
+machine=$({
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-  nvcc --version | tail -n 2
-  "$python" -m pip list 2>/dev/null | grep -iE '^(jax|jaxlib|jax-cuda|nvidia-nccl)'
-} >"$out/machine.txt" 2>&1
-cat "$out/machine.txt"
+  nvcc --version | tail -n 2 | head -n 1
+  "$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(jax|jaxlib|nvidia-nccl-.*)=='
+} 2>&1)
+echo "$machine"
+# The lines of JSON in some logs, as one run.
+rows() {
+  printf '{"run": {"command": "tests/gpu/run.sh", "machine": "%s"}}\n' \
+    "$(tr '"\\\n' "'/;" <<<"$machine" | sed 's/;$//; s/;/; /g')"
+  grep -h '^{' "$@"
+}
 
 programs=${PREBUILT:-$work/prebuilt}
 [ -n "${PREBUILT:-}" ] || step build 240 "$root/tests/gpu/prebuild.sh" "$programs" \
@@ -68,10 +74,10 @@ done
 ranks() {
   local name=$1 limit=$2
   shift 2
-  step "$name" "$limit" "$python" "$root/tests/gpu/ranks.py" "$out/ranks.json" "$@" \
+  step "$name" "$limit" "$python" "$root/tests/gpu/ranks.py" "$out/ranks.jsonl" "$@" \
     "${platform[@]}" "${once[@]}"
 }
-rm -f "$out/ranks.json" "$out/tuned.json" "$out/checks.json"
+rm -f "$out/ranks.jsonl" "$out/tuned.jsonl" "$out/checks.jsonl"
 if command -v nvidia-cuda-mps-control >/dev/null; then
   export CUDA_MPS_PIPE_DIRECTORY=$work/mps CUDA_MPS_LOG_DIRECTORY=$work/mps-log
   mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
@@ -100,10 +106,10 @@ if command -v tc >/dev/null && tc qdisc show dev lo >/dev/null 2>&1 && [ "$(id -
 else
   leave_out "NCCL on shaped links" "tc or root is missing"
 fi
-step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/checks.json" "${platform[@]}"
-step codec 120 "$python" "$root/tests/gpu/codec.py" "$out/checks.json" "${platform[@]}"
+step reductions 120 "$python" "$root/tests/gpu/reductions.py" "$out/checks.jsonl" "${platform[@]}"
+step codec 120 "$python" "$root/tests/gpu/codec.py" "$out/checks.jsonl" "${platform[@]}"
 for gigabits in 5 1000; do
-  step tuned_$gigabits 120 "$python" "$root/tests/gpu/tuned.py" "$out/tuned.json" \
+  step tuned_$gigabits 120 "$python" "$root/tests/gpu/tuned.py" "$out/tuned.jsonl" \
     --connection-rate $gigabits "${platform[@]}"
 done
 if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
@@ -111,7 +117,7 @@ if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 fi
 
-step training 60 "$python" "$root/tests/gpu/training.py" "$out/checks.json" "${platform[@]}"
+step training 60 "$python" "$root/tests/gpu/training.py" "$out/checks.jsonl" "${platform[@]}"
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck initcheck synccheck; do
     step $tool 60 compute-sanitizer --tool $tool --error-exitcode 9 \
@@ -133,8 +139,8 @@ else
   leave_out "ncu" "there is no ncu"
 fi
 
-if [ -f kernels.log ]; then grep -h '^{' kernels.log >"$out/kernels.jsonl"; fi
-if compgen -G 'virtual_*.log' >/dev/null; then grep -h '^{' virtual_*.log >"$out/virtual.jsonl"; fi
+if [ -f kernels.log ]; then rows kernels.log >"$out/kernels.jsonl"; fi
+if compgen -G 'virtual_*.log' >/dev/null; then rows virtual_*.log >"$out/virtual.jsonl"; fi
 tar czf "$out/logs.tgz" ./*.log
 printf '=== %s in %d s; results in %s\n' "$([ $failed = 0 ] && echo "all passed" || echo FAILED)" \
   "$SECONDS" "$out"

@@ -1,6 +1,6 @@
 """Trains a small model on one GPU with compressed gradients; its step is compiled once.
 
-    python tests/gpu/training.py OUT.json [--platform cpu]
+    python tests/gpu/training.py OUT.jsonl [--platform cpu]
 
 A single device has no peers, so encode and decode take the place of the exchange: every gradient
 makes the round trip through the kernels. The losses are compared with the same steps on the CPU.
@@ -50,7 +50,8 @@ def main() -> int:
             losses[name].append(float(value))
     first, last = losses["gpu"][0], losses["gpu"][-1]
     gap = abs(last - losses["cpu"][-1]) / losses["cpu"][-1]
-    ranks.add_facts(arguments.out, "training", {"losses": losses, "gap": gap})
+    rows = [{"on": name, "first": own[0], "last": own[-1]} for name, own in losses.items()]
+    ranks.add_run(arguments.out, rows, check="training", steps=STEPS, gap=gap)
     print(f"loss {first:.4f} -> {last:.4f} on the GPU; {gap:.1%} from the CPU's")
     return 0 if last < first / 4 and gap < 0.1 else 1
 

@@ -1,6 +1,6 @@
 """Tunes over real NCCL between processes on one GPU, and compares the choice with fixed settings.
 
-    python tests/gpu/tuned.py OUT.json --world 2 [--connection-rate 5]
+    python tests/gpu/tuned.py OUT.jsonl --world 2 [--connection-rate 5]
 
 First `cgx_jax.tune` measures the links, and a `Tuner` chooses on the steps of 25 MB of gradients in
 160 leaves. Then psum, "xla", "nccl" on each number of streams, and the choice take turns. The first
@@ -10,13 +10,10 @@ best setting.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
 import ranks
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
 ALLOWED = 1.05  # times the best setting's time
 SECONDS, TURNS = 30.0, 61
@@ -71,26 +68,26 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     half = len(seconds) // 2
     best = int(np.median(seconds[:half, :-1], axis=0).argmin())
     medians = np.median(seconds[half:], axis=0)
-    facts = {
-        "device": jax.devices()[0].device_kind,
-        "world": arguments.world,
-        "connection_rate": arguments.connection_rate,
-        "streams_of_tune": getattr(profile.engine, "streams", None),
-        "choice": str(tuner.current),
-        "best": str(fixed[best]),
-        "share": float(medians[best] / medians[-1]),
-        "gain": float(medians[0] / medians[-1]),
-        "turns": len(seconds) - half,
-        "seconds": dict(zip([*map(str, fixed), "choice"], medians.tolist(), strict=True)),
-        "tuner": tuner.metrics(),
-    }
+    share = float(medians[best] / medians[-1])
     if links.first:
         print(tuner.table())
-        for name, taken in facts["seconds"].items():
+        names = [*map(str, fixed), "choice"]
+        for name, taken in zip(names, medians, strict=True):
             print(f"{taken * 1e3:9.2f} ms  {name}")
-        print(f"choice {facts['choice']}: {facts['share']:.3f} of the best's speed", flush=True)
-        known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-        arguments.out.write_text(json.dumps([*known, facts], indent=1) + "\n")
+        print(f"choice {tuner.current}: {share:.3f} of the best's speed", flush=True)
+        ranks.add_run(
+            arguments.out,
+            [{"setting": n, "seconds": float(t)} for n, t in zip(names, medians, strict=True)],
+            device=jax.devices()[0].device_kind,
+            world=arguments.world,
+            connection_rate=arguments.connection_rate,
+            streams_of_tune=getattr(profile.engine, "streams", None),
+            choice=str(tuner.current),
+            best=str(fixed[best]),
+            share=share,
+            gain=float(medians[0] / medians[-1]),
+            turns=len(seconds) - half,
+        )
     jax.distributed.shutdown()
     slow = medians[-1] > ALLOWED * medians[best] or medians[-1] > medians[0]
     return int(bool(slow) and arguments.platform == "cuda")
