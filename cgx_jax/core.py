@@ -248,7 +248,6 @@ def reduce_leaves(
         for i, x in enumerate(leaves)
     ]
     out = Sums(list(leaves), [None] * len(leaves), list(states or [()] * len(leaves)))
-    found: list[tuple[tuple[int, ...], jax.Array]] = []
     lossy = sorted(i for buffer in taken for i in buffer)
     exact = [i for i in range(len(leaves)) if i not in set(lossy)]
     if exact:
@@ -278,17 +277,9 @@ def reduce_leaves(
             for part, shared in _calls(buffer, leaves, plan.compressors):
                 divisor = axes.world if options.mean else 1
                 own = tuple(jnp.asarray(leaves[i]) for i in part)
-                in_place = all(map(_compat.is_computed, own))
-                job = Job(
-                    name,
-                    plan.coded(part),
-                    axes,
-                    way.exchange,
-                    divisor,
-                    residual,
-                    in_place,
-                    watched=nonfinite.watching(),
-                )
+                # A report of what is not finite reads the operands again.
+                in_place = not nonfinite.watching() and all(map(_compat.is_computed, own))
+                job = Job(name, plan.coded(part), axes, way.exchange, divisor, residual, in_place)
                 reduced = _reduce_buffer(
                     (way.reduction, job),
                     seeds[shared or way.reduction.shares_seeds][: way.reduction.seed_count],
@@ -300,8 +291,6 @@ def reduce_leaves(
                     out.values[i] = reduced.sums[n]
                     out.states[i] = reduced.states[n]
                     out.residuals[i] = reduced.residuals[n] if residual else None
-                if reduced.found is not None:
-                    found.append((part, reduced.found))
     paths = [leaf.path for leaf in plan.leaves]
     sizes = {i: plan.compressors[i].block_size for i in lossy}
     carried = [*exact, *(i for i in lossy if plan.compressors[i].carries_nonfinite)]
@@ -315,7 +304,6 @@ def reduce_leaves(
         out.values,
         block_sizes=sizes,
         carried=carried,
-        found=found,
         alike=axes.groups is None,
         step=step,
     )
@@ -332,11 +320,11 @@ def _reduce_buffer(
     reduction, job = call
     plain = [_compat.plain(x) for x in leaves]
     with jax.named_scope(job.name):
-        sums, residuals, after, found = reduction.run(job, seeds, plain, units, states)
+        sums, residuals, after = reduction.run(job, seeds, plain, units, states)
     debug.compare(job.name, job.axes, sums)
     typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
     kept = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=False)]
-    return Reduced(typed, kept, after, found)
+    return Reduced(typed, kept, after)
 
 
 @_reduce_buffer.defjvp
@@ -345,7 +333,7 @@ def _reduce_buffer_jvp(call: tuple[Reduction, Job], primals: Any, tangents: Any)
     reduced = _reduce_buffer(call, *primals)
     leaves = list(tangents[1])
     exact = job.axes.mean(leaves) if job.divisor != 1 else job.axes.sum(leaves)
-    none = jax.tree.map(_no_tangent, (reduced.residuals, reduced.states, reduced.found))
+    none = jax.tree.map(_no_tangent, (reduced.residuals, reduced.states))
     return reduced, Reduced(list(exact), *none)
 
 

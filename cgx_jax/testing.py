@@ -206,7 +206,6 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
                 residual=False,
                 units=(),
                 in_place=False,
-                watched=False,
             )
             return fused.sums[0]
 
@@ -225,7 +224,6 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
                 1,
                 residual=False,
                 units=(),
-                watched=False,
             )
             return fused.sums[0]
 

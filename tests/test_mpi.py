@@ -65,7 +65,7 @@ def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation(redu
 
 @needs_mpi
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_what_is_not_finite_is_found_on_the_way(world):
+def test_what_is_not_finite_is_reported(world):
     assert run(world, "watched").count("ok") == world
 
 

@@ -88,20 +88,6 @@ class ChunkCode(Scoped, abc.ABC):
     def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
         """Decodes every chunk's payload to leaves with the shapes and dtypes of `like`."""
 
-    def find_in(
-        self, rank: Any, rows: jax.Array, chunk: jax.Array, leaves: Arrays
-    ) -> jax.Array | None:
-        """Finds non-finite values of `leaves`: i32[leaves, 2], as in `primitives`; None if unknown.
-
-        `rows` are the encoded leaves. For this rank's own chunk, its encoded sum `chunk` is used
-        instead.
-        """
-        return None
-
-    def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array | None:
-        """Does the same for `leaves` that were decoded from `rows`."""
-        return None
-
 
 class WholeCode(Scoped, abc.ABC):
     """A fusion buffer of whole leaves: one payload, u8[row_bytes].
@@ -138,17 +124,6 @@ class WholeCode(Scoped, abc.ABC):
         self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
     ) -> list[jax.Array]:
         """Decodes payloads, u8[ranks, row_bytes], sums them in fp32 and rank order, and divides."""
-
-    def find_in(self, payload: jax.Array, leaves: Arrays) -> jax.Array | None:
-        """Finds non-finite values of `leaves`: i32[leaves, 2], as in `primitives`; None if unknown.
-
-        The leaves were encoded to `payload`.
-        """
-        return None
-
-    def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array | None:
-        """Does the same for `leaves` that are sums of the payloads in `rows`."""
-        return None
 
     def words(self, seed: Any, rank: Any) -> Any:
         """Returns the words that a fused call on this rank draws its noise from, uint32[2]."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode, folded, unit_of
-from cgx_jax.kernels import nonfinite, outside, primitives
+from cgx_jax.kernels import outside, primitives
 from cgx_jax.kernels.primitives import NO_RANK, Units
 from cgx_jax.wire import Layout
 
@@ -19,10 +19,6 @@ from cgx_jax.wire import Layout
 def seed(key: Any) -> jax.Array:
     """Two 32-bit words of randomness, uint32[2], from a JAX key (typed or raw)."""
     return jax.random.bits(key, (2,), jnp.uint32)
-
-
-def _marks(units: Units) -> tuple[bool, ...]:
-    return tuple(unit is not None for unit in units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +63,6 @@ class QuantizedChunks(ChunkCode):
     def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
         return primitives.decode(rows, self.layout, like, units=units)
 
-    def find_in(self, rank: Any, rows: jax.Array, chunk: jax.Array, leaves: Arrays) -> jax.Array:
-        return nonfinite.find_nonfinite(rows, leaves, self.layout, rank=rank, own=chunk)
-
-    def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array:
-        return nonfinite.find_nonfinite(rows, leaves, self.layout, in_units=_marks(units))
-
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWhole(WholeCode):
@@ -112,12 +102,6 @@ class QuantizedWhole(WholeCode):
         return [
             outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, each, like, strict=True)
         ]
-
-    def find_in(self, payload: jax.Array, leaves: Arrays) -> jax.Array:
-        return nonfinite.find_nonfinite(payload, leaves, self.layout)
-
-    def find_out(self, rows: jax.Array, leaves: Arrays, *, units: Units) -> jax.Array:
-        return nonfinite.find_nonfinite(rows, leaves, self.layout, in_units=_marks(units))
 
     def words(self, seed: Any, rank: Any) -> Any:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):

@@ -31,13 +31,11 @@ class Least(NamedTuple):
 class Fused(NamedTuple):
     """What a sum in one call returns, one entry per leaf.
 
-    `residuals` are empty unless asked for. `found` is as in `Reduced` if the call is watched and
-    finds it, else None.
+    `residuals` are empty unless asked for.
     """
 
     sums: list[jax.Array]
     residuals: list[jax.Array]
-    found: jax.Array | None = None
 
 
 class Exchange(Scoped, abc.ABC):
@@ -133,14 +131,12 @@ class Exchange(Scoped, abc.ABC):
         residual: bool,
         units: Units,
         in_place: bool,
-        watched: bool,
     ) -> Fused:
         """Sums of the leaves over the ranks, divided, and residuals if asked for.
 
         `seeds` are uint32[2] for each phase. `leaves` are f32, bf16 or f16, one for each slot of
         `layout`. `units` are as in `primitives.encode`. If `in_place`, sums may take the leaves'
-        memory (`Job`). If `watched`, the call may find non-finite values on its way. The bytes sent
-        are those of `scatter` and `gather` around the kernels.
+        memory (`Job`). The bytes sent are those of `scatter` and `gather` around the kernels.
         """
         raise NotImplementedError
 
@@ -155,7 +151,6 @@ class Exchange(Scoped, abc.ABC):
         *,
         residual: bool,
         units: Units,
-        watched: bool,
     ) -> Fused:
         """Sums of what all ranks encoded, divided, and residuals if asked for: one phase.
 

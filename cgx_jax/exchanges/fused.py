@@ -86,8 +86,7 @@ def bind(
         **params,
     )
     count = len(layout.slots)
-    watched = params.get("watched", False)
-    return Fused(out[:count], out[count : len(out) - watched], out[-1] if watched else None)
+    return Fused(out[:count], out[count:])
 
 
 def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
@@ -128,18 +127,16 @@ def gathered(x: Any, *, positions: Any, **params: Any) -> Any:
 def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     """Makes a fused call that returns a `result` for every leaf, then residuals.
 
-    The leaves follow `leading` other operands. A call that is `watched` also returns what it found,
-    i32[leaves, 2, 2], as its last result. The caller registers the lowerings.
+    The leaves follow `leading` other operands. The caller registers the lowerings.
     """
     p = Primitive(name)
     p.multiple_results = True
 
-    def shapes(*operands: Any, residual: bool, watched: bool = False, **params: Any) -> list[Any]:
+    def shapes(*operands: Any, residual: bool, **params: Any) -> list[Any]:
         slots = params["layout"].slots
         leaves = operands[leading : leading + len(slots)]
         results = (result(x, slot=f, **params) for x, f in zip(leaves, slots, strict=True))
-        found = _compat.result_aval((len(slots), 2, 2), np.dtype(np.int32), operands[0])
-        return [*results, *(leaves if residual else ()), *([found] if watched else ())]
+        return [*results, *(leaves if residual else ())]
 
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))

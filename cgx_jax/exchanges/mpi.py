@@ -130,15 +130,9 @@ class Mpi(Exchange):
         residual: bool,
         units: primitives.Units,
         in_place: bool,
-        watched: bool,
     ) -> Fused:
         keys = jnp.stack([jnp.asarray(s) for s in seeds])
-        options = {
-            "divisor": divisor,
-            "residual": residual,
-            "in_place": in_place,
-            "watched": watched,
-        }
+        options = {"divisor": divisor, "residual": residual, "in_place": in_place}
         return _call(all_reduce_p, name, keys, leaves, units, layout, axes, options)
 
     def gather_sum(
@@ -152,12 +146,9 @@ class Mpi(Exchange):
         *,
         residual: bool,
         units: primitives.Units,
-        watched: bool,
     ) -> Fused:
         each = list(units) or [None] * len(leaves)
-        # The call's sums are still in their units, and taking them out of these may overflow.
-        watched = watched and not any(unit is not None for unit in each)
-        options = {"divisor": divisor, "residual": residual, "in_place": False, "watched": watched}
+        options = {"divisor": divisor, "residual": residual, "in_place": False}
         fused = _call(gather_sum_p, name, jnp.asarray(seed), leaves, units, layout, axes, options)
         sums = [
             outside.decoded(y, unit, x.dtype)
@@ -327,7 +318,6 @@ def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
         replicated: Any,
         name: str,
         residual: bool,
-        watched: bool,
         in_place: bool,
     ) -> Any:
         # A segment is decoded after it was encoded and added up, so leaves may be overwritten.

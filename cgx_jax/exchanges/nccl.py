@@ -65,7 +65,6 @@ class OnCommunicator(Exchange):
         residual: bool,
         units: primitives.Units,
         in_place: bool,
-        watched: bool,
     ) -> Fused:
         keys = jnp.stack([jnp.asarray(s) for s in seeds])
         p = self._all_reduce(name, axes)
@@ -83,12 +82,12 @@ class OnCommunicator(Exchange):
         residual: bool,
         units: primitives.Units,
     ) -> Fused:
-        """Makes a call that adds up leaves. The kernels do not look for non-finite values."""
+        """Makes a call that adds up leaves."""
         # The CUDA kernels know no units: they get float32 leaves that are already multiplied.
         each = list(units) or [None] * len(leaves)
         inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
         operands = [keys, *inner]
-        sums, lost, _ = self._call(
+        sums, lost = self._call(
             primitive, name, operands, layout, axes, divisor=divisor, residual=residual
         )
         means = [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)]
@@ -190,7 +189,6 @@ class Nccl(OnCommunicator):
         *,
         residual: bool,
         units: primitives.Units,
-        watched: bool,
     ) -> Fused:
         keys = jnp.asarray(seed)
         return self._sums(gather_sum_p, name, keys, leaves, layout, axes, divisor, residual, units)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
@@ -39,11 +38,10 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
     * "skip": logs, and sets the result of the call to 0 on all ranks of the mesh. `sync_gradients`
       then keeps its state and counts the step.
 
-    While values are finite, `Quantize` costs almost nothing on CPUs, since the ranges of its
-    buckets show that they are. Leaves that are reduced exactly or by other codes cost a pass over
-    the results. If a code may hide a non-finite value (`Compressor.carries_nonfinite` is False),
-    they also cost a pass over the operands. In that case, and if ranks have different results, a
-    sum of 4 bytes over the mesh makes all ranks decide alike.
+    While values are finite, it costs a pass over the results. If a code may hide a non-finite value
+    (`Compressor.carries_nonfinite` is False), it also costs a pass over the operands. In that case,
+    and if ranks have different results, a sum of 4 bytes over the mesh makes all ranks decide
+    alike.
 
     Clears JAX's caches on entry and on exit, so that functions compiled outside are traced again.
 
@@ -91,7 +89,6 @@ def watch(
     *,
     block_sizes: Mapping[int, int | None] | None = None,
     carried: Collection[int] = (),
-    found: Sequence[tuple[Sequence[int], jax.Array]] = (),
     alike: bool = False,
     step: Any = None,
 ) -> tuple[list[Any], Any]:
@@ -100,9 +97,8 @@ def watch(
     `before` are the operands of a reduction and `after` its results, one array each per entry of
     `paths`. `block_sizes` maps leaf numbers to the block sizes of their codes. A non-finite value
     in the operand of a leaf in `carried` shows in the leaf's result on some rank, so these operands
-    are searched only after something was found. `found` has what the reductions have already
-    counted: pairs of leaf numbers and i32[leaves, 2, 2] as in `Reduced`. These leaves are not
-    searched at all. `alike` says that the ranks of `axes` have the same results.
+    are searched only after something was found. `alike` says that the ranks of `axes` have the same
+    results.
 
     Returns `after`, or zeros if the step is skipped, and whether it is skipped, bool[] or False.
     """
@@ -112,19 +108,13 @@ def watch(
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if not floats:
         return list(after), False
-    known = [i for numbers, _ in found for i in numbers]
     hidden = [i for i in floats if i not in carried]
-    first = [i for i in hidden if i not in known]
-    later = [i for i in floats if i not in (*known, *hidden)]
-    # The counts that are always needed: those of the results (`sums`), and of hidden operands.
-    sums = [*(pairs[:, 1] for _, pairs in found), _counted(after, [*first, *later])]
-    others = [pairs[:, 0] for numbers, pairs in found if not {*numbers}.isdisjoint(hidden)]
-    others.append(_counted(before, first))
-    finite = _none(sums)
+    out = _counted(after, floats)
+    finite = ~out[:, 0].any()
     if alike:
         finite = _compat.same_over(finite, axes.names)
     if hidden:
-        finite &= _none(others)
+        finite &= ~_counted(before, hidden)[:, 0].any()
     bad = ~axes.on_every_rank(finite, alike=alike and not hidden)
     sizes = block_sizes or {}
     sides = [
@@ -136,18 +126,13 @@ def watch(
     report = Report(_action, caller, around, tuple(sides))
     number = jnp.int32(-1) if step is None else step
     everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
-    arrays = (bad, number, *(pairs for _, pairs in found), *before, *after)
-    varying = frozenset().union(*(_compat.varying_axes(x) for x in arrays))
+    varying = frozenset().union(*map(_compat.varying_axes, (bad, number, *before, *after)))
     ranks = frozenset(everyone.names if _compat.bound_by_mesh(everyone.names) else ())
     varying |= ranks
 
     def report_found() -> jax.Array:
         # By rank and side of each leaf: the number of values and the place of the first.
-        operands = jnp.concatenate([others[-1], _counted(before, later)])
-        searched = jnp.stack([operands, sums[-1]], axis=1)
-        every = jnp.concatenate([*(pairs for _, pairs in found), searched])
-        order = [*known, *first, *later]
-        table = every[np.array([order.index(i) for i in floats])].reshape(-1, 2)
+        table = jnp.stack([_counted(before, floats), out], axis=1).reshape(-1, 2)
         rows = xla.gather(_compat.vary_over(table, ranks), everyone)
         told = tell(report, number, _rank(axes), rows)
         return _compat.vary_over(told, varying)
@@ -165,14 +150,7 @@ def _constant(x: Any) -> jax.Array:
 
 def _counted(leaves: Sequence[Any], numbers: Sequence[int]) -> jax.Array:
     """Counts the non-finite values of the leaves with these numbers, i32[numbers, 2]."""
-    if not numbers:
-        return jnp.zeros((0, 2), jnp.int32)
     return count_nonfinite([_constant(leaves[i]) for i in numbers])
-
-
-def _none(counted: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether all counts in all of these i32[leaves, 2] are 0."""
-    return ~jnp.concatenate(counted)[:, 0].any()
 
 
 def _rank(axes: Axes) -> jax.Array:

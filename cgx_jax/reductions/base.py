@@ -29,7 +29,7 @@ class Job:
     lost. `in_place` says that the program computes all leaves itself, so sums may reuse their
     memory. For a large buffer, new memory costs more than the reduction does, since the system maps
     it page by page. A leaf that is a parameter of the program belongs to the program's caller: XLA
-    would first copy it, which costs even more. `watched` says that `debug_nonfinite` is on.
+    would first copy it, which costs even more.
     """
 
     name: str
@@ -39,7 +39,6 @@ class Job:
     divisor: int
     residual: bool
     in_place: bool
-    watched: bool = False
 
 
 class Reduced(NamedTuple):
@@ -48,15 +47,12 @@ class Reduced(NamedTuple):
     `sums` are the same on all ranks, in the leaves' shapes and dtypes. `residuals`, if asked for,
     are what this rank's part of the sums lost; otherwise the list is empty. `states` are the
     compressors' new states. The ranks' sum minus `sums` times the divisor is the sum of the ranks'
-    `residuals`, up to the rounding of the leaves' dtypes. `found`, i32[leaves, 2, 2], describes the
-    non-finite values of this rank's leaves and of their sums: how many there are, and the place of
-    the first. It is None if the job is not `watched`, or if finding them would take a search.
+    `residuals`, up to the rounding of the leaves' dtypes.
     """
 
     sums: list[jax.Array]
     residuals: list[jax.Array]
     states: list[Any]
-    found: jax.Array | None = None
 
 
 class Reduction(abc.ABC):
@@ -125,21 +121,19 @@ class Rows(NamedTuple):
     """What `PayloadReduction.rows` returns: encoded sums, and what this rank lost.
 
     `rows`, u8[k, n], are the same on all ranks of the job. `residuals`, in the leaves' shapes, are
-    empty unless the job asks for them. `found`, i32[leaves, 2], is the part of `Reduced.found` for
-    the leaves that went in.
+    empty unless the job asks for them.
     """
 
     rows: jax.Array
     residuals: list[jax.Array]
-    found: jax.Array | None = None
 
 
 class PayloadReduction(Reduction):
     """A reduction of payloads, which ends in rows of bytes that every rank decodes alike.
 
-    A subclass defines `rows`, `rows_bytes` and `sums`, and optionally `found`. `run` prepares the
-    leaves and calls these methods. Such a reduction also works across `Levels`. If `adds_decoded`
-    is set, `rows` and `sums` receive fp32 leaves without units.
+    A subclass defines `rows`, `rows_bytes` and `sums`. `run` prepares the leaves and calls
+    these methods. Such a reduction also works across `Levels`. If `adds_decoded` is set, `rows` and
+    `sums` receive fp32 leaves without units.
     """
 
     adds_decoded: ClassVar[bool] = False
@@ -153,12 +147,8 @@ class PayloadReduction(Reduction):
         states: Sequence[Any],
     ) -> Reduced:
         if not self.adds_decoded and not any(leaf.compressor.prepares for leaf in job.leaves):
-            rows, residuals, found = self.rows(job, seeds, leaves, units)
-            sums = self.sums(job, rows, leaves, units)
-            if found is not None:
-                out = self.found(job, rows, sums, units)
-                found = None if out is None else jnp.stack([found, out], axis=1)
-            return Reduced(sums, residuals, list(states), found)
+            rows, residuals = self.rows(job, seeds, leaves, units)
+            return Reduced(self.sums(job, rows, leaves, units), residuals, list(states))
         each = [unit_of(units, i) for i in range(len(leaves))]
         values = [
             outside.multiply(x, unit, outside.IN).astype(jnp.float32)
@@ -169,8 +159,7 @@ class PayloadReduction(Reduction):
             for leaf, x, state in zip(job.leaves, values, states, strict=True)
         ]
         ready = [y for y, _ in made]
-        inner = dataclasses.replace(job, watched=False)  # prepared, not the leaves
-        rows, residuals, _ = self.rows(inner, seeds, ready, ())
+        rows, residuals = self.rows(job, seeds, ready, ())
         sums = self.sums(job, rows, ready, ())
         # What preparing took away is lost, just like what encoding lost.
         lost = [x - y + e for x, y, e in zip(values, ready, residuals, strict=False)]
@@ -194,12 +183,6 @@ class PayloadReduction(Reduction):
     @abc.abstractmethod
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         """The sums, with the shapes and dtypes of `like`."""
-
-    def found(
-        self, job: Job, rows: jax.Array, sums: Sequence[jax.Array], units: Units
-    ) -> jax.Array | None:
-        """Finds non-finite values of the sums, i32[leaves, 2]; None if that would take a search."""
-        return None
 
 
 def largest_error(error_bound: Callable[[jax.Array], jax.Array], size: jax.Array) -> jax.Array:

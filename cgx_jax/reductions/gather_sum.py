@@ -63,22 +63,15 @@ class GatherSum(PayloadReduction):
             job.divisor,
             residual=job.residual,
             units=units,
-            watched=job.watched,
         )
-        return Reduced(fused.sums, fused.residuals, list(states), fused.found)
+        return Reduced(fused.sums, fused.residuals, list(states))
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
         code = whole_code(job.leaves)
         payload, residuals = code.encode(
             seeds[0], job.axes.rank(), leaves, residual=job.residual, units=units
         )
-        found = code.find_in(payload, leaves) if job.watched else None
-        return Rows(job.exchange.gather(job.name, payload, job.axes), residuals, found)
+        return Rows(job.exchange.gather(job.name, payload, job.axes), residuals)
 
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         return whole_code(job.leaves).sum(rows, like, job.divisor, units=units)
-
-    def found(
-        self, job: Job, rows: jax.Array, sums: Sequence[jax.Array], units: Units
-    ) -> jax.Array | None:
-        return whole_code(job.leaves).find_out(rows, sums, units=units)

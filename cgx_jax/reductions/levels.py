@@ -164,10 +164,8 @@ class Leveled(Reduction):
         values = [outside.multiply(x, unit_of(units, i), outside.IN) for i, x in enumerate(leaves)]
         runs = [shares.cut(x, world) for x in values]
         own, lost = self._inside(job, seeds, runs)
-        outer = dataclasses.replace(
-            job, leaves=self._shares(job.leaves), axes=self.outer, watched=False
-        )
-        rows, residuals, _ = across.rows(outer, seeds, own, ())
+        outer = dataclasses.replace(job, leaves=self._shares(job.leaves), axes=self.outer)
+        rows, residuals = across.rows(outer, seeds, own, ())
         every = job.exchange.gather(job.name, rows.reshape(-1), self.inner)
         every = every.reshape(world, *rows.shape)
         sums = jax.vmap(lambda r: across.sums(outer, r, own, ()))(every)

@@ -79,9 +79,8 @@ class ScatterGather(PayloadReduction):
             residual=job.residual,
             units=units,
             in_place=job.in_place,
-            watched=job.watched,
         )
-        return Reduced(fused.sums, fused.residuals, list(states), fused.found)
+        return Reduced(fused.sums, fused.residuals, list(states))
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
         code, rank = chunk_code(job.leaves, job.axes.world), job.axes.rank()
@@ -90,13 +89,7 @@ class ScatterGather(PayloadReduction):
         chunk, residuals = code.reduce(
             seeds[1], rank, rows, leaves, job.divisor, residuals, units=units
         )
-        found = code.find_in(rank, sent, chunk, leaves) if job.watched else None
-        return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals, found)
+        return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals)
 
     def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
         return chunk_code(job.leaves, job.axes.world).decode(rows, like, units=units)
-
-    def found(
-        self, job: Job, rows: jax.Array, sums: Sequence[jax.Array], units: Units
-    ) -> jax.Array | None:
-        return chunk_code(job.leaves, job.axes.world).find_out(rows, sums, units=units)

@@ -1,7 +1,6 @@
 // Checks the operands of each call, then hands raw pointers to the kernels.
 #include "handlers/cpu.h"
 
-#include <deque>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -164,35 +163,30 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
   });
 }
 
-ffi::Error find(ffi::ThreadPool pool, Ranks rank, Payload payload, Payload own,
-                ffi::RemainingArgs args, ffi::Result<Found> found, Ints slots, int64_t world) {
+// (leaves) -> found
+ffi::Error find(ffi::ThreadPool pool, ffi::RemainingArgs args,
+                ffi::Result<ffi::Buffer<ffi::S32, 3>> found) {
   const char* const name = "cgx_find_nonfinite";
   return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    int64_t peers = 0;
-    const LayoutAttributes attributes{slots, world, 1, kTakesUnits};
-    CGX_TRY(check_find(name, rank, payload, own, args, *found, attributes, &operands, &peers));
-    const Layout layout = operands.layout();
-    const auto from = operands.leaves.pointers(operands.batch);
-    const int64_t n = static_cast<int64_t>(operands.num_leaves());
-    std::vector<uint8_t> in_units(n);
-    for (int64_t k = 0; k < n; ++k) in_units[k] = attributes.has_units(k);
-    std::deque<NonFiniteTable> tables;
-    for (int64_t b = 0; b < operands.batch; ++b) {
-      tables.emplace_back(found->typed_data() + b * 2 * n, n, 2);
+    const int64_t batch = found->dimensions()[0];
+    CGX_TRY(check_batch(name, batch));
+    Leaves leaves;
+    CGX_TRY(leaves.add(name, args, batch));
+    const size_t n = leaves.size.size();
+    CGX_TRY(check_number(name, "leaves", n, found->dimensions()[1]));
+    CGX_TRY(check_number(name, "numbers per leaf", found->dimensions()[2], 2));
+    if (n == 0) return ffi::Error::Success();
+    std::vector<SearchedLeaf> all;
+    int64_t values = 0;
+    for (void* const data : leaves.pointers(batch)) {
+      const size_t k = all.size() % n;
+      all.push_back({data, leaves.dtype[k], leaves.size[k]});
+      values += leaves.size[k];
     }
-    const int64_t count = pieces(layout.values / kValuesLookedAt);
-    split_range(pool, operands.batch, 0, layout.total_bytes(), count,
-                [&](int64_t b, int64_t first, int64_t last, int64_t) {
-                  const int64_t row = b * layout.chunk_bytes;
-                  find_nonfinite({layout,
-                                  {from.data() + b * n, operands.leaves.dtype.data()},
-                                  payload.typed_data() + row * peers * world,
-                                  peers,
-                                  rank.typed_data()[b],
-                                  own.typed_data() + row,
-                                  in_units.data()},
-                                 first, last, tables[b]);
+    NonFiniteTable table(found->typed_data(), all.size());
+    split_range(pool, 1, 0, values, pieces(values / kValuesLookedAt),
+                [&](int64_t, int64_t first, int64_t last, int64_t) {
+                  find_nonfinite(all, first, last, table);
                 });
     return ffi::Error::Success();
   });
@@ -247,14 +241,9 @@ XLA_FFI_Error* accumulate_handler(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* find_nonfinite_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<ffi::ThreadPool>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .Ret<Found>())
-                                  .To(find);
+  static const auto handler =
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().Ret<ffi::Buffer<ffi::S32, 3>>().To(
+          find);
   return handler->Call(frame);
 }
 

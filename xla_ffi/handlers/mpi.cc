@@ -166,8 +166,7 @@ ffi::Error check_fused(const std::string& name, const Keys& keys, const ffi::Rem
   Units units;
   CGX_TRY(leaves.add(name, args, 1));
   CGX_TRY(split_units(name, attributes, &leaves, &unit_operands));
-  CGX_TRY(last_found(name, rets, leaves.size.size(), &spec->found));
-  CGX_TRY(results.add(name, rets, 1, spec->found != nullptr));
+  CGX_TRY(results.add(name, rets, 1));
   CGX_TRY(results.split(name, leaves.size.size(), &residuals));
   if (!residuals.data.empty()) CGX_TRY(same_leaves(name, leaves, residuals));
   CGX_TRY(build_layout(name, leaves.size, attributes, &spec->owned));

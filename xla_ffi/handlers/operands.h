@@ -129,23 +129,6 @@ inline ffi::Error check_ranks(const std::string& call, const Ranks& ranks, int64
   return ffi::Error::Success();
 }
 
-// Where a call reports values that are not finite (cpu/nonfinite.h).
-using Found = ffi::Buffer<ffi::S32>;
-
-// Points `found` to the last result if that is a Found, which holds two pairs for each of `leaves`
-// leaves; otherwise to null. The dtype tells them apart, because no leaf has Found's dtype.
-inline ffi::Error last_found(const std::string& call, const ffi::RemainingRets& rets, size_t leaves,
-                             int32_t** found) {
-  *found = nullptr;
-  if (rets.size() == 0) return ffi::Error::Success();
-  auto buffer = rets.get<ffi::AnyBuffer>(rets.size() - 1);
-  if (buffer.has_error()) return buffer.error();
-  if ((*buffer)->element_type() != ffi::S32) return ffi::Error::Success();
-  CGX_TRY(check_count(call, "found", **buffer, static_cast<int64_t>(4 * leaves)));
-  *found = static_cast<int32_t*>((*buffer)->untyped_data());
-  return ffi::Error::Success();
-}
-
 // The units of all batch elements: one entry per leaf, with null arrays for a leaf without units.
 struct Units {
   std::vector<LeafUnits> first;  // of batch element 0
@@ -281,32 +264,6 @@ inline ffi::Error check_decode(const char* call, const Payload& payload,
   CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
   const Layout layout = out->layout();
   return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
-}
-
-// (rank, payload of zero or more peers, own row or nothing, leaves) -> found
-inline ffi::Error check_find(const char* call, const Ranks& rank, const Payload& payload,
-                             const Payload& own, const ffi::RemainingArgs& args, const Found& found,
-                             const LayoutAttributes& attributes, Operands* out, int64_t* peers) {
-  out->batch = rank.element_count();
-  CGX_TRY(check_batch(call, out->batch));
-  CGX_TRY(out->leaves.add(call, args, out->batch));
-  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
-  const Layout layout = out->layout();
-  const auto dims = payload.dimensions();
-  if (dims.size() < 2) return invalid(call, expected("rank of payload", dims.size(), 2));
-  const int64_t rows = dims[dims.size() - 2];
-  if (rows % layout.world != 0) {
-    return invalid(call, "number of rows of payload is " + std::to_string(rows) +
-                             ", must be a multiple of world, " + std::to_string(layout.world));
-  }
-  *peers = rows / layout.world;
-  if (*peers > 0) CGX_TRY(check_world(call, *peers, "number of peers"));
-  CGX_TRY(check_count(call, "payload", payload, out->batch * rows * layout.chunk_bytes));
-  const bool none = own.element_count() == 0 && layout.chunk_bytes > 0;
-  CGX_TRY(check_count(call, "own", own, none ? 0 : out->batch * layout.chunk_bytes));
-  CGX_TRY(check_ranks(call, rank, -1, none ? 0 : layout.world));
-  return check_count(call, "found", found,
-                     static_cast<int64_t>(2 * out->batch * out->num_leaves()));
 }
 
 // (rank, payload of all peers, leaves) -> leaves

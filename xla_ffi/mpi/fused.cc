@@ -47,13 +47,7 @@ FusedCall::FusedCall(FusedSpec spec, const CallSettings& settings, std::unique_p
       transport_(*port_, spec_.collective, spec_.world, layout_, segments_, spec_.rank, spec_.tag,
                  settings.window, hello(spec_, layout_, segments_), sent_.data.get(),
                  received_.data.get()),
-      schedule_(segments_.count(), settings.window, *this, transport_) {
-  if (spec_.found == nullptr) return;
-  const int64_t leaves = static_cast<int64_t>(spec_.in.size());
-  in_.emplace(spec_.found, leaves, 4);
-  out_.emplace(spec_.found + 2, leaves, 4);
-  for (const LeafUnits& own : spec_.units) in_units_.push_back(own.rows != nullptr);
-}
+      schedule_(segments_.count(), settings.window, *this, transport_) {}
 
 bool FusedCall::advance() {
   const bool moved = transport_.poll();
@@ -88,23 +82,6 @@ void FusedCall::encode_chunk(int64_t chunk, int64_t segment, int64_t rank, uint8
                         rank,        payload,
                         nullptr,     units()};
   run(current_kernels().encode, call, chunk, segment);
-  find_in(chunk, segment, payload);
-}
-
-void FusedCall::find_in(int64_t chunk, int64_t segment, const uint8_t* payload) {
-  if (!in_) return;
-  const LeavesIn leaves{spec_.in.data(), spec_.dtypes.data()};
-  const FindCall call{layout_, leaves, payload, 1, -1, nullptr, nullptr};
-  find_nonfinite(call, segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1), *in_);
-}
-
-void FusedCall::find_out(int64_t chunk, int64_t segment) {
-  if (!out_) return;
-  const int64_t peers = spec_.collective == Collective::kGatherSum ? spec_.world : 1;
-  const LeavesIn leaves{spec_.out.data(), spec_.out_dtypes.data()};
-  const uint8_t* const unbounded = in_units_.empty() ? nullptr : in_units_.data();
-  const FindCall call{layout_, leaves, sent_.data.get(), peers, -1, nullptr, unbounded};
-  find_nonfinite(call, segments_.begin(chunk, segment), segments_.begin(chunk, segment + 1), *out_);
 }
 
 void FusedCall::encode(int64_t segment) {
@@ -131,7 +108,6 @@ void FusedCall::reduce(int64_t segment) {
                         residuals(),
                         units()};
   run(current_kernels().reduce, call, spec_.rank, segment);
-  find_in(spec_.rank, segment, sent_.data.get());
 }
 
 void FusedCall::decode(int64_t segment) {
@@ -141,12 +117,11 @@ void FusedCall::decode(int64_t segment) {
     const AccumulateCall call{layout_,       none, sent_.data.get(), spec_.world, -1,
                               spec_.divisor, out,  nullptr};
     run(current_kernels().accumulate, call, 0, segment);
-    return find_out(0, segment);
+    return;
   }
   const DecodeCall call{layout_, sent_.data.get(), out, nullptr, units()};
   for (int64_t chunk = 0; chunk < spec_.world; ++chunk) {
     run(current_kernels().decode, call, chunk, segment);
-    find_out(chunk, segment);
   }
 }
 

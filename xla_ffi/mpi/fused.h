@@ -5,12 +5,10 @@
 #include <stdint.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "cpu/nonfinite.h"
 #include "cpu/scratch.h"
 #include "cpu/worker_pool.h"
 #include "format/layout.h"
@@ -39,8 +37,6 @@ struct FusedSpec {
   int64_t rank;
   int tag;  // the first of kCallTags
   Program program;
-  // Null, or i32[leaves, 2, 2]: what is not finite in each leaf's input and in its output.
-  int32_t* found = nullptr;
 };
 
 class FusedCall : public Call {
@@ -72,11 +68,6 @@ class FusedCall : public Call {
   // Encodes a chunk's segment to its place in u8[layout_.world, chunk_bytes]. `rank` owns one of
   // the chunks, or none (-1).
   void encode_chunk(int64_t chunk, int64_t segment, int64_t rank, uint8_t* payload);
-  // Searches the input leaves of a chunk's segment, whose records are in `payload`, for values that
-  // are not finite.
-  void find_in(int64_t chunk, int64_t segment, const uint8_t* payload);
-  // The same for the output leaves, whose records from all senders are in `sent_`.
-  void find_out(int64_t chunk, int64_t segment);
 
   FusedSpec spec_;
   const Layout layout_;
@@ -87,8 +78,6 @@ class FusedCall : public Call {
   Scratch scratch_;
   Transport transport_;
   Schedule<FusedCall, Transport> schedule_;
-  std::optional<NonFiniteTable> in_, out_;
-  std::vector<uint8_t> in_units_;  // whether a leaf has units
 };
 
 }  // namespace cgx

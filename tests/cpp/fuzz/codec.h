@@ -130,19 +130,12 @@ inline Call accumulate_call(Random& random, int64_t most, bool) {
   return call;
 }
 
-// Units only mark leaves here; no operand holds them.
-inline Call find_call(Random& random, int64_t most, bool units) {
+inline Call find_call(Random& random, int64_t most, bool) {
   Call call;
-  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), some_world(random), most, units);
-  const bool own = random.chance(2);
-  const int64_t peers = random.within(0, 3);
-  call.places(random, {leaves.batch}, -1, own ? leaves.world - 1 : -1);
-  call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, peers * leaves.world, leaves.row()});
-  call.arg(random, XLA_FFI_DataType_U8, {leaves.batch, own ? leaves.row() : 0});
+  const Leaves leaves(random, random.of<int64_t>({1, 1, 1, 3}), 1, most, false);
   leaves.add_args(random, &call);
   const int64_t count = static_cast<int64_t>(leaves.specs.size());
   call.ret(random, XLA_FFI_DataType_S32, {leaves.batch, count, 2});
-  leaves.add_attributes(&call);
   return call;
 }
 

@@ -64,8 +64,6 @@ Call reduce_call(Random& random, const Where& where, bool gathers) {
   leaves.add_units(random, &call);
   leaves.add_rets(random, &call);
   if (random.chance(2)) leaves.add_rets(random, &call);
-  const int64_t count = static_cast<int64_t>(leaves.specs.size());
-  if (random.chance(2)) call.ret(random, XLA_FFI_DataType_S32, {count, 2, 2});
   leaves.add_attributes(&call);
   call.attributes["divisor"] = 2.0f;
   where.add_to(random, &call);

@@ -94,34 +94,17 @@ const struct {
        f->attr("slots", std::vector<int64_t>{4, 64, 0, 0, 0, 0}).attr("world", int64_t{1});
      },
      "number of rows of payload is 4611686018427387904, must be in [1, 2^20]"},
-    {"cgx_find_nonfinite",
-     [](Frame* f) {
-       f->arg(kS32, ranks, {1}).arg(kU8, memory, {3, 0}).arg(kU8, nullptr, {0});
-       f->ret(kS32, memory, {0, 2});
-       f->attr("slots", std::vector<int64_t>{}).attr("world", int64_t{2});
-     },
-     "number of rows of payload is 3, must be a multiple of world, 2"},
-    {"cgx_find_nonfinite",
-     [](Frame* f) {
-       f->arg(kS32, ranks, {1}).arg(kU8, memory, {1, 40}).arg(kU8, nullptr, {0});
-       f->arg(kF32, memory, {1}).ret(kS32, memory, {1, 2});
-       f->attr("slots", std::vector<int64_t>{8, 32, 0, 0, 0, 0}).attr("world", int64_t{1});
-     },
-     "rank is 0, must be in [-1, 0)"},
-    {"cgx_find_nonfinite",
-     [](Frame* f) {
-       f->arg(kS32, ranks, {1}).arg(kU8, memory, {1, 40}).arg(kU8, memory, {39});
-       f->arg(kF32, memory, {1}).ret(kS32, memory, {1, 2});
-       f->attr("slots", std::vector<int64_t>{8, 32, 0, 0, 0, 0}).attr("world", int64_t{1});
-     },
-     "size of own is 39, expected 40"},
-    {"cgx_find_nonfinite",
-     [](Frame* f) {
-       f->arg(kS32, ranks, {1}).arg(kU8, memory, {1, 40}).arg(kU8, memory, {40});
-       f->arg(kF32, memory, {1}).ret(kS32, memory, {1, 3});
-       f->attr("slots", std::vector<int64_t>{8, 32, 0, 0, 0, 0}).attr("world", int64_t{1});
-     },
-     "size of found is 3, expected 2"},
+    {"cgx_find_nonfinite", [](Frame* f) { f->ret(kS32, nullptr, {kHuge, 0, 2}); }, ""},
+    {"cgx_find_nonfinite", [](Frame* f) { f->ret(kS32, nullptr, {0, 0, 2}); },
+     "batch is 0, expected 1"},
+    {"cgx_find_nonfinite", [](Frame* f) { f->arg(kF32, memory, {3}).ret(kS32, memory, {2, 1, 2}); },
+     "leaf 0 has 3 values, must be a multiple of the batch of 2"},
+    {"cgx_find_nonfinite", [](Frame* f) { f->arg(kS32, memory, {2}).ret(kS32, memory, {2, 1, 2}); },
+     "dtype of leaf 0 is XLA type 4, must be f32, bf16 or f16"},
+    {"cgx_find_nonfinite", [](Frame* f) { f->arg(kF32, memory, {2}).ret(kS32, memory, {1, 2, 2}); },
+     "number of leaves is 1, expected 2"},
+    {"cgx_find_nonfinite", [](Frame* f) { f->arg(kF32, memory, {2}).ret(kS32, memory, {1, 1, 3}); },
+     "number of numbers per leaf is 3, expected 2"},
 };
 
 }  // namespace
