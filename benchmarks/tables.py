@@ -5,7 +5,6 @@
 A table stands between <!-- table:NAME --> and <!-- end -->.
 """
 
-import collections
 import itertools
 import re
 import sys
@@ -17,7 +16,6 @@ import numpy as np
 
 import alpha_beta
 import cgx_jax
-import measure
 import predict
 from cgx_jax.link_timer import size_text
 
@@ -600,12 +598,11 @@ def scaling() -> str:
 
 
 def tuner() -> str:
-    """The tuner's choice beside psum and the best of an exhaustive grid; held-out cells last."""
+    """The tuner's choice beside psum and the best of a grid of fixed settings."""
     body = []
     trees = dict.fromkeys(row["tree"] for row in rows("tuner"))
     cells = {(row["tree"], row["links"], row["world"]): row for row in rows("tuner")}
-    measured = filter(None, map(cells.get, itertools.product(sorted(trees), RATES, (2, 4))))
-    for row in (*measured, *rows("tuner_held_out")):
+    for row in filter(None, map(cells.get, itertools.product(sorted(trees), RATES, (2, 4)))):
         low, share, high = row["share"]
         body.append(
             [
@@ -616,53 +613,11 @@ def tuner() -> str:
                 f"{row['seconds'][1] * 1e3:.0f}",
                 f"{row['gain'][1]:.1f}",
                 f"{share:.2f} ({low:.2f}-{high:.2f})",
-                f"{100 * row['trials']:.1f} %",
+                str(row["turns"]),
             ]
         )
     head = ["tree", "link", "ranks", "choice", "ms", "times `lax.psum`'s speed"]
-    return table([*head, "share of the best", "trials"], body)
-
-
-OPTIONS = {
-    "short segments": (64, 1 << 15, 2),
-    "long segments": (64, 1 << 19, 4),
-    "16 MiB": (16, 1 << 17, 4),
-    "16 MiB, long": (16, 1 << 19, 4),
-    "4 MiB": (4, 1 << 17, 4),
-    "4 MiB, long": (4, 1 << 19, 4),
-}
-
-
-def tuner_options() -> str:
-    """The speed of other options and sizes over MPI, over the defaults' at 64 MiB, in the grids."""
-
-    def seconds(row: dict[str, Any], size: int, segment: int, window: int) -> np.ndarray:
-        name = f"mpi(segment_bytes={segment}, window={window}, threads=1)"
-        return np.array([row["grid"][f"{name}{sums}, {size} MiB"] for sums in ("", "/gather_sum")])
-
-    body = []
-    for rate, world in itertools.product(RATES, (2, 4)):
-        cell = [r for r in rows("tuner") if (r["links"], r["world"]) == (rate, world)]
-        grids = [r for r in cell if "one embedding" not in r["tree"]]
-        gains = [
-            [np.log(seconds(r, 64, 1 << 17, 4) / seconds(r, *option)) for r in grids]
-            for option in OPTIONS.values()
-        ]
-        body.append([rate, str(world), *(f"{np.exp(np.mean(gain)):.2f}" for gain in gains)])
-    return table(["link", "ranks", *OPTIONS], body)
-
-
-def tuner_noise() -> str:
-    """How much the grid's times of one program differ: one leaf fits no buffer of any size."""
-    body = []
-    alone = {(r["links"], r["world"]): r for r in rows("tuner") if "one embedding" in r["tree"]}
-    for rate, world in filter(alone.__contains__, itertools.product(RATES, (2, 4))):
-        same: dict[str, list[float]] = collections.defaultdict(list)
-        for setting, seconds in alone[rate, world]["grid"].items():
-            same[setting.rpartition(", ")[0]].append(seconds)
-        ratios = [max(times) / min(times) for setting, times in same.items() if setting]
-        body.append([rate, str(world), _spread(measure.quartiles(ratios), ".2f")])
-    return table(["link", "ranks", "slowest over fastest of three"], body)
+    return table([*head, "share of the best", "turns"], body)
 
 
 SCIPY = {
@@ -736,8 +691,6 @@ TABLES: dict[str, Callable[[], str]] = {
         solvers_scipy,
         steps,
         tuner,
-        tuner_noise,
-        tuner_options,
     )
 }
 

@@ -18,13 +18,13 @@ def away(engine):
     return 1 + sum(abs(np.log(a / b)) for a, b in pairs)
 
 
-def run(seconds=away, chunk=CHUNK, cores=4, rounds=(5, 5, 5)):
+def run(seconds=away, chunk=CHUNK, cores=4, races=3):
     tried = []
 
     def measure(engines):
         tried.append(engines)
-        spells = np.array([[1.0], [1.0], [9.0], [1.0], [1.0]])[: rounds[len(tried) - 1]]
-        return spells * [[seconds(e) for e in engines]]
+        spells = np.array([[1.0], [1.0], [9.0], [1.0], [1.0]])
+        return spells * [[seconds(e) for e in engines]] if len(tried) <= races else None
 
     return descend(START, chunk, cores, measure), tried
 
@@ -40,30 +40,26 @@ def test_each_option_goes_to_its_fastest_value_and_the_next_starts_there():
     assert [len(engines) for engines in tried] == [3, 3, 3]
 
 
-def test_what_is_no_faster_changes_nothing():
-    assert run(lambda engine: 1.0)[0] == START
-    assert run(lambda engine: 1.0 if engine == START else 1.01)[0] == START
+# Bytes of a chunk, cores of a rank, and how many values of each option are measured.
+SAME = {
+    "a rank with one core has no use for threads": (CHUNK, 1, [3, 3]),
+    "of two cores it uses at most two": (CHUNK, 2, [3, 3, 2]),
+    "two segments, and so one window": (1 << 18, 4, [3, 3]),
+    "one segment whatever the options": (1 << 15, 4, [3]),
+}
 
 
-@pytest.mark.parametrize(
-    ("chunk", "cores", "expected"),
-    [
-        (CHUNK, 1, [3, 3]),  # a rank with one core has no use for threads
-        (1 << 18, 4, [3, 3]),  # two segments, and so one window
-        (1 << 15, 4, [3]),  # one segment whatever the options: threads alone can differ
-    ],
-)
-def test_what_cannot_differ_is_not_measured(chunk, cores, expected):
-    tried = run(lambda engine: 1.0, chunk, cores)[1]
+@pytest.mark.parametrize("name", SAME)
+def test_what_cannot_differ_is_not_measured(name):
+    chunk, cores, expected = SAME[name]
+    found, tried = run(lambda engine: 1.0, chunk, cores)
+    assert found == START  # nothing is faster
     assert [len(engines) for engines in tried] == expected
 
 
-def test_of_values_that_cannot_differ_the_least_is_taken():
-    """Threads beyond a rank's cores are started all the same, and get in each other's way."""
-    faster = {1: 1.0, 2: 0.5, 4: 0.5}
-    found, tried = run(lambda engine: faster[engine.threads], cores=2)
-    assert found.threads == 2
-    assert [e.threads for e in tried[-1]] == [1, 2]
+@pytest.mark.parametrize(("races", "found"), [(0, START), (1, Mpi(1 << 15, 4, 1))])
+def test_without_time_left_the_descent_ends_where_it_is(races, found):
+    assert run(races=races)[0] == found
 
 
 class Links:
@@ -99,10 +95,3 @@ def test_a_descent_takes_no_longer_than_it_is_given(monkeypatch, speed, start):
         engine.tune_engine(links, lambda links=links, budget=budget: budget - links.now)
         first = sum(2 * links.world * size / speed for size in engine.SIZES)
         assert links.now <= budget + first + 2 * start
-
-
-def test_without_time_left_the_descent_ends_where_it_is():
-    for rounds, expected in (((5, 3), Mpi(1 << 15, 4, 1)), ((0,), START)):
-        found, tried = run(rounds=rounds)
-        assert found == expected
-        assert len(tried) == len(rounds)

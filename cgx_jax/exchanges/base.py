@@ -86,18 +86,6 @@ class Exchange(Scoped, abc.ABC):
         if jax.device_count() > 1 and jax.default_backend() == "cpu" and _caches_programs():
             _warn_of_cached_programs()
 
-    def in_program(self) -> Exchange:
-        """Returns this exchange as a compiled program knows it, without what `require` sets."""
-        return self
-
-    def together(self) -> Exchange:
-        """Returns this exchange with options for several buffers that travel at the same time."""
-        return self
-
-    def nearby(self) -> Sequence[Exchange]:
-        """Returns others that compile to the same program and may be faster, for `Tuner`."""
-        return ()
-
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
         """[world, n], row r for rank r -> [world, n], row r from rank r.
 

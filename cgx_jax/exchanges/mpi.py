@@ -46,8 +46,6 @@ DEFAULTS = {
     "window": 4,
     "threads": max(1, min(4, (os.cpu_count() or 1) // 2)),
 }
-NEARBY = 2
-LONG = 1 << 19  # bytes of a segment
 # How the engine of this process runs; None before the first call.
 _running: dict[str, float] | None = None
 _own: Any = None  # the communicator of this process's engines
@@ -93,24 +91,6 @@ class Mpi(Exchange):
         super().require(name, axes)
         given = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
         _start({**(_running or DEFAULTS), **given})
-
-    def in_program(self) -> Mpi:
-        return Mpi()
-
-    def together(self) -> Mpi:
-        # Buffers overlap each other, so their segments need not, and long ones cost less.
-        return dataclasses.replace(defaults(), segment_bytes=LONG)
-
-    def nearby(self) -> Sequence[Mpi]:
-        """Returns `NEARBY` of these: the defaults, short segments, and long ones.
-
-        Short ones with few in flight are faster on slow links, where queues overflow. Long ones
-        cost fewer messages and wake-ups, which is most of what a very fast link leaves to gain.
-        """
-        short = dataclasses.replace(self, segment_bytes=1 << 15, window=2)
-        long = dataclasses.replace(self, segment_bytes=LONG, window=4)
-        found = [defaults(), short, long]
-        return [other for other in found if other != self][:NEARBY]
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
         return mpi_rows.scatter(name, rows, axes.names, axes.groups)

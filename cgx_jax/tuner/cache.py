@@ -6,31 +6,27 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cgx_jax import untrusted
 
 SCHEMA = 1
-NEAR = 4.0  # trees whose bytes differ by at most this factor may share a first setting
-MOST_FILES = 1000  # that are read per topology
 
-Chosen = TypeVar("Chosen", bound=Hashable)
+Chosen = TypeVar("Chosen")
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The job that a setting is for: `topology`, in JSON types, and a tree by digest and bytes."""
+    """The job that a setting is for: `topology`, in JSON types, and the digest of a tree."""
 
     topology: dict[str, Any]
     tree: str
-    nbytes: int
 
     @property
     def folder(self) -> str:
@@ -75,63 +71,39 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def find(root: Path, key: Key, parse: Callable[[Any], Chosen]) -> tuple[Chosen | None, bool]:
-    """Returns (this tree's setting, True), or (a similar tree's setting or None, False).
+def find(root: Path, key: Key, parse: Callable[[Any], Chosen]) -> Chosen | None:
+    """Returns the setting of an earlier run of this job, or None.
 
-    The similar tree is the one whose bytes are nearest. `parse` converts a setting's JSON to the
-    setting, or raises ValueError. Files that are damaged or belong to another topology are skipped,
-    with one RuntimeWarning.
+    `parse` converts a setting's JSON to the setting, or raises ValueError. A file that is damaged
+    or belongs to another job is not used, and raises one RuntimeWarning.
     """
-    folder = root / key.folder
-    own = folder / f"{key.tree}.json"
-    away: dict[Chosen, float] = {}
-    bad: list[str] = []
-    with contextlib.suppress(OSError):  # without the folder there is nothing to find
-        paths = [own, *(p for p in sorted(folder.glob("*.json")) if p != own)]
-        for path in paths[:MOST_FILES]:
-            try:
-                nbytes, setting = _read(path, key, parse)
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                bad.append(f"{path}: {error}")
-                continue
-            if path == own:
-                return setting, True
-            apart = abs(math.log(nbytes / max(key.nbytes, 1)))
-            away[setting] = min(apart, away.get(setting, apart))
-    if bad:
+    path = root / key.folder / f"{key.tree}.json"
+    try:
+        fields = untrusted.loads(untrusted.read(path))
+        schema = untrusted.field(fields, "schema")
+        if schema != SCHEMA:
+            raise ValueError(
+                f"schema={untrusted.shown(schema)}, this version of cgx_jax reads {SCHEMA}"
+            )
+        if untrusted.field(fields, "topology") != key.topology:
+            raise ValueError("it belongs to other machines, versions or options than its folder")
+        if untrusted.field(fields, "tree") != key.tree:
+            raise ValueError("it belongs to another tree than its name says")
+        return parse(untrusted.field(fields, "setting"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
         warnings.warn(
-            f"Tuner: {bad[0]}; {len(bad)} of the cache's files are skipped, and their jobs are "
-            "measured again. Delete the files to stop this warning.",
+            f"Tuner: {path}: {error}; the file is not used, and the job is measured again.",
             RuntimeWarning,
             stacklevel=2,
         )
-    nearest = min(away, key=lambda setting: away[setting], default=None)
-    return (nearest if nearest is not None and away[nearest] <= math.log(NEAR) else None), False
-
-
-def _read(path: Path, key: Key, parse: Callable[[Any], Chosen]) -> tuple[int, Chosen]:
-    """Returns the bytes of a file's tree, and its setting."""
-    fields = untrusted.loads(untrusted.read(path))
-    schema = untrusted.field(fields, "schema")
-    if schema != SCHEMA:
-        raise ValueError(
-            f"schema={untrusted.shown(schema)}, this version of cgx_jax reads {SCHEMA}"
-        )
-    topology = untrusted.field(fields, "topology")
-    if topology != key.topology:
-        raise ValueError("it belongs to other machines, versions or options than its folder")
-    if untrusted.field(fields, "tree") != path.stem:
-        raise ValueError("it belongs to another tree than its name says")
-    nbytes = untrusted.whole(untrusted.field(fields, "nbytes"), "nbytes", 1)
-    return nbytes, parse(untrusted.field(fields, "setting"))
+        return None
 
 
 def keep(root: Path, key: Key, setting: dict[str, Any]) -> None:
     """Writes a setting's file as a whole; raises one RuntimeWarning if that fails."""
-    fields = {"schema": SCHEMA, "topology": key.topology, "tree": key.tree}
-    fields |= {"nbytes": max(key.nbytes, 1), "setting": setting}
+    fields = {"schema": SCHEMA, "topology": key.topology, "tree": key.tree, "setting": setting}
     folder = root / key.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,7 +21,6 @@ from cgx_jax.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
 IN_BACKWARD = (HOOK_FUSION_BYTES, HOOK_FUSION_BYTES // 4, HOOK_FUSION_BYTES // 16)
 STREAMS = (1, 2, 4)  # of NCCL
-NEAR, NEAR_BYTES = 1.5, 1.05  # times the least seconds and bytes: the model errs by as much
 REACH = 4  # times the largest measured size: predictions for larger buffers are not trusted
 
 
@@ -63,12 +60,13 @@ Program = tuple[Buffers, ...]  # of all reductions of the step
 def candidates(
     asked: Sequence[Asked], offered: Offered, profile: Profile | None
 ) -> list[Candidate]:
-    """Returns `lax.psum`, then the settings that the model cannot rule out.
+    """Returns `lax.psum`, then the settings that the model cannot rule out, the best-ranked first.
 
-    The most promising setting of each way comes first. If several settings compile to the same
-    program, only one of them is listed. A setting is ruled out if the profile predicts that it is
-    no faster than `lax.psum` or, without a prediction, if it sends no fewer bytes. Raises
-    ValueError for levels that do not fit the axes.
+    Larger buffers rank first: they need fewer calls, and each call has to fill the links and to
+    drain them, which no profile shows. Then predicted seconds rank, then bytes. If several settings
+    compile to the same program, only one of them is listed. A setting is ruled out if the profile
+    predicts that it is no faster than `lax.psum` or, without a prediction, if it sends no fewer
+    bytes. Raises ValueError for levels that do not fit the axes.
     """
     for call, levels in itertools.product(asked, offered.levels):
         levels.split(call.name, call.axes)
@@ -87,83 +85,8 @@ def candidates(
         if program not in known:
             known.add(program)
             found.append(_candidate(setting, program, asked, profile))
-    return [exact, *_varied(sorted((c for c in found if _cost(c) < _limit(c, exact)), key=_cost))]
-
-
-def other_size(
-    found: Sequence[Candidate], kept: Setting, tried: Sequence[Setting]
-) -> Setting | None:
-    """`kept` by buffers of a size that is worth a trial beside it; None if there is none.
-
-    `found` are the candidates, and `tried` is what was tried already. The result has one of the
-    sizes that may be as fast. A fused call overlaps the parts of a buffer by itself, so it gains
-    little from many buffers: the next size is tried. Otherwise only different buffers overlap, and
-    the size that differs most is tried. A profile's options were measured with one buffer at a
-    time, so the result has those for several.
-    """
-    own = sorted((c for c in found if c.setting.way == kept.way), key=_cost)
-    known = [setting.fusion_bytes for setting in tried if setting.way == kept.way]
-    sizes = [c.setting.fusion_bytes for c in _fastest_sizes(own)]
-    others = [size for size in sizes if size not in known]
-    if not others:
-        return None
-    assert kept.exchange is not None  # there is one lax.psum
-    pick = min if _fused(kept) else max
-    size = pick(others, key=lambda n: max(n / kept.fusion_bytes, kept.fusion_bytes / n))
-    return dataclasses.replace(kept, exchange=kept.exchange.together(), fusion_bytes=size)
-
-
-def _varied(found: list[Candidate]) -> list[Candidate]:
-    """Returns one candidate of each way that may be the fastest, then all others.
-
-    The others start with one candidate of each other way. A few trials then compare ways first,
-    because the model errs by more than a size changes. Of the sizes that may be the fastest, the
-    largest stands for its way. It needs the fewest calls, and each call has to fill the links and
-    to drain them, which the profile does not show.
-    """
-    by_way = collections.defaultdict(list)
-    for candidate in found:
-        by_way[candidate.setting.way].append(candidate)
-    near: list[list[Candidate]] = []
-    far: list[list[Candidate]] = []
-    for own in by_way.values():
-        (near if _may_be_fastest(own[0], [other[0] for other in near]) else far).append(own)
-    first = [
-        max(_fastest_sizes(own), key=lambda c: c.setting.fusion_bytes) for own in (*near, *far)
-    ]
-    return [*first, *(c for c in found if c not in first)]
-
-
-def _fastest_sizes(own: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates of one way that may be the fastest; `own` has the best first.
-
-    Sizes of a fused call are never ruled out: they differ by less than `NEAR` where they were
-    measured, so a profile that says otherwise was disturbed by other work.
-    """
-    return [
-        c
-        for c in own
-        if c.seconds is None
-        or own[0].seconds is None
-        or c.seconds <= NEAR * own[0].seconds
-        or _fused(c.setting)
-    ]
-
-
-def _fused(setting: Setting) -> bool:
-    return setting.exchange is not None and "all_reduce" in setting.exchange.can
-
-
-def _may_be_fastest(candidate: Candidate, near: list[Candidate]) -> bool:
-    """Returns whether `candidate` may beat the first of `near`, given the model's errors."""
-    if not near:
-        return True
-    if candidate.seconds is not None and near[0].seconds is not None:
-        return candidate.seconds <= NEAR * near[0].seconds
-    slow = near[0].seconds is not None and all(
-        candidate.setting.exchange != other.setting.exchange for other in near
-    )
-    return not slow and candidate.nbytes <= NEAR_BYTES * near[0].nbytes
+    ranked = sorted(found, key=lambda c: (-c.setting.fusion_bytes, _cost(c)))
+    return [exact, *(c for c in ranked if _cost(c) < _limit(c, exact))]
 
 
 def _settings(offered: Offered, sizes: tuple[int, ...]) -> Iterator[Setting]:

@@ -19,7 +19,7 @@ from cgx_jax.compressors import Quantize
 from cgx_jax.exchanges import Mpi, Nccl, mpi
 from cgx_jax.link_timer import LinkTimer, gradient
 from cgx_jax.tuner.candidates import STREAMS
-from cgx_jax.tuner.trials import best
+from cgx_jax.tuner.race import relative
 
 VALUES = {
     "segment_bytes": (1 << 15, 1 << 17, 1 << 19),
@@ -28,7 +28,6 @@ VALUES = {
 }
 SIZES = (1 << 20, 1 << 24)  # fp32 bytes of the buffers on which options are measured
 ROUNDS = 6
-LEAST_ROUNDS = 4  # for quartiles
 CALLS = 3 * ROUNDS * sum(map(len, VALUES.values()))  # of a descent, per size
 CODE = Quantize(4)
 STREAM_BYTES = 1 << 26  # fp32 bytes of the buffer on which streams are compared
@@ -60,13 +59,13 @@ def tune_engine(links: LinkTimer, left: Callable[[], float]) -> Mpi:
     if not arrays:
         return mpi.defaults()
 
-    def measure(engines: Sequence[Mpi]) -> np.ndarray:
-        """Returns f64[rounds, engines]: geometric means over the sizes. The engines take turns."""
+    def measure(engines: Sequence[Mpi]) -> np.ndarray | None:
+        """Returns f64[ROUNDS, engines], which take turns: geometric means over the sizes."""
         samples = np.empty((ROUNDS, len(engines)))
         remaining, longest = left(), 0.0  # seconds, also of the longest round
-        for done, row in enumerate(samples):
+        for row in samples:
             if remaining <= longest:
-                return samples[:done]
+                return None
             for i, engine in enumerate(engines):
                 _run_with(links, engine)
                 times = []
@@ -94,14 +93,14 @@ def descend(
     start: Mpi,
     chunk: int,
     cores: int,
-    measure: Callable[[Sequence[Mpi]], np.ndarray],
+    measure: Callable[[Sequence[Mpi]], np.ndarray | None],
 ) -> Mpi:
     """Returns the options that a descent from `start` finds, one option after the other.
 
-    A new value must be surely faster. `measure` maps engines to f64[rounds, engines], which
-    compares them with the first one. The descent ends if it returns fewer than four rounds. Values
-    that cannot make a difference are skipped: segments longer than a chunk of `chunk` payload
-    bytes, windows of more segments than a chunk has, and more threads than the `cores` of a rank.
+    `measure` maps engines to f64[rounds, engines], or to None if no time is left, which ends the
+    descent. Values that cannot make a difference are skipped: segments longer than a chunk of
+    `chunk` payload bytes, windows of more segments than a chunk has, and more threads than the
+    `cores` of a rank.
     """
     current = start
     for name, values in VALUES.items():
@@ -113,14 +112,14 @@ def descend(
         tried = [dataclasses.replace(current, **{name: v}) for v in different.values()]
         if len(tried) > 1:
             samples = measure(tried)
-            if len(samples) < LEAST_ROUNDS:
+            if samples is None:
                 break
-            current = tried[best(samples, similar=True)]
+            current = tried[relative(samples).argmin()]
     return current
 
 
 def tune_streams(links: LinkTimer, left: Callable[[], float]) -> Nccl:
-    """Returns `Nccl` with the fastest number of streams: one, unless another is surely faster.
+    """Returns `Nccl` with the fastest number of streams.
 
     `left` returns the remaining seconds, on which all processes agree. If the rounds do not fit
     into them, the result has one stream. Every process calls this function.
@@ -135,4 +134,4 @@ def tune_streams(links: LinkTimer, left: Callable[[], float]) -> Nccl:
     now = left()
     if ROUNDS * (begun - now) > now:
         return tried[0]
-    return tried[best(links.seconds(reductions, x, ROUNDS))]
+    return tried[relative(links.seconds(reductions, x, ROUNDS)).argmin()]

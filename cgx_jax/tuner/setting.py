@@ -43,31 +43,9 @@ class Setting:
         """Returns the options of a call `name` over `axes` with this setting."""
         return Options(name, axes, self.exchange, self.reduction, self.levels, mean=mean)
 
-    def in_program(self) -> Setting:
-        """Returns the setting without the options that a compiled step does not know."""
-        if self.exchange is None:
-            return self
-        return dataclasses.replace(self, exchange=self.exchange.in_program())
-
-    def nearby(self) -> list[Setting]:
-        """Returns settings that run the same program and may be faster."""
-        others = () if self.exchange is None else self.exchange.nearby()
-        return [dataclasses.replace(self, exchange=exchange) for exchange in others]
-
     def buffered(self, plan: Plan) -> Plan:
         """Returns `plan` in this setting's buffers; for `lax.psum`, which needs none, as it is."""
         return plan if self.exchange is None else plan.in_buffers(self.fusion_bytes)
-
-    def unlike(self, other: Setting) -> int:
-        """Returns 0 for the same way and the same buffer size, 1 for the same way, 2 otherwise."""
-        if self.way != other.way:
-            return 2
-        return int(self.fusion_bytes != other.fusion_bytes)
-
-    @property
-    def way(self) -> tuple[Exchange | None, Reduction | None, Levels | None]:
-        """The setting without the size of its buffers and what a compiled step does not know."""
-        return self.in_program().exchange, self.reduction, self.levels
 
     def to_fields(self) -> dict[str, Any]:
         """Returns the setting in JSON types."""

@@ -25,9 +25,8 @@ from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.tuner import cache as kept
 from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates
-from cgx_jax.tuner.search import Search, search
+from cgx_jax.tuner.race import Search, Turns, search
 from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.tuner.trials import Trials
 
 _log = logging.getLogger(__name__)
 _COLUMNS = (
@@ -40,7 +39,7 @@ _COLUMNS = (
 
 
 class Tuner:
-    """Finds the fastest way to reduce a step's gradients, by trials on the first training steps.
+    """Finds the fastest way to reduce a step's gradients, by races on the first training steps.
 
     Use it in two places. Pass it as `exchange` to `sync_gradients` or `reduce_in_backward`, which
     ask it while the step is traced. Call `tuner.jit(step)` instead of `jax.jit(step)`. Give an
@@ -52,19 +51,15 @@ class Tuner:
     reduction; the default has less error than that. `levels` are tried too.
 
     The active profile (`use_profile`) ranks the settings; without a profile, the bytes that are
-    sent rank them. One setting of each promising exchange and reduction takes turns with the
-    others for `rounds` rounds; short steps, which vary more, take up to six times as many. A turn
-    is two steps, of which the second is timed. Other buffer sizes and other options of the MPI
-    engine then take turns with the fastest setting. If one of them is faster, it has to be faster
-    again in twice as many rounds. Lastly `lax.psum` takes turns with the setting, which is kept if
-    it beats `lax.psum` in three rounds of four. The options need no compilation; all other trials
-    compile at most `compilations` programs. All of these are steps of the training, and must do
-    equal work.
+    sent rank them. The best-ranked settings, as many as `compilations` allows beside `lax.psum`,
+    take turns for `rounds` rounds. The slower half drops out, and the rest go on for as many rounds
+    again, until one is left. Lastly `lax.psum` takes turns with it, and it is kept if it is faster
+    in three rounds of four. A turn is two steps, of which the second is timed. All of these are
+    steps of the training, and must do equal work.
 
     The result is stored in the folder `cache`: by default the user's cache folder; False stores
     nothing. The same job, on the same machines and with the same versions, then starts with the
-    stored setting; a similar tree tries it first. All processes follow process 0, which logs
-    `table()` when the trials end.
+    stored setting. All processes follow process 0, which logs `table()` when the trials end.
 
     Raises ValueError for options that leave nothing to try, such as one compilation. Raises
     ValueError while tracing for levels that do not fit the mesh, and for a step that is not
@@ -80,7 +75,7 @@ class Tuner:
         *,
         reductions: Sequence[Reduction | str] = ("gather_sum",),
         levels: Sequence[Levels] = (),
-        compilations: int = 4,
+        compilations: int = 6,
         rounds: int = 8,
         cache: str | os.PathLike[str] | bool = True,
     ) -> None:
@@ -88,7 +83,7 @@ class Tuner:
             if not isinstance(value, int) or value < least:
                 raise ValueError(
                     f"Tuner: {name}={value!r} must be a whole number of {least} or more, for a "
-                    "trial beside lax.psum and for quartiles of it."
+                    "race with lax.psum and for quartiles of it."
                 )
         if policy is not None and not isinstance(policy, Adaptive):
             raise TypeError(
@@ -112,9 +107,8 @@ class Tuner:
         self._offered = Offered((), (), ())
         self._search: Search | None = None  # on process 0
         self._tried: list[Setting] = []
-        self._trials: Trials | None = None
-        self._history: list[tuple[list[Setting], np.ndarray]] = []  # trials that ended
-        self._engine: Exchange | None = None  # the options with which this process runs
+        self._turns: Turns | None = None
+        self._history: list[tuple[list[Setting], np.ndarray]] = []  # races that ended
         self.state = "waiting"  # for the first step; then "trying", "kept" or "cached"
 
     def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -169,7 +163,7 @@ class Tuner:
     @property
     def key(self) -> Setting:
         """The setting for which a step is compiled."""
-        return self.current.in_program()
+        return self.current
 
     @property
     def bound(self) -> bool:
@@ -179,22 +173,21 @@ class Tuner:
     @property
     def trying(self) -> bool:
         """Whether the next step is a trial."""
-        return self._trials is not None
+        return self._turns is not None
 
     def before(self) -> None:
         """Chooses the setting of the next step."""
         if self.state == "waiting":
             self._start()
-        if self._trials is not None and self._trials.done:
+        if self._turns is not None and self._turns.done:
             self._decide()
-        if self._trials is not None:
-            self.current = self._tried[self._trials.current]
-        self._run_engine()
+        if self._turns is not None:
+            self.current = self._tried[self._turns.current]
 
     def after(self, out: Any, seconds: float, fresh: bool) -> None:
         """Notes the time of a trial."""
-        if self._trials is not None:
-            self._trials.record(seconds)
+        if self._turns is not None:
+            self._turns.record(seconds)
 
     # --- what it decides.
 
@@ -204,34 +197,21 @@ class Tuner:
         found = [c.setting for c in self._found]
         first = found
         if jax.process_index() == 0 and len(found) > 1:
-            known, same = None, False
+            known = None
             if self._folder is not None:
-                known, same = kept.find(self._folder, key, self._offered.setting)
-            if known is not None and same:
+                known = kept.find(self._folder, key, self._offered.setting)
+            if known is not None:
                 first = [known]
             else:
-                psum, *ranked = found
-                if known is not None:
-                    # Another tree's setting may be wrong for this one: it only orders the trials.
-                    ranked.sort(key=known.unlike)
-                self._search = search(psum, ranked, self._found, self.compilations)
+                self._search = search(found[0], found[1 : self.compilations])
                 first = next(self._search)
         self.state = "kept" if len(found) == 1 else "cached"
         self._follow(first)
 
-    def _run_engine(self) -> None:
-        """Runs the engine with the setting's options, which the compiled step does not know."""
-        exchange = self.current.exchange
-        if exchange is None or exchange in (self._engine, exchange.in_program()):
-            return
-        agreement.gather(0)  # no rank has a call in flight
-        exchange.require("Tuner", ())
-        self._engine = exchange
-
     def _decide(self) -> None:
         """Ends the trials: process 0 decides what is tried next, or which setting is kept."""
-        assert self._trials is not None
-        samples = self._trials.samples
+        assert self._turns is not None
+        samples = self._turns.samples
         seconds = agreement.rows(samples.ravel()).max(axis=0).reshape(samples.shape)
         self._history.append((self._tried, seconds))
         following: list[Setting] = []
@@ -255,9 +235,9 @@ class Tuner:
         message = json.dumps([x.to_fields() for x in settings]).encode()
         fields = json.loads(agreement.broadcast(message))
         self._tried = [self._offered.setting(x) for x in fields]
-        self.current, self._trials = self._tried[0], None
+        self.current, self._turns = self._tried[0], None
         if len(self._tried) > 1:
-            self.state, self._trials = "trying", Trials(len(self._tried), self.rounds)
+            self.state, self._turns = "trying", Turns(len(self._tried), self.rounds)
 
     def _key(self) -> kept.Key:
         """Returns the key of this job in the cache; every process calls it."""
@@ -280,8 +260,7 @@ class Tuner:
             "reductions": [r.shorthand for r in self._reductions],
             "levels": [str(x) for x in self._levels],
         }
-        nbytes = sum(leaf.nbytes for call in self._asked for leaf in call.plan.leaves)
-        return kept.Key(topology, kept.digest(tree), nbytes)
+        return kept.Key(topology, kept.digest(tree))
 
     # --- what others may see.
 
@@ -315,7 +294,7 @@ class Tuner:
         if self.trying:
             return []
         saved: dict[Setting, float] = {Setting(): 0.0}
-        # Each trials have one setting in common with the next ones; the last have lax.psum.
+        # Each race has a setting in common with the next one; the last has lax.psum.
         for tried, seconds in reversed(self._history):
             common = next(i for i, setting in enumerate(tried) if setting in saved)
             less = saved[tried[common]] + np.median(seconds[:, [common]] - seconds, axis=0)
