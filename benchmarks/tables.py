@@ -16,6 +16,7 @@ import numpy as np
 
 import alpha_beta
 import cgx_jax
+import measure
 import predict
 from cgx_jax.link_timer import size_text
 
