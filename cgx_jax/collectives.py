@@ -42,15 +42,14 @@ def psum_compressed(
     * "xla": by XLA's own collectives, on every platform.
     * "mpi": between CPU processes that mpiexec started.
     * "nccl": between CUDA devices, on XLA's communicator.
-    * "peer": between the CUDA devices of a node, in one kernel that accesses their memory.
     * "auto": the fastest way for each fusion buffer, `lax.psum` included, according to the profile
       that `use_profile` made active. Without a profile, a buffer is compressed (over MPI where it
       is available) from a size that depends on the platform, such as 0.6 MB over MPI at 4 bits.
       Smaller buffers are summed exactly (docs/exchanges.md).
-    * An instance from `cgx_jax.exchanges`.
+    * An instance from `cgx_jax.exchanges`, or from `cgx_jax.exchanges.experimental`.
 
-    An explicitly named exchange compresses buffers of every size. "mpi", "nccl" and "peer" reduce a
-    buffer in one call if its leaves use the code of `Quantize`.
+    An explicitly named exchange compresses buffers of every size. "mpi" and "nccl" reduce a buffer
+    in one call if its leaves use the code of `Quantize`.
 
     `reduction` says how payloads become a sum:
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
+from cgx_jax.exchanges.experimental import Peer
 
 H100 = """
 gpu_device_info {
@@ -48,6 +49,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 WIDTH, LAYERS = 2048, 4
 
 exchange, style = sys.argv[1:]
+exchange = Peer() if exchange == "peer" else exchange
 topology = topologies.get_topology_desc(
     platform="cuda", topology_name="h100x8", target_config=H100, topology="1 x 1 x 8"
 )

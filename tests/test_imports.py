@@ -137,6 +137,14 @@ def test_no_import_points_up():
     assert upward(ROOT) == []
 
 
+def test_nothing_imports_the_experimental_exchanges():
+    known = modules(ROOT)
+    users = {
+        m for m, p in known.items() if any(".experimental" in i for i in imported(m, p, known))
+    }
+    assert users == {"cgx_jax.exchanges.experimental"}
+
+
 def test_no_files_import_each_other_in_a_circle():
     assert cycle(ROOT) is None
 

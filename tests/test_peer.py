@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax.exchanges import Peer, auto, nccl, peer
+from cgx_jax.exchanges import auto, nccl
+from cgx_jax.exchanges.experimental import Peer, peer
 
 WORLD = 8
 needs_streams = pytest.mark.skipif(
@@ -28,7 +29,7 @@ def built(monkeypatch):
 
 def psum(mesh):
     return jax.shard_map(
-        lambda x: cgx_jax.psum_compressed(x, "data", exchange="peer"),
+        lambda x: cgx_jax.psum_compressed(x, "data", exchange=Peer()),
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P(),
@@ -55,7 +56,7 @@ def test_it_is_refused_for_other_devices(built, mesh):
 
 def test_halves_go_by_kernels_around_collectives(built, mesh):
     f = jax.shard_map(
-        lambda x: cgx_jax.psum_scatter_compressed(x[0], "data", exchange="peer"),
+        lambda x: cgx_jax.psum_scatter_compressed(x[0], "data", exchange=Peer()),
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),
@@ -73,7 +74,7 @@ def test_more_ranks_than_lanes_are_refused(built, mesh, monkeypatch):
 
 
 def test_an_axis_of_vmap_is_refused(built):
-    f = jax.vmap(lambda x: cgx_jax.psum_compressed(x, "data", exchange="peer"), axis_name="data")
+    f = jax.vmap(lambda x: cgx_jax.psum_compressed(x, "data", exchange=Peer()), axis_name="data")
     with pytest.raises(ValueError, match=r"exchange='peer'.*the axis is a vmap axis"):
         f(values())
 
@@ -103,7 +104,8 @@ def test_an_nccl_without_windows_of_peers_is_refused(version, refused, mesh, mon
         assert Peer().missing() is None
 
 
-def test_auto_never_takes_it(built, monkeypatch):
+def test_only_an_instance_selects_it(built, mesh, monkeypatch):
     monkeypatch.setattr(Peer, "here", lambda self: True)
-    assert Peer() in auto.EXCHANGES
     assert Peer() not in auto.available()
+    with pytest.raises(ValueError, match="psum_compressed: exchange='peer' is unknown; use one of"):
+        cgx_jax.psum_compressed(values(), "data", exchange="peer")

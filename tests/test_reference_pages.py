@@ -10,7 +10,14 @@ import pytest
 import cgx_jax
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
-PUBLIC = ("compressors", "exchanges", "policies", "reductions", "transforms")
+PUBLIC = (
+    "compressors",
+    "exchanges",
+    "exchanges.experimental",
+    "policies",
+    "reductions",
+    "transforms",
+)
 # Public modules that hold more than their public names.
 OF_OTHERS = {
     "cgx_jax.debug.debug_checksums",

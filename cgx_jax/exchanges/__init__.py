@@ -5,6 +5,5 @@ from cgx_jax.exchanges.auto import use_profile as use_profile
 from cgx_jax.exchanges.base import Exchange as Exchange
 from cgx_jax.exchanges.mpi import Mpi as Mpi
 from cgx_jax.exchanges.nccl import Nccl as Nccl
-from cgx_jax.exchanges.peer import Peer as Peer
 from cgx_jax.exchanges.profile import Profile as Profile
 from cgx_jax.exchanges.xla import Xla as Xla

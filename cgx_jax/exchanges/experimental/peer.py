@@ -28,7 +28,7 @@ class Peer(nccl.OnCommunicator):
 
     Needs NCCL 2.29, peer access between all GPUs of the axis, and at most 32 of them: more raise
     ValueError while tracing. If a GPU cannot reach another's memory, the first call fails and says
-    so. `exchange="auto"` never takes it: nobody has run it on several GPUs.
+    so. Nobody has run it on several GPUs, so only `exchange=experimental.Peer()` selects it.
     """
 
     shorthand: ClassVar[str] = "peer"
