@@ -1,10 +1,9 @@
-"""Measures, tunes and examines a cgx_jax installation, compares methods, and reports on runs.
+"""Measures, tunes and examines a cgx_jax installation, and compares methods.
 
     python -m cgx_jax bench --devices 8 --png sweep.png
     python -m cgx_jax tune --devices 8 --out profile.json
     python -m cgx_jax compare train --devices 8 --png compare.png
     python -m cgx_jax doctor
-    python -m cgx_jax report run.jsonl --png report.png
 
 `--devices` simulates ranks in this process. `bench --link 1gbit` starts two processes with a slow
 link between them. To measure across your own processes, start the command once per rank with
@@ -24,7 +23,7 @@ from jax.sharding import Mesh
 
 from cgx_jax import slow_link, tuning
 from cgx_jax._version import __version__
-from cgx_jax.commands import bench, compare, doctor, report, tried
+from cgx_jax.commands import bench, compare, doctor, tried
 from cgx_jax.console import Column, print_table
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
@@ -40,12 +39,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if getattr(arguments, "png", None) and not importlib.util.find_spec("matplotlib"):
         parser.error("--png needs matplotlib: pip install cgx-jax[demo]")
-    if arguments.command == "report":
-        try:
-            report.run(arguments.runs, arguments.png)
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
-        return 0
     if getattr(arguments, "link", None):
         if not slow_link.joined():
             return _at_both_ends(arguments.link, parser)
@@ -206,15 +199,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--png", type=Path, metavar="FILE", help="plot time, bytes and error")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
-
-    command = commands.add_parser(
-        "report",
-        formatter_class=plain,
-        help="show what an adaptive policy did in a run",
-        description=report.EXPLANATION,
-    )
-    command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="log of a run")
-    command.add_argument("--png", type=Path, metavar="FILE", help="draw it")
 
     command = commands.add_parser(
         "doctor", parents=[ranks], help="show what this installation has and lacks"

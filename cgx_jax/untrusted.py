@@ -1,94 +1,116 @@
-"""Reads JSON from untrusted sources: the files of profiles and the logs of runs.
+"""Reads JSON from untrusted sources: profiles, the tuner's cache, the state of a policy.
 
-Readers turn any text either into checked values or into a ValueError with the reason. Nothing that
-could control a terminal or exhaust the machine gets past them.
+`typed` turns a value of JSON into a value of a stated type, or into a ValueError that names the
+field, the value and what it should be. Limits are on what could exhaust the machine or control a
+terminal.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import reprlib
+import types
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-MOST_CHARACTERS = 16 << 20  # of one JSON text, a file or a line
-MOST_LINES = 10_000_000
-MOST_DEPTH = 16
-MOST_TEXT = 4096  # characters of one string
+MOST_CHARACTERS = 16 << 20  # of one JSON text
 MOST_SIZE = 1 << 50  # values or bytes
-
-
-def loads(text: str) -> Any:
-    """Returns the value of a JSON text; raises ValueError with the reason for any other text.
-
-    Objects and arrays nest at most 16 deep. Strings have at most 4,096 characters, all printable.
-    Integers fit in 64 bits.
-    """
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"it has more than {MOST_CHARACTERS} characters")
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"it nests deeper than {MOST_DEPTH} levels") from None
-    except ValueError as error:
-        raise ValueError(f"it is not JSON ({error})") from None
-    _check(value)
-    return value
+_hints = functools.cache(get_type_hints)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
 
 
 def read(path: Path) -> str:
-    """Returns the text of a file; raises ValueError if it is not UTF-8 or too long for `loads`."""
-    with path.open(encoding="utf-8") as file:
-        return _text(file.read, "it")
+    """Returns the text of a file for `loads`, which refuses it if it is too long or not UTF-8."""
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        return file.read(MOST_CHARACTERS + 1)
 
 
-def lines(path: Path) -> Iterator[str]:
-    """Yields the lines of a file; raises ValueError, with file and line, as `read` does."""
-    with path.open(encoding="utf-8") as file:
-        for number in range(1, MOST_LINES + 1):
-            line = _text(file.readline, f"line {number} of {path}")
-            if not line:
-                return
-            yield line
-    raise ValueError(f"{path} has more than {MOST_LINES} lines")
-
-
-def _text(read: Callable[[int], str], what: str) -> str:
-    try:
-        text = read(MOST_CHARACTERS + 1)
-    except UnicodeDecodeError:
-        raise ValueError(f"{what} is not UTF-8 text") from None
+def loads(text: str) -> Any:
+    """Returns the value of a JSON text; raises ValueError with the reason for any other text."""
     if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{what} has more than {MOST_CHARACTERS} characters")
-    return text
+        raise ValueError(f"it has more than {MOST_CHARACTERS} characters")
+    try:
+        text.encode()
+        return json.loads(text)
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("it nests too deep to be read") from None
+    except ValueError as error:
+        raise ValueError(f"it is not JSON ({error})") from None
 
 
-def _check(value: Any) -> None:
-    level = [value]
-    for _ in range(MOST_DEPTH + 1):
-        below: list[Any] = []
-        for x in level:
-            if isinstance(x, str):
-                check_text(x)
-            elif isinstance(x, int) and abs(x) >= 1 << 63:
-                raise ValueError("it holds an integer of more than 64 bits")
-            elif isinstance(x, list):
-                below += x
-            elif isinstance(x, dict):
-                below += [*x.keys(), *x.values()]
-        if not (level := below):
-            return
-    raise ValueError(f"it nests deeper than {MOST_DEPTH} levels")
+def check_version(fields: Any, name: str, known: int) -> None:
+    """Raises ValueError unless `fields` is an object whose field `name` is `known`."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{shown(fields)} is not an object")
+    if fields.get(name) != known:
+        found = shown(fields.get(name))
+        raise ValueError(f"{name}={found}, but this version of cgx_jax reads {known}")
 
 
-def check_text(text: str, most: int = MOST_TEXT) -> None:
+def typed(value: Any, kind: Any, what: str) -> Any:
+    """Returns `value`, called `what` in errors, as `kind`: a type that may hold other types.
+
+    `kind` is int, float, str, None, Any, a list, tuple or dict of such types, a union of one with
+    None, a dataclass or a NamedTuple. Raises ValueError, naming the part that is of another type.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is types.UnionType:
+        (other,) = (k for k in inner if k is not type(None))
+        return None if value is None else typed(value, other, what)
+    if origin in (list, tuple) and isinstance(value, (list, tuple)):
+        kinds = inner if origin is tuple and inner[-1] is not ... else [inner[0]] * len(value)
+        if len(kinds) == len(value):
+            return origin(_each(value, kinds, what))
+    elif origin is dict and isinstance(value, dict):
+        return {k: typed(x, inner[1], f"{what} {shown(k)}") for k, x in value.items()}
+    elif hasattr(kind, "_fields") and isinstance(value, (list, tuple)):
+        if len(value) == len(kind._fields):
+            return kind(*_each(value, _hints(kind).values(), what))
+    elif isinstance(value, dict) and (hasattr(kind, "_fields") or dataclasses.is_dataclass(kind)):
+        check_names(value, kind, what)
+        hints = _hints(kind)
+        return kind(**{k: typed(x, hints[k], f"{what} {k}") for k, x in value.items()})
+    elif kind in (int, float) and isinstance(value, kind | int) and not isinstance(value, bool):
+        if isinstance(value, float) or abs(value) < 1 << 63:
+            return value
+    elif kind is str and isinstance(value, str):
+        return value
+    name = str(kind) if inner else kind.__name__
+    if hasattr(kind, "_fields") or dataclasses.is_dataclass(kind):
+        name = f"an object with the fields {list(_hints(kind))}"
+    raise ValueError(f"{what}={shown(value)} is not {name}")
+
+
+def _each(values: Iterable[Any], kinds: Iterable[Any], what: str) -> Iterator[Any]:
+    for i, (value, kind) in enumerate(zip(values, kinds, strict=True)):
+        yield typed(value, kind, f"{what}[{i}]")
+
+
+def check_names(value: dict[str, Any], kind: Any, what: str) -> None:
+    """Raises ValueError unless `value` has the fields of `kind`, and no others."""
+    known = inspect.signature(kind).parameters
+    needed = {name for name, p in known.items() if p.default is p.empty}
+    missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - known.keys(), key=str)
+    if missing or unknown:
+        raise ValueError(f"{what} has fields missing {missing}, unknown {shown(unknown)}")
+
+
+def check_text(text: str, most: int) -> None:
     """Raises ValueError for a text that is too long or has characters that are not printable."""
     if len(text) > most:
         raise ValueError(f"a text has {len(text)} characters, more than {most}")
-    bad = next((c for c in text if not c.isprintable()), None)
-    if bad is not None:
-        raise ValueError(f"the text {text[:60]!a} holds {bad!a}, which is not printable")
+    if not text.isprintable():
+        raise ValueError(f"the text {shown(text)} is not printable")
 
 
 def whole(value: Any, what: str, least: int = 0, most: int = MOST_SIZE) -> int:
@@ -98,43 +120,14 @@ def whole(value: Any, what: str, least: int = 0, most: int = MOST_SIZE) -> int:
     return value
 
 
-def number(value: Any, what: str) -> float:
-    """Returns `value` if it is a number (also NaN or an infinity); raises ValueError otherwise."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"{what}={shown(value)} is not a number")
-    return float(value)
-
-
-def positive(value: Any, what: str) -> float:
-    """Returns `value` if it is a finite number above 0; raises ValueError otherwise."""
-    if not (number(value, what) > 0 and math.isfinite(value)):
+def positive(value: float, what: str) -> float:
+    """Returns `value` if it is finite and above 0; raises ValueError otherwise."""
+    if not 0 < value < math.inf:
         raise ValueError(f"{what}={shown(value)} is not a positive number")
-    return float(value)
-
-
-def text(value: Any, what: str) -> str:
-    """Returns `value` if it is a string; raises ValueError otherwise."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what}={shown(value)} is not text")
     return value
-
-
-def items(value: Any, what: str, count: int | None = None) -> Sequence[Any]:
-    """Returns `value` if it is a list (of `count` items, if given); raises ValueError otherwise."""
-    if not isinstance(value, list) or count not in (None, len(value)):
-        of = "" if count is None else f" of {count}"
-        raise ValueError(f"{what}={shown(value)} is not a list{of}")
-    return value
-
-
-def field(entry: Any, name: str) -> Any:
-    """Returns field `name` of the object `entry`; raises ValueError if it is missing."""
-    if not isinstance(entry, dict) or name not in entry:
-        raise ValueError(f"{name} is missing in {shown(entry)}")
-    return entry[name]
 
 
 def shown(value: Any) -> str:
-    """Formats a value for an error message, cut to 60 characters."""
-    full = ascii(value)
+    """Formats a value for an error message, in at most 60 printable ASCII characters."""
+    full = _SHORT.repr(value).encode("ascii", "backslashreplace").decode()
     return full if len(full) <= 60 else f"{full[:57]}..."

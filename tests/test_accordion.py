@@ -1,5 +1,6 @@
 """Accordion: many bits where the gradients' norm changes by the threshold, few elsewhere."""
 
+import dataclasses
 import json
 import math
 
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from adaptive_training import LIKE, SCALE, Training, gradients, mesh
-from cgx_jax import Adaptive, ErrorFeedback, Quantize
+from cgx_jax import Adaptive, ErrorFeedback, Quantize, untrusted
 from cgx_jax.policies import Accordion, Problem, Uniform
 from cgx_jax.policies.decide import Refresh, last_norm
 
@@ -118,11 +119,11 @@ def test_the_threshold_itself_is_critical_and_so_is_the_first_look(change, chose
 def test_records_without_a_norm_leave_none_to_compare_with():
     old = {"step": 1, "outcome": "kept", "bits": [8], "nbytes": 1, "error": 0.0}
     old |= {"relative": [0.1], "unusable": [], "nonfinite": []}
-    record = Refresh.from_json(old)
+    record = untrusted.typed(old, Refresh, "it")
     assert math.isnan(record.norm)
     assert last_norm([record]) is None
-    known = Refresh.from_json(old | {"norm": 3.0})
-    lost = Refresh.from_json(old | {"norm": 5.0, "outcome": "unusable"})
+    known = dataclasses.replace(record, norm=3.0)
+    lost = dataclasses.replace(record, norm=5.0, outcome="unusable")
     assert last_norm([known, lost]) == 3.0
 
 

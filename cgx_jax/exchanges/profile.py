@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any, NamedTuple, get_type_hints
 
 from cgx_jax import installation, untrusted
@@ -61,8 +62,8 @@ class Profile:
     * `engine` is the exchange whose options `tune` chose, "mpi" or "nccl", with the options that it
       was measured with; None without either.
 
-    Raises ValueError or TypeError for values that no measurement can give, and for text that is too
-    long or not printable.
+    Raises ValueError for values that no measurement can give, and for text that is too long or not
+    printable.
     """
 
     cpu: str
@@ -82,34 +83,37 @@ class Profile:
     engine: Exchange | None = None
 
     def __post_init__(self) -> None:
-        kinds = get_type_hints(Profile)
-        del kinds["rows"], kinds["codec"], kinds["engine"]
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            fits = isinstance(value, kind | int if kind is float else kind)
-            if not fits or isinstance(value, bool):
-                raise TypeError(f"Profile: {name}={untrusted.shown(value)} is not {kind}. {_AGAIN}")
         try:
-            for name in ("cpu", "device", "jax", "jaxlib", "cgx_jax", "mpi", "axis"):
-                untrusted.check_text(getattr(self, name) or "", installation.MOST_NAME)
-            for name, least in {"cores": 1, "hosts": 1, "world": 2}.items():
-                untrusted.whole(getattr(self, name), name, least, MOST_RANKS)
-            for name in ("latency", "algbw"):
-                untrusted.positive(getattr(self, name), name)
+            for name, kind in get_type_hints(Profile).items():
+                given = getattr(self, name)
+                as_kind = _engine(given) if name == "engine" else untrusted.typed(given, kind, name)
+                object.__setattr__(self, name, as_kind)
+            self._check()
         except ValueError as error:
             raise ValueError(f"Profile: {error}. {_AGAIN}") from None
-        object.__setattr__(self, "codec", _codec(self.codec))
-        object.__setattr__(self, "engine", _engine(self.engine))
+
+    def _check(self) -> None:
+        for name in ("cpu", "device", "jax", "jaxlib", "cgx_jax", "mpi", "axis"):
+            untrusted.check_text(getattr(self, name) or "", installation.MOST_NAME)
+        for name, least in {"cores": 1, "hosts": 1, "world": 2}.items():
+            untrusted.whole(getattr(self, name), name, least, MOST_RANKS)
+        for name in ("latency", "algbw"):
+            untrusted.positive(getattr(self, name), name)
+        for name, seconds in self.codec._asdict().items():
+            untrusted.positive(seconds, f"codec {name}")
         if len(self.rows) > MOST_ROWS:
-            raise ValueError(
-                f"Profile: {len(self.rows)} rows exceed the limit of {MOST_ROWS}. {_AGAIN}"
-            )
-        rows = tuple(_row(row) for row in self.rows)
-        if "psum" not in {row.method for row in rows}:
-            raise ValueError(f"Profile: no row has the method psum, the baseline. {_AGAIN}")
-        if len({row[:3] for row in rows}) < len(rows):
-            raise ValueError(f"Profile: two rows have the same method, bits and bytes. {_AGAIN}")
-        object.__setattr__(self, "rows", rows)
+            raise ValueError(f"{len(self.rows)} rows exceed the limit of {MOST_ROWS}")
+        for row in self.rows:
+            fits = row.method in METHODS and 0 < row.bits <= 32
+            if not (fits and 0 < row.bytes <= untrusted.MOST_SIZE and 0 < row.seconds < math.inf):
+                raise ValueError(
+                    f"row {untrusted.shown(list(row))} needs a method of {list(METHODS)}, bits in "
+                    f"0..32, bytes in 1..{untrusted.MOST_SIZE} and positive seconds"
+                )
+        if "psum" not in {row.method for row in self.rows}:
+            raise ValueError("no row has the method psum, the baseline")
+        if len({row[:3] for row in self.rows}) < len(self.rows):
+            raise ValueError("two rows have the same method, bits and bytes")
 
     def to_json(self) -> str:
         """The profile as text, one line per row."""
@@ -126,26 +130,12 @@ class Profile:
         """The profile that `to_json` wrote; raises ValueError for any other text."""
         try:
             fields = untrusted.loads(text)
+            untrusted.check_version(fields, "schema", SCHEMA)
+            del fields["schema"]
+            untrusted.check_names(fields, cls, "it")
         except ValueError as error:
             raise ValueError(f"Profile: the text cannot be read: {error}. {_AGAIN}") from None
-        if not isinstance(fields, dict) or not isinstance(fields.get("rows"), list):
-            raise ValueError(f"Profile: the JSON is not an object with rows. {_AGAIN}")
-        schema = fields.pop("schema", None)
-        if schema != SCHEMA:
-            raise ValueError(
-                f"Profile: schema={untrusted.shown(schema)}, but this version of cgx_jax reads "
-                f"{SCHEMA}. {_AGAIN}"
-            )
-        known = {field.name for field in dataclasses.fields(cls)}
-        if fields.keys() != known:
-            raise ValueError(
-                f"Profile: fields missing {sorted(known - fields.keys())}, unknown "
-                f"{sorted(fields.keys() - known)}. {_AGAIN}"
-            )
-        try:
-            return cls(**fields)
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+        return cls(**fields)
 
     def check_here(self) -> None:
         """Raises ValueError if this machine or its versions are not those measured."""
@@ -158,17 +148,6 @@ class Profile:
                 )
 
 
-def _codec(codec: Any) -> Codec:
-    kinds = codec._asdict() if isinstance(codec, Codec) else codec
-    if not isinstance(kinds, dict) or kinds.keys() != set(Codec._fields):
-        shown = untrusted.shown(codec)
-        raise ValueError(f"Profile: codec={shown} must have fields {list(Codec._fields)}. {_AGAIN}")
-    try:
-        return Codec(**{k: untrusted.positive(v, f"codec {k}") for k, v in kinds.items()})
-    except ValueError as error:
-        raise ValueError(f"Profile: {error}. {_AGAIN}") from None
-
-
 def _engine(engine: Any) -> Exchange | None:
     tuned = {exchange.shorthand: exchange for exchange in EXCHANGES if exchange.tuned}
     if engine is None or (isinstance(engine, Exchange) and engine.tuned):
@@ -178,29 +157,6 @@ def _engine(engine: Any) -> Exchange | None:
     known = tuned.get(name) if isinstance(name, str) else None
     if known is None or options.keys() != set(known.tuned):
         forms = " or ".join(f"exchange={x.shorthand!r}, {list(x.tuned)}" for x in tuned.values())
-        shown = untrusted.shown(engine)
-        raise ValueError(f"Profile: engine={shown} must have {forms}. {_AGAIN}")
-    try:
-        whole = {name: untrusted.whole(value, name) for name, value in options.items()}
-        return dataclasses.replace(known, **whole)  # type: ignore[type-var]
-    except ValueError as error:
-        raise ValueError(f"Profile: engine: {error}. {_AGAIN}") from None
-
-
-def _row(row: Any) -> Row:
-    if not isinstance(row, (tuple, list)) or len(row) != len(Row._fields):
-        shown = untrusted.shown(row)
-        raise ValueError(f"Profile: row {shown} must have fields {list(Row._fields)}. {_AGAIN}")
-    made = Row(*row)
-    try:
-        untrusted.whole(made.bytes, "bytes", 1)
-        untrusted.positive(made.seconds, "seconds")
-        fits = made.method in METHODS and untrusted.positive(made.bits, "bits") <= 32
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"Profile: row {untrusted.shown(list(row))} needs a method of {list(METHODS)}, bits in "
-            f"0..32, whole bytes and positive seconds. {_AGAIN}"
-        )
-    return made
+        raise ValueError(f"engine={untrusted.shown(engine)} must have {forms}")
+    whole = {k: untrusted.whole(v, f"engine: {k}") for k, v in options.items()}
+    return dataclasses.replace(known, **whole)  # type: ignore[type-var]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +18,6 @@ from cgx_jax.policies.checkpoint import Known, Progress
 from cgx_jax.policies.decide import Compressors, Decision, Refresh, Subject, decide, last_norm
 from cgx_jax.policies.looks import Looks
 from cgx_jax.policies.rules import Policy, Uniform
-from cgx_jax.policies.run_log import RunLog
 from cgx_jax.policies.same_tree import check_same, saved_leaves
 from cgx_jax.policies.solvers import LeastBytes, Solver
 from cgx_jax.policies.statistics import Sampler, Statistics
@@ -44,8 +42,7 @@ class Adaptive(Policy):
     Every `every` steps, from step `warmup` on, `solver` chooses from the averages, in which a
     sample counts `decay` times the next one. The new plan is taken if it changes bytes or error by
     more than the share `hysteresis`. At most `max_plans` plans are ever compiled; after that, the
-    best of them is taken. All processes follow process 0. It appends each compiled plan, each look
-    at the statistics and what `record` is given to the file `log`, for `python -m cgx_jax report`.
+    best of them is taken. All processes follow process 0.
 
     Raises ValueError for invalid options, such as candidates that `solver` cannot choose from;
     while tracing for another tree than the first; and from the compiled step if the solver cannot
@@ -71,7 +68,6 @@ class Adaptive(Policy):
         decay: float = 0.9,
         hysteresis: float = 0.05,
         max_plans: int = 3,
-        log: Path | str | None = None,
     ) -> None:
         self.solver = LeastBytes() if solver is None else solver
         self.base = Uniform(START) if base is None else base
@@ -86,7 +82,6 @@ class Adaptive(Policy):
         self.running = False
         self.known = Known(self.sampler.candidates)
         self._looks = Looks(self)
-        self._log = RunLog(None if log is None else Path(log))
         self._leaves: tuple[Leaf, ...] | None = None  # of the tree, once it is known
         self._adaptive: tuple[int, ...] = ()
         self._subject = Subject((), self.sampler.candidates)
@@ -102,7 +97,8 @@ class Adaptive(Policy):
             check_same(leaves, self._leaves, "the policy's first tree")
             return
         if self._saved is not None:
-            check_same(leaves, saved_leaves(self._saved), "the saved policy's")
+            saved = checkpoint.load(self._saved)
+            check_same(leaves, saved_leaves(saved.leaves), "the saved policy's")
         given = {
             i: c
             for i, (c, leaf) in enumerate(zip(self.base.choose(leaves), leaves, strict=True))
@@ -112,11 +108,10 @@ class Adaptive(Policy):
         known = Known((*candidates, *start))
         progress = Progress(start, [start])
         if self._saved is not None:
-            progress = checkpoint.restore(self._saved, known, len(given))
+            progress = checkpoint.restore(saved, known, len(given), len(candidates))
         self.progress, self.known, self._saved = progress, known, None
         self._leaves, self._adaptive = leaves, tuple(given)
         self._subject = Subject(tuple(leaves[i] for i in given), candidates)
-        self._log.run(self._subject.menu)
 
     def _adapts(self, given: Compressor, leaf: Leaf) -> bool:
         """Whether any candidate may take the place of what `base` gives a leaf."""
@@ -199,7 +194,7 @@ class Adaptive(Policy):
     def after(self, out: Any, seconds: float, fresh: bool) -> None:
         """Counts a step, and looks at its statistics when it is time."""
         if fresh:
-            self._compiled(seconds)
+            self.compile_seconds.append(seconds)
         self._looks.look(out)
 
     def decision(self, averages: dict[str, Any]) -> Decision:
@@ -222,10 +217,9 @@ class Adaptive(Policy):
         if progress.current not in progress.plans:
             progress.plans.append(progress.current)
         struck = self._struck(nonfinite)
-        refresh = Refresh.of(progress.step, decision, self._subject, averages, struck)
-        progress.history.append(refresh)
-        kept = {name: averages[name].tolist() for name in ("error", "square")}
-        self._log.write("refresh", averages=kept, **dataclasses.asdict(refresh))
+        progress.history.append(
+            Refresh.of(progress.step, decision, self._subject, averages, struck)
+        )
 
     def _struck(self, now: np.ndarray) -> list[bool]:
         """Returns which leaves were not finite since the last look, from decayed sums."""
@@ -235,17 +229,6 @@ class Adaptive(Policy):
         # last look saw; the margin is for fp32's rounding.
         left = self.decay ** (self.every // self.sample_every) * (0 if before is None else before)
         return [bool(bad) for bad in now > 1.0001 * left]
-
-    def _compiled(self, seconds: float) -> None:
-        """Notes that the step was compiled for the current plan."""
-        self.compile_seconds.append(seconds)
-        self._log.write(
-            "plan",
-            step=self.progress.step,
-            bits=[c.width for c in self.progress.current],
-            wire_bytes=self._traced[self.progress.current][1],
-            compile_seconds=seconds,
-        )
 
     # --- what others may see and keep.
 
@@ -267,11 +250,6 @@ class Adaptive(Policy):
         wire_bytes = self._traced.get(self.progress.current, (None, None))[1]
         return metrics.of(self.progress, self._subject, wire_bytes, self.compile_seconds)
 
-    def record(self, **scalars: float) -> None:
-        """Writes numbers of the last step to the log, such as loss=; does nothing without a log."""
-        values = {k: float(v) for k, v in scalars.items()}
-        self._log.write("scalars", step=self.progress.step, **values)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs besides the optimizer state, in JSON types only."""
         if self._saved is not None:
@@ -281,13 +259,14 @@ class Adaptive(Policy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned.
 
-        Raises ValueError here, or when the tree becomes known: for the state of another tree, with
-        the first path that differs, and for a compressor that is neither a candidate nor one that
-        `base` gives.
+        Raises ValueError here for what `state_dict` never returns. Raises it here, or when the tree
+        becomes known, for the state of another tree, with the first path that differs, and for a
+        compressor that is neither a candidate nor one that `base` gives.
         """
-        checkpoint.check_format(state)
+        saved = checkpoint.load(state)
         if self._leaves is None:
             self._saved = state
             return
-        check_same(self._leaves, saved_leaves(state), "the saved policy's")
-        self.progress = checkpoint.restore(state, self.known, len(self._adaptive))
+        check_same(self._leaves, saved_leaves(saved.leaves), "the saved policy's")
+        sizes = len(self._adaptive), len(self.sampler.candidates)
+        self.progress = checkpoint.restore(saved, self.known, *sizes)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax import untrusted
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies.decide import Compressors, Refresh
-from cgx_jax.policies.menu import short_name
 from cgx_jax.policies.statistics import Statistics
 
 FORMAT = 2
+_AGAIN = "Without load_state_dict, the policy measures and chooses again."
 
 
 @dataclasses.dataclass
@@ -47,7 +49,7 @@ class Known:
         """Returns the compressor so described; raises ValueError, naming `source`, if unknown."""
         found = self._compressors.get(json.dumps(described, sort_keys=True))
         if found is None:
-            known = ", ".join(short_name(c) for c in self._compressors.values())
+            known = ", ".join(_short_name(c) for c in self._compressors.values())
             raise ValueError(
                 f"Adaptive: {source} has the compressor {json.dumps(described)}, which is neither "
                 f"a candidate nor one that base gives an adaptive leaf ({known}). Pass the "
@@ -65,8 +67,43 @@ def _described(compressor: Compressor) -> dict[str, Any]:
     return {"class": type(compressor).__name__, "options": plain}
 
 
+def _short_name(compressor: Compressor) -> str:
+    """Writes a compressor as code: its first option, and others that are not the default."""
+    options: Sequence[Any] = dataclasses.fields(compressor)  # type: ignore[arg-type]
+    shown = [
+        f"{f.name}={getattr(compressor, f.name)}"
+        for i, f in enumerate(options)
+        if i == 0 or getattr(compressor, f.name) != f.default
+    ]
+    return f"{type(compressor).__name__}({', '.join(shown)})"
+
+
+class Packed(NamedTuple):
+    """Plans in JSON types: every compressor once, and each leaf's index into these."""
+
+    compressors: list[dict[str, Any]]
+    plans: list[list[int]]
+
+
+# The lists of `Statistics`.
+Sums = tuple[list[float], list[list[float]], list[float], list[float], float, list[float]]
+
+
+class Saved(NamedTuple):
+    """The values of `Adaptive.state_dict`."""
+
+    format: int
+    leaves: list[tuple[str, tuple[int, ...], str]]
+    step: int
+    current: Packed
+    plans: Packed
+    history: list[Refresh]
+    pending: tuple[int, Sums] | None
+    nonfinite: list[float] | None
+
+
 def pack(plans: Sequence[Compressors]) -> dict[str, Any]:
-    """Returns plans in JSON types: every compressor once, and each leaf's index into these."""
+    """Returns the fields of `Packed`."""
     numbers = {c: i for i, c in enumerate(dict.fromkeys(c for plan in plans for c in plan))}
     return {
         "compressors": [_described(c) for c in numbers],
@@ -74,10 +111,15 @@ def pack(plans: Sequence[Compressors]) -> dict[str, Any]:
     }
 
 
-def unpack(packed: dict[str, Any], known: Known, source: str) -> list[Compressors]:
+def unpack(packed: Packed, known: Known, source: str) -> list[Compressors]:
     """Returns the plans that `pack` was given; raises ValueError for an unknown compressor."""
-    compressors = [known.find(described, source) for described in packed["compressors"]]
-    return [tuple(compressors[i] for i in plan) for plan in packed["plans"]]
+    found = [known.find(described, source) for described in packed.compressors]
+    if any(not 0 <= i < len(found) for plan in packed.plans for i in plan):
+        raise ValueError(
+            f"Adaptive: {source} has plans {untrusted.shown(packed.plans)}, but only {len(found)} "
+            f"compressors. {_AGAIN}"
+        )
+    return [tuple(found[i] for i in plan) for plan in packed.plans]
 
 
 def save(progress: Progress, leaves: Sequence[Leaf]) -> dict[str, Any]:
@@ -99,38 +141,57 @@ def save(progress: Progress, leaves: Sequence[Leaf]) -> dict[str, Any]:
     }
 
 
-def check_format(state: dict[str, Any]) -> None:
-    """Raises ValueError for a state from `save` of another version."""
-    if state.get("format") != FORMAT:
-        raise ValueError(
-            f"Adaptive: the saved policy has format {state.get('format')}, but this version of "
-            f"cgx_jax reads {FORMAT}; without load_state_dict, the policy measures and chooses "
-            "again."
-        )
+def load(state: dict[str, Any]) -> Saved:
+    """Returns what `save` wrote; raises ValueError for any other state."""
+    try:
+        untrusted.check_version(state, "format", FORMAT)
+        saved: Saved = untrusted.typed(state, Saved, "it")
+    except ValueError as error:
+        raise ValueError(f"Adaptive: the saved policy cannot be read: {error}. {_AGAIN}") from None
+    return saved
 
 
-def restore(state: dict[str, Any], known: Known, adaptive: int) -> Progress:
-    """Returns the progress that `save` was given; `adaptive` is the number of adaptive leaves.
+def restore(saved: Saved, known: Known, adaptive: int, candidates: int) -> Progress:
+    """Returns the progress that `save` was given, of so many adaptive leaves and candidates.
 
-    Raises ValueError for an unknown compressor, and for another number of leaves.
+    Raises ValueError for an unknown compressor, and for other numbers of leaves or candidates.
     """
     of = "the saved policy"
-    (current,) = unpack(state["current"], known, of)
-    if len(current) != adaptive:
-        raise ValueError(
-            f"Adaptive: {of} has {len(current)} adaptive leaves, but this one has {adaptive}; pass "
-            "the candidates and the base of the run that saved it."
-        )
+    current, *more = unpack(saved.current, known, of) or [()]
+    plans = unpack(saved.plans, known, of)
+    struck = [] if saved.nonfinite is None else [saved.nonfinite]
+    seen = [part for r in saved.history for part in (r.bits, r.relative)]
+    for part in (current, *more, *plans, *struck, *seen):
+        if len(part) != adaptive:
+            raise ValueError(
+                f"Adaptive: {of} has {len(part)} adaptive leaves, but this one has {adaptive}; "
+                "pass the candidates and the base of the run that saved it."
+            )
     pending = None
-    if state["pending"] is not None:
-        due, measured = state["pending"]
-        pending = due, Statistics(*(jnp.asarray(x, jnp.float32) for x in measured))
-    nonfinite = state["nonfinite"]
+    if saved.pending is not None:
+        due, sums = saved.pending
+        pending = due, _statistics(sums, adaptive, candidates)
     return Progress(
         current=current,
-        plans=unpack(state["plans"], known, of),
-        step=state["step"],
-        history=[Refresh.from_json(r) for r in state["history"]],
+        plans=plans,
+        step=saved.step,
+        history=saved.history,
         pending=pending,
-        nonfinite=None if nonfinite is None else np.array(nonfinite, np.float32),
+        nonfinite=np.array(struck[0], np.float32) if struck else None,
     )
+
+
+def _statistics(sums: Any, adaptive: int, candidates: int) -> Statistics:
+    like = jax.eval_shape(lambda: Statistics.zeros(adaptive, candidates))
+    pairs = list(zip(sums, like, strict=True))
+    try:
+        same = all(np.shape(x) == np.shape(np.zeros(y.shape).tolist()) for x, y in pairs)
+    except ValueError:  # rows of several lengths
+        same = False
+    if not same:
+        raise ValueError(
+            f"Adaptive: the saved policy has statistics {untrusted.shown(sums)}, which are not of "
+            f"{adaptive} adaptive leaves and {candidates} candidates; pass the candidates and the "
+            "base of the run that saved it."
+        )
+    return Statistics(*(jnp.asarray(x, jnp.float32).reshape(y.shape) for x, y in pairs))

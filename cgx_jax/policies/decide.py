@@ -12,7 +12,6 @@ import numpy as np
 
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf
-from cgx_jax.policies.menu import Menu
 from cgx_jax.policies.problem import Problem
 from cgx_jax.policies.solvers import Solver
 
@@ -28,13 +27,14 @@ class Subject:
     world: int = 2
 
     @functools.cached_property
-    def menu(self) -> Menu:
-        """The leaves and candidates in numbers."""
-        return Menu.of(self.leaves, self.candidates)
-
-    @property
     def paths(self) -> tuple[str, ...]:
-        return self.menu.paths
+        return tuple(leaf.path for leaf in self.leaves)
+
+    @functools.cached_property
+    def _payloads(self) -> np.ndarray:
+        """Payload bytes, int64[leaves, candidates]."""
+        each = [self.nbytes((c,) * len(self.leaves)) for c in self.candidates]
+        return np.array(each, np.int64).reshape(len(each), len(self.leaves)).T
 
     def nbytes(self, compressors: Compressors) -> list[int]:
         """Payload bytes of each leaf."""
@@ -53,8 +53,7 @@ class Subject:
         if compressor in self.candidates:
             return self.candidates.index(compressor)
         own = compressor.payload_bytes(self.leaves[leaf].shape, self.leaves[leaf].dtype)
-        away = [abs(c.nbytes[leaf] - own) for c in self.menu.candidates]
-        return away.index(min(away))
+        return int(np.abs(self._payloads[leaf] - own).argmin())
 
     def cost(self, compressors: Compressors, averages: dict[str, Any]) -> tuple[float, float]:
         """Returns payload bytes, weighted as in `problem`, and squared error of all leaves."""
@@ -64,10 +63,16 @@ class Subject:
 
     def problem(self, averages: dict[str, Any]) -> Problem:
         """Returns the solver's problem; bytes are those of a chunked code that sends as much."""
-        problem = self.menu.problem(averages)
-        weights = [self._weight(c) for c in self.candidates]
-        nbytes = np.ceil(problem.nbytes * np.array(weights)).astype(np.int64)
-        return dataclasses.replace(problem, nbytes=nbytes)
+        weights = np.array([self._weight(c) for c in self.candidates])
+        return Problem(
+            values=np.array([leaf.size for leaf in self.leaves], np.int64),
+            norm=np.sqrt(averages["square"]),
+            bits=np.array([c.width for c in self.candidates]),
+            nbytes=np.ceil(self._payloads * weights).astype(np.int64),
+            error=averages["error"],
+            noisy=["noise" in c.codec_work for c in self.candidates],
+            rotated=["rotation" in c.codec_work for c in self.candidates],
+        )
 
     def _weight(self, compressor: Compressor) -> float:
         """Returns how much more a byte of payload costs than in a code of chunks or sums.
@@ -110,14 +115,6 @@ class Refresh:
     unusable: tuple[str, ...]
     nonfinite: tuple[str, ...]
     norm: float = math.nan
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Refresh:
-        """Rebuilds a record from its `dataclasses.asdict` after JSON, which has no tuples."""
-        made: dict[str, Any] = {}
-        for name, value in fields.items():
-            made[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**made)
 
     @classmethod
     def of(

@@ -12,7 +12,7 @@ import numpy as np
 
 from cgx_jax import agreement
 from cgx_jax.policies import statistics
-from cgx_jax.policies.checkpoint import Known, Progress, pack, unpack
+from cgx_jax.policies.checkpoint import Known, Packed, Progress, pack, unpack
 from cgx_jax.policies.decide import Decision
 from cgx_jax.policies.statistics import Statistics
 
@@ -85,7 +85,8 @@ class Looks:
         if agreed.startswith(b"!"):
             raise ValueError(agreed[1:].decode())
         fields = json.loads(agreed)
-        (compressors,) = unpack(fields, self._policy.known, "the plan of process 0")
+        packed = Packed(fields["compressors"], fields["plans"])
+        (compressors,) = unpack(packed, self._policy.known, "the plan of process 0")
         return Decision(fields["outcome"], compressors, tuple(fields["leaves"]))
 
 

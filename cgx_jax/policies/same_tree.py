@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from cgx_jax.leaves import Leaf
 
 
-def saved_leaves(state: dict[str, Any]) -> tuple[Leaf, ...]:
-    """The leaves of the tree whose policy gave the `state_dict` `state`."""
-    return tuple(Leaf(path, tuple(s), np.dtype(t)) for path, s, t in state["leaves"])
+def saved_leaves(saved: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[Leaf, ...]:
+    """The leaves of `checkpoint.Saved`; raises ValueError for an unknown dtype."""
+    try:
+        return tuple(Leaf(path, shape, np.dtype(dtype)) for path, shape, dtype in saved)
+    except TypeError as error:
+        raise ValueError(
+            f"Adaptive: the saved policy has a leaf of no known dtype ({error}); pass the state "
+            "that state_dict returned."
+        ) from None
 
 
 def check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:

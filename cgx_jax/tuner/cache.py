@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cgx_jax import untrusted
 
@@ -32,6 +32,13 @@ class Key:
     def folder(self) -> str:
         """The name of the topology's folder."""
         return digest(self.topology)
+
+
+class _File(NamedTuple):
+    schema: int
+    topology: dict[str, Any]
+    tree: str
+    setting: Any
 
 
 def user_folder() -> Path:
@@ -80,16 +87,13 @@ def find(root: Path, key: Key, parse: Callable[[Any], Chosen]) -> Chosen | None:
     path = root / key.folder / f"{key.tree}.json"
     try:
         fields = untrusted.loads(untrusted.read(path))
-        schema = untrusted.field(fields, "schema")
-        if schema != SCHEMA:
-            raise ValueError(
-                f"schema={untrusted.shown(schema)}, this version of cgx_jax reads {SCHEMA}"
-            )
-        if untrusted.field(fields, "topology") != key.topology:
+        untrusted.check_version(fields, "schema", SCHEMA)
+        kept: _File = untrusted.typed(fields, _File, "it")
+        if kept.topology != key.topology:
             raise ValueError("it belongs to other machines, versions or options than its folder")
-        if untrusted.field(fields, "tree") != key.tree:
+        if kept.tree != key.tree:
             raise ValueError("it belongs to another tree than its name says")
-        return parse(untrusted.field(fields, "setting"))
+        return parse(kept.setting)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

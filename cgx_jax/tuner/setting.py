@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cgx_jax import untrusted
 from cgx_jax.axes import Axes
@@ -69,30 +69,32 @@ class Offered:
 
     def setting(self, fields: Any) -> Setting:
         """Returns the setting that `Setting.to_fields` wrote; raises ValueError for other input."""
-        named = {e.shorthand: e for e in self.exchanges}
-        exchange = _find(fields, "exchange", named)
-        reduction = _find(fields, "reduction", {r.shorthand: r for r in self.reductions})
-        levels = _find(fields, "levels", {_described(x): x for x in self.levels})
-        fusion_bytes = untrusted.whole(
-            untrusted.field(fields, "fusion_bytes"), "fusion_bytes", 1, 1 << 40
-        )
-        options = untrusted.field(fields, "options")
+        given: _Fields = untrusted.typed(fields, _Fields, "setting")
+        exchange = _find(given.exchange, "exchange", {e.shorthand: e for e in self.exchanges})
+        reduction = _find(given.reduction, "reduction", {r.shorthand: r for r in self.reductions})
+        levels = _find(given.levels, "levels", {_described(x): x for x in self.levels})
+        fusion_bytes = untrusted.whole(given.fusion_bytes, "fusion_bytes", 1, 1 << 40)
         if exchange is None:
             return Setting()
         known = [f.name for f in dataclasses.fields(exchange)]
-        if not isinstance(options, dict) or not set(options) <= set(known):
-            raise ValueError(f"options={untrusted.shown(options)} must be among {known}")
-        whole = {k: untrusted.whole(v, k) for k, v in options.items()}
+        if not set(given.options) <= set(known):
+            raise ValueError(f"options={untrusted.shown(given.options)} must be among {known}")
+        whole = {k: untrusted.whole(v, k) for k, v in given.options.items()}
         return Setting(dataclasses.replace(exchange, **whole), reduction, levels, fusion_bytes)
 
 
-def _find(fields: Any, name: str, known: dict[str, Any]) -> Any:
-    value = untrusted.field(fields, name)
-    if value is None:
-        return None
-    if not isinstance(value, str) or value not in known:
+class _Fields(NamedTuple):
+    exchange: str | None
+    options: dict[str, Any]
+    reduction: str | None
+    levels: str | None
+    fusion_bytes: int
+
+
+def _find(value: str | None, name: str, known: dict[str, Any]) -> Any:
+    if value is not None and value not in known:
         raise ValueError(f"{name}={untrusted.shown(value)} is not one of {list(known)}")
-    return known[value]
+    return None if value is None else known[value]
 
 
 def _options(exchange: Exchange) -> dict[str, Any]:
