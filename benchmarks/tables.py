@@ -621,42 +621,6 @@ def tuner() -> str:
     return table([*head, "share of the best", "turns"], body)
 
 
-SCIPY = {
-    "milp": "`milp`",
-    "milp, gap 0": "`milp`, `mip_rel_gap=0`",
-    "kmeans2": "`kmeans2`, same start",
-    "kmeans2 ++": '`kmeans2`, `minit="++"`',
-}
-
-
-def solvers_scipy() -> str:
-    """The policies' solvers beside SciPy's: times, costs, and what is used of the budget."""
-    made = {(row["leaves"], row["method"]): row for row in rows("solvers")}
-    body = []
-    for (leaves, method), row in made.items():
-        problem, _, way = method.partition(", ")
-        if way not in SCIPY:
-            continue
-        both = made[leaves, problem], row
-        budget = [f"{r['used']:.5f}" if r["used"] else "" for r in both]
-        body.append(
-            [
-                problem,
-                str(leaves),
-                SCIPY[way],
-                *(_spread([1e3 * t for t in r["seconds"]], ".2f") for r in both),
-                _spread(row["over_ours"], ".2f"),
-                *(f"{r['cost']:.5f}" for r in both),
-                *budget,
-                "" if row["over_budget"] is None else f"{row['over_budget']:.0f}",
-                "" if row["largest_gap"] is None else f"{row['largest_gap']:.1e}",
-            ]
-        )
-    head = ["problem", "leaves", "SciPy", "ms, ours", "ms, SciPy", "time over ours"]
-    head += ["cost, ours", "cost, SciPy", "budget used, ours", "budget used, SciPy"]
-    return table([*head, "over budget", "SciPy's largest gap"], body)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -689,7 +653,6 @@ TABLES: dict[str, Callable[[], str]] = {
         rivals,
         scaling,
         segments,
-        solvers_scipy,
         steps,
         tuner,
     )

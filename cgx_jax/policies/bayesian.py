@@ -1,4 +1,4 @@
-"""CGX's surrogate search over widths. Needs scikit-learn: `pip install "cgx-jax[bayesian]"`."""
+"""CGX's surrogate search over widths."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from cgx_jax.policies.solvers import (
     error_limit,
 )
 
-TREES = 32
-BATCH = 16  # choices tried with one forest
-POOL = 512  # choices from which the forest picks a batch
-# Logarithms differ in their last bits between processors, and so would the search.
+BATCH = 16  # choices tried with one surrogate
+POOL = 512  # choices from which the surrogate picks a batch
+NOISE = 1e-3
+SPREAD = 0.3  # standard deviations below the mean that count as likely
+# Results differ in their last bits between processors, and so would the search.
 DECIMALS = 9
 
 
 @dataclasses.dataclass(frozen=True)
 class Bayesian(Solver):
-    """Fewest bytes that a random-forest search finds under the error constraint of `LeastBytes`.
+    """Fewest bytes that a surrogate search finds under the error constraint of `LeastBytes`.
 
     Candidates are those from the first of width `least` to the last of width `most`. The search
     minimizes log(bytes) + log(error), which is CGX's product. An error under the limit counts as
     the limit, so that only bytes matter there. The search starts from all uniform choices and the
-    choice of least error. Each of `trials` choices then has the largest expected improvement in a
-    pool of random choices and neighbors of the best. The answer is the smallest choice seen within
-    the limit. It is never larger than a uniform choice within the limit. No other optimality is
-    promised; `LeastBytes` is faster and exact. `seed` fixes the randomness.
+    choice of least error. Each of `trials` choices then has the least lower confidence bound, by a
+    Gaussian process, in a pool of random choices and neighbors of the best. The answer is the
+    smallest choice seen within the limit. It is never larger than a uniform choice within the
+    limit. No other optimality is promised; `LeastBytes` is faster and finds fewer bytes. `seed`
+    fixes the randomness.
 
-    `solve` raises ValueError if no choice has so little error, ImportError without scikit-learn.
-    Source: CGX (Markov et al., Middleware 2022), adaptive compression; there without a constraint.
+    `solve` raises ValueError if no choice has so little error. Source: CGX (Markov et al.,
+    Middleware 2022), adaptive compression; there without a constraint.
     """
 
     least: int = 2
@@ -58,14 +60,6 @@ class Bayesian(Solver):
         of_width("Bayesian", "uniform_bits", self.uniform_bits, bits)
 
     def solve(self, problem: Problem) -> np.ndarray:
-        try:
-            from scipy.special import ndtr
-            from sklearn.ensemble import RandomForestRegressor
-        except ImportError as missing:
-            raise ImportError(
-                f"Bayesian: scikit-learn cannot be imported ({missing}); "
-                'pip install "cgx-jax[bayesian]", or use LeastBytes.'
-            ) from missing
         allowed = candidates(self, problem.bits)
         # Leaves are sorted by their numbers, so that the tree's order does not matter.
         order = np.lexsort((*problem.error.T, problem.norm, problem.values))
@@ -73,31 +67,21 @@ class Bayesian(Solver):
         limit, (leaves, count) = error_limit(self, problem, error), error.shape
         rng = np.random.default_rng(self.seed)
 
-        new = np.vstack([np.repeat(np.arange(count)[:, None], leaves, 1), error.argmin(axis=1)])
-        left = self.trials if leaves else 0
-        tried, sizes, errors = new[:0], np.zeros(0), np.zeros(0)
-        tiny = np.finfo(float).tiny
+        tried = np.vstack([np.repeat(np.arange(count)[:, None], leaves, 1), error.argmin(axis=1)])
+        most = len(tried) + (self.trials if leaves else 0)
         while True:
-            tried = np.vstack([tried, new])
-            sizes = np.append(sizes, [knapsack.total(nbytes, choice) for choice in new])
-            errors = np.append(errors, [knapsack.total(error, choice) for choice in new])
-            within = np.flatnonzero(errors <= limit)
-            best = tried[within[sizes[within].argmin()]]
-            if not left:
+            sizes = np.array([knapsack.total(nbytes, choice) for choice in tried])
+            errors = np.array([knapsack.total(error, choice) for choice in tried])
+            best = tried[np.where(errors <= limit, sizes, np.inf).argmin()]
+            if len(tried) == most:
                 choice = np.empty(leaves, np.int64)
                 choice[order] = best + allowed.start
                 return choice
+            tiny = np.finfo(float).tiny
             goal = np.log(np.maximum(sizes, 1)) + np.log(np.maximum(errors, limit) + tiny)
-            goal = goal.round(DECIMALS)
-            forest = RandomForestRegressor(TREES, max_features="sqrt", random_state=self.seed)
-            trees = forest.fit(tried, goal).estimators_
             pool = _pool(rng, best, count)
-            predicted = np.stack([tree.predict(pool) for tree in trees])
-            gain, spread = goal.min() - predicted.mean(axis=0), predicted.std(axis=0) + 1e-9
-            normal = np.exp(-((gain / spread) ** 2) / 2) / np.sqrt(2 * np.pi)
-            expected = gain * ndtr(gain / spread) + spread * normal
-            new = pool[np.argsort(-expected.round(DECIMALS), kind="stable")[: min(BATCH, left)]]
-            left -= len(new)
+            first = np.argsort(_lowest(tried, goal, pool).round(DECIMALS), kind="stable")
+            tried = np.vstack([tried, pool[first[: min(BATCH, most - len(tried))]]])
 
 
 def _pool(rng: np.random.Generator, best: np.ndarray, count: int) -> np.ndarray:
@@ -106,3 +90,19 @@ def _pool(rng: np.random.Generator, best: np.ndarray, count: int) -> np.ndarray:
     moved = rng.random(shape) < rng.random((shape[0], 1)) ** 2
     near = np.clip(best + moved * rng.choice([-1, 1], shape), 0, count - 1)
     return np.vstack([near, rng.integers(0, count, shape)])
+
+
+def _lowest(tried: np.ndarray, goal: np.ndarray, pool: np.ndarray) -> np.ndarray:
+    """Returns how low a Gaussian process that knows `goal` of `tried` expects that of `pool`."""
+    scale = goal.std() or 1.0
+    width = max(1.0, _distances(tried, tried).mean())
+    inverse = np.linalg.inv(np.exp(-_distances(tried, tried) / width) + NOISE * np.eye(len(tried)))
+    near = np.exp(-_distances(pool, tried) / width)
+    mean = near @ inverse @ ((goal - goal.mean()) / scale)
+    variance = 1 - ((near @ inverse) * near).sum(axis=1)
+    return mean - SPREAD * np.sqrt(np.maximum(variance, 0))
+
+
+def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    squares = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)
+    return squares - 2.0 * (a @ b.T)

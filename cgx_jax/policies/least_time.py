@@ -65,10 +65,10 @@ class LeastTime(Solver):
         limit = error_limit(self, problem, problem.error)
         seconds = self.seconds(problem)
         fastest = knapsack.minimise(seconds, problem.error, limit)
-        enough = fastest.cost / (1 - auto.LEAST_GAIN)
+        enough = knapsack.total(seconds, fastest) / (1 - auto.LEAST_GAIN)
         finest = knapsack.minimise(problem.error, seconds, enough)
-        errors = [knapsack.total(problem.error, s.choice) for s in (fastest, finest)]
-        return finest.choice if errors[1] <= errors[0] else fastest.choice
+        errors = [knapsack.total(problem.error, choice) for choice in (fastest, finest)]
+        return finest if errors[1] <= errors[0] else fastest
 
     def seconds(self, problem: Problem) -> np.ndarray:
         """Returns predicted seconds of leaves under candidates, float64[leaves, candidates]."""
