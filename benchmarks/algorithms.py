@@ -1,10 +1,10 @@
 """scatter_gather, gather_sum, ring and tree, by size and number of ranks.
 
-    sudo python benchmarks/algorithms.py --json benchmarks/results/algorithms.jsonl
+    python benchmarks/algorithms.py --json benchmarks/results/algorithms.jsonl
     python benchmarks/algorithms.py --rate none --worlds 2,4,8,64 --sizes 4k,256k,4M \\
         --json benchmarks/results/algorithms_error.jsonl
 
-Over the links of rig.py every repeat times `lax.psum` and all reductions one after the other, each
+Over the shaped links every repeat times `lax.psum` and all reductions one after the other, each
 behind a barrier, as in one_shot.py. A size has as many repeats as --seconds allows, between 5 and
 --reps. With --rate none, `vmap` simulates the ranks in one program. The output then has the bytes
 that a rank sends and the relative error of the sum in the Euclidean norm, but no times.
@@ -20,9 +20,9 @@ import numpy as np
 import cgx_jax
 import measure
 import one_shot
-import rig
 from all_reduce import Ranks, rank_of_process
 from alpha_beta import REDUCTIONS, sent
+from cgx_jax.commands import rig
 from cgx_jax.link_timer import gradient, size_text
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/all_reduce.py --world 4                  # host devices of one process
     python benchmarks/all_reduce.py --processes 4              # processes, over loopback
-    sudo python benchmarks/all_reduce.py --world 4 --rate 1gbit   # over shaped links (rig.py)
-    sudo python benchmarks/all_reduce.py --world 4 --rate 1gbit --methods psum,xla,mpi
+    python benchmarks/all_reduce.py --world 4 --rate 1gbit   # over shaped links
+    python benchmarks/all_reduce.py --world 4 --rate 1gbit --methods psum,xla,mpi
 
 A method is lax.psum, an exchange of psum_compressed, or "cast": bf16 values as bytes over the xla
 exchange. With "mpi" the ranks are started by mpiexec. Every repeat times all methods one after the
@@ -33,8 +33,7 @@ from jax.sharding import Mesh
 
 import cgx_jax
 import measure
-import rig
-from cgx_jax.commands import bench, bound
+from cgx_jax.commands import bench, bound, rig
 from cgx_jax.link_timer import LinkTimer, gradient
 
 METHODS = ("psum", "cast", "xla", "mpi", "auto")
@@ -93,7 +92,7 @@ def main() -> int:
 
 
 def rank_of_process() -> int | None:
-    """Returns this process's rank, which rig.py or mpiexec has set, or None."""
+    """Returns this process's rank, which the rig or mpiexec has set, or None."""
     rank = os.environ.get("RANK", os.environ.get("PMI_RANK"))
     return None if rank is None else int(rank)
 

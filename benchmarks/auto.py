@@ -1,7 +1,7 @@
-"""`exchange="auto"` without a profile against lax.psum, on shaped links (rig.py).
+"""`exchange="auto"` without a profile against lax.psum, on shaped links.
 
-    sudo python benchmarks/auto.py --json benchmarks/results/auto_default.jsonl    # every cell
-    sudo python benchmarks/auto.py --rates 1gbit --worlds 4 --sizes 4k,1M          # a few of them
+    python benchmarks/auto.py --json benchmarks/results/auto_default.jsonl     # every cell
+    python benchmarks/auto.py --rates 1gbit --worlds 4 --sizes 4k,1M          # a few of them
 
 Runs every link rate with every world size, once with ranks that MPI started and once without. With
 MPI `auto` may take the fused exchange. Each repeat times `lax.psum` in fp32 and `auto` with every
@@ -25,9 +25,9 @@ import numpy as np
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
+from cgx_jax.commands import rig
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import auto
 from cgx_jax.link_timer import gradient, size_text

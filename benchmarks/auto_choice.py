@@ -1,7 +1,7 @@
-"""What `exchange="auto"` takes after `tune`, beside every fixed choice, on shaped links (rig.py).
+"""What `exchange="auto"` takes after `tune`, beside every fixed choice, on shaped links.
 
-    sudo python benchmarks/auto_choice.py --json benchmarks/results/auto_choice.jsonl
-    sudo python benchmarks/auto_choice.py --rates 1gbit --worlds 2 --sizes 4k,25M    # a quick look
+    python benchmarks/auto_choice.py --json benchmarks/results/auto_choice.jsonl
+    python benchmarks/auto_choice.py --rates 1gbit --worlds 2 --sizes 4k,25M    # a quick look
     python benchmarks/auto_choice.py --picture benchmarks/results/auto_choice.jsonl --png FILE
 
 On each link `tune` measures for `--tune` seconds. Then `lax.psum`, and each exchange with each
@@ -24,9 +24,9 @@ import numpy as np
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
+from cgx_jax.commands import rig
 from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import auto
 from cgx_jax.link_timer import gradient, size_text

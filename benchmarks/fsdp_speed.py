@@ -1,7 +1,7 @@
-"""Gathers weights and scatters gradients of sharded training, on shaped links (rig.py).
+"""Gathers weights and scatters gradients of sharded training, on shaped links.
 
-    sudo python benchmarks/fsdp_speed.py --json benchmarks/results/fsdp_speed.jsonl
-    sudo python benchmarks/fsdp_speed.py --rates 1gbit --worlds 2            # a quick look
+    python benchmarks/fsdp_speed.py --json benchmarks/results/fsdp_speed.jsonl
+    python benchmarks/fsdp_speed.py --rates 1gbit --worlds 2            # a quick look
 
 Times only what sharded training sends in a step: 12 weights of [1024, 512] are gathered, and
 gradients of that shape are scattered. "exact" is `lax.all_gather` and `lax.psum_scatter` in fp32,
@@ -25,8 +25,8 @@ from jax import lax
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process, timed
+from cgx_jax.commands import rig
 from cgx_jax.compressors import ShiftedLattice
 from cgx_jax.link_timer import gradient
 

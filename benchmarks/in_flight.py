@@ -1,8 +1,8 @@
 """What several buffers in flight gain over one, on links with a delay.
 
-    sudo python benchmarks/in_flight.py --json benchmarks/results/in_flight.jsonl
+    python benchmarks/in_flight.py --json benchmarks/results/in_flight.jsonl
 
-A packet takes one of `--delays` seconds from one host to another (rig.py), so a connection that
+A packet takes one of `--delays` seconds from one host to another, so a connection that
 waits for answers does not fill its link. 16 MB of gradients are reduced at 4 bits in three ways: as
 buffers of 1 MB that each wait for the one before, as the same buffers all at once, and as one
 buffer. Every repeat times all ways one after the other, each behind a barrier; a time is the
@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
+from cgx_jax.commands import rig
 from cgx_jax.link_timer import gradient
 from tuner import turns
 

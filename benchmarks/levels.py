@@ -1,7 +1,7 @@
-"""Two nodes of two ranks over shaped links (rig.py): lax.psum, flat and leveled reductions.
+"""Two nodes of two ranks over shaped links: lax.psum, flat and leveled reductions.
 
-    sudo python benchmarks/levels.py --json benchmarks/results/levels.jsonl
-    sudo python benchmarks/levels.py --rates 100mbit --sizes 25M
+    python benchmarks/levels.py --json benchmarks/results/levels.jsonl
+    python benchmarks/levels.py --rates 100mbit --sizes 25M
 
 A node is a host with two processes, started by mpiexec. Links between nodes have the given rate.
 Inside a node the rate is not limited: the "xla" exchange uses gloo's sockets there, "mpi" shared
@@ -21,8 +21,8 @@ import numpy as np
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process, timed
+from cgx_jax.commands import rig
 from cgx_jax.link_timer import gradient, size_text
 
 NODES, LOCAL = 2, 2

@@ -18,8 +18,8 @@ from cgx_jax.link_timer import size_in_bytes as size_in_bytes
 
 # The options that several benchmarks have.
 OPTIONS = {
-    "rates": "of the links (rig.py), list",
-    "rate": "of the links (rig.py)",
+    "rates": "of the links, list",
+    "rate": "of the links",
     "worlds": "numbers of ranks, list",
     "world": "ranks",
     "sizes": "fp32 bytes per rank, with k, M, G, list",

@@ -1,7 +1,7 @@
 """gather_sum against scatter_gather, 4 KB to 4 MB, by the number of ranks, over shaped links.
 
-    sudo python benchmarks/one_shot.py --json benchmarks/results/one_shot.jsonl
-    sudo python benchmarks/one_shot.py --exchange mpi           # each reduction in one fused call
+    python benchmarks/one_shot.py --json benchmarks/results/one_shot.jsonl
+    python benchmarks/one_shot.py --exchange mpi           # each reduction in one fused call
     python benchmarks/one_shot.py --rate none --worlds 2,4      # simulated devices: error and bytes
 
 With "mpi" the ranks are started by mpiexec. Every repeat times `lax.psum` and both reductions one
@@ -21,8 +21,8 @@ import numpy as np
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
+from cgx_jax.commands import rig
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.link_timer import gradient, size_text
 from cgx_jax.reductions import GatherSum, Reduction, ScatterGather

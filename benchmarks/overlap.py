@@ -1,10 +1,10 @@
 """Times training steps whose gradients are reduced in the backward pass, and after it.
 
-    sudo python benchmarks/overlap.py --json benchmarks/results/overlap.jsonl
+    python benchmarks/overlap.py --json benchmarks/results/overlap.jsonl
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 WORLD_SIZE=2 \\
         mpiexec -n 2 python benchmarks/overlap.py --world 2 --task language --links loopback
 
-Steps of two tasks of the suite, on shaped links (rig.py), by these ways:
+Steps of two tasks of the suite, on shaped links, by these ways:
 
     lax.pmean   exact means of the tree, after the backward pass
     after       `sync_gradients` at 4 bits, after the backward pass
@@ -39,9 +39,9 @@ from tasks import Task
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
 from cgx_jax import Plan, Tuner
+from cgx_jax.commands import rig
 from cgx_jax.compressors import Compressor
 from cgx_jax.transforms.precondition import WARMUP
 from cgx_jax.wire import HOOK_FUSION_BYTES

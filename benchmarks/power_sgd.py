@@ -1,8 +1,8 @@
-"""PowerSGD against lax.psum and 4 bits over shaped links (rig.py), and its products alone.
+"""PowerSGD against lax.psum and 4 bits over shaped links, and its products alone.
 
-    sudo python benchmarks/power_sgd.py --json benchmarks/results/power_sgd.jsonl
+    python benchmarks/power_sgd.py --json benchmarks/results/power_sgd.jsonl
     python benchmarks/power_sgd.py --products --json benchmarks/results/power_sgd.jsonl
-    sudo python benchmarks/power_sgd.py --leaves 2 --side 256 --reps 2     # a quick look
+    python benchmarks/power_sgd.py --leaves 2 --side 256 --reps 2     # a quick look
 
 Every rank holds `--leaves` fp32 matrices of `--side` squared. A method takes the ranks' means, as
 `sync_gradients` does in a step. Every repeat times all methods one after the other, each behind a
@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process, timed
+from cgx_jax.commands import rig
 from cgx_jax.compressors.base import alone
 from cgx_jax.link_timer import gradient
 

@@ -1,6 +1,6 @@
 """The fused all-reduce over MPI with other segment sizes, windows and kernel threads.
 
-    sudo python benchmarks/segments.py --world 4 --rate 1gbit --sizes 25M
+    python benchmarks/segments.py --world 4 --rate 1gbit --sizes 25M
 
 Every repeat times all settings one after the other. `ratio` is the defaults' time divided by the
 setting's time in the same repeat (median and quartiles).
@@ -15,8 +15,8 @@ import numpy as np
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
+from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi, mpi
 from cgx_jax.link_timer import gradient
 

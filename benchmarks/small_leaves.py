@@ -1,6 +1,6 @@
-"""Exact sums of many small leaves over shaped links (rig.py): leaf by leaf, and by this package.
+"""Exact sums of many small leaves over shaped links: leaf by leaf, and by this package.
 
-    sudo python benchmarks/small_leaves.py --json benchmarks/results/small_leaves.jsonl
+    python benchmarks/small_leaves.py --json benchmarks/results/small_leaves.jsonl
 
 Every rank holds --leaves vectors of fp32, of 3 to 512 values: the biases and norms of a network.
 Every repeat sums them by `lax.psum` of the tree and by `psum_compressed` with `Identity`, one after
@@ -18,8 +18,8 @@ from jax import lax
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process, timed
+from cgx_jax.commands import rig
 
 SIZES = (3, 10, 32, 64, 128, 512)
 

@@ -1,7 +1,7 @@
 """PyTorch's own ways to send fewer bytes, over the same shaped links.
 
     pip install torch
-    sudo python benchmarks/torch_ddp.py --world 4 --rate 1gbit
+    python benchmarks/torch_ddp.py --world 4 --rate 1gbit
 
 `all_reduce`: torch.distributed's gloo all-reduce of fp32 and of bf16 (cast, reduce, cast back) on
 --size bytes per rank. `ddp`: the backward pass of DistributedDataParallel with its fp16, bf16 and
@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import measure
-import rig
+from cgx_jax.commands import rig
 
 WIDTH, LAYERS = 2048, 6
 # PowerSGD's hook waits for one all-reduce inside the callback of another. On gloo's two threads

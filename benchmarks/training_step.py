@@ -1,7 +1,7 @@
 """What a reduction adds to a training step: a stack of matrix products under Adam, on shaped links.
 
-    sudo python benchmarks/training_step.py --json benchmarks/results/training_step.jsonl
-    sudo python benchmarks/training_step.py --cases 2:unlimited:1 --reps 3      # a quick look
+    python benchmarks/training_step.py --json benchmarks/results/training_step.jsonl
+    python benchmarks/training_step.py --cases 2:unlimited:1 --reps 3      # a quick look
 
 A case is RANKS:RATE:MEGABYTES of fp32 gradients. Every repeat takes one step of each way, one after
 the other, each behind a barrier; a time is the slowest rank's. A step is the forward and the
@@ -34,9 +34,9 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
 from cgx_jax import core
+from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi, auto
 from cgx_jax.transforms.precondition import PERIOD, WARMUP, SecondMoment
 

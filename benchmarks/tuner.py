@@ -1,7 +1,7 @@
-"""The tuner's choice against every fixed setting of a grid, on shaped links (rig.py).
+"""The tuner's choice against every fixed setting of a grid, on shaped links.
 
-    sudo python benchmarks/tuner.py --json benchmarks/results/tuner.jsonl            # every cell
-    sudo python benchmarks/tuner.py --rates 1gbit --worlds 2 --trees "25 MB, 160 leaves" \
+    python benchmarks/tuner.py --json benchmarks/results/tuner.jsonl             # every cell
+    python benchmarks/tuner.py --rates 1gbit --worlds 2 --trees "25 MB, 160 leaves" \
         --windows 4 --seconds 1                                                      # a quick look
 
 A cell is a link rate, a number of ranks and a tree of gradients. A step is `sync_gradients` at 4
@@ -37,8 +37,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
+from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi, Xla, auto, mpi
 from cgx_jax.link_timer import gradient
 from cgx_jax.reductions import GatherSum

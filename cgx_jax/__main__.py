@@ -21,9 +21,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from cgx_jax import slow_link, tuning
+from cgx_jax import tuning
 from cgx_jax._version import __version__
-from cgx_jax.commands import bench, compare, doctor, tried
+from cgx_jax.commands import bench, compare, doctor, rig, tried
 from cgx_jax.console import Column, print_table
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
@@ -40,9 +40,9 @@ def main() -> int:
     if getattr(arguments, "png", None) and not importlib.util.find_spec("matplotlib"):
         parser.error("--png needs matplotlib: pip install cgx-jax[demo]")
     if getattr(arguments, "link", None):
-        if not slow_link.joined():
+        if not rig.joined():
             return _at_both_ends(arguments.link, parser)
-        slow_link.initialize()
+        rig.initialize()
     if arguments.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)
@@ -88,9 +88,9 @@ def main() -> int:
 
 def _at_both_ends(rate: str, parser: argparse.ArgumentParser) -> int:
     """Runs this command line again in two processes that are joined by a link."""
-    if problem := slow_link.missing(rate):
+    if problem := rig.missing():
         parser.error(f"--link: {problem}")
-    return slow_link.run([sys.executable, "-m", "cgx_jax", *sys.argv[1:]], rate)
+    return rig.run(2, rate, [sys.executable, "-m", "cgx_jax", *sys.argv[1:]])
 
 
 def _follow(path: Path, world: int, parser: argparse.ArgumentParser) -> None:
@@ -236,7 +236,7 @@ def _sizes(text: str) -> list[int]:
 
 def _rate(text: str) -> str:
     try:
-        slow_link.bits_per_second(text)
+        rig.bits_per_second(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -24,7 +24,7 @@ from flax import nnx
 import cgx_jax
 import corpus
 import report
-from cgx_jax import slow_link
+from cgx_jax.commands import rig
 from model import Transformer
 from training import Run, adamw, data_parallel_step, ring_bytes, train
 
@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def train_over_the_link(steps: int, results: Path) -> None:
     """Trains both ways in one of the two processes; process 0 writes the runs to `results`."""
-    slow_link.initialize()
+    rig.initialize()
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     text, _ = corpus.load()
     batches = corpus.windows(text, steps, BATCH, LENGTH, SEED)
@@ -71,10 +71,10 @@ def train_over_the_link(steps: int, results: Path) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    if slow_link.joined():
+    if rig.joined():
         train_over_the_link(arguments.steps, arguments.results)
         return 0
-    if problem := slow_link.missing():
+    if problem := rig.missing():
         print(f"the part over a slow link is left out: {problem}")
         return 0
     by_link = {}
@@ -83,7 +83,7 @@ def main() -> int:
             print(f"training twice over {link} ...", flush=True)
             results = Path(folder) / f"{rate}.json"
             command = [sys.executable, __file__, "--steps", str(arguments.steps)]
-            if code := slow_link.run([*command, "--results", str(results)], rate):
+            if code := rig.run(2, rate, [*command, "--results", str(results)]):
                 return code
             by_link[link] = [
                 Run(name, np.array(losses), float("nan"), sent_bytes, seconds)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import cgx_jax
-from cgx_jax import Quantize, slow_link
-from cgx_jax.commands import chart, doctor
+from cgx_jax import Quantize
+from cgx_jax.commands import chart, doctor, rig
 from cgx_jax.exchanges import Profile
 from cgx_jax.kernels.native import CUDA_REMEDY
 
-NO_LINK = slow_link.missing()
+NO_LINK = rig.missing()
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cgx_jax import slow_link
+from cgx_jax.commands import rig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-NO_LINK = slow_link.missing()
+NO_LINK = rig.missing()
 TINY_MODEL = ("--steps", "6", "--width", "32", "--layers", "1", "--batch", "8")
 
 
@@ -46,9 +46,7 @@ def run(name: str, *arguments: str, cwd: Path | None = None) -> subprocess.Compl
             "1 Gbit/s",
             marks=[
                 pytest.mark.slow,
-                pytest.mark.skipif(
-                    slow_link.missing() is not None, reason=str(slow_link.missing())
-                ),
+                pytest.mark.skipif(rig.missing() is not None, reason=str(rig.missing())),
             ],
         ),
         ("04_jit.py", ("--steps", "8"), "step   7  loss"),

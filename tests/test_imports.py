@@ -34,7 +34,6 @@ LAYERS = [
     "collectives",
     "halves",
     "link_timer",
-    "slow_link",
     "tuner",
     "backward_hook",
     "tuning",

@@ -15,8 +15,8 @@ from cgx_jax.exchanges import mpi
 
 ROOT = Path(cgx_jax.__file__).parent
 TROUBLESHOOTING = ROOT.parent / "docs" / "troubleshooting.md"
-# Commands may print. slow_link.py is also a program, and imports nothing from the package.
-COMMANDS = ("__main__.py", "console.py", "slow_link.py")
+# Commands may print.
+COMMANDS = ("__main__.py", "console.py")
 
 IMPORTED = """
 import logging, sys

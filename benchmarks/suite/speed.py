@@ -1,7 +1,7 @@
-"""Times a training step of the suite's tasks by every method, on shaped links (rig.py).
+"""Times a training step of the suite's tasks by every method, on shaped links.
 
-    sudo python benchmarks/suite/speed.py                    # every task, world and link: an hour
-    sudo python benchmarks/suite/speed.py --task recommender --world 2 --links 1gbit --reps 5
+    python benchmarks/suite/speed.py                    # every task, world and link: an hour
+    python benchmarks/suite/speed.py --task recommender --world 2 --links 1gbit --reps 5
 
 The ranks share the task's batch. Every repeat takes one step of each method, one after the other,
 each behind a barrier; a time is the slowest rank's. `ratio` is the fp32 step's time divided by the
@@ -51,9 +51,9 @@ from run import Trainer
 
 import cgx_jax
 import measure
-import rig
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
+from cgx_jax.commands import rig
 from cgx_jax.compressors import SummedCompressor
 from cgx_jax.compressors.buffers import chunk_code, whole_code
 from cgx_jax.exchanges import Mpi, auto, xla
