@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from cgx_jax import tuning
 from cgx_jax._version import __version__
 from cgx_jax.commands import bench, compare, doctor, rig, tried
-from cgx_jax.console import Column, print_table
+from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
@@ -305,7 +305,7 @@ def _print_choices(profile: Profile) -> None:
             cells.append(f"{method} ({gain:.2f}x)")
         rows.append(cells)
     columns = [Column(f"{width:g}", 24, right=True) for width in widths]
-    print_table([Column("size", 10, right=True), *columns], rows)
+    print(*table_lines([Column("size", 10, right=True), *columns], rows), sep="\n")
 
 
 if __name__ == "__main__":

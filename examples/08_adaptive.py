@@ -5,6 +5,7 @@ needs: the statistics from which the policy chooses widths, and the second momen
 compressed in units of the roots of these moments, because Adam divides by them.
 policy.jit takes the place of jax.jit. One run trains without a break. The other resumes from its
 checkpoint with a new policy and optimizer, as a new process would. Their losses must be equal.
+policy.metrics() gives the widths of every step, of which it draws a chart.
 
 Expected: after a warm-up at 8 bits, every leaf gets its own width. All leaves together take at most
 3.2 bits per value. The loss falls from about 6.3 to below 3.3 nats per byte. The last lines are
@@ -30,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import corpus
+import report
 from model import Transformer, next_byte_loss
 from training import adamw
 
@@ -66,6 +68,7 @@ class Training:
         state = params, optimizer.init(params)
         specs = cgx_jax.state_specs(state, "data")
         self.state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
+        self.widths: list[dict[str, float]] = []  # of each leaf, in each step
         self.batches = NamedSharding(mesh, P("data"))
 
         def step(state, tokens):
@@ -88,6 +91,7 @@ class Training:
         for batch in batches:
             self.state, loss = self.step(self.state, jax.device_put(batch, self.batches))
             losses.append(float(loss))
+            self.widths.append(bits_of(self.policy.metrics()))
         return losses
 
     def save(self, folder: Path) -> None:
@@ -101,10 +105,18 @@ class Training:
             self.state = checkpointer.restore(folder / "state", self.state)
 
 
+def bits_of(metrics: dict[str, float | str]) -> dict[str, float]:
+    """Returns the bits of each adaptive leaf, by its path."""
+    start = "cgx/bits/"
+    return {k.removeprefix(start): float(v) for k, v in metrics.items() if k.startswith(start)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="12 or more")
-    steps = parser.parse_args().steps
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the chart")
+    arguments = parser.parse_args()
+    steps = arguments.steps
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORLD)
     text, _ = corpus.load()
@@ -121,9 +133,11 @@ def main() -> None:
     same = resumed.run(batches[saved:]) == losses[saved:]
 
     after = training.policy.metrics()
-    for name, bits in after.items():
-        if name.startswith("cgx/bits/"):
-            print(f"{before[name]} -> {bits} bits  {name.removeprefix('cgx/bits/')}")
+    for name, bits in bits_of(after).items():
+        print(f"{before[f'cgx/bits/{name}']} -> {bits:g} bits  {name}")
+    chart = arguments.out / "adaptive.png"
+    report.draw_widths(training.widths, chart)
+    print(f"chart: {chart}")
     was, now = before["cgx/bits_per_value"], after["cgx/bits_per_value"]
     print(f"bits per value: {was:.2f} before, {now:.2f} after")
     print(f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} at last")

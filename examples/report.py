@@ -149,6 +149,20 @@ def draw_phases(runs: dict[str, tuple[np.ndarray, np.ndarray]], drop: int, path:
     figure.savefig(path, dpi=150)
 
 
+def draw_widths(widths: list[dict[str, float]], path: Path) -> None:
+    """Draws the bits of every leaf, by its name, in every step into a PNG at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    leaves = list(widths[0])
+    figure = Figure(figsize=(9, 0.25 * len(leaves) + 1.5), layout="constrained")
+    axes = figure.subplots()
+    table = [[step[leaf] for step in widths] for leaf in leaves]
+    image = axes.imshow(table, aspect="auto", interpolation="nearest", vmin=1, vmax=8)
+    axes.set_yticks(range(len(leaves)), leaves, fontsize=7)
+    axes.set(xlabel="step", title="Bits per value of every leaf")
+    figure.colorbar(image, ax=axes)
+    figure.savefig(path, dpi=150)
+
+
 def _moving_average(losses: np.ndarray) -> np.ndarray:
     """Centered mean over a twentieth of the run, over fewer steps at the ends."""
     window = np.ones(max(1, losses.size // 20))

@@ -1,4 +1,4 @@
-"""Tables and bars: rich's in a terminal, the same plain text everywhere else."""
+"""Tables are plain text; bars are rich's in a terminal, and lines everywhere else."""
 
 import contextlib
 import io
@@ -8,27 +8,10 @@ import threading
 
 import pytest
 
-from cgx_jax.commands import bench, compare, doctor
-from cgx_jax.console import Column, Progress, print_table, table_lines
+from cgx_jax.commands import bench, compare
+from cgx_jax.console import Column, Progress, table_lines
 
-COLUMNS = (Column("name", 8, style="bold"), Column("bits", right=True), Column("remedy", 0))
-ROWS = [("MPI", "4", "pip install cgx-jax[mpi]"), ("a longer name", "16", "")]
-TABLE = "\n".join(
-    [
-        "name     bits remedy",
-        "MPI         4 pip install cgx-jax[mpi]",
-        "a longer name   16 ",
-        "",
-    ]
-)
-STEPS = "\n".join(
-    [
-        "tune [........................] tuning [mpi]        ",
-        "tune [############............] measuring 4 kB      ",
-        "tune [########################] done                ",
-        "",
-    ]
-)
+STEPS = "tune 0/2 tuning [mpi]\ntune 1/2 measuring 4 kB\ntune 2/2 done\n"
 ESCAPES = re.compile(r"\x1b\[[?\d;]*[a-zA-Z]")
 
 
@@ -53,69 +36,12 @@ def of_40_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
 
 
-@pytest.fixture(params=["rich is not installed", "the cursor cannot move"])
-def plain(request, of_40_columns, monkeypatch):
-    if request.param == "the cursor cannot move":
-        monkeypatch.setenv("TERM", "dumb")
-    else:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-
-
 def show_bar():
     with Progress("tune", 2, shown=True) as bar:
         bar.step(0, "tuning [mpi]")
         bar.step(1, "measuring 4 kB")
         bar.step(2, "done", last=True)
-
-
-def words(text):
-    """Returns the text without escape sequences."""
-    return ESCAPES.sub("", text)
-
-
-# --- tables.
-
-
-@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_a_pipe_receives_plain_text(variable, monkeypatch, capsys):
-    monkeypatch.setenv(variable, "1")
-    print_table(COLUMNS, ROWS)
-    assert capsys.readouterr().out == TABLE
-    print_table(COLUMNS, ROWS, head=False, gap="  ", indent="  ")
-    assert capsys.readouterr().out.splitlines()[0] == "  MPI        4  pip install cgx-jax[mpi]"
-
-
-@pytest.mark.usefixtures("plain")
-def test_without_rich_a_terminal_receives_what_a_pipe_does():
-    with terminal() as screen:
-        print_table(COLUMNS, ROWS)
-    assert screen.getvalue() == TABLE
-
-
-def test_rich_draws_a_table_in_a_terminal():
-    with terminal() as screen:
-        print_table(COLUMNS, ROWS)
-    assert "\x1b[1m" in screen.getvalue()
-    head, rule, *lines = words(screen.getvalue()).splitlines()
-    assert head.split() == ["name", "bits", "remedy"]
-    assert set(rule) == {"─"}
-    assert [line.split() for line in lines] == [" ".join(row).split() for row in ROWS]
-
-
-def test_rich_cuts_and_wraps_nothing():
-    long = ["x" * 70, "y" * 70]
-    with terminal() as screen:
-        print_table([Column("", 0), Column("", 0)], [long], head=False)
-    assert words(screen.getvalue()) == " ".join(long) + "\n"
-
-
-def test_rows_that_continue_a_table_stand_below_its_columns():
-    columns = [Column("a long heading", 3), Column("next", 0)]
-    with terminal() as screen:
-        print_table(columns, [("1", "here")])
-        print_table(columns, [("2", "here")], head=False)
-    *_, first, second = words(screen.getvalue()).splitlines()
-    assert first.index("here") == second.index("here")
+        print("a size is left out", file=sys.stderr)
 
 
 def test_columns_of_no_width_fit_their_longest_text():
@@ -150,51 +76,29 @@ def test_compare_prints_for_programs_too(capsys):
     ]
 
 
-def test_doctor_shows_every_remedy_in_a_terminal(monkeypatch):
-    finding = doctor.Finding("MPI", "mpi4py is not installed", "pip install cgx-jax[mpi]")
-    for part in ("_versions", "_devices", "_memory", "_mpi", "_nvidia", "_optional"):
-        monkeypatch.setattr(doctor, part, lambda: [finding])
-    monkeypatch.setattr(doctor, "_package", lambda good: [])
-    with terminal() as screen:
-        doctor.run()
-    lines = words(screen.getvalue()).splitlines()
-    assert lines[:2] == [
-        "MPI                mpi4py is not installed",
-        "                   -> pip install cgx-jax[mpi]",
-    ]
+@pytest.mark.parametrize("place", ["a pipe", "no rich", "no cursor"])
+def test_a_bar_elsewhere_is_a_line_per_step(place, monkeypatch, capsys):
+    if place == "no rich":
+        monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("TERM" if place == "no cursor" else "FORCE_COLOR", "dumb")
+    with contextlib.nullcontext() if place == "a pipe" else terminal() as screen:
+        show_bar()
+    said = capsys.readouterr().err if screen is None else screen.getvalue()
+    assert said == STEPS + "a size is left out\n"
 
 
-# --- bars.
-
-
-def test_a_bar_in_a_file_is_a_line_per_step(capsys):
-    show_bar()
-    assert capsys.readouterr() == ("", STEPS)
-
-
-@pytest.mark.usefixtures("plain")
-def test_without_rich_a_terminal_redraws_a_line():
+def test_rich_draws_a_bar_in_a_terminal_without_a_thread(monkeypatch):
+    """A thread would take time from what is measured."""
+    started = []
+    monkeypatch.setattr(threading.Thread, "start", started.append)
     with terminal() as screen:
         show_bar()
-    first, second, last = STEPS.splitlines()
-    assert screen.getvalue() == f"\r{first}\r{second}\r{last}\n"
-
-
-def test_rich_draws_a_bar_in_a_terminal():
-    with terminal() as screen:
-        show_bar()
-    text = words(screen.getvalue())
+    text = ESCAPES.sub("", screen.getvalue())
     assert "━" in text
     for step in ("0/2 tuning [mpi]", "1/2 measuring 4 kB", "2/2 done"):
         assert step in text
-    assert text.endswith("2/2 done\n")
-
-
-def test_text_after_the_last_step_stands_below_the_bar():
-    with terminal() as screen, Progress("tune", 1, shown=True) as bar:
-        bar.step(1, "done", last=True)
-        print("a size is left out", file=sys.stderr)
-    assert words(screen.getvalue()).endswith("1/1 done\na size is left out\n")
+    assert text.endswith("2/2 done\na size is left out\n")
+    assert started == []
 
 
 def test_output_for_a_pipe_does_not_go_to_the_terminal_of_the_bar():
@@ -227,12 +131,3 @@ def test_other_processes_show_no_bar():
     with terminal() as screen, Progress("tune", 1, shown=False) as bar:
         bar.step(1, "done", last=True)
     assert screen.getvalue() == ""
-
-
-def test_no_thread_redraws_a_bar(monkeypatch):
-    """A thread would take time from what is measured."""
-    started = []
-    monkeypatch.setattr(threading.Thread, "start", started.append)
-    with terminal():
-        show_bar()
-    assert started == []

@@ -16,7 +16,7 @@ from cgx_jax import installation
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.commands import bound
 from cgx_jax.compressors import Quantize
-from cgx_jax.console import Column, print_table
+from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import auto
 from cgx_jax.link_timer import LinkTimer, gradient
 
@@ -175,4 +175,4 @@ def print_rows(rows: Sequence[dict[str, Any]], *, header: bool) -> None:
                 f"{row['wrong']}",
             )
         )
-    print_table(_COLUMNS, cells, head=header)
+    print(*table_lines(_COLUMNS, cells, head=header), sep="\n", flush=True)

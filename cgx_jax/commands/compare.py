@@ -14,7 +14,7 @@ import numpy as np
 from cgx_jax import installation
 from cgx_jax.commands.bench import parent, quartiles
 from cgx_jax.commands.tried import ERROR_STEPS, METHODS, Trial
-from cgx_jax.console import Column, Progress, print_table
+from cgx_jax.console import Column, Progress, table_lines
 from cgx_jax.link_timer import LinkTimer, size_text
 
 EXPLANATION = f"""\
@@ -236,7 +236,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
                 f"{row['error']:.4f}",
             )
         )
-    print_table(_COLUMNS, cells)
+    print(*table_lines(_COLUMNS, cells), sep="\n", flush=True)
 
 
 def recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:

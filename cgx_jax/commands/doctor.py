@@ -21,7 +21,7 @@ import numpy as np
 from cgx_jax import installation
 from cgx_jax._version import __version__
 from cgx_jax.compressors import Quantize
-from cgx_jax.console import Column, print_table
+from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges import nccl as fused_on_cuda
 from cgx_jax.kernels.native import CPU_REMEDY, CUDA_REMEDY, backends
@@ -62,7 +62,7 @@ def run(as_json: bool = False) -> int:
         lines.append((finding.what, finding.found))
         if finding.remedy:
             lines.append(("", f"-> {finding.remedy}"))
-    print_table((Column("", 18, style="bold"), Column("", 0)), lines, head=False)
+    print(*table_lines((Column("", 18), Column("", 0)), lines, head=False), sep="\n")
     return 0 if good else 1
 
 
