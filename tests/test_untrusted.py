@@ -74,7 +74,7 @@ def texts():
 
 FILES = {
     "profile": (read_profile, "profile.json", "profile.json: Profile: .*cgx_jax.tune again"),
-    "cache": (read_cache, f"{KEY.folder}/{KEY.tree}.json", f"{KEY.tree}.json: .*Delete the files"),
+    "cache": (read_cache, f"{KEY.folder}/{KEY.tree}.json", f"{KEY.tree}.json: .*measured again"),
     "state": (read_state, "state.json", "Adaptive: the saved policy .*(Without|[Pp]ass)"),
 }
 
