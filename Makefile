@@ -91,7 +91,8 @@ slow-test: $(STAMPS)/cuda-plugin
 
 # What depends on JAX's version, with the oldest that is supported.
 oldest-test:
-	$(MAKE) test VENV=.venv-oldest PYTHON="$(call PYTHONS,3.11)" PYTEST_ARGS="-m 'oldest and not slow'"
+	$(MAKE) test VENV=.venv-oldest NATIVE=on PYTHON="$(call PYTHONS,3.11)" \
+	  PYTEST_ARGS="-m 'oldest and not slow'"
 
 # The MPI tests with Open MPI in MPICH's place.
 openmpi-test: $(STAMPS)/openmpi

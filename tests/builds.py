@@ -104,7 +104,7 @@ MAKE = {
     "no Python": Make(
         (".venv/.stamps/venv",),
         False,
-        ("no Python >= 3.11 among: python3 ", "apt-get install python3", "make PYTHON="),
+        ("no Python >= 3.11 among: python3.14 ", "apt-get install python3", "make PYTHON="),
     ),
     "Python without venv": Make(
         (".venv/.stamps/venv",),
@@ -274,7 +274,8 @@ class Builds:
     def make(self, name: str, case: Make) -> None:
         """A call of make with the tools of the case."""
         path = toolbox(self.folder / f"tools of make, {name}", case.without, case.scripts)
-        good, printed = run(["make", *case.arguments], self.source, path)
+        # pyenv's Pythons are searched in the home folder.
+        good, printed = run(["make", *case.arguments], self.source, path, HOME=str(self.folder))
         if good != case.succeeds:
             fail("it succeeds" if good else "it fails", printed)
         require_words(case.says, printed)
