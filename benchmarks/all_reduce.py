@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 
 import cgx_jax
 import measure
-from cgx_jax.commands import bench, bound, rig
+from cgx_jax.commands import bench, rig
 from cgx_jax.link_timer import LinkTimer, gradient
 
 METHODS = ("psum", "cast", "xla", "mpi", "auto")
@@ -191,13 +191,10 @@ def check(
     for method in copies[1:]:
         if np.unique(ranks.gather([[zlib.crc32(copy) for copy in method]])).size > 1:
             sys.exit("all_reduce: the ranks hold different results")
-    inputs = [gradient(rank, values) for rank in range(ranks.world)]
-    quantized = bound.all_reduce(inputs, compressor.bits, compressor.bucket_size)
-    cast = bound.all_reduce_cast(inputs, 2.0**-8) if "cast" in methods else quantized
-    return [
-        (cast if method == "cast" else quantized).wrong(copy[0], exact=method == "psum")
-        for method, copy in zip(methods, copies, strict=True)
-    ]
+    inputs = np.stack([gradient(rank, values) for rank in range(ranks.world)])
+    codes = [None if method == "psum" else sent_as(method, compressor) for method in methods]
+    pairs = zip(codes, copies, strict=True)
+    return [bench.wrong(inputs, code, [copy[0]])[0] for code, copy in pairs]
 
 
 def row_of(ranks, values, compressor, method, seconds, sent, wrong) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
     rows = []
     for i, name in enumerate(names, 1):
         plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), COMPRESSORS[name])
-        exchange = auto.named("auto", arguments.exchange)
+        exchange = auto.exchange_named("auto", arguments.exchange)
         options = Options("auto", Axes((), None, ranks.world), exchange)
         (way,) = ways(options, plan).values()
         method = "psum" if way is None else way.exchange.shorthand

@@ -125,7 +125,9 @@ def reduction(ranks: Ranks, choice: str) -> Callable[..., jax.Array]:
 def taken(ranks: Ranks, values: int) -> str:
     """Returns what "auto" takes for one leaf of `values` values."""
     plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), "float32"), CODE)
-    options = Options("auto_choice", Axes((), None, ranks.world), auto.named("auto_choice", "auto"))
+    options = Options(
+        "auto_choice", Axes((), None, ranks.world), auto.exchange_named("auto_choice", "auto")
+    )
     (way,) = ways(options, plan).values()
     if way is None:
         return "psum"

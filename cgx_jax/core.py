@@ -16,10 +16,9 @@ import numpy as np
 
 from cgx_jax import _compat, debug, nonfinite
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import Compressor
+from cgx_jax.compressors import Compressor, buckets
 from cgx_jax.compressors.base import require_key
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.compressors.quantized import seed
 from cgx_jax.exchanges import Auto, Exchange, Xla, auto
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.leaves import SCALARS
@@ -66,7 +65,7 @@ class Options:
         mean: bool = False,
     ) -> Options:
         """Checks the user's arguments against the bound axes and returns the options."""
-        sends = auto.named(name, exchange)
+        sends = auto.exchange_named(name, exchange)
         sums = reduction_named(name, reduction)
         if not isinstance(levels, Levels | None):
             raise TypeError(
@@ -395,6 +394,6 @@ def _seeds(
     if alike or any(c.shares_noise for c in compressors):
         keys[True] = key
     return {
-        shared: tuple(seed(jax.random.fold_in(k, phase)) for phase in range(count))
+        shared: tuple(buckets.words(jax.random.fold_in(k, phase)) for phase in range(count))
         for shared, k in keys.items()
     }

@@ -143,25 +143,6 @@ def resolve(
     return _planned(leaves, _choose(caller, leaves, policy, is_bare(tree)), fusion_bytes)
 
 
-def plan_of(
-    caller: str, leaves: Sequence[Leaf], policy: Compressor | Policy | Plan | None, *, bare: bool
-) -> Plan:
-    """Returns the plan of `leaves` for a call that keeps no state.
-
-    `bare` says that the tree is a single array. Raises ValueError and TypeError as `resolve` does,
-    and ValueError for a compressor with state.
-    """
-    _check_dtypes(caller, leaves)
-    if isinstance(policy, Plan):
-        policy.check(caller, leaves)
-        plan = policy
-    else:
-        _require_static(caller, policy)
-        plan = _planned(leaves, _choose(caller, leaves, policy, bare), FUSION_BYTES)
-    plan.require_stateless(caller)
-    return plan
-
-
 def _check_dtypes(caller: str, leaves: Sequence[Leaf]) -> None:
     for leaf in leaves:
         if leaf.dtype.name.startswith("float6_"):

@@ -258,7 +258,7 @@ def test_mpi_is_for_axes_of_a_mesh_and_processes_that_have_it(monkeypatch):
 
 def test_names_of_exchanges_are_checked():
     with pytest.raises(ValueError, match=r"here: exchange='pigeon'.*auto.*xla"):
-        auto.named("here", "pigeon")
+        auto.exchange_named("here", "pigeon")
 
 
 def test_auto_follows_the_profile_that_it_is_given():
@@ -343,7 +343,7 @@ def test_without_a_profile_what_may_lose_goes_by_psum(name, built_in_rule, monke
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     for module in ("module", "cuda_module"):
         monkeypatch.setattr(native, module, lambda: kernels)
-    taken = Auto().choose("here", [auto.named("here", name) for name in usable], 4, load)
+    taken = Auto().choose("here", [auto.exchange_named("here", name) for name in usable], 4, load)
     assert expected == ("psum" if taken is None else taken.shorthand)
 
 

@@ -99,7 +99,7 @@ def row_sums(rows: jax.Array) -> jax.Array:
 
 
 def words(key: Any) -> jax.Array:
-    """Returns the words that noise is drawn from, uint32[2]."""
+    """Returns the words that noise is drawn from, uint32[2], by a JAX key (typed or raw)."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 

@@ -65,9 +65,6 @@ class PowerSGD(SummedCompressor):
     def unbiased(self) -> bool:
         return False
 
-    def supports(self, dtype: Any) -> bool:
-        return any(dtype == t for t in (jnp.float32, jnp.bfloat16, jnp.float16))
-
     def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
         sides = self._sides(shape)
         values = math.prod((shape,) if isinstance(shape, int) else shape)

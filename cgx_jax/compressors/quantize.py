@@ -19,7 +19,6 @@ from cgx_jax.compressors.quantized import (
     QuantizedChunks,
     QuantizedRows,
     QuantizedWhole,
-    seed,
 )
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE, one_block
@@ -238,7 +237,7 @@ class Quantize(PayloadCompressor):
             raise ValueError(
                 f"{self}: stochastic rounding needs a key; pass key=jax.random.key(n)."
             )
-        words = seed(key) if self.needs_key else np.zeros(2, np.uint32)
+        words = buckets.words(key) if self.needs_key else np.zeros(2, np.uint32)
         payload, _ = primitives.encode(words, [x], Layout((self.slot(x.size),), 1))
         return payload.reshape(-1)
 

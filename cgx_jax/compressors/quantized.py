@@ -10,15 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax.compressors import buckets
 from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode, folded, unit_of
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.kernels.primitives import NO_RANK, Units
 from cgx_jax.wire import Layout
-
-
-def seed(key: Any) -> jax.Array:
-    """Two 32-bit words of randomness, uint32[2], from a JAX key (typed or raw)."""
-    return jax.random.bits(key, (2,), jnp.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,4 +133,8 @@ class QuantizedRows(RowCode):
     def words(self, key: Any, rows: int | None) -> Any:
         if not self.quantizer.needs_key:
             return np.zeros((2,) if rows is None else (rows, 2), np.uint32)
-        return seed(key) if rows is None else jax.vmap(seed)(jax.random.split(key, rows))
+        return (
+            buckets.words(key)
+            if rows is None
+            else jax.vmap(buckets.words)(jax.random.split(key, rows))
+        )

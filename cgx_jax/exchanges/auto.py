@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from cgx_jax import agreement, untrusted
-from cgx_jax.exchanges.base import Exchange
+from cgx_jax.exchanges.base import Exchange, by_name
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 
@@ -190,19 +190,10 @@ def available(axes: Sequence[Any] = ()) -> tuple[Exchange, ...]:
     return tuple(exchange for exchange in EXCHANGES if exchange.usable(axes))
 
 
-def named(caller: str, exchange: Exchange | str) -> Exchange:
+def exchange_named(caller: str, exchange: Exchange | str) -> Exchange:
     """Returns the exchange that a name stands for; raises ValueError or TypeError for others."""
-    if isinstance(exchange, Exchange):
-        return exchange
-    known = {e.shorthand: e for e in (Auto(), *EXCHANGES)}
-    if not isinstance(exchange, str):
-        raise TypeError(
-            f"{caller}: exchange={exchange!r} is not an exchange; pass one of {list(known)} or an "
-            "instance such as cgx_jax.exchanges.Mpi(window=8)."
-        )
-    if exchange not in known:
-        raise ValueError(f"{caller}: exchange={exchange!r} is unknown; use one of {list(known)}.")
-    return known[exchange]
+    example = "cgx_jax.exchanges.Mpi(window=8)"
+    return by_name(caller, exchange, Exchange, (Auto(), *EXCHANGES), example)
 
 
 def unmeasured(usable: Sequence[Exchange], load: Load) -> Exchange | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import functools
 import warnings
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 
@@ -14,6 +14,33 @@ from cgx_jax.axes import Axes
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.scopes import Scoped
 from cgx_jax.wire import Layout
+
+
+class _Named(Protocol):
+    shorthand: ClassVar[str]
+
+
+N = TypeVar("N", bound=_Named)
+
+
+def by_name(caller: str, given: object, kind: type[N], choices: Iterable[N], example: str) -> N:
+    """Returns the choice that a name stands for, or an instance of `kind` unchanged.
+
+    `caller` begins error messages. Raises ValueError for an unknown name, TypeError for anything
+    that is neither a name nor an instance.
+    """
+    if isinstance(given, kind):
+        return given
+    option, known = kind.__name__.lower(), {choice.shorthand: choice for choice in choices}
+    if not isinstance(given, str):
+        article = "an" if option.startswith(tuple("aeiou")) else "a"
+        raise TypeError(
+            f"{caller}: {option}={given!r} is not {article} {option}; pass one of {list(known)} or "
+            f"an instance such as {example}."
+        )
+    if given not in known:
+        raise ValueError(f"{caller}: {option}={given!r} is unknown; use one of {list(known)}.")
+    return known[given]
 
 
 class Least(NamedTuple):

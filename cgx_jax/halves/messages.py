@@ -20,7 +20,7 @@ from cgx_jax.core import load_of
 from cgx_jax.exchanges import Auto, Exchange, Xla, auto
 from cgx_jax.halves.half import Half, where_of
 from cgx_jax.leaves import Leaf, is_bare, leaves_of
-from cgx_jax.plan import Plan, plan_of
+from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 
 
@@ -77,7 +77,7 @@ class Halves:
         exchange: Exchange | str,
     ) -> Halves:
         nonfinite.refuse_skip(name)
-        bare, sends = is_bare(tree), auto.named(name, exchange)
+        bare, sends = is_bare(tree), auto.exchange_named(name, exchange)
         if axes.world > 1:
             sends.require(name, axes.names)
         whole, dimensions = [], []
@@ -87,7 +87,9 @@ class Halves:
             )
             whole.append(dataclasses.replace(leaf, shape=shape))
             dimensions.append(d)
-        plan = plan_of(name, whole, compressor, bare=bare)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in whole]
+        plan = resolve(name, jax.tree.unflatten(jax.tree.structure(tree), shapes), compressor)
+        plan.require_stateless(name)
         halves = []
         for i, (leaf, d) in enumerate(zip(whole, dimensions, strict=True)):
             chosen, row = plan.compressors[i], leaf.size // axes.world

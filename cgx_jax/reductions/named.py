@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.exchanges.base import by_name
 from cgx_jax.reductions.base import Reduction
 from cgx_jax.reductions.gather_sum import GatherSum
 from cgx_jax.reductions.ring import Ring
@@ -27,17 +28,9 @@ def named(caller: str, reduction: Reduction | str | None) -> Reduction | None:
     An instance of `Reduction` is returned unchanged. `caller` begins error messages. Raises
     ValueError for an unknown name, TypeError for anything that is neither a name nor a reduction.
     """
-    if reduction is None or isinstance(reduction, Reduction):
-        return reduction
-    known = {r.shorthand: r for r in REDUCTIONS}
-    if not isinstance(reduction, str):
-        raise TypeError(
-            f"{caller}: reduction={reduction!r} is not a reduction; pass one of {list(known)} or "
-            "an instance such as cgx_jax.reductions.GatherSum()."
-        )
-    if reduction not in known:
-        raise ValueError(f"{caller}: reduction={reduction!r} is unknown; use one of {list(known)}.")
-    return known[reduction]
+    if reduction is None:
+        return None
+    return by_name(caller, reduction, Reduction, REDUCTIONS, "cgx_jax.reductions.GatherSum()")
 
 
 def reduction_of(

@@ -18,9 +18,8 @@ from cgx_jax.exchanges import Exchange
 from cgx_jax.halves.half import PsumScatter
 from cgx_jax.halves.messages import Halves, Message, prepared
 from cgx_jax.kernels import outside
-from cgx_jax.leaves import leaves_of
 from cgx_jax.nonfinite import all_finite
-from cgx_jax.plan import Plan, plan_of
+from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.transforms.checks import check_state, require_type
 from cgx_jax.transforms.feedback import (
@@ -123,7 +122,8 @@ def scatter_gradients(
         check_wrappers(_NAME, checked=axes.checked(), shards=True)
         updates = jax.tree.map(jnp.asarray, updates)
         leaves, treedef = jax.tree.flatten(updates)
-        plan = plan_of(_NAME, leaves_of(updates), policy, bare=False)
+        plan = resolve(_NAME, updates, policy)
+        plan.require_stateless(_NAME)
         choices = [(c,) for c in plan.compressors]
         check_state(state, memory, precondition, plan, choices, treedef, _NAME, _OTHER_LEAVES)
         halves = Halves.of(PsumScatter, _NAME, updates, axes, plan, 0, True, exchange)
