@@ -238,7 +238,7 @@ def _together(
     alone = [i for i in range(len(arrays)) if i not in joined]
     flat = [jnp.concatenate([arrays[i].ravel() for i in numbers]) for numbers in groups]
     reduced = reduce([arrays[i] for i in alone] + flat)
-    out = dict(zip(alone, reduced, strict=False))
+    out = dict(zip(alone, reduced[: len(alone)], strict=True))
     for numbers, values in zip(groups, reduced[len(alone) :], strict=True):
         ends = np.cumsum([arrays[i].size for i in numbers])[:-1].tolist()
         parts = jnp.split(values, ends)

@@ -248,7 +248,7 @@ def reduce_leaves(
     ]
     out = Sums(list(leaves), [None] * len(leaves), list(states or [()] * len(leaves)))
     lossy = sorted(i for buffer in taken for i in buffer)
-    exact = [i for i in range(len(leaves)) if i not in set(lossy)]
+    exact = sorted(set(range(len(leaves))).difference(lossy))
     if exact:
         known = [i for i in exact if isinstance(leaves[i], bool | int | float | complex)]
         arrays = {i: leaves[i] for i in exact if i not in known}
@@ -289,7 +289,7 @@ def reduce_leaves(
                 for n, i in enumerate(part):
                     out.values[i] = reduced.sums[n]
                     out.states[i] = reduced.states[n]
-                    out.residuals[i] = reduced.residuals[n] if residual else None
+                    out.residuals[i] = None if reduced.residuals is None else reduced.residuals[n]
     paths = [leaf.path for leaf in plan.leaves]
     sizes = {i: plan.compressors[i].block_size for i in lossy}
     carried = [*exact, *(i for i in lossy if plan.compressors[i].carries_nonfinite)]
@@ -322,8 +322,9 @@ def _reduce_buffer(
         sums, residuals, after = reduction.run(job, seeds, plain, units, states)
     debug.compare(job.name, job.axes, sums)
     typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
-    kept = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=False)]
-    return Reduced(typed, kept, after)
+    if residuals is not None:
+        residuals = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=True)]
+    return Reduced(typed, residuals, after)
 
 
 @_reduce_buffer.defjvp

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 WIRE_VERSION = 1
@@ -109,7 +110,7 @@ class Layout:
 
     @property
     def chunk_bytes(self) -> int:
-        return max(b - a for a, b in zip(self.begins, self.begins[1:], strict=False))
+        return max(b - a for a, b in itertools.pairwise(self.begins))
 
     def with_world(self, world: int) -> Layout:
         return dataclasses.replace(self, world=world)

@@ -186,7 +186,7 @@ def encoding(trainer: Trainer, configuration: Configuration, ranks: Ranks) -> Ca
             residual = configuration.memory is not None
             seed = np.zeros(2, np.uint32)
             rows, residuals = code.encode(seed, rank, leaves, residual=residual, units=())
-            out += [rows, *residuals]
+            out += [rows, *(residuals or ())]
         return [y[None] for y in out]
 
     mapped = jax.shard_map(

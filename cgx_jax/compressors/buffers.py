@@ -24,6 +24,7 @@ from cgx_jax.compressors.codes import (
     unit_of,
 )
 from cgx_jax.kernels import outside
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import NO_RANK, Units
 
 
@@ -88,14 +89,15 @@ class _ChunksLeafByLeaf(ChunkCode):
 
     def encode(
         self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        rows, residuals = [], []
+    ) -> tuple[jax.Array, Residuals]:
+        rows: list[jax.Array] = []
+        residuals: Residuals = [] if residual else None
         for i, (leaf, x) in enumerate(zip(self.leaves, leaves, strict=True)):
             c, unit = leaf.compressor, unit_of(units, i)
             code = _RowByRow(c)
             runs = self._runs(outside.multiply(x, unit, outside.IN))
             rows.append(code.encode(leaf_key(leaf, seed), runs))
-            if residual:
+            if residuals is not None:
                 lost = runs - code.decode(rows[-1], runs.shape[1:], jnp.float32)
                 lost = jnp.where(self._own(rank, c), 0, lost)
                 residuals.append(self._leaf(lost, x, unit))
@@ -111,11 +113,12 @@ class _ChunksLeafByLeaf(ChunkCode):
         rows: jax.Array,
         leaves: Arrays,
         divisor: float,
-        residuals: Arrays,
+        residuals: Residuals,
         *,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        out, filled = [], []
+    ) -> tuple[jax.Array, Residuals]:
+        out: list[jax.Array] = []
+        filled: Residuals = None if residuals is None else []
         of_sums = self._of_sums()
         received = self._split(rows, [x.compressor for x in self.leaves])
         parts = zip(self.leaves, leaves, received, strict=True)
@@ -128,7 +131,7 @@ class _ChunksLeafByLeaf(ChunkCode):
             else:
                 total = _divided(c.decode_sum(part, own.shape), divisor)
             out.append(again.encode(total, key=leaf_key(leaf, seed)))
-            if residuals:
+            if residuals is not None and filled is not None:
                 back = again.decode(out[-1], total.shape, jnp.float32)
                 lost = (total - back) * np.float32(divisor)
                 whole = jnp.zeros(inner.shape, jnp.float32).at[rank].set(lost)
@@ -176,15 +179,17 @@ class _WholeLeafByLeaf(WholeCode):
         *,
         residual: bool,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        payloads, residuals = [], []
+    ) -> tuple[jax.Array, Residuals]:
+        payloads: list[jax.Array] = []
+        lost: list[jax.Array] = []
         for i, (leaf, x) in enumerate(zip(self.leaves, leaves, strict=True)):
             c, unit = leaf.compressor, unit_of(units, i)
             value = outside.multiply(x, unit, outside.IN).astype(jnp.float32)
             payloads.append(c.encode(value, key=leaf_key(leaf, seed)))
             if residual:
-                lost = value - c.decode(payloads[-1], x.shape, jnp.float32)
-                residuals.append(outside.multiply(lost, unit, outside.OUT).astype(x.dtype))
+                lost.append(value - c.decode(payloads[-1], x.shape, jnp.float32))
+        each = [unit_of(units, i) for i in range(len(leaves))]
+        residuals = outside.taken_out(lost if residual else None, each, leaves)
         return jnp.concatenate(payloads), residuals
 
     def sum(

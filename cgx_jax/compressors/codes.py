@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.scopes import Scoped
 from cgx_jax.wire import Layout
@@ -63,7 +64,7 @@ class ChunkCode(Scoped, abc.ABC):
     @abc.abstractmethod
     def encode(
         self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, Residuals]:
         """Encodes leaves to rows, row r for rank r's chunk; returns (rows, residuals if asked)."""
 
     @abc.abstractmethod
@@ -74,13 +75,13 @@ class ChunkCode(Scoped, abc.ABC):
         rows: jax.Array,
         leaves: Arrays,
         divisor: float,
-        residuals: Arrays,
+        residuals: Residuals,
         *,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, Residuals]:
         """Reduces the rows from all ranks to the payload of this rank's chunk, u8[sum_bytes].
 
-        Returns (payload, residuals). If `residuals` are given, this rank's chunk of them gets
+        Returns (payload, residuals). If `residuals` are not None, this rank's chunk of them gets
         `divisor` times what encoding the sum lost.
         """
 
@@ -113,7 +114,7 @@ class WholeCode(Scoped, abc.ABC):
         *,
         residual: bool,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, Residuals]:
         """Encodes leaves to the payload. Returns (payload, residuals if asked for).
 
         `rank` is this rank's index. Compressors that share noise get the same `seed` on all ranks.

@@ -13,6 +13,7 @@ import numpy as np
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode, folded, unit_of
 from cgx_jax.kernels import outside, primitives
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import NO_RANK, Units
 from cgx_jax.wire import Layout
 
@@ -29,7 +30,7 @@ class QuantizedChunks(ChunkCode):
 
     def encode(
         self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, Residuals]:
         return primitives.encode(
             seed, leaves, self.layout, rank=rank, residual=residual, units=units
         )
@@ -41,10 +42,10 @@ class QuantizedChunks(ChunkCode):
         rows: jax.Array,
         leaves: Arrays,
         divisor: float,
-        residuals: Arrays,
+        residuals: Residuals,
         *,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, Residuals]:
         return primitives.reduce(
             seed,
             rank,
@@ -78,7 +79,7 @@ class QuantizedWhole(WholeCode):
         *,
         residual: bool,
         units: Units,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, Residuals]:
         words = self.words(seed, rank)
         rows, lost = primitives.encode(words, leaves, self.layout, residual=residual, units=units)
         return rows.reshape(-1), lost

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import jax
 
 from cgx_jax.axes import Axes
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.scopes import Scoped
 from cgx_jax.wire import Layout
@@ -58,11 +59,11 @@ class Least(NamedTuple):
 class Fused(NamedTuple):
     """What a sum in one call returns, one entry per leaf.
 
-    `residuals` are empty unless asked for.
+    `residuals` are None unless asked for.
     """
 
     sums: list[jax.Array]
-    residuals: list[jax.Array]
+    residuals: Residuals
 
 
 class Exchange(Scoped, abc.ABC):

@@ -86,7 +86,7 @@ def bind(
         **params,
     )
     count = len(layout.slots)
-    return Fused(out[:count], out[count:])
+    return Fused(out[:count], out[count:] if residual else None)
 
 
 def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:

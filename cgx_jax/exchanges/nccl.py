@@ -91,11 +91,7 @@ class OnCommunicator(Exchange):
             primitive, name, operands, layout, axes, divisor=divisor, residual=residual
         )
         means = [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)]
-        lost = [
-            outside.multiply(e, u, outside.OUT).astype(x.dtype)
-            for e, u, x in zip(lost, each, leaves, strict=False)
-        ]
-        return Fused(means, lost)
+        return Fused(means, outside.taken_out(lost, each, leaves))
 
     @abc.abstractmethod
     def _all_reduce(self, name: str, axes: Axes) -> Primitive:

@@ -8,7 +8,7 @@ batch dimension, as those of the primitives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from cgx_jax.wire import Layout, spans
 
 IN, OUT = 0, 1
+Residuals: TypeAlias = list[jax.Array] | None  # one per leaf; None if not asked for
 
 
 def pairs(units: Sequence[Any], layout: Layout) -> list[tuple[Any, Any] | None]:
@@ -47,6 +48,16 @@ def decoded(x: jax.Array, unit: tuple[Any, Any] | None, dtype: Any, *, batch: in
     return jnp.where(jnp.isinf(x), value, jnp.clip(value, -most, most)).astype(dtype)
 
 
+def taken_out(
+    lost: Residuals, units: Sequence[Any], leaves: Sequence[Any], *, batch: int = 1
+) -> Residuals:
+    """Returns residuals converted out of the units, in the leaves' dtypes."""
+    if lost is None:
+        return None
+    each = zip(lost, units, leaves, strict=True)
+    return [multiply(e, unit, OUT, batch=batch).astype(x.dtype) for e, unit, x in each]
+
+
 def encode(
     primitive: Any, key: Any, rank: Any, *operands: Any, layout: Layout, residual: bool, batch: int
 ) -> list[jax.Array]:
@@ -56,11 +67,8 @@ def encode(
     inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
     plain = layout.without_units()
     payload, *lost = primitive.bind(key, rank, *inner, layout=plain, residual=residual, batch=batch)
-    lost = [
-        multiply(e, u, OUT, batch=batch).astype(x.dtype)
-        for e, u, x in zip(lost, units, leaves, strict=False)
-    ]
-    return [payload, *lost]
+    out = taken_out(lost, units, leaves, batch=batch) if residual else None
+    return [payload, *(out or ())]
 
 
 def reduce(
@@ -79,10 +87,7 @@ def reduce(
     leaves, residuals = operands[:count], operands[count:end]
     units = pairs(operands[end:], layout)
     inner = [multiply(x, u, IN, batch=batch) for x, u in zip(leaves, units, strict=True)]
-    given = [
-        e if u is None else jnp.zeros_like(x)
-        for e, u, x in zip(residuals, units, inner, strict=False)
-    ]
+    given = [e if units[i] is None else jnp.zeros_like(inner[i]) for i, e in enumerate(residuals)]
     plain = layout.without_units()
     chunk, *filled = primitive.bind(
         key, rank, payload, *inner, *given, layout=plain, divisor=divisor, batch=batch

@@ -25,6 +25,7 @@ from jax.interpreters import batching, mlir, xla
 
 from cgx_jax import _compat
 from cgx_jax.kernels import chunk, native, outside, reference
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.wire import Layout
 
 NO_RANK = -1
@@ -65,8 +66,8 @@ def encode(
     rank: Any = NO_RANK,
     residual: bool = False,
     units: Units = (),
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Encodes leaves; returns the payload u8[world, chunk_bytes] and residuals if asked (else []).
+) -> tuple[jax.Array, Residuals]:
+    """Encodes leaves; returns the payload u8[world, chunk_bytes], and residuals or None.
 
     `key` is uint32[2]. `leaves` are f32, bf16 or f16 of any shape, one per slot of `layout`.
     `units` has one entry per leaf, None for a leaf without units. The chunk of `rank` is the
@@ -76,7 +77,9 @@ def encode(
     params = {"layout": layout, "residual": residual, "batch": 1}
     out = bind(encode_p, key, jnp.int32(rank), *leaves, *factors, **params)
     payload = out[0].reshape(layout.world, layout.chunk_bytes)
-    return payload, [r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False)]
+    if not residual:
+        return payload, None
+    return payload, [r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=True)]
 
 
 def reduce(
@@ -87,20 +90,22 @@ def reduce(
     layout: Layout,
     *,
     divisor: float = 1,
-    residuals: Sequence[Any] = (),
+    residuals: Residuals = None,
     units: Units = (),
-) -> tuple[jax.Array, list[jax.Array]]:
+) -> tuple[jax.Array, Residuals]:
     """Reduces the chunk of `rank`: own exact values plus the other rows of `payload`, re-encoded.
 
     `payload` is u8[world, chunk_bytes], with row r from rank r. The sum runs in fp32 in rank order
     and is divided by `divisor`. Returns the chunk, u8[chunk_bytes], and residuals. If the
     `residuals` of `encode` are given, they are returned with `divisor` times what encoding the
-    chunk lost in the chunk's place. Otherwise the residuals are [].
+    chunk lost in the chunk's place. Otherwise the residuals are None.
     """
     _check_payload("reduce", payload, layout.world * layout.chunk_bytes)
     layout, factors = with_units(layout, units)
     params = {"layout": layout, "divisor": float(divisor), "batch": 1}
-    out = bind(reduce_p, key, rank, payload, *leaves, *residuals, *factors, **params)
+    out = bind(reduce_p, key, rank, payload, *leaves, *(residuals or ()), *factors, **params)
+    if residuals is None:
+        return out[0], None
     return out[0], [r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True)]
 
 
@@ -196,7 +201,8 @@ def _encode_jnp(key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, b
     one = functools.partial(reference.encode, layout=layout, residual=residual)
     out = _all(one, batch, key.reshape(batch, 2), rank.reshape(batch), *flat(batch, leaves))
     rows = out[0].reshape(lead(batch, out[0].shape[1:]))
-    return [rows, *(r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=False))]
+    asked = leaves if residual else ()
+    return [rows, *(r.reshape(x.shape) for r, x in zip(out[1:], asked, strict=True))]
 
 
 def _reduce_jnp(

@@ -15,6 +15,7 @@ one-dimensional.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -316,20 +317,20 @@ def _concatenate(parts: Sequence[jax.Array], bytes_: int) -> jax.Array:
 
 def _rows(joined: jax.Array, layout: Layout) -> jax.Array:
     """Cuts all records, u8[total], into one row per rank, u8[world, chunk_bytes]."""
-    cut = [joined[a:b] for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
+    cut = [joined[a:b] for a, b in itertools.pairwise(layout.begins)]
     return jnp.stack([_concatenate([c], layout.chunk_bytes) for c in cut])
 
 
 def _joined(rows: jax.Array, layout: Layout) -> jax.Array:
     """Returns the inverse of `_rows`."""
-    lengths = [b - a for a, b in zip(layout.begins, layout.begins[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(layout.begins)]
     return jnp.concatenate([rows[w, :n] for w, n in enumerate(lengths)])
 
 
 def _decode_joined(joined: jax.Array, layout: Layout) -> list[jax.Array]:
     return [
         _decode_span(joined[a : a + f.bytes], f.size, f)
-        for f, a in zip(layout.slots, layout.starts, strict=False)
+        for f, a in zip(layout.slots, layout.starts[:-1], strict=True)
     ]
 
 
@@ -387,7 +388,7 @@ def accumulate(
 ) -> list[jax.Array]:
     """Adds the other ranks' payloads, u8[peers, total_bytes], to the leaves, and divides."""
     out = []
-    for leaf, f, start in zip(leaves, layout.slots, layout.starts, strict=False):
+    for leaf, f, start in zip(leaves, layout.slots, layout.starts[:-1], strict=True):
         x, sent = leaf.astype(jnp.float32), payload[:, start : start + f.bytes]
         # A rotated leaf's rows are added up while rotated, and the sum is rotated back once.
         own = jnp.zeros((f.size + -f.size % GROUP,), jnp.float32) if f.rotation else x

@@ -59,7 +59,7 @@ class Argument:
         whole = jax.tree.unflatten(self.treedef, flags)
         where = f"in_specs[{self.name!r}] is not a prefix of that argument"
         expanded = broadcast(specs, whole[0] if self.graph else whole, where)
-        return [spec for spec, is_array in zip(expanded, flags, strict=False) if is_array]
+        return [spec for spec, is_array in zip(expanded, flags, strict=True) if is_array]
 
     def parameters(self, leaves: Iterable[Any]) -> Any:
         """Returns the tree of the differentiated part, from one entry per array."""

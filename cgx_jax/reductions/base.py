@@ -15,6 +15,7 @@ from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.codes import CodedLeaf, unit_of
 from cgx_jax.exchanges import Exchange
 from cgx_jax.kernels import outside
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 
 Seeds = Sequence[Any]
@@ -45,13 +46,13 @@ class Reduced(NamedTuple):
     """What a reduction returns: sums, residuals and new states, one entry per leaf.
 
     `sums` are the same on all ranks, in the leaves' shapes and dtypes. `residuals`, if asked for,
-    are what this rank's part of the sums lost; otherwise the list is empty. `states` are the
+    are what this rank's part of the sums lost; otherwise they are None. `states` are the
     compressors' new states. The ranks' sum minus `sums` times the divisor is the sum of the ranks'
     `residuals`, up to the rounding of the leaves' dtypes.
     """
 
     sums: list[jax.Array]
-    residuals: list[jax.Array]
+    residuals: Residuals
     states: list[Any]
 
 
@@ -121,11 +122,11 @@ class Rows(NamedTuple):
     """What `PayloadReduction.rows` returns: encoded sums, and what this rank lost.
 
     `rows`, u8[k, n], are the same on all ranks of the job. `residuals`, in the leaves' shapes, are
-    empty unless the job asks for them.
+    None unless the job asks for them.
     """
 
     rows: jax.Array
-    residuals: list[jax.Array]
+    residuals: Residuals
 
 
 class PayloadReduction(Reduction):
@@ -162,13 +163,12 @@ class PayloadReduction(Reduction):
         rows, residuals = self.rows(job, seeds, ready, ())
         sums = self.sums(job, rows, ready, ())
         # What preparing took away is lost, just like what encoding lost.
-        lost = [x - y + e for x, y, e in zip(values, ready, residuals, strict=False)]
+        if residuals is not None:
+            parts = zip(values, ready, residuals, strict=True)
+            residuals = [x - y + e for x, y, e in parts]
         return Reduced(
             [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)],
-            [
-                outside.multiply(e, u, outside.OUT).astype(x.dtype)
-                for e, u, x in zip(lost, each, leaves, strict=False)
-            ],
+            outside.taken_out(residuals, each, leaves),
             [state for _, state in made],
         )
 

@@ -173,15 +173,17 @@ class Leveled(Reduction):
             outside.decoded(shares.joined(y, x), unit_of(units, i), x.dtype)
             for i, (y, x) in enumerate(zip(sums, leaves, strict=True))
         ]
-        kept = []
-        for i, (e, x) in enumerate(zip(residuals, leaves, strict=False)):
-            whole = lost[i].at[self.inner.rank()].set(e)
-            kept.append(outside.multiply(shares.joined(whole, x), unit_of(units, i), outside.OUT))
+        if residuals is not None:
+            wholes = [
+                of_others.at[self.inner.rank()].set(e)
+                for of_others, e in zip(lost, residuals, strict=True)
+            ]
+            joined = [shares.joined(whole, x) for whole, x in zip(wholes, leaves, strict=True)]
+            each = [unit_of(units, i) for i in range(len(leaves))]
+            residuals = outside.taken_out(joined, each, leaves)
         if job.axes.checked() and self.inner.groups is not None:
             out = [_compat.same_over(y, job.axes.names) for y in out]
-        return Reduced(
-            out, [e.astype(x.dtype) for e, x in zip(kept, leaves, strict=False)], list(states)
-        )
+        return Reduced(out, residuals, list(states))
 
     def _inside(
         self, job: Job, seeds: Seeds, runs: list[jax.Array]

@@ -13,6 +13,7 @@ from jax import lax
 
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.reductions import shares
 from cgx_jax.reductions.base import Job, Rows, Seeds, largest_error
@@ -60,7 +61,7 @@ class Ring(PartialSums):
         runs = [shares.cut(x, world) for x in leaves]
         to_next = [(r, (r + 1) % world) for r in range(world)]
 
-        def encode(hop: Any, values: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        def encode(hop: Any, values: list[jax.Array]) -> tuple[jax.Array, Residuals]:
             words = noise(job, seeds[0], hop)
             return code.encode(words, rank, values, residual=job.residual, units=())
 
@@ -69,7 +70,7 @@ class Ring(PartialSums):
             at = (rank - hop) % world
             return [lax.dynamic_index_in_dim(x, at, keepdims=False) for x in runs]
 
-        def add(payload: jax.Array, hop: Any) -> tuple[jax.Array, list[jax.Array]]:
+        def add(payload: jax.Array, hop: Any) -> tuple[jax.Array, Residuals]:
             received = job.exchange.permute(job.name, payload, job.axes, to_next)
             mine = own(hop)
             before = code.sum(received[None], mine, 1, units=())
@@ -86,9 +87,11 @@ class Ring(PartialSums):
         # chunk arrives next.
         place = (rank + 1 - jnp.arange(world, dtype=jnp.int32)) % world
         rows = jnp.take(jnp.concatenate([last[None], others]), place, axis=0)
+        if lost is None or later is None:
+            return Rows(alike(job, rows), None)
         residuals = [
             shares.joined(jnp.take(jnp.concatenate([e[None], es]), (place - 1) % world, axis=0), x)
-            for e, es, x in zip(lost, later, leaves, strict=False)
+            for e, es, x in zip(lost, later, leaves, strict=True)
         ]
         return Rows(alike(job, rows), residuals)
 

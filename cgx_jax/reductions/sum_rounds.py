@@ -56,7 +56,8 @@ class SumRounds(Reduction):
             leaf.compressor.rounds(x, state, key=leaf_key(leaf, seeds[0]), world=job.axes.world)
             for leaf, x, state in zip(job.leaves, values, states, strict=True)
         ]
-        sums, residuals = [], []
+        sums: list[jax.Array] = []
+        lost: list[jax.Array] = []
         ends = _in_step(job.axes, running)
         for i, (end, x, value) in enumerate(zip(ends, leaves, values, strict=True)):
             unit = unit_of(units, i)
@@ -64,8 +65,9 @@ class SumRounds(Reduction):
             total = end.total if job.divisor == 1 else end.total / np.float32(job.divisor)
             sums.append(outside.decoded(total.reshape(x.shape), unit, x.dtype))
             if job.residual:
-                lost = value - end.own.reshape(x.shape)
-                residuals.append(outside.multiply(lost, unit, outside.OUT).astype(x.dtype))
+                lost.append(value - end.own.reshape(x.shape))
+        each = [unit_of(units, i) for i in range(len(leaves))]
+        residuals = outside.taken_out(lost if job.residual else None, each, leaves)
         return Reduced(sums, residuals, [end.state for end in ends])
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.reductions.base import Job, Rows, Seeds, largest_error
 from cgx_jax.reductions.partial_sums import PartialSums, alike, noise
@@ -65,7 +66,7 @@ class Tree(PartialSums):
         inner = 1 << levels
         code = whole_code(self.coded(job.leaves, world))
 
-        def encode(level: int, values: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        def encode(level: int, values: Sequence[jax.Array]) -> tuple[jax.Array, Residuals]:
             group = rank >> level
             words = noise(job, noise(job, seeds[0], level), group)
             return code.encode(words, group, values, residual=job.residual, units=())
@@ -89,9 +90,10 @@ class Tree(PartialSums):
             if level + 1 < levels:
                 values = code.sum(rows, values, 1, units=())
                 payload, lost = encode(level + 1, values)
-                # The ranks of a group lose the same, so each takes an equal part of it.
-                part = jnp.where(rank < inner, 0.5 ** (level + 1), 0)
-                residuals = [e + part * f for e, f in zip(residuals, lost, strict=True)]
+                if residuals is not None and lost is not None:
+                    # The ranks of a group lose the same, so each takes an equal part of it.
+                    part = jnp.where(rank < inner, 0.5 ** (level + 1), 0)
+                    residuals = [e + part * f for e, f in zip(residuals, lost, strict=True)]
         if extra:
             last = permute(rows.reshape(-1), [(r, inner + r) for r in range(extra)])
             rows = jnp.where(rank < inner, rows, last.reshape(rows.shape))

@@ -96,8 +96,10 @@ class _Sizes:
     def matches(self, ahead: collections.deque[Any], other: Any, third: Any) -> bool:
         if not ahead or ahead[0].primitive != other.primitive:
             return False
-        one, pairs = ahead[0], zip(ahead[0].invars, other.invars, strict=False)
-        if len(one.invars) != len(other.invars) or not all(self.wired(*p) for p in pairs):
+        one = ahead[0]
+        if len(one.invars) != len(other.invars):
+            return False
+        if not all(map(self.wired, one.invars, other.invars)):
             return False
         results = one.outvars[:1], other.outvars[:1], third.outvars[:1]
         return one.primitive.name not in _RESHAPES or self.fits(*(x for (x,) in results))
