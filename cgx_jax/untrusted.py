@@ -120,11 +120,10 @@ def whole(value: Any, what: str, least: int = 0, most: int = MOST_SIZE) -> int:
     return value
 
 
-def positive(value: float, what: str) -> float:
-    """Returns `value` if it is finite and above 0; raises ValueError otherwise."""
+def positive(value: float, what: str) -> None:
+    """Raises ValueError, which names `what`, unless `value` is finite and above 0."""
     if not 0 < value < math.inf:
         raise ValueError(f"{what}={shown(value)} is not a positive number")
-    return value
 
 
 def shown(value: Any) -> str:

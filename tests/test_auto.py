@@ -170,16 +170,9 @@ def mpi_with(**options):
 
 
 BAD_TEXT = {
-    "no JSON": ("{", "not JSON"),
-    "a list": ("[]", r"\[\] is not an object"),
-    "no rows": (edited(rows="gone"), r"missing \['rows'\]"),
     "another schema": (edited(schema=1), "schema=1, .* reads 4"),
     "no schema": (edited(schema="gone"), "schema=None"),
-    "a field missing": (edited(cores="gone"), r"missing \['cores'\], unknown \[\]"),
     "a field too many": (edited(color=1), r"missing \[\], unknown \['color'\]"),
-    "text for a number": (edited(world="4"), "world='4' is not int"),
-    "one rank": (edited(world=1), r"world=1 is not a whole number in \[2, "),
-    "no time": (edited(latency=0), "latency=0 is not a positive number"),
     "no speed": (edited(algbw=float("nan")), "algbw=nan"),
     "a codec of one kind": (
         edited(codec={"plain": 1e-9}),
@@ -214,7 +207,6 @@ BAD_TEXT = {
     ),
     "an unknown method": (edited(rows=[["pigeon", 4, 4096, 1.0]]), "pigeon.*psum.*mpi.*xla"),
     "no bits": (edited(rows=[["psum", 0, 4096, 1.0]]), "bits in 0..32"),
-    "half a byte": (edited(rows=[["psum", 32, 0.5, 1.0]]), r"rows\[0\]\[2\]=0.5 is not int"),
     "a negative time": (edited(rows=[["psum", 32, 4096, -1.0]]), "positive seconds"),
     "a row twice": (edited(rows=[["psum", 32, 4096, 1.0]] * 2), "two rows"),
 }
@@ -235,15 +227,6 @@ def test_a_stale_profile_is_refused_with_both_values(name):
     both = re.escape(f"measured with {name} {other!r}, but this machine has {here[name]!r}")
     with pytest.raises(ValueError, match=both + r".*tune again, or use_profile\(None\)"):
         use_profile(stale)
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    path = tmp_path / "profile.json"
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"profile\.json: Profile: .*tune again"):
-        use_profile(path)
-    with pytest.raises(FileNotFoundError):
-        use_profile(tmp_path / "none.json")
 
 
 def test_mpi_is_for_axes_of_a_mesh_and_processes_that_have_it(monkeypatch):

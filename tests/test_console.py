@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from cgx_jax.commands import bench, compare
 from cgx_jax.console import Column, Progress, table_lines
 
 STEPS = "tune 0/2 tuning [mpi]\ntune 1/2 measuring 4 kB\ntune 2/2 done\n"
@@ -36,8 +35,8 @@ def of_40_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
 
 
-def show_bar():
-    with Progress("tune", 2, shown=True) as bar:
+def show_bar(shown=True):
+    with Progress("tune", 2, shown) as bar:
         bar.step(0, "tuning [mpi]")
         bar.step(1, "measuring 4 kB")
         bar.step(2, "done", last=True)
@@ -53,27 +52,6 @@ def test_columns_of_no_width_fit_their_longest_text():
     ]
     assert table_lines(columns, []) == ["leaf bits"]
     assert table_lines(columns, [], head=False) == []
-
-
-QUARTILES = {"seconds": [0.001, 0.00125, 0.0015], "ratio": [0.9, 1.0, 1.125]}
-
-
-def test_bench_prints_for_programs_too(capsys):
-    row = {"bytes": 64_000, "method": "xla", "bits": 4, "wrong": 0, **QUARTILES}
-    row |= {"algbw_gbit": 12.345, "busbw_gbit": 18.5}
-    bench.print_rows([row], header=True)
-    bench.print_rows([row], header=False)
-    head = "      bytes method bits median ms   algbw   busbw Gbit/s  ratio (quartiles)  #wrong"
-    line = "     64,000    xla    4     1.250   12.35   18.50         1.00 (0.90-1.12)        0"
-    assert capsys.readouterr().out.splitlines() == [head, line, line]
-
-
-def test_compare_prints_for_programs_too(capsys):
-    compare.print_rows([{"method": "4bit", "sent_bytes": 4125, "error": 0.125, **QUARTILES}])
-    assert capsys.readouterr().out.splitlines() == [
-        "method       median ms (quartiles)      ratio (quartiles)         sent error",
-        "4bit         1.25 (1.00-1.50)           1.00 (0.90-1.12)       4.12 kB 0.1250",
-    ]
 
 
 @pytest.mark.parametrize("place", ["a pipe", "no rich", "no cursor"])
@@ -92,6 +70,8 @@ def test_rich_draws_a_bar_in_a_terminal_without_a_thread(monkeypatch):
     started = []
     monkeypatch.setattr(threading.Thread, "start", started.append)
     with terminal() as screen:
+        show_bar(shown=False)  # as on other processes
+        assert screen.getvalue() == "a size is left out\n"
         show_bar()
     text = ESCAPES.sub("", screen.getvalue())
     assert "━" in text
@@ -125,9 +105,3 @@ def test_an_error_leaves_the_terminal_as_it_was():
             fail()
         assert sys.stdout is sys.stderr is screen
     assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is shown
-
-
-def test_other_processes_show_no_bar():
-    with terminal() as screen, Progress("tune", 1, shown=False) as bar:
-        bar.step(1, "done", last=True)
-    assert screen.getvalue() == ""

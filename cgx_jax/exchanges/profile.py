@@ -97,10 +97,9 @@ class Profile:
             untrusted.check_text(getattr(self, name) or "", installation.MOST_NAME)
         for name, least in {"cores": 1, "hosts": 1, "world": 2}.items():
             untrusted.whole(getattr(self, name), name, least, MOST_RANKS)
-        for name in ("latency", "algbw"):
-            untrusted.positive(getattr(self, name), name)
-        for name, seconds in self.codec._asdict().items():
-            untrusted.positive(seconds, f"codec {name}")
+        codec = {f"codec {kind}": seconds for kind, seconds in self.codec._asdict().items()}
+        for name, value in ({"latency": self.latency, "algbw": self.algbw} | codec).items():
+            untrusted.positive(value, name)
         if len(self.rows) > MOST_ROWS:
             raise ValueError(f"{len(self.rows)} rows exceed the limit of {MOST_ROWS}")
         for row in self.rows:

@@ -49,7 +49,7 @@ class Known:
         """Returns the compressor so described; raises ValueError, naming `source`, if unknown."""
         found = self._compressors.get(json.dumps(described, sort_keys=True))
         if found is None:
-            known = ", ".join(_short_name(c) for c in self._compressors.values())
+            known = ", ".join(map(str, self._compressors.values()))
             raise ValueError(
                 f"Adaptive: {source} has the compressor {json.dumps(described)}, which is neither "
                 f"a candidate nor one that base gives an adaptive leaf ({known}). Pass the "
@@ -65,17 +65,6 @@ def _described(compressor: Compressor) -> dict[str, Any]:
     simple = (bool, int, float, str, type(None))
     plain = {k: v if isinstance(v, simple) else str(v) for k, v in values.items()}
     return {"class": type(compressor).__name__, "options": plain}
-
-
-def _short_name(compressor: Compressor) -> str:
-    """Writes a compressor as code: its first option, and others that are not the default."""
-    options: Sequence[Any] = dataclasses.fields(compressor)  # type: ignore[arg-type]
-    shown = [
-        f"{f.name}={getattr(compressor, f.name)}"
-        for i, f in enumerate(options)
-        if i == 0 or getattr(compressor, f.name) != f.default
-    ]
-    return f"{type(compressor).__name__}({', '.join(shown)})"
 
 
 class Packed(NamedTuple):
