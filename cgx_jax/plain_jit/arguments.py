@@ -55,11 +55,13 @@ class Argument:
 
     def broadcast(self, specs: Any) -> list[Any]:
         """Expands a prefix tree of specs to one spec per array."""
-        flags = [is_array for is_array, _ in self.leaves]
-        whole = jax.tree.unflatten(self.treedef, flags)
-        where = f"in_specs[{self.name!r}] is not a prefix of that argument"
-        expanded = broadcast(specs, whole[0] if self.graph else whole, where)
-        return [spec for spec, is_array in zip(expanded, flags, strict=True) if is_array]
+        marks = jax.tree.unflatten(self.treedef, [is_array for is_array, _ in self.leaves])
+        own = marks if self.graph is None else marks[0]
+        expanded = broadcast(
+            specs, own, f"in_specs[{self.name!r}] is not a prefix of that argument"
+        )
+        marked = zip(expanded, jax.tree.leaves(own), strict=True)
+        return [spec for spec, is_array in marked if is_array]
 
     def parameters(self, leaves: Iterable[Any]) -> Any:
         """Returns the tree of the differentiated part, from one entry per array."""
