@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cgx_jax import _compat
@@ -154,10 +154,8 @@ def _through(program: Any, places: set[int], summed: Callable[[Any], Any]) -> tu
 def _programs(values: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
     for value in values:
-        if isinstance(value, ClosedJaxpr):
-            found.append(value.jaxpr)
-        elif isinstance(value, Jaxpr):
-            found.append(value)
+        if isinstance(value, Jaxpr) or hasattr(value, "jaxpr"):
+            found.append(getattr(value, "jaxpr", value))  # a closed program's, too
         elif isinstance(value, tuple | list):
             found += _programs(value)
     return found

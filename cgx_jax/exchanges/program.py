@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from cgx_jax import _compat
 
@@ -41,7 +41,7 @@ def _digest(program: Any) -> str:
 
 
 def _program(program: Any, seen: dict[int, str]) -> str:
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    jaxpr = getattr(program, "jaxpr", program)  # a closed program's, too
     if id(jaxpr) not in seen:
         seen[id(jaxpr)] = hashlib.sha256("\n".join(_lines(jaxpr, seen)).encode()).hexdigest()
     return seen[id(jaxpr)]
@@ -80,7 +80,7 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 def _text(value: Any, seen: dict[int, str]) -> str:
     """Returns text that is the same in every process, for values that are."""
-    if isinstance(value, Jaxpr | ClosedJaxpr):
+    if isinstance(value, Jaxpr) or hasattr(value, "jaxpr"):
         return _program(value, seen)
     if isinstance(value, Mapping):
         return str(sorted((str(k), _text(v, seen)) for k, v in value.items()))

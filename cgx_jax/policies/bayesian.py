@@ -72,7 +72,7 @@ class Bayesian(Solver):
         while True:
             sizes = np.array([knapsack.total(nbytes, choice) for choice in tried])
             errors = np.array([knapsack.total(error, choice) for choice in tried])
-            best = tried[np.where(errors <= limit, sizes, np.inf).argmin()]
+            best = tried[np.argmin(np.where(errors <= limit, sizes, np.inf))]
             if len(tried) == most:
                 choice = np.empty(leaves, np.int64)
                 choice[order] = best + allowed.start

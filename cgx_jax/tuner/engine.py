@@ -114,7 +114,7 @@ def descend(
             samples = measure(tried)
             if samples is None:
                 break
-            current = tried[relative(samples).argmin()]
+            current = tried[np.argmin(relative(samples))]
     return current
 
 
@@ -134,4 +134,4 @@ def tune_streams(links: LinkTimer, left: Callable[[], float]) -> Nccl:
     now = left()
     if ROUNDS * (begun - now) > now:
         return tried[0]
-    return tried[relative(links.seconds(reductions, x, ROUNDS)).argmin()]
+    return tried[np.argmin(relative(links.seconds(reductions, x, ROUNDS)))]
