@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Leaves that are fixed one after another, and the relaxations kept each time. With these, no cost
-# was 1 % over the optimum in 1,600 random problems; at 1,000 leaves they take 0.2 s.
+# A cost this close to the relaxation's is close to the optimum. With many leaves the first one is.
+CLOSE = 1e-3
+# Leaves that are fixed one after another at most, and the relaxations kept each time.
 DEPTH, KEPT = 12, 4
 
 
@@ -23,9 +24,10 @@ def minimise(cost: np.ndarray, weight: np.ndarray, budget: float) -> np.ndarray:
     `cost` and `weight` are [leaves, candidates], finite and not negative. Totals are those of
     `total`. Raises ValueError when no choice fits.
 
-    The linear relaxation leaves one leaf between two candidates. It is rounded, and solved again
-    with the leaf fixed to each of the two; the best of these go on in the same way. The result is
-    not proved to be optimal, but never costs more than one candidate for all leaves.
+    The linear relaxation leaves one leaf between two candidates. It is rounded. Unless the cost is
+    then within `CLOSE` of the relaxation's, it is solved again with the leaf fixed to each of the
+    two, and the best of these go on in the same way. The result is not proved to be optimal, but
+    never costs more than one candidate for all leaves.
     """
     lightest = _first(weight, cost)
     if total(weight, lightest) > budget:
@@ -37,9 +39,13 @@ def minimise(cost: np.ndarray, weight: np.ndarray, budget: float) -> np.ndarray:
     found = [lightest, *(choice for choice in uniform if total(weight, choice) <= budget)]
     # Relative to the leaf's least: sums then keep the digits in which choices differ.
     above = np.where(weight <= budget, cost, np.inf)
-    kept = _relax(above - above.min(axis=1, keepdims=True), weight, budget)
+    least = above.min(axis=1, keepdims=True)
+    kept = _relax(above - least, weight, budget)
+    enough = (1 + CLOSE) * (least.sum() + sum(node.bound for node in kept))
     for _ in range(DEPTH):
         found += [_round(node, weight, budget) for node in kept]
+        if min(total(cost, choice) for choice in found) <= enough:
+            break
         children = [child for node in kept for child in _fixed(node, weight, budget)]
         kept = sorted(children, key=lambda node: node.bound)[:KEPT]
     return min(found, key=lambda choice: total(cost, choice))
