@@ -29,6 +29,7 @@ TEXTS = (
         DOCS / f"{name}.md"
         for name in ("compressors", "exchanges", "gpu", "performance", "policy", "training_loops")
     ),
+    *sorted((DOCS / "measurements").glob("*.md")),
 )
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
@@ -365,6 +366,38 @@ def gpu_tuned() -> str:
     return table(["links", "`lax.psum`", "best", "choice", "share"], body)
 
 
+def gpu_models() -> str:
+    """The times of training steps by the ranks' rate, and what the reduction alone shrinks to."""
+    runs = measure.read(RESULTS / "gpu_h100_models" / "models.jsonl")
+    columns = [{row["way"]: row["seconds"] for row in run["rows"]} for run in runs]
+    rates = [r["rate"] if r["rate"] == "unlimited" else f"{r['rate']} Gbit/s" for r in runs]
+    body = [
+        [way, *(_spread([1e3 * t for t in c[way]], ".0f") for c in columns)]
+        for way in columns[0]
+    ]
+    return table(["way", *rates], body)
+
+
+def gpu_pretrain() -> str:
+    """The held-out losses of GPT-2 by step."""
+    rows = measure.rows(RESULTS / "gpu_h100_models" / "pretrain.jsonl")
+    shown = slice(1, None, 2)
+    body = [[r["way"], *(f"{loss:.3f}" for loss in r["held_out_loss"][shown])] for r in rows]
+    return table(["step", *map(str, rows[0]["steps"][shown])], body)
+
+
+def gpu_windows() -> str:
+    """The times of psum between two ranks that share a GPU's memory, by size."""
+    runs = measure.read(RESULTS / "gpu_h100_models" / "transports.jsonl")
+    runs = [run for run in runs if run["world"] == 2]
+    columns = [{row["method"]: row["seconds"] for row in run["rows"]} for run in runs]
+    names = {"lax": "fp32 `psum`", "lax, bf16": "bf16 `psum`"}
+    body = [
+        [names.get(m, f"`{m}`"), *(f"{c[m] * 1e3:.2f}" for c in columns)] for m in columns[0]
+    ]
+    return table(["method", *(f"{run['megabytes']:g} MB" for run in runs)], body)
+
+
 def one_shot(name: str = "one_shot") -> str:
     body = []
     made = {(r["world"], r["bytes"], r["reduction"]): r for r in rows(name)}
@@ -641,6 +674,9 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_streams,
         gpu_codes,
         gpu_tuned,
+        gpu_models,
+        gpu_pretrain,
+        gpu_windows,
         in_flight,
         levels,
         native_codes,

@@ -14,6 +14,7 @@ two ranks (NCCL_NSOCKS_PERTHREAD), which is the other way to fill such links.
 """
 
 import argparse
+import ctypes
 import itertools
 import os
 import pathlib
@@ -25,6 +26,14 @@ import time
 from collections.abc import Callable
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
+
+# What makes NCCL use a transport between processes that share a GPU.
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+TRANSPORTS = {
+    "sockets": {"NCCL_HOSTID": "virtual-host-{rank}"},
+    "p2p": SHARED,
+    "host": SHARED | {"NCCL_P2P_DISABLE": "1"},
+}
 
 
 def main() -> int:
@@ -46,11 +55,17 @@ def main() -> int:
 def run(parser: argparse.ArgumentParser, rank: Callable[[argparse.Namespace, int], int]) -> int:
     """Adds the options of the links and starts the script once per rank; each runs `rank`.
 
-    The parser must give `world`.
+    The parser must give `world`, and `paced` if ranks call `pace_program`.
     """
     parser.add_argument("--rate", help="of loopback, as tc takes it")
     parser.add_argument("--connection-rate", type=float, help="of each TCP connection, in Gbit/s")
     parser.add_argument("--sockets", type=int, help="of NCCL, per connection; default: NCCL's")
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="sockets",
+        help="other than sockets: ranks of one host, which needs NCCL 2.30",
+    )
     parser.add_argument(
         "--platform",
         default="cuda",
@@ -69,12 +84,22 @@ def run(parser: argparse.ArgumentParser, rank: Callable[[argparse.Namespace, int
             shape("del", "dev", "lo", "root")
 
 
-def pacing(gigabits: float, folder: str) -> dict[str, str]:
-    """Returns variables that limit the connections of a program; builds a library in `folder`."""
+def pacing(gigabits: float | None, folder: str) -> dict[str, str]:
+    """Returns variables that limit the connections of a program; builds a library in `folder`.
+
+    With None the program limits itself, by `pace_program`.
+    """
     library = f"{folder}/paced_sockets.so"
     source = pathlib.Path(__file__).with_name("paced_sockets.cc")
-    subprocess.run(["c++", "-shared", "-fPIC", "-o", library, source], check=True)
-    return {"LD_PRELOAD": library, "CGX_PACE": str(int(gigabits * 1e9 / 8))}
+    subprocess.run(["c++", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+    return {"LD_PRELOAD": library, "CGX_PACE": str(int((gigabits or 0) * 1e9 / 8))}
+
+
+def pace_program(gigabits: float) -> None:
+    """Limits what this process sends to all others together, in Gbit/s; 0 is no limit."""
+    function = ctypes.CDLL(None).cgx_pace_program
+    function.argtypes, function.restype = [ctypes.c_double], None
+    function(gigabits * 1e9 / 8)
 
 
 def add_run(out: pathlib.Path, rows: list[dict], **fields: object) -> None:
@@ -82,6 +107,13 @@ def add_run(out: pathlib.Path, rows: list[dict], **fields: object) -> None:
     import measure  # and JAX, which the process that starts the ranks has no use for
 
     measure.add_run(out, rows, **fields)
+
+
+def write_run(out: pathlib.Path, rows: list[dict], **fields: object) -> None:
+    """Writes a file of results of one run."""
+    import measure
+
+    measure.write(out, [{**fields, "rows": rows}])
 
 
 def shape(*command: str) -> None:
@@ -97,8 +129,9 @@ def start(arguments: argparse.Namespace) -> int:
     if arguments.sockets:
         links |= {"NCCL_NSOCKS_PERTHREAD": str(arguments.sockets), "NCCL_SOCKET_NTHREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.connection_rate:
+        if arguments.connection_rate or "paced" in arguments:
             links |= pacing(arguments.connection_rate, folder)
+        links |= TRANSPORTS[arguments.transport]
         return start_on(links, arguments.world, address)
 
 
@@ -108,13 +141,12 @@ def start_on(links: dict[str, str], world: int, address: str) -> int:
         variables = {
             "CGX_RANK": str(number),
             "CGX_COORDINATOR": address,
-            "NCCL_HOSTID": f"virtual-host-{number}",
             "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_IB_DISABLE": "1",
             "NCCL_NVLS_ENABLE": "0",
             "NCCL_MNNVL_ENABLE": "0",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            **links,
+            **{name: value.format(rank=number) for name, value in links.items()},
         }
         command = [sys.executable, *sys.argv]
         processes.append(subprocess.Popen(command, env=os.environ | variables))
@@ -169,7 +201,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
         if number == 0:
             for row in rows:
                 print(
-                    f"{megabytes:6g} MB {row['call']:>12} {row['method']:>4} {reduction} {count}"
+                    f"{megabytes:6g} MB {row['call']:>12} {row['method']:>9} {reduction} {count}"
                     f" {row['seconds'] * 1e3:9.2f} ms  {row['ratio'][1]:.2f}"
                     f"  relative error {row['error']:.3f}  bytes of xla: {row['bytes_of_xla']}",
                     flush=True,
@@ -183,6 +215,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
                 rate=arguments.rate or "unlimited",
                 connection_rate=arguments.connection_rate,
                 sockets=arguments.sockets,
+                transport=arguments.transport,
                 segment_bytes=nccl.segment_bytes,
                 streams=count,
                 reduction=reduction,
@@ -198,6 +231,7 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl, reduction:
     from jax.sharding import PartitionSpec as P
 
     import cgx_jax
+    from cgx_jax.exchanges.experimental import Peer
 
     share = x.shape[1] // arguments.world
     compressor = cgx_jax.Quantize(bits=4)
@@ -214,7 +248,12 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl, reduction:
         return jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=P("data"), out_specs=spec))
 
     methods = {"lax": mapped(namesake)}
-    stands_for = {"nccl": nccl if arguments.platform == "cuda" else "xla"}
+    if call == "psum":
+        methods["lax, bf16"] = mapped(
+            lambda x, axis: jax.lax.psum(x.astype("bfloat16"), axis).astype(x.dtype)
+        )
+    on_gpu = arguments.platform == "cuda"
+    stands_for = {"nccl": nccl if on_gpu else "xla", "peer": Peer() if on_gpu else "xla"}
     for exchange in arguments.exchanges.split(","):
         taken = stands_for.get(exchange, exchange)
         methods[exchange] = mapped(
@@ -241,7 +280,7 @@ def measured(call: str, mesh, x, arguments: argparse.Namespace, nccl, reduction:
                 "ratio": [float(q) for q in np.percentile(ratios, (25, 50, 75))],
                 "error": float(error),
                 "bytes_of_xla": results[name].tobytes() == results["xla"].tobytes()
-                if name != "lax" and "xla" in results
+                if "lax" not in name and "xla" in results
                 else None,
             }
         )

@@ -4,6 +4,8 @@
 #     tests/gpu/run.sh [OUT]     # results in OUT (default build/gpu)
 #     PREBUILT=DIR DEADLINE=300 tests/gpu/run.sh
 #     STEPS='nccl|tuned' tests/gpu/run.sh     # only the steps whose names match
+#     STEPS='model_|pretrain' CORPUS=corpus.xz tests/gpu/run.sh     # the models; see corpus.py
+#     STEPS=transport NEW_NCCL=DIR tests/gpu/run.sh     # ranks that share a GPU without sockets
 #     make gpu-rehearsal             # without a GPU, so that no step fails there for a typo
 #
 # Needs a Python with jax[cuda13] and optax. Builds the rest with nvcc 13, cmake, a C++ compiler,
@@ -11,7 +13,8 @@
 # folder that tests/gpu/prebuild.sh made elsewhere. What matters most comes first. A step that might
 # not end before DEADLINE seconds does not start. A failed step does not stop the next. Results are
 # JSON lines, as benchmarks/measure.py reads them; logs.tgz holds what every step printed. The exit
-# code says whether every step that ran has passed.
+# code says whether every step that ran has passed. NEW_NCCL names a folder with a libnccl.so.2 of
+# NCCL 2.30 or newer and the metadata of its package; steps that need no newer NCCL do not load it.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(mkdir -p "${1:-$root/build/gpu}" && cd "${1:-$root/build/gpu}" && pwd)
@@ -28,11 +31,13 @@ scale=1
 patience=1
 once=()
 platform=()
+little=()
 if [ -n "${REHEARSAL:-}" ]; then
   scale=16384
   patience=4
   once=(--repeats 1)
   platform=(--platform cpu)
+  little=(--ways "exact;4 bits, recommended")
 fi
 deadline=$((${DEADLINE:-580} * patience))
 
@@ -112,11 +117,50 @@ for gigabits in 5 1000; do
   step tuned_$gigabits 120 "$python" "$root/tests/gpu/tuned.py" "$out/tuned.jsonl" \
     --connection-rate $gigabits "${platform[@]}"
 done
+rm -f "$out"/{models,pretrain,transports}.jsonl
+for model in gpt2 resnet50; do
+  for world in 2 4; do
+    [ -n "${REHEARSAL:-}" ] && [ $world = 4 ] && continue
+    step model_${model}_$world 150 "$python" "$root/tests/gpu/model_steps.py" "$out/models.jsonl" \
+      --model $model --world $world --rates unlimited,50,25,10 --sockets 4 --seconds "${TURNS:-10}" \
+      "${platform[@]}"
+  done
+done
+for sockets in 1 4 8; do
+  ranks nccl_2_${sockets}_sockets 40 --world 2 --calls psum --streams 1,2 --sockets $sockets
+done
+# Ranks of one host: NCCL 2.30 and later let them share a GPU.
+transport() {
+  local name=$1
+  shift
+  LD_PRELOAD=${NEW_NCCL:-}${NEW_NCCL:+/libnccl.so.2} PYTHONPATH=${NEW_NCCL:-}:$PYTHONPATH \
+    step transport_$name 80 "$python" "$root/tests/gpu/ranks.py" "$out/transports.jsonl" \
+    --calls psum "$@" "${platform[@]}" "${once[@]}"
+}
+if [ -n "${NEW_NCCL:-}${REHEARSAL:-}" ]; then
+  for world in 2 4; do
+    transport p2p_$world --world $world --transport p2p --exchanges xla,nccl,peer \
+      --megabytes 0.1,1,4,25,100
+  done
+  transport host --world 2 --transport host --megabytes 0.1,1,4,25,100
+  transport host_segments --world 2 --transport host --exchanges nccl --megabytes 25,100 \
+    --segment-bytes 262144,1048576,8388608
+else
+  leave_out "transports" "NEW_NCCL names no NCCL"
+fi
 if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   echo quit | nvidia-cuda-mps-control >/dev/null
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 fi
 
+export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
+if [ -n "${CORPUS:-}${REHEARSAL:-}" ]; then
+  step pretrain $((${PRETRAIN:-300} + 120)) "$python" "$root/tests/gpu/pretrain.py" \
+    "$out/pretrain.jsonl" ${CORPUS:+"$CORPUS"} --seconds "${PRETRAIN:-300}" "${little[@]}" \
+    "${platform[@]}"
+else
+  leave_out "pretrain" "CORPUS names no corpus"
+fi
 step training 60 "$python" "$root/tests/gpu/training.py" "$out/checks.jsonl" "${platform[@]}"
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck initcheck synccheck; do
