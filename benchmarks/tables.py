@@ -372,8 +372,7 @@ def gpu_models() -> str:
     columns = [{row["way"]: row["seconds"] for row in run["rows"]} for run in runs]
     rates = [r["rate"] if r["rate"] == "unlimited" else f"{r['rate']} Gbit/s" for r in runs]
     body = [
-        [way, *(_spread([1e3 * t for t in c[way]], ".0f") for c in columns)]
-        for way in columns[0]
+        [way, *(_spread([1e3 * t for t in c[way]], ".0f") for c in columns)] for way in columns[0]
     ]
     return table(["way", *rates], body)
 
@@ -392,9 +391,7 @@ def gpu_windows() -> str:
     runs = [run for run in runs if run["world"] == 2]
     columns = [{row["method"]: row["seconds"] for row in run["rows"]} for run in runs]
     names = {"lax": "fp32 `psum`", "lax, bf16": "bf16 `psum`"}
-    body = [
-        [names.get(m, f"`{m}`"), *(f"{c[m] * 1e3:.2f}" for c in columns)] for m in columns[0]
-    ]
+    body = [[names.get(m, f"`{m}`"), *(f"{c[m] * 1e3:.2f}" for c in columns)] for m in columns[0]]
     return table(["method", *(f"{run['megabytes']:g} MB" for run in runs)], body)
 
 

@@ -4,9 +4,9 @@
 
 A step is the forward and backward pass in bf16, the reduction of fp32 gradients, AdamW and the
 update, with donated state. "compute alone" reduces nothing: it is the ceiling. In every turn each
-way takes one step, in an order that is drawn anew; a time is the slowest rank's. Every rank sends at
-most a rate in Gbit/s, as a node with a network card does (paced_sockets.cc). All share the GPU, so
-the model's part of a step takes as long as if each rank had 1 / world of it.
+way takes one step, in an order that is drawn anew; a time is the slowest rank's. Every rank sends
+at most a rate in Gbit/s, as a node with a network card does (paced_sockets.cc). All share the GPU,
+so the model's part of a step takes as long as if each rank had 1 / world of it.
 """
 
 import argparse
@@ -66,13 +66,13 @@ def ways(nccl) -> dict:
 
 def rank(arguments: argparse.Namespace, number: int) -> int:
     import jax
+    import models
     import numpy as np
     import optax
     from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    import models
     from cgx_jax.exchanges import Nccl
 
     ranks.join(arguments, number)
@@ -149,9 +149,8 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
 
 def report(arguments, rate, names, seconds, compiling, params) -> None:
     import jax
-    import numpy as np
-
     import models
+    import numpy as np
 
     rows = []
     exact = seconds[:, names.index("fp32 psum")]

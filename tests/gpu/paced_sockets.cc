@@ -1,12 +1,12 @@
-// Limits what a program sends over TCP: each connection, as clouds do, or all of them together, as a
-// network card does.
+// Limits what a program sends over TCP: each connection, as clouds do, or all of them together, as
+// a network card does.
 //
 //     c++ -shared -fPIC -o paced_sockets.so paced_sockets.cc
 //     CGX_PACE=625000000 LD_PRELOAD=./paced_sockets.so PROGRAM    # bytes per second
 //
 // The kernel paces what a connection sends (SO_MAX_PACING_RATE). That needs no root and no queueing
-// discipline. A program limits the bytes of all its `send` calls by `cgx_pace_program`, at any time:
-// a call then sends no more than has accumulated, which NCCL's sockets expect of any call.
+// discipline. A program limits the bytes of all its `send` calls by `cgx_pace_program`, at any
+// time: a call then sends no more than has accumulated, which NCCL's sockets expect of any call.
 #include <dlfcn.h>
 #include <errno.h>
 #include <sys/socket.h>

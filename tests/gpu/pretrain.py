@@ -64,7 +64,7 @@ def main() -> int:
         adam = optax.chain(
             optax.clip_by_global_norm(CLIP),
             optax.scale_by_adam(b2=0.95),
-            optax.add_decayed_weights(WEIGHT_DECAY, lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+            optax.add_decayed_weights(WEIGHT_DECAY, are_matrices),
         )
 
         def step(params, state, batch, number, total):
@@ -133,6 +133,10 @@ def main() -> int:
             write(arguments, names, params, tokens, tokens_of_step, total, curves, looks)
     finite = all(np.isfinite(list(found.values())).all() for _, found in looks)
     return 0 if finite else 1
+
+
+def are_matrices(params: dict) -> dict:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 def ways() -> dict:
