@@ -27,7 +27,7 @@ TEXTS = (
     ROOT / "README.md",
     *(
         DOCS / f"{name}.md"
-        for name in ("compressors", "exchanges", "gpu", "performance", "policy", "training_loops")
+        for name in ("compressors", "gpu", "policy", "training_loops")
     ),
     *sorted((DOCS / "measurements").glob("*.md")),
 )
@@ -567,18 +567,49 @@ def auto_choice() -> str:
 
 def steps() -> str:
     """Training steps: the speed of exact ones, the gains of others, and the ceiling of any gain."""
-    names = ("exact, small leaves together", "bf16, lax.psum", "8 bits")
-    names += ("4 bits, rotated, SecondMoment",)
     made = {(r["task"], r["world"], r["links"], r["method"]): r for r in rows("suite/speed")}
+    names = [name for name in dict.fromkeys(key[3] for key in made) if name != "exact"]
     body = []
     for task, world, links in dict.fromkeys(key[:3] for key in made):
         exact = made[task, world, links, "exact"]
         share = exact["compute"][1] / exact["seconds"][1]
         samples = f"{exact['batch'] / exact['seconds'][1]:.0f}"
-        gains = [f"{made[task, world, links, name]['ratio'][1]:.2f}" for name in names]
-        body.append([task, str(world), links, samples, f"{share:.2f}", *gains, f"{1 / share:.1f}"])
-    head = ["task", "ranks", "link", "exact: samples per second", "compute's share"]
-    return table([*head, *names, "ceiling"], body)
+        gains = [_gain(made.get((task, world, links, name))) for name in names]
+        body.append([task, str(world), links, samples, f"{share:.2f}", f"{1 / share:.1f}", *gains])
+    head = ["task", "ranks", "link", "exact: samples per second", "compute's share", "ceiling"]
+    return table([*head, *names], body)
+
+
+def _gain(row: dict[str, Any] | None) -> str:
+    """Formats a speed over the exact step's; in parentheses if 1 lies between the quartiles."""
+    if row is None:
+        return ""
+    low, ratio, high = row["ratio"]
+    return f"{ratio:.2f}" if low > 1 or high < 1 else f"({ratio:.2f})"
+
+
+def training_step() -> str:
+    """The milliseconds of a training step by every way to reduce its gradients."""
+    cases: dict[tuple[float, int, str], dict[str, list[float]]] = {}
+    for row in rows("training_step"):
+        case = row["megabytes"], row["world"], row["links"]
+        cases.setdefault(case, {})[row["way"]] = row["seconds"]
+    ways = list(dict.fromkeys(way for by in cases.values() for way in by))
+    body = [
+        [way, *(_spread([1e3 * t for t in by[way]], ".0f") for by in cases.values())]
+        for way in ways
+    ]
+    heads = [f"{size:g} MB, {world} ranks, {_shown(links)}" for size, world, links in cases]
+    return table(["way", *heads], body)
+
+
+def small_leaves() -> str:
+    """The milliseconds of the sums of many small leaves, one by one and together."""
+    body = []
+    for row in rows("small_leaves"):
+        times = [_spread([1e3 * t for t in each], ".1f") for each in row["seconds"].values()]
+        body.append([row["links"], str(row["world"]), *times])
+    return table(["link", "ranks", "one `lax.psum` per leaf: ms", "one sum of all: ms"], body)
 
 
 def overlap() -> str:
@@ -686,17 +717,20 @@ TABLES: dict[str, Callable[[], str]] = {
         rivals,
         scaling,
         segments,
+        small_leaves,
         steps,
+        training_step,
         tuner,
     )
 }
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> Iterator[str]:
-    """Yields the parts of the text, with every table made anew."""
+    """Yields the parts of the text, with every table of `tables` made anew."""
     for part in re.split(r"(<!-- table:\w+ -->.*?<!-- end -->)", text, flags=re.DOTALL):
         match = re.match(r"<!-- table:(\w+) -->", part)
-        yield f"{match[0]}\n{tables[match[1]]()}\n<!-- end -->" if match else part
+        made = tables.get(match[1]) if match else None
+        yield f"{match[0]}\n{made()}\n<!-- end -->" if match and made else part
 
 
 def main() -> int:

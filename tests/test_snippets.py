@@ -93,15 +93,6 @@ FRAGMENTS = {
         before="step, x, y = None, batch, batch",
         after={"def compare(sync)": "compare(cgx_jax.sync_gradients)"},
     ),
-    "docs/exchanges.md": Fragments(
-        before="""
-def step(params, opt_state):
-    return params, opt_state
-
-
-loss, world = loss_fn, jax.device_count()
-"""
-    ),
     "docs/policy.md": Fragments(
         inside={
             "whole = cgx_jax.all_gather_compressed": (
@@ -227,6 +218,12 @@ opt_state = optimizer.init(params)
 jax.eval_shape(train_step, params, opt_state, state, batch)
 """
         },
+    ),
+    "docs/tuner.md": Fragments(
+        before="""
+def step(params, opt_state):
+    return params, opt_state
+"""
     ),
 }
 

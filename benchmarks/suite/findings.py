@@ -1,7 +1,7 @@
 """The suite's table and pictures, from benchmarks/results/suite.
 
-    python benchmarks/suite/findings.py                       # the tables of docs/choosing.md
-    python benchmarks/suite/findings.py --pictures FOLDER     # and the pictures
+    python benchmarks/suite/findings.py                      # for docs/measurements/suite.md
+    python benchmarks/suite/findings.py --pictures FOLDER    # and the pictures
 
 "Worse by" is in standard deviations of exact over seeds, with the standard error over the seeds
 that a method and exact have both run.
@@ -25,7 +25,7 @@ from summary import Runs, worse_with_error
 import tables
 from cgx_jax.commands.chart import COLORS, PSUM_COLOR
 
-TEXT = tables.ROOT / "docs" / "choosing.md"
+TEXT = tables.ROOT / "docs" / "measurements" / "suite.md"
 FOLDER = tables.RESULTS / "suite"
 ENOUGH = 5  # seeds that a claim needs
 MARKERS = "osD^vP*X"
@@ -82,28 +82,6 @@ def bytes_share(runs: Runs, name: str) -> float:
 
 def speed_rows() -> list[dict[str, Any]]:
     return tables.rows("suite/speed") if (FOLDER / "speed.jsonl").exists() else []
-
-
-def speed() -> str:
-    """One line per task, world and link: each method's speed over the fp32 step's speed."""
-    rows = speed_rows()
-    names = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "exact"))
-    cells = {(r["task"], r["world"], r["links"], r["method"]): r for r in rows}
-    body = []
-    for task, world, links in dict.fromkeys(key[:3] for key in cells):
-        found = [cells.get((task, world, links, name)) for name in names]
-        exact = cells[task, world, links, "exact"]
-        share = exact["compute"][1] / exact["seconds"][1]
-        body.append([task, str(world), links, f"{share:.2f}", *map(ratio_cell, found)])
-    return tables.table(["task", "ranks", "link", "compute's share", *names], body)
-
-
-def ratio_cell(row: dict[str, Any] | None) -> str:
-    """Formats a speed over the fp32 step's; in parentheses if 1 lies between the quartiles."""
-    if row is None:
-        return ""
-    low, ratio, high = row["ratio"]
-    return f"{ratio:.2f}" if low > 1 or high < 1 else f"({ratio:.2f})"
 
 
 def draw(folder: Path) -> None:
@@ -165,7 +143,7 @@ def picture(
     print(f"drawn in {path}")
 
 
-TABLES: dict[str, Callable[[], str]] = {"suite_quality": quality, "suite_speed": speed}
+TABLES: dict[str, Callable[[], str]] = {"suite_quality": quality}
 
 
 def main() -> int:

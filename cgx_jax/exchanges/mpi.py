@@ -39,7 +39,7 @@ _LIMITS = {
     "window": (2, 1024),
     "threads": (1, 1024),
 }
-# docs/exchanges.md has the measurements behind these.
+# docs/measurements/mpi_options.md has the measurements behind these.
 DEFAULTS = {
     "timeout": 600.0,
     "segment_bytes": 1 << 17,

@@ -267,7 +267,7 @@ class Tuner:
     def metrics(self) -> dict[str, float | str]:
         """Returns numbers and names for any logger, once a setting is known.
 
-        docs/exchanges.md lists them. The call does not wait for the device.
+        docs/tuner.md lists them. The call does not wait for the device.
         """
         out: dict[str, float | str] = {"cgx/tuner": self.state, "cgx/setting": str(self.current)}
         for setting, seconds, saved, predicted in self._rows():
