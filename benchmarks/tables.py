@@ -25,10 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 TEXTS = (
     ROOT / "README.md",
-    *(
-        DOCS / f"{name}.md"
-        for name in ("compressors", "gpu", "policy", "training_loops")
-    ),
+    *(DOCS / f"{name}.md" for name in ("compressors", "gpu", "policy", "training_loops")),
     *sorted((DOCS / "measurements").glob("*.md")),
 )
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
