@@ -26,7 +26,11 @@ DOCS = ROOT / "docs"
 TEXTS = (
     ROOT / "README.md",
     *(DOCS / f"{name}.md" for name in ("compressors", "gpu", "policy", "training_loops")),
-    *sorted((DOCS / "measurements").glob("*.md")),
+    *(
+        path
+        for path in sorted((DOCS / "measurements").glob("*.md"))
+        if path.name != "suite.md"  # benchmarks/suite/findings.py makes that
+    ),
 )
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
@@ -723,11 +727,10 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> Iterator[str]:
-    """Yields the parts of the text, with every table of `tables` made anew."""
+    """Yields the parts of the text, with every table made anew."""
     for part in re.split(r"(<!-- table:\w+ -->.*?<!-- end -->)", text, flags=re.DOTALL):
         match = re.match(r"<!-- table:(\w+) -->", part)
-        made = tables.get(match[1]) if match else None
-        yield f"{match[0]}\n{made()}\n<!-- end -->" if match and made else part
+        yield f"{match[0]}\n{tables[match[1]]()}\n<!-- end -->" if match else part
 
 
 def main() -> int:
