@@ -25,11 +25,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 TEXTS = (
     ROOT / "README.md",
-    *(DOCS / f"{name}.md" for name in ("compressors", "gpu", "policy", "training_loops")),
+    # Those of accuracy and of the suite are made by the scripts beside their benchmarks.
     *(
         path
         for path in sorted((DOCS / "measurements").glob("*.md"))
-        if path.name != "suite.md"  # benchmarks/suite/findings.py makes that
+        if not path.name.startswith(("accuracy_", "suite"))
     ),
 )
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")

@@ -5,11 +5,17 @@ import pytest
 import scripts
 
 tables, measure = (scripts.load(f"benchmarks/{name}.py") for name in ("tables", "measure"))
+accuracy = scripts.load("benchmarks/accuracy/summary.py")
 
 
 @pytest.mark.parametrize("path", tables.TEXTS, ids=lambda path: path.name)
 def test_the_documents_show_what_the_results_say(path):
     assert "".join(tables.filled(path.read_text())) == path.read_text()
+
+
+@pytest.mark.parametrize("path", accuracy.TEXTS, ids=lambda path: path.name)
+def test_the_documents_show_what_the_runs_of_accuracy_say(path):
+    assert "".join(tables.filled(path.read_text(), accuracy.TABLES)) == path.read_text()
 
 
 def test_runs_are_read_as_they_were_written(tmp_path):

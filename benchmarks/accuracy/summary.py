@@ -1,6 +1,8 @@
-"""Writes the tables of docs/accuracy.md from benchmarks/results/accuracy.
+"""Writes the tables of docs/accuracy.md and docs/measurements/accuracy_*.md.
 
-python benchmarks/accuracy/summary.py
+The results are in benchmarks/results/accuracy.
+
+    python benchmarks/accuracy/summary.py
 """
 
 import sys
@@ -17,7 +19,10 @@ from configurations import CONFIGURATIONS
 
 import tables
 
-TEXT = tables.ROOT / "docs" / "accuracy.md"
+TEXTS = (
+    tables.DOCS / "accuracy.md",
+    *sorted((tables.DOCS / "measurements").glob("accuracy_*.md")),
+)
 TASKS = ("language", "images", "autoencoder", "recurrent", "words")
 METRICS = {  # task: (what a row holds, whether more is better, digits)
     "language": {"held_out_loss": (False, 3)},
@@ -108,45 +113,25 @@ def longer() -> str:
     return tables.table(head, body)
 
 
-def bars() -> str:
-    """The bars of each configuration and task, and whether they are met."""
+def settings() -> str:
+    """How much worse than exact each fixed setting is, by task."""
+    names = ["exact, learning rate 2 % lower", "8 bits", "6 bits", "5 bits"]
+    for bits in (4, 3):
+        rotated = f"{bits} bits, rotated, preconditioned"
+        names += [f"{bits} bits", f"{bits} bits, rotated", rotated]
+        names.append(f"{rotated}, step size restored")
+    names += [f"2 bits{way}" for way in ("", ", rotated", ", feedback", ", rotated, feedback")]
     body = []
-    asked = (
-        ("4 bits", 1, 8.0),
-        ("4 bits, rotated", 1, 8.0),
-        ("4 bits, rotated, preconditioned", 0.3, 8.0),
-        ("3 bits, rotated, preconditioned", 0.6, 8.0),
-        ("4 bits, rotated, preconditioned, step size restored", 0.3, 8.0),
-        ("3 bits, rotated, preconditioned, step size restored", 0.6, 8.0),
-        ("LeastError(3.2)", 1, 3.2),
-        ("LeastError(3.2), rotated", 1, 3.2),
-        ("LeastError(3.2), rotated, preconditioned", 1, 3.2),
-        ("LeastError(2.6), rotated", 1, 2.7),
-        ("LeastError(2.6), rotated, preconditioned", 1, 2.7),
-        ("2 bits, feedback", 2, 8.0),
-        ("2 bits, rotated", 2, 8.0),
-        ("2 bits, rotated, preconditioned", 2, 8.0),
-    )
-    for name, most, most_bits in asked:
-        for task in TASKS:
-            runs = Runs(task)
-            for metric in METRICS[task] if name in runs.names else ():
-                gap, bits = runs.gap(name, metric), runs.values(name, "bits_per_value").mean()
-                met = gap <= most and bits <= most_bits
-                bar = f"{name}: at most {most} sd worse" + (
-                    f", at most {most_bits} bits" if most_bits < 8 else ""
-                )
-                found = f"{gap:+.2f} sd, {bits:.3f} bits"
-                where = f"{task}, {named(metric)}"
-                body.append([bar, where, found, "met" if met else "missed"])
-    for name in ("LeastBytes(1)", "LeastBytes(1) of 4 bits by rotated ones"):
-        for task in (t for t in TASKS if name in Runs(t).names):
-            bytes_, error = (_to_4_bits(task, name, f) for f in ("bytes", "error"))
-            met = bytes_.mean() < 1 and error.mean() <= 1
-            found = f"{bytes_.mean():.3f} of the bytes, {error.mean():.3f} of the error"
-            bar = f"{name}: fewer bytes than 4 bits at no more error"
-            body.append([bar, task, found, "met" if met else "missed"])
-    return tables.table(["bar", "task", "found", ""], body)
+    for name in names:
+        every = [Runs(task) for task in TASKS]
+        bits_per_value = next(r.values(name, "bits_per_value") for r in every if name in r.names)
+        metrics = [next(iter(METRICS[task])) for task in TASKS]
+        gaps = [
+            f"{runs.gap(name, metric):+.2f}" if name in runs.names else ""
+            for runs, metric in zip(every, metrics, strict=True)
+        ]
+        body.append([name, f"{bits_per_value.mean():.3f}", *gaps])
+    return tables.table(["", "bits per value", *TASKS], body)
 
 
 def _to_4_bits(task: str, name: str, field: str) -> np.ndarray:
@@ -166,18 +151,6 @@ def adaptive() -> str:
                 body.append([task, name, *ratios, f"`{first[2]}`"])
     head = ["task", "solver", "bytes to 4 bits", "squared error to 4 bits", "last widths, seed 0"]
     return tables.table(head, body)
-
-
-def preconditioned() -> str:
-    """How much worse than exact with and without preconditioning."""
-    body = []
-    for name in ("4 bits", "4 bits, rotated", "3 bits, rotated", "2 bits, rotated"):
-        for task in TASKS:
-            runs = Runs(task)
-            if (full := f"{name}, preconditioned") in runs.names:
-                gaps = [f"{runs.gap(way, 'held_out_loss'):+.2f}" for way in (name, full)]
-                body.append([name, task, *gaps])
-    return tables.table(["", "task", "as it is", "preconditioned"], body)
 
 
 def mean_error() -> str:
@@ -273,10 +246,9 @@ def where_lost() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     **{task: partial(task_table, task) for task in TASKS},
-    "bars": bars,
+    "settings": settings,
     "longer": longer,
     "adaptive": adaptive,
-    "preconditioned": preconditioned,
     "mean_error": mean_error,
     "adam": adam,
     "where_lost": where_lost,
@@ -285,7 +257,8 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    TEXT.write_text("".join(tables.filled(TEXT.read_text(), TABLES)))
+    for path in TEXTS:
+        path.write_text("".join(tables.filled(path.read_text(), TABLES)))
     return 0
 
 

@@ -25,8 +25,7 @@ from cgx_jax.kernels import native, outside, primitives
 from cgx_jax.wire import Layout
 
 # Bytes of payload to each peer. Kernels take a small part of the time that a link takes, so there
-# is little to overlap, and each further message costs the time that NCCL needs to start one
-# (docs/gpu.md).
+# is little to overlap (docs/measurements/gpu_exchanges.md).
 SEGMENT_BYTES = 8 << 20
 ALIGNMENT = 128  # of a message's first byte, as `CudaFused::kAlignment`
 MOST_STREAMS = 8  # `kMostStreams` in C++

@@ -8,7 +8,7 @@ NVIDIA's tools, for `tc` and for root. If nvcc is available, it also compiles th
 CUDA's own headers.
 
 Fails unless every step has run and passed, the results are at most 8 files of at most 16 MB each,
-and they fill every row of the tables in docs/gpu.md.
+and they fill every row of the tables in docs/measurements/gpu_*.md.
 """
 
 import os
@@ -38,7 +38,8 @@ STANDINS = {
     "id": "echo 0",
 }
 
-# The tables of docs/gpu.md that come from a run, and how many of their columns are labels.
+# The tables of docs/measurements/gpu_*.md that come from a run, and how many of their columns are
+# labels.
 LABELS = {
     "gpu_kernels": 2,
     "gpu_machines": 1,
@@ -111,7 +112,7 @@ def run(programs: Path, folder: Path, out: Path) -> list[str]:
 
 
 def differences(out: Path) -> list[str]:
-    """Returns what docs/gpu.md shows but these results do not."""
+    """Returns what docs/measurements/gpu_*.md show but these results do not."""
     expected = rows()
     tables.RESULTS = out.parent / "results"
     for machine in ("gpu_h100", "gpu_h200"):

@@ -8,7 +8,19 @@
 //
 // A packet is the unit of synchronization: consecutive buckets of a chunk that share one flag. Its
 // writer raises the packet's flag in the reader's window, and nothing else orders two devices.
-// docs/gpu.md says why no flag or record of one launch can be mistaken for another launch's.
+//
+// A flag holds the number of the launch that raised it, and a wait ends when it holds that number
+// or a larger one. The window counts the launches, so a CUDA graph may be replayed. Why no launch
+// takes a record of another: let rank B be in launch e + 1 while A is still in e.
+//
+//   - Step 1 of B overwrites records that A reads in step 2 of e. But B has ended e, so it has
+//     every mean that A owns, and A raised the flag of each mean after its last read of the
+//     records.
+//   - Step 2 of B overwrites means that A reads in step 3 of e. But it waits for a flag of A with
+//     the number e + 1, which A has not raised.
+//
+// So records need no second buffer. But the records of the two legs never share memory, and every
+// launch has packets, so it waits for every rank.
 #ifndef CGX_CUDA_PEER_H_
 #define CGX_CUDA_PEER_H_
 
