@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+T = TypeVar("T")
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -19,26 +22,28 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).mat.varying)
 
 
-def vary_over(x: Any, axes: frozenset[str]) -> Any:
+def vary_over(x: T, axes: frozenset[str]) -> T:
     """Types `x` as varying over `axes` as well; costs nothing at run time."""
     missing = tuple(a for a in sorted(axes) if a not in varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    typed: T = lax.pcast(x, missing, to="varying") if missing else x
+    return typed
 
 
-def plain(x: Any) -> Any:
+def plain(x: T) -> T:
     """Types `x` without `reduced` and `unreduced` axes, which most operations do not accept."""
     mat = jax.typeof(x).mat
     return _retyped(x, type(mat)())
 
 
-def typed_like(x: Any, like: Any) -> Any:
+def typed_like(x: T, like: Any) -> T:
     """Types `x` with the `reduced` and `unreduced` axes of `like`; costs nothing at run time."""
     return _retyped(x, jax.typeof(like).mat)
 
 
-def _retyped(x: Any, like: Any) -> Any:
+def _retyped(x: T, like: Any) -> T:
     mat = jax.typeof(x).mat
-    return x if like.update(varying=mat.varying) == mat else _retype_p.bind(x, like=like)
+    typed: T = x if like.update(varying=mat.varying) == mat else _retype_p.bind(x, like=like)
+    return typed
 
 
 # On each device, a value with `reduced` or `unreduced` axes is an ordinary value. Only AD reads
@@ -54,10 +59,11 @@ batching.defvectorized(_retype_p)
 mlir.register_lowering(_retype_p, lambda ctx, x, *, like: [x])
 
 
-def same_over(x: Any, axes: Sequence[str]) -> Any:
+def same_over(x: T, axes: Sequence[str]) -> T:
     """Types `x` as the same on all ranks of `axes`; the caller guarantees that it is."""
     replicated = tuple(a for a in axes if a in varying_axes(x))
-    return _same_p.bind(x, axes=replicated) if replicated else x
+    typed: T = _same_p.bind(x, axes=replicated) if replicated else x
+    return typed
 
 
 # JAX types some values as varying that are the same on all ranks, such as the result of successive
@@ -69,7 +75,7 @@ batching.defvectorized(_same_p)
 mlir.register_lowering(_same_p, lambda ctx, x, *, axes: [x])
 
 
-def result_aval(shape: Sequence[int], dtype: Any, like: Any) -> jax.core.ShapedArray:
+def result_aval(shape: Sequence[int], dtype: DTypeLike, like: Any) -> jax.core.ShapedArray:
     """Returns the abstract value of a kernel's result; it varies where the operand `like` does."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
@@ -79,7 +85,8 @@ def result_aval(shape: Sequence[int], dtype: Any, like: Any) -> jax.core.ShapedA
 def reduced_aval(x: Any, axes: Sequence[str]) -> jax.core.ShapedArray:
     """Returns the abstract value of `x` after a reduction that makes it the same over `axes`."""
     varying = x.mat.varying - frozenset(axes)
-    return x.update(manual_axis_type=x.mat.update(varying=varying))
+    out: jax.core.ShapedArray = x.update(manual_axis_type=x.mat.update(varying=varying))
+    return out
 
 
 def new_channel(ctx: Any) -> int:
@@ -104,7 +111,7 @@ def lowered_program() -> Any:
 _VIEWS = frozenset({"pcast", "pvary", "reshape", "slice", "squeeze"})
 
 
-def is_computed(x: Any) -> bool:
+def is_computed(x: object) -> bool:
     """Whether the traced function computes `x`, rather than only viewing an argument.
 
     False if JAX does not say: outside jit, and for a value that a transformation wraps.
@@ -127,7 +134,10 @@ def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:
     # Any, because the signature differs in jaxlib 0.10, which has no fused calls on CUDA.
     annotate: Any = compute_on.compute_on
     memory = jax.memory.Space.Device
-    return annotate(function, compute_type="gpu_stream:collective", out_memory_spaces=memory)
+    out: Callable[..., Any] = annotate(
+        function, compute_type="gpu_stream:collective", out_memory_spaces=memory
+    )
+    return out
 
 
 def bound_by_mesh(axes: Sequence[str]) -> bool:

@@ -15,7 +15,8 @@ def gather(number: int) -> list[int]:
     """Returns every process's 32-bit number on all processes, which all call it together."""
     if jax.process_count() == 1:
         return [number]
-    return multihost_utils.process_allgather(np.uint32(number)).tolist()
+    out: list[int] = multihost_utils.process_allgather(np.uint32(number)).tolist()
+    return out
 
 
 def rows(values: Any) -> np.ndarray:

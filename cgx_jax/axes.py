@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from cgx_jax import _compat
+from cgx_jax._types import AxisName, Pytree
 from cgx_jax.leaves import sum_dtype
 
 # A leaf of up to this size travels with others: a separate call costs more than the copies.
@@ -23,12 +25,14 @@ UNROLL = 4  # rows that one round of a loop over ranks adds, so that XLA may fus
 class Axes:
     """Axis names with their world size and groups: static and hashable."""
 
-    names: tuple[Any, ...]
+    names: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...] | None
     world: int
 
     @classmethod
-    def resolve(cls, caller: str, axis_name: Any, groups: Any) -> Axes:
+    def resolve(
+        cls, caller: str, axis_name: AxisName, groups: Sequence[Sequence[int]] | None
+    ) -> Axes:
         """Checks names and groups against the bound axes; raises ValueError if they do not fit."""
         names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
         if not names or len(set(names)) != len(names):
@@ -91,7 +95,7 @@ class Axes:
         names = manual if _compat.bound_by_mesh(self.names) else self.names
         return {n: lax.axis_size(n) for n in names}
 
-    def on_every_rank(self, flag: Any, *, alike: bool = False) -> Any:
+    def on_every_rank(self, flag: jax.Array, *, alike: bool = False) -> jax.Array:
         """Returns, on every rank, whether `flag`, bool[], is True on all ranks of the mesh.
 
         `alike` says that `flag` is already the same along these axes, so they are not reduced over.
@@ -102,7 +106,8 @@ class Axes:
         failed = jnp.asarray(~flag, jnp.int32)
         if _compat.bound_by_mesh(names):
             failed = _compat.vary_over(failed, frozenset(names))
-        return lax.psum(failed, names) == 0
+        everywhere: jax.Array = lax.psum(failed, names) == 0
+        return everywhere
 
     def check_plain(
         self, caller: str, leaves: Sequence[tuple[str, Any]], *, reduced: bool = True
@@ -148,21 +153,21 @@ class Axes:
                     "cgx_jax.reduce_in_backward(params, axis_name) and drop this call."
                 )
 
-    def sum(self, leaves: Sequence[Any]) -> list[jax.Array]:
+    def sum(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns `lax.psum` of every leaf, added up in `sum_dtype`; small leaves together."""
         return self._divided(leaves, 1)
 
-    def mean(self, leaves: Sequence[Any]) -> list[jax.Array]:
+    def mean(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns `lax.pmean` of every leaf, like `sum`; divided before it is rounded."""
         return self._divided(leaves, self.world)
 
-    def max(self, leaves: Sequence[Any]) -> list[jax.Array]:
+    def max(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Applies `lax.pmax` to every leaf; small leaves travel together."""
         if self.groups is not None and self.checked():
             return _together(lambda joined: [self._gathered(x).max(0) for x in joined], leaves)
         return _together(self._by(lax.pmax), leaves)
 
-    def _divided(self, leaves: Sequence[Any], divisor: int) -> list[jax.Array]:
+    def _divided(self, leaves: Sequence[jax.Array], divisor: int) -> list[jax.Array]:
         arrays = [jnp.asarray(x) for x in leaves]
         wide = [cast(x, sum_dtype(x.dtype)) for x in arrays]
         add = self._by(lax.psum)
@@ -175,21 +180,22 @@ class Axes:
     def _by(self, collective: Callable[..., Any]) -> Callable[[list[jax.Array]], list[jax.Array]]:
         return lambda leaves: collective(leaves, self._name, axis_index_groups=self.groups)
 
-    def _gathered(self, x: Any) -> jax.Array:
+    def _gathered(self, x: jax.Array) -> jax.Array:
         x = _compat.vary_over(jnp.asarray(x), frozenset(self.names))
-        return lax.all_gather(x, self.names, axis_index_groups=self.groups)
+        out: jax.Array = lax.all_gather(x, self.names, axis_index_groups=self.groups)
+        return out
 
     @property
-    def _name(self) -> Any:
+    def _name(self) -> str | tuple[str, ...]:
         return self.names[0] if len(self.names) == 1 else self.names
 
 
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
+def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns `x` in `dtype`; `x` itself, weakly typed or not, if it has that dtype."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def divided(total: jax.Array, divisor: int, dtype: Any) -> jax.Array:
+def divided(total: jax.Array, divisor: int, dtype: DTypeLike) -> jax.Array:
     """Returns a sum of values of `dtype`, or its quotient, in the dtype that lax gives it."""
     if divisor != 1:
         total = total / divisor
@@ -198,7 +204,7 @@ def divided(total: jax.Array, divisor: int, dtype: Any) -> jax.Array:
     return total if dtype == jnp.bool_ else cast(total, dtype)
 
 
-def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Any) -> jax.Array:
+def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Pytree) -> jax.Array:
     """Folds total = f(total, rank, row) over the ranks in order, in a program of fixed size.
 
     `rows` are arrays whose first dimension is the ranks. The first rank is handled outside the
@@ -222,7 +228,7 @@ def sum_of_rows(rows: jax.Array) -> jax.Array:
 
 
 def _together(
-    reduce: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[Any]
+    reduce: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Applies `reduce` to all leaves, with small leaves of one type joined into one array.
 
@@ -246,7 +252,9 @@ def _together(
     return [out[i] for i in range(len(arrays))]
 
 
-def _check_bound(caller: str, names: tuple[Any, ...], groups: Any) -> None:
+def _check_bound(
+    caller: str, names: tuple[str, ...], groups: Sequence[Sequence[int]] | None
+) -> None:
     """Raises ValueError for uses of vmap axes that `lax.psum` does not support either."""
     of_vmap = [n for n in names if not _compat.bound_by_mesh((n,))]
     if groups is not None and of_vmap:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat, hooked, nonfinite
+from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import SMALL_BYTES
 from cgx_jax.compressors import Compressor
 from cgx_jax.core import Options, reduce_leaves
@@ -24,15 +25,15 @@ _HOOK = "reduce_in_backward"
 
 
 def reduce_in_backward(
-    params: Any,
-    axis_name: Any,
+    params: Pytree,
+    axis_name: AxisName,
     compressor: Compressor | Policy | Plan | None = None,
     *,
-    key: Any = None,
+    key: Key = None,
     exchange: Exchange | str | Tuner = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
-) -> Any:
+) -> Pytree:
     """Returns `params` unchanged; the backward pass sums their gradients with compression.
 
     `params` is a pytree of arrays. Wrap the parameters inside the loss. Each fusion buffer (4 MiB,
@@ -85,11 +86,11 @@ class _Hook:
     def __init__(self, options: Options, plan: Plan):
         self.options, self.plan = options, plan
 
-    def __call__(self, key: Any, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         before = [_compat.varying_axes(x) for x in leaves]
         identity = jax.custom_vjp(self._forward)
 
-        def backward(key: Any, cotangents: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        def backward(key: Key, cotangents: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
             summed = reduce_leaves(self.options, cotangents, self.plan, key).values
             out = tuple(_compat.vary_over(x, axes) for x, axes in zip(summed, before, strict=True))
             return jax.tree.map(_no_gradient, key), out
@@ -97,9 +98,9 @@ class _Hook:
         identity.defvjp(lambda key, xs: (self._forward(key, xs), key), backward)
         return identity(key, leaves)
 
-    def _forward(self, key: Any, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _forward(self, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_compat.vary_over(x, self.options.axes.varying()) for x in leaves)
 
 
-def _no_gradient(key: Any) -> np.ndarray:
+def _no_gradient(key: jax.Array) -> np.ndarray:
     return np.zeros(jnp.shape(key), jax.dtypes.float0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
+from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange
@@ -16,16 +16,16 @@ from cgx_jax.reductions import Levels, Reduction
 
 
 def psum_compressed(
-    tree: Any,
-    axis_name: Any,
+    tree: Pytree,
+    axis_name: AxisName,
     compressor: Compressor | Policy | Plan | None = None,
     *,
-    key: Any = None,
+    key: Key = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     exchange: Exchange | str = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
-) -> Any:
+) -> Pytree:
     """Sums over the ranks of `axis_name` with compressed payloads; `lax.psum` for gradients.
 
     `tree` is a pytree of arrays of any shape and dtype. The result has the same shapes, and the
@@ -86,16 +86,16 @@ def psum_compressed(
 
 
 def pmean_compressed(
-    tree: Any,
-    axis_name: Any,
+    tree: Pytree,
+    axis_name: AxisName,
     compressor: Compressor | Policy | Plan | None = None,
     *,
-    key: Any = None,
+    key: Key = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     exchange: Exchange | str = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
-) -> Any:
+) -> Pytree:
     """Returns the mean over the ranks of `axis_name`: `psum_compressed` over the world size.
 
     Takes, returns and raises the same as `psum_compressed`. Sums are divided before they are
@@ -114,8 +114,8 @@ def pmean_compressed(
 
 
 def _all_reduce(
-    options: Options, tree: Any, compressor: Compressor | Policy | Plan | None, key: Any
-) -> Any:
+    options: Options, tree: Pytree, compressor: Compressor | Policy | Plan | None, key: Key
+) -> Pytree:
     plan = resolve(options.name, tree, compressor)
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, reduce_leaves(options, leaves, plan, key).values)

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from cgx_jax import _compat, debug, nonfinite
+from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, buckets
 from cgx_jax.compressors.base import require_key
@@ -56,9 +58,9 @@ class Options:
     def resolve(
         cls,
         name: str,
-        axis_name: Any,
+        axis_name: AxisName,
         *,
-        groups: Any = None,
+        groups: Sequence[Sequence[int]] | None = None,
         exchange: Exchange | str = "auto",
         reduction: Reduction | str | None = None,
         levels: Levels | None = None,
@@ -90,9 +92,9 @@ class Sums(NamedTuple):
     bool[], says that `debug_nonfinite` set all values to 0. It is False if that mode is off.
     """
 
-    values: list[Any]
-    residuals: list[Any]
-    states: list[Any]
+    values: list[jax.Array]
+    residuals: list[jax.Array | None]
+    states: list[Pytree]
     skipped: Any = False
 
 
@@ -209,12 +211,12 @@ def reduce_leaves(
     options: Options,
     leaves: Sequence[Any],
     plan: Plan,
-    key: Any,
+    key: Key,
     *,
     residual: bool = False,
     units: Units | None = None,
-    states: Sequence[Any] | None = None,
-    step: Any = None,
+    states: Sequence[Pytree] | None = None,
+    step: jax.Array | None = None,
 ) -> Sums:
     """Returns the sums or means of `leaves`, which must be the leaves of `plan`.
 
@@ -328,7 +330,7 @@ def _reduce_buffer(
 
 
 @_reduce_buffer.defjvp
-def _reduce_buffer_jvp(call: tuple[Reduction, Job], primals: Any, tangents: Any) -> Any:
+def _reduce_buffer_jvp(call: tuple[Reduction, Job], primals: Pytree, tangents: Pytree) -> Pytree:
     _, job = call
     reduced = _reduce_buffer(call, *primals)
     leaves = list(tangents[1])
@@ -337,12 +339,12 @@ def _reduce_buffer_jvp(call: tuple[Reduction, Job], primals: Any, tangents: Any)
     return reduced, Reduced(list(exact), *none)
 
 
-def _no_tangent(x: jax.Array) -> Any:
+def _no_tangent(x: jax.Array) -> Pytree:
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
 
 
-def _check_units(name: str, plan: Plan, leaves: Sequence[Any], units: Units) -> None:
+def _check_units(name: str, plan: Plan, leaves: Sequence[jax.Array], units: Units) -> None:
     if len(units) != len(leaves):
         raise ValueError(
             f"{name}: {len(units)} units for {len(leaves)} leaves; pass one entry per leaf, None "
@@ -363,7 +365,7 @@ def _check_units(name: str, plan: Plan, leaves: Sequence[Any], units: Units) -> 
 
 
 def _calls(
-    buffer: Sequence[int], leaves: Sequence[Any], compressors: Sequence[Compressor]
+    buffer: Sequence[int], leaves: Sequence[jax.Array], compressors: Sequence[Compressor]
 ) -> list[tuple[tuple[int, ...], bool]]:
     """Splits a buffer into calls; returns (leaf numbers, whether ranks share noise) for each.
 
@@ -378,7 +380,7 @@ def _calls(
 
 
 def _seeds(
-    compressors: Collection[Compressor], key: Any, axes: Axes, count: int, *, alike: bool
+    compressors: Collection[Compressor], key: Key, axes: Axes, count: int, *, alike: bool
 ) -> Mapping[bool, tuple[Any, ...]]:
     """Returns `count` seeds of this rank's own under False, and `count` shared ones under True.
 
@@ -389,7 +391,8 @@ def _seeds(
     """
     if not any(c.needs_key for c in compressors):
         return dict.fromkeys((False, True), (np.zeros(2, np.uint32),) * count)
-    keys = {}
+    assert key is not None
+    keys: dict[bool, ArrayLike] = {}
     if any(not c.shares_noise for c in compressors):
         keys[False] = jax.random.fold_in(key, axes.index())
     if alike or any(c.shares_noise for c in compressors):

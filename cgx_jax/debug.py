@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +67,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     return (words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1)).sum(dtype=jnp.uint32)
 
 
-def _require_equal(caller: str, names: Sequence[Any], rows: Any) -> None:
+def _require_equal(caller: str, names: Sequence[str], rows: jax.Array) -> None:
     sums = np.ascontiguousarray(rows).view(np.uint32)[:, 0]
     others = np.flatnonzero(sums != sums[0])
     if len(others):

@@ -14,11 +14,12 @@ from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cgx_jax import _compat
+from cgx_jax._types import Pytree
 
 _NEXT = {"value": "tangent", "tangent": "cotangent", "cotangent": "tangent"}
 
 
-def mark(name: str, path: str, x: Any, axes: Sequence[Any]) -> Any:
+def mark(name: str, path: str, x: Any, axes: Sequence[str]) -> Any:
     """Returns `x`, whose gradient a hook will sum over `axes`.
 
     Raises ValueError, now or while the gradient is traced, if another hook sums it already. `name`
@@ -52,7 +53,7 @@ def _refuse(x: Any, *, name: str, path: str, axes: tuple[Any, ...], casts: bool 
         )
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(primals: Pytree, tangents: Pytree, **params: Any) -> Any:
     (x,), (t,) = primals, tangents
     out = _mark_p.bind(x, **params)
     if type(t) is ad.Zero:
@@ -60,7 +61,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return out, _mark_p.bind(t, **params | {"kind": "tangent"})
 
 
-def _transpose(cotangent: Any, x: Any, *, kind: str, **params: Any) -> Any:
+def _transpose(cotangent: Pytree, x: Any, *, kind: str, **params: Any) -> Any:
     if type(cotangent) is ad.Zero:
         return [cotangent]
     if kind == "tangent":

@@ -6,17 +6,17 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jaxlib.version
 
+from cgx_jax._types import Json
 from cgx_jax._version import __version__
 
 MOST_NAME = 200  # characters
 
 
-def facts() -> dict[str, Any]:
+def facts() -> Json:
     """Returns processor, cores, device kind and versions for a `Profile`; starts the backend."""
     return {
         "cpu": cpu(),

@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+from cgx_jax._types import Pytree
 
 SCALARS = (bool, int, float, complex, np.generic)
 
@@ -38,7 +41,7 @@ class Leaf:
         return f"{self.path!r} {self.dtype}{list(self.shape)}"
 
 
-def sum_dtype(dtype: Any) -> np.dtype:
+def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which exact sums run: narrower numbers are widened to 32 bits.
 
     Sums of float16 may overflow where the mean does not, sums of bfloat16 round at every rank, and
@@ -52,7 +55,7 @@ def sum_dtype(dtype: Any) -> np.dtype:
     return dtype
 
 
-def leaves_of(tree: Any) -> list[Leaf]:
+def leaves_of(tree: Pytree) -> list[Leaf]:
     """Returns every leaf of `tree` (arrays, tracers or ShapeDtypeStructs)."""
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -61,7 +64,7 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return out
 
 
-def is_bare(tree: Any) -> bool:
+def is_bare(tree: Pytree) -> bool:
     """Whether `tree` is one array; a Python or NumPy scalar is not, since all ranks know it."""
     return bool(jax.tree_util.all_leaves([tree])) and not isinstance(tree, SCALARS)
 

@@ -120,4 +120,5 @@ class LinkTimer:
         for sample in samples:
             for i in orders.permutation(len(functions)):
                 sample[i] = self.timed(functools.partial(_finish, functions[i], x))
-        return self.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
+        slowest: np.ndarray = self.gather(samples.ravel()).max(axis=0)
+        return slowest.reshape(samples.shape)

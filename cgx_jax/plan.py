@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cgx_jax._types import Pytree
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.base import require_stateless
 from cgx_jax.compressors.codes import CodedLeaf
@@ -32,7 +33,7 @@ class Plan:
     @classmethod
     def build(
         cls,
-        tree: Any,
+        tree: Pytree,
         policy: Compressor | Policy | None = None,
         *,
         overrides: Mapping[str, Compressor] | None = None,
@@ -122,7 +123,7 @@ class Plan:
 
 def resolve(
     caller: str,
-    tree: Any,
+    tree: Pytree,
     policy: Compressor | Policy | Plan | None,
     *,
     fusion_bytes: int = FUSION_BYTES,

@@ -17,7 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_leaves_with_path
+from jax.typing import DTypeLike
 
+from cgx_jax._types import AxisName, Pytree, Words
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor, Quantize
 from cgx_jax.compressors.codes import CodedLeaf
@@ -58,12 +60,12 @@ def check_compressor(compressor: Compressor, shapes: Sequence[tuple[int, ...]] =
 
 
 def _check_payload(
-    compressor: PayloadCompressor, shape: tuple[int, ...], dtype: Any, *, eager: bool
+    compressor: PayloadCompressor, shape: tuple[int, ...], dtype: DTypeLike, *, eager: bool
 ) -> None:
     state = compressor.init(shape, dtype)
     key = jax.random.key(3) if compressor.needs_key else None
 
-    def round_trip(x: Any) -> Any:
+    def round_trip(x: Any) -> Pytree:
         ready, after = x, state
         if compressor.prepares:
             ready, after = compressor.prepare(x.astype(jnp.float32), state)
@@ -131,13 +133,13 @@ def _check_reduction(
     x = [jnp.stack([_normal(100 * n + r, shape) for r in range(world)]) for n in range(2)]
     states = [compressor.init(shape, one.dtype)] * 2
 
-    def run(leaves: Sequence[Any]) -> Any:
+    def run(leaves: Sequence[jax.Array]) -> Pytree:
         options = Options.resolve(
             "check_reduction", "ranks", exchange=exchange, reduction=reduction, mean=mean
         )
         return reduce_leaves(options, leaves, plan, key, residual=True, states=states)
 
-    def of_rank(leaves: Sequence[Any]) -> Any:
+    def of_rank(leaves: Sequence[jax.Array]) -> Pytree:
         own = [v[0] for v in leaves]
         made = run(own)
         gradient = jax.grad(lambda v: sum(map(jnp.vdot, run(v).values, own)))(own)
@@ -195,7 +197,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
         layout = Layout((slot,), world)
         seeds = (np.zeros(2, np.uint32),) * 2
 
-        def fused(own: Any, axes: Axes) -> Any:
+        def fused(own: jax.Array, axes: Axes) -> jax.Array:
             fused = exchange.all_reduce(
                 "check_exchange",
                 seeds,
@@ -214,7 +216,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
         whole = Layout((slot,), 1)
         seed = np.zeros(2, np.uint32)
 
-        def one_shot(own: Any, axes: Axes) -> Any:
+        def one_shot(own: jax.Array, axes: Axes) -> jax.Array:
             fused = exchange.gather_sum(
                 "check_exchange",
                 seed,
@@ -258,11 +260,11 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
 
 
 def check_loss(
-    loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
+    loss_fn: Callable[..., Pytree],
+    params: Pytree,
+    batch: Pytree,
     mesh: Mesh,
-    axis_name: Any,
+    axis_name: AxisName,
     *,
     more: Sequence[Any] = (),
     rtol: float = 1e-3,
@@ -284,7 +286,7 @@ def check_loss(
         lambda x: jax.device_put(x, place) if isinstance(x, jax.Array) else x, given
     )
 
-    def run(where: Mesh, given: Any) -> dict[str, dict[str, np.ndarray]]:
+    def run(where: Mesh, given: Pytree) -> dict[str, dict[str, np.ndarray]]:
         given = tuple(nnx().clone(x) if is_nnx(x) else x for x in given)
         how = {"trust": True, **options}
         with jax.set_mesh(where):
@@ -327,11 +329,11 @@ def _largest(x: np.ndarray) -> float:
 
 
 def _composed(
-    reduction: Reduction, code: PayloadCompressor, seeds: Sequence[Any]
-) -> Callable[..., Any]:
+    reduction: Reduction, code: PayloadCompressor, seeds: Sequence[Words]
+) -> Callable[..., Pytree]:
     """Returns a function that sums one leaf by separate kernels around XLA's collectives."""
 
-    def f(own: Any, axes: Axes) -> Any:
+    def f(own: jax.Array, axes: Axes) -> jax.Array:
         leaves = (CodedLeaf(code, own.shape, np.dtype(np.float32), 0),)
         job = Job("check", leaves, axes, Xla(), 1, residual=False, in_place=False)
         return reduction.run(job, seeds, [own], (), [()]).sums[0]
@@ -339,10 +341,12 @@ def _composed(
     return f
 
 
-def _over(mesh: Mesh, axis: str, exchange: Exchange, x: np.ndarray, f: Callable[..., Any]) -> Any:
+def _over(
+    mesh: Mesh, axis: str, exchange: Exchange, x: np.ndarray, f: Callable[..., Pytree]
+) -> Pytree:
     """Compiles and runs f(own, axes) on each rank's row of `x`."""
 
-    def of_rank(v: Any) -> Any:
+    def of_rank(v: Any) -> Pytree:
         axes = Axes.resolve("check_exchange", axis, None)
         exchange.require("check_exchange", axes.names)
         return f(v[0], axes)[None]
@@ -356,7 +360,7 @@ def _same(
     mesh: Mesh,
     axis: str,
     exchange: Exchange,
-    method: Callable[..., Any],
+    method: Callable[..., Pytree],
     x: np.ndarray,
     expected: np.ndarray,
     *more: Any,
@@ -376,8 +380,8 @@ def _alike(
     axis: str,
     exchange: Exchange,
     x: np.ndarray,
-    one: Callable[..., Any],
-    other: Callable[..., Any],
+    one: Callable[..., Pytree],
+    other: Callable[..., Pytree],
 ) -> None:
     got, want = (_over(mesh, axis, exchange, x, f) for f in (one, other))
     for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):

@@ -11,6 +11,7 @@ ROOT = pathlib.Path(cgx_jax.__file__).parent
 # From low to high: a file imports only from its own room and from rooms above it in this list.
 LAYERS = [
     "_version",
+    "_types",
     "_compat",
     "wire",
     "untrusted",

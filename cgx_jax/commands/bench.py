@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import installation
+from cgx_jax._types import Json
 from cgx_jax.collectives import psum_compressed
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.console import Column, table_lines
@@ -59,7 +60,7 @@ def run(
     `follow_profile` adds the exchange "auto". `link` is the rate of the link between the ranks, if
     it is known.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     if link and links.first:
         print(f"{links.world} processes, joined by a link of {link}")
     for size in sizes:
@@ -88,7 +89,7 @@ def parent(path: Path) -> Path:
 
 def measure(
     links: LinkTimer, values: int, bits: Sequence[int], reps: int, follow_profile: bool
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Times every method on f32[values] per rank; returns one row per method."""
     exchanges = [e.shorthand for e in auto.available()] + ["auto"] * follow_profile
     methods = [(exchange, width) for width in bits for exchange in exchanges]
@@ -161,7 +162,7 @@ def quartiles(values: Any) -> list[float]:
     return [float(q) for q in np.percentile(np.asarray(values, np.float64), (25, 50, 75))]
 
 
-def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> dict[str, Any]:
+def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> Json:
     """Returns a method's figures from its seconds and from psum's in the same repeats."""
     algbw = 8e-9 * nbytes / float(np.median(mine))
     return {
@@ -172,7 +173,7 @@ def figures(world: int, nbytes: int, psum: np.ndarray, mine: np.ndarray) -> dict
     }
 
 
-def print_rows(rows: Sequence[dict[str, Any]], *, header: bool) -> None:
+def print_rows(rows: Sequence[Json], *, header: bool) -> None:
     """Prints one line per method."""
     cells = []
     for row in rows:

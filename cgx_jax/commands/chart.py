@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from cgx_jax._types import Json
 from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.link_timer import size_text
 
@@ -16,7 +16,7 @@ PSUM_COLOR = "#4c566a"
 COLORS = ("#d9622b", "#2b7bba", "#3a9a5b", "#8a5bb5", "#b58a2b", "#b52b5b")
 
 
-def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
+def draw(rows: Sequence[Json], world: int, path: Path) -> None:
     """Draws the rows of `bench` into a PNG at `path`."""
     sizes = np.unique([row["bytes"] for row in rows])
     series = _series(rows)
@@ -61,9 +61,9 @@ def pays_from(sizes: np.ndarray, lower: np.ndarray) -> float | None:
     return float(sizes[first]) if first < len(sizes) else None
 
 
-def _series(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _series(rows: Sequence[Json]) -> dict[str, list[Json]]:
     """Groups the rows into one curve per method and width, psum first."""
-    series: dict[str, list[dict[str, Any]]] = {}
+    series: dict[str, list[Json]] = {}
     for row in rows:
         name = "psum" if row["method"] == "psum" else f"{row['method']}, {row['bits']} bits"
         series.setdefault(name, []).append(row)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from cgx_jax import installation
+from cgx_jax._types import Json
 from cgx_jax.commands.bench import parent, quartiles
 from cgx_jax.commands.tried import ERROR_STEPS, METHODS, Trial
 from cgx_jax.console import Column, Progress, table_lines
@@ -110,12 +111,13 @@ def function_of(target: str) -> Callable[..., Any]:
             f"compare: {module_name} has no function {name!r}; it has {', '.join(there) or 'none'}."
             f" Write `def {name}(sync)`, or name another: {module_name}:FUNCTION."
         )
-    return function
+    out: Callable[..., Any] = function
+    return out
 
 
 def measure(
     build: Callable[..., Any], links: LinkTimer, names: Sequence[str], steps: int, exchange: str
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Times `steps` steps of every method in turns; returns one row per method, exact's first."""
     trials, runs = [], []
     samples = np.empty((steps, len(names)))
@@ -188,7 +190,7 @@ def _copied(x: Any) -> Any:
     return x.copy() if isinstance(x, jax.Array) else x
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     kind = type(value).__name__
     return f"{kind} of {len(value)}" if isinstance(value, tuple | list | dict) else kind
 
@@ -221,7 +223,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(shape == jax.tree.structure(b))
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+def print_rows(rows: Sequence[Json]) -> None:
     """Prints one line per method."""
     cells = []
     for row in rows:
@@ -239,7 +241,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     print(*table_lines(_COLUMNS, cells), sep="\n", flush=True)
 
 
-def recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:
+def recommendation(rows: Sequence[Json]) -> list[str]:
     """Returns the recommendation's lines, from the quartiles of `measure`'s rows.
 
     Ratios of times decide; exact gradients have the ratio 1. A method is faster than another if its
@@ -268,12 +270,12 @@ def recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _best(rows: Sequence[Json]) -> Json:
     fastest = max(rows, key=lambda row: row["ratio"][1])
     alike = [row for row in rows if row["ratio"][2] >= fastest["ratio"][0]]
     return min(alike, key=lambda row: row["error"])
 
 
-def _said(row: dict[str, Any]) -> str:
+def _said(row: Json) -> str:
     low, ratio, high = row["ratio"]
     return f"a step is {ratio:.2f} ({low:.2f}-{high:.2f}) times as fast as with exact gradients"

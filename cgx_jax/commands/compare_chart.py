@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from cgx_jax._types import Json
 from cgx_jax.commands.chart import COLORS, PSUM_COLOR
 
 
-def draw(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
+def draw(rows: Sequence[Json], world: int, path: Path) -> None:
     """Draws the rows of `compare` into a PNG at `path`."""
     names = [row["method"] for row in rows]
     colors = [PSUM_COLOR if name == "exact" else COLORS[1] for name in names]

@@ -179,7 +179,7 @@ def run_ranks(
         return code
 
 
-def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> int:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
     """Waits; returns the first failed exit code at once, else 0, or 124 after `timeout` seconds."""
     end = time.monotonic() + timeout
     while True:
@@ -195,7 +195,7 @@ def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> int:
         time.sleep(0.05)
 
 
-def _stop(process: subprocess.Popen) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     """Kills the process and its children, which are in the process group that it leads."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -208,7 +208,7 @@ def _path() -> str:
 
 def _start(
     options: dict[str, Any], command: Sequence[str], **pipes: Any
-) -> subprocess.CompletedProcess:
+) -> subprocess.CompletedProcess[Any]:
     namespaces = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
     inside = [sys.executable, __file__, "switch", json.dumps(options), *command]
     environment = os.environ | {"PATH": _path()}

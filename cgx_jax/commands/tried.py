@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from cgx_jax._types import AxisName, Pytree
 from cgx_jax.compressors import (
     BlockTopK,
     Cast,
@@ -86,7 +87,7 @@ class Trial:
         self.sent_bytes: int | None = None
 
     def sync(
-        self, axis_name: Any, *, mesh: Mesh | None = None
+        self, axis_name: AxisName, *, mesh: Mesh | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Makes `sync_gradients` for this method, which measures its error in the first steps."""
         import optax
@@ -102,13 +103,13 @@ class Trial:
         )
         self.made = True
 
-        def init(params: Any) -> Watched:
+        def init(params: Pytree) -> Watched:
             state = inner.init(params)
             zero = state.step.astype(jnp.float32)  # placed on the mesh like the state
             return Watched(state, zero, zero)
 
         def update(
-            updates: Any, state: Watched, params: Any = None, **extra_args: Any
+            updates: Pytree, state: Watched, params: Pytree = None, **extra_args: object
         ) -> tuple[Any, Watched]:
             options = Options.resolve(CALLER, axis_name, exchange=self.exchange)
             self.sent_bytes = self._sent_bytes(options, updates)
@@ -126,7 +127,7 @@ class Trial:
 
         return optax.GradientTransformationExtraArgs(init, update)
 
-    def _sent_bytes(self, options: Options, updates: Any) -> int:
+    def _sent_bytes(self, options: Options, updates: Pytree) -> int:
         """Returns bytes sent per rank and step; exact buffers count as a ring all-reduce."""
         plan = resolve(CALLER, updates, self.method.compressor)
         in_units = range(len(plan.leaves)) if self.method.precondition is not None else ()
@@ -139,7 +140,7 @@ class Trial:
         nbytes, world = sum(plan.leaves[i].sum_bytes for i in exact), options.axes.world
         return total + -(-2 * (world - 1) * nbytes // world)
 
-    def error(self, state: Any) -> float:
+    def error(self, state: Pytree) -> float:
         """Returns the relative error over the first steps, from the training's state."""
         nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Watched))
         watched = next(x for x in nodes if isinstance(x, Watched))
@@ -147,6 +148,6 @@ class Trial:
         return (lost / exact) ** 0.5 if exact else 0.0
 
 
-def _square(tree: Any) -> jax.Array:
+def _square(tree: Pytree) -> jax.Array:
     squares = [jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)]
     return jnp.stack(squares).sum()

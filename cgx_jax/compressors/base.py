@@ -9,7 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key, Pytree
 from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
 
@@ -70,7 +72,7 @@ class Compressor(abc.ABC):
         """What encoding spends time on beyond plain rounding: "noise", "rotation"."""
         return frozenset({"noise"} if self.needs_key else ())
 
-    def supports(self, dtype: Any) -> bool:
+    def supports(self, dtype: DTypeLike) -> bool:
         """Whether values of `dtype` can be encoded; others are reduced exactly."""
         return any(dtype == t for t in (jnp.float32, jnp.bfloat16, jnp.float16))
 
@@ -107,11 +109,11 @@ class Compressor(abc.ABC):
         return jnp.stack(columns, axis=1)
 
     @abc.abstractmethod
-    def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+    def approximate(self, x: jax.Array, *, key: Key = None) -> jax.Array:
         """Returns `x` as one rank encodes and decodes it, from the state that `init` makes."""
 
     @abc.abstractmethod
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         """Returns the exact bits of the code of a leaf of `shape` (or of that many values).
 
         Payloads travel as whole bytes (`payload_bytes`). If the bits are not a multiple of 8,
@@ -119,7 +121,7 @@ class Compressor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         """Returns the largest possible error of each decoded value: fp32, in the shape of `x`.
 
         For a payload, the error is |decode(encode(x)) - x|. For summed arrays `x` is the ranks'
@@ -155,15 +157,15 @@ class Compressor(abc.ABC):
         """
         return None
 
-    def payload_bytes(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def payload_bytes(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         """Bytes of the code of a leaf of `shape` (or of that many values)."""
         return -(-self.wire_bits(shape, dtype) // 8)
 
-    def init(self, shape: Sequence[int], dtype: Any) -> Any:
+    def init(self, shape: Sequence[int], dtype: DTypeLike) -> Pytree:
         """The state before the first step for a leaf of `shape` and `dtype`."""
         return ()
 
-    def has_state(self, shape: Sequence[int], dtype: Any) -> bool:
+    def has_state(self, shape: Sequence[int], dtype: DTypeLike) -> bool:
         """Whether `init` makes any array for a leaf of `shape` and `dtype`."""
         if type(self).init is Compressor.init:
             return False
@@ -193,14 +195,14 @@ class PayloadCompressor(Compressor):
     reductions: ClassVar[tuple[str, ...]] = ("scatter_gather", "gather_sum", "ring", "tree")
     owner_exact: ClassVar[bool] = True
 
-    def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+    def approximate(self, x: jax.Array, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
         if self.prepares:
             ready, _ = self.prepare(x.astype(jnp.float32), self.init(x.shape, x.dtype))
             return self.decode(self.encode(ready, key=key), x.shape, x.dtype)
         return self.decode(self.encode(x, key=key), x.shape, x.dtype)
 
-    def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def prepare(self, x: jax.Array, state: Pytree) -> tuple[jax.Array, Pytree]:
         """Returns (what is encoded of a whole leaf, in the leaf's shape; the new state), both fp32.
 
         `x` is one rank's leaf in fp32. By default it is encoded unchanged.
@@ -213,17 +215,17 @@ class PayloadCompressor(Compressor):
         return type(self).prepare is not PayloadCompressor.prepare
 
     @abc.abstractmethod
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         """Encodes `x`, an array of any shape: returns the payload, uint8[payload_bytes]."""
 
     @abc.abstractmethod
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         """Decodes a payload to an array of `shape` and `dtype`. Takes no sizes from the payload."""
 
     def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
         """Decodes the payloads, u8[ranks, n], and adds them up in fp32 and in rank order."""
 
-        def add(total: jax.Array, _: Any, payload: jax.Array) -> jax.Array:
+        def add(total: jax.Array, _: object, payload: jax.Array) -> jax.Array:
             total = total + self.decode(payload, tuple(shape), jnp.float32)
             # XLA would merge all ranks' values into one scatter, and a GPU adds those in any order.
             return lax.optimization_barrier(total) if self.selects else total
@@ -261,7 +263,7 @@ class Summed(NamedTuple):
 
     total: jax.Array
     own: jax.Array
-    state: Any
+    state: Pytree
 
 
 class Together(NamedTuple):
@@ -298,7 +300,7 @@ class SummedCompressor(Compressor):
     reductions: ClassVar[tuple[str, ...]] = ("sum_rounds",)
 
     @abc.abstractmethod
-    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
+    def rounds(self, x: jax.Array, state: Pytree, *, key: Key, world: int) -> Rounds:
         """A generator: yields the arrays of a round, and receives their sums over `world` ranks.
 
         `x` is fp32 in the leaf's shape. Every rank yields arrays of the same shapes and dtypes, in
@@ -306,7 +308,7 @@ class SummedCompressor(Compressor):
         `Together` in between. Returns `Summed`.
         """
 
-    def summed_bytes(self, shape: Sequence[int], dtype: Any, world: int) -> int:
+    def summed_bytes(self, shape: Sequence[int], dtype: DTypeLike, world: int) -> int:
         """Returns the bytes of all arrays that one of `world` ranks yields."""
         return self.payload_bytes(shape, dtype)
 
@@ -314,7 +316,7 @@ class SummedCompressor(Compressor):
         """Returns `error_bound` of the ranks' sum, given every rank's values, f32[world, ...]."""
         return self.error_bound(x.sum(0))
 
-    def approximate(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+    def approximate(self, x: jax.Array, *, key: Key = None) -> jax.Array:
         state = self.init(x.shape, x.dtype)
         end = alone(self.rounds(x.astype(jnp.float32), state, key=key, world=1))
         return end.total.reshape(x.shape).astype(x.dtype)
@@ -332,11 +334,12 @@ def alone(running: Rounds) -> Summed:
         try:
             made = running.send(answer)
         except StopIteration as stop:
-            return stop.value
+            out: Summed = stop.value
+            return out
 
 
 def require_stateless(
-    caller: str, compressor: Compressor, path: str, shape: Sequence[int], dtype: Any
+    caller: str, compressor: Compressor, path: str, shape: Sequence[int], dtype: DTypeLike
 ) -> None:
     """Raises ValueError for a compressor whose state the caller would lose."""
     if compressor.has_state(shape, dtype):
@@ -348,7 +351,7 @@ def require_stateless(
         )
 
 
-def require_key(caller: str, compressors: Collection[Compressor], key: Any) -> bool:
+def require_key(caller: str, compressors: Collection[Compressor], key: Key) -> bool:
     """Whether any compressor needs a key; raises ValueError if one does and `key` is None."""
     needy = [c for c in compressors if c.needs_key]
     if needy and key is None:

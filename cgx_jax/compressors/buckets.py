@@ -9,20 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
+from cgx_jax._types import Key, Shaped
 from cgx_jax.kernels.reference import random_bits
 
 BUCKET = 512
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
 
-def split(x: Any, size: int) -> jax.Array:
+def split(x: ArrayLike, size: int) -> jax.Array:
     """Cuts any array into fp32[buckets, size]; zeros fill up the last bucket."""
     flat = jnp.ravel(x).astype(jnp.float32)
     return jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size)
 
 
-def join(rows: jax.Array, like: Any) -> jax.Array:
+def join(rows: jax.Array, like: Shaped) -> jax.Array:
     """The inverse of `split`, in the shape and dtype of `like`."""
     shape = jnp.shape(like)
     return rows.reshape(-1)[: int(np.prod(shape))].reshape(shape).astype(jnp.result_type(like))
@@ -98,12 +100,13 @@ def row_sums(rows: jax.Array) -> jax.Array:
     return rows
 
 
-def words(key: Any) -> jax.Array:
+def words(key: Key) -> jax.Array:
     """Returns the words that noise is drawn from, uint32[2], by a JAX key (typed or raw)."""
+    assert key is not None  # `require_key` has seen it
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def noise(key: Any, rows: int, columns: int) -> jax.Array:
+def noise(key: Key, rows: int, columns: int) -> jax.Array:
     """Uniform numbers in [0, 1) of 24 bits, fp32[rows, columns]."""
     return uniform(words(key), rows, columns)
 
@@ -114,7 +117,7 @@ def uniform(words: jax.Array, rows: int, columns: int) -> jax.Array:
     return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
-def rounded(bound: jax.Array, x: Any) -> jax.Array:
+def rounded(bound: jax.Array, x: ArrayLike) -> jax.Array:
     """Returns `bound`, an error of fp32 values, plus the error of rounding to the dtype of `x`.
 
     It is infinite where `x` is not finite, and where the result may exceed the largest value of the
@@ -141,7 +144,7 @@ def whole_number(where: str, name: str, value: Any, low: int, high: int | None =
     return number
 
 
-def require_key(compressor: Any, key: Any) -> None:
+def require_key(compressor: Any, key: Key) -> None:
     """Raises ValueError if there is no key to draw noise from."""
     if key is None:
         raise ValueError(f"{compressor}: rounding at random needs key=jax.random.key(n).")

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from cgx_jax._types import Key, Shaped, Unit, Words
 from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import (
@@ -20,6 +22,7 @@ from cgx_jax.compressors.codes import (
     CodedLeaf,
     RowCode,
     WholeCode,
+    encoded_rows,
     leaf_key,
     unit_of,
 )
@@ -82,13 +85,13 @@ class _ChunksLeafByLeaf(ChunkCode):
         flat = jnp.ravel(x).astype(jnp.float32)
         return jnp.pad(flat, (0, run * self.world - x.size)).reshape(self.world, run)
 
-    def _own(self, rank: Any, compressor: PayloadCompressor) -> Any:
+    def _own(self, rank: jax.Array, compressor: PayloadCompressor) -> jax.Array:
         """Returns bool[world, 1]: True for the row that this rank adds exactly, without loss."""
         own = rank if compressor.owner_exact else NO_RANK
         return (jnp.arange(self.world, dtype=jnp.int32) == own)[:, None]
 
     def encode(
-        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
+        self, seed: Words, rank: jax.Array, leaves: Arrays, *, residual: bool, units: Units
     ) -> tuple[jax.Array, Residuals]:
         rows: list[jax.Array] = []
         residuals: Residuals = [] if residual else None
@@ -108,8 +111,8 @@ class _ChunksLeafByLeaf(ChunkCode):
 
     def reduce(
         self,
-        seed: Any,
-        rank: Any,
+        seed: Words,
+        rank: jax.Array,
         rows: jax.Array,
         leaves: Arrays,
         divisor: float,
@@ -141,7 +144,7 @@ class _ChunksLeafByLeaf(ChunkCode):
                 filled.append(self._leaf(kept + mine, x))
         return jnp.concatenate(out), filled
 
-    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
+    def decode(self, rows: jax.Array, like: Sequence[Shaped], *, units: Units) -> list[jax.Array]:
         out, codes = [], self._of_sums()
         parts = zip(codes, self._split(rows, codes), like, strict=True)
         for i, (code, part, x) in enumerate(parts):
@@ -152,7 +155,7 @@ class _ChunksLeafByLeaf(ChunkCode):
         return out
 
     @staticmethod
-    def _leaf(runs: jax.Array, like: Any, unit: tuple[Any, Any] | None = None) -> jax.Array:
+    def _leaf(runs: jax.Array, like: Shaped, unit: Unit = None) -> jax.Array:
         """Inverts `_runs`, in the shape and dtype of `like`, and takes values out of units."""
         leaf = runs.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
         return outside.multiply(leaf, unit, outside.OUT).astype(like.dtype)
@@ -173,8 +176,8 @@ class _WholeLeafByLeaf(WholeCode):
 
     def encode(
         self,
-        seed: Any,
-        rank: Any,
+        seed: Words,
+        rank: jax.Array,
         leaves: Arrays,
         *,
         residual: bool,
@@ -193,7 +196,7 @@ class _WholeLeafByLeaf(WholeCode):
         return jnp.concatenate(payloads), residuals
 
     def sum(
-        self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
+        self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
     ) -> list[jax.Array]:
         out = []
         parts = jnp.split(rows, np.cumsum(self._bytes())[:-1].tolist(), axis=1)
@@ -207,18 +210,14 @@ class _WholeLeafByLeaf(WholeCode):
 class _RowByRow(RowCode):
     compressor: PayloadCompressor
 
-    def encode(self, key: Any, rows: jax.Array) -> jax.Array:
-        c, rows = self.compressor, rows.astype(jnp.float32)
-        if not c.needs_key:
-            return jax.vmap(c.encode)(rows)
-        keys = jax.random.split(key, rows.shape[0])
-        return jax.vmap(lambda x, k: c.encode(x, key=k))(rows, keys)
+    def encode(self, key: Key, rows: jax.Array) -> jax.Array:
+        return encoded_rows(self.compressor, key, rows.astype(jnp.float32))
 
-    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         return jax.vmap(lambda p: self.compressor.decode(p, tuple(shape), dtype))(payloads)
 
     def accumulate(
-        self, rank: Any, payloads: jax.Array, own: jax.Array, divisor: float
+        self, rank: jax.Array, payloads: jax.Array, own: jax.Array, divisor: float
     ) -> jax.Array:
         def add(total: jax.Array, w: Any, payload: jax.Array) -> jax.Array:
             peer = self.compressor.decode(payload, own.shape, jnp.float32)

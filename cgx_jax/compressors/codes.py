@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from cgx_jax._types import Key, Shaped, Unit, Words
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.scopes import Scoped
@@ -59,19 +61,20 @@ class ChunkCode(Scoped, abc.ABC):
 
     def error_bounds(self, compressor: Any, x: jax.Array) -> jax.Array:
         """Returns `compressor.error_bound` of a leaf that this code cuts, in its shape."""
-        return compressor.error_bound(x)
+        out: jax.Array = compressor.error_bound(x)
+        return out
 
     @abc.abstractmethod
     def encode(
-        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
+        self, seed: Words, rank: jax.Array, leaves: Arrays, *, residual: bool, units: Units
     ) -> tuple[jax.Array, Residuals]:
         """Encodes leaves to rows, row r for rank r's chunk; returns (rows, residuals if asked)."""
 
     @abc.abstractmethod
     def reduce(
         self,
-        seed: Any,
-        rank: Any,
+        seed: Words,
+        rank: jax.Array,
         rows: jax.Array,
         leaves: Arrays,
         divisor: float,
@@ -86,7 +89,7 @@ class ChunkCode(Scoped, abc.ABC):
         """
 
     @abc.abstractmethod
-    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
+    def decode(self, rows: jax.Array, like: Sequence[Shaped], *, units: Units) -> list[jax.Array]:
         """Decodes every chunk's payload to leaves with the shapes and dtypes of `like`."""
 
 
@@ -108,8 +111,8 @@ class WholeCode(Scoped, abc.ABC):
     @abc.abstractmethod
     def encode(
         self,
-        seed: Any,
-        rank: Any,
+        seed: Words,
+        rank: jax.Array,
         leaves: Arrays,
         *,
         residual: bool,
@@ -122,11 +125,11 @@ class WholeCode(Scoped, abc.ABC):
 
     @abc.abstractmethod
     def sum(
-        self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
+        self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
     ) -> list[jax.Array]:
         """Decodes payloads, u8[ranks, row_bytes], sums them in fp32 and rank order, and divides."""
 
-    def words(self, seed: Any, rank: Any) -> Any:
+    def words(self, seed: Words, rank: jax.Array) -> Words:
         """Returns the words that a fused call on this rank draws its noise from, uint32[2]."""
         raise NotImplementedError
 
@@ -146,37 +149,51 @@ class RowCode(Scoped, abc.ABC):
     }
 
     @abc.abstractmethod
-    def encode(self, key: Any, rows: jax.Array) -> jax.Array:
+    def encode(self, key: Key, rows: jax.Array) -> jax.Array:
         """Encodes [rows, ...] to payloads, u8[rows, n]."""
 
     @abc.abstractmethod
-    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         """Decodes payloads, u8[rows, n], to [rows, *shape]."""
 
     @abc.abstractmethod
     def accumulate(
-        self, rank: Any, payloads: jax.Array, own: jax.Array, divisor: float
+        self, rank: jax.Array, payloads: jax.Array, own: jax.Array, divisor: float
     ) -> jax.Array:
         """Adds the other ranks' decoded payloads to the exact `own`, in fp32 and rank order."""
 
-    def words(self, key: Any, rows: int | None) -> Any:
+    def words(self, key: Key, rows: int | None) -> Words:
         """Returns the words of a fused call's noise: uint32[rows, 2], or [2] for a single row."""
         raise NotImplementedError
 
 
-def leaf_key(leaf: CodedLeaf, seed: Any) -> Any:
+def leaf_key(leaf: CodedLeaf, seed: Words) -> jax.Array | None:
     """Returns the key of one leaf of a buffer, or None if its compressor needs none."""
     if not leaf.compressor.needs_key:
         return None
-    return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), leaf.number)
+    return jax.random.fold_in(_key(seed), leaf.number)
 
 
-def folded(seed: Any, number: Any) -> jax.Array:
+def encoded_rows(compressor: Any, key: Key, rows: jax.Array) -> jax.Array:
+    """Encodes each row by itself, with a key of its own if the compressor draws numbers."""
+    encode: Callable[..., jax.Array] = compressor.encode
+    if not compressor.needs_key:
+        return jax.vmap(encode)(rows)
+    assert key is not None
+    keys = jax.random.split(key, rows.shape[0])
+    return jax.vmap(lambda x, k: encode(x, key=k))(rows, keys)
+
+
+def folded(seed: Words, number: int | jax.Array) -> jax.Array:
     """Derives a separate seed for `number`, uint32[2]."""
-    key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
-    return jax.random.bits(jax.random.fold_in(key, number), (2,), jnp.uint32)
+    return jax.random.bits(jax.random.fold_in(_key(seed), number), (2,), jnp.uint32)
 
 
-def unit_of(units: Units, i: int) -> tuple[Any, Any] | None:
+def _key(seed: Words) -> jax.Array:
+    key: jax.Array = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
+    return key
+
+
+def unit_of(units: Units, i: int) -> Unit:
     """Returns the units of leaf `i`; None if `units` is empty."""
     return units[i] if units else None

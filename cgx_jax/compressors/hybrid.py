@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import from_bytes, pack, packed_bytes, size_of, to_bytes, unpack
@@ -39,16 +41,16 @@ class AdaptiveThreshold(PayloadCompressor):
         k = kept("AdaptiveThreshold", self.keep, size)
         return k - k // 2, k // 2
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (packed_bytes(sum(self._counts(n)), position_bits(n)) + 8)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
         most = buckets.maximum(magnitude) * np.float32(1 + 2.0**-18)
         return buckets.rounded(jnp.broadcast_to(most, magnitude.shape), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
         parts, means = [], []
         for count, values in zip(self._counts(flat.size), (flat, -flat), strict=True):
@@ -60,7 +62,7 @@ class AdaptiveThreshold(PayloadCompressor):
         packed = pack(jnp.concatenate(parts), position_bits(flat.size))
         return jnp.concatenate([packed, to_bytes(jnp.stack(means))])
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         n = size_of(shape)
         above, below = self._counts(n)
         packed, means = jnp.split(payload, [packed_bytes(above + below, position_bits(n))])
@@ -93,15 +95,15 @@ class SketchML(PayloadCompressor):
     def width(self) -> int:
         return (self.bins - 1).bit_length()
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         return 8 * (packed_bytes(size_of(shape), self.width) + 4 * self.bins)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         value = jnp.asarray(x).astype(jnp.float32)
         most = 2 * buckets.maximum(jnp.abs(value)) * np.float32(1 + 2.0**-18)
         return buckets.rounded(jnp.broadcast_to(most, value.shape), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
         if not flat.size:
             return jnp.zeros(4 * self.bins, jnp.uint8)
@@ -113,7 +115,7 @@ class SketchML(PayloadCompressor):
         means = jnp.where(jnp.isfinite(means), means, np.float32(np.nan))
         return jnp.concatenate([pack(code.astype(jnp.uint32), self.width), to_bytes(means)])
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         n = size_of(shape)
         packed, means = jnp.split(payload, [packed_bytes(n, self.width)])
         table = from_bytes(means, (self.bins,), jnp.float32)
@@ -153,15 +155,15 @@ class INCEPTIONN(PayloadCompressor):
     def _counts(self, size: int) -> list[int]:
         return [int(np.ceil(c * size)) for c in self.capacities]
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         whole, half, byte = self._counts(n)
         return 8 * (packed_bytes(n, 2) + 4 * whole + 2 * half + byte)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         return buckets.rounded(jnp.abs(jnp.asarray(x).astype(jnp.float32)), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
         tag = self._tags(jnp.abs(flat))
         parts = []
@@ -193,7 +195,7 @@ class INCEPTIONN(PayloadCompressor):
         into = jnp.where(tag > 0, at, magnitude.size)
         return jnp.where(fits, np.uint32(3), np.uint32(0)).at[into].set(tag, mode="drop")
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         n = size_of(shape)
         counts = self._counts(n)
         sizes = [packed_bytes(n, 2), 4 * counts[0], 2 * counts[1]]

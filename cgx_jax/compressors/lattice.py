@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.quantize import Quantize
@@ -72,10 +73,10 @@ class ShiftedLattice(PayloadCompressor):
         # is at most B / 12 times the squared range.
         return 1.0 if self.bits > 1 else 1 / (1 + self.bucket_size / 6)
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         return self._nearest.wire_bits(shape, dtype)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         """Returns half a step plus twice the rounding of `Quantize`: values are rounded first."""
         value = jnp.asarray(x)
         rows = _split(value, self.bucket_size)
@@ -85,7 +86,7 @@ class ShiftedLattice(PayloadCompressor):
         each = _join(jnp.broadcast_to(more, rows.shape), value)
         return self._nearest.error_bound(value) + each
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         buckets.require_key(self, key)
         x = jnp.asarray(x)
         rows = _split(x, self.bucket_size)
@@ -106,7 +107,7 @@ class ShiftedLattice(PayloadCompressor):
         levels = low + step * (place + (np.float32(0.5) - shift))
         return jnp.where(step >= _TINY, levels, rows)
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         return self._nearest.decode(payload, shape, dtype)
 
 

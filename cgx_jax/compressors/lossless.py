@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import from_bytes, size_of, to_bytes
 
@@ -33,20 +34,20 @@ class Identity(PayloadCompressor):
     def unbiased(self) -> bool:
         return True
 
-    def supports(self, dtype: Any) -> bool:
+    def supports(self, dtype: DTypeLike) -> bool:
         return True
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         return 8 * np.dtype(dtype).itemsize * size_of(shape)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         return jnp.zeros(jnp.shape(x), jnp.float32)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
         return to_bytes(x.astype(jnp.uint8) if x.dtype == bool else x)
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         if np.dtype(dtype) == np.dtype(bool):
             return from_bytes(payload, shape, jnp.uint8).astype(bool)
         return from_bytes(payload, shape, dtype)
@@ -68,7 +69,7 @@ class Cast(PayloadCompressor):
 
     carries_nonfinite = True
 
-    dtype: Any
+    dtype: DTypeLike
 
     def __post_init__(self) -> None:
         dtype = np.dtype(self.dtype)
@@ -83,10 +84,10 @@ class Cast(PayloadCompressor):
     def block_size(self) -> int:
         return 1
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
-        return 8 * self.dtype.itemsize * size_of(shape)
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
+        return 8 * np.dtype(self.dtype).itemsize * size_of(shape)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         """Half an ulp of the target type and of x's own; infinite past the target's range."""
         info, own = jnp.finfo(self.dtype), jnp.finfo(jnp.result_type(x))
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
@@ -95,8 +96,8 @@ class Cast(PayloadCompressor):
         bound = magnitude * float(info.eps + own.eps) + least
         return jnp.where(magnitude <= float(info.max), bound, jnp.inf)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         return to_bytes(jnp.asarray(x).astype(self.dtype))
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         return from_bytes(payload, shape, self.dtype).astype(dtype)

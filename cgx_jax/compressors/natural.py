@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import size_of
@@ -48,21 +49,21 @@ class Natural(PayloadCompressor):
     def feedback_scale(self) -> float:
         return 1 / (1 + 1 / 8)
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         return 8 * size_of(shape)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
         bound = jnp.maximum(magnitude, np.float32(2.0**LOWEST))
         top = np.float32(2.0 ** (LOWEST + LARGEST - 1))
         return buckets.rounded(jnp.where(magnitude <= top, bound, jnp.inf), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         buckets.require_key(self, key)
         flat = jnp.ravel(x).astype(jnp.float32)
         return codes.call("cgx_natural", _encode, buckets.words(key), flat)[0]
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         code = payload.astype(jnp.uint32) & np.uint32(127)
         power = lax.bitcast_convert_type((code + np.uint32(_BEFORE)) << 23, jnp.float32)
         power = jnp.where(code == 0, 0, jnp.where(code > LARGEST, np.float32(np.nan), power))

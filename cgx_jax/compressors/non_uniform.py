@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import from_bytes, pack, packed_bytes, size_of, to_bytes, unpack
@@ -45,11 +46,11 @@ class DynamicTree8(PayloadCompressor):
     def width(self) -> int:
         return 8
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (n + 4 * buckets.count(n, self.bucket_size))
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
         largest = buckets.largest(buckets.split(x, self.bucket_size))
         like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
@@ -60,7 +61,7 @@ class DynamicTree8(PayloadCompressor):
         bound = jnp.minimum(absolute, magnitude * np.float32(1 + 2.0**-18))
         return buckets.rounded(jnp.where(jnp.isfinite(absolute), bound, jnp.inf), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
         largest = buckets.largest(rows)
@@ -71,7 +72,7 @@ class DynamicTree8(PayloadCompressor):
         code = code | ((rows.reshape(-1) < 0).astype(jnp.uint8) << 7)
         return jnp.concatenate([code[: x.size], to_bytes(largest)])
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         codes, scales = jnp.split(payload, [like.size])
         share = jnp.asarray(tree())[(codes & np.uint8(127)).astype(jnp.int32)]
@@ -146,12 +147,12 @@ class NonUniform(PayloadCompressor):
         least = 2.0 ** -(2 ** (self.bits - 1) - 2)
         return 1.0 if self._fits else 1 / (1 + 1 / 8 + self.bucket_size * least**2 / 4)
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         table = 4 * 2**self.bits if self._fits else 0
         return 8 * (packed_bytes(n, self.bits) + 4 * buckets.count(n, self.bucket_size) + table)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         rows = buckets.split(x, self.bucket_size)
         if self._fits:
             each = jnp.abs(rows) + buckets.largest(rows) * np.float32(2.0**-18)
@@ -168,7 +169,7 @@ class NonUniform(PayloadCompressor):
         count = 2 ** (self.bits - 1)
         return np.array([0, *(2.0 ** -np.arange(count - 2, -1, -1))], np.float32)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
         if self._fits:
@@ -191,7 +192,7 @@ class NonUniform(PayloadCompressor):
     def _packed(self, code: jax.Array, size: int) -> jax.Array:
         return pack(code[:size].astype(jnp.uint32), self.bits)
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         number = buckets.count(like.size, self.bucket_size)
         ends = np.cumsum([packed_bytes(like.size, self.bits), 4 * number]).tolist()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from cgx_jax.kernels import codes
 
@@ -26,7 +26,7 @@ def to_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.ravel(x), jnp.uint8).reshape(-1)
 
 
-def from_bytes(payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+def from_bytes(payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
     """Inverts `to_bytes`; raises ValueError if the shape needs another number of bytes."""
     width = np.dtype(dtype).itemsize
     expected = math.prod(shape) * width

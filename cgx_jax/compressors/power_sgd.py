@@ -7,13 +7,14 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key, Pytree
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor, Together
 from cgx_jax.kernels.reference import random_bits
@@ -65,16 +66,16 @@ class PowerSGD(SummedCompressor):
     def unbiased(self) -> bool:
         return False
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         sides = self._sides(shape)
         values = math.prod((shape,) if isinstance(shape, int) else shape)
         return 32 * (values if sides is None else self.rank * sum(sides))
 
-    def init(self, shape: Sequence[int], dtype: Any) -> Any:
+    def init(self, shape: Sequence[int], dtype: DTypeLike) -> Pytree:
         sides = self._sides(shape)
         return () if sides is None else self._first(sides[1])
 
-    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
+    def rounds(self, x: jax.Array, state: Pytree, *, key: Key, world: int) -> Rounds:
         sides = self._sides(x.shape)
         if sides is None:
             (total,) = yield [x]
@@ -90,7 +91,7 @@ class PowerSGD(SummedCompressor):
         total, own = (_outer(left, q).reshape(x.shape) for q in (right, part))
         return Summed(total, own, right)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         """Returns the L2 norm of the value's column: what a column loses is a projection of it.
 
         For rounding, 2**-10 of the norm and an ulp of the dtype are added. A leaf that is sent
@@ -186,4 +187,5 @@ def _orthonormal(rows: jax.Array) -> jax.Array:
         shares = jnp.where(to_do, _product(others, row, 1, 1), 0)
         return jnp.concatenate([others - _product(shares, row, 1, 0), row])
 
-    return lax.fori_loop(0, 2 * len(rows), project, rows)
+    out: jax.Array = lax.fori_loop(0, 2 * len(rows), project, rows)
+    return out

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import (
@@ -76,18 +78,18 @@ class QSGD(PayloadCompressor):
     def feedback_scale(self) -> float:
         return 1 / (1 + self.variance)
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (packed_bytes(n, self.width) + 4 * buckets.count(n, self.bucket_size))
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         rows = buckets.split(x, self.bucket_size)
         each = _norm(rows, self.norm == "l2") * (1 / self.levels + 2.0**-18)
         like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
         bound = buckets.join(jnp.broadcast_to(each, rows.shape), like)
         return buckets.rounded(jnp.where(jnp.isnan(bound), jnp.inf, bound), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         buckets.require_key(self, key)
         flat = jnp.ravel(x).astype(jnp.float32)
         static: dict[str, Any] = {"bucket_size": self.bucket_size, "levels": self.levels}
@@ -96,7 +98,7 @@ class QSGD(PayloadCompressor):
             return _encode(buckets.words(key), flat, **static)[0]
         return codes.call("cgx_qsgd", _encode, buckets.words(key), flat, **static)[0]
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         packed, norms = jnp.split(payload, [packed_bytes(like.size, self.width)])
         levels = unpack(packed, self.width, like.size).astype(jnp.float32) - np.float32(self.levels)

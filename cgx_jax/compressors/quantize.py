@@ -11,7 +11,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
@@ -141,7 +143,7 @@ class Quantize(PayloadCompressor):
         codes = [(c.bits, c.bucket_size, c.unbiased, c.rotation) for c in candidates]
         return quantized_errors(codes, rows, filled)
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         size = shape if isinstance(shape, int) else math.prod(shape)
         return 8 * leaf_bytes(size, self.bits, self.bucket_size)
 
@@ -166,7 +168,7 @@ class Quantize(PayloadCompressor):
     def _layout(leaves: tuple[CodedLeaf, ...], world: int) -> Layout:
         return Layout(tuple(x.compressor.slot(x.size, x.number) for x in leaves), world)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         """Returns half a unit (nearest) or one (stochastic), plus rounding to fp32 and x's dtype.
 
         Rounding adds 16 ulps of the bucket's largest magnitude, half an ulp of a 16-bit result,
@@ -227,7 +229,7 @@ class Quantize(PayloadCompressor):
         each = jnp.repeat(bound, self.bucket_size)[: values.size]
         return each.reshape(jnp.shape(x))
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
         if not self.supports(x.dtype):
             raise TypeError(
@@ -241,6 +243,6 @@ class Quantize(PayloadCompressor):
         payload, _ = primitives.encode(words, [x], Layout((self.slot(x.size),), 1))
         return payload.reshape(-1)
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         return primitives.decode(payload, Layout((self.slot(like.size),), 1), [like])[0]

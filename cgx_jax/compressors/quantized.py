@@ -9,9 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from cgx_jax._types import Key, Shaped, Words
 from cgx_jax.compressors import buckets
-from cgx_jax.compressors.codes import Arrays, ChunkCode, RowCode, WholeCode, folded, unit_of
+from cgx_jax.compressors.codes import (
+    Arrays,
+    ChunkCode,
+    RowCode,
+    WholeCode,
+    encoded_rows,
+    folded,
+    unit_of,
+)
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import NO_RANK, Units
@@ -29,7 +39,7 @@ class QuantizedChunks(ChunkCode):
         return self.layout.chunk_bytes
 
     def encode(
-        self, seed: Any, rank: Any, leaves: Arrays, *, residual: bool, units: Units
+        self, seed: Words, rank: jax.Array, leaves: Arrays, *, residual: bool, units: Units
     ) -> tuple[jax.Array, Residuals]:
         return primitives.encode(
             seed, leaves, self.layout, rank=rank, residual=residual, units=units
@@ -37,8 +47,8 @@ class QuantizedChunks(ChunkCode):
 
     def reduce(
         self,
-        seed: Any,
-        rank: Any,
+        seed: Words,
+        rank: jax.Array,
         rows: jax.Array,
         leaves: Arrays,
         divisor: float,
@@ -57,7 +67,7 @@ class QuantizedChunks(ChunkCode):
             units=units,
         )
 
-    def decode(self, rows: jax.Array, like: Sequence[Any], *, units: Units) -> list[jax.Array]:
+    def decode(self, rows: jax.Array, like: Sequence[Shaped], *, units: Units) -> list[jax.Array]:
         return primitives.decode(rows, self.layout, like, units=units)
 
 
@@ -73,8 +83,8 @@ class QuantizedWhole(WholeCode):
 
     def encode(
         self,
-        seed: Any,
-        rank: Any,
+        seed: Words,
+        rank: jax.Array,
         leaves: Arrays,
         *,
         residual: bool,
@@ -85,7 +95,7 @@ class QuantizedWhole(WholeCode):
         return rows.reshape(-1), lost
 
     def sum(
-        self, rows: jax.Array, like: Sequence[Any], divisor: float, *, units: Units
+        self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
     ) -> list[jax.Array]:
         # All decoded payloads, including this rank's own, are added to zeros: all ranks add the
         # same numbers.
@@ -100,7 +110,7 @@ class QuantizedWhole(WholeCode):
             outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, each, like, strict=True)
         ]
 
-    def words(self, seed: Any, rank: Any) -> Any:
+    def words(self, seed: Words, rank: jax.Array) -> Words:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):
             # Kernels divide noise among the ranks only in a chunked buffer. In a whole buffer all
             # ranks would draw the same noise, and their errors would add up. Independent noise
@@ -116,26 +126,22 @@ class QuantizedRows(RowCode):
     quantizer: Any  # a `Quantize`
     layout: Layout  # of one row
 
-    def encode(self, key: Any, rows: jax.Array) -> jax.Array:
-        c = self.quantizer
-        if not c.needs_key:
-            return jax.vmap(c.encode)(rows)
-        keys = jax.random.split(key, rows.shape[0])
-        return jax.vmap(lambda x, k: c.encode(x, key=k))(rows, keys)
+    def encode(self, key: Key, rows: jax.Array) -> jax.Array:
+        return encoded_rows(self.quantizer, key, rows)
 
-    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-        return jax.vmap(lambda p: self.quantizer.decode(p, tuple(shape), dtype))(payloads)
+    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+        out: jax.Array = jax.vmap(lambda p: self.quantizer.decode(p, tuple(shape), dtype))(payloads)
+        return out
 
     def accumulate(
-        self, rank: Any, payloads: jax.Array, own: jax.Array, divisor: float
+        self, rank: jax.Array, payloads: jax.Array, own: jax.Array, divisor: float
     ) -> jax.Array:
         return primitives.accumulate(rank, payloads, [own], self.layout, divisor=divisor)[0]
 
-    def words(self, key: Any, rows: int | None) -> Any:
+    def words(self, key: Key, rows: int | None) -> Words:
         if not self.quantizer.needs_key:
             return np.zeros((2,) if rows is None else (rows, 2), np.uint32)
-        return (
-            buckets.words(key)
-            if rows is None
-            else jax.vmap(buckets.words)(jax.random.split(key, rows))
-        )
+        if rows is None:
+            return buckets.words(key)
+        assert key is not None
+        return jax.vmap(buckets.words)(jax.random.split(key, rows))

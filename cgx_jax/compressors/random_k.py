@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key, Pytree
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import Rounds, Summed, SummedCompressor
 from cgx_jax.compressors.packing import size_of
@@ -58,11 +60,11 @@ class RandomK(SummedCompressor):
         """Returns the length of a run, of which one value is sent."""
         return max(1, -(-size // max(1, kept("RandomK", self.keep, size))))
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 32 * -(-n // self._run(n))
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
         most = max(1, self._run(magnitude.size) - 1) if self.scaled else 1
         return buckets.rounded(magnitude * np.float32(most * (1 + 2.0**-18)), x)
@@ -73,16 +75,21 @@ class RandomK(SummedCompressor):
         tiny = run * len(x) * float(jnp.finfo(jnp.float32).tiny)
         return super().error_bound_of_sum(x) + np.float32(tiny)
 
-    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
+    def rounds(self, x: jax.Array, state: Pytree, *, key: Key, world: int) -> Rounds:
         buckets.require_key(self, key)
         n, run = x.size, self._run(x.size)
         count = -(-n // run)
+        assert key is not None
         turns = jax.random.randint(key, (count,), 0, run, jnp.int32)
         at = turns + jnp.arange(count, dtype=jnp.int32) * run
         scale = np.float32(run if self.scaled else 1)
         taken = x.reshape(-1).at[at].get(mode="fill", fill_value=0)
         (total,) = yield [taken]
-        # Scaled only after the sum: multiples of values that cancel out may leave the range of
-        # float32.
-        place = lambda v: jnp.zeros(n, jnp.float32).at[at].add(v * scale, mode="drop")  # noqa: E731
-        return Summed(place(total).reshape(x.shape), place(taken).reshape(x.shape), state)
+
+        def placed(values: jax.Array) -> jax.Array:
+            # Scaled only after the sum: multiples of values that cancel out may leave the range
+            # of float32.
+            leaf = jnp.zeros(n, jnp.float32).at[at].add(values * scale, mode="drop")
+            return leaf.reshape(x.shape)
+
+        return Summed(placed(total), placed(taken), state)

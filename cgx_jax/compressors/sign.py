@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key, Pytree
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.packing import (
@@ -31,7 +33,7 @@ class _Vote(PayloadCompressor):
     owner_exact: ClassVar[bool] = False
     feedback_scale: ClassVar[float | None] = None  # a sign may exceed its value
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         return buckets.rounded(jnp.abs(jnp.asarray(x).astype(jnp.float32)) + 1, x)
 
 
@@ -46,16 +48,16 @@ class SignSGD(_Vote):
     value: see `ScaledSign`. Source: signSGD with majority vote (Bernstein et al., 2018 and 2019).
     """
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         return size_of(shape)
 
     def of_sums(self, world: int) -> PayloadCompressor:
         return self if world % 2 else _Verdict()
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         return pack_signs(jnp.ravel(x).astype(jnp.float32))
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         return unpack_signs(payload, size_of(shape)).reshape(shape).astype(dtype)
 
 
@@ -75,10 +77,10 @@ class Signum(SignSGD):
                 f"Signum: momentum={self.momentum} must be in [0, 1); SignSGD() has no momentum."
             )
 
-    def init(self, shape: Sequence[int], dtype: Any) -> Any:
+    def init(self, shape: Sequence[int], dtype: DTypeLike) -> Pytree:
         return (jnp.zeros(tuple(shape), jnp.float32),)
 
-    def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def prepare(self, x: jax.Array, state: Pytree) -> tuple[jax.Array, Pytree]:
         mean = self.momentum * state[0] + (1 - self.momentum) * x
         return mean, (mean,)
 
@@ -87,13 +89,13 @@ class Signum(SignSGD):
 class _Verdict(_Vote):
     """The sign of a sum of votes: 1, -1, or 0 for a tie."""
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         return 8 * -(-size_of(shape) // 5)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         return pack_trits((jnp.sign(jnp.ravel(x)) + 1).astype(jnp.uint8))
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         trits = unpack_trits(payload, size_of(shape)).astype(jnp.float32) - 1
         return trits.reshape(shape).astype(dtype)
 
@@ -122,29 +124,30 @@ class ScaledSign(_Scaled):
     EF-SignSGD (Karimireddy et al., ICML 2019), whose bucket is the whole leaf.
     """
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (packed_bytes(n, 1) + 4 * buckets.count(n, self.bucket_size))
 
-    def _scale(self, x: Any) -> jax.Array:
-        here = buckets.filled(x.size, self.bucket_size).sum(axis=1, keepdims=True)
+    def _scale(self, x: ArrayLike) -> jax.Array:
+        here = buckets.filled(jnp.size(x), self.bucket_size).sum(axis=1, keepdims=True)
         rows = jnp.abs(buckets.split(x, self.bucket_size))
         # Divides first: the sum of a bucket of large values may overflow.
-        return (rows / here.astype("float32")).sum(axis=1, keepdims=True)
+        out: jax.Array = (rows / here.astype("float32")).sum(axis=1, keepdims=True)
+        return out
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         flat = jnp.ravel(x)
         rows = jnp.abs(buckets.split(flat, self.bucket_size))
         lost = jnp.maximum(rows, self._scale(flat)) * (1 + 2.0**-18)
         like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
         return buckets.rounded(buckets.join(lost, like), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
         signs = pack_signs(jnp.ravel(x).astype(jnp.float32))
         return jnp.concatenate([signs, to_bytes(self._scale(x))])
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         signs, scales = jnp.split(payload, [packed_bytes(like.size, 1)])
         rows = buckets.split(unpack_signs(signs, like.size), self.bucket_size)
@@ -161,27 +164,28 @@ class OneBit(_Scaled):
     SGD (Seide et al., Interspeech 2014), whose bucket is a column of the matrix.
     """
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (packed_bytes(n, 1) + 8 * buckets.count(n, self.bucket_size))
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         rows = jnp.abs(buckets.split(x, self.bucket_size))
         largest = buckets.maximum(rows, axis=1, keepdims=True)
         lost = jnp.broadcast_to(largest * (1 + 2.0**-18), rows.shape)
         like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
         return buckets.rounded(buckets.join(lost, like), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
-        rows, here = buckets.split(x, self.bucket_size), buckets.filled(x.size, self.bucket_size)
+        rows = buckets.split(x, self.bucket_size)
+        here = buckets.filled(jnp.size(x), self.bucket_size)
         means = jnp.concatenate(
             [_mean(rows, here & (rows < 0)), _mean(rows, here & ~(rows < 0))], 1
         )
         bits = pack((~(jnp.ravel(x) < 0)).astype(jnp.uint32), 1)
         return jnp.concatenate([bits, to_bytes(means)])
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         bits, means = jnp.split(payload, [packed_bytes(like.size, 1)])
         positive = buckets.split(unpack_signs(bits, like.size), self.bucket_size) > 0

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key
 from cgx_jax.axes import in_rank_order
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
@@ -126,12 +128,12 @@ class _Sparse(PayloadCompressor):
     def feedback_scale(self) -> float | None:
         return self.values.feedback_scale
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         k = self.count(n)
         return 8 * (packed_bytes(k, self.position_bits(n)) + self.values.payload_bytes(k))
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         # A value that is not sent is lost entirely. A value that is sent may lose what the code of
         # values loses. All that is known of the values sent is that none exceeds the largest
         # magnitude.
@@ -149,7 +151,7 @@ class _Positions(_Sparse):
     reductions: ClassVar[tuple[str, ...]] = ("gather_sum",)
 
     @abc.abstractmethod
-    def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
+    def select(self, x: jax.Array, count: int, key: Key) -> tuple[jax.Array, jax.Array]:
         """Returns distinct positions in fp32[n], int32[count], in order, and the values there.
 
         Position n, which may repeat, stands for no value and has the value 0.
@@ -158,14 +160,14 @@ class _Positions(_Sparse):
     def position_bits(self, size: int) -> int:
         return position_bits(size)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
         keys = (key, key) if key is None else jax.random.split(key)
         at, taken = self.select(flat, self.count(flat.size), keys[0])
         coded = self.values.encode(taken, key=keys[1] if self.values.needs_key else None)
         return jnp.concatenate([pack(at.astype(jnp.uint32), self.position_bits(flat.size)), coded])
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         return self.decode_sum(payload[None], shape).astype(dtype)
 
     def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -191,9 +193,10 @@ def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> lis
     GPU adds the values that one scatter has for a place in any order.
     """
 
-    def add(total: jax.Array, _: Any, pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def add(total: jax.Array, _: object, pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
         places, values = pairs
-        return lax.optimization_barrier(total.at[places].add(values, mode="drop"))
+        out: jax.Array = lax.optimization_barrier(total.at[places].add(values, mode="drop"))
+        return out
 
     rows = (at.reshape(ranks, -1), taken.reshape(ranks, -1))
     total = in_rank_order(add, jnp.zeros(size, jnp.float32), rows)
@@ -224,7 +227,7 @@ class TopK(_Positions):
     def count(self, size: int) -> int:
         return kept(type(self).__name__, self.keep, size)
 
-    def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
+    def select(self, x: jax.Array, count: int, key: Key) -> tuple[jax.Array, jax.Array]:
         return largest(x, count)
 
 
@@ -273,7 +276,7 @@ class Threshold(_Positions):
     def wants(self, x: jax.Array, arrived: jax.Array) -> jax.Array:
         return jnp.abs(x).astype(jnp.float32) > np.float32(self.threshold)
 
-    def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
+    def select(self, x: jax.Array, count: int, key: Key) -> tuple[jax.Array, jax.Array]:
         at, taken = largest(x, count)
         low = jnp.abs(taken) <= np.float32(self.threshold)
         at, taken = lax.sort([jnp.where(low, x.size, at), jnp.where(low, 0, taken)], num_keys=1)
@@ -314,13 +317,14 @@ class DGC(_Positions):
         magnitude = jnp.abs(x)
         return magnitude >= magnitude.min(where=arrived, initial=jnp.inf)
 
-    def select(self, x: jax.Array, count: int, key: Any) -> tuple[jax.Array, jax.Array]:
+    def select(self, x: jax.Array, count: int, key: Key) -> tuple[jax.Array, jax.Array]:
         buckets.require_key(self, key)
         n = x.size
         if not n:
             return jnp.zeros(0, jnp.int32), x
         stride = max(1, min(self.STRIDE, n // self.SAMPLE))
         rank = math.ceil(count / n * -(-n // stride))
+        assert key is not None
         turns = jax.random.randint(key, (2,), 0, n, jnp.int32)
         static = {"count": count, "stride": stride, "rank": rank}
         at, taken = codes.call("cgx_above_sampled", _above_sampled, x, turns, **static)
@@ -358,7 +362,7 @@ class BlockTopK(_Sparse):
     def position_bits(self, size: int) -> int:
         return max(1, (self.bucket_size - 1).bit_length())
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
         static = {"keep": self.keep, "bucket_size": self.bucket_size}
         if self.bucket_size > codes.LONGEST_BUCKET:
@@ -368,7 +372,7 @@ class BlockTopK(_Sparse):
         packed = pack(at.astype(jnp.uint32), self.position_bits(flat.size))
         return jnp.concatenate([packed, self.values.encode(taken, key=key)])
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         k, bits = self.count(like.size), self.position_bits(like.size)
         packed, coded = jnp.split(payload, [packed_bytes(k, bits)])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from cgx_jax._types import Key, Pytree
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import (
     Maxima,
@@ -31,7 +32,7 @@ class _Ternary(PayloadCompressor):
     def __post_init__(self) -> None:
         buckets.whole_number(type(self).__name__, "bucket_size", self.bucket_size, 1)
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * (-(-n // 5) + 4 * buckets.count(n, self.bucket_size))
 
@@ -39,14 +40,14 @@ class _Ternary(PayloadCompressor):
     def width(self) -> int:
         return 2
 
-    def decode(self, payload: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
         trits, scales = jnp.split(payload, [-(-like.size // 5)])
         values = unpack_trits(trits, like.size).astype(jnp.float32) - 1
         rows = buckets.split(values, self.bucket_size)
         return buckets.join(rows * from_bytes(scales, (len(rows), 1), jnp.float32), like)
 
-    def _bound(self, x: Any, each: jax.Array) -> jax.Array:
+    def _bound(self, x: ArrayLike, each: jax.Array) -> jax.Array:
         like = jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
         shape = (len(each), self.bucket_size)
         return buckets.join(jnp.broadcast_to(each * (1 + 2.0**-18), shape), like)
@@ -89,18 +90,18 @@ class TernGrad(_Ternary):
     def feedback_scale(self) -> float:
         # E|lost|² of a bucket is |x|_1 max|x| - |x|², and |x|_1 max|x| is at most (sqrt(B) + 1) / 2
         # times |x|².
-        return 2 / (self.bucket_size**0.5 + 1)
+        return float(2 / (self.bucket_size**0.5 + 1))
 
-    def prepare(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def prepare(self, x: jax.Array, state: Pytree) -> tuple[jax.Array, Pytree]:
         return _clipped(x, self.clip), state
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         value = jnp.asarray(x).astype(jnp.float32)
         ready = self.prepare(value, ())[0] if self.prepares else value
         bound = self._bound(x, buckets.largest(buckets.split(ready, self.bucket_size)))
         return buckets.rounded(bound + jnp.abs(value - ready), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         buckets.require_key(self, key)
         flat = jnp.ravel(x).astype(jnp.float32)
         operands = buckets.words(key), flat
@@ -149,16 +150,16 @@ class SharedTernGrad(SummedCompressor):
     def feedback_scale(self) -> float | None:
         return None
 
-    def wire_bits(self, shape: int | Sequence[int], dtype: Any = jnp.float32) -> int:
+    def wire_bits(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         n = size_of(shape)
         return 8 * n + 32 * buckets.count(n, self.bucket_size)
 
-    def summed_bytes(self, shape: Sequence[int], dtype: Any, world: int) -> int:
+    def summed_bytes(self, shape: Sequence[int], dtype: DTypeLike, world: int) -> int:
         n = size_of(shape)
         words = -(-n // (32 // _field_bits(world)))
         return 4 * (words + buckets.count(n, self.bucket_size))
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         return buckets.rounded(self.error_bound_of_sum(jnp.asarray(x)[None]), x)
 
     def error_bound_of_sum(self, x: jax.Array) -> jax.Array:
@@ -175,7 +176,7 @@ class SharedTernGrad(SummedCompressor):
         scale = buckets.largest(buckets.split(x, self.bucket_size))
         return jnp.where(jnp.isnan(scale), np.float32(np.inf), scale)
 
-    def rounds(self, x: jax.Array, state: Any, *, key: Any, world: int) -> Rounds:
+    def rounds(self, x: jax.Array, state: Pytree, *, key: Key, world: int) -> Rounds:
         buckets.require_key(self, key)
         ready = _clipped(x, self.clip)
         rows = buckets.split(ready, self.bucket_size)
@@ -185,7 +186,10 @@ class SharedTernGrad(SummedCompressor):
         codes = jnp.where(keeps, jnp.sign(rows).astype(jnp.int32), 0)
         (total,) = yield [_pack_fields(codes.reshape(-1)[: x.size] + 1, world)]
         sums = _unpack_fields(total, world, x.size) - world
-        leaf = lambda v: buckets.join(buckets.split(v, self.bucket_size) * scale, x)  # noqa: E731
+
+        def leaf(values: jax.Array) -> jax.Array:
+            return buckets.join(buckets.split(values, self.bucket_size) * scale, x)
+
         return Summed(leaf(sums), leaf(codes.reshape(-1)[: x.size]), state)
 
 
@@ -215,11 +219,11 @@ class ThreeLC(_Ternary):
         most = np.float32(np.finfo(np.float32).max)
         return jnp.minimum(buckets.largest(rows), most / np.float32(2)) * np.float32(self.sparsity)
 
-    def error_bound(self, x: Any) -> jax.Array:
+    def error_bound(self, x: ArrayLike) -> jax.Array:
         rows = buckets.split(x, self.bucket_size)
         return buckets.rounded(self._bound(x, buckets.largest(rows)), x)
 
-    def encode(self, x: Any, *, key: Any = None) -> jax.Array:
+    def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         x = jnp.asarray(x)
         rows = buckets.split(x, self.bucket_size)
         scale = self._scale(rows)

@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -114,7 +114,7 @@ class Auto(Exchange):
     shorthand: ClassVar[str] = "auto"
     can: ClassVar[frozenset[str]] = frozenset()
 
-    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+    def missing(self, axes: Sequence[str] = ()) -> str | None:
         return None
 
     def here(self) -> bool:
@@ -185,7 +185,7 @@ def _as_measured(profile: Profile, exchange: Exchange | None) -> Exchange | None
     return profile.engine if type(profile.engine) is type(exchange) else exchange
 
 
-def available(axes: Sequence[Any] = ()) -> tuple[Exchange, ...]:
+def available(axes: Sequence[str] = ()) -> tuple[Exchange, ...]:
     """Returns the exchanges that this process can use over `axes`, if named, or over some mesh."""
     return tuple(exchange for exchange in EXCHANGES if exchange.usable(axes))
 

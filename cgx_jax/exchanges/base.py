@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 
+from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
@@ -85,7 +86,7 @@ class Exchange(Scoped, abc.ABC):
     tuned: ClassVar[tuple[str, ...]] = ()  # the options that `cgx_jax.tune` chooses
 
     @abc.abstractmethod
-    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+    def missing(self, axes: Sequence[str] = ()) -> str | None:
         """Returns why no program can use it here, with the remedy, or None.
 
         `axes`, if any are named, are the axes that it should reduce over.
@@ -95,7 +96,7 @@ class Exchange(Scoped, abc.ABC):
     def here(self) -> bool:
         """Whether it is for devices like those of this process; loads nothing."""
 
-    def usable(self, axes: Sequence[Any] = ()) -> bool:
+    def usable(self, axes: Sequence[str] = ()) -> bool:
         """Whether `exchange="auto"` may take it over `axes`; loads nothing."""
         return self.here() and self.missing(axes) is None
 
@@ -106,7 +107,7 @@ class Exchange(Scoped, abc.ABC):
         """
         return None
 
-    def require(self, name: str, axes: Sequence[Any]) -> None:
+    def require(self, name: str, axes: Sequence[str]) -> None:
         """Makes it ready for calls over `axes`; raises ValueError if it does not work."""
         problem = self.missing(axes)
         if problem is not None:
@@ -138,7 +139,7 @@ class Exchange(Scoped, abc.ABC):
     def all_reduce(
         self,
         name: str,
-        seeds: Sequence[Any],
+        seeds: Sequence[Words],
         leaves: Sequence[jax.Array],
         layout: Layout,
         axes: Axes,
@@ -159,7 +160,7 @@ class Exchange(Scoped, abc.ABC):
     def gather_sum(
         self,
         name: str,
-        seed: Any,
+        seed: Words,
         leaves: Sequence[jax.Array],
         layout: Layout,
         axes: Axes,
@@ -177,7 +178,7 @@ class Exchange(Scoped, abc.ABC):
         raise NotImplementedError
 
     def reduce_scatter(
-        self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
+        self, name: str, words: Words, rows: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
         """Returns the sum over the ranks of this rank's row.
 
@@ -187,7 +188,7 @@ class Exchange(Scoped, abc.ABC):
         raise NotImplementedError
 
     def all_gather(
-        self, name: str, words: Any, x: jax.Array, layout: Layout, axes: Axes
+        self, name: str, words: Words, x: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
         """Returns every rank's `x`, f32, bf16 or f16, decoded: [world, ...].
 

@@ -21,7 +21,7 @@ from cgx_jax.wire import Layout, Slot
 Groups = Sequence[Sequence[int]] | None
 
 
-def unfit_axes(axes: Sequence[Any]) -> str | None:
+def unfit_axes(axes: Sequence[str]) -> str | None:
     """Returns why no fused call works over the axes bound where this is traced, or None."""
     if not _compat.bound_by_mesh(axes):
         return "the axis is a vmap axis, which does not join devices; reduce over a mesh axis"
@@ -59,7 +59,7 @@ def position(axes: Sequence[str]) -> jax.Array:
 def bind(
     primitive: Primitive,
     name: str,
-    operands: Sequence[Any],
+    operands: Sequence[jax.Array],
     layout: Layout,
     axes: Axes,
     *,
@@ -89,7 +89,9 @@ def bind(
     return Fused(out[:count], out[count:] if residual else None)
 
 
-def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dict[str, Any]:
+def attributes(
+    layout: Layout, divisor: float, positions: Sequence[Sequence[int]], name: str
+) -> dict[str, Any]:
     """Returns the attributes that every fused handler takes."""
     return {
         **{k: np.asarray(v, np.int64) for k, v in layout.attributes().items()},
@@ -100,12 +102,12 @@ def attributes(layout: Layout, divisor: float, positions: Any, name: str) -> dic
     }
 
 
-def reduced(x: Any, *, replicated: Any, **params: Any) -> Any:
+def reduced(x: Any, *, replicated: Sequence[str], **params: Any) -> Any:
     """Returns the type of an all-reduce of `x`."""
     return _compat.reduced_aval(x, replicated)
 
 
-def summed(x: Any, *, slot: Slot, replicated: Any, **params: Any) -> Any:
+def summed(x: Any, *, slot: Slot, replicated: Sequence[str], **params: Any) -> Any:
     """Returns the type of a gather-sum of `x`: fp32 if it has units.
 
     The sum is then still in units. The caller takes it out of them after the division, which is why
@@ -119,7 +121,7 @@ def scattered(x: Any, **params: Any) -> Any:
     return _compat.result_aval(x.shape[1:], x.dtype, x)
 
 
-def gathered(x: Any, *, positions: Any, **params: Any) -> Any:
+def gathered(x: Any, *, positions: Sequence[Sequence[int]], **params: Any) -> Any:
     """Returns the type of an all-gather of `x`: a row from every rank."""
     return _compat.result_aval((len(positions[0]), *x.shape), x.dtype, x)
 
@@ -132,7 +134,7 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     p = Primitive(name)
     p.multiple_results = True
 
-    def shapes(*operands: Any, residual: bool, **params: Any) -> list[Any]:
+    def shapes(*operands: jax.Array, residual: bool, **params: Any) -> list[Any]:
         slots = params["layout"].slots
         leaves = operands[leading : leading + len(slots)]
         results = (result(x, slot=f, **params) for x, f in zip(leaves, slots, strict=True))

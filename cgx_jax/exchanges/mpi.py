@@ -23,6 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
+from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, mpi_rows, program
 from cgx_jax.exchanges.base import Exchange, Fused, Least
@@ -77,7 +78,7 @@ class Mpi(Exchange):
             if value is not None and not low <= value <= high:
                 raise ValueError(f"Mpi: {name}={value} must be in [{low:g}, {high:g}].")
 
-    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+    def missing(self, axes: Sequence[str] = ()) -> str | None:
         return _missing() or (_unfit_axes(axes) if axes else None)
 
     def here(self) -> bool:
@@ -87,7 +88,7 @@ class Mpi(Exchange):
     def least(self) -> Least | None:
         return Least(1 << 19, 1.0)
 
-    def require(self, name: str, axes: Sequence[Any]) -> None:
+    def require(self, name: str, axes: Sequence[str]) -> None:
         super().require(name, axes)
         given = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
         _start({**(_running or DEFAULTS), **given})
@@ -101,7 +102,7 @@ class Mpi(Exchange):
     def all_reduce(
         self,
         name: str,
-        seeds: Sequence[Any],
+        seeds: Sequence[Words],
         leaves: Sequence[jax.Array],
         layout: Layout,
         axes: Axes,
@@ -118,7 +119,7 @@ class Mpi(Exchange):
     def gather_sum(
         self,
         name: str,
-        seed: Any,
+        seed: Words,
         leaves: Sequence[jax.Array],
         layout: Layout,
         axes: Axes,
@@ -200,7 +201,7 @@ def _unfit(mpi: Any) -> str | None:
     return None
 
 
-def _unfit_axes(axes: Sequence[Any]) -> str | None:
+def _unfit_axes(axes: Sequence[str]) -> str | None:
     """Returns what is wrong with the axes that are bound where this is traced, or None."""
     if (problem := fused.unfit_axes(axes)) is not None:
         return problem
@@ -290,12 +291,12 @@ def _stop() -> None:
 
 def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
     def lowering(
-        ctx: Any,
-        *operands: Any,
+        ctx: mlir.LoweringRuleContext,
+        *operands: jax.Array,
         layout: Layout,
         divisor: float,
-        positions: Any,
-        replicated: Any,
+        positions: Sequence[Sequence[int]],
+        replicated: Sequence[str],
         name: str,
         residual: bool,
         in_place: bool,

@@ -23,7 +23,7 @@ from cgx_jax import _compat
 from cgx_jax.exchanges import fused, program
 
 
-def scatter(name: str, rows: Any, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
+def scatter(name: str, rows: jax.Array, axes: tuple[str, ...], groups: fused.Groups) -> jax.Array:
     """Sends row r of `rows`, [world, n], to rank r; row r of the result comes from rank r.
 
     `world` is the size of a group of `axes`, ranks count within the group, and `name` begins error
@@ -43,7 +43,7 @@ def gather(name: str, row: Any, axes: tuple[str, ...], groups: fused.Groups) -> 
 def _call(
     primitive: Primitive,
     name: str,
-    x: Any,
+    x: jax.Array,
     dimensions: int,
     axes: tuple[str, ...],
     groups: fused.Groups,
@@ -56,6 +56,7 @@ def _call(
         raise ValueError(f"{name}: the operand is {x.dtype}{list(x.shape)}, not {expected}.")
     position = fused.position(axes)
     varying = _compat.varying_axes(position) | _compat.varying_axes(x)
+    out: jax.Array
     (out,) = primitive.bind(
         *(_compat.vary_over(operand, varying) for operand in (position, x)),
         positions=positions,
@@ -80,17 +81,25 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _scattered(x: Any, **params: Any) -> Any:
+def _scattered(x: jax.Array, **params: Any) -> Any:
     return _compat.result_aval(x.shape, x.dtype, x)
 
 
-def _gathered(x: Any, *, positions: Any, replicated: Any, **params: Any) -> Any:
+def _gathered(
+    x: jax.Array, *, positions: Sequence[Sequence[int]], replicated: Sequence[str], **params: Any
+) -> Any:
     rows = fused.gathered(x, positions=positions)
     return fused.reduced(rows, replicated=replicated)
 
 
 def _lowering(target: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *operands: Any, positions: Any, replicated: Any, name: str) -> Any:
+    def rule(
+        ctx: mlir.LoweringRuleContext,
+        *operands: jax.Array,
+        positions: Sequence[Sequence[int]],
+        replicated: Sequence[str],
+        name: str,
+    ) -> Any:
         return jax.ffi.ffi_lowering(target)(
             ctx,
             *operands,
@@ -108,7 +117,7 @@ def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
     p = Primitive(target)
     p.multiple_results = True
 
-    def shapes(position: Any, x: Any, **params: Any) -> Sequence[Any]:
+    def shapes(position: Any, x: jax.Array, **params: Any) -> Sequence[Any]:
         return [result(x, **params)]
 
     p.def_abstract_eval(shapes)

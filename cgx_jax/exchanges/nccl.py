@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
+from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, xla
 from cgx_jax.exchanges.base import Exchange, Fused
@@ -55,7 +56,7 @@ class OnCommunicator(Exchange):
     def all_reduce(
         self,
         name: str,
-        seeds: Sequence[Any],
+        seeds: Sequence[Words],
         leaves: Sequence[jax.Array],
         layout: Layout,
         axes: Axes,
@@ -104,18 +105,19 @@ class OnCommunicator(Exchange):
         self,
         primitive: Primitive,
         name: str,
-        operands: Sequence[Any],
+        operands: Sequence[Words],
         layout: Layout,
         axes: Axes,
         **options: Any,
     ) -> Fused:
         options |= self._attributes(layout)
 
-        def call(*operands: Any) -> Fused:
+        def call(*operands: jax.Array) -> Fused:
             label = f"{name}(exchange={self.shorthand!r})"
             return fused.bind(primitive, label, operands, layout, axes, **options)
 
-        return _compat.on_collective_stream(call)(*(jnp.asarray(x) for x in operands))
+        out: Fused = _compat.on_collective_stream(call)(*(jnp.asarray(x) for x in operands))
+        return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Nccl(OnCommunicator):
                 f"{ALIGNMENT}; the default is {SEGMENT_BYTES}."
             )
 
-    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+    def missing(self, axes: Sequence[str] = ()) -> str | None:
         if (problem := not_installed()) is not None:
             return problem
         return fused.unfit_axes(axes) if axes else None
@@ -176,7 +178,7 @@ class Nccl(OnCommunicator):
     def gather_sum(
         self,
         name: str,
-        seed: Any,
+        seed: Words,
         leaves: Sequence[jax.Array],
         layout: Layout,
         axes: Axes,
@@ -189,12 +191,12 @@ class Nccl(OnCommunicator):
         return self._sums(gather_sum_p, name, keys, leaves, layout, axes, divisor, residual, units)
 
     def reduce_scatter(
-        self, name: str, words: Any, rows: jax.Array, layout: Layout, axes: Axes
+        self, name: str, words: Words, rows: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
         return self._call(reduce_scatter_p, name, [words, rows], layout, axes).sums[0]
 
     def all_gather(
-        self, name: str, words: Any, x: jax.Array, layout: Layout, axes: Axes
+        self, name: str, words: Words, x: jax.Array, layout: Layout, axes: Axes
     ) -> jax.Array:
         return self._call(all_gather_p, name, [words, x], layout, axes).sums[0]
 
@@ -221,12 +223,12 @@ def payload_bytes(rows: int, layout: Layout, segment_bytes: int = SEGMENT_BYTES)
 
 def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
     def rule(
-        ctx: Any,
-        *operands: Any,
+        ctx: mlir.LoweringRuleContext,
+        *operands: jax.Array,
         layout: Layout,
         divisor: float,
-        positions: Any,
-        replicated: Any,
+        positions: Sequence[Sequence[int]],
+        replicated: Sequence[str],
         name: str,
         residual: bool,
         segment_bytes: int,
@@ -248,7 +250,9 @@ def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
     return rule
 
 
-def _no_lowering(ctx: Any, *operands: Any, name: str, **params: Any) -> Any:
+def _no_lowering(
+    ctx: mlir.LoweringRuleContext, *operands: jax.Array, name: str, **params: Any
+) -> Any:
     platforms = ", ".join(ctx.module_context.platforms)
     raise ValueError(
         f"{name}: this exchange is only for CUDA devices, but the program is compiled for "

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters import mlir
 
 from cgx_jax import _compat
 
 
-def label(ctx: Any, name: str) -> str:
+def label(ctx: mlir.LoweringRuleContext, name: str) -> str:
     """Returns what the ranks of a call compare before they send anything.
 
     It has the name of the module that is being lowered, a digest of its program, and `name`. The

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Xla(Exchange):
     shorthand: ClassVar[str] = "xla"
     can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "permute", "sum"})
 
-    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+    def missing(self, axes: Sequence[str] = ()) -> str | None:
         return None
 
     def here(self) -> bool:
@@ -64,7 +64,10 @@ def scatter(rows: jax.Array, axes: Axes) -> jax.Array:
     """[world, n], row r for rank r -> [world, n], row r from rank r."""
     if _vmapped(axes.names):
         return _gather_each(rows, axes.names)[:, lax.axis_index(axes.names)]
-    return lax.all_to_all(rows, axes.names, 0, 0, axis_index_groups=axes.groups, tiled=True)
+    out: jax.Array = lax.all_to_all(
+        rows, axes.names, 0, 0, axis_index_groups=axes.groups, tiled=True
+    )
+    return out
 
 
 def gather(row: jax.Array, axes: Axes) -> jax.Array:
@@ -72,9 +75,12 @@ def gather(row: jax.Array, axes: Axes) -> jax.Array:
     if _vmapped(axes.names):
         return _gather_each(row, axes.names)
     checked = set(axes.names) <= _compat.varying_axes(row)
+    out: jax.Array
     if checked and axes.groups is None:
-        return lax.all_gather(row, axes.names, to="invarying")
-    return lax.all_gather(row, axes.names, axis_index_groups=axes.groups)
+        out = lax.all_gather(row, axes.names, to="invarying")
+    else:
+        out = lax.all_gather(row, axes.names, axis_index_groups=axes.groups)
+    return out
 
 
 def permute(row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
@@ -85,7 +91,8 @@ def permute(row: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax
         source = jnp.asarray(sources)[axes.index()]
         return jnp.where(source < 0, 0, _gather_each(row, axes.names)[source])
     groups = axes.groups or (tuple(range(axes.world)),)
-    return lax.ppermute(row, axes.names, [(g[a], g[b]) for g in groups for a, b in pairs])
+    out: jax.Array = lax.ppermute(row, axes.names, [(g[a], g[b]) for g in groups for a, b in pairs])
+    return out
 
 
 def _vmapped(axes: tuple[str, ...]) -> bool:

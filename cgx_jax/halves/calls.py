@@ -7,11 +7,11 @@ leaves of a fusion buffer travel together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -22,16 +22,16 @@ from cgx_jax.policies.rules import Policy
 
 
 def psum_scatter_compressed(
-    tree: Any,
-    axis_name: Any,
+    tree: Pytree,
+    axis_name: AxisName,
     compressor: Compressor | Policy | Plan | None = None,
     *,
     scatter_dimension: int = 0,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-    key: Any = None,
+    key: Key = None,
     exchange: Exchange | str = "auto",
-) -> Any:
+) -> Pytree:
     """Returns each rank's slice of the sum from compressed payloads; like `lax.psum_scatter`.
 
     `tree` is a pytree of arrays. In each array, the length of `scatter_dimension` must be the world
@@ -77,16 +77,16 @@ def psum_scatter_compressed(
 
 
 def all_gather_compressed(
-    tree: Any,
-    axis_name: Any,
+    tree: Pytree,
+    axis_name: AxisName,
     compressor: Compressor | Policy | Plan | None = None,
     *,
     axis: int = 0,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-    key: Any = None,
+    key: Key = None,
     exchange: Exchange | str = "auto",
-) -> Any:
+) -> Pytree:
     """Gathers every rank's `tree`, compressed on the wire; like `lax.all_gather`.
 
     `tree` is a pytree of arrays. Leaves are stacked along a new dimension `axis`, or concatenated

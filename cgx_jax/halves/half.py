@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from cgx_jax import _compat, debug
+from cgx_jax._types import Key, Pytree
 from cgx_jax.axes import Axes, cast, divided, sum_of_rows
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.compressors.base import require_key
@@ -63,11 +64,11 @@ class Half(abc.ABC):
         return self.exactly(t)
 
     @abc.abstractmethod
-    def key(self, key: Any) -> Any:
+    def key(self, key: Key) -> Key:
         """Returns the key from which this rank draws the leaf's noise; None if it draws none."""
 
     @abc.abstractmethod
-    def send(self, key: Any, x: jax.Array) -> jax.Array:
+    def send(self, key: Key, x: jax.Array) -> jax.Array:
         """Returns the payload, u8[n], or u8[world, n] with one row per rank."""
 
     @abc.abstractmethod
@@ -79,7 +80,7 @@ class Half(abc.ABC):
         """Returns the result from every rank's payload, u8[world, n], and this rank's operand."""
 
     @abc.abstractmethod
-    def fused(self, exchange: Exchange, key: Any, x: jax.Array) -> jax.Array:
+    def fused(self, exchange: Exchange, key: Key, x: jax.Array) -> jax.Array:
         """Returns the same result by the exchange's own single call."""
 
     def code(self, size: int) -> RowCode:
@@ -90,9 +91,10 @@ class Half(abc.ABC):
         """Returns whether an exchange handles rows of `size` values in a single call."""
         return self.call in exchange.can and self.code(size).layout is not None
 
-    def _noise(self, key: Any, *, shared: bool) -> Any:
+    def _noise(self, key: Key, *, shared: bool) -> Key:
         if not require_key(where_of(self.name, self.path), [self.compressor], key):
             return None
+        assert key is not None
         own = key if shared else jax.random.fold_in(key, self.axes.index())
         return own if self.number is None else jax.random.fold_in(own, self.number)
 
@@ -133,7 +135,7 @@ class PsumScatter(Half):
         )
         return divided(total, divisor, x.dtype)
 
-    def key(self, key: Any) -> Any:
+    def key(self, key: Key) -> Key:
         return self._noise(key, shared=False)
 
     def rows(self, x: jax.Array) -> jax.Array:
@@ -144,9 +146,10 @@ class PsumScatter(Half):
 
     def own(self, x: jax.Array) -> jax.Array:
         """Returns this rank's row."""
-        return lax.dynamic_index_in_dim(self.rows(x), self.axes.rank(), 0, keepdims=False)
+        out: jax.Array = lax.dynamic_index_in_dim(self.rows(x), self.axes.rank(), 0, keepdims=False)
+        return out
 
-    def send(self, key: Any, x: jax.Array) -> jax.Array:
+    def send(self, key: Key, x: jax.Array) -> jax.Array:
         return self.code(x.size // self.axes.world).encode(key, self.rows(x))
 
     def move(self, exchange: Exchange, payload: jax.Array) -> jax.Array:
@@ -189,7 +192,7 @@ class PsumScatter(Half):
         lost = jnp.moveaxis(rows - back, 0, self.dimension).reshape(x.shape)
         return jnp.where(self.encoded(x.shape), lost, 0)
 
-    def fused(self, exchange: Exchange, key: Any, x: jax.Array) -> jax.Array:
+    def fused(self, exchange: Exchange, key: Key, x: jax.Array) -> jax.Array:
         code, world = self.code(x.size // self.axes.world), self.axes.world
         assert code.layout is not None
         words = code.words(key, world)
@@ -240,11 +243,11 @@ class AllGather(Half):
         )
         return cast(every, x.dtype)
 
-    def key(self, key: Any) -> Any:
+    def key(self, key: Key) -> Key:
         # Nothing is added up here, so ranks may draw the same noise without loss.
         return self._noise(key, shared=self.compressor.shares_noise)
 
-    def send(self, key: Any, x: jax.Array) -> jax.Array:
+    def send(self, key: Key, x: jax.Array) -> jax.Array:
         with jax.named_scope("encode"):
             return self.compressor.encode(x, key=key)
 
@@ -256,7 +259,7 @@ class AllGather(Half):
     def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:
         return self._result(self.code(x.size).decode(payloads, x.shape, x.dtype))
 
-    def fused(self, exchange: Exchange, key: Any, x: jax.Array) -> jax.Array:
+    def fused(self, exchange: Exchange, key: Key, x: jax.Array) -> jax.Array:
         code = self.code(x.size)
         assert code.layout is not None
         words = code.words(key, None)
@@ -276,5 +279,5 @@ def _gathered(half: AllGather, x: jax.Array) -> jax.Array:
 
 
 @_gathered.defjvp
-def _gathered_jvp(half: AllGather, primals: Any, tangents: Any) -> Any:
+def _gathered_jvp(half: AllGather, primals: Pytree, tangents: Pytree) -> Pytree:
     return _gathered(half, *primals), half.tangent(*tangents)

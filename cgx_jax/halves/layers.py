@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from cgx_jax import _compat
+from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Quantize, ShiftedLattice
 from cgx_jax.exchanges import Exchange
@@ -26,16 +26,16 @@ _GRADIENTS = Quantize(4, rounding="stochastic")
 
 
 def scan_layers(
-    body: Callable[[Any, Any], Any],
-    x: Any,
-    shards: Any,
-    axis_name: Any,
+    body: Callable[[Pytree, Pytree], Pytree],
+    x: Pytree,
+    shards: Pytree,
+    axis_name: AxisName,
     *,
     weights: Compressor | Policy | Plan | None = _WEIGHTS,
     gradients: Compressor | Policy | Plan | None = _GRADIENTS,
-    key: Any = None,
+    key: Key = None,
     exchange: Exchange | str = "auto",
-) -> Any:
+) -> Pytree:
     """Returns `x` after all layers: `body(x, layer)` returns the next x, layer by layer.
 
     The leaves of `shards` are [layers, length / world, ...]: this rank's part of each layer, cut
@@ -70,45 +70,53 @@ def scan_layers(
 class _Stack:
     """The static part of a call."""
 
-    body: Callable[[Any, Any], Any]
+    body: Callable[[Pytree, Pytree], Pytree]
     axes: Axes
-    weights: Any
-    gradients: Any
+    weights: Compressor | Policy | Plan | None
+    gradients: Compressor | Policy | Plan | None
     exchange: Exchange | str
     count: int
 
-    def gather(self, shard: Any, key: Any, layer: Any) -> Any:
+    def gather(self, shard: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns one layer's whole weights."""
         return self._move(AllGather, shard, self.weights, key, 2 * layer)
 
-    def scatter(self, gradient: Any, key: Any, layer: Any) -> Any:
+    def scatter(self, gradient: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns this rank's part of the sum of one layer's gradients."""
         return self._move(PsumScatter, gradient, self.gradients, key, 2 * layer + 1)
 
-    def _move(self, half: type[Half], tree: Any, how: Any, key: Any, number: Any) -> Any:
+    def _move(
+        self,
+        half: type[Half],
+        tree: Pytree,
+        how: Compressor | Policy | Plan | None,
+        key: Key,
+        number: int | jax.Array,
+    ) -> Pytree:
         halves = Halves.of(half, _NAME, tree, self.axes, how, 0, True, self.exchange)
         return halves.run(tree, None if key is None else jax.random.fold_in(key, number))
 
-    def back(self, x: Any, whole: Any, cotangent: Any) -> tuple[Any, Any]:
+    def back(self, x: Pytree, whole: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree]:
         """Returns the cotangents of one layer's input and weights."""
-        return jax.vjp(self.body, x, whole)[1](cotangent)
+        out: tuple[Pytree, Pytree] = jax.vjp(self.body, x, whole)[1](cotangent)
+        return out
 
 
-def _at(tree: Any, layer: int) -> Any:
+def _at(tree: Pytree, layer: int) -> Pytree:
     return jax.tree.map(lambda leaf: leaf[layer], tree)
 
 
-def _between(tree: Any, first: int, last: int) -> Any:
+def _between(tree: Pytree, first: int, last: int) -> Pytree:
     return jax.tree.map(lambda leaf: leaf[first:last], tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(stack: _Stack, x: Any, shards: Any, key: Any) -> Any:
+def _scan(stack: _Stack, x: Pytree, shards: Pytree, key: Key) -> Pytree:
     return _forward(stack, x, shards, key)[0]
 
 
-def _forward(stack: _Stack, x: Any, shards: Any, key: Any) -> tuple[Any, Any]:
-    def layer(carry: Any, following: Any) -> tuple[Any, Any]:
+def _forward(stack: _Stack, x: Pytree, shards: Pytree, key: Key) -> tuple[Pytree, Pytree]:
+    def layer(carry: Pytree, following: Pytree) -> tuple[Pytree, Pytree]:
         x, whole = carry
         number, shard = following
         # The gather and the body do not depend on each other, so the next weights arrive while this
@@ -122,11 +130,11 @@ def _forward(stack: _Stack, x: Any, shards: Any, key: Any) -> tuple[Any, Any]:
     return stack.body(x, whole), (inputs, x, shards, key)
 
 
-def _backward(stack: _Stack, saved: Any, cotangent: Any) -> tuple[Any, Any, None]:
+def _backward(stack: _Stack, saved: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree, None]:
     inputs, x, shards, key = saved
     last = stack.count - 1
 
-    def layer(carry: Any, before: Any) -> tuple[Any, Any]:
+    def layer(carry: Pytree, before: Pytree) -> tuple[Pytree, Pytree]:
         cotangent, whole, gradient = carry  # `gradient` is the following layer's
         number, shard, x = before
         ahead = stack.gather(shard, key, number - 1)

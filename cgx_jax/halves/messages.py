@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat, nonfinite
+from cgx_jax._types import Key, Pytree
 from cgx_jax.axes import SMALL_BYTES, Axes
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor
 from cgx_jax.compressors.base import require_key
@@ -69,7 +70,7 @@ class Halves:
         cls,
         half: type[Half],
         name: str,
-        tree: Any,
+        tree: Pytree,
         axes: Axes,
         compressor: Compressor | Policy | Plan | None,
         dimension: int,
@@ -103,7 +104,7 @@ class Halves:
             messages += _messages(sends, buffer, halves, whole)
         return cls(tuple(messages), tuple(halves))
 
-    def check(self, leaves: Sequence[jax.Array], key: Any) -> None:
+    def check(self, leaves: Sequence[jax.Array], key: Key) -> None:
         """Raises ValueError for a missing key, and for an operand that is already reduced."""
         for half, x in zip(self.halves, leaves, strict=True):
             if not half.sums:
@@ -114,7 +115,7 @@ class Halves:
             if half.sums:
                 half.axes.check_varying(half.name, [(half.path, x)])
 
-    def run(self, tree: Any, key: Any) -> Any:
+    def run(self, tree: Pytree, key: Key) -> Pytree:
         """Returns the results in the structure of `tree`."""
         leaves, treedef = jax.tree.flatten(tree)
         self.check(leaves, key)
@@ -126,7 +127,9 @@ class Halves:
         every = [out[i] if i in out else h.exactly(leaves[i]) for i, h in enumerate(self.halves)]
         return jax.tree.unflatten(treedef, self.watched(leaves, every))
 
-    def watched(self, before: list[Any], after: list[Any], step: Any = None) -> list[Any]:
+    def watched(
+        self, before: list[Any], after: list[Any], step: jax.Array | None = None
+    ) -> list[Any]:
         """Returns the results `after`; in debug mode, reports values that are not finite."""
         if not self.halves:
             return after
@@ -225,6 +228,6 @@ def _run(message: Message, keys: Any, leaves: tuple[jax.Array, ...]) -> tuple[ja
 
 
 @_run.defjvp
-def _run_jvp(message: Message, primals: Any, tangents: Any) -> Any:
+def _run_jvp(message: Message, primals: Pytree, tangents: Pytree) -> Pytree:
     exact = (half.tangent(t) for half, t in zip(message.halves, tangents[1], strict=True))
     return _run(message, *primals), tuple(exact)

@@ -96,13 +96,17 @@ def reduce(
         window = _Window.of(run, rank)
         old = [window.cut(r) for r in residuals[i : i + 1]]
 
-        def own(run=run, f=f, window=window, old=old):  # type: ignore[no-untyped-def]
+        def own(
+            run: _Run = run, f: Slot = f, window: _Window = window, old: list[jax.Array] = old
+        ) -> tuple[jax.Array, list[jax.Array]]:
             records = window.records(sent)
             made, lost = _reduced(window, key, rank, records, leaves[run.slot], f, divisor)
             here = window.here[:, None]
             return made, [jnp.where(here, lost.astype(x.dtype), x) for x in old]
 
-        def nothing(run=run, old=old):  # type: ignore[no-untyped-def]
+        def nothing(
+            run: _Run = run, old: list[jax.Array] = old
+        ) -> tuple[jax.Array, list[jax.Array]]:
             return _zeros(run.most * run.record, like=payload), old
 
         if run.count.all():

@@ -36,7 +36,9 @@ ON_CUDA = SELECTIONS | {
 SCRATCH_WORDS = 6146  # scratch memory of a selection on CUDA, passed as its last result
 
 
-def call(target: str, plain: Callable[..., Any], *operands: Any, **static: int) -> list[jax.Array]:
+def call(
+    target: str, plain: Callable[..., Any], *operands: jax.Array, **static: int
+) -> list[jax.Array]:
     """Returns the results of the jnp function plain(*operands, **static) by the handler `target`.
 
     `plain` is a module-level function that returns a list of arrays. `static` also become the
@@ -68,12 +70,12 @@ def _jnp(*rows: Any, target: str, plain: Callable[..., Any], static: Any) -> Any
     return [y[None] for y in one(*(x[0] for x in rows))]
 
 
-def _native(ctx: Any, *rows: Any, target: str, plain: Any, static: Any) -> Any:
+def _native(ctx: mlir.LoweringRuleContext, *rows: Any, target: str, plain: Any, static: Any) -> Any:
     attributes = {name: np.int64(value) for name, value in static}
     return jax.ffi.ffi_lowering(target)(ctx, *rows, **attributes)
 
 
-def _cuda(ctx: Any, *rows: Any, target: str, plain: Any, static: Any) -> Any:
+def _cuda(ctx: mlir.LoweringRuleContext, *rows: Any, target: str, plain: Any, static: Any) -> Any:
     bucket = dict(static).get("bucket_size", LONGEST_BUCKET)
     has_kernel = target in ON_CUDA and SHORTEST_BUCKET <= bucket <= LONGEST_BUCKET
     params = {"target": target, "plain": plain, "static": static}

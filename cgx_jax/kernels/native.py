@@ -9,10 +9,10 @@ import importlib.util
 import warnings
 from importlib import metadata
 from types import ModuleType
-from typing import Any
 
 import jax
 
+from cgx_jax._types import Json
 from cgx_jax._version import __version__
 from cgx_jax.wire import WIRE_VERSION
 
@@ -81,7 +81,7 @@ def warn_of_missing_cuda() -> None:
     )
 
 
-def backends() -> dict[str, Any]:
+def backends() -> Json:
     """Returns what this installation has: a dict from platform name to the kernels used there.
 
     "cpu" has the instruction set of the native kernels, or is "jnp". "cuda" has the architectures

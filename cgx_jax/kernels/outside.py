@@ -13,20 +13,23 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
+from cgx_jax._types import Unit, Words
 from cgx_jax.wire import Layout, spans
 
 IN, OUT = 0, 1
 Residuals: TypeAlias = list[jax.Array] | None  # one per leaf; None if not asked for
 
 
-def pairs(units: Sequence[Any], layout: Layout) -> list[tuple[Any, Any] | None]:
+def pairs(units: Sequence[Any], layout: Layout) -> list[Unit]:
     """Returns every slot's (rows, columns), or None, from the operands of the slots with units."""
     given = iter(units)
     return [(next(given), next(given)) if f.units else None for f in layout.slots]
 
 
-def multiply(x: jax.Array, unit: tuple[Any, Any] | None, way: int, *, batch: int = 1) -> jax.Array:
+def multiply(x: jax.Array, unit: Unit, way: int, *, batch: int = 1) -> jax.Array:
     """Multiplies `x` by its units for the `way` IN or OUT, in float32; no-op without units."""
     if unit is None:
         return x
@@ -35,7 +38,7 @@ def multiply(x: jax.Array, unit: tuple[Any, Any] | None, way: int, *, batch: int
     return (x.astype(jnp.float32).reshape(factors.shape) * factors).reshape(x.shape)
 
 
-def decoded(x: jax.Array, unit: tuple[Any, Any] | None, dtype: Any, *, batch: int = 1) -> jax.Array:
+def decoded(x: jax.Array, unit: Unit, dtype: DTypeLike, *, batch: int = 1) -> jax.Array:
     """Returns decoded values converted out of their units, in `dtype`.
 
     Finite values stay finite: they are clipped, since rounding may take a value past the largest
@@ -49,7 +52,7 @@ def decoded(x: jax.Array, unit: tuple[Any, Any] | None, dtype: Any, *, batch: in
 
 
 def taken_out(
-    lost: Residuals, units: Sequence[Any], leaves: Sequence[Any], *, batch: int = 1
+    lost: Residuals, units: Sequence[Any], leaves: Sequence[jax.Array], *, batch: int = 1
 ) -> Residuals:
     """Returns residuals converted out of the units, in the leaves' dtypes."""
     if lost is None:
@@ -59,7 +62,13 @@ def taken_out(
 
 
 def encode(
-    primitive: Any, key: Any, rank: Any, *operands: Any, layout: Layout, residual: bool, batch: int
+    primitive: Primitive,
+    key: Words,
+    rank: jax.Array,
+    *operands: jax.Array,
+    layout: Layout,
+    residual: bool,
+    batch: int,
 ) -> list[jax.Array]:
     """Does `encode_p` with units: multiplies leaves before the call and residuals after it."""
     count = len(layout.slots)
@@ -72,11 +81,11 @@ def encode(
 
 
 def reduce(
-    primitive: Any,
-    key: Any,
-    rank: Any,
-    payload: Any,
-    *operands: Any,
+    primitive: Primitive,
+    key: Words,
+    rank: jax.Array,
+    payload: jax.Array,
+    *operands: jax.Array,
     layout: Layout,
     divisor: float,
     batch: int,
@@ -102,7 +111,12 @@ def reduce(
 
 
 def decode(
-    primitive: Any, payload: Any, *units: Any, layout: Layout, shapes: Any, batch: int
+    primitive: Primitive,
+    payload: jax.Array,
+    *units: Any,
+    layout: Layout,
+    shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
+    batch: int,
 ) -> list[jax.Array]:
     """Does `decode_p` with units: multiplies decoded values, then rounds them to their dtypes."""
     each = pairs(units, layout)
@@ -117,7 +131,7 @@ def decode(
     ]
 
 
-def _own(layout: Layout, slot: int, rank: Any, batch: int) -> jax.Array:
+def _own(layout: Layout, slot: int, rank: jax.Array, batch: int) -> jax.Array:
     """Marks the values of a slot that lie in the chunk of `rank`, bool[batch, size]."""
     ranges = [(0, 0)] * layout.world
     for w in range(layout.world):

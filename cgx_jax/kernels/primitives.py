@@ -22,8 +22,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
+from jax.typing import ArrayLike
 
 from cgx_jax import _compat
+from cgx_jax._types import Shaped, Unit, Words
 from cgx_jax.kernels import chunk, native, outside, reference
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.wire import Layout
@@ -31,14 +33,15 @@ from cgx_jax.wire import Layout
 NO_RANK = -1
 
 
-def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[jax.Array]:
+def bind(primitive: Primitive, *operands: ArrayLike, **params: Any) -> list[jax.Array]:
     """Binds a primitive after typing all operands as varying over the same axes, as it needs."""
     arrays = [jnp.asarray(x) for x in operands]
     axes = frozenset().union(*(_compat.varying_axes(x) for x in arrays))
-    return primitive.bind(*(_compat.vary_over(x, axes) for x in arrays), **params)
+    out: list[jax.Array] = primitive.bind(*(_compat.vary_over(x, axes) for x in arrays), **params)
+    return out
 
 
-def _check_payload(name: str, payload: Any, expected: int) -> None:
+def _check_payload(name: str, payload: jax.Array, expected: int) -> None:
     if payload.dtype != jnp.uint8 or payload.size != expected:
         raise ValueError(
             f"{name}: the payload is {payload.dtype}[{payload.size}], but its layout needs "
@@ -46,7 +49,7 @@ def _check_payload(name: str, payload: Any, expected: int) -> None:
         )
 
 
-Units = Sequence[tuple[Any, Any] | None]
+Units = Sequence[Unit]
 
 
 def with_units(layout: Layout, units: Units) -> tuple[Layout, list[Any]]:
@@ -59,11 +62,11 @@ def with_units(layout: Layout, units: Units) -> tuple[Layout, list[Any]]:
 
 
 def encode(
-    key: Any,
-    leaves: Sequence[Any],
+    key: Words,
+    leaves: Sequence[jax.Array],
     layout: Layout,
     *,
-    rank: Any = NO_RANK,
+    rank: ArrayLike = NO_RANK,
     residual: bool = False,
     units: Units = (),
 ) -> tuple[jax.Array, Residuals]:
@@ -83,10 +86,10 @@ def encode(
 
 
 def reduce(
-    key: Any,
-    rank: Any,
-    payload: Any,
-    leaves: Sequence[Any],
+    key: Words,
+    rank: jax.Array,
+    payload: jax.Array,
+    leaves: Sequence[jax.Array],
     layout: Layout,
     *,
     divisor: float = 1,
@@ -110,7 +113,7 @@ def reduce(
 
 
 def decode(
-    payload: Any, layout: Layout, like: Sequence[Any], *, units: Units = ()
+    payload: jax.Array, layout: Layout, like: Sequence[Shaped], *, units: Units = ()
 ) -> list[jax.Array]:
     """Decodes a payload, u8[world, chunk_bytes], to leaves with the shapes and dtypes of `like`."""
     _check_payload("decode", payload, layout.world * layout.chunk_bytes)
@@ -121,7 +124,12 @@ def decode(
 
 
 def accumulate(
-    rank: Any, payload: Any, leaves: Sequence[Any], layout: Layout, *, divisor: float = 1
+    rank: jax.Array,
+    payload: jax.Array,
+    leaves: Sequence[jax.Array],
+    layout: Layout,
+    *,
+    divisor: float = 1,
 ) -> list[jax.Array]:
     """Adds every other rank's decoded row of `payload`, u8[peers, total_bytes], to the leaves.
 
@@ -141,14 +149,14 @@ def lead(batch: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape) if batch == 1 else (batch, *shape)
 
 
-def _residuals(operands: Sequence[Any], layout: Layout) -> Sequence[Any]:
+def _residuals(operands: Sequence[jax.Array], layout: Layout) -> Sequence[Any]:
     """Returns the operands between the leaves and the units, which are the residuals."""
     units = 2 * sum(f.units for f in layout.slots)
     return operands[len(layout.slots) : len(operands) - units]
 
 
 def _encode_shapes(
-    key: Any, rank: Any, *operands: Any, layout: Any, residual: Any, batch: Any
+    key: Words, rank: jax.Array, *operands: jax.Array, layout: Layout, residual: bool, batch: int
 ) -> Any:
     leaves = operands[: len(layout.slots)]
     rows = _compat.result_aval(
@@ -158,19 +166,37 @@ def _encode_shapes(
 
 
 def _reduce_shapes(
-    key: Any, rank: Any, payload: Any, *operands: Any, layout: Any, divisor: Any, batch: Any
+    key: Words,
+    rank: jax.Array,
+    payload: jax.Array,
+    *operands: jax.Array,
+    layout: Layout,
+    divisor: float,
+    batch: int,
 ) -> Any:
     chunk = _compat.result_aval(lead(batch, (layout.chunk_bytes,)), jnp.dtype(jnp.uint8), key)
     residuals = _residuals(operands, layout)
     return [chunk, *(_compat.result_aval(x.shape, x.dtype, key) for x in residuals)]
 
 
-def _decode_shapes(payload: Any, *units: Any, layout: Any, shapes: Any, batch: Any) -> Any:
+def _decode_shapes(
+    payload: jax.Array,
+    *units: Any,
+    layout: Layout,
+    shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
+    batch: int,
+) -> Any:
     return [_compat.result_aval(lead(batch, shape), dtype, payload) for shape, dtype in shapes]
 
 
 def _accumulate_shapes(
-    rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, peers: Any, batch: Any
+    rank: jax.Array,
+    payload: jax.Array,
+    *leaves: jax.Array,
+    layout: Layout,
+    divisor: float,
+    peers: int,
+    batch: int,
 ) -> Any:
     return [_compat.result_aval(x.shape, x.dtype, rank) for x in leaves]
 
@@ -178,26 +204,29 @@ def _accumulate_shapes(
 # --- plain jnp: one buffer at a time, or a batch of buffers, with shapes restored at the end.
 
 
-def _all(one: Callable[..., list[Any]], batch: int, *operands: Any) -> list[Any]:
+def _all(one: Callable[..., list[Any]], batch: int, *operands: jax.Array) -> list[Any]:
     """Returns one(*operands) for all elements of the batch at once."""
     if batch > 1:
         return jax.vmap(one)(*operands)
     return [y[None] for y in one(*(x[0] for x in operands))]
 
 
-def _each(one: Callable[..., list[Any]], batch: int, *operands: Any) -> list[Any]:
+def _each(one: Callable[..., list[Any]], batch: int, *operands: jax.Array) -> list[Any]:
     """Returns one(*operands) for all elements of the batch, computed one after the other."""
     if batch > 1:
-        return lax.map(lambda xs: one(*xs), operands)
+        out: list[jax.Array] = lax.map(lambda xs: one(*xs), operands)
+        return out
     return [y[None] for y in one(*(x[0] for x in operands))]
 
 
-def flat(batch: int, arrays: Sequence[Any], *shape: int) -> list[Any]:
+def flat(batch: int, arrays: Sequence[jax.Array], *shape: int) -> list[Any]:
     """Reshapes operands to [batch, values], or to [batch, *shape]."""
     return [x.reshape(batch, *(shape or (x.size // batch,))) for x in arrays]
 
 
-def _encode_jnp(key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, batch: Any) -> Any:
+def _encode_jnp(
+    key: jax.Array, rank: jax.Array, *leaves: jax.Array, layout: Layout, residual: bool, batch: int
+) -> Any:
     one = functools.partial(reference.encode, layout=layout, residual=residual)
     out = _all(one, batch, key.reshape(batch, 2), rank.reshape(batch), *flat(batch, leaves))
     rows = out[0].reshape(lead(batch, out[0].shape[1:]))
@@ -206,7 +235,13 @@ def _encode_jnp(key: Any, rank: Any, *leaves: Any, layout: Any, residual: Any, b
 
 
 def _reduce_jnp(
-    key: Any, rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, batch: Any
+    key: jax.Array,
+    rank: jax.Array,
+    payload: jax.Array,
+    *leaves: jax.Array,
+    layout: Layout,
+    divisor: float,
+    batch: int,
 ) -> Any:
     one = functools.partial(chunk.reduce, layout=layout, divisor=divisor)
     (payload,) = flat(batch, [payload], layout.world, layout.chunk_bytes)
@@ -220,7 +255,13 @@ def _reduce_jnp(
     return [first, *(r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True))]
 
 
-def _decode_jnp(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
+def _decode_jnp(
+    payload: jax.Array,
+    *,
+    layout: Layout,
+    shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
+    batch: int,
+) -> Any:
     one = functools.partial(reference.decode, layout=layout, dtypes=[d for _, d in shapes])
     (payload,) = flat(batch, [payload], layout.world, layout.chunk_bytes)
     out = _all(one, batch, payload)
@@ -228,7 +269,13 @@ def _decode_jnp(payload: Any, *, layout: Any, shapes: Any, batch: Any) -> Any:
 
 
 def _accumulate_jnp(
-    rank: Any, payload: Any, *leaves: Any, layout: Any, divisor: Any, peers: Any, batch: Any
+    rank: jax.Array,
+    payload: jax.Array,
+    *leaves: jax.Array,
+    layout: Layout,
+    divisor: float,
+    peers: int,
+    batch: int,
 ) -> Any:
     one = functools.partial(reference.accumulate, layout=layout, divisor=divisor)
     (payload,) = flat(batch, [payload], peers, layout.total_bytes)
@@ -248,7 +295,9 @@ def _attributes(layout: Layout, **params: Any) -> dict[str, Any]:
 
 
 def _native_lowering(target: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
+    def rule(
+        ctx: mlir.LoweringRuleContext, *operands: jax.Array, layout: Layout, **params: Any
+    ) -> Any:
         aliases = {}
         if target == "cgx_reduce":  # residuals are filled in where they lie
             first = 3 + len(layout.slots)
@@ -318,7 +367,9 @@ def define(
             return lowering
         around = mlir.lower_fun(functools.partial(outside, p), multiple_results=True)
 
-        def with_units(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
+        def with_units(
+            ctx: mlir.LoweringRuleContext, *operands: jax.Array, layout: Layout, **params: Any
+        ) -> Any:
             lower = around if any(f.units for f in layout.slots) else lowering
             return lower(ctx, *operands, layout=layout, **params)
 
@@ -338,7 +389,7 @@ def define(
 
 
 def _warning_lowering(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def rule(ctx: mlir.LoweringRuleContext, *operands: jax.Array, **params: Any) -> Any:
         native.warn_of_missing_cuda()
         return plain(ctx, *operands, **params)
 

@@ -97,7 +97,8 @@ def random_bits(
     x = jnp.arange(width, dtype=jnp.uint32)[None] + s0[:, None]
     x = (x ^ (x >> 16)) * _U32(0x7FEB352D) + s1[:, None]
     x = (x ^ (x >> 15)) * _U32(0x846CA68B)
-    return x ^ (x >> 16)
+    out: jax.Array = x ^ (x >> 16)
+    return out
 
 
 def _noise(
@@ -110,7 +111,8 @@ def _noise(
 
 def _hadamard(n: int) -> np.ndarray:
     i = np.arange(n)
-    return (1.0 - 2 * (np.bitwise_count(i[:, None] & i) % 2)).astype(np.float32)
+    out: np.ndarray = (1.0 - 2 * (np.bitwise_count(i[:, None] & i) % 2)).astype(np.float32)
+    return out
 
 
 def _rotation_stages(n: int) -> int:
@@ -196,7 +198,7 @@ def _unpack(planes: jax.Array, bits: int) -> jax.Array:
 
 
 def encode_buckets(
-    x: jax.Array, f: Slot, first_bucket: int | jax.Array, key: jax.Array, offset: Any
+    x: jax.Array, f: Slot, first_bucket: int | jax.Array, key: jax.Array, offset: int | jax.Array
 ) -> jax.Array:
     """Encodes f32[k, n] as u8[k, record]: buckets of one length, already rotated if needed."""
     k, n = x.shape
@@ -248,7 +250,10 @@ def add_peers(
         return jnp.where(rank == peer, total, total + decode(sent[peer]))
 
     # Use a loop, so that programs do not grow with the number of ranks.
-    return lax.fori_loop(0, len(sent), add, _compat.vary_over(x, _compat.varying_axes(sent)))
+    out: jax.Array = lax.fori_loop(
+        0, len(sent), add, _compat.vary_over(x, _compat.varying_axes(sent))
+    )
+    return out
 
 
 def _each_length(
@@ -286,7 +291,7 @@ def _uncode(x: jax.Array, n: int, f: Slot, first_bucket: int) -> jax.Array:
 
 
 def _encode_span(
-    x: jax.Array, f: Slot, first_bucket: int, key: jax.Array, offset: Any = 0
+    x: jax.Array, f: Slot, first_bucket: int, key: jax.Array, offset: int | jax.Array = 0
 ) -> jax.Array:
     """Encodes what `_code` returned, from `first_bucket` of leaf `f` on, to records u8[bytes]."""
     parts = _each_length(

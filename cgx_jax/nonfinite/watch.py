@@ -144,11 +144,11 @@ def watch(
     return [jnp.where(bad, jnp.zeros_like(x), x) for x in results], bad
 
 
-def _constant(x: Any) -> jax.Array:
+def _constant(x: jax.Array) -> jax.Array:
     return _compat.plain(lax.stop_gradient(x))
 
 
-def _counted(leaves: Sequence[Any], numbers: Sequence[int]) -> jax.Array:
+def _counted(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> jax.Array:
     """Counts the non-finite values of the leaves with these numbers, i32[numbers, 2]."""
     return count_nonfinite([_constant(leaves[i]) for i in numbers])
 

@@ -6,12 +6,15 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from cgx_jax._types import Pytree, Shaped
 
 CALLER = "value_and_grad"
 
@@ -38,7 +41,7 @@ class Argument:
     position: int | None  # None for a keyword argument
     wanted: bool
     graph: Any
-    treedef: Any
+    treedef: jax.tree_util.PyTreeDef
     leaves: tuple[tuple[bool, Any], ...]
 
     @property
@@ -46,14 +49,14 @@ class Argument:
         """Whether every rank has all of it: it is differentiated, or an NNX object."""
         return self.wanted or self.graph is not None
 
-    def build(self, arrays: Sequence[Any]) -> Any:
+    def build(self, arrays: Sequence[jax.Array]) -> Pytree:
         """Builds the argument from its arrays; an NNX object comes back as a copy."""
         given = iter(arrays)
         values = [next(given) if is_array else value for is_array, value in self.leaves]
         tree = jax.tree.unflatten(self.treedef, values)
         return tree if self.graph is None else nnx().merge(self.graph, *tree, copy=True)
 
-    def broadcast(self, specs: Any) -> list[Any]:
+    def broadcast(self, specs: Pytree) -> list[Any]:
         """Expands a prefix tree of specs to one spec per array."""
         marks = jax.tree.unflatten(self.treedef, [is_array for is_array, _ in self.leaves])
         own = marks if self.graph is None else marks[0]
@@ -63,14 +66,14 @@ class Argument:
         marked = zip(expanded, jax.tree.leaves(own), strict=True)
         return [spec for spec, is_array in marked if is_array]
 
-    def parameters(self, leaves: Iterable[Any]) -> Any:
+    def parameters(self, leaves: Iterable[Any]) -> Pytree:
         """Returns the tree of the differentiated part, from one entry per array."""
         given = iter(leaves)
         values = [next(given) if is_array else None for is_array, _ in self.leaves]
         tree = jax.tree.unflatten(self.treedef, values)
         return tree if self.graph is None else tree[0]
 
-    def rest(self, value: Any) -> Any:
+    def rest(self, value: Any) -> Pytree:
         """Returns the undifferentiated part of the NNX object `value`, after the loss ran on it."""
         return nnx().split(value, *_filters(self.wanted))[-1]
 
@@ -106,7 +109,7 @@ class Argument:
 
 
 def arguments_of(
-    function: Callable[..., Any], args: Any, kwargs: Any, wanted: Sequence[int]
+    function: Callable[..., Pytree], args: Pytree, kwargs: Pytree, wanted: Sequence[int]
 ) -> tuple[tuple[Argument, ...], list[Any], list[Place]]:
     """Returns the structures of a call's arguments, and all arrays with their places."""
     names = names_of(function, len(args))
@@ -117,7 +120,7 @@ def arguments_of(
     return arguments, [x for _, xs, _ in made for x in xs], [p for _, _, ps in made for p in ps]
 
 
-def broadcast(prefix: Any, tree: Any, where: str) -> list[Any]:
+def broadcast(prefix: Pytree, tree: Pytree, where: str) -> list[Any]:
     """Expands a prefix tree of specs to one entry per leaf of `tree`."""
     entries: list[Any] = []
 
@@ -158,18 +161,18 @@ def _filters(wanted: bool) -> tuple[Any, ...]:
     return (nnx().Param, ...) if wanted else (...,)
 
 
-def nnx() -> Any:
+def nnx() -> ModuleType:
     """Returns flax.nnx, which must already be imported if an NNX object exists."""
     return sys.modules["flax.nnx"]
 
 
-def is_nnx(value: Any) -> bool:
+def is_nnx(value: object) -> bool:
     """Returns whether `value` is an NNX object (a module, Rngs), without importing Flax."""
     module = sys.modules.get("flax.nnx")
     return module is not None and isinstance(value, module.Pytree)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """Returns whether `x` is an array or a tracer. Python numbers are not, and stay static."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
@@ -179,12 +182,12 @@ def is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) and x.ndim == 0
 
 
-def shown(x: Any) -> str:
+def shown(x: Shaped) -> str:
     """Formats dtype and shape for messages."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def names_of(function: Callable[..., Any], count: int) -> list[str]:
+def names_of(function: Callable[..., Pytree], count: int) -> list[str]:
     """Returns the names of the first `count` positional arguments."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -213,7 +216,7 @@ def variable_of(function: Any, x: Any) -> str:
     return ""
 
 
-def known_spec(x: Any, mesh: Any) -> PartitionSpec | None:
+def known_spec(x: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
     """Returns how `x` is split if a concrete NamedSharding or an explicit type says so."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding

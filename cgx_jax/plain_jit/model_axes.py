@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from cgx_jax._types import Pytree
 from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, known_spec, nnx
 from cgx_jax.plain_jit.split import Ranks
 from cgx_jax.transforms.state import SyncState
@@ -27,7 +28,7 @@ class Shards:
     def of(
         cls,
         arguments: Sequence[Argument],
-        arrays: Sequence[Any],
+        arrays: Sequence[jax.Array],
         places: Sequence[Place],
         ranks: Ranks,
         specs: Sequence[Any],
@@ -48,26 +49,33 @@ class Shards:
                     found.append(_spec(arrays[i], places[i], entry, ranks))
         return cls(others, tuple(found))
 
-    def reduce(self, function: Callable[..., Any], grads: Any, state: Any) -> tuple[Any, Any]:
+    def reduce(
+        self, function: Callable[..., Pytree], grads: Pytree, state: Pytree
+    ) -> tuple[Pytree, Pytree]:
         """Returns `function(grads, state)`, computed on each shard where it lies.
 
         XLA would gather an operand of a kernel call that is sharded over an axis. The function
         therefore runs in a shard_map in which all axes are manual.
         """
+        out: tuple[Pytree, Pytree]
         if not self.axes:
-            return function(grads, state)
+            out = function(grads, state)
+            return out
         treedef = jax.tree.structure(grads)
         like = jax.tree.unflatten(treedef, self.specs)
         kept = self._state_specs(state, treedef, [g.shape for g in jax.tree.leaves(grads)])
-        return jax.shard_map(
+        out = jax.shard_map(
             function,
             in_specs=(like, kept),
             out_specs=(like, kept),
             axis_names=set(self.axes),
             check_vma=False,
         )(grads, state)
+        return out
 
-    def _state_specs(self, state: Any, treedef: Any, shapes: Sequence[Any]) -> Any:
+    def _state_specs(
+        self, state: Pytree, treedef: jax.tree_util.PyTreeDef, shapes: Sequence[Any]
+    ) -> Pytree:
         if not isinstance(state, SyncState):
             return jax.tree.map(lambda _: _REPLICATED, state)
         if not any(map(len, self.specs)):
@@ -94,7 +102,7 @@ class Shards:
         )
 
 
-def _entries(argument: Argument, given: Any, count: int) -> list[Any]:
+def _entries(argument: Argument, given: Pytree, count: int) -> list[Any]:
     """Returns one spec or None per array of a differentiated argument."""
     if given is not None:
         entries = argument.broadcast(given)
@@ -107,7 +115,7 @@ def _entries(argument: Argument, given: Any, count: int) -> list[Any]:
     return [*entries, *[None] * (count - len(entries))]
 
 
-def _spec(x: Any, place: Place, given: Any, ranks: Ranks) -> PartitionSpec:
+def _spec(x: jax.Array, place: Place, given: Pytree, ranks: Ranks) -> PartitionSpec:
     spec = given if isinstance(given, PartitionSpec) and len(given) else known_spec(x, ranks.mesh)
     hidden = given is None and spec is None and isinstance(x, jax.core.Tracer)
     if hidden and ranks.mesh.size > ranks.world:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from cgx_jax._types import Pytree
 from cgx_jax.plain_jit.arguments import (
     CALLER,
     Argument,
@@ -56,7 +57,7 @@ class Traced:
     """
 
     jaxpr: Any
-    trees: Any
+    trees: Pytree
 
     def parts(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """Splits a list like the jaxpr's outputs: (value, aux, states, gradients)."""
@@ -68,7 +69,7 @@ class Traced:
 class Program:
     """The loss, the structure of its arguments, and how it is differentiated."""
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Pytree]
     arguments: tuple[Argument, ...]
     places: tuple[Place, ...]
     ranks: Ranks
@@ -76,7 +77,9 @@ class Program:
     ratio: bool
     single: bool
 
-    def whole(self, arrays: Sequence[Any], splits: Sequence[Split] = (), times: int = 1) -> Traced:
+    def whole(
+        self, arrays: Sequence[jax.Array], splits: Sequence[Split] = (), times: int = 1
+    ) -> Traced:
         """Traces plain jit's program for `times` the batch, with the axes bound to one rank."""
         pairs = itertools.zip_longest(arrays, splits, fillvalue=Split())
         shapes = [_shape_of(x, split, times) for x, split in pairs]
@@ -85,7 +88,7 @@ class Program:
         jaxpr = jax.make_jaxpr(functools.partial(self._flat, trees), axis_env=env)(shapes)
         return Traced(jaxpr, trees[0])
 
-    def part(self, arrays: Sequence[Any], splits: Sequence[Split], times: int = 1) -> Traced:
+    def part(self, arrays: Sequence[jax.Array], splits: Sequence[Split], times: int = 1) -> Traced:
         """Traces the program of one rank, with its part of `times` the batch."""
         world = self.ranks.world
         pairs = zip(arrays, splits, strict=True)
@@ -107,10 +110,10 @@ class Program:
                 raise ValueError(f"{spec} names a Manual axis")
         return Traced(made[0], trees[0])
 
-    def _flat(self, trees: list[Any], arrays: Sequence[Any]) -> list[Any]:
+    def _flat(self, trees: list[Any], arrays: Sequence[jax.Array]) -> list[Any]:
         trained = [i for i, place in enumerate(self.places) if place.trained]
 
-        def losses_of(values: Sequence[Any]) -> Any:
+        def losses_of(values: Sequence[Any]) -> Pytree:
             given = list(arrays)
             for i, x in zip(trained, values, strict=True):
                 given[i] = x
@@ -140,7 +143,7 @@ class Program:
         trees.append(treedef)
         return [value, *losses, *leaves]
 
-    def _call(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, list[Any]]]:
+    def _call(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], tuple[Any, list[Any]]]:
         """Returns ((loss,) or (sum, count), (auxiliary output, states of NNX objects))."""
         values = []
         for number, argument in enumerate(self.arguments):
@@ -181,7 +184,7 @@ class Program:
         return losses, (aux, rests)
 
     def check(
-        self, arrays: Sequence[Any], splits: Sequence[Split], part: Traced, whole: Traced
+        self, arrays: Sequence[jax.Array], splits: Sequence[Split], part: Traced, whole: Traced
     ) -> tuple[list[Found], tuple[Any, Any, Any, Any]]:
         """Compares a rank's program with plain jit's.
 
@@ -221,7 +224,7 @@ class Program:
             found.append(Found(SAME if own else r, growing(one.shape, other.shape, world)))
         return found[1 : 2 + self.ratio], part.parts(found)
 
-    def check_constants(self, traced: Traced, arrays: Sequence[Any], splits: Any) -> None:
+    def check_constants(self, traced: Traced, arrays: Sequence[jax.Array], splits: Any) -> None:
         """Raises ValueError for an array that is no argument but as long as the batch."""
         sizes = {
             x.shape[s.dimension]
@@ -244,7 +247,7 @@ class Program:
         consts = traced.jaxpr.consts
         return [f"{variable_of(self.loss_fn, x)}{shown(jax.typeof(x))}" for x in consts]
 
-    def require_mean(self, losses: Sequence[Found], value: Found, grads: Any) -> None:
+    def require_mean(self, losses: Sequence[Found], value: Found, grads: Pytree) -> None:
         """Raises ValueError for a value that is not plain jit's, or such a gradient."""
         if losses[0].output == "sum" and not self.ratio:
             raise ValueError(
@@ -276,7 +279,9 @@ class Program:
                 "losses is what you want, trust=True skips this check."
             )
 
-    def outputs(self, aux_specs: Any, traced: Traced, aux: Any, rests: Any) -> tuple[Any, Any]:
+    def outputs(
+        self, aux_specs: Pytree, traced: Traced, aux: Pytree, rests: Pytree
+    ) -> tuple[Pytree, Pytree]:
         """Returns trees of `Output`. `aux` and `rests` hold a `Found`, or avals if not checked."""
         avals = traced.parts(traced.jaxpr.out_avals)[1]
         leaves = jax.tree_util.tree_leaves_with_path(avals)
@@ -357,7 +362,7 @@ class Found:
         return line(out if isinstance(out, str) else ranks.spec(out))
 
 
-def finish(out: Output, x: Any, axis: Any) -> Any:
+def finish(out: Output, x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
     """Returns a rank's output, reduced over `axis` if it is a mean or a sum."""
     if out == "mean":
         mean = lax.pmean(x, axis)
@@ -389,5 +394,5 @@ def _plain(path: Any) -> str:
     return str(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"{type(x).__name__}"

@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
+from cgx_jax._types import AxisName, Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange
@@ -29,7 +31,7 @@ _WITH_STATE = (
 class GradientMean:
     """The options of the reduction; with a state, `sync_gradients` does it and keeps the state."""
 
-    axis_name: Any
+    axis_name: AxisName
     policy: Compressor | Policy | Plan | None
     memory: Memory | None
     precondition: SecondMoment | None
@@ -50,14 +52,15 @@ class GradientMean:
         if keeper is not None:
             raise ValueError(f"{CALLER}: {keeper} keeps a state between steps; {_WITH_STATE}.")
 
-    def init(self, params: Any, mesh: Any) -> Any:
+    def init(self, params: Pytree, mesh: Mesh | AbstractMesh | None) -> Pytree:
         """Returns the `SyncState` before the first step."""
         return self._transformation(mesh).init(params)
 
-    def __call__(self, grads: Any, state: Any) -> tuple[Any, Any]:
+    def __call__(self, grads: Pytree, state: Pytree) -> tuple[Pytree, Pytree]:
         """Returns the mean and the next state (None without a state); runs inside the axis."""
         if state is not None:
-            return self._transformation(None).update(grads, state)
+            out: tuple[Pytree, Pytree] = self._transformation(None).update(grads, state)
+            return out
         plan = resolve(CALLER, grads, self.policy)
         kept = [c for c, has in zip(plan.compressors, stateful(plan), strict=True) if has]
         if kept:
@@ -76,7 +79,7 @@ class GradientMean:
     def _how(self) -> dict[str, Any]:
         return {"exchange": self.exchange, "reduction": self.reduction, "levels": self.levels}
 
-    def _transformation(self, mesh: Any) -> Any:
+    def _transformation(self, mesh: Mesh | AbstractMesh | None) -> Any:
         return sync_gradients(
             self.axis_name,
             self.policy,

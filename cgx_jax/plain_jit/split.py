@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from cgx_jax.plain_jit.arguments import (
@@ -27,12 +27,12 @@ from cgx_jax.plain_jit.arguments import (
 class Ranks:
     """The mesh, the axes over which gradients are reduced, and their number of ranks."""
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     names: tuple[str, ...]
     world: int
 
     @classmethod
-    def of(cls, names: tuple[str, ...], mesh: Any) -> Ranks:
+    def of(cls, names: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Ranks:
         """Raises ValueError if the mesh lacks an axis."""
         missing = [n for n in names if n not in mesh.axis_names]
         if missing or not names:
@@ -43,7 +43,7 @@ class Ranks:
         return cls(mesh, names, math.prod(mesh.shape[n] for n in names))
 
     @property
-    def axis(self) -> Any:
+    def axis(self) -> str | tuple[str, ...]:
         """The axes in the form that collectives take."""
         return self.names[0] if len(self.names) == 1 else self.names
 
@@ -58,7 +58,7 @@ class Ranks:
         """Returns the spec that splits only this dimension, over the axes; None splits nothing."""
         return Spec() if dimension is None else Spec(*(None,) * dimension, self.axis)
 
-    def placed(self, x: Any, spec: Spec) -> Any:
+    def placed(self, x: jax.Array, spec: Spec) -> jax.Array:
         """Reshards `x` over the axes if its type on an explicit mesh differs from `spec` there."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if jax.sharding.AxisType.Explicit not in {types[n] for n in self.names}:
@@ -81,7 +81,8 @@ class Ranks:
             for e in entries
         )
         wanted = Spec(*(self.axis if i == d else e or None for i, e in enumerate(others)))
-        return jax.reshard(x, NamedSharding(self.mesh, wanted))
+        placed: jax.Array = jax.reshard(x, NamedSharding(self.mesh, wanted))
+        return placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Split:
 def choose(
     ranks: Ranks,
     arguments: Sequence[Argument],
-    arrays: Sequence[Any],
+    arrays: Sequence[jax.Array],
     places: Sequence[Place],
     in_specs: Mapping[Any, Any],
     is_raw_key: Callable[[int], bool],
@@ -178,7 +179,7 @@ def _given(
 def _refuse(
     ranks: Ranks,
     arguments: Sequence[Argument],
-    arrays: Sequence[Any],
+    arrays: Sequence[jax.Array],
     places: Sequence[Place],
     found: Sequence[Split | None],
 ) -> None:
@@ -200,7 +201,7 @@ def _refuse(
     )
 
 
-def _check_divides(ranks: Ranks, x: Any, place: Place, split: Split) -> None:
+def _check_divides(ranks: Ranks, x: jax.Array, place: Place, split: Split) -> None:
     d, world = split.dimension, ranks.world
     if d is None:
         return

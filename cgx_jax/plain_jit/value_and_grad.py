@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
+from cgx_jax._types import AxisName, Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit import split
@@ -34,17 +35,17 @@ _LOG = logging.getLogger(__name__)
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
-    axis_name: Any,
+    loss_fn: Callable[..., Pytree],
+    axis_name: AxisName,
     policy: Compressor | Policy | Plan | None = None,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     loss: str = "mean",
-    mesh: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
     in_specs: Mapping[Any, Any] | None = None,
-    aux_specs: Any = None,
-    specs: Any = None,
+    aux_specs: Pytree = None,
+    specs: Pytree = None,
     trust: bool = False,
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
@@ -125,11 +126,11 @@ def value_and_grad(
 @dataclasses.dataclass(frozen=True)
 class _Options:
     names: tuple[str, ...]
-    mesh: Any
+    mesh: Mesh | AbstractMesh | None
     wanted: tuple[int, ...]
     single: bool
     has_aux: bool
-    aux_specs: Any
+    aux_specs: Pytree
     ratio: bool
     trust: bool
 
@@ -139,10 +140,10 @@ class ValueAndGrad:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., Pytree],
         options: _Options,
         in_specs: Mapping[Any, Any],
-        specs: Any,
+        specs: Pytree,
         mean: GradientMean,
     ):
         functools.update_wrapper(self, loss_fn, updated=())
@@ -153,12 +154,12 @@ class ValueAndGrad:
         # the same function.
         self._compiled = jax.jit(lambda step, *given: step(*given), static_argnums=0)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         """Returns (value, gradients) of the loss at these arguments, without a state."""
         self._mean.require_stateless()
         return self._run(None, args, kwargs)[0]
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Pytree) -> Pytree:
         """Returns the state before the first step.
 
         `params` is the differentiated argument, or a tuple of them if `argnums` is a sequence. The
@@ -175,11 +176,11 @@ class ValueAndGrad:
         mesh = Ranks.of(options.names, options.mesh or _mesh(options.names, arrays)).mesh
         return self._mean.init(trees[0] if options.single else tuple(trees), mesh)
 
-    def apply(self, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def apply(self, state: Pytree, *args: Pytree, **kwargs: Pytree) -> tuple[Pytree, Pytree]:
         """Returns ((value, gradients), the state after the step)."""
         return self._run(state, args, kwargs)
 
-    def _run(self, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _run(self, state: Pytree, args: Pytree, kwargs: Pytree) -> tuple[Pytree, Pytree]:
         options = self._options
         wanted = _positions(options.wanted, len(args))
         arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
@@ -200,7 +201,7 @@ class ValueAndGrad:
             nnx().update(owner, rest)
         return (((value, aux) if options.has_aux else value), grads), state
 
-    def _step(self, program: Program, arrays: list[Any]) -> _Step:
+    def _step(self, program: Program, arrays: list[jax.Array]) -> _Step:
         """Traces and checks one call's program."""
         options, ranks = self._options, program.ranks
         whole = functools.cache(lambda: program.whole(arrays))
@@ -238,7 +239,7 @@ class ValueAndGrad:
         shards = Shards.of(program.arguments, arrays, program.places, ranks, given_specs)
         return _Step(part, splits, ranks, shards, outputs, self._mean)
 
-    def _execute(self, step: _Step, arrays: list[Any], state: Any) -> Any:
+    def _execute(self, step: _Step, arrays: list[jax.Array], state: Pytree) -> Pytree:
         consts = step.part.jaxpr.consts
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((consts, arrays, state))):
             return step(consts, arrays, state)
@@ -261,14 +262,14 @@ class _Step:
         splits: tuple[Split, ...],
         ranks: Ranks,
         shards: Shards,
-        outputs: tuple[Any, Any],
+        outputs: tuple[Pytree, Pytree],
         mean: GradientMean,
     ):
         self.part, self.splits, self.ranks, self.shards = part, splits, ranks, shards
         self.outputs, self.mean = outputs, mean
 
     @functools.cached_property
-    def _key(self) -> Any:
+    def _key(self) -> tuple[object, ...]:
         outputs = jax.tree.flatten(self.outputs, is_leaf=_is_output)
         # The program's text: it names objects by their address, and this step keeps them alive.
         text = str(self.part.jaxpr)
@@ -282,11 +283,11 @@ class _Step:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Step) and self._key == other._key
 
-    def __call__(self, consts: Any, arrays: Sequence[Any], state: Any) -> Any:
+    def __call__(self, consts: Pytree, arrays: Sequence[jax.Array], state: Pytree) -> Pytree:
         """Returns (value, gradients, aux, NNX states, state)."""
         ranks, everywhere = self.ranks, PartitionSpec()
 
-        def local(consts: Any, arrays: Sequence[Any], state: Any) -> Any:
+        def local(consts: Pytree, arrays: Sequence[jax.Array], state: Pytree) -> Pytree:
             own = [
                 jax.random.fold_in(x, lax.axis_index(ranks.axis)) if s.fold else x
                 for x, s in zip(arrays, self.splits, strict=True)
@@ -309,7 +310,7 @@ class _Step:
             )
             return value, grads, *done, state
 
-        def specs(tree: Any) -> Any:
+        def specs(tree: Pytree) -> Pytree:
             spec = lambda o: ranks.spec(o if isinstance(o, int) else None)  # noqa: E731
             return jax.tree.map(spec, tree, is_leaf=_is_output)
 
@@ -326,12 +327,12 @@ class _Step:
         )(list(consts), placed, state)
 
 
-def _is_output(x: Any) -> bool:
+def _is_output(x: object) -> bool:
     return x is None or isinstance(x, (str, int))
 
 
 def _of_a_part(
-    program: Program, arrays: Sequence[Any], splits: Sequence[Split], error: Exception
+    program: Program, arrays: Sequence[jax.Array], splits: Sequence[Split], error: Exception
 ) -> Exception:
     """Returns the error of a loss that works on the whole batch and fails on a part of it."""
     axis = program.ranks.axis
@@ -362,7 +363,7 @@ def _positions(wanted: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(i % count for i in wanted)
 
 
-def _mesh(names: tuple[str, ...], arrays: Sequence[Any]) -> Any:
+def _mesh(names: tuple[str, ...], arrays: Sequence[jax.Array]) -> Mesh | AbstractMesh:
     """Returns the mesh of `jax.set_mesh`, or that of an argument that is sharded over the axes."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:

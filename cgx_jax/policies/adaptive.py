@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from cgx_jax._types import Json, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.leaves import Leaf
@@ -85,7 +86,7 @@ class Adaptive(Policy):
         self._leaves: tuple[Leaf, ...] | None = None  # of the tree, once it is known
         self._adaptive: tuple[int, ...] = ()
         self._subject = Subject((), self.sampler.candidates)
-        self._saved: dict[str, Any] | None = None  # waits for the tree
+        self._saved: Json | None = None  # waits for the tree
         self._traced: dict[Compressors, tuple[Any, int]] = {}  # each plan, and what a rank sends
 
     # --- while tracing: the choice, and the statistics beside it.
@@ -142,9 +143,9 @@ class Adaptive(Policy):
     def observe(
         self,
         old: Statistics,
-        grads: Sequence[Any],
+        grads: Sequence[jax.Array],
         units: Sequence[Any],
-        step: Any,
+        step: jax.Array,
         axes: Axes,
         plan: Any,
     ) -> Statistics:
@@ -170,11 +171,12 @@ class Adaptive(Policy):
             ]
             return self.sampler.observe(old, values, axes, self.decay)
 
-        return jax.lax.cond(step % self.sample_every == 0, measure, lambda old: old, old)
+        out: Statistics = jax.lax.cond(step % self.sample_every == 0, measure, lambda old: old, old)
+        return out
 
     # --- around the step.
 
-    def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def jit(self, step: Callable[..., Pytree], **options: Any) -> Callable[..., Pytree]:
         """`jax.jit(step, **options)`, compiled once per plan, with looks at the statistics.
 
         `step` must not be jitted itself (shard_map is fine). Its result must hold the state of
@@ -191,13 +193,13 @@ class Adaptive(Policy):
         """Chooses a plan if statistics are due."""
         self._looks.decide()
 
-    def after(self, out: Any, seconds: float, fresh: bool) -> None:
+    def after(self, out: Pytree, seconds: float, fresh: bool) -> None:
         """Counts a step, and looks at its statistics when it is time."""
         if fresh:
             self.compile_seconds.append(seconds)
         self._looks.look(out)
 
-    def decision(self, averages: dict[str, Any]) -> Decision:
+    def decision(self, averages: dict[str, np.ndarray]) -> Decision:
         """Returns the decision from averaged statistics; raises what the solver raises."""
         return decide(
             averages,
@@ -210,7 +212,9 @@ class Adaptive(Policy):
             before=last_norm(self.progress.history),
         )
 
-    def adopt(self, decision: Decision, averages: dict[str, Any], nonfinite: np.ndarray) -> None:
+    def adopt(
+        self, decision: Decision, averages: dict[str, np.ndarray], nonfinite: np.ndarray
+    ) -> None:
         """Adopts a decision; `nonfinite` are the non-finite shares in its statistics."""
         progress = self.progress
         progress.current = decision.compressors
@@ -250,13 +254,13 @@ class Adaptive(Policy):
         wire_bytes = self._traced.get(self.progress.current, (None, None))[1]
         return metrics.of(self.progress, self._subject, wire_bytes, self.compile_seconds)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Returns what a resumed run needs besides the optimizer state, in JSON types only."""
         if self._saved is not None:
             return self._saved
         return checkpoint.save(self.progress, self._leaves or ())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Continues from what `state_dict` returned.
 
         Raises ValueError here for what `state_dict` never returns. Raises it here, or when the tree

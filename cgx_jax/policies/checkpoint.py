@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import untrusted
+from cgx_jax._types import Json
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies.decide import Compressors, Refresh
@@ -58,7 +59,7 @@ class Known:
         return found
 
 
-def _described(compressor: Compressor) -> dict[str, Any]:
+def _described(compressor: Compressor) -> Json:
     """A compressor in JSON types: its class and its options."""
     options: Sequence[Any] = dataclasses.fields(compressor)  # type: ignore[arg-type]
     values = {f.name: getattr(compressor, f.name) for f in options}
@@ -70,7 +71,7 @@ def _described(compressor: Compressor) -> dict[str, Any]:
 class Packed(NamedTuple):
     """Plans in JSON types: every compressor once, and each leaf's index into these."""
 
-    compressors: list[dict[str, Any]]
+    compressors: list[Json]
     plans: list[list[int]]
 
 
@@ -91,7 +92,7 @@ class Saved(NamedTuple):
     nonfinite: list[float] | None
 
 
-def pack(plans: Sequence[Compressors]) -> dict[str, Any]:
+def pack(plans: Sequence[Compressors]) -> Json:
     """Returns the fields of `Packed`."""
     numbers = {c: i for i, c in enumerate(dict.fromkeys(c for plan in plans for c in plan))}
     return {
@@ -111,7 +112,7 @@ def unpack(packed: Packed, known: Known, source: str) -> list[Compressors]:
     return [tuple(found[i] for i in plan) for plan in packed.plans]
 
 
-def save(progress: Progress, leaves: Sequence[Leaf]) -> dict[str, Any]:
+def save(progress: Progress, leaves: Sequence[Leaf]) -> Json:
     """Returns `progress` and the leaves of its tree, in JSON types."""
     pending = None
     if progress.pending is not None:
@@ -130,7 +131,7 @@ def save(progress: Progress, leaves: Sequence[Leaf]) -> dict[str, Any]:
     }
 
 
-def load(state: dict[str, Any]) -> Saved:
+def load(state: Json) -> Saved:
     """Returns what `save` wrote; raises ValueError for any other state."""
     try:
         untrusted.check_version(state, "format", FORMAT)

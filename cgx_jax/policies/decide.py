@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Subject:
         pairs = zip(compressors, self.leaves, strict=True)
         return [c.payload_bytes(x.shape, x.dtype) for c, x in pairs]
 
-    def errors(self, compressors: Compressors, averages: dict[str, Any]) -> list[float]:
+    def errors(self, compressors: Compressors, averages: dict[str, np.ndarray]) -> list[float]:
         """Squared error of each leaf.
 
         Only candidates are measured. A run may start with a compressor that is not a candidate. It
@@ -55,13 +55,15 @@ class Subject:
         own = compressor.payload_bytes(self.leaves[leaf].shape, self.leaves[leaf].dtype)
         return int(np.abs(self._payloads[leaf] - own).argmin())
 
-    def cost(self, compressors: Compressors, averages: dict[str, Any]) -> tuple[float, float]:
+    def cost(
+        self, compressors: Compressors, averages: dict[str, np.ndarray]
+    ) -> tuple[float, float]:
         """Returns payload bytes, weighted as in `problem`, and squared error of all leaves."""
         pairs = zip(compressors, self.nbytes(compressors), strict=True)
         nbytes = math.fsum(self._weight(c) * n for c, n in pairs)
         return nbytes, math.fsum(self.errors(compressors, averages))
 
-    def problem(self, averages: dict[str, Any]) -> Problem:
+    def problem(self, averages: dict[str, np.ndarray]) -> Problem:
         """Returns the solver's problem; bytes are those of a chunked code that sends as much."""
         weights = np.array([self._weight(c) for c in self.candidates])
         return Problem(
@@ -122,7 +124,7 @@ class Refresh:
         step: int,
         decision: Decision,
         subject: Subject,
-        averages: dict[str, Any],
+        averages: dict[str, np.ndarray],
         struck: Sequence[bool],
     ) -> Refresh:
         """Returns the record of a decision; `struck` marks the leaves that were not finite."""
@@ -144,7 +146,7 @@ class Refresh:
         )
 
 
-def norm_of(averages: dict[str, Any]) -> float:
+def norm_of(averages: dict[str, np.ndarray]) -> float:
     """The L2 norm of all leaves together; NaN if that of a leaf is not known."""
     return math.sqrt(math.fsum(averages["square"]))
 
@@ -156,7 +158,7 @@ def last_norm(history: Sequence[Refresh]) -> float | None:
 
 
 def decide(
-    averages: dict[str, Any],
+    averages: dict[str, np.ndarray],
     subject: Subject,
     solver: Solver,
     current: Compressors,

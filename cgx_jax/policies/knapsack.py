@@ -64,13 +64,15 @@ class _Node(NamedTuple):
 
 
 def _of(table: np.ndarray, choice: np.ndarray) -> np.ndarray:
-    return table[np.arange(len(table)), choice]
+    out: np.ndarray = table[np.arange(len(table)), choice]
+    return out
 
 
 def _first(key: np.ndarray, tie: np.ndarray) -> np.ndarray:
     """Returns each leaf's candidate of least key, and among equals that of least `tie`."""
     least = key == key.min(axis=1, keepdims=True)
-    return np.where(least, tie, np.inf).argmin(axis=1)
+    out: np.ndarray = np.where(least, tie, np.inf).argmin(axis=1)
+    return out
 
 
 def _relax(cost: np.ndarray, weight: np.ndarray, budget: float) -> list[_Node]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import agreement
+from cgx_jax._types import Pytree
 from cgx_jax.policies import statistics
 from cgx_jax.policies.checkpoint import Known, Packed, Progress, pack, unpack
 from cgx_jax.policies.decide import Decision
@@ -28,10 +29,10 @@ class Adapting(Protocol):
     progress: Progress
     known: Known
 
-    def decision(self, averages: dict[str, Any]) -> Decision: ...
+    def decision(self, averages: dict[str, np.ndarray]) -> Decision: ...
 
     def adopt(
-        self, decision: Decision, averages: dict[str, Any], nonfinite: np.ndarray
+        self, decision: Decision, averages: dict[str, np.ndarray], nonfinite: np.ndarray
     ) -> None: ...
 
 
@@ -41,7 +42,7 @@ class Looks:
     def __init__(self, policy: Adapting) -> None:
         self._policy = policy
 
-    def look(self, out: Any) -> None:
+    def look(self, out: Pytree) -> None:
         """Counts a step and, when it is time, asks for the statistics in its result."""
         policy, progress = self._policy, self._policy.progress
         progress.step += 1
@@ -71,7 +72,7 @@ class Looks:
         averages = statistics.mean(measured)
         self._policy.adopt(self._agreed(averages), averages, measured.nonfinite)
 
-    def _agreed(self, averages: dict[str, Any]) -> Decision:
+    def _agreed(self, averages: dict[str, np.ndarray]) -> Decision:
         """Returns process 0's decision; raises its error on every process, so that none waits."""
         message = b""
         if jax.process_index() == 0:

@@ -8,9 +8,10 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from cgx_jax.compressors import Compressor, Identity, Quantize
 from cgx_jax.leaves import Leaf
@@ -49,7 +50,7 @@ class Rule:
     max_size: int | None = None
     min_ndim: int = 0
     max_ndim: int | None = None
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):

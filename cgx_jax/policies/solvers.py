@@ -103,7 +103,8 @@ def error_limit(solver: Any, problem: Problem, error: np.ndarray) -> float:
     caller = type(solver).__name__
     uniform = problem.candidate(caller, "uniform_bits", solver.uniform_bits)
     of_uniform = math.fsum(problem.error[:, uniform])
-    limit, least = solver.alpha * of_uniform, math.fsum(error.min(axis=1))
+    limit: float = solver.alpha * of_uniform
+    least = math.fsum(error.min(axis=1))
     if least > limit:
         enough = least / of_uniform if of_uniform else math.inf
         remedy = f"pass an alpha of {_up(enough)} or more, or " if math.isfinite(enough) else ""
@@ -144,7 +145,8 @@ class Linear(Solver):
         largest = problem.norm.max(initial=np.finfo(float).tiny)
         with np.errstate(divide="ignore"):
             width = np.ceil(self.most + np.log2(problem.norm / largest))
-        return np.searchsorted(problem.bits, np.clip(width, self.least, self.most))
+        out: np.ndarray = np.searchsorted(problem.bits, np.clip(width, self.least, self.most))
+        return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +186,8 @@ class KMeans(Solver):
             warnings.simplefilter("ignore", UserWarning)
             centroids, cluster = kmeans2(points, start, CLUSTER_STEPS, minit="matrix")
         rank = centroids[:, 0].argsort(kind="stable").argsort()
-        return allowed.stop - count + rank[cluster]
+        out: np.ndarray = allowed.stop - count + rank[cluster]
+        return out
 
 
 @dataclasses.dataclass(frozen=True)

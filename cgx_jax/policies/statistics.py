@@ -158,7 +158,7 @@ def squared_errors(rows: jax.Array, filled: Any, candidates: Sequence[Compressor
     return jnp.stack(columns, axis=1) if columns else jnp.zeros((len(rows), 0), jnp.float32)
 
 
-def mean(statistics: Statistics) -> dict[str, Any]:
+def mean(statistics: Statistics) -> dict[str, np.ndarray]:
     """Averages over the observed steps as numpy float64: weight, error, square, spread, nonfinite.
 
     A leaf that was never measured has weight 0 and NaN.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 
 from cgx_jax import agreement
+from cgx_jax._types import Pytree
 
 clock = time.perf_counter
 
@@ -47,7 +48,7 @@ class Part(Protocol):
     def before(self) -> None:
         """Makes the choice for the next step; every process calls it."""
 
-    def after(self, out: Any, seconds: float, fresh: bool) -> None:
+    def after(self, out: Pytree, seconds: float, fresh: bool) -> None:
         """Notes a step's result and time; a `fresh` step was compiled in that time."""
 
 
@@ -57,17 +58,17 @@ class TrainingLoop:
     def __init__(self, *parts: Part) -> None:
         self._parts = parts
 
-    def jit(self, step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def jit(self, step: Callable[..., Pytree], **options: Any) -> Callable[..., Pytree]:
         """`jax.jit(step, **options)`, compiled once for each choice of the parts."""
         parts = self._parts
-        compiled: dict[tuple[Hashable, ...], Callable[..., Any]] = {}
+        compiled: dict[tuple[Hashable, ...], Callable[..., Pytree]] = {}
 
-        def anew() -> Any:
+        def anew() -> Pytree:
             # Another function object each time, since jax.jit caches by it.
             return jax.jit(functools.wraps(step)(lambda *a, **k: step(*a, **k)), **options)
 
         @functools.wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Pytree, **kwargs: Pytree) -> Pytree:
             if not all(part.bound for part in parts):
                 self._trace(anew().trace, args, kwargs)
             for part in parts:
@@ -101,7 +102,7 @@ class TrainingLoop:
     def _key(self) -> tuple[Hashable, ...]:
         return tuple(part.key for part in self._parts)
 
-    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(self, function: Callable[..., Pytree], args: Pytree, kwargs: Pytree) -> Pytree:
         for part in self._parts:
             part.running = True
         try:
@@ -110,7 +111,7 @@ class TrainingLoop:
             for part in self._parts:
                 part.running = False
 
-    def _trace(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _trace(self, function: Callable[..., Pytree], args: Pytree, kwargs: Pytree) -> Pytree:
         """Calls and so traces the step; raises ValueError if it did not ask every part."""
         before = [part.traces for part in self._parts]
         out = self._call(function, args, kwargs)

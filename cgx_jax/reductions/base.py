@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cgx_jax._types import Pytree, Shaped
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.codes import CodedLeaf, unit_of
@@ -109,7 +110,7 @@ class Reduction(abc.ABC):
         seeds: Seeds,
         leaves: Sequence[jax.Array],
         units: Units,
-        states: Sequence[Any],
+        states: Sequence[Pytree],
     ) -> Reduced:
         """Reduces a buffer; `seeds` are `seed_count` seeds of uint32[2].
 
@@ -145,7 +146,7 @@ class PayloadReduction(Reduction):
         seeds: Seeds,
         leaves: Sequence[jax.Array],
         units: Units,
-        states: Sequence[Any],
+        states: Sequence[Pytree],
     ) -> Reduced:
         if not self.adds_decoded and not any(leaf.compressor.prepares for leaf in job.leaves):
             rows, residuals = self.rows(job, seeds, leaves, units)
@@ -181,7 +182,9 @@ class PayloadReduction(Reduction):
         """Bytes of `rows` of these leaves over `world` ranks."""
 
     @abc.abstractmethod
-    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+    def sums(
+        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
+    ) -> list[jax.Array]:
         """The sums, with the shapes and dtypes of `like`."""
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from cgx_jax._types import Pytree, Shaped
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
@@ -49,7 +50,7 @@ class GatherSum(PayloadReduction):
         seeds: Seeds,
         leaves: Sequence[jax.Array],
         units: Units,
-        states: Sequence[Any],
+        states: Sequence[Pytree],
     ) -> Reduced:
         code = whole_code(job.leaves)
         if code.layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
@@ -73,5 +74,7 @@ class GatherSum(PayloadReduction):
         )
         return Rows(job.exchange.gather(job.name, payload, job.axes), residuals)
 
-    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+    def sums(
+        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
+    ) -> list[jax.Array]:
         return whole_code(job.leaves).sum(rows, like, job.divisor, units=units)

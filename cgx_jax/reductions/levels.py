@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat
+from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes, sum_of_rows
-from cgx_jax.compressors import PayloadCompressor
+from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.buffers import row_code
 from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
 from cgx_jax.kernels import outside
@@ -106,7 +107,7 @@ class Leveled(Reduction):
     def shares_seeds(self) -> bool:  # type: ignore[override]
         return self.across.shares_seeds
 
-    def unfit(self, compressor: Any) -> str | None:
+    def unfit(self, compressor: Compressor) -> str | None:
         return self.across.unfit(compressor)
 
     def _shares(self, leaves: tuple[CodedLeaf, ...]) -> tuple[CodedLeaf, ...]:
@@ -155,7 +156,7 @@ class Leveled(Reduction):
         seeds: Seeds,
         leaves: Sequence[jax.Array],
         units: Units,
-        states: Sequence[Any],
+        states: Sequence[Pytree],
     ) -> Reduced:
         across = self.across
         if not isinstance(across, PayloadReduction):

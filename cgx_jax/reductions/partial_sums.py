@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
 from cgx_jax import _compat
+from cgx_jax._types import Words
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf, folded
@@ -39,7 +40,7 @@ class PartialSums(PayloadReduction):
         return whole_code(self.coded(leaves, world)).row_bytes
 
 
-def noise(job: Job, seed: Any, number: Any) -> Any:
+def noise(job: Job, seed: Words, number: int | jax.Array) -> Words:
     """Returns the seed of encoding `number`; just `seed` if no compressor rounds at random."""
     return folded(seed, number) if any(x.compressor.needs_key for x in job.leaves) else seed
 

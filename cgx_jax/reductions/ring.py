@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cgx_jax._types import Shaped
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.kernels.outside import Residuals
@@ -49,10 +50,13 @@ class Ring(PartialSums):
         chunks = np.arange(world)
         total = runs[chunks, chunks]
         bound = jax.vmap(compressor.error_bound)(total)
+
+        def again(size: jax.Array) -> jax.Array:
+            return largest_error(compressor.error_bound, size)
+
         for hop in range(1, world):
             total = total + runs[(chunks + hop) % world, chunks]
-            again = jax.vmap(lambda size: largest_error(compressor.error_bound, size))
-            bound = bound + again(jnp.abs(total) + bound)[:, None]
+            bound = bound + jax.vmap(again)(jnp.abs(total) + bound)[:, None]
         return shares.joined(bound, x[0]) / divisor
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
@@ -61,22 +65,22 @@ class Ring(PartialSums):
         runs = [shares.cut(x, world) for x in leaves]
         to_next = [(r, (r + 1) % world) for r in range(world)]
 
-        def encode(hop: Any, values: list[jax.Array]) -> tuple[jax.Array, Residuals]:
+        def encode(hop: int | jax.Array, values: list[jax.Array]) -> tuple[jax.Array, Residuals]:
             words = noise(job, seeds[0], hop)
             return code.encode(words, rank, values, residual=job.residual, units=())
 
-        def own(hop: Any) -> list[jax.Array]:
+        def own(hop: int | jax.Array) -> list[jax.Array]:
             """This rank's values of the chunk that it encodes after `hop` hops."""
             at = (rank - hop) % world
             return [lax.dynamic_index_in_dim(x, at, keepdims=False) for x in runs]
 
-        def add(payload: jax.Array, hop: Any) -> tuple[jax.Array, Residuals]:
+        def add(payload: jax.Array, hop: int | jax.Array) -> tuple[jax.Array, Residuals]:
             received = job.exchange.permute(job.name, payload, job.axes, to_next)
             mine = own(hop)
             before = code.sum(received[None], mine, 1, units=())
             return encode(hop, [x + y for x, y in zip(before, mine, strict=True)])
 
-        def forward(payload: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+        def forward(payload: jax.Array, _: object) -> tuple[jax.Array, jax.Array]:
             received = job.exchange.permute(job.name, payload, job.axes, to_next)
             return received, received
 
@@ -95,9 +99,14 @@ class Ring(PartialSums):
         ]
         return Rows(alike(job, rows), residuals)
 
-    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+    def sums(
+        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
+    ) -> list[jax.Array]:
         leaves = self.coded(job.leaves, job.axes.world)
         code = whole_code(leaves)
         share = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        decode = jax.vmap(lambda row: code.sum(row[None], share, job.divisor, units=()))
-        return [shares.joined(y, x) for y, x in zip(decode(rows), like, strict=True)]
+
+        def decode(row: jax.Array) -> list[jax.Array]:
+            return code.sum(row[None], share, job.divisor, units=())
+
+        return [shares.joined(y, x) for y, x in zip(jax.vmap(decode)(rows), like, strict=True)]

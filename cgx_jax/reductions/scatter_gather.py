@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax._types import Pytree, Shaped
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
@@ -64,7 +65,7 @@ class ScatterGather(PayloadReduction):
         seeds: Seeds,
         leaves: Sequence[jax.Array],
         units: Units,
-        states: Sequence[Any],
+        states: Sequence[Pytree],
     ) -> Reduced:
         layout = chunk_code(job.leaves, job.axes.world).layout
         if layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
@@ -91,5 +92,7 @@ class ScatterGather(PayloadReduction):
         )
         return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals)
 
-    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+    def sums(
+        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
+    ) -> list[jax.Array]:
         return chunk_code(job.leaves, job.axes.world).decode(rows, like, units=units)

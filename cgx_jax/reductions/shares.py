@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax._types import Shaped
 from cgx_jax.compressors.codes import CodedLeaf
 
 
@@ -27,6 +26,6 @@ def cut(x: jax.Array, world: int) -> jax.Array:
     return jnp.pad(flat, (0, share * world - flat.size), mode="edge").reshape(world, share)
 
 
-def joined(shares: jax.Array, like: Any) -> jax.Array:
+def joined(shares: jax.Array, like: Shaped) -> jax.Array:
     """Inverts `cut`: returns the leaf in the shape of `like`."""
     return shares.reshape(-1)[: like.size].reshape(like.shape)

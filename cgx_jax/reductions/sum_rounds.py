@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat
+from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes
-from cgx_jax.compressors import Summed
+from cgx_jax.compressors import Compressor, Summed
 from cgx_jax.compressors.base import Maxima, Rounds, Together
 from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
 from cgx_jax.kernels import outside
@@ -35,10 +36,12 @@ class SumRounds(Reduction):
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         # What a ring all-reduce sends.
         arrays = sum(x.compressor.summed_bytes(x.shape, x.dtype, world) for x in leaves)
-        return -(-2 * (world - 1) * arrays // world)
+        out: int = -(-2 * (world - 1) * arrays // world)
+        return out
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
-        return compressor.error_bound_of_sum(x) / divisor
+        out: jax.Array = compressor.error_bound_of_sum(x) / divisor
+        return out
 
     def run(
         self,
@@ -46,7 +49,7 @@ class SumRounds(Reduction):
         seeds: Seeds,
         leaves: Sequence[jax.Array],
         units: Units,
-        states: Sequence[Any],
+        states: Sequence[Pytree],
     ) -> Reduced:
         values = [
             outside.multiply(x, unit_of(units, i), outside.IN).astype(jnp.float32)
@@ -71,7 +74,7 @@ class SumRounds(Reduction):
         return Reduced(sums, residuals, [end.state for end in ends])
 
 
-def _check_alike(job: Job, compressor: Any, total: jax.Array) -> None:
+def _check_alike(job: Job, compressor: Compressor, total: jax.Array) -> None:
     """Raises ValueError if check_vma's types do not show that `total` is alike on all ranks."""
     varying = job.axes.varying() & _compat.varying_axes(total)
     if job.axes.groups is None and varying:

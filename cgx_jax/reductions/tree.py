@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from cgx_jax._types import Shaped
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.kernels.outside import Residuals
@@ -99,7 +100,9 @@ class Tree(PartialSums):
             rows = jnp.where(rank < inner, rows, last.reshape(rows.shape))
         return Rows(alike(job, rows), residuals)
 
-    def sums(self, job: Job, rows: jax.Array, like: Sequence[Any], units: Units) -> list[jax.Array]:
+    def sums(
+        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
+    ) -> list[jax.Array]:
         code = whole_code(self.coded(job.leaves, job.axes.world))
         return code.sum(rows, like, job.divisor, units=())
 

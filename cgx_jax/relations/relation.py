@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 class Kind(enum.Enum):
@@ -199,7 +200,7 @@ def _alike(a: Any, b: Any) -> bool:
         return False
 
 
-def is_float(dtype: Any) -> bool:
+def is_float(dtype: DTypeLike) -> bool:
     """Whether a dtype holds floats or complex numbers, those of ml_dtypes among them."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from cgx_jax.relations.relation import (
     DRAWS,
@@ -259,7 +260,7 @@ def _counts_up(pair: Pair) -> Relation | None:
     return Relation(Kind.POSITION) if _counts_to(pair.param("dtype"), pair) else None
 
 
-def _counts_to(dtype: Any, pair: Pair) -> bool:
+def _counts_to(dtype: DTypeLike, pair: Pair) -> bool:
     """Whether a dtype has all numbers below the lengths of the result."""
     longest = max(pair.large.outvars[0].aval.shape)
     if jnp.issubdtype(dtype, jnp.integer):

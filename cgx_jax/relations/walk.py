@@ -35,7 +35,7 @@ from cgx_jax.relations.relation import (
 
 
 def relate(
-    small: Any, large: Any, inputs: Sequence[Relation], axes: Sequence[Any], world: int
+    small: Any, large: Any, inputs: Sequence[Relation], axes: Sequence[str], world: int
 ) -> list[Relation]:
     """Returns the relation of each output of two closed jaxprs, from those of their inputs.
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from cgx_jax._types import Pytree
 from cgx_jax.leaves import Leaf, path_of
 from cgx_jax.plan import Plan
 from cgx_jax.policies.adaptive import Adaptive
@@ -41,9 +43,9 @@ OTHER_LEAVES = (
 )
 
 
-def require_type(caller: str, state: Any, kind: type) -> None:
+def require_type(caller: str, state: Pytree, kind: type) -> None:
     """Raises ValueError unless `state`, as `update` receives it, is a `kind` with all its parts."""
-    parts: list[tuple[Any, type]] = [(state, kind)]
+    parts: list[tuple[Pytree, type]] = [(state, kind)]
     if isinstance(state, SyncState):
         optional = (
             (state.codes, CodeState),
@@ -68,7 +70,7 @@ def check_paths(caller: str, plan: Plan, leaves: Sequence[Leaf]) -> None:
             )
 
 
-def check_statistics(statistics: Any, policy: Adaptive, leaves: Sequence[Leaf]) -> None:
+def check_statistics(statistics: Pytree, policy: Adaptive, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError for statistics of another policy or of other leaves."""
     expected = jax.eval_shape(lambda: policy.empty_statistics(leaves))
     found, wanted = ([list(x.shape) for x in jax.tree.leaves(t)] for t in (statistics, expected))
@@ -85,7 +87,7 @@ def check_state(
     precondition: SecondMoment | None,
     plan: Plan,
     choices: Choices,
-    treedef: Any,
+    treedef: jax.tree_util.PyTreeDef,
     caller: str = CALLER,
     remedy: str = OTHER_LEAVES,
 ) -> None:
@@ -138,7 +140,7 @@ def check_state(
         require_shapes(caller, f"moments.{name}", tree, plan.leaves, shapes, remedy)
 
 
-def require_own_row(caller: str, tree: Any) -> None:
+def require_own_row(caller: str, tree: Pytree) -> None:
     """Raises ValueError unless each array of `tree` has the one row of this rank."""
     rows = {x.shape[0] for x in jax.tree.leaves(tree) if x.ndim} - {1}
     if rows:
@@ -155,7 +157,7 @@ def require_paths(
     what: str,
     trees: Sequence[Any],
     leaves: Sequence[Leaf],
-    treedef: Any,
+    treedef: jax.tree_util.PyTreeDef,
     remedy: str = OTHER_LEAVES,
     *,
     subtrees: bool = False,
@@ -193,7 +195,7 @@ def require_paths(
 def require_shapes(
     caller: str,
     what: str,
-    tree: Any,
+    tree: Pytree,
     leaves: Sequence[Leaf],
     shapes: Sequence[tuple[int, ...]],
     remedy: str = OTHER_LEAVES,
@@ -208,7 +210,7 @@ def require_shapes(
             )
 
 
-def _require_kind(caller: str, leaf: Leaf, dtype: Any) -> None:
+def _require_kind(caller: str, leaf: Leaf, dtype: DTypeLike) -> None:
     """Raises ValueError for a memory of integers, which would round residuals to 0."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact) and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
@@ -218,7 +220,12 @@ def _require_kind(caller: str, leaf: Leaf, dtype: Any) -> None:
 
 
 def _check_codes(
-    codes: Any, plan: Plan, choices: Choices, treedef: Any, caller: str, remedy: str
+    codes: Pytree,
+    plan: Plan,
+    choices: Choices,
+    treedef: jax.tree_util.PyTreeDef,
+    caller: str,
+    remedy: str,
 ) -> None:
     needy = [
         (c, leaf)

@@ -8,7 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
+from cgx_jax._types import Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.transforms.memory import Memory
 
@@ -25,8 +28,8 @@ def require_bounded(caller: str, chosen: Sequence[tuple[str, Compressor]]) -> No
 
 
 def compensated(
-    memory: Memory, x: jax.Array, state: tuple[jax.Array, ...], step: Any
-) -> tuple[jax.Array, Any]:
+    memory: Memory, x: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
+) -> tuple[jax.Array, Pytree]:
     """Returns what is sent for a leaf's gradient, in its dtype, and what `remembered` needs.
 
     The memory computes in the widest dtype of the gradient and its state, since `init` chose the
@@ -40,7 +43,7 @@ def compensated(
     return wide.astype(x.dtype), (wide, kept)
 
 
-def widest(*dtypes: Any) -> Any:
+def widest(*dtypes: np.dtype) -> np.dtype:
     """Returns the dtype that holds values of all `dtypes`."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)
@@ -50,7 +53,7 @@ def remembered(
     memory: Memory,
     sent: jax.Array,
     residual: jax.Array,
-    kept: Any,
+    kept: Pytree,
     arrived: jax.Array | None,
     finite: Any,
     before: tuple[jax.Array, ...],
@@ -87,7 +90,7 @@ def taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
     return left + left < jnp.abs(sent)
 
 
-def as_gradient(mean: Any, dtype: Any) -> Any:
+def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
     """Returns a mean in the dtype of the gradients: of integers and bools, the nearest one."""
     if getattr(mean, "dtype", dtype) == dtype:
         return mean

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from cgx_jax import _compat
+from cgx_jax._types import AxisName, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.leaves import leaves_of
 from cgx_jax.transforms.checks import (
@@ -31,11 +32,11 @@ _NAME = "local_steps"
 
 def local_steps(
     optimizer: optax.GradientTransformation,
-    axis_name: Any,
+    axis_name: AxisName,
     policy: Any = None,
     *,
     every: int,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Local SGD: ranks take steps of `optimizer` by themselves and average every `every` steps.
@@ -60,8 +61,8 @@ def local_steps(
     inner = optax.with_extra_args_support(optimizer)
     sync = sync_gradients(axis_name, policy, mesh=mesh, **options)
 
-    def init(params: Any) -> LocalState:
-        def moved() -> Any:
+    def init(params: Pytree) -> LocalState:
+        def moved() -> Pytree:
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), params)
 
         return LocalState(
@@ -72,8 +73,8 @@ def local_steps(
         )
 
     def update(
-        updates: Any, state: LocalState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, LocalState]:
+        updates: Pytree, state: LocalState, params: Pytree = None, **extra_args: object
+    ) -> tuple[Pytree, LocalState]:
         require_type(_NAME, state, LocalState)
         axes = Axes.resolve(_NAME, axis_name, None)
         _check_moved(_NAME, state, updates)
@@ -82,17 +83,17 @@ def local_steps(
         updates, own = inner.update(updates, _own(state.optimizer), here, **extra_args)
         moved = jax.tree.map(lambda a, b: a + b.astype(a.dtype), before, updates)
 
-        def zeros() -> Any:
+        def zeros() -> Pytree:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), moved)
 
-        def row(tree: Any) -> Any:
+        def row(tree: Pytree) -> Pytree:
             return jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), tree)
 
-        def reduce() -> Any:
+        def reduce() -> Pytree:
             mean, synced = sync.update(moved, state.sync)
             return mean, row(zeros()), synced
 
-        def wait() -> Any:
+        def wait() -> Pytree:
             return zeros(), row(moved), state.sync
 
         due = (state.step + 1) % every == 0
@@ -102,7 +103,7 @@ def local_steps(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def local_params(params: Any, state: Any) -> Any:
+def local_params(params: Pytree, state: Pytree) -> Pytree:
     """This rank's parameters: `params` plus how far it has moved since the last reduction.
 
     Call it inside shard_map or pmap. `state` is the optimizer's state, which holds the state of one
@@ -110,7 +111,7 @@ def local_params(params: Any, state: Any) -> Any:
     holds no state of `local_steps`, or several, and for a state of other parameters.
     """
 
-    def is_local(x: Any) -> bool:
+    def is_local(x: object) -> bool:
         return isinstance(x, LocalState)
 
     sync_states("local_params", state)  # refuses a state that lost its types
@@ -124,7 +125,7 @@ def local_params(params: Any, state: Any) -> Any:
     return jax.tree.map(jnp.add, params, _own(found[0].moved))
 
 
-def _check_moved(caller: str, state: LocalState, like: Any) -> None:
+def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
     """Raises ValueError if the state belongs to other leaves than those of `like`."""
     leaves = leaves_of(like)
     require_own_row(caller, (state.moved, state.optimizer))
@@ -133,5 +134,5 @@ def _check_moved(caller: str, state: LocalState, like: Any) -> None:
     require_shapes(caller, "moved", state.moved, leaves, shapes)
 
 
-def _own(rows: Any) -> Any:
+def _own(rows: Pytree) -> Pytree:
     return jax.tree.map(lambda x: x[0], rows)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax._types import Pytree, Shaped
+
 # Maps a step's number, i32[], to its rate, like Optax's schedules.
 Schedule = Callable[[Any], Any]
 
@@ -26,13 +28,13 @@ class Memory(abc.ABC):
     """
 
     @abc.abstractmethod
-    def init(self, x: Any) -> tuple[jax.Array, ...]:
+    def init(self, x: Shaped) -> tuple[jax.Array, ...]:
         """The state before the first step of a leaf with the shape and dtype of `x`."""
 
     @abc.abstractmethod
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Pytree]:
         """Returns what is sent for the gradient, and what `remember` needs as `kept`.
 
         `step`, i32[], counts the updates before this one.
@@ -40,7 +42,7 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def remember(
-        self, residual: jax.Array, kept: Any, arrived: jax.Array | None
+        self, residual: jax.Array, kept: Pytree, arrived: jax.Array | None
     ) -> tuple[jax.Array, ...]:
         """Returns the state after a step that lost `residual` of what was sent.
 
@@ -82,19 +84,19 @@ class ErrorFeedback(Memory):
             )
         _require_schedule("ErrorFeedback", self.learning_rate)
 
-    def init(self, x: Any) -> tuple[jax.Array, ...]:
+    def init(self, x: Shaped) -> tuple[jax.Array, ...]:
         return (_no_residual(x, self.learning_rate),)
 
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Pytree]:
         (memory,) = state
         if self.decay != 1:
             memory = jnp.asarray(self.decay, memory.dtype) * memory
         return _with_residual(gradient, memory, self.learning_rate, step)
 
     def remember(
-        self, residual: jax.Array, kept: Any, arrived: jax.Array | None
+        self, residual: jax.Array, kept: Pytree, arrived: jax.Array | None
     ) -> tuple[jax.Array, ...]:
         return (_in_rates(residual, kept),)
 
@@ -126,19 +128,19 @@ class MomentumCorrection(Memory):
             )
         _require_schedule("MomentumCorrection", self.learning_rate)
 
-    def init(self, x: Any) -> tuple[jax.Array, ...]:
+    def init(self, x: Shaped) -> tuple[jax.Array, ...]:
         return _no_residual(x, self.learning_rate), jnp.zeros(x.shape, x.dtype)
 
     def compensate(
         self, gradient: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Pytree]:
         memory, velocity = state
         velocity = jnp.asarray(self.momentum, gradient.dtype) * velocity + gradient
         sent, kept = _with_residual(velocity, memory, self.learning_rate, step)
         return sent, (kept, velocity)
 
     def remember(
-        self, residual: jax.Array, kept: Any, arrived: jax.Array | None
+        self, residual: jax.Array, kept: Pytree, arrived: jax.Array | None
     ) -> tuple[jax.Array, ...]:
         kept, velocity = kept
         if arrived is not None:
@@ -146,7 +148,7 @@ class MomentumCorrection(Memory):
         return _in_rates(residual, kept), velocity
 
 
-def _no_residual(x: Any, schedule: Schedule | None) -> jax.Array:
+def _no_residual(x: Shaped, schedule: Schedule | None) -> jax.Array:
     # Residuals times small rates leave the range of float16.
     narrow = schedule is not None and np.dtype(x.dtype).itemsize < 4
     return jnp.zeros(x.shape, jnp.float32 if narrow else x.dtype)
@@ -154,7 +156,7 @@ def _no_residual(x: Any, schedule: Schedule | None) -> jax.Array:
 
 def _with_residual(
     x: jax.Array, memory: jax.Array, schedule: Schedule | None, step: jax.Array
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Pytree]:
     """Returns `x` plus the residual that the memory stands for, and what `_in_rates` needs."""
     if schedule is None:
         return x + memory, None
@@ -164,7 +166,7 @@ def _with_residual(
     return x + late, (rate, memory)
 
 
-def _in_rates(residual: jax.Array, kept: Any) -> jax.Array:
+def _in_rates(residual: jax.Array, kept: Pytree) -> jax.Array:
     """Returns the memory that stands for a residual."""
     if kept is None:
         return residual

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from cgx_jax._types import Pytree
 from cgx_jax.leaves import leaves_of
 from cgx_jax.transforms.state import sync_states
 
 
-def metrics(state: Any) -> dict[str, int]:
+def metrics(state: Pytree) -> dict[str, int]:
     """Returns how many steps were skipped, and how many values found no room in the last step.
 
     `state` is the optimizer's state. Without a state of `sync_gradients` in it, the result is

@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_jax import _compat
+from cgx_jax._types import AxisName, Pytree
 from cgx_jax.axes import Axes
 
 
-def axes_of(caller: str, axis_name: Any) -> Any:
+def axes_of(caller: str, axis_name: AxisName) -> AxisName:
     """Returns `axis_name` as JAX takes it, a list of names as a tuple; refuses no name at all."""
     axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     if axis_name is None or axis_name == () or (isinstance(axis_name, tuple) and None in axis_name):
@@ -24,7 +25,7 @@ def axes_of(caller: str, axis_name: Any) -> Any:
     return axis_name
 
 
-def require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
+def require_axes(caller: str, names: tuple[str, ...], mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError for an axis that is not in the mesh."""
     missing = [n for n in names if n not in mesh.axis_names]
     if missing:
@@ -33,7 +34,9 @@ def require_axes(caller: str, names: tuple[Any, ...], mesh: Mesh) -> None:
         )
 
 
-def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: str) -> Any:
+def rows_of(
+    make: Callable[[], Any], axis_name: AxisName, mesh: Mesh | AbstractMesh | None, caller: str
+) -> Pytree:
     """Returns `make()` with a leading row for each rank; each rank holds its own row."""
     if not jax.tree.leaves(jax.eval_shape(make)):
         return make()
@@ -47,7 +50,7 @@ def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: 
             "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
         )
 
-    def row() -> Any:
+    def row() -> Pytree:
         vary = frozenset(names) if checked else frozenset()
         return jax.tree.map(lambda x: _compat.vary_over(x[None], vary), make())
 
@@ -60,7 +63,7 @@ def rows_of(make: Callable[[], Any], axis_name: Any, mesh: Mesh | None, caller: 
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
 
 
-def is_bound(names: Sequence[Any]) -> bool:
+def is_bound(names: Sequence[str]) -> bool:
     """Whether this is traced inside shard_map, pmap or vmap over all of these axes."""
     try:
         for n in names:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cgx_jax._types import Shaped
+
 # Units are updated in each of the first WARMUP steps, and in every PERIOD-th step after that. An
 # update reads every leaf, and after the warm-up it changes little.
 WARMUP, PERIOD = 32, 16
@@ -125,7 +127,7 @@ class SecondMoment:
                 "1 leaves gradients almost unchanged before they are compressed."
             )
 
-    def init(self, x: Any) -> Moments:
+    def init(self, x: Shaped) -> Moments:
         """The state before the first step of a leaf like `x`."""
         rows, columns = matrix_of(x.shape)
         values = jnp.zeros((), jnp.float32)
@@ -209,7 +211,8 @@ class SecondMoment:
         weight = (1 - decay) * mean_square
 
         def add(old: jax.Array, now: Any) -> jax.Array:
-            return decay * old + weight * now
+            out: jax.Array = decay * old + weight * now
+            return out
 
         total = add(state.weights[1], 1)
         parts = jnp.stack([decay * state.weights[1], weight]) / jnp.where(total > 0, total, 1)
@@ -230,7 +233,8 @@ class SecondMoment:
             column_units=self._factors(new.columns, new.spreads[1], new.weights),
         )
         # A leaf whose gradient is 0 says nothing about its usual gradients.
-        return jax.tree.map(lambda a, b: jnp.where(mean_square == 0, b, a), new, state)
+        out: Moments = jax.tree.map(lambda a, b: jnp.where(mean_square == 0, b, a), new, state)
+        return out
 
     def _noise(
         self, state: Moments, mean: jax.Array, inverse: jax.Array, rounding: Rounding | None
@@ -277,7 +281,8 @@ def _shrunk(
     difference = jnp.square(average - expected).mean()
     kept = jnp.clip(1 - noise / jnp.maximum(difference, _TINY), 0, 1)
     confirmed = (weights[2] > 0) & (steps > 1.1)
-    return expected + jnp.where(confirmed, kept, 0) * (average - expected)
+    out: jax.Array = expected + jnp.where(confirmed, kept, 0) * (average - expected)
+    return out
 
 
 def _ways(factors: jax.Array) -> jax.Array:

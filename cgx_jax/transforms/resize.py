@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax._types import Pytree
 from cgx_jax.transforms.state import map_parts, sync_states
 
 _NAME = "resize_state"
 
 
-def resize_state(state: Any, world: int) -> Any:
+def resize_state(state: Pytree, world: int) -> Pytree:
     """An optimizer state with that of `sync_gradients` or `local_steps`, for `world` ranks.
 
     An update is a mean over the ranks, so n ranks with residuals e still owe the optimizer sum(e) /
@@ -51,7 +51,9 @@ def resize_state(state: Any, world: int) -> Any:
             "outside of shard_map."
         )
 
-    def resized(field: str, x: Any) -> Any:
+    def resized(
+        field: str, x: np.ndarray | jax.Array | jax.ShapeDtypeStruct
+    ) -> np.ndarray | jax.ShapeDtypeStruct:
         shape = (world, *x.shape[1:])
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -72,13 +74,15 @@ def resize_state(state: Any, world: int) -> Any:
 def _mean(rows: np.ndarray) -> np.ndarray:
     if jnp.issubdtype(rows.dtype, jnp.inexact):
         wide = np.float32 if rows.dtype.itemsize < 4 else rows.dtype
-        return rows.mean(0, dtype=wide).astype(rows.dtype)
+        mean: np.ndarray = rows.mean(0, dtype=wide)
+        return mean.astype(rows.dtype)
     if (rows != rows[0]).any():
         raise ValueError(
             f"{_NAME}: rows of {rows.dtype}{list(rows.shape[1:])} differ between ranks, and "
             "integers have no mean; begin with the state of a new init."
         )
-    return rows[0]
+    first: np.ndarray = rows[0]
+    return first
 
 
 def _zero(rows: np.ndarray) -> np.ndarray:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
+from cgx_jax._types import AxisName, Key, Pytree, Shaped
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -54,14 +55,14 @@ _OTHER_LEAVES = (
 
 
 def scatter_gradients(
-    axis_name: Any,
+    axis_name: AxisName,
     policy: Compressor | Policy | Plan | None = None,
     *,
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
     seed: int = 0,
     exchange: Exchange | str = "auto",
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that reduces whole gradients to this rank's shard of their mean.
 
@@ -98,10 +99,10 @@ def scatter_gradients(
             "knows; use SecondMoment(), whose rows and columns the ranks can share."
         )
 
-    def init(params: Any) -> SyncState:
+    def init(params: Pytree) -> SyncState:
         check_wrappers(_NAME, checked=False, shards=True)
         whole = _whole(params, axis_name)
-        moments: Any = ()
+        moments: Pytree = ()
         if precondition is not None:
             leaves, treedef = jax.tree.flatten(whole)
             moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
@@ -115,8 +116,8 @@ def scatter_gradients(
         return SyncState(step, remembered, (), moments, skipped=skipped)
 
     def update(
-        updates: Any, state: SyncState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, SyncState]:
+        updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
+    ) -> tuple[Pytree, SyncState]:
         require_type(_NAME, state, SyncState)
         axes = Axes.resolve(_NAME, axis_name, None)
         check_wrappers(_NAME, checked=axes.checked(), shards=True)
@@ -173,23 +174,27 @@ def scatter_gradients(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _names(axis_name: Any) -> tuple[Any, ...]:
+def _names(axis_name: AxisName) -> tuple[str, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def _whole(params: Any, axis_name: Any) -> Any:
+def _whole(params: Pytree, axis_name: AxisName) -> Pytree:
     """Returns shapes of whole leaves; inside the axis, `params` are shards."""
     names = _names(axis_name)
     world = Axes.resolve(_NAME, names, None).world if is_bound(names) else 1
-    grown = lambda x: (world * x.shape[0], *x.shape[1:]) if x.ndim else x.shape  # noqa: E731
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(grown(x), x.dtype), params)
+
+    def grown(x: Shaped) -> jax.ShapeDtypeStruct:
+        shape = (world * x.shape[0], *x.shape[1:]) if x.shape else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree.map(grown, params)
 
 
 def _scattered(
     halves: Halves,
     leaves: list[jax.Array],
     units: dict[int, Units],
-    key: Any,
+    key: Key,
     factors: list[float] | None,
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Returns this rank's shards of the means, and by leaf what it lost of what it sent.
@@ -264,7 +269,7 @@ def _moved(
     step: jax.Array,
     axes: Axes,
     finite: jax.Array,
-    treedef: Any,
+    treedef: jax.tree_util.PyTreeDef,
 ) -> Moments:
     """Returns the moments after a step; they change only if it is due and finite."""
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
+from cgx_jax._types import AxisName, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf, leaves_of, path_of
@@ -36,8 +37,8 @@ class CodeState(NamedTuple):
     `shares_state` and is the same on all ranks.
     """
 
-    own: Any
-    shared: Any
+    own: Pytree
+    shared: Pytree
 
 
 class SyncState(NamedTuple):
@@ -62,11 +63,11 @@ class SyncState(NamedTuple):
     """
 
     step: jax.Array
-    memory: Any
-    statistics: Any
-    moments: Any = ()
-    codes: Any = ()
-    overflow: Any = ()
+    memory: Pytree
+    statistics: Pytree
+    moments: Pytree = ()
+    codes: Pytree = ()
+    overflow: Pytree = ()
     skipped: Any = ()
 
 
@@ -81,8 +82,8 @@ class LocalState(NamedTuple):
     """
 
     step: jax.Array
-    moved: Any
-    optimizer: Any
+    moved: Pytree
+    optimizer: Pytree
     sync: SyncState
 
 
@@ -94,7 +95,7 @@ _OF_RANKS: dict[Any, tuple[str, ...]] = {
 }
 
 
-def state_specs(state: Any, axis_name: Any) -> Any:
+def state_specs(state: Pytree, axis_name: AxisName) -> Pytree:
     """Returns PartitionSpecs of a state that holds a `SyncState`: in_specs of a training step.
 
     `state` is what `init` returned, or `jax.eval_shape` of it. What belongs to a rank is split over
@@ -109,7 +110,7 @@ def state_specs(state: Any, axis_name: Any) -> Any:
     return map_parts(caller, state, lambda _, x: split, lambda x: replicated)
 
 
-def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
+def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
     """Returns NamedShardings of `state_specs` on `mesh`: for device_put, out_shardings, restoring.
 
     `state` is as in `state_specs`. It may hold more than the optimizer's state, such as parameters,
@@ -147,17 +148,17 @@ def state_shardings(state: Any, axis_name: Any, mesh: Mesh) -> Any:
 
 def map_parts(
     caller: str,
-    state: Any,
+    state: Pytree,
     of_ranks: Callable[[str, Any], Any],
     shared: Callable[[Any], Any],
-) -> Any:
+) -> Pytree:
     """Maps the arrays that have a row for each rank by `of_ranks`, all others by `shared`.
 
     `of_ranks` also receives the name of the array's field. Raises ValueError for a state that was
     restored without a target.
     """
 
-    def part(kind: Any, x: Any) -> Any:
+    def part(kind: Any, x: Any) -> Pytree:
         fields = dict(zip(kind._fields, x, strict=True)) if isinstance(x, tuple) else dict(x)
         for name, value in fields.items():
             inner = _kind(caller, value, {"codes": CodeState, "sync": SyncState}.get(name))
@@ -169,17 +170,17 @@ def map_parts(
                 fields[name] = jax.tree.map(shared, value)
         return kind(**fields) if isinstance(x, tuple) else fields
 
-    def each(x: Any) -> Any:
+    def each(x: Any) -> Pytree:
         kind = _kind(caller, x)
         return shared(x) if kind is None else part(kind, x)
 
     return jax.tree.map(each, state, is_leaf=lambda x: _kind(caller, x) is not None)
 
 
-def sync_states(caller: str, state: Any) -> list[SyncState]:
+def sync_states(caller: str, state: Pytree) -> list[SyncState]:
     """Returns every `SyncState` in `state`; raises ValueError for one restored without a target."""
 
-    def is_sync(x: Any) -> bool:
+    def is_sync(x: object) -> bool:
         return _kind(caller, x) is SyncState
 
     found = filter(is_sync, jax.tree.leaves(state, is_leaf=is_sync))
@@ -187,7 +188,7 @@ def sync_states(caller: str, state: Any) -> list[SyncState]:
     return [x if isinstance(x, SyncState) else SyncState(**(empty | x)) for x in found]
 
 
-def _kind(caller: str, x: Any, expected: Any = None) -> Any:
+def _kind(caller: str, x: Any, expected: type | None = None) -> type | None:
     """Returns which of the states `x` is; None if it is none of them.
 
     `nnx.state` makes a dict of each named tuple and drops the fields without arrays. Raises
@@ -224,13 +225,15 @@ def restored(caller: str, x: Any, kind: type) -> ValueError:
     )
 
 
-def by_leaf(trees: Any, count: int) -> list[tuple[Any, ...]]:
+def by_leaf(trees: Pytree, count: int) -> list[tuple[Any, ...]]:
     """Splits a tuple of trees into one tuple for each of `count` leaves."""
     parts = [jax.tree.leaves(tree) for tree in trees]
     return [tuple(part[i] for part in parts) for i in range(count)]
 
 
-def by_tree(leaves: list[tuple[Any, ...]], treedef: Any, count: int) -> tuple[Any, ...]:
+def by_tree(
+    leaves: list[tuple[Any, ...]], treedef: jax.tree_util.PyTreeDef, count: int
+) -> tuple[Any, ...]:
     """Inverts `by_leaf`: returns the tuple of `count` trees."""
     parts = zip(*leaves, strict=True) if leaves else [()] * count
     return tuple(jax.tree.unflatten(treedef, part) for part in parts)
@@ -241,18 +244,18 @@ def moments_by_leaf(moments: Moments) -> list[Moments]:
     return [Moments(*leaf) for leaf in by_leaf(moments, len(jax.tree.leaves(moments.weights)))]
 
 
-def moments_by_tree(moments: list[Moments], treedef: Any) -> Moments:
+def moments_by_tree(moments: list[Moments], treedef: jax.tree_util.PyTreeDef) -> Moments:
     """Inverts `moments_by_leaf`: returns moments whose fields are trees."""
     return Moments(*by_tree(list(moments), treedef, len(Moments._fields)))
 
 
-def is_any_tree(params: Any) -> bool:
+def is_any_tree(params: Pytree) -> bool:
     """Whether `optax.tree_utils.tree_map_params` calls `init`, with its stand-in for any tree."""
     return type(params).__name__ == "_ParamsPlaceholder"
 
 
 def state_of_any_tree(
-    params: Any, memory: Memory | None, precondition: SecondMoment | None, *, adapts: bool
+    params: Pytree, memory: Memory | None, precondition: SecondMoment | None, *, adapts: bool
 ) -> SyncState:
     """The state of the stand-in for any tree, as a prefix of the states of all trees.
 
@@ -278,8 +281,12 @@ def kept_by(memory: Memory | None) -> int:
 
 
 def init_memory(
-    memory: Memory | None, params: Any, axis_name: Any, mesh: Mesh | None, caller: str = CALLER
-) -> Any:
+    memory: Memory | None,
+    params: Pytree,
+    axis_name: AxisName,
+    mesh: Mesh | AbstractMesh | None,
+    caller: str = CALLER,
+) -> Pytree:
     """Returns the memories before the first step: a row for each rank."""
     if memory is None:
         return ()
@@ -290,26 +297,34 @@ def init_memory(
 
 
 def init_overflow(
-    memory: Memory | None, choices: Choices, treedef: Any, axis_name: Any, mesh: Mesh | None
-) -> Any:
+    memory: Memory | None,
+    choices: Choices,
+    treedef: jax.tree_util.PyTreeDef,
+    axis_name: AxisName,
+    mesh: Mesh | AbstractMesh | None,
+) -> Pytree:
     """Returns the counts before the first step; () if codes always have room, or no memory."""
     if memory is None or not any(c.has_rooms for some in choices for c in some):
         return ()
 
-    def none() -> Any:
+    def none() -> Pytree:
         return jax.tree.unflatten(treedef, [jnp.zeros((), jnp.int32)] * treedef.num_leaves)
 
     return rows_of(none, axis_name, mesh, CALLER)
 
 
 def init_codes(
-    leaves: Sequence[Leaf], choices: Choices, treedef: Any, axis_name: Any, mesh: Mesh | None
-) -> Any:
+    leaves: Sequence[Leaf],
+    choices: Choices,
+    treedef: jax.tree_util.PyTreeDef,
+    axis_name: AxisName,
+    mesh: Mesh | AbstractMesh | None,
+) -> Pytree:
     """Returns the compressors' states before the first step; () if none has state."""
     if not any(has_state(c, x) for x, some in zip(leaves, choices, strict=True) for c in some):
         return ()
 
-    def states(shared: bool) -> Any:
+    def states(shared: bool) -> Pytree:
         made = [
             _of_choices(
                 [
@@ -324,7 +339,7 @@ def init_codes(
     return CodeState(rows_of(lambda: states(False), axis_name, mesh, CALLER), states(True))
 
 
-def _of_choices(states: Sequence[Any]) -> Any:
+def _of_choices(states: Sequence[Pytree]) -> Pytree:
     """Returns what a leaf keeps, from the state of each of its choices."""
     return states[0] if len(states) == 1 else tuple(states)
 
@@ -339,7 +354,9 @@ def stateful(plan: Plan) -> list[bool]:
     return [has_state(c, x) for c, x in zip(plan.compressors, plan.leaves, strict=True)]
 
 
-def codes_by_leaf(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> list[Any]:
+def codes_by_leaf(
+    codes: Pytree, plan: Plan, choices: Choices, treedef: jax.tree_util.PyTreeDef
+) -> list[Any]:
     """Returns the state of each leaf's compressor on this rank; () if it has none."""
     if not isinstance(codes, CodeState):
         return [()] * len(plan.leaves)
@@ -352,14 +369,14 @@ def codes_by_leaf(codes: Any, plan: Plan, choices: Choices, treedef: Any) -> lis
 
 
 def codes_after(
-    old: Any,
-    states: list[Any],
+    old: Pytree,
+    states: list[Pytree],
     plan: Plan,
     choices: Choices,
-    treedef: Any,
+    treedef: jax.tree_util.PyTreeDef,
     axes: Axes,
     finite: Any,
-) -> Any:
+) -> Pytree:
     """Returns the state after a step: `states`, or the old ones if not `finite`."""
     if not isinstance(old, CodeState):
         return old
@@ -381,7 +398,7 @@ def codes_after(
     return CodeState(jax.tree.unflatten(treedef, own), jax.tree.unflatten(treedef, shared))
 
 
-def _check_shared(compressor: Compressor, path: str, state: Any, axes: Axes) -> None:
+def _check_shared(compressor: Compressor, path: str, state: Pytree, axes: Axes) -> None:
     for x in jax.tree.leaves(state):
         varying = _compat.varying_axes(x) & frozenset(axes.names)
         if varying:

@@ -105,7 +105,7 @@ def restore_step_size(
         ):
             if x.size and jnp.issubdtype(x.dtype, jnp.floating):
                 new = _averaged(old, new, v, due, decay)
-                wide = widest(x.dtype, jnp.float32)
+                wide = widest(x.dtype, jnp.dtype(jnp.float32))
                 x = (x.astype(wide) * _factor(v, new).astype(wide)).astype(x.dtype)
             longer.append(x)
             moments.append(new)

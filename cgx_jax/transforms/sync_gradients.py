@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
+from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.core import Options, Sums, reduce_leaves, ways
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
 
 def sync_gradients(
-    axis_name: Any,
+    axis_name: AxisName,
     policy: Compressor | Policy | Plan | Stages | None = None,
     *,
     memory: Memory | None = None,
@@ -70,7 +71,7 @@ def sync_gradients(
     exchange: Exchange | str | Tuner = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that reduces the ranks' gradients to their mean, compressed.
 
@@ -113,15 +114,15 @@ def sync_gradients(
     check_tuner(CALLER, exchange, reduction, levels)
     axis_name = axes_of(CALLER, axis_name)
 
-    def init(params: Any) -> SyncState:
+    def init(params: Pytree) -> SyncState:
         check_wrappers(CALLER, checked=False)
         if is_any_tree(params):
             adapts = isinstance(policy, Adaptive)
             return state_of_any_tree(params, memory, precondition, adapts=adapts)
         leaves, treedef = jax.tree.flatten(params)
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        statistics: Any = ()
-        moments: Any = ()
+        statistics: Pytree = ()
+        moments: Pytree = ()
         known = leaves_of(params)
         if isinstance(policy, Adaptive):
             statistics = policy.empty_statistics(known)
@@ -153,14 +154,17 @@ def sync_gradients(
         return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
 
     def update(
-        updates: Any, state: SyncState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, SyncState]:
+        updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
+    ) -> tuple[Pytree, SyncState]:
         require_type(CALLER, state, SyncState)
         if isinstance(policy, Stages):
             plans = [resolve(CALLER, updates, p) for p in policy.policies]
             choices = _choices(plans)
             branches = [functools.partial(reduce, plan, choices) for plan in plans]
-            return lax.switch(policy.stage(state.step), branches, updates, state)
+            out: tuple[Pytree, SyncState] = lax.switch(
+                policy.stage(state.step), branches, updates, state
+            )
+            return out
         plan = resolve(CALLER, updates, policy, adapts=True)
         choices = _choices([plan])
         if isinstance(policy, Adaptive):
@@ -168,8 +172,8 @@ def sync_gradients(
         return reduce(plan, choices, updates, state)
 
     def reduce(
-        plan: Plan, choices: Choices, updates: Any, state: SyncState
-    ) -> tuple[Any, SyncState]:
+        plan: Plan, choices: Choices, updates: Pytree, state: SyncState
+    ) -> tuple[Pytree, SyncState]:
         options, plan = resolve_options(
             CALLER,
             axis_name,
@@ -241,13 +245,13 @@ class _Mean:
 
     options: Options
     plan: Plan
-    key: Any
-    treedef: Any
+    key: Key
+    treedef: jax.tree_util.PyTreeDef
     scales: list[_Scale]
     codes: list[Any]
-    step: Any
+    step: jax.Array
 
-    def finite(self, sums: Sums) -> Any:
+    def finite(self, sums: Sums) -> jax.Array:
         """Whether the means are finite and not skipped, bool[]; the same on all ranks."""
         finite = all_finite(sums.values) & jnp.logical_not(sums.skipped)
         return self.options.axes.on_every_rank(finite, alike=True)

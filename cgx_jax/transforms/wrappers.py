@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from cgx_jax._types import AxisName
+
 _NAME = "sync_gradients"
 _INJECT = (
     "optax.inject_hyperparams turns numbers into arrays and callables into schedules; inject the "
@@ -40,7 +42,7 @@ def within_restore_step_size() -> list[Any] | None:
     return _LEARNT.get()
 
 
-def check_options(axis_name: Any, mesh: Any) -> None:
+def check_options(axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises TypeError for an option that `optax.inject_hyperparams` turned into something else."""
     names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if any(isinstance(n, jax.Array) for n in names):
@@ -101,7 +103,7 @@ def _optax_callers() -> dict[str, Any]:
     return found
 
 
-def _skips(multi_steps: Any) -> bool:
+def _skips(multi_steps: object) -> bool:
     """Whether `optax.MultiSteps` was given a function that skips mini-steps."""
     decide = getattr(multi_steps, "_should_skip_update_fn", None)
     # Without one, MultiSteps uses a function of its own, which never skips.

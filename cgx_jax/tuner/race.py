@@ -34,7 +34,8 @@ def relative(seconds: np.ndarray) -> np.ndarray:
     geometric one, and the result is a logarithm.
     """
     times = np.log(seconds)
-    return np.median(times - times.mean(axis=1, keepdims=True), axis=0)
+    out: np.ndarray = np.median(times - times.mean(axis=1, keepdims=True), axis=0)
+    return out
 
 
 class Turns:

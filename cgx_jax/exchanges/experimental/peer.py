@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, nccl
@@ -34,12 +35,12 @@ class Peer(nccl.OnCommunicator):
     shorthand: ClassVar[str] = "peer"
     can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "permute", "sum", "all_reduce"})
 
-    def missing(self, axes: Sequence[Any] = ()) -> str | None:
+    def missing(self, axes: Sequence[str] = ()) -> str | None:
         if (problem := nccl.not_installed() or old_nccl()) is not None:
             return problem
         return fused.unfit_axes(axes) if axes else None
 
-    def usable(self, axes: Sequence[Any] = ()) -> bool:
+    def usable(self, axes: Sequence[str] = ()) -> bool:
         return False
 
     def _all_reduce(self, name: str, axes: Axes) -> Primitive:
@@ -63,12 +64,12 @@ def old_nccl() -> str | None:
 
 
 def _lowering(
-    ctx: Any,
-    *operands: Any,
+    ctx: mlir.LoweringRuleContext,
+    *operands: jax.Array,
     layout: Layout,
     divisor: float,
-    positions: Any,
-    replicated: Any,
+    positions: Sequence[Sequence[int]],
+    replicated: Sequence[str],
     name: str,
     residual: bool,
 ) -> Any:
