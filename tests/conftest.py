@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from cgx_jax import use_profile
+from cgx_jax.exchanges import auto, nccl
 from cgx_jax.exchanges.base import Least
 from cgx_jax.exchanges.table import EXCHANGES
 
@@ -81,6 +82,29 @@ def built_in_rule(monkeypatch):
     """Restores the sizes from which `exchange="auto"` compresses for users."""
     for exchange, rule in BUILT_IN_RULE.items():
         monkeypatch.setattr(exchange, "least", rule)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Pretends that the CUDA module with its fused calls is installed: enough for tracing."""
+    monkeypatch.setattr(nccl, "not_installed", lambda: None)
+
+
+@pytest.fixture
+def fused_on_cpu(monkeypatch):
+    """Provides a function that replaces "nccl"'s fused call by its argument, which runs here."""
+
+    def replace(call):
+        monkeypatch.setattr(nccl.Nccl, "missing", lambda self, axes=(): None)
+        monkeypatch.setattr(nccl.Nccl, "_call", call)
+
+    return replace
+
+
+@pytest.fixture
+def every_exchange(monkeypatch):
+    """Pretends that this machine has every exchange: enough for what chooses among them."""
+    monkeypatch.setattr(auto, "available", lambda axes=(): auto.EXCHANGES)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from cgx_jax.compressors import PowerSGD, Signum, TopK
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import LeastTime, Uniform
 from cgx_jax.policies.decide import Subject
-from test_solvers import SLOW
+from profiles import SLOW
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache")

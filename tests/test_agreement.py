@@ -1,28 +1,8 @@
 """The reduction on real processes: jax.distributed, gloo on loopback."""
 
-import socket
-import subprocess
-import sys
-
 import pytest
 
-HEADER = """
-import functools
-import sys
-import jax
-rank, world, port = map(int, sys.argv[1:])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", world, rank, local_device_ids=[0])
-import jax.numpy as jnp, numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-import cgx_jax
-
-mesh = Mesh(np.array(jax.devices()), ("data",))
-every = [np.random.default_rng(r).normal(size=(30, 1001)).astype(np.float32) for r in range(world)]
-def place(x):
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), x[None])
-"""
+from processes import check_ranks
 
 SAME_BITS = """
 for compressor in (cgx_jax.Quantize(8), cgx_jax.Cast(jnp.bfloat16), cgx_jax.Identity()):
@@ -196,31 +176,4 @@ print("ok")
     ],
 )
 def test_processes_agree(program, world):
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-c", HEADER + program]
-    ranks = [
-        subprocess.Popen(
-            [*command, *map(str, (rank, world, port))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-        )
-        for rank in range(world)
-    ]
-    try:
-        for p in ranks:
-            out, error = p.communicate(timeout=180)
-            assert out.endswith("ok\n"), error
-    finally:
-        for p in ranks:
-            p.kill()
-            p.wait()
-
-
-def _environment():
-    import os
-
-    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    check_ranks(program, world)

@@ -18,52 +18,15 @@ from cgx_jax.exchanges.auto import Load
 from cgx_jax.exchanges.base import Least
 from cgx_jax.exchanges.profile import Codec, Row
 from cgx_jax.kernels import native
+from profiles import CODEC, MB, MEASURED, profile
 
-MB = 1_000_000
-CODEC = Codec(plain=1e-9, noise=2e-9, rotation=3e-9, units=1.5e-9)
 SLOW_CODEC = Codec(plain=1e-9, noise=3e-9, rotation=5e-9, units=2e-9)
-
-
-def profile(rows, **fields):
-    known = {
-        "cpu": "a cpu",
-        "cores": 2,
-        "device": "cpu",
-        "hosts": 1,
-        "jax": "0.10.2",
-        "jaxlib": "0.10.2",
-        "cgx_jax": "0.1.0",
-        "mpi": None,
-        "world": 4,
-        "axis": "data",
-        "latency": 1e-5,
-        "algbw": 1e9,
-        "codec": CODEC,
-    }
-    return Profile(**(known | fields), rows=tuple(rows))
 
 
 def fp32(nbytes, bits=4.125):
     return Load(nbytes // 4, bits)
 
 
-# psum: 1 ms up to 1 MB, then 10 ms at 10 MB. xla is even with it near 2 MB, mpi near 1 MB.
-MEASURED = profile(
-    [
-        ("psum", 32, MB // 10, 0.5e-3),
-        ("psum", 32, MB, 1e-3),
-        ("psum", 32, 10 * MB, 10e-3),
-        ("xla", 4.125, MB // 10, 1e-3),
-        ("xla", 4.125, MB, 1.5e-3),
-        ("xla", 4.125, 10 * MB, 5e-3),
-        ("xla", 8.125, MB // 10, 1e-3),
-        ("xla", 8.125, MB, 1.8e-3),
-        ("xla", 8.125, 10 * MB, 9.8e-3),
-        ("mpi", 4.125, MB // 10, 0.6e-3),
-        ("mpi", 4.125, MB, 0.98e-3),
-        ("mpi", 4.125, 10 * MB, 2e-3),
-    ]
-)
 BOTH = ("mpi", "xla")
 CASES = {
     "small: psum": (BOTH, fp32(MB // 10), "psum"),

@@ -1,10 +1,6 @@
 """`python -m cgx_jax`, as a user starts it: on simulated devices, and as one of two processes."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -15,33 +11,13 @@ from cgx_jax import Quantize
 from cgx_jax.commands import chart, doctor, rig
 from cgx_jax.exchanges import Profile
 from cgx_jax.kernels.native import CUDA_REMEDY
+from processes import command_line, finish, free_port
 
 NO_LINK = rig.missing()
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-def start(*arguments, **variables):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "cgx_jax", *map(str, arguments)],
-        env=environment | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process):
-    try:
-        out, error = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, out, error
 
 
 def run(*arguments):
-    return finish(start(*arguments))
+    return finish(command_line(*arguments))
 
 
 def test_doctor_names_what_is_there_and_what_mends_the_rest():
@@ -144,23 +120,20 @@ def test_tune_writes_a_profile_that_bench_follows_and_draws(tmp_path):
         for method, bits in (("psum", "32"), ("xla", "4"), ("auto", "4"))
     ]
     assert {line[-1] for line in lines} == {"0"}  # wrong values
-    assert png.read_bytes().startswith(PNG_SIGNATURE)
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert len(json.loads(numbers.read_text())["rows"]) == len(lines)
 
 
 def test_processes_find_each_other_by_their_launcher():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
     launcher = {
         "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
         "OMPI_COMM_WORLD_SIZE": "2",
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
         "JAX_PLATFORMS": "cpu",
     }
     arguments = ("bench", "--distributed", "--sizes", "4k", "--bits", "2,4", "--reps", 2)
     ranks = [
-        start(
+        command_line(
             *arguments,
             **launcher,
             OMPI_COMM_WORLD_RANK=str(rank),

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import socket
 import sys
 import types
 
@@ -18,7 +17,7 @@ import cgx_jax
 from cgx_jax.commands import compare
 from cgx_jax.commands.tried import METHODS, Method, Trial
 from cgx_jax.link_timer import LinkTimer
-from test_cli import PNG_SIGNATURE, finish, start
+from processes import command_line, finish, free_port
 
 PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
 
@@ -194,11 +193,9 @@ def build(sync):
 def test_two_processes_compare_a_users_step(tmp_path):
     (tmp_path / "users.py").write_text(USERS_MODULE)
     png, numbers = tmp_path / "new" / "c.png", tmp_path / "c.json"
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ranks = [
-        start(
+        command_line(
             *("compare", "users:build", "--distributed", "--methods", "4bit", "--steps", 2),
             *("--json", numbers, "--png", png),
             OMPI_MCA_orte_hnp_uri="4096.0;tcp://127.0.0.1:1",
@@ -223,4 +220,4 @@ def test_two_processes_compare_a_users_step(tmp_path):
     rows = json.loads(numbers.read_text())["rows"]
     plan = cgx_jax.Plan.build({"x": jnp.ones((64, 64))}, cgx_jax.Quantize(4))
     assert rows[1]["sent_bytes"] == plan.wire_bytes(2)
-    assert png.read_bytes().startswith(PNG_SIGNATURE)
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

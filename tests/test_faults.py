@@ -3,14 +3,14 @@
 Faults of the MPI exchange are in test_mpi.py.
 """
 
-import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from processes import ENVIRONMENT, free_port
 
 WORKER = Path(__file__).with_name("gloo_worker.py")
 WORLD = 3
@@ -31,15 +31,12 @@ SLOW = ("killed before", "stopped", "width", "shape", "rotated", "slow")
 
 def ended(fault):
     """Returns exit codes and outputs of all ranks; the last rank is the one that fails."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-W", "ignore", str(WORKER), fault]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(WORLD), str(port)],
-            env=environment,
+            env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

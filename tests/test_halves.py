@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules, installation
+from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules
 from cgx_jax.compressors import SignSGD
-from cgx_jax.exchanges import Profile, Xla, auto, nccl, xla
-from cgx_jax.exchanges.profile import Codec
+from cgx_jax.exchanges import Xla, nccl, xla
 from cgx_jax.kernels import primitives
 from cgx_jax.policies import Policy
 from cgx_jax.wire import Layout
+from profiles import profile
 
 WORLD = 8
 KEY = jax.random.key(3)
@@ -57,12 +57,6 @@ def sharded(f, mesh, *, check_vma=True):
 def targets(f, *args):
     """Returns the names of the fused calls in the trace of `f`."""
     return re.findall(r"cgx_\w+_nccl", str(jax.make_jaxpr(f)(*args)))
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """Pretends that the CUDA module with its fused calls is installed: enough for tracing."""
-    monkeypatch.setattr(nccl, "not_installed", lambda: None)
 
 
 @pytest.fixture
@@ -244,16 +238,13 @@ def test_an_axis_of_vmap_is_refused(half, built):
 def profile_of(times):
     """Returns a profile of one size, with the seconds that each method takes."""
     rows = [(m, 32 if m == "psum" else 4.125, 1 << 12, s) for m, s in times.items()]
-    known = {"hosts": 1, "mpi": None, "axis": "data", "latency": 1e-5, "algbw": 4e8}
-    known["codec"] = Codec(1e-9, 1e-9, 1e-9, 1e-9)
-    return Profile(**(installation.facts() | known), world=WORLD, rows=tuple(rows))
+    return profile(rows, here=True, world=WORLD)
 
 
 @needs_streams
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("fastest", ["psum", "xla", "nccl"])
-def test_auto_follows_the_profile(half, fastest, mesh, built, following, monkeypatch):
-    monkeypatch.setattr(auto, "available", lambda axes=(): auto.EXCHANGES)
+def test_auto_follows_the_profile(half, fastest, mesh, built, following, every_exchange):
     times = {"psum": 2.0, "xla": 2.0, "nccl": 2.0, "mpi": 0.1}
     following(profile_of(times | {fastest: 1.0}))
     f = sharded(lambda v: HALVES[half](v, "data"), mesh)
@@ -263,8 +254,7 @@ def test_auto_follows_the_profile(half, fastest, mesh, built, following, monkeyp
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_auto_without_a_profile_is_xla(half, mesh, built, monkeypatch):
-    monkeypatch.setattr(auto, "available", lambda axes=(): auto.EXCHANGES)
+def test_auto_without_a_profile_is_xla(half, mesh, built, every_exchange):
     f = sharded(lambda v: HALVES[half](v, "data"), mesh)
     assert "cgx_encode" in str(jax.make_jaxpr(f)(values(WORLD, WORLD, 512)))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgx_jax.policies.knapsack import minimise, total
-from test_solvers import problem, uniform
+from problems import problem, uniform
 
 NUMBERS = {
     "few": st.integers(0, 3),

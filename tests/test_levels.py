@@ -17,8 +17,7 @@ from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.reductions import GatherSum, Levels, ScatterGather, Tree
 from cgx_jax.reductions.levels import Leveled
 from reducing import pmean_with_residual
-from test_reductions import Stateless
-from toys import Difference, Largest, Steps
+from toys import Difference, Largest, Stateless, Steps
 
 GRIDS = {"2 x 2": (2, 2), "2 x 4": (2, 4), "4 x 2": (4, 2), "3 x 2": (3, 2)}
 CODES = {

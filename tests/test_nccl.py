@@ -18,11 +18,11 @@ from cgx_jax import Quantize
 from cgx_jax.exchanges import Auto, Nccl, Profile, Xla, auto, nccl, xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
-from cgx_jax.exchanges.profile import Codec
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.primitives import NO_RANK
 from cgx_jax.tuner import engine, tuner
 from cgx_jax.wire import Layout
+from profiles import profile
 
 WORLD = 8
 needs_streams = pytest.mark.skipif(
@@ -65,8 +65,7 @@ def over(mesh, f):
     ("reduction", "target"),
     [(None, "cgx_all_reduce_nccl"), ("gather_sum", "cgx_gather_sum_nccl")],
 )
-def test_a_sum_is_one_call_on_as_many_streams(reduction, target, mesh, monkeypatch):
-    monkeypatch.setattr(nccl, "not_installed", lambda: None)
+def test_a_sum_is_one_call_on_as_many_streams(reduction, target, mesh, built):
     f = over(mesh, lambda x: summed(x, Nccl(streams=4), reduction=reduction))
     x = np.zeros((WORLD, 10**5), np.float32)
     text = str(jax.make_jaxpr(f)(x))
@@ -92,10 +91,9 @@ def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "correlated"])
 def test_a_sum_in_one_phase_is_handed_what_gives_the_bytes_of_xla(
-    rounding, dtype, mesh, monkeypatch
+    rounding, dtype, mesh, fused_on_cpu
 ):
-    monkeypatch.setattr(Nccl, "missing", lambda self, axes=(): None)
-    monkeypatch.setattr(Nccl, "_call", unfused)
+    fused_on_cpu(unfused)
     values = np.random.default_rng(0).normal(size=(WORLD, 3, 700))
     tree = [jnp.asarray(values, dtype), jnp.asarray(values[:, 0, :5], dtype)]
     code, key = Quantize(3, 64, rounding), jax.random.key(1)
@@ -110,27 +108,16 @@ def test_a_sum_in_one_phase_is_handed_what_gives_the_bytes_of_xla(
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
 
 
-def profile(engine):
-    rows = [("psum", 32, 10**7, 1.0), ("nccl", 4.125, 10**7, 0.1)]
-    facts = {
-        **dict.fromkeys(("cpu", "device", "jax", "jaxlib", "cgx_jax"), "any"),
-        "cores": 2,
-        "hosts": 1,
-        "mpi": None,
-        "world": 4,
-        "axis": "data",
-        "latency": 1e-5,
-        "algbw": 1e9,
-        "codec": Codec(1e-9, 1e-9, 1e-9, 1e-9),
-    }
-    return Profile(**facts, rows=tuple(rows), engine=engine)
+def measured_with(engine):
+    return profile(
+        [("psum", 32, 10**7, 1.0), ("nccl", 4.125, 10**7, 0.1)], here=True, engine=engine
+    )
 
 
-def test_nccl_runs_on_the_streams_that_it_was_measured_with(monkeypatch):
-    made = profile(Nccl(streams=4))
+def test_nccl_runs_on_the_streams_that_it_was_measured_with():
+    made = measured_with(Nccl(streams=4))
     assert Profile.from_json(made.to_json()) == made
     assert json.loads(made.to_json())["engine"] == {"exchange": "nccl", "streams": 4}
-    monkeypatch.setattr(Profile, "check_here", lambda self: None)
     load = auto.Load(25 * 10**5, 4.125)
     assert Auto(made).choose("here", (Nccl(), Xla()), 4, load) == Nccl(streams=4)
 
@@ -143,7 +130,7 @@ def test_nccl_runs_on_the_streams_that_it_was_measured_with(monkeypatch):
     ],
 )
 def test_a_tuner_tries_streams_unless_a_profile_chose_them(measured, expected, monkeypatch):
-    made = None if measured is None else profile(measured)
+    made = None if measured is None else measured_with(measured)
     monkeypatch.setattr(auto, "active", lambda: made)
     monkeypatch.setattr(auto, "available", lambda axes: (Nccl(), Xla()))
     monkeypatch.setattr(Nccl, "usable", lambda self, axes: True)

@@ -20,13 +20,6 @@ needs_streams = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def built(monkeypatch):
-    """Pretends that the CUDA module with its fused calls is installed: enough for tracing."""
-    monkeypatch.setattr(nccl, "not_installed", lambda: None)
-    monkeypatch.setattr(peer, "old_nccl", lambda: None)
-
-
 def psum(mesh):
     return jax.shard_map(
         lambda x: cgx_jax.psum_compressed(x, "data", exchange=Peer()),
@@ -88,14 +81,13 @@ def test_without_cuda_kernels_it_is_refused_with_the_remedy(mesh, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "refused"), [("2.28.9", True), ("2.29.2", False), ("2.30", False), (None, False)]
 )
-def test_an_nccl_without_windows_of_peers_is_refused(version, refused, mesh, monkeypatch):
+def test_an_nccl_without_windows_of_peers_is_refused(version, refused, built, mesh, monkeypatch):
     def installed(name):
         assert name == "nvidia-nccl-cu13"
         if version is None:
             raise peer.metadata.PackageNotFoundError
         return version
 
-    monkeypatch.setattr(nccl, "not_installed", lambda: None)
     monkeypatch.setattr(peer.metadata, "version", installed)
     if refused:
         with pytest.raises(ValueError, match=r"NCCL is 2\.28\.9, but must be 2\.29 or newer; pip"):

@@ -19,7 +19,7 @@ from cgx_jax.exchanges import Mpi
 from cgx_jax.reductions import GatherSum
 from cgx_jax.reductions.named import named
 from cgx_jax.testing import check_reduction
-from toys import Difference, Largest, RankOne, Steps, Vote
+from toys import Difference, Largest, RankOne, Stateless, Steps, Vote
 
 KEY = jax.random.key(11)
 SHAPE = (12, 50)
@@ -35,16 +35,6 @@ WAYS = {
     "sum_rounds": RankOne(),
     "majority": Vote(),
 }
-
-
-class Stateless(RankOne):
-    """`RankOne` that starts from its initial state in every step."""
-
-    def init(self, shape, dtype):
-        return ()
-
-    def rounds(self, x, state, *, key, world):
-        return super().rounds(x, super().init(x.shape, x.dtype), key=key, world=world)
 
 
 WAYS["sum_rounds"] = Stateless()

@@ -7,10 +7,7 @@ page's row in `FRAGMENTS`. A new block runs too. If it needs other names, it nee
 """
 
 import dataclasses
-import os
 import re
-import socket
-import subprocess
 import sys
 import types
 from collections.abc import Mapping
@@ -22,6 +19,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from processes import finish, free_port, start
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -347,20 +346,8 @@ def test_two_processes_train_together(tmp_path):
     ((_, code),) = blocks(PROCESSES)
     file = tmp_path / "train.py"
     file.write_text(code)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, file, address, str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert "at last" in outputs[0]
+    address = f"127.0.0.1:{free_port()}"
+    ranks = [start([sys.executable, str(file), address, str(rank)]) for rank in range(2)]
+    (first, out, error), (second, *_) = (finish(rank, 240) for rank in ranks)
+    assert (first, second) == (0, 0), error
+    assert "at last" in out

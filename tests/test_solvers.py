@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from cgx_jax import Quantize
-from cgx_jax.exchanges import Profile
-from cgx_jax.exchanges.profile import Codec, Row
+from cgx_jax.exchanges.profile import Codec
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import bayesian, knapsack, least_time, solvers
 from cgx_jax.policies import problem as problems
@@ -26,27 +25,11 @@ from cgx_jax.policies.solvers import (
     LeastError,
     Linear,
 )
+from problems import payload, problem, uniform
+from profiles import SLOW, in_proportion
 
 MB = 1_000_000
 BITS = tuple(range(1, 9))
-
-
-def payload(values, bits):
-    """Returns the bytes of each leaf at each width; 32 means exact."""
-    return np.array(
-        [[4 * v if b == 32 else Quantize(b).wire_bits(int(v)) // 8 for b in bits] for v in values],
-        np.int64,
-    ).reshape(len(values), len(bits))
-
-
-def problem(leaves, seed=0, bits=BITS):
-    """Log-normal sizes and scales; an error of about 4**-bits, so not quite monotone in size."""
-    rng = np.random.default_rng(seed)
-    values = np.exp(rng.normal(9, 1.5, leaves)).astype(np.int64)
-    norm = np.sqrt(values) * np.exp(rng.normal(-6, 1, leaves))
-    steps = np.where(np.array(bits) == 32, 0.0, 4.0 ** -np.array(bits, float))
-    error = np.outer(norm**2, steps) * np.exp(rng.normal(0, 0.1, (leaves, len(bits))))
-    return Problem(values, norm, bits, payload(values, bits), error)
 
 
 def part(p, leaves):
@@ -54,22 +37,8 @@ def part(p, leaves):
     return Problem(p.values[leaves], p.norm[leaves], p.bits, p.nbytes[leaves], p.error[leaves])
 
 
-def uniform(p, bits):
-    return np.full(len(p.values), p.candidate("test", "bits", bits))
-
-
-def links(seconds, psum, sizes=(MB // 100, 100 * MB), codec=(1e-9, 1e-9, 1e-9, 1e-9)):
-    """Returns a profile with times proportional to size; `seconds` (by bits), `psum` per MB."""
-    rows = [Row("psum", 32, size, psum * size / MB) for size in sizes]
-    rows += [Row("xla", b, size, s * size / MB) for b, s in seconds.items() for size in sizes]
-    facts = {"cpu": "a cpu", "cores": 2, "device": "cpu", "hosts": 1, "axis": "data", "mpi": None}
-    facts |= {"jax": "0.10.2", "jaxlib": "0.10.2", "cgx_jax": "0.1.0", "world": 4}
-    return Profile(**facts, latency=1e-5, algbw=1e9, codec=Codec(*codec), rows=tuple(rows))
-
-
-SLOW = links({1.125: 1.125, 4.125: 4.125, 8.125: 8.125}, psum=32.0)
-FAST = links({2.125: 1.0, 4.125: 1.0, 8.125: 1.0}, psum=4.0)
-NO_GAIN = links({2.125: 1.0, 4.125: 1.0, 8.125: 1.0}, psum=0.5)
+FAST = in_proportion({2.125: 1.0, 4.125: 1.0, 8.125: 1.0}, psum=4.0)
+NO_GAIN = in_proportion({2.125: 1.0, 4.125: 1.0, 8.125: 1.0}, psum=0.5)
 
 SOLVERS = {
     "kmeans": KMeans(),
@@ -200,10 +169,12 @@ def test_candidates_that_rotate_or_round_at_random_are_priced():
     for kind, codec in (("rotated", (1e-9, 1e-9, 1e-6, 1e-9)), ("noisy", (1e-9, 1e-6, 1e-9, 1e-9))):
         p = dataclasses.replace(plain, **{kind: dear})
         compressed = {2.125: 1.0, 4.125: 1.2, 8.125: 1.4}  # seconds of 1 MB, of 250,000 values
-        solver = LeastTime(links(compressed, psum=9.0, codec=codec))
+        solver = LeastTime(in_proportion(compressed, psum=9.0, codec=Codec(*codec)))
         more = solver.seconds(p) - solver.seconds(plain)
         np.testing.assert_allclose(more, np.outer(plain.values, dear) * 0.999e-6)
-        solver = LeastTime(links(dict.fromkeys(compressed, 1.0), psum=1.2, codec=codec))
+        solver = LeastTime(
+            in_proportion(dict.fromkeys(compressed, 1.0), psum=1.2, codec=Codec(*codec))
+        )
         assert solver.seconds(plain)[:, 2].sum() < 0.9 * solver.seconds(plain)[:, 3].sum()
         assert set(p.bits[solver.solve(p)]) == {32}  # at 1.25 s for 1 MB, psum is faster
     with pytest.raises(ValueError, match=r"Problem: rotated .*\[2\].*4 candidates"):
@@ -236,7 +207,7 @@ def test_a_leafs_seconds_are_its_share_of_its_buffers():
 
 def test_a_choice_is_within_5_percent_of_the_least_time():
     p = problem(30)
-    solver = LeastTime(links({2.125: 1.0, 4.125: 1.02, 8.125: 1.5}, psum=9.0))
+    solver = LeastTime(in_proportion({2.125: 1.0, 4.125: 1.02, 8.125: 1.5}, psum=9.0))
     seconds = solver.seconds(p)
     least = total(seconds, minimise(seconds, p.error, total(p.error, uniform(p, 4))))
     choice = solver.solve(p)

@@ -18,26 +18,18 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Plan, Quantize, installation, plan_table, tune, tuning
+from cgx_jax import Cast, Plan, Quantize, plan_table, tune, tuning
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import SignSGD, TopK
 from cgx_jax.core import Options, ways
-from cgx_jax.exchanges import Auto, Mpi, Profile, Xla, auto
+from cgx_jax.exchanges import Auto, Profile, auto
 from cgx_jax.exchanges.profile import Codec
 from cgx_jax.link_timer import LinkTimer
 from cgx_jax.reductions import ScatterGather
+from profiles import with_crossing
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
 COLLECTIVE = re.compile(r"= \(?(\w+)\[.*? (all-to-all|all-gather|all-reduce)")
-
-
-def profile_with_crossing(world=8, **fields):
-    """Returns a profile by which compression pays off from about 100 KiB on."""
-    rows = [("psum", 32, 4096 * 4**i, 1e-5 * 4**i) for i in range(4)]
-    rows += [("xla", bits, 4096 * 4**i, 5e-5 * 2**i) for i in range(4) for bits in (4.125, 8.125)]
-    known = {"hosts": 1, "mpi": None, "axis": "data", "latency": 1e-5, "algbw": 4e8}
-    known["codec"] = Codec(1e-9, 1e-9, 1e-9, 1e-9)
-    return Profile(**(installation.facts() | known | fields), world=world, rows=tuple(rows))
 
 
 def compiled(mesh, shape, **options):
@@ -54,7 +46,7 @@ def compiled(mesh, shape, **options):
 
 def test_compiled_collectives_follow_the_profile(mesh, following):
     assert compiled(mesh, SMALL) == {"u8"}
-    following(profile_with_crossing())
+    following(with_crossing())
     assert compiled(mesh, SMALL) == {"f32"}
     assert compiled(mesh, LARGE) == {"u8"}
     assert compiled(mesh, SMALL, exchange="xla") == {"u8"}
@@ -64,7 +56,7 @@ def test_rotation_and_noise_are_priced_where_a_reduction_is_traced(mesh, followi
     rotated, noisy = Quantize(4, rotation=True), Quantize(4, rounding="stochastic")
     for kind in ("rotation", "noise"):
         codec = Codec(1e-9, 1e-9, 1e-9, 1e-9)._replace(**{kind: 1e-6})
-        following(profile_with_crossing(codec=codec))
+        following(with_crossing(codec=codec))
         assert compiled(mesh, LARGE) == {"u8"}
         for compressor, slow in ((rotated, kind == "rotation"), (noisy, kind == "noise")):
             sent = compiled(mesh, LARGE, compressor=compressor, key=jax.random.key(0))
@@ -73,7 +65,7 @@ def test_rotation_and_noise_are_priced_where_a_reduction_is_traced(mesh, followi
 
 @pytest.mark.parametrize(("precondition", "sent"), [(None, "u8"), (cgx_jax.SecondMoment(), "f32")])
 def test_units_are_priced_where_a_reduction_is_traced(mesh, following, precondition, sent):
-    following(profile_with_crossing(codec=Codec(1e-9, 1e-9, 1e-9, 1e-6)))
+    following(with_crossing(codec=Codec(1e-9, 1e-9, 1e-9, 1e-6)))
     tx = cgx_jax.sync_gradients("data", Quantize(4), precondition=precondition, mesh=mesh)
     params = {"w": np.zeros(LARGE, np.float32)}
     state = jax.eval_shape(tx.init, params)
@@ -162,12 +154,12 @@ def test_functions_compiled_before_are_traced_anew(mesh, following):
         )
     )
     assert np.abs(f(x) - x.sum(0)).max() > 0.1
-    following(profile_with_crossing())
+    following(with_crossing())
     np.testing.assert_allclose(f(x), x.sum(0), atol=1e-5)
 
 
 def test_gradients_of_the_hook_follow_the_profile(mesh, following):
-    following(profile_with_crossing())
+    following(with_crossing())
 
     def grads(params, x):
         def loss(p):
@@ -195,7 +187,7 @@ def test_the_summary_shows_the_method_of_each_leaf(following):
 
     assert shown(8).items() >= {"large": "xla", "small": "xla", "vector": "psum"}.items()
     assert shown(1).items() >= {"large": "psum", "small": "psum"}.items()
-    following(profile_with_crossing())
+    following(with_crossing())
     assert shown(8).items() >= {"large": "xla", "small": "psum", "vector": "psum"}.items()
     (small,) = [line for line in plan_table(plan, 8).splitlines() if line.startswith("small")]
     assert "8,192" in small  # sent as it is
@@ -204,7 +196,7 @@ def test_the_summary_shows_the_method_of_each_leaf(following):
 
 def test_small_buffers_go_by_gather_sum_where_a_profile_measured_it(following):
     """Unless the call names another reduction, the code forbids it, or the buffer is larger."""
-    slow = profile_with_crossing(world=2)
+    slow = with_crossing(world=2)
     once = [("xla/gather_sum", 4.125, 4096 * 4**i, 1e-6) for i in range(2)]
     following(dataclasses.replace(slow, rows=(*slow.rows, *once)))
 
@@ -227,20 +219,19 @@ def test_small_buffers_go_by_gather_sum_where_a_profile_measured_it(following):
     ("code", "exchange"), [(Quantize(4), "mpi"), (Cast(jnp.bfloat16), "xla"), (TopK(0.1), "xla")]
 )
 def test_only_codes_that_gather_in_one_call_follow_what_was_measured_of_it(
-    following, monkeypatch, code, exchange
+    following, every_exchange, code, exchange
 ):
-    slow = profile_with_crossing(world=2)
+    slow = with_crossing(world=2)
     seconds = {"xla/gather_sum": 2e-6, "mpi/gather_sum": 1e-6}
     rows = [(method, code_bits, 16384, s) for method, s in seconds.items() for code_bits in (4, 16)]
     following(dataclasses.replace(slow, rows=(*slow.rows, *rows)))
-    monkeypatch.setattr(auto, "available", lambda axes=(): (Mpi(), Xla()))
     plan = Plan.build(np.zeros(4096, np.float32), code)
     (found,) = ways(Options("test", Axes((), None, 2), Auto()), plan).values()
     assert (found.reduction.shorthand, found.exchange.shorthand) == ("gather_sum", exchange)
 
 
 def test_a_profile_of_another_world_size_is_refused(mesh, following):
-    following(profile_with_crossing(world=4))
+    following(with_crossing(world=4))
     message = r"has 8 ranks.*measured on 4 .*'data'.*tune .*exchange=.*use_profile\(None\)"
     with pytest.raises(ValueError, match="pmean_compressed: this call " + message):
         compiled(mesh, LARGE)
@@ -250,15 +241,20 @@ def test_a_profile_of_another_world_size_is_refused(mesh, following):
 
 
 def test_a_wrong_call_is_refused_even_where_the_profile_says_psum(mesh, following):
-    following(profile_with_crossing())
+    following(with_crossing())
     with pytest.raises(ValueError, match="key is None"):
         compiled(mesh, SMALL, compressor=Quantize(4, rounding="stochastic"))
 
 
-def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, monkeypatch):
-    path = tmp_path / "new" / "profile.json"
+@pytest.fixture
+def few_rounds(monkeypatch):
+    """Shortens `tune`: few rounds, and gather_sum only up to 4 KiB."""
     monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", 4096)
     monkeypatch.setattr(tuning, "ROUNDS", range(3, 6))
+
+
+def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, few_rounds):
+    path = tmp_path / "new" / "profile.json"
     sizes = [8192, 4096]
     # Enough time that even a busy machine skips no size.
     profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=3600)
@@ -294,9 +290,7 @@ def test_functions_take_turns_in_an_order_that_changes(mesh):
     assert samples.shape == (12, 3)
 
 
-def test_between_two_ranks_gather_sum_is_measured_at_every_size(following, monkeypatch):
-    monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", 4096)
-    monkeypatch.setattr(tuning, "ROUNDS", range(3, 6))
+def test_between_two_ranks_gather_sum_is_measured_at_every_size(following, few_rounds):
     two = Mesh(np.array(jax.devices()[:2]), ("data",))
     profile = tune(two, "data", bits=(4,), sizes=[8192, 4096], budget_seconds=3600)
     assert {r.bytes for r in profile.rows if r.method == "xla/gather_sum"} == {4096, 8192}
@@ -376,7 +370,7 @@ print("profile", tuned.to_json())
 
 def test_process_0_decides_for_all(tmp_path):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    good.write_text(profile_with_crossing(world=2).to_json())
+    good.write_text(with_crossing(world=2).to_json())
     bad.write_text(good.read_text().replace("schema", "scheme"))
     with socket.socket() as s:
         s.bind(("localhost", 0))

@@ -1,22 +1,16 @@
 """Tuner: what it tries, in which order, what it keeps, and who decides."""
 
 import dataclasses
-import itertools
 import logging
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Adaptive, Plan, Quantize, Tuner
+from cgx_jax import Adaptive, Plan, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import PowerSGD, SignSGD
 from cgx_jax.exchanges import Mpi, Xla
@@ -26,80 +20,27 @@ from cgx_jax.tuner import Setting
 from cgx_jax.tuner.candidates import Asked, candidates
 from cgx_jax.tuner.race import search
 from cgx_jax.tuner.setting import Offered
-from test_agreement import HEADER, _environment
-from test_tune import profile_with_crossing
+from processes import check_ranks
+from profiles import with_crossing
+from tuning_steps import (
+    LIKE,
+    PSUM,
+    SPLIT,
+    TRIAL_STEPS,
+    WHOLE,
+    WORLD,
+    Training,
+    costs_of,
+    grads,
+    mesh,
+    steps_of,
+    tuner,
+)
 
 pytestmark = pytest.mark.usefixtures("no_cache")
 
-WORLD = 2
-PSUM, SPLIT, WHOLE = Setting(), Setting(Xla()), Setting(Xla(), GatherSum())
 REDUCTIONS = ("gather_sum", "tree", "ring")
 WAYS = [SPLIT, WHOLE, Setting(Xla(), Tree()), Setting(Xla(), Ring())]
-LIKE = {"w": jnp.zeros((64, 64)), "v": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
-
-
-def mesh():
-    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
-
-
-def grads(seed=0):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=(WORLD, *x.shape)).astype(np.float32) for k, x in LIKE.items()}
-
-
-class Training:
-    """A step that does nothing but reduce gradients by a tuner; `costs` are a step's seconds."""
-
-    def __init__(self, tuner, policy=None, monkeypatch=None, costs=None, **options):
-        self.tuner, self.costs, self.now, self.steps = tuner, costs, 0.0, 0
-        if policy is None:
-            policy = Quantize(4)
-        sync = cgx_jax.sync_gradients("data", policy, exchange=tuner, mesh=mesh(), **options)
-        self.tx = optax.chain(sync, optax.sgd(1.0))
-        self.state = self.tx.init(LIKE)
-        self.step = tuner.jit(self.sharded(), donate_argnums=1)
-        self.ran = []
-        if monkeypatch is not None:
-            ticks = itertools.cycle([lambda: 0.0, self._cost])
-            monkeypatch.setattr(training_loop, "clock", lambda: next(ticks)())
-
-    def _cost(self):
-        self.steps += 1
-        return self.costs(self.tuner.current, self.steps)
-
-    def sharded(self):
-        specs = cgx_jax.state_specs(self.state, "data")
-        return jax.shard_map(
-            lambda g, s: self.tx.update(jax.tree.map(lambda x: x[0], g), s),
-            mesh=mesh(),
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-        )
-
-    def run(self, steps):
-        for t in range(steps):
-            out, self.state = self.step(grads(t), self.state)
-            self.ran.append(self.tuner.current)
-        return jax.tree.map(np.asarray, out)
-
-
-def tuner(policy=None, **options):
-    return Tuner(policy, **({"compilations": 3, "rounds": 4, "cache": False} | options))
-
-
-def costs_of(split, whole, slow=lambda setting, step: 1.0):
-    """Seconds of a step: psum takes 1."""
-    each = {PSUM: 1.0, SPLIT: split, WHOLE: whole}
-    return lambda setting, step: each[setting] * slow(setting, step)
-
-
-def steps_of(count):
-    """Steps of the trials of `count` settings: one to compile, and two in each of four rounds."""
-    return count * (1 + 2 * 4)
-
-
-TRIAL_STEPS = steps_of(2) + steps_of(2)  # two ways, then the faster one and psum
-
 # A step's seconds by xla, gather_sum, tree and ring, where psum takes 1; in every race, who takes
 # part in it by number; and what is kept.
 RACES = {
@@ -323,7 +264,7 @@ def test_a_tuner_asks_for_all_that_an_adaptive_policy_may_choose():
 
 def test_a_profile_ranks_and_rules_out():
     """By it xla pays from 100 KiB on, and takes half of psum's time at 256 KiB."""
-    profile = profile_with_crossing()
+    profile = with_crossing()
     for shape, expected in {(16, 128): ["psum"], (64, 1024): ["psum", "xla, 64 MiB"]}.items():
         like = np.zeros(shape, np.float32)
         found = candidates(asked(like, Quantize(4)), Offered((Xla(),), (), ()), profile)
@@ -338,7 +279,7 @@ def test_a_profile_ranks_and_rules_out():
 def test_reductions_without_measurements_come_after_those_with_a_prediction():
     offered = Offered((Xla(),), (Tree(), GatherSum()), ())
     like = np.zeros((64, 1024), np.float32)
-    found = candidates(asked(like, Quantize(4)), offered, profile_with_crossing())
+    found = candidates(asked(like, Quantize(4)), offered, with_crossing())
     assert [(str(c.setting), c.seconds is None) for c in found] == [
         ("psum", False),
         ("xla, 64 MiB", False),
@@ -350,7 +291,7 @@ def test_reductions_without_measurements_come_after_those_with_a_prediction():
 def test_nothing_is_predicted_far_beyond_what_was_measured():
     """Up to four times its 256 KiB for xla, and not beyond its 16 KiB for gather_sum."""
     rows = [("xla/gather_sum", 4.125, 4096 * 4**i, 1e-6) for i in range(2)]
-    profile = profile_with_crossing(world=2)
+    profile = with_crossing(world=2)
     profile = dataclasses.replace(profile, rows=(*profile.rows, *rows))
     offered = Offered((Xla(),), (GatherSum(),), ())
     for nbytes, known in (
@@ -373,7 +314,7 @@ def test_levels_are_tried_and_price_what_crosses(mesh_2d):
             "test", Plan.build(x, Quantize(4)), Axes.resolve("f", ("data", "model"), None), False
         )
         offered = Offered((Xla(),), (), (Levels("model"),))
-        seen.extend(candidates([call], offered, profile_with_crossing()))
+        seen.extend(candidates([call], offered, with_crossing()))
         return x
 
     jax.eval_shape(
@@ -501,7 +442,7 @@ def test_the_table_sets_predicted_beside_measured(monkeypatch, following, caplog
         ("xla", 4.125, 8192, 0.25),
         ("xla/gather_sum", 4.125, 8192, 0.5),
     ]
-    profile = profile_with_crossing(world=WORLD)
+    profile = with_crossing(world=WORLD)
     following(dataclasses.replace(profile, rows=tuple(rows)))
     training = Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(0.5, 0.8))
     training.run(TRIAL_STEPS + 1)
@@ -565,25 +506,4 @@ print("ok")
 
 
 def test_processes_follow_process_0(tmp_path):
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    program = HEADER + PROGRAM.replace("FOLDER", repr(str(tmp_path)))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program, *map(str, (rank, 2, port))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-        )
-        for rank in range(2)
-    ]
-    try:
-        for p in ranks:
-            out, error = p.communicate(timeout=240)
-            assert out.endswith("ok\n"), error
-    finally:
-        for p in ranks:
-            p.kill()
-            p.wait()
+    check_ranks(PROGRAM.replace("FOLDER", repr(str(tmp_path))), 2)

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import sys
 
 import numpy as np
 import pytest
@@ -14,11 +13,8 @@ from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.reductions import GatherSum, Levels
 from cgx_jax.tuner import Setting, cache
 from cgx_jax.tuner.cache import Key
-from cgx_jax.tuner.setting import Offered
-from test_tuner import TRIAL_STEPS, WHOLE, Training, costs_of, tuner
+from tuning_steps import CACHEABLE, FIELDS, KEY, NEAR, TRIAL_STEPS, WHOLE, Training, costs_of, tuner
 
-NEAR = Levels("local")
-OFFERED = Offered((Mpi(window=4), Xla()), (GatherSum(),), (NEAR, Levels(groups=[[0, 1], [2, 3]])))
 SETTINGS = [
     Setting(),
     Setting(Xla()),
@@ -30,7 +26,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_setting_survives_json(setting):
-    assert OFFERED.setting(json.loads(json.dumps(setting.to_fields()))) == setting
+    assert CACHEABLE.setting(json.loads(json.dumps(setting.to_fields()))) == setting
 
 
 def changed(**fields):
@@ -55,15 +51,11 @@ BAD_SETTINGS = {
 def test_what_is_no_setting_is_refused(name):
     fields, message = BAD_SETTINGS[name]
     with pytest.raises(ValueError, match=message):
-        OFFERED.setting(fields)
-
-
-KEY = Key({"cpu": "a cpu", "world": 2}, "a" * 32)
-FIELDS = Setting(Xla()).to_fields()
+        CACHEABLE.setting(fields)
 
 
 def found(root, key=KEY):
-    return cache.find(root, key, OFFERED.setting)
+    return cache.find(root, key, CACHEABLE.setting)
 
 
 def test_only_the_same_job_finds_its_setting(tmp_path):
@@ -122,15 +114,11 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_the_folder_is_where_the_system_keeps_caches(monkeypatch, name):
+def test_the_folder_is_where_the_system_keeps_caches(name):
     variables, expected = FOLDERS[name]
-    monkeypatch.setattr(sys, "platform", name.split(",")[0])
-    monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path("/home/me"))
-    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    assert cache.user_folder() == pathlib.Path(expected)
+    home = pathlib.Path("/home/me")
+    folder = cache.user_folder(name.split(",")[0], variables, home)
+    assert folder == pathlib.Path(expected)
 
 
 def test_a_second_run_of_the_same_job_starts_tuned(tmp_path, monkeypatch):
@@ -154,14 +142,12 @@ def test_a_user_without_a_home_is_told_and_has_no_cache(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(pathlib.Path, "home", homeless)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(sys, "platform", "linux")
     with pytest.warns(RuntimeWarning, match="no folder for caches .*home.*pass cache="):
         assert cache.folder(True) is None
 
 
 def test_a_tuner_without_a_cache_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(cache, "user_folder", lambda *_: tmp_path)
     Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(0.8, 0.5)).run(TRIAL_STEPS + 1)
     assert not list(tmp_path.iterdir())
     by_default = tuner(cache=True)

@@ -1,6 +1,5 @@
 """The tuner in the backward pass: smaller buffers, and a step that is reduced as it chose."""
 
-import itertools
 import re
 
 import jax
@@ -14,10 +13,10 @@ import cgx_jax
 from cgx_jax import Plan, Quantize, Tuner
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import Xla
-from cgx_jax.policies import training_loop
 from cgx_jax.tuner import Setting
 from cgx_jax.tuner.candidates import Asked, candidates
 from cgx_jax.tuner.setting import Offered
+from tuning_steps import steps_take
 
 WORLD = 2
 CODE = Quantize(4)
@@ -48,8 +47,7 @@ def gradient(compressor, **options):
 def tuned(monkeypatch, fastest):
     """A tuner after its trials, in which the setting named `fastest` takes the least time."""
     tuner = Tuner(reductions=(), rounds=4, cache=False)
-    ticks = itertools.cycle([lambda: 0.0, lambda: 1.0 - 0.5 * (str(tuner.current) == fastest)])
-    monkeypatch.setattr(training_loop, "clock", lambda: next(ticks)())
+    steps_take(monkeypatch, lambda: 1.0 - 0.5 * (str(tuner.current) == fastest))
     step = tuner.jit(gradient(CODE, exchange=tuner))
     while tuner.state in ("waiting", "trying"):
         out = step(LIKE, batch(0))

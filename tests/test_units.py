@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cgx_jax import Cast, Plan, Quantize
-from cgx_jax.exchanges import Nccl, xla
+from cgx_jax.exchanges import xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.wire import Layout
@@ -331,10 +331,9 @@ def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_fused_cuda_call_gets_values_in_units(mesh, dtype, monkeypatch):
+def test_the_fused_cuda_call_gets_values_in_units(mesh, dtype, fused_on_cpu):
     """The call's kernels do not support units, so the exchange multiplies around the call."""
-    monkeypatch.setattr(Nccl, "missing", lambda self, axes=(): None)
-    monkeypatch.setattr(Nccl, "_call", unfused)
+    fused_on_cpu(unfused)
     code = Quantize(4, 64, "correlated")
     tree = jax.tree.map(lambda x: jnp.clip(x, -100, 100), tree_of(mesh.size, dtype))
     units = units_of_tree(spread=0.5)

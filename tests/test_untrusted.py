@@ -21,8 +21,8 @@ from cgx_jax import installation, untrusted, use_profile
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Profile
 from cgx_jax.tuner import cache
-from test_auto import MEASURED
-from test_tuner_cache import FIELDS, KEY, OFFERED
+from profiles import MEASURED
+from tuning_steps import CACHEABLE, FIELDS, KEY
 
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -38,7 +38,7 @@ def read_cache(path):
     """Reads a file of the tuner's cache; its warning is raised as a ValueError."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        cache.find(path.parents[1], KEY, OFFERED.setting)
+        cache.find(path.parents[1], KEY, CACHEABLE.setting)
     for warning in said:
         assert warning.category is RuntimeWarning
         raise ValueError(str(warning.message))

@@ -156,3 +156,13 @@ class RankOne(Floats, SummedCompressor):
         (right,) = yield [matrix.T @ left]
         own = jnp.outer(left, matrix.T @ left)
         return Summed(jnp.outer(left, right).reshape(x.shape), own.reshape(x.shape), right)
+
+
+class Stateless(RankOne):
+    """`RankOne` that starts from its initial state in every step."""
+
+    def init(self, shape, dtype):
+        return ()
+
+    def rounds(self, x, state, *, key, world):
+        return super().rounds(x, super().init(x.shape, x.dtype), key=key, world=world)

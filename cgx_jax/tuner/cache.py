@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,16 +41,16 @@ class _File(NamedTuple):
     setting: Any
 
 
-def user_folder() -> Path:
+def user_folder(platform: str, variables: Mapping[str, str], home: Path) -> Path:
     """Returns this package's folder in the user's cache folder, by the system's conventions."""
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else Path.home() / "AppData" / "Local") / "cgx_jax" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "cgx_jax"
-    base = os.environ.get("XDG_CACHE_HOME", "")
+    if platform == "win32":
+        local = variables.get("LOCALAPPDATA")
+        return (Path(local) if local else home / "AppData" / "Local") / "cgx_jax" / "Cache"
+    if platform == "darwin":
+        return home / "Library" / "Caches" / "cgx_jax"
+    base = variables.get("XDG_CACHE_HOME", "")
     # The specification ignores a relative path.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "cgx_jax"
+    return (Path(base) if os.path.isabs(base) else home / ".cache") / "cgx_jax"
 
 
 def folder(cache: str | os.PathLike[str] | bool) -> Path | None:
@@ -61,7 +61,7 @@ def folder(cache: str | os.PathLike[str] | bool) -> Path | None:
     if cache is not True:
         return Path(cache) if cache else None
     try:
-        return user_folder()
+        return user_folder(sys.platform, os.environ, Path.home())
     except RuntimeError as error:
         warnings.warn(
             f"Tuner: there is no folder for caches ({error}), so the next run measures again; "
