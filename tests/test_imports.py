@@ -188,3 +188,11 @@ def test_a_circle_within_a_room_is_found(tmp_path):
         (tmp_path / "r").mkdir(exist_ok=True)
         (tmp_path / "r" / f"{name}.py").write_text(text)
     assert cycle(tmp_path) == ["cgx_jax.r.a", "cgx_jax.r.b", "cgx_jax.r.a"]
+
+
+def test_no_file_of_tests_imports_another():
+    for path in sorted(pathlib.Path(__file__).parent.glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [n for n in names if n.startswith("test_")], path.name
