@@ -179,15 +179,12 @@ class _Positions(_Sparse):
             return unpack(packed, bits, k), self.values.decode(coded, (k,), jnp.float32)
 
         at, taken = jax.vmap(pairs)(payloads)
-        at = lax.bitcast_convert_type(at, jnp.int32).reshape(-1)
-        static = {"size": n, "ranks": len(payloads)}
-        return codes.call("cgx_scatter_sum", _scattered, at, taken.reshape(-1), **static)[
-            0
-        ].reshape(shape)
+        at = lax.bitcast_convert_type(at, jnp.int32)
+        return _scattered(at, taken, n).reshape(shape)
 
 
-def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> list[jax.Array]:
-    """Returns fp32[size]: the ranks' values, added up at their places in rank order.
+def _scattered(at: jax.Array, taken: jax.Array, size: int) -> jax.Array:
+    """Returns fp32[size]: the values of [ranks, n], added up at their places in rank order.
 
     The place `size` is dropped. Each rank has a scatter of its own, and barriers keep them apart: a
     GPU adds the values that one scatter has for a place in any order.
@@ -198,9 +195,7 @@ def _scattered(at: jax.Array, taken: jax.Array, *, size: int, ranks: int) -> lis
         out: jax.Array = lax.optimization_barrier(total.at[places].add(values, mode="drop"))
         return out
 
-    rows = (at.reshape(ranks, -1), taken.reshape(ranks, -1))
-    total = in_rank_order(add, jnp.zeros(size, jnp.float32), rows)
-    return [total]
+    return in_rank_order(add, jnp.zeros(size, jnp.float32), (at, taken))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,16 +23,10 @@ from cgx_jax.kernels.primitives import bind
 LONGEST_BUCKET = 4096  # the longest bucket whose values a kernel keeps
 SHORTEST_BUCKET = 8  # the shortest bucket that a warp takes
 
-# On CUDA, targets that are not listed here are plain jnp. XLA fuses the unpacking of signs into the
-# sum over ranks that reads them. A call would write every rank's values to memory instead. Natural
-# codes depend on one value each: XLA's loop is faster than a kernel of this library was.
+# On CUDA, targets that are not listed here are plain jnp: XLA makes few kernels of them, about as
+# fast as a call. It even fuses the unpacking of signs into the sum over ranks that reads them.
 SELECTIONS = frozenset({"cgx_largest", "cgx_above_sampled"})
-ON_CUDA = SELECTIONS | {
-    "cgx_pack_signs",
-    "cgx_largest_of_buckets",
-    "cgx_ternary",
-    "cgx_qsgd",
-}
+ON_CUDA = SELECTIONS | {"cgx_largest_of_buckets", "cgx_qsgd"}
 SCRATCH_WORDS = 6146  # scratch memory of a selection on CUDA, passed as its last result
 
 

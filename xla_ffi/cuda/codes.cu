@@ -1,6 +1,5 @@
 // The kernels of codes.h. A warp writes whole bytes, so warps share nothing.
 #include <numeric>
-#include <type_traits>
 
 #include "cuda/codes.h"
 #include "cuda/units.h"
@@ -26,38 +25,7 @@ __device__ void store_bytes(uint8_t* to, uint64_t bits, int count) {
   store_words<uint8_t>(to, bits, at, count);
 }
 
-// --- signs
-
-// A vote is a word of 32 signs; each lane keeps one.
-constexpr int kVotes = kWarp * kWarp;
-
-__global__ void __launch_bounds__(kThreads)
-    pack_signs_kernel(const float* x, int64_t n, uint8_t* out, int64_t units) {
-  for_each_unit(units, [&](int64_t unit) {
-    const float* const from = x + unit * kVotes;
-    const int live = static_cast<int>(min(n - unit * kVotes, static_cast<int64_t>(kVotes)));
-    uint32_t mine = 0;
-#pragma unroll
-    for (int word = 0; word < kWarp; word += kSlots) {
-      float values[kSlots];
-#pragma unroll
-      for (int k = 0; k < kSlots; ++k) {
-        const int i = (word + k) * kWarp + lane_index();
-        values[k] = i < live ? from[i] : -1.0f;
-      }
-#pragma unroll
-      for (int k = 0; k < kSlots; ++k) {
-        const uint32_t votes = __ballot_sync(kEveryLane, values[k] >= 0.0f);
-        if (word + k == lane_index()) mine = votes;
-      }
-    }
-    const int first = lane_index() * static_cast<int>(sizeof(mine));
-    const int bytes = (live + 7) / 8 - first;
-    store_bytes(out + unit * (kVotes / 8) + first, mine, min(bytes, 4));
-  });
-}
-
-// --- codes of a few bits
+// --- multiples of a norm
 
 // The lane's part of the sum that sum_by_halves computes: the second half of a power of two of
 // values is added to the first half, until one value is left. Extra zeros change nothing. The lane
@@ -85,7 +53,6 @@ __device__ float sum_of_squares(const Scale& one, const float* x, int live) {
   return sum;
 }
 
-template <typename Code>
 __device__ Scale scale_of(const BucketsCall& call, const float* x, int live) {
   int32_t largest = 0;
   for (int first = 0; first < live; first += kTile) {
@@ -99,8 +66,8 @@ __device__ Scale scale_of(const BucketsCall& call, const float* x, int live) {
     for (const float value : values) largest = max(largest, magnitude_bits(value));
   }
   largest = __reduce_max_sync(kEveryLane, largest);
-  const float top = Code::top(static_cast<int32_t>(call.levels));
-  if (std::is_same_v<Code, Steps> && call.l2) {
+  const float top = Steps::top(static_cast<int32_t>(call.levels));
+  if (call.l2) {
     const Scale one = Scale::of_largest(largest, 1);
     if (one.factor == 0) return one;
     return Scale::of_squares(one, sum_of_squares(one, x, live), top);
@@ -121,25 +88,7 @@ struct Coding {
   }
 };
 
-// A group of codes that make whole bytes, and how many bytes these are.
-template <typename Code>
-struct Group {
-  static constexpr int kCodes = std::is_same_v<Code, Ternary> ? 5 : 8;
-  int bytes;
-
-  __device__ explicit Group(const BucketsCall& call) : bytes(call.width == 0 ? 1 : call.width) {}
-  // Appends code number j.
-  __device__ void add(uint64_t* group, uint32_t code, int j) const {
-    constexpr int kPower[] = {1, 3, 9, 27, 81};
-    if constexpr (kCodes == 5) {
-      *group += code * kPower[j];
-    } else {
-      *group |= static_cast<uint64_t>(code) << (bytes * j);
-    }
-  }
-  // The bytes that the first `codes` codes take.
-  __device__ int bytes_of(int codes) const { return kCodes == 5 ? 1 : (codes * bytes + 7) / 8; }
-};
+constexpr int kCodes = 8;  // these make `width` whole bytes
 
 // A run is as many buckets as make whole bytes. This holds its values, its codes and the number of
 // its first bucket.
@@ -152,18 +101,15 @@ struct Run {
 };
 
 // Encodes the groups that begin in bucket `b` of a run. The last one may end in the next bucket.
-template <typename Code>
 __device__ void encode_groups(const BucketsCall& call, const Run& run, int b, const Coding& own,
                               const Coding& next) {
-  const Group<Code> group(call);
-  constexpr int kCodes = Group<Code>::kCodes;
   const int size = static_cast<int>(call.bucket_size), begin = b * size;
   const int levels = static_cast<int>(call.levels);
   const int end = min(begin + size, run.live);
   for (int g = (begin + kCodes - 1) / kCodes + lane_index(); g * kCodes < end; g += kWarp) {
     const int first = g * kCodes;
     float x[kCodes];
-    if (kCodes == 8 && run.aligned && first + kCodes <= run.live) {
+    if (run.aligned && first + kCodes <= run.live) {
       const float4* const fours = reinterpret_cast<const float4*>(run.x + first);
       const float4 low = fours[0], high = fours[1];
       const float both[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -180,20 +126,19 @@ __device__ void encode_groups(const BucketsCall& call, const Run& run, int b, co
       const bool here = i < size;
       const Coding coding = Coding::either(here, own, next);
       const uint32_t noise = random_bits(static_cast<uint32_t>(here ? i : i - size), coding.noise);
-      const uint32_t code = Code::template code<false>(coding.scale, levels, x[j], noise);
-      if (first + j < run.live) group.add(&codes, code, j);
+      const uint32_t code = Steps::code<false>(coding.scale, levels, x[j], noise);
+      if (first + j < run.live) codes |= static_cast<uint64_t>(code) << (call.width * j);
     }
-    store_bytes(run.out + static_cast<int64_t>(g) * group.bytes, codes,
-                group.bytes_of(min(run.live - first, kCodes)));
+    store_bytes(run.out + static_cast<int64_t>(g) * call.width, codes,
+                (min(run.live - first, kCodes) * call.width + 7) / 8);
   }
 }
 
-template <typename Code>
 __device__ Coding coding_of(const BucketsCall& call, LeafSeed seed, const Run& run, int b) {
   const int size = static_cast<int>(call.bucket_size), live = min(run.live - b * size, size);
   if (live <= 0) return {};
   const int64_t bucket = run.bucket + b;
-  const Scale scale = scale_of<Code>(call, run.x + b * size, live);
+  const Scale scale = scale_of(call, run.x + b * size, live);
   if (lane_index() < 4) {
     call.scales[4 * bucket + lane_index()] =
         static_cast<uint8_t>(bit_cast<uint32_t>(scale.value) >> (8 * lane_index()));
@@ -201,21 +146,20 @@ __device__ Coding coding_of(const BucketsCall& call, LeafSeed seed, const Run& r
   return {scale, seed.bucket(bucket)};
 }
 
-template <typename Code>
 __global__ void __launch_bounds__(kThreads)
-    encode_buckets_kernel(const BucketsCall call, int buckets, int64_t runs) {
+    encode_steps_kernel(const BucketsCall call, int buckets, int64_t runs) {
   const LeafSeed seed(call.key[0], call.key[1], 0);
   const int64_t values = buckets * call.bucket_size;
-  const int64_t bytes = values / Group<Code>::kCodes * Group<Code>(call).bytes;
+  const int64_t bytes = values / kCodes * call.width;
   for_each_unit(runs, [&](int64_t number) {
     const float* const x = call.x + number * values;
     const Run run = {x, call.codes + number * bytes, number * buckets,
                      static_cast<int>(min(call.n - number * values, values)),
                      reinterpret_cast<uintptr_t>(x) % sizeof(float4) == 0};
-    Coding own = coding_of<Code>(call, seed, run, 0);
+    Coding own = coding_of(call, seed, run, 0);
     for (int b = 0; b < buckets; ++b) {
-      const Coding next = b + 1 < buckets ? coding_of<Code>(call, seed, run, b + 1) : Coding{};
-      encode_groups<Code>(call, run, b, own, next);
+      const Coding next = b + 1 < buckets ? coding_of(call, seed, run, b + 1) : Coding{};
+      encode_groups(call, run, b, own, next);
       own = next;
     }
   });
@@ -319,20 +263,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t launch_pack_signs(const float* x, int64_t n, uint8_t* out, cudaStream_t stream) {
-  return launch(pack_signs_kernel, (n + kVotes - 1) / kVotes, stream, x, n, out);
-}
-
-cudaError_t launch_encode_buckets(const BucketsCall& call, cudaStream_t stream) {
-  const auto run = [&](auto kernel, int64_t codes) {
-    const int64_t values = std::lcm(call.bucket_size, codes);
-    const int buckets = static_cast<int>(values / call.bucket_size);
-    return launch(kernel, (call.n + values - 1) / values, stream, call, buckets);
-  };
-  if (call.coded == Coded::kTernary) {
-    return run(encode_buckets_kernel<Ternary>, Group<Ternary>::kCodes);
-  }
-  return run(encode_buckets_kernel<Steps>, Group<Steps>::kCodes);
+cudaError_t launch_encode_steps(const BucketsCall& call, cudaStream_t stream) {
+  const int64_t values = std::lcm(call.bucket_size, int64_t{kCodes});
+  return launch(encode_steps_kernel, (call.n + values - 1) / values, stream, call,
+                static_cast<int>(values / call.bucket_size));
 }
 
 cudaError_t launch_largest_of_buckets(const float* x, int64_t n, int64_t bucket_size, int64_t keep,

@@ -10,15 +10,11 @@
 
 namespace cgx {
 
-// Up to 8 codes make whole bytes. With buckets of at least this size, such a group of codes spans
-// at most two buckets.
+// Eight codes make whole bytes. With buckets of at least this size, they span at most two buckets.
 constexpr int64_t kShortestBucket = 8;
 
-// Sets bit i of `out` if x[i] >= 0, for n values. The last byte is padded with zero bits.
-cudaError_t launch_pack_signs(const float* x, int64_t n, uint8_t* out, cudaStream_t stream);
-
-// Encodes all values, in buckets of kShortestBucket to kLongestBucket.
-cudaError_t launch_encode_buckets(const BucketsCall& call, cudaStream_t stream);
+// Encodes all values as Coded::kSteps, in buckets of kShortestBucket to kLongestBucket.
+cudaError_t launch_encode_steps(const BucketsCall& call, cudaStream_t stream);
 
 // Selects the `keep` largest magnitudes of each bucket of x[n]; the last bucket is padded with
 // zeros. Writes places in the bucket, in order, and values. Of equal magnitudes it takes the first.

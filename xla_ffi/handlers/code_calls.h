@@ -88,17 +88,6 @@ class CodeCalls {
     return handler->Call(frame);
   }
 
-  static XLA_FFI_Error* scatter_sum(XLA_FFI_CallFrame* frame) {
-    static const auto handler = bind()
-                                    .template Arg<Places>()
-                                    .template Arg<Values>()
-                                    .template Ret<Values>()
-                                    .template Attr<int64_t>("size")
-                                    .template Attr<int64_t>("ranks")
-                                    .To(run_scatter_sum, {Device::kTraits});
-    return handler->Call(frame);
-  }
-
   static XLA_FFI_Error* natural(XLA_FFI_CallFrame* frame) {
     static const auto handler =
         bind().template Arg<Words>().template Arg<Values>().template Ret<Bytes>().To(
@@ -243,20 +232,6 @@ class CodeCalls {
     CGX_TRY(check_shape(name, "taken", *taken, rows(x), count));
     return Device::largest_of_buckets(device, filled_rows(*at), columns(x), x.typed_data(),
                                       bucket_size, keep, at->typed_data(), taken->typed_data());
-  }
-
-  static ffi::Error run_scatter_sum(Given device, Places at, Values taken, ffi::Result<Values> out,
-                                    int64_t size, int64_t ranks) {
-    const char* const name = "cgx_scatter_sum";
-    const int64_t count = columns(at);
-    if (ranks < 1 || count % ranks != 0) {
-      return invalid(name, "number of places is " + std::to_string(count) +
-                               ", must be as many for each of " + std::to_string(ranks) + " ranks");
-    }
-    CGX_TRY(check_shape(name, "taken", taken, rows(at), count));
-    CGX_TRY(check_shape(name, "result", *out, rows(at), size));
-    return Device::scatter_sum(device, filled_rows(*out), count, at.typed_data(),
-                               taken.typed_data(), size, out->typed_data());
   }
 
   // Encodes buckets as `one` says; this function sets n and the pointers of its copies. The payload

@@ -3,7 +3,6 @@
 #include "cpu/kernels.h"
 #include "cpu/pages.h"
 #include "cpu/parallel.h"
-#include "cpu/scatter.h"
 #include "cpu/select.h"
 
 namespace cgx {
@@ -73,15 +72,6 @@ struct Cpu {
     return ffi::Error::Success();
   }
 
-  static ffi::Error scatter_sum(Given pool, int64_t batch, int64_t count, const int32_t* at,
-                                const float* taken, int64_t size, float* out) {
-    prefer_huge_pages(out, 4 * batch * size);
-    for (int64_t b = 0; b < batch; ++b) {
-      cgx::scatter_sum(pool, at + b * count, taken + b * count, count, out + b * size, size);
-    }
-    return ffi::Error::Success();
-  }
-
   template <typename Call>
   static ffi::Error encode_buckets(Given pool, int64_t batch, int64_t bytes, Call call) {
     prefer_huge_pages(call(0).codes, batch * bytes);
@@ -99,7 +89,6 @@ std::vector<CodeHandler> code_handlers() {
           {"cgx_largest", Calls::largest},
           {"cgx_above_sampled", Calls::above_sampled},
           {"cgx_largest_of_buckets", Calls::largest_of_buckets},
-          {"cgx_scatter_sum", Calls::scatter_sum},
           {"cgx_natural", Calls::natural},
           {"cgx_ternary", Calls::ternary},
           {"cgx_qsgd", Calls::qsgd}};

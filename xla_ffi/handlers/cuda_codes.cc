@@ -13,13 +13,6 @@ struct Cuda {
   static constexpr int64_t kShortestBucket = cgx::kShortestBucket;
   static constexpr int64_t kLongestBucket = cgx::kLongestBucket;
 
-  static ffi::Error pack_signs(Given stream, int64_t batch, int64_t n, const float* x,
-                               uint8_t* out) {
-    return each("cgx_pack_signs", batch, [&](int64_t b) {
-      return launch_pack_signs(x + b * n, n, out + b * ((n + 7) / 8), stream);
-    });
-  }
-
   // Batch elements run one after the other, so they share the scratch.
   static ffi::Error select(Given stream, const Selections& all, ffi::RemainingRets scratch) {
     CGX_TRY(check_number(all.name, "results", 2 + scratch.size(), 3));
@@ -37,8 +30,7 @@ struct Cuda {
 
   template <typename Call>
   static ffi::Error encode_buckets(Given stream, int64_t batch, int64_t, Call call) {
-    return each("cgx_encode_buckets", batch,
-                [&](int64_t b) { return launch_encode_buckets(call(b), stream); });
+    return each("cgx_qsgd", batch, [&](int64_t b) { return launch_encode_steps(call(b), stream); });
   }
 
   static ffi::Error largest_of_buckets(Given stream, int64_t batch, int64_t n, const float* x,
@@ -68,11 +60,9 @@ struct Cuda {
 
 std::vector<CodeHandler> cuda_code_handlers() {
   using Calls = CodeCalls<Cuda>;
-  return {{"cgx_pack_signs", Calls::pack_signs},
-          {"cgx_largest", Calls::largest},
+  return {{"cgx_largest", Calls::largest},
           {"cgx_above_sampled", Calls::above_sampled},
           {"cgx_largest_of_buckets", Calls::largest_of_buckets},
-          {"cgx_ternary", Calls::ternary},
           {"cgx_qsgd", Calls::qsgd}};
 }
 

@@ -9,7 +9,6 @@
 #include "cases.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "cpu/scatter.h"
 #include "cpu/select.h"
 #include "cpu/worker_pool.h"
 
@@ -91,13 +90,6 @@ std::vector<Bytes> all_codes(const std::vector<float>& from, int64_t threads) {
       cgx::above_sampled(x.get(), n, count, turns, 1, count, at, taken);
     }));
   }
-  // The sum of three ranks' values. Some places lie outside the array.
-  std::vector<int32_t> at;
-  for (int64_t i = 0; i < 3 * n; ++i) at.push_back(static_cast<int32_t>(i * 7919 % (n + 2) - 1));
-  std::vector<float> taken(x.get(), x.get() + n);
-  for (int r = 1; r < 3; ++r) taken.insert(taken.end(), x.get(), x.get() + n);
-  cgx::scatter_sum(pool, at.data(), taken.data(), 3 * n, y.get(), n);
-  out.push_back(bytes_of(y, n));
   return out;
 }
 

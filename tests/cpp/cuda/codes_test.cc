@@ -54,42 +54,30 @@ void check_done(cudaError_t error, const std::string& name) {
   check(error == cudaSuccess, name + ": launch");
 }
 
-void signs(const Block<float>& x, int64_t shift, const std::string& name) {
-  Block<uint8_t> expected((x.count + 7) / 8), got((x.count + 7) / 8, shift);
-  cgx::current_kernels().codes.pack_signs(x.data(), x.count, expected.data());
-  check_done(cgx::launch_pack_signs(x.data(), x.count, got.data(), nullptr), name);
-  check(got == expected, name + ": signs");
-}
-
-// How values become codes of a few bits.
 struct Levels {
-  cgx::Coded coded;
   int64_t bucket, levels;
   bool l2;
   int width;
 };
-constexpr Levels kLevels[] = {
-    {cgx::Coded::kTernary, 512, 0, false, 0},  {cgx::Coded::kTernary, 8, 0, false, 0},
-    {cgx::Coded::kTernary, 4095, 0, false, 0}, {cgx::Coded::kSteps, 512, 7, true, 4},
-    {cgx::Coded::kSteps, 512, 1, false, 2},    {cgx::Coded::kSteps, 513, 3, true, 3},
-    {cgx::Coded::kSteps, 9, 15, true, 5},      {cgx::Coded::kSteps, 50, 31, false, 6},
-    {cgx::Coded::kSteps, 1000, 63, true, 7},   {cgx::Coded::kSteps, 4096, 127, true, 8}};
+constexpr Levels kLevels[] = {{512, 7, true, 4},   {512, 1, false, 2},  {8, 1, true, 2},
+                              {513, 3, true, 3},   {9, 15, true, 5},    {50, 31, false, 6},
+                              {1000, 63, true, 7}, {4096, 127, true, 8}};
 
 void levels(const Levels& how, const Block<float>& x, int64_t shift, const std::string& values) {
   const std::string name = values + ": bucket " + std::to_string(how.bucket) + " levels " +
                            std::to_string(how.levels) + " width " + std::to_string(how.width);
   const uint32_t key[2] = {0x12345678u, 0x9ABCDEF0u};
-  const int64_t packed = how.width == 0 ? (x.count + 4) / 5 : (x.count * how.width + 7) / 8;
+  const int64_t packed = (x.count * how.width + 7) / 8;
   const int64_t buckets = (x.count + how.bucket - 1) / how.bucket;
   const int64_t bytes = packed + 4 * buckets;
   Block<uint8_t> expected(bytes), got(bytes, shift);
   const auto call = [&](const Block<uint8_t>& payload) {
     uint8_t* const codes = payload.data();
-    return cgx::BucketsCall{how.coded,      x.data(),   x.count,    key,    codes,
-                            codes + packed, how.bucket, how.levels, how.l2, how.width};
+    return cgx::BucketsCall{cgx::Coded::kSteps, x.data(),   x.count,    key,    codes,
+                            codes + packed,     how.bucket, how.levels, how.l2, how.width};
   };
   cgx::current_kernels().codes.encode_buckets(call(expected), 0, x.count);
-  check_done(cgx::launch_encode_buckets(call(got), nullptr), name);
+  check_done(cgx::launch_encode_steps(call(got), nullptr), name);
   check(got == expected, name);
 }
 
@@ -147,7 +135,6 @@ int main() {
       const int64_t shift = (n + kind) % 5;
       const std::string name = std::to_string(n) + " values of kind " + std::to_string(kind);
       const Block<float> x = values_of(static_cast<Kind>(kind), n, shift, rng);
-      signs(x, shift, name);
       if (n > 0) select(x, shift, name);
       for (const Levels& how : kLevels) levels(how, x, shift, name);
       for (const auto& [bucket, keep] : kKept) {

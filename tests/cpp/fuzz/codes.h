@@ -71,23 +71,6 @@ inline Call largest_of_buckets_call(Random& random, const Codes& device) {
   return call;
 }
 
-// Peers may send any places.
-inline Call scatter_sum_call(Random& random, const Codes& device) {
-  Call call;
-  const int64_t batch = random.below(4), ranks = random.within(1, 5);
-  const int64_t count = ranks * random.below(40), size = random.size(device.most);
-  if (random.chance(2)) {
-    call.places(random, {batch, count}, -1, size);
-  } else {
-    call.arg(random, XLA_FFI_DataType_S32, {batch, count});
-  }
-  call.arg(random, XLA_FFI_DataType_F32, {batch, count});
-  call.ret(random, XLA_FFI_DataType_F32, {batch, size});
-  call.attributes["size"] = size;
-  call.attributes["ranks"] = ranks;
-  return call;
-}
-
 // The payload is `packed` bytes of codes and, if there are buckets, one scale per bucket.
 inline Call levels_call(Random& random, int64_t n, int64_t packed, int64_t bucket) {
   Call call;
@@ -133,7 +116,6 @@ inline MakeCode code_maker(const std::string& target) {
       {"cgx_largest", largest_call},
       {"cgx_above_sampled", above_sampled_call},
       {"cgx_largest_of_buckets", largest_of_buckets_call},
-      {"cgx_scatter_sum", scatter_sum_call},
       {"cgx_natural", natural_call},
       {"cgx_ternary", ternary_call},
       {"cgx_qsgd", qsgd_call},

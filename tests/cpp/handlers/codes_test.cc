@@ -34,69 +34,40 @@ XLA_FFI_Handler* handler_of(const std::string& target) {
   return nullptr;
 }
 
-using Attributes = std::vector<std::pair<std::string, int64_t>>;
-
-// Calls a handler and returns its error. If the code draws noise, words are an operand.
-std::string call(const std::string& target, const Inputs& in, bool noisy, std::vector<uint8_t>* out,
-                 const Attributes& attributes) {
+std::string qsgd(const Inputs& in, int64_t bucket_size, std::vector<uint8_t>* out) {
   Frame frame;
-  if (noisy) frame.arg(XLA_FFI_DataType_U32, in.words.data(), {kBatch, 2});
-  frame.arg(XLA_FFI_DataType_F32, in.x.data(), {kBatch, kValues});
   const int64_t bytes = static_cast<int64_t>(out->size()) / kBatch;
-  frame.ret(XLA_FFI_DataType_U8, out->data(), {kBatch, bytes});
-  for (const auto& [name, value] : attributes) frame.attr(name, value);
+  frame.arg(XLA_FFI_DataType_U32, in.words.data(), {kBatch, 2})
+      .arg(XLA_FFI_DataType_F32, in.x.data(), {kBatch, kValues})
+      .ret(XLA_FFI_DataType_U8, out->data(), {kBatch, bytes})
+      .attr("bucket_size", bucket_size)
+      .attr("levels", int64_t{7})
+      .attr("l2", int64_t{1});
   XLA_FFI_InvokeContext context;
-  return frame.call(handler_of(target), XLA_FFI_ExecutionStage_EXECUTE, &context);
-}
-
-void signs(const Inputs& in) {
-  constexpr int64_t kBytes = (kValues + 7) / 8;
-  std::vector<uint8_t> expected(kBatch * kBytes), got(kBatch * kBytes, 0xAA);
-  for (int64_t b = 0; b < kBatch; ++b) {
-    cgx::current_kernels().codes.pack_signs(&in.x[b * kValues], kValues, &expected[b * kBytes]);
-  }
-  check(call("cgx_pack_signs", in, false, &got, {}).empty() && got == expected, "signs");
-  got.resize(kBatch * (kBytes + 1));
-  check(call("cgx_pack_signs", in, false, &got, {}) ==
-            "cgx_pack_signs: size of payload is 127, expected 126",
-        "signs of another size are refused");
+  return frame.call(handler_of("cgx_qsgd"), XLA_FFI_ExecutionStage_EXECUTE, &context);
 }
 
 void levels(const Inputs& in) {
-  constexpr int64_t kBucket = 96, kBuckets = (kValues + kBucket - 1) / kBucket;
-  const struct {
-    const char* target;
-    cgx::BucketsCall call;
-    Attributes attributes;
-  } cases[] = {
-      {"cgx_ternary",
-       {cgx::Coded::kTernary, nullptr, kValues, nullptr, nullptr, nullptr, kBucket},
-       {{"bucket_size", kBucket}}},
-      {"cgx_qsgd",
-       {cgx::Coded::kSteps, nullptr, kValues, nullptr, nullptr, nullptr, kBucket, 7, true, 4},
-       {{"bucket_size", kBucket}, {"levels", 7}, {"l2", 1}}},
-  };
-  for (const auto& c : cases) {
-    const int width = c.call.width;
-    const int64_t packed = width == 0 ? (kValues + 4) / 5 : (kValues * width + 7) / 8;
-    const int64_t bytes = packed + 4 * kBuckets;
-    std::vector<uint8_t> expected(kBatch * bytes), got(kBatch * bytes, 0xAA);
-    for (int64_t b = 0; b < kBatch; ++b) {
-      cgx::BucketsCall one = c.call;
-      one.x = &in.x[b * kValues];
-      one.key = &in.words[2 * b];
-      one.codes = &expected[b * bytes];
-      one.scales = one.codes + packed;
-      cgx::current_kernels().codes.encode_buckets(one, 0, kValues);
-    }
-    check(call(c.target, in, true, &got, c.attributes).empty() && got == expected, c.target);
+  constexpr int64_t kBucket = 96, kBuckets = (kValues + kBucket - 1) / kBucket, kWidth = 4;
+  constexpr int64_t kPacked = (kValues * kWidth + 7) / 8, kBytes = kPacked + 4 * kBuckets;
+  std::vector<uint8_t> expected(kBatch * kBytes), got(kBatch * kBytes, 0xAA);
+  for (int64_t b = 0; b < kBatch; ++b) {
+    uint8_t* const codes = &expected[b * kBytes];
+    cgx::current_kernels().codes.encode_buckets(
+        {cgx::Coded::kSteps, &in.x[b * kValues], kValues, &in.words[2 * b], codes, codes + kPacked,
+         kBucket, 7, true, kWidth},
+        0, kValues);
   }
+  check(qsgd(in, kBucket, &got).empty() && got == expected, "multiples of a norm");
   for (const int64_t bucket : {7, 4097}) {
-    std::vector<uint8_t> out(kBatch * 2000);
-    check(call("cgx_ternary", in, true, &out, {{"bucket_size", bucket}}) ==
-              "cgx_ternary: bucket_size is " + std::to_string(bucket) + ", must be in [8, 4096]",
+    check(qsgd(in, bucket, &got) ==
+              "cgx_qsgd: bucket_size is " + std::to_string(bucket) + ", must be in [8, 4096]",
           "a bucket of " + std::to_string(bucket) + " is refused");
   }
+  got.resize(kBatch * (kBytes + 1));
+  check(qsgd(in, kBucket, &got) == "cgx_qsgd: size of payload is " + std::to_string(kBytes + 1) +
+                                       ", expected " + std::to_string(kBytes),
+        "a payload of another size is refused");
 }
 
 void largest_of_buckets(const Inputs& in) {
@@ -161,7 +132,6 @@ void selection(const Inputs& in) {
 
 int main() {
   const Inputs in;
-  signs(in);
   levels(in);
   largest_of_buckets(in);
   selection(in);

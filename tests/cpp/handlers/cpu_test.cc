@@ -67,12 +67,6 @@ const struct {
        f->arg(kU8, nullptr, {kHuge, 0}).ret(kF32, nullptr, {kHuge, 0}).attr("count", int64_t{0});
      },
      ""},
-    {"cgx_scatter_sum",
-     [](Frame* f) {
-       f->arg(kS32, nullptr, {kHuge, 0}).arg(kF32, nullptr, {kHuge, 0});
-       f->ret(kF32, nullptr, {kHuge, 0}).attr("size", int64_t{0}).attr("ranks", int64_t{1});
-     },
-     ""},
     {"cgx_largest_of_buckets",
      [](Frame* f) {
        f->arg(kF32, nullptr, {kHuge, 0})
