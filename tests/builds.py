@@ -13,7 +13,7 @@ left out, and some scripts pretend:
 CMake also looks for compilers outside PATH, so the cases without a compiler tell it not to. Builds
 that fail do so before anything is compiled. One build compiles everything: that of the sdist, under
 LC_ALL=C, from a read-only source. Its wheel is installed without a network, and checked by
-`python -O`, which runs no `assert`.
+`python -O`, which runs no `assert`. If it has CUDA kernels, the tests that need them run with it.
 """
 
 import os
@@ -51,6 +51,7 @@ NVCC = "echo 'Cuda compilation tools, release {release}, V{release}.1'"
 PYTHON = f'case "$*" in *{{asked}}*) {{answer}};; esac; exec "{sys.executable}" "$@"'
 NO_SYSTEM_PATH = ("-C", "cmake.define.CMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF")
 CPU_REMEDY = ("sudo apt-get install g++", "name the compiler in CXX", "cgx.native=off")
+CUDA_TESTS = ("tests/test_aot.py", "tests/test_codes.py::test_cuda_calls_what_has_a_kernel")
 CUDA_REMEDY = ("install the CUDA toolkit, 13 or newer", "CUDACXX", "cgx.native=on")
 
 
@@ -132,9 +133,9 @@ MAKE = {
     ),
 } | {
     f"nvcc of CUDA {release}": Make(
-        (".venv/.stamps/package", "-n"),
+        ("builds", "-n"),
         True,
-        (f"cgx.native={native} ",),
+        (f"tests/builds.py {native} ",),
         AS_IT_IS | {"nvcc": NVCC.format(release=release)},
     )
     for release, native in (("12.2", "on"), ("13.0", "cuda"))
@@ -331,6 +332,15 @@ class Builds:
         command = [self.python, "-O", "-P", "-W", "ignore", "-c", CHECK, *kernels]
         print(must(command, self.folder), end="")
 
+    def cuda_tests(self, native: str) -> None:
+        """Runs the tests that need the CUDA module, with the wheel's."""
+        (wheel,) = (self.folder / native).glob("cgx_jax-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (module,) = (n for n in archive.namelist() if n.startswith("cgx_jax_cuda13."))
+            archive.extract(module, self.folder / "module")
+        command = [sys.executable, "-m", "pytest", "-q", *CUDA_TESTS]
+        print(must(command, ROOT, PYTHONPATH=str(self.folder / "module")), end="")
+
 
 def able(command: list[str]) -> bool:
     """Whether a command that runs others works here."""
@@ -356,6 +366,8 @@ def main() -> int:
             (f"the wheel of {whole}, without a network, python -O", builds.install, (native,)),
             ("the wheel of cgx.native=off, the same", builds.install, ("off",)),
         ]
+        if native == "cuda":
+            cases.append(("tests of the CUDA module", builds.cuda_tests, (native,)))
         failed = 0
         for name, case, arguments in cases:
             print(f"  {name}", flush=True)

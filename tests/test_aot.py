@@ -15,23 +15,18 @@ import cgx_jax
 PLUGIN = pathlib.Path(sys.prefix) / "cuda-plugin"
 WORKER = pathlib.Path(__file__).with_name("aot_worker.py")
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (PLUGIN / "jax_plugins").is_dir(),
-        reason=f"JAX's CUDA plugin is not in {PLUGIN}: `make test` puts it there (Linux)",
-    ),
-    pytest.mark.skipif(
-        cgx_jax.kernels.backends()["cuda"] == "jnp",
-        reason="the CUDA module is not built: it needs nvcc (CUDA 13)",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    cgx_jax.kernels.backends()["cuda"] == "jnp" or not (PLUGIN / "jax_plugins").is_dir(),
+    reason="no CUDA module, or no CUDA plugin of JAX: run by `make builds` on Linux with nvcc 13",
+)
 
 
 def compiled(tmp_path, exchange, style):
     """Returns the optimized module and XLA's order of thunks."""
     environment = dict(os.environ)
     package = pathlib.Path(cgx_jax.__file__).parents[1]
-    environment["PYTHONPATH"] = os.pathsep.join([str(package), str(PLUGIN)])
+    folders = [str(package), str(PLUGIN), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     environment.pop("JAX_PLATFORMS", None)
     environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     environment["XLA_FLAGS"] = (
