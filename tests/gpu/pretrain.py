@@ -42,6 +42,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300, help="of training, in all")
     parser.add_argument("--windows", type=int, default=4, help="a rank and step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--decay", type=float, default=0.999, help="of SecondMoment; Adam's is 0.95"
+    )
     parser.add_argument("--ways", default="exact;4 bits, recommended;3 bits, recommended")
     parser.add_argument("--platform", default="cuda", help="cpu tries the script itself")
     arguments = parser.parse_args()
@@ -60,7 +63,7 @@ def main() -> int:
         return RATE * warm * jnp.clip((total - step) / (0.2 * total), 0, 1)
 
     def step_of(name):
-        reduction = ways()[name]
+        reduction = ways(arguments.decay)[name]
         adam = optax.chain(
             optax.clip_by_global_norm(CLIP),
             optax.scale_by_adam(b2=0.95),
@@ -139,12 +142,13 @@ def are_matrices(params: dict) -> dict:
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
-def ways() -> dict:
+def ways(decay: float) -> dict:
     """Returns how gradients of the ranks become their mean, by name."""
 
     def recommended(bits):
         code = Quantize(bits, rotation=True)
-        return sync_gradients("ranks", code, exchange="xla", precondition=SecondMoment())
+        moment = SecondMoment(decay=decay)
+        return sync_gradients("ranks", code, exchange="xla", precondition=moment)
 
     return {
         "exact": optax.stateless(lambda grads, _: lax.pmean(grads, "ranks")),
@@ -186,6 +190,7 @@ def write(arguments, names, params, tokens, tokens_of_step, total, curves, looks
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
         "ranks": WORLD,
         "seed": arguments.seed,
+        "decay": arguments.decay,
         "tokens_of_step": tokens_of_step,
         "steps_of_run": total,
         "tokens": tokens_of_step * looks[-1][0],
