@@ -370,6 +370,7 @@ def gpu_tuned() -> str:
 def gpu_models() -> str:
     """The times of training steps by the ranks' rate, and what the reduction alone shrinks to."""
     runs = measure.read(RESULTS / "gpu_h100_models" / "models.jsonl")
+    runs = [run for run in runs if run.get("check") == "model_steps"]
     columns = [{row["way"]: row["seconds"] for row in run["rows"]} for run in runs]
     rates = [r["rate"] if r["rate"] == "unlimited" else f"{r['rate']} Gbit/s" for r in runs]
     body = [
@@ -388,8 +389,8 @@ def gpu_pretrain() -> str:
 
 def gpu_windows() -> str:
     """The times of psum between two ranks that share a GPU's memory, by size."""
-    runs = measure.read(RESULTS / "gpu_h100_models" / "transports.jsonl")
-    runs = [run for run in runs if run["world"] == 2]
+    runs = measure.read(RESULTS / "gpu_h100_models" / "models.jsonl")
+    runs = [run for run in runs if run.get("transport") == "p2p" and run["world"] == 2]
     columns = [{row["method"]: row["seconds"] for row in run["rows"]} for run in runs]
     names = {"lax": "fp32 `psum`", "lax, bf16": "bf16 `psum`"}
     body = [[names.get(m, f"`{m}`"), *(f"{c[m] * 1e3:.2f}" for c in columns)] for m in columns[0]]

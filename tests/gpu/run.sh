@@ -117,7 +117,7 @@ for gigabits in 5 1000; do
   step tuned_$gigabits 120 "$python" "$root/tests/gpu/tuned.py" "$out/tuned.jsonl" \
     --connection-rate $gigabits "${platform[@]}"
 done
-rm -f "$out"/{models,pretrain,transports}.jsonl
+rm -f "$out"/{models,pretrain}.jsonl
 for model in gpt2 resnet50; do
   for world in 2 4; do
     [ -n "${REHEARSAL:-}" ] && [ $world = 4 ] && continue
@@ -134,7 +134,7 @@ transport() {
   local name=$1
   shift
   LD_PRELOAD=${NEW_NCCL:-}${NEW_NCCL:+/libnccl.so.2} PYTHONPATH=${NEW_NCCL:-}:$PYTHONPATH \
-    step transport_$name 80 "$python" "$root/tests/gpu/ranks.py" "$out/transports.jsonl" \
+    step transport_$name 80 "$python" "$root/tests/gpu/ranks.py" "$out/models.jsonl" \
     --calls psum "$@" "${platform[@]}" "${once[@]}"
 }
 if [ -n "${NEW_NCCL:-}${REHEARSAL:-}" ]; then
