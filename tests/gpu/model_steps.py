@@ -79,7 +79,7 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     small = arguments.platform == "cpu"
     mesh = Mesh(np.array(jax.devices()), ("ranks",))
     make = models.gpt2 if arguments.model == "gpt2" else models.resnet50
-    params, loss = make(jax.random.key(0) if arguments.model == "gpt2" else 0, small)
+    params, loss = make(0, small)
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("ranks"))
     params = jax.tree.map(np.asarray, params)
     batch = models.synthetic(arguments.model, arguments.world, small)

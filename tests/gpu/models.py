@@ -20,7 +20,7 @@ VOCABULARY, CONTEXT = 50_304, 1024  # 50,257 tokens, padded to a multiple of 128
 IMAGE, CLASSES = 224, 1000
 
 
-def gpt2(key: jax.Array, small: bool = False) -> tuple[dict[str, jax.Array], Loss]:
+def gpt2(seed: int, small: bool = False) -> tuple[dict[str, jax.Array], Loss]:
     """Returns GPT-2's parameters, layers stacked, and its loss on tokens i32[batch, length + 1].
 
     `small` is for a rehearsal. Source: Radford et al., 2019.
@@ -35,24 +35,24 @@ def gpt2(key: jax.Array, small: bool = False) -> tuple[dict[str, jax.Array], Los
         "up": (layers, width, 4 * width),
         "down": (layers, 4 * width, width),
     }
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
     deviations = {"out": 0.02 / (2 * layers) ** 0.5, "down": 0.02 / (2 * layers) ** 0.5}
     params = {
         name: deviations.get(name, 0.02) * jax.random.normal(k, shape)
-        for k, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
     for name, shape in (("qkv", 3 * width), ("out", width), ("up", 4 * width), ("down", width)):
         params[f"{name}_bias"] = jnp.zeros((layers, shape))
     for name, shape in (("norm1", (layers,)), ("norm2", (layers,)), ("norm", ())):
         params[name] = jnp.ones((*shape, width))
         params[f"{name}_bias"] = jnp.zeros((*shape, width))
-    layer_names = {n for n in params if params[n].ndim > 1 and params[n].shape[0] == layers}
-    layer_names -= {"tokens", "positions"}
+    of_all = {"tokens", "positions", "norm", "norm_bias"}
 
     def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
         inputs, targets = batch[:, :-1], batch[:, 1:]
         p = {name: value.astype(jnp.bfloat16) for name, value in params.items()}
         x = p["tokens"][inputs] + p["positions"][: inputs.shape[1]]
-        stacked = {name: p[name] for name in sorted(layer_names)}
+        stacked = {name: value for name, value in p.items() if name not in of_all}
         x, _ = lax.scan(lambda x, layer: (block(x, layer, heads), None), x, stacked)
         x = norm(x, p["norm"], p["norm_bias"])
         logits = (x @ p["tokens"].T).astype(jnp.float32)

@@ -109,13 +109,6 @@ def add_run(out: pathlib.Path, rows: list[dict], **fields: object) -> None:
     measure.add_run(out, rows, **fields)
 
 
-def write_run(out: pathlib.Path, rows: list[dict], **fields: object) -> None:
-    """Writes a file of results of one run."""
-    import measure
-
-    measure.write(out, [{**fields, "rows": rows}])
-
-
 def shape(*command: str) -> None:
     subprocess.run(["tc", "qdisc", *command], check=True)
 
