@@ -16,6 +16,7 @@ import argparse
 import ast
 import collections
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -206,56 +207,48 @@ def python_mutants(called: dict, count: int, seed: int) -> Iterator[dict[str, An
 
 
 def changes(function: ast.FunctionDef, text: str, where: dict) -> Iterator[dict[str, Any]]:
+    """Yields the changes of one function, each with the part of `text` that it replaces."""
     lines = text.splitlines(keepends=True)
-    starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
+    starts = [0, *itertools.accumulate(map(len, lines))]
 
     def offset(line: int, column: int) -> int:
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
-    def change(node: ast.AST, start: int, end: int, new: str) -> dict[str, Any]:
-        old = text[start:end]
-        row = {"line": node.lineno, "start": start, "end": end, "new": new}
-        return {**where, **row, "change": f"{old.strip()} -> {new.strip()}"}
+    def whole(node: Any) -> tuple[int, int]:
+        first = offset(node.lineno, node.col_offset)
+        return first, offset(node.end_lineno, node.end_col_offset)
 
     pending: list[ast.AST] = list(function.body)
     while pending:
         node = pending.pop()
-        if isinstance(node, (*IGNORED, ast.FunctionDef, ast.Expr)) and not (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        ):
+        documents = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call)
+        if documents or isinstance(node, (*IGNORED, ast.FunctionDef)):
             continue
         pending += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-            start = offset(node.left.end_lineno, node.left.end_col_offset)
-            right = node.comparators[0]
-            end = offset(right.lineno, right.col_offset)
-            if "(" not in text[start:end] and ")" not in text[start:end]:
-                yield change(node, start, end, f" {COMPARISONS[type(node.ops[0])]} ")
-        elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-            start = offset(node.left.end_lineno, node.left.end_col_offset)
-            end = offset(node.right.lineno, node.right.col_offset)
-            text_kinds = (ast.JoinedStr, ast.Constant)
-            words = isinstance(node.left, text_kinds) and isinstance(node.left, ast.JoinedStr)
-            if "(" not in text[start:end] and ")" not in text[start:end] and not words:
-                yield change(node, start, end, f" {ARITHMETIC[type(node.op)]} ")
-        elif isinstance(node, ast.If | ast.IfExp | ast.While):
-            test = node.test
-            start = offset(test.lineno, test.col_offset)
-            end = offset(test.end_lineno, test.end_col_offset)
-            yield change(test, start, end, f"not ({text[start:end]})")
-        elif isinstance(node, ast.BoolOp):
-            left, right = node.values[:2]
-            start = offset(left.end_lineno, left.end_col_offset)
-            end = offset(right.lineno, right.col_offset)
-            if "(" not in text[start:end] and ")" not in text[start:end]:
-                yield change(node, start, end, " or " if isinstance(node.op, ast.And) else " and ")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            start = offset(node.lineno, node.col_offset)
-            yield change(node, start, start + len(str(node.value)), str(not node.value))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
-            start = offset(node.lineno, node.col_offset)
-            end = offset(node.end_lineno, node.end_col_offset)
-            yield change(node, start, end, str(node.value + 1))
+        pair, new, test = None, None, node
+        match node:
+            case ast.Compare(left=left, ops=[op, *_], comparators=[right, *_]):
+                pair, new = (left, right), COMPARISONS.get(type(op))
+            case ast.BinOp(left=left, op=op, right=right):
+                pair, new = (left, right), ARITHMETIC.get(type(op))
+            case ast.BoolOp(op=op, values=[left, right, *_]):
+                pair, new = (left, right), "or" if isinstance(op, ast.And) else "and"
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+                first, end = whole(test)
+                new = f"not ({text[first:end]})"
+            case ast.Constant(value=bool(value)):
+                new = str(not value)
+            case ast.Constant(value=int(value)):
+                new = str(value + 1)
+        if new is None:
+            continue
+        first, end = (whole(pair[0])[1], whole(pair[1])[0]) if pair else whole(test)
+        if pair:
+            new = f" {new} "
+            if {"(", ")"} & set(text[first:end]):  # of operands, not of the operator
+                continue
+        row = {"line": test.lineno, "start": first, "end": end, "new": new}
+        yield {**where, **row, "change": f"{text[first:end].strip()} -> {new.strip()}"}
 
 
 def of_python(mutant: dict[str, Any], called: dict) -> dict[str, Any]:
