@@ -44,10 +44,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300, help="of training, in all")
     parser.add_argument("--windows", type=int, default=4, help="a rank and step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--decay", type=float, default=0.999, help="of SecondMoment; Adam's is 0.95"
-    )
-    parser.add_argument("--ways", default="exact;4 bits, recommended;3 bits, recommended")
+    parser.add_argument("--decay", type=float, default=0.95, help="of SecondMoment, as Adam's")
+    parser.add_argument("--ways", default="exact;bf16;4 bits;4 bits, recommended")
     parser.add_argument("--platform", default="cuda", help="cpu tries the script itself")
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -151,8 +149,13 @@ def ways(decay: float) -> dict:
         moment = SecondMoment(decay=decay)
         return sync_gradients("ranks", code, exchange="xla", precondition=moment)
 
+    def in_bf16(grads, _):
+        small = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), lax.pmean(small, "ranks"))
+
     return {
         "exact": optax.stateless(lambda grads, _: lax.pmean(grads, "ranks")),
+        "bf16": optax.stateless(in_bf16),
         "4 bits": sync_gradients("ranks", Quantize(4), exchange="xla"),
         "4 bits, recommended": recommended(4),
         "3 bits, recommended": recommended(3),
