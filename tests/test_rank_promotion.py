@@ -65,19 +65,6 @@ def test_sync_gradients_needs_no_rank_promotion(name, mesh):
     traced(lambda t: tx.update(t, tx.init(t))[0], mesh)
 
 
-@pytest.mark.parametrize("factored", [True, False])
-def test_restore_step_size_needs_no_rank_promotion(factored, mesh):
-    sync = cgx_jax.sync_gradients(
-        "data",
-        Quantize(4, rotation=True),
-        precondition=cgx_jax.SecondMoment(factored=factored),
-        exchange="xla",
-    )
-    tx = cgx_jax.transforms.restore_step_size(optax.chain(sync, optax.scale_by_adam()))
-    with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
-        traced(lambda t: tx.update(t, tx.init(t))[0], mesh)
-
-
 @pytest.mark.usefixtures("no_cache")
 def test_adaptive_needs_no_rank_promotion(mesh):
     policy = cgx_jax.Adaptive(candidates=[Quantize(2), Quantize(4, rotation=True)])

@@ -60,13 +60,6 @@ def scatter(policy, **options):
     return cgx_jax.scatter_gradients("data", policy, mesh=mesh(), exchange="xla", **options)
 
 
-def test_restore_step_size_around_shards_is_refused():
-    tx = scatter(Quantize(4, rotation=True), precondition=SecondMoment())
-    tx = cgx_jax.transforms.restore_step_size(optax.chain(tx, optax.scale_by_adam()))
-    with pytest.raises(ValueError, match=r"^restore_step_size: .*scatter_gradients returns shards"):
-        tx.init(zeros())
-
-
 def test_shards_of_votes_are_those_of_an_all_reduce():
     grads, policy = gradients(1), Rules((), SignSGD(), exact=())
     means, _ = run(scatter(policy), grads)

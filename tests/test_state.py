@@ -117,16 +117,6 @@ def test_gradients_of_leaves_that_the_state_was_not_made_for_are_refused(kind, o
     assert re.search(ours, told), told
 
 
-def test_restore_step_size_refuses_moments_of_other_leaves(mesh):
-    inner = sync(mesh, Quantize(4, rotation=True), precondition=SecondMoment())
-    tx = transforms.restore_step_size(optax.chain(inner, optax.adam(0.1)))
-    state = tx.init(zeros({"a": SQUARE}))
-    with pytest.raises(ValueError, match=r"^restore_step_size: .*has leaf 'a', .*have leaf 'b'"):
-        tx.update(zeros({"b": SQUARE}), state)
-    with pytest.raises(ValueError, match=r"^restore_step_size: .*Restore with a target"):
-        tx.update(zeros({"a": SQUARE}), plain(state))
-
-
 @pytest.mark.parametrize("kind", [k for k in KINDS if "codes" not in k and k != "local"])
 def test_other_containers_with_the_same_paths_are_the_same_leaves(kind, mesh):
     tx = KINDS[kind](mesh)

@@ -15,8 +15,7 @@ class Configuration:
     """One way to reduce gradients, which is exact without `policy`.
 
     `policy` makes a run's policy from its number of steps. `takes_momentum` says that `memory`
-    holds the optimizer's momentum. `rate` multiplies the learning rate. `restored` wraps the whole
-    chain in `restore_step_size`, for tasks under Adam.
+    holds the optimizer's momentum. `rate` multiplies the learning rate.
     """
 
     policy: Callable[[int], Compressor | Adaptive] | None = None
@@ -24,7 +23,6 @@ class Configuration:
     precondition: SecondMoment | None = None
     takes_momentum: bool = False
     rate: float = 1.0
-    restored: bool = False
 
 
 def uniform(
@@ -35,12 +33,10 @@ def uniform(
     rotation: bool = False,
     precondition: SecondMoment | None = None,
     takes_momentum: bool = False,
-    restored: bool = False,
+    rate: float = 1.0,
 ) -> Configuration:
     compressor = Quantize(bits, bucket_size, rounding, rotation)
-    return Configuration(
-        lambda _: compressor, memory, precondition, takes_momentum, restored=restored
-    )
+    return Configuration(lambda _: compressor, memory, precondition, takes_momentum, rate)
 
 
 def adaptive(
@@ -112,11 +108,11 @@ CONFIGURATIONS = {
     "4 bits, rotated, preconditioned": uniform(4, rotation=True, precondition=MOMENT),
     "3 bits, rotated, preconditioned": uniform(3, rotation=True, precondition=MOMENT),
     "2 bits, rotated, preconditioned": uniform(2, rotation=True, precondition=MOMENT),
-    "4 bits, rotated, preconditioned, step size restored": uniform(
-        4, rotation=True, precondition=MOMENT, restored=True
+    "4 bits, rotated, preconditioned, learning rate 2 % higher": uniform(
+        4, rotation=True, precondition=MOMENT, rate=1.02
     ),
-    "3 bits, rotated, preconditioned, step size restored": uniform(
-        3, rotation=True, precondition=MOMENT, restored=True
+    "3 bits, rotated, preconditioned, learning rate 5 % higher": uniform(
+        3, rotation=True, precondition=MOMENT, rate=1.05
     ),
     "LeastError(3.2), rotated, preconditioned": adaptive(
         LeastError(3.2), 3, rotation=True, precondition=MOMENT

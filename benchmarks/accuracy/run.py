@@ -58,8 +58,6 @@ class Trainer:
             raise ValueError("this task's optimizer has no momentum to take over")
         rate = optax.scale(configuration.rate)
         self.tx = optax.chain(self._reduction(configuration), make(steps), rate)
-        if configuration.restored:
-            self.tx = cgx_jax.transforms.restore_step_size(self.tx)
         state = jax.eval_shape(self.tx.init, params)
         specs = cgx_jax.state_specs(state, "data")
         sharded = jax.shard_map(
@@ -219,7 +217,7 @@ def names_of(
     return [
         name
         for name in (given.split(";") if given else configurations)
-        if not getattr(configurations[name], "takes_momentum" if under_adam else "restored")
+        if not (under_adam and configurations[name].takes_momentum)
     ]
 
 

@@ -150,13 +150,6 @@ class Compressor(abc.ABC):
         """Whether values may find no room in the payload."""
         return type(self).wants is not Compressor.wants
 
-    def known_error(self, size: int) -> float | None:
-        """The relative squared error of encoding a leaf of `size` values; None if it is not known.
-
-        Where the error is known, decoded values are smaller by the same share on average.
-        """
-        return None
-
     def payload_bytes(self, shape: int | Sequence[int], dtype: DTypeLike = jnp.float32) -> int:
         """Bytes of the code of a leaf of `shape` (or of that many values)."""
         return -(-self.wire_bits(shape, dtype) // 8)

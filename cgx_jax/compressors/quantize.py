@@ -23,7 +23,7 @@ from cgx_jax.compressors.quantized import (
     QuantizedWhole,
 )
 from cgx_jax.kernels import primitives
-from cgx_jax.kernels.reference import NORMAL_ERROR, NORMAL_RANGE, one_block
+from cgx_jax.kernels.reference import NORMAL_RANGE
 from cgx_jax.kernels.squared_error import quantized_errors
 from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
 
@@ -121,18 +121,6 @@ class Quantize(PayloadCompressor):
         if self.bits > 1:
             return 1.0
         return 1 / (1 + self.bucket_size / 2) if self.unbiased else None
-
-    def known_error(self, size: int) -> float | None:
-        """Returns the relative squared error of encoding `size` values; None if it is not known.
-
-        It is known for buckets that are rotated, clipped as normal values, and rounded to nearest.
-        Decoded values are then smaller by the same share on average. Buckets of fewer than 128
-        values have a smaller error.
-        """
-        bucket = min(self.bucket_size, size + -size % GROUP)
-        if not self.rotation or self.unbiased or not size or not one_block(bucket):
-            return None
-        return NORMAL_ERROR[self.bits]
 
     @property
     def width(self) -> int:

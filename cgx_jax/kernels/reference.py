@@ -36,9 +36,6 @@ _ROTATION_KEY = (np.uint32(0x726F7461), np.uint32(0x74696F6E))
 NORMAL_RANGE = np.array(
     [0, 0.7979, 1.4935, 2.0511, 2.5140, 2.9162, 3.2780, 3.6111, 3.9222], np.float32
 )
-# By width: the mean square error of these levels for normal values of variance 1. It is also the
-# share that values lose on average: E[x decode(x)] = 1 - error (Max, IRE Transactions 1960).
-NORMAL_ERROR = (1, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
 
 
 def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:

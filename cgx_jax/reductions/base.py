@@ -95,14 +95,6 @@ class Reduction(abc.ABC):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         """Returns one leaf's largest possible error, given all ranks' values f32[world, ...]."""
 
-    def kept(self, error: float, world: int) -> float | None:
-        """Returns how much of a mean is signal, for a code of relative squared error `error`.
-
-        One encoding keeps the share 1 - error. If ranks are independent, the same share of the mean
-        square of their mean is signal. Returns None if the share is not known.
-        """
-        return None
-
     @abc.abstractmethod
     def run(
         self,

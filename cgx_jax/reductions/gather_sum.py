@@ -38,9 +38,6 @@ class GatherSum(PayloadReduction):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         return sum_of_bounds(compressor, x) / divisor
 
-    def kept(self, error: float, world: int) -> float:
-        return 1 - error
-
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
         return "gather_sum" in exchange.can and whole_code(leaves).layout is not None
 

@@ -147,9 +147,6 @@ class Leveled(Reduction):
         )
         return bound + 3 * inside / divisor
 
-    def kept(self, error: float, world: int) -> float | None:
-        return self.across.kept(error, self.outer.world) if self.compressor is None else None
-
     def run(
         self,
         job: Job,

@@ -52,10 +52,6 @@ class ScatterGather(PayloadReduction):
         of_sums = compressor.of_sums(world)
         return peers + largest_error(lambda v: code.error_bounds(of_sums, v), total)
 
-    def kept(self, error: float, world: int) -> float:
-        # An owner adds its own values without encoding them.
-        return (1 - error) * (1 - error * (world - 1) / world)
-
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
         return "all_reduce" in exchange.can and chunk_code(leaves, world).layout is not None
 

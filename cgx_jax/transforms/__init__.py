@@ -12,5 +12,4 @@ from cgx_jax.transforms.scatter_gradients import scatter_gradients as scatter_gr
 from cgx_jax.transforms.state import SyncState as SyncState
 from cgx_jax.transforms.state import state_shardings as state_shardings
 from cgx_jax.transforms.state import state_specs as state_specs
-from cgx_jax.transforms.step_size import restore_step_size as restore_step_size
 from cgx_jax.transforms.sync_gradients import sync_gradients as sync_gradients

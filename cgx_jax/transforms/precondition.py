@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from cgx_jax._types import Shaped
@@ -42,18 +41,6 @@ class Units(NamedTuple):
         return (matrix * (self.rows[way][:, None] * self.columns[way][None])).reshape(x.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rounding:
-    """The rounding noise in a leaf's mean, where it is known.
-
-    In units, the squared noise is the same for all values of a bucket of `bucket_size` values:
-    `share` times the bucket's mean square.
-    """
-
-    share: float
-    bucket_size: int
-
-
 class Moments(NamedTuple):
     """What `SecondMoment` knows of one leaf, fp32.
 
@@ -64,12 +51,6 @@ class Moments(NamedTuple):
     square, and decayed. `weights` f32[3] holds the sum of the decayed weights of time, the sum of
     the steps' weights, and the inverse of how many steps of equal weight could replace these.
     `row_units` and `column_units` are the `Units` that follow from rows and columns.
-
-    `noise_rows` f32[R] and `noise_columns` f32[C] are row and column means of the squared noise
-    (`Rounding`) of the last step that was due, over the leaf's mean square. Under
-    `restore_step_size` they are averaged over the steps as Adam's second moment weights them, and
-    `noise_square` is the mean of that moment. Elsewhere, and where the noise is not known, these
-    three are 0.
     """
 
     weights: jax.Array
@@ -79,9 +60,6 @@ class Moments(NamedTuple):
     values: jax.Array
     row_units: jax.Array
     column_units: jax.Array
-    noise_rows: jax.Array
-    noise_columns: jax.Array
-    noise_square: jax.Array
 
     @property
     def units(self) -> Units:
@@ -139,9 +117,6 @@ class SecondMoment:
             values=values if self.factored else lax.full_like(x, 0, jnp.float32),
             row_units=jnp.ones((2, rows), jnp.float32),
             column_units=jnp.ones((2, columns), jnp.float32),
-            noise_rows=jnp.zeros(rows, jnp.float32),
-            noise_columns=jnp.zeros(columns, jnp.float32),
-            noise_square=jnp.zeros((), jnp.float32),
         )
 
     def units(self, state: Moments) -> tuple[Units, jax.Array]:
@@ -168,13 +143,10 @@ class SecondMoment:
         """Returns the decay over all steps that the one after `step` others stands for, if due."""
         return jnp.where(step < WARMUP, self.decay, self.decay**PERIOD).astype(jnp.float32)
 
-    def update(
-        self, state: Moments, mean: jax.Array, step: jax.Array, rounding: Rounding | None = None
-    ) -> Moments:
+    def update(self, state: Moments, mean: jax.Array, step: jax.Array) -> Moments:
         """Returns the state after a step that is due, whose reduced gradient is `mean`.
 
-        `rounding` is the noise of compression in `units(state)`, or None if it is not known. The
-        new state's `weights` are not finite if `mean`, or the sum of its squares, is not finite.
+        The `weights` of the new state are not finite if `mean`, or the sum of its squares, is not.
         """
         if not mean.size:
             return state
@@ -184,8 +156,7 @@ class SecondMoment:
         x, row_squares = lax.optimization_barrier((x, row_squares))
         squares = jnp.square(x)
         values = None if self.factored else squares.reshape(state.values.shape)
-        noise = self._noise(state, mean, _inverse(row_squares.mean()), rounding)
-        return self.follow(state, step, row_squares, squares.mean(axis=0), values, noise)
+        return self.follow(state, step, row_squares, squares.mean(axis=0), values)
 
     def follow(
         self,
@@ -194,15 +165,13 @@ class SecondMoment:
         row_squares: jax.Array,
         column_squares: jax.Array,
         value_squares: jax.Array | None = None,
-        noise: tuple[jax.Array, jax.Array] | None = None,
     ) -> Moments:
         """`update` from the mean squares of a gradient's rows and columns, f32[R] and f32[C].
 
-        `value_squares`, in the leaf's shape, are needed unless factored. `noise` holds that of rows
-        and of columns, or is None if it is not known.
+        `value_squares`, in the leaf's shape, are needed unless factored.
         """
         mean_square = row_squares.mean()
-        inverse = _inverse(mean_square)
+        inverse = 1 / jnp.where(mean_square > 0, mean_square, 1)
         rows, columns = inverse * row_squares, inverse * column_squares
         values = state.values if value_squares is None else inverse * value_squares
         seen = (rows, columns, values)
@@ -225,8 +194,6 @@ class SecondMoment:
             add(state.values, values),
             state.row_units,
             state.column_units,
-            *(noise or (jnp.zeros_like(state.rows), jnp.zeros_like(state.columns))),
-            state.noise_square,
         )
         new = new._replace(
             row_units=self._factors(new.rows, new.spreads[0], new.weights),
@@ -236,32 +203,11 @@ class SecondMoment:
         out: Moments = jax.tree.map(lambda a, b: jnp.where(mean_square == 0, b, a), new, state)
         return out
 
-    def _noise(
-        self, state: Moments, mean: jax.Array, inverse: jax.Array, rounding: Rounding | None
-    ) -> tuple[jax.Array, jax.Array] | None:
-        """Returns row and column means of the squared noise, times `inverse`."""
-        if rounding is None:
-            return None
-        units, _ = self.units(state)
-        squares = inverse * jnp.square(units.divide(mean)).reshape(-1)
-        size, width = squares.size, rounding.bucket_size
-        buckets = jnp.pad(squares, (0, -size % width)).reshape(-1, width)
-        counts = np.minimum(size - width * np.arange(len(buckets)), width).astype(np.float32)
-        each = rounding.share * buckets.sum(axis=1) / counts
-        spread = jnp.broadcast_to(each[:, None], buckets.shape).reshape(-1)[:size]
-        matrix = state.rows.shape[0], state.columns.shape[0]
-        noise = units.multiply(units.multiply(spread)).reshape(matrix)
-        return noise.mean(axis=1), noise.mean(axis=0)
-
     def _factors(self, sums: jax.Array, spread: jax.Array, weights: jax.Array) -> jax.Array:
         return _ways(jnp.sqrt(_shrunk(sums, spread, weights) + self.floor**2))
 
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-
-
-def _inverse(mean_square: jax.Array) -> jax.Array:
-    return 1 / jnp.where(mean_square > 0, mean_square, 1)
 
 
 def _shrunk(

@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.compressors import Compressor
-from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.core import Options, Sums, reduce_leaves, ways
 from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import leaves_of
@@ -36,7 +35,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of
-from cgx_jax.transforms.precondition import Moments, Rounding, SecondMoment, Units
+from cgx_jax.transforms.precondition import Moments, SecondMoment, Units
 from cgx_jax.transforms.state import (
     CALLER,
     Choices,
@@ -53,7 +52,7 @@ from cgx_jax.transforms.state import (
     moments_by_tree,
     state_of_any_tree,
 )
-from cgx_jax.transforms.wrappers import check_options, check_wrappers, within_restore_step_size
+from cgx_jax.transforms.wrappers import check_options, check_wrappers
 from cgx_jax.tuner import Tuner
 from cgx_jax.tuner.resolve import check_tuner, resolve_options
 
@@ -195,19 +194,12 @@ def sync_gradients(
         if memory is not None:
             pairs = zip(plan.leaves, choices, strict=True)
             require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
-        learns = within_restore_step_size()
-        if learns is not None and precondition is not None:
-            _require_known_errors(plan, policy, memory)
-            learns.append(precondition)
         scales: list[_Scale] = [None] * len(leaves)
-        roundings: list[Rounding | None] = [None] * len(leaves)
         if precondition is not None:
             old = moments_by_leaf(state.moments)
             compressed = [b for b, way in ways(options, plan).items() if way is not None]
             for i in itertools.chain.from_iterable(compressed):
                 scales[i] = precondition.units(old[i])
-            if learns is not None:
-                roundings = _roundings(options, plan, scales)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
         mean = _Mean(options, plan, key, treedef, scales, codes, state.step)
@@ -221,7 +213,7 @@ def sync_gradients(
         means = sums.values
         moments = state.moments
         if precondition is not None:
-            moments, finite = _moved(precondition, moments, mean, means, roundings, finite)
+            moments, finite = _moved(precondition, moments, mean, means, finite)
         measured = state.statistics
         if isinstance(policy, Adaptive):
             # Measures the gradients, not what feedback makes of them, which depends on the plan in
@@ -318,70 +310,19 @@ def _choices(plans: list[Plan]) -> Choices:
     return [tuple(dict.fromkeys(some)) for some in every]
 
 
-def _roundings(options: Options, plan: Plan, scales: list[_Scale]) -> list[Rounding | None]:
-    """Returns the noise in each leaf's mean; None if it is exact or its noise is not known."""
-    found: list[Rounding | None] = [None] * len(scales)
-    in_units = [i for i, scale in enumerate(scales) if scale is not None]
-    # Units take time, so with them a buffer may be faster uncompressed.
-    for buffer, way in ways(options, plan, in_units).items():
-        if way is None:
-            continue
-        for leaf in plan.coded(buffer):
-            found[leaf.number] = _rounding(leaf, way.reduction, options.axes.world)
-    return found
-
-
-def _rounding(leaf: CodedLeaf, reduction: Reduction, world: int) -> Rounding | None:
-    """Returns how much of a leaf's mean is noise, if the ranks are independent."""
-    error = leaf.compressor.known_error(leaf.size)
-    if error is None or leaf.compressor.block_size is None:
-        return None
-    kept = reduction.kept(error, world)
-    if kept is None:
-        raise ValueError(
-            f"restore_step_size: the reduction {reduction.shorthand!r} encodes sums that are "
-            "already rounded. How much shorter a step becomes is known only for 'scatter_gather' "
-            "and 'gather_sum', across levels too if the sums inside are exact; leave out "
-            "reduction=, or the compressor in levels=."
-        )
-    return Rounding(1 - kept, leaf.compressor.block_size)
-
-
-def _require_known_errors(plan: Plan, policy: Any, memory: Memory | None) -> None:
-    """Raises ValueError if `restore_step_size`, around the caller, can restore no step size."""
-    if memory is not None:
-        raise ValueError(
-            f"restore_step_size: {memory} sends in later steps what compression loses, so rounding "
-            "does not shorten the steps; leave out one of the two."
-        )
-    pairs = zip(plan.compressors, plan.leaves, strict=True)
-    known = any(c.known_error(leaf.size) for c, leaf in pairs)
-    if isinstance(policy, Adaptive):
-        known |= any(c.known_error(c.block_size or 0) for c in policy.sampler.candidates)
-    if not known:
-        found = sorted({str(c) for c in plan.compressors})
-        raise ValueError(
-            f"restore_step_size: the plan has {', '.join(found)}. How much shorter a step "
-            "becomes is known only for rotated codes that round to nearest, in buckets of up to "
-            "512 values, a power of two; use cgx_jax.Quantize(bits=4, rotation=True), or leave out "
-            "restore_step_size."
-        )
-
-
 def _moved(
     precondition: SecondMoment,
     moments: Moments,
     mean: _Mean,
     means: list[Any],
-    roundings: list[Rounding | None],
     finite: Any,
 ) -> tuple[Moments, Any]:
     """Returns the moments after a step, changed if it is due and finite; and the new `finite`."""
     due = precondition.due(mean.step)
     new, old = [], moments_by_leaf(moments)
-    for before, x, rounding in zip(old, means, roundings, strict=True):
+    for before, x in zip(old, means, strict=True):
         # One branch per leaf: a single branch for all would keep all means until the last arrives.
-        update = functools.partial(precondition.update, before, x, mean.step, rounding)
+        update = functools.partial(precondition.update, before, x, mean.step)
         new.append(lax.cond(due, update, lambda before=before: before))
     finite = jnp.asarray(finite) & all_finite([leaf.weights for leaf in new])
     finite = mean.options.axes.on_every_rank(finite, alike=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -20,26 +17,6 @@ _INJECT = (
     "optimizer after it instead: optax.chain(sync_gradients(...), "
     "optax.inject_hyperparams(optax.adam)(learning_rate=...))."
 )
-
-
-# Set while `restore_step_size` traces the optimizer that it wraps.
-_LEARNT: ContextVar[list[Any] | None] = ContextVar("learnt", default=None)
-
-
-@contextlib.contextmanager
-def restore_step_size_around() -> Iterator[list[Any]]:
-    """The context in which `restore_step_size` traces; yields a list for its `SecondMoment`."""
-    learnt: list[Any] = []
-    token = _LEARNT.set(learnt)
-    try:
-        yield learnt
-    finally:
-        _LEARNT.reset(token)
-
-
-def within_restore_step_size() -> list[Any] | None:
-    """Returns the list for the `SecondMoment` under `restore_step_size`; None elsewhere."""
-    return _LEARNT.get()
 
 
 def check_options(axis_name: AxisName, mesh: Mesh | AbstractMesh | None) -> None:
