@@ -319,30 +319,38 @@ def gpu_sizes() -> str:
     return table(["ranks", "exchange", *(f"{mb:g} MB" for mb in sizes)], body)
 
 
-def gpu_streams() -> str:
+def gpu_streams(machine: str = "gpu_h200") -> str:
     """The times of psum by the links' limits: exact, by "xla", and by "nccl" on several streams."""
-    counts = (1, 2, 4, 8)
     runs: dict[tuple, dict[int, dict]] = {}
-    for run in measure.read(RESULTS / "gpu_h200" / "ranks.jsonl"):
+    for run in measure.read(RESULTS / machine / "ranks.jsonl"):
         seconds = {row["method"]: row["seconds"] for row in run["rows"] if row["call"] == "psum"}
         limit = run["rate"].replace("gbit", " Gbit/s, shared")
         if run["connection_rate"]:
             limit = f"{run['connection_rate']:g} Gbit/s per connection"
         if run["sockets"]:
-            limit += f", {run['sockets']} sockets"
+            limit += f", {run['sockets']} socket{'s' * (run['sockets'] > 1)}"
         usual = run["reduction"] == "scatter_gather" and run["segment_bytes"] == 8 << 20
         if usual and run["megabytes"] == 100 and "nccl" in seconds:
             # A later run with the same options has other streams beside it.
             runs.setdefault((run["world"], limit), {})[run["streams"]] = seconds
     several = {key: by for key, by in runs.items() if len(by) > 1}
+    counts = sorted({count for by in several.values() for count in by})
+    names = {"lax": "exact", "lax, bf16": "bf16", "xla": "`xla`"}
+    every = [seconds for by in several.values() for seconds in by.values()]
+    others = [name for name in names if all(name in seconds for seconds in every)]
 
     def line(world: int, limit: str, by: dict[int, dict]) -> list[str]:
-        rest = [float(np.median([s[name] for s in by.values()])) for name in ("lax", "xla")]
+        rest = [float(np.median([s[name] for s in by.values()])) for name in others]
         times = [*rest, *(by[n]["nccl"] if n in by else None for n in counts)]
         return [str(world), limit, *("" if t is None else f"{t * 1e3:.1f}" for t in times)]
 
-    head = ["ranks", "links", "exact", "`xla`", *(f"{n} stream{'s' * (n > 1)}" for n in counts)]
+    head = ["ranks", "links", *(names[name] for name in others)]
+    head += [f"{n} stream{'s' * (n > 1)}" for n in counts]
     return table(head, [line(*key, by) for key, by in several.items()])
+
+
+def gpu_sockets() -> str:
+    return gpu_streams("gpu_h100_models")
 
 
 def gpu_codes() -> str:
@@ -367,10 +375,10 @@ def gpu_tuned() -> str:
     return table(["links", "`lax.psum`", "best", "choice", "share"], body)
 
 
-def gpu_models() -> str:
-    """The times of training steps by the ranks' rate, and what the reduction alone shrinks to."""
+def gpu_models(world: int = 2) -> str:
+    """The times of training steps by the ranks' rate."""
     runs = measure.read(RESULTS / "gpu_h100_models" / "models.jsonl")
-    runs = [run for run in runs if run.get("check") == "model_steps"]
+    runs = [run for run in runs if run.get("check") == "model_steps" and run["world"] == world]
     columns = [{row["way"]: row["seconds"] for row in run["rows"]} for run in runs]
     rates = [r["rate"] if r["rate"] == "unlimited" else f"{r['rate']} Gbit/s" for r in runs]
     body = [
@@ -379,12 +387,25 @@ def gpu_models() -> str:
     return table(["way", *rates], body)
 
 
-def gpu_pretrain() -> str:
-    """The held-out losses of GPT-2 by step."""
-    rows = measure.rows(RESULTS / "gpu_h100_models" / "pretrain.jsonl")
+def gpu_models_4() -> str:
+    return gpu_models(world=4)
+
+
+def gpu_pretrain(run: int = 0) -> str:
+    """The held-out losses of GPT-2 by step in one of the runs, and how far each ends behind."""
+    rows = measure.read(RESULTS / "gpu_h100_models" / "pretrain.jsonl")[run]["rows"]
     shown = slice(1, None, 2)
-    body = [[r["way"], *(f"{loss:.3f}" for loss in r["held_out_loss"][shown])] for r in rows]
-    return table(["step", *map(str, rows[0]["steps"][shown])], body)
+    exact = rows[0]["held_out_loss"][-1]
+    body = []
+    for row in rows:
+        losses = row["held_out_loss"]
+        behind = f"{losses[-1] - exact:.3f}" if row is not rows[0] else ""
+        body.append([row["way"], *(f"{loss:.3f}" for loss in losses[shown]), behind])
+    return table(["step", *map(str, rows[0]["steps"][shown]), "behind exact"], body)
+
+
+def gpu_pretrain_again() -> str:
+    return gpu_pretrain(run=1)
 
 
 def gpu_windows() -> str:
@@ -702,10 +723,13 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_sizes,
         gpu_small,
         gpu_streams,
+        gpu_sockets,
         gpu_codes,
         gpu_tuned,
         gpu_models,
+        gpu_models_4,
         gpu_pretrain,
+        gpu_pretrain_again,
         gpu_windows,
         in_flight,
         levels,
