@@ -9,6 +9,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -391,21 +392,19 @@ def gpu_models_4() -> str:
     return gpu_models(world=4)
 
 
-def gpu_pretrain(run: int = 0) -> str:
-    """The held-out losses of GPT-2 by step in one of the runs, and how far each ends behind."""
-    rows = measure.read(RESULTS / "gpu_h100_models" / "pretrain.jsonl")[run]["rows"]
+def gpu_pretrain() -> str:
+    """The held-out losses of GPT-2 after parts of a run, and how far each way ends behind."""
     shown = slice(1, None, 2)
-    exact = rows[0]["held_out_loss"][-1]
-    body = []
-    for row in rows:
-        losses = row["held_out_loss"]
-        behind = f"{losses[-1] - exact:.3f}" if row is not rows[0] else ""
-        body.append([row["way"], *(f"{loss:.3f}" for loss in losses[shown]), behind])
-    return table(["step", *map(str, rows[0]["steps"][shown]), "behind exact"], body)
-
-
-def gpu_pretrain_again() -> str:
-    return gpu_pretrain(run=1)
+    body, parts = [], []
+    for run in measure.read(RESULTS / "gpu_h100_models" / "pretrain.jsonl"):
+        total, exact = run["steps_of_run"], run["rows"][0]["held_out_loss"][-1]
+        for row in run["rows"]:
+            losses = row["held_out_loss"]
+            behind = f"{losses[-1] - exact:.3f}" if row["way"] != "exact" else ""
+            cells = (f"{loss:.3f}" for loss in losses[shown])
+            body.append([f"{total} steps", row["way"], *cells, behind])
+            parts = [str(Fraction(step, total)) for step in row["steps"][shown]]
+    return table(["run", "way", *parts[:-1], "end", "behind exact"], body)
 
 
 def gpu_windows() -> str:
@@ -729,7 +728,6 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_models,
         gpu_models_4,
         gpu_pretrain,
-        gpu_pretrain_again,
         gpu_windows,
         in_flight,
         levels,
