@@ -212,13 +212,16 @@ def step_size() -> str:
     for bits, percent in ((4, 2), (3, 5)):
         full = f"{bits} bits, rotated, preconditioned"
         names += [full, f"{full}, learning rate {percent} % higher"]
+    every = [Runs(task) for task in tasks]
     body = []
     for name in names:
-        line = [name]
-        for runs in map(Runs, tasks):
+        cells = []
+        for runs in every:
             exact = runs.values(name, "held_out_loss", "exact")
-            line.append(worse_with_error(runs.values(name, "held_out_loss") - exact, exact))
-        body.append(line)
+            gap = runs.values(name, "held_out_loss") - exact
+            cells.append(worse_with_error(gap, exact) if name in runs.names else "")
+        if any(cells):
+            body.append([name, *cells])
     return tables.table(["", *tasks], body)
 
 
