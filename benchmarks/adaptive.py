@@ -92,7 +92,6 @@ def main():
         "statistics every 10 steps": make(cgx_jax.Adaptive(warmup=10**9)),
         "statistics every step": make(cgx_jax.Adaptive(warmup=10**9, sample_every=1)),
         "preconditioned": make(uniform, cgx_jax.SecondMoment()),
-        "a unit per value": make(uniform, cgx_jax.SecondMoment(factored=False)),
     }
     for training in trainings.values():
         training.run(batches)

@@ -14,7 +14,6 @@ once units are updated only in every 16th step. Ranks are started by mpiexec and
 """
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 import shutil
@@ -50,7 +49,7 @@ def ways(exchange: str) -> dict[str, optax.GradientTransformation]:
         return cgx_jax.sync_gradients("ranks", compressor, exchange=exchange, **options)
 
     plain, rotated = cgx_jax.Quantize(bits=4), cgx_jax.Quantize(bits=4, rotation=True)
-    out = {
+    return {
         "fp32": optax.stateless(lambda grads, _: lax.pmean(grads, "ranks")),
         "compute alone": optax.identity(),
         PLAIN: sync(plain),
@@ -59,12 +58,6 @@ def ways(exchange: str) -> dict[str, optax.GradientTransformation]:
         "4 bits, rotated": sync(rotated),
         "... SecondMoment()": sync(rotated, precondition=SecondMoment()),
     }
-    defaults = {field.name: field.default for field in dataclasses.fields(SecondMoment)}
-    if "factored" in defaults:
-        other = not defaults["factored"]
-        moment = SecondMoment(factored=other)
-        out[f"... SecondMoment(factored={other})"] = sync(rotated, precondition=moment)
-    return out
 
 
 def in_new_memory(reduction: optax.GradientTransformation) -> optax.GradientTransformation:

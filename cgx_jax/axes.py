@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -246,10 +246,28 @@ def _together(
     reduced = reduce([arrays[i] for i in alone] + flat)
     out = dict(zip(alone, reduced[: len(alone)], strict=True))
     for numbers, values in zip(groups, reduced[len(alone) :], strict=True):
-        ends = np.cumsum([arrays[i].size for i in numbers])[:-1].tolist()
-        parts = jnp.split(values, ends)
+        parts = split(values, [arrays[i].size for i in numbers])
         out.update((i, y.reshape(arrays[i].shape)) for i, y in zip(numbers, parts, strict=True))
     return [out[i] for i in range(len(arrays))]
+
+
+def split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Returns the parts of these sizes that follow one another in `x`.
+
+    XLA compiles equal parts of a program once. Slices that differ in a constant are not equal, so
+    their starts are hidden from it.
+    """
+    starts = hidden(np.cumsum([0, *sizes[:-1]]))
+    return [
+        lax.dynamic_slice_in_dim(x, start, size) for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def hidden(numbers: Iterable[int]) -> list[jax.Array]:
+    """Returns i32[] numbers that XLA takes for results of a computation."""
+    constants = [np.int32(n) for n in numbers]
+    values: list[jax.Array] = lax.optimization_barrier(constants)
+    return values
 
 
 def _check_bound(

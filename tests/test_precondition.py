@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, ErrorFeedback, Identity, Plan, Quantize, Rule, Rules, SecondMoment
-from cgx_jax.transforms.precondition import PERIOD, WARMUP
+from cgx_jax.transforms.precondition import PERIOD, WARMUP, squares_of
 from optax_steps import run
 from reducing import pmean_with_residual
 
@@ -48,23 +48,23 @@ class Oracle:
 
     def __init__(self, precondition, shape):
         self.precondition, self.shape = precondition, shape
-        self.steps = []  # shares of rows, columns and values, and the mean square
+        self.steps = []  # shares of rows and columns, and the mean square
 
     def weights(self):
         """Returns Adam's weights: a step counts by its mean square, with decay."""
         ages = np.arange(len(self.steps))[::-1]
-        return np.array([step[3] for step in self.steps]) * self.precondition.decay**ages
+        return np.array([step[2] for step in self.steps]) * self.precondition.decay**ages
 
-    def shrunk(self, kind, expected=1.0):
-        seen, weights = np.stack([step[kind].ravel() for step in self.steps]), self.weights()
+    def shrunk(self, kind):
+        seen, weights = np.stack([step[kind] for step in self.steps]), self.weights()
         average = np.average(seen, 0, weights)
         if len(seen) < 2:
-            return expected * np.ones_like(average)
+            return np.ones_like(average)
         count = weights.sum() ** 2 / np.square(weights).sum()
         single_steps = np.average(np.square(seen).mean(1), 0, weights)
         noise = (single_steps - np.square(average).mean()) / (count - 1) * (1 + 2 / (count - 1))
-        kept = np.clip(1 - noise / np.square(average - expected).mean(), 0, 1)
-        return expected + kept * (average - expected)
+        kept = np.clip(1 - noise / np.square(average - 1).mean(), 0, 1)
+        return 1 + kept * (average - 1)
 
     def matrix(self):
         return np.prod(self.shape[:-1], dtype=int), self.shape[-1]
@@ -75,9 +75,6 @@ class Oracle:
             return np.ones(self.shape)
         floor = self.precondition.floor**2
         square = np.outer(*(self.shrunk(kind) + floor for kind in (0, 1)))
-        if not self.precondition.factored:
-            expected = square.ravel() / square.mean()
-            square = self.shrunk(2, expected) + floor * expected
         unit = np.sqrt(square).reshape(self.shape)
         return unit / unit.min()
 
@@ -85,18 +82,10 @@ class Oracle:
         square = np.square(mean.astype(np.float64))
         share = square / square.mean()
         matrix = share.reshape(self.matrix())
-        self.steps.append((matrix.mean(1), matrix.mean(0), share, square.mean()))
+        self.steps.append((matrix.mean(1), matrix.mean(0), square.mean()))
 
 
-# Units of single values take much longer to compile.
-PRECONDITIONS = [
-    pytest.param(SecondMoment(), id="factored"),
-    pytest.param(SecondMoment(0.99, 0.03, factored=False), id="single", marks=pytest.mark.slow),
-]
-either = pytest.mark.parametrize("factored", [True, pytest.param(False, marks=pytest.mark.slow)])
-
-
-@pytest.mark.parametrize("precondition", PRECONDITIONS)
+@pytest.mark.parametrize("precondition", [SecondMoment(), SecondMoment(0.99, 0.03)], ids=str)
 @pytest.mark.parametrize("compressor", [Quantize(4), Cast(jnp.bfloat16)], ids=str)
 def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor, precondition):
     grads = gradients(5)
@@ -138,10 +127,9 @@ def small_to_large(results, grads):
 
 
 @pytest.mark.parametrize("compressor", [Quantize(4), Quantize(3, rotation=True)], ids=str)
-@either
-def test_errors_of_small_values_are_in_proportion_to_them(compressor, factored):
+def test_errors_of_small_values_are_in_proportion_to_them(compressor):
     grads = gradients(40)
-    precondition = SecondMoment(floor=0.01, factored=factored)
+    precondition = SecondMoment(floor=0.01)
     results, _ = run(*transformation(compressor, precondition), grads)
     # Units of the smallest values stay above their size, by as much as chance could explain.
     assert (small_to_large(results, grads) < 3.5).all()
@@ -149,10 +137,9 @@ def test_errors_of_small_values_are_in_proportion_to_them(compressor, factored):
     assert (small_to_large(results, grads) > 20).all()
 
 
-@either
-def test_gradients_of_another_size_take_the_same_codes(factored):
+def test_gradients_of_another_size_take_the_same_codes():
     grads = gradients(3)
-    tx = transformation(Quantize(4), SecondMoment(factored=factored))
+    tx = transformation(Quantize(4), SecondMoment())
     results, _ = run(*tx, grads)
     for exponent in (-20, 16):
         scaled = jax.tree.map(lambda g, e=exponent: np.float32(2.0**e) * g, grads)
@@ -196,11 +183,10 @@ def test_world_of_one_and_the_first_steps_are_as_without_it():
         jax.tree.map(lambda r, g, t=t: np.testing.assert_array_equal(r, g[t, 0]), results[t], alone)
 
 
-@either
-def test_a_step_that_is_not_finite_never_happened(factored):
+def test_a_step_that_is_not_finite_never_happened():
     grads = gradients(3)
     grads["w"][1, 2, 0, 0] = np.nan
-    tx, mesh = transformation(Quantize(4), SecondMoment(factored=factored), ErrorFeedback())
+    tx, mesh = transformation(Quantize(4), SecondMoment(), ErrorFeedback())
     results, (_, first, second, third) = run(tx, mesh, grads)
     assert np.isnan(results[1]["w"]).any()
     for part in ("memory", "moments"):
@@ -252,9 +238,8 @@ def test_an_adaptive_policy_measures_errors_in_the_same_units():
     np.testing.assert_allclose(found, expected, rtol=1e-3)  # five runs are all of this leaf
 
 
-@either
 @pytest.mark.slow
-def test_it_composes_with_optax_and_adam_comes_near_its_exact_steps(factored):
+def test_it_composes_with_optax_and_adam_comes_near_its_exact_steps():
     grads = gradients(24)
     mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
 
@@ -268,7 +253,7 @@ def test_it_composes_with_optax_and_adam_comes_near_its_exact_steps(factored):
     exact = steps(None, Identity())
     with_it, without = (
         np.linalg.norm(steps(precondition, Quantize(4)) - exact)
-        for precondition in (SecondMoment(floor=0.01, factored=factored), None)
+        for precondition in (SecondMoment(floor=0.01), None)
     )
     assert with_it < 2 / 3 * without
 
@@ -295,7 +280,7 @@ DISTRIBUTIONS = {
     "values": lambda rng, *a: normals(rng, *a) * sized(rng, 64, 64),
 }
 # If sizes differ permanently: the largest error relative to no units, once the sizes are known.
-GAINS = {("rows and columns", True): 0.9, ("rows and columns", False): 0.9, ("values", False): 0.9}
+GAINS = {"rows and columns": 0.9}
 
 
 @pytest.mark.parametrize("rotation", [False, True], ids=["plain", "rotated"])
@@ -307,9 +292,11 @@ def test_no_step_errs_more_than_without_it(name, rotation):
     plan = Plan.build({"w": grads[0, 0, 0]}, Quantize(4, rotation=rotation))
 
     def errors(precondition, grads):
+        shape = grads.shape[2:]
+
         def step(state, now):
             t, rank_gradients = now
-            units = None if precondition is None else precondition.units(state)[0]
+            units = None if precondition is None else precondition.units(state, [shape], [0])[0][0]
 
             def reduce(x):
                 out = pmean_with_residual(
@@ -319,7 +306,9 @@ def test_no_step_errs_more_than_without_it(name, rotation):
 
             mean = jax.vmap(reduce, axis_name="data")(rank_gradients)[0]
             exact = rank_gradients.mean(0)
-            after = state if precondition is None else precondition.update(state, mean, t)
+            after = state
+            if precondition is not None:
+                after = precondition.update(state, [shape], {0: squares_of(mean)}, t)
             return after, jnp.linalg.norm(mean - exact) / jnp.linalg.norm(exact)
 
         state = None if precondition is None else precondition.init(grads[0, 0])
@@ -329,13 +318,11 @@ def test_no_step_errs_more_than_without_it(name, rotation):
         run = jax.jit(jax.vmap(functools.partial(errors, precondition)))
         return np.asarray(run(grads))
 
-    none = of_each_step(None)
-    for factored in (True, False):
-        # Errors of plain buckets depend on few extremes, so the ratio of one draw says little.
-        ratio = np.exp(np.log(of_each_step(SecondMoment(factored=factored)) / none).mean(0))
-        assert (ratio < (1.02 if rotation else 1.1)).all(), (factored, ratio)
-        assert ratio.mean() < 1.01
-        assert ratio[4:].mean() < GAINS.get((name, factored), 1.01)
+    # Errors of plain buckets depend on few extremes, so the ratio of one draw says little.
+    ratio = np.exp(np.log(of_each_step(SecondMoment()) / of_each_step(None)).mean(0))
+    assert (ratio < (1.02 if rotation else 1.1)).all(), ratio
+    assert ratio.mean() < 1.01
+    assert ratio[4:].mean() < GAINS.get(name, 1.01)
 
 
 def test_units_are_updated_in_every_step_at_first_and_seldom_later():
@@ -346,47 +333,20 @@ def test_units_are_updated_in_every_step_at_first_and_seldom_later():
     assert moved == [*range(WARMUP), *range(WARMUP, len(weights) - 1, PERIOD)]
 
 
-def conditions(jaxpr):
-    """Yields every `cond` of a program, at any depth."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "cond":
-            yield eqn
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from conditions(inner)
-
-
-def test_every_leaf_moves_its_units_by_itself():
-    """One branch over all leaves would keep every mean alive until the last one arrives."""
-    shapes = {"u": (5, 40), "v": (6, 40), "w": (7, 40)}
-    like = {k: jnp.zeros(shape) for k, shape in shapes.items()}
-    tx, mesh = transformation(Quantize(4), SecondMoment(factored=True))
-    step = jax.shard_map(tx.update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    jaxpr = jax.make_jaxpr(step)(like, tx.init(like)).jaxpr
-    taken = [
-        {v.aval.shape for v in eqn.invars if hasattr(v, "aval")} & set(shapes.values())
-        for eqn in conditions(jaxpr)
-    ]
-    assert sorted(map(list, filter(None, taken))) == [[shape] for shape in shapes.values()]
-
-
-def test_factored_moments_are_as_small_as_rows_and_columns():
-    params = {"w": jnp.zeros((3, 4, 50)), "vector": jnp.zeros(7), "scalar": jnp.zeros(())}
-    tx = cgx_jax.sync_gradients("data", precondition=SecondMoment())
-    moments = jax.tree.map(jnp.shape, tx.init(params).moments)
-    assert moments.rows == {"w": (12,), "vector": (7,), "scalar": (1,)}
-    assert moments.columns == {"w": (50,), "vector": (1,), "scalar": (1,)}
-    assert set(moments.values.values()) == {()}
+def test_moments_are_as_small_as_rows_and_columns_and_few():
+    params = {f"w{i}": jnp.zeros((3, 4 + i, 50)) for i in range(4)}
+    params |= {"vector": jnp.zeros(7), "scalar": jnp.zeros(()), "empty": jnp.zeros((0, 3))}
+    moments = cgx_jax.sync_gradients("data", precondition=SecondMoment()).init(params).moments
+    # Rows of 12, 15, 18 and 21 values, columns of 50, and what a vector, a scalar and nothing have.
+    shapes = [(4, 2), (1, 4), (1, 8), (2, 16), (2, 22), (4, 51)]
+    assert [x.shape for x in moments.tables] == shapes
+    assert jax.tree.map(jnp.shape, moments.weights) == dict.fromkeys(params, (3,))
 
 
 @pytest.mark.parametrize(
     ("theirs", "mine", "message"),
     [
         ({}, {"precondition": SecondMoment()}, r"holds no moments for SecondMoment\(.*init"),
-        (
-            {"precondition": SecondMoment(factored=False)},
-            {"precondition": SecondMoment()},
-            r"values of shape \[30\], but SecondMoment\(.* keeps \[\]",
-        ),
         ({"precondition": SecondMoment()}, {}, r"holds moments, but precondition is None"),
         ({}, {"memory": ErrorFeedback()}, r"holds 0 arrays per leaf, but ErrorFeedback\(.*init"),
     ],

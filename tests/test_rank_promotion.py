@@ -55,7 +55,6 @@ STATES = {
     "feedback": {"memory": ErrorFeedback(0.9)},
     "momentum": {"memory": MomentumCorrection()},
     "preconditioned": {"precondition": cgx_jax.SecondMoment()},
-    "unit per value": {"precondition": cgx_jax.SecondMoment(factored=False)},
 }
 
 

@@ -40,9 +40,12 @@ NORMAL_RANGE = np.array(
 
 def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns whether all values of all arrays are finite, bool[]."""
-    # Each sum is 0 or NaN. On CPUs, a sum is a faster loop than `all`, and unlike a maximum it
-    # keeps NaN.
-    return jnp.asarray([(x - x).sum() == 0 for x in arrays], bool).all()
+    # Each sum is 0 or NaN, and so is their sum. On CPUs, a sum is a faster loop than `all`, and
+    # unlike a maximum it keeps NaN. One comparison compiles faster than one for each array.
+    zeros = [(x - x).sum() for x in arrays]
+    parts = [p for z in zeros for p in ((z.real, z.imag) if jnp.iscomplexobj(z) else (z,))]
+    finite: jax.Array = sum((p.astype(jnp.float32) for p in parts), jnp.float32(0)) == 0
+    return finite
 
 
 def count_nonfinite(x: jax.Array) -> jax.Array:

@@ -84,20 +84,16 @@ class Shards:
             jax.tree.unflatten(treedef, [PartitionSpec(None, *s) for s in self.specs])
             for _ in state.memory
         )
-        moments = [
-            [x.shape for x in jax.tree.leaves(tree)] == list(shapes) for tree in state.moments
-        ]
-        if jax.tree.leaves(state.statistics) or not all(moments):
+        if jax.tree.leaves((state.statistics, state.moments)):
             raise ValueError(
-                f"{CALLER}: an Adaptive policy and factored moments need whole gradients, but "
-                f"parameters are sharded over {sorted(self.axes)}. Use a fixed policy, or "
-                "preconditioning that keeps one moment per value."
+                f"{CALLER}: an Adaptive policy and SecondMoment need whole gradients, but "
+                f"parameters are sharded over {sorted(self.axes)}. Use a fixed policy without "
+                "precondition."
             )
         return SyncState(
             step=_REPLICATED,
             memory=memory,
             statistics=jax.tree.map(lambda _: _REPLICATED, state.statistics),
-            moments=tuple(jax.tree.unflatten(treedef, self.specs) for _ in moments),
             skipped=_REPLICATED,
         )
 

@@ -32,6 +32,9 @@ from cgx_jax.transforms.state import (
     restored,
 )
 
+# Leaves whose shapes a message names.
+_MOST_NAMED = 8
+
 _OTHER_OPTIONS = (
     "it was made with other options. Use the state from this transformation's init, or restore "
     "one that was made with the same options."
@@ -122,22 +125,17 @@ def check_state(
         raise ValueError(
             f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
         )
-    require_paths(caller, "moments", state.moments, plan.leaves, treedef, remedy)
-    if not plan.leaves:
-        return
-    like = {x.shape: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.leaves}
-    made = jax.eval_shape(lambda xs: [precondition.init(x) for x in xs], list(like.values()))
-    init = dict(zip(like, made, strict=True))
-    expected = init[plan.leaves[0].shape].values.shape
-    found = jax.tree.leaves(state.moments.values)[0].shape
-    if (found == ()) != (expected == ()):
+    require_paths(caller, "moments", (state.moments.weights,), plan.leaves, treedef, remedy)
+    like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
+    wanted = [x.shape for x in jax.eval_shape(lambda: precondition.init(like)).tables]
+    found = [x.shape for x in state.moments.tables]
+    if found != wanted:
+        shapes = ", ".join(str(list(x.shape)) for x in like[:_MOST_NAMED])
         raise ValueError(
-            f"{caller}: the state's moments have values of shape {list(found)}, but "
-            f"{precondition} keeps {list(expected)}; {_OTHER_OPTIONS}"
+            f"{caller}: the state was made for leaves of other shapes: its moments have tables "
+            f"{found}, but the gradients ({shapes}{', ...' * (len(like) > _MOST_NAMED)}) need "
+            f"{wanted}. {remedy}"
         )
-    for name, tree in state.moments._asdict().items():
-        shapes = [getattr(init[leaf.shape], name).shape for leaf in plan.leaves]
-        require_shapes(caller, f"moments.{name}", tree, plan.leaves, shapes, remedy)
 
 
 def require_own_row(caller: str, tree: Pytree) -> None:

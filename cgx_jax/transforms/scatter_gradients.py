@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -33,14 +34,14 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import Moments, SecondMoment, Units, matrix_of
+from cgx_jax.transforms.precondition import Moments, SecondMoment, Squares, Units, matrix_of
 from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
     by_tree,
     init_memory,
-    moments_by_leaf,
-    moments_by_tree,
+    is_any_tree,
+    state_of_any_tree,
 )
 from cgx_jax.transforms.wrappers import check_wrappers
 
@@ -86,26 +87,22 @@ def scatter_gradients(
     skip the step only on some ranks.
 
     Raises ValueError while tracing for what `psum_scatter_compressed` refuses, for a memory around
-    a compressor that would let it grow, for a `SecondMoment(factored=False)`, whose units no sender
-    has, for the state of an `init` that mistook shards for whole parameters, and for
-    `optax.apply_if_finite` around it. Source of the scheme: QSDP (Markov et al., ICML 2023).
+    a compressor that would let it grow, for the state of an `init` that mistook shards for whole
+    parameters, and for `optax.apply_if_finite` around it. Source of the scheme: QSDP (Markov et
+    al., ICML 2023).
     """
     import optax
 
     axis_name = axes_of(_NAME, axis_name)
-    if precondition is not None and not precondition.factored:
-        raise ValueError(
-            f"{_NAME}: {precondition} has a unit for each value, which only the owner of a shard "
-            "knows; use SecondMoment(), whose rows and columns the ranks can share."
-        )
 
     def init(params: Pytree) -> SyncState:
         check_wrappers(_NAME, checked=False, shards=True)
+        if is_any_tree(params):
+            return state_of_any_tree(params, memory, precondition, adapts=False)
         whole = _whole(params, axis_name)
         moments: Pytree = ()
         if precondition is not None:
-            leaves, treedef = jax.tree.flatten(whole)
-            moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
+            moments = precondition.init(whole)
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         if mesh is not None and not is_bound(_names(axis_name)):
             replicated = NamedSharding(mesh, PartitionSpec())
@@ -133,10 +130,11 @@ def scatter_gradients(
             require_bounded(_NAME, chosen)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         halves.check(leaves, key)
-        old = moments_by_leaf(state.moments) if precondition is not None else []
         sent_coded = (i for message in halves.messages for i in message.numbers)
         coded = [i for i in sent_coded if not halves.halves[i].compressor.lossless]
-        units = {i: precondition.units(old[i])[0] for i in coded} if precondition else {}
+        shapes = [leaf.shape for leaf in plan.leaves]
+        scales = precondition.units(state.moments, shapes, coded) if precondition else {}
+        units = {i: scale[0] for i, scale in scales.items()}
         sent, kept = leaves, [None] * len(leaves)
         if memory is not None:
             before = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
@@ -166,8 +164,8 @@ def scatter_gradients(
             like, count = jax.tree.structure(state.memory[0]), len(state.memory)
             state = state._replace(memory=by_tree(rows, like, count))
         if precondition is not None:
-            like = jax.tree.structure(state.moments.weights)
-            moments = _moved(precondition, old, means, coded, state.step, axes, finite, like)
+            compressed = {i: means[i] for i in coded}
+            moments = _moved(precondition, state, shapes, compressed, axes, finite)
             state = state._replace(moments=moments)
         return updates, state._replace(step=state.step + 1)
 
@@ -263,46 +261,40 @@ def _lost(
 
 def _moved(
     precondition: SecondMoment,
-    old: list[Moments],
-    means: list[jax.Array],
-    coded: list[int],
-    step: jax.Array,
+    state: SyncState,
+    shapes: list[tuple[int, ...]],
+    means: dict[int, jax.Array],
     axes: Axes,
     finite: jax.Array,
-    treedef: jax.tree_util.PyTreeDef,
 ) -> Moments:
-    """Returns the moments after a step; they change only if it is due and finite."""
+    """Returns the moments after a step; they change only if it is due and finite.
 
-    def follow() -> list[Moments]:
-        squares = [_squares(means[i], old[i], axes) for i in coded]
-        flat = [x for pair in squares for x in pair]
+    `means` are this rank's shards of the means of compressed leaves.
+    """
+    old: Moments = state.moments
+
+    def update() -> Moments:
+        parts = {i: _squares(x, matrix_of(shapes[i])[0], axes) for i, x in means.items()}
+        flat = [x for pair in parts.values() for x in pair]
         (total,) = axes.sum([jnp.concatenate(flat)])
-        parts = jnp.split(total, np.cumsum([x.size for x in flat])[:-1].tolist())
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-        return [
-            precondition.follow(old[i], step, *pair) for i, pair in zip(coded, pairs, strict=True)
-        ]
+        split = jnp.split(total, np.cumsum([x.size for x in flat])[:-1].tolist())
+        squares = dict(zip(parts, zip(split[::2], split[1::2], strict=True), strict=True))
+        return precondition.update(old, shapes, squares, state.step)
 
-    before = [old[i] for i in coded]
-    if not coded:
-        return moments_by_tree(old, treedef)
-    after = lax.cond(precondition.due(step), follow, lambda: before)
-    usable = finite & all_finite([leaf.weights for leaf in after])
-    new = dict(zip(coded, after, strict=True))
-    moved = [
-        jax.tree.map(lambda a, b: jnp.where(usable, a, b), new.get(i, was), was)
-        for i, was in enumerate(old)
-    ]
-    return moments_by_tree(moved, treedef)
+    if not means:
+        return old
+    new = lax.cond(precondition.due(state.step), update, lambda: old)
+    usable = finite & all_finite(new.tables)
+    out: Moments = jax.tree.map(functools.partial(jnp.where, usable), new, old)
+    return out
 
 
-def _squares(mean: jax.Array, moments: Moments, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Returns this rank's part of a leaf's mean squares of rows, f32[R], and columns, f32[C].
+def _squares(mean: jax.Array, rows: int, axes: Axes) -> Squares:
+    """Returns this rank's part of a leaf's mean squares of `rows` rows and of columns.
 
     The parts of all ranks add up to those of the whole leaf: each rank has rows of its own, and a
     share of every column.
     """
-    rows = moments.rows.shape[0]
     squares = jnp.square(mean.astype(jnp.float32).reshape(matrix_of(mean.shape)))
     own = squares.mean(axis=1)
     here = jnp.zeros(rows, jnp.float32)

@@ -48,8 +48,7 @@ class SyncState(NamedTuple):
     * `memory`: () or a tuple of residual trees, in which a leaf of shape s is `[world, *s]`, one
       row per rank (`[1, *s]` inside shard_map and pmap).
     * `statistics`: () or what an adaptive policy measures.
-    * `moments`: () or the `Moments` by which gradients are preconditioned; each field is a tree
-      like the parameters.
+    * `moments`: () or the `Moments` by which gradients are preconditioned.
     * `codes`: () or the `CodeState` of compressors that have state.
     * `overflow`: () or a tree like the parameters of i32[world]: how many values found no room in
       the last step.
@@ -239,16 +238,6 @@ def by_tree(
     return tuple(jax.tree.unflatten(treedef, part) for part in parts)
 
 
-def moments_by_leaf(moments: Moments) -> list[Moments]:
-    """Splits moments whose fields are trees into the moments of each leaf."""
-    return [Moments(*leaf) for leaf in by_leaf(moments, len(jax.tree.leaves(moments.weights)))]
-
-
-def moments_by_tree(moments: list[Moments], treedef: jax.tree_util.PyTreeDef) -> Moments:
-    """Inverts `moments_by_leaf`: returns moments whose fields are trees."""
-    return Moments(*by_tree(list(moments), treedef, len(Moments._fields)))
-
-
 def is_any_tree(params: Pytree) -> bool:
     """Whether `optax.tree_utils.tree_map_params` calls `init`, with its stand-in for any tree."""
     return type(params).__name__ == "_ParamsPlaceholder"
@@ -266,7 +255,7 @@ def state_of_any_tree(
         step=leaf,
         memory=(params,) * kept_by(memory),
         statistics=leaf if adapts else (),
-        moments=() if precondition is None else Moments(*[params] * len(Moments._fields)),
+        moments=() if precondition is None else Moments(params, leaf),
         codes=leaf,
         overflow=() if memory is None else leaf,
         skipped=leaf,

@@ -35,7 +35,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of
-from cgx_jax.transforms.precondition import Moments, SecondMoment, Units
+from cgx_jax.transforms.precondition import Moments, Scale, SecondMoment, squares_of
 from cgx_jax.transforms.state import (
     CALLER,
     Choices,
@@ -48,8 +48,6 @@ from cgx_jax.transforms.state import (
     init_memory,
     init_overflow,
     is_any_tree,
-    moments_by_leaf,
-    moments_by_tree,
     state_of_any_tree,
 )
 from cgx_jax.transforms.wrappers import check_options, check_wrappers
@@ -118,7 +116,7 @@ def sync_gradients(
         if is_any_tree(params):
             adapts = isinstance(policy, Adaptive)
             return state_of_any_tree(params, memory, precondition, adapts=adapts)
-        leaves, treedef = jax.tree.flatten(params)
+        treedef = jax.tree.structure(params)
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         statistics: Pytree = ()
         moments: Pytree = ()
@@ -133,7 +131,7 @@ def sync_gradients(
                 check_paths(CALLER, plan, known)
             known, choices = list(plans[0].leaves), _choices(plans)
         if precondition is not None:
-            moments = moments_by_tree([precondition.init(x) for x in leaves], treedef)
+            moments = precondition.init(params)
         codes = init_codes(known, choices, treedef, axis_name, mesh)
         if mesh is not None:
             replicated = NamedSharding(mesh, PartitionSpec())
@@ -143,11 +141,7 @@ def sync_gradients(
             if codes != ():
                 shared = lax.with_sharding_constraint(codes.shared, replicated)
                 codes = codes._replace(shared=shared)
-            if precondition is not None:
-                values = moments.values
-                moments = lax.with_sharding_constraint(moments, replicated)
-                if not precondition.factored:  # sharded like their leaves
-                    moments = moments._replace(values=values)
+            moments = lax.with_sharding_constraint(moments, replicated)
         remembered = init_memory(memory, params, axis_name, mesh)
         overflow = init_overflow(memory, choices, treedef, axis_name, mesh)
         return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
@@ -194,12 +188,13 @@ def sync_gradients(
         if memory is not None:
             pairs = zip(plan.leaves, choices, strict=True)
             require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
-        scales: list[_Scale] = [None] * len(leaves)
+        scales: list[Scale | None] = [None] * len(leaves)
+        shapes = [leaf.shape for leaf in plan.leaves]
         if precondition is not None:
-            old = moments_by_leaf(state.moments)
             compressed = [b for b, way in ways(options, plan).items() if way is not None]
-            for i in itertools.chain.from_iterable(compressed):
-                scales[i] = precondition.units(old[i])
+            coded = list(itertools.chain.from_iterable(compressed))
+            for i, scale in precondition.units(state.moments, shapes, coded).items():
+                scales[i] = scale
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
         mean = _Mean(options, plan, key, treedef, scales, codes, state.step)
@@ -227,10 +222,6 @@ def sync_gradients(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# A leaf's units and their size, as `SecondMoment.units` gives them; None for an exact leaf.
-_Scale = tuple[Units, jax.Array] | None
-
-
 @dataclasses.dataclass(frozen=True)
 class _Mean:
     """One step's mean over the ranks of lists of leaves, each compressed in its units."""
@@ -239,14 +230,17 @@ class _Mean:
     plan: Plan
     key: Key
     treedef: jax.tree_util.PyTreeDef
-    scales: list[_Scale]
+    scales: list[Scale | None]  # None for an exact leaf
     codes: list[Any]
     step: jax.Array
 
     def finite(self, sums: Sums) -> jax.Array:
         """Whether the means are finite and not skipped, bool[]; the same on all ranks."""
         finite = all_finite(sums.values) & jnp.logical_not(sums.skipped)
-        return self.options.axes.on_every_rank(finite, alike=True)
+        finite = self.options.axes.on_every_rank(finite, alike=True)
+        # XLA would otherwise compute it again for each value that is kept or not.
+        barred: jax.Array = lax.optimization_barrier(finite)
+        return barred
 
     def __call__(self, leaves: list[Any], *, residual: bool = False) -> Sums:
         return reduce_leaves(
@@ -311,20 +305,21 @@ def _choices(plans: list[Plan]) -> Choices:
 
 
 def _moved(
-    precondition: SecondMoment,
-    moments: Moments,
-    mean: _Mean,
-    means: list[Any],
-    finite: Any,
+    precondition: SecondMoment, old: Moments, mean: _Mean, means: list[Any], finite: Any
 ) -> tuple[Moments, Any]:
     """Returns the moments after a step, changed if it is due and finite; and the new `finite`."""
-    due = precondition.due(mean.step)
-    new, old = [], moments_by_leaf(moments)
-    for before, x in zip(old, means, strict=True):
-        # One branch per leaf: a single branch for all would keep all means until the last arrives.
-        update = functools.partial(precondition.update, before, x, mean.step)
-        new.append(lax.cond(due, update, lambda before=before: before))
-    finite = jnp.asarray(finite) & all_finite([leaf.weights for leaf in new])
-    finite = mean.options.axes.on_every_rank(finite, alike=True)
-    tree = moments_by_tree(new, jax.tree.structure(moments.weights))
-    return jax.tree.map(functools.partial(jnp.where, finite), tree, moments), finite
+    coded = [i for i, scale in enumerate(mean.scales) if scale is not None]
+    shapes = [leaf.shape for leaf in mean.plan.leaves]
+
+    def update() -> tuple[Moments, jax.Array]:
+        squares = {i: squares_of(means[i]) for i in coded}
+        new = precondition.update(old, shapes, squares, mean.step)
+        exact = [x for i, x in enumerate(means) if i not in squares]
+        return new, all_finite([*new.tables, *exact])
+
+    if not coded:
+        return old, finite
+    stays = (old, jnp.ones((), bool))
+    new, usable = lax.cond(precondition.due(mean.step), update, lambda: stays)
+    finite = mean.options.axes.on_every_rank(jnp.asarray(finite) & usable, alike=True)
+    return jax.tree.map(functools.partial(jnp.where, finite), new, old), finite
