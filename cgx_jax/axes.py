@@ -258,9 +258,8 @@ def split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     their starts are hidden from it.
     """
     starts = hidden(np.cumsum([0, *sizes[:-1]]))
-    return [
-        lax.dynamic_slice_in_dim(x, start, size) for start, size in zip(starts, sizes, strict=True)
-    ]
+    parts = zip(starts, sizes, strict=True)
+    return [lax.dynamic_slice_in_dim(x, start, size) for start, size in parts]
 
 
 def hidden(numbers: Iterable[int]) -> list[jax.Array]:

@@ -258,7 +258,10 @@ def recommendation(rows: Sequence[Json]) -> list[str]:
     lines = []
     best = _best(close) if close else None
     if best is not None:
-        lines.append(f"Write {best['write']}: {_said(best)}, and it trains like exact gradients.")
+        lines.append(
+            f"Write {best['write']}: {_said(best)}. It trains closest to exact gradients; "
+            "docs/accuracy.md says how close."
+        )
     level = best["ratio"][2] if best is not None else 1.0
     if others := [row for row in faster if row not in close and row["ratio"][0] > level]:
         other = _best(others)

@@ -54,9 +54,10 @@ class Moments(NamedTuple):
     replace these.
 
     A leaf of R rows and C columns has two vectors: the mean shares of rows, f32[R], and of columns,
-    f32[C]. A table, f32[vectors, 1 + width], holds the vectors whose lengths lie between two powers
-    of two; the longest has `width` values. A row of it begins with the mean square of single steps'
-    vectors. Then it has the vector, and zeros. So there are few arrays, however many leaves.
+    f32[C]. A table, f32[vectors, 1 + width], holds vectors of similar lengths: the longest has
+    `width` values, and the others more than an eighth. A row of it begins with the mean square of
+    single steps' vectors. Then it has the vector, and zeros. So there are few arrays, however many
+    leaves.
     """
 
     weights: Pytree
@@ -100,7 +101,7 @@ class _Table:
 
 def _tables(shapes: Sequence[tuple[int, ...]]) -> list[_Table]:
     lengths = np.array([n for shape in shapes for n in matrix_of(shape)], np.int32)
-    kinds = np.array([max(int(n) - 1, 0).bit_length() for n in lengths])
+    kinds = np.array([max(int(n) - 1, 0).bit_length() // 3 for n in lengths])
     numbers = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
     return [_Table(max(1, int(lengths[n].max())), n, lengths[n]) for n in numbers]
 
