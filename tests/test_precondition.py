@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, ErrorFeedback, Identity, Plan, Quantize, Rule, Rules, SecondMoment
-from cgx_jax.transforms.precondition import PERIOD, WARMUP, squares_of
+from cgx_jax.transforms.precondition import PERIOD, WARMUP, squares_of, stacked
 from optax_steps import run
 from reducing import pmean_with_residual
 
@@ -311,7 +311,7 @@ def test_no_step_errs_more_than_without_it(name, rotation):
                 after = precondition.update(state, [shape], {0: squares_of(mean)}, t)
             return after, jnp.linalg.norm(mean - exact) / jnp.linalg.norm(exact)
 
-        state = None if precondition is None else precondition.init(grads[0, 0])
+        state = None if precondition is None else stacked(precondition.init(grads[0, 0]))
         return jax.lax.scan(step, state, (jnp.arange(steps), grads))[1]
 
     def of_each_step(precondition):

@@ -12,7 +12,7 @@ import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import QSGD, SharedTernGrad, SignSGD, TopK
 from cgx_jax.transforms import MomentumCorrection
-from cgx_jax.transforms.precondition import squares_of
+from cgx_jax.transforms.precondition import squares_of, stacked
 
 WORLD = 4
 SHAPES = {"bias": (40,), "kernel": (24, 60), "stack": (8, 10, 30)}
@@ -176,7 +176,7 @@ def test_the_moments_are_those_of_the_whole_mean():
     """The ranks make the same state from shards that `SecondMoment` makes from the whole mean."""
     grads, moment = gradients(5, SCALE), SecondMoment()
     means, states = run(scatter(Q3, precondition=moment), grads)
-    state, shapes = moment.init(zeros()), [SHAPES[name] for name in sorted(SHAPES)]
+    state, shapes = stacked(moment.init(zeros())), [SHAPES[name] for name in sorted(SHAPES)]
 
     @jax.jit
     def update(state, mean, t):
@@ -187,7 +187,7 @@ def test_the_moments_are_those_of_the_whole_mean():
         state = update(state, mean, jnp.int32(t))
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6),
-        states[-1].moments,
+        stacked(states[-1].moments),
         state,
     )
 

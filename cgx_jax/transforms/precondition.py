@@ -157,10 +157,10 @@ class SecondMoment:
     ) -> dict[int, Scale]:
         """Returns the next step's units of the `wanted` leaves, and the usual size, f32[].
 
-        A value in these units, divided by that size, is a multiple of its own usual size. `shapes`
-        are those of all leaves.
+        A value in these units, divided by that size, is a multiple of its own usual size. `moments`
+        are `stacked`. `shapes` are those of all leaves.
         """
-        tables, weights = _tables(shapes), _stacked(moments.weights)
+        tables, weights = _tables(shapes), moments.weights
         ways: list[jax.Array] = []
         places: dict[int, tuple[int, jax.Array]] = {}
         for table, sums in zip(tables, moments.tables, strict=True):
@@ -199,13 +199,13 @@ class SecondMoment:
         squares: Mapping[int, Squares],
         step: jax.Array,
     ) -> Moments:
-        """Returns the moments after a step that is due.
+        """Returns the moments, which are `stacked`, after a step that is due.
 
         `squares` are those of the leaves' reduced gradients, by number; the moments of other leaves
         stay. `shapes` are those of all leaves. New `tables` are not finite if a mean square is not.
         """
         tables = _tables(shapes)
-        old = _stacked(moments.weights)
+        old = moments.weights
         now = lax.optimization_barrier([_filled(table, squares) for table in tables])
         mean_square, _ = _by_leaf(tables, [t.means(x) for t, x in zip(tables, now, strict=True)])
         inverse = 1 / jnp.where(mean_square > 0, mean_square, 1)
@@ -225,7 +225,7 @@ class SecondMoment:
             spreads = table.means(jnp.square(shares))
             add = weight[own][:, None] * jnp.concatenate([spreads[:, None], shares], axis=1)
             after.append(jnp.where(stays[own][:, None], sums, decay * sums + add))
-        return Moments(_unstacked(new, moments.weights), tuple(after))
+        return Moments(new, tuple(after))
 
     def _ways(self, table: _Table, sums: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns f32[vectors, 2, width]: factors into and out of units.
@@ -253,17 +253,19 @@ class SecondMoment:
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
-def _stacked(weights: Pytree) -> jax.Array:
-    """Returns the weights of all leaves, f32[leaves, 3]."""
-    leaves = jax.tree.leaves(weights)
-    return jnp.concatenate(leaves).reshape(-1, 3) if leaves else jnp.zeros((0, 3), jnp.float32)
+def stacked(moments: Moments) -> Moments:
+    """Returns the moments with the weights of all leaves in one array, f32[leaves, 3]."""
+    leaves = jax.tree.leaves(moments.weights)
+    weights = jnp.concatenate(leaves).reshape(-1, 3) if leaves else jnp.zeros((0, 3), jnp.float32)
+    return moments._replace(weights=weights)
 
 
-def _unstacked(weights: jax.Array, like: Pytree) -> Pytree:
-    """Inverts `_stacked`: returns a tree like `like`."""
-    weights = lax.optimization_barrier(weights)
+def unstacked(moments: Moments, like: Moments) -> Moments:
+    """Inverts `stacked`, for moments of the leaves of `like`."""
+    weights = lax.optimization_barrier(moments.weights)
     rows = [_row(weights, i) for i in hidden(range(len(weights)))]
-    return jax.tree.unflatten(jax.tree.structure(like), rows)
+    tree = jax.tree.unflatten(jax.tree.structure(like.weights), rows)
+    return moments._replace(weights=tree)
 
 
 def _row(x: jax.Array, position: jax.Array) -> jax.Array:

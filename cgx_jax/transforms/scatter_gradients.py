@@ -34,7 +34,15 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import Moments, SecondMoment, Squares, Units, matrix_of
+from cgx_jax.transforms.precondition import (
+    Moments,
+    SecondMoment,
+    Squares,
+    Units,
+    matrix_of,
+    stacked,
+    unstacked,
+)
 from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
@@ -133,8 +141,11 @@ def scatter_gradients(
         sent_coded = (i for message in halves.messages for i in message.numbers)
         coded = [i for i in sent_coded if not halves.halves[i].compressor.lossless]
         shapes = [leaf.shape for leaf in plan.leaves]
-        scales = precondition.units(state.moments, shapes, coded) if precondition else {}
-        units = {i: scale[0] for i, scale in scales.items()}
+        units: dict[int, Units] = {}
+        if precondition is not None:
+            moments = stacked(state.moments)
+            scales = precondition.units(moments, shapes, coded)
+            units = {i: scale[0] for i, scale in scales.items()}
         sent, kept = leaves, [None] * len(leaves)
         if memory is not None:
             before = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
@@ -165,8 +176,8 @@ def scatter_gradients(
             state = state._replace(memory=by_tree(rows, like, count))
         if precondition is not None:
             compressed = {i: means[i] for i in coded}
-            moments = _moved(precondition, state, shapes, compressed, axes, finite)
-            state = state._replace(moments=moments)
+            after = _moved(precondition, moments, state.step, shapes, compressed, axes, finite)
+            state = state._replace(moments=unstacked(after, state.moments))
         return updates, state._replace(step=state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -261,7 +272,8 @@ def _lost(
 
 def _moved(
     precondition: SecondMoment,
-    state: SyncState,
+    old: Moments,
+    step: jax.Array,
     shapes: list[tuple[int, ...]],
     means: dict[int, jax.Array],
     axes: Axes,
@@ -271,7 +283,6 @@ def _moved(
 
     `means` are this rank's shards of the means of compressed leaves.
     """
-    old: Moments = state.moments
 
     def update() -> Moments:
         parts = {i: _squares(x, matrix_of(shapes[i])[0], axes) for i, x in means.items()}
@@ -279,11 +290,11 @@ def _moved(
         (total,) = axes.sum([jnp.concatenate(flat)])
         split = jnp.split(total, np.cumsum([x.size for x in flat])[:-1].tolist())
         squares = dict(zip(parts, zip(split[::2], split[1::2], strict=True), strict=True))
-        return precondition.update(old, shapes, squares, state.step)
+        return precondition.update(old, shapes, squares, step)
 
     if not means:
         return old
-    new = lax.cond(precondition.due(state.step), update, lambda: old)
+    new = lax.cond(precondition.due(step), update, lambda: old)
     usable = finite & all_finite(new.tables)
     out: Moments = jax.tree.map(functools.partial(jnp.where, usable), new, old)
     return out

@@ -35,7 +35,14 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of
-from cgx_jax.transforms.precondition import Moments, Scale, SecondMoment, squares_of
+from cgx_jax.transforms.precondition import (
+    Moments,
+    Scale,
+    SecondMoment,
+    squares_of,
+    stacked,
+    unstacked,
+)
 from cgx_jax.transforms.state import (
     CALLER,
     Choices,
@@ -193,7 +200,8 @@ def sync_gradients(
         if precondition is not None:
             compressed = [b for b, way in ways(options, plan).items() if way is not None]
             coded = list(itertools.chain.from_iterable(compressed))
-            for i, scale in precondition.units(state.moments, shapes, coded).items():
+            before = stacked(state.moments)
+            for i, scale in precondition.units(before, shapes, coded).items():
                 scales[i] = scale
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
@@ -208,7 +216,8 @@ def sync_gradients(
         means = sums.values
         moments = state.moments
         if precondition is not None:
-            moments, finite = _moved(precondition, moments, mean, means, finite)
+            moments, finite = _moved(precondition, before, mean, means, finite)
+            moments = unstacked(moments, state.moments)
         measured = state.statistics
         if isinstance(policy, Adaptive):
             # Measures the gradients, not what feedback makes of them, which depends on the plan in
