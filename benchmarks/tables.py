@@ -625,6 +625,19 @@ def training_step() -> str:
     return table(["way", *heads], body)
 
 
+def compile_time() -> str:
+    """The seconds to trace and compile a step by its number of leaves, and over the exact step's."""
+    made = {(row["way"], row["leaves"]): row for row in rows("compile_time")}
+    counts = list(dict.fromkeys(leaves for _, leaves in made))
+    body = []
+    for way in dict.fromkeys(way for way, _ in made):
+        of_way = [made[way, leaves] for leaves in counts]
+        body.append(
+            [way, *(f"{row['total_seconds']:.1f} ({row['ratio'][1]:.1f} x)" for row in of_way)]
+        )
+    return table(["way", *(f"{n} leaves" for n in counts)], body)
+
+
 def small_leaves() -> str:
     """The milliseconds of the sums of many small leaves, one by one and together."""
     body = []
@@ -715,6 +728,7 @@ TABLES: dict[str, Callable[[], str]] = {
         auto_choice,
         auto_default,
         codec,
+        compile_time,
         fsdp_speed,
         gpu_kernels,
         gpu_machines,
