@@ -626,7 +626,7 @@ def training_step() -> str:
 
 
 def compile_time() -> str:
-    """The seconds to trace and compile a step by its number of leaves, and over the exact step's."""
+    """The seconds to trace and compile a step by its leaves, and over the exact step's."""
     made = {(row["way"], row["leaves"]): row for row in rows("compile_time")}
     counts = list(dict.fromkeys(leaves for _, leaves in made))
     body = []
