@@ -63,7 +63,7 @@ class Shards:
             return out
         treedef = jax.tree.structure(grads)
         like = jax.tree.unflatten(treedef, self.specs)
-        kept = self._state_specs(state, treedef, [g.shape for g in jax.tree.leaves(grads)])
+        kept = self._state_specs(state, treedef)
         out = jax.shard_map(
             function,
             in_specs=(like, kept),
@@ -73,9 +73,7 @@ class Shards:
         )(grads, state)
         return out
 
-    def _state_specs(
-        self, state: Pytree, treedef: jax.tree_util.PyTreeDef, shapes: Sequence[Any]
-    ) -> Pytree:
+    def _state_specs(self, state: Pytree, treedef: jax.tree_util.PyTreeDef) -> Pytree:
         if not isinstance(state, SyncState):
             return jax.tree.map(lambda _: _REPLICATED, state)
         if not any(map(len, self.specs)):
