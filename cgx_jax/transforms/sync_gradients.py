@@ -287,20 +287,25 @@ class _Feedback:
         finite = self.mean.finite(sums)
         rows, overflow = [], []
         for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
-            residual = residual_of(x, sums.residuals[i], factors[i])
-            came = taken_along(x, residual)
-            wanted = plan.compressors[i].wants(x, came)
-            no_room = jnp.int32(0) if wanted is None else (wanted & ~came).sum(dtype=jnp.int32)
-            overflow.append(self._row(no_room))
-            selects = plan.compressors[i].selects and sums.residuals[i] is not None
-            # In the chunk that a rank owns, its residual is what the sum of all ranks lost. A value
-            # there has arrived only if the mean has one there too.
-            through = came & (means[i] != 0) if selects else None
+            compressor, lost = plan.compressors[i], sums.residuals[i]
+            residual = residual_of(x, lost, factors[i])
+            no_room, through = jnp.int32(0), None
+            if compressor.has_rooms or compressor.selects:
+                came = taken_along(x, residual)
+                wanted = compressor.wants(x, came)
+                if wanted is not None:
+                    no_room = (wanted & ~came).sum(dtype=jnp.int32)
+                if compressor.selects and lost is not None:
+                    # In the chunk that a rank owns, its residual is what the sum of all ranks lost.
+                    # A value there has arrived only if the mean has one there too.
+                    through = came & (means[i] != 0)
+            overflow.append(no_room)
             after = remembered(self.memory, x, residual, kept, through, finite, before)
             rows.append(tuple(map(self._row, after)))
         counts: Any = ()
         if state.overflow != ():
-            counts = jax.tree.unflatten(jax.tree.structure(state.overflow), overflow)
+            like = jax.tree.structure(state.overflow)
+            counts = jax.tree.unflatten(like, map(self._row, overflow))
         treedef = jax.tree.structure(state.memory[0])
         return sums, finite, by_tree(rows, treedef, len(state.memory)), counts
 
