@@ -103,7 +103,7 @@ def _tables(shapes: Sequence[tuple[int, ...]]) -> list[_Table]:
     lengths = np.array([n for shape in shapes for n in matrix_of(shape)], np.int32)
     kinds = np.array([max(int(n) - 1, 0).bit_length() // 3 for n in lengths])
     numbers = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
-    return [_Table(max(1, int(lengths[n].max())), n, lengths[n]) for n in numbers]
+    return [_Table(int(np.max(lengths[n], initial=1)), n, lengths[n]) for n in numbers]
 
 
 @dataclasses.dataclass(frozen=True)
