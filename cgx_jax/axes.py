@@ -251,15 +251,20 @@ def _together(
     return [out[i] for i in range(len(arrays))]
 
 
-def split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """Returns the parts of these sizes that follow one another in `x`.
+def split(x: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Array]:
+    """Returns the parts of these sizes that follow one another in `x` along an axis.
 
     XLA compiles equal parts of a program once. Slices that differ in a constant are not equal, so
     their starts are hidden from it.
     """
     starts = hidden(np.cumsum([0, *sizes[:-1]]))
     parts = zip(starts, sizes, strict=True)
-    return [lax.dynamic_slice_in_dim(x, start, size) for start, size in parts]
+    return [lax.dynamic_slice_in_dim(x, start, size, axis) for start, size in parts]
+
+
+def unstack(x: jax.Array) -> list[jax.Array]:
+    """Returns x[0], x[1] and so on, by equal parts of a program as in `split`."""
+    return [lax.dynamic_index_in_dim(x, i, keepdims=False) for i in hidden(range(len(x)))]
 
 
 def hidden(numbers: Iterable[int]) -> list[jax.Array]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Key, Shaped, Unit, Words
-from cgx_jax.axes import in_rank_order
+from cgx_jax.axes import in_rank_order, split, unstack
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import (
     Arrays,
@@ -23,7 +24,7 @@ from cgx_jax.compressors.codes import (
     RowCode,
     WholeCode,
     encoded_rows,
-    leaf_key,
+    leaf_keys,
     unit_of,
 )
 from cgx_jax.kernels import outside
@@ -49,6 +50,49 @@ def row_code(compressor: PayloadCompressor, size: int) -> RowCode:
     """Returns the code for rows of `size` values each."""
     kernels = compressor.row_kernels(size)
     return _RowByRow(compressor) if kernels is None else kernels
+
+
+# What leaves have in common that one program can code: their compressor, and a shape.
+_Kind = tuple[PayloadCompressor, tuple[int, ...]]
+
+
+def _each(
+    kinds: Sequence[_Kind], function: Callable[..., jax.Array], *columns: Sequence[Any] | jax.Array
+) -> list[jax.Array]:
+    """Returns function(compressor, shape, *entries) for each leaf's kind and its entries.
+
+    Leaves of a kind are stacked and share one program: XLA would take seconds to compile a program
+    for each. Their bytes are those of single calls. A column may be one array.
+    """
+    out: dict[int, jax.Array] = {}
+    for kind in dict.fromkeys(kinds):
+        numbers = [i for i, other in enumerate(kinds) if other == kind]
+        call = functools.partial(function, *kind)
+        if len(numbers) == 1:
+            results = [call(*(column[numbers[0]] for column in columns))]
+        else:
+            stacks = [_stacked(column, numbers) for column in columns]
+            # XLA would otherwise compute a stack again for each of its parts.
+            results = unstack(lax.optimization_barrier(jax.vmap(call)(*stacks)))
+        out |= dict(zip(numbers, results, strict=True))
+    return [out[i] for i in range(len(kinds))]
+
+
+def _stacked(column: Sequence[Any] | jax.Array, numbers: list[int]) -> jax.Array | None:
+    if isinstance(column, jax.Array):
+        return column[np.array(numbers)]
+    # The barrier keeps what makes an entry out of the stack's program.
+    entries = [column[i] for i in numbers]
+    return None if entries[0] is None else jnp.stack(lax.optimization_barrier(entries))
+
+
+def _encoded(code: Any, shape: tuple[int, ...], key: Key, x: jax.Array) -> jax.Array:
+    payload: jax.Array = code.encode(x, key=key if code.needs_key else None)
+    return payload
+
+
+def _decoded_rows(code: Any, run: tuple[int, ...], rows: jax.Array) -> jax.Array:
+    return _RowByRow(code).decode(rows, run, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,21 +137,30 @@ class _ChunksLeafByLeaf(ChunkCode):
     def encode(
         self, seed: Words, rank: jax.Array, leaves: Arrays, *, residual: bool, units: Units
     ) -> tuple[jax.Array, Residuals]:
-        rows: list[jax.Array] = []
-        residuals: Residuals = [] if residual else None
-        for i, (leaf, x) in enumerate(zip(self.leaves, leaves, strict=True)):
-            c, unit = leaf.compressor, unit_of(units, i)
-            code = _RowByRow(c)
-            runs = self._runs(outside.multiply(x, unit, outside.IN))
-            rows.append(code.encode(leaf_key(leaf, seed), runs))
-            if residuals is not None:
-                lost = runs - code.decode(rows[-1], runs.shape[1:], jnp.float32)
-                lost = jnp.where(self._own(rank, c), 0, lost)
-                residuals.append(self._leaf(lost, x, unit))
-        return jnp.concatenate(rows, axis=1), residuals
+        units = [unit_of(units, i) for i in range(len(leaves))]
+        runs = [
+            self._runs(outside.multiply(x, unit, outside.IN))
+            for x, unit in zip(leaves, units, strict=True)
+        ]
+        kinds = self._kinds([x.compressor for x in self.leaves])
+        keys = leaf_keys(self.leaves, seed)
+        rows = _each(kinds, lambda code, run, key, x: _RowByRow(code).encode(key, x), keys, runs)
+        joined = jnp.concatenate(rows, axis=1)
+        if not residual:
+            return joined, None
+        back = _each(kinds, _decoded_rows, rows)
+        parts = zip(self.leaves, runs, back, leaves, units, strict=True)
+        return joined, [
+            self._leaf(jnp.where(self._own(rank, leaf.compressor), 0, run - b), x, unit)
+            for leaf, run, b, x, unit in parts
+        ]
+
+    def _kinds(self, codes: Sequence[PayloadCompressor]) -> list[_Kind]:
+        pairs = zip(codes, self.leaves, strict=True)
+        return [(code, (self._run(leaf.size),)) for code, leaf in pairs]
 
     def _split(self, rows: jax.Array, codes: Sequence[PayloadCompressor]) -> list[jax.Array]:
-        return jnp.split(rows, np.cumsum(self._bytes(codes))[:-1].tolist(), axis=1)
+        return split(rows, self._bytes(codes), axis=1)
 
     def reduce(
         self,
@@ -120,38 +173,42 @@ class _ChunksLeafByLeaf(ChunkCode):
         *,
         units: Units,
     ) -> tuple[jax.Array, Residuals]:
-        out: list[jax.Array] = []
-        filled: Residuals = None if residuals is None else []
-        of_sums = self._of_sums()
-        received = self._split(rows, [x.compressor for x in self.leaves])
-        parts = zip(self.leaves, leaves, received, strict=True)
-        for i, (leaf, x, part) in enumerate(parts):
-            c, again, unit = leaf.compressor, of_sums[i], unit_of(units, i)
-            inner = self._runs(outside.multiply(x, unit, outside.IN))
-            own = jnp.take(inner, rank, axis=0)
-            if c.owner_exact:
-                total = _RowByRow(c).accumulate(rank, part, own, divisor)
-            else:
-                total = _divided(c.decode_sum(part, own.shape), divisor)
-            out.append(again.encode(total, key=leaf_key(leaf, seed)))
-            if residuals is not None and filled is not None:
-                back = again.decode(out[-1], total.shape, jnp.float32)
-                lost = (total - back) * np.float32(divisor)
-                whole = jnp.zeros(inner.shape, jnp.float32).at[rank].set(lost)
-                mine = self._runs(self._leaf(whole, x, unit))
-                before = self._runs(residuals[i])
-                kept = jnp.where(self._own(rank, c), 0, before)
-                filled.append(self._leaf(kept + mine, x))
+        codes = [x.compressor for x in self.leaves]
+        kinds, of_sums = self._kinds(codes), self._kinds(self._of_sums())
+        inner = [
+            self._runs(outside.multiply(x, unit_of(units, i), outside.IN))
+            for i, x in enumerate(leaves)
+        ]
+        own = [jnp.take(x, rank, axis=0) for x in inner]
+
+        def total(code: Any, run: Any, part: jax.Array, own: jax.Array) -> jax.Array:
+            if code.owner_exact:
+                return _RowByRow(code).accumulate(rank, part, own, divisor)
+            return _divided(code.decode_sum(part, own.shape), divisor)
+
+        totals = _each(kinds, total, self._split(rows, codes), own)
+        keys = leaf_keys(self.leaves, seed)
+        out = _each(of_sums, _encoded, keys, totals)
+        if residuals is None:
+            return jnp.concatenate(out), None
+        filled = []
+        back = _each(of_sums, lambda code, run, x: code.decode(x, run, jnp.float32), out)
+        for i, (c, x) in enumerate(zip(codes, leaves, strict=True)):
+            lost = (totals[i] - back[i]) * np.float32(divisor)
+            whole = jnp.zeros(inner[i].shape, jnp.float32).at[rank].set(lost)
+            mine = self._runs(self._leaf(whole, x, unit_of(units, i)))
+            before = self._runs(residuals[i])
+            kept = jnp.where(self._own(rank, c), 0, before)
+            filled.append(self._leaf(kept + mine, x))
         return jnp.concatenate(out), filled
 
     def decode(self, rows: jax.Array, like: Sequence[Shaped], *, units: Units) -> list[jax.Array]:
-        out, codes = [], self._of_sums()
-        parts = zip(codes, self._split(rows, codes), like, strict=True)
-        for i, (code, part, x) in enumerate(parts):
-            run = (self._run(math.prod(x.shape)),)
-            like_runs = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-            runs = _RowByRow(code).decode(part, run, jnp.float32)
-            out.append(outside.decoded(self._leaf(runs, like_runs), unit_of(units, i), x.dtype))
+        codes = self._of_sums()
+        every = _each(self._kinds(codes), _decoded_rows, self._split(rows, codes))
+        out = []
+        for i, (runs, x) in enumerate(zip(every, like, strict=True)):
+            wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+            out.append(outside.decoded(self._leaf(runs, wide), unit_of(units, i), x.dtype))
         return out
 
     @staticmethod
@@ -183,27 +240,37 @@ class _WholeLeafByLeaf(WholeCode):
         residual: bool,
         units: Units,
     ) -> tuple[jax.Array, Residuals]:
-        payloads: list[jax.Array] = []
-        lost: list[jax.Array] = []
-        for i, (leaf, x) in enumerate(zip(self.leaves, leaves, strict=True)):
-            c, unit = leaf.compressor, unit_of(units, i)
-            value = outside.multiply(x, unit, outside.IN).astype(jnp.float32)
-            payloads.append(c.encode(value, key=leaf_key(leaf, seed)))
-            if residual:
-                lost.append(value - c.decode(payloads[-1], x.shape, jnp.float32))
         each = [unit_of(units, i) for i in range(len(leaves))]
-        residuals = outside.taken_out(lost if residual else None, each, leaves)
-        return jnp.concatenate(payloads), residuals
+        values = [
+            outside.multiply(x, unit, outside.IN).astype(jnp.float32)
+            for x, unit in zip(leaves, each, strict=True)
+        ]
+        keys = leaf_keys(self.leaves, seed)
+        payloads = _each(self._kinds(), _encoded, keys, values)
+        lost = None
+        if residual:
+            back = _each(
+                self._kinds(), lambda code, shape, x: code.decode(x, shape, jnp.float32), payloads
+            )
+            lost = [x - y for x, y in zip(values, back, strict=True)]
+        return jnp.concatenate(payloads), outside.taken_out(lost, each, leaves)
+
+    def _kinds(self) -> list[_Kind]:
+        return [(x.compressor, x.shape) for x in self.leaves]
 
     def sum(
         self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
     ) -> list[jax.Array]:
-        out = []
-        parts = jnp.split(rows, np.cumsum(self._bytes())[:-1].tolist(), axis=1)
-        for i, (leaf, part, x) in enumerate(zip(self.leaves, parts, like, strict=True)):
-            total = _divided(leaf.compressor.decode_sum(part, x.shape), divisor)
-            out.append(outside.decoded(total, unit_of(units, i), x.dtype))
-        return out
+        parts = split(rows, self._bytes(), axis=1)
+        totals = _each(
+            self._kinds(),
+            lambda code, shape, part: _divided(code.decode_sum(part, shape), divisor),
+            parts,
+        )
+        return [
+            outside.decoded(total, unit_of(units, i), x.dtype)
+            for i, (total, x) in enumerate(zip(totals, like, strict=True))
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ other families.
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -169,9 +170,16 @@ class RowCode(Scoped, abc.ABC):
 
 def leaf_key(leaf: CodedLeaf, seed: Words) -> jax.Array | None:
     """Returns the key of one leaf of a buffer, or None if its compressor needs none."""
-    if not leaf.compressor.needs_key:
-        return None
-    return jax.random.fold_in(_key(seed), leaf.number)
+    return leaf_keys([leaf], seed)[0]
+
+
+def leaf_keys(leaves: Sequence[CodedLeaf], seed: Words) -> jax.Array | list[None]:
+    """Returns the keys of a buffer's leaves, or None for each if no compressor needs any."""
+    if not any(leaf.compressor.needs_key for leaf in leaves):
+        return [None] * len(leaves)
+    numbers = np.array([leaf.number for leaf in leaves], np.uint32)
+    keys: jax.Array = jax.vmap(functools.partial(jax.random.fold_in, _key(seed)))(numbers)
+    return keys
 
 
 def encoded_rows(compressor: Any, key: Key, rows: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from cgx_jax._types import Pytree
-from cgx_jax.axes import hidden
+from cgx_jax.axes import unstack
 
 # Units are updated in each of the first WARMUP steps, and in every PERIOD-th step after that. An
 # update reads every leaf, and after the warm-up it changes little.
@@ -162,13 +162,13 @@ class SecondMoment:
         """
         tables, weights = _tables(shapes), moments.weights
         ways: list[jax.Array] = []
-        places: dict[int, tuple[int, jax.Array]] = {}
+        places: dict[int, tuple[int, int]] = {}
         for table, sums in zip(tables, moments.tables, strict=True):
-            lines = zip(table.numbers, hidden(range(len(table.numbers))), strict=True)
-            places |= {int(number): (len(ways), line) for number, line in lines}
+            places |= {int(n): (len(ways), line) for line, n in enumerate(table.numbers)}
             ways.append(self._ways(table, sums, weights[table.leaves]))
         # XLA would otherwise compute a table again for each of its vectors.
         ways = lax.optimization_barrier(ways)
+        lines = [unstack(both) for both in ways]
         squares = [t.means(jnp.square(both[:, 1])) for t, both in zip(tables, ways, strict=True)]
         rows, columns = _by_leaf(tables, squares)
         square = weights[:, 1] / jnp.maximum(weights[:, 0], _TINY) / (rows * columns)
@@ -176,7 +176,8 @@ class SecondMoment:
 
         def vector(number: int, length: int) -> jax.Array:
             table, line = places[number]
-            return _row(ways[table], line)[:, :length]
+            out: jax.Array = lines[table][line][:, :length]
+            return out
 
         def units(leaf: int) -> Units:
             rows, columns = matrix_of(shapes[leaf])
@@ -263,15 +264,8 @@ def stacked(moments: Moments) -> Moments:
 def unstacked(moments: Moments, like: Moments) -> Moments:
     """Inverts `stacked`, for moments of the leaves of `like`."""
     weights = lax.optimization_barrier(moments.weights)
-    rows = [_row(weights, i) for i in hidden(range(len(weights)))]
-    tree = jax.tree.unflatten(jax.tree.structure(like.weights), rows)
+    tree = jax.tree.unflatten(jax.tree.structure(like.weights), unstack(weights))
     return moments._replace(weights=tree)
-
-
-def _row(x: jax.Array, position: jax.Array) -> jax.Array:
-    """Returns x[position]."""
-    row: jax.Array = lax.dynamic_index_in_dim(x, position, keepdims=False)
-    return row
 
 
 def _by_leaf(tables: Sequence[_Table], values: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
