@@ -625,7 +625,11 @@ def training_step() -> str:
 
 def compile_time() -> str:
     """The seconds to trace and compile a step by its leaves, and over the exact step's."""
-    made = {(row["way"], row["leaves"]): row for row in rows("compile_time")}
+    made = {
+        (row["way"], row["leaves"]): row
+        for row in rows("compile_time")
+        if row["base"] == "exact step"
+    }
     counts = list(dict.fromkeys(leaves for _, leaves in made))
     body = []
     for way in dict.fromkeys(way for way, _ in made):
@@ -634,6 +638,16 @@ def compile_time() -> str:
             [way, *(f"{row['total_seconds']:.1f} ({row['ratio'][1]:.1f} x)" for row in of_way)]
         )
     return table(["way", *(f"{n} leaves" for n in counts)], body)
+
+
+def compile_time_codes() -> str:
+    """The seconds to trace and compile a reduction of 100 leaves by its code."""
+    body = [
+        [f"`{row['way']}`", f"{row['total_seconds']:.1f}"]
+        for row in rows("compile_time")
+        if row["base"] == "lax.psum" and row["leaves"] == 100
+    ]
+    return table(["reduction", "seconds"], body)
 
 
 def small_leaves() -> str:
@@ -727,6 +741,7 @@ TABLES: dict[str, Callable[[], str]] = {
         auto_default,
         codec,
         compile_time,
+        compile_time_codes,
         fsdp_speed,
         gpu_kernels,
         gpu_machines,
