@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Key, Shaped, Unit, Words
-from cgx_jax.axes import in_rank_order, split, unstack
+from cgx_jax.axes import SMALL_BYTES, in_rank_order, split, unstack
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import (
     Arrays,
@@ -52,8 +52,13 @@ def row_code(compressor: PayloadCompressor, size: int) -> RowCode:
     return _RowByRow(compressor) if kernels is None else kernels
 
 
-# What leaves have in common that one program can code: their compressor, and a shape.
-_Kind = tuple[PayloadCompressor, tuple[int, ...]]
+# What leaves have in common that one program can code: their compressor, a shape, and 0. A large
+# leaf has its place + 1 instead: copies of it would take longer than compiling a program for it.
+_Kind = tuple[PayloadCompressor, tuple[int, ...], int]
+
+
+def _kind(compressor: PayloadCompressor, shape: tuple[int, ...], leaf: CodedLeaf, i: int) -> _Kind:
+    return compressor, shape, 0 if 4 * leaf.size <= SMALL_BYTES else i + 1
 
 
 def _each(
@@ -67,7 +72,7 @@ def _each(
     out: dict[int, jax.Array] = {}
     for kind in dict.fromkeys(kinds):
         numbers = [i for i, other in enumerate(kinds) if other == kind]
-        call = functools.partial(function, *kind)
+        call = functools.partial(function, *kind[:2])
         if len(numbers) == 1:
             results = [call(*(column[numbers[0]] for column in columns))]
         else:
@@ -156,8 +161,8 @@ class _ChunksLeafByLeaf(ChunkCode):
         ]
 
     def _kinds(self, codes: Sequence[PayloadCompressor]) -> list[_Kind]:
-        pairs = zip(codes, self.leaves, strict=True)
-        return [(code, (self._run(leaf.size),)) for code, leaf in pairs]
+        pairs = enumerate(zip(codes, self.leaves, strict=True))
+        return [_kind(code, (self._run(leaf.size),), leaf, i) for i, (code, leaf) in pairs]
 
     def _split(self, rows: jax.Array, codes: Sequence[PayloadCompressor]) -> list[jax.Array]:
         return split(rows, self._bytes(codes), axis=1)
@@ -256,7 +261,7 @@ class _WholeLeafByLeaf(WholeCode):
         return jnp.concatenate(payloads), outside.taken_out(lost, each, leaves)
 
     def _kinds(self) -> list[_Kind]:
-        return [(x.compressor, x.shape) for x in self.leaves]
+        return [_kind(x.compressor, x.shape, x, i) for i, x in enumerate(self.leaves)]
 
     def sum(
         self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
