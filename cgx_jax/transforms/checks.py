@@ -127,14 +127,17 @@ def check_state(
         )
     require_paths(caller, "moments", (state.moments.weights,), plan.leaves, treedef, remedy)
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
-    wanted = [x.shape for x in jax.eval_shape(lambda: precondition.init(like)).tables]
-    found = [x.shape for x in state.moments.tables]
+    made = jax.eval_shape(lambda: precondition.init(like))
+    found, wanted = (
+        ", ".join(f"{x.shape[0]} x {x.shape[1] - 1}" for x in moments.tables)
+        for moments in (state.moments, made)
+    )
     if found != wanted:
         shapes = ", ".join(str(list(x.shape)) for x in like[:_MOST_NAMED])
         raise ValueError(
-            f"{caller}: the state was made for leaves of other shapes: its moments have tables "
-            f"{found}, but the gradients ({shapes}{', ...' * (len(like) > _MOST_NAMED)}) need "
-            f"{wanted}. {remedy}"
+            f"{caller}: the state was made for leaves of other shapes: its moments have vectors "
+            f"of {found} values, but the gradients ({shapes}{', ...' * (len(like) > _MOST_NAMED)}) need "
+            f"{wanted or 'none'}. {remedy}"
         )
 
 
