@@ -128,17 +128,20 @@ def check_state(
     require_paths(caller, "moments", (state.moments.weights,), plan.leaves, treedef, remedy)
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
     made = jax.eval_shape(lambda: precondition.init(like))
-    found, wanted = (
-        ", ".join(f"{x.shape[0]} x {x.shape[1] - 1}" for x in moments.tables)
-        for moments in (state.moments, made)
-    )
+    found, wanted = _sizes(state.moments), _sizes(made)
     if found != wanted:
         shapes = ", ".join(str(list(x.shape)) for x in like[:_MOST_NAMED])
+        more = ", ..." if len(like) > _MOST_NAMED else ""
         raise ValueError(
             f"{caller}: the state was made for leaves of other shapes: its moments have vectors "
-            f"of {found} values, but the gradients ({shapes}{', ...' * (len(like) > _MOST_NAMED)}) need "
-            f"{wanted or 'none'}. {remedy}"
+            f"of {found} values, but the gradients ({shapes}{more}) need {wanted}. {remedy}"
         )
+
+
+def _sizes(moments: Moments) -> str:
+    """Returns how many vectors of how many values the tables hold."""
+    sizes = (f"{x.shape[0]} x {x.shape[1] - 1}" for x in moments.tables)
+    return ", ".join(sizes) or "no"
 
 
 def require_own_row(caller: str, tree: Pytree) -> None:
