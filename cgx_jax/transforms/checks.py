@@ -128,13 +128,13 @@ def check_state(
     require_paths(caller, "moments", (state.moments.weights,), plan.leaves, treedef, remedy)
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
     made = jax.eval_shape(lambda: precondition.init(like))
-    found, wanted = _sizes(state.moments), _sizes(made)
-    if found != wanted:
+    held, needed = _sizes(state.moments), _sizes(made)
+    if held != needed:
         shapes = ", ".join(str(list(x.shape)) for x in like[:_MOST_NAMED])
         more = ", ..." if len(like) > _MOST_NAMED else ""
         raise ValueError(
             f"{caller}: the state was made for leaves of other shapes: its moments have vectors "
-            f"of {found} values, but the gradients ({shapes}{more}) need {wanted}. {remedy}"
+            f"of {held} values, but the gradients ({shapes}{more}) need {needed}. {remedy}"
         )
 
 
