@@ -374,10 +374,11 @@ def gpu_tuned() -> str:
     return table(["links", "`lax.psum`", "best", "choice", "share"], body)
 
 
-def gpu_models(world: int = 2) -> str:
+def gpu_models(model: str = "gpt2", world: int = 2) -> str:
     """The times of training steps by the ranks' rate."""
     runs = measure.read(RESULTS / "gpu_h100_models" / "models.jsonl")
-    runs = [run for run in runs if run.get("check") == "model_steps" and run["world"] == world]
+    case = ("model_steps", model, world)
+    runs = [run for run in runs if (run.get("check"), run.get("model"), run["world"]) == case]
     columns = [{row["way"]: row["seconds"] for row in run["rows"]} for run in runs]
     rates = [r["rate"] if r["rate"] == "unlimited" else f"{r['rate']} Gbit/s" for r in runs]
     body = [
@@ -388,6 +389,10 @@ def gpu_models(world: int = 2) -> str:
 
 def gpu_models_4() -> str:
     return gpu_models(world=4)
+
+
+def gpu_models_resnet50() -> str:
+    return gpu_models("resnet50")
 
 
 def gpu_pretrain() -> str:
@@ -754,6 +759,7 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_tuned,
         gpu_models,
         gpu_models_4,
+        gpu_models_resnet50,
         gpu_pretrain,
         gpu_windows,
         in_flight,

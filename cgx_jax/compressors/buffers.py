@@ -96,6 +96,11 @@ def _encoded(code: Any, shape: tuple[int, ...], key: Key, x: jax.Array) -> jax.A
     return payload
 
 
+def _decoded(code: Any, shape: tuple[int, ...], payload: jax.Array) -> jax.Array:
+    values: jax.Array = code.decode(payload, shape, jnp.float32)
+    return values
+
+
 def _decoded_rows(code: Any, run: tuple[int, ...], rows: jax.Array) -> jax.Array:
     return _RowByRow(code).decode(rows, run, jnp.float32)
 
@@ -197,7 +202,7 @@ class _ChunksLeafByLeaf(ChunkCode):
         if residuals is None:
             return jnp.concatenate(out), None
         filled = []
-        back = _each(of_sums, lambda code, run, x: code.decode(x, run, jnp.float32), out)
+        back = _each(of_sums, _decoded, out)
         for i, (c, x) in enumerate(zip(codes, leaves, strict=True)):
             lost = (totals[i] - back[i]) * np.float32(divisor)
             whole = jnp.zeros(inner[i].shape, jnp.float32).at[rank].set(lost)
@@ -254,9 +259,7 @@ class _WholeLeafByLeaf(WholeCode):
         payloads = _each(self._kinds(), _encoded, keys, values)
         lost = None
         if residual:
-            back = _each(
-                self._kinds(), lambda code, shape, x: code.decode(x, shape, jnp.float32), payloads
-            )
+            back = _each(self._kinds(), _decoded, payloads)
             lost = [x - y for x, y in zip(values, back, strict=True)]
         return jnp.concatenate(payloads), outside.taken_out(lost, each, leaves)
 
