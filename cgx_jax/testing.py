@@ -192,7 +192,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
             _same(mesh, axis, exchange, Exchange.permute, rows[:, 0], moved, pairs)
     code = Quantize(4)
     x = np.stack([_normal(r, (world, 3000)) for r in range(world)])
-    slot = code.slot(x[0].size)
+    slot = code.slot(x[0].shape)
     if "all_reduce" in exchange.can:
         layout = Layout((slot,), world)
         seeds = (np.zeros(2, np.uint32),) * 2
@@ -230,7 +230,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
             return fused.sums[0]
 
         _alike(mesh, axis, exchange, x, one_shot, _composed(GatherSum(), code, (seed,)))
-    row = Layout((code.slot(x[0, 0].size),), 1)
+    row = Layout((code.slot(x[0, 0].shape),), 1)
     words = np.zeros((world, 2), np.uint32)
     if "reduce_scatter" in exchange.can:
         _alike(
@@ -239,7 +239,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
             exchange,
             x,
             lambda own, axes: exchange.reduce_scatter("check", words, own, row, axes),
-            lambda own, axes: code.row_kernels(own[0].size).accumulate(
+            lambda own, axes: code.row_kernels(own[0].shape).accumulate(
                 axes.rank(),
                 xla.scatter(jax.vmap(lambda v: code.encode(v))(own), axes),
                 jnp.take(own, axes.rank(), axis=0),
@@ -253,7 +253,7 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
             exchange,
             x[:, 0],
             lambda own, axes: exchange.all_gather("check", words[0], own, row, axes),
-            lambda own, axes: code.row_kernels(own.size).decode(
+            lambda own, axes: code.row_kernels(own.shape).decode(
                 xla.gather(code.encode(own), axes), own.shape, own.dtype
             ),
         )

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 META_BYTES = 8
 GROUP = 32  # codes are packed in groups of 32 values, so bucket sizes are multiples of 32
 MAX_BITS = 8
+MASK_BITS = 16  # of a record: its mask tells which segments of the bucket are zero
 ROUNDINGS = ("nearest", "stochastic", "correlated")  # a kernel call has the index
 FUSION_BYTES = 64 << 20  # uncompressed bytes per fusion buffer
 # The same in the backward pass: small enough that reductions start while the pass still runs, and
@@ -22,7 +24,7 @@ HOOK_FUSION_BYTES = 4 << 20
 
 
 def record_bytes(values: int, bits: int) -> int:
-    """Returns the bytes of one bucket of `values` values: its range and its packed codes."""
+    """Returns the bytes of one bucket of `values` values: its header and its packed codes."""
     return META_BYTES + bits * 4 * -(-values // GROUP)
 
 
@@ -32,6 +34,25 @@ def leaf_bytes(size: int, bits: int, bucket_size: int) -> int:
     return full * record_bytes(bucket_size, bits) + (record_bytes(tail, bits) if tail else 0)
 
 
+@functools.lru_cache(maxsize=4096)
+def mask_segment(row: int, bucket_size: int) -> int:
+    """Returns how many values a bit of a record's mask stands for; `row` is a row's length.
+
+    It is the smallest divisor of `row` of which no bucket meets more than MASK_BITS segments. Then
+    the mask tells every row of zeros from its neighbours. Rows may be too short for this.
+    """
+    fits = bucket_size // MASK_BITS
+    for segment in (d for d in _divisors(row) if d >= fits):
+        if bucket_size % segment == 0 or (bucket_size - 2) // segment + 2 <= MASK_BITS:
+            return segment
+    return fits
+
+
+def _divisors(n: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """One leaf's place in a fusion buffer, as the kernels see it.
@@ -39,7 +60,7 @@ class Slot:
     `rounding` is one of ROUNDINGS. `number` identifies the leaf to the noise generator and to the
     signs of its rotation. It is the leaf's place in the user's tree, so that fusion does not change
     a leaf's bytes. With `units`, the call has two more operands, by which the leaf's values are
-    multiplied.
+    multiplied. A bit of a record's mask stands for `segment` values, by default a 16th of a bucket.
     """
 
     size: int
@@ -49,6 +70,11 @@ class Slot:
     number: int
     rotation: bool = False
     units: bool = False
+    segment: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.segment:
+            object.__setattr__(self, "segment", self.bucket_size // MASK_BITS)
 
     @property
     def bytes(self) -> int:
@@ -125,11 +151,11 @@ class Layout:
         return self.with_units((False,) * len(self.slots))
 
     def attributes(self) -> dict[str, Sequence[int]]:
-        """Returns a kernel call's attributes: six numbers per slot (xla_ffi/handlers/slots.h)."""
+        """Returns a kernel call's attributes: seven numbers per slot (xla_ffi/handlers/slots.h)."""
         numbers: list[int] = []
         for s in self.slots:
             numbers += (s.bits, s.bucket_size, ROUNDINGS.index(s.rounding), s.number)
-            numbers += (int(s.rotation), int(s.units))
+            numbers += (int(s.rotation), int(s.units), s.segment)
         return {"slots": numbers}
 
 

@@ -48,6 +48,7 @@ class Case:
     compressor: Any
     reductions: tuple[str, ...] = ("scatter_gather", "gather_sum", "ring", "tree")
     dtypes: tuple[str, ...] = FLOATS
+    zeros: str = "stay"  # exactly; "rows": rows of zeros do; "move": none do
 
     @property
     def stateful(self):
@@ -55,24 +56,24 @@ class Case:
 
 
 CASES = {
-    "quantize 1": Case(Quantize(1, 64)),
-    "quantize 3": Case(Quantize(3, 96)),
-    "quantize 4": Case(Quantize(4)),
-    "quantize 8": Case(Quantize(8, 32)),
-    "stochastic": Case(Quantize(2, 128, "stochastic")),
-    "correlated": Case(Quantize(4, 128, "correlated")),
-    "rotated, correlated": Case(Quantize(4, 96, "correlated", rotation=True)),
-    "rotated": Case(Quantize(4, 128, rotation=True)),
-    "rotated, stochastic": Case(Quantize(3, 96, "stochastic", rotation=True)),
+    "quantize 1": Case(Quantize(1, 64), zeros="rows"),
+    "quantize 3": Case(Quantize(3, 96), zeros="rows"),
+    "quantize 4": Case(Quantize(4), zeros="rows"),
+    "quantize 8": Case(Quantize(8, 32), zeros="rows"),
+    "stochastic": Case(Quantize(2, 128, "stochastic"), zeros="rows"),
+    "correlated": Case(Quantize(4, 128, "correlated"), zeros="rows"),
+    "rotated, correlated": Case(Quantize(4, 96, "correlated", rotation=True), zeros="rows"),
+    "rotated": Case(Quantize(4, 128, rotation=True), zeros="rows"),
+    "rotated, stochastic": Case(Quantize(3, 96, "stochastic", rotation=True), zeros="rows"),
     "bfloat16": Case(Cast(jnp.bfloat16)),
     "float16": Case(Cast(jnp.float16)),
     "float8": Case(Cast(jnp.float8_e5m2)),
     "float8 without infinity": Case(Cast(jnp.float8_e4m3fn)),
     "identity": Case(Identity(), reductions=()),
-    "sign": Case(SignSGD(), reductions=("scatter_gather",)),
-    "sign of momentum": Case(Signum(0.5), reductions=("scatter_gather",)),
-    "scaled sign": Case(ScaledSign(96)),
-    "one bit": Case(OneBit(100)),
+    "sign": Case(SignSGD(), reductions=("scatter_gather",), zeros="move"),
+    "sign of momentum": Case(Signum(0.5), reductions=("scatter_gather",), zeros="move"),
+    "scaled sign": Case(ScaledSign(96), zeros="move"),
+    "one bit": Case(OneBit(100), zeros="move"),
     "qsgd": Case(QSGD(7, 128)),
     "qsgd of the largest": Case(QSGD(3, 50, norm="max")),
     "qsgd in 8 bits": Case(QSGD(127)),
@@ -97,14 +98,14 @@ CASES = {
     "random k": Case(RandomK(0.1), reductions=("sum_rounds",)),
     "random k, unbiased": Case(RandomK(0.3, scaled=True), reductions=("sum_rounds",)),
     "adaptive threshold": Case(AdaptiveThreshold(0.1), reductions=("gather_sum",)),
-    "quantile bins": Case(SketchML(16)),
+    "quantile bins": Case(SketchML(16), zeros="move"),
     "classes of exponents": Case(INCEPTIONN((0.1, 0.3, 0.5))),
-    "low rank": Case(PowerSGD(2), reductions=("sum_rounds",)),
+    "low rank": Case(PowerSGD(2), reductions=("sum_rounds",), zeros="rows"),
     "chunked toy": Case(Steps()),
     "voting toy": Case(Vote(), reductions=("scatter_gather",)),
     "sparse toy": Case(Largest(), reductions=("gather_sum",)),
     "toy with state": Case(Difference(), reductions=("gather_sum",)),
-    "summed toy": Case(RankOne(), reductions=("sum_rounds",)),
+    "summed toy": Case(RankOne(), reductions=("sum_rounds",), zeros="rows"),
 }
 LOSSY = {name: case for name, case in CASES.items() if case.reductions}
 CHUNKED = {

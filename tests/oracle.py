@@ -1,4 +1,4 @@
-"""Wire format 1 in NumPy, written only from docs/wire_format.md: what every kernel must equal.
+"""Wire format 2 in NumPy, written only from docs/wire_format.md: what every kernel must equal.
 
 A fusion buffer is a list of `Leaf`; values are fp32, bf16 or f16, payloads uint8. NumPy rounds
 every operation to fp32 separately, as the format demands. Tests compare bytes, without tolerances.
@@ -27,6 +27,11 @@ class Leaf:
     rounding: int = 0  # nearest, stochastic, correlated
     number: int = 0
     rotation: bool = False
+    segment: int = 0  # 0: a 16th of a bucket
+
+    @property
+    def segment_size(self):
+        return self.segment or self.bucket_size // 16
 
     def parts(self):
         """(first bucket, buckets, values in each): the full buckets, then the short one."""
@@ -142,10 +147,15 @@ def clip(x, lo, hi, bits):
     return np.where(low < high, low, lo), np.where(low < high, high, hi)
 
 
-def encode_records(x, leaf, first, key, offset=0.0):
+def rounded_up(x):
+    """Returns the smallest bf16 that is at least x >= 0, as fp32."""
+    return ((x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def encode_records(x, leaf, first, key, offset, masks):
     """Returns records u8[k, bytes] of the buckets x[k, n], which the leaf numbers from `first` on.
 
-    Buckets of a rotated leaf are already rotated, and have all 8 m values.
+    Buckets of a rotated leaf are already rotated, and have all 8 m values. `masks` are u32[k].
     """
     x = x.astype(np.float32)
     (k, n), top = x.shape, np.float32(2**leaf.bits - 1)
@@ -160,6 +170,8 @@ def encode_records(x, leaf, first, key, offset=0.0):
         for _ in range(2):  # the topmost level is finite
             unit = np.where(lo + unit * top <= MOST, unit, np.nextafter(unit, np.float32(0)))
         unit = np.where(good & (unit >= TINY), unit, np.float32(0))
+        masked = (masks[:, None] != 0) & good & (lo + rounded_up(unit) * top <= MOST)
+        unit = np.where(masked, rounded_up(unit), unit)
         lo = np.where(good, lo, QUIET_NAN)
         r = np.float32(0.5)
         if leaf.rounding:
@@ -172,18 +184,71 @@ def encode_records(x, leaf, first, key, offset=0.0):
     for row in range(8):
         number |= codes[:, row * m : (row + 1) * m] << np.uint64(row * leaf.bits)
     planes = [(number >> np.uint64(8 * j)).astype(np.uint8) for j in range(leaf.bits)]
-    return np.concatenate([lo.view(np.uint8), unit.view(np.uint8), *planes], 1)
+    word = unit.view(np.uint32) | np.where(masked, masks[:, None] | np.uint32(1 << 31), 0)
+    meta = (lo.astype(np.float32), word.astype(np.uint32))
+    return np.concatenate([*(v.view(np.uint8) for v in meta), *planes], 1)
+
+
+def words_of(records):
+    """Returns (lo fp32[k, 1], unit fp32[k, 1], mask u32[k]) of records u8[k, bytes]."""
+    lo, word = records[:, :4].copy().view(np.float32), records[:, 4:8].copy().view(np.uint32)
+    masked = word >> np.uint32(31) == 1
+    unit = np.where(masked, word & np.uint32(0x7FFF0000), word).view(np.float32)
+    return lo, unit, np.where(masked, word & np.uint32(0xFFFF), np.uint32(0))[:, 0]
 
 
 def decode_records(records, n, bits):
     """Returns the values fp32[k, n] of records u8[k, bytes]."""
     records = np.ascontiguousarray(records)
-    lo, unit = records[:, :4].copy().view(np.float32), records[:, 4:8].copy().view(np.float32)
+    lo, unit, _ = words_of(records)
     planes = records[:, 8:].reshape(len(records), bits, -1).astype(np.uint64)
     number = sum(planes[:, j] << np.uint64(8 * j) for j in range(bits))
     rows = [(number >> np.uint64(r * bits)) & np.uint64(2**bits - 1) for r in range(8)]
     with np.errstate(all="ignore"):
         return lo + unit * np.concatenate(rows, 1)[:, :n].astype(np.float32)
+
+
+def segment_of(row, bucket_size):
+    """Returns the values of a segment, for a leaf with this last dimension."""
+
+    def fits(segment):
+        most = bucket_size / segment
+        if bucket_size % segment:
+            most = (bucket_size - 2) // segment + 2
+        return most <= 16
+
+    divisors = (d for d in range(1, row + 1) if row % d == 0)
+    return next((d for d in divisors if fits(d)), bucket_size // 16)
+
+
+def segments(leaf):
+    """Returns each value's bucket, and the number of its segment in the bucket."""
+    place = np.arange(leaf.size)
+    bucket = place // leaf.bucket_size
+    size = leaf.segment_size
+    return bucket, place // size - bucket * leaf.bucket_size // size
+
+
+def zero_masks(x, leaf):
+    """Returns the masks of a leaf's zero segments, u32[buckets]."""
+    bucket, number = segments(leaf)
+    present, other = np.zeros((2, -(-leaf.size // leaf.bucket_size), 16), bool)
+    present[bucket, number] = True
+    nonzero = np.asarray(x).astype(np.float32) != 0
+    other[bucket[nonzero], number[nonzero]] = True
+    bits = (present & ~other).astype(np.uint64) << np.arange(16, dtype=np.uint64)
+    return bits.sum(1).astype(np.uint32)
+
+
+def all_zero_masks(values, leaves):
+    return [zero_masks(x, leaf) for x, leaf in zip(values, leaves, strict=True)]
+
+
+def without_masked(x, mask, leaf):
+    """Returns the leaf's values, 0 where the mask of their segment is 1."""
+    bucket, number = segments(leaf)
+    masked = mask[bucket] >> number.astype(np.uint32) & np.uint32(1)
+    return np.where(masked, np.float32(0), x)
 
 
 def padded(leaf):
@@ -217,29 +282,56 @@ def rotate_back(x, leaf):
     return clean(x[: leaf.size])
 
 
-def encode_leaf(x, leaf, key, offset):
-    data = each_part(x, leaf, lambda b, first: encode_records(b, leaf, first, key, offset))
-    return data.astype(np.uint8)
+def encode_leaf(x, leaf, key, offset, masks):
+    def records(buckets, first):
+        return encode_records(
+            buckets, leaf, first, key, offset, masks[first : first + len(buckets)]
+        )
+
+    return each_part(x, leaf, records).astype(np.uint8)
+
+
+def each_record(data, leaf):
+    """Yields (records u8[k, bytes], coded values in each) of each part of a leaf's bytes."""
+    for first, count, n in leaf.parts():
+        at, size = first * record_bytes(leaf.bucket_size, leaf.bits), record_bytes(n, leaf.bits)
+        records = data[at : at + count * size].reshape(count, size)
+        yield records, 8 * columns(n) if leaf.rotation else n
 
 
 def decode_leaf(data, leaf):
     """Returns the coded values, which are still rotated in a leaf with rotation."""
-    out = [np.zeros(0, np.float32)]
-    for first, count, n in leaf.parts():
-        at, size = first * record_bytes(leaf.bucket_size, leaf.bits), record_bytes(n, leaf.bits)
-        records = data[at : at + count * size].reshape(count, size)
-        n = 8 * columns(n) if leaf.rotation else n
-        out.append(decode_records(records, n, leaf.bits).reshape(-1))
-    return np.concatenate(out)
+    parts = [
+        decode_records(records, n, leaf.bits).reshape(-1) for records, n in each_record(data, leaf)
+    ]
+    return np.concatenate([np.zeros(0, np.float32), *parts])
+
+
+def masks_of(data, leaf):
+    """Returns the masks in a leaf's bytes, u32[buckets]."""
+    parts = [words_of(records)[2] for records, _ in each_record(data, leaf)]
+    return np.concatenate([np.zeros(0, np.uint32), *parts])
+
+
+def each_leaf(data, leaves):
+    """Returns the bytes of every leaf."""
+    return [data[a:b] for a, b in itertools.pairwise(leaf_starts(leaves))]
 
 
 def decode_buffer(data, leaves):
-    at = leaf_starts(leaves)
-    return [decode_leaf(data[a:b], leaf) for leaf, a, b in zip(leaves, at, at[1:], strict=False)]
+    return [decode_leaf(d, leaf) for d, leaf in zip(each_leaf(data, leaves), leaves, strict=True)]
 
 
-def encode_buffer(values, leaves, key, offset=0.0):
-    parts = [encode_leaf(v, leaf, key, offset) for v, leaf in zip(values, leaves, strict=True)]
+def buffer_masks(data, leaves):
+    return [masks_of(d, leaf) for d, leaf in zip(each_leaf(data, leaves), leaves, strict=True)]
+
+
+def encode_buffer(values, leaves, key, offset, masks):
+    """Encodes coded values; `masks` has one entry per leaf, u32[buckets]."""
+    parts = [
+        encode_leaf(v, leaf, key, offset, mask)
+        for v, leaf, mask in zip(values, leaves, masks, strict=True)
+    ]
     return np.concatenate([np.zeros(0, np.uint8), *parts])
 
 
@@ -283,7 +375,8 @@ def encode(values, leaves, world, rank=-1, key=(0, 0), units=()):
     """Returns (payload u8[world, chunk_bytes], residuals); chunk `rank` is the caller's own."""
     begin, row = layout(leaves, world)
     coded = rotate_all(multiply(values, units, 0), leaves)
-    data = encode_buffer(coded, leaves, key, np.float32(max(rank, 0)) / np.float32(world))
+    offset = np.float32(max(rank, 0)) / np.float32(world)
+    data = encode_buffer(coded, leaves, key, offset, all_zero_masks(values, leaves))
     payload = np.zeros((world, row), np.uint8)
     for w in range(world):
         if w != rank:
@@ -293,19 +386,41 @@ def encode(values, leaves, world, rank=-1, key=(0, 0), units=()):
     for c, y, leaf in zip(coded, decode_buffer(data, leaves), leaves, strict=True):
         with np.errstate(all="ignore"):
             residuals.append(rotate_back(clean(c - y), leaf))
+    residuals = all_without_masked(multiply(residuals, units, 1), data, leaves)
     residuals = [
         narrow(np.where(mine, np.float32(0), rest), x.dtype)
-        for x, rest, mine in zip(values, multiply(residuals, units, 1), own, strict=True)
+        for x, rest, mine in zip(values, residuals, own, strict=True)
     ]
     return payload, residuals
+
+
+def all_without_masked(values, data, leaves):
+    """Returns the values of all leaves, 0 where the masks in a buffer's bytes are 1."""
+    parts = zip(values, buffer_masks(data, leaves), leaves, strict=True)
+    return [without_masked(x, mask, leaf) for x, mask, leaf in parts]
+
+
+def addend(data, leaf):
+    """Returns a peer's coded values as they are added up: zero segments are exactly zero."""
+    coded, mask = decode_leaf(data, leaf), masks_of(data, leaf)
+    masked = rotate(without_masked(rotate_back(coded, leaf), mask, leaf), leaf)
+    return np.where(np.repeat(mask != 0, leaf.bucket_size)[: padded(leaf)], masked, coded)
 
 
 def add_peers(totals, buffers, leaves):
     with np.errstate(all="ignore"):
         for data in buffers:
-            decoded = decode_buffer(data, leaves)
+            decoded = [addend(d, f) for d, f in zip(each_leaf(data, leaves), leaves, strict=True)]
             totals = [t + d for t, d in zip(totals, decoded, strict=True)]
         return totals
+
+
+def common_masks(masks, buffers, leaves):
+    """Returns each leaf's mask and the peers' masks: 1 where all are 1."""
+    for data in buffers:
+        pairs = zip(masks, buffer_masks(data, leaves), strict=True)
+        masks = [mask & peer for mask, peer in pairs]
+    return masks
 
 
 def divide(totals, divisor):
@@ -330,14 +445,15 @@ def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=(),
     coded = rotate_all(multiply(values, units, 0), leaves)
     totals = divide(add_peers(coded, buffers, leaves), divisor)
     out = np.zeros(row, np.uint8)
-    data = encode_buffer(totals, leaves, key)
+    masks = common_masks(all_zero_masks(values, leaves), buffers, leaves)
+    data = encode_buffer(totals, leaves, key, 0, masks)
     out[:used] = data[own]
     mine = in_chunk(leaves, begin[rank], begin[rank + 1])
     lost = []
     for t, y, leaf in zip(totals, decode_buffer(data, leaves), leaves, strict=True):
         with np.errstate(all="ignore"):
             lost.append(clean(rotate_back(clean(t - y), leaf) * np.float32(divisor)))
-    lost = multiply(lost, units, 1)
+    lost = all_without_masked(multiply(lost, units, 1), data, leaves)
     filled = [
         np.where(here, narrow(x, e.dtype), e)
         for e, x, here in zip(residuals, lost, mine, strict=False)
@@ -346,15 +462,15 @@ def reduce(values, payload, leaves, rank, divisor=1.0, key=(0, 0), residuals=(),
 
 
 def checked(data, leaves):
-    """Replaces the meta of every record whose meta is not finite by (quiet NaN, 0)."""
+    """Replaces lo and unit of every record in which one is not finite by quiet NaN and 0."""
     data = data.copy()
-    for leaf, start in zip(leaves, leaf_starts(leaves), strict=False):
-        for first, count, n in leaf.parts():
-            at = start + first * record_bytes(leaf.bucket_size, leaf.bits)
-            size = record_bytes(n, leaf.bits)
-            metas = data[at : at + count * size].reshape(count, size)[:, :8]
-            strange = ~np.isfinite(metas.copy().view(np.float32)).all(axis=1)
-            metas[strange] = np.array([QUIET_NAN, 0], np.float32).view(np.uint8)
+    for part, leaf in zip(each_leaf(data, leaves), leaves, strict=True):
+        for records, _ in each_record(part, leaf):
+            lo, unit, mask = words_of(records)
+            strange = ~np.isfinite(lo + 0 * unit)[:, 0]
+            word = np.where(mask != 0, mask | np.uint32(1 << 31), 0).astype(np.uint32)
+            records[strange, :4] = np.frombuffer(QUIET_NAN.tobytes(), np.uint8)
+            records[strange, 4:8] = word[strange, None].view(np.uint8)
     return data
 
 
@@ -363,7 +479,8 @@ def decode(payload, leaves, dtypes, units=()):
     data = np.concatenate(
         [row[: b - a] for row, a, b in zip(payload, begin, begin[1:], strict=False)]
     )
-    coded = decode_buffer(checked(data, leaves), leaves)
+    data = checked(data, leaves)
+    coded = decode_buffer(data, leaves)
     values = [rotate_back(y, leaf) for y, leaf in zip(coded, leaves, strict=True)]
     each = list(units) or [None] * len(leaves)
     staged = [leaf.rotation or u is not None for leaf, u in zip(leaves, each, strict=True)]
@@ -371,6 +488,7 @@ def decode(payload, leaves, dtypes, units=()):
     values = multiply(values, units, 1)
     most = [MOST if u is None else largest(t) for u, t in zip(each, dtypes, strict=True)]
     values = [np.clip(x, -m, m) if s else x for x, m, s in zip(values, most, staged, strict=True)]
+    values = all_without_masked(values, data, leaves)
     return [narrow(x, t) for x, t in zip(values, dtypes, strict=True)]
 
 
@@ -382,6 +500,7 @@ def accumulate(values, payload, leaves, rank=-1, divisor=1.0):
     """Returns (leaf + decoded payloads of all peers except `rank`) / divisor, in the leaf's dtype.
 
     For a rotated leaf, the peers' values are added up and rotated back before the leaf is added.
+    They are 0 where all peers' masks are 1.
     """
     buffers = [row for peer, row in enumerate(payload) if peer != rank]
     own = [v.astype(np.float32) for v in values]
@@ -390,10 +509,11 @@ def accumulate(values, payload, leaves, rank=-1, divisor=1.0):
         for x, leaf in zip(own, leaves, strict=True)
     ]
     totals = add_peers(start, buffers, leaves)
+    masks = common_masks(all_zero_masks([np.zeros_like(x) for x in own], leaves), buffers, leaves)
     with np.errstate(all="ignore"):
         totals = [
-            x + rotate_back(t, leaf) if leaf.rotation else t
-            for x, t, leaf in zip(own, totals, leaves, strict=True)
+            x + without_masked(rotate_back(t, leaf), mask, leaf) if leaf.rotation else t
+            for x, t, mask, leaf in zip(own, totals, masks, leaves, strict=True)
         ]
     totals = divide(totals, divisor)
     return [narrow(clean(t), v.dtype) for t, v in zip(totals, values, strict=True)]

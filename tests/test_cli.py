@@ -26,7 +26,7 @@ def test_doctor_names_what_is_there_and_what_mends_the_rest():
     found = {line[:18].strip(): line[18:].strip() for line in out.splitlines() if line[0] != " "}
     for name in ("python", "jax", "jaxlib", "numpy", "cgx_jax", "processor", "CUDA", "NCCL", "MPI"):
         assert found[name], name
-    assert found["wire format"] == "1"
+    assert found["wire format"] == "2"
     assert found["devices"] == "3 (cpu) in 1 processes"
     assert "within the error bound" in found["self-test"]
     if "not installed" in found["MPI"]:

@@ -28,12 +28,17 @@ def layout_of(fields, world):
 
 
 def values(sizes, dtype=np.float32, seed=0):
-    """Normal values of many scales, with a constant bucket and one that is not finite."""
+    """Normal values of many scales: zeros, a constant bucket and some that are not finite."""
     rng = np.random.default_rng(seed)
     out = []
     for n in sizes:
         x = rng.normal(size=n) * np.exp2(rng.integers(-20, 4, n // 64 + 1)).repeat(64)[:n]
         x[2000:2600] = 3
+        x[3000::5] = x[3200:3500] = x[3600:3620] = 0
+        x[3610:3611] = -0.0
+        x[4000:4200] = np.abs(x[4000:4200])
+        x[4200:4400] = -np.abs(x[4200:4400])
+        x[4400:4600] += 100
         x[5000:5001] = np.nan
         x[7000:7001] = np.inf
         out.append(x.astype(np.float32).astype(dtype))
@@ -58,7 +63,8 @@ def test_bytes_of_many_buckets_of_every_width_are_the_oracles(rounding):
     sizes, world, rank = [64 * 300] * 7 + [64 * 300 + 17, 0], 3, 2
     layout, leaves = layout_of([(n, i % 8 + 1, 64, rounding) for i, n in enumerate(sizes)], world)
     x = values(sizes)
-    want = oracle.encode_buffer(x, leaves, KEY, np.float32(rank) / np.float32(world))
+    offset = np.float32(rank) / np.float32(world)
+    want = oracle.encode_buffer(x, leaves, KEY, offset, oracle.all_zero_masks(x, leaves))
     encode = functools.partial(compiled, reference.encode, KEY, layout=layout)
     rows, *lost = encode(jnp.int32(rank), *x, residual=True)
     begin, _ = oracle.layout(leaves, world)
@@ -83,7 +89,11 @@ def test_reduced_bytes_and_residuals_of_every_width_are_the_oracles(rounding):
     fields = [(n, 1 + i, 64, rounding) for i, n in enumerate(sizes)]
     layout, leaves = layout_of(fields, world)
     x, kept = values(sizes), [np.full(n, 7, np.float32) for n in sizes]
-    peers = [oracle.encode_buffer(values(sizes, seed=r), leaves, KEY) for r in range(world)]
+    every = [values(sizes, seed=r) for r in range(world)]
+    peers = [
+        oracle.encode_buffer(own, leaves, KEY, 0, oracle.all_zero_masks(own, leaves))
+        for own in every
+    ]
     begin, row = oracle.layout(leaves, world)
     reduce = jax.jit(functools.partial(chunk.reduce, layout=layout, divisor=3.0))
     for rank in range(world):
@@ -107,10 +117,11 @@ def test_reduced_bytes_of_rotated_leaves_decode_to_the_oracles_up_to_a_level(rou
     sizes, world, rank = [64 * 20 + 5, 512, 64 * 33], 3, 1
     layout, leaves = layout_of([(n, 6, 64, rounding, True) for n in sizes], world)
     x = [np.random.default_rng(i).normal(size=n).astype(np.float32) for i, n in enumerate(sizes)]
-    peer = oracle.encode_buffer(oracle.rotate_all(x, leaves), leaves, KEY)
-    begin, row = oracle.layout(leaves, world)
-    own = slice(begin[rank], begin[rank + 1])
-    payload = np.tile(np.pad(peer[own], (0, row - len(peer[own]))), (world, 1))
+    for v in x:
+        v[40:150] = v[300:] = 0
+    y = [np.where(np.arange(v.size) % 8 < 4, v, np.float32(0)) for v in x]
+    peers = [oracle.encode(v, leaves, world)[0][rank] for v in (x, x, y)]
+    payload = np.stack(peers)
     want, _ = oracle.reduce(x, payload, leaves, rank, 3.0, KEY)
     (got,) = compiled(chunk.reduce, KEY, jnp.int32(rank), payload, *x, layout=layout, divisor=3.0)
     assert (got != want).mean() < 0.02
@@ -120,6 +131,14 @@ def test_reduced_bytes_of_rotated_leaves_decode_to_the_oracles_up_to_a_level(rou
         other[rank] = chosen
         decoded.append(np.concatenate(oracle.decode(other, leaves, [np.float32] * 3)))
     np.testing.assert_allclose(*decoded, atol=0.2)
+    ones = [np.ones(n, np.float32) for n in sizes]
+    kept = [
+        oracle.without_masked(one, oracle.zero_masks(v, f), f)
+        for one, v, f in zip(ones, x, leaves, strict=True)
+    ]
+    zeros = np.concatenate(kept) == 0
+    assert zeros.sum() > 1000
+    assert not any(d[zeros].any() for d in decoded)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -164,7 +183,7 @@ def lowered(world, batch=1, residuals=True):
 def test_the_program_does_not_grow_with_the_number_of_ranks(batch):
     sizes = {world: len(lowered(world, batch)) for world in (4, 8, 16, 64)}
     assert max(sizes.values()) < 1.1 * sizes[4], sizes
-    assert sizes[4] < 3000, sizes  # lines, for three leaves
+    assert sizes[4] < 3600, sizes  # lines, for three leaves
 
 
 def test_a_rank_works_on_its_own_chunk_alone():

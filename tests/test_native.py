@@ -1,4 +1,4 @@
-"""The native kernels write the bytes of wire format 1, as the NumPy oracle does."""
+"""The native kernels write the bytes of wire format 2, as the NumPy oracle does."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ import pytest
 
 import oracle
 from cgx_jax.kernels import native
+from cgx_jax.wire import mask_segment
 from oracle import Leaf
 
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")
@@ -33,7 +34,7 @@ def isa(request):
 # --- calling the handlers -----------------------------------------------------------------------
 
 
-SLOT = ("bits", "bucket_size", "rounding", "number", "rotation", "units")
+SLOT = ("bits", "bucket_size", "rounding", "number", "rotation", "units", "segment")
 
 
 def ints(*values):
@@ -44,7 +45,7 @@ def attributes(leaves, world, units=(), **more):
     """Returns a call's attributes; `slots` has the numbers that SLOT names, for each leaf."""
     own = [unit is not None for unit in units] or [False] * len(leaves)
     rows = [
-        (f.bits, f.bucket_size, f.rounding, f.number, f.rotation, unit)
+        (f.bits, f.bucket_size, f.rounding, f.number, f.rotation, unit, f.segment)
         for f, unit in zip(leaves, own, strict=True)
     ]
     return {"slots": ints(*np.ravel(rows)), "world": np.int64(world)} | more
@@ -125,9 +126,9 @@ def assert_same_bytes(got, want, what):
 def check_all_calls(values, leaves, world, rank, divisor, units=()):
     """Checks every handler against the oracle, on payloads of `world` different ranks."""
     what = f"world {world}, rank {rank}"
-    own = encode(values, leaves, world, rank, units=units)
+    payload, _ = encode(values, leaves, world, rank, units=units)
     want = oracle.encode(values, leaves, world, rank, KEY, units)
-    assert_same_bytes(own[0], want[0], f"encode, {what}")
+    assert_same_bytes(payload, want[0], f"encode, {what}")
     payload, residuals = encode(values, leaves, world, rank, residual=True, units=units)
     assert_same_bytes(payload, want[0], f"encode with residual, {what}")
     for k, (got, expect) in enumerate(zip(residuals, want[1], strict=True)):
@@ -137,18 +138,21 @@ def check_all_calls(values, leaves, world, rank, divisor, units=()):
     decoded = decode(full, leaves, dtypes, units), oracle.decode(full, leaves, dtypes, units)
     for k, (got, expect) in enumerate(zip(*decoded, strict=True)):
         assert_same_bytes(got, expect, f"decode {k}, {what}")
-    expect, lost = oracle.reduce(values, full, leaves, max(rank, 0), divisor, KEY, residuals, units)
+    # Every other peer has other zeros. Some send what belongs to another chunk: any bytes decode.
+    others = [np.roll(v, 13) for v in values]
+    two = full, oracle.encode(others, leaves, world, -1, KEY, units)[0]
+    own = max(rank, 0)
+    sent = np.stack([two[p % 2][(own + (p % 4 == 2)) % world] for p in range(world)])
+    expect, lost = oracle.reduce(values, sent, leaves, own, divisor, KEY, residuals, units)
     if world == 3 or rank < 0:  # without residuals too, over every width, dtype and rounding
-        got, _ = reduce(values, full, leaves, max(rank, 0), divisor, units=units)
+        got, _ = reduce(values, sent, leaves, own, divisor, units=units)
         assert_same_bytes(got, expect, f"reduce, {what}")
-    got, filled = reduce(
-        values, full, leaves, max(rank, 0), divisor, residuals=residuals, units=units
-    )
+    got, filled = reduce(values, sent, leaves, own, divisor, residuals=residuals, units=units)
     assert_same_bytes(got, expect, f"reduce with residual, {what}")
     for k, (a, b) in enumerate(zip(filled, lost, strict=True)):
         assert_same_bytes(a, b, f"residual {k} of reduce, {what}")
-    row, _ = oracle.encode(values, leaves, 1, -1, KEY)
-    peers = np.concatenate([row] * 3)
+    rows = [oracle.encode(v, leaves, 1, -1, KEY)[0] for v in (values, others)]
+    peers = np.concatenate([rows[0], rows[0], rows[1]])
     for k, (got, expect) in enumerate(
         zip(
             accumulate(values, peers, leaves, 1, divisor),
@@ -165,26 +169,42 @@ EDGES = (0, 1, 5, 31, 32, 33, 127, 128, 129, 511, 512, 513, 1000)
 
 
 CODINGS = {
-    "nearest": {"rounding": 0},
+    "nearest": {"row": 50},
     "stochastic": {"rounding": 1},
     "rotated": {"rotation": True},
-    "rotated correlated": {"rounding": 2, "rotation": True},
+    "rotated correlated": {"rounding": 2, "rotation": True, "row": 50},
 }
 every_coding = pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
 
 
+def leaf_of(size, bits, bucket_size, rounding=0, number=0, rotation=False, row=0):
+    """Returns a leaf with rows of `row` values (0: one row)."""
+    segment = mask_segment(row or size, bucket_size)
+    return Leaf(size, bits, bucket_size, rounding, number, rotation, segment)
+
+
 def edges(bits, bucket_size=512, **coding):
     """One leaf of every awkward size."""
-    return [Leaf(n, bits, bucket_size, number=s, **coding) for s, n in enumerate(EDGES)]
+    return [leaf_of(n, bits, bucket_size, number=s, **coding) for s, n in enumerate(EDGES)]
 
 
 def values_for(leaves, dtype, seed=0):
+    """Normal values of many scales and signs; most leaves have zeros of some kind."""
     rng = np.random.default_rng(seed)
     scale = 10.0 ** rng.uniform(-6, 3, len(leaves))
     return [
-        (rng.standard_normal(leaf.size) * s).astype(np.float32).astype(dtype)
+        (with_zeros(rng.standard_normal(leaf.size), rng) * s).astype(np.float32).astype(dtype)
         for leaf, s in zip(leaves, scale, strict=True)
     ]
+
+
+def with_zeros(x, rng):
+    """Sets single values, rows of a few values, or long runs to 0 or -0; may drop a sign."""
+    length = rng.choice([0, 1, 16, 20, 50, 512, 700])
+    if length:
+        rows = rng.random(-(-x.size // length)) < 0.5
+        x = np.where(np.repeat(rows, length)[: x.size], rng.choice([0.0, -0.0], x.size), x)
+    return rng.choice([lambda v: v, lambda v: v, np.abs, lambda v: -np.abs(v), lambda v: v + 9])(x)
 
 
 @every_coding
@@ -198,8 +218,8 @@ def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, dtype, cod
 
 @pytest.mark.parametrize("bucket_size", [32, 64, 96, 128, 160, 544, 768, 1024, 4128, 1 << 20])
 def test_every_bucket_size_is_the_oracle_s(bucket_size):
-    leaves = edges(5, bucket_size, rounding=1) + edges(3, bucket_size, rotation=True)
-    leaves += [Leaf(9000, 2, bucket_size, number=99, rotation=True)]
+    leaves = edges(5, bucket_size, rounding=1) + edges(3, bucket_size, rotation=True, row=50)
+    leaves += [leaf_of(9000, 2, bucket_size, number=99, rotation=True, row=45)]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 0, 2.0)
 
 
@@ -212,7 +232,7 @@ def test_every_world_size_cuts_the_same_records(world, rank):
 def test_one_buffer_may_mix_dtypes_widths_and_buckets():
     rng = np.random.default_rng(1)
     leaves = [
-        Leaf(int(n), int(b), int(s) * 32, int(r), int(m), bool(t))
+        leaf_of(int(n), int(b), int(s) * 32, int(r), int(m), bool(t), 20)
         for n, b, s, r, m, t in rng.integers([0, 1, 1, 0, 0, 0], [700, 9, 9, 3, 2**31, 2], (30, 6))
     ]
     dtypes = [list(DTYPES.values())[i % 3] for i in range(30)]
@@ -230,9 +250,9 @@ def test_300_leaves_travel_in_one_call():
 @every_coding
 def test_work_split_over_threads_writes_the_same_bytes(coding):
     leaves = [
-        Leaf(2**20 + 3, 4, 512, number=7, **coding),
-        Leaf(300_000, 7, 96, number=8, **coding),
-        Leaf(2**18, 1, 1 << 18, number=9, **coding),
+        leaf_of(2**20 + 3, 4, 512, number=7, **coding),
+        leaf_of(300_000, 7, 96, number=8, **coding),
+        leaf_of(2**18, 1, 1 << 18, number=9, **coding),
     ]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0)
 
@@ -278,13 +298,16 @@ COLUMNS = {"one each": lambda n: n, "one column": lambda n: min(n, 1), "both": d
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_units_multiply_every_value_on_its_way_in_and_out(dtype, coding, columns):
     for bits, world, rank in [(1, 1, -1), (3, 2, 0), (4, 3, 1), (8, 8, 5)]:
-        leaves = [*edges(bits, **coding), Leaf(96 * 43, bits, 544, number=40, **coding)]
+        leaves = [*edges(bits, **coding), leaf_of(96 * 43, bits, 544, number=40, **coding)]
         values = values_for(leaves, DTYPES[dtype], bits)
         check_all_calls(values, leaves, world, rank, world, units_for(leaves, COLUMNS[columns]))
 
 
 def test_units_of_large_leaves_and_of_rows_shorter_than_a_vector():
-    leaves = [Leaf(5 * 3 * 2**16), Leaf(5 * 3 * 2**16, rotation=True, number=1)] * 2
+    leaves = [
+        Leaf(5 * 3 * 2**16),
+        leaf_of(5 * 3 * 2**16, 4, 512, number=1, rotation=True, row=15),
+    ] * 2
     units = [None, *units_for(leaves, lambda n: 5)[1:2], *units_for(leaves, lambda n: n // 3)[1:3]]
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0, units)
 
@@ -308,7 +331,7 @@ def test_units_keep_what_a_dtype_alone_would_not():
 def test_random_buffers_are_the_oracle_s(bits, world, dtype):
     rng = np.random.default_rng(100 * bits + world)
     leaves = [
-        Leaf(int(n), bits, int(s) * 32, int(r), k, bool(t))
+        leaf_of(int(n), bits, int(s) * 32, int(r), k, bool(t), 50)
         for k, (n, s, r, t) in enumerate(rng.integers([0, 1, 0, 0], [50_000, 40, 3, 2], (12, 4)))
     ]
     check_all_calls(values_for(leaves, DTYPES[dtype], bits), leaves, world, world - 1, world + 0.5)
@@ -345,7 +368,7 @@ def test_special_values_are_the_oracle_s(case, dtype):
     with np.errstate(over="ignore"):
         x = np.array(SPECIAL[case], np.float32).astype(DTYPES[dtype])
     leaves = [
-        Leaf(x.size, bits, 64, rounding, bits, rotation)
+        Leaf(x.size, bits, 64, rounding, bits, bool(rotation))
         for bits, rounding, rotation in [(1, 0, 0), (4, 1, 0), (8, 0, 0), (3, 0, 1), (5, 1, 1)]
     ]
     check_all_calls([x] * 5, leaves, 2, 0, 2.0)
@@ -414,6 +437,7 @@ def test_golden_records(case):
         case.get("rounding", 0),
         case.get("number", 0),
         case.get("rotation", False),
+        case.get("segment", 0),
     )
     before = np.zeros(size * bucket, np.float32)
     payload, _ = encode([np.concatenate([before, x])], [leaf], 1, key=case.get("key", KEY))
@@ -438,7 +462,7 @@ def test_layout_is_the_oracle_s(world):
 
 
 def test_the_same_call_gives_the_same_bytes_and_another_key_does_not():
-    leaves = [Leaf(100_000, 4, 512, True)]
+    leaves = [Leaf(100_000, 4, 512, 1)]
     values = values_for(leaves, np.float32)
     first, second = encode(values, leaves, 2)[0], encode(values, leaves, 2)[0]
     assert_same_bytes(first, second, "repeated call")
@@ -447,14 +471,14 @@ def test_the_same_call_gives_the_same_bytes_and_another_key_does_not():
 
 def test_stochastic_rounding_is_unbiased():
     x = np.tile(np.linspace(0, 1, 512, dtype=np.float32), 2000)
-    leaves = [Leaf(x.size, 2, 512, True)]
+    leaves = [Leaf(x.size, 2, 512, 1)]
     (y,) = decode(encode([x], leaves, 1)[0], leaves, [np.float32])
     error = (y - x).reshape(2000, 512).mean(0, dtype=np.float64)
     assert np.abs(error).max() < 5 * (1 / 3) / 2 / np.sqrt(2000)
 
 
 def test_a_batch_is_as_many_calls():
-    leaves = [Leaf(700, 4, 64, True, 3), Leaf(33, 8, 32, False, 4)]
+    leaves = [Leaf(700, 4, 64, 1, 3), Leaf(33, 8, 32, 0, 4)]
     world, batch = 3, 4
     sets = [values_for(leaves, np.float32, b) for b in range(batch)]
     keys = np.arange(2 * batch, dtype=np.uint32).reshape(batch, 2)
@@ -519,9 +543,12 @@ WRONG = [
     Wrong("bucket_size of leaf 0 is 48, must be a multiple of 32", slot={"bucket_size": 48}),
     Wrong("bucket_size of leaf 0 is 0", slot={"bucket_size": 0}),
     Wrong("rounding of leaf 0 is 3", slot={"rounding": 3}),
+    Wrong("segment of leaf 0 is -1", slot={"segment": -1}),
+    Wrong("segment of leaf 0 is 34, must be such that no bucket of 512 values meets more than 16 "
+          "segments", slot={"segment": 34}),
     Wrong("rotation of leaf 0 is 2", slot={"rotation": 2}),
     Wrong("number of leaf 0 is -1", slot={"number": -1}),
-    Wrong("length of slots is 5, expected 6 for each of 1 leaves",
+    Wrong("length of slots is 5, expected 7 for each of 1 leaves",
           attrs={"slots": ints(4, 512, 0, 0, 0)}),
     Wrong("world is 0, must be in", attrs={"world": np.int64(0)}),
     Wrong("size of payload is 2, expected", results={0: ((1, 2, 1), np.uint8)}),

@@ -228,7 +228,7 @@ def test_units_outside_of_the_call_give_the_bytes_of_units_within(dtype, rotatio
     units = [units_of_tree()[i] for i in (1, 3, 2)]
     world, rank = 3, jnp.int32(1)
     layout = Layout(
-        tuple(c.slot(a.size, i) for i, (c, a) in enumerate(zip(codes, x, strict=True))), world
+        tuple(c.slot(a.shape, i) for i, (c, a) in enumerate(zip(codes, x, strict=True))), world
     )
     key = np.uint32([1, 2])
     payload, lost = primitives.encode(key, x, layout, rank=rank, residual=True, units=units)

@@ -213,7 +213,10 @@ class PayloadCompressor(Compressor):
 
     @abc.abstractmethod
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-        """Decodes a payload to an array of `shape` and `dtype`. Takes no sizes from the payload."""
+        """Decodes a payload to an array of `dtype` and of the encoded array's `shape`.
+
+        Takes no sizes from the payload.
+        """
 
     def decode_sum(self, payloads: jax.Array, shape: Sequence[int]) -> jax.Array:
         """Decodes the payloads, u8[ranks, n], and adds them up in fp32 and in rank order."""
@@ -239,8 +242,8 @@ class PayloadCompressor(Compressor):
         """Returns the code that handles a fusion buffer of whole leaves in one call, or None."""
         return None
 
-    def row_kernels(self, size: int) -> RowCode | None:
-        """Returns the code that handles all rows, of `size` values each, in one call, or None."""
+    def row_kernels(self, shape: int | Sequence[int]) -> RowCode | None:
+        """Returns the code that handles all rows, of this shape or size, in one call, or None."""
         return None
 
 

@@ -46,9 +46,9 @@ def whole_code(leaves: tuple[CodedLeaf, ...]) -> WholeCode:
     return _WholeLeafByLeaf(leaves) if kernels is None else kernels
 
 
-def row_code(compressor: PayloadCompressor, size: int) -> RowCode:
-    """Returns the code for rows of `size` values each."""
-    kernels = compressor.row_kernels(size)
+def row_code(compressor: PayloadCompressor, shape: int | Sequence[int]) -> RowCode:
+    """Returns the code for rows of this shape or size each."""
+    kernels = compressor.row_kernels(shape)
     return _RowByRow(compressor) if kernels is None else kernels
 
 

@@ -25,7 +25,7 @@ from cgx_jax.compressors.quantized import (
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.reference import NORMAL_RANGE
 from cgx_jax.kernels.squared_error import quantized_errors
-from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes
+from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes, mask_segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Quantize(PayloadCompressor):
     Rotation costs no bytes, and on gradients it saves more than a bit. The error of a single value
     is then bounded only by its bucket's norm. A non-finite value still spoils its whole bucket
     (Suresh et al., ICML 2017; Vargaftik et al., ICML 2022).
+
+    Rows of zeros stay exactly 0 if they are 0 on every rank, such as rows of an embedding that no
+    rank looked up. A row is the leaf's last dimension, of bucket_size / 16 values or more (a little
+    more if it does not divide bucket_size). A single 0 is rounded like any other value. The
+    reductions "ring" and "levels" cut leaves within rows, so rows of zeros may move there.
 
     Raises ValueError for options outside these limits, TypeError for options of a wrong type, and,
     on encoding, TypeError for another dtype and ValueError for a missing key. Source: CGX (Markov
@@ -114,10 +119,10 @@ class Quantize(PayloadCompressor):
     @property
     def feedback_scale(self) -> float | None:
         # The residual of a bucket has a range of at most 1 / levels of the bucket's own range
-        # (nearest), or twice that (stochastic). From 2 bits on that factor is under 1, so the
-        # residual shrinks from step to step: a max-min code contracts in the range, though not in
-        # the Euclidean norm. With 1 bit it contracts in neither. If it is unbiased, the variance of
-        # a bucket is then at most ω |x|².
+        # (nearest), or twice that (stochastic, with a level less from 3 bits on). From 2 bits on
+        # that factor is under 1, so the residual shrinks from step to step: a max-min code
+        # contracts in the range, though not in the Euclidean norm. With 1 bit it contracts in
+        # neither. If it is unbiased, the variance of a bucket is then at most ω |x|².
         if self.bits > 1:
             return 1.0
         return 1 / (1 + self.bucket_size / 2) if self.unbiased else None
@@ -135,10 +140,17 @@ class Quantize(PayloadCompressor):
         size = shape if isinstance(shape, int) else math.prod(shape)
         return 8 * leaf_bytes(size, self.bits, self.bucket_size)
 
-    def slot(self, size: int, number: int = 0) -> Slot:
-        """Returns this compressor's slot for a leaf of `size` values in a fusion buffer."""
+    def slot(self, shape: int | Sequence[int], number: int = 0) -> Slot:
+        """Returns this compressor's slot for a leaf of this shape, or size, in a fusion buffer."""
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
         return Slot(
-            size, self.bits, self.bucket_size, self.rounding, number, rotation=self.rotation
+            math.prod(shape),
+            self.bits,
+            self.bucket_size,
+            self.rounding,
+            number,
+            rotation=self.rotation,
+            segment=mask_segment((1, *shape)[-1], self.bucket_size),
         )
 
     @classmethod
@@ -149,12 +161,12 @@ class Quantize(PayloadCompressor):
     def whole_kernels(cls, leaves: tuple[CodedLeaf, ...]) -> WholeCode:
         return QuantizedWhole(cls._layout(leaves, 1))
 
-    def row_kernels(self, size: int) -> RowCode:
-        return QuantizedRows(self, Layout((self.slot(size),), 1))
+    def row_kernels(self, shape: int | Sequence[int]) -> RowCode:
+        return QuantizedRows(self, Layout((self.slot(shape),), 1))
 
     @staticmethod
     def _layout(leaves: tuple[CodedLeaf, ...], world: int) -> Layout:
-        return Layout(tuple(x.compressor.slot(x.size, x.number) for x in leaves), world)
+        return Layout(tuple(x.compressor.slot(x.shape, x.number) for x in leaves), world)
 
     def error_bound(self, x: ArrayLike) -> jax.Array:
         """Returns half a unit (nearest) or one (stochastic), plus rounding to fp32 and x's dtype.
@@ -163,8 +175,7 @@ class Quantize(PayloadCompressor):
         and, for subnormal units, the smallest normal number for each level. Buckets that decode to
         NaN have an infinite bound. In a rotated bucket one value may take the error of all values,
         so the bound is a multiple of the bucket's L2 norm. It is infinite where a result may exceed
-        the largest value of a 16-bit dtype, and where the sum of a rotated bucket may overflow
-        fp32.
+        the dtype's largest value, and where the sum of a rotated bucket may overflow fp32.
         """
         values = jnp.ravel(x).astype(jnp.float32)
         pad = -values.size % self.bucket_size
@@ -172,15 +183,16 @@ class Quantize(PayloadCompressor):
         rows = rows.reshape(-1, self.bucket_size)
         spread = buckets.maximum(rows, axis=1) + buckets.maximum(-rows, axis=1)
         levels = 2**self.bits - 1
-        unit = spread / levels
+        unit = spread / levels * (1 + 2.0**-7)  # rounded up to bf16 beside zeros
         largest = buckets.maximum(jnp.abs(rows), axis=1)
         bound = unit * (1.0 if self.unbiased else 0.5) + largest * 2.0**-20
         info = jnp.finfo(jnp.float32)
         lost = float(2**self.bits * info.tiny)
         if self.rotation:
             # No rotated value moves by more than a unit, or half a unit when rounded to nearest. A
-            # unit is at most twice the bucket's norm over the levels. A clipped value moves by less
-            # than itself. A power of two scales large and small values before they are squared.
+            # unit is at most twice the bucket's norm over the levels, before it is rounded up to
+            # bf16. A clipped value moves by less than itself. A power of two scales large and small
+            # values before they are squared.
             power = jnp.select(
                 [largest > 2.0**60, largest < 2.0**-60, largest < 2.0**-20],
                 [2.0**-100, 2.0**100, 2.0**60],
@@ -188,9 +200,10 @@ class Quantize(PayloadCompressor):
             )
             scaled = rows * power[:, None]
             norm = jnp.sqrt(jnp.square(scaled).sum(axis=1))
-            stretch = math.sqrt(self.bucket_size) / levels * (2 if self.unbiased else 1)
+            outward = (1 + 2.0**-7) / levels
+            stretch = math.sqrt(self.bucket_size) * outward * (2 if self.unbiased else 1)
             if not self.unbiased:
-                stretch = max(stretch, math.hypot(1, float(NORMAL_RANGE[self.bits]) / levels))
+                stretch = max(stretch, math.hypot(1, float(NORMAL_RANGE[self.bits]) * outward))
             bound = norm * (stretch + 2.0**-16) * (1 / power)
             tail = values.size % self.bucket_size
             sizes = [self.bucket_size, *([tail + -tail % GROUP] if tail else [])]
@@ -202,7 +215,7 @@ class Quantize(PayloadCompressor):
             lost = math.sqrt(self.bucket_size) * (lost + stages * float(info.tiny))
             # Rotated values stay below the sum of a block's magnitudes over the root of its size.
             forward = 0.5 ** min((block.bit_length() - 1) // 2 for block in blocks)
-            most = float(info.max) * 0.999 * 2.0**-100
+            most = float(info.max) * 0.98 * 2.0**-100
             fits = jnp.abs(scaled).sum(axis=1) * (2 * forward) < most
             fits |= largest <= 2.0**60
             bound = jnp.where(fits, bound, jnp.inf)
@@ -210,10 +223,11 @@ class Quantize(PayloadCompressor):
         if jnp.result_type(x) != jnp.float32:
             bound = bound + (largest + bound) * float(jnp.finfo(jnp.result_type(x)).eps) / 2
             bound = bound + float(jnp.finfo(jnp.result_type(x)).smallest_subnormal)
-            if self.rotation:
-                most = float(jnp.finfo(jnp.result_type(x)).max)
-                bound = jnp.where(largest + bound < most, bound, jnp.inf)
-        bound = jnp.where(jnp.isfinite(spread), bound, jnp.inf)
+        # Beside zeros, the topmost level lies up to 2^-7 of the range above the maximum.
+        most = float(jnp.finfo(jnp.result_type(x)).max)
+        reach = largest + spread * 2.0**-7 + (bound if self.rotation else 0)
+        fits = (reach < most) & (spread * (1 + 2.0**-7) < float(info.max))
+        bound = jnp.where(fits, bound, jnp.inf)
         each = jnp.repeat(bound, self.bucket_size)[: values.size]
         return each.reshape(jnp.shape(x))
 
@@ -228,9 +242,9 @@ class Quantize(PayloadCompressor):
                 f"{self}: stochastic rounding needs a key; pass key=jax.random.key(n)."
             )
         words = buckets.words(key) if self.needs_key else np.zeros(2, np.uint32)
-        payload, _ = primitives.encode(words, [x], Layout((self.slot(x.size),), 1))
+        payload, _ = primitives.encode(words, [x], Layout((self.slot(x.shape),), 1))
         return payload.reshape(-1)
 
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         like = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        return primitives.decode(payload, Layout((self.slot(like.size),), 1), [like])[0]
+        return primitives.decode(payload, Layout((self.slot(like.shape),), 1), [like])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -83,9 +84,9 @@ class Half(abc.ABC):
     def fused(self, exchange: Exchange, key: Key, x: jax.Array) -> jax.Array:
         """Returns the same result by the exchange's own single call."""
 
-    def code(self, size: int) -> RowCode:
-        """Returns the code of rows of `size` values."""
-        return row_code(self.compressor, size)
+    def code(self, shape: int | Sequence[int]) -> RowCode:
+        """Returns the code of rows of this shape or size."""
+        return row_code(self.compressor, shape)
 
     def in_one_call(self, exchange: Exchange, size: int) -> bool:
         """Returns whether an exchange handles rows of `size` values in a single call."""
@@ -150,13 +151,15 @@ class PsumScatter(Half):
         return out
 
     def send(self, key: Key, x: jax.Array) -> jax.Array:
-        return self.code(x.size // self.axes.world).encode(key, self.rows(x))
+        rows = self.rows(x)
+        return self.code(rows.shape[1:]).encode(key, rows)
 
     def move(self, exchange: Exchange, payload: jax.Array) -> jax.Array:
         return exchange.scatter(self.name, payload, self.axes)
 
     def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:
-        code, own = self.code(x.size // self.axes.world), self.own(x)
+        own = self.own(x)
+        code = self.code(own.shape)
         if self.compressor.lossless:
             # One operation for all ranks: `accumulate` would add one per rank for each small leaf.
             every = code.decode(payloads, own.shape, jnp.float32)
@@ -188,17 +191,16 @@ class PsumScatter(Half):
     def lost(self, sent: jax.Array, x: jax.Array) -> jax.Array:
         """Returns what `x` loses in the payload `sent`, in the shape of `x`."""
         rows = self.rows(x)
-        back = self.code(rows[0].size).decode(sent, rows.shape[1:], rows.dtype)
+        back = self.code(rows.shape[1:]).decode(sent, rows.shape[1:], rows.dtype)
         lost = jnp.moveaxis(rows - back, 0, self.dimension).reshape(x.shape)
         return jnp.where(self.encoded(x.shape), lost, 0)
 
     def fused(self, exchange: Exchange, key: Key, x: jax.Array) -> jax.Array:
-        code, world = self.code(x.size // self.axes.world), self.axes.world
+        rows, world = self.rows(x), self.axes.world
+        code = self.code(rows.shape[1:])
         assert code.layout is not None
         words = code.words(key, world)
-        return self._result(
-            exchange.reduce_scatter(self.name, words, self.rows(x), code.layout, self.axes)
-        )
+        return self._result(exchange.reduce_scatter(self.name, words, rows, code.layout, self.axes))
 
     def _result(self, own: jax.Array) -> jax.Array:
         return own if self.tiled else own.squeeze(self.dimension)
@@ -257,10 +259,10 @@ class AllGather(Half):
         return _compat.vary_over(rows, self.axes.varying())
 
     def receive(self, payloads: jax.Array, x: jax.Array) -> jax.Array:
-        return self._result(self.code(x.size).decode(payloads, x.shape, x.dtype))
+        return self._result(self.code(x.shape).decode(payloads, x.shape, x.dtype))
 
     def fused(self, exchange: Exchange, key: Key, x: jax.Array) -> jax.Array:
-        code = self.code(x.size)
+        code = self.code(x.shape)
         assert code.layout is not None
         words = code.words(key, None)
         return self._result(exchange.all_gather(self.name, words, x, code.layout, self.axes))

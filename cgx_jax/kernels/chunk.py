@@ -10,7 +10,6 @@ the rank's chunk begins.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,8 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.kernels.reference import add_peers, decode_buckets, divide, encode_buckets, rotate
-from cgx_jax.wire import GROUP, Layout, Slot, record_bytes, spans
+from cgx_jax.kernels.reference import Buckets, add_peers, divide
+from cgx_jax.wire import Layout, Slot, record_bytes, spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +135,7 @@ class _Window:
     """
 
     run: _Run
+    rank: jax.Array
     first: jax.Array
     begin: jax.Array
     at: jax.Array
@@ -146,7 +146,16 @@ class _Window:
         first, count, at = (jnp.asarray(x)[rank] for x in (run.first, run.count, run.at))
         begin = jnp.minimum(first, run.buckets - run.most)
         place = jnp.arange(run.most, dtype=jnp.int32) + (begin - first)
-        return cls(run, first, begin, at, (place >= 0) & (place < count))
+        return cls(run, rank, first, begin, at, (place >= 0) & (place < count))
+
+    def buckets(self, f: Slot) -> Buckets:
+        """Returns the window's buckets in their leaf `f`."""
+        run, phase = self.run, jnp.uint32(0)
+        if f.rotation:
+            begins = np.minimum(run.first, run.buckets - run.most).astype(np.int64)
+            phases = (run.number + begins) * f.bucket_size % f.segment
+            phase = jnp.asarray(phases.astype(np.uint32))[self.rank]
+        return Buckets(f, run.n, run.number + self.begin, phase)
 
     def cut(self, leaf: jax.Array) -> jax.Array:
         """Returns the window's values, [most, n]."""
@@ -186,14 +195,12 @@ def _reduced(
     divisor: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns records from the chunk's first on, u8[bytes], and `divisor` times their loss."""
-    number, n = window.run.number + window.begin, window.run.n
-    x = window.cut(leaf).astype(jnp.float32)
-    if f.rotation:
-        x = rotate(jnp.pad(x, ((0, 0), (0, -n % GROUP))), f.number, number)
-    decode = functools.partial(decode_buckets, n=x.shape[1], f=f)
-    total = divide(add_peers(rank, records, x, decode), divisor)
-    made = encode_buckets(total, f, number, key, 0)
-    lost = total - decode(made)
-    if f.rotation:
-        lost = rotate(lost, f.number, number, back=True)[:, :n]
+    buckets = window.buckets(f)
+    values = window.cut(leaf).astype(jnp.float32)
+    own = [(buckets.coded(values), buckets.zeros(values))]
+    ((total, mask),) = add_peers(rank, records, own, lambda r: [buckets.addend(r)])
+    total = divide(total, divisor)
+    made = buckets.encode(total, mask, key, 0)
+    decoded, mask = buckets.decode(made)
+    lost = buckets.turned_back(total - decoded, mask)
     return window.from_first(made), lost * np.float32(divisor)

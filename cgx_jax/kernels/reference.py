@@ -5,8 +5,8 @@ compiled. XLA would replace a division by a constant with a multiplication by it
 a product and a sum into one rounding. Where that would change a result, the code prevents it.
 
 There are two exceptions. XLA adds in its own order, so rotated values and ranges can differ in
-their last bits, and a level that falls on a tie can differ by one. XLA also treats numbers below
-2^-126 as 0 on devices that do so.
+their last bits. A level that falls on a tie can then differ by one, and a unit by one bf16. XLA
+also treats numbers below 2^-126 as 0 on devices that do so.
 
 `reduce` is in `chunk.py`. Functions take one fusion buffer without a batch dimension; leaves are
 one-dimensional.
@@ -14,7 +14,7 @@ one-dimensional.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,11 +25,13 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.wire import GROUP, Layout, Slot, record_bytes, spans
+from cgx_jax.wire import GROUP, MASK_BITS, META_BYTES, Layout, Slot, record_bytes, spans
 
 _MIN_NORMAL = np.float32(np.finfo(np.float32).tiny)
 _MOST = np.finfo(np.float32).max
 _U32 = jnp.uint32
+_UPPER_HALF, _LOWER_HALF = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+_MASKED = np.uint32(0x80000000)  # in a record's second word, if it has a mask
 _ROTATION_KEY = (np.uint32(0x726F7461), np.uint32(0x74696F6E))
 # By width: evenly spaced levels between plus and minus this multiple of the root mean square have
 # the least mean square error for normal values.
@@ -197,25 +199,46 @@ def _unpack(planes: jax.Array, bits: int) -> jax.Array:
     return jnp.concatenate(rows, axis=1)
 
 
+def _product(unit: jax.Array, code: Any) -> jax.Array:
+    """Returns unit * code. The maximum keeps XLA from rounding this and a sum only once."""
+    return jnp.maximum(unit * code, 0)
+
+
+def _rounded_up(x: jax.Array) -> jax.Array:
+    """Returns the smallest bf16 that is at least x >= 0, as f32."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type((bits + _LOWER_HALF) & _UPPER_HALF, jnp.float32)
+
+
 def encode_buckets(
-    x: jax.Array, f: Slot, first_bucket: int | jax.Array, key: jax.Array, offset: int | jax.Array
+    x: jax.Array,
+    f: Slot,
+    first_bucket: int | jax.Array,
+    key: jax.Array,
+    offset: int | jax.Array,
+    mask: jax.Array,
 ) -> jax.Array:
-    """Encodes f32[k, n] as u8[k, record]: buckets of one length, already rotated if needed."""
+    """Encodes buckets of one length, f32[k, n], with masks u32[k], as records u8[k, length]."""
     k, n = x.shape
-    padded = (record_bytes(n, f.bits) - 8) // f.bits * 8
-    levels = 2**f.bits - 1
+    padded = (record_bytes(n, f.bits) - META_BYTES) // f.bits * 8
+    levels = np.float32(2**f.bits - 1)
     low, high = x.min(axis=1) + np.float32(0), x.max(axis=1)
     if f.rotation and f.rounding == "nearest" and one_block(n):
         limit = normal_limits(x, f.bits)
         clipped = jnp.maximum(low, -limit), jnp.minimum(high, limit)
         useful = clipped[0] < clipped[1]
         low, high = jnp.where(useful, clipped[0], low), jnp.where(useful, clipped[1], high)
-    unit = divide(high - low, levels)
+    unit = divide(high - low, 2**f.bits - 1)
     for _ in range(2):  # the topmost level may round past the largest float
-        unit = jnp.where(low + unit * levels <= _MOST, unit, jnp.nextafter(unit, np.float32(0)))
+        unit = jnp.where(
+            low + _product(unit, levels) <= _MOST, unit, jnp.nextafter(unit, np.float32(0))
+        )
     finite = jnp.isfinite(x).all(axis=1) & jnp.isfinite(high - low)
-    spread = finite & (unit >= _MIN_NORMAL)
-    unit = jnp.where(spread, unit, 0)
+    unit = jnp.where(finite & (unit >= _MIN_NORMAL), unit, 0)
+    rounded = _rounded_up(unit)
+    masked = (mask != 0) & finite & (low + _product(rounded, levels) <= _MOST)
+    unit = jnp.where(masked, rounded, unit)
+    spread = unit > 0
     low = jnp.where(finite, low, np.float32(np.nan))
     inverse = jnp.where(spread, 1 / jnp.where(spread, unit, 1), 0)
     r: Any = np.float32(0.5)
@@ -226,92 +249,150 @@ def encode_buckets(
         r = jnp.where(r >= 1, r - 1, r)
     # The maximum changes no value, but keeps XLA from rounding product and sum only once.
     level = jnp.maximum((x - low[:, None]) * inverse[:, None], 0)
-    level = jnp.minimum(jnp.floor(level + r), np.float32(levels))
+    level = jnp.minimum(jnp.floor(level + r), levels)
     codes = jnp.where(spread[:, None], level, 0).astype(jnp.uint8)
     codes = jnp.pad(codes, ((0, 0), (0, padded - n)))
-    meta = lax.bitcast_convert_type(jnp.stack([low, unit], axis=1), jnp.uint8).reshape(k, 8)
-    return jnp.concatenate([meta, _pack(codes, f.bits)], axis=1)
+    word = lax.bitcast_convert_type(unit, jnp.uint32) | jnp.where(masked, _MASKED | mask, _U32(0))
+    words = jnp.stack([lax.bitcast_convert_type(low, jnp.uint32), word], axis=1)
+    header = lax.bitcast_convert_type(words, jnp.uint8).reshape(k, META_BYTES)
+    return jnp.concatenate([header, _pack(codes, f.bits)], axis=1)
 
 
-def decode_buckets(records: jax.Array, n: int, f: Slot) -> jax.Array:
-    """Decodes u8[k, record] to f32[k, n], which are still rotated if they were."""
-    meta = lax.bitcast_convert_type(records[:, :8].reshape(-1, 2, 4), jnp.float32)
-    codes = _unpack(records[:, 8:], f.bits)[:, :n].astype(jnp.float32)
-    low = jnp.where(jnp.isfinite(meta).all(axis=1, keepdims=True), meta[:, :1], np.float32(np.nan))
-    return low + jnp.maximum(meta[:, 1:] * codes, 0)
+def decode_buckets(records: jax.Array, n: int, f: Slot) -> tuple[jax.Array, jax.Array]:
+    """Decodes u8[k, record] to f32[k, n], still rotated if they were, and their masks u32[k]."""
+    words = lax.bitcast_convert_type(records[:, :META_BYTES].reshape(-1, 2, 4), jnp.uint32)
+    masked = words[:, 1:] >= _MASKED
+    unit_bits = jnp.where(masked, words[:, 1:] & _UPPER_HALF & ~_MASKED, words[:, 1:])
+    low, unit = (lax.bitcast_convert_type(x, jnp.float32) for x in (words[:, :1], unit_bits))
+    codes = _unpack(records[:, META_BYTES:], f.bits)[:, :n].astype(jnp.float32)
+    low = jnp.where(jnp.isfinite(low) & jnp.isfinite(unit), low, np.float32(np.nan))
+    return low + _product(unit, codes), jnp.where(masked, words[:, 1:] & _LOWER_HALF, 0)[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Some consecutive buckets of `n` values in a leaf, from bucket number `first` on.
+
+    The first value has the place `phase` in its segment. `first` and `phase` are Python ints, or
+    scalars of types int32 and uint32.
+    """
+
+    slot: Slot
+    n: int
+    first: int | jax.Array
+    phase: int | jax.Array
+
+    @property
+    def record(self) -> int:
+        return record_bytes(self.n, self.slot.bits)
+
+    @property
+    def width(self) -> int:
+        """How many codes a record has; for rotated buckets this includes padding."""
+        return self.n + (-self.n % GROUP if self.slot.rotation else 0)
+
+    def coded(self, x: jax.Array) -> jax.Array:
+        """Returns values f32[k, n] as they are encoded: padded and rotated if the leaf is."""
+        if not self.slot.rotation:
+            return x
+        padded = jnp.pad(x, ((0, 0), (0, self.width - self.n)))
+        return rotate(padded, self.slot.number, self.first)
+
+    def turned_back(self, coded: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns the inverse of `coded`, with 0 where the mask is 1."""
+        x = coded
+        if self.slot.rotation:
+            x = rotate(coded, self.slot.number, self.first, back=True)[:, : self.n]
+        masked = mask[:, None] >> self._segments(len(x)) & 1
+        return jnp.where(masked == 1, 0, x)
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        """Returns the masks of the zero segments of f32[k, n], u32[k]."""
+        segments = self._segments(len(x))
+        # Not a comparison of floats: those may treat subnormal numbers as 0.
+        other = lax.bitcast_convert_type(x, jnp.uint32) << 1 != 0
+        bits = jnp.where(other, _U32(1) << segments, _U32(0))
+        found = lax.reduce(bits, np.uint32(0), lax.bitwise_or, (1,))
+        out: jax.Array = ~found & (_LOWER_HALF >> (MASK_BITS - 1 - segments[:, -1]))
+        return out
+
+    def _segments(self, k: int) -> jax.Array:
+        """Returns the number of each value's segment in its bucket, u32[k, n]."""
+        f = self.slot
+        steps = np.arange(k, dtype=np.int64) * f.bucket_size % f.segment
+        phases = (self.phase + jnp.asarray(steps.astype(np.uint32))) % _U32(f.segment)
+        places = phases[:, None] + jnp.arange(self.n, dtype=jnp.uint32)[None]
+        out: jax.Array = places // _U32(f.segment)
+        return out
+
+    def encode(
+        self, coded: jax.Array, mask: jax.Array, key: jax.Array, offset: int | jax.Array
+    ) -> jax.Array:
+        return encode_buckets(coded, self.slot, self.first, key, offset, mask)
+
+    def decode(self, records: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return decode_buckets(records, self.width, self.slot)
+
+    def addend(self, records: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Decodes a peer's records for a sum, in which its masked values are 0."""
+        coded, mask = self.decode(records)
+        masked = self.coded(self.turned_back(coded, mask))
+        return jnp.where(mask[:, None] == 0, coded, masked), mask
+
+
+Sums = list[tuple[jax.Array, jax.Array]]  # coded values f32[k, n] and masks u32[k]
 
 
 def add_peers(
-    rank: jax.Array, sent: jax.Array, x: jax.Array, decode: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """Adds decode(sent[r]) of every rank r but `rank` to fp32 `x`, in rank order."""
+    rank: jax.Array, sent: jax.Array, sums: Sums, decode: Callable[[jax.Array], Sums]
+) -> Sums:
+    """Adds decode(sent[r]) of every rank r but `rank` to `sums`, in rank order.
 
-    def add(peer: jax.Array, total: jax.Array) -> jax.Array:
-        return jnp.where(rank == peer, total, total + decode(sent[peer]))
+    Bits of a mask stay 1 where they are 1 in the masks of all these ranks.
+    """
+
+    def add(peer: jax.Array, sums: Sums) -> Sums:
+        added = [
+            (total + x, mask & other)
+            for (total, mask), (x, other) in zip(sums, decode(sent[peer]), strict=True)
+        ]
+        out: Sums = jax.tree.map(lambda new, old: jnp.where(rank == peer, old, new), added, sums)
+        return out
 
     # Use a loop, so that programs do not grow with the number of ranks.
-    out: jax.Array = lax.fori_loop(
-        0, len(sent), add, _compat.vary_over(x, _compat.varying_axes(sent))
-    )
+    axes = _compat.varying_axes(sent)
+    start = jax.tree.map(lambda x: _compat.vary_over(x, axes), sums)
+    out: Sums = lax.fori_loop(0, len(sent), add, start)
     return out
 
 
-def _each_length(
-    x: jax.Array, f: Slot, first_bucket: int, of: Callable[[jax.Array, int], jax.Array]
-) -> list[jax.Array]:
-    """Returns flat of(buckets [k, n], first number) of full buckets and of the shorter last one."""
-    full, tail = divmod(x.size, f.bucket_size)
-    cut = full * f.bucket_size
+def _parts(f: Slot) -> list[tuple[Buckets, int, int]]:
+    """Returns a leaf's full buckets and its shorter last one: (buckets, first value, end)."""
+    cut = f.size - f.size % f.bucket_size
     parts = []
-    if full:
-        parts.append(of(x[:cut].reshape(full, f.bucket_size), first_bucket).reshape(-1))
-    if tail:
-        parts.append(of(x[None, cut:], first_bucket + full).reshape(-1))
+    for n, begin, end in ((f.bucket_size, 0, cut), (f.size - cut, cut, f.size)):
+        if begin < end:
+            parts.append((Buckets(f, n, begin // f.bucket_size, begin % f.segment), begin, end))
     return parts
 
 
-def _code(x: jax.Array, f: Slot, first_bucket: int) -> jax.Array:
-    """Pads and rotates f32[n] from `first_bucket` of leaf `f` on; no-op if `f` is not rotated."""
-    if not f.rotation or not x.size:
-        return x
-    filled = jnp.pad(x, (0, -x.size % GROUP))
-    return jnp.concatenate(
-        _each_length(filled, f, first_bucket, lambda b, first: rotate(b, f.number, first))
-    )
+def _cut(x: jax.Array, f: Slot) -> list[jax.Array]:
+    """Returns a leaf's values as f32[k, n] for each of its parts."""
+    return [x[begin:end].reshape(-1, b.n).astype(jnp.float32) for b, begin, end in _parts(f)]
 
 
-def _uncode(x: jax.Array, n: int, f: Slot, first_bucket: int) -> jax.Array:
-    """Returns the inverse of `_code`, f32[n]."""
-    if not f.rotation or not n:
-        return x
-    turn = functools.partial(rotate, back=True)
-    return jnp.concatenate(
-        _each_length(x, f, first_bucket, lambda b, first: turn(b, f.number, first))
-    )[:n]
+def _records(data: jax.Array, f: Slot) -> list[jax.Array]:
+    """Returns a leaf's bytes as records u8[k, record] for each of its parts."""
+    out, at = [], 0
+    for b, begin, end in _parts(f):
+        size = (end - begin) // b.n * b.record
+        out.append(data[at : at + size].reshape(-1, b.record))
+        at += size
+    return out
 
 
-def _encode_span(
-    x: jax.Array, f: Slot, first_bucket: int, key: jax.Array, offset: int | jax.Array = 0
-) -> jax.Array:
-    """Encodes what `_code` returned, from `first_bucket` of leaf `f` on, to records u8[bytes]."""
-    parts = _each_length(
-        x, f, first_bucket, lambda b, first: encode_buckets(b, f, first, key, offset)
-    )
-    return jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.uint8)
-
-
-def _decode_span(payload: jax.Array, n: int, f: Slot) -> jax.Array:
-    """Decodes records of n values, u8[bytes], to what `_code` returned: padded if rotated."""
-    n += -n % GROUP if f.rotation else 0
-    full, tail = divmod(n, f.bucket_size)
-    cut = full * f.record
-    parts = []
-    if full:
-        records = payload[:cut].reshape(full, f.record)
-        parts.append(decode_buckets(records, f.bucket_size, f).reshape(-1))
-    if tail:
-        parts.append(decode_buckets(payload[None, cut:], tail, f).reshape(-1))
-    return jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.float32)
+def _joined_parts(parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    return jnp.concatenate([p.reshape(-1) for p in parts]) if parts else jnp.zeros((0,), dtype)
 
 
 def _concatenate(parts: Sequence[jax.Array], bytes_: int) -> jax.Array:
@@ -332,17 +413,6 @@ def _joined(rows: jax.Array, layout: Layout) -> jax.Array:
     return jnp.concatenate([rows[w, :n] for w, n in enumerate(lengths)])
 
 
-def _decode_joined(joined: jax.Array, layout: Layout) -> list[jax.Array]:
-    return [
-        _decode_span(joined[a : a + f.bytes], f.size, f)
-        for f, a in zip(layout.slots, layout.starts[:-1], strict=True)
-    ]
-
-
-def _uncode_all(coded: Sequence[jax.Array], layout: Layout) -> list[jax.Array]:
-    return [_uncode(x, f.size, f, 0) for x, f in zip(coded, layout.slots, strict=True)]
-
-
 def _own_values(layout: Layout) -> np.ndarray:
     """Returns the range of each slot's values in each chunk, i32[slots, world, 2]."""
     ranges = np.zeros((len(layout.slots), layout.world, 2), np.int64)
@@ -359,33 +429,52 @@ def encode(
 
     The row of the caller's own `rank` is zeros, and its residual is 0. Rank -1 owns no row.
     """
-    values = [_code(x.astype(jnp.float32), f, 0) for x, f in zip(leaves, layout.slots, strict=True)]
     offset = divide(jnp.maximum(rank, 0).astype(jnp.float32), layout.world)
-    parts = [_encode_span(x, f, 0, key, offset) for x, f in zip(values, layout.slots, strict=True)]
-    rows = _rows(_concatenate(parts, layout.total_bytes), layout)
+    encoded = [
+        _encoded(x, f, key, offset, residual) for x, f in zip(leaves, layout.slots, strict=True)
+    ]
+    rows = _rows(_concatenate([data for data, _ in encoded], layout.total_bytes), layout)
     mine = jnp.arange(layout.world, dtype=jnp.int32) == rank
     out = [jnp.where(mine[:, None], jnp.uint8(0), rows)]
-    if residual:
-        ranges = _own_values(layout)
-        decoded = _decode_joined(_joined(rows, layout), layout)
-        lost = [x - y for x, y in zip(values, decoded, strict=True)]
-        for i, (x, leaf) in enumerate(zip(_uncode_all(lost, layout), leaves, strict=True)):
+    ranges = _own_values(layout)
+    for i, (leaf, (_, lost)) in enumerate(zip(leaves, encoded, strict=True)):
+        if lost is not None:
             begin, end = jnp.asarray(ranges[i])[jnp.maximum(rank, 0)]
-            place = jnp.arange(x.size, dtype=jnp.int32)
+            place = jnp.arange(lost.size, dtype=jnp.int32)
             own = (place >= begin) & (place < end) & (rank >= 0)
-            out.append(jnp.where(own, 0, x).astype(leaf.dtype))
+            out.append(jnp.where(own, 0, lost).astype(leaf.dtype))
     return out
+
+
+def _encoded(
+    leaf: jax.Array, f: Slot, key: jax.Array, offset: jax.Array, residual: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns a leaf's bytes, and what they lose if asked."""
+    data, lost = [], []
+    for (b, _, _), x in zip(_parts(f), _cut(leaf, f), strict=True):
+        coded = b.coded(x)
+        records = b.encode(coded, b.zeros(x), key, offset)
+        data.append(records)
+        if residual:
+            decoded, mask = b.decode(records)
+            # The maximum keeps XLA from rounding a product with units and the difference only once.
+            lost.append(b.turned_back(jnp.maximum(coded, -_MOST) - decoded, mask))
+    return _joined_parts(data, jnp.uint8), _joined_parts(lost, jnp.float32) if residual else None
 
 
 def decode(payload: jax.Array, *, layout: Layout, dtypes: Sequence[np.dtype]) -> list[jax.Array]:
     """Decodes u8[world, chunk_bytes] to leaves, computed in f32 and rounded to their dtypes."""
-    decoded = _uncode_all(_decode_joined(_joined(payload, layout), layout), layout)
-    # Rounding may take a rotated value past the largest float.
-    within = [
-        jnp.clip(x, -_MOST, _MOST) if f.rotation else x
-        for x, f in zip(decoded, layout.slots, strict=True)
-    ]
-    return [x.astype(t) for x, t in zip(within, dtypes, strict=True)]
+    joined = _joined(payload, layout)
+    out = []
+    for f, start, dtype in zip(layout.slots, layout.starts[:-1], dtypes, strict=True):
+        records = _records(joined[start : start + f.bytes], f)
+        parts = [
+            b.turned_back(*b.decode(r)) for (b, _, _), r in zip(_parts(f), records, strict=True)
+        ]
+        x = _joined_parts(parts, jnp.float32)
+        # Rounding may take a rotated value past the largest float.
+        out.append((jnp.clip(x, -_MOST, _MOST) if f.rotation else x).astype(dtype))
+    return out
 
 
 def accumulate(
@@ -394,10 +483,26 @@ def accumulate(
     """Adds the other ranks' payloads, u8[peers, total_bytes], to the leaves, and divides."""
     out = []
     for leaf, f, start in zip(leaves, layout.slots, layout.starts[:-1], strict=True):
-        x, sent = leaf.astype(jnp.float32), payload[:, start : start + f.bytes]
-        # A rotated leaf's rows are added up while rotated, and the sum is rotated back once.
-        own = jnp.zeros((f.size + -f.size % GROUP,), jnp.float32) if f.rotation else x
-        total = add_peers(rank, sent, own, functools.partial(_decode_span, n=f.size, f=f))
-        total = x + _uncode(total, f.size, f, 0) if f.rotation else total
-        out.append(divide(total, divisor).astype(leaf.dtype) if f.size else leaf)
+        total = _accumulated(rank, payload[:, start : start + f.bytes], leaf, f)
+        out.append(divide(total, divisor).astype(leaf.dtype))
     return out
+
+
+def _accumulated(rank: jax.Array, sent: jax.Array, leaf: jax.Array, f: Slot) -> jax.Array:
+    """Returns the leaf plus the other ranks' values."""
+    parts, own = [b for b, _, _ in _parts(f)], _cut(leaf, f)
+    # A rotated leaf's rows are added up while rotated, and the sum is rotated back once.
+    starts = [
+        jnp.zeros((len(x), b.width), jnp.float32) if f.rotation else x
+        for b, x in zip(parts, own, strict=True)
+    ]
+    sums = [(x, jnp.full((len(x),), _LOWER_HALF)) for x in starts]
+
+    def decode(data: jax.Array) -> Sums:
+        return [b.addend(r) for b, r in zip(parts, _records(data, f), strict=True)]
+
+    sums = add_peers(rank, sent, sums, decode)
+    totals = [total for total, _ in sums]
+    if f.rotation:
+        totals = [x + b.turned_back(*each) for b, x, each in zip(parts, own, sums, strict=True)]
+    return _joined_parts(totals, jnp.float32)

@@ -20,8 +20,9 @@ def quantized_errors(
     A code is (bits, bucket size, whether rounding is random, whether buckets are rotated). `rows`
     are fp32[rows, length]. A row has whole buckets, or one short leaf followed by copies of its
     last value. For random rounding, the result is the expectation. The signs of a rotation differ
-    from the signs with which the leaf is sent, which changes nothing on average. Codes that differ
-    only in bits are computed together, since each operation takes time to compile.
+    from the signs with which the leaf is sent, which changes nothing on average. Units are not
+    rounded to bf16, and segments of zeros are not exact. Codes that differ only in bits are
+    computed together, since each operation takes time to compile.
     """
     runs, length = rows.shape
     here = np.arange(length) < np.asarray(filled)[:, None]

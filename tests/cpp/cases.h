@@ -3,6 +3,7 @@
 #ifndef CGX_TESTS_CASES_H_
 #define CGX_TESTS_CASES_H_
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -30,6 +31,37 @@ void check(bool ok, const std::string& what) {
   if (!ok) std::printf("FAILED: %s\n", what.c_str());
 }
 
+// Segments of a leaf: every second kind divides the bucket or is as long.
+[[maybe_unused]] int64_t segment_of(int64_t bucket, int64_t kind) {
+  const int64_t shortest = bucket / cgx::kMaskBits;
+  const int64_t kinds[] = {shortest,   (bucket - 2) / 15 + 3,  // 37 for a bucket of 512
+                           bucket / 4, (bucket - 1) / 10,      // 51
+                           bucket,     5 * bucket / 2 + 3};
+  return std::max(shortest, kinds[kind % 6]);
+}
+
+// Sets values of most leaves to 0 or -0: single ones, segments, and whole buckets. Half of them are
+// the same on every rank, which has a generator of its own.
+[[maybe_unused]] void plant_zeros(const cgx::SlotSpec& leaf, cgx::DType dtype, std::mt19937& rng,
+                                  char* values) {
+  const int64_t item = cgx::item_size(dtype);
+  std::mt19937 common(static_cast<uint32_t>(31 * leaf.size + leaf.number));
+  if (common() % 3 == 0) return;
+  const auto plant = [&](int64_t length, uint32_t one_in) {
+    for (int64_t i = 0; i < leaf.size; i += length) {
+      const bool everywhere = common() % one_in == 0, here = rng() % one_in == 0;
+      if (!everywhere && !here) continue;
+      const int64_t end = std::min(i + length, leaf.size);
+      std::memset(values + i * item, 0, (end - i) * item);
+      for (int64_t k = i; k < end; ++k) values[(k + 1) * item - 1] = rng() % 2 ? char(0x80) : 0;
+    }
+  };
+  const uint32_t few = common() % 2 ? 4 : 60;
+  plant(1, 40);
+  plant(leaf.segment ? leaf.segment : leaf.bucket_size / cgx::kMaskBits, few);
+  plant(leaf.bucket_size, 2 * few);
+}
+
 // Leaves of every length around a bucket's, each in a heap block of exactly its size.
 struct Buffers {
   std::vector<cgx::SlotSpec> specs;
@@ -37,7 +69,8 @@ struct Buffers {
   std::vector<std::unique_ptr<char[]>> blocks;
   std::vector<void*> data;
 
-  Buffers(const std::vector<cgx::SlotSpec>& leaves, cgx::DType dtype, std::mt19937& rng)
+  Buffers(const std::vector<cgx::SlotSpec>& leaves, cgx::DType dtype, std::mt19937& rng,
+          bool zeros = true)
       : specs(leaves), dtypes(leaves.size(), dtype) {
     std::normal_distribution<float> normal;
     for (const auto& leaf : leaves) {
@@ -53,6 +86,7 @@ struct Buffers {
         const uint16_t half = (word >> 16) & 0xBBFF;
         if (dtype != cgx::DType::kF32) std::memcpy(blocks.back().get() + 2 * i, &half, 2);
       }
+      if (zeros) plant_zeros(leaf, dtype, rng, blocks.back().get());
     }
   }
   cgx::LeavesIn in() const { return {data.data(), dtypes.data()}; }
@@ -67,12 +101,13 @@ struct Buffers {
 };
 
 [[maybe_unused]] std::vector<cgx::SlotSpec> leaves_of(int64_t bits, int64_t bucket,
-                                                      int64_t rounding, int64_t rotation = 0) {
+                                                      int64_t rounding, int64_t rotation = 0,
+                                                      int64_t segment = 0) {
   std::vector<cgx::SlotSpec> specs;
   int64_t number = 0;
   for (int64_t size :
        {int64_t{0}, int64_t{1}, int64_t{31}, bucket - 1, bucket, bucket + 1, 3 * bucket + 33}) {
-    specs.push_back({size, bits, bucket, rounding, number++, rotation});
+    specs.push_back({size, bits, bucket, rounding, number++, rotation, 0, segment});
   }
   return specs;
 }

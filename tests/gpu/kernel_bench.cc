@@ -75,6 +75,7 @@ struct Case {
   bool residual = false;
   int64_t bucket = 512;
   int64_t leaves = 1;
+  bool zeros = false;  // half of the segments are zero
 
   std::string name() const {
     std::string text = kKernels[static_cast<int>(kernel)];
@@ -83,6 +84,7 @@ struct Case {
     if (kernel == Kernel::kAccumulate) text += " p" + std::to_string(world);
     if (rounding) text += " stochastic";
     if (rotated) text += " rotated";
+    if (zeros) text += " zeros";
     if (residual) text += " residual";
     if (bucket != 512) text += " bucket " + std::to_string(bucket);
     if (leaves != 1) text += " leaves " + std::to_string(leaves);
@@ -129,6 +131,14 @@ std::vector<Case> cases() {
     all.push_back({Kernel::kEncode, 4, D::kF32, 1, 0, false, false, bucket});
     all.push_back({Kernel::kDecode, 4, D::kF32, 1, 0, false, false, bucket});
     all.push_back({Kernel::kReduce, 4, D::kF32, 8, 0, false, false, bucket});
+  }
+  // Half of the segments are zero, so that every record has a mask.
+  for (const bool rotated : {false, true}) {
+    for (Kernel kernel : {Kernel::kEncode, Kernel::kDecode, Kernel::kReduce, Kernel::kAccumulate}) {
+      Case zeros = {kernel, 4, D::kF32, kernel >= Kernel::kReduce ? 8 : 1, 0, rotated};
+      zeros.zeros = true;
+      all.push_back(zeros);
+    }
   }
   // The kernels for several tiles and for any number of tiles have their own variants.
   for (int64_t bucket : {2048, 8192}) {
@@ -183,6 +193,7 @@ class Bench {
     }
     in_ = make(size_ * item_);
     fill(*in_, noise);
+    if (c.zeros) clear_segments();
     payload_ = make(rows() * layout().chunk_bytes);
     key_ = make(sizeof(kKey));
     key_->set(kKey, sizeof(kKey));
@@ -301,6 +312,11 @@ class Bench {
   }
 
  private:
+  int64_t segment() const { return case_.bucket / cgx::kMaskBits; }
+  void clear_segments() const {
+    const int64_t bytes = segment() * item_, pairs = in_->bytes() / (2 * bytes);
+    CGX_REQUIRE(cudaMemset2D(in_->data(), 2 * bytes, 0, bytes, pairs));
+  }
   static std::unique_ptr<DeviceMemory> make(int64_t bytes) {
     return std::make_unique<DeviceMemory>(std::max<int64_t>(bytes, 16));
   }

@@ -195,14 +195,13 @@ struct Ahead {
   const char* far;   // into L2
 };
 
+// Writes a record's planes and, with kResidual, the encoding errors.
 template <typename Store, int kBits, Coding kCoding, bool kResidual, int kColumns>
 __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Record record,
-                                             Meta meta, Noise noise, Ahead ahead, uint8_t* out,
+                                             Meta meta, Noise noise, Ahead ahead, uint8_t* planes,
                                              typename Store::Item* residual) {
   using Item = typename Store::Item;
   constexpr bool kStochastic = kCoding == Coding::kStochastic;
-  store(out, meta);
-  uint8_t* const planes = Record::planes(out);
   const int64_t columns = kColumns ? kColumns : record.columns();
   const bool poison = poisoned(meta);
   if (poison) memset(planes, 0, kBits * columns);
@@ -279,7 +278,7 @@ __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record rec
       if (peer == skip) continue;
       const uint8_t* const peer_record = records + peer * peer_stride;
       prefetch_l1<kBits * kLanes>((const char*)peer_record + kBits * column + kNearAhead / 2);
-      const Meta meta = load<Meta>(peer_record);
+      const Meta meta = load<Header>(peer_record).meta();
       const uint8_t* const planes = Record::planes(peer_record);
       if (!full) edge_codes.read(planes, tile, kBits);
       U32 code[kRows];
@@ -300,7 +299,7 @@ template <typename Store, int kBits, int kColumns>
 __attribute__((noinline)) void decode_bucket(const uint8_t* from, Record record,
                                              typename Store::Item* out) {
   const int64_t columns = kColumns ? kColumns : record.columns();
-  const Meta meta = checked(load<Meta>(from));
+  const Meta meta = checked(load<Header>(from).meta());
   const uint8_t* const planes = Record::planes(from);
   for (int64_t column = 0; column < columns; column += kLanes) {
     const Tile tile{columns, record.values, column};

@@ -44,16 +44,14 @@ CGX_HD F32 scaled_level(F32 x, float scale) {
 #endif
 }
 
-// Writes the same bytes as encode_bucket. A level is scaled so that its code is the upper bits of a
-// byte, and narrowing to a byte clips it. Each row is a vector of bytes, from which the planes take
-// their bits.
+// Writes the same planes as encode_bucket. A level is scaled so that its code is the upper bits of
+// a byte, and narrowing to a byte clips it. Each row is a vector of bytes, from which the planes
+// take their bits.
 template <int kBits>
 __attribute__((noinline)) void encode_clipped(const float* x, Meta meta, Ahead ahead,
-                                              uint8_t* out) {
+                                              uint8_t* planes) {
   constexpr int64_t kWidth = 4 * kLanes, kBytes = kWidth * sizeof(*x);
   constexpr int64_t kFarBytes = kBytes * far_quarters(Coding::kClipped) / 4, kPair = 2 * kLine;
-  store(out, meta);
-  uint8_t* const planes = Record::planes(out);
   const float inverse = inverse_unit(meta);
   ahead.far += kUsualValues * sizeof(*x) - kUsualColumns / kWidth * kRows * kFarBytes;
 #pragma GCC unroll 1

@@ -6,6 +6,7 @@
 
 #include "cpu/buckets.h"
 #include "cpu/rotate.h"
+#include "cpu/segments.h"
 #include "cpu/staged.h"
 #include "format/runs.h"
 
@@ -31,11 +32,12 @@ struct Encode {
     Stage<kUsualValues * sizeof(Item)> errors;
     for (int64_t first = run.first; first < run.last; first += group) {
       const int64_t last = first + group < run.last ? first + group : run.last;
-      Meta meta[kMaxGroup];
+      Header header[kMaxGroup];
       for (int64_t k = first; k < last; ++k) {
         const Item* const bucket = x + (k - first) * slot.bucket_size;
-        meta[k - first] =
+        const Meta meta =
             find_extremes<Store, !kStochastic>(bucket, slot.bucket_values(k)).meta(kBits);
+        header[k - first] = Header(meta, zero_segments(bucket, slot, k), kBits);
       }
       uint8_t* const group_out = nontemporal ? records.at(out) : out;
       int64_t bytes = 0;
@@ -48,8 +50,11 @@ struct Encode {
                                 : encode_bucket<Store, kBits, kCoding, kResidual, 0>;
         const char* const from = (const char*)x;
         Item* const error = kResidual && nontemporal ? errors.at(residual) : residual;
-        encode(x, record, meta[k - first], {seed, offset}, {from + kNearAhead, from + kFarAhead},
-               group_out + bytes, error);
+        const Header own = header[k - first];
+        store(group_out + bytes, own);
+        encode(x, record, own.meta(), {seed, offset}, {from + kNearAhead, from + kFarAhead},
+               Record::planes(group_out + bytes), error);
+        if (kResidual) clear_segments(error, slot, k, own.mask());
         if (kResidual && nontemporal)
           errors.store_nontemporal(residual, record.values * sizeof(Item));
         x += record.values;
@@ -76,7 +81,9 @@ struct Decode {
       const bool staged = nontemporal && usual(record);
       const auto decode = usual(record) ? decode_bucket<Store, kBits, kUsualColumns>
                                         : decode_bucket<Store, kBits, 0>;
-      decode(from, record, staged ? values.at(out) : out);
+      Item* const to = staged ? values.at(out) : out;
+      decode(from, record, to);
+      clear_segments(to, run.slot, k, mask_of(from));
       if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
       from += record.bytes();
       out += record.values;
@@ -108,10 +115,14 @@ struct Accumulate {
       Item* const to = staged ? values.at(out) : out;
       if (own == nullptr) memset(to, 0, record.values * sizeof(Item));
       const Item* const x = own == nullptr ? to : own;
-      const auto sum = usual(record) ? sum_bucket<Store, Store, kBits, kUsualColumns>
-                                     : sum_bucket<Store, Store, kBits, 0>;
-      sum(x, record, records, call.layout.total_bytes(), call.peers, call.rank, divide,
-          (const char*)x, to);
+      const Peers peers{records, call.layout.total_bytes(), call.peers, call.rank};
+      if (masks_of(peers).any) {
+        read_values<Store>(x, record.values, Factors(nullptr, run.leaf, kIn), 0, call.scratch);
+        add_masked<kBits>(call.scratch, run.slot, k, peers);
+        write_quotients<Store>(call.scratch, record.values, divide, to);
+      } else {
+        add_peers<Store, Store, kBits>(x, record, peers, divide, (const char*)x, to);
+      }
       if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
       if (own != nullptr) own += record.values;
       out += record.values;
@@ -135,12 +146,17 @@ struct AccumulateRotated {
       if (own == nullptr) memset(out, 0, record.values * sizeof(Item));
       const Item* const x = own == nullptr ? out : own;
       memset(call.scratch, 0, coded.values * sizeof(float));
-      const auto sum = usual(coded) ? sum_bucket<StoreF32, StoreF32, kBits, kUsualColumns>
-                                    : sum_bucket<StoreF32, StoreF32, kBits, 0>;
-      sum(call.scratch, coded, records, call.layout.total_bytes(), call.peers, call.rank,
-          Divide(1.0f), (const char*)x, call.scratch);
+      const Peers peers{records, call.layout.total_bytes(), call.peers, call.rank};
+      const Masks masks = masks_of(peers);
+      if (masks.any) {
+        add_masked<kBits>(call.scratch, run.slot, k, peers);
+      } else {
+        add_peers<StoreF32, StoreF32, kBits>(call.scratch, coded, peers, Divide(1.0f),
+                                             (const char*)x, call.scratch);
+      }
       const Rotation rotation(record.columns(), run.slot.number, (uint64_t)k);
       rotate_back(call.scratch, record.columns(), rotation);
+      clear_segments(call.scratch, run.slot, k, masks.all);
       add_into<Store>(x, call.scratch, record.values, Divide(call.divisor), out);
       if (own != nullptr) own += record.values;
       out += record.values;

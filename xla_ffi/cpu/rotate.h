@@ -187,7 +187,7 @@ bool stays_finite(Meta meta, int bits, const Rotation& rotation) {
 template <int kBits>
 __attribute__((noinline)) void decode_turned(const uint8_t* from, const Rotation& rotation,
                                              float* out) {
-  const Meta meta = checked(load<Meta>(from));
+  const Meta meta = checked(load<Header>(from).meta());
   const uint8_t* const planes = Record::planes(from);
 #pragma GCC unroll 1
   for (int v = 0; v < kVectors; ++v) {
@@ -280,6 +280,18 @@ __attribute__((noinline)) float sum_squares(const float* x, int columns, float f
     for (int v = 0; v < h; ++v) column[v] += column[v + h];
   }
   return across<Add>(column[0]);
+}
+
+// Writes x / divisor.
+template <typename Store>
+__attribute__((noinline)) void write_quotients(const float* x, int64_t n, Divide divide,
+                                               typename Store::Item* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Store::store_lanes(out + i, canonical_nan(divide(load<F32>(x + i))));
+  }
+  if (i == n) return;
+  store_part<Store>(out + i, canonical_nan(divide(load_part<StoreF32>(x + i, n - i))), n - i);
 }
 
 // Writes (x + y) / divisor.

@@ -6,6 +6,7 @@
 
 #include "cpu/clipped.h"
 #include "cpu/rotate.h"
+#include "cpu/segments.h"
 #include "cpu/units.h"
 #include "format/runs.h"
 
@@ -19,15 +20,15 @@ CGX_HD Record filled(Record record) { return {kRows * record.columns(), record.b
 // Encodes a bucket of fp32 values, which are already rotated if the slot asks for it. With
 // kResidual the encoding error replaces the values.
 template <int kBits, Coding kCoding, bool kResidual>
-void encode_values(float* x, Record record, Meta meta, Noise noise, Ahead ahead, uint8_t* out) {
+void encode_values(float* x, Record record, Meta meta, Noise noise, Ahead ahead, uint8_t* planes) {
   constexpr bool kSaturated = kCoding == Coding::kClipped && !kResidual && saturates(kBits);
   if constexpr (kSaturated) {
-    if (usual(record) && !poisoned(meta)) return encode_clipped<kBits>(x, meta, ahead, out);
+    if (usual(record) && !poisoned(meta)) return encode_clipped<kBits>(x, meta, ahead, planes);
   }
   constexpr int kColumns = kSaturated ? 0 : kUsualColumns;
   const auto encode = usual(record) ? encode_bucket<StoreF32, kBits, kCoding, kResidual, kColumns>
                                     : encode_bucket<StoreF32, kBits, kCoding, kResidual, 0>;
-  encode(x, record, meta, noise, ahead, out, kResidual ? x : nullptr);
+  encode(x, record, meta, noise, ahead, planes, kResidual ? x : nullptr);
 }
 
 bool clipped(const Slot& slot, Record record) {
@@ -41,15 +42,19 @@ Meta meta_of(const float* x, const Slot& slot, Record record, Extremes found) {
   return make_clipped_meta(found.min, found.max, found.finite, squares, record.values, slot.bits);
 }
 
+// Writes a whole record.
 template <int kBits, bool kResidual>
-void encode_values(float* x, const Slot& slot, Record record, Meta meta, Noise noise, Ahead ahead,
-                   uint8_t* out) {
+void encode_values(float* x, const Slot& slot, Record record, Header header, Noise noise,
+                   Ahead ahead, uint8_t* out) {
+  store(out, header);
+  const Meta meta = header.meta();
+  uint8_t* const planes = Record::planes(out);
   if (slot.rounding != Rounding::kNearest) {
-    encode_values<kBits, Coding::kStochastic, kResidual>(x, record, meta, noise, ahead, out);
+    encode_values<kBits, Coding::kStochastic, kResidual>(x, record, meta, noise, ahead, planes);
   } else if (clipped(slot, record)) {
-    encode_values<kBits, Coding::kClipped, kResidual>(x, record, meta, noise, ahead, out);
+    encode_values<kBits, Coding::kClipped, kResidual>(x, record, meta, noise, ahead, planes);
   } else {
-    encode_values<kBits, Coding::kNearest, kResidual>(x, record, meta, noise, ahead, out);
+    encode_values<kBits, Coding::kNearest, kResidual>(x, record, meta, noise, ahead, planes);
   }
 }
 
@@ -107,17 +112,19 @@ struct EncodeStaged {
       const int64_t last = first + group < run.last ? first + group : run.last;
       float* value[kStaged];
       Extremes found[kStaged];
-      Meta meta[kStaged];
+      Header header[kStaged];
+      uint32_t mask[kStaged];
       for (int64_t k = first, i = 0; k < last; ++k, ++i) {
         value[i] = usual_size ? staged[i] : call.scratch;
         const Item* const from = x + i * slot.bucket_size;
         found[i] = stage_values<Store>(from, slot, signs, k, in, value[i]);
+        mask[i] = zero_segments(from, slot, k);
       }
       const auto coded = [&](int64_t k) {
         return slot.rotated ? filled(slot.record(k)) : slot.record(k);
       };
       for (int64_t k = first, i = 0; k < last; ++k, ++i) {
-        meta[i] = meta_of(value[i], slot, coded(k), found[i]);
+        header[i] = Header(meta_of(value[i], slot, coded(k), found[i]), mask[i], kBits);
       }
       uint8_t* const group_out = nontemporal ? records.at(out) : out;
       int64_t bytes = 0;
@@ -125,11 +132,12 @@ struct EncodeStaged {
         const Record record = slot.record(k);
         const Noise noise = noise_of(slot, call.key, k, offset);
         const Ahead ahead{(const char*)(x + group * slot.bucket_size), (const char*)x + kFarAhead};
-        encode_values<kBits, kResidual>(value[i], slot, coded(k), meta[i], noise, ahead,
+        encode_values<kBits, kResidual>(value[i], slot, coded(k), header[i], noise, ahead,
                                         group_out + bytes);
         if (kResidual) {
           if (slot.rotated) rotate_back(value[i], record.columns(), rotation_of(slot, signs, k));
           write_lost<Store>(value[i], record.values, 1.0f, back, k * slot.bucket_size, residual);
+          clear_segments(residual, slot, k, header[i].mask());
           residual += record.values;
         }
         x += record.values;
@@ -140,6 +148,62 @@ struct EncodeStaged {
     }
   }
 };
+
+// What the peers sent for one bucket, without `skip`.
+struct Peers {
+  const uint8_t* records;
+  int64_t stride, count, skip;
+};
+
+// The masks of the peers' records: the bits that any of them has, and those that all have.
+struct Masks {
+  uint32_t any = 0, all = (1u << kMaskBits) - 1;
+};
+
+Masks masks_of(const Peers& peers) {
+  Masks masks;
+  for (int64_t peer = 0; peer < peers.count; ++peer) {
+    if (peer == peers.skip) continue;
+    const uint32_t mask = mask_of(peers.records + peer * peers.stride);
+    masks.any |= mask;
+    masks.all &= mask;
+  }
+  return masks;
+}
+
+// Writes (x + the peers' values) / divisor, for peers without masks.
+template <typename In, typename Out, int kBits>
+void add_peers(const typename In::Item* x, Record coded, const Peers& peers, Divide divide,
+               const char* ahead, typename Out::Item* out) {
+  const auto sum =
+      usual(coded) ? sum_bucket<In, Out, kBits, kUsualColumns> : sum_bucket<In, Out, kBits, 0>;
+  sum(x, coded, peers.records, peers.stride, peers.count, peers.skip, divide, ahead, out);
+}
+
+// Adds the peers' values to `sums`, in rank order. In a record with a mask some values are 0. Those
+// of a rotated bucket are so only when rotated back, and the result is then rotated again. Behind
+// the bucket's values, `sums` has room for as many more.
+template <int kBits>
+void add_masked(float* sums, const Slot& slot, int64_t k, const Peers& peers) {
+  const Record record = slot.record(k), coded = slot.rotated ? filled(record) : record;
+  const Rotation rotation = rotation_of(slot, Rotation::leaf_seed(slot.number), k);
+  float* const values = sums + kRows * record.columns();
+  for (int64_t peer = 0; peer < peers.count; ++peer) {
+    if (peer == peers.skip) continue;
+    const uint8_t* const from = peers.records + peer * peers.stride;
+    const uint32_t mask = mask_of(from);
+    if (mask == 0) {
+      const Peers one{from, 0, 1, -1};
+      add_peers<StoreF32, StoreF32, kBits>(sums, coded, one, Divide(1.0f), (const char*)sums, sums);
+      continue;
+    }
+    decode_bucket<StoreF32, kBits, 0>(from, coded, values);
+    if (slot.rotated) rotate_back(values, record.columns(), rotation);
+    clear_segments(values, slot, k, mask);
+    if (slot.rotated) rotate(values, record, rotation);
+    add_into<StoreF32>(sums, values, coded.values, Divide(1.0f), sums);
+  }
+}
 
 template <typename Store>
 struct Reduce {
@@ -158,26 +222,32 @@ struct Reduce {
     int64_t position = run.offset - run.chunk * layout.chunk_bytes;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = slot.record(k), coded = slot.rotated ? filled(record) : record;
-      if (staged) stage_values<Store>(x, slot, signs, k, in, call.scratch);
-      const auto add = [&](auto from, const auto* own) {
-        using From = decltype(from);
-        const auto sum = usual(coded) ? sum_bucket<From, StoreF32, kBits, kUsualColumns>
-                                      : sum_bucket<From, StoreF32, kBits, 0>;
-        sum(own, coded, call.payload + position, layout.chunk_bytes, layout.world, call.rank,
-            divide, (const char*)x, call.scratch);
-      };
-      staged ? add(StoreF32{}, call.scratch) : add(Store{}, x);
+      const Peers peers{call.payload + position, layout.chunk_bytes, layout.world, call.rank};
+      const Masks masks = masks_of(peers);
+      if (staged || masks.any) stage_values<Store>(x, slot, signs, k, in, call.scratch);
+      const char* const ahead = (const char*)x;
+      if (masks.any) {
+        add_masked<kBits>(call.scratch, slot, k, peers);
+        write_quotients<StoreF32>(call.scratch, coded.values, divide, call.scratch);
+      } else if (staged) {
+        add_peers<StoreF32, StoreF32, kBits>(call.scratch, coded, peers, divide, ahead,
+                                             call.scratch);
+      } else {
+        add_peers<Store, StoreF32, kBits>(x, coded, peers, divide, ahead, call.scratch);
+      }
+      const uint32_t mask = masks.all ? masks.all & zero_segments(x, slot, k) : 0;
       const Noise noise = noise_of(slot, call.key, k, 0.0f);
       const auto encode = residual ? encode_values<kBits, true> : encode_values<kBits, false>;
       const Extremes found = find_extremes<StoreF32, false>(call.scratch, coded.values);
-      const Meta meta = meta_of(call.scratch, slot, coded, found);
-      const Ahead ahead{(const char*)x + kNearAhead, (const char*)x + kFarAhead};
-      encode(call.scratch, slot, coded, meta, noise, ahead, call.chunk + position);
+      const Header header(meta_of(call.scratch, slot, coded, found), mask, kBits);
+      encode(call.scratch, slot, coded, header, noise, {ahead + kNearAhead, ahead + kFarAhead},
+             call.chunk + position);
       x += record.values;
       if (residual) {
         if (slot.rotated) rotate_back(call.scratch, record.columns(), rotation_of(slot, signs, k));
         write_lost<Store>(call.scratch, record.values, call.divisor, back, k * slot.bucket_size,
                           lost);
+        clear_segments(lost, slot, k, header.mask());
         lost += record.values;
       }
       position += record.bytes();
@@ -217,13 +287,14 @@ struct DecodeStaged {
         if (!back.none()) {
           finish = finish_back<Store, Finish::kInUnits>;
           back.fill(k * slot.bucket_size, kUsualValues, factor);
-        } else if (stays_finite(checked(load<Meta>(from)), kBits, rotation)) {
+        } else if (stays_finite(checked(load<Header>(from).meta()), kBits, rotation)) {
           finish = finish_back<Store, Finish::kAsIs>;
         }
         finish(call.scratch, factor, kUsualColumns, 0, rotation, to);
       } else {
         write_decoded<Store>(call.scratch, record.values, back, k * slot.bucket_size, to);
       }
+      clear_segments(to, slot, k, mask_of(from));
       if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
       from += record.bytes();
       out += record.values;

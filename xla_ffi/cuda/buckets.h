@@ -13,6 +13,7 @@
 #define CGX_CUDA_BUCKETS_H_
 
 #include "cuda/rotate.h"
+#include "cuda/segments.h"
 #include "cuda/tiles.h"
 
 namespace cgx {
@@ -105,9 +106,11 @@ __device__ void store_codes(const Bucket& bucket, uint8_t* planes, int tile, Cod
 }
 
 // Records start at multiples of 4 bytes, not of 8.
-__device__ Meta load_meta(const uint8_t* record) {
-  const float* const words = reinterpret_cast<const float*>(record);
-  return {words[0], words[1]};
+__device__ Header load_header(const uint8_t* record) {
+  Header header;
+  header.lo = reinterpret_cast<const float*>(record)[0];
+  header.word = reinterpret_cast<const uint32_t*>(record)[1];
+  return header;
 }
 
 // The width that most buffers have is known to the compiler, so that its masks and shifts are
@@ -116,12 +119,12 @@ constexpr int kUsualBits = 4, kAny = 0;
 
 // What a lane reads of a record's tile: its bytes of each plane, in memory order.
 struct Encoded {
-  Meta meta;
+  Header header;
   uint32_t word[kColumns] = {};
 
   // `planes` points to the lane's bytes of the first plane. Planes are `columns` bytes apart.
   __device__ void load(const uint8_t* record, const uint8_t* planes, int columns, int count) {
-    meta = load_meta(record);
+    header = load_header(record);
     const auto load = [&](int k) { word[k] = *reinterpret_cast<const uint32_t*>(planes); };
     if (count > 0) load(0);
     planes += columns;
@@ -133,9 +136,9 @@ struct Encoded {
     if (count > 3) load(3);
   }
 
-  // Calls f(value, row, column) for the lane's values.
+  // Calls f(value, row, column) for the lane's values. `meta` is the header's.
   template <int kBits, typename F>
-  __device__ void values(const Bucket& bucket, F f) const {
+  __device__ void values(const Bucket& bucket, Meta meta, F f) const {
     const int bits = kBits ? kBits : bucket.bits;
     const Codes codes = this->codes(bits, bucket.lane.half);
     const uint32_t low = (1u << bits) - 1u, high = low << bits;
@@ -197,12 +200,12 @@ struct Encoded {
 // The offset of a lane's bytes of a tile in a record, for Encoded::load.
 __device__ int64_t planes_of(const Bucket& bucket, int tile) {
   const Planes mine(bucket.bits, bucket.lane.half);
-  return static_cast<int64_t>(sizeof(Meta)) + mine.first * bucket.columns + bucket.column(tile);
+  return int64_t{kHeaderBytes} + mine.first * bucket.columns + bucket.column(tile);
 }
 
-__device__ void store_meta(const Lane& lane, uint8_t* record, Meta meta) {
-  if (lane.index < 2)
-    reinterpret_cast<float*>(record)[lane.index] = lane.index ? meta.unit : meta.lo;
+__device__ void store_header(const Lane& lane, uint8_t* record, Header header) {
+  const uint32_t word = lane.index ? header.word : bit_cast<uint32_t>(header.lo);
+  if (lane.index < 2) reinterpret_cast<uint32_t*>(record)[lane.index] = word;
 }
 
 // Finds the extremes of values from their bits. As signed numbers, the largest bits are those of
@@ -307,10 +310,11 @@ __device__ void encode_tile(const Bucket& bucket, Meta meta, Noise noise, int ti
   store_codes(bucket, Record::planes(record), tile, codes);
 }
 
-// Stores the encoding error of a tile, times `factor`.
-__device__ void store_lost(const Bucket& bucket, int tile, float factor, Tile t) {
+// Stores the encoding error of a tile, times `factor`. It is 0 in masked segments.
+__device__ void store_lost(const Bucket& bucket, int tile, float factor, uint32_t mask, Tile t) {
   rotate_back(bucket, tile, &t);
   t.each([&](float& x, int, int) { x = canonical_nan(x * factor); });
+  if (mask != 0) clear_segments(bucket, tile, mask, &t);
   store_tile<false>(bucket, tile, t);
 }
 
@@ -329,17 +333,24 @@ __device__ Meta meta_of(const Bucket& bucket, Range range, const Tile& t, F smal
 
 // Finds a bucket's range and encodes the bucket. `values(tile)` returns a tile as it is encoded,
 // with pads inside the range. kTiles is the largest number of tiles; `values` is then called once
-// per tile. If the number is unknown, kTiles is 0 and `values` is called twice per tile. With
-// kResidual, this stores the encoding error times `factor`.
-template <int kTiles, bool kStochastic, bool kResidual, typename Values>
+// per tile. If the number is unknown, kTiles is 0 and `values` is called twice per tile. After all
+// tiles, `zeros()` returns the mask. With kResidual, this stores the encoding error times `factor`.
+template <int kTiles, bool kStochastic, bool kResidual, typename Values, typename Zeros>
 __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record, Values values,
-                              float factor) {
-  const auto code = [&](Meta meta, int k, Tile* t) {
-    encode_tile<kStochastic, kResidual>(bucket, meta, noise, k, record, t);
-    if (kResidual) store_lost(bucket, k, factor, *t);
-  };
+                              Zeros zeros, float factor) {
   Range range;
   Meta meta;
+  uint32_t mask;
+  const auto start = [&] {
+    const Header header(meta, zeros(), bucket.bits);
+    meta = header.meta();
+    mask = header.mask();
+    store_header(bucket.lane, record, header);
+  };
+  const auto code = [&](int k, Tile* t) {
+    encode_tile<kStochastic, kResidual>(bucket, meta, noise, k, record, t);
+    if (kResidual) store_lost(bucket, k, factor, mask, *t);
+  };
   if constexpr (kTiles == 0) {
     uint32_t smallest = Range::kNone;
 #pragma unroll 1
@@ -348,14 +359,14 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
       const int k = first ? step : step - bucket.tiles();
       Tile t = values(k);
       if (!first) {
-        code(meta, k, &t);
+        code(k, &t);
         continue;
       }
       range.add(bucket, k, t);
       smallest = ::min(smallest, Range::smallest(bucket, k, t));
       if (k + 1 < bucket.tiles()) continue;
       meta = meta_of<kStochastic>(bucket, range, t, [&] { return smallest; });
-      store_meta(bucket.lane, record, meta);
+      start();
     }
   } else {
     Tile held[kTiles];
@@ -374,11 +385,11 @@ __device__ void encode_bucket(const Bucket& bucket, Noise noise, uint8_t* record
       }
       return smallest;
     });
-    store_meta(bucket.lane, record, meta);
+    start();
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
       if (k >= bucket.tiles()) break;
-      code(meta, k, &held[k]);
+      code(k, &held[k]);
     }
   }
 }

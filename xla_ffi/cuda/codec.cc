@@ -29,10 +29,10 @@ class Tables {
     piece.record = record;
     piece.bucket = run.first;
     piece.unit = static_cast<int32_t>(run.slot.bucket_size);
-    piece.stride = static_cast<uint32_t>(Record{run.slot.bucket_size, run.slot.bits}.bytes());
     piece.number = run.slot.number;
     piece.chunk = static_cast<int32_t>(run.chunk);
-    piece.bits = static_cast<uint8_t>(run.slot.bits);
+    piece.segment = static_cast<uint64_t>(run.slot.segment);
+    piece.bits = static_cast<uint64_t>(run.slot.bits);
     piece.dtype = dtype;
     piece.rounding = run.slot.rounding;
     piece.aligned = aligned(in) && aligned(out);
@@ -92,7 +92,7 @@ class Tables {
       total -= values;
       if (piece.in) piece.in += values * item;
       if (piece.out) piece.out += values * item;
-      piece.record += units * piece.stride;
+      piece.record += units * piece.stride();
       piece.bucket += units;
     }
   }

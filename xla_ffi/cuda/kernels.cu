@@ -15,9 +15,10 @@ namespace {
 // thread. Half of its warps keep enough reads in flight, and a bucket of several tiles has that
 // many times the reads.
 constexpr int blocks_of(int tiles, bool reduces, bool stochastic, bool residual) {
-  if (tiles == 1) return 8 - 2 * (reduces + residual);
-  return tiles == 0 ? 4 : residual ? 2 : stochastic ? 3 : 4;
+  if (tiles == 1) return reduces || stochastic || residual ? 8 - 2 * (reduces + residual) : 9;
+  return tiles == 0 ? 4 : residual ? 2 : reduces || stochastic ? 3 : 4;
 }
+constexpr int kDecodeBlocks = 8;
 // In a large buffer, a warp works on several buckets and looks up their piece once. If a bucket
 // costs little, one block for every four buckets is faster, because memory prefers requests in
 // order.
@@ -96,27 +97,61 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kTiles, false, kStochastic
   });
 }
 
-template <int kPieces, int kTiles, bool kStochastic, bool kResidual>
-__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic, kResidual))
-    reduce_kernel(const __grid_constant__ TableOf<kPieces> table, const ReduceArgs args) {
-  const int32_t own = rank_of(args.rank);
+// Whether a record of a peer has a mask.
+__device__ bool any_mask(const Bucket& bucket, const uint8_t* records, int64_t stride, int peers,
+                         int skip) {
+  bool any = false;
+  for (int p = bucket.lane.index; p < peers; p += kWarp) {
+    if (p != skip) any |= load_header(records + p * stride).mask() != 0;
+  }
+  return __any_sync(kEveryLane, any);
+}
+
+// Reduces the units [first, last). Several tiles leave no registers for masks: with kTiles > 1,
+// this leaves out buckets for which a peer sent a mask, and returns whether there are any. With
+// kLeftOut, it reduces only those.
+template <int kPieces, int kTiles, bool kStochastic, bool kResidual, bool kLeftOut>
+__device__ bool reduce_units(const TableOf<kPieces>& table, const ReduceArgs& args, int32_t own,
+                             int first, int last) {
+  constexpr int kAhead = kTiles == 1 ? 4 : kLeftOut ? 1 : 2;
   const Divide divide(args.divisor);
-  const int first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
-  const int last = units_before(table, [&](const Piece& piece) { return piece.chunk > own; });
+  bool any = false;
   for_each_unit(table, first, last, [&](const Piece& piece) {
     const LeafSeed rotation = Rotation::leaf_seed(piece.number);
     const LeafSeed seed = noise_of<kStochastic>(args.key, piece);
-    return [=, &piece](int number) {
+    return [=, &piece, &any](int number) {
       const Bucket bucket(piece, rotation, number);
-      reduce_records<kTiles, kTiles == 1 ? 4 : 2, kStochastic, kResidual>(
+      if (kTiles > 1 || kLeftOut) {
+        const uint8_t* const records = args.payload + bucket.record();
+        const bool masked = any_mask(bucket, records, args.chunk_bytes, args.world, own);
+        any |= masked;
+        if (masked != kLeftOut) return;
+      }
+      reduce_records<kTiles, kAhead, kStochastic, kResidual>(
           bucket, {seed.bucket(bucket.of_leaf()), 0.0f}, args.payload, args.chunk_bytes, args.world,
           own, divide, args.divisor, args.chunk + bucket.record());
     };
   });
+  return any;
+}
+
+template <int kPieces, int kTiles, bool kStochastic, bool kResidual>
+__global__ void __launch_bounds__(kThreads, blocks_of(kTiles, true, kStochastic, kResidual))
+    reduce_kernel(const __grid_constant__ TableOf<kPieces> table, const ReduceArgs args) {
+  const int32_t own = rank_of(args.rank);
+  const int first = units_before(table, [&](const Piece& piece) { return piece.chunk >= own; });
+  const int last = units_before(table, [&](const Piece& piece) { return piece.chunk > own; });
+  const bool left_out =
+      reduce_units<kPieces, kTiles, kStochastic, kResidual, false>(table, args, own, first, last);
+  if constexpr (kTiles > 1) {
+    if (left_out) {
+      reduce_units<kPieces, 0, kStochastic, kResidual, true>(table, args, own, first, last);
+    }
+  }
 }
 
 template <int kPieces>
-__global__ void __launch_bounds__(kThreads, blocks_of(1, false, false, false))
+__global__ void __launch_bounds__(kThreads, kDecodeBlocks)
     decode_kernel(const __grid_constant__ TableOf<kPieces> table, const DecodeArgs args) {
   for_each_unit(table, 0, table.units, [&](const Piece& piece) {
     const LeafSeed rotation = Rotation::leaf_seed(piece.number);
@@ -150,9 +185,10 @@ __global__ void __launch_bounds__(kThreads, blocks_of(1, true, false, false))
         };
         Tile t = filled(0.0f);
         if (!bucket.rotated) t = start();
-        peers.add_to(bucket, &t);
+        peers.add_to(bucket, k, &t);
         if (bucket.rotated) {
           rotate_back(bucket, k, &t);
+          if (peers.common_mask() != 0) clear_segments(bucket, k, peers.common_mask(), &t);
           add_tile(start(), &t);
         }
         divide_tile(divide, &t);

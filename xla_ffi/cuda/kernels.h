@@ -23,15 +23,21 @@ struct Piece {
   int32_t last;     // number of its last unit
   int32_t unit;     // values per bucket; bytes per unit when cleared
   int32_t tail;     // the same for the last unit
-  uint32_t stride;  // bytes from a record to the next
   uint32_t number;  // of the leaf: feeds its noise and its rotation's signs
   int32_t chunk;
-  uint8_t bits;  // 0: clear bytes, a multiple of 4 of them
-  DType dtype;   // of the leaf
-  Rounding rounding;
+  uint64_t segment : 49;  // as in Slot
+  uint64_t bits : 4;      // 0: clear bytes, a multiple of 4 of them
+  DType dtype : 2;        // of the leaf
+  Rounding rounding : 2;
   bool aligned : 1;  // four values may be read or written at once
   bool rotated : 1;
+
+  // Bytes from a record to the next.
+  CGX_HD uint32_t stride() const {
+    return kHeaderBytes + static_cast<uint32_t>(bits) * (static_cast<uint32_t>(unit) / kRows);
+  }
 };
+static_assert(sizeof(Piece) == 64, "its last fields share a word");
 
 // A launch copies all of its parameters, so a table comes in two sizes: 4 KB, and 32,764 bytes, the
 // limit of CUDA 12.1 and later.

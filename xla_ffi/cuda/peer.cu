@@ -96,8 +96,9 @@ class PeerWarp {
   __device__ Place place(int unit) const {
     const Piece& piece = table_.piece[piece_of(unit)];
     const int number = unit - piece.before;
-    return {piece.record + static_cast<int64_t>(number) * piece.stride,
-            Record{number == piece.last ? piece.tail : piece.unit, piece.bits}.bytes()};
+    return {piece.record + static_cast<int64_t>(number) * piece.stride(),
+            Record{number == piece.last ? piece.tail : piece.unit, static_cast<int32_t>(piece.bits)}
+                .bytes()};
   }
 
   __device__ void send_to_owner(bool takes_part, int to, int* next) const {

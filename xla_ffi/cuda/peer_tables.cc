@@ -21,10 +21,10 @@ Piece piece_of(const Run& run, const void* in, void* residual, const void* resul
   piece.last = static_cast<int32_t>(units - 1);
   piece.unit = static_cast<int32_t>(run.slot.bucket_size);
   piece.tail = static_cast<int32_t>(run.values() - (units - 1) * run.slot.bucket_size);
-  piece.stride = static_cast<uint32_t>(Record{run.slot.bucket_size, run.slot.bits}.bytes());
   piece.number = run.slot.number;
   piece.chunk = static_cast<int32_t>(run.chunk);
-  piece.bits = static_cast<uint8_t>(run.slot.bits);
+  piece.segment = static_cast<uint64_t>(run.slot.segment);
+  piece.bits = static_cast<uint64_t>(run.slot.bits);
   piece.dtype = dtype;
   piece.rounding = run.slot.rounding;
   piece.aligned = aligned(in) && aligned(residual) && aligned(result);

@@ -28,27 +28,52 @@ class Peers {
     for (int k = 0; k < kAhead; ++k) ask(k, k);
   }
 
-  // Adds all decoded records to `t`, in order.
-  __device__ void add_to(const Bucket& bucket, Tile* t) {
-    if (bucket.bits == kUsualBits) {
-      add_as<kUsualBits>(bucket, t);
-    } else {
-      add_as<kAny>(bucket, t);
-    }
+  // Adds all decoded records to `t`, a tile of sums, in order. Without kMasks, none has a mask.
+  template <bool kMasks = true>
+  __device__ void add_to(const Bucket& bucket, int tile, Tile* t) {
+    int next = bucket.bits == kUsualBits ? add_as<kUsualBits>(bucket, t) : add_as<kAny>(bucket, t);
+#pragma unroll 1
+    for (; kMasks && next < count_; ++next) add_masked(bucket, tile, next, t);
   }
 
+  // After add_to: the bits that the masks of all records have.
+  __device__ uint32_t common_mask() const { return common_mask_; }
+
  private:
+  // Adds records up to the first one with a mask. Returns the number of that one.
   template <int kBits>
-  __device__ void add_as(const Bucket& bucket, Tile* t) {
+  __device__ int add_as(const Bucket& bucket, Tile* t) {
 #pragma unroll 1
     for (int first = 0; first < count_; first += kAhead) {
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         if (first + k >= count_) break;
-        ahead_[k].template values<kBits>(bucket, [&](float x, int r, int c) { t->v[r][c] += x; });
+        const Header header = ahead_[k].header;
+        if (header.mask() != 0) return first + k;
+        common_mask_ = 0;
+        ahead_[k].template values<kBits>(bucket, header.meta(),
+                                         [&](float x, int r, int c) { t->v[r][c] += x; });
         ask(first + kAhead + k, k);
       }
     }
+    return count_;
+  }
+  // Adds a record that may have a mask. Masked values are 0 where they are not rotated.
+  __device__ void add_masked(const Bucket& bucket, int tile, int number, Tile* t) {
+    Encoded& encoded = ahead_[0];
+    ask(number, 0);
+    const Meta meta = encoded.header.meta();
+    const uint32_t mask = encoded.header.mask();
+    common_mask_ &= mask;
+    Tile own;
+    encoded.template values<kAny>(bucket, mask != 0 ? checked(meta) : meta,
+                                  [&](float x, int r, int c) { own.v[r][c] = x; });
+    if (mask != 0) {
+      rotate_back(bucket, tile, &own);
+      clear_segments(bucket, tile, mask, &own);
+      rotate(bucket, tile, &own);
+    }
+    t->each([&](float& x, int r, int c) { x += own.v[r][c]; });
   }
   __device__ void ask(int number, int place) {
     if (number >= count_) return;
@@ -58,6 +83,7 @@ class Peers {
   }
 
   Encoded ahead_[kAhead];
+  uint32_t common_mask_ = UINT32_MAX;
   const uint8_t *const records_, *const planes_;
   const uint32_t stride_;
   const int columns_, words_, count_;

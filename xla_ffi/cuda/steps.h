@@ -34,34 +34,41 @@ __device__ LeafSeed noise_of(const uint32_t* key, const Piece& piece) {
 // Encodes a bucket's values.
 template <int kTiles, bool kStochastic, bool kResidual>
 __device__ void encode_values(const Bucket& bucket, Noise noise, uint8_t* record) {
+  bool maybe = false;
   encode_bucket<kTiles, kStochastic, kResidual>(
       bucket, noise, record,
       [&](int k) {
         Tile t = load_tile(bucket, k, Pad::kFirst);
+        maybe |= may_have_zeros(bucket, k, t);
         rotate(bucket, k, &t);
         return t;
       },
-      1.0f);
+      [&] { return __any_sync(kEveryLane, maybe) ? zero_segments(bucket) : 0; }, 1.0f);
 }
 
 // Adds the peers' records, which lie in rows of `payload`, to the bucket's values and encodes their
 // mean: the sum divided by `divisor`, which `divide` does. kAhead records are in flight at once.
+// With kTiles > 1, no record may have a mask.
 template <int kTiles, int kAhead, bool kStochastic, bool kResidual>
 __device__ void reduce_records(const Bucket& bucket, Noise noise, const uint8_t* payload,
                                int64_t row_bytes, int world, int own, Divide divide, float divisor,
                                uint8_t* record) {
   const uint8_t* const records = payload + bucket.record();
   float pad = 0.0f;
+  uint32_t mask = 0;
   const auto mean = [&](int k) {
     Peers<kAhead> peers(bucket, records, row_bytes, world, own, k);
     Tile t = load_tile(bucket, k, Pad::kZero);
     rotate(bucket, k, &t);
-    peers.add_to(bucket, &t);
+    peers.template add_to<kTiles <= 1>(bucket, k, &t);
+    mask = peers.common_mask();
     divide_tile(divide, &t);
     replace_pads(bucket, k, &pad, &t);
     return t;
   };
-  encode_bucket<kTiles, kStochastic, kResidual>(bucket, noise, record, mean, divisor);
+  encode_bucket<kTiles, kStochastic, kResidual>(
+      bucket, noise, record, mean, [&] { return mask != 0 ? mask & zero_segments(bucket) : 0; },
+      divisor);
 }
 
 // Limits values to the range of floats, which decoded values may leave when they are rotated back.
@@ -76,23 +83,27 @@ __device__ void decode_record(const Bucket& bucket, const uint8_t* record) {
   for (int k = 0; k < bucket.tiles(); ++k) {
     Encoded encoded;
     encoded.load(record, record + planes_of(bucket, k), bucket.columns, bucket.has(k) ? planes : 0);
-    encoded.meta = checked(encoded.meta);
-    if (poisoned(encoded.meta)) {
-      store_tile<false>(bucket, k, filled(bit_cast<float>(kQuietNan)));
+    const uint32_t mask = encoded.header.mask();
+    const Meta meta = checked(encoded.header.meta());
+    Tile t;
+    if (poisoned(meta)) {
+      t = filled(bit_cast<float>(kQuietNan));
+      if (mask != 0) clear_segments(bucket, k, mask, &t);
+      store_tile<false>(bucket, k, t);
       continue;
     }
-    Tile t;
     const auto keep = [&](float x, int r, int c) { t.v[r][c] = x; };
     if (bucket.bits == kUsualBits) {
-      encoded.values<kUsualBits>(bucket, keep);
+      encoded.values<kUsualBits>(bucket, meta, keep);
     } else {
-      encoded.values<kAny>(bucket, keep);
+      encoded.values<kAny>(bucket, meta, keep);
     }
     if (bucket.rotated) {
       rotate_back(bucket, k, &t);
-      const float largest = fabsf(encoded.meta.lo) + 255.0f * fabsf(encoded.meta.unit);
+      const float largest = fabsf(meta.lo) + 255.0f * fabsf(meta.unit);
       if (!(largest <= kHarmless)) keep_within(&t);
     }
+    if (mask != 0) clear_segments(bucket, k, mask, &t);
     store_tile<true>(bucket, k, t);
   }
 }

@@ -74,7 +74,7 @@ struct Bucket {
         values(number == piece.last ? piece.tail : piece.unit),
         columns(static_cast<int>((static_cast<unsigned>(values) + (kTailValues - 1)) / kTailValues *
                                  (kTailValues / kRows))),
-        bits(piece.bits),
+        bits(static_cast<int>(piece.bits)),
         dtype(piece.dtype),
         rotated(piece.rotated) {}
   // A product of two unsigned 32-bit numbers is one instruction.
@@ -88,7 +88,7 @@ struct Bucket {
   __device__ const char* in() const { return piece.in + bytes_before(); }
   __device__ char* out() const { return piece.out + bytes_before(); }
   // Where the record lies; see Piece::record.
-  __device__ int64_t record() const { return piece.record + times(piece.stride); }
+  __device__ int64_t record() const { return piece.record + times(piece.stride()); }
   // The bucket's number in its leaf.
   __device__ int64_t of_leaf() const { return piece.bucket + number; }
   __device__ Rotation rotation() const { return Rotation(columns, rotation_seed, of_leaf()); }

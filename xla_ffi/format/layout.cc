@@ -10,6 +10,17 @@ std::string outside(const char* what, size_t leaf, int64_t value, const std::str
          ", must be " + limit;
 }
 
+int64_t segment_of(const SlotSpec& spec) {
+  return spec.segment ? spec.segment : spec.bucket_size / kMaskBits;
+}
+
+// The largest number of segments that a bucket meets.
+int64_t most_segments(const SlotSpec& spec) {
+  const int64_t segment = segment_of(spec);
+  if (spec.bucket_size % segment == 0) return spec.bucket_size / segment;
+  return (spec.bucket_size - 2) / segment + 2;
+}
+
 std::string check(const SlotSpec& spec, size_t k) {
   if (spec.size < 0 || spec.size > kMaxSize) return outside("size", k, spec.size, "in [0, 2^48]");
   if (spec.bits < 1 || spec.bits > kMaxBits) return outside("bits", k, spec.bits, "in [1, 8]");
@@ -19,6 +30,11 @@ std::string check(const SlotSpec& spec, size_t k) {
   }
   if (spec.rounding < 0 || spec.rounding > 2) {
     return outside("rounding", k, spec.rounding, "0, 1 or 2");
+  }
+  if (spec.segment < 0 || spec.segment > kMaxSize || most_segments(spec) > kMaskBits) {
+    return outside("segment", k, spec.segment,
+                   "such that no bucket of " + std::to_string(spec.bucket_size) +
+                       " values meets more than 16 segments, and at most 2^48");
   }
   if (spec.rotation < 0 || spec.rotation > 1) {
     return outside("rotation", k, spec.rotation, "0 or 1");
@@ -50,12 +66,14 @@ std::string OwnedLayout::build(const std::vector<SlotSpec>& specs, int64_t world
                     static_cast<int32_t>(spec.bits),
                     static_cast<Rounding>(spec.rounding),
                     spec.rotation != 0,
+                    segment_of(spec),
                     static_cast<uint32_t>(spec.number),
                     total};
     slots_.push_back(slot);
     total = slot.end();
     values_ += spec.size;
-    const int64_t longest = kRows * slot.record(0).columns();
+    // For a bucket's sum, and for the values of a peer that are added to it.
+    const int64_t longest = 2 * kRows * slot.record(0).columns();
     longest_bucket_ = std::max(longest_bucket_, longest);
     if (slot.rotated || spec.units)
       longest_staged_bucket_ = std::max(longest_staged_bucket_, longest);

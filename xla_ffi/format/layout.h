@@ -24,6 +24,7 @@ struct SlotSpec {
   int64_t number;        // the leaf's number, which seeds its noise and its rotation
   int64_t rotation = 0;  // 0 or 1
   int64_t units = 0;     // 0 or 1: whether the values are multiplied by units
+  int64_t segment = 0;   // values for a bit of a record's mask; 0: a 16th of a bucket
 };
 
 // The arrays behind a Layout.
@@ -34,7 +35,7 @@ class OwnedLayout {
 
   Layout view() const;
   int64_t values() const { return values_; }
-  // Values of the longest bucket, padded to whole columns. A kernel needs this much scratch.
+  // Twice the values of the longest bucket, padded to whole columns: the scratch of a kernel.
   int64_t longest_bucket() const { return longest_bucket_; }
   // The same, but only over slots that are rotated or have units.
   int64_t longest_staged_bucket() const { return longest_staged_bucket_; }

@@ -1,4 +1,4 @@
-// The arithmetic of wire format 1, for one value or a vector of values, for host and device.
+// The arithmetic of wire format 2, for one value or a vector of values, for host and device.
 // Every step rounds to fp32 on its own: compile with -ffp-contract=off (-fmad=false).
 // The functions live in a namespace named after the instruction set they are compiled for.
 #ifndef CGX_FORMAT_QUANTIZE_H_
@@ -74,6 +74,46 @@ CGX_HD Meta make_meta(float min, float max, bool finite, int bits) {
   }
   return {lo, unit < kSmallestUnit ? 0.0f : unit};
 }
+
+// The first 8 bytes of a record: the meta, and which segments of the bucket are zero. Most buckets
+// have no mask. A mask takes the lower half of the unit, whose sign then is 1.
+struct Header {
+  float lo;
+  uint32_t word;
+
+  Header() = default;
+  // A unit with a mask is rounded up to a bf16, unless the topmost level would overflow.
+  CGX_HD Header(Meta meta, uint32_t mask, int bits)
+      : lo(meta.lo), word(bit_cast<uint32_t>(meta.unit)) {
+    const uint32_t rounded = (word + 0xffffu) & ~0xffffu;
+    const float most = lo + bit_cast<float>(rounded) * (float)((1 << bits) - 1);
+    if (mask != 0 && most <= kLargest) word = kMasked | rounded | mask;
+  }
+  CGX_HD bool masked() const { return word & kMasked; }
+  CGX_HD uint32_t mask() const { return masked() ? word & 0xffffu : 0u; }
+  CGX_HD Meta meta() const { return {lo, bit_cast<float>(masked() ? word & 0x7fff0000u : word)}; }
+
+ private:
+  static constexpr uint32_t kMasked = 0x80000000u;
+};
+static_assert(sizeof(Header) == kHeaderBytes, "the wire format stores a header as 8 bytes");
+
+// The segments of one bucket. Bit number(i) of its record's mask stands for the bucket's value i.
+struct MaskSegments {
+  int64_t length, phase;  // phase: the place of the bucket's first value in its segment
+
+  CGX_HD MaskSegments(const Slot& slot, int64_t bucket)
+      : length(slot.segment), phase(bucket * slot.bucket_size % slot.segment) {}
+  CGX_HD int number(int64_t i) const { return (int)((phase + i) / length); }
+  CGX_HD int64_t begin(int number) const {
+    const int64_t first = number * length - phase;
+    return first > 0 ? first : 0;
+  }
+  CGX_HD int64_t end(int number, int64_t values) const {
+    const int64_t last = (number + 1) * length - phase;
+    return last < values ? last : values;
+  }
+};
 
 // Limits a decoded value to [-largest, largest], because rounding may take it past these bounds.
 template <typename F>

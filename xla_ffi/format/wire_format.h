@@ -1,4 +1,4 @@
-// Wire format version 1: where every byte of a fusion buffer's payload lies (docs/wire_format.md).
+// Wire format version 2: where every byte of a fusion buffer's payload lies (docs/wire_format.md).
 // Plain data with accessors, for host and device. Every accessor is always inlined, so that kernels
 // compiled for different instruction sets share these types without sharing code.
 #ifndef CGX_FORMAT_WIRE_FORMAT_H_
@@ -14,17 +14,19 @@
 
 namespace cgx {
 
-constexpr int kWireVersion = 1;
+constexpr int kWireVersion = 2;
 constexpr int kRows = 8;  // a bucket is seen as 8 rows of codes; a column's codes make `bits` bytes
 constexpr int kTailValues = 32;  // a short bucket is padded to a multiple of this many values
 constexpr int kMaxBits = 8;
+
+constexpr int kMaskBits = 16;    // of a record, for as many segments of its bucket
+constexpr int kHeaderBytes = 8;  // of a record
 
 // A bucket's range: the value of code 0 and the distance between two codes.
 struct Meta {
   float lo;
   float unit;
 };
-static_assert(sizeof(Meta) == 8, "the wire format stores Meta as 8 bytes");
 
 enum class Rounding : uint8_t {
   kNearest,
@@ -32,7 +34,7 @@ enum class Rounding : uint8_t {
   kCorrelated,  // the same, with noise spread evenly over the ranks
 };
 
-// One encoded bucket: Meta, then `bits` planes of `columns()` bytes.
+// One encoded bucket: a Header, then `bits` planes of `columns()` bytes.
 struct Record {
   int64_t values;
   int32_t bits;
@@ -40,9 +42,9 @@ struct Record {
   CGX_HD constexpr int64_t columns() const {
     return (values + kTailValues - 1) / kTailValues * (kTailValues / kRows);
   }
-  CGX_HD constexpr int64_t bytes() const { return (int64_t)sizeof(Meta) + bits * columns(); }
-  CGX_HD static uint8_t* planes(uint8_t* record) { return record + sizeof(Meta); }
-  CGX_HD static const uint8_t* planes(const uint8_t* record) { return record + sizeof(Meta); }
+  CGX_HD constexpr int64_t bytes() const { return kHeaderBytes + bits * columns(); }
+  CGX_HD static uint8_t* planes(uint8_t* record) { return record + kHeaderBytes; }
+  CGX_HD static const uint8_t* planes(const uint8_t* record) { return record + kHeaderBytes; }
 };
 
 // A leaf's place in a fusion buffer. Positions count bytes from the start of the buffer.
@@ -52,6 +54,7 @@ struct Slot {
   int32_t bits;
   Rounding rounding;
   bool rotated;     // codes are those of the rotated bucket
+  int64_t segment;  // the values for which a bit of a record's mask stands
   uint32_t number;  // of the leaf: feeds its noise and its rotation's signs
   int64_t start;    // of the first record
 

@@ -146,7 +146,7 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
     const DType* const dtypes = operands.leaves.dtype.data();
     const KernelTable& kernels = current_kernels();
     const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_staged_bucket());
+    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_bucket());
     split_range(pool, operands.batch, 0, layout.total_bytes(), count,
                 [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   kernels.accumulate({layout,

@@ -13,9 +13,10 @@
 
 namespace cgx {
 
-// How many numbers `slots` has per leaf: bits, bucket_size, rounding, number, rotation, units.
+// How many numbers `slots` has per leaf: bits, bucket_size, rounding, number, rotation, units,
+// segment.
 // `Layout.attributes` in cgx_jax/wire.py writes them.
-constexpr size_t kSlotNumbers = 6;
+constexpr size_t kSlotNumbers = 7;
 
 struct LayoutAttributes {
   Ints slots;
@@ -26,7 +27,7 @@ struct LayoutAttributes {
   size_t leaves() const { return slots.size() / kSlotNumbers; }
   SlotSpec spec(size_t leaf, int64_t size) const {
     const int64_t* const own = slots.begin() + leaf * kSlotNumbers;
-    return {size, own[0], own[1], own[2], own[3], own[4], own[5]};
+    return {size, own[0], own[1], own[2], own[3], own[4], own[5], own[6]};
   }
   bool has_units(size_t leaf) const { return spec(leaf, 0).units == 1; }
   // The number of leaves that have units.

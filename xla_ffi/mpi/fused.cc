@@ -19,6 +19,7 @@ Hello hello(const FusedSpec& spec, const Layout& layout, const Segments& segment
     plan.add(slot.bucket_size);
     plan.add(static_cast<int>(slot.rounding));
     plan.add(slot.rotated);
+    plan.add(slot.segment);
     plan.add(slot.number);
     plan.add(static_cast<int>(spec.dtypes[k]));
     plan.add(!spec.units.empty() && spec.units[k].num_rows > 0);

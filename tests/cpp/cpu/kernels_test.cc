@@ -7,12 +7,40 @@
 
 namespace {
 
+// Whether the zero segments of x are zeros of y, and without errors.
+bool zeros_stay(const Buffers& x, const Buffers& y, const Buffers& residual) {
+  bool stay = true;
+  for (size_t k = 0; k < x.specs.size(); ++k) {
+    const cgx::SlotSpec& leaf = x.specs[k];
+    const int64_t item = cgx::item_size(x.dtypes[k]);
+    const int64_t segment = leaf.segment ? leaf.segment : leaf.bucket_size / cgx::kMaskBits;
+    const auto is_zero = [&](const Buffers& of, int64_t i) {
+      uint32_t bits = 0;
+      std::memcpy(&bits, static_cast<const char*>(of.data[k]) + i * item, item);
+      return (bits & (item == 4 ? 0x7fffffffu : 0x7fffu)) == 0;
+    };
+    for (int64_t first = 0, end; first < leaf.size; first = end) {
+      end = first + 1;
+      const auto bucket = [&](int64_t i) { return i / leaf.bucket_size; };
+      while (end < leaf.size && end % segment != 0 && bucket(end) == bucket(first)) ++end;
+      bool zero = true;
+      for (int64_t i = first; i < end; ++i) zero &= is_zero(x, i);
+      for (int64_t i = first; zero && i < end; ++i) stay &= is_zero(y, i) && is_zero(residual, i);
+    }
+  }
+  return stay;
+}
+
 void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, int64_t rounding,
-                bool rotation, cgx::DType dtype, int64_t world, std::mt19937& rng) {
+                bool rotation, int64_t segment, cgx::DType dtype, int64_t world,
+                std::mt19937& rng) {
   const std::string name = std::string(kernels.isa) + " bits " + std::to_string(bits) + " bucket " +
                            std::to_string(bucket) + " rounding " + std::to_string(rounding) +
-                           (rotation ? " rotated" : "") + " world " + std::to_string(world);
-  Buffers x(leaves_of(bits, bucket, rounding, rotation), dtype, rng), y(x.specs, dtype, rng);
+                           (rotation ? " rotated" : "") +
+                           (segment ? " segment " + std::to_string(segment) : "") + " world " +
+                           std::to_string(world);
+  Buffers x(leaves_of(bits, bucket, rounding, rotation, segment), dtype, rng),
+      y(x.specs, dtype, rng);
   Buffers residual(x.specs, dtype, rng);
   cgx::OwnedLayout owned;
   check(owned.build(x.specs, world).empty(), name + ": layout");
@@ -70,6 +98,7 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
     }
     check(exact, name + ": residual");
   }
+  check(zeros_stay(x, y, residual), name + ": zeros");
   // Arbitrary bytes from the peers: any numbers may come out, but no byte outside may be touched.
   const auto bad = noise(bytes, rng);
   for (int64_t rank = 0; rank < world; ++rank) {
@@ -133,7 +162,9 @@ int main() {
           for (auto dtype : {cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16}) {
             for (const bool rotation : {false, true}) {
               const int64_t rounding = (bits + bucket / 32 + world + rotation) % 3;
-              round_trip(**kernels, bits, bucket, rounding, rotation, dtype, world, rng);
+              const int64_t kind = bits + world + 3 * rotation;
+              const int64_t segment = kind % 4 == 0 ? 0 : segment_of(bucket, kind);
+              round_trip(**kernels, bits, bucket, rounding, rotation, segment, dtype, world, rng);
             }
           }
         }

@@ -9,6 +9,7 @@
 
 #include "cases.h"
 #include "cuda/codec.h"
+#include "format/runs.h"
 #include "warp.h"
 
 namespace {
@@ -27,8 +28,9 @@ std::string name_of(const Case& c) {
   const cgx::SlotSpec& last = c.leaves.back();
   return "bits " + std::to_string(last.bits) + " bucket " + std::to_string(last.bucket_size) +
          " rounding " + std::to_string(last.rounding) + (last.rotation ? " rotated" : "") +
-         " dtype " + std::to_string(static_cast<int>(c.dtype)) + " world " +
-         std::to_string(c.world) + (c.odd ? " unaligned" : "");
+         (last.segment ? " segment " + std::to_string(last.segment) : "") + " dtype " +
+         std::to_string(static_cast<int>(c.dtype)) + " world " + std::to_string(c.world) +
+         (c.odd ? " unaligned" : "");
 }
 
 // Exact-size blocks. With `shift`, values start one item later than malloc's alignment.
@@ -52,6 +54,24 @@ bool same(const Buffers& expected, const Shifted& got) {
     if (std::memcmp(expected.data[k], got.data[k], bytes) != 0) return false;
   }
   return true;
+}
+
+// Gives the records of a chunk, in every row, other masks. About half of them are 0.
+void set_masks(const cgx::Layout& layout, int64_t chunk, int64_t rows, std::mt19937& rng,
+               uint8_t* payload) {
+  cgx::for_each_run(layout, layout.begin[chunk], layout.begin[chunk + 1], [&](const cgx::Run& run) {
+    const int64_t stride = cgx::Record{run.slot.bucket_size, run.slot.bits}.bytes();
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t first = run.offset + (row - chunk) * layout.chunk_bytes;
+      for (int64_t k = 0; k < run.last - run.first; ++k) {
+        uint8_t* const mask = payload + first + k * stride + 4;
+        const uint32_t all = rng(), kind = rng() % 4;
+        if (kind < 2) std::memset(mask, 0, 2);
+        if (kind == 2) std::memcpy(mask, &all, 2);
+        if (kind == 3) std::memset(mask, 0xFF, 2);
+      }
+    }
+  });
 }
 
 bool done(cudaError_t error) { return error == cudaSuccess; }
@@ -95,6 +115,7 @@ void compare(const Case& c, std::mt19937& rng) {
 
   // Rows of peers: random bytes, which give any range, and what peers with these values send.
   const auto peers = noise(bytes, rng);
+  for (int64_t w = 0; w < c.world; ++w) set_masks(layout, w, c.world, rng, peers.get());
   Bytes encoded(bytes), sent(bytes);
   cpu.encode({layout, x.in(), {}, key, -1, encoded.data(), scratch.data()}, 0, total);
   for (int32_t rank = 0; rank < c.world; ++rank) {
@@ -102,6 +123,7 @@ void compare(const Case& c, std::mt19937& rng) {
       std::copy_n(&encoded[rank * layout.chunk_bytes], layout.chunk_bytes,
                   &sent[w * layout.chunk_bytes]);
     }
+    if (rank % 2) set_masks(layout, rank, c.world, rng, sent.data());
     for (const bool real : {false, true}) {
       const uint8_t* const rows = real ? sent.data() : peers.get();
       const bool residuals = real == (rank % 2 == 0);
@@ -127,6 +149,7 @@ void compare(const Case& c, std::mt19937& rng) {
   cgx::OwnedLayout whole;
   check(whole.build(x.specs, 1).empty(), name + ": layout of one rank");
   const auto rows = noise(3 * whole.view().total_bytes(), rng);
+  set_masks(whole.view(), 0, 3, rng, rows.get());
   const int32_t skip = 1;
   cpu.accumulate({whole.view(), x.in(), rows.get(), 3, skip, c.divisor, y.out(), scratch.data()}, 0,
                  whole.view().total_bytes());
@@ -138,16 +161,20 @@ void compare(const Case& c, std::mt19937& rng) {
 
 // How the leaves of a case are encoded.
 struct Options {
-  int64_t rounding, rotation;
+  int64_t rounding;
+  bool rotated;
+  int64_t kind = 0;  // of the leaves' segments
 };
-constexpr Options kOptions[] = {{0, 0}, {1, 0}, {2, 0}, {0, 1}, {1, 1}, {2, 1}};
+constexpr Options kOptions[] = {{0, false}, {1, false}, {2, false},
+                                {0, true},  {1, true},  {2, true}};
 
 std::vector<cgx::SlotSpec> of_sizes(const std::vector<int64_t>& sizes, int64_t bits, int64_t bucket,
                                     Options options) {
   std::vector<cgx::SlotSpec> specs;
   for (const int64_t size : sizes) {
     const int64_t number = static_cast<int64_t>(specs.size());
-    specs.push_back({size, bits, bucket, options.rounding, number, options.rotation});
+    const int64_t segment = segment_of(bucket, options.kind + number);
+    specs.push_back({size, bits, bucket, options.rounding, number, options.rotated, 0, segment});
   }
   return specs;
 }
@@ -164,7 +191,8 @@ void tables(std::mt19937& rng, int round) {
   for (int64_t bits = 1; bits <= 8; ++bits, ++number) {
     const bool odd = bits % 2;
     for (const auto dtype : {cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16}) {
-      const Options &one = kOptions[number++ % 6], &other = kOptions[number++ % 6];
+      Options one = kOptions[number++ % 6], other = kOptions[number++ % 6];
+      one.kind = bits, other.kind = bits + 1;
       compare({of_sizes(around(512), bits, 512, one), dtype, 3, 3.0f, odd}, rng);
       compare({of_sizes(around(96), bits, 96, other), dtype, 2, 2.0f, !odd}, rng);
     }
@@ -175,22 +203,25 @@ void tables(std::mt19937& rng, int round) {
   for (const int64_t bucket : {32, 64, 128, 384, 544, 768, 1024, 2048, 2080, 4096}) {
     for (int k = 0; k < 3; ++k, ++number) {
       const std::vector<int64_t> sizes = {5, 2 * bucket + 17};
-      compare({of_sizes(sizes, 3 + number / 2 % 2, bucket, kOptions[number % 6]), cgx::DType::kF32,
-               2, 1.0f, false},
-              rng);
+      Options options = kOptions[number % 6];
+      options.kind = number;
+      compare(
+          {of_sizes(sizes, 3 + number / 2 % 2, bucket, options), cgx::DType::kF32, 2, 1.0f, false},
+          rng);
     }
   }
   // More leaves, and more ranks, than a table has pieces; all widths and options in one buffer.
   std::vector<cgx::SlotSpec> many;
   for (int64_t k = 0; k < 3 * cgx::kFewPieces; ++k) {
-    many.push_back({(37 * k) % 300, 1 + k % 8, 32 + 32 * (k % 3), k / 8 % 3, k, k % 7 == 0});
+    const int64_t bucket = 32 + 32 * (k % 3), segment = k % 5 == 0 ? 0 : segment_of(bucket, k / 5);
+    many.push_back({(37 * k) % 300, 1 + k % 8, bucket, k / 8 % 3, k, k % 7 == 0, 0, segment});
   }
   for (const int64_t world : {1, 5, 64}) {
     compare({many, cgx::DType::kF32, world, 7.0f, false}, rng);
   }
-  compare({of_sizes({70000}, 4, 512, {0, 0}), cgx::DType::kF32, 130, 1.0f, false}, rng);
+  compare({of_sizes({70000}, 4, 512, {0, false}), cgx::DType::kF32, 130, 1.0f, false}, rng);
   // More buckets than the emulated kernels' tables have units, and long ones among short ones.
-  compare({of_sizes({70000}, 4, 96, {0, 0}), cgx::DType::kF32, 2, 1.0f, false}, rng);
+  compare({of_sizes({70000}, 4, 96, {0, false}), cgx::DType::kF32, 2, 1.0f, false}, rng);
   std::vector<cgx::SlotSpec> mixed(100, {100, 4, 512, 0, 0});
   mixed[80] = {1500, 4, 1024, 0, 0};
   compare({mixed, cgx::DType::kF32, 2, 2.0f, false}, rng);
@@ -215,7 +246,7 @@ void launches(std::mt19937& rng) {
     const std::string name =
         std::to_string(c.leaves) + " leaves, bucket " + std::to_string(c.bucket) + ": launches of ";
     const std::vector<int64_t> sizes(c.leaves, c.bucket > 512 ? c.bucket : 33);
-    const Case one = {of_sizes(sizes, 4, c.bucket, {0, 0}), cgx::DType::kF32, 1, 1.0f, false};
+    const Case one = {of_sizes(sizes, 4, c.bucket, {0, false}), cgx::DType::kF32, 1, 1.0f, false};
     compare(one, rng);
     const Buffers x(one.leaves, one.dtype, rng), y(one.leaves, one.dtype, rng);
     cgx::OwnedLayout owned;
@@ -290,7 +321,7 @@ void special_values(Options options) {
                              {{0, layout.total_bytes()}}, nullptr)),
             "special values: encode");
       const std::string name = "special values, rounding " + std::to_string(options.rounding) +
-                               ", rotation " + std::to_string(options.rotation);
+                               (options.rotated ? ", rotated" : "");
       check(payload == expected, name + ": payload");
       check(std::memcmp(residual, expected_residual, 4 * size) == 0, name + ": residual");
     }
@@ -298,13 +329,14 @@ void special_values(Options options) {
 }
 
 // Metas that no encoder writes. A bucket that has one is decoded to NaNs of one kind, whatever NaN
-// was received and whichever processor decodes.
+// was received and whichever processor decodes. Masked values are 0 even there.
 void strange_metas(Options options) {
   const std::vector<uint32_t> strange = {0x7fffffffu, 0xffc00000u, 0x7f800001u, 0x7f800000u,
                                          0xff800000u};
   const std::vector<cgx::DType> dtypes = {cgx::DType::kF32, cgx::DType::kBF16, cgx::DType::kF16};
   const std::vector<uint32_t> expected = {0x7fc00000u, 0x7fc0u, 0x7e00u};
   const int64_t bucket = 32, size = bucket * 2 * static_cast<int64_t>(strange.size());
+  const uint16_t mask = 0x8001;  // the first segment and the last one, of two values each
   for (size_t d = 0; d < dtypes.size(); ++d) {
     cgx::OwnedLayout owned;
     check(owned.build(of_sizes({size}, 4, bucket, options), 1).empty(), "strange metas: layout");
@@ -313,11 +345,15 @@ void strange_metas(Options options) {
     for (size_t k = 0; k < 2 * strange.size(); ++k) {
       uint32_t meta[2] = {0x3f800000u, 0x3f800000u};
       meta[k % 2] = strange[k / 2];
+      meta[1] = (meta[1] & 0xffff0000u) | (k % 3 ? mask : 0u);
       std::memcpy(&payload[k * cgx::Record{bucket, 4}.bytes()], meta, sizeof(meta));
     }
     const int64_t item = cgx::item_size(dtypes[d]);
     Bytes cpu(size * item), gpu(size * item), nan(size * item);
-    for (int64_t i = 0; i < size; ++i) std::memcpy(&nan[i * item], &expected[d], item);
+    for (int64_t i = 0; i < size; ++i) {
+      const bool masked = i / bucket % 3 && (i + 2) % bucket < 4;
+      if (!masked) std::memcpy(&nan[i * item], &expected[d], item);
+    }
     std::vector<float> scratch(owned.longest_bucket());
     void *cpu_out = cpu.data(), *gpu_out = gpu.data();
     cgx::current_kernels().decode({layout, payload.data(), {&cpu_out, &dtypes[d]}, scratch.data()},
@@ -325,23 +361,26 @@ void strange_metas(Options options) {
     check(done(cgx::decode({layout, payload.data(), {&gpu_out, &dtypes[d]}},
                            {{0, layout.total_bytes()}}, nullptr)),
           "strange metas: decode");
-    const std::string name = "strange metas, rotation " + std::to_string(options.rotation) +
+    const std::string name = std::string("strange metas") + (options.rotated ? ", rotated" : "") +
                              ", dtype " + std::to_string(d);
     check(cpu == nan, name + ": on the CPU");
     check(gpu == nan, name + ": emulated");
   }
 }
 
+constexpr int64_t kEndOfSegments = 1400;
+
 // The end of a leaf of more than 2^32 values, where 32-bit offsets would wrap. The memory is only
 // reserved; nothing but this end is ever touched.
-void large_offsets() {
+void large_offsets(int64_t rotation, int64_t segment) {
   const int64_t size = (int64_t{1} << 32) + 1000, bytes = 4 * size;
   const auto reserve = [](int64_t n) {
     return static_cast<char*>(mmap(nullptr, n, PROT_READ | PROT_WRITE,
                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   };
   cgx::OwnedLayout owned;
-  check(owned.build({{size, 8, 512, 1, 0, 1}}, 2).empty(), "large offsets: layout");
+  check(owned.build({{size, 8, 512, 1, 0, rotation, 0, segment}}, 2).empty(),
+        "large offsets: layout");
   const cgx::Layout layout = owned.view();
   char *const x = reserve(bytes), *const y = reserve(bytes), *const z = reserve(bytes);
   char *const payload = reserve(2 * layout.chunk_bytes), *const expected =
@@ -351,7 +390,11 @@ void large_offsets() {
   }
   const int64_t from = layout.total_bytes() - 3000, first = size - 4000;
   float* const values = reinterpret_cast<float*>(x);
-  for (int64_t i = first; i < size; ++i) values[i] = std::sin(static_cast<float>(i - first));
+  // Zeros on one side of the place where long segments end.
+  const int64_t end = size - kEndOfSegments;
+  for (int64_t i = first; i < size; ++i) {
+    values[i] = i >= end && i < end + 512 ? 0.0f : std::sin(static_cast<float>(i - first));
+  }
   const cgx::DType dtype = cgx::DType::kF32;
   const void* in = x;
   void *out = y, *expected_out = z;
@@ -398,7 +441,10 @@ int main() {
   launches(rng);
   for (const Options& options : kOptions) special_values(options);
   for (const Options& options : {kOptions[0], kOptions[3]}) strange_metas(options);
-  large_offsets();
+  const int64_t end = (int64_t{1} << 32) + 1000 - kEndOfSegments;
+  for (const int64_t segment : {int64_t{0}, int64_t{50}, end / 1000, end / 2, end, 2 * end}) {
+    for (const bool rotated : {false, true}) large_offsets(rotated, segment);
+  }
   check(emulator::late() == 0, "all kernels have been loaded");
   return report();
 }

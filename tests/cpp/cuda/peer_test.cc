@@ -59,6 +59,7 @@ struct Leaves {
         const uint16_t half = (word >> 16) & 0xBBFF;  // finite, as a bf16 and as an f16
         std::memcpy(to + i * item, item == 4 ? static_cast<const void*>(&x) : &half, item);
       }
+      if (rng) plant_zeros(leaf, c.dtype, *rng, to);
     }
   }
   cgx::LeavesIn in() const { return {data.data(), dtypes.data()}; }
@@ -206,12 +207,13 @@ struct Node {
   }
 };
 
-std::vector<cgx::SlotSpec> leaves(int64_t bits, int64_t bucket, int64_t rounding,
-                                  int64_t rotation) {
-  return {{7 * bucket + 33, bits, bucket, rounding, 0, rotation},
-          {0, bits, bucket, rounding, 1, rotation},
+std::vector<cgx::SlotSpec> leaves(int64_t bits, int64_t bucket, int64_t rounding, int64_t rotation,
+                                  int64_t kind) {
+  const int64_t segment = segment_of(bucket, kind);
+  return {{7 * bucket + 33, bits, bucket, rounding, 0, rotation, 0, segment},
+          {0, bits, bucket, rounding, 1, rotation, 0, segment},
           {3, bits, bucket, 0, 2, rotation},
-          {2 * bucket, bits % 8 + 1, bucket, rounding, 3, 1 - rotation}};
+          {2 * bucket, bits % 8 + 1, bucket, rounding, 3, 1 - rotation, 0, segment}};
 }
 
 void equals_the_steps() {
@@ -222,7 +224,7 @@ void equals_the_steps() {
         ++seed;
         const auto dtype = static_cast<cgx::DType>(seed % 3);
         const int64_t bucket = seed % 5 == 0 ? 1024 : 64;  // more or less than a tile
-        const Case c{world,         leaves(bits, bucket, seed % 3, seed / 2 % 2),
+        const Case c{world,         leaves(bits, bucket, seed % 3, seed / 2 % 2, seed / 4),
                      dtype,         residual,
                      seed % 4 != 0, static_cast<float>(1 + seed % 4)};
         Call call(c, seed);

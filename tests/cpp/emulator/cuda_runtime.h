@@ -81,6 +81,11 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
 inline int __reduce_max_sync(unsigned mask, int value) {
   return reduce_sync("reduce_max", mask, value, [](int a, int b) { return a > b; });
 }
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  const emulator::Exchange<unsigned> all("reduce_or", mask, value);
+  for (int i = 0; i < emulator::kWarp; ++i) value |= all[i];
+  return value;
+}
 inline int __reduce_add_sync(unsigned mask, int value) {
   const emulator::Exchange<int> all("reduce_add", mask, value);
   int sum = 0;

@@ -64,6 +64,10 @@ inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
   memset(data, value, bytes);
   return cudaSuccess;
 }
+inline cudaError_t cudaMemset2D(void* data, size_t pitch, int value, size_t width, size_t rows) {
+  for (size_t r = 0; r < rows; ++r) memset(static_cast<char*>(data) + r * pitch, value, width);
+  return cudaSuccess;
+}
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   memcpy(to, from, bytes);
   return cudaSuccess;

@@ -69,7 +69,7 @@ struct Array {
 
  private:
   // Fills the array with zeros, any bits, or floats with one exponent. Now and then, all items get
-  // the same value.
+  // the same value, or runs of them are zeros.
   void fill(Random& random) {
     const int64_t size = item_bytes(type);
     if (random.chance(8)) {
@@ -88,6 +88,13 @@ struct Array {
     }
     if (random.chance(6)) {
       for (int64_t i = size; i < bytes(); i += size) std::memcpy(data + i, data, size);
+    }
+    if (random.chance(2)) {
+      const int64_t run = size * random.of<int64_t>({1, 2, 16, 20, 50, 512});
+      const int64_t one_in = random.of<int64_t>({2, 20});
+      for (int64_t i = 0; i < bytes(); i += run) {
+        if (random.chance(one_in)) std::memset(data + i, 0, std::min(run, bytes() - i));
+      }
     }
   }
 };

@@ -9,6 +9,14 @@
 
 namespace fuzz {
 
+// The segment of a leaf.
+inline int64_t some_segment(Random& random, int64_t bucket) {
+  const int64_t shortest = bucket / cgx::kMaskBits;
+  if (random.chance(3)) return shortest << random.below(6);
+  if (random.chance(3)) return random.of<int64_t>({bucket, bucket + 1, 3 * bucket, cgx::kMaxSize});
+  return (bucket - 2) / (cgx::kMaskBits - 1) + 1 + random.below(bucket);
+}
+
 // The leaves of a call. Each has a dtype, and two arrays of units or none.
 struct Leaves {
   int64_t batch, world;
@@ -23,12 +31,13 @@ struct Leaves {
       const int64_t bucket =
           random.chance(2) ? 512 : random.of<int64_t>({32, 64, 96, 256, 1024, int64_t{1} << 30});
       specs.push_back({random.size(most), random.within(1, 8), bucket, random.below(3),
-                       random.below(5), random.below(2), units ? random.below(2) : 0});
+                       random.below(5), random.below(2), units ? random.below(2) : 0,
+                       random.chance(2) ? some_segment(random, bucket) : 0});
       types.push_back(random.of({XLA_FFI_DataType_F32, XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
                                  XLA_FFI_DataType_F16}));
       const cgx::SlotSpec& own = specs.back();
-      for (const int64_t number :
-           {own.bits, own.bucket_size, own.rounding, own.number, own.rotation, own.units}) {
+      for (const int64_t number : {own.bits, own.bucket_size, own.rounding, own.number,
+                                   own.rotation, own.units, own.segment}) {
         slots.push_back(number);
       }
     }

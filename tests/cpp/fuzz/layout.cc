@@ -58,16 +58,18 @@ void layout_case(Random& random) {
   // Absurd numbers, or those within the limits.
   const bool hostile = random.chance(2);
   for (int64_t k = random.below(6); k > 0; --k) {
+    const int64_t bucket = cgx::kTailValues * random.within(1, 1 << random.below(26));
     cgx::SlotSpec own{random.chance(2) ? random.size(100'000) : random.below(cgx::kMaxSize / 4),
                       random.within(1, 8),
-                      cgx::kTailValues * random.within(1, 1 << random.below(26)),
+                      bucket,
                       random.below(3),
                       random.below(10),
                       random.below(2),
-                      random.below(2)};
+                      random.below(2),
+                      random.chance(2) ? random.within(bucket / 15 + 1, cgx::kMaxSize) : 0};
     int64_t* const numbers[] = {&own.size,   &own.bits,     &own.bucket_size, &own.rounding,
-                                &own.number, &own.rotation, &own.units};
-    if (hostile) *numbers[random.below(7)] = random.hostile();
+                                &own.number, &own.rotation, &own.units,       &own.segment};
+    if (hostile) *numbers[random.below(8)] = random.hostile();
     specs.push_back(own);
   }
   int64_t world = random.chance(16) ? random.within(1, 3000) : random.within(1, 9);

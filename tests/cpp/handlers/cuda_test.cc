@@ -17,11 +17,14 @@ bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1;
+constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1,
+                  kSlotSegment = 7;
 constexpr int64_t kNearest = 0, kCorrelated = 2;
 
 void with_layout(Frame& frame, int64_t rounding, int64_t bits = kBits, int64_t units = 0) {
-  frame.attr("slots", std::vector<int64_t>{bits, kBucket, rounding, 0, kRotation, units})
+  frame
+      .attr("slots",
+            std::vector<int64_t>{bits, kBucket, rounding, 0, kRotation, units, kSlotSegment})
       .attr("world", kWorld);
 }
 
@@ -30,8 +33,12 @@ void codec() {
   std::normal_distribution<float> normal;
   std::vector<float> x(kValues);
   for (float& v : x) v = normal(rng);
+  for (int64_t i = 0; i < kValues; ++i) {
+    if (i / 30 % 3 == 0) x[i] = 0;
+  }
   cgx::OwnedLayout owned;
-  check(owned.build({{kValues, kBits, kBucket, kCorrelated, 0, kRotation}}, kWorld).empty(),
+  check(owned.build({{kValues, kBits, kBucket, kCorrelated, 0, kRotation, 0, kSlotSegment}}, kWorld)
+            .empty(),
         "codec: layout");
   const cgx::Layout layout = owned.view();
   const int64_t row = layout.chunk_bytes;

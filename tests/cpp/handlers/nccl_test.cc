@@ -22,7 +22,8 @@ bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1;
+constexpr int64_t kWorld = 2, kValues = 1000, kBits = 4, kBucket = 64, kRotation = 1,
+                  kSlotSegment = 7;
 constexpr int64_t kNearest = 0;
 constexpr int kSuccess = cgx::NcclLibrary::kSuccess;
 
@@ -120,7 +121,7 @@ constexpr int64_t kSegment = 100;
 
 // The bytes that the call's payloads need.
 int64_t payload_bytes(const Fused& call) {
-  const cgx::SlotSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation};
+  const cgx::SlotSpec leaf{kValues, kBits, kBucket, kNearest, 0, kRotation, 0, kSlotSegment};
   const bool whole = call.collective == cgx::Collective::kAllReduce;
   cgx::OwnedLayout owned;
   check(owned.build(std::vector<cgx::SlotSpec>(whole ? 1 : kWorld, leaf), kWorld).empty(),
@@ -169,6 +170,9 @@ Arrays operands(int64_t rows) {
   Arrays all(kWorld, std::vector<float>(rows * kValues));
   for (auto& rank : all) {
     for (float& v : rank) v = normal(rng);
+    for (size_t i = 0; i < rank.size(); ++i) {
+      if (i / 30 % 3 == 0) rank[i] = 0;
+    }
   }
   return all;
 }
@@ -218,7 +222,9 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
         .attr("segment_bytes", kSegment)
         .attr("streams", options.streams)
         .attr("name", "psum_compressed(exchange='nccl') over axis 'data'");
-    frame.attr("slots", std::vector<int64_t>{kBits, kBucket, kNearest, 0, kRotation, 0})
+    frame
+        .attr("slots",
+              std::vector<int64_t>{kBits, kBucket, kNearest, 0, kRotation, 0, kSlotSegment})
         .attr("world", options.world);
   }
   std::string error;
@@ -248,12 +254,13 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
   return error;
 }
 
-// What receivers make of rows of values, each encoded by itself: the decoded row if there is one,
-// otherwise the sum of the decoded rows.
-std::vector<float> received(const std::vector<const float*>& rows) {
+// What receivers make of rows of values, each encoded by itself: their sum, or if not `sums`, the
+// decoded row. A record with a mask is rotated once more before it is added.
+std::vector<float> received(const std::vector<const float*>& rows, bool sums = true) {
   cgx::OwnedLayout owned;
-  check(owned.build({{kValues, kBits, kBucket, kNearest, 0, kRotation}}, 1).empty(),
-        "fused: layout");
+  check(
+      owned.build({{kValues, kBits, kBucket, kNearest, 0, kRotation, 0, kSlotSegment}}, 1).empty(),
+      "fused: layout");
   const cgx::Layout layout = owned.view();
   const cgx::DType dtype = cgx::DType::kF32;
   const uint32_t key[2] = {0, 0};
@@ -270,7 +277,7 @@ std::vector<float> received(const std::vector<const float*>& rows) {
   const void* from = zeros.data();
   void* to = out.data();
   const auto count = static_cast<int64_t>(rows.size());
-  if (count > 1) {
+  if (sums) {
     cpu.accumulate(
         {layout, {&from, &dtype}, payloads.data(), count, -1, 1.0f, {&to, &dtype}, scratch.data()},
         0, layout.total_bytes());
@@ -292,7 +299,7 @@ void other_collectives() {
   in = operands(1);
   check(fused(kFused[2], {}, &out).empty(), "fused: all-gather");
   for (int64_t r = 0; r < kWorld; ++r) {
-    const std::vector<float> row = received({in[r].data()});
+    const std::vector<float> row = received({in[r].data()}, /*sums=*/false);
     for (auto& rank : expected) {
       if (r == 0) rank.clear();
       rank.insert(rank.end(), row.begin(), row.end());

@@ -116,7 +116,7 @@ std::string call(Ranks& ranks, const Options& options) {
         .attr("divisor", 1.0f)
         .attr("groups", std::vector<int64_t>{0, 1})
         .attr("name", "psum_compressed(exchange='peer') over axis 'data'")
-        .attr("slots", std::vector<int64_t>{4, kBucket, 0, 0, 0, 0})
+        .attr("slots", std::vector<int64_t>{4, kBucket, 0, 0, 0, 0, 0})
         .attr("world", int64_t{kWorld});
   }
   std::string error;

@@ -60,6 +60,7 @@ struct Job {
           std::memcpy(in.back().data() + i * item, reinterpret_cast<const char*>(&x) + 4 - item,
                       item);
         }
+        plant_zeros(leaf, c.dtype, rng, in.back().data());
         if (c.in_place) out.back() = in.back();
       }
     }
@@ -350,7 +351,7 @@ void sweep(Collective collective, const std::vector<int64_t>& worlds, uint32_t s
                     {0, bits, 32, 0, 1},
                     {1, 8, 32, 0, 2},
                     {4097, 3, 96, 1, 3},
-                    {1300, bits, 256, bits == 1 ? 0 : 2, 4, 1}};
+                    {1300, bits, 256, bits == 1 ? 0 : 2, 4, 1, 0, bits == 4 ? 0 : 20}};
         run({c},
             name + "world " + std::to_string(world) + " segment " + std::to_string(segment) +
                 " bits " + std::to_string(bits),

@@ -40,8 +40,10 @@ void every_wait_is_needed() {
     const bool whole = collective == cgx::Collective::kAllReduce;
     for (const int64_t world : {2, 3}) {
       if (residual && world > 2) continue;  // the waits are the same as without residuals
-      // Every segment is one record, and every chunk has at least four.
-      const Problem problem(collective, {{whole ? 768 : 256, 4, 64, 0, 0}}, world, 1.0f, residual);
+      // Every segment is one record, and every chunk has at least four. No record is like one that
+      // has not arrived.
+      const Problem problem(collective, {{whole ? 768 : 256, 4, 64, 0, 0}}, world, 1.0f, residual,
+                            cgx::DType::kF32, /*zeros=*/false);
       const int64_t segment_bytes = 45;
       check(bool(outcome(problem, {segment_bytes, 2})), name + ": all waits");
       const int64_t count = emulator::waits();

@@ -41,7 +41,8 @@ struct Problem {
   std::vector<Values> expected, expected_lost;
 
   Problem(cgx::Collective collective, std::vector<cgx::SlotSpec> leaves, int64_t world,
-          float divisor, bool residual = false, cgx::DType dtype = cgx::DType::kF32)
+          float divisor, bool residual = false, cgx::DType dtype = cgx::DType::kF32,
+          bool zeros = true)
       : collective(collective),
         residual(residual),
         world(world),
@@ -58,7 +59,7 @@ struct Problem {
     for (int64_t r = 0; r < world; ++r) {
       in.emplace_back();
       for (int64_t row = 0; row < rows_in; ++row) {
-        const Buffers buffers(specs, dtype, rng);
+        const Buffers buffers(specs, dtype, rng, zeros);
         for (size_t k = 0; k < specs.size(); ++k) {
           const auto* const data = static_cast<const uint8_t*>(buffers.data[k]);
           in[r].emplace_back(data, data + specs[k].size * cgx::item_size(dtype));
@@ -343,7 +344,8 @@ const struct {
 // rank.
 std::vector<cgx::SlotSpec> leaves(cgx::Collective collective, int64_t rounding) {
   const int64_t size = collective == cgx::Collective::kAllReduce ? 777 : 177;
-  return {{size + 223, 4, 64, rounding, 0}, {3, 8, 32, 0, 1, 1}, {size, 3, 96, rounding, 2}};
+  return {
+      {size + 223, 4, 64, rounding, 0}, {3, 8, 32, 0, 1, 1}, {size, 3, 96, rounding, 2, 0, 0, 9}};
 }
 
 }  // namespace

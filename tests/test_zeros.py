@@ -1,0 +1,202 @@
+"""What is 0 on every rank stays exactly 0: rows that nobody touched do not move."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+import oracle
+from cases import CASES, every
+from cgx_jax import ErrorFeedback, Quantize, Rules, SecondMoment
+from cgx_jax.compressors import TopK
+from cgx_jax.exchanges import Xla
+from cgx_jax.kernels import primitives
+from cgx_jax.transforms import MomentumCorrection
+from cgx_jax.wire import ROUNDINGS, Layout, mask_segment
+from optax_steps import run
+
+RANKS, STEPS = 4, 2
+MESH = Mesh(np.array(jax.devices()[:RANKS]), ("data",))
+
+
+def gradients(dtype, shape=(61, 48)):
+    """Returns [steps, ranks, *shape] and which values and which rows are 0 on all ranks, always."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(STEPS, RANKS, *shape))
+    x[rng.random(x.shape[:-1]) < 0.5] = 0  # rows that one rank does not touch in one step
+    rows = rng.random(shape[0]) < 0.5
+    rows[-1] = True  # the leaf's end, in a bucket that is shorter
+    values = rng.random(shape) < 0.3
+    x[..., rows, :], x[..., values] = 0, -0.0
+    return jnp.asarray(x, dtype), values | rows[:, None], np.broadcast_to(rows[:, None], shape)
+
+
+def means(policy, grads, **options):
+    tx = cgx_jax.sync_gradients(
+        "data", Rules((), policy, exact=()), exchange=Xla(), mesh=MESH, **options
+    )
+    return [np.asarray(x, np.float32) for x in run(tx, MESH, grads)[0]]
+
+
+def check(zeros, found, values, rows):
+    for x in found:
+        assert np.isfinite(x).all()
+        assert x[~values].any()
+        kept = {"stay": values, "rows": rows, "move": None}[zeros]
+        if kept is None:
+            assert x[rows].any()  # the table says "move" only of codes that do move zeros
+        else:
+            np.testing.assert_array_equal(x[kept], 0)
+
+
+@pytest.mark.parametrize("name", every({n: c for n, c in CASES.items() if c.reductions}))
+def test_codes(name):
+    case = CASES[name]
+    for reduction in case.reductions[:2]:
+        for dtype in case.dtypes[:2]:
+            grads, values, rows = gradients(dtype)
+            check(case.zeros, means(case.compressor, grads, reduction=reduction), values, rows)
+
+
+MEMORIES = {
+    "error feedback": {"memory": ErrorFeedback()},
+    "momentum": {"memory": MomentumCorrection(0.9)},
+    "units": {"precondition": SecondMoment()},
+    "error feedback and units": {"memory": ErrorFeedback(), "precondition": SecondMoment()},
+}
+
+
+@pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES)
+@pytest.mark.parametrize(
+    ("code", "zeros"),
+    [
+        (Quantize(4), "rows"),
+        (Quantize(8, rotation=True), "rows"),
+        (Quantize(3, 128, "correlated", rotation=True), "rows"),
+        (TopK(0.1), "stay"),
+    ],
+    ids=str,
+)
+def test_memories_and_units(code, zeros, options):
+    grads, values, rows = gradients("float32")
+    check(zeros, means(code, grads, **options), values, rows)
+
+
+@pytest.mark.parametrize("width", [32, 37, 50, 64, 300])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_rows_of_any_width_from_a_sixteenth_of_a_bucket_on(width, bits):
+    grads, values, rows = gradients("float32", (41, width))
+    code = Quantize(bits, rounding=ROUNDINGS[bits % 3], rotation=bits % 2 == 0)
+    check("rows", means(code, grads), values, rows)
+
+
+def test_beside_values_that_are_not_finite():
+    grads, _, rows = gradients("float32", (64, 64))
+    grads = grads.at[:, 1, 0, 5].set(jnp.nan)  # the first of eight buckets
+    for code in (Quantize(4), Quantize(4, rotation=True)):
+        for x in means(code, grads):
+            assert np.isnan(x[0]).all()
+            np.testing.assert_array_equal(x[8:][rows[8:]], 0)
+
+
+@pytest.mark.parametrize("bucket_size", [32, 64, 96, 512, 544, 1024, 4096])
+def test_a_segment_is_the_smallest_divisor_of_a_row_that_is_long_enough(bucket_size):
+    for row in [*range(300), 768, 1000, 1021, 4096, 30_000, 50_257]:
+        assert mask_segment(row, bucket_size) == oracle.segment_of(row, bucket_size), row
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(Quantize(bits, 96, rotation=bits % 2 == 0) for bits in range(1, 9)),
+        Quantize(3, 512, "stochastic"),
+        Quantize(3, 512, "correlated", rotation=True),
+    ],
+    ids=str,
+)
+def test_one_rank_loses_nothing_of_its_zeros(code, dtype):
+
+    @jax.jit
+    def round_trip(x, key):
+        layout = Layout((code.slot(x.shape),), 1)
+        payload, residuals = primitives.encode(key, [x], layout, residual=True)
+        return primitives.decode(payload, layout, [x])[0], residuals[0]
+
+    grads, _, rows = gradients(dtype)
+    x = grads[0, 0].at[:20].set(jnp.abs(grads[0, 0, :20]))  # also of one sign
+    zero = np.broadcast_to((x == 0).all(axis=1, keepdims=True), x.shape)
+    assert zero[~rows].any()
+    for seed in range(3):
+        for found in round_trip(x, np.uint32([seed, 1])):
+            assert np.asarray(found)[~zero].any()
+            np.testing.assert_array_equal(np.asarray(found, np.float32)[zero], 0)
+
+
+@pytest.mark.parametrize("code", [Quantize(4), Quantize(4, rotation=True)], ids=str)
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_a_scattered_sum_and_a_gathered_array(code, dimension):
+    grads, values, rows = gradients("float32", (64, 192))
+
+    def f(own):
+        part = cgx_jax.psum_scatter_compressed(
+            own[0], "data", code, scatter_dimension=dimension, tiled=True
+        )
+        return cgx_jax.all_gather_compressed(part, "data", code, axis=dimension, tiled=True)[None]
+
+    total = jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data")))(grads[0])
+    check("rows", np.asarray(total), values, rows)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "rmsprop": optax.rmsprop(1e-2),
+}
+
+
+@pytest.mark.parametrize("precondition", [None, SecondMoment()], ids=["plain", "recommended"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embedding_rows_that_nobody_looks_up(bits, precondition):
+    """Under every optimizer, only the rows of looked-up words move."""
+    words, width, steps = 512, 64, 5
+    table = jax.random.normal(jax.random.key(0), (words, width))
+    tokens = jax.random.randint(jax.random.key(1), (steps, RANKS, 32), 0, words)
+    code = Quantize(bits, rotation=precondition is not None)
+    for optimizer in OPTIMIZERS.values():
+        tx = optax.chain(
+            cgx_jax.sync_gradients(
+                "data", code, precondition=precondition, exchange=Xla(), mesh=MESH
+            ),
+            optimizer,
+        )
+        state = tx.init(table)
+        specs = cgx_jax.state_specs(state, "data")
+
+        def step(table, state, tokens, tx=tx):
+            loss = lambda table: jnp.square(table[tokens[0]] - 1).sum()  # noqa: E731
+            updates, state = tx.update(jax.grad(loss)(table), state, table)
+            return optax.apply_updates(table, updates), state
+
+        step = jax.jit(
+            jax.shard_map(
+                step,
+                mesh=MESH,
+                in_specs=(P(), specs, P("data")),
+                out_specs=(P(), specs),
+                check_vma=False,
+            )
+        )
+        new = table
+        with jax.numpy_dtype_promotion("standard"):  # as Optax is written
+            for t in range(steps):
+                new, state = step(new, state, tokens[t])
+        touched = np.zeros(words, bool)
+        touched[np.asarray(tokens)] = True
+        moved = np.asarray(new != table).any(axis=1)
+        np.testing.assert_array_equal(moved, touched)
