@@ -345,7 +345,8 @@ void strange_metas(Options options) {
     for (size_t k = 0; k < 2 * strange.size(); ++k) {
       uint32_t meta[2] = {0x3f800000u, 0x3f800000u};
       meta[k % 2] = strange[k / 2];
-      meta[1] = (meta[1] & 0xffff0000u) | (k % 3 ? mask : 0u);
+      meta[1] &= 0x7fffffffu;  // the sign of a unit says that it has a mask
+      if (k % 3) meta[1] = 0x80000000u | (meta[1] & 0x7fff0000u) | mask;
       std::memcpy(&payload[k * cgx::Record{bucket, 4}.bytes()], meta, sizeof(meta));
     }
     const int64_t item = cgx::item_size(dtypes[d]);
