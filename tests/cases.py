@@ -80,7 +80,7 @@ CASES = {
     "ternary": Case(TernGrad(64)),
     "ternary, not clipped": Case(TernGrad(100, clip=None)),
     "ternary, shared scale": Case(SharedTernGrad(64), reductions=("sum_rounds",)),
-    "shifted lattice": Case(ShiftedLattice(4, 64)),
+    "shifted lattice": Case(ShiftedLattice(4, 64), zeros="move"),
     "three values": Case(ThreeLC(100, sparsity=1.5)),
     "natural": Case(Natural()),
     "dynamic tree": Case(DynamicTree8(100)),
@@ -89,7 +89,9 @@ CASES = {
     "fitted levels": Case(NonUniform(3, "fitted", 96)),
     "top k": Case(TopK(0.1), reductions=("gather_sum",)),
     "top 5": Case(TopK(5), reductions=("gather_sum",)),
-    "top k of quantized": Case(TopK(0.2, values=Quantize(8, 32)), reductions=("gather_sum",)),
+    "top k of quantized": Case(
+        TopK(0.2, values=Quantize(8, 32)), reductions=("gather_sum",), zeros="move"
+    ),
     "quantized at random": Case(QSparse(0.3, values=QSGD(7, 32)), reductions=("gather_sum",)),
     "top k of every bucket": Case(BlockTopK(3, 64)),
     "top k of every bucket, bfloat16": Case(BlockTopK(9, 100, values=Cast(jnp.bfloat16))),

@@ -141,6 +141,19 @@ def test_reduced_bytes_of_rotated_leaves_decode_to_the_oracles_up_to_a_level(rou
     assert not any(d[zeros].any() for d in decoded)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_masks_of_segments_that_do_not_divide_a_bucket_are_the_oracles(rank):
+    x = np.random.default_rng(0).normal(size=(40, 10)).astype(np.float32)
+    x[5:30:2] = 0
+    layout = Layout((Slot(x.size, 4, 64, "nearest", 0, segment=5),), 2)
+    leaves = [oracle.Leaf(x.size, 4, 64, segment=5)]
+    own = x.reshape(-1)
+    sent = np.stack([oracle.encode([own * (r + 1)], leaves, 2)[0][rank] for r in range(2)])
+    want, _ = oracle.reduce([own], sent, leaves, rank)
+    (got,) = compiled(chunk.reduce, KEY, jnp.int32(rank), sent, own, layout=layout, divisor=1.0)
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_is_reduced_like_its_elements(batch, mesh):
     sizes, world = [64 * 9, 64 * 30], 4

@@ -150,11 +150,10 @@ class _Window:
 
     def buckets(self, f: Slot) -> Buckets:
         """Returns the window's buckets in their leaf `f`."""
-        run, phase = self.run, jnp.uint32(0)
-        if f.rotation:
-            begins = np.minimum(run.first, run.buckets - run.most).astype(np.int64)
-            phases = (run.number + begins) * f.bucket_size % f.segment
-            phase = jnp.asarray(phases.astype(np.uint32))[self.rank]
+        run = self.run
+        begins = np.minimum(run.first, run.buckets - run.most).astype(np.int64)
+        phases = (run.number + begins) * f.bucket_size % f.segment
+        phase = jnp.asarray(phases.astype(np.uint32))[self.rank]
         return Buckets(f, run.n, run.number + self.begin, phase)
 
     def cut(self, leaf: jax.Array) -> jax.Array:
