@@ -18,24 +18,34 @@ import jax
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import measure
-from cgx_jax import ErrorFeedback, Quantize, SecondMoment, compressors
-from cgx_jax.transforms import MomentumCorrection
+from cgx_jax import ErrorFeedback, Quantize, SecondMoment, compressors, policies, transforms
 
 WORLD = 4
 SHAPES = [(64, 64), (64,), (128, 64), (32, 128), (64, 192)]
-STEP, REDUCTION = "exact step", "lax.psum"  # what others are compared with
+Program = tuple[Any, Any]  # a jitted function and the shapes of its arguments
+# What others are compared with.
+STEP, SHARDED, PLAIN, REDUCTION = "exact step", "exact sharded step", "exact plain jit", "lax.psum"
+CODE = Quantize(4, rotation=True)
 
 
 def steps(mesh: Mesh) -> dict[str, optax.GradientTransformation]:
-    """Returns what precedes Adam in the chain, by name."""
-    rotated = Quantize(4, rotation=True)
+    """Returns whole optimizers by name."""
+    adam = optax.adam(1e-3)
+    local = transforms.local_steps(adam, "ranks", CODE, every=8, mesh=mesh, exchange="xla")
+    return {name: optax.chain(way, adam) for name, way in before_adam(mesh).items()} | {
+        "local_steps(every=8)": local
+    }
 
-    def sync(code: Any = rotated, **options: Any) -> optax.GradientTransformation:
+
+def before_adam(mesh: Mesh) -> dict[str, optax.GradientTransformation]:
+    """Returns what precedes Adam in the chain, by name."""
+
+    def sync(code: Any = CODE, **options: Any) -> optax.GradientTransformation:
         return cgx_jax.sync_gradients("ranks", code, mesh=mesh, exchange="xla", **options)
 
     return {
@@ -43,12 +53,13 @@ def steps(mesh: Mesh) -> dict[str, optax.GradientTransformation]:
         "4 bits": sync(Quantize(4)),
         "4 bits, rotated": sync(),
         "ErrorFeedback()": sync(memory=ErrorFeedback()),
-        "MomentumCorrection()": sync(memory=MomentumCorrection()),
+        "MomentumCorrection()": sync(memory=transforms.MomentumCorrection()),
         "SecondMoment()": sync(precondition=SecondMoment()),
         "SecondMoment(), ErrorFeedback()": sync(
             memory=ErrorFeedback(), precondition=SecondMoment()
         ),
         "exact leaves, ErrorFeedback()": sync(cgx_jax.Identity(), memory=ErrorFeedback()),
+        "Stages of two": sync(policies.Stages((Quantize(8), CODE), (1000,))),
     }
 
 
@@ -68,38 +79,148 @@ def reductions() -> dict[str, Callable[[Any], Any]]:
     return {REDUCTION: lambda tree: lax.psum(tree, "ranks")} | {str(c): reduce(c) for c in codes}
 
 
-def step_of(reduction: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Returns a training step and the shapes of its arguments."""
-    tx = optax.chain(reduction, optax.adam(1e-3))
+def loss_of(params: Any, x: jax.Array) -> jax.Array:
+    leaves = jax.tree.leaves(params)
+    return sum((jax.numpy.sin(p) * x.mean()).sum() for p in leaves)
+
+
+def step_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh, **jit: Any) -> Program:
+    """Returns a training step under shard_map; `jit` is as in `mapped`."""
     state = jax.eval_shape(tx.init, params)
     specs = cgx_jax.state_specs(state, "ranks")
 
     def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
-        def loss(params: Any) -> jax.Array:
-            return sum((jax.numpy.sin(p) * x[0]).sum() for p in jax.tree.leaves(params))
-
         own = jax.tree.map(lambda p: lax.pcast(p, "ranks", to="varying"), params)
-        updates, state = tx.update(jax.grad(loss)(own), state, params)
+        updates, state = tx.update(jax.grad(loss_of)(own, x), state, params)
         return optax.apply_updates(params, updates), state
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), specs, P("ranks")), out_specs=(P(), specs)
-    )
+    return mapped(step, mesh, (P(), specs), (params, state), **jit)
+
+
+def adaptive(params: Any, mesh: Mesh) -> Program:
+    policy = cgx_jax.Adaptive()
+    first = cgx_jax.sync_gradients("ranks", policy, mesh=mesh, exchange="xla")
+    return step_of(optax.chain(first, optax.adam(1e-3)), params, mesh, jit=policy.jit)
+
+
+def mapped(
+    step: Callable[..., Any],
+    mesh: Mesh,
+    specs: Any,
+    arguments: Any,
+    jit: Callable[..., Any] = jax.jit,
+) -> Program:
+    """Returns a step under shard_map, which takes and returns `arguments`, and takes a batch."""
+    over = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P("ranks")), out_specs=specs)
     x = jax.ShapeDtypeStruct((WORLD,), np.float32)
-    return jax.jit(mapped, donate_argnums=(0, 1)), (params, state, x)
+    return jit(over, donate_argnums=(0, 1)), (*arguments, x)
 
 
-def reduction_of(reduce: Callable[[Any], Any], params: Any, mesh: Mesh) -> tuple[Any, Any]:
+def hooked(params: Any, mesh: Mesh) -> Program:
+    """Returns a step whose gradients are reduced in the backward pass."""
+    tx = optax.adam(1e-3)
+
+    def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+        def loss(params: Any) -> jax.Array:
+            whole = cgx_jax.reduce_in_backward(params, "ranks", CODE, exchange="xla")
+            return lax.pmean(loss_of(whole, x), "ranks")
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return mapped(step, mesh, (P(), P()), (params, jax.eval_shape(tx.init, params)))
+
+
+def sharded(params: Any, mesh: Mesh, *, exact: bool) -> Program:
+    """Returns a step of sharded data-parallel training, which gathers whole weights."""
+    if exact:
+        gather = lambda x: lax.all_gather(x, "ranks", tiled=True)  # noqa: E731
+        scatter = optax.stateless(
+            lambda grads, _: jax.tree.map(
+                lambda x: lax.psum_scatter(x, "ranks", tiled=True) / WORLD, grads
+            )
+        )
+    else:
+        scatter = cgx_jax.scatter_gradients("ranks", CODE, mesh=mesh, exchange="xla")
+    tx = optax.chain(scatter, optax.adam(1e-3))
+    first, state = jax.eval_shape(tx.init, params)
+    cut = lambda tree: jax.tree.map(lambda x: P("ranks") if x.ndim else P(), tree)  # noqa: E731
+    specs = cut(params), (cgx_jax.state_specs(first, "ranks"), cut(state))
+
+    def step(shards: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+        if exact:
+            whole = jax.tree.map(gather, shards)
+        else:
+            whole = cgx_jax.all_gather_compressed(
+                shards, "ranks", Quantize(8), tiled=True, exchange="xla"
+            )
+        updates, state = tx.update(jax.grad(loss_of)(whole, x), state, shards)
+        return optax.apply_updates(shards, updates), state
+
+    return mapped(step, mesh, specs, (params, (first, state)))
+
+
+def plain_jit(params: Any, mesh: Mesh, *, exact: bool) -> Program:
+    """Returns a step under plain jit, whose batch is sharded."""
+    tx = optax.adam(1e-3)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        each = jax.vmap(lambda x: loss_of(params, x))(x)
+        return each.mean()
+
+    compressed = cgx_jax.value_and_grad(
+        loss, "ranks", CODE, mesh=mesh, in_specs={1: P("ranks")}, exchange="xla"
+    )
+    differentiate = jax.value_and_grad(loss) if exact else compressed
+
+    def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+        _, grads = differentiate(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def placed(tree: Any, spec: P) -> Any:
+        at = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
+
+    state = jax.eval_shape(tx.init, params)
+    x = placed(jax.ShapeDtypeStruct((WORLD,), np.float32), P("ranks"))
+    return jax.jit(step, donate_argnums=(0, 1)), (placed(params, P()), placed(state, P()), x)
+
+
+def programs_of(params: Any, mesh: Mesh) -> dict[str, tuple[str, Program]]:
+    """Returns by name what a program is compared with, and the program."""
+    found = {n: (STEP, step_of(tx, params, mesh)) for n, tx in steps(mesh).items()}
+    return found | {
+        "Adaptive()": (STEP, adaptive(params, mesh)),
+        "reduce_in_backward": (STEP, hooked(params, mesh)),
+        SHARDED: (SHARDED, sharded(params, mesh, exact=True)),
+        "scatter_gradients": (SHARDED, sharded(params, mesh, exact=False)),
+        PLAIN: (PLAIN, plain_jit(params, mesh, exact=True)),
+        "value_and_grad": (PLAIN, plain_jit(params, mesh, exact=False)),
+        **{n: (REDUCTION, reduction_of(r, params, mesh)) for n, r in reductions().items()},
+    }
+
+
+def reduction_of(reduce: Callable[[Any], Any], params: Any, mesh: Mesh) -> Program:
     def call(tree: Any) -> Any:
         return reduce(jax.tree.map(lambda x: lax.pcast(x, "ranks", to="varying"), tree))
 
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P())), (params,)
 
 
-def seconds(program: tuple[Any, Any]) -> tuple[float, float]:
-    """Returns the seconds to trace and lower, and to compile."""
+def seconds(program: Program) -> tuple[float, float]:
+    """Returns the seconds to trace and lower, and to compile.
+
+    What only runs, as a step that an adaptive policy compiles, runs once; all of it counts as the
+    second.
+    """
     function, arguments = program
     jax.clear_caches()
+    if not hasattr(function, "lower"):
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), arguments)
+        start = time.perf_counter()
+        jax.block_until_ready(function(*zeros))
+        return 0.0, time.perf_counter() - start
     start = time.perf_counter()
     lowered = function.lower(*arguments)
     traced = time.perf_counter()
@@ -120,8 +241,7 @@ def main() -> int:
             f"leaf{i}": jax.ShapeDtypeStruct(SHAPES[i % len(SHAPES)], np.float32)
             for i in range(leaves)
         }
-        programs = {n: (STEP, step_of(r, params, mesh)) for n, r in steps(mesh).items()}
-        programs |= {n: (REDUCTION, reduction_of(r, params, mesh)) for n, r in reductions().items()}
+        programs = programs_of(params, mesh)
         chosen = {n for n in programs if re.search(arguments.ways, n)}
         names = [*dict.fromkeys([*(programs[n][0] for n in chosen), *sorted(chosen)])]
         taken = {name: np.empty((arguments.reps, 2)) for name in names}

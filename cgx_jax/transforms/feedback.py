@@ -28,18 +28,19 @@ def require_bounded(caller: str, chosen: Sequence[tuple[str, Compressor]]) -> No
 
 
 def compensated(
-    memory: Memory, x: jax.Array, state: tuple[jax.Array, ...], step: jax.Array
+    memory: Memory, x: jax.Array, rows: tuple[jax.Array, ...], step: jax.Array
 ) -> tuple[jax.Array, Pytree]:
     """Returns what is sent for a leaf's gradient, in its dtype, and what `remembered` needs.
 
-    The memory computes in the widest dtype of the gradient and its state, since `init` chose the
-    state's dtypes by the parameters. Integers and bools are sent exactly, without a memory; then
-    `remembered` needs None.
+    `rows` are the leaf's state with this rank's row in front. The memory computes in the widest
+    dtype of the gradient and its state, since `init` chose the state's dtypes by the parameters.
+    Integers and bools are sent exactly, without a memory; then `remembered` needs None.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x, None
-    dtype = widest(x.dtype, *(s.dtype for s in state))
-    wide, kept = memory.compensate(x.astype(dtype), tuple(s.astype(dtype) for s in state), step)
+    dtype = widest(x.dtype, *(row.dtype for row in rows))
+    state = tuple(row[0].astype(dtype) for row in rows)
+    wide, kept = memory.compensate(x.astype(dtype), state, step)
     return wide.astype(x.dtype), (wide, kept)
 
 
@@ -58,7 +59,7 @@ def remembered(
     finite: Any,
     before: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns a leaf's state after a step that lost `residual`, in the dtypes of `before`.
+    """Returns a leaf's rows after a step that lost `residual`, in the dtypes of `before`.
 
     `kept` comes from `compensated`. If the step's mean is not `finite`, the state stays.
     """
@@ -98,7 +99,10 @@ def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
 
 
 def keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns `new` after a step whose mean is `finite`, else `old`."""
-    new = new.astype(old.dtype)
+    """Returns `new` after a step whose mean is `finite`, else `old`; in the shape of `old`.
+
+    A selection between arrays of one shape needs no copy where a step is given its state to reuse.
+    """
+    new = new.astype(old.dtype).reshape(old.shape)
     # An owner's share of a float16 leaf's error may overflow where the mean did not.
     return jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))

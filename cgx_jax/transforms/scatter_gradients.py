@@ -148,7 +148,7 @@ def scatter_gradients(
             units = {i: scale[0] for i, scale in scales.items()}
         sent, kept = leaves, [None] * len(leaves)
         if memory is not None:
-            before = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
+            before = by_leaf(state.memory, len(leaves))
             pairs = zip(leaves, before, strict=True)
             both = [compensated(memory, x, s, state.step) for x, s in pairs]
             sent, kept = [x for x, _ in both], [k for _, k in both]
@@ -171,7 +171,7 @@ def scatter_gradients(
                     # A rank's own values arrive in every step and are never late.
                     arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
                 row = remembered(memory, sent[i], residual, kept[i], arrived, finite, before[i])
-                rows.append(tuple(_compat.vary_over(x[None], axes.varying()) for x in row))
+                rows.append(tuple(_compat.vary_over(x, axes.varying()) for x in row))
             like, count = jax.tree.structure(state.memory[0]), len(state.memory)
             state = state._replace(memory=by_tree(rows, like, count))
         if precondition is not None:

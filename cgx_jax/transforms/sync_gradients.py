@@ -275,7 +275,7 @@ class _Feedback:
         """Returns (means of what is sent, whether they count, memory after it, no-room counts)."""
         plan = self.mean.plan
         factors = [c.feedback_scale or 1.0 for c in plan.compressors]
-        old = [tuple(x[0] for x in rows) for rows in by_leaf(state.memory, len(leaves))]
+        old = by_leaf(state.memory, len(leaves))
         pairs = zip(leaves, old, strict=True)
         both = [compensated(self.memory, jnp.asarray(x), s, state.step) for x, s in pairs]
         sums = self.mean([x for x, _ in both], residual=True)
@@ -301,16 +301,16 @@ class _Feedback:
                     through = came & (means[i] != 0)
             overflow.append(no_room)
             after = remembered(self.memory, x, residual, kept, through, finite, before)
-            rows.append(tuple(map(self._row, after)))
+            rows.append(tuple(map(self._varying, after)))
         counts: Any = ()
         if state.overflow != ():
             like = jax.tree.structure(state.overflow)
-            counts = jax.tree.unflatten(like, map(self._row, overflow))
+            counts = jax.tree.unflatten(like, [self._varying(x[None]) for x in overflow])
         treedef = jax.tree.structure(state.memory[0])
         return sums, finite, by_tree(rows, treedef, len(state.memory)), counts
 
-    def _row(self, x: jax.Array) -> jax.Array:
-        return _compat.vary_over(x[None], self.mean.options.axes.varying())
+    def _varying(self, row: jax.Array) -> jax.Array:
+        return _compat.vary_over(row, self.mean.options.axes.varying())
 
 
 def _choices(plans: list[Plan]) -> Choices:
