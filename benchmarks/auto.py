@@ -28,9 +28,9 @@ import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
 from cgx_jax.commands import rig
-from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import auto
 from cgx_jax.link_timer import gradient, size_text
+from cgx_jax.route import Options, route
 
 BAR = 0.95
 COMPRESSORS = {
@@ -110,7 +110,7 @@ def compare(ranks: Ranks, values: int, arguments: argparse.Namespace) -> list[di
         plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct((values,), np.float32), COMPRESSORS[name])
         exchange = auto.exchange_named("auto", arguments.exchange)
         options = Options("auto", Axes((), None, ranks.world), exchange)
-        (way,) = ways(options, plan).values()
+        (way,) = route(options, plan).ways.values()
         method = "psum" if way is None else way.exchange.shorthand
         same = program(functions[i], x) == program(functions[0], x)
         assert same == (method == "psum"), (name, method)

@@ -27,9 +27,9 @@ import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
 from cgx_jax.commands import rig
-from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import auto
 from cgx_jax.link_timer import gradient, size_text
+from cgx_jax.route import Options, route
 from tuner import relink, turns
 
 CODE = cgx_jax.Quantize(4)
@@ -128,7 +128,7 @@ def taken(ranks: Ranks, values: int) -> str:
     options = Options(
         "auto_choice", Axes((), None, ranks.world), auto.exchange_named("auto_choice", "auto")
     )
-    (way,) = ways(options, plan).values()
+    (way,) = route(options, plan).ways.values()
     if way is None:
         return "psum"
     once = way.reduction.shorthand == "gather_sum"

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
-from cgx_jax import core
+from cgx_jax import run as running
 from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi, auto
 from cgx_jax.transforms.precondition import PERIOD, WARMUP, SecondMoment
@@ -64,7 +64,7 @@ def in_new_memory(reduction: optax.GradientTransformation) -> optax.GradientTran
     """Returns `reduction` with sums that do not reuse the memory of the gradients."""
 
     def update(*args: Any) -> Any:
-        with mock.patch.object(core._compat, "is_computed", return_value=False):
+        with mock.patch.object(running._compat, "is_computed", return_value=False):
             return reduction.update(*args)
 
     return optax.GradientTransformation(reduction.init, update)

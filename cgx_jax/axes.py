@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -161,10 +163,26 @@ class Axes:
         """Returns `lax.pmean` of every leaf, like `sum`; divided before it is rounded."""
         return self._divided(leaves, self.world)
 
+    def scatter(self, leaves: Sequence[jax.Array], *, mean: bool = False) -> list[jax.Array]:
+        """Returns this rank's row of the sum or mean of every leaf, [world, ...], like `sum`."""
+        wide = [cast(x, sum_dtype(x.dtype)) for x in leaves]
+        scatter = lambda xs: [  # noqa: E731
+            lax.psum_scatter(x, self.names, axis_index_groups=self.groups) for x in xs
+        ]
+        totals = zip(_together(scatter, wide, rows=True), leaves, strict=True)
+        return [divided(total, self.world if mean else 1, x.dtype) for total, x in totals]
+
+    def gather(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns every rank's leaf, [world, ...]; small leaves travel together.
+
+        The transpose is a sum, which runs in `sum_dtype`.
+        """
+        return _together(lambda joined: [_gathered(self, x) for x in joined], leaves)
+
     def max(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Applies `lax.pmax` to every leaf; small leaves travel together."""
         if self.groups is not None and self.checked():
-            return _together(lambda joined: [self._gathered(x).max(0) for x in joined], leaves)
+            return _together(lambda joined: [self._rows(x).max(0) for x in joined], leaves)
         return _together(self._by(lax.pmax), leaves)
 
     def _divided(self, leaves: Sequence[jax.Array], divisor: int) -> list[jax.Array]:
@@ -173,14 +191,14 @@ class Axes:
         add = self._by(lax.psum)
         if self.groups is not None and self.checked():
             # lax.psum refuses groups under check_vma, so gather the group and sum its rows.
-            add = lambda xs: [self._gathered(x).sum(0, dtype=x.dtype) for x in xs]  # noqa: E731
+            add = lambda xs: [self._rows(x).sum(0, dtype=x.dtype) for x in xs]  # noqa: E731
         totals = zip(_together(add, wide), arrays, strict=True)
         return [divided(total, divisor, x.dtype) for total, x in totals]
 
     def _by(self, collective: Callable[..., Any]) -> Callable[[list[jax.Array]], list[jax.Array]]:
         return lambda leaves: collective(leaves, self._name, axis_index_groups=self.groups)
 
-    def _gathered(self, x: jax.Array) -> jax.Array:
+    def _rows(self, x: jax.Array) -> jax.Array:
         x = _compat.vary_over(jnp.asarray(x), frozenset(self.names))
         out: jax.Array = lax.all_gather(x, self.names, axis_index_groups=self.groups)
         return out
@@ -188,6 +206,20 @@ class Axes:
     @property
     def _name(self) -> str | tuple[str, ...]:
         return self.names[0] if len(self.names) == 1 else self.names
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gathered(axes: Axes, x: jax.Array) -> jax.Array:
+    # XLA's gather of int2 writes past the end of its result.
+    sent = cast(x, sum_dtype(x.dtype)) if x.dtype.name in ("int2", "uint2") else x
+    return cast(lax.all_gather(sent, axes.names, axis_index_groups=axes.groups), x.dtype)
+
+
+@_gathered.defjvp
+def _gathered_jvp(axes: Axes, primals: Pytree, tangents: Pytree) -> Pytree:
+    (t,) = tangents
+    wide = lax.all_gather(cast(t, sum_dtype(t.dtype)), axes.names, axis_index_groups=axes.groups)
+    return _gathered(axes, *primals), cast(wide, t.dtype)
 
 
 def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -228,12 +260,17 @@ def sum_of_rows(rows: jax.Array) -> jax.Array:
 
 
 def _together(
-    reduce: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[jax.Array]
+    reduce: Callable[[list[jax.Array]], list[jax.Array]],
+    leaves: Sequence[jax.Array],
+    *,
+    rows: bool = False,
 ) -> list[jax.Array]:
     """Applies `reduce` to all leaves, with small leaves of one type joined into one array.
 
-    XLA issues one collective per array, and on a network each collective costs a latency.
+    With `rows`, leaves have a leading dimension over which they are reduced. XLA issues one
+    collective per array, and on a network each collective costs a latency.
     """
+    lead = int(rows)
     arrays = [jnp.asarray(x) for x in leaves]
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
@@ -242,12 +279,17 @@ def _together(
     groups = [numbers for numbers in alike.values() if len(numbers) > 1]
     joined = {i for numbers in groups for i in numbers}
     alone = [i for i in range(len(arrays)) if i not in joined]
-    flat = [jnp.concatenate([arrays[i].ravel() for i in numbers]) for numbers in groups]
+    flat = [
+        jnp.concatenate([arrays[i].reshape(*arrays[i].shape[:lead], -1) for i in numbers], lead)
+        for numbers in groups
+    ]
     reduced = reduce([arrays[i] for i in alone] + flat)
     out = dict(zip(alone, reduced[: len(alone)], strict=True))
     for numbers, values in zip(groups, reduced[len(alone) :], strict=True):
-        parts = split(values, [arrays[i].size for i in numbers])
-        out.update((i, y.reshape(arrays[i].shape)) for i, y in zip(numbers, parts, strict=True))
+        shapes = [arrays[i].shape[lead:] for i in numbers]
+        parts = split(values, [math.prod(s) for s in shapes], values.ndim - 1)
+        joined_parts = zip(numbers, parts, shapes, strict=True)
+        out.update((i, y.reshape(*y.shape[:-1], *s)) for i, y, s in joined_parts)
     return [out[i] for i in range(len(arrays))]
 
 

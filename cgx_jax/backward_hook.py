@@ -12,11 +12,12 @@ from cgx_jax import _compat, hooked, nonfinite
 from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import SMALL_BYTES
 from cgx_jax.compressors import Compressor
-from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plan import Plan, consecutive, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.route import Options, route
+from cgx_jax.run import values_of
 from cgx_jax.tuner import Tuner
 from cgx_jax.tuner.resolve import check_tuner, resolve_options
 from cgx_jax.wire import HOOK_FUSION_BYTES
@@ -91,7 +92,7 @@ class _Hook:
         identity = jax.custom_vjp(self._forward)
 
         def backward(key: Key, cotangents: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-            summed = reduce_leaves(self.options, cotangents, self.plan, key).values
+            summed = values_of(route(self.options, self.plan), cotangents, key)
             out = tuple(_compat.vary_over(x, axes) for x, axes in zip(summed, before, strict=True))
             return jax.tree.map(_no_gradient, key), out
 

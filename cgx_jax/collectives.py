@@ -8,11 +8,12 @@ import jax
 
 from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.compressors import Compressor
-from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.route import Options, route
+from cgx_jax.run import values_of
 
 
 def psum_compressed(
@@ -118,4 +119,4 @@ def _all_reduce(
 ) -> Pytree:
     plan = resolve(options.name, tree, compressor)
     leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(treedef, reduce_leaves(options, leaves, plan, key).values)
+    return jax.tree.unflatten(treedef, values_of(route(options, plan), leaves, key))

@@ -69,6 +69,11 @@ def is_bare(tree: Pytree) -> bool:
     return bool(jax.tree_util.all_leaves([tree])) and not isinstance(tree, SCALARS)
 
 
+def where_of(caller: str, path: str) -> str:
+    """Returns how error messages name a leaf of a call."""
+    return f"{caller}: leaf {path!r}" if path else caller
+
+
 def path_of(path: Any) -> str:
     """Returns the name of a key path of JAX's: "layer/kernel"."""
     # Flax NNX wraps each array in an object with a `value`. Drop that name, so that the leaf is

@@ -23,7 +23,6 @@ from cgx_jax._types import AxisName, Pytree, Words
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor, Quantize
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange, Xla, xla
 from cgx_jax.plain_jit.arguments import is_nnx, keystr, nnx
 from cgx_jax.plain_jit.value_and_grad import value_and_grad
@@ -31,6 +30,8 @@ from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Rules
 from cgx_jax.reductions import GatherSum, Job, Reduction, ScatterGather, named
 from cgx_jax.reductions.named import reduction_of
+from cgx_jax.route import Options, route
+from cgx_jax.run import run
 from cgx_jax.wire import Layout
 
 SHAPES = ((16, 33), (1, 5), (130, 70))
@@ -133,16 +134,16 @@ def _check_reduction(
     x = [jnp.stack([_normal(100 * n + r, shape) for r in range(world)]) for n in range(2)]
     states = [compressor.init(shape, one.dtype)] * 2
 
-    def run(leaves: Sequence[jax.Array]) -> Pytree:
+    def reduce(leaves: Sequence[jax.Array]) -> Pytree:
         options = Options.resolve(
             "check_reduction", "ranks", exchange=exchange, reduction=reduction, mean=mean
         )
-        return reduce_leaves(options, leaves, plan, key, residual=True, states=states)
+        return run(route(options, plan), leaves, key, residual=True, states=states)
 
     def of_rank(leaves: Sequence[jax.Array]) -> Pytree:
         own = [v[0] for v in leaves]
-        made = run(own)
-        gradient = jax.grad(lambda v: sum(map(jnp.vdot, run(v).values, own)))(own)
+        made = reduce(own)
+        gradient = jax.grad(lambda v: sum(map(jnp.vdot, reduce(v).values, own)))(own)
         return jax.tree.map(lambda v: v[None], (made.values, made.residuals, made.states, gradient))
 
     spec = P("ranks")

@@ -29,11 +29,11 @@ import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import QSGD
-from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import Levels
 from cgx_jax.reductions.named import named
+from cgx_jax.route import Options, route
 from cgx_jax.testing import check_exchange
 from cgx_jax.tuner import Setting
 from reducing import pmean_with_residual
@@ -472,7 +472,7 @@ def tuned():
     assert len(set(MPI.COMM_WORLD.allgather(profile.to_json()))) == 1
     x = np.zeros((WORLD, 64, 4096), np.float32)
     plan = cgx_jax.Plan.build(jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Quantize(4))
-    (way,) = ways(Options("here", Axes((), None, WORLD), Auto()), plan).values()
+    (way,) = route(Options("here", Axes((), None, WORLD), Auto()), plan).ways.values()
     text = sharded(mesh, lambda x: cgx_jax.psum_compressed(x, "data", plan)).lower(place(mesh, x))
     by_mpi = way is not None and way.exchange == profile.engine
     handlers = [handler for handler in FUSED.values() if f"@{handler}(" in text.as_text()]

@@ -2,15 +2,15 @@
 
 import jax
 
-from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.plan import resolve
+from cgx_jax.route import Options, route
+from cgx_jax.run import run
 
 
 def pmean_with_residual(name, tree, axis, plan, *, units=None, key=None, residual=True, **options):
     """Returns the mean of a tree over the ranks, and the list of this rank's residuals."""
     given = Options.resolve(name, axis, mean=True, **options)
     leaves, treedef = jax.tree.flatten(tree)
-    made = reduce_leaves(
-        given, leaves, resolve(name, tree, plan), key, residual=residual, units=units
-    )
+    taken = route(given, resolve(name, tree, plan))
+    made = run(taken, leaves, key, residual=residual, units=units)
     return jax.tree.unflatten(treedef, made.values), made.residuals

@@ -9,7 +9,7 @@ from jax._src import dispatch
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax.compressors.quantized import QuantizedChunks
+from cgx_jax.compressors.quantized import QuantizedChunks, QuantizedWhole
 
 X = np.random.default_rng(0).normal(size=(8, 40, 64)).astype(np.float32)
 CALLS = {
@@ -68,22 +68,18 @@ def test_the_mode_works_under(f):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
-    intact, own = QuantizedChunks.decode, cgx_jax.Quantize.decode
-
     def with_a_flipped_bit(x):
         flip = (lax.axis_index("data") == 5).astype(jnp.int32)
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ flip, x.dtype)
 
-    monkeypatch.setattr(
-        QuantizedChunks,
-        "decode",
-        lambda self, rows, like, **units: [
-            with_a_flipped_bit(x) for x in intact(self, rows, like, **units)
-        ],
-    )
-    monkeypatch.setattr(
-        cgx_jax.Quantize, "decode", lambda self, *args: with_a_flipped_bit(own(self, *args))
-    )
+    for code in (QuantizedChunks, QuantizedWhole):
+        monkeypatch.setattr(
+            code,
+            "decode",
+            lambda self, rows, like, intact=code.decode, **units: [
+                with_a_flipped_bit(x) for x in intact(self, rows, like, **units)
+            ],
+        )
     # A failed callback's token stays until the process ends, which would then fail on it again.
     request.addfinalizer(dispatch.runtime_tokens.clear)
     run(sharded(CALLS[name], mesh, False), X)  # outside the mode nothing is checked

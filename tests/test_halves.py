@@ -444,22 +444,22 @@ def test_leaves_do_not_share_their_noise(half, mesh):
     assert_same_bits(f({"a": x, "b": x}), got)
 
 
-def test_noise_of_a_bare_array_is_that_of_the_ranks_own_key(mesh):
-    x = values(WORLD, WORLD, 256)
-    scattered, gathered = (
-        ranks(lambda v, f=f: f(v, "data", STOCHASTIC, key=KEY), mesh)(x) for f in HALVES.values()
-    )
-
-    def through(v, key):
-        return STOCHASTIC.decode(STOCHASTIC.encode(v, key=key), v.shape, v.dtype)
-
-    keys = [jax.random.fold_in(KEY, w) for w in range(WORLD)]
-    for w, key in enumerate(keys):
-        np.testing.assert_array_equal(gathered[0, w], through(x[w], key))
-    for r in range(WORLD):
-        rows = [through(x[w, r], jax.random.split(k, WORLD)[r]) for w, k in enumerate(keys)]
-        rows[r] = x[r, r]  # its own is not sent
-        np.testing.assert_allclose(scattered[r], np.sum(rows, 0), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("rounding", ["stochastic", "correlated"])
+def test_no_two_ranks_and_no_two_rows_share_their_noise(half, rounding, mesh):
+    same = jnp.broadcast_to(values(1024), (WORLD, WORLD, 1024))
+    code = Quantize(3, 64, rounding=rounding)
+    f = ranks(lambda v: HALVES[half](v, "data", code, key=KEY), mesh)
+    got = np.asarray(f(same))
+    # A gather's rows come from the ranks; in a scatter, each rank sums one row.
+    each = got[0, :, 0] if half == "gather" else got
+    different = {(a, b): (each[a] != each[b]).mean() for a in range(WORLD) for b in range(a)}
+    assert min(different.values()) > 0.05
+    if half == "scatter":
+        # Errors of seven ranks that share their noise would be seven times as large as one.
+        one = np.abs(np.asarray(code.decode(code.encode(same[0, 0], key=KEY), (1024,), "float32")))
+        one = np.std(one - np.abs(same[0, 0]))
+        assert np.std(got - WORLD * same[0]) < 2 * np.sqrt(WORLD - 1) * one
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from cgx_jax import Cast, Identity, Plan, Quantize, plan_table
-from cgx_jax.core import load_of
 from cgx_jax.exchanges.auto import Load
+from cgx_jax.route import load_of
 
 TREE = {
     "dense": {"kernel": np.zeros((64, 64), np.float32), "bias": np.zeros(4096, np.float32)},

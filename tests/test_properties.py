@@ -23,8 +23,8 @@ import cgx_jax
 from cases import FLOATS, PAIRS, every
 from cgx_jax import Plan, Quantize, Rules
 from cgx_jax.compressors import Natural, TopK
-from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.reductions.named import named
+from cgx_jax.route import Options, route
 from extremes import KINDS, allowed, array
 
 LONG = settings.get_current_profile_name() == "long"
@@ -41,7 +41,7 @@ def summed(compressor, how, dtype):
     def of_rank(x, key):
         options = Options.resolve("psum_compressed", "data", exchange="xla", reduction=how)
         states = [compressor.init(SHAPE, dtype)]
-        made = reduce_leaves(options, [x], plan, key, residual=True, states=states)
+        made = run(route(options, plan), [x], key, residual=True, states=states)
         return made.values[0], made.residuals[0]
 
     def run(x, seed):

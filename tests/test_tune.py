@@ -21,11 +21,11 @@ import cgx_jax
 from cgx_jax import Cast, Plan, Quantize, plan_table, tune, tuning
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import SignSGD, TopK
-from cgx_jax.core import Options, ways
 from cgx_jax.exchanges import Auto, Profile, auto
 from cgx_jax.exchanges.profile import Codec
 from cgx_jax.link_timer import LinkTimer
 from cgx_jax.reductions import ScatterGather
+from cgx_jax.route import Options, route
 from profiles import with_crossing
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
@@ -115,7 +115,7 @@ def test_without_a_profile_the_size_of_a_buffer_counts_and_not_a_leafs(mesh, bui
     apart = Plan.build(trees[1], fusion_bytes=leaf.nbytes)
 
     def methods(plan):
-        found = ways(Options("test", Axes((), None, 8), Auto()), plan).values()
+        found = route(Options("test", Axes((), None, 8), Auto()), plan).ways.values()
         return {"psum" if way is None else way.exchange.shorthand for way in found}
 
     assert methods(few) == {"psum"}
@@ -203,7 +203,7 @@ def test_small_buffers_go_by_gather_sum_where_a_profile_measured_it(following):
     def way(nbytes, compressor=Quantize(4), reduction=None):  # noqa: B008
         plan = Plan.build(np.zeros(nbytes // 4, np.float32), compressor)
         options = Options("test", Axes((), None, 2), Auto(), reduction)
-        (found,) = ways(options, plan).values()
+        (found,) = route(options, plan).ways.values()
         return found and (found.reduction.shorthand, found.exchange.shorthand)
 
     assert way(4096) == way(16384) == ("gather_sum", "xla")
@@ -226,7 +226,7 @@ def test_only_codes_that_gather_in_one_call_follow_what_was_measured_of_it(
     rows = [(method, code_bits, 16384, s) for method, s in seconds.items() for code_bits in (4, 16)]
     following(dataclasses.replace(slow, rows=(*slow.rows, *rows)))
     plan = Plan.build(np.zeros(4096, np.float32), code)
-    (found,) = ways(Options("test", Axes((), None, 2), Auto()), plan).values()
+    (found,) = route(Options("test", Axes((), None, 2), Auto()), plan).ways.values()
     assert (found.reduction.shorthand, found.exchange.shorthand) == ("gather_sum", exchange)
 
 
@@ -342,12 +342,12 @@ import numpy as np
 from jax.sharding import Mesh
 import cgx_jax
 from cgx_jax.axes import Axes
-from cgx_jax.core import Options, ways
+from cgx_jax.route import Options, route
 from cgx_jax.exchanges import Auto
 
 plan = cgx_jax.Plan.build([np.zeros((16, 128), np.float32), np.zeros((64, 1024), np.float32)],
                           fusion_bytes=262144)
-found = lambda: ways(Options("test", Axes((), None, 2), Auto()), plan).values()
+found = lambda: route(Options("test", Axes((), None, 2), Auto()), plan).ways.values()
 methods = lambda: ["psum" if way is None else way.exchange.shorthand for way in found()]
 assert methods() == ["psum", "psum"]  # small, and nothing was measured
 cgx_jax.use_profile(good if rank == 0 else None)

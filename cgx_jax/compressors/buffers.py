@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Key, Shaped, Unit, Words
-from cgx_jax.axes import SMALL_BYTES, in_rank_order, split, unstack
+from cgx_jax.axes import SMALL_BYTES, in_rank_order, split, sum_of_rows, unstack
 from cgx_jax.compressors.base import PayloadCompressor
 from cgx_jax.compressors.codes import (
     Arrays,
@@ -41,7 +41,13 @@ def chunk_code(leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode:
 
 @functools.lru_cache(maxsize=1024)
 def whole_code(leaves: tuple[CodedLeaf, ...]) -> WholeCode:
-    """Returns the code for a buffer of one family's whole leaves."""
+    """Returns the code for a buffer of whole leaves, each family of which has a code of its own."""
+    families: dict[type, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        families.setdefault(type(leaf.compressor), []).append(i)
+    if len(families) > 1:
+        parts = (tuple(numbers) for numbers in families.values())
+        return _Joined(tuple((own, whole_code(tuple(leaves[i] for i in own))) for own in parts))
     kernels = type(leaves[0].compressor).whole_kernels(leaves)
     return _WholeLeafByLeaf(leaves) if kernels is None else kernels
 
@@ -279,6 +285,86 @@ class _WholeLeafByLeaf(WholeCode):
             outside.decoded(total, unit_of(units, i), x.dtype)
             for i, (total, x) in enumerate(zip(totals, like, strict=True))
         ]
+
+    def accumulate(
+        self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float
+    ) -> list[jax.Array]:
+        def total(code: Any, shape: tuple[int, ...], part: jax.Array, own: jax.Array) -> jax.Array:
+            if code.lossless:
+                # One operation for all ranks: the loop would be a program for each small leaf.
+                return _divided(sum_of_rows(_decoded_rows(code, shape, part)), divisor)
+            if code.owner_exact:
+                return _RowByRow(code).accumulate(rank, part, own, divisor)
+            votes = _divided(code.decode_sum(part, shape), divisor)
+            of_sums = code.of_sums(len(part))
+            return _decoded(of_sums, shape, of_sums.encode(votes))
+
+        parts = split(rows, self._bytes(), axis=1)
+        exact = [x.astype(jnp.float32) for x in own]
+        totals = _each(self._kinds(), total, parts, exact)
+        return [y.astype(x.dtype) for y, x in zip(totals, own, strict=True)]
+
+    def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
+        every = _each(self._kinds(), _decoded_rows, split(rows, self._bytes(), axis=1))
+        return [y.astype(x.dtype) for y, x in zip(every, like, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joined(WholeCode):
+    """The payloads of several codes, one after the other, with the leaves of each."""
+
+    parts: tuple[tuple[tuple[int, ...], WholeCode], ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(code.row_bytes for _, code in self.parts)
+
+    def encode(
+        self,
+        seed: Words,
+        rank: jax.Array,
+        leaves: Arrays,
+        *,
+        residual: bool,
+        units: Units,
+    ) -> tuple[jax.Array, Residuals]:
+        payloads, lost = [], {}
+        for numbers, code in self.parts:
+            own, scales = [leaves[i] for i in numbers], [unit_of(units, i) for i in numbers]
+            payload, rest = code.encode(seed, rank, own, residual=residual, units=scales)
+            payloads.append(payload)
+            lost |= dict(zip(numbers, rest or (), strict=residual))
+        return jnp.concatenate(payloads), [x for _, x in sorted(lost.items())] or None
+
+    def sum(
+        self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
+    ) -> list[jax.Array]:
+        return self._each(
+            rows,
+            lambda code, part, own, scales: code.sum(part, own, divisor, units=scales),
+            like,
+            [unit_of(units, i) for i in range(len(like))],
+        )
+
+    def accumulate(
+        self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float
+    ) -> list[jax.Array]:
+        add = lambda code, part, leaves: code.accumulate(rank, part, leaves, divisor)  # noqa: E731
+        return self._each(rows, add, own)
+
+    def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
+        return self._each(rows, lambda code, part, own: code.decode(part, own), like)
+
+    def _each(
+        self, rows: jax.Array, function: Callable[..., list[jax.Array]], *columns: Sequence[Any]
+    ) -> list[jax.Array]:
+        """Returns function(code, its part of the rows, its entries of each column) by leaf."""
+        out: dict[int, jax.Array] = {}
+        parts = split(rows, [code.row_bytes for _, code in self.parts], axis=1)
+        for (numbers, code), part in zip(self.parts, parts, strict=True):
+            entries = ([column[i] for i in numbers] for column in columns)
+            out |= dict(zip(numbers, function(code, part, *entries), strict=True))
+        return [out[i] for i in range(len(out))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,7 +102,12 @@ class WholeCode(Scoped, abc.ABC):
     """
 
     layout: Layout | None = None
-    scopes: ClassVar[dict[str, str]] = {"encode": "encode", "sum": "reduce"}
+    scopes: ClassVar[dict[str, str]] = {
+        "encode": "encode",
+        "sum": "reduce",
+        "accumulate": "reduce",
+        "decode": "decode",
+    }
 
     @property
     @abc.abstractmethod
@@ -129,6 +134,20 @@ class WholeCode(Scoped, abc.ABC):
         self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
     ) -> list[jax.Array]:
         """Decodes payloads, u8[ranks, row_bytes], sums them in fp32 and rank order, and divides."""
+
+    @abc.abstractmethod
+    def accumulate(
+        self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float
+    ) -> list[jax.Array]:
+        """Adds the other ranks' decoded payloads to the exact leaves `own`, as `sum` adds.
+
+        `rows` are u8[ranks, row_bytes]. A code whose ranks must weigh alike adds up all payloads,
+        and returns the sum as it represents it (`PayloadCompressor.of_sums`).
+        """
+
+    @abc.abstractmethod
+    def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
+        """Decodes every payload, u8[ranks, row_bytes], to [ranks, ...] of each leaf."""
 
     def words(self, seed: Words, rank: jax.Array) -> Words:
         """Returns the words that a fused call on this rank draws its noise from, uint32[2]."""

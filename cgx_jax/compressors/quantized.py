@@ -110,6 +110,15 @@ class QuantizedWhole(WholeCode):
             outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, each, like, strict=True)
         ]
 
+    def accumulate(
+        self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float
+    ) -> list[jax.Array]:
+        return primitives.accumulate(rank, rows, own, self.layout, divisor=divisor)
+
+    def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
+        out: list[jax.Array] = jax.vmap(lambda row: primitives.decode(row, self.layout, like))(rows)
+        return out
+
     def words(self, seed: Words, rank: jax.Array) -> Words:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):
             # Kernels divide noise among the ranks only in a chunked buffer. In a whole buffer all

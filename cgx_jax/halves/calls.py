@@ -15,8 +15,7 @@ from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.halves.half import AllGather, PsumScatter
-from cgx_jax.halves.messages import Halves
+from cgx_jax.halves import rows
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
 
@@ -70,10 +69,9 @@ def psum_scatter_compressed(
     name = "psum_scatter_compressed"
     axes = Axes.resolve(name, axis_name, axis_index_groups)
     tree = jax.tree.map(jnp.asarray, tree)
-    halves = Halves.of(
-        PsumScatter, name, tree, axes, compressor, scatter_dimension, tiled, exchange
+    return rows.reduce_scatter(
+        name, tree, axes, compressor, scatter_dimension, tiled, key, exchange
     )
-    return halves.run(tree, key)
 
 
 def all_gather_compressed(
@@ -103,5 +101,4 @@ def all_gather_compressed(
     name = "all_gather_compressed"
     axes = Axes.resolve(name, axis_name, axis_index_groups)
     tree = jax.tree.map(jnp.asarray, tree)
-    halves = Halves.of(AllGather, name, tree, axes, compressor, axis, tiled, exchange)
-    return halves.run(tree, key)
+    return rows.all_gather(name, tree, axes, compressor, axis, tiled, key, exchange)

@@ -15,8 +15,7 @@ from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Quantize, ShiftedLattice
 from cgx_jax.exchanges import Exchange
-from cgx_jax.halves.half import AllGather, Half, PsumScatter
-from cgx_jax.halves.messages import Halves
+from cgx_jax.halves import rows
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
 
@@ -79,27 +78,24 @@ class _Stack:
 
     def gather(self, shard: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns one layer's whole weights."""
-        return self._move(AllGather, shard, self.weights, key, 2 * layer)
+        own = _folded(key, 2 * layer)
+        return rows.all_gather(_NAME, shard, self.axes, self.weights, 0, True, own, self.exchange)
 
     def scatter(self, gradient: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns this rank's part of the sum of one layer's gradients."""
-        return self._move(PsumScatter, gradient, self.gradients, key, 2 * layer + 1)
-
-    def _move(
-        self,
-        half: type[Half],
-        tree: Pytree,
-        how: Compressor | Policy | Plan | None,
-        key: Key,
-        number: int | jax.Array,
-    ) -> Pytree:
-        halves = Halves.of(half, _NAME, tree, self.axes, how, 0, True, self.exchange)
-        return halves.run(tree, None if key is None else jax.random.fold_in(key, number))
+        own = _folded(key, 2 * layer + 1)
+        return rows.reduce_scatter(
+            _NAME, gradient, self.axes, self.gradients, 0, True, own, self.exchange
+        )
 
     def back(self, x: Pytree, whole: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree]:
         """Returns the cotangents of one layer's input and weights."""
         out: tuple[Pytree, Pytree] = jax.vjp(self.body, x, whole)[1](cotangent)
         return out
+
+
+def _folded(key: Key, number: int | jax.Array) -> Key:
+    return None if key is None else jax.random.fold_in(key, number)
 
 
 def _at(tree: Pytree, layer: int) -> Pytree:

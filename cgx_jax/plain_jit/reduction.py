@@ -10,12 +10,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cgx_jax._types import AxisName, Pytree
 from cgx_jax.compressors import Compressor
-from cgx_jax.core import Options, reduce_leaves
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit.arguments import CALLER
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.route import Options, route
+from cgx_jax.run import values_of
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import stateful
@@ -73,7 +74,7 @@ class GradientMean:
             )
         options = Options.resolve(CALLER, self.axis_name, mean=True, **self._how())
         leaves, treedef = jax.tree.flatten(grads)
-        means = reduce_leaves(options, leaves, plan, None).values
+        means = values_of(route(options, plan), leaves, None)
         return jax.tree.unflatten(treedef, means), None
 
     def _how(self) -> dict[str, Any]:

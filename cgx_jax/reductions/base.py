@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from cgx_jax._types import Pytree, Shaped
 from cgx_jax.axes import Axes
+from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, PayloadCompressor
+from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf, unit_of
 from cgx_jax.exchanges import Exchange
 from cgx_jax.kernels import outside
@@ -26,7 +28,8 @@ Seeds = Sequence[Any]
 class Job:
     """One fusion buffer to reduce: static and hashable.
 
-    `name` is the call that the user wrote. `leaves` hold compressors, shapes and dtypes. Sums over
+    `name` is the call that the user wrote, and `collective` says what it leaves on each rank.
+    `leaves` hold compressors, shapes and dtypes; those of a reduce-scatter are rows. Sums over
     `axes` travel by `exchange` and are divided by `divisor`. `residual` asks for what this rank
     lost. `in_place` says that the program computes all leaves itself, so sums may reuse their
     memory. For a large buffer, new memory costs more than the reduction does, since the system maps
@@ -35,12 +38,32 @@ class Job:
     """
 
     name: str
+    collective: Collective
     leaves: tuple[CodedLeaf, ...]
     axes: Axes
     exchange: Exchange
     divisor: int
     residual: bool
     in_place: bool
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a compressor prepares its leaf."""
+        return any(leaf.compressor.prepares for leaf in self.leaves)
+
+    def prepared(
+        self, leaves: Sequence[jax.Array], units: Units, states: Sequence[Pytree]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[Pytree]]:
+        """Returns the leaves in their units, what is encoded of them, and the new states; fp32."""
+        values = [
+            outside.multiply(x, unit, outside.IN).astype(jnp.float32)
+            for x, unit in zip(leaves, units, strict=True)
+        ]
+        made = [
+            leaf.compressor.prepare(x, state) if leaf.compressor.prepares else (x, state)
+            for leaf, x, state in zip(self.leaves, values, states, strict=True)
+        ]
+        return values, [y for y, _ in made], [state for _, state in made]
 
 
 class Reduced(NamedTuple):
@@ -60,8 +83,9 @@ class Reduced(NamedTuple):
 class Reduction(abc.ABC):
     """A sequence of steps: static, hashable, equal by value; it knows no transport and no tree.
 
-    The exchange must have the capabilities in `needs`. A reduction takes `seed_count` seeds, which
-    differ from rank to rank unless it `shares_seeds` or the compressor shares noise. A compressor
+    The exchange must have the capabilities in `needs`. A reduction takes `seed_count` seeds. If
+    `shares_seeds` is True, all ranks have the same ones; if it is None, that is so for compressors
+    that share noise. A compressor
     lists the reductions that it allows by their `shorthand`. A call raises ValueError for a
     compressor that is `unfit` and for an exchange that lacks a capability.
     """
@@ -69,7 +93,7 @@ class Reduction(abc.ABC):
     shorthand: ClassVar[str]
     needs: ClassVar[frozenset[str]]
     seed_count: ClassVar[int] = 1
-    shares_seeds: ClassVar[bool] = False
+    shares_seeds: ClassVar[bool | None] = None
 
     def unfit(self, compressor: Compressor) -> str | None:
         """Returns why this reduction does not suit a compressor, or None if it does."""
@@ -140,19 +164,11 @@ class PayloadReduction(Reduction):
         units: Units,
         states: Sequence[Pytree],
     ) -> Reduced:
-        if not self.adds_decoded and not any(leaf.compressor.prepares for leaf in job.leaves):
+        if not self.adds_decoded and not job.prepares:
             rows, residuals = self.rows(job, seeds, leaves, units)
             return Reduced(self.sums(job, rows, leaves, units), residuals, list(states))
         each = [unit_of(units, i) for i in range(len(leaves))]
-        values = [
-            outside.multiply(x, unit, outside.IN).astype(jnp.float32)
-            for x, unit in zip(leaves, each, strict=True)
-        ]
-        made = [
-            leaf.compressor.prepare(x, state) if leaf.compressor.prepares else (x, state)
-            for leaf, x, state in zip(job.leaves, values, states, strict=True)
-        ]
-        ready = [y for y, _ in made]
+        values, ready, states = job.prepared(leaves, each, states)
         rows, residuals = self.rows(job, seeds, ready, ())
         sums = self.sums(job, rows, ready, ())
         # What preparing took away is lost, just like what encoding lost.
@@ -162,7 +178,7 @@ class PayloadReduction(Reduction):
         return Reduced(
             [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)],
             outside.taken_out(residuals, each, leaves),
-            [state for _, state in made],
+            states,
         )
 
     @abc.abstractmethod
@@ -178,6 +194,27 @@ class PayloadReduction(Reduction):
         self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
     ) -> list[jax.Array]:
         """The sums, with the shapes and dtypes of `like`."""
+
+
+class OfRows(Reduction):
+    """Half of an all-reduce: payloads of whole leaves travel once, and nothing is added up twice.
+
+    It takes every code of bytes, since no leaf is cut.
+    """
+
+    def unfit(self, compressor: Compressor) -> str | None:
+        if isinstance(compressor, PayloadCompressor):
+            return None
+        return (
+            "it sends numbers that the ranks sum, but this call sends each rank a different row; "
+            "use a compressor that sends bytes, such as Quantize"
+        )
+
+    def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
+        return self.shorthand in exchange.can and whole_code(leaves).layout is not None
+
+    def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
+        return (world - 1) * whole_code(leaves).row_bytes
 
 
 def largest_error(error_bound: Callable[[jax.Array], jax.Array], size: jax.Array) -> jax.Array:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Pytree
+from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
+from cgx_jax.nonfinite import all_finite
+from cgx_jax.plan import Plan
+from cgx_jax.run import Sums
 from cgx_jax.transforms.memory import Memory
 
 
@@ -28,14 +33,27 @@ def require_bounded(caller: str, chosen: Sequence[tuple[str, Compressor]]) -> No
 
 
 def compensated(
-    memory: Memory, x: jax.Array, rows: tuple[jax.Array, ...], step: jax.Array
-) -> tuple[jax.Array, Pytree]:
-    """Returns what is sent for a leaf's gradient, in its dtype, and what `remembered` needs.
+    memory: Memory | None,
+    leaves: Sequence[Any],
+    before: Sequence[tuple[jax.Array, ...]],
+    step: jax.Array,
+) -> tuple[list[Any], list[Pytree]]:
+    """Returns what is sent for each gradient, in its dtype, and what `remembered` needs.
 
-    `rows` are the leaf's state with this rank's row in front. The memory computes in the widest
+    `before` are the leaves' states with this rank's row in front. The memory computes in the widest
     dtype of the gradient and its state, since `init` chose the state's dtypes by the parameters.
     Integers and bools are sent exactly, without a memory; then `remembered` needs None.
     """
+    if memory is None:
+        return list(leaves), [None] * len(leaves)
+    pairs = zip(leaves, before, strict=True)
+    both = [_compensated(memory, jnp.asarray(x), rows, step) for x, rows in pairs]
+    return [x for x, _ in both], [kept for _, kept in both]
+
+
+def _compensated(
+    memory: Memory, x: jax.Array, rows: tuple[jax.Array, ...], step: jax.Array
+) -> tuple[jax.Array, Pytree]:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x, None
     dtype = widest(x.dtype, *(row.dtype for row in rows))
@@ -50,7 +68,55 @@ def widest(*dtypes: np.dtype) -> np.dtype:
         return functools.reduce(jnp.promote_types, dtypes)
 
 
+def scaled(plan: Plan, sums: Sums) -> Sums:
+    """Returns the means times the factors that keep memories bounded (`feedback_scale`)."""
+    values = [
+        x if lost is None or _factor(c) == 1 else x * jnp.asarray(_factor(c), x.dtype)
+        for x, lost, c in zip(sums.values, sums.residuals, plan.compressors, strict=True)
+    ]
+    return sums._replace(values=values)
+
+
+def _factor(compressor: Compressor) -> float:
+    return compressor.feedback_scale or 1.0
+
+
 def remembered(
+    memory: Memory | None,
+    plan: Plan,
+    sent: Sequence[jax.Array],
+    kept: Sequence[Pytree],
+    residuals: Sequence[jax.Array | None],
+    before: Sequence[tuple[jax.Array, ...]],
+    finite: Any,
+    reached: Callable[[int], Any],
+) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array]]:
+    """Returns each leaf's rows after a step, and how many values found no room, i32[1] each.
+
+    `kept` comes from `compensated`, and `residuals` are what the reduction lost of what was `sent`.
+    If the step's mean is not `finite`, the state stays: the step never happened. `reached` marks
+    the values of a leaf that can have arrived, whatever its code took along. Without a memory,
+    there is nothing to return.
+    """
+    if memory is None:
+        return [], []
+    rows, overflow = [], []
+    for i, (compressor, x) in enumerate(zip(plan.compressors, sent, strict=True)):
+        residual = _residual_of(x, residuals[i], _factor(compressor))
+        no_room, arrived = jnp.zeros(1, jnp.int32), None
+        if compressor.has_rooms or compressor.selects:
+            came = _taken_along(x, residual)
+            wanted = compressor.wants(x, came)
+            if wanted is not None:
+                no_room = (wanted & ~came).sum(dtype=jnp.int32)[None]
+            if compressor.selects and residuals[i] is not None:
+                arrived = came & reached(i)
+        overflow.append(no_room)
+        rows.append(_remembered(memory, x, residual, kept[i], arrived, finite, before[i]))
+    return rows, overflow
+
+
+def _remembered(
     memory: Memory,
     sent: jax.Array,
     residual: jax.Array,
@@ -59,20 +125,17 @@ def remembered(
     finite: Any,
     before: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns a leaf's rows after a step that lost `residual`, in the dtypes of `before`.
-
-    `kept` comes from `compensated`. If the step's mean is not `finite`, the state stays.
-    """
+    """Returns a leaf's rows in the dtypes of `before`."""
     if kept is None:
         return before
     wide, kept = kept
     if wide.dtype != sent.dtype:
         residual = residual.astype(wide.dtype) + (wide - sent.astype(wide.dtype))
     after = memory.remember(residual, kept, arrived)
-    return tuple(keep(finite, new, was) for new, was in zip(after, before, strict=True))
+    return tuple(_keep(finite, new, was) for new, was in zip(after, before, strict=True))
 
 
-def residual_of(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.Array:
+def _residual_of(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.Array:
     """Returns what a rank lost of what it `sent`, if decoded values count `factor` times.
 
     `lost` is None for a leaf that was sent exactly.
@@ -82,13 +145,25 @@ def residual_of(sent: jax.Array, lost: jax.Array | None, factor: float) -> jax.A
     return lost if factor == 1 else sent - jnp.asarray(factor, sent.dtype) * (sent - lost)
 
 
-def taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
+def _taken_along(sent: jax.Array, residual: jax.Array) -> jax.Array:
     """Returns which of the values that a rank `sent` a code of a few values took along.
 
     Of such a value, less than half is left in the residual.
     """
     left = jnp.abs(residual)
     return left + left < jnp.abs(sent)
+
+
+def finite_everywhere(axes: Axes, means: list[Any], skipped: Any, *, alike: bool = True) -> Any:
+    """Whether the means are finite and not skipped, bool[]; the same on all ranks.
+
+    `alike` says that all ranks of `axes` hold the same means.
+    """
+    finite = all_finite([x for x in means if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
+    finite = axes.on_every_rank(finite & jnp.logical_not(skipped), alike=alike)
+    # XLA would otherwise compute it again for each value that is kept or not.
+    barred: jax.Array = lax.optimization_barrier(finite)
+    return barred
 
 
 def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
@@ -98,7 +173,7 @@ def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
     return (mean if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(mean)).astype(dtype)
 
 
-def keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns `new` after a step whose mean is `finite`, else `old`; in the shape of `old`.
 
     A selection between arrays of one shape needs no copy where a step is given its state to reuse.

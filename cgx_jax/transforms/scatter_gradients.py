@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,44 +12,37 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
-from cgx_jax._types import AxisName, Key, Pytree, Shaped
-from cgx_jax.axes import Axes
+from cgx_jax._types import AxisName, Pytree, Shaped
+from cgx_jax.axes import Axes, split
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.halves.half import PsumScatter
-from cgx_jax.halves.messages import Halves, Message, prepared
-from cgx_jax.kernels import outside
-from cgx_jax.nonfinite import all_finite
+from cgx_jax.halves.rows import rows_of, scatter_route, whole_of
+from cgx_jax.halves.rows import watched as watched_rows
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
+from cgx_jax.reductions.reduce_scatter import encoded
+from cgx_jax.run import run
 from cgx_jax.transforms.checks import check_state, require_type
 from cgx_jax.transforms.feedback import (
     as_gradient,
     compensated,
+    finite_everywhere,
     remembered,
     require_bounded,
-    residual_of,
-    taken_along,
+    scaled,
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import (
-    Moments,
-    SecondMoment,
-    Squares,
-    Units,
-    matrix_of,
-    stacked,
-    unstacked,
-)
+from cgx_jax.transforms.precondition import SecondMoment, Squares, matrix_of, unstacked
 from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
-    by_tree,
     init_memory,
     is_any_tree,
+    rows_after,
     state_of_any_tree,
 )
+from cgx_jax.transforms.units import moved, scales_of
 from cgx_jax.transforms.wrappers import check_wrappers
 
 if TYPE_CHECKING:
@@ -129,56 +121,51 @@ def scatter_gradients(
         updates = jax.tree.map(jnp.asarray, updates)
         leaves, treedef = jax.tree.flatten(updates)
         plan = resolve(_NAME, updates, policy)
-        plan.require_stateless(_NAME)
         choices = [(c,) for c in plan.compressors]
+        in_units = precondition is not None
+        taken, _ = scatter_route(_NAME, axes, plan, 0, True, exchange, mean=True, in_units=in_units)
         check_state(state, memory, precondition, plan, choices, treedef, _NAME, _OTHER_LEAVES)
-        halves = Halves.of(PsumScatter, _NAME, updates, axes, plan, 0, True, exchange)
         if memory is not None:
-            chosen = [(half.path, half.compressor) for half in halves.halves]
+            chosen = [(leaf.path, c) for leaf, (c,) in zip(plan.leaves, choices, strict=True)]
             require_bounded(_NAME, chosen)
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        halves.check(leaves, key)
-        sent_coded = (i for message in halves.messages for i in message.numbers)
-        coded = [i for i in sent_coded if not halves.halves[i].compressor.lossless]
+        before = by_leaf(state.memory, len(leaves))
         shapes = [leaf.shape for leaf in plan.leaves]
-        units: dict[int, Units] = {}
-        if precondition is not None:
-            moments = stacked(state.moments)
-            scales = precondition.units(moments, shapes, coded)
-            units = {i: scale[0] for i, scale in scales.items()}
-        sent, kept = leaves, [None] * len(leaves)
-        if memory is not None:
-            before = by_leaf(state.memory, len(leaves))
-            pairs = zip(leaves, before, strict=True)
-            both = [compensated(memory, x, s, state.step) for x, s in pairs]
-            sent, kept = [x for x, _ in both], [k for _, k in both]
-        factors = [half.compressor.feedback_scale or 1.0 for half in halves.halves]
-        means, lost = _scattered(halves, sent, units, key, factors if memory is not None else None)
-        means = halves.watched(leaves, means, state.step)
-        updates = jax.tree.unflatten(treedef, means)
+        moments, scales = scales_of(precondition, state.moments, shapes, taken.compressed)
+        sent, kept = compensated(memory, leaves, before, state.step)
+        sums = run(
+            taken,
+            [rows_of(x, 0, axes.world) for x in sent],
+            jax.random.fold_in(jax.random.key(seed), state.step),
+            residual=memory is not None,
+            units=tuple(None if scale is None else scale[0] for scale in scales),
+        )
+        sums = scaled(plan, sums)
+        means = watched_rows(taken, leaves, sums.values, state.step)
+        out = [as_gradient(x, leaf.dtype) for x, leaf in zip(means, leaves, strict=True)]
+        new = state._replace(step=state.step + 1)
         if not leaves or (memory is None and precondition is None):
-            return updates, state._replace(step=state.step + 1)
-        inexact = [x for x in means if jnp.issubdtype(x.dtype, jnp.inexact)]
-        (strange,) = axes.sum([(~all_finite(inexact)).astype(jnp.int32)])
-        finite = strange == 0
-        state = state._replace(skipped=state.skipped + (1 - finite.astype(jnp.int32)))
-        if memory is not None:
-            rows = []
-            for i, half in enumerate(halves.halves):
-                residual, arrived = residual_of(sent[i], lost.get(i), factors[i]), None
-                assert isinstance(half, PsumScatter)
-                if half.compressor.selects and i in lost:
-                    # A rank's own values arrive in every step and are never late.
-                    arrived = taken_along(sent[i], residual) & half.encoded(sent[i].shape)
-                row = remembered(memory, sent[i], residual, kept[i], arrived, finite, before[i])
-                rows.append(tuple(_compat.vary_over(x, axes.varying()) for x in row))
-            like, count = jax.tree.structure(state.memory[0]), len(state.memory)
-            state = state._replace(memory=by_tree(rows, like, count))
-        if precondition is not None:
-            compressed = {i: means[i] for i in coded}
-            after = _moved(precondition, moments, state.step, shapes, compressed, axes, finite)
-            state = state._replace(moments=unstacked(after, state.moments))
-        return updates, state._replace(step=state.step + 1)
+            return jax.tree.unflatten(treedef, out), new
+        finite = finite_everywhere(axes, means, False, alike=False)
+        lost = [None if e is None else whole_of(e, 0) for e in sums.residuals]
+
+        def reached(i: int) -> jax.Array:
+            # A rank's own values arrive in every step and are never late.
+            rows = encoded(axes, plan.compressors[i], 1)
+            length = shapes[i][0]
+            return jnp.repeat(rows, length // axes.world).reshape(-1, *[1] * (len(shapes[i]) - 1))
+
+        rows, _ = remembered(memory, plan, sent, kept, lost, before, finite, reached)
+        if precondition is not None and taken.compressed:
+            squares = lambda: _squares(means, taken.compressed, shapes, axes)  # noqa: E731
+            moments, finite = moved(
+                precondition, moments, shapes, squares, (), state.step, finite, axes
+            )
+        new = new._replace(
+            memory=rows_after(state.memory, rows, axes),
+            moments=moments if precondition is None else unstacked(moments, state.moments),
+            skipped=state.skipped + (1 - jnp.asarray(finite, jnp.int32)),
+        )
+        return jax.tree.unflatten(treedef, out), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -199,116 +186,24 @@ def _whole(params: Pytree, axis_name: AxisName) -> Pytree:
     return jax.tree.map(grown, params)
 
 
-def _scattered(
-    halves: Halves,
-    leaves: list[jax.Array],
-    units: dict[int, Units],
-    key: Key,
-    factors: list[float] | None,
-) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """Returns this rank's shards of the means, and by leaf what it lost of what it sent.
-
-    `factors`, one per leaf, multiply the means. Without them, losses are not computed. Sums are
-    fp32 until they are divided, since the sum of float16 leaves may overflow where the mean does
-    not.
-    """
-    out: dict[int, jax.Array] = {}
-    lost: dict[int, jax.Array] = {}
-    for message in halves.messages:
-        axes = message.halves[0].axes
-        inner = [
-            outside.multiply(leaves[i].astype(jnp.float32), units.get(i), outside.IN)
-            for i in message.numbers
-        ]
-        keys = [half.key(key) for half in message.halves]
-        ready = [prepared(half, x) for half, x in zip(message.halves, inner, strict=True)]
-        if factors is None:
-            sums = message.run(keys, ready)
-        else:
-            # The exchange's fused calls do not reveal what they send.
-            message = dataclasses.replace(message, fused=False)
-            payloads = message.payloads(keys, ready)
-            sums = message.deliver(payloads, ready)
-            lost |= _lost(message, payloads, inner, ready, units, leaves)
-        for i, half, y in zip(message.numbers, message.halves, sums, strict=True):
-            assert isinstance(half, PsumScatter)
-            mean = half.settled(y / axes.world)
-            mean = outside.multiply(mean, _own_units(units.get(i), axes), outside.OUT)
-            factor = 1.0 if factors is None or i not in lost else factors[i]
-            out[i] = (mean if factor == 1 else mean * factor).astype(leaves[i].dtype)
-    for i, half in enumerate(halves.halves):
-        if i not in out:
-            out[i] = half.exactly(leaves[i], divisor=half.axes.world)
-    return [as_gradient(out[i], leaves[i].dtype) for i in range(len(leaves))], lost
-
-
-def _own_units(units: Units | None, axes: Axes) -> Units | None:
-    """Returns the units of this rank's shard: an equal share of the rows, and all columns."""
-    if units is None:
-        return None
-    count = units.rows.shape[1] // axes.world
-    own = lax.dynamic_slice_in_dim(units.rows, axes.rank() * count, count, axis=1)
-    return units._replace(rows=own)
-
-
-def _lost(
-    message: Message,
-    payloads: list[jax.Array],
-    inner: list[jax.Array],
-    ready: list[jax.Array],
-    units: dict[int, Units],
-    leaves: list[Any],
-) -> dict[int, jax.Array]:
-    """Returns what encoding and preparing took away, out of units and in the leaves' dtypes."""
-    out = {}
-    parts = zip(message.numbers, message.halves, payloads, inner, ready, strict=True)
-    for i, half, payload, x, y in parts:
-        assert isinstance(half, PsumScatter)
-        if not half.compressor.lossless:
-            rest = half.lost(payload, y) + (x - y)
-            out[i] = outside.multiply(rest, units.get(i), outside.OUT).astype(leaves[i].dtype)
-    return out
-
-
-def _moved(
-    precondition: SecondMoment,
-    old: Moments,
-    step: jax.Array,
-    shapes: list[tuple[int, ...]],
-    means: dict[int, jax.Array],
+def _squares(
+    means: Sequence[jax.Array],
+    numbers: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
     axes: Axes,
-    finite: jax.Array,
-) -> Moments:
-    """Returns the moments after a step; they change only if it is due and finite.
+) -> dict[int, Squares]:
+    """Returns whole leaves' mean squares of rows and of columns, from this rank's shards.
 
-    `means` are this rank's shards of the means of compressed leaves.
+    Each rank has rows of its own, and a share of every column.
     """
-
-    def update() -> Moments:
-        parts = {i: _squares(x, matrix_of(shapes[i])[0], axes) for i, x in means.items()}
-        flat = [x for pair in parts.values() for x in pair]
-        (total,) = axes.sum([jnp.concatenate(flat)])
-        split = jnp.split(total, np.cumsum([x.size for x in flat])[:-1].tolist())
-        squares = dict(zip(parts, zip(split[::2], split[1::2], strict=True), strict=True))
-        return precondition.update(old, shapes, squares, step)
-
-    if not means:
-        return old
-    new = lax.cond(precondition.due(step), update, lambda: old)
-    usable = finite & all_finite(new.tables)
-    out: Moments = jax.tree.map(functools.partial(jnp.where, usable), new, old)
-    return out
-
-
-def _squares(mean: jax.Array, rows: int, axes: Axes) -> Squares:
-    """Returns this rank's part of a leaf's mean squares of `rows` rows and of columns.
-
-    The parts of all ranks add up to those of the whole leaf: each rank has rows of its own, and a
-    share of every column.
-    """
-    squares = jnp.square(mean.astype(jnp.float32).reshape(matrix_of(mean.shape)))
-    own = squares.mean(axis=1)
-    here = jnp.zeros(rows, jnp.float32)
-    here = _compat.vary_over(here, axes.varying())
-    placed = lax.dynamic_update_slice(here, own, (axes.rank() * own.size,))
-    return placed, squares.sum(axis=0) / np.float32(rows)
+    flat: list[jax.Array] = []
+    for i in numbers:
+        squares = jnp.square(means[i].astype(jnp.float32).reshape(matrix_of(means[i].shape)))
+        rows = matrix_of(shapes[i])[0]
+        own = squares.mean(axis=1)
+        here = _compat.vary_over(jnp.zeros(rows, jnp.float32), axes.varying())
+        flat.append(lax.dynamic_update_slice(here, own, (axes.rank() * own.size,)))
+        flat.append(squares.sum(axis=0) / np.float32(rows))
+    (total,) = axes.sum([jnp.concatenate(flat)])
+    parts = split(total, [x.size for x in flat])
+    return dict(zip(numbers, zip(parts[::2], parts[1::2], strict=True), strict=True))

@@ -238,6 +238,24 @@ def by_tree(
     return tuple(jax.tree.unflatten(treedef, part) for part in parts)
 
 
+def rows_after(
+    memory: tuple[Pytree, ...], rows: list[tuple[jax.Array, ...]], axes: Axes
+) -> tuple[Pytree, ...]:
+    """Returns the memories after a step, whose leaves have these `rows`; () if there are none."""
+    if not memory:
+        return ()
+    own = [tuple(_compat.vary_over(x, axes.varying()) for x in row) for row in rows]
+    return by_tree(own, jax.tree.structure(memory[0]), len(memory))
+
+
+def overflow_after(overflow: Pytree, counts: list[jax.Array], axes: Axes) -> Pytree:
+    """Returns the counts after a step; () if codes always have room."""
+    if overflow == ():
+        return ()
+    own = [_compat.vary_over(x, axes.varying()) for x in counts]
+    return jax.tree.unflatten(jax.tree.structure(overflow), own)
+
+
 def is_any_tree(params: Pytree) -> bool:
     """Whether `optax.tree_utils.tree_map_params` calls `init`, with its stand-in for any tree."""
     return type(params).__name__ == "_ParamsPlaceholder"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,51 +11,46 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from cgx_jax import _compat
-from cgx_jax._types import AxisName, Key, Pytree
+from cgx_jax._types import AxisName, Pytree
+from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.core import Options, Sums, reduce_leaves, ways
 from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import leaves_of
-from cgx_jax.nonfinite import all_finite
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.route import route
+from cgx_jax.run import run, watched
 from cgx_jax.transforms.checks import check_paths, check_state, check_statistics, require_type
 from cgx_jax.transforms.feedback import (
     as_gradient,
     compensated,
+    finite_everywhere,
     remembered,
     require_bounded,
-    residual_of,
-    taken_along,
+    scaled,
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of
-from cgx_jax.transforms.precondition import (
-    Moments,
-    Scale,
-    SecondMoment,
-    squares_of,
-    stacked,
-    unstacked,
-)
+from cgx_jax.transforms.precondition import SecondMoment, squares_of, unstacked
 from cgx_jax.transforms.state import (
     CALLER,
     Choices,
     SyncState,
     by_leaf,
-    by_tree,
     codes_after,
     codes_by_leaf,
     init_codes,
     init_memory,
     init_overflow,
     is_any_tree,
+    overflow_after,
+    rows_after,
     state_of_any_tree,
 )
+from cgx_jax.transforms.units import moved, scales_of
 from cgx_jax.transforms.wrappers import check_options, check_wrappers
 from cgx_jax.tuner import Tuner
 from cgx_jax.tuner.resolve import check_tuner, resolve_options
@@ -116,32 +110,54 @@ def sync_gradients(
 
     check_options(axis_name, mesh)
     check_tuner(CALLER, exchange, reduction, levels)
-    axis_name = axes_of(CALLER, axis_name)
+    sync = _Sync(
+        axes_of(CALLER, axis_name),
+        policy,
+        memory,
+        precondition,
+        seed,
+        mesh,
+        {"exchange": exchange, "reduction": reduction, "levels": levels},
+    )
+    return optax.GradientTransformationExtraArgs(sync.init, sync.update)
 
-    def init(params: Pytree) -> SyncState:
+
+@dataclasses.dataclass(frozen=True)
+class _Sync:
+    """The arguments of `sync_gradients`; `how` holds those of the reduction."""
+
+    axis_name: AxisName
+    policy: Compressor | Policy | Plan | Stages | None
+    memory: Memory | None
+    precondition: SecondMoment | None
+    seed: int
+    mesh: Mesh | AbstractMesh | None
+    how: dict[str, Any]
+
+    def init(self, params: Pytree) -> SyncState:
         check_wrappers(CALLER, checked=False)
         if is_any_tree(params):
-            adapts = isinstance(policy, Adaptive)
-            return state_of_any_tree(params, memory, precondition, adapts=adapts)
+            adapts = isinstance(self.policy, Adaptive)
+            return state_of_any_tree(params, self.memory, self.precondition, adapts=adapts)
         treedef = jax.tree.structure(params)
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         statistics: Pytree = ()
         moments: Pytree = ()
         known = leaves_of(params)
-        if isinstance(policy, Adaptive):
-            statistics = policy.empty_statistics(known)
-            choices: Choices = policy.choices(known)
+        if isinstance(self.policy, Adaptive):
+            statistics = self.policy.empty_statistics(known)
+            choices: Choices = self.policy.choices(known)
         else:
-            stages = policy.policies if isinstance(policy, Stages) else (policy,)
+            stages = self.policy.policies if isinstance(self.policy, Stages) else (self.policy,)
             plans = [p if isinstance(p, Plan) else resolve(CALLER, params, p) for p in stages]
             for plan in plans:
                 check_paths(CALLER, plan, known)
             known, choices = list(plans[0].leaves), _choices(plans)
-        if precondition is not None:
-            moments = precondition.init(params)
-        codes = init_codes(known, choices, treedef, axis_name, mesh)
-        if mesh is not None:
-            replicated = NamedSharding(mesh, PartitionSpec())
+        if self.precondition is not None:
+            moments = self.precondition.init(params)
+        codes = init_codes(known, choices, treedef, self.axis_name, self.mesh)
+        if self.mesh is not None:
+            replicated = NamedSharding(self.mesh, PartitionSpec())
             step, skipped, statistics = lax.with_sharding_constraint(
                 (step, skipped, statistics), replicated
             )
@@ -149,18 +165,19 @@ def sync_gradients(
                 shared = lax.with_sharding_constraint(codes.shared, replicated)
                 codes = codes._replace(shared=shared)
             moments = lax.with_sharding_constraint(moments, replicated)
-        remembered = init_memory(memory, params, axis_name, mesh)
-        overflow = init_overflow(memory, choices, treedef, axis_name, mesh)
+        remembered = init_memory(self.memory, params, self.axis_name, self.mesh)
+        overflow = init_overflow(self.memory, choices, treedef, self.axis_name, self.mesh)
         return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
 
     def update(
-        updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
+        self, updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
     ) -> tuple[Pytree, SyncState]:
         require_type(CALLER, state, SyncState)
+        policy = self.policy
         if isinstance(policy, Stages):
             plans = [resolve(CALLER, updates, p) for p in policy.policies]
             choices = _choices(plans)
-            branches = [functools.partial(reduce, plan, choices) for plan in plans]
+            branches = [functools.partial(self._step, plan, choices) for plan in plans]
             out: tuple[Pytree, SyncState] = lax.switch(
                 policy.stage(state.step), branches, updates, state
             )
@@ -169,171 +186,88 @@ def sync_gradients(
         choices = _choices([plan])
         if isinstance(policy, Adaptive):
             choices = policy.choices(plan.leaves)
-        return reduce(plan, choices, updates, state)
+        return self._step(plan, choices, updates, state)
 
-    def reduce(
-        plan: Plan, choices: Choices, updates: Pytree, state: SyncState
+    def _step(
+        self, plan: Plan, choices: Choices, updates: Pytree, state: SyncState
     ) -> tuple[Pytree, SyncState]:
+        """One update by a plan, in the order of the docstring of `sync_gradients`."""
+        in_units = range(len(plan.leaves)) if self.precondition is not None else ()
         options, plan = resolve_options(
             CALLER,
-            axis_name,
+            self.axis_name,
             plan,
             choices,
-            exchange=exchange,
-            reduction=reduction,
-            levels=levels,
             mean=True,
-            in_units=precondition is not None,
+            in_units=self.precondition is not None,
             overlaps=False,
+            **self.how,
         )
-        axes = options.axes
-        check_wrappers(CALLER, checked=axes.checked())
+        axes, taken = options.axes, route(options, plan, in_units)
         leaves, treedef = jax.tree.flatten(updates)
-        check_state(state, memory, precondition, plan, choices, treedef)
-        if isinstance(policy, Adaptive):
-            check_statistics(state.statistics, policy, plan.leaves)
-        if memory is not None:
-            pairs = zip(plan.leaves, choices, strict=True)
-            require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
-        scales: list[Scale | None] = [None] * len(leaves)
+        self._check(state, plan, choices, treedef, axes)
+        before = by_leaf(state.memory, len(leaves))
         shapes = [leaf.shape for leaf in plan.leaves]
-        if precondition is not None:
-            compressed = [b for b, way in ways(options, plan).items() if way is not None]
-            coded = list(itertools.chain.from_iterable(compressed))
-            before = stacked(state.moments)
-            for i, scale in precondition.units(before, shapes, coded).items():
-                scales[i] = scale
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        codes = codes_by_leaf(state.codes, plan, choices, treedef)
-        mean = _Mean(options, plan, key, treedef, scales, codes, state.step)
-        if memory is None:
-            sums, after_step, overflow = mean(leaves), (), ()
-            # If nothing is kept, nothing depends on it, and the check would take a pass.
-            finite = mean.finite(sums) if state.codes != () or sums.skipped is not False else True
-        else:
-            sums, finite, after_step, overflow = _Feedback(memory, mean)(leaves, state)
+        moments, scales = scales_of(self.precondition, state.moments, shapes, taken.compressed)
+        sent, kept = compensated(self.memory, leaves, before, state.step)
+        sums = run(
+            taken,
+            sent,
+            jax.random.fold_in(jax.random.key(self.seed), state.step),
+            residual=self.memory is not None,
+            units=tuple(None if scale is None else scale[0] for scale in scales),
+            states=codes_by_leaf(state.codes, plan, choices, treedef),
+        )
+        means, skipped = watched(taken, sent, sums, state.step)
+        sums = scaled(plan, sums._replace(values=means))
+        means, finite = sums.values, True
+        # If nothing is kept, nothing depends on it, and the check would take a pass.
+        if self.memory is not None or state.codes != () or skipped is not False:
+            finite = finite_everywhere(axes, means, skipped)
+        rows, no_room = remembered(
+            self.memory, plan, sent, kept, sums.residuals, before, finite, lambda i: means[i] != 0
+        )
         after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
-        means = sums.values
-        moments = state.moments
-        if precondition is not None:
-            moments, finite = _moved(precondition, before, mean, means, finite)
-            moments = unstacked(moments, state.moments)
+        if self.precondition is not None and taken.compressed:
+            squares = lambda: {i: squares_of(means[i]) for i in taken.compressed}  # noqa: E731
+            exact = [x for i, x in enumerate(means) if i not in taken.compressed]
+            moments, finite = moved(
+                self.precondition, moments, shapes, squares, exact, state.step, finite, axes
+            )
         measured = state.statistics
-        if isinstance(policy, Adaptive):
+        if isinstance(self.policy, Adaptive):
             # Measures the gradients, not what feedback makes of them, which depends on the plan in
             # use.
-            measured = policy.observe(measured, leaves, scales, state.step, axes, plan)
-        skipped = state.skipped + (1 - jnp.asarray(finite, jnp.int32))
-        new = SyncState(state.step + 1, after_step, measured, moments, after, overflow, skipped)
+            measured = self.policy.observe(measured, leaves, scales, state.step, axes, plan)
+        new = SyncState(
+            state.step + 1,
+            rows_after(state.memory, rows, axes),
+            measured,
+            moments if self.precondition is None else unstacked(moments, state.moments),
+            after,
+            overflow_after(state.overflow, no_room, axes),
+            state.skipped + (1 - jnp.asarray(finite, jnp.int32)),
+        )
         out = [as_gradient(x, leaf.dtype) for x, leaf in zip(means, plan.leaves, strict=True)]
         return jax.tree.unflatten(treedef, out), new
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mean:
-    """One step's mean over the ranks of lists of leaves, each compressed in its units."""
-
-    options: Options
-    plan: Plan
-    key: Key
-    treedef: jax.tree_util.PyTreeDef
-    scales: list[Scale | None]  # None for an exact leaf
-    codes: list[Any]
-    step: jax.Array
-
-    def finite(self, sums: Sums) -> jax.Array:
-        """Whether the means are finite and not skipped, bool[]; the same on all ranks."""
-        finite = all_finite(sums.values) & jnp.logical_not(sums.skipped)
-        finite = self.options.axes.on_every_rank(finite, alike=True)
-        # XLA would otherwise compute it again for each value that is kept or not.
-        barred: jax.Array = lax.optimization_barrier(finite)
-        return barred
-
-    def __call__(self, leaves: list[Any], *, residual: bool = False) -> Sums:
-        return reduce_leaves(
-            self.options,
-            leaves,
-            self.plan,
-            self.key,
-            residual=residual,
-            units=tuple(None if scale is None else scale[0] for scale in self.scales),
-            states=self.codes,
-            step=self.step,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Feedback:
-    """One update with a memory."""
-
-    memory: Memory
-    mean: _Mean
-
-    def __call__(self, leaves: list[Any], state: SyncState) -> tuple[Sums, Any, Any, Any]:
-        """Returns (means of what is sent, whether they count, memory after it, no-room counts)."""
-        plan = self.mean.plan
-        factors = [c.feedback_scale or 1.0 for c in plan.compressors]
-        old = by_leaf(state.memory, len(leaves))
-        pairs = zip(leaves, old, strict=True)
-        both = [compensated(self.memory, jnp.asarray(x), s, state.step) for x, s in pairs]
-        sums = self.mean([x for x, _ in both], residual=True)
-        means = sums.values
-        for i, number in enumerate(factors):
-            if sums.residuals[i] is not None and number != 1:
-                means[i] *= jnp.asarray(number, means[i].dtype)
-        # A skipped step never happened: what it would have sent is neither lost nor remembered.
-        finite = self.mean.finite(sums)
-        rows, overflow = [], []
-        for i, (before, (x, kept)) in enumerate(zip(old, both, strict=True)):
-            compressor, lost = plan.compressors[i], sums.residuals[i]
-            residual = residual_of(x, lost, factors[i])
-            no_room, through = jnp.int32(0), None
-            if compressor.has_rooms or compressor.selects:
-                came = taken_along(x, residual)
-                wanted = compressor.wants(x, came)
-                if wanted is not None:
-                    no_room = (wanted & ~came).sum(dtype=jnp.int32)
-                if compressor.selects and lost is not None:
-                    # In the chunk that a rank owns, its residual is what the sum of all ranks lost.
-                    # A value there has arrived only if the mean has one there too.
-                    through = came & (means[i] != 0)
-            overflow.append(no_room)
-            after = remembered(self.memory, x, residual, kept, through, finite, before)
-            rows.append(tuple(map(self._varying, after)))
-        counts: Any = ()
-        if state.overflow != ():
-            like = jax.tree.structure(state.overflow)
-            counts = jax.tree.unflatten(like, [self._varying(x[None]) for x in overflow])
-        treedef = jax.tree.structure(state.memory[0])
-        return sums, finite, by_tree(rows, treedef, len(state.memory)), counts
-
-    def _varying(self, row: jax.Array) -> jax.Array:
-        return _compat.vary_over(row, self.mean.options.axes.varying())
+    def _check(
+        self,
+        state: SyncState,
+        plan: Plan,
+        choices: Choices,
+        treedef: jax.tree_util.PyTreeDef,
+        axes: Axes,
+    ) -> None:
+        check_wrappers(CALLER, checked=axes.checked())
+        check_state(state, self.memory, self.precondition, plan, choices, treedef)
+        if isinstance(self.policy, Adaptive):
+            check_statistics(state.statistics, self.policy, plan.leaves)
+        if self.memory is not None:
+            pairs = zip(plan.leaves, choices, strict=True)
+            require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
 
 
 def _choices(plans: list[Plan]) -> Choices:
     every = zip(*(plan.compressors for plan in plans), strict=True)
     return [tuple(dict.fromkeys(some)) for some in every]
-
-
-def _moved(
-    precondition: SecondMoment, old: Moments, mean: _Mean, means: list[Any], finite: Any
-) -> tuple[Moments, Any]:
-    """Returns the moments after a step, changed if it is due and finite; and the new `finite`."""
-    coded = [i for i, scale in enumerate(mean.scales) if scale is not None]
-    shapes = [leaf.shape for leaf in mean.plan.leaves]
-
-    def update() -> tuple[Moments, jax.Array]:
-        squares = {i: squares_of(means[i]) for i in coded}
-        new = precondition.update(old, shapes, squares, mean.step)
-        exact = [x for i, x in enumerate(means) if i not in squares]
-        return new, all_finite([*new.tables, *exact])
-
-    if not coded:
-        return old, finite
-    stays = (old, jnp.ones((), bool))
-    new, usable = lax.cond(precondition.due(mean.step), update, lambda: stays)
-    finite = mean.options.axes.on_every_rank(jnp.asarray(finite) & usable, alike=True)
-    return jax.tree.map(functools.partial(jnp.where, finite), new, old), finite

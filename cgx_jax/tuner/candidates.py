@@ -9,12 +9,12 @@ from typing import NamedTuple
 import jax
 
 from cgx_jax.axes import SMALL_BYTES, Axes
-from cgx_jax.core import Way, load_of, ways
 from cgx_jax.exchanges import Profile, auto
 from cgx_jax.exchanges.profile import ONE_SHOT
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, ScatterGather
 from cgx_jax.reductions.levels import Leveled
+from cgx_jax.route import Way, load_of, route
 from cgx_jax.tuner.setting import Offered, Setting
 from cgx_jax.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 
@@ -117,7 +117,7 @@ def _program(setting: Setting, asked: Sequence[Asked]) -> Program:
 def _buffers(setting: Setting, call: Asked, plan: Plan) -> Buffers:
     """Returns how each buffer of `plan` travels; raises ValueError if the setting does not fit."""
     options = setting.options(call.name, call.axes, mean=True)
-    return tuple(ways(options, setting.buffered(plan)).items())
+    return tuple(route(options, setting.buffered(plan)).ways.items())
 
 
 def _candidate(

@@ -7,10 +7,10 @@ from typing import Any
 
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.core import Options
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.route import Options
 from cgx_jax.tuner.tuner import Tuner
 
 

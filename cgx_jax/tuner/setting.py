@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from cgx_jax import untrusted
 from cgx_jax.axes import Axes
-from cgx_jax.core import Options
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.route import Options
 from cgx_jax.wire import FUSION_BYTES
 
 

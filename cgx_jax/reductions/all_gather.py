@@ -1,0 +1,58 @@
+"""An all-gather: every leaf goes to all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from cgx_jax import _compat
+from cgx_jax._types import Pytree
+from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.reductions.base import Job, OfRows, Reduced, Seeds
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather(OfRows):
+    """One phase; every rank decodes all payloads, its own among them.
+
+    A result has a leading dimension with a row from each rank. Source: QSDP (Markov et al., ICML
+    2023) for the scheme.
+    """
+
+    shorthand: ClassVar[str] = "all_gather"
+    needs: ClassVar[frozenset[str]] = frozenset({"gather"})
+
+    def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
+        bound: jax.Array = jax.vmap(compressor.error_bound)(x)
+        return bound
+
+    def run(
+        self,
+        job: Job,
+        seeds: Seeds,
+        leaves: Sequence[jax.Array],
+        units: Units,
+        states: Sequence[Pytree],
+    ) -> Reduced:
+        rank, ready = job.axes.rank(), list(leaves)
+        if job.prepares:
+            _, ready, _ = job.prepared(leaves, [None] * len(leaves), states)
+        if self.in_one_call(job.exchange, job.leaves, job.axes.world) and not job.prepares:
+            rows = []
+            for leaf, x in zip(job.leaves, leaves, strict=True):
+                code = whole_code((leaf,))
+                assert code.layout is not None
+                words = code.words(seeds[0], rank)
+                rows.append(job.exchange.all_gather(job.name, words, x, code.layout, job.axes))
+            return Reduced(rows, None, list(states))
+        code = whole_code(job.leaves)
+        payload, _ = code.encode(seeds[0], rank, ready, residual=False, units=())
+        payload = _compat.vary_over(payload, job.axes.varying())
+        every = job.exchange.gather(job.name, payload, job.axes)
+        # Typed like the result of lax.all_gather, as varying, though all ranks hold the same.
+        every = _compat.vary_over(every, job.axes.varying())
+        return Reduced(code.decode(every, leaves), None, list(states))

@@ -1,0 +1,239 @@
+"""Which way each fusion buffer of a call travels: decided once, before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from cgx_jax._types import AxisName
+from cgx_jax.axes import SMALL_BYTES, Axes
+from cgx_jax.collective import Collective
+from cgx_jax.compressors import Compressor
+from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.exchanges import Auto, Exchange, Xla, auto
+from cgx_jax.plan import Plan
+from cgx_jax.reductions import (
+    AllGather,
+    GatherSum,
+    Levels,
+    PayloadReduction,
+    ReduceScatter,
+    Reduction,
+    ScatterGather,
+)
+from cgx_jax.reductions.levels import Leveled
+from cgx_jax.reductions.named import named as reduction_named
+from cgx_jax.reductions.named import reduction_of
+
+_OF_ROWS = {
+    Collective.REDUCE_SCATTER: ReduceScatter(),
+    Collective.ALL_GATHER: AllGather(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The static options of a call. `name` is the call that the user wrote.
+
+    `exchange` is an instance (of `Auto` for "auto"), or None for exact sums by `lax.psum`.
+    `reduction` is None for the first reduction that each compressor allows.
+    """
+
+    name: str
+    axes: Axes
+    exchange: Exchange | None
+    reduction: Reduction | None = None
+    levels: Levels | None = None
+    mean: bool = False
+    collective: Collective = Collective.ALL_REDUCE
+
+    @classmethod
+    def resolve(
+        cls,
+        name: str,
+        axis_name: AxisName,
+        *,
+        groups: Sequence[Sequence[int]] | None = None,
+        exchange: Exchange | str = "auto",
+        reduction: Reduction | str | None = None,
+        levels: Levels | None = None,
+        mean: bool = False,
+        collective: Collective = Collective.ALL_REDUCE,
+    ) -> Options:
+        """Checks the user's arguments against the bound axes and returns the options."""
+        sends = auto.exchange_named(name, exchange)
+        sums = reduction_named(name, reduction)
+        if not isinstance(levels, Levels | None):
+            raise TypeError(
+                f"{name}: levels={levels!r} is not an instance of cgx_jax.reductions.Levels; pass "
+                'Levels("local") for an axis inside a node, or Levels(groups=...).'
+            )
+        axes = Axes.resolve(name, axis_name, groups)
+        return cls(name, axes, sends, sums, levels, mean, collective)
+
+
+class Way(NamedTuple):
+    """How a fusion buffer is reduced."""
+
+    reduction: Reduction
+    exchange: Exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """A call whose way is decided: `ways` says how each fusion buffer is reduced.
+
+    It is None for a buffer that `lax` reduces: for exact sums, and where "auto" finds that faster.
+    With one rank, no buffer is listed.
+    """
+
+    options: Options
+    plan: Plan
+    ways: Mapping[tuple[int, ...], Way | None]
+
+    @property
+    def taken(self) -> dict[tuple[int, ...], Way]:
+        """The buffers that travel compressed."""
+        return {buffer: way for buffer, way in self.ways.items() if way is not None}
+
+    @property
+    def compressed(self) -> list[int]:
+        """The numbers of the leaves that travel compressed, in order."""
+        every = sorted(i for buffer in self.taken for i in buffer)
+        return [i for i in every if not self.plan.compressors[i].lossless]
+
+
+def route(options: Options, plan: Plan, in_units: Collection[int] = ()) -> Route:
+    """Decides how each fusion buffer of `plan` is reduced; nothing else consults "auto".
+
+    `in_units` are the numbers of the leaves that are compressed in units. Raises ValueError for a
+    reduction that is wrong for a compressor, and for a named exchange that lacks a capability that
+    the reduction needs.
+    """
+    name, axes = options.name, options.axes
+    found: dict[tuple[int, ...], Way | None] = {}
+    for buffer in plan.buffers:
+        coded = plan.coded(buffer)
+        paths = [plan.leaves[i].path for i in buffer]
+        pairs = list(zip(paths, coded, strict=True))
+        wanted = _OF_ROWS.get(options.collective, options.reduction)
+        flat = reduction_of(name, wanted, pairs)
+        if axes.world == 1:
+            continue
+        reduction = _over_levels(options, flat, pairs)
+        if reduction is None or options.exchange is None:
+            found[buffer] = None
+        elif isinstance(options.exchange, Auto):
+            found[buffer] = _fastest(options, reduction, coded, in_units)
+        else:
+            _require_able(options, reduction, coded)
+            found[buffer] = Way(reduction, options.exchange)
+    if options.collective in _OF_ROWS:
+        found = _with_small_leaves(plan, found, axes.world)
+    return Route(options, plan, found)
+
+
+def _with_small_leaves(
+    plan: Plan, ways: Mapping[tuple[int, ...], Way | None], world: int
+) -> dict[tuple[int, ...], Way | None]:
+    """Adds small exact leaves to the nearest buffers, to save the latency of their own call.
+
+    There they travel in fp32, so their values must fit in it.
+    """
+    buffers = {
+        buffer: list(buffer)
+        for buffer, way in ways.items()
+        if way is not None
+        and not way.reduction.in_one_call(way.exchange, plan.coded(buffer), world)
+    }
+    home = {i: buffer for buffer in buffers for i in buffer}
+    for i in plan.exact:
+        leaf, compressor = plan.leaves[i], plan.compressors[i]
+        small = 0 < leaf.nbytes * world <= SMALL_BYTES and compressor.lossless
+        if home and small and Compressor.supports(compressor, leaf.dtype):
+            buffers[home[min(home, key=lambda j: abs(i - j))]].append(i)
+    return {tuple(buffers.get(buffer, buffer)): way for buffer, way in ways.items()}
+
+
+def _over_levels(
+    options: Options, reduction: Reduction, leaves: list[tuple[str, CodedLeaf]]
+) -> Reduction | None:
+    """Returns `reduction` across the nodes of `levels`, if any, or None if there is one node."""
+    if options.levels is None:
+        return reduction
+    inner, outer = options.levels.split(options.name, options.axes)
+    if outer.world == 1:
+        return None
+    if inner.world == 1:
+        return reduction
+    for path, leaf in leaves:
+        if isinstance(reduction, PayloadReduction) and leaf.compressor.prepares:
+            raise ValueError(
+                f"{options.name}: {leaf.compressor} of leaf {path!r} needs whole leaves for its "
+                "state or statistics, but levels= gives each rank of a node a different share; "
+                "use another compressor, or leave out levels=."
+            )
+    return Leveled(reduction, inner, outer, options.levels.compressor)
+
+
+def _fastest(
+    options: Options, reduction: Reduction, coded: tuple[CodedLeaf, ...], in_units: Collection[int]
+) -> Way | None:
+    sent, world = reduction.across_links(coded, options.axes.world)
+    here = auto.available(options.axes.names)
+
+    def measured(reduction: Reduction) -> list[Exchange]:
+        # Profiles measure calls that do a whole reduction. Exchanges without such a call are left
+        # out, but for XLA's own collectives.
+        return [e for e in here if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)]
+
+    assert isinstance(options.exchange, Auto)
+    rows = world if options.collective in _OF_ROWS else 1
+    load = load_of(sent, in_units, rows=rows)
+    # Where latency dominates, one phase may be faster than two. A reduction that the user named is
+    # kept.
+    once = GatherSum()
+    either = isinstance(reduction, ScatterGather) and options.reduction is None
+    if either and all(once.unfit(x.compressor) is None for x in coded):
+        exchange = options.exchange.one_shot(
+            options.name, measured(reduction), measured(once), world, load
+        )
+        if exchange is not None:
+            return Way(once, exchange)
+    gathers = isinstance(reduction, GatherSum)
+    exchange = options.exchange.choose(
+        options.name, measured(reduction), world, load, gathers=gathers
+    )
+    return None if exchange is None else Way(reduction, exchange)
+
+
+def load_of(
+    leaves: Sequence[CodedLeaf], in_units: Collection[int] = (), *, rows: int = 1
+) -> auto.Load:
+    """Returns the load that the choice of an exchange depends on: `leaves`, `rows` times.
+
+    `in_units` are the numbers of the leaves that have units.
+    """
+    size = sum(x.size for x in leaves)
+    bits = sum(x.compressor.wire_bits(x.shape, x.dtype) for x in leaves)
+    dear = {
+        kind: sum(x.size for x in leaves if kind in x.compressor.codec_work)
+        for kind in ("noise", "rotation")
+    }
+    units = sum(x.size for x in leaves if x.number in in_units)
+    counts = (dear["noise"], dear["rotation"], units)
+    return auto.Load(rows * size, bits / size, *(rows * n for n in counts))
+
+
+def _require_able(options: Options, reduction: Reduction, leaves: tuple[CodedLeaf, ...]) -> None:
+    exchange = options.exchange
+    assert exchange is not None
+    lacking = sorted(reduction.needs - exchange.can)
+    if not lacking or reduction.in_one_call(exchange, leaves, options.axes.world):
+        return
+    raise ValueError(
+        f"{options.name}: exchange={exchange.shorthand!r} lacks {lacking[0]!r}, which the "
+        f"reduction {reduction.shorthand!r} needs; it has {', '.join(sorted(exchange.can))}. Use "
+        'exchange="xla", or "auto".'
+    )

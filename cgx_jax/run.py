@@ -1,0 +1,291 @@
+"""Runs a call whose way is decided: from its leaves and their route to their sums.
+
+Every collective of the library comes here. This file also defines their derivatives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_jax import _compat, debug, nonfinite
+from cgx_jax._types import Key, Pytree
+from cgx_jax.collective import Collective
+from cgx_jax.compressors import Compressor, buckets
+from cgx_jax.compressors.base import require_key
+from cgx_jax.exchanges import Exchange
+from cgx_jax.kernels.primitives import Units
+from cgx_jax.leaves import SCALARS, where_of
+from cgx_jax.plan import Plan
+from cgx_jax.reductions import Job, Reduced, Reduction
+from cgx_jax.route import Route
+
+
+class Sums(NamedTuple):
+    """The results of a call, one entry per leaf.
+
+    Residuals are None for exact leaves, and for all leaves unless they were asked for.
+    """
+
+    values: list[jax.Array]
+    residuals: list[jax.Array | None]
+    states: list[Pytree]
+
+
+def run(
+    route: Route,
+    leaves: Sequence[Any],
+    key: Key,
+    *,
+    residual: bool = False,
+    units: Units | None = None,
+    states: Sequence[Pytree] | None = None,
+) -> Sums:
+    """Returns the results for `leaves`, which must be the leaves of the route's plan.
+
+    They are sums or means, or for an all-gather every rank's leaf. Operands of a reduce-scatter
+    have a leading dimension with a row for each rank; the plan's leaves are rows.
+
+    Compressors with state need `states`, one entry per leaf. With `residual`, each compressed leaf
+    also has a residual: what this rank must send again to lose nothing. The exact sum (or mean)
+    over ranks minus the result is the sum (or mean) of the residuals, up to the rounding of the
+    leaves' dtype.
+
+    `units` has one entry per leaf: None, or (rows float32[2, R], columns float32[2, C]) for a leaf
+    of R * C values. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before encoding.
+    After decoding, the result and the residual are multiplied by the products of rows[1] and
+    columns[1], so the residual is in the leaf's own units. All ranks pass the same units. A leaf
+    that is reduced exactly ignores its units. Raises ValueError for units that do not fit their
+    leaf.
+    """
+    options, plan = route.options, route.plan
+    axes = options.axes
+    if units is not None:
+        _check_units(options.name, plan, leaves, units)
+    if states is None:
+        plan.require_stateless(options.name)
+    coded = sorted(i for buffer in route.ways for i in buffer)
+    listed = [i for i in coded if not plan.compressors[i].lossless]
+    operands = list(leaves)
+    for i in listed:
+        if isinstance(leaves[i], SCALARS):
+            # As in lax.psum, a number that the program knows is the value of every rank.
+            operands[i] = _compat.vary_over(jnp.asarray(leaves[i]), axes.varying())
+    out = Sums(list(operands), [None] * len(leaves), list(states or [()] * len(leaves)))
+    _run_exact(route, out.values)
+    if axes.world > 1:
+        named = set() if options.exchange is None else {options.exchange}
+        for exchange in {way.exchange for way in route.taken.values()} | named:
+            exchange.require(options.name, axes.names)
+    if not listed:
+        return out
+    # Refuse a wrong call even if the profile sends all buffers by lax.psum.
+    _check_operands(route, listed, operands, key)
+    seeds = _seeds(route, key)
+    for buffer, way in route.taken.items():
+        own = {i: jnp.asarray(operands[i]) for i in buffer}
+        for part, shared in _parts(buffer, own, plan.compressors):
+            mine = tuple(own[i] for i in part)
+            reduction = way.reduction
+            if reduction.shares_seeds is not None:
+                shared = reduction.shares_seeds
+            reduced = _reduced(
+                (reduction, _job(route, part, way.exchange, mine, residual=residual)),
+                seeds[shared][: reduction.seed_count],
+                mine,
+                tuple(units[i] for i in part) if units else (),
+                [out.states[i] for i in part],
+            )
+            for n, i in enumerate(part):
+                out.values[i] = reduced.sums[n]
+                out.states[i] = reduced.states[n]
+                out.residuals[i] = None if reduced.residuals is None else reduced.residuals[n]
+    return out
+
+
+def values_of(route: Route, leaves: Sequence[Any], key: Key) -> list[Any]:
+    """Returns the results of an all-reduce that keeps no state; `watched` in debug mode."""
+    return watched(route, leaves, run(route, leaves, key))[0]
+
+
+def watched(
+    route: Route, before: Sequence[Any], sums: Sums, step: jax.Array | None = None
+) -> tuple[list[Any], Any]:
+    """Returns the results, in debug mode with a search for values that are not finite.
+
+    Also returns whether `debug_nonfinite` has set all values to 0, bool[], or False if it cannot.
+    `step`, i32[], is this step's number in reports.
+    """
+    options, plan = route.options, route.plan
+    lossy = route.compressed
+    carried = [i for i, c in enumerate(plan.compressors) if i not in lossy or c.carries_nonfinite]
+    if options.levels is not None and options.levels.compressor is not None:
+        carried = [i for i in carried if options.levels.compressor.carries_nonfinite]
+    return nonfinite.watch(
+        options.name,
+        options.axes,
+        [leaf.path for leaf in plan.leaves],
+        before,
+        sums.values,
+        block_sizes={i: plan.compressors[i].block_size for i in lossy},
+        carried=carried,
+        alike=options.axes.groups is None,
+        step=step,
+    )
+
+
+def _run_exact(route: Route, values: list[Any]) -> None:
+    """Reduces the leaves that do not travel compressed where they lie in `values`."""
+    options, axes = route.options, route.options.axes
+    sent = {i for buffer in route.taken for i in buffer}
+    exact = [i for i in range(len(values)) if i not in sent]
+    known = [i for i in exact if isinstance(values[i], bool | int | float | complex)]
+    arrays = [i for i in exact if i not in known]
+    summed = options.collective.exact(axes, [values[i] for i in arrays], mean=options.mean)
+    for i, x in zip(arrays, summed, strict=True):
+        values[i] = x
+    for i in known:  # as in lax, the answer is a number, without any communication
+        total = values[i] * axes.world
+        values[i] = total / axes.world if options.mean else total
+
+
+def _check_operands(route: Route, listed: Sequence[int], leaves: Sequence[Any], key: Key) -> None:
+    """Raises ValueError for an operand that is already reduced, and for a missing key."""
+    options, plan = route.options, route.plan
+    name, axes = options.name, options.axes
+    operands = [(plan.leaves[i].path, leaves[i]) for i in listed]
+    if options.collective.sums:
+        axes.check_varying(name, operands)
+    else:
+        axes.check_plain(name, operands)
+    for i in listed:
+        require_key(where_of(name, plan.leaves[i].path), [plan.compressors[i]], key)
+    if options.levels is not None and options.levels.compressor is not None:
+        require_key(name, [options.levels.compressor], key)
+
+
+def _job(
+    route: Route,
+    part: tuple[int, ...],
+    exchange: Exchange,
+    operands: Sequence[jax.Array],
+    *,
+    residual: bool,
+) -> Job:
+    options = route.options
+    # A report of what is not finite reads the operands again.
+    in_place = not nonfinite.watching() and all(map(_compat.is_computed, operands))
+    return Job(
+        options.name,
+        options.collective,
+        route.plan.coded(part),
+        options.axes,
+        exchange,
+        options.axes.world if options.mean else 1,
+        residual,
+        in_place,
+    )
+
+
+# Every collective is linear, so its derivative in direction t is the exact collective of t.
+# Rounding moves the value by a bounded step and has no useful derivative of its own. The tangent of
+# the residuals is 0. Units and states are constants.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _reduced(
+    call: tuple[Reduction, Job], seeds: Any, leaves: tuple[Any, ...], units: Units, states: Any
+) -> Reduced:
+    reduction, job = call
+    plain = [_compat.plain(x) for x in leaves]
+    with jax.named_scope(job.name):
+        sums, residuals, after = reduction.run(job, seeds, plain, units, states)
+    if job.collective is not Collective.REDUCE_SCATTER:
+        debug.compare(job.name, job.axes, sums)
+    typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
+    if residuals is not None:
+        residuals = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=True)]
+    return Reduced(typed, residuals, after)
+
+
+@_reduced.defjvp
+def _reduced_jvp(call: tuple[Reduction, Job], primals: Pytree, tangents: Pytree) -> Pytree:
+    _, job = call
+    reduced = _reduced(call, *primals)
+    exact = job.collective.exact(job.axes, list(tangents[1]), mean=job.divisor != 1)
+    none = jax.tree.map(_no_tangent, (reduced.residuals, reduced.states))
+    return reduced, Reduced(exact, *none)
+
+
+def _no_tangent(x: jax.Array) -> Pytree:
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _check_units(name: str, plan: Plan, leaves: Sequence[jax.Array], units: Units) -> None:
+    if len(units) != len(leaves):
+        raise ValueError(
+            f"{name}: {len(units)} units for {len(leaves)} leaves; pass one entry per leaf, None "
+            "for a leaf without units."
+        )
+    for known, leaf, unit in zip(plan.leaves, leaves, units, strict=True):
+        if unit is None:
+            continue
+        shapes = [tuple(x.shape) for x in unit]
+        types = {jnp.result_type(x) for x in unit}
+        fits = all(len(s) == 2 and s[0] == 2 for s in shapes) and types == {jnp.dtype(jnp.float32)}
+        if not fits or shapes[0][1] * shapes[1][1] != leaf.size:
+            raise ValueError(
+                f"{name}: the units of leaf {known.path!r} have shapes {shapes} and dtypes "
+                f"{sorted(map(str, types))}; a leaf of {leaf.size} values needs float32[2, R] and "
+                "float32[2, C] with R * C values."
+            )
+
+
+def _parts(
+    buffer: Sequence[int], leaves: Mapping[int, jax.Array], compressors: Sequence[Compressor]
+) -> list[tuple[tuple[int, ...], bool]]:
+    """Splits a buffer into jobs; returns (leaf numbers, whether ranks share noise) for each.
+
+    The leaves of one job vary over the same mesh axes, and ranks share the noise of all of them or
+    of none. Exact leaves, which come last in a buffer, draw no noise and travel with either kind.
+    """
+    parts: dict[tuple[frozenset[str], bool], list[int]] = {}
+    for i in buffer:
+        axes, shared = _compat.varying_axes(leaves[i]), compressors[i].shares_noise
+        if compressors[i].lossless:
+            shared = next((s for a, s in parts if a == axes), shared)
+        parts.setdefault((axes, shared), []).append(i)
+    return [(tuple(part), shared) for (_, shared), part in parts.items()]
+
+
+def _seeds(route: Route, key: Key) -> Mapping[bool, tuple[Any, ...]]:
+    """Returns this rank's own seeds under False, and shared ones under True.
+
+    Only the kinds that are needed are there. Both are zeros if no compressor needs a key. Own seeds
+    make the ranks' rounding errors independent, so that the errors average out. Compressors that
+    share noise use shared seeds.
+    """
+    options, compressors = route.options, route.plan.compressors
+    reductions = [way.reduction for way in route.taken.values()]
+    count = max((reduction.seed_count for reduction in reductions), default=1)
+    chosen: list[Compressor] = [compressors[i] for buffer in route.taken for i in buffer]
+    if options.levels is not None and options.levels.compressor is not None:
+        chosen.append(options.levels.compressor)
+    if not any(c.needs_key for c in chosen):
+        return dict.fromkeys((False, True), (np.zeros(2, np.uint32),) * count)
+    assert key is not None
+    keys: dict[bool, jax.Array] = {}
+    sharing = {c.shares_noise for c in chosen}
+    fixed = {reduction.shares_seeds for reduction in reductions}
+    if False in sharing or False in fixed:
+        keys[False] = jax.random.fold_in(key, options.axes.index())
+    if True in sharing or True in fixed:
+        keys[True] = key
+    return {
+        shared: tuple(buckets.words(jax.random.fold_in(k, phase)) for phase in range(count))
+        for shared, k in keys.items()
+    }
