@@ -88,7 +88,7 @@ def run(
     _check_operands(route, listed, operands, key)
     seeds = _seeds(route, key)
     for buffer, way in route.taken.items():
-        own = {i: jnp.asarray(operands[i]) for i in buffer}
+        own: dict[int, jax.Array] = {i: jnp.asarray(operands[i]) for i in buffer}
         for part, shared in _parts(buffer, own, plan.compressors):
             mine = tuple(own[i] for i in part)
             reduction = way.reduction
@@ -278,7 +278,7 @@ def _seeds(route: Route, key: Key) -> Mapping[bool, tuple[Any, ...]]:
     if not any(c.needs_key for c in chosen):
         return dict.fromkeys((False, True), (np.zeros(2, np.uint32),) * count)
     assert key is not None
-    keys: dict[bool, jax.Array] = {}
+    keys: dict[bool, Any] = {}
     sharing = {c.shares_noise for c in chosen}
     fixed = {reduction.shares_seeds for reduction in reductions}
     if False in sharing or False in fixed:

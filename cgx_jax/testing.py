@@ -19,20 +19,28 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
-from cgx_jax._types import AxisName, Pytree, Words
+from cgx_jax._types import AxisName, Pytree
 from cgx_jax.axes import Axes
+from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor, Quantize
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.exchanges import Exchange, Xla, xla
+from cgx_jax.exchanges import Exchange, Xla
 from cgx_jax.plain_jit.arguments import is_nnx, keystr, nnx
 from cgx_jax.plain_jit.value_and_grad import value_and_grad
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Rules
-from cgx_jax.reductions import GatherSum, Job, Reduction, ScatterGather, named
+from cgx_jax.reductions import (
+    AllGather,
+    GatherSum,
+    Job,
+    ReduceScatter,
+    Reduction,
+    ScatterGather,
+    named,
+)
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.route import Options, route
 from cgx_jax.run import run
-from cgx_jax.wire import Layout
 
 SHAPES = ((16, 33), (1, 5), (130, 70))
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -191,73 +199,17 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
             pairs = [(r, r + 1) for r in range(world - 1)]
             moved = np.concatenate([np.zeros((1, size), np.uint8), rows[:-1, 0]])
             _same(mesh, axis, exchange, Exchange.permute, rows[:, 0], moved, pairs)
-    code = Quantize(4)
     x = np.stack([_normal(r, (world, 3000)) for r in range(world)])
-    slot = code.slot(x[0].shape)
-    if "all_reduce" in exchange.can:
-        layout = Layout((slot,), world)
-        seeds = (np.zeros(2, np.uint32),) * 2
-
-        def fused(own: jax.Array, axes: Axes) -> jax.Array:
-            fused = exchange.all_reduce(
-                "check_exchange",
-                seeds,
-                [own],
-                layout,
-                axes,
-                1,
-                residual=False,
-                units=(),
-                in_place=False,
-            )
-            return fused.sums[0]
-
-        _alike(mesh, axis, exchange, x, fused, _composed(ScatterGather(), code, seeds))
-    if "gather_sum" in exchange.can:
-        whole = Layout((slot,), 1)
-        seed = np.zeros(2, np.uint32)
-
-        def one_shot(own: jax.Array, axes: Axes) -> jax.Array:
-            fused = exchange.gather_sum(
-                "check_exchange",
-                seed,
-                [own],
-                whole,
-                axes,
-                1,
-                residual=False,
-                units=(),
-            )
-            return fused.sums[0]
-
-        _alike(mesh, axis, exchange, x, one_shot, _composed(GatherSum(), code, (seed,)))
-    row = Layout((code.slot(x[0, 0].shape),), 1)
-    words = np.zeros((world, 2), np.uint32)
-    if "reduce_scatter" in exchange.can:
-        _alike(
-            mesh,
-            axis,
-            exchange,
-            x,
-            lambda own, axes: exchange.reduce_scatter("check", words, own, row, axes),
-            lambda own, axes: code.row_kernels(own[0].shape).accumulate(
-                axes.rank(),
-                xla.scatter(jax.vmap(lambda v: code.encode(v))(own), axes),
-                jnp.take(own, axes.rank(), axis=0),
-                1,
-            ),
-        )
-    if "all_gather" in exchange.can:
-        _alike(
-            mesh,
-            axis,
-            exchange,
-            x[:, 0],
-            lambda own, axes: exchange.all_gather("check", words[0], own, row, axes),
-            lambda own, axes: code.row_kernels(own.shape).decode(
-                xla.gather(code.encode(own), axes), own.shape, own.dtype
-            ),
-        )
+    calls: list[tuple[str, Reduction, Collective]] = [
+        ("all_reduce", ScatterGather(), Collective.ALL_REDUCE),
+        ("gather_sum", GatherSum(), Collective.ALL_REDUCE),
+        ("reduce_scatter", ReduceScatter(), Collective.REDUCE_SCATTER),
+        ("all_gather", AllGather(), Collective.ALL_GATHER),
+    ]
+    for call, reduction, collective in calls:
+        if call in exchange.can:
+            by = [_reduced(reduction, collective, e) for e in (exchange, Xla())]
+            _alike(mesh, axis, exchange, x, *by)
 
 
 def check_loss(
@@ -329,14 +281,16 @@ def _largest(x: np.ndarray) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0))
 
 
-def _composed(
-    reduction: Reduction, code: PayloadCompressor, seeds: Sequence[Words]
+def _reduced(
+    reduction: Reduction, collective: Collective, exchange: Exchange
 ) -> Callable[..., Pytree]:
-    """Returns a function that sums one leaf by separate kernels around XLA's collectives."""
+    """Returns a function that reduces one leaf: by fused calls, or by kernels around "xla"."""
 
     def f(own: jax.Array, axes: Axes) -> jax.Array:
-        leaves = (CodedLeaf(code, own.shape, np.dtype(np.float32), 0),)
-        job = Job("check", leaves, axes, Xla(), 1, residual=False, in_place=False)
+        shape = own.shape[1:] if collective is Collective.REDUCE_SCATTER else own.shape
+        leaves = (CodedLeaf(Quantize(4), shape, np.dtype(np.float32), 0),)
+        job = Job("check_exchange", collective, leaves, axes, exchange, 1, False, False)
+        seeds = (np.zeros(2, np.uint32),) * reduction.seed_count
         return reduction.run(job, seeds, [own], (), [()]).sums[0]
 
     return f

@@ -542,12 +542,12 @@ def permuted():
 
 def misgrouped():
     """A program whose list of groups ends in the middle of this rank's group."""
-    attributes = fused.attributes
+    attributes = fused.Bound.attributes
 
     def damaged(*args, **options):
         return attributes(*args, **options) | {"groups": np.array([7, 8, RANK], np.int64)}
 
-    fused.attributes = damaged
+    fused.Bound.attributes = damaged
     mesh = mesh_of(data=WORLD)
     report(failing(reducer(mesh), place(mesh, normal(WORLD, 10_000)))[0])
 

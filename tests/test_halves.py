@@ -63,7 +63,8 @@ def targets(f, *args):
 def stand_ins(built, monkeypatch):
     """Replaces the fused calls by what they promise, in separate steps and row by row."""
 
-    def reduce_scatter(self, name, words, rows, layout, axes):
+    def reduce_scatter(self, call, words, rows):
+        layout, axes = call.layout, call.axes
         encoded = [
             primitives.encode(w, [row], layout)[0][0]
             for w, row in zip(jnp.asarray(words), rows, strict=True)
@@ -73,7 +74,8 @@ def stand_ins(built, monkeypatch):
         own = lax.dynamic_index_in_dim(rows, rank, 0, keepdims=False)
         return primitives.accumulate(rank, received, [own], layout)[0]
 
-    def all_gather(self, name, words, x, layout, axes):
+    def all_gather(self, call, words, x):
+        layout, axes = call.layout, call.axes
         payload = primitives.encode(words, [x], layout)[0][0]
         payloads = lax.all_gather(payload, axes.names, axis_index_groups=axes.groups)
         return jnp.stack([primitives.decode(p[None], layout, [x])[0] for p in payloads])

@@ -41,7 +41,7 @@ def test_another_number_of_streams_is_refused(streams):
 @pytest.mark.parametrize("size", [0, 1, 4096, 10**6, 3 * 10**8])
 def test_every_stream_has_a_message_where_there_is_enough(size, streams):
     layout = Layout((Quantize(4).slot(size),), WORLD)
-    told = Nccl(streams=streams)._attributes(layout)
+    told = Nccl(streams=streams)._options(layout)
     segment = told["segment_bytes"]
     assert told["streams"] == streams
     assert segment % nccl.ALIGNMENT == 0
@@ -70,22 +70,21 @@ def test_a_sum_is_one_call_on_as_many_streams(reduction, target, mesh, built):
     x = np.zeros((WORLD, 10**5), np.float32)
     text = str(jax.make_jaxpr(f)(x))
     assert text.count(target) == 1
-    assert "streams=4" in text
     assert "cgx_encode" not in text
     module = f.trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert module.count(f"@{target}(") == 1
     assert "streams = 4 : i64" in module
 
 
-def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual):
+def unfused(self, primitive, call, words, *leaves):
     """Computes `gather_sum_p` by kernels and XLA's collectives, so that it runs on a CPU."""
     assert primitive is nccl.gather_sum_p
-    words, *leaves = operands
-    payload, lost = primitives.encode(words, leaves, layout, residual=residual)
-    rows = xla.gather(payload.reshape(-1), axes)
+    layout = call.layout
+    payload, lost = primitives.encode(words, leaves, layout, residual=call.residual)
+    rows = xla.gather(payload.reshape(-1), call.axes)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     rank = jnp.int32(NO_RANK)
-    return Fused(primitives.accumulate(rank, rows, zeros, layout, divisor=divisor), lost)
+    return Fused(primitives.accumulate(rank, rows, zeros, layout, divisor=call.divisor), lost)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -319,13 +319,13 @@ def test_units_that_do_not_fit_are_refused_while_tracing(mesh, units, says):
         reduce(mesh, plan, tree, units)
 
 
-def unfused(self, primitive, name, operands, layout, axes, *, divisor, residual):
+def unfused(self, primitive, call, phases, *leaves):
     """Computes the fused CUDA call by kernels and XLA's collectives, so that it runs on a CPU."""
-    (phases, *leaves), rank = operands, axes.rank()
-    rows, lost = primitives.encode(phases[0], leaves, layout, rank=rank, residual=residual)
+    layout, axes, rank = call.layout, call.axes, call.axes.rank()
+    rows, lost = primitives.encode(phases[0], leaves, layout, rank=rank, residual=call.residual)
     rows = xla.scatter(rows, axes)
     chunk, lost = primitives.reduce(
-        phases[1], rank, rows, leaves, layout, divisor=divisor, residuals=lost
+        phases[1], rank, rows, leaves, layout, divisor=call.divisor, residuals=lost
     )
     return Fused(primitives.decode(xla.gather(chunk, axes), layout, leaves), lost)
 

@@ -328,7 +328,8 @@ class _Joined(WholeCode):
         residual: bool,
         units: Units,
     ) -> tuple[jax.Array, Residuals]:
-        payloads, lost = [], {}
+        payloads: list[jax.Array] = []
+        lost: dict[int, jax.Array] = {}
         for numbers, code in self.parts:
             own, scales = [leaves[i] for i in numbers], [unit_of(units, i) for i in numbers]
             payload, rest = code.encode(seed, rank, own, residual=residual, units=scales)

@@ -2,6 +2,7 @@
 
 from cgx_jax.exchanges.auto import Auto as Auto
 from cgx_jax.exchanges.auto import use_profile as use_profile
+from cgx_jax.exchanges.base import Call as Call
 from cgx_jax.exchanges.base import Exchange as Exchange
 from cgx_jax.exchanges.mpi import Mpi as Mpi
 from cgx_jax.exchanges.nccl import Nccl as Nccl

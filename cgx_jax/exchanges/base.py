@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable, Sequence
@@ -57,6 +58,23 @@ class Least(NamedTuple):
     even: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a fused call computes: static and hashable.
+
+    `name` is the call that the user wrote, which begins error messages. Sums over `axes` are
+    divided by `divisor`. `residual` asks for what this rank lost. If `in_place`, sums may take the
+    leaves' memory (`Job`).
+    """
+
+    name: str
+    layout: Layout
+    axes: Axes
+    divisor: float = 1
+    residual: bool = False
+    in_place: bool = False
+
+
 class Fused(NamedTuple):
     """What a sum in one call returns, one entry per leaf.
 
@@ -72,9 +90,9 @@ class Exchange(Scoped, abc.ABC):
 
     `can` holds the names of the methods that an exchange provides. "scatter", "gather" and
     "permute" move rows of bytes, and "sum" is XLA's own sum of numbers. "all_reduce", "gather_sum",
-    "reduce_scatter" and "all_gather" each encode, send, reduce and decode in one call. Methods take
-    `name`, the call that the user wrote, which begins error messages. `require` raises ValueError
-    if the exchange does not work.
+    "reduce_scatter" and "all_gather" each encode, send, reduce and decode in one call. Those that
+    move bytes take `name`, the call that the user wrote, which begins error messages. `require`
+    raises ValueError if the exchange does not work.
     """
 
     shorthand: ClassVar[str]
@@ -137,62 +155,39 @@ class Exchange(Scoped, abc.ABC):
         raise NotImplementedError
 
     def all_reduce(
-        self,
-        name: str,
-        seeds: Sequence[Words],
-        leaves: Sequence[jax.Array],
-        layout: Layout,
-        axes: Axes,
-        divisor: float,
-        *,
-        residual: bool,
-        units: Units,
-        in_place: bool,
+        self, call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
         """Sums of the leaves over the ranks, divided, and residuals if asked for.
 
         `seeds` are uint32[2] for each phase. `leaves` are f32, bf16 or f16, one for each slot of
-        `layout`. `units` are as in `primitives.encode`. If `in_place`, sums may take the leaves'
-        memory (`Job`). The bytes sent are those of `scatter` and `gather` around the kernels.
+        the layout. `units` are as in `primitives.encode`. The bytes sent are those of `scatter` and
+        `gather` around the kernels.
         """
         raise NotImplementedError
 
     def gather_sum(
-        self,
-        name: str,
-        seed: Words,
-        leaves: Sequence[jax.Array],
-        layout: Layout,
-        axes: Axes,
-        divisor: float,
-        *,
-        residual: bool,
-        units: Units,
+        self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
         """Sums of what all ranks encoded, divided, and residuals if asked for: one phase.
 
-        `seed`, uint32[2], is this rank's own. `layout` is that of the leaves for one rank. The
+        `seed`, uint32[2], is this rank's own. The layout is that of the leaves for one rank. The
         other operands are as in `all_reduce`. The bytes sent are those of `gather` between the
         kernels: `encode`, and `accumulate` of all ranks' payloads to zeros.
         """
         raise NotImplementedError
 
-    def reduce_scatter(
-        self, name: str, words: Words, rows: jax.Array, layout: Layout, axes: Axes
-    ) -> jax.Array:
+    def reduce_scatter(self, call: Call, words: Words, rows: jax.Array) -> jax.Array:
         """Returns the sum over the ranks of this rank's row.
 
-        `rows`, f32, bf16 or f16, has one row for each rank. `words` are uint32[world, 2]; `layout`
-        is that of one row.
+        `rows`, f32, bf16 or f16, has one row for each rank. `words` are uint32[world, 2]; the
+        layout is that of one row.
         """
         raise NotImplementedError
 
-    def all_gather(
-        self, name: str, words: Words, x: jax.Array, layout: Layout, axes: Axes
-    ) -> jax.Array:
+    def all_gather(self, call: Call, words: Words, x: jax.Array) -> jax.Array:
         """Returns every rank's `x`, f32, bf16 or f16, decoded: [world, ...].
 
-        `words` is uint32[2]; `layout` is that of `x` for one rank.
+        `words` is uint32[2]; the layout is that of `x` for one rank.
         """
         raise NotImplementedError
 

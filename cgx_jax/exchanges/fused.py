@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, xla
 
 from cgx_jax import _compat
-from cgx_jax.axes import Axes
-from cgx_jax.exchanges.base import Fused
+from cgx_jax.exchanges.base import Call, Fused
 from cgx_jax.wire import Layout, Slot
 
 Groups = Sequence[Sequence[int]] | None
@@ -56,74 +56,86 @@ def position(axes: Sequence[str]) -> jax.Array:
     return _compat.same_over(lax.axis_index(names), [n for n in names if n not in axes])
 
 
-def bind(
-    primitive: Primitive,
-    name: str,
-    operands: Sequence[jax.Array],
-    layout: Layout,
-    axes: Axes,
-    *,
-    divisor: float = 1,
-    residual: bool = False,
-    **params: Any,
-) -> Fused:
-    """Calls a primitive that `primitive()` made; `name` begins its error messages.
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The static parameter of a fused primitive: a `Call` where its ranks are known.
 
-    `operands` are those specific to the exchange, then the leaves, one per slot of `layout`, then
-    the units of leaves that have any. `params` are specific to the exchange.
+    `label` begins its error messages. `positions` are those of each group's ranks in the mesh.
+    Results are the same over the `replicated` axes. `options` are specific to the exchange.
     """
+
+    label: str
+    call: Call
+    positions: tuple[tuple[int, ...], ...]
+    replicated: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.positions[0])
+
+    @property
+    def layout(self) -> Layout:
+        return self.call.layout
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns the attributes of the handler."""
+        return {
+            **{k: np.asarray(v, np.int64) for k, v in self.layout.attributes().items()},
+            "world": np.int64(self.world),
+            "divisor": np.float32(self.call.divisor),
+            "groups": np.asarray(self.positions, np.int64).reshape(-1),
+            "name": self.label,
+            **{k: np.int64(v) for k, v in self.options},
+        }
+
+
+def bind(
+    primitive: Primitive, label: str, call: Call, operands: Sequence[Any], **options: int
+) -> Fused:
+    """Calls a primitive that `primitive()` made; the call's layout has no units yet.
+
+    `operands` are those specific to the exchange, then the leaves, one per slot of the layout, then
+    the units of leaves that have any.
+    """
+    axes = call.axes
     # An all-gather accepts an operand that does not vary, but its result varies.
     index = lax.axis_index(axes.names)
     varying = frozenset().union(*(_compat.varying_axes(x) for x in (index, *operands)))
-    out = primitive.bind(
-        *(_compat.vary_over(x, varying) for x in operands),
-        layout=layout,
-        divisor=float(divisor),
-        positions=positions(axes.names, axes.groups),
-        replicated=axes.names if axes.groups is None else (),
-        name=f"{name} over axis {', '.join(map(repr, axes.names))}",
-        residual=residual,
-        **params,
+    bound = Bound(
+        f"{label} over axis {', '.join(map(repr, axes.names))}",
+        call,
+        positions(axes.names, axes.groups),
+        axes.names if axes.groups is None else (),
+        tuple(sorted(options.items())),
     )
-    count = len(layout.slots)
-    return Fused(out[:count], out[count:] if residual else None)
+    out = primitive.bind(*(_compat.vary_over(x, varying) for x in operands), bound=bound)
+    count = len(call.layout.slots)
+    return Fused(out[:count], out[count:] if call.residual else None)
 
 
-def attributes(
-    layout: Layout, divisor: float, positions: Sequence[Sequence[int]], name: str
-) -> dict[str, Any]:
-    """Returns the attributes that every fused handler takes."""
-    return {
-        **{k: np.asarray(v, np.int64) for k, v in layout.attributes().items()},
-        "world": np.int64(len(positions[0])),
-        "divisor": np.float32(divisor),
-        "groups": np.asarray(positions, np.int64).reshape(-1),
-        "name": name,
-    }
-
-
-def reduced(x: Any, *, replicated: Sequence[str], **params: Any) -> Any:
+def reduced(x: Any, slot: Slot, bound: Bound) -> Any:
     """Returns the type of an all-reduce of `x`."""
-    return _compat.reduced_aval(x, replicated)
+    return _compat.reduced_aval(x, bound.replicated)
 
 
-def summed(x: Any, *, slot: Slot, replicated: Sequence[str], **params: Any) -> Any:
+def summed(x: Any, slot: Slot, bound: Bound) -> Any:
     """Returns the type of a gather-sum of `x`: fp32 if it has units.
 
     The sum is then still in units. The caller takes it out of them after the division, which is why
     it stays fp32 until then.
     """
-    return _compat.reduced_aval(x.update(dtype=np.float32) if slot.units else x, replicated)
+    return _compat.reduced_aval(x.update(dtype=np.float32) if slot.units else x, bound.replicated)
 
 
-def scattered(x: Any, **params: Any) -> Any:
+def scattered(x: Any, slot: Slot, bound: Bound) -> Any:
     """Returns the type of a reduce-scatter of the rows of `x`."""
     return _compat.result_aval(x.shape[1:], x.dtype, x)
 
 
-def gathered(x: Any, *, positions: Sequence[Sequence[int]], **params: Any) -> Any:
+def gathered(x: Any, slot: Slot, bound: Bound) -> Any:
     """Returns the type of an all-gather of `x`: a row from every rank."""
-    return _compat.result_aval((len(positions[0]), *x.shape), x.dtype, x)
+    return _compat.result_aval((bound.world, *x.shape), x.dtype, x)
 
 
 def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
@@ -134,11 +146,11 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
     p = Primitive(name)
     p.multiple_results = True
 
-    def shapes(*operands: jax.Array, residual: bool, **params: Any) -> list[Any]:
-        slots = params["layout"].slots
+    def shapes(*operands: jax.Array, bound: Bound) -> list[Any]:
+        slots = bound.layout.slots
         leaves = operands[leading : leading + len(slots)]
-        results = (result(x, slot=f, **params) for x, f in zip(leaves, slots, strict=True))
-        return [*results, *(leaves if residual else ())]
+        results = (result(x, f, bound) for x, f in zip(leaves, slots, strict=True))
+        return [*results, *(leaves if bound.call.residual else ())]
 
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))

@@ -26,9 +26,9 @@ from cgx_jax import _compat
 from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, mpi_rows, program
-from cgx_jax.exchanges.base import Exchange, Fused, Least
+from cgx_jax.exchanges.base import Call, Exchange, Fused, Least
 from cgx_jax.kernels import native, outside, primitives
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.primitives import Units
 
 _log = logging.getLogger(__name__)
 _INSTALL = 'pip install "cgx-jax[mpi]" and start the processes with mpiexec'
@@ -100,37 +100,16 @@ class Mpi(Exchange):
         return mpi_rows.gather(name, row, axes.names, axes.groups)
 
     def all_reduce(
-        self,
-        name: str,
-        seeds: Sequence[Words],
-        leaves: Sequence[jax.Array],
-        layout: Layout,
-        axes: Axes,
-        divisor: float,
-        *,
-        residual: bool,
-        units: primitives.Units,
-        in_place: bool,
+        self, call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
-        keys = jnp.stack([jnp.asarray(s) for s in seeds])
-        options = {"divisor": divisor, "residual": residual, "in_place": in_place}
-        return _call(all_reduce_p, name, keys, leaves, units, layout, axes, options)
+        return _sums(all_reduce_p, call, jnp.stack([jnp.asarray(s) for s in seeds]), leaves, units)
 
     def gather_sum(
-        self,
-        name: str,
-        seed: Words,
-        leaves: Sequence[jax.Array],
-        layout: Layout,
-        axes: Axes,
-        divisor: float,
-        *,
-        residual: bool,
-        units: primitives.Units,
+        self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
         each = list(units) or [None] * len(leaves)
-        options = {"divisor": divisor, "residual": residual, "in_place": False}
-        fused = _call(gather_sum_p, name, jnp.asarray(seed), leaves, units, layout, axes, options)
+        call = dataclasses.replace(call, in_place=False)
+        fused = _sums(gather_sum_p, call, jnp.asarray(seed), leaves, units)
         sums = [
             outside.decoded(y, unit, x.dtype)
             for y, unit, x in zip(fused.sums, each, leaves, strict=True)
@@ -138,19 +117,13 @@ class Mpi(Exchange):
         return fused._replace(sums=sums)
 
 
-def _call(
-    primitive: Primitive,
-    name: str,
-    keys: jax.Array,
-    leaves: Sequence[jax.Array],
-    units: primitives.Units,
-    layout: Layout,
-    axes: Axes,
-    options: dict[str, Any],
+def _sums(
+    primitive: Primitive, call: Call, keys: jax.Array, leaves: Sequence[jax.Array], units: Units
 ) -> Fused:
-    layout, factors = primitives.with_units(layout, units)
-    operands = [keys, fused.position(axes.names), *leaves, *factors]
-    return fused.bind(primitive, mpi_rows.label(name), operands, layout, axes, **options)
+    layout, factors = primitives.with_units(call.layout, units)
+    operands = [keys, fused.position(call.axes.names), *leaves, *factors]
+    call = dataclasses.replace(call, layout=layout)
+    return fused.bind(primitive, mpi_rows.label(call.name), call, operands)
 
 
 def defaults() -> Mpi:
@@ -290,25 +263,16 @@ def _stop() -> None:
 
 
 def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
-    def lowering(
-        ctx: mlir.LoweringRuleContext,
-        *operands: jax.Array,
-        layout: Layout,
-        divisor: float,
-        positions: Sequence[Sequence[int]],
-        replicated: Sequence[str],
-        name: str,
-        residual: bool,
-        in_place: bool,
-    ) -> Any:
+    def lowering(ctx: mlir.LoweringRuleContext, *operands: jax.Array, bound: fused.Bound) -> Any:
         # A segment is decoded after it was encoded and added up, so leaves may be overwritten.
-        aliases = {2 + i: i for i in range(len(layout.slots))} if in_place else None
+        in_place = bound.call.in_place
+        aliases = {2 + i: i for i in range(len(bound.layout.slots))} if in_place else None
         return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
             ctx,
             *operands,
-            **fused.attributes(layout, divisor, positions, name),
+            **bound.attributes(),
             channel=np.int64(_compat.new_channel(ctx)),
-            program=program.label(ctx, name),
+            program=program.label(ctx, bound.label),
         )
 
     p = fused.primitive(target, 2, result)

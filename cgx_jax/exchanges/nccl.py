@@ -21,8 +21,9 @@ from cgx_jax import _compat
 from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, xla
-from cgx_jax.exchanges.base import Exchange, Fused
-from cgx_jax.kernels import native, outside, primitives
+from cgx_jax.exchanges.base import Call, Exchange, Fused
+from cgx_jax.kernels import native, outside
+from cgx_jax.kernels.primitives import Units
 from cgx_jax.wire import Layout
 
 # Bytes of payload to each peer. Kernels take a small part of the time that a link takes, so there
@@ -54,69 +55,42 @@ class OnCommunicator(Exchange):
         return xla.permute(row, axes, pairs)
 
     def all_reduce(
-        self,
-        name: str,
-        seeds: Sequence[Words],
-        leaves: Sequence[jax.Array],
-        layout: Layout,
-        axes: Axes,
-        divisor: float,
-        *,
-        residual: bool,
-        units: primitives.Units,
-        in_place: bool,
+        self, call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
         keys = jnp.stack([jnp.asarray(s) for s in seeds])
-        p = self._all_reduce(name, axes)
-        return self._sums(p, name, keys, leaves, layout, axes, divisor, residual, units)
+        return self._sums(self._all_reduce(call), call, keys, leaves, units)
 
     def _sums(
         self,
         primitive: Primitive,
-        name: str,
+        call: Call,
         keys: jax.Array,
         leaves: Sequence[jax.Array],
-        layout: Layout,
-        axes: Axes,
-        divisor: float,
-        residual: bool,
-        units: primitives.Units,
+        units: Units,
     ) -> Fused:
         """Makes a call that adds up leaves."""
         # The CUDA kernels know no units: they get float32 leaves that are already multiplied.
         each = list(units) or [None] * len(leaves)
         inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
-        operands = [keys, *inner]
-        sums, lost = self._call(
-            primitive, name, operands, layout, axes, divisor=divisor, residual=residual
-        )
+        sums, lost = self._call(primitive, call, keys, *inner)
         means = [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)]
         return Fused(means, outside.taken_out(lost, each, leaves))
 
     @abc.abstractmethod
-    def _all_reduce(self, name: str, axes: Axes) -> Primitive:
+    def _all_reduce(self, call: Call) -> Primitive:
         """The call of `all_reduce`; raises ValueError for axes that it cannot reduce over."""
 
-    def _attributes(self, layout: Layout) -> dict[str, int]:
-        """Returns the attributes of a call of that layout beyond what `fused.bind` takes."""
+    def _options(self, layout: Layout) -> dict[str, int]:
+        """Returns the options of a call of that layout."""
         return {}
 
-    def _call(
-        self,
-        primitive: Primitive,
-        name: str,
-        operands: Sequence[Words],
-        layout: Layout,
-        axes: Axes,
-        **options: Any,
-    ) -> Fused:
-        options |= self._attributes(layout)
+    def _call(self, primitive: Primitive, call: Call, *operands: Words) -> Fused:
+        label, options = f"{call.name}(exchange={self.shorthand!r})", self._options(call.layout)
 
-        def call(*operands: jax.Array) -> Fused:
-            label = f"{name}(exchange={self.shorthand!r})"
-            return fused.bind(primitive, label, operands, layout, axes, **options)
+        def bound(*operands: jax.Array) -> Fused:
+            return fused.bind(primitive, label, call, operands, **options)
 
-        out: Fused = _compat.on_collective_stream(call)(*(jnp.asarray(x) for x in operands))
+        out: Fused = _compat.on_collective_stream(bound)(*(jnp.asarray(x) for x in operands))
         return out
 
 
@@ -166,39 +140,25 @@ class Nccl(OnCommunicator):
             return problem
         return fused.unfit_axes(axes) if axes else None
 
-    def _all_reduce(self, name: str, axes: Axes) -> Primitive:
+    def _all_reduce(self, call: Call) -> Primitive:
         return all_reduce_p
 
-    def _attributes(self, layout: Layout) -> dict[str, int]:
+    def _options(self, layout: Layout) -> dict[str, int]:
         share = -(-layout.chunk_bytes // self.streams)
         aligned = max(1, -(-share // ALIGNMENT)) * ALIGNMENT
         segment_bytes = min(self.segment_bytes, aligned) if self.streams > 1 else self.segment_bytes
         return {"segment_bytes": segment_bytes, "streams": self.streams}
 
     def gather_sum(
-        self,
-        name: str,
-        seed: Words,
-        leaves: Sequence[jax.Array],
-        layout: Layout,
-        axes: Axes,
-        divisor: float,
-        *,
-        residual: bool,
-        units: primitives.Units,
+        self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
-        keys = jnp.asarray(seed)
-        return self._sums(gather_sum_p, name, keys, leaves, layout, axes, divisor, residual, units)
+        return self._sums(gather_sum_p, call, jnp.asarray(seed), leaves, units)
 
-    def reduce_scatter(
-        self, name: str, words: Words, rows: jax.Array, layout: Layout, axes: Axes
-    ) -> jax.Array:
-        return self._call(reduce_scatter_p, name, [words, rows], layout, axes).sums[0]
+    def reduce_scatter(self, call: Call, words: Words, rows: jax.Array) -> jax.Array:
+        return self._call(reduce_scatter_p, call, words, rows).sums[0]
 
-    def all_gather(
-        self, name: str, words: Words, x: jax.Array, layout: Layout, axes: Axes
-    ) -> jax.Array:
-        return self._call(all_gather_p, name, [words, x], layout, axes).sums[0]
+    def all_gather(self, call: Call, words: Words, x: jax.Array) -> jax.Array:
+        return self._call(all_gather_p, call, words, x).sums[0]
 
 
 def not_installed() -> str | None:
@@ -222,40 +182,24 @@ def payload_bytes(rows: int, layout: Layout, segment_bytes: int = SEGMENT_BYTES)
 
 
 def _lowering(target: str, rows_per_rank: int) -> Callable[..., Any]:
-    def rule(
-        ctx: mlir.LoweringRuleContext,
-        *operands: jax.Array,
-        layout: Layout,
-        divisor: float,
-        positions: Sequence[Sequence[int]],
-        replicated: Sequence[str],
-        name: str,
-        residual: bool,
-        segment_bytes: int,
-        streams: int,
-    ) -> Any:
+    def rule(ctx: mlir.LoweringRuleContext, *operands: jax.Array, bound: fused.Bound) -> Any:
         # The last result holds the payloads. All streams use them until the asynchronous call is
         # done, and XLA keeps only results for that long.
-        rows = rows_per_rank * len(positions[0])
-        payloads = jax.core.ShapedArray((payload_bytes(rows, layout, segment_bytes),), np.uint8)
+        rows, segment_bytes = rows_per_rank * bound.world, dict(bound.options)["segment_bytes"]
+        nbytes = payload_bytes(rows, bound.layout, segment_bytes)
+        payloads = jax.core.ShapedArray((nbytes,), np.uint8)
         *results, _ = jax.ffi.ffi_lowering(target)(
-            ctx.replace(avals_out=[*ctx.avals_out, payloads]),
-            *operands,
-            **fused.attributes(layout, divisor, positions, name),
-            segment_bytes=np.int64(segment_bytes),
-            streams=np.int64(streams),
+            ctx.replace(avals_out=[*ctx.avals_out, payloads]), *operands, **bound.attributes()
         )
         return results
 
     return rule
 
 
-def _no_lowering(
-    ctx: mlir.LoweringRuleContext, *operands: jax.Array, name: str, **params: Any
-) -> Any:
+def _no_lowering(ctx: mlir.LoweringRuleContext, *operands: jax.Array, bound: fused.Bound) -> Any:
     platforms = ", ".join(ctx.module_context.platforms)
     raise ValueError(
-        f"{name}: this exchange is only for CUDA devices, but the program is compiled for "
+        f"{bound.label}: this exchange is only for CUDA devices, but the program is compiled for "
         f'{platforms}; use exchange="auto" or "xla" there.'
     )
 

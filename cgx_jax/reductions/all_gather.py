@@ -47,7 +47,7 @@ class AllGather(OfRows):
                 code = whole_code((leaf,))
                 assert code.layout is not None
                 words = code.words(seeds[0], rank)
-                rows.append(job.exchange.all_gather(job.name, words, x, code.layout, job.axes))
+                rows.append(job.exchange.all_gather(job.call(code.layout), words, x))
             return Reduced(rows, None, list(states))
         code = whole_code(job.leaves)
         payload, _ = code.encode(seeds[0], rank, ready, residual=False, units=())

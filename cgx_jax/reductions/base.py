@@ -17,9 +17,11 @@ from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf, unit_of
 from cgx_jax.exchanges import Exchange
+from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
+from cgx_jax.wire import Layout
 
 Seeds = Sequence[Any]
 
@@ -45,6 +47,10 @@ class Job:
     divisor: int
     residual: bool
     in_place: bool
+
+    def call(self, layout: Layout) -> Call:
+        """Returns the fused call of an exchange for this job."""
+        return Call(self.name, layout, self.axes, self.divisor, self.residual, self.in_place)
 
     @property
     def prepares(self) -> bool:

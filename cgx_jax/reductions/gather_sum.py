@@ -52,16 +52,8 @@ class GatherSum(PayloadReduction):
         code = whole_code(job.leaves)
         if code.layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
             return super().run(job, seeds, leaves, units, states)
-        fused = job.exchange.gather_sum(
-            job.name,
-            code.words(seeds[0], job.axes.rank()),
-            leaves,
-            code.layout,
-            job.axes,
-            job.divisor,
-            residual=job.residual,
-            units=units,
-        )
+        words = code.words(seeds[0], job.axes.rank())
+        fused = job.exchange.gather_sum(job.call(code.layout), words, leaves, units)
         return Reduced(fused.sums, fused.residuals, list(states))
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:

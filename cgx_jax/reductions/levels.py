@@ -104,7 +104,7 @@ class Leveled(Reduction):
         return self.across.seed_count + (self.compressor is not None)
 
     @property
-    def shares_seeds(self) -> bool:  # type: ignore[override]
+    def shares_seeds(self) -> bool | None:  # type: ignore[override]
         return self.across.shares_seeds
 
     def unfit(self, compressor: Compressor) -> str | None:

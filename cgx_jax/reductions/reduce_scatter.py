@@ -100,7 +100,7 @@ def _fused(job: Job, words: Words, leaves: Sequence[jax.Array]) -> list[jax.Arra
         code = whole_code((leaf,))
         assert code.layout is not None
         own = jax.vmap(lambda seed, code=code: code.words(seed, rank))(jnp.asarray(words))
-        total = job.exchange.reduce_scatter(job.name, own, x, code.layout, job.axes)
+        total = job.exchange.reduce_scatter(job.call(code.layout), own, x)
         out.append(total if job.divisor == 1 else total / np.float32(job.divisor))
     return out
 

@@ -66,17 +66,7 @@ class ScatterGather(PayloadReduction):
         layout = chunk_code(job.leaves, job.axes.world).layout
         if layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
             return super().run(job, seeds, leaves, units, states)
-        fused = job.exchange.all_reduce(
-            job.name,
-            seeds,
-            leaves,
-            layout,
-            job.axes,
-            job.divisor,
-            residual=job.residual,
-            units=units,
-            in_place=job.in_place,
-        )
+        fused = job.exchange.all_reduce(job.call(layout), seeds, leaves, units)
         return Reduced(fused.sums, fused.residuals, list(states))
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax._types import Pytree
-from cgx_jax.transforms.state import map_parts, sync_states
+from cgx_jax.transforms.state import PerRank, map_parts, sync_states
 
 _NAME = "resize_state"
 
@@ -52,7 +52,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
         )
 
     def resized(
-        field: str, x: np.ndarray | jax.Array | jax.ShapeDtypeStruct
+        mark: PerRank, x: np.ndarray | jax.Array | jax.ShapeDtypeStruct
     ) -> np.ndarray | jax.ShapeDtypeStruct:
         shape = (world, *x.shape[1:])
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -64,7 +64,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
                 "tiled=True), or restore them from a checkpoint, replicated "
                 "(docs/policy.md#error-feedback)."
             )
-        row = _zero if field == "overflow" else _mean
+        row = _zero if mark is PerRank.RESTART else _mean
         # On the host, where copies of a row take no memory.
         return np.broadcast_to(row(np.asarray(x)), shape)
 

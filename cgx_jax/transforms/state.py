@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,17 @@ CALLER = "sync_gradients"
 Choices = Sequence[tuple[Compressor, ...]]
 
 
+class PerRank(enum.Enum):
+    """Marks a field of a state whose arrays have a row for each rank, [world, ...].
+
+    The value says what the rows of another number of ranks are. Other fields are the same on all
+    ranks.
+    """
+
+    MEAN = "the mean of the old rows"
+    RESTART = "zeros"
+
+
 class CodeState(NamedTuple):
     """States of compressors: trees like the parameters, with a state, or (), at each leaf.
 
@@ -37,7 +49,7 @@ class CodeState(NamedTuple):
     `shares_state` and is the same on all ranks.
     """
 
-    own: Pytree
+    own: Annotated[Pytree, PerRank.MEAN]
     shared: Pytree
 
 
@@ -62,11 +74,11 @@ class SyncState(NamedTuple):
     """
 
     step: jax.Array
-    memory: Pytree
+    memory: Annotated[Pytree, PerRank.MEAN]
     statistics: Pytree
     moments: Pytree = ()
-    codes: Pytree = ()
-    overflow: Pytree = ()
+    codes: Annotated[Pytree, CodeState] = ()
+    overflow: Annotated[Pytree, PerRank.RESTART] = ()
     skipped: Any = ()
 
 
@@ -81,17 +93,23 @@ class LocalState(NamedTuple):
     """
 
     step: jax.Array
-    moved: Pytree
-    optimizer: Pytree
-    sync: SyncState
+    moved: Annotated[Pytree, PerRank.MEAN]
+    optimizer: Annotated[Pytree, PerRank.MEAN]
+    sync: Annotated[SyncState, SyncState]
 
 
-# The fields that differ between ranks: every array in them has a row for each rank.
-_OF_RANKS: dict[Any, tuple[str, ...]] = {
-    SyncState: ("memory", "overflow"),
-    CodeState: ("own",),
-    LocalState: ("moved", "optimizer"),
-}
+_STATES: tuple[Any, ...] = (SyncState, CodeState, LocalState)
+
+
+@functools.cache
+def _marks(kind: Any) -> dict[str, Any]:
+    """Returns the marks of a state's fields: a `PerRank`, or the kind of state that a field is."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if _is_marked(hint)}
+
+
+def _is_marked(hint: Any) -> bool:
+    return get_origin(hint) is Annotated
 
 
 def state_specs(state: Pytree, axis_name: AxisName) -> Pytree:
@@ -148,21 +166,22 @@ def state_shardings(state: Pytree, axis_name: AxisName, mesh: Mesh) -> Pytree:
 def map_parts(
     caller: str,
     state: Pytree,
-    of_ranks: Callable[[str, Any], Any],
+    of_ranks: Callable[[PerRank, Any], Any],
     shared: Callable[[Any], Any],
 ) -> Pytree:
     """Maps the arrays that have a row for each rank by `of_ranks`, all others by `shared`.
 
-    `of_ranks` also receives the name of the array's field. Raises ValueError for a state that was
+    `of_ranks` also receives the mark of the array's field. Raises ValueError for a state that was
     restored without a target.
     """
 
     def part(kind: Any, x: Any) -> Pytree:
         fields = dict(zip(kind._fields, x, strict=True)) if isinstance(x, tuple) else dict(x)
         for name, value in fields.items():
-            inner = _kind(caller, value, {"codes": CodeState, "sync": SyncState}.get(name))
-            if name in _OF_RANKS[kind]:
-                fields[name] = jax.tree.map(functools.partial(of_ranks, name), value)
+            mark = _marks(kind).get(name)
+            inner = None if isinstance(mark, PerRank) else _kind(caller, value, mark)
+            if isinstance(mark, PerRank):
+                fields[name] = jax.tree.map(functools.partial(of_ranks, mark), value)
             elif inner is not None:
                 fields[name] = part(inner, value)
             else:
@@ -193,7 +212,7 @@ def _kind(caller: str, x: Any, expected: type | None = None) -> type | None:
     `nnx.state` makes a dict of each named tuple and drops the fields without arrays. Raises
     ValueError for any other dict with the fields of a state.
     """
-    if isinstance(x, tuple(_OF_RANKS)):
+    if isinstance(x, _STATES):
         return type(x)
     if not isinstance(x, Mapping) or not x:
         return None

@@ -15,9 +15,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, nccl
-from cgx_jax.wire import Layout
+from cgx_jax.exchanges.base import Call
 
 MOST_RANKS = 32  # `kMaxPeers` in C++
 NCCL = (2, 29)  # the first that tells the host where a peer's memory is mapped
@@ -43,11 +42,12 @@ class Peer(nccl.OnCommunicator):
     def usable(self, axes: Sequence[str] = ()) -> bool:
         return False
 
-    def _all_reduce(self, name: str, axes: Axes) -> Primitive:
-        if axes.world > MOST_RANKS:
+    def _all_reduce(self, call: Call) -> Primitive:
+        if call.axes.world > MOST_RANKS:
             raise ValueError(
-                f"{name}: exchange='peer' reduces over at most {MOST_RANKS} ranks of a node, but "
-                f'this call has {axes.world}; use exchange="nccl", or a node\'s axis in `Levels`.'
+                f"{call.name}: exchange='peer' reduces over at most {MOST_RANKS} ranks of a node, "
+                f'but this call has {call.axes.world}; use exchange="nccl", or a node\'s axis in '
+                "`Levels`."
             )
         return all_reduce_p
 
@@ -63,18 +63,8 @@ def old_nccl() -> str | None:
     return f"NCCL is {version}, but must be 2.29 or newer; pip install -U nvidia-nccl-cu13"
 
 
-def _lowering(
-    ctx: mlir.LoweringRuleContext,
-    *operands: jax.Array,
-    layout: Layout,
-    divisor: float,
-    positions: Sequence[Sequence[int]],
-    replicated: Sequence[str],
-    name: str,
-    residual: bool,
-) -> Any:
-    attributes = fused.attributes(layout, divisor, positions, name)
-    return jax.ffi.ffi_lowering(all_reduce_p.name)(ctx, *operands, **attributes)
+def _lowering(ctx: mlir.LoweringRuleContext, *operands: jax.Array, bound: fused.Bound) -> Any:
+    return jax.ffi.ffi_lowering(all_reduce_p.name)(ctx, *operands, **bound.attributes())
 
 
 all_reduce_p = nccl.cuda_primitive("cgx_all_reduce_peer", fused.reduced, _lowering)
