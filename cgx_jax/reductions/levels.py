@@ -172,9 +172,10 @@ class Leveled(Reduction):
             for i, (y, x) in enumerate(zip(sums, leaves, strict=True))
         ]
         if residuals is not None:
+            # Its own share reaches this rank without loss inside the node.
             wholes = [
-                of_others.at[self.inner.rank()].set(e)
-                for of_others, e in zip(lost, residuals, strict=True)
+                inside.at[self.inner.rank()].set(e)
+                for inside, e in zip(lost, residuals, strict=True)
             ]
             joined = [shares.joined(whole, x) for whole, x in zip(wholes, leaves, strict=True)]
             each = [unit_of(units, i) for i in range(len(leaves))]
@@ -186,7 +187,7 @@ class Leveled(Reduction):
     def _inside(
         self, job: Job, seeds: Seeds, runs: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns this rank's share of the node's sums, and what sending the others lost."""
+        """Returns this rank's share of the node's sums, and what sending each share loses."""
         sizes = [x.shape[1] for x in runs]
         inner = self.inner
         if self.compressor is None:
@@ -205,9 +206,8 @@ class Leveled(Reduction):
         counts = [p.shape[1] for p in sent]
         received = job.exchange.scatter(job.name, jnp.concatenate(sent, axis=1), inner)
         parts = jnp.split(received, np.cumsum(counts)[:-1].tolist(), axis=1)
-        mine = (jnp.arange(inner.world, dtype=jnp.int32) == inner.rank())[:, None]
         for code, x, payload, part in zip(codes, runs, sent, parts, strict=True):
             exact = jnp.take(x, inner.rank(), axis=0)
             own.append(code.accumulate(inner.rank(), part, exact, 1))
-            lost.append(jnp.where(mine, 0, x - code.decode(payload, x.shape[1:], jnp.float32)))
+            lost.append(x - code.decode(payload, x.shape[1:], jnp.float32))
         return own, lost
