@@ -132,7 +132,7 @@ class Leveled(Reduction):
         if self.compressor is None:
             down = 4 * sum(x.size for x in own)
         else:
-            down = sum(self.compressor.payload_bytes(x.size) for x in own)
+            down = sum(self.compressor.payload_bytes(x.shape) for x in own)
         rows = self.across.rows_bytes(own, self.outer.world)
         return (self.inner.world - 1) * (down + rows), between
 
@@ -188,16 +188,16 @@ class Leveled(Reduction):
         self, job: Job, seeds: Seeds, runs: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns this rank's share of the node's sums, and what sending each share loses."""
-        sizes = [x.shape[1] for x in runs]
-        inner = self.inner
+        inner, like = self.inner, self._shares(job.leaves)
         if self.compressor is None:
-            rows = jnp.concatenate(runs, axis=1)
+            rows = jnp.concatenate([x.reshape(inner.world, -1) for x in runs], axis=1)
             # Over gloo this takes two thirds of the time of lax.psum_scatter.
             total = sum_of_rows(job.exchange.scatter(job.name, rows, inner))
-            own = jnp.split(total, np.cumsum(sizes)[:-1].tolist())
+            flat = jnp.split(total, np.cumsum([x.size for x in like])[:-1].tolist())
+            own = [y.reshape(x.shape) for y, x in zip(flat, like, strict=True)]
             return own, [jnp.zeros_like(x) for x in runs]
         own, lost = [], []
-        codes = [row_code(self.compressor, n) for n in sizes]
+        codes = [row_code(self.compressor, x.shape) for x in like]
         sent = []
         for leaf, code, x in zip(job.leaves, codes, runs, strict=True):
             key = leaf_key(leaf._replace(compressor=self.compressor), seeds[self.across.seed_count])
