@@ -127,7 +127,8 @@ def test_levels_work_under_pmap_and_in_a_plain_vmap():
 @pytest.mark.parametrize("name", ["quantize", "one-shot", "chunked", "sparse"])
 def test_what_the_ranks_lost_is_the_difference_to_the_exact_mean(name, inner):
     code, how = CODES[name]
-    x = {"a": values(8, 16, 60), "b": values(8, 9, 7, seed=1)}
+    # Shares of "a" are whole rows, of "b" flat, and of "c" whole rows with padding.
+    x = {"a": values(8, 16, 60), "b": values(8, 9, 7, seed=1), "c": values(8, 47, 9, seed=2)}
     plan = cgx_jax.Plan.build(jax.tree.map(lambda v: v[0], x), Rules((), code, exact=()))
 
     def step(t):

@@ -207,9 +207,10 @@ def test_between_two_ranks_a_tree_is_the_sum_of_whole_payloads():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", [(16, 33), (33, 20)])  # in a ring: flat shares, padded rows
 @pytest.mark.parametrize("name", ["ring", "tree"])
-def test_partial_sums_of_worlds_that_are_no_power_of_two(name):
-    check_reduction(Quantize(4, 64, "stochastic"), name, worlds=(5, 6, 7))
+def test_partial_sums_of_worlds_that_are_no_power_of_two(name, shape):
+    check_reduction(Quantize(4, 64, "stochastic"), name, worlds=(5, 6, 7), shape=shape)
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "correlated"])

@@ -12,9 +12,11 @@ import cgx_jax
 import oracle
 from cases import CASES, every
 from cgx_jax import ErrorFeedback, Quantize, Rules, SecondMoment
-from cgx_jax.compressors import TopK
+from cgx_jax.compressors import SharedTernGrad, TopK
 from cgx_jax.exchanges import Xla
 from cgx_jax.kernels import primitives
+from cgx_jax.reductions import Levels, shares
+from cgx_jax.reductions.named import REDUCTIONS
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.wire import ROUNDINGS, Layout, mask_segment
 from optax_steps import run
@@ -60,6 +62,57 @@ def test_codes(name):
         for dtype in case.dtypes[:2]:
             grads, values, rows = gradients(dtype)
             check(case.zeros, means(case.compressor, grads, reduction=reduction), values, rows)
+
+
+NODES = ((0, 1), (2, 3))
+WAYS = {
+    **{r.shorthand: {"reduction": r.shorthand} for r in REDUCTIONS},
+    "levels": {"levels": Levels(groups=NODES)},
+    "levels of codes": {"levels": Levels(groups=NODES, compressor=Quantize(8))},
+    "levels, gather_sum": {"levels": Levels(groups=NODES), "reduction": "gather_sum"},
+    "levels, ring": {"levels": Levels(groups=NODES), "reduction": "ring"},
+}
+SHAPES = {"rows divide": (64, 300), "rows are padded": (61, 48), "shares are flat": (5, 47)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "code", [Quantize(4), Quantize(3, 96, "stochastic", rotation=True)], ids=str
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_reductions(way, code, shape):
+    if way == "sum_rounds":
+        code = SharedTernGrad(64)
+    grads, values, rows = gradients("float32", SHAPES[shape])
+
+    def f(own):
+        key = jax.random.key(0)
+        return cgx_jax.psum_compressed(own[0], "data", code, key=key, exchange="xla", **WAYS[way])
+
+    total = jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P()))(grads[0])
+    if shape == "shares are flat" and way.startswith(("ring", "levels")):
+        check("move", [np.asarray(total)], rows, rows)
+    else:
+        check("rows", [np.asarray(total)], values, rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "world", "share"),
+    [
+        ((64, 48), 4, (16, 48)),
+        ((61, 48), 4, (16, 48)),
+        ((8, 6, 5), 4, (12, 5)),
+        ((48, 7), 17, (3, 7)),  # three rows of padding for 48
+        ((47, 7), 10, (33,)),  # and for 47
+        ((5, 48), 4, (60,)),
+        ((100,), 4, (25,)),
+        ((), 4, (1,)),
+        ((), 1, (1, 1)),
+        ((0, 3), 4, (0, 3)),
+    ],
+)
+def test_shares_are_whole_rows_where_a_sixteenth_of_padding_is_enough(shape, world, share):
+    assert shares.shape_of(shape, world) == share
 
 
 MEMORIES = {

@@ -56,7 +56,7 @@ class Quantize(PayloadCompressor):
     Rows of zeros stay exactly 0 if they are 0 on every rank, such as rows of an embedding that no
     rank looked up. A row is the leaf's last dimension, of bucket_size / 16 values or more (a little
     more if it does not divide bucket_size). A single 0 is rounded like any other value. The
-    reductions "ring" and "levels" cut leaves within rows, so rows of zeros may move there.
+    reduction "ring" and levels cut leaves of few rows within rows, and may move rows of zeros.
 
     Raises ValueError for options outside these limits, TypeError for options of a wrong type, and,
     on encoding, TypeError for another dtype and ValueError for a missing key. Source: CGX (Markov

@@ -132,7 +132,7 @@ class Leveled(Reduction):
         if self.compressor is None:
             down = 4 * sum(x.size for x in own)
         else:
-            down = sum(self.compressor.payload_bytes(x.size) for x in own)
+            down = sum(self.compressor.payload_bytes(x.shape) for x in own)
         rows = self.across.rows_bytes(own, self.outer.world)
         return (self.inner.world - 1) * (down + rows), between
 
@@ -172,9 +172,10 @@ class Leveled(Reduction):
             for i, (y, x) in enumerate(zip(sums, leaves, strict=True))
         ]
         if residuals is not None:
+            # Its own share reaches this rank without loss inside the node.
             wholes = [
-                of_others.at[self.inner.rank()].set(e)
-                for of_others, e in zip(lost, residuals, strict=True)
+                inside.at[self.inner.rank()].set(e)
+                for inside, e in zip(lost, residuals, strict=True)
             ]
             joined = [shares.joined(whole, x) for whole, x in zip(wholes, leaves, strict=True)]
             each = [unit_of(units, i) for i in range(len(leaves))]
@@ -186,17 +187,17 @@ class Leveled(Reduction):
     def _inside(
         self, job: Job, seeds: Seeds, runs: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns this rank's share of the node's sums, and what sending the others lost."""
-        sizes = [x.shape[1] for x in runs]
-        inner = self.inner
+        """Returns this rank's share of the node's sums, and what sending each share loses."""
+        inner, like = self.inner, self._shares(job.leaves)
         if self.compressor is None:
-            rows = jnp.concatenate(runs, axis=1)
+            rows = jnp.concatenate([x.reshape(inner.world, -1) for x in runs], axis=1)
             # Over gloo this takes two thirds of the time of lax.psum_scatter.
             total = sum_of_rows(job.exchange.scatter(job.name, rows, inner))
-            own = jnp.split(total, np.cumsum(sizes)[:-1].tolist())
+            flat = jnp.split(total, np.cumsum([x.size for x in like])[:-1].tolist())
+            own = [y.reshape(x.shape) for y, x in zip(flat, like, strict=True)]
             return own, [jnp.zeros_like(x) for x in runs]
         own, lost = [], []
-        codes = [row_code(self.compressor, n) for n in sizes]
+        codes = [row_code(self.compressor, x.shape) for x in like]
         sent = []
         for leaf, code, x in zip(job.leaves, codes, runs, strict=True):
             key = leaf_key(leaf._replace(compressor=self.compressor), seeds[self.across.seed_count])
@@ -205,9 +206,8 @@ class Leveled(Reduction):
         counts = [p.shape[1] for p in sent]
         received = job.exchange.scatter(job.name, jnp.concatenate(sent, axis=1), inner)
         parts = jnp.split(received, np.cumsum(counts)[:-1].tolist(), axis=1)
-        mine = (jnp.arange(inner.world, dtype=jnp.int32) == inner.rank())[:, None]
         for code, x, payload, part in zip(codes, runs, sent, parts, strict=True):
             exact = jnp.take(x, inner.rank(), axis=0)
             own.append(code.accumulate(inner.rank(), part, exact, 1))
-            lost.append(jnp.where(mine, 0, x - code.decode(payload, x.shape[1:], jnp.float32)))
+            lost.append(x - code.decode(payload, x.shape[1:], jnp.float32))
         return own, lost

@@ -45,18 +45,18 @@ class Ring(PartialSums):
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         world = x.shape[0]
-        runs = jnp.stack([shares.cut(row, world) for row in x])  # [rank, chunk, value]
+        runs = jnp.stack([shares.cut(row, world) for row in x])  # [rank, chunk, *share]
         # Chunk c starts at rank c.
         chunks = np.arange(world)
         total = runs[chunks, chunks]
         bound = jax.vmap(compressor.error_bound)(total)
 
-        def again(size: jax.Array) -> jax.Array:
-            return largest_error(compressor.error_bound, size)
+        def again(total: jax.Array, bound: jax.Array) -> jax.Array:
+            return bound + largest_error(compressor.error_bound, jnp.abs(total) + bound)
 
         for hop in range(1, world):
             total = total + runs[(chunks + hop) % world, chunks]
-            bound = bound + jax.vmap(again)(jnp.abs(total) + bound)[:, None]
+            bound = jax.vmap(again)(total, bound)
         return shares.joined(bound, x[0]) / divisor
 
     def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
