@@ -74,6 +74,7 @@ def main() -> int:
     shutil.rmtree(TREE, ignore_errors=True)
     ignored = shutil.ignore_patterns("build", ".git", ".venv*", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, TREE, ignore=ignored)
+    (ROOT / ".pytest_cache").mkdir(exist_ok=True)
     (TREE / ".pytest_cache").symlink_to(ROOT / ".pytest_cache")  # with the compiled programs
     native = importlib.util.find_spec("cgx_jax._native")
     if native is None:
@@ -83,6 +84,9 @@ def main() -> int:
     rows = []
     if arguments.python:
         called = recorded(arguments.again, arguments.tests)
+        some = sorted({test for tests in called.values() for _, test in tests})[:1]
+        if (failed := first_failure(some)) is not None:
+            raise SystemExit(f"mutants: {failed} fails without any mutant; see {BUILD}/pytest.log")
         for mutant in python_mutants(called, arguments.python, arguments.seed):
             rows.append(of_python(mutant, called))
             report(rows[-1])
