@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key, Pytree
 from cgx_jax.axes import in_rank_order
-from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
+from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, WholeCode
 
 
 class Compressor(abc.ABC):
@@ -240,10 +240,6 @@ class PayloadCompressor(Compressor):
     @classmethod
     def whole_kernels(cls, leaves: tuple[CodedLeaf, ...]) -> WholeCode | None:
         """Returns the code that handles a fusion buffer of whole leaves in one call, or None."""
-        return None
-
-    def row_kernels(self, shape: int | Sequence[int]) -> RowCode | None:
-        """Returns the code that handles all rows, of this shape or size, in one call, or None."""
         return None
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from cgx_jax._types import Key, Shaped, Unit, Words
 from cgx_jax.axes import SMALL_BYTES, in_rank_order, split, sum_of_rows, unstack
@@ -21,7 +20,6 @@ from cgx_jax.compressors.codes import (
     Arrays,
     ChunkCode,
     CodedLeaf,
-    RowCode,
     WholeCode,
     encoded_rows,
     leaf_keys,
@@ -50,12 +48,6 @@ def whole_code(leaves: tuple[CodedLeaf, ...]) -> WholeCode:
         return _Joined(tuple((own, whole_code(tuple(leaves[i] for i in own))) for own in parts))
     kernels = type(leaves[0].compressor).whole_kernels(leaves)
     return _WholeLeafByLeaf(leaves) if kernels is None else kernels
-
-
-def row_code(compressor: PayloadCompressor, shape: int | Sequence[int]) -> RowCode:
-    """Returns the code for rows of this shape or size each."""
-    kernels = compressor.row_kernels(shape)
-    return _RowByRow(compressor) if kernels is None else kernels
 
 
 # What leaves have in common that one program can code: their compressor, a shape, and 0. A large
@@ -108,7 +100,8 @@ def _decoded(code: Any, shape: tuple[int, ...], payload: jax.Array) -> jax.Array
 
 
 def _decoded_rows(code: Any, run: tuple[int, ...], rows: jax.Array) -> jax.Array:
-    return _RowByRow(code).decode(rows, run, jnp.float32)
+    values: jax.Array = jax.vmap(lambda payload: _decoded(code, run, payload))(rows)
+    return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +153,7 @@ class _ChunksLeafByLeaf(ChunkCode):
         ]
         kinds = self._kinds([x.compressor for x in self.leaves])
         keys = leaf_keys(self.leaves, seed)
-        rows = _each(kinds, lambda code, run, key, x: _RowByRow(code).encode(key, x), keys, runs)
+        rows = _each(kinds, _encoded_rows, keys, runs)
         joined = jnp.concatenate(rows, axis=1)
         if not residual:
             return joined, None
@@ -199,7 +192,7 @@ class _ChunksLeafByLeaf(ChunkCode):
 
         def total(code: Any, run: Any, part: jax.Array, own: jax.Array) -> jax.Array:
             if code.owner_exact:
-                return _RowByRow(code).accumulate(rank, part, own, divisor)
+                return _accumulated(code, rank, part, own, divisor)
             return _divided(code.decode_sum(part, own.shape), divisor)
 
         totals = _each(kinds, total, self._split(rows, codes), own)
@@ -294,7 +287,7 @@ class _WholeLeafByLeaf(WholeCode):
                 # One operation for all ranks: the loop would be a program for each small leaf.
                 return _divided(sum_of_rows(_decoded_rows(code, shape, part)), divisor)
             if code.owner_exact:
-                return _RowByRow(code).accumulate(rank, part, own, divisor)
+                return _accumulated(code, rank, part, own, divisor)
             votes = _divided(code.decode_sum(part, shape), divisor)
             of_sums = code.of_sums(len(part))
             return _decoded(of_sums, shape, of_sums.encode(votes))
@@ -368,25 +361,19 @@ class _Joined(WholeCode):
         return [out[i] for i in range(len(out))]
 
 
-@dataclasses.dataclass(frozen=True)
-class _RowByRow(RowCode):
-    compressor: PayloadCompressor
+def _encoded_rows(code: Any, run: tuple[int, ...], key: Key, rows: jax.Array) -> jax.Array:
+    return encoded_rows(code, key, rows)
 
-    def encode(self, key: Key, rows: jax.Array) -> jax.Array:
-        return encoded_rows(self.compressor, key, rows.astype(jnp.float32))
 
-    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-        return jax.vmap(lambda p: self.compressor.decode(p, tuple(shape), dtype))(payloads)
+def _accumulated(
+    code: Any, rank: jax.Array, payloads: jax.Array, own: jax.Array, divisor: float
+) -> jax.Array:
+    """Adds the other ranks' decoded payloads to the exact `own`, in fp32 and rank order."""
 
-    def accumulate(
-        self, rank: jax.Array, payloads: jax.Array, own: jax.Array, divisor: float
-    ) -> jax.Array:
-        def add(total: jax.Array, w: Any, payload: jax.Array) -> jax.Array:
-            peer = self.compressor.decode(payload, own.shape, jnp.float32)
-            return jnp.where(rank == w, total, total + peer)
+    def add(total: jax.Array, w: Any, payload: jax.Array) -> jax.Array:
+        return jnp.where(rank == w, total, total + _decoded(code, own.shape, payload))
 
-        total = in_rank_order(add, own.astype(jnp.float32), payloads)
-        return _divided(total, divisor).astype(own.dtype)
+    return _divided(in_rank_order(add, own, payloads), divisor)
 
 
 def _divided(total: jax.Array, divisor: float) -> jax.Array:

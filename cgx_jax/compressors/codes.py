@@ -1,6 +1,6 @@
-"""How a fusion buffer becomes bytes and back: in chunks, whole, or in rows.
+"""How a fusion buffer becomes bytes and back: in chunks, or whole.
 
-A reduction uses one of three codes without knowing what is inside. A family of compressors may
+A reduction uses one of two codes without knowing what is inside. A family of compressors may
 provide kernels that handle a whole buffer in one call. `buffers` has the generic codes for all
 other families.
 """
@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from cgx_jax._types import Key, Shaped, Unit, Words
 from cgx_jax.kernels.outside import Residuals
@@ -151,39 +150,6 @@ class WholeCode(Scoped, abc.ABC):
 
     def words(self, seed: Words, rank: jax.Array) -> Words:
         """Returns the words that a fused call on this rank draws its noise from, uint32[2]."""
-        raise NotImplementedError
-
-
-class RowCode(Scoped, abc.ABC):
-    """The rows of one leaf, each encoded like a leaf of its own.
-
-    The fused calls of exchanges take `layout` and the result of `words`. `layout` is None without
-    kernels.
-    """
-
-    layout: Layout | None = None
-    scopes: ClassVar[dict[str, str]] = {
-        "encode": "encode",
-        "decode": "decode",
-        "accumulate": "reduce",
-    }
-
-    @abc.abstractmethod
-    def encode(self, key: Key, rows: jax.Array) -> jax.Array:
-        """Encodes [rows, ...] to payloads, u8[rows, n]."""
-
-    @abc.abstractmethod
-    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-        """Decodes payloads, u8[rows, n], to [rows, *shape]."""
-
-    @abc.abstractmethod
-    def accumulate(
-        self, rank: jax.Array, payloads: jax.Array, own: jax.Array, divisor: float
-    ) -> jax.Array:
-        """Adds the other ranks' decoded payloads to the exact `own`, in fp32 and rank order."""
-
-    def words(self, key: Key, rows: int | None) -> Words:
-        """Returns the words of a fused call's noise: uint32[rows, 2], or [2] for a single row."""
         raise NotImplementedError
 
 

@@ -16,10 +16,9 @@ from jax.typing import ArrayLike, DTypeLike
 from cgx_jax._types import Key
 from cgx_jax.compressors import buckets
 from cgx_jax.compressors.base import PayloadCompressor
-from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, RowCode, WholeCode
+from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, WholeCode
 from cgx_jax.compressors.quantized import (
     QuantizedChunks,
-    QuantizedRows,
     QuantizedWhole,
 )
 from cgx_jax.kernels import primitives
@@ -160,9 +159,6 @@ class Quantize(PayloadCompressor):
     @classmethod
     def whole_kernels(cls, leaves: tuple[CodedLeaf, ...]) -> WholeCode:
         return QuantizedWhole(cls._layout(leaves, 1))
-
-    def row_kernels(self, shape: int | Sequence[int]) -> RowCode:
-        return QuantizedRows(self, Layout((self.slot(shape),), 1))
 
     @staticmethod
     def _layout(leaves: tuple[CodedLeaf, ...], world: int) -> Layout:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
 
-from cgx_jax._types import Key, Shaped, Words
-from cgx_jax.compressors import buckets
+from cgx_jax._types import Shaped, Words
 from cgx_jax.compressors.codes import (
     Arrays,
     ChunkCode,
-    RowCode,
     WholeCode,
-    encoded_rows,
     folded,
     unit_of,
 )
@@ -126,31 +120,3 @@ class QuantizedWhole(WholeCode):
             # averages out.
             return folded(seed, rank)
         return seed
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedRows(RowCode):
-    """Rows of a leaf; values are read in their own dtype."""
-
-    quantizer: Any  # a `Quantize`
-    layout: Layout  # of one row
-
-    def encode(self, key: Key, rows: jax.Array) -> jax.Array:
-        return encoded_rows(self.quantizer, key, rows)
-
-    def decode(self, payloads: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-        out: jax.Array = jax.vmap(lambda p: self.quantizer.decode(p, tuple(shape), dtype))(payloads)
-        return out
-
-    def accumulate(
-        self, rank: jax.Array, payloads: jax.Array, own: jax.Array, divisor: float
-    ) -> jax.Array:
-        return primitives.accumulate(rank, payloads, [own], self.layout, divisor=divisor)[0]
-
-    def words(self, key: Key, rows: int | None) -> Words:
-        if not self.quantizer.needs_key:
-            return np.zeros((2,) if rows is None else (rows, 2), np.uint32)
-        if rows is None:
-            return buckets.words(key)
-        assert key is not None
-        return jax.vmap(buckets.words)(jax.random.split(key, rows))

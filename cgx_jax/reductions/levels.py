@@ -14,12 +14,13 @@ from cgx_jax import _compat
 from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes, sum_of_rows
 from cgx_jax.compressors import Compressor, PayloadCompressor
-from cgx_jax.compressors.buffers import row_code
-from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
+from cgx_jax.compressors.codes import CodedLeaf, folded, unit_of
 from cgx_jax.kernels import outside
+from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.reductions import shares
 from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Reduction, Seeds
+from cgx_jax.reductions.reduce_scatter import ReduceScatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Leveled(Reduction):
             outside.decoded(shares.joined(y, x), unit_of(units, i), x.dtype)
             for i, (y, x) in enumerate(zip(sums, leaves, strict=True))
         ]
-        if residuals is not None:
+        if residuals is not None and lost is not None:
             # Its own share reaches this rank without loss inside the node.
             wholes = [
                 inside.at[self.inner.rank()].set(e)
@@ -186,7 +187,7 @@ class Leveled(Reduction):
 
     def _inside(
         self, job: Job, seeds: Seeds, runs: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    ) -> tuple[list[jax.Array], Residuals]:
         """Returns this rank's share of the node's sums, and what sending each share loses."""
         inner, like = self.inner, self._shares(job.leaves)
         if self.compressor is None:
@@ -196,18 +197,10 @@ class Leveled(Reduction):
             flat = jnp.split(total, np.cumsum([x.size for x in like])[:-1].tolist())
             own = [y.reshape(x.shape) for y, x in zip(flat, like, strict=True)]
             return own, [jnp.zeros_like(x) for x in runs]
-        own, lost = [], []
-        codes = [row_code(self.compressor, x.shape) for x in like]
-        sent = []
-        for leaf, code, x in zip(job.leaves, codes, runs, strict=True):
-            key = leaf_key(leaf._replace(compressor=self.compressor), seeds[self.across.seed_count])
-            key = None if key is None else jax.random.fold_in(key, job.axes.index())
-            sent.append(code.encode(key, x))
-        counts = [p.shape[1] for p in sent]
-        received = job.exchange.scatter(job.name, jnp.concatenate(sent, axis=1), inner)
-        parts = jnp.split(received, np.cumsum(counts)[:-1].tolist(), axis=1)
-        for code, x, payload, part in zip(codes, runs, sent, parts, strict=True):
-            exact = jnp.take(x, inner.rank(), axis=0)
-            own.append(code.accumulate(inner.rank(), part, exact, 1))
-            lost.append(x - code.decode(payload, x.shape[1:], jnp.float32))
+        leaves = tuple(x._replace(compressor=self.compressor) for x in like)
+        inside = dataclasses.replace(job, leaves=leaves, axes=inner, divisor=1)
+        seed = seeds[self.across.seed_count]
+        if self.compressor.needs_key:
+            seed = folded(seed, job.axes.index())
+        own, lost, _ = ReduceScatter().run(inside, [seed], runs, (), [()] * len(runs))
         return own, lost

@@ -173,11 +173,11 @@ def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
     return (mean if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(mean)).astype(dtype)
 
 
-def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns `new` after a step whose mean is `finite`, else `old`; in the shape of `old`.
-
-    A selection between arrays of one shape needs no copy where a step is given its state to reuse.
-    """
-    new = new.astype(old.dtype).reshape(old.shape)
+def _keep(finite: Any, new: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns the row of `new` after a step whose mean is `finite`, else `row`."""
+    # In the shape of the leaf: in that of the row, XLA (jaxlib 0.12) reuses donated memory in a way
+    # that makes adaptive steps on several CPU devices crash now and then.
+    new, old = new.astype(row.dtype), row[0]
     # An owner's share of a float16 leaf's error may overflow where the mean did not.
-    return jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))
+    kept = jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))
+    return kept[None]
