@@ -74,6 +74,7 @@ def main() -> int:
     shutil.rmtree(TREE, ignore_errors=True)
     ignored = shutil.ignore_patterns("build", ".git", ".venv*", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, TREE, ignore=ignored)
+    (ROOT / ".pytest_cache").mkdir(exist_ok=True)
     (TREE / ".pytest_cache").symlink_to(ROOT / ".pytest_cache")  # with the compiled programs
     native = importlib.util.find_spec("cgx_jax._native")
     if native is None:
