@@ -1,6 +1,7 @@
 """Eight simulated devices and strict promotion for every test; the mesh fixtures."""
 
 import collections
+import fnmatch
 import os
 
 os.environ["XLA_FLAGS"] = (
@@ -40,21 +41,44 @@ settings.load_profile("few")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Of a test of several parameters, the quick cases try each value once; the others are slow."""
+def pytest_collection_modifyitems(config, items):
+    """Marks cases of tests as slow: all but those that the test's mark `quick` names by patterns.
+
+    Of a test without it that has several parameters, the quick cases try each value once.
+    """
     tests = collections.defaultdict(list)
     for item in items:
         marked = any(map(item.get_closest_marker, ("slow", "every_combination")))
-        if hasattr(item, "callspec") and len(item.callspec.params) > 1 and not marked:
+        if hasattr(item, "callspec") and not marked:
             tests[item.path, item.originalname].append(item)
     for cases in tests.values():
-        values = {i: {(k, id(v)) for k, v in i.callspec.params.items()} for i in cases}
-        unseen = set().union(*values.values())
-        while unseen:
-            most = max(values, key=lambda item: len(values[item] & unseen))
-            unseen -= values.pop(most)
-        for item in values:
+        if named := cases[0].get_closest_marker("quick"):
+            found = {name: fnmatch.filter(map(case_id, cases), name) for name in named.args}
+            if not all(found.values()) and not any("::" in given for given in config.args):
+                raise pytest.UsageError(f"{cases[0].nodeid}: a case of `quick` is none: {found}")
+            quick = set().union(*found.values())
+            slow = [item for item in cases if case_id(item) not in quick]
+        else:
+            slow = cases_that_try_nothing_new(cases)
+        for item in slow:
             item.add_marker("slow")
+
+
+def case_id(item):
+    """Returns a case's id; brackets would be patterns of `fnmatch`."""
+    return item.callspec.id.translate({ord("["): "(", ord("]"): ")"})
+
+
+def cases_that_try_nothing_new(cases):
+    """Returns those of several parameters whose values all occur in the others."""
+    if len(cases[0].callspec.params) < 2:
+        return []
+    values = {i: {(k, id(v)) for k, v in i.callspec.params.items()} for i in cases}
+    unseen = set().union(*values.values())
+    while unseen:
+        most = max(values, key=lambda item: len(values[item] & unseen))
+        unseen -= values.pop(most)
+    return list(values)
 
 
 @pytest.fixture
@@ -68,20 +92,24 @@ def no_cache():
     compilation_cache.reset_cache()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def auto_compresses_every_size():
-    """Makes `exchange="auto"` compress small arrays too, unlike for users: they test quickly."""
+def compressing_from(rules):
+    """Yields with other sizes from which `exchange="auto"` compresses, by class of exchange."""
     with pytest.MonkeyPatch.context() as patch:
-        for exchange in BUILT_IN_RULE:
-            patch.setattr(exchange, "least", lambda self: Least(0, float("inf")))
+        for exchange, least in rules.items():
+            patch.setattr(exchange, "least", least)
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def auto_compresses_every_size():
+    """Makes `exchange="auto"` compress small arrays too, unlike for users: they test quickly."""
+    yield from compressing_from(dict.fromkeys(BUILT_IN_RULE, lambda self: Least(0, float("inf"))))
+
+
 @pytest.fixture
-def built_in_rule(monkeypatch):
+def built_in_rule():
     """Restores the sizes from which `exchange="auto"` compresses for users."""
-    for exchange, rule in BUILT_IN_RULE.items():
-        monkeypatch.setattr(exchange, "least", rule)
+    yield from compressing_from(BUILT_IN_RULE)
 
 
 @pytest.fixture

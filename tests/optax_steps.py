@@ -7,32 +7,32 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 
+_COMPILED = {}
+
 
 def run(tx, mesh, grads, state=None, check_vma=True, compiler=jax.jit):
     """Returns two lists: every step's result, and the states before the first and after each step.
 
-    `grads` are leaves [steps, ranks, ...]. If `state` is None, `tx.init` makes it.
+    `grads` are leaves [steps, ranks, ...]. If `state` is None, `tx.init` makes it. The step of a
+    transformation is compiled once, whatever the number of runs.
     """
     like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
     if state is None:
         state = tx.init(like)
-    specs = cgx_jax.state_specs(state, "data")
-
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda x: x[0], grads), state, like)
-
-    f = compiler(
-        jax.shard_map(
-            step,
+    key = tx, mesh, check_vma, jax.tree.structure((grads, state))
+    if compiler is not jax.jit or key not in _COMPILED:
+        specs = cgx_jax.state_specs(state, "data")
+        mapped = jax.shard_map(
+            lambda g, s, like: tx.update(jax.tree.map(lambda x: x[0], g), s, like),
             mesh=mesh,
-            in_specs=(P("data"), specs),
+            in_specs=(P("data"), specs, P()),
             out_specs=(P(), specs),
             check_vma=check_vma,
         )
-    )
+        _COMPILED[key] = compiler(mapped)
     results, states = [], [state]
     for t in range(len(jax.tree.leaves(grads)[0])):
-        result, state = f(jax.tree.map(lambda x, t=t: x[t], grads), state)
+        result, state = _COMPILED[key](jax.tree.map(lambda x, t=t: x[t], grads), state, like)
         results.append(jax.tree.map(np.asarray, result))
         states.append(state)
     return results, states

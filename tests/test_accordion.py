@@ -77,6 +77,7 @@ def test_what_is_reduced_has_the_bits_of_the_fixed_plan():
 
 
 # Step 9 lies between a look and its use.
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [9, pytest.param(13, marks=pytest.mark.slow)])
 def test_a_resumed_run_compares_with_the_norm_before_the_break(steps):
     first = Training(accordion(), memory=ErrorFeedback())
@@ -96,6 +97,7 @@ def test_a_resumed_run_compares_with_the_norm_before_the_break(steps):
     [([np.nan, 1, 1, 3], [8, 8, 2, 8]), ([1, 1, np.nan, 3], [8, 2, 2, 8])],
     ids=["first", "third"],
 )
+@pytest.mark.quick("third")
 def test_a_period_that_is_not_finite_neither_is_a_change_nor_hides_one(scales, bits):
     policy = accordion()
     run(Training(policy), [*scales, 3])

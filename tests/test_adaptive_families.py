@@ -93,6 +93,7 @@ def test_a_gathered_code_weighs_what_all_its_copies_take():
         assert subject.cost(candidates[:1], averages)[0] == weight * payloads[0]
 
 
+@pytest.mark.slow
 def test_a_change_of_family_loses_nothing(mixed):
     training, _, (given, seen) = mixed
     (memory,) = training.state[0].memory
@@ -101,6 +102,7 @@ def test_a_change_of_family_loses_nothing(mixed):
         np.testing.assert_allclose(seen[k] + kept, given[k], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_states_of_all_candidates_are_kept_in_shapes_that_no_plan_changes(mixed):
     training, before, _ = mixed
     assert jax.tree.map(jnp.shape, training.state) == before

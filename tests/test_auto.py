@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
-import types
 
 import jax
 import pytest
@@ -190,16 +188,6 @@ def test_a_stale_profile_is_refused_with_both_values(name):
     both = re.escape(f"measured with {name} {other!r}, but this machine has {here[name]!r}")
     with pytest.raises(ValueError, match=both + r".*tune again, or use_profile\(None\)"):
         use_profile(stale)
-
-
-def test_mpi_is_for_axes_of_a_mesh_and_processes_that_have_it(monkeypatch):
-    assert auto.available() == (Xla(),)
-    world = types.SimpleNamespace(size=8, rank=0)
-    library = types.SimpleNamespace(COMM_WORLD=world, Is_initialized=lambda: True)
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
-    monkeypatch.setattr(mpi, "_unfit", lambda mpi: None)
-    assert auto.available() == (Mpi(), Xla())
-    assert auto.available(("an axis of vmap",)) == (Xla(),)
 
 
 def test_names_of_exchanges_are_checked():

@@ -124,19 +124,20 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(tree):
+    return TRANSFORMATIONS["shard_map"](tree)
+
+
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_sum_is_within_the_stated_bound_under(name, tree):
-    check_sum(TRANSFORMATIONS[name](tree), tree)
-
-
-def test_transformations_agree_bit_for_bit(tree):
-    want = TRANSFORMATIONS["shard_map"](tree)
-    for name in ("shard_map, check_vma off", "shard_map, eager", "pmap", "vmap(axis_name)", "scan"):
-        got = TRANSFORMATIONS[name](tree)
-        for a, b in zip(
-            jax.tree.leaves(got["kernel"]), jax.tree.leaves(want["kernel"]), strict=True
-        ):
-            np.testing.assert_array_equal(a, b, err_msg=name)
+@pytest.mark.quick(
+    "shard_map*", "scan", "pmap", "vmap(axis_name)", "plain vmap inside", "two axes at once"
+)
+def test_sum_is_within_the_stated_bound_under(name, tree, plain):
+    got = plain if name == "shard_map" else TRANSFORMATIONS[name](tree)
+    check_sum(got, tree)
+    if name in ("shard_map, check_vma off", "shard_map, eager", "pmap", "vmap(axis_name)", "scan"):
+        np.testing.assert_array_equal(got["kernel"], plain["kernel"])
 
 
 SHAPES = [(), (1,), (3,), (511,), (513,), (37, 70)]
@@ -151,6 +152,7 @@ SLOW = pytest.mark.slow
         *(pytest.param(*p.values, 8, marks=SLOW) for p in every(CHUNKED) if not p.marks),
     ],
 )
+@pytest.mark.quick("rotated-3")
 def test_ranks_hold_the_same_bits_within_the_bound(name, world):
     compressor = CHUNKED[name]
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -317,27 +319,6 @@ def test_integers_go_exact_beside_compressed_leaves():
     np.testing.assert_array_equal(got["n"], tree["n"].sum(0))
 
 
-def test_mean_is_the_sum_over_the_world(tree):
-    got = run_shard_map(lambda t: cgx_jax.pmean_compressed(t, "data", Q8), tree)
-    check_sum(jax.tree.map(lambda x: x * WORLD, got), tree)
-
-
-def test_groups_reduce_within_each_group(tree):
-    groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    want = jax.tree.map(lambda x: x[1::2].sum(0), tree)
-    reduce = lambda t: psum(t, axis_index_groups=groups)  # noqa: E731
-    by_pmap = jax.tree.map(lambda x: x[3], jax.pmap(reduce, axis_name="data")(tree))
-    by_shard_map = jax.shard_map(
-        lambda t: jax.tree.map(lambda x: x[None], reduce(first(t))),
-        mesh=mesh_of("auto"),
-        in_specs=P("data"),
-        out_specs=P("data"),
-    )(tree)
-    for got in (by_pmap, jax.tree.map(lambda x: x[5], by_shard_map)):
-        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(g, w, atol=0.1)
-
-
 def loss(w, x):
     return jnp.sum(jnp.tanh(w * x))
 
@@ -407,6 +388,11 @@ def test_non_finite_values_reach_every_rank_as_nan():
 @pytest.mark.parametrize("compressor", [Q8, STOCHASTIC, Cast(jnp.bfloat16), Identity()], ids=str)
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("dimension", [0, 1, -1])
+@pytest.mark.quick(
+    "1-False-Quantize(bits=8, bucket_size=512, rounding=?nearest*",
+    "0-True-Identity()",
+    "-1-True-Cast*",
+)
 def test_scatter_and_gather_match_their_namesakes(compressor, tiled, dimension):
     x = values(WORLD, 16, 16, 16) if tiled else values(WORLD, 8, 8, 8)
     key = KEY if compressor.needs_key else None
@@ -452,6 +438,7 @@ def test_gathered_shards_are_the_same_bits_on_every_rank():
 
 
 @pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.quick("False")
 def test_gradient_of_scatter_and_gather_is_that_of_their_namesakes(tiled):
     x = values(WORLD, 8, 6)
     pairs = [
@@ -475,22 +462,6 @@ def test_same_key_same_bytes_and_another_key_others():
     f = lambda key: in_shard_map(lambda v: psum(v, compressor=STOCHASTIC, key=key))(x)  # noqa: E731
     np.testing.assert_array_equal(f(KEY), f(KEY))
     assert (np.asarray(f(KEY)) != np.asarray(f(jax.random.key(8)))).any()
-
-
-def test_stochastic_sum_is_unbiased():
-    x = values(4, 1, 640)
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    c = Quantize(2, 64, "stochastic")
-
-    def many(v):
-        one = lambda k: cgx_jax.psum_compressed(v[0], "data", c, key=k)  # noqa: E731
-        out = lax.map(one, jax.random.split(KEY, 4000))
-        return out.mean(0), out.std(0)
-
-    mean, std = jax.jit(jax.shard_map(many, mesh=mesh, in_specs=P("data"), out_specs=P()))(x)
-    z = np.abs(np.asarray(mean) - np.asarray(x).sum(0)) / (np.asarray(std) / np.sqrt(4000) + 1e-6)
-    assert z.max() < 5  # 640 standard normals: P(max > 5) is under 0.04 %
-    assert np.sqrt((z**2).mean()) < 1.2
 
 
 def shard(f, x):

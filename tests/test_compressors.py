@@ -261,6 +261,7 @@ UNBIASED = {
 
 
 @pytest.mark.parametrize("c", UNBIASED, ids=str)
+@pytest.mark.quick("QSGD(levels=7, *", "TernGrad*", "NonUniform*", "RandomK*")
 def test_unbiased_within_the_stated_variance(c):
     """The mean of 3,000 draws is within 6 standard errors; the variance is at most ω |x|²."""
     x, draws = normal(192, spread=0.5), 3000
@@ -307,6 +308,15 @@ KINDS = {
 
 @pytest.mark.parametrize("c", CONTRACTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(
+    "normal-ScaledSign*",
+    "heavy tails-OneBit*",
+    "one large-NonUniform*",
+    "positive-DGC*",
+    "mostly zero-SketchML*",
+    "normal-INCEPTIONN*",
+    "heavy tails-BlockTopK*",
+)
 def test_no_more_is_lost_than_was_given(c, kind):
     assert c.feedback_scale == 1
     for seed in range(3):
@@ -387,6 +397,7 @@ SMALL_BUCKETS = [
 
 
 @pytest.mark.parametrize("c", SMALL_BUCKETS, ids=str)
+@pytest.mark.quick("DynamicTree8*", "OneBit*", "QSGD(*l2*", "ThreeLC*")
 def test_nan_in_any_place_of_a_bucket_comes_back_as_nan(c):
     """XLA's maximum of a few values drops NaN in some places."""
     for i in range(8):
@@ -474,6 +485,7 @@ def over(world, f, x):
 
 @pytest.mark.parametrize("world", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("call", [cgx_jax.psum_compressed, cgx_jax.pmean_compressed])
+@pytest.mark.quick("psum_compressed-4", "pmean_compressed-3")
 def test_a_vote_is_the_sign_that_most_ranks_have(world, call):
     """Each rank has one vote, whatever its values; a tie is zero; the mean equals the sum."""
     rng = np.random.default_rng(world)

@@ -15,14 +15,27 @@ from cases import CASES, FEW, PAIRS, every
 from cgx_jax import Rules, transforms
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Xla
-from cgx_jax.testing import check_compressor, check_exchange, check_loss, check_reduction
+from cgx_jax.testing import SHAPES, check_compressor, check_exchange, check_loss, check_reduction
 from toys import Steps
 
+KINDS = {
+    *("quantize 3", "rotated", "sign of momentum", "ternary, shared scale", "sampled threshold"),
+    *("top k of every bucket", "toy with state"),
+}
 
-@pytest.mark.parametrize("name", every(CASES))
-def test_compressor(name):
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        *(pytest.param(*p.values, [(16, 33)], marks=p.marks) for p in every(CASES, quick=KINDS)),
+        *(pytest.param(n, SHAPES, marks=pytest.mark.slow) for n in CASES),
+    ],
+    ids=lambda x: x if isinstance(x, str) else f"{len(x)} shapes",
+)
+@pytest.mark.every_combination
+def test_compressor(name, shapes):
     case = CASES[name]
-    check_compressor(case.compressor)
+    check_compressor(case.compressor, shapes)
     assert tuple(t for t in case.dtypes if case.compressor.supports(jnp.dtype(t))) == case.dtypes
     assert case.compressor.lossless or case.compressor.reductions == case.reductions
 
@@ -39,6 +52,14 @@ RANKS = [
 
 
 @pytest.mark.parametrize(("name", "world"), RANKS)
+@pytest.mark.quick(
+    "quantize 4, scatter_gather-3",
+    "quantize 4, tree-3",
+    "chunked toy, ring-3",
+    "top k, gather_sum-3",
+    "random k, sum_rounds-3",
+    "voting toy, scatter_gather-3",
+)
 def test_reduction(name, world):
     check_reduction(*PAIRS[name], worlds=(world,))
 
@@ -80,6 +101,7 @@ def stepped(case, memory=None, precondition=None):
 
 # Not only compressors: memories, units and every reduction make numbers of their own.
 @pytest.mark.parametrize("name", every(CASES, quick=FEW))
+@pytest.mark.quick("quantize 4")
 def test_64_bit_mode_changes_no_bit_and_no_dtype(name):
     case = CASES[name]
     assert_same_in_64_bit_mode(lambda: stepped(case))
@@ -90,6 +112,7 @@ MEMORIES = {"feedback": cgx_jax.ErrorFeedback(), "momentum": transforms.Momentum
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", ["quantize 4", "top k", "low rank", "sampled threshold"])
+@pytest.mark.quick("low rank-feedback")
 def test_64_bit_mode_changes_no_memory(name, memory):
     assert_same_in_64_bit_mode(lambda: stepped(CASES[name], memory=MEMORIES[memory]))
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import os
 import re
 import sys
 import threading
+from unittest import mock
 
 import pytest
 
@@ -28,11 +30,11 @@ def terminal():
 
 
 @pytest.fixture(autouse=True)
-def of_40_columns(monkeypatch):
-    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "40")
+def of_40_columns():
+    with mock.patch.dict(os.environ, TERM="xterm-256color", COLUMNS="40"):
+        for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+            os.environ.pop(name, None)
+        yield
 
 
 def show_bar(shown=True):
@@ -58,7 +60,7 @@ def test_columns_of_no_width_fit_their_longest_text():
 def test_a_bar_elsewhere_is_a_line_per_step(place, monkeypatch, capsys):
     if place == "no rich":
         monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setenv("TERM" if place == "no cursor" else "FORCE_COLOR", "dumb")
+    os.environ["TERM" if place == "no cursor" else "FORCE_COLOR"] = "dumb"
     with contextlib.nullcontext() if place == "a pipe" else terminal() as screen:
         show_bar()
     said = capsys.readouterr().err if screen is None else screen.getvalue()

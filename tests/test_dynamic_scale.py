@@ -108,6 +108,7 @@ def train(way, mean, steps=12):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick("shard_map")
 def test_scale_is_that_of_an_exact_mean_on_every_rank(way):
     (scale, steps, finite, loss), params = train(way, compressed_mean)
     (own_scale, own_steps, own_finite, own_loss), _ = train(way, own_mean)
@@ -147,6 +148,7 @@ def collectives(way, mean):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick("shard_map")
 def test_wire_carries_bytes_alone_but_for_scalars(way):
     arrays = {kind for kind, size in collectives(way, compressed_mean) if size > 1}
     assert arrays == {"u8"}

@@ -30,104 +30,44 @@ def run(name: str, *arguments: str, cwd: Path | None = None) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("01_all_reduce.py", (), "7.8 times fewer"),
-        pytest.param(
-            "03_pmap.py",
-            ("--steps", "8"),
-            "ranks hold the same parameters: True",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "16_slow_link.py",
-            ("--steps", "8"),
-            "1 Gbit/s",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(rig.missing() is not None, reason=str(rig.missing())),
-            ],
-        ),
-        ("04_jit.py", ("--steps", "8"), "step   7  loss"),
-        ("05_multiprocess.py", ("--steps", "8"), "ranks hold the same parameters: True"),
-        ("06_linen_hook.py", ("--steps", "20"), "step  19  loss"),
-        pytest.param(
-            "07_mpi.py",
-            ("--steps", "8"),
-            "ranks hold the same parameters: True",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(
-                    importlib.util.find_spec("mpi4py") is None,
-                    reason="no mpi4py: pip install mpich mpi4py runs this",
-                ),
-            ],
-        ),
-        pytest.param(
-            "08_adaptive.py",
-            ("--steps", "12"),
-            "are the same, bit for bit: True",
-            marks=pytest.mark.slow,
-        ),
-        ("09_linen_train_state.py", ("--steps", "20"), "12.0 times fewer"),
-        pytest.param(
-            "10_equinox.py",
-            ("--steps", "20"),
-            "the ranks' memories differ: True",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(
-                    importlib.util.find_spec("equinox") is None,
-                    reason="no equinox: pip install equinox runs this",
-                ),
-            ],
-        ),
-        pytest.param("11_fsdp.py", ("--steps", "12"), "5.0 times fewer", marks=pytest.mark.slow),
-        pytest.param("13_embeddings.py", (), "12.8 times fewer", marks=pytest.mark.slow),
-        pytest.param(
-            "14_elastic.py",
-            ("--steps", "60"),
-            "ranks hold the same parameters at every checkpoint: True",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "17_elastic_gpu.py",
-            ("--steps", "60"),
-            "ranks hold the same state at every snapshot: True",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "17_elastic_gpu.py",
-            ("--steps", "60", "--lose", "0"),
-            "in the same processes: False",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "15_critical_phases.py", ("--steps", "64"), "Accordion: ", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "12_images.py",
-            (),
-            "bits per value: 2.",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(
-                    importlib.util.find_spec("sklearn") is None,
-                    reason="no scikit-learn: pip install scikit-learn runs this",
-                ),
-            ],
-        ),
-    ],
-)
+# An example, its arguments, and what it prints.
+EXAMPLES_THAT_PRINT = [
+    ("01_all_reduce.py", "", "7.8 times fewer"),
+    ("03_pmap.py", "--steps 8", "ranks hold the same parameters: True"),
+    ("04_jit.py", "--steps 8", "step   7  loss"),
+    ("05_multiprocess.py", "--steps 8", "ranks hold the same parameters: True"),
+    ("06_linen_hook.py", "--steps 20", "step  19  loss"),
+    ("07_mpi.py", "--steps 8", "ranks hold the same parameters: True"),
+    ("08_adaptive.py", "--steps 12", "are the same, bit for bit: True"),
+    ("09_linen_train_state.py", "--steps 20", "12.0 times fewer"),
+    ("10_equinox.py", "--steps 20", "the ranks' memories differ: True"),
+    ("11_fsdp.py", "--steps 12", "5.0 times fewer"),
+    ("12_images.py", "", "bits per value: 2."),
+    ("13_embeddings.py", "", "12.8 times fewer"),
+    ("14_elastic.py", "--steps 60", "ranks hold the same parameters at every checkpoint: True"),
+    ("15_critical_phases.py", "--steps 64", "Accordion: "),
+    ("16_slow_link.py", "--steps 8", "1 Gbit/s"),
+    ("17_elastic_gpu.py", "--steps 60", "ranks hold the same state at every snapshot: True"),
+    ("17_elastic_gpu.py", "--steps 60 --lose 0", "in the same processes: False"),
+]
+NEEDS = {"07_mpi.py": "mpi4py", "10_equinox.py": "equinox", "12_images.py": "sklearn"}
+
+
+@pytest.mark.parametrize(("name", "arguments", "expected"), EXAMPLES_THAT_PRINT)
+@pytest.mark.quick("01_*")
 def test_example_verifies_itself(name, arguments, expected, tmp_path):
-    result = run(name, *arguments, cwd=tmp_path)
+    if name in NEEDS and not importlib.util.find_spec(NEEDS[name]):
+        pytest.skip(f"no {NEEDS[name]}: `pip install cgx-jax[test]` installs it")
+    if name == "16_slow_link.py" and NO_LINK:
+        pytest.skip(NO_LINK)
+    result = run(name, *arguments.split(), cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert expected in result.stdout
     assert result.stdout.splitlines()[-1] == "ok"
     assert all(x.read_bytes().startswith(PNG_SIGNATURE) for x in tmp_path.rglob("*.png"))
 
 
+@pytest.mark.slow
 def test_language_model_reports_both_runs_and_draws_them(tmp_path):
     # 8 bits: so small a model is still on the steep part of its curve after 6 steps, where 4 bits
     # cost it 2 to 5 %. The 4-bit claim is the full example's own check.

@@ -82,11 +82,18 @@ def test_bytes_of_many_buckets_of_every_width_are_the_oracles(rounding):
 
 
 @pytest.mark.parametrize(
-    "rounding", ["nearest", pytest.param("stochastic", marks=pytest.mark.slow)]
+    ("rounding", "widths"),
+    [
+        ("nearest", (1, 5, 2, 8)),
+        pytest.param("nearest", range(1, 9), marks=pytest.mark.slow),
+        pytest.param("stochastic", range(1, 9), marks=pytest.mark.slow),
+    ],
 )
-def test_reduced_bytes_and_residuals_of_every_width_are_the_oracles(rounding):
+@pytest.mark.every_combination
+def test_reduced_bytes_and_residuals_of_every_width_are_the_oracles(rounding, widths):
     sizes, world = [3, 64 * 300 + 1, 0, 64 * 20, 64 * 7, 64 * 90, 64 * 50, 64 * 100 + 9], 3
-    fields = [(n, 1 + i, 64, rounding) for i, n in enumerate(sizes)]
+    sizes = sizes[: len(widths)]
+    fields = [(n, bits, 64, rounding) for n, bits in zip(sizes, widths, strict=True)]
     layout, leaves = layout_of(fields, world)
     x, kept = values(sizes), [np.full(n, 7, np.float32) for n in sizes]
     every = [values(sizes, seed=r) for r in range(world)]
@@ -142,6 +149,7 @@ def test_reduced_bytes_of_rotated_leaves_decode_to_the_oracles_up_to_a_level(rou
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.quick("1")
 def test_masks_of_segments_that_do_not_divide_a_bucket_are_the_oracles(rank):
     x = np.random.default_rng(0).normal(size=(40, 10)).astype(np.float32)
     x[5:30:2] = 0
@@ -155,6 +163,7 @@ def test_masks_of_segments_that_do_not_divide_a_bucket_are_the_oracles(rank):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.quick("3")
 def test_a_batch_is_reduced_like_its_elements(batch, mesh):
     sizes, world = [64 * 9, 64 * 30], 4
     layout, _ = layout_of([(n, 4, 64, "nearest") for n in sizes], world)
@@ -193,6 +202,7 @@ def lowered(world, batch=1, residuals=True):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.quick("3")
 def test_the_program_does_not_grow_with_the_number_of_ranks(batch):
     sizes = {world: len(lowered(world, batch)) for world in (4, 8, 16, 64)}
     assert max(sizes.values()) < 1.1 * sizes[4], sizes

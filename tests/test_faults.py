@@ -26,7 +26,6 @@ FAULTS = {
     "shape": "mismatch",
     "rotated": "differ",  # under debug_checksums; without it the difference goes unnoticed
 }
-SLOW = ("killed before", "stopped", "width", "shape", "rotated", "slow")
 
 
 def ended(fault):
@@ -54,9 +53,8 @@ def ended(fault):
     return [rank.returncode for rank in ranks], outputs
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FAULTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
 def test_no_rank_waits_for_ever_and_none_has_a_wrong_result(fault):
     codes, outputs = ended(fault)
     for code, output in zip(codes[:-1], outputs[:-1], strict=True):

@@ -207,46 +207,6 @@ def sst2(compressor):
     return losses, metrics
 
 
-def functional(compressor):
-    """Two changed lines: nnx.merge inside the loss, counts returned as auxiliary output."""
-
-    class Count(nnx.Variable):
-        pass
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.count = Count(jnp.array(0))
-            self.first = nnx.Linear(64, 32, rngs=rngs)
-            self.last = nnx.Linear(32, 4, rngs=rngs)
-
-        def __call__(self, x):
-            self.count[...] += 1
-            return self.last(nnx.relu(self.first(x)))
-
-    graphdef, params, counts = nnx.split(Model(nnx.Rngs(0)), nnx.Param, Count)
-
-    @jax.jit
-    def train_step(params, counts, batch):
-        def loss_fn(params, x, y):  # changed
-            model = nnx.merge(graphdef, params, counts, copy=True)
-            y_pred = model(x)
-            return jnp.mean((jax.nn.one_hot(y, 4) - y_pred) ** 2), nnx.state(model, Count)
-
-        options = {} if compressor is None else {"aux_specs": P()}
-        grad_fn = compressed(loss_fn, compressor, has_aux=True, **options)  # changed
-        (loss, counts), grads = grad_fn(params, *batch)
-        return jax.tree.map(lambda w, g: w - 0.01 * g, params, grads), counts, loss
-
-    losses = []
-    for step in range(STEPS):
-        batch = images(step)
-        xy = batch["image"].reshape(BATCH, -1), batch["label"]
-        params, counts, loss = train_step(params, counts, xy)
-        losses.append(float(loss))
-    assert int(counts["count"][...]) == STEPS
-    return losses, ()
-
-
 class Normalized(nn.Module):
     axis_name: str | None = None
 
@@ -297,11 +257,10 @@ def linen_batch_norm(compressor):
 
 
 LOOPS = [
-    mnist,
+    pytest.param(mnist, marks=pytest.mark.slow),
     pytest.param(lm1b, marks=pytest.mark.slow),
-    linen_batch_norm,
+    pytest.param(linen_batch_norm, marks=pytest.mark.slow),
     pytest.param(sst2, marks=pytest.mark.slow),
-    pytest.param(functional, marks=pytest.mark.slow),
 ]
 
 

@@ -1,7 +1,5 @@
 """The benchmark of sharded training, in its smallest configuration."""
 
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -27,10 +25,3 @@ def test_all_ways_start_from_the_same_weights_and_batches(benchmark):
     for way, losses in finals.items():
         np.testing.assert_allclose(losses, exact, rtol=0.01)
         assert (losses == exact) == (way == "exact")
-
-
-def test_one_seed_is_refused_since_it_has_no_deviation(benchmark, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fsdp.py", "--seeds", "1"])
-    with pytest.raises(SystemExit):
-        benchmark.main()
-    assert "--seeds=1 has no deviation; pass 2 or more" in capsys.readouterr().err

@@ -355,6 +355,7 @@ TAKEN = {  # what each leaf takes; None: exact
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("given", TAKEN, ids=["one compressor", "rules", "nothing exact"])
+@pytest.mark.quick("rules-scatter")
 def test_a_leaf_is_what_the_bare_array_gives_with_what_was_chosen_for_it(half, given, mesh):
     tree = operands(half)
 
@@ -438,6 +439,7 @@ def test_one_plan_of_whole_leaves_serves_both_halves(mesh):
 
 
 @pytest.mark.parametrize("half", HALVES)
+@pytest.mark.quick("scatter")
 def test_leaves_do_not_share_their_noise(half, mesh):
     x = values(WORLD, WORLD, 256)
     f = ranks(lambda t: HALVES[half](t, "data", STOCHASTIC, key=KEY), mesh)
@@ -465,6 +467,7 @@ def test_no_two_ranks_and_no_two_rows_share_their_noise(half, rounding, mesh):
 
 
 @pytest.mark.parametrize("half", HALVES)
+@pytest.mark.quick("scatter")
 def test_derivative_and_batch_of_a_tree_are_its_namesakes(half, mesh):
     tree = operands(half)
     del tree["counts"]
@@ -546,20 +549,6 @@ def test_leaves_of_a_buffer_keep_the_mesh_axes_that_they_vary_over(half, mesh_2d
 def test_every_compressed_leaf_is_a_fused_call_of_its_own(half, mesh, built):
     f = ranks(lambda t: HALVES[half](t, "data", RULES, tiled=True, exchange="nccl"), mesh)
     assert len(targets(f, operands(half))) == 3  # big, mid, half; "vector" is cast, by "xla"
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_rows_are_not_cut_so_a_code_may_be_of_whole_leaves(half, mesh, monkeypatch):
-    monkeypatch.setattr(Quantize, "reductions", ("gather_sum",))
-    tree = {"w": values(WORLD, WORLD, 300)}
-    got = ranks(lambda t: HALVES[half](t, "data", Q4), mesh)(tree)
-    want = ranks(lambda t: HALVES[half](t, "data", Identity()), mesh)(tree)
-    lost = np.abs(got["w"] - want["w"]).max()
-    assert 0 < lost < 2
-    with pytest.raises(ValueError, match="'scatter_gather' does not suit Quantize"):
-        ranks(lambda t: cgx_jax.psum_compressed(t, "data", Q4, reduction="scatter_gather"), mesh)(
-            tree
-        )
 
 
 W = "leaf 'a/w': "

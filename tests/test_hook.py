@@ -154,6 +154,9 @@ def test_parameters_that_are_hooked_already_are_refused(name, check_vma, mesh):
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", HOOKED_ONCE)
+@pytest.mark.quick(
+    "once-True", "in parts-True", "beside layers of a scan-True", "stopped before-True"
+)
 def test_parameters_that_are_hooked_once_on_each_path_are_not_refused(name, compiled, mesh):
     got = gradient(HOOKED_ONCE[name], mesh, check_vma=False, compiled=compiled)
     if name == "once":

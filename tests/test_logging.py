@@ -1,17 +1,12 @@
 """The library logs by one logger per module, prints nothing itself, and configures no logging."""
 
 import ast
-import logging
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
-import pytest
-
 import cgx_jax
-from cgx_jax.exchanges import mpi
 
 ROOT = Path(cgx_jax.__file__).parent
 TROUBLESHOOTING = ROOT.parent / "docs" / "troubleshooting.md"
@@ -72,21 +67,3 @@ def test_every_logger_is_documented():
     documented = set(re.findall(r"^\| `(cgx_jax[.\w]+)` \|", section, re.MULTILINE))
     files = [path.with_suffix("").parts for path, _ in calls("getLogger")]
     assert documented == {".".join(("cgx_jax", *parts)) for parts in files}
-
-
-@pytest.mark.parametrize("failure", ["rank 1 is gone", ""])
-def test_a_failed_fused_call_is_an_error_before_all_ranks_end(failure, monkeypatch, caplog):
-    done = []
-    module = types.SimpleNamespace(
-        mpi_failure=lambda: failure, mpi_stop=lambda: done.append("stop")
-    )
-    monkeypatch.setattr(mpi.native, "module", lambda: module)
-    world = types.SimpleNamespace(Abort=lambda code: done.append(f"abort {code}"))
-    here = types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=world))
-    monkeypatch.setitem(sys.modules, "mpi4py", here)
-    mpi._stop()
-    assert done == ["stop", "abort 1"][: 1 + bool(failure)]
-    logged = [r for r in caplog.record_tuples if r[0] == "cgx_jax.exchanges.mpi"]
-    assert [(level, text.endswith(f": {failure}")) for _, level, text in logged] == [
-        (logging.ERROR, True)
-    ] * bool(failure)

@@ -59,6 +59,7 @@ print(agreed, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 1
 """
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not that of glibc")
 def test_kept_memory_is_not_faulted_in_again():

@@ -1,6 +1,7 @@
 """The fused reductions between MPI ranks: the bytes of the xla exchange, and what they refuse."""
 
 import ctypes
+import functools
 import os
 import pathlib
 import re
@@ -17,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Quantize
-from cgx_jax.exchanges import Mpi, mpi, mpi_rows
+from cgx_jax.exchanges import Mpi, mpi_rows
 from cgx_jax.kernels import native
+from mpi_programs import labels, program
 
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")
 WORKER = pathlib.Path(__file__).with_name("mpi_worker.py")
@@ -52,6 +54,15 @@ def run(world, *scenario, code=0, kept=False):
     return done.stdout
 
 
+@functools.cache
+def in_turn(world):
+    """Runs scenarios one after the other in the same processes; each test looks for its own."""
+    return run(world, "rows", "kinds", "watched", "chosen", "unawaited", code=None)
+
+
+of_two_ranks = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+
 def of_rank(output, rank):
     return [line for line in output.splitlines() if line.startswith(f"[{rank}]")]
 
@@ -64,11 +75,12 @@ def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation(redu
 
 
 @needs_mpi
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@of_two_ranks
 def test_what_is_not_finite_is_reported(world):
-    assert run(world, "watched").count("ok") == world
+    assert in_turn(world).count("watched: ok") == world
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_50_calls_started_in_any_order_neither_wait_forever_nor_mix():
     assert run(3, "many").count("ok") == 3
@@ -87,6 +99,7 @@ def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axi
 
 @needs_mpi
 @pytest.mark.parametrize("what", ["widths", "reductions"])
+@pytest.mark.quick("widths")
 def test_ranks_that_disagree_are_told_before_anything_is_sent(what):
     output = run(2, "disagreement", what, code=3)
     for rank in (0, 1):
@@ -97,6 +110,7 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent(what):
 
 @needs_mpi
 @pytest.mark.parametrize("differ", ["lines", "paths", "constants"])
+@pytest.mark.quick("lines")
 def test_programs_in_another_order_are_told_apart_before_anything_is_sent(differ):
     output = run(2, "orders", differ, code=3)
     for rank in (0, 1):
@@ -114,6 +128,7 @@ def test_programs_in_another_order_are_told_apart_before_anything_is_sent(differ
         ("in", "rank 2 has failed (the process ended with calls in flight)"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_calls_of_the_others_long_before_the_timeout(when, says):
     output = run(3, "raises", when, code=None, kept=True)
     for rank in (0, 1):
@@ -122,39 +137,46 @@ def test_a_rank_that_raises_ends_the_calls_of_the_others_long_before_the_timeout
 
 
 @needs_mpi
-def test_a_call_that_nobody_waits_for_ends_with_the_process():
-    output = run(2, "unawaited")
-    assert output.count("ok") == 2
-    assert "failed" not in output
+@of_two_ranks
+def test_a_call_that_nobody_waits_for_ends_with_the_process(world):
+    assert in_turn(world).count("unawaited: ok") == world
+    assert "failed" not in in_turn(world)
 
 
 @needs_mpi
-def test_one_compiled_function_called_twice_is_refused():
-    output = run(2, "twins")
+def test_programs_that_no_call_can_serve_are_refused_and_others_go_on():
+    output = run(2, "misuse")
     for rank in (0, 1):
-        refusal, ok = of_rank(output, rank)
-        assert "calls that function more than once" in refusal
+        twins, twin_rows, permuted, groups, ok = of_rank(output, rank)
+        assert "calls that function more than once" in twins
+        assert "calls that function more than once" in twin_rows
+        assert "build the mesh from jax.devices() in their order" in permuted
+        assert "size of groups is 3, must be a positive multiple of world, 2" in groups
         assert ok.endswith("ok")
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_hold_the_same_subnormal_values():
     assert run(3, "subnormal").count("ok") == 3
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_engines_follow_one_another():
     assert run(2, "followed").count("ok") == 2
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_tuning_measures_the_fused_call_and_every_rank_follows():
     assert run(2, "tuned").count("ok") == 2
 
 
 @needs_mpi
-def test_a_tuner_tries_the_fused_call_and_every_rank_keeps_what_process_0_finds():
-    assert run(2, "chosen").count("ok") == 2
+@of_two_ranks
+def test_a_tuner_tries_the_fused_call_and_every_rank_keeps_what_process_0_finds(world):
+    assert in_turn(world).count("chosen: ok") == world
 
 
 REFUSALS = {
@@ -166,6 +188,7 @@ REFUSALS = {
 
 @needs_mpi
 @pytest.mark.parametrize("option", REFUSALS)
+@pytest.mark.quick("alone")
 def test_a_world_that_does_not_fit_is_refused_while_tracing(option):
     line = of_rank(run(2, "refused", option), 0)[0]
     assert "ValueError: psum_compressed: exchange='mpi' does not work here" in line
@@ -173,28 +196,18 @@ def test_a_world_that_does_not_fit_is_refused_while_tracing(option):
 
 
 @needs_mpi
-def test_a_mesh_in_another_order_than_the_ranks_is_refused():
-    assert run(2, "permuted").count("build the mesh from jax.devices() in their order") == 2
-
-
-@needs_mpi
-def test_groups_that_end_in_the_middle_of_one_are_refused():
-    says = "size of groups is 3, must be a positive multiple of world, 2"
-    assert run(2, "misgrouped").count(says) == 2
-
-
-@needs_mpi
-@pytest.mark.parametrize("world", [2, 4])
+@of_two_ranks
 def test_whole_rows_are_those_of_xla_s_collectives(world):
-    assert run(world, "rows").count("ok") == world
+    assert in_turn(world).count("rows: ok") == world
 
 
 @needs_mpi
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@of_two_ranks
 def test_every_code_and_reduction_travels_by_mpi_as_by_xla(world):
-    assert run(world, "kinds").count("ok") == world
+    assert in_turn(world).count("kinds: ok") == world
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_with_rows_of_other_sizes_are_told_before_anything_is_sent():
     output = run(2, "other_rows", code=3)
@@ -202,11 +215,6 @@ def test_ranks_with_rows_of_other_sizes_are_told_before_anything_is_sent():
         (line,) = of_rank(output, rank)
         assert "here(exchange='mpi') over axis 'data': rank" in line
         assert re.search("is in another (call|program)", line)
-
-
-@needs_mpi
-def test_one_compiled_function_that_gathers_and_is_called_twice_is_refused():
-    assert run(2, "twin_rows").count("calls that function more than once") == 2
 
 
 @pytest.mark.parametrize(
@@ -221,29 +229,6 @@ def test_rows_of_another_shape_or_dtype_are_refused(mesh, move, operand, says):
     f = lambda x: move("here", operand, ("data",), None)  # noqa: E731
     with pytest.raises(ValueError, match=f"here: the operand is {says}"):
         jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(np.zeros(8))
-
-
-def labels(f, *operands, mesh, axis="data"):
-    """Returns what ranks compare before the calls of a program, in order; nothing is sent."""
-    mapped = jax.shard_map(
-        f, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(), check_vma=False
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mpi, "require", lambda *args: None)
-        text = jax.jit(mapped).lower(*operands).as_text()
-    return re.findall(r'program = "([^"]*)"', text)
-
-
-def program(paths="ab", shape=(64, 64), dtype=np.float32, before=1.0, after=1.0, code=None, **how):
-    """One factory whose programs have one name and one line; the last rank may run another."""
-
-    def step(tree):
-        tree = {k: x[0] * np.asarray(before, x.dtype) for k, x in tree.items()}
-        options = {"exchange": "mpi", "axis_name": "data", **how}
-        mean = cgx_jax.pmean_compressed(tree, compressor=code or Quantize(4), **options)
-        return {k: x * np.asarray(after, x.dtype) for k, x in mean.items()}
-
-    return step, {k: np.zeros((8, *shape), dtype) for k in paths}
 
 
 PROGRAMS = {
@@ -265,7 +250,7 @@ def test_programs_of_one_factory_are_told_apart_by(what, mesh):
     step, tree = program()
     first = labels(step, tree, mesh=mesh)
     assert first
-    assert "test_mpi.py:" in first[0]
+    assert "mpi_programs.py:" in first[0]
     assert first == labels(program()[0], tree, mesh=mesh)  # the same program, made again
     other, operands = program(**PROGRAMS[what])
     assert not {*first} & {*labels(other, operands, mesh=mesh)}
@@ -302,17 +287,17 @@ import sys, os
 sys.path.insert(0, sys.argv[1])
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, numpy as np
-import test_mpi
+import mpi_programs
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-step, tree = test_mpi.program()
+step, tree = mpi_programs.program()
 
 def printing(tree):
     if sys.argv[2] == "1":
         jax.debug.print("{}", tree["a"][0, 0])
     return step(tree)
 
-printed = test_mpi.labels(printing, tree, mesh=mesh)
-print([*test_mpi.labels(step, tree, mesh=mesh), *(x.split(" ")[1] for x in printed)])
+printed = mpi_programs.labels(printing, tree, mesh=mesh)
+print([*mpi_programs.labels(step, tree, mesh=mesh), *(x.split(" ")[1] for x in printed)])
 """
     found = {
         subprocess.run(
@@ -337,14 +322,6 @@ def test_without_mpi_the_call_says_what_is_missing(mesh, monkeypatch):
     with pytest.raises(ValueError, match=r'pip install "cgx-jax\[mpi\]"'):
         reduce_by_mpi(mesh)
     assert not Mpi().usable()
-
-
-def test_an_axis_of_vmap_has_no_wire(monkeypatch):
-    monkeypatch.setattr(mpi, "_missing", lambda: None)
-    with pytest.raises(ValueError, match="the axis is a vmap axis"):
-        jax.vmap(lambda x: cgx_jax.psum_compressed(x, "data", exchange="mpi"), axis_name="data")(
-            np.zeros((2, 99), np.float32)
-        )
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,20 @@ DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 KEY = (0x12345678, 0x9ABCDEF0)
 
 
-@pytest.fixture(params=module.isas(), autouse=True)
-def isa(request):
-    """Runs every test on every instruction set of this machine."""
+@pytest.fixture(autouse=True)
+def same_isa_afterwards():
     before = module.isa()
-    module.set_isa(request.param)
-    yield request.param
+    yield
     module.set_isa(before)
+
+
+@pytest.fixture(params=module.isas())
+def isa(request):
+    """Runs a test on every instruction set of this machine."""
+    module.set_isa(request.param)
+
+
+every_isa = pytest.mark.usefixtures("isa")
 
 
 # --- calling the handlers -----------------------------------------------------------------------
@@ -124,43 +131,41 @@ def assert_same_bytes(got, want, what):
 
 
 def check_all_calls(values, leaves, world, rank, divisor, units=()):
-    """Checks every handler against the oracle, on payloads of `world` different ranks."""
-    what = f"world {world}, rank {rank}"
-    payload, _ = encode(values, leaves, world, rank, units=units)
-    want = oracle.encode(values, leaves, world, rank, KEY, units)
-    assert_same_bytes(payload, want[0], f"encode, {what}")
-    payload, residuals = encode(values, leaves, world, rank, residual=True, units=units)
-    assert_same_bytes(payload, want[0], f"encode with residual, {what}")
-    for k, (got, expect) in enumerate(zip(residuals, want[1], strict=True)):
-        assert_same_bytes(got, expect, f"residual {k}, {what}")
+    """Checks every handler, on every instruction set, on payloads of `world` different ranks."""
     dtypes = [v.dtype for v in values]
+    want, lost = oracle.encode(values, leaves, world, rank, KEY, units)
     full, _ = oracle.encode(values, leaves, world, -1, KEY, units)
-    decoded = decode(full, leaves, dtypes, units), oracle.decode(full, leaves, dtypes, units)
-    for k, (got, expect) in enumerate(zip(*decoded, strict=True)):
-        assert_same_bytes(got, expect, f"decode {k}, {what}")
+    whole = oracle.decode(full, leaves, dtypes, units)
     # Every other peer has other zeros. Some send what belongs to another chunk: any bytes decode.
     others = [np.roll(v, 13) for v in values]
     two = full, oracle.encode(others, leaves, world, -1, KEY, units)[0]
     own = max(rank, 0)
     sent = np.stack([two[p % 2][(own + (p % 4 == 2)) % world] for p in range(world)])
-    expect, lost = oracle.reduce(values, sent, leaves, own, divisor, KEY, residuals, units)
-    if world == 3 or rank < 0:  # without residuals too, over every width, dtype and rounding
-        got, _ = reduce(values, sent, leaves, own, divisor, units=units)
-        assert_same_bytes(got, expect, f"reduce, {what}")
-    got, filled = reduce(values, sent, leaves, own, divisor, residuals=residuals, units=units)
-    assert_same_bytes(got, expect, f"reduce with residual, {what}")
-    for k, (a, b) in enumerate(zip(filled, lost, strict=True)):
-        assert_same_bytes(a, b, f"residual {k} of reduce, {what}")
+    reduced, filled = oracle.reduce(values, sent, leaves, own, divisor, KEY, lost, units)
     rows = [oracle.encode(v, leaves, 1, -1, KEY)[0] for v in (values, others)]
     peers = np.concatenate([rows[0], rows[0], rows[1]])
-    for k, (got, expect) in enumerate(
-        zip(
-            accumulate(values, peers, leaves, 1, divisor),
-            oracle.accumulate(values, peers, leaves, 1, divisor),
-            strict=True,
-        )
-    ):
-        assert_same_bytes(got, expect, f"accumulate {k}, {what}")
+    sums = oracle.accumulate(values, peers, leaves, 1, divisor)
+
+    def check_each(got, expected, what):
+        for k, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert_same_bytes(a, b, f"leaf {k} of {what}")
+
+    for isa in module.isas():
+        module.set_isa(isa)
+        where = f"{isa}, world {world}, rank {rank}"
+        payload, _ = encode(values, leaves, world, rank, units=units)
+        assert_same_bytes(payload, want, f"encode, {where}")
+        payload, got = encode(values, leaves, world, rank, residual=True, units=units)
+        assert_same_bytes(payload, want, f"encode with residual, {where}")
+        check_each(got, lost, f"residual, {where}")
+        check_each(decode(full, leaves, dtypes, units), whole, f"decode, {where}")
+        if world == 3 or rank < 0:  # without residuals too, over every width, dtype and rounding
+            got, _ = reduce(values, sent, leaves, own, divisor, units=units)
+            assert_same_bytes(got, reduced, f"reduce, {where}")
+        got, kept = reduce(values, sent, leaves, own, divisor, residuals=lost, units=units)
+        assert_same_bytes(got, reduced, f"reduce with residual, {where}")
+        check_each(kept, filled, f"residual of reduce, {where}")
+        check_each(accumulate(values, peers, leaves, 1, divisor), sums, f"accumulate, {where}")
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -183,9 +188,9 @@ def leaf_of(size, bits, bucket_size, rounding=0, number=0, rotation=False, row=0
     return Leaf(size, bits, bucket_size, rounding, number, rotation, segment)
 
 
-def edges(bits, bucket_size=512, **coding):
-    """One leaf of every awkward size."""
-    return [leaf_of(n, bits, bucket_size, number=s, **coding) for s, n in enumerate(EDGES)]
+def edges(bits, bucket_size=512, number=0, **coding):
+    """One leaf of every awkward size, with numbers from `number` on."""
+    return [leaf_of(n, bits, bucket_size, number=number + s, **coding) for s, n in enumerate(EDGES)]
 
 
 def values_for(leaves, dtype, seed=0):
@@ -208,12 +213,13 @@ def with_zeros(x, rng):
 
 
 @every_coding
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.every_combination
-def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, dtype, coding):
-    leaves = edges(bits, **coding)
-    check_all_calls(values_for(leaves, DTYPES[dtype], bits), leaves, 3, 1, 3.0)
+def test_every_width_dtype_coding_and_edge_size_is_the_oracle_s(bits, coding):
+    leaves = [leaf for number in (0, 100, 200) for leaf in edges(bits, number=number, **coding)]
+    each = np.split(np.array(values_for(leaves, np.float32, bits), object), 3)
+    values = [v.astype(t) for x, t in zip(each, DTYPES.values(), strict=True) for v in x]
+    check_all_calls(values, leaves, 3, 1, 3.0)
 
 
 @pytest.mark.parametrize("bucket_size", [32, 64, 96, 128, 160, 544, 768, 1024, 4128, 1 << 20])
@@ -248,6 +254,7 @@ def test_300_leaves_travel_in_one_call():
 
 
 @every_coding
+@pytest.mark.quick("nearest", "rotated correlated")
 def test_work_split_over_threads_writes_the_same_bytes(coding):
     leaves = [
         leaf_of(2**20 + 3, 4, 512, number=7, **coding),
@@ -257,6 +264,7 @@ def test_work_split_over_threads_writes_the_same_bytes(coding):
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0)
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_leaf_too_large_for_the_caches_is_as_its_two_halves(dtype):
     half = 10_000 * 512
@@ -312,6 +320,7 @@ def test_units_of_large_leaves_and_of_rows_shorter_than_a_vector():
     check_all_calls(values_for(leaves, np.float32), leaves, 2, 1, 2.0, units)
 
 
+@every_isa
 def test_units_keep_what_a_dtype_alone_would_not():
     """Values near the largest float16 have units that float16 cannot represent."""
     x = np.float16(np.linspace(5e4, 6.5e4, 1024))
@@ -361,19 +370,22 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", SPECIAL)
 @pytest.mark.every_combination
-def test_special_values_are_the_oracle_s(case, dtype):
-    with np.errstate(over="ignore"):
-        x = np.array(SPECIAL[case], np.float32).astype(DTYPES[dtype])
+def test_special_values_are_the_oracle_s_in_every_dtype(case):
+    x = np.array(SPECIAL[case], np.float32)
+    codings = [(1, 0, 0), (4, 1, 0), (8, 0, 0), (3, 0, 1), (5, 1, 1)]
     leaves = [
-        Leaf(x.size, bits, 64, rounding, bits, bool(rotation))
-        for bits, rounding, rotation in [(1, 0, 0), (4, 1, 0), (8, 0, 0), (3, 0, 1), (5, 1, 1)]
+        Leaf(x.size, bits, 64, rounding, 10 * i + bits, bool(rotation))
+        for i in range(len(DTYPES))
+        for bits, rounding, rotation in codings
     ]
-    check_all_calls([x] * 5, leaves, 2, 0, 2.0)
+    with np.errstate(over="ignore"):
+        values = [x.astype(dtype) for dtype in DTYPES.values() for _ in codings]
+    check_all_calls(values, leaves, 2, 0, 2.0)
 
 
+@every_isa
 def test_a_bucket_with_a_non_finite_value_decodes_to_nan_and_its_neighbours_do_not():
     for position in (0, 5, 600, 1023):
         x = np.arange(1536, dtype=np.float32)
@@ -387,6 +399,7 @@ def test_a_bucket_with_a_non_finite_value_decodes_to_nan_and_its_neighbours_do_n
         assert np.isfinite(np.delete(y, np.r_[bad])).all()
 
 
+@every_isa
 def test_every_half_converts_as_numpy_and_ml_dtypes_do():
     bits = np.arange(2**16, dtype=np.uint16)
     leaves = [Leaf(2**16, 8, 32), Leaf(2**16, 8, 32)]
@@ -398,6 +411,7 @@ def test_every_half_converts_as_numpy_and_ml_dtypes_do():
         assert_same_bytes(got, want + np.zeros_like(want), "widen, add zero, narrow")
 
 
+@every_isa
 def test_narrowing_rounds_to_nearest_even_at_every_tie():
     rng = np.random.default_rng(0)
     bits = np.concatenate(
@@ -425,6 +439,7 @@ def test_narrowing_rounds_to_nearest_even_at_every_tie():
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden.json").read_text())
 
 
+@every_isa
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"].split(":")[0].replace(" ", "_"))
 def test_golden_records(case):
     x = np.array(case["values"], np.float32)
@@ -461,6 +476,7 @@ def test_layout_is_the_oracle_s(world):
         assert module.layout(*columns, world) == oracle.layout(leaves, world)
 
 
+@every_isa
 def test_the_same_call_gives_the_same_bytes_and_another_key_does_not():
     leaves = [Leaf(100_000, 4, 512, 1)]
     values = values_for(leaves, np.float32)
@@ -469,6 +485,7 @@ def test_the_same_call_gives_the_same_bytes_and_another_key_does_not():
     assert (encode(values, leaves, 2, key=(1, 1))[0] != first).any()
 
 
+@every_isa
 def test_stochastic_rounding_is_unbiased():
     x = np.tile(np.linspace(0, 1, 512, dtype=np.float32), 2000)
     leaves = [Leaf(x.size, 2, 512, 1)]
@@ -477,6 +494,7 @@ def test_stochastic_rounding_is_unbiased():
     assert np.abs(error).max() < 5 * (1 / 3) / 2 / np.sqrt(2000)
 
 
+@every_isa
 def test_a_batch_is_as_many_calls():
     leaves = [Leaf(700, 4, 64, 1, 3), Leaf(33, 8, 32, 0, 4)]
     world, batch = 3, 4
@@ -506,6 +524,7 @@ def test_a_batch_is_as_many_calls():
         assert_same_bytes(chunk[b], want, f"reduce, batch element {b}")
 
 
+@every_isa
 @pytest.mark.parametrize("name", ["cgx_encode", "cgx_reduce", "cgx_decode"])
 def test_a_buffer_without_leaves_or_values_is_fine(name):
     for leaves in ([], [Leaf(0)]):
@@ -597,7 +616,6 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("isa", module.isas()[:1], indirect=True)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: f"{w.name}-{w.says}")
 def test_a_wrong_call_names_the_value_and_the_limit(wrong):
     leaves = [Leaf(1000)]

@@ -3,7 +3,6 @@
 The C++ tests check the bytes of these calls.
 """
 
-import dataclasses
 import json
 
 import jax
@@ -20,7 +19,7 @@ from cgx_jax.exchanges.base import Fused
 from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.primitives import NO_RANK
-from cgx_jax.tuner import engine, tuner
+from cgx_jax.tuner import engine
 from cgx_jax.wire import Layout
 from profiles import profile
 
@@ -89,6 +88,7 @@ def unfused(self, primitive, call, words, *leaves):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "correlated"])
+@pytest.mark.quick("correlated-bfloat16")
 def test_a_sum_in_one_phase_is_handed_what_gives_the_bytes_of_xla(
     rounding, dtype, mesh, fused_on_cpu
 ):
@@ -119,23 +119,6 @@ def test_nccl_runs_on_the_streams_that_it_was_measured_with():
     assert json.loads(made.to_json())["engine"] == {"exchange": "nccl", "streams": 4}
     load = auto.Load(25 * 10**5, 4.125)
     assert Auto(made).choose("here", (Nccl(), Xla()), 4, load) == Nccl(streams=4)
-
-
-@pytest.mark.parametrize(
-    ("measured", "expected"),
-    [
-        (None, [Nccl(streams=k) for k in (1, 2, 4)]),
-        (Nccl(streams=2), [Nccl(streams=2)]),
-    ],
-)
-def test_a_tuner_tries_streams_unless_a_profile_chose_them(measured, expected, monkeypatch):
-    made = None if measured is None else measured_with(measured)
-    monkeypatch.setattr(auto, "active", lambda: made)
-    monkeypatch.setattr(auto, "available", lambda axes: (Nccl(), Xla()))
-    monkeypatch.setattr(Nccl, "usable", lambda self, axes: True)
-    monkeypatch.setattr(Xla, "usable", lambda self, axes: True)
-    call = dataclasses.make_dataclass("Call", ["axes"])(cgx_jax.axes.Axes(("data",), None, 4))
-    assert list(tuner._exchanges([call])) == [*expected, Xla()]
 
 
 class Links:

@@ -78,6 +78,7 @@ def reports(caplog):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.quick("True")
 def test_leaf_rank_place_and_count_are_named_once(mesh, caplog, check_vma):
     with cgx_jax.debug_nonfinite("log"):
         f = sharded(psum, mesh, check_vma=check_vma)
@@ -191,6 +192,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.quick("pmap", "hook")
 def test_the_mode_works_under(name, caplog):
     with cgx_jax.debug_nonfinite("log"):
         run(TRANSFORMED[name], gradients())
@@ -219,6 +221,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
+@pytest.mark.quick("moments")
 def test_a_skipped_step_is_zero_leaves_the_state_and_counts(mesh, caplog, options):
     with cgx_jax.debug_nonfinite("skip"):
         step, state = optimizer(mesh, **options)
@@ -235,6 +238,7 @@ def test_a_skipped_step_is_zero_leaves_the_state_and_counts(mesh, caplog, option
 
 
 @pytest.mark.parametrize("kept", ["memory", "moments"])
+@pytest.mark.quick("memory")
 def test_steps_are_counted_without_the_mode(mesh, kept):
     step, state = optimizer(mesh, **KEPT[kept])
     for grads in (gradients(), spoilt(), spoilt(), gradients()):

@@ -68,6 +68,7 @@ def test_without_a_code_all_ways_compute_the_same_bits(benchmark):
             np.testing.assert_array_equal(got, want, err_msg=name)
 
 
+@pytest.mark.slow
 def test_with_a_code_all_ways_are_within_its_bound(benchmark):
     code = Quantize(4)
     found, x, trainer = updates(benchmark, code)

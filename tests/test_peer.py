@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax.exchanges import auto, nccl
 from cgx_jax.exchanges.experimental import Peer, peer
 
 WORLD = 8
@@ -72,12 +71,6 @@ def test_an_axis_of_vmap_is_refused(built):
         f(values())
 
 
-def test_without_cuda_kernels_it_is_refused_with_the_remedy(mesh, monkeypatch):
-    monkeypatch.setattr(nccl.native, "cuda_module", lambda: None)
-    with pytest.raises(ValueError, match=r"exchange='peer' does not work here: .*put nvcc"):
-        jax.make_jaxpr(psum(mesh))(values())
-
-
 @pytest.mark.parametrize(
     ("version", "refused"), [("2.28.9", True), ("2.29.2", False), ("2.30", False), (None, False)]
 )
@@ -94,10 +87,3 @@ def test_an_nccl_without_windows_of_peers_is_refused(version, refused, built, me
             jax.make_jaxpr(psum(mesh))(values())
     else:
         assert Peer().missing() is None
-
-
-def test_only_an_instance_selects_it(built, mesh, monkeypatch):
-    monkeypatch.setattr(Peer, "here", lambda self: True)
-    assert Peer() not in auto.available()
-    with pytest.raises(ValueError, match="psum_compressed: exchange='peer' is unknown; use one of"):
-        cgx_jax.psum_compressed(values(), "data", exchange="peer")

@@ -109,7 +109,7 @@ def test_spans_cover_every_value_once_beyond_32_bits():
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8])
-@pytest.mark.parametrize("size", [0, 1, 31, 33, 511, 512, 513])
+@pytest.mark.parametrize("size", [0, 33, 513])
 def test_wire_bits_is_the_payloads_size(bits, size):
     for c in (Quantize(bits, 96), Cast(jnp.bfloat16), Cast(jnp.float8_e5m2), Identity()):
         x = jnp.arange(size, dtype=jnp.float32)

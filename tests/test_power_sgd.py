@@ -83,6 +83,7 @@ def oracle(total, right):
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("shape", [MATRIX, (3, 3, 8, 20), (90, 12)], ids=str)
+@pytest.mark.quick("(3, 3, 8, 20)-3")
 def test_every_step_is_that_of_the_oracle(shape, world):
     compressor = PowerSGD(3)
     step, state = step_of(compressor, world), compressor.init(shape, jnp.float32)
@@ -99,6 +100,7 @@ def test_every_step_is_that_of_the_oracle(shape, world):
 
 
 @pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.quick("2")
 def test_no_rank_loses_more_than_it_has(world):
     x = normal(world, *MATRIX)
     _, lost, _ = step_of(PowerSGD(2), world)(x, PowerSGD(2).init(MATRIX, jnp.float32))
@@ -187,6 +189,7 @@ EXACT = [(), (7,), (300,), (0, 5), (4, 0), (1, 50), (50, 1), (8, 8), (2, 2, 3)]
 
 
 @pytest.mark.parametrize("shape", EXACT, ids=str)
+@pytest.mark.quick("()", "(0, 5)", "(1, 50)", "(8, 8)", "(2, 2, 3)")
 def test_leaves_that_would_not_shrink_are_sent_exactly(shape):
     compressor = PowerSGD(4)
     assert compressor.init(shape, jnp.float32) == ()
@@ -208,6 +211,7 @@ def test_leaves_that_would_not_shrink_are_sent_exactly(shape):
         (1, (3, 3), (3, 3)),
     ],
 )
+@pytest.mark.quick("2-shape1-*", "1-shape3-*")
 def test_the_code_is_two_factors_of_the_matrix_with_the_last_dimension_as_columns(
     rank, shape, sides
 ):
@@ -238,6 +242,7 @@ def test_the_first_state_depends_on_the_shape_alone():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.quick("bfloat16")
 def test_leaves_of_16_bits_are_summed_in_fp32(dtype):
     compressor = PowerSGD(2)
     x = np.asarray(jnp.asarray(normal(2, *MATRIX), dtype), np.float32)
@@ -258,6 +263,7 @@ def test_what_would_leave_float16_has_no_bound():
 
 
 @pytest.mark.parametrize("how", ["vmap", "scan"])
+@pytest.mark.quick("vmap")
 def test_batches_and_loops_give_what_single_calls_do(how):
     x = jnp.asarray(normal(3, *MATRIX))
     one = PowerSGD(2).approximate
@@ -267,6 +273,7 @@ def test_batches_and_loops_give_what_single_calls_do(how):
 
 
 @pytest.mark.parametrize("leaves", [1, 5])
+@pytest.mark.quick("5")
 def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
     """This holds for any number of leaves; exact leaves travel in the first round."""
     tree = [jnp.ones((8, 30 + i, 50)) for i in range(leaves)] + [jnp.ones((8, 3, 3))]
@@ -333,6 +340,7 @@ def gradients(seed=0):
 
 
 @pytest.mark.parametrize("precondition", [None, SecondMoment()], ids=["plain", "units"])
+@pytest.mark.quick("units")
 def test_feedback_closes_the_account(precondition, mesh):
     """In every step, received plus remembered values add up to the given ones."""
     tx = cgx_jax.sync_gradients(
@@ -357,43 +365,15 @@ def test_feedback_closes_the_account(precondition, mesh):
     assert np.abs(received["dense"] - given["dense"]).max() > 0.01
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_leaves_the_state_usable(value, mesh):
-    tx = cgx_jax.sync_gradients("data", PowerSGD(2), mesh=mesh, exchange="xla")
-    step, state = training(tx, mesh, PARAMS)
-    good, bad = gradients(), gradients()
-    bad["dense"][3, 5, 7] = value
-    _, state = step(good, state)
-    mean, after = step(bad, state)
-    assert np.isnan(mean["dense"]).all()
-    for x, y in zip(jax.tree.leaves(state.codes), jax.tree.leaves(after.codes), strict=True):
-        np.testing.assert_array_equal(x, y)
-    mean, _ = step(good, after)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(mean))
-
-
-def test_each_leaf_has_the_rank_of_its_rule_and_all_of_it_survives_orbax(mesh, tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
+def test_each_leaf_has_the_rank_of_its_rule(mesh):
     policy = Rules([Rule(PowerSGD(1), path="conv")], PowerSGD(3))
     tx = cgx_jax.sync_gradients("data", policy, memory=ErrorFeedback(), mesh=mesh, exchange="xla")
-    step, state = training(tx, mesh, PARAMS)
+    state = tx.init(PARAMS)
     assert {k: np.shape(s) for k, s in state.codes.shared.items()} == {
         "conv": (1, 16),
         "dense": (3, 60),
         "bias": (0,),
     }
-    _, state = step(gradients(), state)
-    shardings = cgx_jax.state_shardings(state, "data", mesh)
-    with checkpoint.StandardCheckpointer() as files:
-        files.save(tmp_path / "state", state)
-        files.wait_until_finished()
-        like = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
-        )
-        restored = files.restore(tmp_path / "state", like)
-    one, other = step(gradients(1), state), step(gradients(1), restored)
-    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ def gradients(steps, seed=0, dtype=np.float32):
     }
 
 
+@functools.cache
 def transformation(compressor, precondition, memory=None):
     mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
     policy = Rules((), compressor, exact=EXACT_BIAS)
@@ -87,6 +88,7 @@ class Oracle:
 
 @pytest.mark.parametrize("precondition", [SecondMoment(), SecondMoment(0.99, 0.03)], ids=str)
 @pytest.mark.parametrize("compressor", [Quantize(4), Cast(jnp.bfloat16)], ids=str)
+@pytest.mark.quick("Quantize*-SecondMoment(decay=0.99*")
 def test_a_step_is_the_mean_compressed_in_units_from_the_steps_before(compressor, precondition):
     grads = gradients(5)
     results, _ = run(*transformation(compressor, precondition), grads)
@@ -127,6 +129,7 @@ def small_to_large(results, grads):
 
 
 @pytest.mark.parametrize("compressor", [Quantize(4), Quantize(3, rotation=True)], ids=str)
+@pytest.mark.quick("Quantize(bits=4*")
 def test_errors_of_small_values_are_in_proportion_to_them(compressor):
     grads = gradients(40)
     precondition = SecondMoment(floor=0.01)
@@ -152,6 +155,7 @@ def test_gradients_of_another_size_take_the_same_codes():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.quick("bfloat16")
 def test_feedback_loses_nothing_in_other_units_either(dtype):
     grads = gradients(12, dtype=dtype)
     tx, mesh = transformation(Quantize(3), SecondMoment(), ErrorFeedback())
@@ -285,6 +289,7 @@ GAINS = {"rows and columns": 0.9}
 
 @pytest.mark.parametrize("rotation", [False, True], ids=["plain", "rotated"])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.quick("rows and columns-plain")
 def test_no_step_errs_more_than_without_it(name, rotation):
     draws, steps = 8, 12
     grads = DISTRIBUTIONS[name](np.random.default_rng(1), steps, draws)

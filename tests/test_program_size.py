@@ -70,6 +70,7 @@ def sync(mesh, **options):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.quick("plain", "units and feedback")
 def test_a_leaf_adds_little_to_the_program(name, mesh):
     options, most = OPTIONS[name]
     exact = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
@@ -83,6 +84,7 @@ def fusions(compiled):
     return {re.sub(r"%[\w.\-]+", "%", body) for body in plain}
 
 
+@pytest.mark.slow
 def test_more_leaves_of_known_shapes_bring_no_new_computations(mesh):
     """XLA compiles equal fusions once, so the time to compile depends on the different ones."""
     reduction = sync(mesh, precondition=SecondMoment(), memory=ErrorFeedback())

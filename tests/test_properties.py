@@ -27,6 +27,11 @@ from cgx_jax.reductions.named import named
 from cgx_jax.route import Options, route
 from extremes import KINDS, allowed, array
 
+# Of the quick codes, those whose sums test_conformance tries in its slow tests alone.
+QUICK_CODES = (
+    *("quantize 3", "rotated", "bfloat16", "qsgd", "ternary, shared scale"),
+    *("top k of every bucket", "sampled threshold"),
+)
 LONG = settings.get_current_profile_name() == "long"
 WORLD, SHAPE = 3, (7, 93)
 
@@ -65,8 +70,12 @@ def programs():
     for param in every(PAIRS, first_reduction=True):
         firsts.setdefault(param.values[0].rpartition(", ")[0], param)
     return [
-        pytest.param(param.values[0], FLOATS[i % len(FLOATS)], marks=param.marks)
-        for i, param in enumerate(firsts.values())
+        pytest.param(
+            param.values[0],
+            FLOATS[i % len(FLOATS)],
+            marks=param.marks if name in QUICK_CODES else pytest.mark.slow,
+        )
+        for i, (name, param) in enumerate(firsts.items())
     ]
 
 
@@ -128,6 +137,7 @@ DRAWS = 4096
 
 
 @pytest.mark.parametrize("pair", [p for p in every(PAIRS) if p.values[0] in UNBIASED])
+@pytest.mark.quick("stochastic*")
 def test_the_mean_of_many_draws_of_an_unbiased_sum_is_the_sum(pair):
     """Checks two statements that an unbiased code breaks once in 10**6 runs; the seed is fixed.
 

@@ -43,10 +43,7 @@ QUICK_WAYS = [
     pytest.param(n, marks=pytest.mark.slow if n in ("tree", "ring of Quantize") else ())
     for n in WAYS
 ]
-FEW_WAYS = [
-    pytest.param(n, marks=() if n in ("scatter_gather", "ring", "sum_rounds") else pytest.mark.slow)
-    for n in WAYS
-]
+FEW_WAYS = [pytest.param(n, marks=() if n == "ring" else pytest.mark.slow) for n in WAYS]
 
 
 def how_of(name):
@@ -120,6 +117,7 @@ def test_every_world_size(name, world):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", QUICK_WAYS)
+@pytest.mark.quick("scatter_gather-*", "sum_rounds-True", "ring-False", "majority-True")
 def test_groups_reduce_apart(name, check_vma, mesh):
     groups, x = [[0, 3, 5, 6], [7, 1, 4, 2]], values(8, *SHAPE)
     call = lambda v: psum(name, v[0], axis_index_groups=groups)[None]  # noqa: E731
@@ -175,6 +173,13 @@ def sent_in(text, world):
 
 
 @pytest.mark.parametrize("name", every(PAIRS, quick=FEW))
+@pytest.mark.quick(
+    "quantize 4, ring",
+    "top k, gather_sum",
+    "random k, sum_rounds",
+    "stochastic, tree",
+    "voting toy, scatter_gather",
+)
 def test_the_stated_bytes_are_those_of_the_program(name, mesh):
     compressor, how = PAIRS[name]
     if LOSSY[name.rpartition(", ")[0]].stateful:
@@ -285,6 +290,12 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "name", ["scatter_gather", "gather_sum", "ring", "tree", "sum_rounds", "majority"]
+)
+@pytest.mark.quick(
+    "ring-psum_compressed",
+    "sum_rounds-pmean_compressed",
+    "gather_sum-reduce_in_backward",
+    "tree-sync_gradients",
 )
 def test_every_call_takes_every_reduction(call, name, mesh):
     policy = Rules((), WAYS[name], exact=())

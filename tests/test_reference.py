@@ -3,7 +3,6 @@
 import functools
 import subprocess
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +81,7 @@ def split(rows, layout):
         pytest.param(3, "correlated", True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick("3-stochastic-False-bfloat16", "4-nearest-True-float16")
 def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_ones(
     dtype, bits, rounding, rotation
 ):
@@ -111,16 +111,11 @@ def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_on
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("rank", "rotation"),
-    [(0, False)]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [(1, False), (2, False), (0, True), (2, True)]
-    ],
-)
-def test_fallback_reduces_accumulates_and_leaves_residuals_as_native_does(rank, rotation):
-    layout, leaves = layout_of(8, 64, 3, rotation=rotation), leaves_of("float32")
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_fallback_reduces_accumulates_and_leaves_residuals_of_rotated_leaves_as_native_does(rank):
+    """Others are compared with the oracle, by test_fallback."""
+    layout, leaves = layout_of(8, 64, 3, rotation=True), leaves_of("float32")
     peers = primitives.encode(KEY, [2 * x for x in leaves], layout)[0]
     rows = jnp.tile(peers[rank], (3, 1))
     kept = [jnp.full_like(x, 7) for x in leaves]
@@ -155,19 +150,6 @@ def test_fallback_reduces_accumulates_and_leaves_residuals_as_native_does(rank, 
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-@needs_native
-def test_residual_is_what_the_payload_lost_and_zero_for_the_own_share():
-    layout, leaves = layout_of(4, 32, 2), leaves_of("float32")
-    payload, residual = primitives.encode(KEY, leaves, layout, residual=True)
-    for x, y, r in zip(leaves, primitives.decode(payload, layout, leaves), residual, strict=True):
-        np.testing.assert_array_equal(r, np.asarray(x) - np.asarray(y))
-    _, own = primitives.encode(KEY, leaves, layout, rank=0, residual=True)
-    flat, full = np.concatenate(own), np.concatenate(residual)
-    (cut,) = np.nonzero(flat)
-    assert (flat[: cut[0]] == 0).all()
-    np.testing.assert_array_equal(flat[cut[0] :], full[cut[0] :])
-
-
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
@@ -186,13 +168,6 @@ def test_round_trip_stays_within_the_bound(x, bits, bucket, rounding, rotation):
     assert 8 * payload.size == c.wire_bits(x.size)
     error = np.abs(np.asarray(c.decode(payload, x.shape, x.dtype), np.float64) - x)
     assert (error <= np.asarray(c.error_bound(x), np.float64)).all()
-
-
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(value=finite, size=st.integers(1, 100), bits=st.integers(1, 8))
-def test_an_all_equal_bucket_is_exact(value, size, bits):
-    c, x = Quantize(bits, 32), np.full(size, value, np.float32)
-    np.testing.assert_array_equal(c.decode(c.encode(x), x.shape, x.dtype), x)
 
 
 @pytest.mark.parametrize("batch", [(1,), (3, 1), (1, 3), (3, 1, 2)])
@@ -259,18 +234,12 @@ assert abs(y[1] - x.sum(0)).max() < 1, "wrong sum"
 print("ok")
 """
 
-NO_BACKEND = """
-import cgx_jax
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized()
-print("ok")
-"""
-
-
 WITHOUT_CUDA = """
 import sys, warnings
 sys.modules["cgx_jax_cuda13"] = None
 import cgx_jax, jax
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "the import starts a backend"
 f = jax.jit(lambda x: cgx_jax.Quantize(4).encode(x))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -286,18 +255,7 @@ print("ok")
 """
 
 
-@pytest.mark.parametrize("program", [WITHOUT_NATIVE, NO_BACKEND], ids=["no native", "no backend"])
-def test_import_works_without_native_module_and_starts_no_backend(program):
+@pytest.mark.parametrize("program", [WITHOUT_NATIVE, WITHOUT_CUDA], ids=["native", "CUDA"])
+def test_without_a_module_import_and_call_work_and_one_warning_says_so(program):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.stdout == "ok\n", run.stderr
-
-
-def test_a_gpu_program_without_cuda_kernels_warns_once():
-    run = subprocess.run([sys.executable, "-c", WITHOUT_CUDA], capture_output=True, text=True)
-    assert run.stdout == "ok\n", run.stderr
-
-
-def test_native_module_is_found_silently():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        native.module()

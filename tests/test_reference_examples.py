@@ -10,6 +10,15 @@ import cgx_jax
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = sorted(page.name for page in REFERENCE.glob("*.md"))
+# Their calls are those of the README and of other tests, so the quick tests leave them out.
+COSTLY = (
+    "calls.md",
+    "compressors.md",
+    "exchanges.md",
+    "reductions.md",
+    "testing.md",
+    "transforms.md",
+)
 
 # Some examples have collectives that do not wait for each other.
 pytestmark = pytest.mark.usefixtures("no_cache")
@@ -22,7 +31,9 @@ def blocks(page):
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if p in COSTLY else ()) for p in PAGES]
+)
 def test_the_examples_of_a_page_run(page, monkeypatch, following):
     # The real function would change this process for all later tests.
     monkeypatch.setattr(cgx_jax, "keep_memory", lambda: True)

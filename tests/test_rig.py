@@ -63,6 +63,7 @@ LINKS = {
 
 @needs_link
 @pytest.mark.parametrize("name", LINKS)
+@pytest.mark.quick("a rate that changes")
 def test_ranks_reach_each_other_over_links_of_that_rate_and_delay(name):
     world, rate, delay, then, shown = LINKS[name]
     program = f"RESHAPE, DELAY = {then!r}, {delay}\n{SHOWS}"
@@ -82,6 +83,7 @@ def test_a_failed_rank_ends_the_others_and_its_output_is_shown():
     assert "rank 1 failed:\nno" in done.stderr
 
 
+@pytest.mark.slow
 @needs_link
 def test_a_run_that_takes_too_long_is_stopped():
     done = started(2, "1gbit", ["sleep", "600"], timeout=0.5)
@@ -93,16 +95,3 @@ def test_a_rate_that_is_none_is_refused():
     message = "rate 'fast' is not a number followed by kbit, mbit or gbit"
     with pytest.raises(ValueError, match=message):
         rig.run(2, "fast", ["true"])
-
-
-def test_what_is_missing_is_named_with_its_remedy(monkeypatch):
-    assert not rig.joined()
-    refused = subprocess.CompletedProcess([], 1, "", "unshare: not permitted\n")
-    monkeypatch.setattr(rig, "_start", lambda *_, **__: refused)
-    monkeypatch.setattr(rig.shutil, "which", lambda tool, **_: tool)
-    monkeypatch.setattr(rig.sys, "platform", "linux")
-    assert "(unshare: not permitted); try sudo" in rig.missing()
-    monkeypatch.setattr(rig.shutil, "which", lambda tool, **_: None if tool == "tc" else tool)
-    assert rig.missing().endswith("`tc`: install it (apt-get install iproute2)")
-    monkeypatch.setattr(rig.sys, "platform", "darwin")
-    assert rig.missing() == "a slow link needs Linux's network namespaces"

@@ -184,6 +184,7 @@ def means(compressor, x, mesh, keys):
 
 
 @pytest.mark.parametrize("rotation", [False, True])
+@pytest.mark.quick("True")
 def test_correlated_rounding_errs_less_in_the_mean_and_is_unbiased(mesh, rotation):
     """The second phase has one encoder and errs as before, so a quarter of the error can go."""
     world = mesh.shape["data"]
@@ -220,6 +221,7 @@ def test_ranks_that_agree_round_up_as_often_as_they_should(rotation):
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize(("size", "tolerance"), [(512 * 40, 0.15), (512, 0.3), (300, 0.7)])
+@pytest.mark.quick("512-0.3-stochastic")
 def test_statistics_measure_rotated_candidates(size, tolerance, rounding):
     """Statistics use other signs, and treat a partly filled bucket as if it were full."""
     x = heavy_tailed(size)

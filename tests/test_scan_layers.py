@@ -61,6 +61,7 @@ EXAMPLES = jnp.asarray(np.random.default_rng(1).standard_normal((2 * WORLD, WIDT
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
+@pytest.mark.quick("4-True")
 def test_without_compression_it_is_the_whole_model(count, check_vma, mesh):
     stack = layers(count)
     got = trained(mesh, {"exchange": "xla", **EXACT}, check_vma=check_vma)(EXAMPLES, stack)

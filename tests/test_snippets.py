@@ -28,6 +28,14 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 PROCESSES = "docs/quickstart/processes.md"
+# Compiled models, which the quick tests leave out: of every kind they run another page.
+COSTLY = [
+    "docs/flax_examples.md",
+    *(
+        f"docs/quickstart/{n}.md"
+        for n in ("equinox", "flax_linen", "flax_nnx", "fsdp", "pmap", "shard_map")
+    ),
+]
 
 # Pages whose blocks are all run by another test: named by page or by folder.
 ELSEWHERE = {
@@ -284,12 +292,15 @@ def trace(code, namespace, page, line, axis, scope):
 
 # Collectives of a program that do not wait for each other: see conftest.
 @pytest.mark.usefixtures("no_cache")
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)])
-def test_a_page_runs(page, monkeypatch):
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.slow if p in COSTLY else ()) for p in PAGES if runs(p)],
+)
+def test_a_page_runs(page):
     def namespace():
         # Classes look for the module that they are defined in.
         module = types.ModuleType("snippet")
-        monkeypatch.setitem(sys.modules, "snippet", module)
+        sys.modules["snippet"] = module
         return vars(module)
 
     known = FRAGMENTS.get(page, Fragments())

@@ -224,6 +224,7 @@ PASSED = {
 
 @pytest.mark.parametrize("way", PASSED)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("momentum-flax", "rooms-orbax", "shared codes-resize_state", "local-pickle")
 def test_a_state_goes_on_after(way, kind, mesh, tmp_path):
     tx, params = KINDS[kind](mesh), zeros({"a": {"w": SQUARE}, "b": (64,)})
     state = tx.init(params)

@@ -47,6 +47,7 @@ def true_error(x, compressor, key=None):
 
 @pytest.mark.parametrize("size", [1, 40, 511, 512, 513, 4096, 5000])
 @pytest.mark.parametrize("compressor", [Quantize(1), Quantize(3, 64), Quantize(8, 96)], ids=str)
+@pytest.mark.quick("Quantize(bits=1*-40", "Quantize(bits=3*-513", "Quantize(bits=8*-4096")
 def test_error_of_whole_buckets_is_the_kernels(compressor, size):
     x = np.random.default_rng(size).normal(size=size).astype(np.float32)
     bucket = compressor.bucket_size
@@ -69,6 +70,7 @@ def test_stochastic_rounding_s_error_is_the_expected_one():
 
 
 @pytest.mark.parametrize("c", [Quantize(3, 64), Quantize(4, 64, "stochastic")], ids=str)
+@pytest.mark.quick("*stochastic*")
 def test_encoding_and_decoding_finds_the_error_that_the_arithmetic_gives(c):
     rows = jnp.asarray(np.random.default_rng(5).normal(size=(50, 128)), jnp.float32)
     filled = np.repeat([128, 100], 25)
@@ -150,6 +152,7 @@ def test_later_samples_count_more():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.quick("nan")
 def test_a_leaf_that_is_not_finite_on_one_rank_keeps_its_averages_and_is_counted(bad):
     rng = np.random.default_rng(3)
     good = rng.normal(size=(3, 2, 4000)).astype(np.float32)

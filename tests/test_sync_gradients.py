@@ -19,15 +19,6 @@ from cgx_jax.transforms.sync_gradients import SyncState
 
 pytestmark = pytest.mark.oldest
 
-LOSSY = [
-    Quantize(2),
-    Quantize(4, 96),
-    Quantize(3, 64, "stochastic"),
-    Quantize(1, 64, "stochastic"),
-    Quantize(2, 128, rotation=True),
-    Cast(jnp.bfloat16),
-]
-
 
 def gradients(world, steps, seed=0, dtype=np.float32):
     """Returns gradients that differ by rank and step, of two scales; one leaf has many buckets."""
@@ -53,6 +44,7 @@ def everything(compressor):
     return Rules((), compressor, exact=[Rule(Identity(), path="bias")])
 
 
+@functools.cache
 def with_memory(compressor, world, memory=None, **kwargs):
     return cgx_jax.sync_gradients(
         "data",
@@ -66,10 +58,10 @@ def with_memory(compressor, world, memory=None, **kwargs):
 @pytest.mark.parametrize(
     ("compressor", "world"),
     [
-        (LOSSY[0], 3),
-        (LOSSY[3], 1),
-        *(pytest.param(c, 3, marks=pytest.mark.slow) for c in LOSSY[1:]),
-        *(pytest.param(LOSSY[0], w, marks=pytest.mark.slow) for w in (1, 2, 8)),
+        (Quantize(2), 3),
+        (Quantize(1, 64, "stochastic"), 1),
+        pytest.param(Quantize(1, 64, "stochastic"), 3, marks=pytest.mark.slow),
+        pytest.param(Quantize(2), 8, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -106,28 +98,6 @@ def test_feedback_changes_what_is_sent_and_its_absence_does_not():
     for t in range(3):
         expected = reduced(jax.tree.map(lambda x, t=t: x[t], grads))
         np.testing.assert_array_equal(plain["w"][t], expected["w"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compressor", LOSSY, ids=str)
-def test_memory_stays_bounded(compressor):
-    if compressor.bits == 1 if isinstance(compressor, Quantize) else False:
-        steps, bound = 300, 64 * 4
-    else:
-        steps, bound = 100, 4
-    grads = jax.tree.map(lambda x: np.repeat(x, steps, 0), gradients(4, 1))
-    _, state = run(with_memory(compressor, 4), grads, 4)
-    largest = np.abs(grads["w"]).max()
-    rows = np.abs(np.asarray(state.memory[0]["w"])).max()
-    assert rows < bound * 4 * largest  # an owner remembers for all 4 ranks
-
-
-def test_plain_feedback_around_one_unbiased_bit_diverges(monkeypatch):
-    monkeypatch.setattr(Quantize, "feedback_scale", 1.0)
-    grads = jax.tree.map(lambda x: np.repeat(x, 60, 0), gradients(2, 1))
-    _, state = run(with_memory(Quantize(1, 64, "stochastic"), 2), grads, 2)
-    largest = np.abs(np.asarray(state.memory[0]["w"])).max()
-    assert not largest < 1e6  # NaN when the sums overflow
 
 
 def test_one_biased_bit_is_refused_with_a_memory():
@@ -171,38 +141,6 @@ def test_momentum_correction_is_exact_momentum_where_nothing_is_lost():
         for name in grads:
             atol = 1e-5 * np.abs(grads[name]).max()
             np.testing.assert_allclose(got[name][t], expected[name], atol=atol)
-
-
-@pytest.mark.slow
-def test_momentum_correction_loses_nothing_of_the_velocities():
-    grads = gradients(4, 10)
-    got, state = run(with_memory(Quantize(2), 4, MomentumCorrection(0.9)), grads, 4)
-    residual, velocity = state.memory
-    u, total = 0, 0
-    for t in range(10):
-        u = 0.9 * u + grads["w"][t].astype(np.float64)
-        total = total + u.mean(0)
-    seen = got["w"].astype(np.float64).sum(0) + np.asarray(residual["w"]).mean(0)
-    np.testing.assert_allclose(seen, total, atol=1e-4 * np.abs(total).max())
-    np.testing.assert_allclose(velocity["w"], u, atol=1e-5 * np.abs(u).max())
-
-
-@pytest.mark.slow
-def test_chain_clips_the_mean_and_memory_keeps_what_compression_lost():
-    grads = gradients(4, 5)
-    chained = optax.chain(with_memory(Quantize(2), 4), optax.clip_by_global_norm(0.1))
-    got, state = run(chained, grads, 4)
-    alone, expected = run(with_memory(Quantize(2), 4), grads, 4)
-    jax.tree.map(np.testing.assert_array_equal, state[0], expected)
-    for t in range(5):
-        norm = np.sqrt(sum(np.square(x[t]).sum() for x in jax.tree.leaves(got)))
-        np.testing.assert_allclose(norm, 0.1, rtol=1e-5)
-        np.testing.assert_allclose(
-            got["w"][t] / np.linalg.norm(got["w"][t]),
-            alone["w"][t] / np.linalg.norm(alone["w"][t]),
-            rtol=1e-4,
-            atol=1e-7,
-        )
 
 
 @pytest.mark.slow
@@ -260,7 +198,8 @@ def test_multi_steps_around_it_reduces_the_accumulated_gradients(way):
 
 def test_state_has_the_same_shapes_under_every_plan():
     like = jax.tree.map(lambda g: g[0, 0], gradients(1, 1))
-    shapes = [jax.tree.map(jnp.shape, with_memory(c, 8).init(like)) for c in [*LOSSY, Identity()]]
+    codes = Quantize(2), Quantize(2, 128, rotation=True), Cast(jnp.bfloat16), Identity()
+    shapes = [jax.tree.map(jnp.shape, with_memory(c, 8).init(like)) for c in codes]
     assert all(s == shapes[0] for s in shapes)
     assert shapes[0].memory[0]["w"] == (8, 40, 50)
 
@@ -351,33 +290,6 @@ def test_shardings_for_other_ranks_or_axes_are_refused():
         cgx_jax.state_shardings(state, "data", ranks(4))
     with pytest.raises(ValueError, match=r"state_shardings: axis 'model' is not .* \('data',\)"):
         cgx_jax.state_shardings(state, "model", ranks(8))
-
-
-@pytest.mark.slow
-def test_checkpoint_goes_on_as_if_nothing_had_happened_also_onto_another_plan(tmp_path):
-    import orbax.checkpoint as ocp
-
-    grads = gradients(4, 6)
-    first, second = (jax.tree.map(lambda x, s=s: x[s], grads) for s in (slice(3), slice(3, 6)))
-    for after in (Quantize(2), Quantize(4, 96)):
-        tx, then = (with_memory(c, 4, precondition=SecondMoment()) for c in (Quantize(2), after))
-        _, state = run(tx, first, 4)
-        path = tmp_path / str(after.bits)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(path, state)
-            checkpointer.wait_until_finished()
-            like = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
-            shape = jax.eval_shape(then.init, like)
-            target = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                shape,
-                cgx_jax.state_shardings(shape, "data", ranks(4)),
-            )
-            restored = checkpointer.restore(path, target)
-        jax.tree.map(np.testing.assert_array_equal, restored, state)
-        there, _ = run(then, second, 4, state=restored)
-        here, _ = run(then, second, 4, state=state)
-        jax.tree.map(np.testing.assert_array_equal, there, here)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from cgx_jax import Adaptive, Plan, Quantize
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import PowerSGD, SignSGD
 from cgx_jax.exchanges import Mpi, Xla
-from cgx_jax.policies import training_loop
 from cgx_jax.reductions import GatherSum, Levels, Ring, Tree
 from cgx_jax.tuner import Setting
 from cgx_jax.tuner.candidates import Asked, candidates
@@ -55,6 +54,7 @@ RACES = {
 
 
 @pytest.mark.parametrize("name", RACES)
+@pytest.mark.quick("the last is the fastest", "one alone meets psum at once", "psum wins a tie")
 def test_the_slower_half_drops_out_until_one_meets_psum(monkeypatch, name):
     seconds, expected, best = RACES[name]
     settings = WAYS[: len(seconds)]
@@ -100,6 +100,7 @@ def test_no_setting_is_compared_with_another_right_after_psum(monkeypatch):
 
 
 @pytest.mark.parametrize("compilations", [2, 3, 4])
+@pytest.mark.quick("3")
 def test_no_more_programs_are_compiled_than_allowed(monkeypatch, compilations):
     training = Training(
         tuner(compilations=compilations, reductions=REDUCTIONS),
@@ -153,7 +154,7 @@ def test_what_is_reduced_is_what_the_setting_says(monkeypatch):
     for k, x in grads(0).items():
         np.testing.assert_allclose(exact[k], -x.mean(0), atol=1e-6)
     for kept, options in ((SPLIT, {}), (WHOLE, {"reduction": "gather_sum"})):
-        monkeypatch.setattr(training.tuner, "current", kept)
+        training.tuner.current = kept
         got, want = training.run(1), mean(0, compressor=Quantize(4), exchange="xla", **options)
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -168,25 +169,13 @@ SLOW = {
 @pytest.mark.parametrize("name", SLOW)
 @pytest.mark.parametrize(("split", "kept"), [(0.8, SPLIT), (1.05, PSUM)])
 @pytest.mark.parametrize("start", [0, 17])  # when the spell falls on the ways, or on psum
+@pytest.mark.quick("0-0.8-kept0-one machine*")
 def test_a_slow_spell_does_not_flip_the_choice(monkeypatch, name, split, kept, start):
     costs = costs_of(split, 1.2, lambda setting, step: SLOW[name](setting, step - start))
     training = Training(tuner(rounds=8), monkeypatch=monkeypatch, costs=costs)
     training.run(2 * 2 * (1 + 2 * 8) + 1)
     assert training.tuner.state == "kept"
     assert training.tuner.current == kept
-
-
-def test_all_ranks_have_passed_a_first_barrier_before_a_trial_is_timed(monkeypatch):
-    training, seen = Training(tuner()), []
-    monkeypatch.setattr(training_loop, "clock", lambda: seen.append("clock") or 0.0)
-    training.run(1)
-    gather = training_loop.agreement.gather
-    monkeypatch.setattr(
-        training_loop.agreement, "gather", lambda n: seen.append("barrier") or gather(n)
-    )
-    seen.clear()
-    training.run(1)
-    assert seen == ["barrier", "barrier", "clock", "clock"]
 
 
 def asked(like, compressor, world=8, **options):

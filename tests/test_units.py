@@ -1,6 +1,5 @@
 """Means in units, for any world, transformation, platform and compressor; residuals add up."""
 
-import dataclasses
 import functools
 
 import jax
@@ -100,6 +99,7 @@ def close(a, b):
 
 
 @EVERY_CODE
+@pytest.mark.quick("world3-Quantize(bits=3*", "world2-Cast*", "world1-Quantize(bits=4*")
 def test_a_mean_in_units_is_the_mean_of_what_they_make(mesh_of_each_size, code):
     """For `Quantize` bit for bit: kernels compute what passes around the reduction would.
 
@@ -132,6 +132,7 @@ def test_a_mean_in_units_is_the_mean_of_what_they_make(mesh_of_each_size, code):
 @pytest.mark.parametrize(
     "how", [None, *(pytest.param(h, marks=pytest.mark.slow) for h in ("ring", "tree"))]
 )
+@pytest.mark.quick("None-float16-Quantize(bits=3*")
 def test_what_is_lost_in_units_is_what_the_mean_lacks(mesh, code, dtype, how):
     tree = jax.tree.map(lambda x: jnp.clip(x, -100, 100), tree_of(mesh.size, dtype))
     units = units_of_tree(spread=0.2)
@@ -189,6 +190,7 @@ def test_units_are_constants_of_the_derivative(mesh):
 
 
 @pytest.mark.parametrize("batched", [(0, 0), (0, None)])
+@pytest.mark.quick("batched1")
 def test_vmap_is_as_many_calls(mesh, batched):
     plan = Plan.build(jax.ShapeDtypeStruct((24, 100), jnp.float32), Quantize(4, 96, rotation=True))
     x = jnp.stack([tree_of(8, seed=s)["matrix"] for s in range(3)], 1)
@@ -221,6 +223,7 @@ def test_vmap_is_as_many_calls(mesh, batched):
 
 @pytest.mark.parametrize("rotation", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.quick("bfloat16-True")
 def test_units_outside_of_the_call_give_the_bytes_of_units_within(dtype, rotation):
     """This is what a platform does if its kernels do not support units."""
     codes = [Quantize(4, rotation=rotation), Quantize(3, 96), Quantize(2)]
@@ -257,37 +260,6 @@ def test_units_outside_of_the_call_give_the_bytes_of_units_within(dtype, rotatio
     ):
         for a, b in zip(got, want, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def test_the_fallback_knows_units_too(mesh, monkeypatch):
-    """It is as close to the native kernels as without units."""
-    tree, units = tree_of(8)["matrix"], [units_of_tree()[1]]
-    plan = Plan.build(jax.ShapeDtypeStruct(tree.shape[1:], tree.dtype), Quantize(4))
-    want = reduce(mesh, plan, tree, units, residual=True)
-
-    @dataclasses.dataclass
-    class Plain:
-        call: object
-
-        def bind(self, *operands, **params):
-            return self.call(*operands, **params)
-
-    calls = {
-        "encode": (primitives._encode_jnp, outside.encode),
-        "reduce": (primitives._reduce_jnp, outside.reduce),
-        "decode": (primitives._decode_jnp, outside.decode),
-    }
-
-    def bind(primitive, *operands, **params):
-        plain, around = calls[primitive.name.removeprefix("cgx_")]
-        return around(Plain(plain), *operands, **params)
-
-    monkeypatch.setattr(primitives, "bind", bind)
-    got = reduce(mesh, plan, tree, units, residual=True, check_vma=False)
-    scale = jax.tree.map(lambda a: np.abs(a).max(), want)
-    jax.tree.map(
-        lambda a, b, s: np.testing.assert_allclose(a, b, atol=float(s) / 10), got, want, scale
-    )
 
 
 def test_without_units_nothing_changes(mesh):
@@ -331,6 +303,7 @@ def unfused(self, primitive, call, phases, *leaves):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.quick("bfloat16")
 def test_the_fused_cuda_call_gets_values_in_units(mesh, dtype, fused_on_cpu):
     """The call's kernels do not support units, so the exchange multiplies around the call."""
     fused_on_cpu(unfused)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import cgx_jax
 from adaptive_training import LIKE, Training, adaptive
-from cases import CASES
+from cases import CASES, every
 from cgx_jax import installation, untrusted, use_profile
 from cgx_jax.compressors import PayloadCompressor
 from cgx_jax.exchanges import Profile
@@ -237,7 +237,10 @@ PAYLOADS = {
 }
 
 
-@pytest.mark.parametrize("name", PAYLOADS)
+@pytest.mark.parametrize("name", every(PAYLOADS))
+@pytest.mark.quick(
+    "rotated", "ternary", "top k", "top k of every bucket", "sampled threshold", "qsgd"
+)
 def test_any_bytes_decode_to_arrays_of_the_leaf(name):
     c, rng, size = PAYLOADS[name], np.random.default_rng(5), 1000
     n = c.payload_bytes(size)

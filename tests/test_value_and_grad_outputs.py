@@ -57,6 +57,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("specs", [OUTPUTS, OUTPUTS.get], ids=["tree", "function"])
+@pytest.mark.quick("tree")
 def test_auxiliary_outputs_are_those_of_plain_jit(case, specs):
     params, x, y, want = case
     (loss, aux), grads = jax.jit(vag(outputs_of, has_aux=True, aux_specs=specs))(params, x, y)
@@ -190,6 +191,7 @@ def ratio(p, x, y, w):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
 @pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.quick("False-int32")
 def test_a_ratio_is_the_weighted_mean_of_the_whole_batch(case, dtype, jit):
     params, x, y, _ = case
     w = (np.arange(64) % 9 == 0) + (np.arange(64) < 8) * 1.0
@@ -396,6 +398,7 @@ RUDE = {
 
 
 @pytest.mark.parametrize("loss", RECIPES.values(), ids=RECIPES)
+@pytest.mark.quick("own", "sequence")
 def test_one_example_per_rank(case, loss):
     params, x, y, _ = case
     want = jax.value_and_grad(loss)(params, x[:8], y[:8])
@@ -519,6 +522,7 @@ HONEST = {
 
 
 @pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST)
+@pytest.mark.quick("hessians", "filled with NaN", "own numbers")
 def test_a_mean_over_the_examples_is_taken(case, honest):
     params, x, y, _ = case
     loss = lambda p, x, y: loss_fn(p, x, y) + honest(x * p["a"]["b"].sum() + x)  # noqa: E731
@@ -610,6 +614,7 @@ def test_loops_over_time_layers_and_examples_are_taken(case):
 
 
 @pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.quick("8")
 def test_nnx_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case, rows):
     _, x, y, _ = case
     x, y = x[:rows], y[:rows]
@@ -623,6 +628,7 @@ def test_nnx_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case
 
 
 @pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.quick("True")
 def test_linens_batch_norm_with_the_axis_has_the_statistics_of_the_whole_batch(case, remat):
     _, x, y, _ = case
 
@@ -668,6 +674,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+@pytest.mark.quick("mean", "sum")
 def test_nnx_state_is_that_of_plain_jit(case, keep):
     _, x, y, _ = case
     loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731

@@ -32,6 +32,7 @@ def case():
     ],
     ids=["memory", "preconditioned memory", "stochastic"],
 )
+@pytest.mark.quick("memory")
 def test_a_state_goes_through_steps_as_sync_gradients_keeps_it(case, policy, options):
     params, x, y, _ = case
     mesh = auto_mesh()

@@ -37,6 +37,7 @@ def gradients(steps, seed=0):
     return {k: rng.normal(size=(*shape, *x.shape)).astype(np.float32) for k, x in LIKE.items()}
 
 
+@functools.cache
 def sync(policy=None, **options):
     policy = Quantize(4) if policy is None else policy
     return cgx_jax.sync_gradients("data", policy, mesh=mesh(), exchange="xla", **options)
@@ -209,6 +210,7 @@ def accumulating_over_calls(tx, specs, k):
     return jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=in_specs, out_specs=split))
 
 
+@pytest.mark.slow
 @every_kind
 def test_gradients_added_up_in_the_step_are_reduced_once_in_k(kept):
     grads, k = gradients(6), 3
@@ -304,6 +306,7 @@ def test_what_cannot_be_injected_is_refused(make, message):
         make().init(LIKE)
 
 
+@pytest.mark.slow
 def test_clipping_belongs_after_it_where_the_norm_is_that_of_the_mean():
     grads = gradients(1)
     grads["w"][:, 0] *= 100  # one rank has much larger ones
