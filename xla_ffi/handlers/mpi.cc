@@ -10,8 +10,8 @@
 #include "cpu/kernels.h"
 #include "handlers/fresh_results.h"
 #include "handlers/operands.h"
-#include "mpi/fused.h"
-#include "mpi/rows.h"
+#include "messages/fused.h"
+#include "messages/rows.h"
 
 namespace cgx {
 namespace {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "mpi/engine.h"
+#include "messages/engine.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace cgx {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "mpi/port.h"
+#include "messages/port.h"
 
 namespace cgx {
 

@@ -3,7 +3,7 @@
 
 #include "fuzz/codec.h"
 #include "fuzz/hostile_port.h"
-#include "mpi/network.h"
+#include "messages/network.h"
 
 namespace fuzz {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "cases.h"
 #include "handlers/frames.h"
-#include "mpi/network.h"
+#include "messages/network.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "mpi/rows.h"
+#include "messages/rows.h"
 
 #include <string.h>
 

@@ -1,4 +1,4 @@
-#include "mpi/fused.h"
+#include "messages/fused.h"
 
 #include <string.h>
 

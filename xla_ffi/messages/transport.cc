@@ -1,4 +1,4 @@
-#include "mpi/transport.h"
+#include "messages/transport.h"
 
 namespace cgx {
 namespace {

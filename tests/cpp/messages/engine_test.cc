@@ -1,12 +1,12 @@
 // An engine reports its calls even if the system refuses more threads.
-#include "mpi/engine.h"
+#include "messages/engine.h"
 
 #include <atomic>
 #include <system_error>
 
 #include "cases.h"
-#include "mpi/network.h"
-#include "mpi/rows.h"
+#include "messages/network.h"
+#include "messages/rows.h"
 #include "refused_threads.h"
 
 namespace {

@@ -1,6 +1,6 @@
 // What carries messages between the ranks of one group: MPI, or a test's stand-in.
-#ifndef CGX_MPI_PORT_H_
-#define CGX_MPI_PORT_H_
+#ifndef CGX_MESSAGES_PORT_H_
+#define CGX_MESSAGES_PORT_H_
 
 #include <stdint.h>
 
@@ -25,4 +25,4 @@ class Port {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_PORT_H_
+#endif  // CGX_MESSAGES_PORT_H_

@@ -1,12 +1,12 @@
 // The fused all-reduce and gather-sum of virtual ranks, over messages that are delayed at random.
 // They give the same bytes as the kernels and the exchanges between them, run one after the other.
-#include "mpi/fused.h"
+#include "messages/fused.h"
 
 #include <algorithm>
 
 #include "cases.h"
 #include "counted_memory.h"
-#include "mpi/network.h"
+#include "messages/network.h"
 
 namespace {
 

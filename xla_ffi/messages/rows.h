@@ -3,8 +3,8 @@
 // A row travels in segments. Messages read and write only memory that the call owns, because the
 // caller's memory is gone once a call has failed. This memory holds one window of segments per peer
 // and direction.
-#ifndef CGX_MPI_ROWS_H_
-#define CGX_MPI_ROWS_H_
+#ifndef CGX_MESSAGES_ROWS_H_
+#define CGX_MESSAGES_ROWS_H_
 
 #include <stdint.h>
 
@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "mpi/call.h"
-#include "mpi/hello.h"
-#include "mpi/port.h"
+#include "messages/call.h"
+#include "messages/hello.h"
+#include "messages/port.h"
 
 namespace cgx {
 
@@ -79,4 +79,4 @@ class RowsCall : public Call {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_ROWS_H_
+#endif  // CGX_MESSAGES_ROWS_H_

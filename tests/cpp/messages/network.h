@@ -1,6 +1,6 @@
 // MPI's stand-in: messages between virtual ranks, delayed at random.
-#ifndef CGX_TESTS_MPI_NETWORK_H_
-#define CGX_TESTS_MPI_NETWORK_H_
+#ifndef CGX_TESTS_MESSAGES_NETWORK_H_
+#define CGX_TESTS_MESSAGES_NETWORK_H_
 
 #include <algorithm>
 #include <cstring>
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "mpi/port.h"
+#include "messages/port.h"
 
 namespace {
 
@@ -122,4 +122,4 @@ class SilentPort : public cgx::Port {
 
 }  // namespace
 
-#endif  // CGX_TESTS_MPI_NETWORK_H_
+#endif  // CGX_TESTS_MESSAGES_NETWORK_H_

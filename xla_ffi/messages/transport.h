@@ -1,14 +1,14 @@
 // Moves segments as nonblocking messages between the ranks of one group.
-#ifndef CGX_MPI_TRANSPORT_H_
-#define CGX_MPI_TRANSPORT_H_
+#ifndef CGX_MESSAGES_TRANSPORT_H_
+#define CGX_MESSAGES_TRANSPORT_H_
 
 #include <stdint.h>
 
 #include <string>
 #include <vector>
 
-#include "mpi/hello.h"
-#include "mpi/port.h"
+#include "messages/hello.h"
+#include "messages/port.h"
 #include "schedule/schedule.h"
 #include "schedule/segments.h"
 
@@ -91,4 +91,4 @@ class Transport {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_TRANSPORT_H_
+#endif  // CGX_MESSAGES_TRANSPORT_H_

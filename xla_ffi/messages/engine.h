@@ -4,8 +4,8 @@
 // has few threads. So a call occupies none of them: its handler hands the call over and returns.
 // All calls in flight progress side by side. None waits for another, and each has its own message
 // tags.
-#ifndef CGX_MPI_ENGINE_H_
-#define CGX_MPI_ENGINE_H_
+#ifndef CGX_MESSAGES_ENGINE_H_
+#define CGX_MESSAGES_ENGINE_H_
 
 #include <stdint.h>
 
@@ -20,10 +20,10 @@
 #include <thread>
 
 #include "cpu/worker_pool.h"
-#include "mpi/buffer_pool.h"
-#include "mpi/call.h"
+#include "messages/buffer_pool.h"
+#include "messages/call.h"
+#include "messages/notices.h"
 #include "mpi/library.h"
-#include "mpi/notices.h"
 
 namespace cgx {
 
@@ -108,4 +108,4 @@ class Engine {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_ENGINE_H_
+#endif  // CGX_MESSAGES_ENGINE_H_

@@ -1,4 +1,4 @@
-#include "mpi/engine.h"
+#include "messages/engine.h"
 
 #include <time.h>
 

@@ -1,12 +1,12 @@
 // One call in flight, which the engine drives.
-#ifndef CGX_MPI_CALL_H_
-#define CGX_MPI_CALL_H_
+#ifndef CGX_MESSAGES_CALL_H_
+#define CGX_MESSAGES_CALL_H_
 
 #include <stdint.h>
 
 #include <string>
 
-#include "mpi/buffer_pool.h"
+#include "messages/buffer_pool.h"
 
 namespace cgx {
 
@@ -36,4 +36,4 @@ class Call {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_CALL_H_
+#endif  // CGX_MESSAGES_CALL_H_
