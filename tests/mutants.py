@@ -8,8 +8,8 @@ one changed operator, constant or condition in a function that some test calls, 
 seed, evenly over the modules. The tests that call the function run until one fails, the quickest
 first. For a mutant that survives them, the slow tests of the same files run: if one of those fails,
 the quick set lacks a case. A mutant of C++ is a changed operator or constant of the CPU kernels, of
-the wire format or of the engine of messages, and the C++ unit tests run. Everything happens in a copy in
-build/mutants. Needs Python 3.12 or newer, for `sys.monitoring`.
+the wire format or of the engine of messages, and the C++ unit tests run. Everything happens in a
+copy in build/mutants. Needs Python 3.12 or newer, for `sys.monitoring`.
 """
 
 import argparse

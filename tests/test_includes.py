@@ -9,7 +9,7 @@ MAY_INCLUDE = {
     "cpu": {"format"},
     "cuda": {"format"},
     "schedule": {"format"},
-    "messages": {"format", "schedule", "cpu", "mpi"},
+    "messages": {"format", "schedule", "cpu"},
     "mpi": {"messages"},
     "nccl": {"format", "schedule", "cuda"},
     "handlers": {"format", "cpu", "cuda", "messages", "mpi", "nccl", "xla"},

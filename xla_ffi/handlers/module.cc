@@ -18,6 +18,7 @@
 #include "handlers/cpu.h"
 #include "handlers/mpi.h"
 #include "handlers/report.h"
+#include "mpi/library.h"
 
 namespace py = pybind11;
 
@@ -78,14 +79,14 @@ void mpi_start(const std::string& module, int64_t handle_bytes, int64_t status_b
                int64_t largest_tag, int64_t error_offset, int64_t ranks, int64_t rank,
                int64_t segment_bytes, int64_t window, double timeout, int64_t threads) {
   std::string error;
-  auto library = cgx::bind_mpi({module, handle_bytes, status_bytes, communicator, byte_type,
-                                null_request, largest_tag, error_offset},
-                               &error);
-  if (!library) throw py::value_error(error);
+  auto ports = cgx::bind_mpi(
+      {module, handle_bytes, status_bytes, communicator, byte_type, null_request, error_offset},
+      &error);
+  if (!ports) throw py::value_error(error);
   const py::gil_scoped_release unlocked;
   const cgx::EngineSettings settings{ranks,   rank,   largest_tag, {segment_bytes, window},
                                      timeout, threads};
-  cgx::set_engine(std::make_unique<cgx::Engine>(std::move(library), settings));
+  cgx::set_engine(std::make_unique<cgx::Engine>(std::move(ports), settings));
 }
 
 void mpi_stop() {

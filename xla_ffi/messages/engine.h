@@ -23,12 +23,12 @@
 #include "messages/buffer_pool.h"
 #include "messages/call.h"
 #include "messages/notices.h"
-#include "mpi/library.h"
+#include "messages/port.h"
 
 namespace cgx {
 
 struct EngineSettings {
-  int64_t ranks;        // of the communicator
+  int64_t ranks;        // of the transport
   int64_t rank;         // of this process
   int64_t largest_tag;  // for notices; calls use the tags below it
   CallSettings calls;
@@ -49,9 +49,9 @@ class Engine {
   // Receives what went wrong; empty if nothing did. It may keep the thread that it is called on.
   using Done = std::function<void(const std::string& error)>;
 
-  Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settings);
+  Engine(std::unique_ptr<PortFactory> ports, const EngineSettings& settings);
   // Gives calls in flight a moment to end; after that they fail. Tells the other ranks that this
-  // rank leaves, unless another engine follows on the same communicator.
+  // rank leaves, unless another engine follows on the same ports.
   ~Engine();
 
   void is_followed() { followed_ = true; }
@@ -86,7 +86,7 @@ class Engine {
   void hear();
   void fail(const std::string& error, Notices::Kind tells = Notices::kFailed);
 
-  const std::unique_ptr<MpiLibrary> library_;
+  const std::unique_ptr<PortFactory> ports_;
   const EngineSettings settings_;
   WorkerPool workers_;
   BufferPool buffers_;

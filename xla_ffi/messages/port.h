@@ -1,16 +1,19 @@
-// What carries messages between the ranks of one group: MPI, or a test's stand-in.
+// What the engine needs of a transport, such as MPI or a test's stand-in: one file that implements
+// these two classes.
 #ifndef CGX_MESSAGES_PORT_H_
 #define CGX_MESSAGES_PORT_H_
 
 #include <stdint.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
 namespace cgx {
 
-// Nonblocking messages, one port per call. Not thread-safe. Functions return what went wrong, empty
-// if nothing did. Messages between two ranks with the same tag arrive in the order of posting.
+// Nonblocking messages between the ranks of one group, one port per call. Not thread-safe.
+// Functions return what went wrong, empty if nothing did. Messages between two ranks with the same
+// tag arrive in the order of posting.
 class Port {
  public:
   virtual ~Port() = default;
@@ -21,6 +24,13 @@ class Port {
   virtual std::string poll(std::vector<int64_t>* done) = 0;
   // Cancels receives that no message has matched. After that, nothing is written to their memory.
   virtual void cancel() = 0;
+};
+
+class PortFactory {
+ public:
+  virtual ~PortFactory() = default;
+  // `peers[r]` is the transport's rank of the group's rank r.
+  virtual std::unique_ptr<Port> port(std::vector<int32_t> peers) const = 0;
 };
 
 }  // namespace cgx

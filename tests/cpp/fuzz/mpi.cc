@@ -8,9 +8,9 @@
 namespace fuzz {
 namespace {
 
-class HostileLibrary : public cgx::MpiLibrary {
+class HostilePorts : public cgx::PortFactory {
  public:
-  HostileLibrary(uint64_t seed, Manners manners, int64_t ranks)
+  HostilePorts(uint64_t seed, Manners manners, int64_t ranks)
       : seed_(seed), manners_(manners), ranks_(ranks) {}
   std::unique_ptr<cgx::Port> port(std::vector<int32_t> peers) const override {
     for (const int32_t peer : peers) {
@@ -96,7 +96,7 @@ void mpi_case(Random& random) {
   const int64_t threads = random.chance(16) ? 2 : 1;
   if (engine) {
     cgx::set_engine(std::make_unique<cgx::Engine>(
-        std::make_unique<HostileLibrary>(random.bits(), manners, where.ranks),
+        std::make_unique<HostilePorts>(random.bits(), manners, where.ranks),
         cgx::EngineSettings{where.ranks,
                             where.rank,
                             kLargestTag,

@@ -12,13 +12,6 @@ namespace {
 
 constexpr int64_t kRanks = 3, kLargestTag = 300;
 
-class FakeLibrary : public cgx::MpiLibrary {
- public:
-  std::unique_ptr<cgx::Port> port(std::vector<int32_t>) const override {
-    return std::make_unique<SilentPort>();
-  }
-};
-
 struct Case {
   std::vector<int64_t> groups;
   int64_t world, channel;
@@ -42,7 +35,7 @@ const Case kCases[] = {
 
 int main() {
   cgx::set_engine(
-      std::make_unique<cgx::Engine>(std::make_unique<FakeLibrary>(),
+      std::make_unique<cgx::Engine>(std::make_unique<SilentPorts>(),
                                     cgx::EngineSettings{kRanks, 0, kLargestTag, {64, 2}, 60, 1}));
   int64_t run = 0;
   for (const Case& c : kCases) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <tuple>
@@ -118,6 +119,13 @@ class SilentPort : public cgx::Port {
 
  private:
   std::vector<int64_t> sent_;
+};
+
+class SilentPorts : public cgx::PortFactory {
+ public:
+  std::unique_ptr<cgx::Port> port(std::vector<int32_t>) const override {
+    return std::make_unique<SilentPort>();
+  }
 };
 
 }  // namespace
