@@ -22,7 +22,7 @@ class Tables {
     const auto aligned = [&](const void* p) {
       return reinterpret_cast<uintptr_t>(p) % (4 * item) == 0;
     };
-    last_ = run.slot.rounding != Rounding::kNearest;
+    stochastic_ = run.slot.rounding != Rounding::kNearest;
     Piece piece = {};
     piece.in = in ? static_cast<const char*>(in) + first : nullptr;
     piece.out = out ? static_cast<char*>(out) + first : nullptr;
@@ -71,11 +71,11 @@ class Tables {
   // Adds `total` values (or bytes to clear), in units of the piece's size. The limit on a table's
   // units may split them into several pieces. `longest` is the longest bucket.
   void add(Piece piece, int64_t total, int64_t item, int64_t longest) {
-    Filling& f = tables_[last_];
+    Filling& f = tables_[stochastic_];
     while (total > 0) {
       if (f.table.count >= most_pieces(std::max(f.longest, longest)) ||
           f.table.units == kTableUnits) {
-        flush(last_);
+        flush(stochastic_);
       }
       f.longest = std::max(f.longest, longest);
       const int64_t units =
@@ -107,7 +107,7 @@ class Tables {
 
   Launch launch_;
   Filling tables_[2];
-  bool last_ = false;
+  bool stochastic_ = false;  // the table of the last run
   cudaError_t error_ = cudaSuccess;
 };
 

@@ -45,7 +45,7 @@ ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs
     const KernelTable& kernels = current_kernels();
     for (int64_t b = 0; b < batch; ++b) zero_tails(layout, call(b).payload);
     const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, batch * count), operands.owned.longest_staged_bucket());
+    Scratch scratch(workers(pool, batch * count), operands.owned.staged_scratch_values());
     split_range(pool, batch, 0, layout.total_bytes(), count,
                 [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   EncodeCall own = call(b);
@@ -72,7 +72,7 @@ ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
     const auto of_units = operands.units.all(operands.batch);
     const int64_t count = pieces(layout.values / world);
     const int64_t tasks = operands.batch * count;
-    Scratch scratch(workers(pool, tasks), operands.owned.longest_bucket());
+    Scratch scratch(workers(pool, tasks), operands.owned.scratch_values());
     const KernelTable& kernels = current_kernels();
     // Chunks differ in length, so each batch element cuts its own.
     parallel_for(pool, tasks, [&](int64_t task, int64_t worker) {
@@ -115,7 +115,7 @@ ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingArgs args
     const auto of_units = operands.units.all(operands.batch);
     const KernelTable& kernels = current_kernels();
     const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_staged_bucket());
+    Scratch scratch(workers(pool, operands.batch * count), operands.owned.staged_scratch_values());
     split_range(pool, operands.batch, 0, layout.total_bytes(), count,
                 [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   kernels.decode({layout,
@@ -146,7 +146,7 @@ ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::Re
     const DType* const dtypes = operands.leaves.dtype.data();
     const KernelTable& kernels = current_kernels();
     const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_bucket());
+    Scratch scratch(workers(pool, operands.batch * count), operands.owned.scratch_values());
     split_range(pool, operands.batch, 0, layout.total_bytes(), count,
                 [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
                   kernels.accumulate({layout,

@@ -48,7 +48,7 @@ void codec() {
   const cgx::DType dtype = cgx::DType::kF32;
   const void* in = x.data();
   const cgx::KernelTable& cpu = cgx::current_kernels();
-  std::vector<float> scratch(owned.longest_bucket());
+  std::vector<float> scratch(owned.scratch_values());
   cpu.encode({layout, {&in, &dtype}, {}, key, rank, expected.data(), scratch.data()}, 0,
              layout.total_bytes());
   XLA_FFI_InvokeContext context;

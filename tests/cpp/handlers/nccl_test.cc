@@ -265,7 +265,7 @@ std::vector<float> received(const std::vector<const float*>& rows, bool sums = t
   const cgx::DType dtype = cgx::DType::kF32;
   const uint32_t key[2] = {0, 0};
   const std::vector<float> zeros(kValues);
-  std::vector<float> out(kValues), scratch(owned.longest_bucket());
+  std::vector<float> out(kValues), scratch(owned.scratch_values());
   Bytes payloads(rows.size() * layout.chunk_bytes);
   const cgx::KernelTable& cpu = cgx::current_kernels();
   for (size_t r = 0; r < rows.size(); ++r) {
