@@ -12,7 +12,7 @@ MAY_INCLUDE = {
     "messages": {"format", "schedule", "cpu"},
     "mpi": {"messages"},
     "nccl": {"format", "schedule", "cuda"},
-    "handlers": {"format", "cpu", "cuda", "messages", "mpi", "nccl", "xla"},
+    "handlers": {"format", "schedule", "cpu", "cuda", "messages", "mpi", "nccl", "xla"},
 }
 
 

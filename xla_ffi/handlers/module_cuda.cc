@@ -28,23 +28,21 @@ py::dict handlers() {
     all[code.target] = capsule(code.call);
   }
 #if CGX_HAVE_COLLECTIVES
-  const auto with_communicator = [&](XLA_FFI_Handler* initialize, XLA_FFI_Handler* execute) {
-    py::dict stages;
-    stages["prepare"] = capsule(cgx::nccl_prepare);
-    stages["initialize"] = capsule(initialize);
-    stages["execute"] = capsule(execute);
-    return stages;
+  const auto with_communicator = [&](cgx::Stages stages) {
+    py::dict staged;
+    staged["prepare"] = capsule(cgx::nccl_prepare);
+    staged["initialize"] = capsule(stages.initialize);
+    staged["execute"] = capsule(stages.execute);
+    return staged;
   };
-  all["cgx_all_reduce_nccl"] =
-      with_communicator(cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute);
-  all["cgx_reduce_scatter_nccl"] =
-      with_communicator(cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute);
-  all["cgx_all_gather_nccl"] =
-      with_communicator(cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute);
-  all["cgx_gather_sum_nccl"] =
-      with_communicator(cgx::gather_sum_nccl_initialize, cgx::gather_sum_nccl_execute);
+  using cgx::Collective;
+  const auto on_nccl = [&](Collective c) { return with_communicator(cgx::nccl_stages(c)); };
+  all["cgx_all_reduce_nccl"] = on_nccl(Collective::kAllReduce);
+  all["cgx_reduce_scatter_nccl"] = on_nccl(Collective::kReduceScatter);
+  all["cgx_all_gather_nccl"] = on_nccl(Collective::kAllGather);
+  all["cgx_gather_sum_nccl"] = on_nccl(Collective::kGatherSum);
   all["cgx_all_reduce_peer"] =
-      with_communicator(cgx::all_reduce_peer_initialize, cgx::all_reduce_peer_execute);
+      with_communicator({cgx::all_reduce_peer_initialize, cgx::all_reduce_peer_execute});
 #endif
   return all;
 }

@@ -8,6 +8,7 @@
 #ifndef CGX_HANDLERS_NCCL_H_
 #define CGX_HANDLERS_NCCL_H_
 
+#include "schedule/schedule.h"
 #include "xla/ffi/api/c_api.h"
 
 #if __has_include("xla/ffi/api/collectives_c_api.h")
@@ -21,22 +22,19 @@ namespace cgx {
 
 // Requests the communicator of any of these calls before anything runs.
 XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame);
+
 // The Initialize stage creates everything that Execute uses on a device. Between the two stages the
 // runtime waits for the group's other devices in this process.
-//
-// (keys of both phases, leaves) -> leaves [, residuals], payloads
-XLA_FFI_Error* all_reduce_nccl_initialize(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame);
-// (keys[world], leaves[world]) -> leaves, payloads. The attributes describe one row; each row is
-// encoded separately.
-XLA_FFI_Error* reduce_scatter_nccl_initialize(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame);
-// (key, leaves) -> leaves [, residuals], payloads
-XLA_FFI_Error* gather_sum_nccl_initialize(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* gather_sum_nccl_execute(XLA_FFI_CallFrame* frame);
-// (key, leaves) -> leaves[world], payloads
-XLA_FFI_Error* all_gather_nccl_initialize(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame);
+struct Stages {
+  XLA_FFI_Handler *initialize, *execute;
+};
+
+// All-reduce: (keys of both phases, leaves) -> leaves [, residuals], payloads.
+// Reduce-scatter: (keys[world], leaves[world]) -> leaves, payloads. The attributes describe one
+// row; each row is encoded separately.
+// Gather-sum: (key, leaves) -> leaves [, residuals], payloads.
+// All-gather: (key, leaves) -> leaves[world], payloads.
+Stages nccl_stages(Collective collective);
 
 }  // namespace cgx
 #endif
