@@ -195,28 +195,12 @@ ffi::Error find(ffi::ThreadPool pool, ffi::RemainingArgs args,
 }  // namespace
 
 XLA_FFI_Error* encode_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<ffi::ThreadPool>()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .RemainingArgs()
-                                              .Ret<Payload>()
-                                              .RemainingRets())
-                                  .To(encode);
+  static const auto handler = bind_encode<ffi::ThreadPool>().To(encode);
   return handler->Call(frame);
 }
 
 XLA_FFI_Error* reduce_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<ffi::ThreadPool>()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .Ret<Payload>()
-                                              .RemainingRets())
-                                  .Attr<float>("divisor")
-                                  .To(reduce);
+  static const auto handler = bind_reduce<ffi::ThreadPool>().To(reduce);
   return handler->Call(frame);
 }
 
@@ -229,14 +213,7 @@ XLA_FFI_Error* decode_handler(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* accumulate_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<ffi::ThreadPool>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .RemainingRets())
-                                  .Attr<float>("divisor")
-                                  .To(accumulate);
+  static const auto handler = bind_accumulate<ffi::ThreadPool>().To(accumulate);
   return handler->Call(frame);
 }
 

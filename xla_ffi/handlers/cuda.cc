@@ -119,28 +119,14 @@ ffi::Error run_accumulate(cudaStream_t stream, Ranks rank, Payload payload, ffi:
 }  // namespace
 
 XLA_FFI_Error* encode_cuda_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<Stream>()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .RemainingArgs()
-                                              .Ret<Payload>()
-                                              .RemainingRets())
-                                  .To(run_encode, {ffi::Traits::kCmdBufferCompatible});
+  static const auto handler =
+      bind_encode<Stream>().To(run_encode, {ffi::Traits::kCmdBufferCompatible});
   return handler->Call(frame);
 }
 
 XLA_FFI_Error* reduce_cuda_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<Stream>()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .Ret<Payload>()
-                                              .RemainingRets())
-                                  .Attr<float>("divisor")
-                                  .To(run_reduce, {ffi::Traits::kCmdBufferCompatible});
+  static const auto handler =
+      bind_reduce<Stream>().To(run_reduce, {ffi::Traits::kCmdBufferCompatible});
   return handler->Call(frame);
 }
 
@@ -152,14 +138,8 @@ XLA_FFI_Error* decode_cuda_handler(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* accumulate_cuda_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<Stream>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .RemainingRets())
-                                  .Attr<float>("divisor")
-                                  .To(run_accumulate, {ffi::Traits::kCmdBufferCompatible});
+  static const auto handler =
+      bind_accumulate<Stream>().To(run_accumulate, {ffi::Traits::kCmdBufferCompatible});
   return handler->Call(frame);
 }
 

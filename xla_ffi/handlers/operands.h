@@ -205,6 +205,17 @@ inline ffi::Error split_units(const std::string& call, const LayoutAttributes& a
 }
 
 // (key, rank, leaves, units) -> payload [, residuals]
+template <typename Context>
+auto bind_encode() {
+  return with_layout(ffi::Ffi::Bind()
+                         .Ctx<Context>()
+                         .template Arg<Keys>()
+                         .template Arg<Ranks>()
+                         .RemainingArgs()
+                         .template Ret<Payload>()
+                         .RemainingRets());
+}
+
 inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& rank,
                                const ffi::RemainingArgs& args, const Payload& payload,
                                const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
@@ -225,6 +236,19 @@ inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& r
 
 // (key, rank, payload, leaves [, residuals], units) -> chunk [, residuals, in the memory of their
 // operands]
+template <typename Context>
+auto bind_reduce() {
+  return with_layout(ffi::Ffi::Bind()
+                         .Ctx<Context>()
+                         .template Arg<Keys>()
+                         .template Arg<Ranks>()
+                         .template Arg<Payload>()
+                         .RemainingArgs()
+                         .template Ret<Payload>()
+                         .RemainingRets())
+      .template Attr<float>("divisor");
+}
+
 inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& rank,
                                const Payload& payload, const ffi::RemainingArgs& args,
                                const Payload& chunk, const ffi::RemainingRets& rets,
@@ -267,6 +291,17 @@ inline ffi::Error check_decode(const char* call, const Payload& payload,
 }
 
 // (rank, payload of all peers, leaves) -> leaves
+template <typename Context>
+auto bind_accumulate() {
+  return with_layout(ffi::Ffi::Bind()
+                         .Ctx<Context>()
+                         .template Arg<Ranks>()
+                         .template Arg<Payload>()
+                         .RemainingArgs()
+                         .RemainingRets())
+      .template Attr<float>("divisor");
+}
+
 inline ffi::Error check_accumulate(const char* call, const Ranks& rank, const Payload& payload,
                                    const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                    const LayoutAttributes& attributes, float divisor, Operands* out,
