@@ -14,7 +14,6 @@
 
 #include "messages/call.h"
 #include "messages/hello.h"
-#include "messages/port.h"
 
 namespace cgx {
 
@@ -37,8 +36,8 @@ class RowsCall : public Call {
            BufferPool& buffers);
 
   bool advance() override;
-  bool done() const override { return pending_ == 0 && open_ == 0; }
-  const std::string& error() const override { return error_; }
+  bool done() const override { return messages_.none() && open_ == 0; }
+  const std::string& error() const override { return messages_.error(); }
   std::string awaited() const override;
   bool greeted(int64_t peer) const override { return peer == spec_.rank || peers_[peer].greeted; }
   void release(BufferPool& buffers) override;
@@ -53,8 +52,7 @@ class RowsCall : public Call {
   };
   enum Kind { kHelloSend, kHelloReceive, kSend, kReceive };
 
-  void message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes);
-  void complete(int64_t ticket);
+  void complete(Kind kind, int64_t peer, int64_t segment);
   void pump(int64_t peer);
   bool finished(const Peer& peer) const {
     return peer.greeted && peer.sent == segments_ && peer.received == segments_;
@@ -68,13 +66,11 @@ class RowsCall : public Call {
   const RowsSpec spec_;
   const int64_t segments_, longest_, window_;
   const std::unique_ptr<Port> port_;
+  Messages messages_;
   BufferPool::Buffer outgoing_, incoming_;  // u8[world, window, longest]
   Hello hello_;
   std::vector<Peer> peers_;
-  int64_t pending_ = 0;  // messages
-  int64_t open_ = 0;     // peers that are not finished
-  std::vector<int64_t> finished_;
-  std::string error_;
+  int64_t open_ = 0;  // peers that are not finished
 };
 
 }  // namespace cgx

@@ -1,5 +1,7 @@
 #include "nccl/fused.h"
 
+#include <utility>
+
 namespace cgx {
 namespace {
 
