@@ -15,6 +15,7 @@
 #include "cpu/pages.h"
 #include "format/layout.h"
 #include "handlers/codes.h"
+#include "handlers/constants.h"
 #include "handlers/cpu.h"
 #include "handlers/mpi.h"
 #include "handlers/report.h"
@@ -146,7 +147,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("isa", [] { return cgx::current_kernels().isa; }, "Instruction set in use.");
   m.def("isas", &isas, "Instruction sets compiled in and supported here, best first.");
   m.def("set_isa", &set_isa, py::arg("name"), "Chooses one of isas(), for tests and benchmarks.");
-  m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+  m.def("constants", &cgx::constants, "Numbers that Python must agree on, by name.");
   m.def("keep_memory", &keep_memory,
         "Whether malloc keeps from now on what is freed, in huge pages.");
   m.def("set_listener", &set_listener, py::arg("listener"),

@@ -1,14 +1,18 @@
 // The Python module cgx_jax._cuda. It loads on machines without a GPU and without a driver: the
 // CUDA runtime inside opens the driver at its first call.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
 
-#include "format/wire_format.h"
+#include "cuda/codes.h"
+#include "cuda/peer.h"
+#include "handlers/constants.h"
 #include "handlers/cuda.h"
 #include "handlers/cuda_codes.h"
 #include "handlers/nccl.h"
 #include "handlers/peer.h"
+#include "nccl/fused.h"
 #include "nccl/library.h"
 
 namespace py = pybind11;
@@ -56,6 +60,16 @@ std::string nccl_version() {
          std::to_string(version % 100);
 }
 
+std::map<std::string, int64_t> constants() {
+  std::map<std::string, int64_t> all = cgx::constants();
+  all.insert({{"shortest_bucket", cgx::kShortestBucket},
+              {"scratch_words", cgx::kScratchWords},
+              {"alignment", cgx::CudaFused::kAlignment},
+              {"most_streams", cgx::kMostStreams},
+              {"most_peers", cgx::kMaxPeers}});
+  return all;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(cgx_jax_cuda13, m) {
@@ -63,5 +77,5 @@ PYBIND11_MODULE(cgx_jax_cuda13, m) {
   m.def("handlers", &handlers, "FFI targets for jax.ffi.register_ffi_target(platform='CUDA').");
   m.def("architectures", [] { return CGX_CUDA_ARCHITECTURES; }, "What the kernels are built for.");
   m.def("nccl_version", &nccl_version, "Version of the NCCL that XLA uses here; '' without one.");
-  m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+  m.def("constants", &constants, "Numbers that Python must agree on, by name.");
 }

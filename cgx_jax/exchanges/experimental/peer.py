@@ -17,9 +17,9 @@ from jax.interpreters import mlir
 
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, nccl
+from cgx_jax.kernels.constants import MOST_PEERS as MOST_RANKS
 from cgx_jax.wire import Layout
 
-MOST_RANKS = 32  # `kMaxPeers` in C++
 NCCL = (2, 29)  # the first that tells the host where a peer's memory is mapped
 
 
