@@ -1,9 +1,8 @@
-#include "handlers/codes.h"
-
 #include "cpu/kernels.h"
 #include "cpu/pages.h"
 #include "cpu/parallel.h"
 #include "cpu/select.h"
+#include "handlers/code_calls.h"
 
 namespace cgx {
 namespace {

@@ -1,6 +1,5 @@
-#include "handlers/cuda_codes.h"
-
 #include "cuda/codes.h"
+#include "handlers/code_calls.h"
 
 namespace cgx {
 namespace {

@@ -14,7 +14,7 @@
 #include "cpu/kernels.h"
 #include "cpu/pages.h"
 #include "format/layout.h"
-#include "handlers/codes.h"
+#include "handlers/code_calls.h"
 #include "handlers/constants.h"
 #include "handlers/cpu.h"
 #include "handlers/mpi.h"

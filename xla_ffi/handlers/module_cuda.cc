@@ -7,9 +7,9 @@
 
 #include "cuda/codes.h"
 #include "cuda/peer.h"
+#include "handlers/code_calls.h"
 #include "handlers/constants.h"
 #include "handlers/cuda.h"
-#include "handlers/cuda_codes.h"
 #include "handlers/nccl.h"
 #include "handlers/peer.h"
 #include "nccl/fused.h"

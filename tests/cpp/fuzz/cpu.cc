@@ -5,7 +5,7 @@
 #include "cpu/worker_pool.h"
 #include "fuzz/codec.h"
 #include "fuzz/codes.h"
-#include "handlers/codes.h"
+#include "handlers/code_calls.h"
 
 namespace fuzz {
 namespace {

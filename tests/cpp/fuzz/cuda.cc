@@ -5,7 +5,7 @@
 #include "cuda/codes.h"
 #include "fuzz/codec.h"
 #include "fuzz/codes.h"
-#include "handlers/cuda_codes.h"
+#include "handlers/code_calls.h"
 
 namespace fuzz {
 namespace {

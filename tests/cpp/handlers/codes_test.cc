@@ -7,7 +7,7 @@
 #include "cases.h"
 #include "cpu/kernels.h"
 #include "cpu/select.h"
-#include "handlers/cuda_codes.h"
+#include "handlers/code_calls.h"
 #include "handlers/frames.h"
 
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cases.h"
-#include "handlers/codes.h"
+#include "handlers/code_calls.h"
 #include "handlers/frames.h"
 
 namespace {
