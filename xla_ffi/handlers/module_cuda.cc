@@ -11,7 +11,6 @@
 #include "handlers/constants.h"
 #include "handlers/cuda.h"
 #include "handlers/nccl.h"
-#include "handlers/peer.h"
 #include "nccl/fused.h"
 #include "nccl/library.h"
 
@@ -45,8 +44,7 @@ py::dict handlers() {
   all["cgx_reduce_scatter_nccl"] = on_nccl(Collective::kReduceScatter);
   all["cgx_all_gather_nccl"] = on_nccl(Collective::kAllGather);
   all["cgx_gather_sum_nccl"] = on_nccl(Collective::kGatherSum);
-  all["cgx_all_reduce_peer"] =
-      with_communicator({cgx::all_reduce_peer_initialize, cgx::all_reduce_peer_execute});
+  all["cgx_all_reduce_peer"] = with_communicator(cgx::peer_stages());
 #endif
   return all;
 }

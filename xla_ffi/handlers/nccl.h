@@ -1,8 +1,8 @@
-// XLA FFI handlers of the fused calls on CUDA: all-reduce, its two halves, and gather-sum, which is
-// an all-reduce in one phase. They need the runtime's collectives extension, which lends XLA's own
-// communicator. Without the extension's header they are not built.
+// XLA FFI handlers of the calls on XLA's communicator. They need the runtime's collectives
+// extension, which lends it, and without the extension's header they are not built.
 //
-// The last result of every call is u8[CudaFused::scratch_bytes()]: the payloads. They are a result
+// The fused calls are the all-reduce, its two halves, and gather-sum, which is an all-reduce in one
+// phase. Their last result is u8[CudaFused::scratch_bytes()]: the payloads. They are a result
 // because streams still use them when a handler returns, and only a result lives until the whole
 // call is over.
 #ifndef CGX_HANDLERS_NCCL_H_
@@ -29,12 +29,17 @@ struct Stages {
   XLA_FFI_Handler *initialize, *execute;
 };
 
+// Over NCCL.
 // All-reduce: (keys of both phases, leaves) -> leaves [, residuals], payloads.
 // Reduce-scatter: (keys[world], leaves[world]) -> leaves, payloads. The attributes describe one
 // row; each row is encoded separately.
 // Gather-sum: (key, leaves) -> leaves [, residuals], payloads.
 // All-gather: (key, leaves) -> leaves[world], payloads.
 Stages nccl_stages(Collective collective);
+
+// The all-reduce over peers' memory: (keys of both phases, leaves) -> leaves [, residuals]. The
+// Initialize stage creates the communicator's window once; all ranks have to take part.
+Stages peer_stages();
 
 }  // namespace cgx
 #endif

@@ -1,4 +1,4 @@
-#include "handlers/peer.h"
+#include "handlers/nccl.h"
 
 #if CGX_HAVE_COLLECTIVES
 
@@ -62,9 +62,7 @@ auto with_call(Binding&& binding) {
       .template Attr<Ints>("groups");
 }
 
-}  // namespace
-
-XLA_FFI_Error* all_reduce_peer_initialize(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* call_initialize(XLA_FFI_CallFrame* frame) {
   static const auto handler = with_call(ffi::Ffi::BindInitialize()).To([](const auto&... given) {
     return checked([](const Call& call, PeerLane& lane, const NcclLibrary& nccl, NcclComm comm,
                       int rank) { return lane.prepare(call.owned.view(), nccl, comm, rank); },
@@ -73,7 +71,7 @@ XLA_FFI_Error* all_reduce_peer_initialize(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-XLA_FFI_Error* all_reduce_peer_execute(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
   static const auto handler =
       with_call(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
           .To([](cudaStream_t stream, int32_t device, const Collectives& collectives,
@@ -97,6 +95,10 @@ XLA_FFI_Error* all_reduce_peer_execute(XLA_FFI_CallFrame* frame) {
           });
   return handler->Call(frame);
 }
+
+}  // namespace
+
+Stages peer_stages() { return {call_initialize, call_execute}; }
 
 }  // namespace cgx
 
