@@ -4,20 +4,11 @@
 #define CGX_HANDLERS_CODE_CALLS_H_
 
 #include <string>
-#include <vector>
 
 #include "format/codes.h"
 #include "handlers/checks.h"
 
 namespace cgx {
-
-struct CodeHandler {
-  const char* target;
-  XLA_FFI_Handler* call;
-};
-// The handlers of cpu/codes.h and of cuda/codes.h.
-std::vector<CodeHandler> code_handlers();
-std::vector<CodeHandler> cuda_code_handlers();
 
 // Selects `count` of n values in each row of a batch: the largest ones or, if `turns` is not null,
 // those above a sampled bound (cpu/select.h).

@@ -14,7 +14,6 @@
 #include "cpu/kernels.h"
 #include "cpu/pages.h"
 #include "format/layout.h"
-#include "handlers/code_calls.h"
 #include "handlers/constants.h"
 #include "handlers/cpu.h"
 #include "handlers/mpi.h"
@@ -29,19 +28,9 @@ std::map<std::string, py::capsule> handlers() {
   const auto capsule = [](auto* handler) {
     return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
-  std::map<std::string, py::capsule> all = {
-      {"cgx_encode", capsule(cgx::encode_handler)},
-      {"cgx_reduce", capsule(cgx::reduce_handler)},
-      {"cgx_decode", capsule(cgx::decode_handler)},
-      {"cgx_accumulate", capsule(cgx::accumulate_handler)},
-      {"cgx_find_nonfinite", capsule(cgx::find_nonfinite_handler)},
-      {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)},
-      {"cgx_gather_sum_mpi", capsule(cgx::gather_sum_mpi_handler)},
-      {"cgx_scatter_mpi", capsule(cgx::scatter_mpi_handler)},
-      {"cgx_gather_mpi", capsule(cgx::gather_mpi_handler)},
-      {"cgx_report", capsule(cgx::report_handler)}};
-  for (const cgx::CodeHandler& code : cgx::code_handlers()) {
-    all.emplace(code.target, capsule(code.call));
+  std::map<std::string, py::capsule> all = {{"cgx_report", capsule(cgx::report_handler)}};
+  for (const auto& handlers : {cgx::cpu_handlers(), cgx::mpi_handlers()}) {
+    for (const cgx::Handler& h : handlers) all.emplace(h.target, capsule(h.call));
   }
   return all;
 }

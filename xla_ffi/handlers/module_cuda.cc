@@ -7,7 +7,6 @@
 
 #include "cuda/codes.h"
 #include "cuda/peer.h"
-#include "handlers/code_calls.h"
 #include "handlers/constants.h"
 #include "handlers/cuda.h"
 #include "handlers/nccl.h"
@@ -23,13 +22,7 @@ py::dict handlers() {
     return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
   py::dict all;
-  all["cgx_encode"] = capsule(cgx::encode_cuda_handler);
-  all["cgx_reduce"] = capsule(cgx::reduce_cuda_handler);
-  all["cgx_decode"] = capsule(cgx::decode_cuda_handler);
-  all["cgx_accumulate"] = capsule(cgx::accumulate_cuda_handler);
-  for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
-    all[code.target] = capsule(code.call);
-  }
+  for (const cgx::Handler& h : cgx::cuda_handlers()) all[h.target] = capsule(h.call);
 #if CGX_HAVE_COLLECTIVES
   const auto with_communicator = [&](cgx::Stages stages) {
     py::dict staged;

@@ -104,6 +104,7 @@ void mpi_case(Random& random) {
                             600,
                             threads}));
   }
+  static const auto handlers = cgx::mpi_handlers();  // in the order of the kinds below
   static int64_t runs = 0;
   for (int64_t k = random.within(1, 40); k > 0; --k) {
     const int64_t kind = random.below(4);
@@ -115,14 +116,11 @@ void mpi_case(Random& random) {
     call.fill(&frame);
     XLA_FFI_InvokeContext context;
     context.run = ++runs;
-    XLA_FFI_Handler* const handlers[] = {cgx::all_reduce_mpi_handler, cgx::gather_sum_mpi_handler,
-                                         cgx::scatter_mpi_handler, cgx::gather_mpi_handler};
-    const std::string said = frame.call(handlers[kind], XLA_FFI_ExecutionStage_EXECUTE, &context);
-    const char* const names[] = {"cgx_all_reduce_mpi", "cgx_gather_sum_mpi", "cgx_scatter_mpi",
-                                 "cgx_gather_mpi"};
-    count(names[kind], !said.empty());
+    const auto& [target, handler] = handlers[kind];
+    const std::string said = frame.call(handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
+    count(target, !said.empty());
     if (engine && !damaged && !hostile && !said.empty()) {
-      fail(std::string(names[kind]) + " refuses a right call: " + said);
+      fail(std::string(target) + " refuses a right call: " + said);
     }
   }
   cgx::set_engine(nullptr);

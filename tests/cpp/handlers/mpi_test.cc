@@ -53,8 +53,8 @@ int main() {
         .attr("program", "jit_step");
     XLA_FFI_InvokeContext context;
     context.run = ++run;
-    const std::string said =
-        frame.call(cgx::gather_mpi_handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
+    const std::string said = frame.call(handler_of(cgx::mpi_handlers(), "cgx_gather_mpi"),
+                                        XLA_FFI_ExecutionStage_EXECUTE, &context);
     check(said == c.says, std::string("expected '") + c.says + "', got '" + said + "'");
   }
   cgx::set_engine(nullptr);
