@@ -96,8 +96,8 @@ std::string time_kernel(const Timed& timed, double* seconds) {
   const float divisor = static_cast<float>(timed.divisor);
   const LeavesIn in{&leaf, &dtype};
   const LeavesOut out{timed.out.bytes ? &written : nullptr, &dtype};
-  Scratch scratch(threads, owned.longest_bucket());
-  int64_t from = 0, to = layout.total_bytes(), count = pieces(owned.values());
+  Scratch scratch(threads, owned.scratch_values());
+  int64_t from = 0, to = layout.total_bytes(), count = pieces(layout.values);
   const auto time_calls = [&](auto call, void (*run)(const decltype(call)&, int64_t, int64_t)) {
     *seconds = seconds_of([&] {
       split_range(pool, 1, from, to, count,
@@ -123,7 +123,7 @@ std::string time_kernel(const Timed& timed, double* seconds) {
   if (reduce) {
     from = layout.begin[rank];
     to = layout.begin[rank + 1];
-    count = pieces(owned.values() / layout.world);
+    count = pieces(layout.values / layout.world);
     uint8_t* const chunk = static_cast<uint8_t*>(timed.chunk.data);
     return time_calls(
         ReduceCall{layout, in, kKey, rank, payload, divisor, chunk, nullptr, {}, units},

@@ -31,7 +31,12 @@ else()
   message(FATAL_ERROR "cgx_jax supports x86-64 and aarch64, not ${CMAKE_SYSTEM_PROCESSOR}")
 endif()
 
-add_library(cgx_mpi STATIC xla_ffi/mpi/buffer_pool.cc xla_ffi/mpi/engine.cc xla_ffi/mpi/fused.cc
-                           xla_ffi/mpi/hello.cc xla_ffi/mpi/library.cc xla_ffi/mpi/notices.cc
-                           xla_ffi/mpi/rows.cc xla_ffi/mpi/transport.cc)
-target_link_libraries(cgx_mpi PUBLIC cgx_cpu ${CMAKE_DL_LIBS})
+# The engine knows no MPI: it moves messages through the ports of a transport.
+add_library(cgx_messages STATIC xla_ffi/messages/buffer_pool.cc xla_ffi/messages/engine.cc
+                                xla_ffi/messages/fused.cc xla_ffi/messages/hello.cc
+                                xla_ffi/messages/notices.cc xla_ffi/messages/rows.cc
+                                xla_ffi/messages/transport.cc)
+target_link_libraries(cgx_messages PUBLIC cgx_cpu)
+
+add_library(cgx_mpi STATIC xla_ffi/mpi/library.cc)
+target_link_libraries(cgx_mpi PUBLIC cgx_messages ${CMAKE_DL_LIBS})

@@ -8,8 +8,8 @@ one changed operator, constant or condition in a function that some test calls, 
 seed, evenly over the modules. The tests that call the function run until one fails, the quickest
 first. For a mutant that survives them, the slow tests of the same files run: if one of those fails,
 the quick set lacks a case. A mutant of C++ is a changed operator or constant of the CPU kernels, of
-the wire format or of the MPI engine, and the C++ unit tests run. Everything happens in a copy in
-build/mutants. Needs Python 3.12 or newer, for `sys.monitoring`.
+the wire format or of the engine of messages, and the C++ unit tests run. Everything happens in a
+copy in build/mutants. Needs Python 3.12 or newer, for `sys.monitoring`.
 """
 
 import argparse
@@ -51,7 +51,7 @@ ARITHMETIC = {
 }  # fmt: skip
 # No test is there for a word of a message, for a type, or for what only another platform runs.
 IGNORED = (ast.JoinedStr, ast.Raise, ast.Assert, ast.AnnAssign, ast.arguments)
-CPP_FOLDERS = ("cpu", "format", "mpi")
+CPP_FOLDERS = ("cpu", "format", "messages")
 CPP_TESTS = f"^({'|'.join(CPP_FOLDERS)})/"
 CPP = [
     (r" < ", " <= "), (r" <= ", " < "), (r" > ", " >= "), (r" == ", " != "), (r" != ", " == "),

@@ -9,9 +9,10 @@ MAY_INCLUDE = {
     "cpu": {"format"},
     "cuda": {"format"},
     "schedule": {"format"},
-    "mpi": {"format", "schedule", "cpu"},
+    "messages": {"format", "schedule", "cpu"},
+    "mpi": {"messages"},
     "nccl": {"format", "schedule", "cuda"},
-    "handlers": {"format", "cpu", "cuda", "mpi", "nccl", "xla"},
+    "handlers": {"format", "schedule", "cpu", "cuda", "messages", "mpi", "nccl", "xla"},
 }
 
 

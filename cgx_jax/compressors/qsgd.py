@@ -24,6 +24,7 @@ from cgx_jax.compressors.packing import (
     unpack,
 )
 from cgx_jax.kernels import codes
+from cgx_jax.kernels.constants import LONGEST_BUCKET
 
 NORMS = ("l2", "max")
 
@@ -94,7 +95,7 @@ class QSGD(PayloadCompressor):
         flat = jnp.ravel(x).astype(jnp.float32)
         static: dict[str, Any] = {"bucket_size": self.bucket_size, "levels": self.levels}
         static["l2"] = self.norm == "l2"
-        if self.width > 8 or self.bucket_size > codes.LONGEST_BUCKET:
+        if self.width > 8 or self.bucket_size > LONGEST_BUCKET:
             return _encode(buckets.words(key), flat, **static)[0]
         return codes.call("cgx_qsgd", _encode, buckets.words(key), flat, **static)[0]
 

@@ -22,6 +22,7 @@ from cgx_jax.compressors.lossless import Identity
 from cgx_jax.compressors.packing import pack, packed_bytes, size_of, unpack
 from cgx_jax.compressors.qsgd import QSGD
 from cgx_jax.kernels import codes
+from cgx_jax.kernels.constants import LONGEST_BUCKET
 
 Keep = float | int
 
@@ -360,7 +361,7 @@ class BlockTopK(_Sparse):
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:
         flat = jnp.ravel(x).astype(jnp.float32)
         static = {"keep": self.keep, "bucket_size": self.bucket_size}
-        if self.bucket_size > codes.LONGEST_BUCKET:
+        if self.bucket_size > LONGEST_BUCKET:
             at, taken = _largest_of_buckets(flat, **static)
         else:
             at, taken = codes.call("cgx_largest_of_buckets", _largest_of_buckets, flat, **static)

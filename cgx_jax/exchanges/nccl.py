@@ -23,14 +23,13 @@ from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, xla
 from cgx_jax.exchanges.base import Call, Exchange, Fused
 from cgx_jax.kernels import native, outside
+from cgx_jax.kernels.constants import ALIGNMENT, MOST_STREAMS
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.wire import Layout
 
 # Bytes of payload to each peer. Kernels take a small part of the time that a link takes, so there
 # is little to overlap (docs/measurements/gpu_exchanges.md).
 SEGMENT_BYTES = 8 << 20
-ALIGNMENT = 128  # of a message's first byte, as `CudaFused::kAlignment`
-MOST_STREAMS = 8  # `kMostStreams` in C++
 
 
 class OnCommunicator(Exchange):

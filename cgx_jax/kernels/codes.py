@@ -18,16 +18,13 @@ from jax.interpreters import batching, mlir, xla
 
 from cgx_jax import _compat
 from cgx_jax.kernels import native
+from cgx_jax.kernels.constants import LONGEST_BUCKET, SCRATCH_WORDS, SHORTEST_BUCKET
 from cgx_jax.kernels.primitives import bind
-
-LONGEST_BUCKET = 4096  # the longest bucket whose values a kernel keeps
-SHORTEST_BUCKET = 8  # the shortest bucket that a warp takes
 
 # On CUDA, targets that are not listed here are plain jnp: XLA makes few kernels of them, about as
 # fast as a call. It even fuses the unpacking of signs into the sum over ranks that reads them.
 SELECTIONS = frozenset({"cgx_largest", "cgx_above_sampled"})
 ON_CUDA = SELECTIONS | {"cgx_largest_of_buckets", "cgx_qsgd"}
-SCRATCH_WORDS = 6146  # scratch memory of a selection on CUDA, passed as its last result
 
 
 def call(

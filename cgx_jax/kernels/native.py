@@ -14,6 +14,7 @@ import jax
 
 from cgx_jax._types import Json
 from cgx_jax._version import __version__
+from cgx_jax.kernels import constants
 from cgx_jax.wire import WIRE_VERSION
 
 _CUDA = "cgx_jax_cuda13"
@@ -41,7 +42,7 @@ def module() -> ModuleType | None:
             stacklevel=2,
         )
         return None
-    return _load("cgx_jax._native", "cpu")
+    return _load("cgx_jax._native", "cpu", constants.CPU)
 
 
 @functools.cache
@@ -55,15 +56,17 @@ def cuda_module() -> ModuleType | None:
                 f"cgx-jax-cuda13 has version {other}, and cgx-jax has {__version__}; they must be "
                 f"the same: pip install cgx-jax-cuda13=={__version__}"
             )
-    return _load(_CUDA, "CUDA")
+    return _load(_CUDA, "CUDA", constants.CUDA)
 
 
-def _load(name: str, platform: str) -> ModuleType:
+def _load(name: str, platform: str, own: dict[str, int]) -> ModuleType:
     native = importlib.import_module(name)
-    if native.wire_version() != WIRE_VERSION:
+    given = native.constants() if hasattr(native, "constants") else {}
+    if differing := [k for k in own | given if own.get(k) != given.get(k)]:
+        which = ", ".join(f"{k} ({given.get(k)} and {own.get(k)})" for k in differing)
         raise ImportError(
-            f"{name} uses wire format {native.wire_version()}, but cgx_jax uses {WIRE_VERSION}: "
-            "the two come from different installs. Reinstall cgx_jax."
+            f"{name} and cgx_jax differ in {which}: they come from different installs. "
+            "Reinstall cgx_jax."
         )
     for target, capsule in native.handlers().items():
         jax.ffi.register_ffi_target(target, capsule, platform=platform)

@@ -277,7 +277,7 @@ class Bench {
     std::vector<uint8_t> values = in_->get();
     std::vector<uint8_t> payload = payload_->get(), result(out_ ? out_->bytes() : 0, 0xFF);
     std::vector<uint8_t> lost(residual_ ? residual_->bytes() : 0, 0xFF);
-    std::vector<float> scratch(owned_.longest_bucket() + 64);
+    std::vector<float> scratch(owned_.scratch_values() + 64);
     const std::vector<void*> in = leaves_of(values.data()), out = leaves_of(result.data());
     const std::vector<void*> residual = leaves_of(lost.data());
     const cgx::LeavesIn leaves{in.data(), dtypes_.data()};

@@ -28,13 +28,13 @@ inline void require(cudaError_t error, const char* what) {
 using Values = std::vector<float>;
 
 // The same steps one after the other on the CPU.
-inline Values on_cpu(const cgx::Layout& layout, int64_t longest, const std::vector<Values>& inputs,
-                     const uint32_t* keys, float divisor) {
+inline Values on_cpu(const cgx::Layout& layout, int64_t scratch_values,
+                     const std::vector<Values>& inputs, const uint32_t* keys, float divisor) {
   const cgx::KernelTable& cpu = cgx::current_kernels();
   const cgx::DType dtype = cgx::DType::kF32;
   const int64_t world = layout.world, row = layout.chunk_bytes;
   std::vector<std::vector<uint8_t>> sent(world, std::vector<uint8_t>(world * row));
-  std::vector<float> scratch(longest);
+  std::vector<float> scratch(scratch_values);
   for (int64_t r = 0; r < world; ++r) {
     const void* in = inputs[r].data();
     cpu.encode({layout, {&in, &dtype}, {}, keys, r, sent[r].data(), scratch.data()}, 0,
@@ -74,7 +74,7 @@ inline Values on_cpu_in_one_phase(const std::vector<Values>& inputs, const uint3
   if (const auto error = owned.build({{count, 4, 512, 0, 0}}, 1); !error.empty()) fail(error);
   const cgx::Layout layout = owned.view();
   std::vector<uint8_t> payloads(world * layout.chunk_bytes);
-  std::vector<float> scratch(owned.longest_bucket());
+  std::vector<float> scratch(owned.scratch_values());
   for (int64_t r = 0; r < world; ++r) {
     const void* in = inputs[r].data();
     uint8_t* const payload = payloads.data() + r * layout.chunk_bytes;
@@ -124,7 +124,7 @@ struct Problem {
   int report(const std::string& how, const std::vector<std::vector<float>>& milliseconds) const {
     const Values expected =
         one_phase ? on_cpu_in_one_phase(inputs, kKeys, divisor())
-                  : on_cpu(owned.view(), owned.longest_bucket(), inputs, kKeys, divisor());
+                  : on_cpu(owned.view(), owned.scratch_values(), inputs, kKeys, divisor());
     const auto same = [&](const Values& a, const Values& b) {
       return std::memcmp(a.data(), b.data(), count * 4) == 0;
     };

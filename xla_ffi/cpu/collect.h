@@ -9,7 +9,7 @@ namespace cgx {
 inline namespace CGX_ISA {
 namespace {
 
-constexpr int kMaskBits = 16;
+constexpr int kLaneBits = 16;
 
 // Appends the lanes of a mask. Up to kLanes items after them are overwritten.
 CGX_HD void append(uint32_t mask, int64_t first, const float* x, int64_t found, int32_t* at,
@@ -41,12 +41,12 @@ int64_t collect(const float* x, int64_t from, int64_t to, uint32_t bits, int64_t
     for (int64_t j = 0; j < block; j += kLanes) {
       prefetch_l2<kLanes * 4>((const char*)(x + i + j) + kFarAhead);
       const uint32_t mask = at_least(magnitude_bits(load<F32>(x + i + j)), least);
-      noted[count] = (uint32_t)j << kMaskBits | mask;
+      noted[count] = (uint32_t)j << kLaneBits | mask;
       count += mask != 0;
     }
     for (int64_t v = 0; v < count && found <= room; ++v) {
-      const uint32_t mask = noted[v] & ((1u << kMaskBits) - 1);
-      append(mask, i + (noted[v] >> kMaskBits), x, found, at, taken);
+      const uint32_t mask = noted[v] & ((1u << kLaneBits) - 1);
+      append(mask, i + (noted[v] >> kLaneBits), x, found, at, taken);
       found += __builtin_popcount(mask);
     }
     i += block;

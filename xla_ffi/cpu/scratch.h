@@ -8,11 +8,11 @@
 
 namespace cgx {
 
-// Room for `longest` values for each of `workers`. Each worker's room starts at a cache line.
+// Room for `values` values for each of `workers`. Each worker's room starts at a cache line.
 class Scratch {
  public:
-  Scratch(int64_t workers, int64_t longest)
-      : stride_((longest + kLine - 1) / kLine * kLine), values_(workers * stride_ + kLine) {}
+  Scratch(int64_t workers, int64_t values)
+      : stride_((values + kLine - 1) / kLine * kLine), values_(workers * stride_ + kLine) {}
   float* of(int64_t worker) {
     const auto start = reinterpret_cast<uintptr_t>(values_.data()) / sizeof(float);
     return values_.data() + (kLine - start % kLine) % kLine + worker * stride_;

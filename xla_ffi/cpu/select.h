@@ -13,6 +13,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "format/levels.h"
 
 namespace cgx {
 
@@ -22,13 +23,6 @@ struct CallerAlone {
   template <typename Task>
   void Schedule(Task&&) {}
 };
-
-// The bits of a magnitude. They have the same order as the magnitudes, NaN above infinity.
-inline uint32_t magnitude_bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits & 0x7fffffffu;
-}
 
 // Consecutive values of an array, or a selection of them with their places in `at`.
 struct Piece {
@@ -57,7 +51,7 @@ Boundary find_boundary(Pool& pool, const std::vector<Piece>& pieces, int64_t k) 
     parallel_for(pool, number, [&](int64_t p, int64_t worker) {
       int64_t* const own = counts.data() + worker * kCounts;
       for (int64_t i = 0; i < pieces[p].count; ++i) {
-        const uint32_t bits = magnitude_bits_of(pieces[p].values[i]) >> shift;
+        const uint32_t bits = magnitude_bits(pieces[p].values[i]) >> shift;
         own[bits & ((1u << width) - 1)] += bits >> width == found;  // no branch to mispredict
       }
     });
@@ -136,7 +130,7 @@ void write_largest(Pool& pool, const std::vector<Piece>& pieces, int64_t k, int3
   parallel_for(pool, number, [&](int64_t p, int64_t) {
     int64_t more = 0, same = 0;
     for (int64_t i = 0; i < pieces[p].count; ++i) {
-      const uint32_t bits = magnitude_bits_of(pieces[p].values[i]);
+      const uint32_t bits = magnitude_bits(pieces[p].values[i]);
       more += bits > boundary.bits;
       same += bits == boundary.bits;
     }
@@ -152,7 +146,7 @@ void write_largest(Pool& pool, const std::vector<Piece>& pieces, int64_t k, int3
   parallel_for(pool, number, [&](int64_t p, int64_t) {
     int64_t to = start[p], rest = ties[p];
     for (int64_t i = 0; i < pieces[p].count; ++i) {
-      const uint32_t bits = magnitude_bits_of(pieces[p].values[i]);
+      const uint32_t bits = magnitude_bits(pieces[p].values[i]);
       if (bits < boundary.bits || (bits == boundary.bits && rest-- <= 0)) continue;
       at[to] = pieces[p].place(i);
       taken[to++] = pieces[p].values[i];

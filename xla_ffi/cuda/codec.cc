@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "format/runs.h"
-
 namespace cgx {
 namespace {
 
@@ -18,26 +16,9 @@ class Tables {
 
   // `record` is where the run's first record lies.
   void add(const Run& run, const void* in, void* out, DType dtype, int64_t record) {
-    const int64_t item = item_size(dtype), first = run.first_value() * item;
-    const auto aligned = [&](const void* p) {
-      return reinterpret_cast<uintptr_t>(p) % (4 * item) == 0;
-    };
-    last_ = run.slot.rounding != Rounding::kNearest;
-    Piece piece = {};
-    piece.in = in ? static_cast<const char*>(in) + first : nullptr;
-    piece.out = out ? static_cast<char*>(out) + first : nullptr;
-    piece.record = record;
-    piece.bucket = run.first;
-    piece.unit = static_cast<int32_t>(run.slot.bucket_size);
-    piece.number = run.slot.number;
-    piece.chunk = static_cast<int32_t>(run.chunk);
-    piece.segment = static_cast<uint64_t>(run.slot.segment);
-    piece.bits = static_cast<uint64_t>(run.slot.bits);
-    piece.dtype = dtype;
-    piece.rounding = run.slot.rounding;
-    piece.aligned = aligned(in) && aligned(out);
-    piece.rotated = run.slot.rotated;
-    add(piece, run.values(), item, std::min(run.slot.size, run.slot.bucket_size));
+    stochastic_ = run.slot.rounding != Rounding::kNearest;
+    const Piece piece = piece_of(run, in, out, dtype, record);
+    add(piece, run.values(), item_size(dtype), std::min(run.slot.size, run.slot.bucket_size));
   }
   void clear(uint8_t* bytes, int64_t count, int64_t chunk) {
     if (count == 0) return;
@@ -71,11 +52,11 @@ class Tables {
   // Adds `total` values (or bytes to clear), in units of the piece's size. The limit on a table's
   // units may split them into several pieces. `longest` is the longest bucket.
   void add(Piece piece, int64_t total, int64_t item, int64_t longest) {
-    Filling& f = tables_[last_];
+    Filling& f = tables_[stochastic_];
     while (total > 0) {
       if (f.table.count >= most_pieces(std::max(f.longest, longest)) ||
           f.table.units == kTableUnits) {
-        flush(last_);
+        flush(stochastic_);
       }
       f.longest = std::max(f.longest, longest);
       const int64_t units =
@@ -107,7 +88,7 @@ class Tables {
 
   Launch launch_;
   Filling tables_[2];
-  bool last_ = false;
+  bool stochastic_ = false;  // the table of the last run
   cudaError_t error_ = cudaSuccess;
 };
 

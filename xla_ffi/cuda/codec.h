@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "format/runs.h"
 
 namespace cgx {
 
@@ -16,6 +17,32 @@ struct Range {
   int64_t from, to;
   int64_t shift = 0;
 };
+
+// Whether four items may be read or written at once.
+inline bool aligned(const void* data, int64_t item) {
+  return reinterpret_cast<uintptr_t>(data) % (4 * item) == 0;
+}
+
+// A piece for a run of a leaf at `in` and `out`, which may be null. `record` is where the run's
+// first record lies. A table says what the piece's `before`, `last` and `tail` are.
+inline Piece piece_of(const Run& run, const void* in, void* out, DType dtype, int64_t record) {
+  const int64_t item = item_size(dtype), first = run.first_value() * item;
+  Piece piece = {};
+  piece.in = in ? static_cast<const char*>(in) + first : nullptr;
+  piece.out = out ? static_cast<char*>(out) + first : nullptr;
+  piece.record = record;
+  piece.bucket = run.first;
+  piece.unit = static_cast<int32_t>(run.slot.bucket_size);
+  piece.number = run.slot.number;
+  piece.chunk = static_cast<int32_t>(run.chunk);
+  piece.segment = static_cast<uint64_t>(run.slot.segment);
+  piece.bits = static_cast<uint64_t>(run.slot.bits);
+  piece.dtype = dtype;
+  piece.rounding = run.slot.rounding;
+  piece.aligned = aligned(in, item) && aligned(out, item);
+  piece.rotated = run.slot.rotated;
+  return piece;
+}
 
 // Every call works on the records that start in the ranges, which must be in order. With `tails` it
 // also clears the bytes past the end of each chunk that lies in one of the ranges.

@@ -1,38 +1,10 @@
 // Cuts a fusion buffer into the launches of an all-reduce over peers' memory.
 #include <algorithm>
 
+#include "cuda/codec.h"
 #include "cuda/peer.h"
-#include "format/runs.h"
 
 namespace cgx {
-namespace {
-
-Piece piece_of(const Run& run, const void* in, void* residual, const void* result, DType dtype) {
-  const int64_t item = item_size(dtype), first = run.first_value() * item;
-  const int64_t units = run.last - run.first;
-  const auto aligned = [&](const void* p) {
-    return reinterpret_cast<uintptr_t>(p) % (4 * item) == 0;
-  };
-  Piece piece = {};
-  piece.in = static_cast<const char*>(in) + first;
-  piece.out = residual ? static_cast<char*>(residual) + first : nullptr;
-  piece.record = run.offset;
-  piece.bucket = run.first;
-  piece.last = static_cast<int32_t>(units - 1);
-  piece.unit = static_cast<int32_t>(run.slot.bucket_size);
-  piece.tail = static_cast<int32_t>(run.values() - (units - 1) * run.slot.bucket_size);
-  piece.number = run.slot.number;
-  piece.chunk = static_cast<int32_t>(run.chunk);
-  piece.segment = static_cast<uint64_t>(run.slot.segment);
-  piece.bits = static_cast<uint64_t>(run.slot.bits);
-  piece.dtype = dtype;
-  piece.rounding = run.slot.rounding;
-  piece.aligned = aligned(in) && aligned(residual) && aligned(result);
-  piece.rotated = run.slot.rotated;
-  return piece;
-}
-
-}  // namespace
 
 std::string check_peers(int64_t world) {
   if (world <= kMaxPeers) return "";
@@ -53,10 +25,14 @@ std::string peer_tables(const Layout& layout, LeavesIn in, LeavesOut out, Leaves
     void* const residual = residuals.data ? residuals.data[run.leaf] : nullptr;
     void* const result = out.data[run.leaf];
     const DType dtype = in.dtype[run.leaf];
-    Part part{piece_of(run, in.data[run.leaf], residual, result, dtype),
-              static_cast<char*>(result) + run.first_value() * item_size(dtype)};
-    part.piece.record -= run.chunk * layout.chunk_bytes;
-    units += run.last - run.first;
+    const int64_t item = item_size(dtype), number = run.last - run.first;
+    Part part{piece_of(run, in.data[run.leaf], residual, dtype,
+                       run.offset - run.chunk * layout.chunk_bytes),
+              static_cast<char*>(result) + run.first_value() * item};
+    part.piece.aligned &= aligned(result, item);
+    part.piece.last = static_cast<int32_t>(number - 1);
+    part.piece.tail = static_cast<int32_t>(run.values() - (number - 1) * run.slot.bucket_size);
+    units += number;
     longest = std::max(longest, std::min(run.slot.size, run.slot.bucket_size));
     parts[run.chunk].push_back(part);
   });

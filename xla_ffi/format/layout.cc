@@ -53,7 +53,7 @@ std::string OwnedLayout::build(const std::vector<SlotSpec>& specs, int64_t world
     return "world is " + std::to_string(world) + ", must be in [1, 2^20]";
   }
   slots_.clear();
-  values_ = longest_bucket_ = longest_staged_bucket_ = 0;
+  values_ = scratch_values_ = staged_scratch_values_ = 0;
   int64_t total = 0;
   for (size_t k = 0; k < specs.size(); ++k) {
     const SlotSpec& spec = specs[k];
@@ -73,10 +73,11 @@ std::string OwnedLayout::build(const std::vector<SlotSpec>& specs, int64_t world
     total = slot.end();
     values_ += spec.size;
     // For a bucket's sum, and for the values of a peer that are added to it.
-    const int64_t longest = 2 * kRows * slot.record(0).columns();
-    longest_bucket_ = std::max(longest_bucket_, longest);
-    if (slot.rotated || spec.units)
-      longest_staged_bucket_ = std::max(longest_staged_bucket_, longest);
+    const int64_t scratch = 2 * kRows * slot.record(0).columns();
+    scratch_values_ = std::max(scratch_values_, scratch);
+    if (slot.rotated || spec.units) {
+      staged_scratch_values_ = std::max(staged_scratch_values_, scratch);
+    }
   }
   begin_.assign(world + 1, total);
   begin_[0] = 0;

@@ -34,19 +34,18 @@ class OwnedLayout {
   std::string build(const std::vector<SlotSpec>& specs, int64_t world);
 
   Layout view() const;
-  int64_t values() const { return values_; }
-  // Twice the values of the longest bucket, padded to whole columns: the scratch of a kernel.
-  int64_t longest_bucket() const { return longest_bucket_; }
+  // The scratch of a kernel: twice the values of the longest bucket, padded to whole columns.
+  int64_t scratch_values() const { return scratch_values_; }
   // The same, but only over slots that are rotated or have units.
-  int64_t longest_staged_bucket() const { return longest_staged_bucket_; }
+  int64_t staged_scratch_values() const { return staged_scratch_values_; }
 
  private:
   std::vector<Slot> slots_;
   std::vector<int64_t> begin_{0, 0};
   int64_t chunk_bytes_ = 0;
   int64_t values_ = 0;
-  int64_t longest_bucket_ = 0;
-  int64_t longest_staged_bucket_ = 0;
+  int64_t scratch_values_ = 0;
+  int64_t staged_scratch_values_ = 0;
 };
 
 }  // namespace cgx

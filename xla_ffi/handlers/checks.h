@@ -15,6 +15,11 @@ namespace ffi = xla::ffi;
 
 using Ints = ffi::Span<const int64_t>;
 
+struct Handler {
+  const char* target;
+  XLA_FFI_Handler* call;
+};
+
 inline ffi::Error invalid(const std::string& call, const std::string& text) {
   return ffi::Error::InvalidArgument(call + ": " + text);
 }

@@ -10,11 +10,6 @@
 
 namespace cgx {
 
-struct CodeHandler {
-  const char* target;
-  XLA_FFI_Handler* call;
-};
-
 // Selects `count` of n values in each row of a batch: the largest ones or, if `turns` is not null,
 // those above a sampled bound (cpu/select.h).
 struct Selections {

@@ -84,12 +84,10 @@ inline ffi::Error communicator(const std::string& call, const Collectives& colle
                {"ncclCommUserRank", nccl.comm_user_rank(*comm, rank)},
                {"ncclCommGetAsyncError", nccl.comm_get_async_error(*comm, &state)}};
   for (const auto& [name, result] : asked) {
-    if (result != NcclLibrary::kSuccess) {
-      return internal(std::string(name) + ": " + nccl.get_error_string(result));
-    }
+    if (result != NcclLibrary::kSuccess) return internal(nccl.said(name, result));
   }
   if (state != NcclLibrary::kSuccess && state != NcclLibrary::kInProgress) {
-    return internal(std::string("the communicator has failed: ") + nccl.get_error_string(state));
+    return internal(nccl.said("the communicator has failed", state));
   }
   if (count != world) return internal(expected("size of the communicator", count, world));
   return ffi::Error::Success();
@@ -131,6 +129,30 @@ class CurrentDevice {
   int before_ = 0;
   cudaError_t error_;
 };
+
+// Calls run(lane, nccl, comm, rank) with the lane of a call's device, which is current meanwhile.
+// Without `communicates`, there is no communicator. `run` returns what went wrong; empty if nothing
+// did.
+template <typename Lane, typename Run>
+ffi::Error with_lane(const std::string& call, int32_t device, const Collectives& collectives,
+                     Ints groups, int64_t world, bool communicates, Run run) {
+  const auto failed = [&](const std::string& text) {
+    return text.empty() ? ffi::Error::Success() : ffi::Error::Internal(call + ": " + text);
+  };
+  std::string text;
+  const NcclLibrary* const nccl = nccl_library(&text);
+  if (!nccl) return failed(text);
+  NcclComm comm = nullptr;
+  int rank = -1;
+  if (communicates) {
+    CGX_TRY(communicator(call, collectives, *nccl, groups, world, &comm, &rank));
+  }
+  const CurrentDevice current(device);
+  if (text = current.error(); !text.empty()) return failed(text);
+  Locked<Lane>& own = lane_of<Lane>(device);
+  const std::lock_guard<std::mutex> lock(own.mutex);
+  return failed(run(own.lane, *nccl, comm, rank));
+}
 
 }  // namespace cgx
 

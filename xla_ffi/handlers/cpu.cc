@@ -1,167 +1,184 @@
-// Checks the operands of each call, then hands raw pointers to the kernels.
+// Runs the calls on the threads of XLA's pool.
 #include "handlers/cpu.h"
 
-#include <vector>
+#include <algorithm>
 
 #include "cpu/kernels.h"
 #include "cpu/nonfinite.h"
+#include "cpu/pages.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
+#include "cpu/select.h"
+#include "handlers/code_calls.h"
+#include "handlers/codec_calls.h"
 #include "handlers/fresh_results.h"
-#include "handlers/operands.h"
 
 namespace cgx {
 namespace {
 
-constexpr bool kTakesUnits = true;
 constexpr int64_t kValuesLookedAt = 8;  // in the time that encoding one value takes
 
-ffi::Error encode(ffi::ThreadPool pool, Keys key, Ranks rank, ffi::RemainingArgs args,
-                  ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints slots,
-                  int64_t world) {
-  const char* const name = "cgx_encode";
-  return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    CGX_TRY(check_encode(name, key, rank, args, *payload, rets, {slots, world, 1, kTakesUnits},
-                         &operands));
-    CGX_TRY(check_ranks(name, rank, -1, world));
-    const int64_t batch = operands.batch;
-    const Layout layout = operands.layout();
-    prefer_huge_pages(operands.results, batch);
-    prefer_huge_pages(payload->typed_data(), batch * world * layout.chunk_bytes);
-    const auto from = operands.leaves.pointers(batch), to = operands.results.pointers(batch);
-    const size_t n = operands.num_leaves();
-    const auto of_units = operands.units.all(batch);
-    const auto call = [&](int64_t b) {
-      return EncodeCall{layout,
-                        {from.data() + b * n, operands.leaves.dtype.data()},
-                        {to.empty() ? nullptr : to.data() + b * n, operands.results.dtype.data()},
-                        key.typed_data() + 2 * b,
-                        rank.typed_data()[b],
-                        payload->typed_data() + b * world * layout.chunk_bytes,
-                        nullptr,
-                        of_units.empty() ? nullptr : of_units.data() + b * n};
-    };
-    const KernelTable& kernels = current_kernels();
-    for (int64_t b = 0; b < batch; ++b) zero_tails(layout, call(b).payload);
-    const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, batch * count), operands.owned.longest_staged_bucket());
-    split_range(pool, batch, 0, layout.total_bytes(), count,
-                [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
-                  EncodeCall own = call(b);
-                  own.scratch = scratch.of(worker);
-                  kernels.encode(own, first, last);
-                });
-    return ffi::Error::Success();
-  });
+ffi::Error check_ranks(const Operands& all, int64_t from, int64_t to) {
+  for (int64_t b = 0; b < all.batch; ++b) {
+    if (all.ranks[b] < from || all.ranks[b] >= to) {
+      return invalid(all.call, "rank is " + std::to_string(all.ranks[b]) + ", must be in [" +
+                                   std::to_string(from) + ", " + std::to_string(to) + ")");
+    }
+  }
+  return ffi::Error::Success();
 }
 
-ffi::Error reduce(ffi::ThreadPool pool, Keys key, Ranks rank, Payload payload,
-                  ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
-                  Ints slots, int64_t world, float divisor) {
-  const char* const name = "cgx_reduce";
-  return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets,
-                         {slots, world, 1, kTakesUnits}, divisor, &operands));
-    CGX_TRY(check_ranks(name, rank, 0, world));
-    const Layout layout = operands.layout();
-    const auto from = operands.leaves.pointers(operands.batch);
-    const auto lost = operands.results.pointers(operands.batch);
-    const size_t n = operands.num_leaves();
-    const auto of_units = operands.units.all(operands.batch);
-    const int64_t count = pieces(layout.values / world);
-    const int64_t tasks = operands.batch * count;
-    Scratch scratch(workers(pool, tasks), operands.owned.longest_bucket());
+// Calls f(batch element, from, to, scratch) for pieces of all fusion buffers. `values` is the size
+// of the scratch.
+template <typename F>
+void split_buffers(ffi::ThreadPool& pool, const Operands& all, int64_t values, F f) {
+  const Layout layout = all.layout();
+  const int64_t count = pieces(layout.values);
+  Scratch scratch(workers(pool, all.batch * count), values);
+  split_range(pool, all.batch, 0, layout.total_bytes(), count,
+              [&](int64_t b, int64_t from, int64_t to, int64_t worker) {
+                f(b, from, to, scratch.of(worker));
+              });
+}
+
+struct Cpu {
+  using Context = ffi::ThreadPool;
+  using Given = ffi::ThreadPool;
+  static constexpr auto kTraits = ffi::Traits{};
+  static constexpr bool kTakesUnits = true;
+  static constexpr int64_t kShortestBucket = 1, kLongestBucket = int64_t{1} << 31;
+
+  static ffi::Error encode(Given pool, const Operands& all, uint8_t* payload) {
+    const Layout layout = all.layout();
+    const int64_t bytes = layout.world * layout.chunk_bytes;
+    CGX_TRY(check_ranks(all, -1, layout.world));
+    prefer_huge_pages(all.results, all.batch);
+    prefer_huge_pages(payload, all.batch * bytes);
+    for (int64_t b = 0; b < all.batch; ++b) zero_tails(layout, payload + b * bytes);
+    const KernelTable& kernels = current_kernels();
+    split_buffers(pool, all, all.owned.staged_scratch_values(),
+                  [&](int64_t b, int64_t from, int64_t to, float* scratch) {
+                    kernels.encode({layout, all.in(b), all.out(b), all.keys + 2 * b, all.ranks[b],
+                                    payload + b * bytes, scratch, all.units(b)},
+                                   from, to);
+                  });
+    return ffi::Error::Success();
+  }
+
+  static ffi::Error reduce(Given pool, const Operands& all, const uint8_t* payload,
+                           uint8_t* chunks) {
+    const Layout layout = all.layout();
+    const int64_t world = layout.world;
+    CGX_TRY(check_ranks(all, 0, world));
+    const int64_t count = pieces(layout.values / world), tasks = all.batch * count;
+    Scratch scratch(workers(pool, tasks), all.owned.scratch_values());
     const KernelTable& kernels = current_kernels();
     // Chunks differ in length, so each batch element cuts its own.
     parallel_for(pool, tasks, [&](int64_t task, int64_t worker) {
-      const int64_t b = task / count, piece = task % count, own = rank.typed_data()[b];
-      uint8_t* const out = chunk->typed_data() + b * layout.chunk_bytes;
+      const int64_t b = task / count, piece = task % count, own = all.ranks[b];
+      uint8_t* const chunk = chunks + b * layout.chunk_bytes;
       const int64_t begin = layout.begin[own], used = layout.chunk_size(own);
-      if (piece == 0) std::fill(out + used, out + layout.chunk_bytes, uint8_t{0});
-      kernels.reduce({layout,
-                      {from.data() + b * n, operands.leaves.dtype.data()},
-                      key.typed_data() + 2 * b,
-                      own,
-                      payload.typed_data() + b * world * layout.chunk_bytes,
-                      divisor,
-                      out,
-                      scratch.of(worker),
-                      {lost.empty() ? nullptr : lost.data() + b * n, operands.leaves.dtype.data()},
-                      of_units.empty() ? nullptr : of_units.data() + b * n},
-                     begin + chunk_cut(piece, used, count),
-                     begin + chunk_cut(piece + 1, used, count));
+      if (piece == 0) std::fill(chunk + used, chunk + layout.chunk_bytes, uint8_t{0});
+      kernels.reduce(
+          {layout, all.in(b), all.keys + 2 * b, own, payload + b * world * layout.chunk_bytes,
+           all.divisor, chunk, scratch.of(worker), all.out(b), all.units(b)},
+          begin + chunk_cut(piece, used, count), begin + chunk_cut(piece + 1, used, count));
     });
     return ffi::Error::Success();
-  });
-}
+  }
 
-ffi::Error decode(ffi::ThreadPool pool, Payload payload, ffi::RemainingArgs args,
-                  ffi::RemainingRets rets, Ints slots, int64_t world) {
-  const char* const name = "cgx_decode";
-  return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    Leaves unit_operands;
-    const LayoutAttributes attributes{slots, world, 1, kTakesUnits};
-    CGX_TRY(check_decode(name, payload, rets, attributes, &operands));
-    CGX_TRY(unit_operands.add(name, args, operands.batch));
-    CGX_TRY(check_number(name, "units", args.size(), 2 * attributes.num_units()));
-    CGX_TRY(operands.units.add(name, operands.leaves, unit_operands, attributes));
-    prefer_huge_pages(operands.leaves, operands.batch);
-    const Layout layout = operands.layout();
-    const auto to = operands.leaves.pointers(operands.batch);
-    const size_t n = operands.num_leaves();
-    const auto of_units = operands.units.all(operands.batch);
+  static ffi::Error decode(Given pool, const Operands& all, const uint8_t* payload) {
+    const Layout layout = all.layout();
+    prefer_huge_pages(all.results, all.batch);
     const KernelTable& kernels = current_kernels();
-    const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_staged_bucket());
-    split_range(pool, operands.batch, 0, layout.total_bytes(), count,
-                [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
-                  kernels.decode({layout,
-                                  payload.typed_data() + b * world * layout.chunk_bytes,
-                                  {to.data() + b * n, operands.leaves.dtype.data()},
-                                  scratch.of(worker),
-                                  of_units.empty() ? nullptr : of_units.data() + b * n},
-                                 first, last);
-                });
+    split_buffers(pool, all, all.owned.staged_scratch_values(),
+                  [&](int64_t b, int64_t from, int64_t to, float* scratch) {
+                    kernels.decode({layout, payload + b * layout.world * layout.chunk_bytes,
+                                    all.out(b), scratch, all.units(b)},
+                                   from, to);
+                  });
     return ffi::Error::Success();
-  });
-}
+  }
 
-ffi::Error accumulate(ffi::ThreadPool pool, Ranks rank, Payload payload, ffi::RemainingArgs args,
-                      ffi::RemainingRets rets, Ints slots, int64_t world, float divisor) {
-  const char* const name = "cgx_accumulate";
-  return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    int64_t peers = 0;
-    CGX_TRY(check_accumulate(name, rank, payload, args, rets, {slots, world}, divisor, &operands,
-                             &peers));
-    CGX_TRY(check_ranks(name, rank, -1, peers));
-    prefer_huge_pages(operands.results, operands.batch);
-    const Layout layout = operands.layout();
-    const auto from = operands.leaves.pointers(operands.batch);
-    const auto to = operands.results.pointers(operands.batch);
-    const size_t n = operands.num_leaves();
-    const DType* const dtypes = operands.leaves.dtype.data();
+  static ffi::Error accumulate(Given pool, const Operands& all, const uint8_t* payload,
+                               int64_t peers) {
+    const Layout layout = all.layout();
+    CGX_TRY(check_ranks(all, -1, peers));
+    prefer_huge_pages(all.results, all.batch);
     const KernelTable& kernels = current_kernels();
-    const int64_t count = pieces(layout.values);
-    Scratch scratch(workers(pool, operands.batch * count), operands.owned.longest_bucket());
-    split_range(pool, operands.batch, 0, layout.total_bytes(), count,
-                [&](int64_t b, int64_t first, int64_t last, int64_t worker) {
-                  kernels.accumulate({layout,
-                                      {from.data() + b * n, dtypes},
-                                      payload.typed_data() + b * peers * layout.total_bytes(),
-                                      peers,
-                                      rank.typed_data()[b],
-                                      divisor,
-                                      {to.data() + b * n, dtypes},
-                                      scratch.of(worker)},
-                                     first, last);
-                });
+    split_buffers(pool, all, all.owned.scratch_values(),
+                  [&](int64_t b, int64_t from, int64_t to, float* scratch) {
+                    kernels.accumulate({layout, all.in(b), payload + b * peers * layout.chunk_bytes,
+                                        peers, all.ranks[b], all.divisor, all.out(b), scratch},
+                                       from, to);
+                  });
     return ffi::Error::Success();
-  });
-}
+  }
+
+  static ffi::Error pack_signs(Given pool, int64_t batch, int64_t n, const float* x, uint8_t* out) {
+    prefer_huge_pages(out, batch * ((n + 7) / 8));
+    const CodeKernels& codes = current_kernels().codes;
+    split_runs(pool, batch, n, 8, [&](int64_t b, int64_t from, int64_t to) {
+      codes.pack_signs(x + b * n + from, to - from, out + b * ((n + 7) / 8) + from / 8);
+    });
+    return ffi::Error::Success();
+  }
+
+  static ffi::Error unpack_signs(Given pool, int64_t batch, int64_t n, const uint8_t* payload,
+                                 float* out) {
+    prefer_huge_pages(out, 4 * batch * n);
+    const CodeKernels& codes = current_kernels().codes;
+    split_runs(pool, batch, n, 8, [&](int64_t b, int64_t from, int64_t to) {
+      codes.unpack_signs(payload + b * ((n + 7) / 8) + from / 8, to - from,
+                         batch * n > kNontemporalValues, out + b * n + from);
+    });
+    return ffi::Error::Success();
+  }
+
+  static ffi::Error select(Given pool, const Selections& all, ffi::RemainingRets scratch) {
+    CGX_TRY(check_number(all.name, "results", 2 + scratch.size(), 2));
+    const auto [name, batch, n, count, x, turns, stride, rank, at, taken] = all;
+    if (!turns) {
+      for (int64_t b = 0; b < batch; ++b) {
+        largest(pool, x + b * n, n, count, at + b * count, taken + b * count);
+      }
+      return ffi::Error::Success();
+    }
+    for (int64_t i = 0; i < 2 * batch; ++i) {
+      if (turns[i] < 0 || turns[i] >= n) {
+        return invalid(name, "turn is " + std::to_string(turns[i]) + ", must be in [0, " +
+                                 std::to_string(n) + ")");
+      }
+    }
+    parallel_for(pool, batch, [&all](int64_t b, int64_t) {
+      above_sampled(all.x + b * all.n, all.n, all.count, all.turns + 2 * b, all.stride, all.rank,
+                    all.at + b * all.count, all.taken + b * all.count);
+    });
+    return ffi::Error::Success();
+  }
+
+  static ffi::Error largest_of_buckets(Given pool, int64_t batch, int64_t n, const float* x,
+                                       int64_t bucket_size, int64_t keep, int32_t* at,
+                                       float* taken) {
+    const CodeKernels& codes = current_kernels().codes;
+    const int64_t count = (n + bucket_size - 1) / bucket_size * keep;
+    prefer_huge_pages(at, 4 * batch * count);
+    prefer_huge_pages(taken, 4 * batch * count);
+    split_runs(pool, batch, n, bucket_size, [&](int64_t b, int64_t from, int64_t to) {
+      codes.largest_of_buckets(x + b * n, n, bucket_size, keep, from / bucket_size,
+                               (to + bucket_size - 1) / bucket_size, at + b * count,
+                               taken + b * count);
+    });
+    return ffi::Error::Success();
+  }
+
+  template <typename Call>
+  static ffi::Error encode_buckets(Given pool, int64_t batch, int64_t bytes, Call call) {
+    prefer_huge_pages(call(0).codes, batch * bytes);
+    cgx::encode_buckets(pool, batch, call);
+    return ffi::Error::Success();
+  }
+};
 
 // (leaves) -> found
 ffi::Error find(ffi::ThreadPool pool, ffi::RemainingArgs args,
@@ -192,59 +209,31 @@ ffi::Error find(ffi::ThreadPool pool, ffi::RemainingArgs args,
   });
 }
 
-}  // namespace
-
-XLA_FFI_Error* encode_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<ffi::ThreadPool>()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .RemainingArgs()
-                                              .Ret<Payload>()
-                                              .RemainingRets())
-                                  .To(encode);
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* reduce_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<ffi::ThreadPool>()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .Ret<Payload>()
-                                              .RemainingRets())
-                                  .Attr<float>("divisor")
-                                  .To(reduce);
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* decode_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler =
-      with_layout(
-          ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Payload>().RemainingArgs().RemainingRets())
-          .To(decode);
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* accumulate_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<ffi::ThreadPool>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .RemainingRets())
-                                  .Attr<float>("divisor")
-                                  .To(accumulate);
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* find_nonfinite_handler(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* call_find(XLA_FFI_CallFrame* frame) {
   static const auto handler =
       ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().Ret<ffi::Buffer<ffi::S32, 3>>().To(
           find);
   return handler->Call(frame);
+}
+
+}  // namespace
+
+std::vector<Handler> cpu_handlers() {
+  using Codec = CodecCalls<Cpu>;
+  using Codes = CodeCalls<Cpu>;
+  return {{"cgx_encode", Codec::encode},
+          {"cgx_reduce", Codec::reduce},
+          {"cgx_decode", Codec::decode},
+          {"cgx_accumulate", Codec::accumulate},
+          {"cgx_find_nonfinite", call_find},
+          {"cgx_pack_signs", Codes::pack_signs},
+          {"cgx_unpack_signs", Codes::unpack_signs},
+          {"cgx_largest", Codes::largest},
+          {"cgx_above_sampled", Codes::above_sampled},
+          {"cgx_largest_of_buckets", Codes::largest_of_buckets},
+          {"cgx_natural", Codes::natural},
+          {"cgx_ternary", Codes::ternary},
+          {"cgx_qsgd", Codes::qsgd}};
 }
 
 }  // namespace cgx

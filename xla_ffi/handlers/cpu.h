@@ -1,16 +1,15 @@
-// XLA FFI handlers for the CPU platform. operands.h says what each takes and returns.
+// XLA FFI handlers for the CPU platform. codec_calls.h and code_calls.h say what most take and
+// return; cgx_find_nonfinite takes leaves and returns the pairs of cpu/nonfinite.h.
 #ifndef CGX_HANDLERS_CPU_H_
 #define CGX_HANDLERS_CPU_H_
 
-#include "xla/ffi/api/c_api.h"
+#include <vector>
+
+#include "handlers/checks.h"
 
 namespace cgx {
 
-XLA_FFI_Error* encode_handler(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* reduce_handler(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* decode_handler(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* accumulate_handler(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* find_nonfinite_handler(XLA_FFI_CallFrame* frame);
+std::vector<Handler> cpu_handlers();
 
 }  // namespace cgx
 

@@ -1,166 +1,128 @@
-// Checks the operands of each call, then puts kernels on XLA's stream. Nothing here waits, reads
-// device memory or allocates it, so XLA may record the calls into command buffers.
+// Puts the kernels of the calls on XLA's stream. Nothing here waits, reads device memory or
+// allocates it, so XLA may record the calls into command buffers.
 #include "handlers/cuda.h"
 
 #include "cuda/codec.h"
-#include "handlers/operands.h"
+#include "cuda/codes.h"
+#include "handlers/code_calls.h"
+#include "handlers/codec_calls.h"
 
 namespace cgx {
 namespace {
 
-using Stream = ffi::PlatformStream<cudaStream_t>;
+// Runs the calls batch element by batch element.
+struct Cuda {
+  using Context = ffi::PlatformStream<cudaStream_t>;
+  using Given = cudaStream_t;
+  static constexpr auto kTraits = ffi::Traits::kCmdBufferCompatible;
+  static constexpr bool kTakesUnits = false;
+  static constexpr int64_t kShortestBucket = cgx::kShortestBucket;
+  static constexpr int64_t kLongestBucket = cgx::kLongestBucket;
 
-ffi::Error launched(const char* call, cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(call) + ": CUDA: " + cudaGetErrorString(error));
-}
-
-ffi::Error run_encode(cudaStream_t stream, Keys key, Ranks rank, ffi::RemainingArgs args,
-                      ffi::Result<Payload> payload, ffi::RemainingRets rets, Ints slots,
-                      int64_t world) {
-  const char* const name = "cgx_encode";
-  return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    CGX_TRY(check_encode(name, key, rank, args, *payload, rets, {slots, world}, &operands));
-    const Layout layout = operands.layout();
-    const auto from = operands.leaves.pointers(operands.batch);
-    const auto to = operands.results.pointers(operands.batch);
-    const size_t n = operands.num_leaves();
-    for (int64_t b = 0; b < operands.batch; ++b) {
+  static ffi::Error encode(Given stream, const Operands& all, uint8_t* payload) {
+    const Layout layout = all.layout();
+    return each(all.call, all.batch, [&](int64_t b) {
       const CudaEncode call{
-          layout,
-          {from.data() + b * n, operands.leaves.dtype.data()},
-          {to.empty() ? nullptr : to.data() + b * n, operands.results.dtype.data()},
-          key.typed_data() + 2 * b,
-          {rank.typed_data() + b, 0},
-          payload->typed_data() + b * world * layout.chunk_bytes,
-          true};
-      CGX_TRY(launched(name, encode(call, {{0, layout.total_bytes()}}, stream)));
-    }
-    return ffi::Error::Success();
-  });
-}
+          layout,           all.in(b),          all.out(b),
+          all.keys + 2 * b, {all.ranks + b, 0}, payload + b * layout.world * layout.chunk_bytes,
+          /*tails=*/true};
+      return cgx::encode(call, {{0, layout.total_bytes()}}, stream);
+    });
+  }
 
-ffi::Error run_reduce(cudaStream_t stream, Keys key, Ranks rank, Payload payload,
-                      ffi::RemainingArgs args, ffi::Result<Payload> chunk, ffi::RemainingRets rets,
-                      Ints slots, int64_t world, float divisor) {
-  const char* const name = "cgx_reduce";
-  return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    CGX_TRY(check_reduce(name, key, rank, payload, args, *chunk, rets, {slots, world}, divisor,
-                         &operands));
-    const Layout layout = operands.layout();
-    const auto from = operands.leaves.pointers(operands.batch);
-    const auto lost = operands.results.pointers(operands.batch);
-    const size_t n = operands.num_leaves();
-    for (int64_t b = 0; b < operands.batch; ++b) {
-      const CudaReduce call{
-          layout,
-          {from.data() + b * n, operands.leaves.dtype.data()},
-          key.typed_data() + 2 * b,
-          {rank.typed_data() + b, 0},
-          payload.typed_data() + b * world * layout.chunk_bytes,
-          divisor,
-          chunk->typed_data() + b * layout.chunk_bytes,
-          true,
-          {lost.empty() ? nullptr : lost.data() + b * n, operands.leaves.dtype.data()}};
-      CGX_TRY(launched(name, reduce(call, {{0, layout.total_bytes()}}, stream)));
-    }
-    return ffi::Error::Success();
-  });
-}
+  static ffi::Error reduce(Given stream, const Operands& all, const uint8_t* payload,
+                           uint8_t* chunks) {
+    const Layout layout = all.layout();
+    return each(all.call, all.batch, [&](int64_t b) {
+      const CudaReduce call{layout,
+                            all.in(b),
+                            all.keys + 2 * b,
+                            {all.ranks + b, 0},
+                            payload + b * layout.world * layout.chunk_bytes,
+                            all.divisor,
+                            chunks + b * layout.chunk_bytes,
+                            /*tails=*/true,
+                            all.out(b)};
+      return cgx::reduce(call, {{0, layout.total_bytes()}}, stream);
+    });
+  }
 
-ffi::Error run_decode(cudaStream_t stream, Payload payload, ffi::RemainingRets rets, Ints slots,
-                      int64_t world) {
-  const char* const name = "cgx_decode";
-  return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    CGX_TRY(check_decode(name, payload, rets, {slots, world}, &operands));
-    const Layout layout = operands.layout();
-    const auto to = operands.leaves.pointers(operands.batch);
-    const size_t n = operands.num_leaves();
-    for (int64_t b = 0; b < operands.batch; ++b) {
-      const CudaDecode call{layout,
-                            payload.typed_data() + b * world * layout.chunk_bytes,
-                            {to.data() + b * n, operands.leaves.dtype.data()}};
-      CGX_TRY(launched(name, decode(call, {{0, layout.total_bytes()}}, stream)));
-    }
-    return ffi::Error::Success();
-  });
-}
+  static ffi::Error decode(Given stream, const Operands& all, const uint8_t* payload) {
+    const Layout layout = all.layout();
+    return each(all.call, all.batch, [&](int64_t b) {
+      return cgx::decode({layout, payload + b * layout.world * layout.chunk_bytes, all.out(b)},
+                         {{0, layout.total_bytes()}}, stream);
+    });
+  }
 
-ffi::Error run_accumulate(cudaStream_t stream, Ranks rank, Payload payload, ffi::RemainingArgs args,
-                          ffi::RemainingRets rets, Ints slots, int64_t world, float divisor) {
-  const char* const name = "cgx_accumulate";
-  return no_throw(name, [&]() -> ffi::Error {
-    Operands operands;
-    int64_t peers = 0;
-    CGX_TRY(check_accumulate(name, rank, payload, args, rets, {slots, world}, divisor, &operands,
-                             &peers));
-    const Layout layout = operands.layout();
-    const auto from = operands.leaves.pointers(operands.batch);
-    const auto to = operands.results.pointers(operands.batch);
-    const size_t n = operands.num_leaves();
-    const DType* const dtypes = operands.leaves.dtype.data();
-    for (int64_t b = 0; b < operands.batch; ++b) {
-      const CudaAccumulate call{layout,
-                                {from.data() + b * n, dtypes},
-                                payload.typed_data() + b * peers * layout.total_bytes(),
-                                peers,
-                                {rank.typed_data() + b, 0},
-                                divisor,
-                                {to.data() + b * n, dtypes}};
-      CGX_TRY(launched(name, accumulate(call, {{0, layout.total_bytes()}}, stream)));
+  static ffi::Error accumulate(Given stream, const Operands& all, const uint8_t* payload,
+                               int64_t peers) {
+    const Layout layout = all.layout();
+    return each(all.call, all.batch, [&](int64_t b) {
+      const CudaAccumulate call{
+          layout,    all.in(b),          payload + b * peers * layout.chunk_bytes,
+          peers,     {all.ranks + b, 0}, all.divisor,
+          all.out(b)};
+      return cgx::accumulate(call, {{0, layout.total_bytes()}}, stream);
+    });
+  }
+
+  // Batch elements run one after the other, so they share the scratch.
+  static ffi::Error select(Given stream, const Selections& all, ffi::RemainingRets scratch) {
+    CGX_TRY(check_number(all.name, "results", 2 + scratch.size(), 3));
+    auto words = scratch.get<ffi::BufferR1<ffi::U32>>(0);
+    if (words.has_error()) return words.error();
+    CGX_TRY(check_count(all.name, "scratch", **words, kScratchWords));
+    uint32_t* const data = (*words)->typed_data();
+    return each(all.name, all.batch, [&](int64_t b) {
+      return launch_select(
+          {all.x + b * all.n, all.n, all.count, all.turns ? all.turns + 2 * b : nullptr, all.stride,
+           all.rank, all.at + b * all.count, all.taken + b * all.count, data},
+          stream);
+    });
+  }
+
+  template <typename Call>
+  static ffi::Error encode_buckets(Given stream, int64_t batch, int64_t, Call call) {
+    return each("cgx_qsgd", batch, [&](int64_t b) { return launch_encode_steps(call(b), stream); });
+  }
+
+  static ffi::Error largest_of_buckets(Given stream, int64_t batch, int64_t n, const float* x,
+                                       int64_t bucket_size, int64_t keep, int32_t* at,
+                                       float* taken) {
+    const int64_t count = (n + bucket_size - 1) / bucket_size * keep;
+    return each("cgx_largest_of_buckets", batch, [&](int64_t b) {
+      return launch_largest_of_buckets(x + b * n, n, bucket_size, keep, at + b * count,
+                                       taken + b * count, stream);
+    });
+  }
+
+ private:
+  template <typename Launch>
+  static ffi::Error each(const std::string& name, int64_t batch, Launch launch) {
+    for (int64_t b = 0; b < batch; ++b) {
+      const cudaError_t error = launch(b);
+      if (error != cudaSuccess) {
+        return ffi::Error::Internal(name + ": CUDA: " + cudaGetErrorString(error));
+      }
     }
     return ffi::Error::Success();
-  });
-}
+  }
+};
 
 }  // namespace
 
-XLA_FFI_Error* encode_cuda_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<Stream>()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .RemainingArgs()
-                                              .Ret<Payload>()
-                                              .RemainingRets())
-                                  .To(run_encode, {ffi::Traits::kCmdBufferCompatible});
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* reduce_cuda_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<Stream>()
-                                              .Arg<Keys>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .Ret<Payload>()
-                                              .RemainingRets())
-                                  .Attr<float>("divisor")
-                                  .To(run_reduce, {ffi::Traits::kCmdBufferCompatible});
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* decode_cuda_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler =
-      with_layout(ffi::Ffi::Bind().Ctx<Stream>().Arg<Payload>().RemainingRets())
-          .To(run_decode, {ffi::Traits::kCmdBufferCompatible});
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* accumulate_cuda_handler(XLA_FFI_CallFrame* frame) {
-  static const auto handler = with_layout(ffi::Ffi::Bind()
-                                              .Ctx<Stream>()
-                                              .Arg<Ranks>()
-                                              .Arg<Payload>()
-                                              .RemainingArgs()
-                                              .RemainingRets())
-                                  .Attr<float>("divisor")
-                                  .To(run_accumulate, {ffi::Traits::kCmdBufferCompatible});
-  return handler->Call(frame);
+std::vector<Handler> cuda_handlers() {
+  using Codec = CodecCalls<Cuda>;
+  using Codes = CodeCalls<Cuda>;
+  return {{"cgx_encode", Codec::encode},
+          {"cgx_reduce", Codec::reduce},
+          {"cgx_decode", Codec::decode},
+          {"cgx_accumulate", Codec::accumulate},
+          {"cgx_largest", Codes::largest},
+          {"cgx_above_sampled", Codes::above_sampled},
+          {"cgx_largest_of_buckets", Codes::largest_of_buckets},
+          {"cgx_qsgd", Codes::qsgd}};
 }
 
 }  // namespace cgx

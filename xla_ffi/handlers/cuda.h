@@ -1,15 +1,15 @@
-// XLA FFI handlers for the CUDA platform. operands.h says what each takes and returns.
+// XLA FFI handlers for the CUDA platform. codec_calls.h and code_calls.h say what each takes and
+// returns.
 #ifndef CGX_HANDLERS_CUDA_H_
 #define CGX_HANDLERS_CUDA_H_
 
-#include "xla/ffi/api/c_api.h"
+#include <vector>
+
+#include "handlers/checks.h"
 
 namespace cgx {
 
-XLA_FFI_Error* encode_cuda_handler(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* reduce_cuda_handler(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* decode_cuda_handler(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* accumulate_cuda_handler(XLA_FFI_CallFrame* frame);
+std::vector<Handler> cuda_handlers();
 
 }  // namespace cgx
 

@@ -13,11 +13,6 @@ inline void prefer_huge_pages(const Leaves& results, int64_t batch = 1) {
   }
 }
 
-template <typename Buffer>
-void prefer_huge_pages(ffi::Result<Buffer> result) {
-  prefer_huge_pages(result->untyped_data(), static_cast<int64_t>(result->size_bytes()));
-}
-
 }  // namespace cgx
 
 #endif  // CGX_HANDLERS_FRESH_RESULTS_H_

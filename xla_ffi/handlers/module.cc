@@ -14,10 +14,11 @@
 #include "cpu/kernels.h"
 #include "cpu/pages.h"
 #include "format/layout.h"
-#include "handlers/codes.h"
+#include "handlers/constants.h"
 #include "handlers/cpu.h"
 #include "handlers/mpi.h"
 #include "handlers/report.h"
+#include "mpi/library.h"
 
 namespace py = pybind11;
 
@@ -27,19 +28,9 @@ std::map<std::string, py::capsule> handlers() {
   const auto capsule = [](auto* handler) {
     return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
-  std::map<std::string, py::capsule> all = {
-      {"cgx_encode", capsule(cgx::encode_handler)},
-      {"cgx_reduce", capsule(cgx::reduce_handler)},
-      {"cgx_decode", capsule(cgx::decode_handler)},
-      {"cgx_accumulate", capsule(cgx::accumulate_handler)},
-      {"cgx_find_nonfinite", capsule(cgx::find_nonfinite_handler)},
-      {"cgx_all_reduce_mpi", capsule(cgx::all_reduce_mpi_handler)},
-      {"cgx_gather_sum_mpi", capsule(cgx::gather_sum_mpi_handler)},
-      {"cgx_scatter_mpi", capsule(cgx::scatter_mpi_handler)},
-      {"cgx_gather_mpi", capsule(cgx::gather_mpi_handler)},
-      {"cgx_report", capsule(cgx::report_handler)}};
-  for (const cgx::CodeHandler& code : cgx::code_handlers()) {
-    all.emplace(code.target, capsule(code.call));
+  std::map<std::string, py::capsule> all = {{"cgx_report", capsule(cgx::report_handler)}};
+  for (const auto& handlers : {cgx::cpu_handlers(), cgx::mpi_handlers()}) {
+    for (const cgx::Handler& h : handlers) all.emplace(h.target, capsule(h.call));
   }
   return all;
 }
@@ -78,14 +69,14 @@ void mpi_start(const std::string& module, int64_t handle_bytes, int64_t status_b
                int64_t largest_tag, int64_t error_offset, int64_t ranks, int64_t rank,
                int64_t segment_bytes, int64_t window, double timeout, int64_t threads) {
   std::string error;
-  auto library = cgx::bind_mpi({module, handle_bytes, status_bytes, communicator, byte_type,
-                                null_request, largest_tag, error_offset},
-                               &error);
-  if (!library) throw py::value_error(error);
+  auto ports = cgx::bind_mpi(
+      {module, handle_bytes, status_bytes, communicator, byte_type, null_request, error_offset},
+      &error);
+  if (!ports) throw py::value_error(error);
   const py::gil_scoped_release unlocked;
   const cgx::EngineSettings settings{ranks,   rank,   largest_tag, {segment_bytes, window},
                                      timeout, threads};
-  cgx::set_engine(std::make_unique<cgx::Engine>(std::move(library), settings));
+  cgx::set_engine(std::make_unique<cgx::Engine>(std::move(ports), settings));
 }
 
 void mpi_stop() {
@@ -145,7 +136,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("isa", [] { return cgx::current_kernels().isa; }, "Instruction set in use.");
   m.def("isas", &isas, "Instruction sets compiled in and supported here, best first.");
   m.def("set_isa", &set_isa, py::arg("name"), "Chooses one of isas(), for tests and benchmarks.");
-  m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+  m.def("constants", &cgx::constants, "Numbers that Python must agree on, by name.");
   m.def("keep_memory", &keep_memory,
         "Whether malloc keeps from now on what is freed, in huge pages.");
   m.def("set_listener", &set_listener, py::arg("listener"),

@@ -1,14 +1,16 @@
 // The Python module cgx_jax._cuda. It loads on machines without a GPU and without a driver: the
 // CUDA runtime inside opens the driver at its first call.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
 
-#include "format/wire_format.h"
+#include "cuda/codes.h"
+#include "cuda/peer.h"
+#include "handlers/constants.h"
 #include "handlers/cuda.h"
-#include "handlers/cuda_codes.h"
 #include "handlers/nccl.h"
-#include "handlers/peer.h"
+#include "nccl/fused.h"
 #include "nccl/library.h"
 
 namespace py = pybind11;
@@ -20,31 +22,22 @@ py::dict handlers() {
     return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
   py::dict all;
-  all["cgx_encode"] = capsule(cgx::encode_cuda_handler);
-  all["cgx_reduce"] = capsule(cgx::reduce_cuda_handler);
-  all["cgx_decode"] = capsule(cgx::decode_cuda_handler);
-  all["cgx_accumulate"] = capsule(cgx::accumulate_cuda_handler);
-  for (const cgx::CodeHandler& code : cgx::cuda_code_handlers()) {
-    all[code.target] = capsule(code.call);
-  }
+  for (const cgx::Handler& h : cgx::cuda_handlers()) all[h.target] = capsule(h.call);
 #if CGX_HAVE_COLLECTIVES
-  const auto with_communicator = [&](XLA_FFI_Handler* initialize, XLA_FFI_Handler* execute) {
-    py::dict stages;
-    stages["prepare"] = capsule(cgx::nccl_prepare);
-    stages["initialize"] = capsule(initialize);
-    stages["execute"] = capsule(execute);
-    return stages;
+  const auto with_communicator = [&](cgx::Stages stages) {
+    py::dict staged;
+    staged["prepare"] = capsule(cgx::nccl_prepare);
+    staged["initialize"] = capsule(stages.initialize);
+    staged["execute"] = capsule(stages.execute);
+    return staged;
   };
-  all["cgx_all_reduce_nccl"] =
-      with_communicator(cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute);
-  all["cgx_reduce_scatter_nccl"] =
-      with_communicator(cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute);
-  all["cgx_all_gather_nccl"] =
-      with_communicator(cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute);
-  all["cgx_gather_sum_nccl"] =
-      with_communicator(cgx::gather_sum_nccl_initialize, cgx::gather_sum_nccl_execute);
-  all["cgx_all_reduce_peer"] =
-      with_communicator(cgx::all_reduce_peer_initialize, cgx::all_reduce_peer_execute);
+  using cgx::Collective;
+  const auto on_nccl = [&](Collective c) { return with_communicator(cgx::nccl_stages(c)); };
+  all["cgx_all_reduce_nccl"] = on_nccl(Collective::kAllReduce);
+  all["cgx_reduce_scatter_nccl"] = on_nccl(Collective::kReduceScatter);
+  all["cgx_all_gather_nccl"] = on_nccl(Collective::kAllGather);
+  all["cgx_gather_sum_nccl"] = on_nccl(Collective::kGatherSum);
+  all["cgx_all_reduce_peer"] = with_communicator(cgx::peer_stages());
 #endif
   return all;
 }
@@ -58,6 +51,16 @@ std::string nccl_version() {
          std::to_string(version % 100);
 }
 
+std::map<std::string, int64_t> constants() {
+  std::map<std::string, int64_t> all = cgx::constants();
+  all.insert({{"shortest_bucket", cgx::kShortestBucket},
+              {"scratch_words", cgx::kScratchWords},
+              {"alignment", cgx::CudaFused::kAlignment},
+              {"most_streams", cgx::kMostStreams},
+              {"most_peers", cgx::kMaxPeers}});
+  return all;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(cgx_jax_cuda13, m) {
@@ -65,5 +68,5 @@ PYBIND11_MODULE(cgx_jax_cuda13, m) {
   m.def("handlers", &handlers, "FFI targets for jax.ffi.register_ffi_target(platform='CUDA').");
   m.def("architectures", [] { return CGX_CUDA_ARCHITECTURES; }, "What the kernels are built for.");
   m.def("nccl_version", &nccl_version, "Version of the NCCL that XLA uses here; '' without one.");
-  m.def("wire_version", [] { return cgx::kWireVersion; }, "Version of the wire format.");
+  m.def("constants", &constants, "Numbers that Python must agree on, by name.");
 }

@@ -10,8 +10,8 @@
 #include "cpu/kernels.h"
 #include "handlers/fresh_results.h"
 #include "handlers/operands.h"
-#include "mpi/fused.h"
-#include "mpi/rows.h"
+#include "messages/fused.h"
+#include "messages/rows.h"
 
 namespace cgx {
 namespace {
@@ -286,17 +286,12 @@ XLA_FFI_Error* call_reduce(XLA_FFI_CallFrame* frame) {
 
 }  // namespace
 
-XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame) {
-  return call_reduce<Collective::kAllReduce>(frame);
+std::vector<Handler> mpi_handlers() {
+  return {{"cgx_all_reduce_mpi", call_reduce<Collective::kAllReduce>},
+          {"cgx_gather_sum_mpi", call_reduce<Collective::kGatherSum>},
+          {"cgx_scatter_mpi", call_rows<false>},
+          {"cgx_gather_mpi", call_rows<true>}};
 }
-
-XLA_FFI_Error* gather_sum_mpi_handler(XLA_FFI_CallFrame* frame) {
-  return call_reduce<Collective::kGatherSum>(frame);
-}
-
-XLA_FFI_Error* scatter_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<false>(frame); }
-
-XLA_FFI_Error* gather_mpi_handler(XLA_FFI_CallFrame* frame) { return call_rows<true>(frame); }
 
 void set_engine(std::unique_ptr<Engine> next) {
   const bool follows = next != nullptr;

@@ -4,22 +4,20 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
-#include "mpi/engine.h"
-#include "xla/ffi/api/c_api.h"
+#include "handlers/checks.h"
+#include "messages/engine.h"
 
 namespace cgx {
 
-// (keys of both phases, position in the mesh, leaves, units) -> leaves [, residuals]
-XLA_FFI_Error* all_reduce_mpi_handler(XLA_FFI_CallFrame* frame);
-// (key, position in the mesh, leaves, units) -> sums [, residuals]. The sum of a leaf that has
-// units is fp32 and still in these units.
-XLA_FFI_Error* gather_sum_mpi_handler(XLA_FFI_CallFrame* frame);
-// (position in the mesh, u8[world, n]) -> u8[world, n]: sends row r to rank r, and receives row r
-// from rank r
-XLA_FFI_Error* scatter_mpi_handler(XLA_FFI_CallFrame* frame);
-// (position in the mesh, u8[n]) -> u8[world, n]: every rank's row
-XLA_FFI_Error* gather_mpi_handler(XLA_FFI_CallFrame* frame);
+// cgx_all_reduce_mpi: (keys of both phases, position in the mesh, leaves, units) -> leaves
+// [, residuals].
+// cgx_gather_sum_mpi: (key, position in the mesh, leaves, units) -> sums [, residuals]. The sum of
+// a leaf that has units is fp32 and still in these units. cgx_scatter_mpi: (position in the mesh,
+// u8[world, n]) -> u8[world, n]. Sends row r to rank r, and receives row r from rank r.
+// cgx_gather_mpi: (position in the mesh, u8[n]) -> u8[world, n], every rank's row.
+std::vector<Handler> mpi_handlers();
 
 // Sets the engine that runs the calls; null stops the current engine.
 void set_engine(std::unique_ptr<Engine> engine);

@@ -2,7 +2,6 @@
 
 #if CGX_HAVE_COLLECTIVES
 
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -52,10 +51,6 @@ struct Call {
   Ints groups;
   int64_t segment_bytes, streams;
   uint8_t* payloads;
-
-  ffi::Error internal(const std::string& text) const {
-    return ffi::Error::Internal(name + ": " + text);
-  }
 };
 
 template <Collective kCollective>
@@ -101,56 +96,41 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
 }
 
 ffi::Error initialize(int32_t device, const Collectives& collectives, const Call& call) {
-  std::string error;
-  const NcclLibrary* const nccl = nccl_library(&error);
-  if (!nccl) return call.internal(error);
-  NcclComm comm = nullptr;
-  int rank = -1;
-  if (call.streams > 1) {
-    CGX_TRY(communicator(call.name, collectives, *nccl, call.groups, call.world, &comm, &rank));
-  }
-  const CurrentDevice current(device);
-  if (error = current.error(); !error.empty()) return call.internal(error);
-  Locked<CudaLane>& own = lane_of<CudaLane>(device);
-  const std::lock_guard<std::mutex> lock(own.mutex);
-  error = own.lane.prepare(CudaFused::segments(call.owned.view(), call.segment_bytes));
-  if (error.empty() && call.streams > 1) {
-    error = own.lane.connect(call.streams, *nccl, comm, rank);
-  }
-  return error.empty() ? ffi::Error::Success() : call.internal(error);
+  const bool splits = call.streams > 1;
+  return with_lane<CudaLane>(call.name, device, collectives, call.groups, call.world, splits,
+                             [&](CudaLane& lane, const NcclLibrary& nccl, NcclComm comm, int rank) {
+                               std::string error = lane.prepare(
+                                   CudaFused::segments(call.owned.view(), call.segment_bytes));
+                               if (error.empty() && splits)
+                                 error = lane.connect(call.streams, nccl, comm, rank);
+                               return error;
+                             });
 }
 
 template <Collective kCollective>
 ffi::Error execute(cudaStream_t stream, int32_t device, const Collectives& collectives,
                    const Call& call) {
-  std::string error;
-  const NcclLibrary* const nccl = nccl_library(&error);
-  if (!nccl) return call.internal(error);
-  NcclComm comm = nullptr;
-  int rank = -1;
-  CGX_TRY(communicator(call.name, collectives, *nccl, call.groups, call.world, &comm, &rank));
-  const CurrentDevice current(device);
-  if (error = current.error(); !error.empty()) return call.internal(error);
   const auto in = repeated(call.leaves.pointers(call.rows_in), call.rows / call.rows_in);
   const auto out = repeated(call.results.pointers(call.rows_out), call.rows / call.rows_out);
   const auto lost = repeated(call.residuals.pointers(1), call.rows);
   const auto dtypes = repeated(call.leaves.dtype, call.rows);
-  Locked<CudaLane>& own = lane_of<CudaLane>(device);
-  const std::lock_guard<std::mutex> lock(own.mutex);
-  CudaFused fused({kCollective,
-                   call.owned.view(),
-                   {in.data(), dtypes.data()},
-                   {out.data(), dtypes.data()},
-                   {lost.empty() ? nullptr : lost.data(), dtypes.data()},
-                   call.keys,
-                   call.divisor,
-                   rank,
-                   call.segment_bytes,
-                   call.streams,
-                   call.payloads},
-                  *nccl, comm, own.lane, stream);
-  error = fused.run();
-  return error.empty() ? ffi::Error::Success() : call.internal(error);
+  return with_lane<CudaLane>(
+      call.name, device, collectives, call.groups, call.world, /*communicates=*/true,
+      [&](CudaLane& lane, const NcclLibrary& nccl, NcclComm comm, int rank) {
+        return CudaFused({kCollective,
+                          call.owned.view(),
+                          {in.data(), dtypes.data()},
+                          {out.data(), dtypes.data()},
+                          {lost.empty() ? nullptr : lost.data(), dtypes.data()},
+                          call.keys,
+                          call.divisor,
+                          rank,
+                          call.segment_bytes,
+                          call.streams,
+                          call.payloads},
+                         nccl, comm, lane, stream)
+            .run();
+      });
 }
 
 // Checks a call and hands it to `f`.
@@ -208,6 +188,11 @@ XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
+template <Collective kCollective>
+constexpr Stages stages() {
+  return {call_initialize<kCollective>, call_execute<kCollective>};
+}
+
 }  // namespace
 
 XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame) {
@@ -216,36 +201,17 @@ XLA_FFI_Error* nccl_prepare(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-XLA_FFI_Error* all_reduce_nccl_initialize(XLA_FFI_CallFrame* frame) {
-  return call_initialize<Collective::kAllReduce>(frame);
-}
-
-XLA_FFI_Error* all_reduce_nccl_execute(XLA_FFI_CallFrame* frame) {
-  return call_execute<Collective::kAllReduce>(frame);
-}
-
-XLA_FFI_Error* reduce_scatter_nccl_initialize(XLA_FFI_CallFrame* frame) {
-  return call_initialize<Collective::kReduceScatter>(frame);
-}
-
-XLA_FFI_Error* reduce_scatter_nccl_execute(XLA_FFI_CallFrame* frame) {
-  return call_execute<Collective::kReduceScatter>(frame);
-}
-
-XLA_FFI_Error* all_gather_nccl_initialize(XLA_FFI_CallFrame* frame) {
-  return call_initialize<Collective::kAllGather>(frame);
-}
-
-XLA_FFI_Error* all_gather_nccl_execute(XLA_FFI_CallFrame* frame) {
-  return call_execute<Collective::kAllGather>(frame);
-}
-
-XLA_FFI_Error* gather_sum_nccl_initialize(XLA_FFI_CallFrame* frame) {
-  return call_initialize<Collective::kGatherSum>(frame);
-}
-
-XLA_FFI_Error* gather_sum_nccl_execute(XLA_FFI_CallFrame* frame) {
-  return call_execute<Collective::kGatherSum>(frame);
+Stages nccl_stages(Collective collective) {
+  switch (collective) {
+    case Collective::kAllReduce:
+      return stages<Collective::kAllReduce>();
+    case Collective::kReduceScatter:
+      return stages<Collective::kReduceScatter>();
+    case Collective::kAllGather:
+      return stages<Collective::kAllGather>();
+    default:
+      return stages<Collective::kGatherSum>();
+  }
 }
 
 }  // namespace cgx

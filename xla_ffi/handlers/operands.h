@@ -1,4 +1,4 @@
-// Checks the operands of the codec's calls.
+// The operands of calls on fusion buffers: leaves and their units.
 //
 // A call carries a batch of independent fusion buffers, so that vmap needs no loop. The batch is
 // the leading dimension of every operand. Apart from it, only element counts matter, so a leaf can
@@ -117,18 +117,6 @@ inline ffi::Error same_leaves(const std::string& call, const Leaves& in, const L
   return ffi::Error::Success();
 }
 
-inline ffi::Error check_ranks(const std::string& call, const Ranks& ranks, int64_t from,
-                              int64_t to) {
-  for (size_t b = 0; b < ranks.element_count(); ++b) {
-    const int64_t rank = ranks.typed_data()[b];
-    if (rank < from || rank >= to) {
-      return invalid(call, "rank is " + std::to_string(rank) + ", must be in [" +
-                               std::to_string(from) + ", " + std::to_string(to) + ")");
-    }
-  }
-  return ffi::Error::Success();
-}
-
 // The units of all batch elements: one entry per leaf, with null arrays for a leaf without units.
 struct Units {
   std::vector<LeafUnits> first;  // of batch element 0
@@ -181,17 +169,6 @@ struct Units {
   }
 };
 
-// The checked operands of one codec call. Ranks are not checked, as they may be in device memory.
-struct Operands {
-  int64_t batch = 0;
-  Leaves leaves, results;
-  Units units;
-  OwnedLayout owned;
-
-  Layout layout() const { return owned.view(); }
-  size_t num_leaves() const { return leaves.data.size(); }
-};
-
 // Moves the last operands to `units`: two for each leaf whose attributes ask for units.
 inline ffi::Error split_units(const std::string& call, const LayoutAttributes& attributes,
                               Leaves* operands, Leaves* units) {
@@ -202,88 +179,6 @@ inline ffi::Error split_units(const std::string& call, const LayoutAttributes& a
                              std::to_string(wanted) + ", the units");
   }
   return operands->split(call, given - wanted, units);
-}
-
-// (key, rank, leaves, units) -> payload [, residuals]
-inline ffi::Error check_encode(const char* call, const Keys& key, const Ranks& rank,
-                               const ffi::RemainingArgs& args, const Payload& payload,
-                               const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
-                               Operands* out) {
-  out->batch = rank.element_count();
-  CGX_TRY(check_batch(call, out->batch));
-  CGX_TRY(out->leaves.add(call, args, out->batch));
-  CGX_TRY(out->results.add(call, rets, out->batch));
-  Leaves units;
-  CGX_TRY(split_units(call, attributes, &out->leaves, &units));
-  if (rets.size() > 0) CGX_TRY(same_leaves(call, out->leaves, out->results));
-  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
-  CGX_TRY(out->units.add(call, out->leaves, units, attributes));
-  CGX_TRY(check_count(call, "key", key, out->batch * 2));
-  const Layout layout = out->layout();
-  return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
-}
-
-// (key, rank, payload, leaves [, residuals], units) -> chunk [, residuals, in the memory of their
-// operands]
-inline ffi::Error check_reduce(const char* call, const Keys& key, const Ranks& rank,
-                               const Payload& payload, const ffi::RemainingArgs& args,
-                               const Payload& chunk, const ffi::RemainingRets& rets,
-                               const LayoutAttributes& attributes, float divisor, Operands* out) {
-  out->batch = rank.element_count();
-  CGX_TRY(check_batch(call, out->batch));
-  CGX_TRY(out->leaves.add(call, args, out->batch));
-  CGX_TRY(out->results.add(call, rets, out->batch));
-  Leaves units;
-  CGX_TRY(split_units(call, attributes, &out->leaves, &units));
-  if (rets.size() > 0) {
-    Leaves residuals;
-    CGX_TRY(out->leaves.split(call, rets.size(), &residuals));
-    CGX_TRY(same_leaves(call, out->leaves, residuals));
-    CGX_TRY(same_leaves(call, out->leaves, out->results));
-    if (residuals.data != out->results.data) {
-      return invalid(call, "residual results must lie where their operands lie");
-    }
-  }
-  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
-  CGX_TRY(out->units.add(call, out->leaves, units, attributes));
-  CGX_TRY(check_count(call, "key", key, out->batch * 2));
-  const Layout layout = out->layout();
-  CGX_TRY(check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes));
-  CGX_TRY(check_count(call, "chunk", chunk, out->batch * layout.chunk_bytes));
-  return check_divisor(call, divisor);
-}
-
-// (payload) -> leaves
-inline ffi::Error check_decode(const char* call, const Payload& payload,
-                               const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
-                               Operands* out) {
-  const auto dims = payload.dimensions();
-  // An empty payload may claim any batch, even one with too many elements to loop over.
-  out->batch = dims.size() == 3 && payload.element_count() > 0 ? dims[0] : 1;
-  CGX_TRY(out->leaves.add(call, rets, out->batch));
-  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
-  const Layout layout = out->layout();
-  return check_count(call, "payload", payload, out->batch * layout.world * layout.chunk_bytes);
-}
-
-// (rank, payload of all peers, leaves) -> leaves
-inline ffi::Error check_accumulate(const char* call, const Ranks& rank, const Payload& payload,
-                                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                                   const LayoutAttributes& attributes, float divisor, Operands* out,
-                                   int64_t* peers) {
-  out->batch = rank.element_count();
-  const auto dims = payload.dimensions();
-  CGX_TRY(check_batch(call, out->batch));
-  if (dims.size() < 2) return invalid(call, expected("rank of payload", dims.size(), 2));
-  *peers = dims[dims.size() - 2];
-  CGX_TRY(check_world(call, *peers, "number of rows of payload"));
-  CGX_TRY(out->leaves.add(call, args, out->batch));
-  CGX_TRY(out->results.add(call, rets, out->batch));
-  CGX_TRY(same_leaves(call, out->leaves, out->results));
-  if (attributes.world != 1) return invalid(call, expected("world", attributes.world, 1));
-  CGX_TRY(build_layout(call, out->leaves.size, attributes, &out->owned));
-  CGX_TRY(check_count(call, "payload", payload, out->batch * *peers * out->layout().total_bytes()));
-  return check_divisor(call, divisor);
 }
 
 }  // namespace cgx

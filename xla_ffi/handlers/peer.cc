@@ -1,8 +1,7 @@
-#include "handlers/peer.h"
+#include "handlers/nccl.h"
 
 #if CGX_HAVE_COLLECTIVES
 
-#include <mutex>
 #include <string>
 
 #include "handlers/collectives.h"
@@ -16,10 +15,6 @@ struct Call {
   std::string name;
   Leaves leaves, results, residuals;
   OwnedLayout owned;
-
-  ffi::Error failed(const std::string& text) const {
-    return text.empty() ? ffi::Error::Success() : ffi::Error::Internal(name + ": " + text);
-  }
 };
 
 ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -39,27 +34,18 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
   return check_divisor(name, divisor);
 }
 
-// Checks a call, gets its communicator and calls `run(call, lane, nccl, comm, rank)` with the
-// device's lane. `run` returns what went wrong; empty if nothing did.
+// Checks a call and runs it with the device's lane, as with_lane() says.
 template <typename Run>
-ffi::Error with_lane(Run run, int32_t device, const Collectives& collectives, std::string_view name,
-                     Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,
-                     int64_t world, float divisor, Ints groups) {
+ffi::Error checked(Run run, int32_t device, const Collectives& collectives, std::string_view name,
+                   Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,
+                   int64_t world, float divisor, Ints groups) {
   Call call = {};
   call.name = name;
   return no_throw(call.name.c_str(), [&]() -> ffi::Error {
     CGX_TRY(check(&call, keys, args, rets, slots, world, divisor, groups));
-    std::string error;
-    const NcclLibrary* const nccl = nccl_library(&error);
-    if (!nccl) return call.failed(error);
-    NcclComm comm = nullptr;
-    int rank = -1;
-    CGX_TRY(communicator(call.name, collectives, *nccl, groups, world, &comm, &rank));
-    const CurrentDevice current(device);
-    if (error = current.error(); !error.empty()) return call.failed(error);
-    Locked<PeerLane>& own = lane_of<PeerLane>(device);
-    const std::lock_guard<std::mutex> lock(own.mutex);
-    return call.failed(run(call, own.lane, *nccl, comm, rank));
+    return with_lane<PeerLane>(call.name, device, collectives, groups, world, /*communicates=*/true,
+                               [&](PeerLane& lane, const NcclLibrary& nccl, NcclComm comm,
+                                   int rank) { return run(call, lane, nccl, comm, rank); });
   });
 }
 
@@ -76,18 +62,16 @@ auto with_call(Binding&& binding) {
       .template Attr<Ints>("groups");
 }
 
-}  // namespace
-
-XLA_FFI_Error* all_reduce_peer_initialize(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* call_initialize(XLA_FFI_CallFrame* frame) {
   static const auto handler = with_call(ffi::Ffi::BindInitialize()).To([](const auto&... given) {
-    return with_lane([](const Call& call, PeerLane& lane, const NcclLibrary& nccl, NcclComm comm,
-                        int rank) { return lane.prepare(call.owned.view(), nccl, comm, rank); },
-                     given...);
+    return checked([](const Call& call, PeerLane& lane, const NcclLibrary& nccl, NcclComm comm,
+                      int rank) { return lane.prepare(call.owned.view(), nccl, comm, rank); },
+                   given...);
   });
   return handler->Call(frame);
 }
 
-XLA_FFI_Error* all_reduce_peer_execute(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
   static const auto handler =
       with_call(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
           .To([](cudaStream_t stream, int32_t device, const Collectives& collectives,
@@ -106,11 +90,15 @@ XLA_FFI_Error* all_reduce_peer_execute(XLA_FFI_CallFrame* frame) {
                                       divisor},
                                      comm, rank, stream);
             };
-            return with_lane(run, device, collectives, name, keys, args, rets, slots, world,
-                             divisor, groups);
+            return checked(run, device, collectives, name, keys, args, rets, slots, world, divisor,
+                           groups);
           });
   return handler->Call(frame);
 }
+
+}  // namespace
+
+Stages peer_stages() { return {call_initialize, call_execute}; }
 
 }  // namespace cgx
 

@@ -134,9 +134,9 @@ class MpiPort : public Port {
 };
 
 template <typename Handle>
-class Library : public MpiLibrary {
+class MpiPorts : public PortFactory {
  public:
-  Library(const Functions<Handle>& functions, const MpiHandles& handles)
+  MpiPorts(const Functions<Handle>& functions, const MpiHandles& handles)
       : functions_(functions), handles_(handles) {}
   std::unique_ptr<Port> port(std::vector<int32_t> peers) const override {
     return std::make_unique<MpiPort<Handle>>(functions_, handles_, std::move(peers));
@@ -148,7 +148,7 @@ class Library : public MpiLibrary {
 };
 
 template <typename Handle>
-std::unique_ptr<MpiLibrary> bind(void* object, const MpiHandles& handles, std::string* error) {
+std::unique_ptr<PortFactory> bind(void* object, const MpiHandles& handles, std::string* error) {
   Functions<Handle> functions;
   const auto find = [&](auto& function, const char* name) {
     void* const address = dlsym(object, name);
@@ -162,12 +162,12 @@ std::unique_ptr<MpiLibrary> bind(void* object, const MpiHandles& handles, std::s
   find(functions.cancel, "MPI_Cancel");
   find(functions.wait, "MPI_Wait");
   if (!error->empty()) return nullptr;
-  return std::make_unique<Library<Handle>>(functions, handles);
+  return std::make_unique<MpiPorts<Handle>>(functions, handles);
 }
 
 }  // namespace
 
-std::unique_ptr<MpiLibrary> bind_mpi(const MpiHandles& handles, std::string* error) {
+std::unique_ptr<PortFactory> bind_mpi(const MpiHandles& handles, std::string* error) {
   // Symbols are looked up in the object and in what it links to. So this is the library that mpi4py
   // calls, whatever other MPI libraries are loaded.
   void* const object = dlopen(handles.module.c_str(), RTLD_NOW | RTLD_NOLOAD);

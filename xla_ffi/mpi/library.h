@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "mpi/port.h"
+#include "messages/port.h"
 
 namespace cgx {
 
@@ -21,19 +21,11 @@ struct MpiHandles {
   uint64_t communicator;
   uint64_t byte_type;
   uint64_t null_request;
-  int64_t largest_tag;
   int64_t error_offset;  // of MPI_ERROR in a status, in bytes
 };
 
-class MpiLibrary {
- public:
-  virtual ~MpiLibrary() = default;
-  // `peers[r]` is the communicator's rank of the group's rank r.
-  virtual std::unique_ptr<Port> port(std::vector<int32_t> peers) const = 0;
-};
-
-// Returns null and sets `error` if the library cannot be bound.
-std::unique_ptr<MpiLibrary> bind_mpi(const MpiHandles& handles, std::string* error);
+// Makes ports on the communicator. Returns null and sets `error` if the library cannot be bound.
+std::unique_ptr<PortFactory> bind_mpi(const MpiHandles& handles, std::string* error);
 
 // The shared objects of this process that define MPI on their own: more than one cannot work.
 std::vector<std::string> loaded_mpi_libraries();

@@ -1,5 +1,7 @@
 #include "nccl/fused.h"
 
+#include <utility>
+
 namespace cgx {
 namespace {
 
@@ -9,10 +11,6 @@ constexpr int64_t kNoWindow = int64_t{1} << 62;
 Layout with_rows(Layout layout, int64_t bytes) {
   layout.chunk_bytes = bytes;
   return layout;
-}
-
-std::string said(cudaError_t error) {
-  return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
 }
 
 }  // namespace
@@ -133,16 +131,8 @@ void CudaFused::post(Phase phase, int64_t segment) {
                                         in_bytes, NcclLibrary::kBytes, from, comm, stream));
     }
   }
-  check_nccl("ncclGroupEnd", settled(comm, nccl_.group_end()));
+  note(nccl_.settled("ncclGroupEnd", comm, nccl_.group_end(), spec_.patience));
   check(cudaEventRecord(event(phase, segment), stream));
-}
-
-int CudaFused::settled(NcclComm comm, int result) {
-  result = nccl_.settled(comm, result, spec_.patience);
-  if (result == NcclLibrary::kInProgress && error_.empty()) {
-    error_ = still_in_progress(spec_.patience);
-  }
-  return result;
 }
 
 bool CudaFused::arrived(Phase phase, int64_t segment) {
@@ -167,14 +157,12 @@ cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {
   return events_[1 + 2 * segment + (phase == Phase::kGather)];
 }
 
-void CudaFused::check(cudaError_t error) {
-  if (error_.empty()) error_ = said(error);
+void CudaFused::note(std::string error) {
+  if (error_.empty()) error_ = std::move(error);
 }
 
 void CudaFused::check_nccl(const char* call, int result) {
-  if (result != NcclLibrary::kSuccess && result != NcclLibrary::kInProgress && error_.empty()) {
-    error_ = std::string(call) + ": " + nccl_.get_error_string(result);
-  }
+  if (result != NcclLibrary::kInProgress) note(nccl_.said(call, result));
 }
 
 }  // namespace cgx

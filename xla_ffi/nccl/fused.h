@@ -85,8 +85,8 @@ class CudaFused {
   uint8_t* place(uint8_t* rows, int64_t row, int64_t chunk, int64_t segment) const;
   cudaEvent_t event(Phase phase, int64_t segment) const;
   const Wire& wire(int64_t segment) const { return wires_[segment % wires_.size()]; }
-  int settled(NcclComm comm, int result);
-  void check(cudaError_t error);
+  void note(std::string error);  // keeps the first
+  void check(cudaError_t error) { note(said(error)); }
   void check_nccl(const char* call, int result);
 
   const CudaFusedSpec spec_;

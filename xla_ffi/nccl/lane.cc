@@ -10,10 +10,6 @@ namespace {
 // 32, take 60 of the 108 multiprocessors of an A100.
 constexpr int kBlocks = 4;
 
-std::string said(cudaError_t error) {
-  return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
-}
-
 cudaError_t add_stream(std::vector<cudaStream_t>* streams) {
   int least, greatest;
   cudaStream_t stream = nullptr;
@@ -28,20 +24,14 @@ cudaError_t add_stream(std::vector<cudaStream_t>* streams) {
 // Splits off a communicator of all ranks of `from`.
 std::string split(const NcclLibrary& nccl, NcclComm from, int32_t rank, NcclConfig* config,
                   std::chrono::milliseconds patience, NcclComm* made) {
-  const int result =
-      nccl.settled(from, nccl.comm_split(from, /*color=*/0, rank, made, config), patience);
-  if (result == NcclLibrary::kInProgress) return still_in_progress(patience);
-  if (result != NcclLibrary::kSuccess) {
-    return std::string("ncclCommSplit: ") + nccl.get_error_string(result);
-  }
-  return "";
+  const int result = nccl.comm_split(from, /*color=*/0, rank, made, config);
+  return nccl.settled("ncclCommSplit", from, result, patience);
 }
 
 std::string mark(const NcclLibrary& nccl, NcclComm comm, int* op) {
   uint8_t one = 1;
   const int result = nccl.op_create(op, &one, NcclLibrary::kBytes, NcclLibrary::kHostScalar, comm);
-  if (result == NcclLibrary::kSuccess) return "";
-  return std::string("ncclRedOpCreatePreMulSum: ") + nccl.get_error_string(result);
+  return nccl.said("ncclRedOpCreatePreMulSum", result);
 }
 
 }  // namespace

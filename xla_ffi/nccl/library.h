@@ -18,6 +18,11 @@ namespace cgx {
 using NcclComm = struct ncclComm*;
 using NcclWindow = struct ncclWindow_vidmem*;
 
+// What the functions of this folder return for an error; empty for none.
+inline std::string said(cudaError_t error) {
+  return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
+}
+
 // ncclConfig_t of NCCL 2.18. Later versions tell by its size and version which fields it lacks.
 // NCCL chooses the value of a field that is kUnset.
 struct NcclConfig {
@@ -59,10 +64,14 @@ struct NcclLibrary {
   bool has_split() const { return comm_split && op_create && op_destroy; }
   bool has_windows() const { return mem_alloc && window_register && peer_pointer; }
 
-  // Waits for a nonblocking communicator, which says "in progress" and must be asked until it is
-  // done. Returns what it says then, or kInProgress if that takes longer than `patience`. An
-  // aborted communicator answers with an error.
-  int settled(NcclComm comm, int result, std::chrono::milliseconds patience) const {
+  // What went wrong in a call; empty if nothing did.
+  std::string said(const char* call, int result) const {
+    return result == kSuccess ? "" : std::string(call) + ": " + get_error_string(result);
+  }
+  // The same for a nonblocking communicator, which says "in progress" and must be asked until it is
+  // done, but not for longer than `patience`. An aborted communicator answers with an error.
+  std::string settled(const char* call, NcclComm comm, int result,
+                      std::chrono::milliseconds patience) const {
     const auto deadline = std::chrono::steady_clock::now() + patience;
     while (result == kInProgress && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::yield();
@@ -70,17 +79,12 @@ struct NcclLibrary {
       const int asked = comm_get_async_error(comm, &state);
       result = asked == kSuccess ? state : asked;
     }
-    return result;
+    if (result != kInProgress) return said(call, result);
+    return "the communicator is still in progress after " + std::to_string(patience.count()) +
+           " ms: a rank has not come to this call. See whether every process still runs and makes "
+           "the same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
   }
 };
-
-// The error message for a communicator that stays in progress.
-inline std::string still_in_progress(std::chrono::milliseconds patience) {
-  return "the communicator is still in progress after " + std::to_string(patience.count()) +
-         " ms: a rank has not come to this call. See whether every process still runs and makes "
-         "the "
-         "same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
-}
 
 // Returns the library of this process, or null and what is wrong in `error`.
 const NcclLibrary* nccl_library(std::string* error);

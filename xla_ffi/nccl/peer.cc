@@ -13,10 +13,6 @@ int64_t row_bytes(const Layout& layout) {
 
 int64_t area_bytes(const Layout& layout) { return layout.world * row_bytes(layout); }
 
-std::string said(cudaError_t error) {
-  return error == cudaSuccess ? "" : std::string("CUDA: ") + cudaGetErrorString(error);
-}
-
 }  // namespace
 
 PeerLane::Window* PeerLane::find(NcclComm comm, const Layout& layout) {
@@ -61,11 +57,9 @@ std::string PeerLane::make(const Layout& layout, const NcclLibrary& nccl, NcclCo
   while (made.shape.area_bytes < area_bytes(layout)) made.shape.area_bytes *= 2;
   const size_t bytes = made.shape.bytes();
   void* memory = nullptr;
-  int result = nccl.mem_alloc(&memory, bytes);
-  if (result != NcclLibrary::kSuccess) {
-    return "ncclMemAlloc of a window of " + std::to_string(bytes) +
-           " bytes: " + nccl.get_error_string(result);
-  }
+  const std::string alloc = "ncclMemAlloc of a window of " + std::to_string(bytes) + " bytes";
+  std::string text = nccl.said(alloc.c_str(), nccl.mem_alloc(&memory, bytes));
+  if (!text.empty()) return text;
   made.memory = static_cast<uint8_t*>(memory);
   // The flags are cleared before a peer can raise them: it has no address until all have
   // registered.
@@ -80,20 +74,17 @@ std::string PeerLane::make(const Layout& layout, const NcclLibrary& nccl, NcclCo
     error = cudaEventCreateWithFlags(&made.last, cudaEventDisableTiming);
   }
   if (error != cudaSuccess) return said(error);
-  result = nccl.settled(
-      comm, nccl.window_register(comm, memory, bytes, &made.window, NcclLibrary::kSymmetric),
-      patience_);
-  if (result == NcclLibrary::kInProgress) return still_in_progress(patience_);
-  if (result != NcclLibrary::kSuccess) {
-    return std::string("ncclCommWindowRegister: ") + nccl.get_error_string(result);
-  }
+  const int result =
+      nccl.window_register(comm, memory, bytes, &made.window, NcclLibrary::kSymmetric);
+  text = nccl.settled("ncclCommWindowRegister", comm, result, patience_);
+  if (!text.empty()) return text;
   WindowState state = {};
   for (int32_t r = 0; r < made.shape.world; ++r) {
     void* peer = nullptr;
-    if (made.window) result = nccl.peer_pointer(made.window, 0, r, &peer);
-    if (result != NcclLibrary::kSuccess) {
-      return std::string("ncclGetPeerDevicePointer: ") + nccl.get_error_string(result);
+    if (made.window) {
+      text = nccl.said("ncclGetPeerDevicePointer", nccl.peer_pointer(made.window, 0, r, &peer));
     }
+    if (!text.empty()) return text;
     if (!peer) {
       return "rank " + std::to_string(rank) + " has no access to the memory of rank " +
              std::to_string(r) +
@@ -115,8 +106,7 @@ std::string PeerLane::all_reduce(const PeerSpec& spec, NcclComm comm, int32_t ra
   if (*const_cast<const volatile uint32_t*>(window->told) != 0) {
     return "an earlier call waited " + std::to_string(patience_.count() / 1000) +
            " s for a rank in vain, and its results are NaN: see whether every process still runs "
-           "and "
-           "makes the same calls in one order, and start all of them again";
+           "and makes the same calls in one order, and start all of them again";
   }
   std::vector<PeerTable> tables;
   std::string error = peer_tables(spec.layout, spec.in, spec.out, spec.residuals, &tables);

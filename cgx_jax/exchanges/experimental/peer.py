@@ -17,8 +17,8 @@ from jax.interpreters import mlir
 
 from cgx_jax.exchanges import fused, nccl
 from cgx_jax.exchanges.base import Call
+from cgx_jax.kernels.constants import MOST_PEERS as MOST_RANKS
 
-MOST_RANKS = 32  # `kMaxPeers` in C++
 NCCL = (2, 29)  # the first that tells the host where a peer's memory is mapped
 
 

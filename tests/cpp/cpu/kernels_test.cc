@@ -47,7 +47,7 @@ void round_trip(const cgx::KernelTable& kernels, int64_t bits, int64_t bucket, i
   const cgx::Layout layout = owned.view();
   const int64_t total = layout.total_bytes(), bytes = world * layout.chunk_bytes;
   const uint32_t key[2] = {1, 2};
-  std::vector<float> scratch(owned.longest_bucket());
+  std::vector<float> scratch(owned.scratch_values());
   float* const own = scratch.data();
   std::unique_ptr<uint8_t[]> payload(new uint8_t[bytes]), again(new uint8_t[bytes]);
   cgx::zero_tails(layout, payload.get());

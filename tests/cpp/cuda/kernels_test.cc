@@ -88,7 +88,7 @@ void compare(const Case& c, std::mt19937& rng) {
   const cgx::Layout layout = owned.view();
   const int64_t total = layout.total_bytes(), bytes = c.world * layout.chunk_bytes;
   const uint32_t key[2] = {7, 11};
-  std::vector<float> scratch(owned.longest_bucket());
+  std::vector<float> scratch(owned.scratch_values());
   const cgx::LeavesIn leaves{in.data.data(), x.dtypes.data()};
 
   for (const int32_t rank : {-1, static_cast<int32_t>(c.world) - 1}) {
@@ -298,7 +298,7 @@ void special_values(Options options) {
             "special values: layout");
       const cgx::Layout layout = owned.view();
       const cgx::DType dtype = cgx::DType::kF32;
-      std::vector<float> lost(size), expected_lost(size), scratch(owned.longest_bucket());
+      std::vector<float> lost(size), expected_lost(size), scratch(owned.scratch_values());
       const void* in = x.data() + first;
       void *residual = lost.data(), *expected_residual = expected_lost.data();
       const uint32_t key[2] = {0, 0};
@@ -355,7 +355,7 @@ void strange_metas(Options options) {
       const bool masked = i / bucket % 3 && (i + 2) % bucket < 4;
       if (!masked) std::memcpy(&nan[i * item], &expected[d], item);
     }
-    std::vector<float> scratch(owned.longest_bucket());
+    std::vector<float> scratch(owned.scratch_values());
     void *cpu_out = cpu.data(), *gpu_out = gpu.data();
     cgx::current_kernels().decode({layout, payload.data(), {&cpu_out, &dtypes[d]}, scratch.data()},
                                   0, layout.total_bytes());
@@ -400,7 +400,7 @@ void large_offsets(int64_t rotation, int64_t segment) {
   const void* in = x;
   void *out = y, *expected_out = z;
   const uint32_t key[2] = {1, 2};
-  std::vector<float> scratch(owned.longest_bucket());
+  std::vector<float> scratch(owned.scratch_values());
   cgx::current_kernels().encode(
       {layout, {&in, &dtype}, {}, key, 0, reinterpret_cast<uint8_t*>(expected), scratch.data()},
       from, layout.total_bytes());

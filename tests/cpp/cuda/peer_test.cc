@@ -108,7 +108,7 @@ struct Call {
     const int64_t row = layout.chunk_bytes;
     const cgx::KernelTable& cpu = cgx::current_kernels();
     std::vector<Bytes> sent(c.world, Bytes(c.world * row));
-    std::vector<float> scratch(owned.longest_bucket());
+    std::vector<float> scratch(owned.scratch_values());
     const auto residual = [&](int64_t r) {
       return c.residual ? expected_lost[r].out() : cgx::LeavesOut{};
     };

@@ -148,6 +148,20 @@ inline Call find_call(Random& random, int64_t most, bool) {
   return call;
 }
 
+using MakeCodec = Call (*)(Random& random, int64_t most, bool units);
+// The function that makes calls of a target; null if the target is one of codes.
+inline MakeCodec codec_maker(const std::string& target) {
+  const std::pair<const char*, MakeCodec> all[] = {
+      {"cgx_encode", encode_call},       {"cgx_reduce", reduce_call},
+      {"cgx_decode", decode_call},       {"cgx_accumulate", accumulate_call},
+      {"cgx_find_nonfinite", find_call},
+  };
+  for (const auto& [name, make] : all) {
+    if (name == target) return make;
+  }
+  return nullptr;
+}
+
 }  // namespace fuzz
 
 #endif  // CGX_TESTS_FUZZ_CODEC_H_

@@ -5,37 +5,12 @@
 #include "cpu/worker_pool.h"
 #include "fuzz/codec.h"
 #include "fuzz/codes.h"
-#include "handlers/codes.h"
 
 namespace fuzz {
 namespace {
 
 constexpr int64_t kMost = 150'000;  // values, enough for several pieces
 constexpr Codes kCodes{kMost, 1, 0};
-
-using MakeCodec = Call (*)(Random& random, int64_t most, bool units);
-struct Handler {
-  const char* name;
-  XLA_FFI_Handler* call;
-  MakeCodec codec;
-  MakeCode code;
-};
-
-const std::vector<Handler>& handlers() {
-  static const std::vector<Handler> all = [] {
-    std::vector<Handler> made = {
-        {"cgx_encode", cgx::encode_handler, encode_call, nullptr},
-        {"cgx_reduce", cgx::reduce_handler, reduce_call, nullptr},
-        {"cgx_decode", cgx::decode_handler, decode_call, nullptr},
-        {"cgx_accumulate", cgx::accumulate_handler, accumulate_call, nullptr},
-        {"cgx_find_nonfinite", cgx::find_nonfinite_handler, find_call, nullptr}};
-    for (const cgx::CodeHandler& code : cgx::code_handlers()) {
-      made.push_back({code.target, code.call, nullptr, code_maker(code.target)});
-    }
-    return made;
-  }();
-  return all;
-}
 
 // Threads that run their tasks either at once or long after the handler has returned.
 class Unpunctual : public Threads {
@@ -66,12 +41,12 @@ class Real : public Threads {
   cgx::WorkerPool pool_{3};
 };
 
-std::string run(const Handler& handler, const Call& call, Threads* threads) {
+std::string run(XLA_FFI_Handler* handler, const Call& call, Threads* threads) {
   XLA_FFI_InvokeContext context;
   context.threads = threads;
   Frame frame;
   call.fill(&frame);
-  return frame.call(handler.call, XLA_FFI_ExecutionStage_EXECUTE, &context);
+  return frame.call(handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
 }
 
 std::vector<std::string> results(const Call& call) {
@@ -90,25 +65,27 @@ void cpu_case(Random& random) {
   int64_t isas = 0;
   while (cgx::available_kernels()[isas]) ++isas;
   cgx::select_kernels(cgx::available_kernels()[random.below(isas)]->isa);
-  const Handler& handler = handlers()[random.below(static_cast<int64_t>(handlers().size()))];
+  static const auto handlers = cgx::cpu_handlers();
+  const auto& [target, handler] = handlers[random.below(static_cast<int64_t>(handlers.size()))];
+  const MakeCodec make = codec_maker(target);
   std::unique_ptr<Threads> threads;  // outlives the call: late tasks find its memory gone
-  Call call = handler.codec ? handler.codec(random, kMost, true) : handler.code(random, kCodes);
+  Call call = make ? make(random, kMost, true) : code_maker(target)(random, kCodes);
   const bool damaged = random.chance(2);
   if (damaged) damage(random, &call);
   if (random.chance(4)) threads = std::make_unique<Unpunctual>(random.chance(2));
   if (random.chance(256)) threads = std::make_unique<Real>();
   set_results(&call, 0);
   const std::string said = run(handler, call, threads.get());
-  count(handler.name, !said.empty());
+  count(target, !said.empty());
   if (damaged) return;
-  if (!said.empty()) fail(std::string(handler.name) + " refuses a right call: " + said);
+  if (!said.empty()) fail(std::string(target) + " refuses a right call: " + said);
   // Residuals that share memory with operands have overwritten these operands.
   if (!call.shared.empty() || !random.chance(8)) return;
   const auto once = results(call);
   set_results(&call, -1);
   run(handler, call, nullptr);
-  count(handler.name, false);
-  if (results(call) != once) fail(std::string(handler.name) + " leaves a byte of a result out");
+  count(target, false);
+  if (results(call) != once) fail(std::string(target) + " leaves a byte of a result out");
 }
 
 }  // namespace fuzz

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "fuzz/fuzz.h"
-#include "mpi/call.h"
-#include "mpi/hello.h"
-#include "mpi/port.h"
+#include "messages/call.h"
+#include "messages/hello.h"
+#include "messages/port.h"
 
 namespace fuzz {
 

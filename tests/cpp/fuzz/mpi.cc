@@ -3,14 +3,14 @@
 
 #include "fuzz/codec.h"
 #include "fuzz/hostile_port.h"
-#include "mpi/network.h"
+#include "messages/network.h"
 
 namespace fuzz {
 namespace {
 
-class HostileLibrary : public cgx::MpiLibrary {
+class HostilePorts : public cgx::PortFactory {
  public:
-  HostileLibrary(uint64_t seed, Manners manners, int64_t ranks)
+  HostilePorts(uint64_t seed, Manners manners, int64_t ranks)
       : seed_(seed), manners_(manners), ranks_(ranks) {}
   std::unique_ptr<cgx::Port> port(std::vector<int32_t> peers) const override {
     for (const int32_t peer : peers) {
@@ -96,7 +96,7 @@ void mpi_case(Random& random) {
   const int64_t threads = random.chance(16) ? 2 : 1;
   if (engine) {
     cgx::set_engine(std::make_unique<cgx::Engine>(
-        std::make_unique<HostileLibrary>(random.bits(), manners, where.ranks),
+        std::make_unique<HostilePorts>(random.bits(), manners, where.ranks),
         cgx::EngineSettings{where.ranks,
                             where.rank,
                             kLargestTag,
@@ -104,6 +104,7 @@ void mpi_case(Random& random) {
                             600,
                             threads}));
   }
+  static const auto handlers = cgx::mpi_handlers();  // in the order of the kinds below
   static int64_t runs = 0;
   for (int64_t k = random.within(1, 40); k > 0; --k) {
     const int64_t kind = random.below(4);
@@ -115,14 +116,11 @@ void mpi_case(Random& random) {
     call.fill(&frame);
     XLA_FFI_InvokeContext context;
     context.run = ++runs;
-    XLA_FFI_Handler* const handlers[] = {cgx::all_reduce_mpi_handler, cgx::gather_sum_mpi_handler,
-                                         cgx::scatter_mpi_handler, cgx::gather_mpi_handler};
-    const std::string said = frame.call(handlers[kind], XLA_FFI_ExecutionStage_EXECUTE, &context);
-    const char* const names[] = {"cgx_all_reduce_mpi", "cgx_gather_sum_mpi", "cgx_scatter_mpi",
-                                 "cgx_gather_mpi"};
-    count(names[kind], !said.empty());
+    const auto& [target, handler] = handlers[kind];
+    const std::string said = frame.call(handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
+    count(target, !said.empty());
     if (engine && !damaged && !hostile && !said.empty()) {
-      fail(std::string(names[kind]) + " refuses a right call: " + said);
+      fail(std::string(target) + " refuses a right call: " + said);
     }
   }
   cgx::set_engine(nullptr);

@@ -11,18 +11,13 @@ namespace {
 
 struct Handler {
   const char* name;
-  XLA_FFI_Handler *initialize, *execute;
   cgx::Collective collective;
 };
 const Handler kHandlers[] = {
-    {"cgx_all_reduce_nccl", cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute,
-     cgx::Collective::kAllReduce},
-    {"cgx_reduce_scatter_nccl", cgx::reduce_scatter_nccl_initialize,
-     cgx::reduce_scatter_nccl_execute, cgx::Collective::kReduceScatter},
-    {"cgx_all_gather_nccl", cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute,
-     cgx::Collective::kAllGather},
-    {"cgx_gather_sum_nccl", cgx::gather_sum_nccl_initialize, cgx::gather_sum_nccl_execute,
-     cgx::Collective::kGatherSum},
+    {"cgx_all_reduce_nccl", cgx::Collective::kAllReduce},
+    {"cgx_reduce_scatter_nccl", cgx::Collective::kReduceScatter},
+    {"cgx_all_gather_nccl", cgx::Collective::kAllGather},
+    {"cgx_gather_sum_nccl", cgx::Collective::kGatherSum},
 };
 
 Call make(Random& random, cgx::Collective collective, int64_t world) {
@@ -63,10 +58,11 @@ void nccl_case(Random& random) {
   if (damaged) damage(random, &call);
   set_received(random.bits());
   std::string said = member.run(call, cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE);
+  const cgx::Stages stages = cgx::nccl_stages(handler.collective);
   if (said.empty() && !random.chance(64)) {
-    said = member.run(call, handler.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
+    said = member.run(call, stages.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
   }
-  if (said.empty()) said = member.run(call, handler.execute, XLA_FFI_ExecutionStage_EXECUTE);
+  if (said.empty()) said = member.run(call, stages.execute, XLA_FFI_ExecutionStage_EXECUTE);
   const bool early = said.find("the stage Initialize") != said.npos;
   count(handler.name, !said.empty());
   if (!emulator::run_streams(random.bits())) fail("the streams wait for ever");

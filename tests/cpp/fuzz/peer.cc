@@ -1,8 +1,7 @@
 // The all-reduce over peers' memory: every rank of a group makes the same call.
-#include "handlers/peer.h"
-
 #include "fuzz/codec.h"
 #include "fuzz/communicators.h"
+#include "handlers/nccl.h"
 #include "warp.h"
 
 namespace fuzz {
@@ -39,8 +38,8 @@ void peer_case(Random& random) {
   }
   const std::pair<XLA_FFI_Handler*, XLA_FFI_ExecutionStage> stages[] = {
       {cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE},
-      {cgx::all_reduce_peer_initialize, XLA_FFI_ExecutionStage_INITIALIZE},
-      {cgx::all_reduce_peer_execute, XLA_FFI_ExecutionStage_EXECUTE}};
+      {cgx::peer_stages().initialize, XLA_FFI_ExecutionStage_INITIALIZE},
+      {cgx::peer_stages().execute, XLA_FFI_ExecutionStage_EXECUTE}};
   std::string said;
   for (const auto& [handler, stage] : stages) {
     for (int64_t r = 0; r < world && said.empty(); ++r) {

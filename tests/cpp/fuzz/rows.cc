@@ -1,13 +1,13 @@
 // A rank's calls over MPI among hostile peers: all-reduces, rows and notices. What peers send may
 // make numbers wrong, but a call must succeed or end with an error, and touch only its own memory.
-#include "mpi/rows.h"
+#include "messages/rows.h"
 
 #include <memory>
 
 #include "cpu/worker_pool.h"
 #include "fuzz/hostile_port.h"
-#include "mpi/fused.h"
-#include "mpi/notices.h"
+#include "messages/fused.h"
+#include "messages/notices.h"
 
 namespace fuzz {
 namespace {

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "cases.h"
-#include "handlers/codes.h"
 #include "handlers/frames.h"
 
 namespace {
@@ -16,16 +15,6 @@ constexpr auto kF32 = XLA_FFI_DataType_F32;
 constexpr auto kU8 = XLA_FFI_DataType_U8;
 constexpr auto kS32 = XLA_FFI_DataType_S32;
 constexpr auto kU32 = XLA_FFI_DataType_U32;
-
-XLA_FFI_Handler* handler_of(const std::string& target) {
-  if (target == "cgx_decode") return cgx::decode_handler;
-  if (target == "cgx_accumulate") return cgx::accumulate_handler;
-  if (target == "cgx_find_nonfinite") return cgx::find_nonfinite_handler;
-  for (const cgx::CodeHandler& code : cgx::code_handlers()) {
-    if (code.target == target) return code.call;
-  }
-  return nullptr;
-}
 
 const int32_t ranks[2] = {0, 0};
 char memory[64];
@@ -108,8 +97,8 @@ int main() {
     Frame frame;
     c.fill(&frame);
     XLA_FFI_InvokeContext context;
-    const std::string said =
-        frame.call(handler_of(c.target), XLA_FFI_ExecutionStage_EXECUTE, &context);
+    const std::string said = frame.call(handler_of(cgx::cpu_handlers(), c.target),
+                                        XLA_FFI_ExecutionStage_EXECUTE, &context);
     const std::string expected = *c.says ? std::string(c.target) + ": " + c.says : "";
     check(said.find(expected) == 0 && said.empty() == expected.empty(),
           std::string(c.target) + ": expected '" + expected + "', got '" + said + "'");

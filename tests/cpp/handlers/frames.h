@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "handlers/checks.h"
 #include "xla/ffi/api/c_api.h"
 
 // Before version 0.4 there were no extensions, and the context had another name.
@@ -255,6 +256,15 @@ class Frame {
   frame.api = &api;
   delete handler(&frame);
   return metadata.traits & XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
+}
+
+// The handler of a target; null if there is none.
+[[maybe_unused]] XLA_FFI_Handler* handler_of(const std::vector<cgx::Handler>& all,
+                                             const std::string& target) {
+  for (const cgx::Handler& handler : all) {
+    if (handler.target == target) return handler.call;
+  }
+  return nullptr;
 }
 
 }  // namespace

@@ -6,18 +6,11 @@
 
 #include "cases.h"
 #include "handlers/frames.h"
-#include "mpi/network.h"
+#include "messages/network.h"
 
 namespace {
 
 constexpr int64_t kRanks = 3, kLargestTag = 300;
-
-class FakeLibrary : public cgx::MpiLibrary {
- public:
-  std::unique_ptr<cgx::Port> port(std::vector<int32_t>) const override {
-    return std::make_unique<SilentPort>();
-  }
-};
 
 struct Case {
   std::vector<int64_t> groups;
@@ -42,7 +35,7 @@ const Case kCases[] = {
 
 int main() {
   cgx::set_engine(
-      std::make_unique<cgx::Engine>(std::make_unique<FakeLibrary>(),
+      std::make_unique<cgx::Engine>(std::make_unique<SilentPorts>(),
                                     cgx::EngineSettings{kRanks, 0, kLargestTag, {64, 2}, 60, 1}));
   int64_t run = 0;
   for (const Case& c : kCases) {
@@ -60,8 +53,8 @@ int main() {
         .attr("program", "jit_step");
     XLA_FFI_InvokeContext context;
     context.run = ++run;
-    const std::string said =
-        frame.call(cgx::gather_mpi_handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
+    const std::string said = frame.call(handler_of(cgx::mpi_handlers(), "cgx_gather_mpi"),
+                                        XLA_FFI_ExecutionStage_EXECUTE, &context);
     check(said == c.says, std::string("expected '") + c.says + "', got '" + said + "'");
   }
   cgx::set_engine(nullptr);

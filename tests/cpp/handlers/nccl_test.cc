@@ -93,28 +93,21 @@ XLA_FFI_Error* get(const XLA_FFI_Collectives_Extension* self, XLA_FFI_Communicat
   return nullptr;
 }
 
-// A fused call: its handlers, and the sizes of its operands and results.
+// A fused call, and the sizes of its operands and results.
 struct Fused {
   const char* name;
-  XLA_FFI_Handler *initialize, *execute;
   cgx::Collective collective;
   int64_t keys, rows_in, rows_out;
   bool residual = false;
   int64_t more_payloads = 0;  // bytes beyond those needed
 };
 const Fused kFused[] = {
-    {"all-reduce", cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute,
-     cgx::Collective::kAllReduce, 4, 1, 1},
-    {"reduce-scatter", cgx::reduce_scatter_nccl_initialize, cgx::reduce_scatter_nccl_execute,
-     cgx::Collective::kReduceScatter, 2 * kWorld, kWorld, 1},
-    {"all-gather", cgx::all_gather_nccl_initialize, cgx::all_gather_nccl_execute,
-     cgx::Collective::kAllGather, 2, 1, kWorld},
-    {"all-reduce with residuals", cgx::all_reduce_nccl_initialize, cgx::all_reduce_nccl_execute,
-     cgx::Collective::kAllReduce, 4, 1, 1, true},
-    {"gather-sum", cgx::gather_sum_nccl_initialize, cgx::gather_sum_nccl_execute,
-     cgx::Collective::kGatherSum, 2, 1, 1},
-    {"gather-sum with residuals", cgx::gather_sum_nccl_initialize, cgx::gather_sum_nccl_execute,
-     cgx::Collective::kGatherSum, 2, 1, 1, true},
+    {"all-reduce", cgx::Collective::kAllReduce, 4, 1, 1},
+    {"reduce-scatter", cgx::Collective::kReduceScatter, 2 * kWorld, kWorld, 1},
+    {"all-gather", cgx::Collective::kAllGather, 2, 1, kWorld},
+    {"all-reduce with residuals", cgx::Collective::kAllReduce, 4, 1, 1, true},
+    {"gather-sum", cgx::Collective::kGatherSum, 2, 1, 1},
+    {"gather-sum with residuals", cgx::Collective::kGatherSum, 2, 1, 1, true},
 };
 
 constexpr int64_t kSegment = 100;
@@ -239,8 +232,9 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
   for (int r = 0; r < kWorld && options.clique; ++r) {
     extensions[r].state = reinterpret_cast<XLA_FFI_CollectivesState*>(&comms[r]);
   }
-  if (options.initialize) stage(call.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
-  stage(call.execute, XLA_FFI_ExecutionStage_EXECUTE, options.executing);
+  const cgx::Stages stages = cgx::nccl_stages(call.collective);
+  if (options.initialize) stage(stages.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
+  stage(stages.execute, XLA_FFI_ExecutionStage_EXECUTE, options.executing);
   if (error.empty() && emulator::late() > 0) error = "something was made after the first message";
   if (emulator::device() != 0) error += "another device is left current";
   for (int r = 0; r < kWorld && options.aborts; ++r) emulator::abort_messages(comms[r]);
@@ -265,7 +259,7 @@ std::vector<float> received(const std::vector<const float*>& rows, bool sums = t
   const cgx::DType dtype = cgx::DType::kF32;
   const uint32_t key[2] = {0, 0};
   const std::vector<float> zeros(kValues);
-  std::vector<float> out(kValues), scratch(owned.longest_bucket());
+  std::vector<float> out(kValues), scratch(owned.scratch_values());
   Bytes payloads(rows.size() * layout.chunk_bytes);
   const cgx::KernelTable& cpu = cgx::current_kernels();
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -476,9 +470,9 @@ void a_lost_rank() {
 }
 
 void messages_are_not_recorded() {
-  for (XLA_FFI_Handler* handler : {cgx::all_reduce_nccl_execute, cgx::reduce_scatter_nccl_execute,
-                                   cgx::all_gather_nccl_execute, cgx::gather_sum_nccl_execute}) {
-    check(!may_be_recorded(handler), "messages may not be recorded into command buffers");
+  for (const Fused& call : kFused) {
+    check(!may_be_recorded(cgx::nccl_stages(call.collective).execute),
+          "messages may not be recorded into command buffers");
   }
 }
 

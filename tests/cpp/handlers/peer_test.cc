@@ -1,15 +1,15 @@
 // The handlers of the all-reduce over peers' memory, driven by handmade call frames like those that
 // XLA makes. NCCL's windows are this process's memory. Needs the FFI headers of a jaxlib with the
 // collectives extension.
-#include "handlers/peer.h"
+#include "nccl/peer.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "cases.h"
 #include "handlers/frames.h"
+#include "handlers/nccl.h"
 #include "nccl/library.h"
-#include "nccl/peer.h"
 #include "xla/ffi/api/collectives_c_api.h"
 
 namespace {
@@ -127,9 +127,9 @@ std::string call(Ranks& ranks, const Options& options) {
   };
   stage(cgx::nccl_prepare, XLA_FFI_ExecutionStage_PREPARE);
   if (options.initialize) {
-    stage(cgx::all_reduce_peer_initialize, XLA_FFI_ExecutionStage_INITIALIZE);
+    stage(cgx::peer_stages().initialize, XLA_FFI_ExecutionStage_INITIALIZE);
   }
-  stage(cgx::all_reduce_peer_execute, XLA_FFI_ExecutionStage_EXECUTE);
+  stage(cgx::peer_stages().execute, XLA_FFI_ExecutionStage_EXECUTE);
   if (!error.empty()) return error;
   if (emulator::device() != 0) return "another device is left current";
   if (!emulator::run_streams(options.seed)) return "the streams wait for ever";

@@ -99,7 +99,7 @@ struct Problem {
     const int64_t bytes = layout.chunk_bytes, total = layout.total_bytes();
     const cgx::KernelTable& cpu = cgx::current_kernels();
     std::vector<Bytes> sent(world, Bytes(world * bytes));
-    std::vector<float> scratch(owned.longest_bucket());
+    std::vector<float> scratch(owned.scratch_values());
     for (int64_t r = 0; r < world; ++r) {
       const auto leaves = pointers(in[r]), lost = pointers(expected_lost[r]);
       cpu.encode({layout,
@@ -140,7 +140,7 @@ struct Problem {
     const auto leaves = pointers(in[rank]);
     const auto lost = residuals ? pointers(*residuals) : std::vector<void*>();
     Bytes payload(layout.chunk_bytes);
-    std::vector<float> scratch(row.longest_bucket());
+    std::vector<float> scratch(row.scratch_values());
     cgx::current_kernels().encode({layout,
                                    {leaves.data() + from * specs.size(), dtypes.data()},
                                    {residuals ? lost.data() : nullptr, dtypes.data()},
@@ -155,7 +155,7 @@ struct Problem {
   // (leaves + decoded payloads of all ranks except `but`) / divisor.
   Values sum(const std::vector<void*>& leaves, const Bytes& payloads, int64_t but) const {
     const cgx::Layout layout = row.view();
-    std::vector<float> scratch(row.longest_bucket());
+    std::vector<float> scratch(row.scratch_values());
     Values sums = empty(1);
     const auto out = pointers(sums);
     cgx::current_kernels().accumulate({layout,
@@ -203,7 +203,7 @@ struct Problem {
     const cgx::Layout layout = row.view();
     Values out = empty(world);
     const auto leaves = pointers(out);
-    std::vector<float> scratch(row.longest_bucket());
+    std::vector<float> scratch(row.scratch_values());
     for (int64_t r = 0; r < world; ++r) {
       cgx::current_kernels().decode({layout,
                                      encoded(r, 0).data(),

@@ -1,4 +1,4 @@
-#include "mpi/fused.h"
+#include "messages/fused.h"
 
 #include <string.h>
 
@@ -44,7 +44,7 @@ FusedCall::FusedCall(FusedSpec spec, const CallSettings& settings, std::unique_p
       sent_(buffers.take(spec_.world * layout_.chunk_bytes)),
       received_(buffers.take(
           has(spec_.collective, Phase::kScatter) ? spec_.world * layout_.chunk_bytes : 0)),
-      scratch_(workers.num_threads(), spec_.owned.longest_bucket()),
+      scratch_(workers.num_threads(), spec_.owned.scratch_values()),
       transport_(*port_, spec_.collective, spec_.world, layout_, segments_, spec_.rank, spec_.tag,
                  settings.window, hello(spec_, layout_, segments_), sent_.data.get(),
                  received_.data.get()),

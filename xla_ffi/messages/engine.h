@@ -4,8 +4,8 @@
 // has few threads. So a call occupies none of them: its handler hands the call over and returns.
 // All calls in flight progress side by side. None waits for another, and each has its own message
 // tags.
-#ifndef CGX_MPI_ENGINE_H_
-#define CGX_MPI_ENGINE_H_
+#ifndef CGX_MESSAGES_ENGINE_H_
+#define CGX_MESSAGES_ENGINE_H_
 
 #include <stdint.h>
 
@@ -20,15 +20,15 @@
 #include <thread>
 
 #include "cpu/worker_pool.h"
-#include "mpi/buffer_pool.h"
-#include "mpi/call.h"
-#include "mpi/library.h"
-#include "mpi/notices.h"
+#include "messages/buffer_pool.h"
+#include "messages/call.h"
+#include "messages/notices.h"
+#include "messages/port.h"
 
 namespace cgx {
 
 struct EngineSettings {
-  int64_t ranks;        // of the communicator
+  int64_t ranks;        // of the transport
   int64_t rank;         // of this process
   int64_t largest_tag;  // for notices; calls use the tags below it
   CallSettings calls;
@@ -49,9 +49,9 @@ class Engine {
   // Receives what went wrong; empty if nothing did. It may keep the thread that it is called on.
   using Done = std::function<void(const std::string& error)>;
 
-  Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settings);
+  Engine(std::unique_ptr<PortFactory> ports, const EngineSettings& settings);
   // Gives calls in flight a moment to end; after that they fail. Tells the other ranks that this
-  // rank leaves, unless another engine follows on the same communicator.
+  // rank leaves, unless another engine follows on the same ports.
   ~Engine();
 
   void is_followed() { followed_ = true; }
@@ -86,7 +86,7 @@ class Engine {
   void hear();
   void fail(const std::string& error, Notices::Kind tells = Notices::kFailed);
 
-  const std::unique_ptr<MpiLibrary> library_;
+  const std::unique_ptr<PortFactory> ports_;
   const EngineSettings settings_;
   WorkerPool workers_;
   BufferPool buffers_;
@@ -108,4 +108,4 @@ class Engine {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_ENGINE_H_
+#endif  // CGX_MESSAGES_ENGINE_H_

@@ -1,4 +1,4 @@
-#include "mpi/buffer_pool.h"
+#include "messages/buffer_pool.h"
 
 #include <algorithm>
 #include <new>

@@ -1,6 +1,6 @@
 // The first message of every call: both sides say what they are about to do.
-#ifndef CGX_MPI_HELLO_H_
-#define CGX_MPI_HELLO_H_
+#ifndef CGX_MESSAGES_HELLO_H_
+#define CGX_MESSAGES_HELLO_H_
 
 #include <stdint.h>
 
@@ -55,4 +55,4 @@ std::string disagreement(int64_t peer, const Hello& theirs, const Hello& own);
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_HELLO_H_
+#endif  // CGX_MESSAGES_HELLO_H_

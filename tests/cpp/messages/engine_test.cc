@@ -1,22 +1,15 @@
 // An engine reports its calls even if the system refuses more threads.
-#include "mpi/engine.h"
+#include "messages/engine.h"
 
 #include <atomic>
 #include <system_error>
 
 #include "cases.h"
-#include "mpi/network.h"
-#include "mpi/rows.h"
+#include "messages/network.h"
+#include "messages/rows.h"
 #include "refused_threads.h"
 
 namespace {
-
-class FakeLibrary : public cgx::MpiLibrary {
- public:
-  std::unique_ptr<cgx::Port> port(std::vector<int32_t>) const override {
-    return std::make_unique<SilentPort>();
-  }
-};
 
 cgx::EngineSettings alone() { return {1, 0, 32767, {64, 2}, 60, 1}; }
 
@@ -25,7 +18,7 @@ void reports_without_more_threads() {
   std::atomic<int> done{0};
   std::vector<uint8_t> in(100, 1), out(100);
   {
-    cgx::Engine engine(std::make_unique<FakeLibrary>(), alone());
+    cgx::Engine engine(std::make_unique<SilentPorts>(), alone());
     threads_left = 0;
     for (int i = 0; i < kCalls; ++i) {
       engine.submit(
@@ -49,7 +42,7 @@ void refused_as_a_whole() {
     threads_left = threads;
     bool refused = false;
     try {
-      const cgx::Engine engine(std::make_unique<FakeLibrary>(), alone());
+      const cgx::Engine engine(std::make_unique<SilentPorts>(), alone());
     } catch (const std::system_error&) {
       refused = true;
     }

@@ -1,4 +1,4 @@
-#include "mpi/hello.h"
+#include "messages/hello.h"
 
 #include <algorithm>
 #include <iterator>

@@ -3,8 +3,8 @@
 // A row travels in segments. Messages read and write only memory that the call owns, because the
 // caller's memory is gone once a call has failed. This memory holds one window of segments per peer
 // and direction.
-#ifndef CGX_MPI_ROWS_H_
-#define CGX_MPI_ROWS_H_
+#ifndef CGX_MESSAGES_ROWS_H_
+#define CGX_MESSAGES_ROWS_H_
 
 #include <stdint.h>
 
@@ -12,9 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "mpi/call.h"
-#include "mpi/hello.h"
-#include "mpi/port.h"
+#include "messages/call.h"
+#include "messages/hello.h"
 
 namespace cgx {
 
@@ -37,8 +36,8 @@ class RowsCall : public Call {
            BufferPool& buffers);
 
   bool advance() override;
-  bool done() const override { return pending_ == 0 && open_ == 0; }
-  const std::string& error() const override { return error_; }
+  bool done() const override { return messages_.none() && open_ == 0; }
+  const std::string& error() const override { return messages_.error(); }
   std::string awaited() const override;
   bool greeted(int64_t peer) const override { return peer == spec_.rank || peers_[peer].greeted; }
   void release(BufferPool& buffers) override;
@@ -53,8 +52,7 @@ class RowsCall : public Call {
   };
   enum Kind { kHelloSend, kHelloReceive, kSend, kReceive };
 
-  void message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes);
-  void complete(int64_t ticket);
+  void complete(Kind kind, int64_t peer, int64_t segment);
   void pump(int64_t peer);
   bool finished(const Peer& peer) const {
     return peer.greeted && peer.sent == segments_ && peer.received == segments_;
@@ -68,15 +66,13 @@ class RowsCall : public Call {
   const RowsSpec spec_;
   const int64_t segments_, longest_, window_;
   const std::unique_ptr<Port> port_;
+  Messages messages_;
   BufferPool::Buffer outgoing_, incoming_;  // u8[world, window, longest]
   Hello hello_;
   std::vector<Peer> peers_;
-  int64_t pending_ = 0;  // messages
-  int64_t open_ = 0;     // peers that are not finished
-  std::vector<int64_t> finished_;
-  std::string error_;
+  int64_t open_ = 0;  // peers that are not finished
 };
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_ROWS_H_
+#endif  // CGX_MESSAGES_ROWS_H_

@@ -1,6 +1,6 @@
 // Memory that calls leave to later calls.
-#ifndef CGX_MPI_BUFFER_POOL_H_
-#define CGX_MPI_BUFFER_POOL_H_
+#ifndef CGX_MESSAGES_BUFFER_POOL_H_
+#define CGX_MESSAGES_BUFFER_POOL_H_
 
 #include <stdint.h>
 
@@ -29,4 +29,4 @@ class BufferPool {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_BUFFER_POOL_H_
+#endif  // CGX_MESSAGES_BUFFER_POOL_H_

@@ -1,23 +1,16 @@
-#include "mpi/transport.h"
+#include "messages/transport.h"
 
 namespace cgx {
-namespace {
-
-// A message's ticket holds its kind, its peer and its segment.
-constexpr int64_t kSegmentBits = 32, kPeerBits = 24;
-
-}  // namespace
 
 Transport::Transport(Port& port, Collective collective, int64_t world, const Layout& layout,
                      const Segments& segments, int64_t rank, int tag, int64_t ahead,
                      const Hello& hello, uint8_t* sent, uint8_t* received)
-    : port_(port),
+    : messages_(port, tag),
       collective_(collective),
       world_(world),
       layout_(layout),
       segments_(segments),
       rank_(rank),
-      tag_(tag),
       ahead_(ahead),
       hello_(hello),
       sent_(sent),
@@ -48,15 +41,8 @@ Transport::Transport(Port& port, Collective collective, int64_t world, const Lay
 }
 
 void Transport::message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes) {
-  if (!error_.empty()) return;
-  const int64_t ticket =
-      (int64_t{kind} << (kPeerBits + kSegmentBits)) | (peer << kSegmentBits) | segment;
-  const bool sends = kind == kHelloSend || kind == kScatterSend || kind == kGatherSend;
-  error_ = sends ? port_.send(peer, tag_ + kind / 2, at, bytes, ticket)
-                 : port_.receive(peer, tag_ + kind / 2, at, bytes, ticket);
-  if (!error_.empty()) return;
-  ++pending_;
-  peers_[peer].sending += sends;
+  messages_.post(kind, peer, segment, at, bytes);
+  peers_[peer].sending += kind == kHelloSend || kind == kScatterSend || kind == kGatherSend;
 }
 
 void Transport::post(Phase phase, int64_t segment) {
@@ -103,20 +89,16 @@ void Transport::pump(int64_t p) {
 }
 
 bool Transport::poll() {
-  finished_.clear();
-  if (error_.empty()) error_ = port_.poll(&finished_);
-  for (int64_t ticket : finished_) complete(ticket);
-  return !finished_.empty();
+  return messages_.poll([this](int kind, int64_t p, int64_t segment) {
+    complete(static_cast<Kind>(kind), p, segment);
+  });
 }
 
-void Transport::complete(int64_t ticket) {
-  const int64_t segment = ticket & ((int64_t{1} << kSegmentBits) - 1);
-  const int64_t p = (ticket >> kSegmentBits) & ((int64_t{1} << kPeerBits) - 1);
+void Transport::complete(Kind kind, int64_t p, int64_t segment) {
   Peer& peer = peers_[p];
-  --pending_;
-  switch (static_cast<Kind>(ticket >> (kPeerBits + kSegmentBits))) {
+  switch (kind) {
     case kHelloReceive:
-      if (error_.empty()) error_ = disagreement(p, peer.hello, hello_);
+      messages_.fail(disagreement(p, peer.hello, hello_));
       peer.greeted = true;
       break;
     case kScatterReceive:
@@ -140,25 +122,18 @@ void Transport::complete(int64_t ticket) {
 }
 
 std::string Transport::awaited() const {
-  std::string text;
-  const std::string count = std::to_string(segments_.count());
-  for (int64_t p = 0; p < world_; ++p) {
+  return listed(world_, [this](int64_t p) -> std::string {
     const Peer& peer = peers_[p];
-    std::string what;
-    if (p == rank_) continue;
-    if (!peer.greeted) {
-      what = "not heard from";
-    } else if (peer.scattered < segments_.count() || peer.gathered < segments_.count()) {
-      if (has(collective_, Phase::kScatter)) what = std::to_string(peer.scattered) + " and ";
-      what += std::to_string(peer.gathered) + " of " + count + " segments received";
-    } else if (peer.sending > 0) {
-      what = "does not take what it is sent";
-    } else {
-      continue;
+    const int64_t count = segments_.count();
+    if (p == rank_) return "";
+    if (!peer.greeted) return "not heard from";
+    if (peer.scattered == count && peer.gathered == count) {
+      return peer.sending > 0 ? "does not take what it is sent" : "";
     }
-    text += (text.empty() ? "rank " : ", rank ") + std::to_string(p) + " (" + what + ")";
-  }
-  return text;
+    const bool scatters = has(collective_, Phase::kScatter);
+    return (scatters ? std::to_string(peer.scattered) + " and " : "") +
+           std::to_string(peer.gathered) + " of " + std::to_string(count) + " segments received";
+  });
 }
 
 }  // namespace cgx

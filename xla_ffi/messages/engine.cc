@@ -1,4 +1,4 @@
-#include "mpi/engine.h"
+#include "messages/engine.h"
 
 #include <time.h>
 
@@ -105,12 +105,12 @@ class Engine::Finisher {
   bool stop_ = false;
 };
 
-Engine::Engine(std::unique_ptr<MpiLibrary> library, const EngineSettings& settings)
-    : library_(std::move(library)),
+Engine::Engine(std::unique_ptr<PortFactory> ports, const EngineSettings& settings)
+    : ports_(std::move(ports)),
       settings_(settings),
       workers_(settings.threads),
-      notices_(std::make_unique<Notices>(library_->port(all_of(settings.ranks)),
-                                         library_->port(all_of(settings.ranks)), settings.ranks,
+      notices_(std::make_unique<Notices>(ports_->port(all_of(settings.ranks)),
+                                         ports_->port(all_of(settings.ranks)), settings.ranks,
                                          settings.rank, static_cast<int>(settings.largest_tag))),
       left_at_(settings.ranks),
       finisher_(std::make_unique<Finisher>()),
@@ -180,7 +180,7 @@ void Engine::accept(std::list<Request> requests) {
     try {
       std::vector<int32_t> peers = request.peers;
       auto call = request.start(
-          {settings_.calls, library_->port(std::move(request.peers)), workers_, buffers_});
+          {settings_.calls, ports_->port(std::move(request.peers)), workers_, buffers_});
       active_.push_back(
           {request.name, std::move(peers), std::move(call), std::move(request.done), now()});
     } catch (const std::bad_alloc&) {

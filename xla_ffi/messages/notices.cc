@@ -1,4 +1,4 @@
-#include "mpi/notices.h"
+#include "messages/notices.h"
 
 #include <algorithm>
 #include <chrono>
@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "mpi/hello.h"
+#include "messages/hello.h"
 
 namespace cgx {
 

@@ -1,6 +1,6 @@
 // What a rank tells all others outside of any call: that it has failed, or that it leaves.
-#ifndef CGX_MPI_NOTICES_H_
-#define CGX_MPI_NOTICES_H_
+#ifndef CGX_MESSAGES_NOTICES_H_
+#define CGX_MESSAGES_NOTICES_H_
 
 #include <stdint.h>
 
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "mpi/port.h"
+#include "messages/port.h"
 
 namespace cgx {
 
@@ -48,4 +48,4 @@ class Notices {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_NOTICES_H_
+#endif  // CGX_MESSAGES_NOTICES_H_

@@ -1,5 +1,5 @@
 // First messages find whatever two ranks differ in, and name the programs.
-#include "mpi/hello.h"
+#include "messages/hello.h"
 
 #include "cases.h"
 

@@ -1,18 +1,19 @@
 // MPI's stand-in: messages between virtual ranks, delayed at random.
-#ifndef CGX_TESTS_MPI_NETWORK_H_
-#define CGX_TESTS_MPI_NETWORK_H_
+#ifndef CGX_TESTS_MESSAGES_NETWORK_H_
+#define CGX_TESTS_MESSAGES_NETWORK_H_
 
 #include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "mpi/port.h"
+#include "messages/port.h"
 
 namespace {
 
@@ -120,6 +121,13 @@ class SilentPort : public cgx::Port {
   std::vector<int64_t> sent_;
 };
 
+class SilentPorts : public cgx::PortFactory {
+ public:
+  std::unique_ptr<cgx::Port> port(std::vector<int32_t>) const override {
+    return std::make_unique<SilentPort>();
+  }
+};
+
 }  // namespace
 
-#endif  // CGX_TESTS_MPI_NETWORK_H_
+#endif  // CGX_TESTS_MESSAGES_NETWORK_H_

@@ -1,12 +1,12 @@
 // The fused all-reduce and gather-sum of virtual ranks, over messages that are delayed at random.
 // They give the same bytes as the kernels and the exchanges between them, run one after the other.
-#include "mpi/fused.h"
+#include "messages/fused.h"
 
 #include <algorithm>
 
 #include "cases.h"
 #include "counted_memory.h"
-#include "mpi/network.h"
+#include "messages/network.h"
 
 namespace {
 
@@ -120,7 +120,7 @@ struct Job {
     const cgx::LeafUnits* const each = of_units.empty() ? nullptr : of_units.data();
     std::vector<Leaves> lost_by(residuals);
     std::vector<uint8_t> rows(test.world * row + 1);
-    std::vector<float> scratch(owned.longest_bucket());
+    std::vector<float> scratch(owned.scratch_values());
     for (int64_t r = 0; r < test.world; ++r) {
       const uint32_t k[2] = {key(r, 0, 0), key(r, 0, 1)};
       const auto in = pointers(inputs[r]), lost = pointers(lost_by[r]);
@@ -154,7 +154,7 @@ struct Job {
     const cgx::LeafUnits* const each = of_units.empty() ? nullptr : of_units.data();
     std::vector<Leaves> lost_by(residuals);
     std::vector<std::vector<uint8_t>> sent(world, std::vector<uint8_t>(world * row + 1));
-    std::vector<float> scratch(owned.longest_bucket());
+    std::vector<float> scratch(owned.scratch_values());
     for (int64_t r = 0; r < world; ++r) {
       const uint32_t k[2] = {key(r, 0, 0), key(r, 0, 1)};
       const auto in = pointers(inputs[r]), lost = pointers(lost_by[r]);

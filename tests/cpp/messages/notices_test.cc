@@ -1,11 +1,11 @@
 // Notices between virtual ranks. Each reaches every other rank once and whole, whenever it is sent.
-#include "mpi/notices.h"
+#include "messages/notices.h"
 
 #include <memory>
 #include <string>
 
 #include "cases.h"
-#include "mpi/network.h"
+#include "messages/network.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // One fused all-reduce or gather-sum on the CPU: the schedule over the kernels and a message port.
-#ifndef CGX_MPI_FUSED_H_
-#define CGX_MPI_FUSED_H_
+#ifndef CGX_MESSAGES_FUSED_H_
+#define CGX_MESSAGES_FUSED_H_
 
 #include <stdint.h>
 
@@ -13,9 +13,9 @@
 #include "cpu/worker_pool.h"
 #include "format/layout.h"
 #include "format/leaves.h"
-#include "mpi/buffer_pool.h"
-#include "mpi/call.h"
-#include "mpi/transport.h"
+#include "messages/buffer_pool.h"
+#include "messages/call.h"
+#include "messages/transport.h"
 
 namespace cgx {
 
@@ -82,4 +82,4 @@ class FusedCall : public Call {
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_FUSED_H_
+#endif  // CGX_MESSAGES_FUSED_H_

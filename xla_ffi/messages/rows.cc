@@ -1,4 +1,4 @@
-#include "mpi/rows.h"
+#include "messages/rows.h"
 
 #include <string.h>
 
@@ -9,9 +9,6 @@
 
 namespace cgx {
 namespace {
-
-// A message's ticket holds its kind, its peer and its segment.
-constexpr int64_t kSegmentBits = 32, kPeerBits = 24;
 
 // An empty row may have no memory at all.
 void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
@@ -34,6 +31,7 @@ RowsCall::RowsCall(const RowsSpec& spec, const CallSettings& settings, std::uniq
       longest_(segments_ == 0 ? 0 : (spec.row_bytes + segments_ - 1) / segments_),
       window_(std::min(settings.window, std::max<int64_t>(segments_, 1))),
       port_(std::move(port)),
+      messages_(*port_, spec.tag),
       outgoing_(buffers.take(spec.world * window_ * longest_)),
       incoming_(buffers.take(spec.world * window_ * longest_)),
       hello_(hello(spec, segments_)),
@@ -46,8 +44,8 @@ RowsCall::RowsCall(const RowsSpec& spec, const CallSettings& settings, std::uniq
     const int64_t p = (spec.rank + d) % spec.world;
     peers_[p].gone.assign(segments_, false);
     peers_[p].here.assign(segments_, false);
-    message(kHelloReceive, p, 0, &peers_[p].hello, sizeof(Hello));
-    message(kHelloSend, p, 0, &hello_, sizeof(Hello));
+    messages_.post(kHelloReceive, p, 0, &peers_[p].hello, sizeof(Hello));
+    messages_.post(kHelloSend, p, 0, &hello_, sizeof(Hello));
     pump(p);
   }
 }
@@ -56,52 +54,38 @@ int64_t RowsCall::begin(int64_t segment) const {
   return chunk_cut(segment, spec_.row_bytes, segments_);
 }
 
-void RowsCall::message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes) {
-  if (!error_.empty()) return;
-  const int64_t ticket =
-      (int64_t{kind} << (kPeerBits + kSegmentBits)) | (peer << kSegmentBits) | segment;
-  const int tag = spec_.tag + (kind == kSend || kind == kReceive);
-  error_ = kind == kSend || kind == kHelloSend ? port_->send(peer, tag, at, bytes, ticket)
-                                               : port_->receive(peer, tag, at, bytes, ticket);
-  if (error_.empty()) ++pending_;
-}
-
 // Posts for one peer what can be posted now, segment by segment, because messages with one tag
 // match in the order of posting. A segment needs the place of the segment one window before it.
 void RowsCall::pump(int64_t p) {
   Peer& peer = peers_[p];
   const auto next = [&](int64_t s, const std::vector<bool>& complete) {
-    return error_.empty() && s < segments_ && (s < window_ || complete[s - window_]);
+    return error().empty() && s < segments_ && (s < window_ || complete[s - window_]);
   };
   for (int64_t& s = peer.receives; next(s, peer.here); ++s) {
-    message(kReceive, p, s, staged(incoming_, p, s), bytes(s));
+    messages_.post(kReceive, p, s, staged(incoming_, p, s), bytes(s));
   }
   if (!peer.greeted) return;
   const uint8_t* const row = spec_.in + (spec_.gathers ? 0 : p * spec_.row_bytes);
   for (int64_t& s = peer.sends; next(s, peer.gone); ++s) {
     uint8_t* const from = staged(outgoing_, p, s);
     copy(from, row + begin(s), bytes(s));
-    message(kSend, p, s, from, bytes(s));
+    messages_.post(kSend, p, s, from, bytes(s));
   }
 }
 
 bool RowsCall::advance() {
-  finished_.clear();
-  if (error_.empty()) error_ = port_->poll(&finished_);
-  for (const int64_t ticket : finished_) complete(ticket);
-  return !finished_.empty() || !error_.empty();
+  const bool moved = messages_.poll(
+      [this](int kind, int64_t p, int64_t s) { complete(static_cast<Kind>(kind), p, s); });
+  return moved || !error().empty();
 }
 
-void RowsCall::complete(int64_t ticket) {
-  const int64_t s = ticket & ((int64_t{1} << kSegmentBits) - 1);
-  const int64_t p = (ticket >> kSegmentBits) & ((int64_t{1} << kPeerBits) - 1);
+void RowsCall::complete(Kind kind, int64_t p, int64_t s) {
   Peer& peer = peers_[p];
-  --pending_;
-  switch (static_cast<Kind>(ticket >> (kPeerBits + kSegmentBits))) {
+  switch (kind) {
     case kHelloSend:
       return;
     case kHelloReceive:
-      if (error_.empty()) error_ = disagreement(p, peer.hello, hello_);
+      messages_.fail(disagreement(p, peer.hello, hello_));
       peer.greeted = true;
       break;
     case kSend:
@@ -119,24 +103,14 @@ void RowsCall::complete(int64_t ticket) {
 }
 
 std::string RowsCall::awaited() const {
-  std::string text;
-  for (int64_t p = 0; p < spec_.world; ++p) {
+  return listed(spec_.world, [this](int64_t p) -> std::string {
     const Peer& peer = peers_[p];
-    std::string what;
-    if (p == spec_.rank) continue;
-    if (!peer.greeted) {
-      what = "not heard from";
-    } else if (peer.received < segments_) {
-      what =
-          std::to_string(peer.received) + " of " + std::to_string(segments_) + " segments received";
-    } else if (peer.sent < segments_) {
-      what = "does not take what it is sent";
-    } else {
-      continue;
-    }
-    text += (text.empty() ? "rank " : ", rank ") + std::to_string(p) + " (" + what + ")";
-  }
-  return text;
+    if (p == spec_.rank || finished(peer)) return "";
+    if (!peer.greeted) return "not heard from";
+    if (peer.received == segments_) return "does not take what it is sent";
+    return std::to_string(peer.received) + " of " + std::to_string(segments_) +
+           " segments received";
+  });
 }
 
 void RowsCall::release(BufferPool& buffers) {

@@ -1,14 +1,14 @@
 // Moves segments as nonblocking messages between the ranks of one group.
-#ifndef CGX_MPI_TRANSPORT_H_
-#define CGX_MPI_TRANSPORT_H_
+#ifndef CGX_MESSAGES_TRANSPORT_H_
+#define CGX_MESSAGES_TRANSPORT_H_
 
 #include <stdint.h>
 
 #include <string>
 #include <vector>
 
-#include "mpi/hello.h"
-#include "mpi/port.h"
+#include "messages/call.h"
+#include "messages/hello.h"
 #include "schedule/schedule.h"
 #include "schedule/segments.h"
 
@@ -31,8 +31,8 @@ class Transport {
   // Lets messages progress. Returns whether any completed.
   bool poll();
   // Whether no posted message is pending.
-  bool drained() const { return pending_ == 0; }
-  const std::string& error() const { return error_; }
+  bool drained() const { return messages_.none(); }
+  const std::string& error() const { return messages_.error(); }
   // The peers that the call waits for, as text.
   std::string awaited() const;
   bool greeted(int64_t peer) const { return peer == rank_ || peers_[peer].greeted; }
@@ -57,7 +57,7 @@ class Transport {
   };
 
   void pump(int64_t peer);
-  void complete(int64_t ticket);
+  void complete(Kind kind, int64_t peer, int64_t segment);
   void message(Kind kind, int64_t peer, int64_t segment, void* at, int64_t bytes);
   // The chunk that a rank sends to all.
   int64_t chunk(int64_t rank) const { return collective_ == Collective::kGatherSum ? 0 : rank; }
@@ -70,13 +70,12 @@ class Transport {
            layout_.begin[chunk(rank)];
   }
 
-  Port& port_;
+  Messages messages_;
   const Collective collective_;
   const int64_t world_;
   const Layout layout_;
   const Segments& segments_;
   const int64_t rank_;
-  const int tag_;
   const int64_t ahead_;  // receives posted early, per peer and phase
   Hello hello_;
   uint8_t* const sent_;
@@ -84,11 +83,8 @@ class Transport {
   std::vector<Peer> peers_;
   std::vector<int64_t> missing_[2];
   int64_t posted_[2] = {0, 0};
-  int64_t pending_ = 0;
-  std::vector<int64_t> finished_;
-  std::string error_;
 };
 
 }  // namespace cgx
 
-#endif  // CGX_MPI_TRANSPORT_H_
+#endif  // CGX_MESSAGES_TRANSPORT_H_

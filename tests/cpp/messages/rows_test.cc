@@ -1,13 +1,13 @@
 // Rows between virtual ranks, over messages that are delayed at random. Every rank gets what it is
 // sent, whatever moves first.
-#include "mpi/rows.h"
+#include "messages/rows.h"
 
 #include <algorithm>
 #include <memory>
 
 #include "cases.h"
 #include "counted_memory.h"
-#include "mpi/network.h"
+#include "messages/network.h"
 
 namespace {
 
