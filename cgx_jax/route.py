@@ -13,18 +13,12 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Auto, Exchange, Xla, auto
 from cgx_jax.plan import Plan
-from cgx_jax.reductions import (
-    AllGather,
-    GatherSum,
-    Levels,
-    PayloadReduction,
-    ReduceScatter,
-    Reduction,
-    ScatterGather,
-)
+from cgx_jax.reductions import GatherSum, Levels, PayloadReduction, Reduction, ScatterGather
+from cgx_jax.reductions.all_gather import AllGather
 from cgx_jax.reductions.levels import Leveled
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.reductions.named import reduction_of
+from cgx_jax.reductions.reduce_scatter import ReduceScatter
 
 _OF_ROWS = {
     Collective.REDUCE_SCATTER: ReduceScatter(),

@@ -29,16 +29,10 @@ from cgx_jax.plain_jit.arguments import is_nnx, keystr, nnx
 from cgx_jax.plain_jit.value_and_grad import value_and_grad
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Rules
-from cgx_jax.reductions import (
-    AllGather,
-    GatherSum,
-    Job,
-    ReduceScatter,
-    Reduction,
-    ScatterGather,
-    named,
-)
+from cgx_jax.reductions import GatherSum, Job, Reduction, ScatterGather, named
+from cgx_jax.reductions.all_gather import AllGather
 from cgx_jax.reductions.named import reduction_of
+from cgx_jax.reductions.reduce_scatter import ReduceScatter
 from cgx_jax.route import Options, route
 from cgx_jax.run import run
 

@@ -77,6 +77,34 @@ def test_a_leaf_adds_little_to_the_program(name, mesh):
     assert lines_per_leaf(sync(mesh, **options), mesh) <= most * lines_per_leaf(exact, mesh)
 
 
+# By calls: (compressed, exact, the most lines that a leaf may add as a multiple of those of exact).
+CALLS = {
+    "scatter": (cgx_jax.psum_scatter_compressed, lax.psum_scatter, 3.0),
+    "gather": (cgx_jax.all_gather_compressed, lax.all_gather, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_leaf_adds_little_to_a_sharded_call(name, mesh):
+    compressed, exact, most = CALLS[name]
+
+    def lines(call, count):
+        tree = [
+            jax.ShapeDtypeStruct((4, *SHAPES[i % len(SHAPES)]), jnp.float32) for i in range(count)
+        ]
+        f = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        return len(jax.jit(f).lower(tree).as_text().splitlines())
+
+    def per_leaf(call):
+        return (lines(call, MANY) - lines(call, FEW)) / (MANY - FEW)
+
+    plan = cgx_jax.policies.Rules((), Quantize(4, rotation=True), exact=())
+    ours = per_leaf(lambda tree: compressed(tree, "data", plan, tiled=True, exchange="xla"))
+    theirs = per_leaf(lambda tree: jax.tree.map(lambda x: exact(x, "data", tiled=True), tree))
+    print(name, ours, theirs)
+    assert 0 < ours <= most * theirs
+
+
 def fusions(compiled):
     """Returns the different bodies of a program's fusions, without names."""
     bodies = re.findall(r"\n%?fused\S* \(.*?\{\n(.*?)\n\}", compiled.as_text(), re.DOTALL)

@@ -1,6 +1,5 @@
 """Reductions: how the ranks' codes become a sum, one file each, independent of transports."""
 
-from cgx_jax.reductions.all_gather import AllGather as AllGather
 from cgx_jax.reductions.base import Job as Job
 from cgx_jax.reductions.base import PayloadReduction as PayloadReduction
 from cgx_jax.reductions.base import Reduced as Reduced
@@ -9,7 +8,6 @@ from cgx_jax.reductions.base import Rows as Rows
 from cgx_jax.reductions.gather_sum import GatherSum as GatherSum
 from cgx_jax.reductions.levels import Levels as Levels
 from cgx_jax.reductions.named import named as named
-from cgx_jax.reductions.reduce_scatter import ReduceScatter as ReduceScatter
 from cgx_jax.reductions.ring import Ring as Ring
 from cgx_jax.reductions.scatter_gather import ScatterGather as ScatterGather
 from cgx_jax.reductions.sum_rounds import SumRounds as SumRounds
