@@ -306,22 +306,6 @@ def test_what_cannot_be_injected_is_refused(make, message):
         make().init(LIKE)
 
 
-@pytest.mark.slow
-def test_clipping_belongs_after_it_where_the_norm_is_that_of_the_mean():
-    grads = gradients(1)
-    grads["w"][:, 0] *= 100  # one rank has much larger ones
-    clip = optax.clip_by_global_norm(1.0)
-    exact = jax.tree.map(lambda g: jnp.asarray(g[0].mean(0)), grads)
-    want, _ = clip.update(exact, clip.init(exact))
-
-    def error(*order):
-        (got,), _ = optax_steps.run(optax.chain(*order), mesh(), grads)
-        return np.linalg.norm(np.asarray(got["w"] - want["w"]))
-
-    assert error(sync(Quantize(8)), clip) < 0.02
-    assert error(clip, sync(Quantize(8))) > 0.5
-
-
 def test_a_memory_that_was_copied_to_every_rank_is_refused():
     tx = sync(memory=ErrorFeedback())
     state, grads = tx.init(LIKE), jax.tree.map(lambda g: g[0], gradients(1))
