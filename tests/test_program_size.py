@@ -79,8 +79,8 @@ def test_a_leaf_adds_little_to_the_program(name, mesh):
 
 # By calls: (compressed, exact, the most lines that a leaf may add as a multiple of those of exact).
 CALLS = {
-    "scatter": (cgx_jax.psum_scatter_compressed, lax.psum_scatter, 3.0),
-    "gather": (cgx_jax.all_gather_compressed, lax.all_gather, 3.0),
+    "scatter": (cgx_jax.psum_scatter_compressed, lax.psum_scatter, 1.0),
+    "gather": (cgx_jax.all_gather_compressed, lax.all_gather, 1.5),
 }
 
 
@@ -90,7 +90,7 @@ def test_a_leaf_adds_little_to_a_sharded_call(name, mesh):
 
     def lines(call, count):
         tree = [
-            jax.ShapeDtypeStruct((4, *SHAPES[i % len(SHAPES)]), jnp.float32) for i in range(count)
+            jax.ShapeDtypeStruct((16, *SHAPES[i % len(SHAPES)]), jnp.float32) for i in range(count)
         ]
         f = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         return len(jax.jit(f).lower(tree).as_text().splitlines())
@@ -101,7 +101,6 @@ def test_a_leaf_adds_little_to_a_sharded_call(name, mesh):
     plan = cgx_jax.policies.Rules((), Quantize(4, rotation=True), exact=())
     ours = per_leaf(lambda tree: compressed(tree, "data", plan, tiled=True, exchange="xla"))
     theirs = per_leaf(lambda tree: jax.tree.map(lambda x: exact(x, "data", tiled=True), tree))
-    print(name, ours, theirs)
     assert 0 < ours <= most * theirs
 
 
