@@ -158,11 +158,8 @@ def _check_operands(route: Route, listed: Sequence[int], leaves: Sequence[Any], 
     """Raises ValueError for an operand that is already reduced, and for a missing key."""
     options, plan = route.options, route.plan
     name, axes = options.name, options.axes
-    operands = [(plan.leaves[i].path, leaves[i]) for i in listed]
     if options.collective.sums:
-        axes.check_varying(name, operands)
-    else:
-        axes.check_plain(name, operands)
+        axes.check_varying(name, [(plan.leaves[i].path, leaves[i]) for i in listed])
     for i in listed:
         require_key(where_of(name, plan.leaves[i].path), [plan.compressors[i]], key)
     if options.levels is not None and options.levels.compressor is not None:

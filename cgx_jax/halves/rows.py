@@ -41,6 +41,8 @@ def reduce_scatter(
     """Returns this rank's slice of the sum of every leaf, cut along `dimension`."""
     leaves, treedef = jax.tree.flatten(tree)
     plan = resolve(name, tree, policy)
+    pairs = list(zip([leaf.path for leaf in plan.leaves], leaves, strict=True))
+    axes.check_plain(name, pairs, reduced=False)
     taken, places = scatter_route(name, axes, plan, dimension, tiled, exchange)
     operands = [rows_of(x, d, axes.world) for x, d in zip(leaves, places, strict=True)]
     sums = run(taken, operands, key).values
@@ -62,6 +64,7 @@ def all_gather(
     nonfinite.refuse_skip(name)
     leaves, treedef = jax.tree.flatten(tree)
     known = leaves_of(tree)
+    axes.check_plain(name, list(zip([leaf.path for leaf in known], leaves, strict=True)))
     places = [_place_of_whole(name, leaf, axes.world, dimension, tiled) for leaf in known]
     shapes = [
         jax.ShapeDtypeStruct(shape, leaf.dtype)
