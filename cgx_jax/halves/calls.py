@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from cgx_jax._types import AxisName, Key, Pytree
-from cgx_jax.axes import Axes
+from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.halves import rows
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
+from cgx_jax.route import Options
 
 
 def psum_scatter_compressed(
@@ -66,12 +67,15 @@ def psum_scatter_compressed(
     exchange that does not work here, a plan of another tree, a policy that adapts or a compressor
     whose code is sums. Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
-    name = "psum_scatter_compressed"
-    axes = Axes.resolve(name, axis_name, axis_index_groups)
-    tree = jax.tree.map(jnp.asarray, tree)
-    return rows.reduce_scatter(
-        name, tree, axes, compressor, scatter_dimension, tiled, key, exchange
+    options = Options.resolve(
+        "psum_scatter_compressed",
+        axis_name,
+        groups=axis_index_groups,
+        exchange=exchange,
+        collective=Collective.REDUCE_SCATTER,
     )
+    tree = jax.tree.map(jnp.asarray, tree)
+    return rows.reduce_scatter(options, tree, compressor, scatter_dimension, tiled, key)
 
 
 def all_gather_compressed(
@@ -98,7 +102,12 @@ def all_gather_compressed(
     `ShiftedLattice`. Fusion, `key`, `exchange` and errors are as in `psum_scatter_compressed`.
     Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
-    name = "all_gather_compressed"
-    axes = Axes.resolve(name, axis_name, axis_index_groups)
+    options = Options.resolve(
+        "all_gather_compressed",
+        axis_name,
+        groups=axis_index_groups,
+        exchange=exchange,
+        collective=Collective.ALL_GATHER,
+    )
     tree = jax.tree.map(jnp.asarray, tree)
-    return rows.all_gather(name, tree, axes, compressor, axis, tiled, key, exchange)
+    return rows.all_gather(options, tree, compressor, axis, tiled, key)

@@ -12,12 +12,13 @@ from jax import lax
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
-from cgx_jax.axes import Axes
+from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, Quantize, ShiftedLattice
 from cgx_jax.exchanges import Exchange
 from cgx_jax.halves import rows
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
+from cgx_jax.route import Options
 
 _NAME = "scan_layers"
 _WEIGHTS = ShiftedLattice(8)
@@ -52,15 +53,18 @@ def scan_layers(
     Raises ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
     Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
-    axes = Axes.resolve(_NAME, axis_name, None)
+    gathering = Options.resolve(
+        _NAME, axis_name, exchange=exchange, collective=Collective.ALL_GATHER
+    )
+    scattering = dataclasses.replace(gathering, collective=Collective.REDUCE_SCATTER)
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(shards)}
     if len(counts) != 1 or not (count := next(iter(counts))) or not count[0]:
         raise ValueError(
             f"{_NAME}: the leaves of shards have leading dimensions {sorted(counts)}; all must "
             "have the same one, the number of layers, which is 1 or more."
         )
-    stack = _Stack(body, axes, weights, gradients, exchange, count[0])
-    varying = axes.varying()
+    stack = _Stack(body, gathering, scattering, weights, gradients, count[0])
+    varying = gathering.axes.varying()
     start = jax.tree.map(lambda v: _compat.vary_over(jnp.asarray(v), varying), x)
     return _scan(stack, start, shards, key)
 
@@ -70,23 +74,21 @@ class _Stack:
     """The static part of a call."""
 
     body: Callable[[Pytree, Pytree], Pytree]
-    axes: Axes
+    gathering: Options
+    scattering: Options
     weights: Compressor | Policy | Plan | None
     gradients: Compressor | Policy | Plan | None
-    exchange: Exchange | str
     count: int
 
     def gather(self, shard: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns one layer's whole weights."""
         own = _folded(key, 2 * layer)
-        return rows.all_gather(_NAME, shard, self.axes, self.weights, 0, True, own, self.exchange)
+        return rows.all_gather(self.gathering, shard, self.weights, 0, True, own)
 
     def scatter(self, gradient: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns this rank's part of the sum of one layer's gradients."""
         own = _folded(key, 2 * layer + 1)
-        return rows.reduce_scatter(
-            _NAME, gradient, self.axes, self.gradients, 0, True, own, self.exchange
-        )
+        return rows.reduce_scatter(self.scattering, gradient, self.gradients, 0, True, own)
 
     def back(self, x: Pytree, whole: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree]:
         """Returns the cotangents of one layer's input and weights."""

@@ -15,10 +15,7 @@ import jax.numpy as jnp
 
 from cgx_jax import nonfinite
 from cgx_jax._types import Key, Pytree
-from cgx_jax.axes import Axes
-from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
-from cgx_jax.exchanges import Exchange, auto
 from cgx_jax.leaves import Leaf, leaves_of, where_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
@@ -29,49 +26,46 @@ Shape = tuple[int, ...]
 
 
 def reduce_scatter(
-    name: str,
+    options: Options,
     tree: Pytree,
-    axes: Axes,
     policy: Compressor | Policy | Plan | None,
     dimension: int,
     tiled: bool,
     key: Key,
-    exchange: Exchange | str,
 ) -> Pytree:
     """Returns this rank's slice of the sum of every leaf, cut along `dimension`."""
     leaves, treedef = jax.tree.flatten(tree)
-    plan = resolve(name, tree, policy)
-    pairs = list(zip([leaf.path for leaf in plan.leaves], leaves, strict=True))
-    axes.check_plain(name, pairs, reduced=False)
-    taken, places = scatter_route(name, axes, plan, dimension, tiled, exchange)
-    operands = [rows_of(x, d, axes.world) for x, d in zip(leaves, places, strict=True)]
+    plan = resolve(options.name, tree, policy)
+    pairs = zip([leaf.path for leaf in plan.leaves], leaves, strict=True)
+    options.axes.check_plain(options.name, list(pairs), reduced=False)
+    taken, places = scatter_route(options, plan, dimension, tiled)
+    world = options.axes.world
+    operands = [rows_of(x, d, world) for x, d in zip(leaves, places, strict=True)]
     sums = run(taken, operands, key).values
     out = [y if tiled else y.squeeze(d) for y, d in zip(sums, places, strict=True)]
     return jax.tree.unflatten(treedef, watched(taken, leaves, out))
 
 
 def all_gather(
-    name: str,
+    options: Options,
     tree: Pytree,
-    axes: Axes,
     policy: Compressor | Policy | Plan | None,
     dimension: int,
     tiled: bool,
     key: Key,
-    exchange: Exchange | str,
 ) -> Pytree:
     """Returns every rank's leaves, stacked or with `tiled` concatenated along `dimension`."""
-    nonfinite.refuse_skip(name)
     leaves, treedef = jax.tree.flatten(tree)
     known = leaves_of(tree)
-    axes.check_plain(name, list(zip([leaf.path for leaf in known], leaves, strict=True)))
-    places = [_place_of_whole(name, leaf, axes.world, dimension, tiled) for leaf in known]
+    pairs = zip([leaf.path for leaf in known], leaves, strict=True)
+    options.axes.check_plain(options.name, list(pairs))
+    places = [_place_of_whole(options, leaf, dimension, tiled) for leaf in known]
     shapes = [
         jax.ShapeDtypeStruct(shape, leaf.dtype)
         for (_, shape), leaf in zip(places, known, strict=True)
     ]
-    plan = resolve(name, jax.tree.unflatten(treedef, shapes), policy)
-    taken = _route(name, axes, plan, [x.shape for x in known], Collective.ALL_GATHER, exchange)
+    plan = resolve(options.name, jax.tree.unflatten(treedef, shapes), policy)
+    taken = _route(options, plan, [leaf.shape for leaf in known])
     rows = run(taken, leaves, key).values
     out = []
     for y, (d, shape) in zip(rows, places, strict=True):
@@ -81,49 +75,25 @@ def all_gather(
 
 
 def scatter_route(
-    name: str,
-    axes: Axes,
-    plan: Plan,
-    dimension: int,
-    tiled: bool,
-    exchange: Exchange | str,
-    *,
-    mean: bool = False,
-    in_units: bool = False,
+    options: Options, plan: Plan, dimension: int, tiled: bool, *, in_units: bool = False
 ) -> tuple[Route, list[int]]:
     """Returns the route of a reduce-scatter of whole leaves, and where each of them is cut."""
-    nonfinite.refuse_skip(name)
-    places = [_place_of_slice(name, leaf, axes.world, dimension, tiled) for leaf in plan.leaves]
+    world = options.axes.world
+    places = [_place_of_slice(options, leaf, dimension, tiled) for leaf in plan.leaves]
     rows = [
-        (*x.shape[:d], x.shape[d] // axes.world, *x.shape[d + 1 :])
+        (*x.shape[:d], x.shape[d] // world, *x.shape[d + 1 :])
         for x, d in zip(plan.leaves, places, strict=True)
     ]
-    scatter = Collective.REDUCE_SCATTER
-    taken = _route(name, axes, plan, rows, scatter, exchange, mean=mean, in_units=in_units)
-    return taken, places
+    return _route(options, plan, rows, in_units=in_units), places
 
 
-def _route(
-    name: str,
-    axes: Axes,
-    plan: Plan,
-    rows: Sequence[Shape],
-    collective: Collective,
-    exchange: Exchange | str,
-    *,
-    mean: bool = False,
-    in_units: bool = False,
-) -> Route:
-    plan.require_stateless(name)
+def _route(options: Options, plan: Plan, rows: Sequence[Shape], *, in_units: bool = False) -> Route:
+    nonfinite.refuse_skip(options.name)
+    plan.require_stateless(options.name)
     parts = zip(plan.leaves, rows, strict=True)
-    cut = dataclasses.replace(
-        plan, leaves=tuple(dataclasses.replace(leaf, shape=shape) for leaf, shape in parts)
-    )
-    sends = auto.exchange_named(name, exchange)
-    if axes.world > 1:
-        sends.require(name, axes.names)
-    options = Options(name, axes, sends, mean=mean, collective=collective)
-    return route(options, cut, range(len(rows)) if in_units else ())
+    leaves = tuple(dataclasses.replace(leaf, shape=shape) for leaf, shape in parts)
+    numbers = range(len(rows)) if in_units else ()
+    return route(options, dataclasses.replace(plan, leaves=leaves), numbers)
 
 
 def rows_of(x: jax.Array, dimension: int, world: int) -> jax.Array:
@@ -157,9 +127,10 @@ def watched(
     )[0]
 
 
-def _place_of_slice(name: str, leaf: Leaf, world: int, dimension: int, tiled: bool) -> int:
+def _place_of_slice(options: Options, leaf: Leaf, dimension: int, tiled: bool) -> int:
     """Returns the dimension that is cut as an index of 0 or more."""
-    where, shape, rank = where_of(name, leaf.path), leaf.shape, len(leaf.shape)
+    where, world = where_of(options.name, leaf.path), options.axes.world
+    shape, rank = leaf.shape, len(leaf.shape)
     if not -rank <= dimension < rank:
         raise ValueError(
             f"{where}: scatter_dimension={dimension} is out of range; the operand is "
@@ -176,16 +147,14 @@ def _place_of_slice(name: str, leaf: Leaf, world: int, dimension: int, tiled: bo
     return dimension
 
 
-def _place_of_whole(
-    name: str, leaf: Leaf, world: int, dimension: int, tiled: bool
-) -> tuple[int, Shape]:
+def _place_of_whole(options: Options, leaf: Leaf, dimension: int, tiled: bool) -> tuple[int, Shape]:
     """Returns the result's dimension of ranks as an index of 0 or more, and its shape."""
-    shape = leaf.shape
+    shape, world = leaf.shape, options.axes.world
     rank = len(shape) if tiled else len(shape) + 1
     if not -rank <= dimension < rank:
         raise ValueError(
-            f"{where_of(name, leaf.path)}: axis={dimension} is out of range; the operand is "
-            f"{list(shape)}, and the result has {rank} dimensions."
+            f"{where_of(options.name, leaf.path)}: axis={dimension} is out of range; the operand "
+            f"is {list(shape)}, and the result has {rank} dimensions."
         )
     d = dimension % rank
     if tiled:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree, Shaped
 from cgx_jax.axes import Axes, split
+from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.halves.rows import rows_of, scatter_route, whole_of
@@ -21,6 +22,7 @@ from cgx_jax.halves.rows import watched as watched_rows
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions.reduce_scatter import encoded
+from cgx_jax.route import Options
 from cgx_jax.run import run
 from cgx_jax.transforms.checks import check_state, require_type
 from cgx_jax.transforms.feedback import (
@@ -116,14 +118,16 @@ def scatter_gradients(
         updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
     ) -> tuple[Pytree, SyncState]:
         require_type(_NAME, state, SyncState)
-        axes = Axes.resolve(_NAME, axis_name, None)
+        options = Options.resolve(
+            _NAME, axis_name, exchange=exchange, mean=True, collective=Collective.REDUCE_SCATTER
+        )
+        axes = options.axes
         check_wrappers(_NAME, checked=axes.checked(), shards=True)
         updates = jax.tree.map(jnp.asarray, updates)
         leaves, treedef = jax.tree.flatten(updates)
         plan = resolve(_NAME, updates, policy)
         choices = [(c,) for c in plan.compressors]
-        in_units = precondition is not None
-        taken, _ = scatter_route(_NAME, axes, plan, 0, True, exchange, mean=True, in_units=in_units)
+        taken, _ = scatter_route(options, plan, 0, True, in_units=precondition is not None)
         check_state(state, memory, precondition, plan, choices, treedef, _NAME, _OTHER_LEAVES)
         if memory is not None:
             chosen = [(leaf.path, c) for leaf, (c,) in zip(plan.leaves, choices, strict=True)]
