@@ -316,6 +316,19 @@ def hidden(numbers: Iterable[int]) -> list[jax.Array]:
     return values
 
 
+def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
+    """Returns `number`, i32[], so that a branch on it runs after `arrays` are computed.
+
+    On CPUs, XLA runs the collectives of a branch beside those outside of it, and in another order
+    on each device. They then take each other's messages: values are wrong, or the process crashes.
+    """
+    (zero,) = hidden([0])
+    first = [jnp.ravel(x)[:1].astype(bool).any() for x in arrays]
+    later = number + zero * sum((x.astype(jnp.int32) for x in first), start=jnp.int32(0))
+    more = _compat.varying_axes(later) - _compat.varying_axes(number)
+    return _compat.same_over(later, sorted(more))
+
+
 def _check_bound(
     caller: str, names: tuple[str, ...], groups: Sequence[Sequence[int]] | None
 ) -> None:

@@ -175,8 +175,6 @@ def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
 
 def _keep(finite: Any, new: jax.Array, row: jax.Array) -> jax.Array:
     """Returns the row of `new` after a step whose mean is `finite`, else `row`."""
-    # In the shape of the leaf: in that of the row, XLA (jaxlib 0.12) reuses donated memory in a way
-    # that makes adaptive steps on several CPU devices crash now and then.
     new, old = new.astype(row.dtype), row[0]
     # An owner's share of a float16 leaf's error may overflow where the mean did not.
     kept = jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree, Shaped
-from cgx_jax.axes import Axes, split
+from cgx_jax.axes import Axes, after, split
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -161,9 +161,8 @@ def scatter_gradients(
         rows, _ = remembered(memory, plan, sent, kept, lost, before, finite, reached)
         if precondition is not None and taken.compressed:
             squares = lambda: _squares(means, taken.compressed, shapes, axes)  # noqa: E731
-            moments, finite = moved(
-                precondition, moments, shapes, squares, (), state.step, finite, axes
-            )
+            step = after(state.step, [finite])  # the squares are summed in a branch
+            moments, finite = moved(precondition, moments, shapes, squares, (), step, finite, axes)
         new = new._replace(
             memory=rows_after(state.memory, rows, axes),
             moments=moments if precondition is None else unstacked(moments, state.moments),

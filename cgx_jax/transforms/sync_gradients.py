@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.axes import Axes
+from cgx_jax.axes import Axes, after
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import leaves_of
@@ -227,7 +227,7 @@ class _Sync:
         rows, no_room = remembered(
             self.memory, plan, sent, kept, sums.residuals, before, finite, lambda i: means[i] != 0
         )
-        after = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
+        codes = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
         if self.precondition is not None and taken.compressed:
             squares = lambda: {i: squares_of(means[i]) for i in taken.compressed}  # noqa: E731
             exact = [x for i, x in enumerate(means) if i not in taken.compressed]
@@ -238,13 +238,14 @@ class _Sync:
         if isinstance(self.policy, Adaptive):
             # Measures the gradients, not what feedback makes of them, which depends on the plan in
             # use.
-            measured = self.policy.observe(measured, leaves, scales, state.step, axes, plan)
+            step = after(state.step, means)
+            measured = self.policy.observe(measured, leaves, scales, step, axes, plan)
         new = SyncState(
             state.step + 1,
             rows_after(state.memory, rows, axes),
             measured,
             moments if self.precondition is None else unstacked(moments, state.moments),
-            after,
+            codes,
             overflow_after(state.overflow, no_room, axes),
             state.skipped + (1 - jnp.asarray(finite, jnp.int32)),
         )
