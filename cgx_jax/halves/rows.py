@@ -55,6 +55,7 @@ def all_gather(
     key: Key,
 ) -> Pytree:
     """Returns every rank's leaves, stacked or with `tiled` concatenated along `dimension`."""
+    nonfinite.refuse_skip(options.name)
     leaves, treedef = jax.tree.flatten(tree)
     known = leaves_of(tree)
     pairs = zip([leaf.path for leaf in known], leaves, strict=True)
@@ -78,6 +79,7 @@ def scatter_route(
     options: Options, plan: Plan, dimension: int, tiled: bool, *, in_units: bool = False
 ) -> tuple[Route, list[int]]:
     """Returns the route of a reduce-scatter of whole leaves, and where each of them is cut."""
+    nonfinite.refuse_skip(options.name)
     world = options.axes.world
     places = [_place_of_slice(options, leaf, dimension, tiled) for leaf in plan.leaves]
     rows = [
@@ -88,7 +90,6 @@ def scatter_route(
 
 
 def _route(options: Options, plan: Plan, rows: Sequence[Shape], *, in_units: bool = False) -> Route:
-    nonfinite.refuse_skip(options.name)
     plan.require_stateless(options.name)
     parts = zip(plan.leaves, rows, strict=True)
     leaves = tuple(dataclasses.replace(leaf, shape=shape) for leaf, shape in parts)
