@@ -110,31 +110,33 @@ def run(
 
 def values_of(route: Route, leaves: Sequence[Any], key: Key) -> list[Any]:
     """Returns the results of an all-reduce that keeps no state; `watched` in debug mode."""
-    return watched(route, leaves, run(route, leaves, key))[0]
+    return watched(route, leaves, run(route, leaves, key).values)[0]
 
 
 def watched(
-    route: Route, before: Sequence[Any], sums: Sums, step: jax.Array | None = None
+    route: Route, before: Sequence[Any], after: Sequence[Any], step: jax.Array | None = None
 ) -> tuple[list[Any], Any]:
-    """Returns the results, in debug mode with a search for values that are not finite.
+    """Returns the results `after`, in debug mode with a search for values that are not finite.
 
     Also returns whether `debug_nonfinite` has set all values to 0, bool[], or False if it cannot.
-    `step`, i32[], is this step's number in reports.
+    `before` are the operands, in the shapes that the user knows. `step`, i32[], is this step's
+    number in reports.
     """
-    options, plan = route.options, route.plan
-    lossy = route.compressed
+    options, plan, lossy = route.options, route.plan, route.compressed
     carried = [i for i, c in enumerate(plan.compressors) if i not in lossy or c.carries_nonfinite]
     if options.levels is not None and options.levels.compressor is not None:
         carried = [i for i in carried if options.levels.compressor.carries_nonfinite]
+    whole = options.collective is Collective.ALL_REDUCE
     return nonfinite.watch(
         options.name,
         options.axes,
         [leaf.path for leaf in plan.leaves],
         before,
-        sums.values,
-        block_sizes={i: plan.compressors[i].block_size for i in lossy},
+        after,
+        # Buckets of rows begin elsewhere than those of the leaf that the user knows.
+        block_sizes={i: plan.compressors[i].block_size for i in lossy if whole},
         carried=carried,
-        alike=options.axes.groups is None,
+        alike=whole and options.axes.groups is None,
         step=step,
     )
 

@@ -15,6 +15,7 @@ from cgx_jax import Adaptive, ErrorFeedback, Identity, Quantize
 from cgx_jax.leaves import Leaf, leaves_of
 from cgx_jax.policies import LeastBytes, LeastError
 from cgx_jax.policies.decide import Decision, Subject, decide
+from hlo import before, computations, entry_of, named
 
 # The collectives of statistics and gradients do not wait for each other: see `no_cache`.
 pytestmark = pytest.mark.usefixtures("no_cache")
@@ -311,3 +312,18 @@ def test_at_the_bound_only_a_known_plan_that_errs_no_more_is_taken():
     assert decision(coarse, averages(1000, 1), (coarse, finer), max_plans=2) == Decision(
         "changed", finer
     )
+
+
+def test_the_statistics_are_summed_after_all_other_collectives():
+    """XLA on CPUs would run them side by side, in an order that differs between devices."""
+    policy = adaptive()
+    training = Training(policy)
+    policy.running = True
+    step = jax.jit(training.sharded(), donate_argnums=(1,))
+    hlo = step.lower(gradients(0), training.state).compile().as_text()
+    module, entry = computations(hlo), entry_of(hlo)
+    sends = named(entry, "all-reduce", "all-to-all", "all-gather")
+    (branch,) = named(entry, "conditional")
+    assert any(named(ops, "all-reduce") for ops in module.values() if ops != entry)
+    assert len(sends) == 3
+    assert sends <= before(entry, branch)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Identity
 from cgx_jax.compressors import ShiftedLattice
+from hlo import before, computations
 
 pytestmark = pytest.mark.oldest
 
@@ -102,37 +103,6 @@ def test_both_passes_see_the_same_rounded_weights(mesh):
     want, wanted = jax.value_and_grad(whole_loss, argnums=1)(EXAMPLES, rounded)
     np.testing.assert_allclose(loss, want, rtol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), grads, wanted)
-
-
-def computations(hlo):
-    """Returns each computation of a module: {instruction: (opcode, its operands)}.
-
-    An instruction that calls a computation with a product counts as a product.
-    """
-    found = {}
-    for head, block in re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S):
-        line = r"^\s*(?:ROOT )?%([\w.-]+) = .*? ([\w-]+)\((.*)$"
-        found[head] = {
-            name: (op, re.findall(r"%([\w.-]+)", rest))
-            for name, op, rest in re.findall(line, block, re.M)
-        }
-    products = {head for head, ops in found.items() if any(op == "dot" for op, _ in ops.values())}
-    for ops in found.values():
-        for name, (op, operands) in ops.items():
-            if op in ("call", "fusion") and products & set(operands):
-                ops[name] = "dot", operands
-    return found
-
-
-def before(instructions, name):
-    """Returns everything that an instruction waits for."""
-    seen, open_ = set(), [name]
-    while open_:
-        for operand in instructions[open_.pop()][1]:
-            if operand in instructions and operand not in seen:
-                seen.add(operand)
-                open_.append(operand)
-    return seen
 
 
 def test_in_compiled_loops_weights_and_gradients_travel_beside_the_computation(mesh):

@@ -13,6 +13,7 @@ from cgx_jax import ErrorFeedback, Identity, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import QSGD, SharedTernGrad, SignSGD, TopK
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import squares_of, stacked
+from hlo import before, entry_of, named
 
 WORLD = 4
 SHAPES = {"bias": (40,), "kernel": (24, 60), "stack": (8, 10, 30)}
@@ -192,7 +193,8 @@ def test_units_cost_one_small_sum_in_the_steps_that_update_them():
         out_specs=(P("data"), specs),
     )
     one = jax.tree.map(lambda x: x[0], gradients(1))
-    hlo = jax.jit(f).lower(one, state).as_text("hlo")
+    lowered = jax.jit(f).lower(one, state)
+    hlo = lowered.as_text("hlo")
     sums = [line for line in hlo.splitlines() if " all-reduce(" in line]
     # A leaf's rows and columns: its last dimension has the columns; a vector has one row.
     sizes = 40 + 1 + 24 + 60 + 80 + 30
@@ -200,6 +202,12 @@ def test_units_cost_one_small_sum_in_the_steps_that_update_them():
     assert sum(f"f32[{sizes}]" in line for line in sums) == 1
     assert sum("s32[]" in line for line in sums) == 1
     assert hlo.count(" all-to-all(") == 1
+    # In a branch, the sum waits for the others: on CPUs, XLA would run them side by side.
+    entry = entry_of(lowered.compile().as_text())
+    (branch,) = named(entry, "conditional")
+    others = named(entry, "all-reduce", "all-to-all")
+    assert len(others) == 2
+    assert others <= before(entry, branch)
 
 
 def test_a_step_that_is_not_finite_on_one_rank_changes_no_state():

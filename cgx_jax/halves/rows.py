@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from cgx_jax.leaves import Leaf, leaves_of, where_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.route import Options, Route, route
-from cgx_jax.run import run
+from cgx_jax.run import run, watched
 
 Shape = tuple[int, ...]
 
@@ -43,7 +42,7 @@ def reduce_scatter(
     operands = [rows_of(x, d, world) for x, d in zip(leaves, places, strict=True)]
     sums = run(taken, operands, key).values
     out = [y if tiled else y.squeeze(d) for y, d in zip(sums, places, strict=True)]
-    return jax.tree.unflatten(treedef, watched(taken, leaves, out))
+    return jax.tree.unflatten(treedef, watched(taken, leaves, out)[0])
 
 
 def all_gather(
@@ -72,7 +71,7 @@ def all_gather(
     for y, (d, shape) in zip(rows, places, strict=True):
         stacked = jnp.moveaxis(y, 0, d)
         out.append(stacked.reshape(shape) if tiled else stacked)
-    return jax.tree.unflatten(treedef, watched(taken, leaves, out))
+    return jax.tree.unflatten(treedef, watched(taken, leaves, out)[0])
 
 
 def scatter_route(
@@ -109,23 +108,6 @@ def whole_of(rows: jax.Array, dimension: int) -> jax.Array:
     d, shape = dimension, rows.shape[1:]
     back = jnp.moveaxis(rows, 0, d)
     return back.reshape(*shape[:d], rows.shape[0] * shape[d], *shape[d + 1 :])
-
-
-def watched(
-    taken: Route, before: Sequence[Any], after: Sequence[Any], step: jax.Array | None = None
-) -> list[Any]:
-    """Returns the results `after`; in debug mode, reports values that are not finite."""
-    plan, lossy = taken.plan, taken.compressed
-    carried = [i for i, c in enumerate(plan.compressors) if i not in lossy or c.carries_nonfinite]
-    return nonfinite.watch(
-        taken.options.name,
-        taken.options.axes,
-        [leaf.path for leaf in plan.leaves],
-        before,
-        after,
-        carried=carried,
-        step=step,
-    )[0]
 
 
 def _place_of_slice(options: Options, leaf: Leaf, dimension: int, tiled: bool) -> int:

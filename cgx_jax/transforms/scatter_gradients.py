@@ -18,12 +18,11 @@ from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.halves.rows import rows_of, scatter_route, whole_of
-from cgx_jax.halves.rows import watched as watched_rows
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions.reduce_scatter import encoded
 from cgx_jax.route import Options
-from cgx_jax.run import run
+from cgx_jax.run import run, watched
 from cgx_jax.transforms.checks import check_state, require_type
 from cgx_jax.transforms.feedback import (
     as_gradient,
@@ -144,7 +143,7 @@ def scatter_gradients(
             units=tuple(None if scale is None else scale[0] for scale in scales),
         )
         sums = scaled(plan, sums)
-        means = watched_rows(taken, leaves, sums.values, state.step)
+        means, _ = watched(taken, leaves, sums.values, state.step)
         out = [as_gradient(x, leaf.dtype) for x, leaf in zip(means, leaves, strict=True)]
         new = state._replace(step=state.step + 1)
         if not leaves or (memory is None and precondition is None):

@@ -218,7 +218,7 @@ class _Sync:
             units=tuple(None if scale is None else scale[0] for scale in scales),
             states=codes_by_leaf(state.codes, plan, choices, treedef),
         )
-        means, skipped = watched(taken, sent, sums, state.step)
+        means, skipped = watched(taken, sent, sums.values, state.step)
         sums = scaled(plan, sums._replace(values=means))
         means, finite = sums.values, True
         # If nothing is kept, nothing depends on it, and the check would take a pass.
