@@ -23,7 +23,7 @@ import one_shot
 from all_reduce import Ranks, rank_of_process
 from alpha_beta import REDUCTIONS, sent
 from cgx_jax.commands import rig
-from cgx_jax.link_timer import gradient, size_text
+from cgx_jax.tuning.link_timer import gradient, size_text
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 import cgx_jax
 import measure
 from cgx_jax.commands import bench, rig
-from cgx_jax.link_timer import LinkTimer, gradient
+from cgx_jax.tuning.link_timer import LinkTimer, gradient
 
 METHODS = ("psum", "cast", "xla", "mpi", "auto")
 

@@ -22,7 +22,7 @@ import numpy as np
 
 import kernel_timing
 import measure
-from cgx_jax import wire
+from cgx_jax.kernels import wire
 
 BUCKET = 512
 PEERS = 4

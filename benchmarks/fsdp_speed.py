@@ -28,7 +28,7 @@ import measure
 from all_reduce import Ranks, rank_of_process, timed
 from cgx_jax.commands import rig
 from cgx_jax.compressors import ShiftedLattice
-from cgx_jax.link_timer import gradient
+from cgx_jax.tuning.link_timer import gradient
 
 LEAVES, SHAPE = 12, (1024, 512)
 AXIS = "ranks"

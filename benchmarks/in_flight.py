@@ -24,7 +24,7 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.commands import rig
-from cgx_jax.link_timer import gradient
+from cgx_jax.tuning.link_timer import gradient
 from tuner import turns
 
 BUFFERS, SHAPE = 16, (500, 500)

@@ -23,7 +23,7 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process, timed
 from cgx_jax.commands import rig
-from cgx_jax.link_timer import gradient, size_text
+from cgx_jax.tuning.link_timer import gradient, size_text
 
 NODES, LOCAL = 2, 2
 GROUPS = [[0, 1], [2, 3]]

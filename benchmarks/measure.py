@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 import cgx_jax
-from cgx_jax import installation
 from cgx_jax.commands.bench import quartiles as quartiles
-from cgx_jax.link_timer import size_in_bytes as size_in_bytes
+from cgx_jax.host import installation
+from cgx_jax.tuning.link_timer import size_in_bytes as size_in_bytes
 
 # The options that several benchmarks have.
 OPTIONS = {

@@ -43,8 +43,8 @@ from all_reduce import Ranks, rank_of_process
 from cgx_jax import Plan, Tuner
 from cgx_jax.commands import rig
 from cgx_jax.compressors import Compressor
+from cgx_jax.kernels.wire import HOOK_FUSION_BYTES
 from cgx_jax.transforms.precondition import WARMUP
-from cgx_jax.wire import HOOK_FUSION_BYTES
 
 CODE = cgx_jax.Quantize(4)
 PMEAN, AFTER, TUNED, COMPUTE = "lax.pmean", "after", "tuned", "compute"

@@ -32,7 +32,7 @@ import measure
 from all_reduce import Ranks, rank_of_process, timed
 from cgx_jax.commands import rig
 from cgx_jax.compressors.base import alone
-from cgx_jax.link_timer import gradient
+from cgx_jax.tuning.link_timer import gradient
 
 HIGHEST = lax.Precision.HIGHEST
 

@@ -18,7 +18,7 @@ import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi, mpi
-from cgx_jax.link_timer import gradient
+from cgx_jax.tuning.link_timer import gradient
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ import alpha_beta
 import cgx_jax
 import measure
 import predict
-from cgx_jax.link_timer import size_text
+from cgx_jax.tuning.link_timer import size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

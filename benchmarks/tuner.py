@@ -40,10 +40,10 @@ import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.commands import rig
 from cgx_jax.exchanges import Mpi, Xla, auto, mpi
-from cgx_jax.link_timer import gradient
 from cgx_jax.reductions import GatherSum
-from cgx_jax.tuner import Setting
-from cgx_jax.tuner.candidates import FUSION
+from cgx_jax.tuning import Setting
+from cgx_jax.tuning.candidates import FUSION
+from cgx_jax.tuning.link_timer import gradient
 
 CODE = cgx_jax.Quantize(4)
 TREES = {

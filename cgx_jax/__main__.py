@@ -21,14 +21,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from cgx_jax import tuning
 from cgx_jax._version import __version__
 from cgx_jax.commands import bench, compare, doctor, rig, tried
-from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
-from cgx_jax.link_timer import LinkTimer, size_in_bytes, size_text
+from cgx_jax.host.console import Column, table_lines
+from cgx_jax.tuning import sweep
+from cgx_jax.tuning.link_timer import LinkTimer, size_in_bytes, size_text
 
 AXIS = "ranks"
 
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "tune", parents=[ranks], help='measure the profile that exchange="auto" follows'
     )
-    _add_sweep(command, bits=list(tuning.BITS))
+    _add_sweep(command, bits=list(sweep.BITS))
     command.add_argument("--out", type=Path, metavar="FILE", help="write the profile")
     command.add_argument(
         "--budget",
@@ -211,7 +211,7 @@ def _add_sweep(command: argparse.ArgumentParser, bits: list[int]) -> None:
     command.add_argument(
         "--sizes",
         type=_sizes,
-        default=list(tuning.SIZES),
+        default=list(sweep.SIZES),
         help="fp32 bytes per rank, such as 4k,1M (default 4 KiB to 64 MiB by factors of 4)",
     )
     command.add_argument(
@@ -265,7 +265,7 @@ def _steps(text: str) -> int:
 
 
 def _tune(mesh: Mesh, arguments: argparse.Namespace) -> None:
-    profile = tuning.tune(
+    profile = sweep.tune(
         mesh,
         AXIS,
         path=arguments.out,

@@ -11,10 +11,10 @@ from cgx_jax._types import Pytree
 from cgx_jax.compressors import Compressor, Quantize
 from cgx_jax.compressors.base import require_stateless
 from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.leaves import Leaf, is_bare, leaves_of
 from cgx_jax.policies.rules import Policy, Uniform
 from cgx_jax.reductions.named import reduction_of
-from cgx_jax.wire import FUSION_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,8 @@ from cgx_jax.reductions import GatherSum, Job, Reduction, ScatterGather, named
 from cgx_jax.reductions.all_gather import AllGather
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
-from cgx_jax.route import Options, route
-from cgx_jax.run import run
+from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import run
 
 SHAPES = ((16, 33), (1, 5), (130, 70))
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

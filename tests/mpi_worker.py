@@ -33,9 +33,9 @@ from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import Levels
 from cgx_jax.reductions.named import named
-from cgx_jax.route import Options, route
+from cgx_jax.route.route import Options, route
 from cgx_jax.testing import check_exchange
-from cgx_jax.tuner import Setting
+from cgx_jax.tuning import Setting
 from reducing import pmean_with_residual
 from toys import Largest, Steps
 
@@ -581,7 +581,7 @@ def subnormal():
 def watched():
     """A report names what a rank put in, though sums may take the memory of their operands."""
     mesh, lines = mesh_of(data=WORLD), []
-    logging.getLogger("cgx_jax.nonfinite.report").addFilter(lambda r: lines.append(r.getMessage()))
+    logging.getLogger("cgx_jax.debug.report").addFilter(lambda r: lines.append(r.getMessage()))
     x = normal(WORLD, 33, 301)
     x[WORLD - 1, 7, 5] = np.nan
     for reduction in FUSED:

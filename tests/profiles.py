@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from cgx_jax import installation
 from cgx_jax.exchanges import Profile
 from cgx_jax.exchanges.profile import Codec, Row
+from cgx_jax.host import installation
 
 MB = 1_000_000
 CODEC = Codec(plain=1e-9, noise=2e-9, rotation=3e-9, units=1.5e-9)

@@ -3,8 +3,8 @@
 import jax
 
 from cgx_jax.plan import resolve
-from cgx_jax.route import Options, route
-from cgx_jax.run import run
+from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import run
 
 
 def pmean_with_residual(name, tree, axis, plan, *, units=None, key=None, residual=True, **options):

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from adaptive_training import LIKE, SCALE, Training, gradients, mesh
-from cgx_jax import Adaptive, ErrorFeedback, Quantize, untrusted
+from cgx_jax import Adaptive, ErrorFeedback, Quantize
+from cgx_jax.host import untrusted
 from cgx_jax.policies import Accordion, Problem, Uniform
 from cgx_jax.policies.decide import Refresh, last_norm
 

@@ -72,7 +72,7 @@ NONFINITE = """
 import logging
 from jax._src import dispatch
 
-log, lines = logging.getLogger("cgx_jax.nonfinite.report"), []
+log, lines = logging.getLogger("cgx_jax.debug.report"), []
 log.addHandler(logging.NullHandler())
 log.addFilter(lambda record: lines.append(record.getMessage()))
 bad = every[rank].copy()

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from cgx_jax.console import Column, Progress, table_lines
+from cgx_jax.host.console import Column, Progress, table_lines
 
 STEPS = "tune 0/2 tuning [mpi]\ntune 1/2 measuring 4 kB\ntune 2/2 done\n"
 ESCAPES = re.compile(r"\x1b\[[?\d;]*[a-zA-Z]")

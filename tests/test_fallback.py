@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import oracle
 from cgx_jax.kernels import chunk, primitives, reference
-from cgx_jax.wire import ROUNDINGS, Layout, Slot
+from cgx_jax.kernels.wire import ROUNDINGS, Layout, Slot
 
 KEY = np.uint32([3, 5])
 

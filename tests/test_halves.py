@@ -21,8 +21,8 @@ from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules
 from cgx_jax.compressors import SignSGD
 from cgx_jax.exchanges import Xla, nccl, xla
 from cgx_jax.kernels import primitives
+from cgx_jax.kernels.wire import Layout
 from cgx_jax.policies import Policy
-from cgx_jax.wire import Layout
 from profiles import profile
 
 WORLD = 8

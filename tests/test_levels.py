@@ -205,7 +205,7 @@ def test_between_nodes_a_rank_sends_its_share_alone():
 
     def trace(v):
         inner, outer = Levels("local").split(
-            "here", cgx_jax.route.Options.resolve("here", AXES).axes
+            "here", cgx_jax.route.route.Options.resolve("here", AXES).axes
         )
         sizes["between"] = Leveled(ScatterGather(), inner, outer, None).bytes_by_level((leaf,))[1]
         return v

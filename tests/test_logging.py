@@ -23,8 +23,8 @@ print(logging.getLogger().handlers)
 ours = [x for name, x in logging.root.manager.loggerDict.items() if name.startswith("cgx_jax")]
 ours = [x for x in ours if isinstance(x, logging.Logger)]
 print(len(ours) > 0, {(len(x.handlers), x.level, x.propagate) for x in ours})
-logging.getLogger("cgx_jax.tuning").warning("a warning")
-logging.getLogger("cgx_jax.tuner.tuner").info("information")
+logging.getLogger("cgx_jax.tuning.sweep").warning("a warning")
+logging.getLogger("cgx_jax.tuning.tuner").info("information")
 """
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import oracle
 from cgx_jax.kernels import native
-from cgx_jax.wire import mask_segment
+from cgx_jax.kernels.wire import mask_segment
 from oracle import Leaf
 
 pytest.importorskip("cgx_jax._native", reason="the native module is not built")

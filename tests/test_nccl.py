@@ -19,8 +19,8 @@ from cgx_jax.exchanges.base import Fused
 from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.primitives import NO_RANK
-from cgx_jax.tuner import engine
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.wire import Layout
+from cgx_jax.tuning import engine
 from profiles import profile
 
 WORLD = 8

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment, transforms
 from cgx_jax.compressors import SignSGD
+from cgx_jax.debug.nonfinite import all_finite
 from cgx_jax.kernels.nonfinite import count_nonfinite
-from cgx_jax.nonfinite import all_finite
 
 EXACT_BIAS = (Rule(Identity(), path="bias"),)
 RULES = Rules((), Quantize(4, 64), exact=EXACT_BIAS)
@@ -74,7 +74,7 @@ def run(f, *args):
 
 
 def reports(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "cgx_jax.nonfinite.report"]
+    return [r.getMessage() for r in caplog.records if r.name == "cgx_jax.debug.report"]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

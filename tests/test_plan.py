@@ -6,7 +6,7 @@ import pytest
 
 from cgx_jax import Cast, Identity, Plan, Quantize, plan_table
 from cgx_jax.exchanges.auto import Load
-from cgx_jax.route import load_of
+from cgx_jax.route.route import load_of
 
 TREE = {
     "dense": {"kernel": np.zeros((64, 64), np.float32), "bias": np.zeros(4096, np.float32)},
@@ -94,7 +94,7 @@ def test_the_table_names_leaf_shape_compressor_bits_and_bytes():
 
 
 def test_spans_cover_every_value_once_beyond_32_bits():
-    from cgx_jax.wire import Layout, spans
+    from cgx_jax.kernels.wire import Layout, spans
 
     fields = (Quantize(3).slot(2**33 + 5), Quantize(4, 64).slot(7), Quantize(8).slot(0))
     for world in (1, 3, 64):

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import ErrorFeedback, Plan, Rule, Rules, SecondMoment
 from cgx_jax.compressors import PowerSGD, base
-from cgx_jax.route import Options, route
-from cgx_jax.run import run as run_route
+from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import run as run_route
 
 MATRIX = (40, 60)
 

@@ -24,8 +24,8 @@ from cases import FLOATS, PAIRS, every
 from cgx_jax import Plan, Quantize, Rules
 from cgx_jax.compressors import Natural, TopK
 from cgx_jax.reductions.named import named
-from cgx_jax.route import Options, route
-from cgx_jax.run import run as run_route
+from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import run as run_route
 from extremes import KINDS, allowed, array
 
 # Of the quick codes, those whose sums test_conformance tries in its slow tests alone.

@@ -13,8 +13,8 @@ import cgx_jax
 from cases import CHUNKED, FEW, every
 from cgx_jax import ErrorFeedback, Quantize
 from cgx_jax.kernels import chunk, reference
+from cgx_jax.kernels.wire import Layout, Slot
 from cgx_jax.transforms import MomentumCorrection
-from cgx_jax.wire import Layout, Slot
 
 KEY = jax.random.key(0)
 TREE = {"kernel": np.ones((8, 40, 64), np.float32), "bias": np.ones((8, 64), np.float32)}

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import oracle
 from cgx_jax import Quantize
 from cgx_jax.kernels import chunk, native, primitives, reference
-from cgx_jax.wire import Layout, Slot, mask_segment
+from cgx_jax.kernels.wire import Layout, Slot, mask_segment
 
 needs_native = pytest.mark.skipif(
     "_native" not in str(native.module()), reason="no native module; a C++17 compiler builds it"
@@ -199,7 +199,7 @@ sys.modules["cgx_jax._native"] = None
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import cgx_jax
-    import cgx_jax.backward_hook
+    import cgx_jax.transforms.backward_hook
 assert [w.category for w in caught] == [RuntimeWarning], caught
 assert "C++17 compiler" in str(caught[0].message)
 assert cgx_jax.kernels.backends()["cpu"] == "jnp"

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Quantize
 from cgx_jax.kernels import primitives, reference
+from cgx_jax.kernels.wire import Layout
 from cgx_jax.policies.statistics import squared_errors
-from cgx_jax.wire import Layout
 
 # Mean square errors of the best even levels for a normal distribution (Max, 1960), by width.
 NORMAL_ERROR = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.003495, 6: 0.001040}

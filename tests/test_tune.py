@@ -18,14 +18,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Plan, Quantize, plan_table, tune, tuning
+from cgx_jax import Cast, Plan, Quantize, plan_table, tune
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import SignSGD, TopK
 from cgx_jax.exchanges import Auto, Profile, auto
 from cgx_jax.exchanges.profile import Codec
-from cgx_jax.link_timer import LinkTimer
 from cgx_jax.reductions import ScatterGather
-from cgx_jax.route import Options, route
+from cgx_jax.route.route import Options, route
+from cgx_jax.tuning import sweep
+from cgx_jax.tuning.link_timer import LinkTimer
 from profiles import with_crossing
 
 SMALL, LARGE = (16, 128), (64, 1024)  # 8 KiB and 256 KiB
@@ -249,8 +250,8 @@ def test_a_wrong_call_is_refused_even_where_the_profile_says_psum(mesh, followin
 @pytest.fixture
 def few_rounds(monkeypatch):
     """Shortens `tune`: few rounds, and gather_sum only up to 4 KiB."""
-    monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", 4096)
-    monkeypatch.setattr(tuning, "ROUNDS", range(3, 6))
+    monkeypatch.setattr(sweep, "ONE_SHOT_BYTES", 4096)
+    monkeypatch.setattr(sweep, "ROUNDS", range(3, 6))
 
 
 def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, few_rounds):
@@ -300,7 +301,7 @@ def test_sizes_beyond_the_budget_are_left_out_and_said_to_be(mesh, following, ca
     profile = tune(mesh, "data", bits=(4,), sizes=(4096, 16384), budget_seconds=1e-3)
     assert {row.bytes for row in profile.rows} == {4096}
     assert "tune 1/2 stopped: 1 of 2 sizes\n" in capsys.readouterr().err
-    ((level, text),) = [r[1:] for r in caplog.record_tuples if r[0] == "cgx_jax.tuning"]
+    ((level, text),) = [r[1:] for r in caplog.record_tuples if r[0] == "cgx_jax.tuning.sweep"]
     assert level == logging.WARNING
     assert "16.4 kB and larger are left out" in text
     assert re.search(r"budget_seconds=[1-9]\d* is enough for it", text)
@@ -342,7 +343,7 @@ import numpy as np
 from jax.sharding import Mesh
 import cgx_jax
 from cgx_jax.axes import Axes
-from cgx_jax.route import Options, route
+from cgx_jax.route.route import Options, route
 from cgx_jax.exchanges import Auto
 
 plan = cgx_jax.Plan.build([np.zeros((16, 128), np.float32), np.zeros((64, 1024), np.float32)],

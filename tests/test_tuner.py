@@ -15,10 +15,10 @@ from cgx_jax.axes import Axes
 from cgx_jax.compressors import PowerSGD, SignSGD
 from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.reductions import GatherSum, Levels, Ring, Tree
-from cgx_jax.tuner import Setting
-from cgx_jax.tuner.candidates import Asked, candidates
-from cgx_jax.tuner.race import search
-from cgx_jax.tuner.setting import Offered
+from cgx_jax.tuning import Setting
+from cgx_jax.tuning.candidates import Asked, candidates
+from cgx_jax.tuning.race import search
+from cgx_jax.tuning.setting import Offered
 from processes import check_ranks
 from profiles import with_crossing
 from tuning_steps import (
@@ -435,7 +435,7 @@ def test_the_table_sets_predicted_beside_measured(monkeypatch, following, caplog
     following(dataclasses.replace(profile, rows=tuple(rows)))
     training = Training(tuner(), monkeypatch=monkeypatch, costs=costs_of(0.5, 0.8))
     training.run(TRIAL_STEPS + 1)
-    ((level, text),) = [r[1:] for r in caplog.record_tuples if r[0] == "cgx_jax.tuner.tuner"]
+    ((level, text),) = [r[1:] for r in caplog.record_tuples if r[0] == "cgx_jax.tuning.tuner"]
     assert level == logging.WARNING  # shown where logging is not set up
     head, _, shown = text.partition("\n")
     assert head == f"Tuner: {SPLIT} is kept."
@@ -454,7 +454,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from cgx_jax.policies import training_loop
-from cgx_jax.tuner import cache
+from cgx_jax.tuning import cache
 
 folder = Path(FOLDER) / str(rank)
 LIKE = {"w": jnp.zeros((64, 64))}

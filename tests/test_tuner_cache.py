@@ -10,8 +10,8 @@ import pytest
 from cgx_jax.compressors import Quantize
 from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.reductions import GatherSum, Levels
-from cgx_jax.tuner import Setting, cache
-from cgx_jax.tuner.cache import Key
+from cgx_jax.tuning import Setting, cache
+from cgx_jax.tuning.cache import Key
 from tuning_steps import CACHEABLE, FIELDS, KEY, NEAR, TRIAL_STEPS, WHOLE, Training, costs_of, tuner
 
 SETTINGS = [

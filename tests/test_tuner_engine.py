@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from cgx_jax.exchanges import Mpi
-from cgx_jax.tuner import engine
-from cgx_jax.tuner.engine import descend
+from cgx_jax.tuning import engine
+from cgx_jax.tuning.engine import descend
 
 START = Mpi(segment_bytes=1 << 17, window=4, threads=1)
 CHUNK = 1 << 21

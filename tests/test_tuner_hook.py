@@ -13,9 +13,9 @@ import cgx_jax
 from cgx_jax import Plan, Quantize, Tuner
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import Xla
-from cgx_jax.tuner import Setting
-from cgx_jax.tuner.candidates import Asked, candidates
-from cgx_jax.tuner.setting import Offered
+from cgx_jax.tuning import Setting
+from cgx_jax.tuning.candidates import Asked, candidates
+from cgx_jax.tuning.setting import Offered
 from tuning_steps import steps_take
 
 WORLD = 2

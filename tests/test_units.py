@@ -12,7 +12,7 @@ from cgx_jax import Cast, Plan, Quantize
 from cgx_jax.exchanges import xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.kernels import outside, primitives
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.wire import Layout
 from reducing import pmean_with_residual
 
 SHAPES = {"matrix": (24, 100), "vector": (1037, 1), "exact": (70,), "narrow": (300, 7)}

@@ -15,10 +15,10 @@ from cgx_jax import ErrorFeedback, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import SharedTernGrad, TopK
 from cgx_jax.exchanges import Xla
 from cgx_jax.kernels import primitives
+from cgx_jax.kernels.wire import ROUNDINGS, Layout, mask_segment
 from cgx_jax.reductions import Levels, shares
 from cgx_jax.reductions.named import REDUCTIONS
 from cgx_jax.transforms import MomentumCorrection
-from cgx_jax.wire import ROUNDINGS, Layout, mask_segment
 from optax_steps import run
 
 RANKS, STEPS = 4, 2

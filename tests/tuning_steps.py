@@ -14,9 +14,9 @@ from cgx_jax import Quantize, Tuner
 from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import GatherSum, Levels
-from cgx_jax.tuner import Setting
-from cgx_jax.tuner.cache import Key
-from cgx_jax.tuner.setting import Offered
+from cgx_jax.tuning import Setting
+from cgx_jax.tuning.cache import Key
+from cgx_jax.tuning.setting import Offered
 
 WORLD = 2
 PSUM, SPLIT, WHOLE = Setting(), Setting(Xla()), Setting(Xla(), GatherSum())

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import installation
 from cgx_jax._types import Json
-from cgx_jax.collectives import psum_compressed
+from cgx_jax.calls.psum import psum_compressed
 from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import auto
-from cgx_jax.link_timer import LinkTimer, gradient
+from cgx_jax.host import installation
+from cgx_jax.host.console import Column, table_lines
 from cgx_jax.reductions import ScatterGather
+from cgx_jax.tuning.link_timer import LinkTimer, gradient
 
 FLOAT_STEP = 2.0**-24  # relative error of one fp32 rounding
 _COLUMNS = (

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from cgx_jax._types import Json
 from cgx_jax.exchanges.table import EXCHANGES
-from cgx_jax.link_timer import size_text
+from cgx_jax.tuning.link_timer import size_text
 
 PSUM_COLOR = "#4c566a"
 COLORS = ("#d9622b", "#2b7bba", "#3a9a5b", "#8a5bb5", "#b58a2b", "#b52b5b")

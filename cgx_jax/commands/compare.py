@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cgx_jax import installation
 from cgx_jax._types import Json
 from cgx_jax.commands.bench import parent, quartiles
 from cgx_jax.commands.tried import ERROR_STEPS, METHODS, Trial
-from cgx_jax.console import Column, Progress, table_lines
-from cgx_jax.link_timer import LinkTimer, size_text
+from cgx_jax.host import installation
+from cgx_jax.host.console import Column, Progress, table_lines
+from cgx_jax.tuning.link_timer import LinkTimer, size_text
 
 EXPLANATION = f"""\
 MODULE has a function that builds your training step around the transformation to try:

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cgx_jax import installation
 from cgx_jax._version import __version__
 from cgx_jax.compressors import Quantize
-from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges import nccl as fused_on_cuda
+from cgx_jax.host import installation
+from cgx_jax.host.console import Column, table_lines
 from cgx_jax.kernels.native import CPU_REMEDY, CUDA_REMEDY, backends
 
 # A child process asks MPI, because a broken MPI library ends the process that loads it.

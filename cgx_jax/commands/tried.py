@@ -24,7 +24,7 @@ from cgx_jax.compressors import (
 )
 from cgx_jax.exchanges import Xla
 from cgx_jax.plan import resolve
-from cgx_jax.route import Options, route
+from cgx_jax.route.route import Options, route
 from cgx_jax.transforms import ErrorFeedback, Memory, SecondMoment, SyncState, sync_gradients
 
 if TYPE_CHECKING:

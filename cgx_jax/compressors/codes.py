@@ -20,8 +20,8 @@ import numpy as np
 from cgx_jax._types import Key, Shaped, Unit, Words
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
-from cgx_jax.scopes import Scoped
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.scopes import Scoped
+from cgx_jax.kernels.wire import Layout
 
 Arrays = Sequence[jax.Array]
 

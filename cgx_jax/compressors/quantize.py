@@ -24,7 +24,7 @@ from cgx_jax.compressors.quantized import (
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.reference import NORMAL_RANGE
 from cgx_jax.kernels.squared_error import quantized_errors
-from cgx_jax.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes, mask_segment
+from cgx_jax.kernels.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes, mask_segment
 
 
 @dataclasses.dataclass(frozen=True)

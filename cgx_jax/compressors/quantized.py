@@ -19,7 +19,7 @@ from cgx_jax.compressors.codes import (
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import NO_RANK, Units
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.wire import Layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import ClassVar
 import jax
 import numpy as np
 
-from cgx_jax import agreement, untrusted
 from cgx_jax.exchanges.base import Exchange, by_name
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
+from cgx_jax.host import agreement, untrusted
 
 # A smaller measured gain is noise, and psum has no error.
 LEAST_GAIN = 0.05

@@ -15,8 +15,8 @@ from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
-from cgx_jax.scopes import Scoped
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.scopes import Scoped
+from cgx_jax.kernels.wire import Layout
 
 
 class _Named(Protocol):

@@ -16,7 +16,7 @@ from jax.interpreters import batching, xla
 
 from cgx_jax import _compat
 from cgx_jax.exchanges.base import Call, Fused
-from cgx_jax.wire import Layout, Slot
+from cgx_jax.kernels.wire import Layout, Slot
 
 Groups = Sequence[Sequence[int]] | None
 

@@ -25,7 +25,7 @@ from cgx_jax.exchanges.base import Call, Exchange, Fused
 from cgx_jax.kernels import native, outside
 from cgx_jax.kernels.constants import ALIGNMENT, MOST_STREAMS
 from cgx_jax.kernels.primitives import Units
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.wire import Layout
 
 # Bytes of payload to each peer. Kernels take a small part of the time that a link takes, so there
 # is little to overlap (docs/measurements/gpu_exchanges.md).

@@ -7,9 +7,9 @@ import json
 import math
 from typing import Any, NamedTuple, get_type_hints
 
-from cgx_jax import installation, untrusted
 from cgx_jax.exchanges.base import Exchange
 from cgx_jax.exchanges.table import EXCHANGES
+from cgx_jax.host import installation, untrusted
 
 SCHEMA = 4
 MOST_ROWS = 10_000

@@ -18,7 +18,7 @@ from jax import lax
 
 from cgx_jax import _compat
 from cgx_jax.kernels.reference import Buckets, add_peers, divide
-from cgx_jax.wire import Layout, Slot, record_bytes, spans
+from cgx_jax.kernels.wire import Layout, Slot, record_bytes, spans
 
 
 @dataclasses.dataclass(frozen=True)

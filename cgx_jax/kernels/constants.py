@@ -6,7 +6,7 @@ module exports (`xla_ffi/handlers/constants.h`) when it loads the module.
 
 from __future__ import annotations
 
-from cgx_jax import wire
+from cgx_jax.kernels import wire
 
 LONGEST_BUCKET = 4096  # the longest bucket whose values a kernel keeps
 SHORTEST_BUCKET = 8  # the shortest bucket that a warp takes

@@ -15,7 +15,7 @@ import jax
 from cgx_jax._types import Json
 from cgx_jax._version import __version__
 from cgx_jax.kernels import constants
-from cgx_jax.wire import WIRE_VERSION
+from cgx_jax.kernels.wire import WIRE_VERSION
 
 _CUDA = "cgx_jax_cuda13"
 _REINSTALL = "pip install --force-reinstall --no-deps cgx-jax -C cgx.native="

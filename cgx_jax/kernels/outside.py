@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from cgx_jax._types import Unit, Words
-from cgx_jax.wire import Layout, spans
+from cgx_jax.kernels.wire import Layout, spans
 
 IN, OUT = 0, 1
 Residuals: TypeAlias = list[jax.Array] | None  # one per leaf; None if not asked for

@@ -28,7 +28,7 @@ from cgx_jax import _compat
 from cgx_jax._types import Shaped, Unit, Words
 from cgx_jax.kernels import chunk, native, outside, reference
 from cgx_jax.kernels.outside import Residuals
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.wire import Layout
 
 NO_RANK = -1
 

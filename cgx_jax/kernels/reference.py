@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax.wire import GROUP, MASK_BITS, META_BYTES, Layout, Slot, record_bytes, spans
+from cgx_jax.kernels.wire import GROUP, MASK_BITS, META_BYTES, Layout, Slot, record_bytes, spans
 
 _MIN_NORMAL = np.float32(np.finfo(np.float32).tiny)
 _MOST = np.finfo(np.float32).max

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import untrusted
 from cgx_jax._types import Json
 from cgx_jax.compressors import Compressor
+from cgx_jax.host import untrusted
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies.decide import Compressors, Refresh
 from cgx_jax.policies.statistics import Statistics

@@ -9,6 +9,7 @@ import numpy as np
 
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import METHODS, Profile
+from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.policies import knapsack
 from cgx_jax.policies.problem import Problem, of_width
 from cgx_jax.policies.solvers import (
@@ -17,7 +18,6 @@ from cgx_jax.policies.solvers import (
     check_integer,
     error_limit,
 )
-from cgx_jax.wire import FUSION_BYTES
 
 EXACT_BITS = 32
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import agreement
 from cgx_jax._types import Pytree
+from cgx_jax.host import agreement
 from cgx_jax.policies import statistics
 from cgx_jax.policies.checkpoint import Known, Packed, Progress, pack, unpack
 from cgx_jax.policies.decide import Decision

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 
-from cgx_jax import agreement
 from cgx_jax._types import Pytree
+from cgx_jax.host import agreement
 
 clock = time.perf_counter
 

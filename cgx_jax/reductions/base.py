@@ -21,7 +21,7 @@ from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
-from cgx_jax.wire import Layout
+from cgx_jax.kernels.wire import Layout
 
 Seeds = Sequence[Any]
 

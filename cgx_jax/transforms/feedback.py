@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.nonfinite import all_finite
+from cgx_jax.debug.nonfinite import all_finite
 from cgx_jax.plan import Plan
-from cgx_jax.run import Sums
+from cgx_jax.route.run import Sums
 from cgx_jax.transforms.memory import Memory
 
 

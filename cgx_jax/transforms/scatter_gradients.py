@@ -17,12 +17,12 @@ from cgx_jax.axes import Axes, after, split
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.halves.rows import rows_of, scatter_route, whole_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions.reduce_scatter import encoded
-from cgx_jax.route import Options
-from cgx_jax.run import run, watched
+from cgx_jax.route.route import Options
+from cgx_jax.route.rows import rows_of, scatter_route, whole_of
+from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_state, require_type
 from cgx_jax.transforms.feedback import (
     as_gradient,

@@ -21,8 +21,8 @@ from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route import route
-from cgx_jax.run import run, watched
+from cgx_jax.route.route import route
+from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_paths, check_state, check_statistics, require_type
 from cgx_jax.transforms.feedback import (
     as_gradient,
@@ -52,8 +52,8 @@ from cgx_jax.transforms.state import (
 )
 from cgx_jax.transforms.units import moved, scales_of
 from cgx_jax.transforms.wrappers import check_options, check_wrappers
-from cgx_jax.tuner import Tuner
-from cgx_jax.tuner.resolve import check_tuner, resolve_options
+from cgx_jax.tuning import Tuner
+from cgx_jax.tuning.resolve import check_tuner, resolve_options
 
 if TYPE_CHECKING:
     import optax

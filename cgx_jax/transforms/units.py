@@ -12,7 +12,7 @@ from jax import lax
 
 from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes
-from cgx_jax.nonfinite import all_finite
+from cgx_jax.debug.nonfinite import all_finite
 from cgx_jax.transforms.precondition import Moments, Scale, SecondMoment, Squares, stacked
 
 Shapes = Sequence[tuple[int, ...]]

@@ -23,7 +23,7 @@ import ranks
 
 from cgx_jax import compressors
 from cgx_jax.kernels import codes, primitives
-from cgx_jax.wire import ROUNDINGS, Layout, Slot
+from cgx_jax.kernels.wire import ROUNDINGS, Layout, Slot
 
 WORLD = 4
 CODES = (

@@ -38,10 +38,10 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
 
     import tuner as benchmark
     from cgx_jax.exchanges import Nccl, Xla, auto
-    from cgx_jax.link_timer import LinkTimer, gradient
     from cgx_jax.reductions import GatherSum
-    from cgx_jax.tuner import Setting
-    from cgx_jax.tuner.candidates import FUSION, STREAMS
+    from cgx_jax.tuning import Setting
+    from cgx_jax.tuning.candidates import FUSION, STREAMS
+    from cgx_jax.tuning.link_timer import LinkTimer, gradient
 
     links = LinkTimer("tuned", Mesh(np.array(jax.devices()), ("ranks",)), "ranks")
     shapes = benchmark.TREES["25 MB, 160 leaves"]

@@ -15,7 +15,7 @@ namespace cgx {
 
 // How many numbers `slots` has per leaf: bits, bucket_size, rounding, number, rotation, units,
 // segment.
-// `Layout.attributes` in cgx_jax/wire.py writes them.
+// `Layout.attributes` in cgx_jax/kernels/wire.py writes them.
 constexpr size_t kSlotNumbers = 7;
 
 struct LayoutAttributes {

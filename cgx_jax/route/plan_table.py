@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cgx_jax.axes import Axes
-from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import Auto
+from cgx_jax.host.console import Column, table_lines
 from cgx_jax.plan import Plan
-from cgx_jax.route import Options, Way, route
+from cgx_jax.route.route import Options, Way, route
 
 _COLUMNS = (
     *map(Column, ("leaf", "shape", "compressor")),

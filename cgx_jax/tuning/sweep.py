@@ -17,16 +17,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from cgx_jax import agreement, installation
-from cgx_jax.collectives import psum_compressed
+from cgx_jax.calls.psum import psum_compressed
 from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.console import Progress
 from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Codec, Profile, Row
-from cgx_jax.link_timer import LinkTimer, gradient, size_text
-from cgx_jax.tuner.engine import tune_engine, tune_streams
+from cgx_jax.host import agreement, installation
+from cgx_jax.host.console import Progress
+from cgx_jax.tuning.engine import tune_engine, tune_streams
+from cgx_jax.tuning.link_timer import LinkTimer, gradient, size_text
 
 _log = logging.getLogger(__name__)
 SIZES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB

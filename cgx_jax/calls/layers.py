@@ -15,10 +15,10 @@ from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, Quantize, ShiftedLattice
 from cgx_jax.exchanges import Exchange
-from cgx_jax.halves import rows
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Policy
-from cgx_jax.route import Options
+from cgx_jax.route import rows
+from cgx_jax.route.route import Options
 
 _NAME = "scan_layers"
 _WEIGHTS = ShiftedLattice(8)

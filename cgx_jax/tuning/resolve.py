@@ -10,8 +10,8 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route import Options
-from cgx_jax.tuner.tuner import Tuner
+from cgx_jax.route.route import Options
+from cgx_jax.tuning.tuner import Tuner
 
 
 def check_tuner(

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cgx_jax import untrusted
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import Exchange
+from cgx_jax.host import untrusted
+from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route import Options
-from cgx_jax.wire import FUSION_BYTES
+from cgx_jax.route.route import Options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from cgx_jax.exchanges import Exchange
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route import Options, route
-from cgx_jax.run import values_of
+from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import values_of
 
 
 def psum_compressed(

@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import _compat, debug, nonfinite
+from cgx_jax import _compat
 from cgx_jax._types import Key, Pytree
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, buckets
 from cgx_jax.compressors.base import require_key
+from cgx_jax.debug import checksums, nonfinite
 from cgx_jax.exchanges import Exchange
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.leaves import SCALARS, where_of
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import Job, Reduced, Reduction
-from cgx_jax.route import Route
+from cgx_jax.route.route import Route
 
 
 class Sums(NamedTuple):
@@ -203,7 +204,7 @@ def _reduced(
     with jax.named_scope(job.name):
         sums, residuals, after = reduction.run(job, seeds, plain, units, states)
     if job.collective is not Collective.REDUCE_SCATTER:
-        debug.compare(job.name, job.axes, sums)
+        checksums.compare(job.name, job.axes, sums)
     typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
     if residuals is not None:
         residuals = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=True)]

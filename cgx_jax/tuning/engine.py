@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from cgx_jax import agreement
-from cgx_jax.collectives import psum_compressed
+from cgx_jax.calls.psum import psum_compressed
 from cgx_jax.compressors import Quantize
 from cgx_jax.exchanges import Mpi, Nccl, mpi
-from cgx_jax.link_timer import LinkTimer, gradient
-from cgx_jax.tuner.candidates import STREAMS
-from cgx_jax.tuner.race import relative
+from cgx_jax.host import agreement
+from cgx_jax.tuning.candidates import STREAMS
+from cgx_jax.tuning.link_timer import LinkTimer, gradient
+from cgx_jax.tuning.race import relative
 
 VALUES = {
     "segment_bytes": (1 << 15, 1 << 17, 1 << 19),

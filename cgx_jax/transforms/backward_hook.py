@@ -8,19 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax import _compat, hooked, nonfinite
+from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import SMALL_BYTES
 from cgx_jax.compressors import Compressor
+from cgx_jax.debug import nonfinite
 from cgx_jax.exchanges import Exchange
+from cgx_jax.kernels.wire import HOOK_FUSION_BYTES
 from cgx_jax.plan import Plan, consecutive, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route import Options, route
-from cgx_jax.run import values_of
-from cgx_jax.tuner import Tuner
-from cgx_jax.tuner.resolve import check_tuner, resolve_options
-from cgx_jax.wire import HOOK_FUSION_BYTES
+from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import values_of
+from cgx_jax.transforms import hooked
+from cgx_jax.tuning import Tuner
+from cgx_jax.tuning.resolve import check_tuner, resolve_options
 
 _HOOK = "reduce_in_backward"
 

@@ -11,12 +11,12 @@ import jax
 from cgx_jax.axes import SMALL_BYTES, Axes
 from cgx_jax.exchanges import Profile, auto
 from cgx_jax.exchanges.profile import ONE_SHOT
+from cgx_jax.kernels.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, ScatterGather
 from cgx_jax.reductions.levels import Leveled
-from cgx_jax.route import Way, load_of, route
-from cgx_jax.tuner.setting import Offered, Setting
-from cgx_jax.wire import FUSION_BYTES, HOOK_FUSION_BYTES
+from cgx_jax.route.route import Way, load_of, route
+from cgx_jax.tuning.setting import Offered, Setting
 
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
 IN_BACKWARD = (HOOK_FUSION_BYTES, HOOK_FUSION_BYTES // 4, HOOK_FUSION_BYTES // 16)

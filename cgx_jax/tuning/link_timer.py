@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cgx_jax import agreement
+from cgx_jax.host import agreement
 
 _SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9}
 

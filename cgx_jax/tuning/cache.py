@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cgx_jax import untrusted
+from cgx_jax.host import untrusted
 
 SCHEMA = 1
 

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from cgx_jax import nonfinite
 from cgx_jax._types import Key, Pytree
 from cgx_jax.compressors import Compressor
+from cgx_jax.debug import nonfinite
 from cgx_jax.leaves import Leaf, leaves_of, where_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
-from cgx_jax.route import Options, Route, route
-from cgx_jax.run import run, watched
+from cgx_jax.route.route import Options, Route, route
+from cgx_jax.route.run import run, watched
 
 Shape = tuple[int, ...]
 

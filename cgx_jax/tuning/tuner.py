@@ -13,20 +13,20 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from cgx_jax import agreement, installation
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.console import Column, table_lines
 from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto, mpi
+from cgx_jax.host import agreement, installation
+from cgx_jax.host.console import Column, table_lines
 from cgx_jax.plan import Plan
 from cgx_jax.policies import Adaptive
 from cgx_jax.policies.training_loop import TrainingLoop, Words
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
-from cgx_jax.tuner import cache as kept
-from cgx_jax.tuner.candidates import STREAMS, Asked, Candidate, candidates
-from cgx_jax.tuner.race import Search, Turns, search
-from cgx_jax.tuner.setting import Offered, Setting
+from cgx_jax.tuning import cache as kept
+from cgx_jax.tuning.candidates import STREAMS, Asked, Candidate, candidates
+from cgx_jax.tuning.race import Search, Turns, search
+from cgx_jax.tuning.setting import Offered, Setting
 
 _log = logging.getLogger(__name__)
 _COLUMNS = (

@@ -13,12 +13,12 @@ from jax import lax
 
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
-from cgx_jax.debug import traced_anew
+from cgx_jax.debug.checksums import traced_anew
+from cgx_jax.debug.report import Report, Side, after_report, tell
 from cgx_jax.exchanges import xla
 from cgx_jax.kernels import reference
 from cgx_jax.kernels.nonfinite import count_nonfinite
 from cgx_jax.leaves import Leaf
-from cgx_jax.nonfinite.report import Report, Side, after_report, tell
 
 _ACTIONS = ("raise", "log", "skip")
 _action: str | None = None
@@ -34,7 +34,7 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
 
     * "raise": every rank fails with a FloatingPointError (under jit inside a JaxRuntimeError). The
       error appears where the host next waits, so steps that were already dispatched have run.
-    * "log": the first rank warns once, through the logger "cgx_jax.nonfinite.report".
+    * "log": the first rank warns once, through the logger "cgx_jax.debug.report".
     * "skip": logs, and sets the result of the call to 0 on all ranks of the mesh. `sync_gradients`
       then keeps its state and counts the step.
 

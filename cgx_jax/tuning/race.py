@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from cgx_jax.tuner.setting import Setting
+from cgx_jax.tuning.setting import Setting
 
 # Yields settings that take turns, is sent their f64[rounds, settings] seconds, returns the winner.
 Search = Generator[list[Setting], np.ndarray, Setting]

@@ -1,0 +1,1 @@
+"""What the library knows of processes and machines: agreement, versions, files, terminals."""
