@@ -29,7 +29,7 @@ from cgx_jax.plain_jit.arguments import is_nnx, keystr, nnx
 from cgx_jax.plain_jit.value_and_grad import value_and_grad
 from cgx_jax.plan import Plan
 from cgx_jax.policies.rules import Rules
-from cgx_jax.reductions import GatherSum, Job, Reduction, ScatterGather, named
+from cgx_jax.reductions import GatherSum, Job, Operands, Reduction, ScatterGather, named
 from cgx_jax.reductions.all_gather import AllGather
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
@@ -285,7 +285,7 @@ def _reduced(
         leaves = (CodedLeaf(Quantize(4), shape, np.dtype(np.float32), 0),)
         job = Job("check_exchange", collective, leaves, axes, exchange, 1, False, False)
         seeds = (np.zeros(2, np.uint32),) * reduction.seed_count
-        return reduction.run(job, seeds, [own], (), [()]).sums[0]
+        return reduction.run(job, Operands(seeds, [own], [None], [()])).sums[0]
 
     return f
 

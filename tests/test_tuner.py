@@ -15,6 +15,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.compressors import PowerSGD, SignSGD
 from cgx_jax.exchanges import Mpi, Xla
 from cgx_jax.reductions import GatherSum, Levels, Ring, Tree
+from cgx_jax.route.route import Options
 from cgx_jax.tuning import Setting
 from cgx_jax.tuning.candidates import Asked, candidates
 from cgx_jax.tuning.race import search
@@ -179,7 +180,11 @@ def test_a_slow_spell_does_not_flip_the_choice(monkeypatch, name, split, kept, s
 
 
 def asked(like, compressor, world=8, **options):
-    return [Asked("test", Plan.build(like, compressor), Axes(("data",), None, world), False)]
+    return [
+        Asked(
+            Options("test", Axes(("data",), None, world), None), Plan.build(like, compressor), False
+        )
+    ]
 
 
 BIG = np.zeros((4096, 4096), np.float32)  # 64 MiB
@@ -299,9 +304,8 @@ def test_levels_are_tried_and_price_what_crosses(mesh_2d):
     seen = []
 
     def f(x):
-        call = Asked(
-            "test", Plan.build(x, Quantize(4)), Axes.resolve("f", ("data", "model"), None), False
-        )
+        options = Options("test", Axes.resolve("f", ("data", "model"), None), None)
+        call = Asked(options, Plan.build(x, Quantize(4)), False)
         offered = Offered((Xla(),), (), (Levels("model"),))
         seen.extend(candidates([call], offered, with_crossing()))
         return x
@@ -364,8 +368,6 @@ def test_a_tuner_without_its_jit_is_refused():
         jax.jit(training.sharded())(grads(), training.state)
     with pytest.raises(ValueError, match="this tuner has a step already; make another Tuner"):
         training.tuner.jit(lambda x: x)
-    with pytest.raises(TypeError, match=r"Tuner object .* is not an exchange"):
-        cgx_jax.psum_compressed(jnp.ones(3), "data", exchange=tuner())
 
 
 def test_a_step_that_is_jitted_already_or_asks_nothing_is_refused():
@@ -378,6 +380,37 @@ def test_a_step_that_is_jitted_already_or_asks_nothing_is_refused():
         step(grads(), training.state)
     with pytest.raises(ValueError, match="Tuner: the step did not use the setting"):
         tuner().jit(lambda x: x + 1)(jnp.ones(3))
+
+
+@pytest.mark.quick
+def test_a_plain_reduction_follows_the_tuner():
+    """`psum_compressed` and `pmean_compressed` take a tuner as `sync_gradients` does."""
+    choose = tuner()
+
+    def step(g):
+        own = jax.tree.map(lambda x: x[0], g)
+        return cgx_jax.pmean_compressed(own, "data", Quantize(4), exchange=choose)
+
+    step = choose.jit(jax.shard_map(step, mesh=mesh(), in_specs=P("data"), out_specs=P()))
+    for t in range(TRIAL_STEPS + 1):
+        out = step(grads(t))
+        if choose.current == PSUM:
+            jax.tree.map(
+                lambda y, x: np.testing.assert_allclose(y, x.mean(0), atol=1e-6), out, grads(t)
+            )
+    assert choose.state == "kept"
+    assert {s for tried, _ in choose._history for s in tried} == {PSUM, SPLIT, WHOLE}
+    with pytest.raises(TypeError, match=r"psum_scatter_compressed: .*Tuner object .* not an exch"):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda x: cgx_jax.psum_scatter_compressed(x, "data", exchange=tuner()),
+                mesh=mesh(),
+                in_specs=P(),
+                out_specs=P("data"),
+                check_vma=False,
+            ),
+            jnp.zeros((4, 1024)),
+        )
 
 
 def test_what_the_tuner_chooses_is_not_named_beside_it():

@@ -1,5 +1,6 @@
 """The tuner in the backward pass: smaller buffers, and a step that is reduced as it chose."""
 
+import dataclasses
 import re
 
 import jax
@@ -13,6 +14,7 @@ import cgx_jax
 from cgx_jax import Plan, Quantize, Tuner
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import Xla
+from cgx_jax.route.route import Options
 from cgx_jax.tuning import Setting
 from cgx_jax.tuning.candidates import Asked, candidates
 from cgx_jax.tuning.setting import Offered
@@ -77,7 +79,8 @@ def test_the_hook_reduces_as_the_tuner_chose(monkeypatch, fastest, buffers):
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_smaller_buffers_are_tried_in_the_backward_pass(overlaps):
     four = {str(i): np.zeros((512, 512), np.float32) for i in range(4)}  # 1 MiB each
-    asked = Asked("test", Plan.build(four, CODE), Axes(("data",), None, 2), False, (), overlaps)
+    options = Options("test", Axes(("data",), None, 2), None, overlaps=overlaps)
+    asked = Asked(options, Plan.build(four, CODE), False)
     first, *rest = candidates([asked], Offered((Xla(),), (), ()), None)
     assert first.setting == Setting()
     # Settings of one program count once: 1 MiB and 256 KiB give each leaf a buffer, as all larger
@@ -89,7 +92,10 @@ def test_smaller_buffers_are_tried_in_the_backward_pass(overlaps):
 def test_the_cache_keeps_reductions_in_and_after_the_backward_pass_apart(monkeypatch):
     tuner, _, _ = tuned(monkeypatch, "psum")
     inside = tuner._key()
-    tuner._asked = [call._replace(overlaps=False) for call in tuner._asked]
+    tuner._asked = [
+        call._replace(options=dataclasses.replace(call.options, overlaps=False))
+        for call in tuner._asked
+    ]
     after = tuner._key()
     assert inside.folder != after.folder
     assert inside.tree == after.tree

@@ -185,7 +185,9 @@ def encoding(trainer: Trainer, configuration: Configuration, ranks: Ranks) -> Ca
             rank = jax.lax.axis_index("data")
             residual = configuration.memory is not None
             seed = np.zeros(2, np.uint32)
-            rows, residuals = code.encode(seed, rank, leaves, residual=residual, units=())
+            rows, residuals = code.encode(
+                seed, rank, leaves, [None] * len(leaves), residual=residual
+            )
             out += [rows, *(residuals or ())]
         return [y[None] for y in out]
 

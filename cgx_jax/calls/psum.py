@@ -12,7 +12,7 @@ from cgx_jax.exchanges import Exchange
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route.route import Options, route
+from cgx_jax.route.route import Chooser, Options, route
 from cgx_jax.route.run import values_of
 
 
@@ -23,7 +23,7 @@ def psum_compressed(
     *,
     key: Key = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    exchange: Exchange | str = "auto",
+    exchange: Exchange | Chooser | str = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
 ) -> Pytree:
@@ -48,6 +48,7 @@ def psum_compressed(
       is available) from a size that depends on the platform, such as 0.6 MB over MPI at 4 bits.
       Smaller buffers are summed exactly (docs/exchanges.md).
     * An instance from `cgx_jax.exchanges`, or from `cgx_jax.exchanges.experimental`.
+    * A `Tuner`, in a step that its `jit` compiles: it also chooses reduction, levels and buffers.
 
     An explicitly named exchange compresses buffers of every size. "mpi" and "nccl" reduce a buffer
     in one call if its leaves use the code of `Quantize`.
@@ -93,7 +94,7 @@ def pmean_compressed(
     *,
     key: Key = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    exchange: Exchange | str = "auto",
+    exchange: Exchange | Chooser | str = "auto",
     reduction: Reduction | str | None = None,
     levels: Levels | None = None,
 ) -> Pytree:

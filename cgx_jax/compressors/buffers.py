@@ -23,7 +23,6 @@ from cgx_jax.compressors.codes import (
     WholeCode,
     encoded_rows,
     leaf_keys,
-    unit_of,
 )
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.outside import Residuals
@@ -144,13 +143,9 @@ class _ChunksLeafByLeaf(ChunkCode):
         return (jnp.arange(self.world, dtype=jnp.int32) == own)[:, None]
 
     def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, *, residual: bool, units: Units
+        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
-        units = [unit_of(units, i) for i in range(len(leaves))]
-        runs = [
-            self._runs(outside.multiply(x, unit, outside.IN))
-            for x, unit in zip(leaves, units, strict=True)
-        ]
+        runs = [self._runs(x) for x in outside.taken_in(leaves, units)]
         kinds = self._kinds([x.compressor for x in self.leaves])
         keys = leaf_keys(self.leaves, seed)
         rows = _each(kinds, _encoded_rows, keys, runs)
@@ -177,17 +172,13 @@ class _ChunksLeafByLeaf(ChunkCode):
         rank: jax.Array,
         rows: jax.Array,
         leaves: Arrays,
+        units: Units,
         divisor: float,
         residuals: Residuals,
-        *,
-        units: Units,
     ) -> tuple[jax.Array, Residuals]:
         codes = [x.compressor for x in self.leaves]
         kinds, of_sums = self._kinds(codes), self._kinds(self._of_sums())
-        inner = [
-            self._runs(outside.multiply(x, unit_of(units, i), outside.IN))
-            for i, x in enumerate(leaves)
-        ]
+        inner = [self._runs(x) for x in outside.taken_in(leaves, units)]
         own = [jnp.take(x, rank, axis=0) for x in inner]
 
         def total(code: Any, run: Any, part: jax.Array, own: jax.Array) -> jax.Array:
@@ -205,20 +196,18 @@ class _ChunksLeafByLeaf(ChunkCode):
         for i, (c, x) in enumerate(zip(codes, leaves, strict=True)):
             lost = (totals[i] - back[i]) * np.float32(divisor)
             whole = jnp.zeros(inner[i].shape, jnp.float32).at[rank].set(lost)
-            mine = self._runs(self._leaf(whole, x, unit_of(units, i)))
+            mine = self._runs(self._leaf(whole, x, units[i]))
             before = self._runs(residuals[i])
             kept = jnp.where(self._own(rank, c), 0, before)
             filled.append(self._leaf(kept + mine, x))
         return jnp.concatenate(out), filled
 
-    def decode(self, rows: jax.Array, like: Sequence[Shaped], *, units: Units) -> list[jax.Array]:
+    def decode(self, rows: jax.Array, like: Sequence[Shaped], units: Units) -> list[jax.Array]:
         codes = self._of_sums()
         every = _each(self._kinds(codes), _decoded_rows, self._split(rows, codes))
-        out = []
-        for i, (runs, x) in enumerate(zip(every, like, strict=True)):
-            wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-            out.append(outside.decoded(self._leaf(runs, wide), unit_of(units, i), x.dtype))
-        return out
+        wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in like]
+        values = [self._leaf(runs, x) for runs, x in zip(every, wide, strict=True)]
+        return outside.all_decoded(values, units, like)
 
     @staticmethod
     def _leaf(runs: jax.Array, like: Shaped, unit: Unit = None) -> jax.Array:
@@ -241,32 +230,22 @@ class _WholeLeafByLeaf(WholeCode):
         return [x.compressor.payload_bytes(x.shape) for x in self.leaves]
 
     def encode(
-        self,
-        seed: Words,
-        rank: jax.Array,
-        leaves: Arrays,
-        *,
-        residual: bool,
-        units: Units,
+        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
-        each = [unit_of(units, i) for i in range(len(leaves))]
-        values = [
-            outside.multiply(x, unit, outside.IN).astype(jnp.float32)
-            for x, unit in zip(leaves, each, strict=True)
-        ]
+        values = [x.astype(jnp.float32) for x in outside.taken_in(leaves, units)]
         keys = leaf_keys(self.leaves, seed)
         payloads = _each(self._kinds(), _encoded, keys, values)
         lost = None
         if residual:
             back = _each(self._kinds(), _decoded, payloads)
             lost = [x - y for x, y in zip(values, back, strict=True)]
-        return jnp.concatenate(payloads), outside.taken_out(lost, each, leaves)
+        return jnp.concatenate(payloads), outside.taken_out(lost, units, leaves)
 
     def _kinds(self) -> list[_Kind]:
         return [_kind(x.compressor, x.shape, x, i) for i, x in enumerate(self.leaves)]
 
     def sum(
-        self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
     ) -> list[jax.Array]:
         parts = split(rows, self._bytes(), axis=1)
         totals = _each(
@@ -274,10 +253,7 @@ class _WholeLeafByLeaf(WholeCode):
             lambda code, shape, part: _divided(code.decode_sum(part, shape), divisor),
             parts,
         )
-        return [
-            outside.decoded(total, unit_of(units, i), x.dtype)
-            for i, (total, x) in enumerate(zip(totals, like, strict=True))
-        ]
+        return outside.all_decoded(totals, units, like)
 
     def accumulate(
         self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float
@@ -313,31 +289,25 @@ class _Joined(WholeCode):
         return sum(code.row_bytes for _, code in self.parts)
 
     def encode(
-        self,
-        seed: Words,
-        rank: jax.Array,
-        leaves: Arrays,
-        *,
-        residual: bool,
-        units: Units,
+        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
         payloads: list[jax.Array] = []
         lost: dict[int, jax.Array] = {}
         for numbers, code in self.parts:
-            own, scales = [leaves[i] for i in numbers], [unit_of(units, i) for i in numbers]
-            payload, rest = code.encode(seed, rank, own, residual=residual, units=scales)
+            own, scales = [leaves[i] for i in numbers], [units[i] for i in numbers]
+            payload, rest = code.encode(seed, rank, own, scales, residual=residual)
             payloads.append(payload)
             lost |= dict(zip(numbers, rest or (), strict=residual))
         return jnp.concatenate(payloads), [x for _, x in sorted(lost.items())] or None
 
     def sum(
-        self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
     ) -> list[jax.Array]:
         return self._each(
             rows,
-            lambda code, part, own, scales: code.sum(part, own, divisor, units=scales),
+            lambda code, part, own, scales: code.sum(part, own, scales, divisor),
             like,
-            [unit_of(units, i) for i in range(len(like))],
+            units,
         )
 
     def accumulate(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax._types import Key, Shaped, Unit, Words
+from cgx_jax._types import Key, Shaped, Words
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.kernels.scopes import Scoped
@@ -42,8 +42,8 @@ class CodedLeaf(NamedTuple):
 class ChunkCode(Scoped, abc.ABC):
     """A fusion buffer cut into one chunk per rank; `seed` is uint32[2], rows u8[world, row_bytes].
 
-    `units` has one entry per leaf, as in `primitives`, or is empty. The fused calls of exchanges
-    take `layout`. It is None if there are no kernels for the buffer.
+    `units` has one entry per leaf, as in `primitives`. The fused calls of exchanges take `layout`.
+    It is None if there are no kernels for the buffer.
     """
 
     layout: Layout | None = None
@@ -66,7 +66,7 @@ class ChunkCode(Scoped, abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, *, residual: bool, units: Units
+        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
         """Encodes leaves to rows, row r for rank r's chunk; returns (rows, residuals if asked)."""
 
@@ -77,10 +77,9 @@ class ChunkCode(Scoped, abc.ABC):
         rank: jax.Array,
         rows: jax.Array,
         leaves: Arrays,
+        units: Units,
         divisor: float,
         residuals: Residuals,
-        *,
-        units: Units,
     ) -> tuple[jax.Array, Residuals]:
         """Reduces the rows from all ranks to the payload of this rank's chunk, u8[sum_bytes].
 
@@ -89,7 +88,7 @@ class ChunkCode(Scoped, abc.ABC):
         """
 
     @abc.abstractmethod
-    def decode(self, rows: jax.Array, like: Sequence[Shaped], *, units: Units) -> list[jax.Array]:
+    def decode(self, rows: jax.Array, like: Sequence[Shaped], units: Units) -> list[jax.Array]:
         """Decodes every chunk's payload to leaves with the shapes and dtypes of `like`."""
 
 
@@ -115,13 +114,7 @@ class WholeCode(Scoped, abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self,
-        seed: Words,
-        rank: jax.Array,
-        leaves: Arrays,
-        *,
-        residual: bool,
-        units: Units,
+        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
         """Encodes leaves to the payload. Returns (payload, residuals if asked for).
 
@@ -130,7 +123,7 @@ class WholeCode(Scoped, abc.ABC):
 
     @abc.abstractmethod
     def sum(
-        self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
     ) -> list[jax.Array]:
         """Decodes payloads, u8[ranks, row_bytes], sums them in fp32 and rank order, and divides."""
 
@@ -185,8 +178,3 @@ def folded(seed: Words, number: int | jax.Array) -> jax.Array:
 def _key(seed: Words) -> jax.Array:
     key: jax.Array = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
     return key
-
-
-def unit_of(units: Units, i: int) -> Unit:
-    """Returns the units of leaf `i`; None if `units` is empty."""
-    return units[i] if units else None

@@ -9,13 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_jax._types import Shaped, Words
-from cgx_jax.compressors.codes import (
-    Arrays,
-    ChunkCode,
-    WholeCode,
-    folded,
-    unit_of,
-)
+from cgx_jax.compressors.codes import Arrays, ChunkCode, WholeCode, folded
 from cgx_jax.kernels import outside, primitives
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import NO_RANK, Units
@@ -33,7 +27,7 @@ class QuantizedChunks(ChunkCode):
         return self.layout.chunk_bytes
 
     def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, *, residual: bool, units: Units
+        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
         return primitives.encode(
             seed, leaves, self.layout, rank=rank, residual=residual, units=units
@@ -45,10 +39,9 @@ class QuantizedChunks(ChunkCode):
         rank: jax.Array,
         rows: jax.Array,
         leaves: Arrays,
+        units: Units,
         divisor: float,
         residuals: Residuals,
-        *,
-        units: Units,
     ) -> tuple[jax.Array, Residuals]:
         return primitives.reduce(
             seed,
@@ -61,7 +54,7 @@ class QuantizedChunks(ChunkCode):
             units=units,
         )
 
-    def decode(self, rows: jax.Array, like: Sequence[Shaped], *, units: Units) -> list[jax.Array]:
+    def decode(self, rows: jax.Array, like: Sequence[Shaped], units: Units) -> list[jax.Array]:
         return primitives.decode(rows, self.layout, like, units=units)
 
 
@@ -76,33 +69,24 @@ class QuantizedWhole(WholeCode):
         return self.layout.total_bytes
 
     def encode(
-        self,
-        seed: Words,
-        rank: jax.Array,
-        leaves: Arrays,
-        *,
-        residual: bool,
-        units: Units,
+        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
         words = self.words(seed, rank)
         rows, lost = primitives.encode(words, leaves, self.layout, residual=residual, units=units)
         return rows.reshape(-1), lost
 
     def sum(
-        self, rows: jax.Array, like: Sequence[Shaped], divisor: float, *, units: Units
+        self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
     ) -> list[jax.Array]:
         # All decoded payloads, including this rank's own, are added to zeros: all ranks add the
         # same numbers.
-        each = [unit_of(units, i) for i in range(len(like))]
         zeros = [
             jnp.zeros(x.shape, x.dtype if unit is None else jnp.float32)
-            for x, unit in zip(like, each, strict=True)
+            for x, unit in zip(like, units, strict=True)
         ]
         rank = jnp.int32(NO_RANK)
         sums = primitives.accumulate(rank, rows, zeros, self.layout, divisor=divisor)
-        return [
-            outside.decoded(y, unit, x.dtype) for y, unit, x in zip(sums, each, like, strict=True)
-        ]
+        return outside.all_decoded(sums, units, like)
 
     def accumulate(
         self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float

@@ -190,7 +190,7 @@ def available(axes: Sequence[str] = ()) -> tuple[Exchange, ...]:
     return tuple(exchange for exchange in EXCHANGES if exchange.usable(axes))
 
 
-def exchange_named(caller: str, exchange: Exchange | str) -> Exchange:
+def exchange_named(caller: str, exchange: object) -> Exchange:
     """Returns the exchange that a name stands for; raises ValueError or TypeError for others."""
     example = "cgx_jax.exchanges.Mpi(window=8)"
     return by_name(caller, exchange, Exchange, (Auto(), *EXCHANGES), example)

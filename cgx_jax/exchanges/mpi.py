@@ -107,14 +107,9 @@ class Mpi(Exchange):
     def gather_sum(
         self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
-        each = list(units) or [None] * len(leaves)
         call = dataclasses.replace(call, in_place=False)
         fused = _sums(gather_sum_p, call, jnp.asarray(seed), leaves, units)
-        sums = [
-            outside.decoded(y, unit, x.dtype)
-            for y, unit, x in zip(fused.sums, each, leaves, strict=True)
-        ]
-        return fused._replace(sums=sums)
+        return fused._replace(sums=outside.all_decoded(fused.sums, units, leaves))
 
 
 def _sums(

@@ -69,11 +69,9 @@ class OnCommunicator(Exchange):
     ) -> Fused:
         """Makes a call that adds up leaves."""
         # The CUDA kernels know no units: they get float32 leaves that are already multiplied.
-        each = list(units) or [None] * len(leaves)
-        inner = [outside.multiply(x, u, outside.IN) for x, u in zip(leaves, each, strict=True)]
-        sums, lost = self._call(primitive, call, keys, *inner)
-        means = [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)]
-        return Fused(means, outside.taken_out(lost, each, leaves))
+        sums, lost = self._call(primitive, call, keys, *outside.taken_in(leaves, units))
+        means = outside.all_decoded(sums, units, leaves)
+        return Fused(means, outside.taken_out(lost, units, leaves))
 
     @abc.abstractmethod
     def _all_reduce(self, call: Call) -> Primitive:

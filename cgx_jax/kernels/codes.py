@@ -17,14 +17,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from cgx_jax import _compat
-from cgx_jax.kernels import native
+from cgx_jax.kernels import platforms
 from cgx_jax.kernels.constants import LONGEST_BUCKET, SCRATCH_WORDS, SHORTEST_BUCKET
 from cgx_jax.kernels.primitives import bind
 
-# On CUDA, targets that are not listed here are plain jnp: XLA makes few kernels of them, about as
-# fast as a call. It even fuses the unpacking of signs into the sum over ranks that reads them.
+# On CUDA, codes without a kernel are plain jnp: XLA makes few kernels of them, about as fast as a
+# call. It even fuses the unpacking of signs into the sum over ranks that reads them.
 SELECTIONS = frozenset({"cgx_largest", "cgx_above_sampled"})
-ON_CUDA = SELECTIONS | {"cgx_largest_of_buckets", "cgx_qsgd"}
 
 
 def call(
@@ -61,22 +60,23 @@ def _jnp(*rows: Any, target: str, plain: Callable[..., Any], static: Any) -> Any
     return [y[None] for y in one(*(x[0] for x in rows))]
 
 
-def _native(ctx: mlir.LoweringRuleContext, *rows: Any, target: str, plain: Any, static: Any) -> Any:
-    attributes = {name: np.int64(value) for name, value in static}
-    return jax.ffi.ffi_lowering(target)(ctx, *rows, **attributes)
+def _lowering(name: str, platform: platforms.Platform) -> Callable[..., Any]:
+    def rule(
+        ctx: mlir.LoweringRuleContext, *rows: Any, target: str, plain: Any, static: Any
+    ) -> Any:
+        attributes = {k: np.int64(v) for k, v in static}
+        bucket = attributes.get("bucket_size", LONGEST_BUCKET)
+        fits = name != "cuda" or SHORTEST_BUCKET <= bucket <= LONGEST_BUCKET
+        if not (platform.has(target) and fits):
+            return _plain(ctx, *rows, target=target, plain=plain, static=static)
+        if name != "cuda" or target not in SELECTIONS:
+            return jax.ffi.ffi_lowering(target)(ctx, *rows, **attributes)
+        scratch = jax.core.ShapedArray((SCRATCH_WORDS,), np.dtype(np.uint32))
+        wider = ctx.replace(avals_out=[*ctx.avals_out, scratch])
+        *out, _ = jax.ffi.ffi_lowering(target)(wider, *rows, **attributes)
+        return out
 
-
-def _cuda(ctx: mlir.LoweringRuleContext, *rows: Any, target: str, plain: Any, static: Any) -> Any:
-    bucket = dict(static).get("bucket_size", LONGEST_BUCKET)
-    has_kernel = target in ON_CUDA and SHORTEST_BUCKET <= bucket <= LONGEST_BUCKET
-    params = {"target": target, "plain": plain, "static": static}
-    if not has_kernel:
-        return _plain(ctx, *rows, **params)
-    if target not in SELECTIONS:
-        return _native(ctx, *rows, **params)
-    scratch = jax.core.ShapedArray((SCRATCH_WORDS,), np.dtype(np.uint32))
-    *out, _ = _native(ctx.replace(avals_out=[*ctx.avals_out, scratch]), *rows, **params)
-    return out
+    return rule
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
@@ -95,8 +95,4 @@ code_p.def_abstract_eval(_shapes)
 code_p.def_impl(functools.partial(xla.apply_primitive, code_p))
 batching.primitive_batchers[code_p] = _batch
 _plain = mlir.lower_fun(_jnp, multiple_results=True)
-mlir.register_lowering(code_p, _plain)
-if native.module() is not None:
-    mlir.register_lowering(code_p, _native, platform="cpu")
-if native.cuda_module() is not None:
-    mlir.register_lowering(code_p, _cuda, platform="cuda")
+platforms.register(code_p, _plain, _lowering)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
-from cgx_jax._types import Unit, Words
+from cgx_jax._types import Shaped, Unit, Words
 from cgx_jax.kernels.wire import Layout, spans
 
 IN, OUT = 0, 1
@@ -36,6 +36,19 @@ def multiply(x: jax.Array, unit: Unit, way: int, *, batch: int = 1) -> jax.Array
     rows, columns = (u.reshape(batch, 2, u.size // (2 * batch))[:, way] for u in unit)
     factors = rows[:, :, None] * columns[:, None, :]
     return (x.astype(jnp.float32).reshape(factors.shape) * factors).reshape(x.shape)
+
+
+def taken_in(leaves: Sequence[jax.Array], units: Sequence[Any]) -> list[jax.Array]:
+    """Returns leaves in their units; one without units stays as it is."""
+    return [multiply(x, unit, IN) for x, unit in zip(leaves, units, strict=True)]
+
+
+def all_decoded(
+    values: Sequence[jax.Array], units: Sequence[Any], like: Sequence[Shaped]
+) -> list[jax.Array]:
+    """Returns `decoded` of each leaf, in the dtypes of `like`."""
+    each = zip(values, units, like, strict=True)
+    return [decoded(y, unit, x.dtype) for y, unit, x in each]
 
 
 def decoded(x: jax.Array, unit: Unit, dtype: DTypeLike, *, batch: int = 1) -> jax.Array:

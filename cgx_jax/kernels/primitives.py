@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 
 from cgx_jax import _compat
 from cgx_jax._types import Shaped, Unit, Words
-from cgx_jax.kernels import chunk, native, outside, reference
+from cgx_jax.kernels import chunk, outside, platforms, reference
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.wire import Layout
 
@@ -344,13 +344,10 @@ def define(
     shapes: Callable[..., Any],
     fallback: Callable[..., Any],
     outside: Callable[..., Any] | None = None,
-    *,
-    cuda: bool = True,
 ) -> Primitive:
     """Defines a primitive by its results' `shapes`, its jnp `fallback` and native calls of `name`.
 
-    `outside` applies units around a call without units, for lowerings that do not support units.
-    Without `cuda`, GPUs use the fallback too.
+    `outside` applies units around a call without units, for platforms whose kernels take none.
     """
     p = Primitive(name)
     p.multiple_results = True
@@ -376,24 +373,13 @@ def define(
         return with_units
 
     batching.primitive_batchers[p] = batch
-    plain = rule(mlir.lower_fun(fallback, multiple_results=True))
-    mlir.register_lowering(p, plain)
-    if native.module() is not None:
-        mlir.register_lowering(p, _native_lowering(name), platform="cpu")
-    if not cuda:
-        return p
-    with_cuda = native.cuda_module() is not None
-    on_cuda = rule(_native_lowering(name)) if with_cuda else _warning_lowering(plain)
-    mlir.register_lowering(p, on_cuda, platform="cuda")
+
+    def on(_: str, platform: platforms.Platform) -> Callable[..., Any]:
+        lowering = _native_lowering(name)
+        return lowering if platform.takes_units else rule(lowering)
+
+    platforms.register(p, rule(mlir.lower_fun(fallback, multiple_results=True)), on)
     return p
-
-
-def _warning_lowering(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def rule(ctx: mlir.LoweringRuleContext, *operands: jax.Array, **params: Any) -> Any:
-        native.warn_of_missing_cuda()
-        return plain(ctx, *operands, **params)
-
-    return rule
 
 
 encode_p = define("cgx_encode", _encode_shapes, _encode_jnp, outside.encode)

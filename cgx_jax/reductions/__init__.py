@@ -1,6 +1,7 @@
 """Reductions: how the ranks' codes become a sum, one file each, independent of transports."""
 
 from cgx_jax.reductions.base import Job as Job
+from cgx_jax.reductions.base import Operands as Operands
 from cgx_jax.reductions.base import PayloadReduction as PayloadReduction
 from cgx_jax.reductions.base import Reduced as Reduced
 from cgx_jax.reductions.base import Reduction as Reduction

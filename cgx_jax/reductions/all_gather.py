@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 
 from cgx_jax import _compat
-from cgx_jax._types import Pytree
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.kernels.primitives import Units
-from cgx_jax.reductions.base import Job, OfRows, Reduced, Seeds
+from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +27,21 @@ class AllGather(OfRows):
         bound: jax.Array = jax.vmap(compressor.error_bound)(x)
         return bound
 
-    def run(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Pytree],
-    ) -> Reduced:
-        rank, ready = job.axes.rank(), list(leaves)
-        if job.prepares:
-            _, ready, _ = job.prepared(leaves, [None] * len(leaves), states)
+    def run(self, job: Job, given: Operands) -> Reduced:
+        rank, seed, leaves = job.axes.rank(), given.seeds[0], given.leaves
         if self.in_one_call(job.exchange, job.leaves, job.axes.world) and not job.prepares:
             rows = []
             for leaf, x in zip(job.leaves, leaves, strict=True):
                 code = whole_code((leaf,))
                 assert code.layout is not None
-                words = code.words(seeds[0], rank)
+                words = code.words(seed, rank)
                 rows.append(job.exchange.all_gather(job.call(code.layout), words, x))
-            return Reduced(rows, None, list(states))
+            return Reduced(rows, None, list(given.states))
         code = whole_code(job.leaves)
-        payload, _ = code.encode(seeds[0], rank, ready, residual=False, units=())
+        ready = job.prepared(given)[1] if job.prepares else given
+        payload, _ = code.encode(seed, rank, ready.leaves, ready.units, residual=False)
         payload = _compat.vary_over(payload, job.axes.varying())
         every = job.exchange.gather(job.name, payload, job.axes)
         # Typed like the result of lax.all_gather, as varying, though all ranks hold the same.
         every = _compat.vary_over(every, job.axes.varying())
-        return Reduced(code.decode(every, leaves), None, list(states))
+        return Reduced(code.decode(every, leaves), None, list(given.states))

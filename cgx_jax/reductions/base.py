@@ -10,20 +10,18 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cgx_jax._types import Pytree, Shaped
+from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.compressors.codes import CodedLeaf, unit_of
+from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
 from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.kernels.wire import Layout
-
-Seeds = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,19 +55,37 @@ class Job:
         """Whether a compressor prepares its leaf."""
         return any(leaf.compressor.prepares for leaf in self.leaves)
 
-    def prepared(
-        self, leaves: Sequence[jax.Array], units: Units, states: Sequence[Pytree]
-    ) -> tuple[list[jax.Array], list[jax.Array], list[Pytree]]:
-        """Returns the leaves in their units, what is encoded of them, and the new states; fp32."""
-        values = [
-            outside.multiply(x, unit, outside.IN).astype(jnp.float32)
-            for x, unit in zip(leaves, units, strict=True)
-        ]
+    def prepared(self, given: Operands) -> tuple[list[jax.Array], Operands]:
+        """Returns the leaves in their units, and what is encoded of them with new states; fp32."""
+        values = given.values()
         made = [
             leaf.compressor.prepare(x, state) if leaf.compressor.prepares else (x, state)
-            for leaf, x, state in zip(self.leaves, values, states, strict=True)
+            for leaf, x, state in zip(self.leaves, values, given.states, strict=True)
         ]
-        return values, [y for y, _ in made], [state for _, state in made]
+        ready = given.plain([y for y, _ in made])
+        return values, ready._replace(states=[state for _, state in made])
+
+
+class Operands(NamedTuple):
+    """What a reduction computes with; every field but `seeds` has one entry per leaf.
+
+    `seeds` are `seed_count` seeds of uint32[2]. `units` are as in `primitives`. `states` are those
+    of the compressors, () for one without state.
+    """
+
+    seeds: Sequence[Any]
+    leaves: Sequence[jax.Array]
+    units: Units
+    states: Sequence[Pytree]
+
+    def plain(self, leaves: Sequence[jax.Array]) -> Operands:
+        """Returns the same with other leaves, which have no units."""
+        return self._replace(leaves=leaves, units=(None,) * len(leaves))
+
+    def values(self) -> list[jax.Array]:
+        """Returns the leaves in their units, fp32."""
+        inside = outside.taken_in(self.leaves, self.units)
+        return [x.astype(jnp.float32) for x in inside]
 
 
 class Reduced(NamedTuple):
@@ -126,19 +142,8 @@ class Reduction(abc.ABC):
         """Returns one leaf's largest possible error, given all ranks' values f32[world, ...]."""
 
     @abc.abstractmethod
-    def run(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Pytree],
-    ) -> Reduced:
-        """Reduces a buffer; `seeds` are `seed_count` seeds of uint32[2].
-
-        `units` has one entry per leaf, as in `primitives`, or is empty. `states` has one entry per
-        leaf, () for a compressor without state.
-        """
+    def run(self, job: Job, given: Operands) -> Reduced:
+        """Reduces a buffer."""
 
 
 class Rows(NamedTuple):
@@ -162,33 +167,25 @@ class PayloadReduction(Reduction):
 
     adds_decoded: ClassVar[bool] = False
 
-    def run(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Pytree],
-    ) -> Reduced:
+    def run(self, job: Job, given: Operands) -> Reduced:
         if not self.adds_decoded and not job.prepares:
-            rows, residuals = self.rows(job, seeds, leaves, units)
-            return Reduced(self.sums(job, rows, leaves, units), residuals, list(states))
-        each = [unit_of(units, i) for i in range(len(leaves))]
-        values, ready, states = job.prepared(leaves, each, states)
-        rows, residuals = self.rows(job, seeds, ready, ())
-        sums = self.sums(job, rows, ready, ())
+            rows, residuals = self.rows(job, given)
+            return Reduced(self.sums(job, rows, given), residuals, list(given.states))
+        values, ready = job.prepared(given)
+        rows, residuals = self.rows(job, ready)
+        sums = self.sums(job, rows, ready)
         # What preparing took away is lost, just like what encoding lost.
         if residuals is not None:
-            parts = zip(values, ready, residuals, strict=True)
+            parts = zip(values, ready.leaves, residuals, strict=True)
             residuals = [x - y + e for x, y, e in parts]
         return Reduced(
-            [outside.decoded(y, u, x.dtype) for y, u, x in zip(sums, each, leaves, strict=True)],
-            outside.taken_out(residuals, each, leaves),
-            states,
+            outside.all_decoded(sums, given.units, given.leaves),
+            outside.taken_out(residuals, given.units, given.leaves),
+            list(ready.states),
         )
 
     @abc.abstractmethod
-    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
+    def rows(self, job: Job, given: Operands) -> Rows:
         """Runs the steps between preparing the leaves and the last decoding."""
 
     @abc.abstractmethod
@@ -196,10 +193,8 @@ class PayloadReduction(Reduction):
         """Bytes of `rows` of these leaves over `world` ranks."""
 
     @abc.abstractmethod
-    def sums(
-        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
-    ) -> list[jax.Array]:
-        """The sums, with the shapes and dtypes of `like`."""
+    def sums(self, job: Job, rows: jax.Array, given: Operands) -> list[jax.Array]:
+        """The sums, with the shapes and dtypes of the leaves that are given."""
 
 
 class OfRows(Reduction):

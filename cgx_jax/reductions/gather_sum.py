@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 
-from cgx_jax._types import Pytree, Shaped
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
-from cgx_jax.kernels.primitives import Units
-from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds, sum_of_bounds
+from cgx_jax.reductions.base import (
+    Job,
+    Operands,
+    PayloadReduction,
+    Reduced,
+    Rows,
+    sum_of_bounds,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,29 +45,20 @@ class GatherSum(PayloadReduction):
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
         return "gather_sum" in exchange.can and whole_code(leaves).layout is not None
 
-    def run(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Pytree],
-    ) -> Reduced:
+    def run(self, job: Job, given: Operands) -> Reduced:
         code = whole_code(job.leaves)
         if code.layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
-            return super().run(job, seeds, leaves, units, states)
-        words = code.words(seeds[0], job.axes.rank())
-        fused = job.exchange.gather_sum(job.call(code.layout), words, leaves, units)
-        return Reduced(fused.sums, fused.residuals, list(states))
+            return super().run(job, given)
+        words = code.words(given.seeds[0], job.axes.rank())
+        fused = job.exchange.gather_sum(job.call(code.layout), words, given.leaves, given.units)
+        return Reduced(fused.sums, fused.residuals, list(given.states))
 
-    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
-        code = whole_code(job.leaves)
-        payload, residuals = code.encode(
-            seeds[0], job.axes.rank(), leaves, residual=job.residual, units=units
+    def rows(self, job: Job, given: Operands) -> Rows:
+        seeds, leaves, units, _ = given
+        payload, residuals = whole_code(job.leaves).encode(
+            seeds[0], job.axes.rank(), leaves, units, residual=job.residual
         )
         return Rows(job.exchange.gather(job.name, payload, job.axes), residuals)
 
-    def sums(
-        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
-    ) -> list[jax.Array]:
-        return whole_code(job.leaves).sum(rows, like, job.divisor, units=units)
+    def sums(self, job: Job, rows: jax.Array, given: Operands) -> list[jax.Array]:
+        return whole_code(job.leaves).sum(rows, given.leaves, given.units, job.divisor)

@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat
-from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes, sum_of_rows
 from cgx_jax.compressors import Compressor, PayloadCompressor
-from cgx_jax.compressors.codes import CodedLeaf, folded, unit_of
+from cgx_jax.compressors.codes import CodedLeaf, folded
 from cgx_jax.kernels import outside
 from cgx_jax.kernels.outside import Residuals
-from cgx_jax.kernels.primitives import Units
 from cgx_jax.reductions import shares
-from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Reduction, Seeds
+from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Reduced, Reduction
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
 
 
@@ -148,30 +146,21 @@ class Leveled(Reduction):
         )
         return bound + 3 * inside / divisor
 
-    def run(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Pytree],
-    ) -> Reduced:
+    def run(self, job: Job, given: Operands) -> Reduced:
         across = self.across
         if not isinstance(across, PayloadReduction):
-            return across.run(job, seeds, leaves, units, states)  # its arrays are small
+            return across.run(job, given)  # its arrays are small
         world = self.inner.world
-        values = [outside.multiply(x, unit_of(units, i), outside.IN) for i, x in enumerate(leaves)]
-        runs = [shares.cut(x, world) for x in values]
-        own, lost = self._inside(job, seeds, runs)
+        _, leaves, units, states = given
+        runs = [shares.cut(x, world) for x in outside.taken_in(leaves, units)]
+        own, lost = self._inside(job, given.plain(runs))
         outer = dataclasses.replace(job, leaves=self._shares(job.leaves), axes=self.outer)
-        rows, residuals = across.rows(outer, seeds, own, ())
+        rows, residuals = across.rows(outer, given.plain(own))
         every = job.exchange.gather(job.name, rows.reshape(-1), self.inner)
         every = every.reshape(world, *rows.shape)
-        sums = jax.vmap(lambda r: across.sums(outer, r, own, ()))(every)
-        out = [
-            outside.decoded(shares.joined(y, x), unit_of(units, i), x.dtype)
-            for i, (y, x) in enumerate(zip(sums, leaves, strict=True))
-        ]
+        sums = jax.vmap(lambda r: across.sums(outer, r, given.plain(own)))(every)
+        joined = [shares.joined(y, x) for y, x in zip(sums, leaves, strict=True)]
+        out = outside.all_decoded(joined, units, leaves)
         if residuals is not None and lost is not None:
             # Its own share reaches this rank without loss inside the node.
             wholes = [
@@ -179,17 +168,14 @@ class Leveled(Reduction):
                 for inside, e in zip(lost, residuals, strict=True)
             ]
             joined = [shares.joined(whole, x) for whole, x in zip(wholes, leaves, strict=True)]
-            each = [unit_of(units, i) for i in range(len(leaves))]
-            residuals = outside.taken_out(joined, each, leaves)
+            residuals = outside.taken_out(joined, units, leaves)
         if job.axes.checked() and self.inner.groups is not None:
             out = [_compat.same_over(y, job.axes.names) for y in out]
         return Reduced(out, residuals, list(states))
 
-    def _inside(
-        self, job: Job, seeds: Seeds, runs: list[jax.Array]
-    ) -> tuple[list[jax.Array], Residuals]:
+    def _inside(self, job: Job, given: Operands) -> tuple[list[jax.Array], Residuals]:
         """Returns this rank's share of the node's sums, and what sending each share loses."""
-        inner, like = self.inner, self._shares(job.leaves)
+        inner, like, runs = self.inner, self._shares(job.leaves), given.leaves
         if self.compressor is None:
             rows = jnp.concatenate([x.reshape(inner.world, -1) for x in runs], axis=1)
             # Over gloo this takes two thirds of the time of lax.psum_scatter.
@@ -199,8 +185,8 @@ class Leveled(Reduction):
             return own, [jnp.zeros_like(x) for x in runs]
         leaves = tuple(x._replace(compressor=self.compressor) for x in like)
         inside = dataclasses.replace(job, leaves=leaves, axes=inner, divisor=1)
-        seed = seeds[self.across.seed_count]
+        seed = given.seeds[self.across.seed_count]
         if self.compressor.needs_key:
             seed = folded(seed, job.axes.index())
-        own, lost, _ = ReduceScatter().run(inside, [seed], runs, (), [()] * len(runs))
+        own, lost, _ = ReduceScatter().run(inside, given._replace(seeds=[seed]))
         return own, lost

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from cgx_jax import _compat
-from cgx_jax._types import Pytree, Unit, Words
+from cgx_jax._types import Unit, Words
 from cgx_jax.axes import Axes
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.compressors.codes import CodedLeaf, folded, unit_of
+from cgx_jax.compressors.codes import CodedLeaf, folded
 from cgx_jax.kernels import outside
-from cgx_jax.kernels.primitives import NO_RANK, Units
-from cgx_jax.reductions.base import Job, OfRows, Reduced, Seeds, sum_of_bounds
+from cgx_jax.kernels.primitives import NO_RANK
+from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced, sum_of_bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,41 +38,30 @@ class ReduceScatter(OfRows):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         return sum_of_bounds(compressor, x) / divisor
 
-    def run(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Pytree],
-    ) -> Reduced:
-        code, axes = whole_code(job.leaves), job.axes
-        each = [unit_of(units, i) for i in range(len(leaves))]
-        words, rank = _words(job.leaves, seeds[0], axes.world), axes.rank()
-        values, ready = list(leaves), list(leaves)
-        if job.residual or job.prepares or job.divisor != 1 or any(u is not None for u in each):
-            values, ready, states = job.prepared(leaves, each, states)
+    def run(self, job: Job, given: Operands) -> Reduced:
+        code, axes, units = whole_code(job.leaves), job.axes, given.units
+        words, rank = _words(job.leaves, given.seeds[0], axes.world), axes.rank()
+        values, ready = given.leaves, given
+        if job.residual or job.prepares or job.divisor != 1 or any(u is not None for u in units):
+            values, ready = job.prepared(given)
         if not job.residual and self.in_one_call(job.exchange, job.leaves, axes.world):
-            totals, lost = _fused(job, words, ready), None
+            totals, lost = _fused(job, words, ready.leaves), None
         else:
-            encode = functools.partial(code.encode, residual=job.residual, units=())
+            encode = functools.partial(code.encode, units=ready.units, residual=job.residual)
             with jax.named_scope("encode"):  # a name under vmap is not that of the phase
-                sent, lost = jax.vmap(encode, (0, None, 0))(jnp.asarray(words), rank, ready)
+                sent, lost = jax.vmap(encode, (0, None, 0))(jnp.asarray(words), rank, ready.leaves)
             sent = _compat.vary_over(sent, axes.varying())
             rows = job.exchange.scatter(job.name, sent, axes)
-            own = [lax.dynamic_index_in_dim(x, rank, keepdims=False) for x in ready]
+            own = [lax.dynamic_index_in_dim(x, rank, keepdims=False) for x in ready.leaves]
             totals = code.accumulate(rank, rows, own, job.divisor)
-        sums = [
-            outside.decoded(y, _own_units(unit, axes), x.dtype)
-            for y, unit, x in zip(totals, each, leaves, strict=True)
-        ]
+        sums = outside.all_decoded(totals, [_own_units(u, axes) for u in units], given.leaves)
         if lost is None:
-            return Reduced(sums, None, list(states))
+            return Reduced(sums, None, list(ready.states))
         residuals = [
             x - y + jnp.where(encoded(axes, leaf.compressor, x.ndim), e, 0)
-            for leaf, x, y, e in zip(job.leaves, values, ready, lost, strict=True)
+            for leaf, x, y, e in zip(job.leaves, values, ready.leaves, lost, strict=True)
         ]
-        return Reduced(sums, outside.taken_out(residuals, each, leaves), list(states))
+        return Reduced(sums, outside.taken_out(residuals, units, given.leaves), list(ready.states))
 
 
 def encoded(axes: Axes, compressor: Any, ndim: int) -> jax.Array:

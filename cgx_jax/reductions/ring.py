@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -11,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cgx_jax._types import Shaped
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.kernels.outside import Residuals
-from cgx_jax.kernels.primitives import Units
 from cgx_jax.reductions import shares
-from cgx_jax.reductions.base import Job, Rows, Seeds, largest_error
+from cgx_jax.reductions.base import Job, Operands, Rows, largest_error
 from cgx_jax.reductions.partial_sums import PartialSums, alike, noise
 
 
@@ -59,15 +56,16 @@ class Ring(PartialSums):
             bound = jax.vmap(again)(total, bound)
         return shares.joined(bound, x[0]) / divisor
 
-    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
+    def rows(self, job: Job, given: Operands) -> Rows:
         world, rank = job.axes.world, job.axes.rank()
         code = whole_code(self.coded(job.leaves, world))
-        runs = [shares.cut(x, world) for x in leaves]
+        runs = [shares.cut(x, world) for x in given.leaves]
+        none = (None,) * len(runs)
         to_next = [(r, (r + 1) % world) for r in range(world)]
 
         def encode(hop: int | jax.Array, values: list[jax.Array]) -> tuple[jax.Array, Residuals]:
-            words = noise(job, seeds[0], hop)
-            return code.encode(words, rank, values, residual=job.residual, units=())
+            words = noise(job, given.seeds[0], hop)
+            return code.encode(words, rank, values, none, residual=job.residual)
 
         def own(hop: int | jax.Array) -> list[jax.Array]:
             """This rank's values of the chunk that it encodes after `hop` hops."""
@@ -77,7 +75,7 @@ class Ring(PartialSums):
         def add(payload: jax.Array, hop: int | jax.Array) -> tuple[jax.Array, Residuals]:
             received = job.exchange.permute(job.name, payload, job.axes, to_next)
             mine = own(hop)
-            before = code.sum(received[None], mine, 1, units=())
+            before = code.sum(received[None], mine, none, 1)
             return encode(hop, [x + y for x, y in zip(before, mine, strict=True)])
 
         def forward(payload: jax.Array, _: object) -> tuple[jax.Array, jax.Array]:
@@ -95,18 +93,18 @@ class Ring(PartialSums):
             return Rows(alike(job, rows), None)
         residuals = [
             shares.joined(jnp.take(jnp.concatenate([e[None], es]), (place - 1) % world, axis=0), x)
-            for e, es, x in zip(lost, later, leaves, strict=True)
+            for e, es, x in zip(lost, later, given.leaves, strict=True)
         ]
         return Rows(alike(job, rows), residuals)
 
-    def sums(
-        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
-    ) -> list[jax.Array]:
+    def sums(self, job: Job, rows: jax.Array, given: Operands) -> list[jax.Array]:
         leaves = self.coded(job.leaves, job.axes.world)
         code = whole_code(leaves)
         share = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
         def decode(row: jax.Array) -> list[jax.Array]:
-            return code.sum(row[None], share, job.divisor, units=())
+            return code.sum(row[None], share, given.units, job.divisor)
 
-        return [shares.joined(y, x) for y, x in zip(jax.vmap(decode)(rows), like, strict=True)]
+        return [
+            shares.joined(y, x) for y, x in zip(jax.vmap(decode)(rows), given.leaves, strict=True)
+        ]

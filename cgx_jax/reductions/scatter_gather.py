@@ -8,19 +8,23 @@ so all ranks hold the same bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_jax._types import Pytree, Shaped
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
-from cgx_jax.kernels.primitives import Units
-from cgx_jax.reductions.base import Job, PayloadReduction, Reduced, Rows, Seeds, largest_error
+from cgx_jax.reductions.base import (
+    Job,
+    Operands,
+    PayloadReduction,
+    Reduced,
+    Rows,
+    largest_error,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,30 +59,20 @@ class ScatterGather(PayloadReduction):
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
         return "all_reduce" in exchange.can and chunk_code(leaves, world).layout is not None
 
-    def run(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Pytree],
-    ) -> Reduced:
+    def run(self, job: Job, given: Operands) -> Reduced:
         layout = chunk_code(job.leaves, job.axes.world).layout
         if layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
-            return super().run(job, seeds, leaves, units, states)
-        fused = job.exchange.all_reduce(job.call(layout), seeds, leaves, units)
-        return Reduced(fused.sums, fused.residuals, list(states))
+            return super().run(job, given)
+        fused = job.exchange.all_reduce(job.call(layout), given.seeds, given.leaves, given.units)
+        return Reduced(fused.sums, fused.residuals, list(given.states))
 
-    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
+    def rows(self, job: Job, given: Operands) -> Rows:
         code, rank = chunk_code(job.leaves, job.axes.world), job.axes.rank()
-        sent, residuals = code.encode(seeds[0], rank, leaves, residual=job.residual, units=units)
+        seeds, leaves, units, _ = given
+        sent, residuals = code.encode(seeds[0], rank, leaves, units, residual=job.residual)
         rows = job.exchange.scatter(job.name, sent, job.axes)
-        chunk, residuals = code.reduce(
-            seeds[1], rank, rows, leaves, job.divisor, residuals, units=units
-        )
+        chunk, residuals = code.reduce(seeds[1], rank, rows, leaves, units, job.divisor, residuals)
         return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals)
 
-    def sums(
-        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
-    ) -> list[jax.Array]:
-        return chunk_code(job.leaves, job.axes.world).decode(rows, like, units=units)
+    def sums(self, job: Job, rows: jax.Array, given: Operands) -> list[jax.Array]:
+        return chunk_code(job.leaves, job.axes.world).decode(rows, given.leaves, given.units)

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax import _compat
-from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Summed
 from cgx_jax.compressors.base import Maxima, Rounds, Together
-from cgx_jax.compressors.codes import CodedLeaf, leaf_key, unit_of
+from cgx_jax.compressors.codes import CodedLeaf, leaf_key
 from cgx_jax.kernels import outside
-from cgx_jax.kernels.primitives import Units
-from cgx_jax.reductions.base import Job, Reduced, Reduction, Seeds
+from cgx_jax.reductions.base import Job, Operands, Reduced, Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,35 +41,26 @@ class SumRounds(Reduction):
         out: jax.Array = compressor.error_bound_of_sum(x) / divisor
         return out
 
-    def run(
-        self,
-        job: Job,
-        seeds: Seeds,
-        leaves: Sequence[jax.Array],
-        units: Units,
-        states: Sequence[Pytree],
-    ) -> Reduced:
-        values = [
-            outside.multiply(x, unit_of(units, i), outside.IN).astype(jnp.float32)
-            for i, x in enumerate(leaves)
-        ]
+    def run(self, job: Job, given: Operands) -> Reduced:
+        values, world = given.values(), job.axes.world
         running = [
-            leaf.compressor.rounds(x, state, key=leaf_key(leaf, seeds[0]), world=job.axes.world)
-            for leaf, x, state in zip(job.leaves, values, states, strict=True)
+            leaf.compressor.rounds(x, state, key=leaf_key(leaf, given.seeds[0]), world=world)
+            for leaf, x, state in zip(job.leaves, values, given.states, strict=True)
         ]
-        sums: list[jax.Array] = []
-        lost: list[jax.Array] = []
         ends = _in_step(job.axes, running)
-        for i, (end, x, value) in enumerate(zip(ends, leaves, values, strict=True)):
-            unit = unit_of(units, i)
-            _check_alike(job, job.leaves[i].compressor, end.total)
-            total = end.total if job.divisor == 1 else end.total / np.float32(job.divisor)
-            sums.append(outside.decoded(total.reshape(x.shape), unit, x.dtype))
-            if job.residual:
-                lost.append(value - end.own.reshape(x.shape))
-        each = [unit_of(units, i) for i in range(len(leaves))]
-        residuals = outside.taken_out(lost if job.residual else None, each, leaves)
-        return Reduced(sums, residuals, [end.state for end in ends])
+        for leaf, end in zip(job.leaves, ends, strict=True):
+            _check_alike(job, leaf.compressor, end.total)
+        totals = [end.total.reshape(x.shape) for end, x in zip(ends, values, strict=True)]
+        if job.divisor != 1:
+            totals = [total / np.float32(job.divisor) for total in totals]
+        lost = None
+        if job.residual:
+            lost = [x - end.own.reshape(x.shape) for end, x in zip(ends, values, strict=True)]
+        return Reduced(
+            outside.all_decoded(totals, given.units, given.leaves),
+            outside.taken_out(lost, given.units, given.leaves),
+            [end.state for end in ends],
+        )
 
 
 def _check_alike(job: Job, compressor: Compressor, total: jax.Array) -> None:

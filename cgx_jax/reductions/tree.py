@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from cgx_jax._types import Shaped
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.kernels.outside import Residuals
-from cgx_jax.kernels.primitives import Units
-from cgx_jax.reductions.base import Job, Rows, Seeds, largest_error
+from cgx_jax.reductions.base import Job, Operands, Rows, largest_error
 from cgx_jax.reductions.partial_sums import PartialSums, alike, noise
 
 
@@ -61,7 +59,7 @@ class Tree(PartialSums):
             bounds = [a + b for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
         return bounds[0] / divisor
 
-    def rows(self, job: Job, seeds: Seeds, leaves: Sequence[jax.Array], units: Units) -> Rows:
+    def rows(self, job: Job, given: Operands) -> Rows:
         world, rank = job.axes.world, job.axes.rank()
         levels, extra = _levels(world)
         inner = 1 << levels
@@ -69,17 +67,17 @@ class Tree(PartialSums):
 
         def encode(level: int, values: Sequence[jax.Array]) -> tuple[jax.Array, Residuals]:
             group = rank >> level
-            words = noise(job, noise(job, seeds[0], level), group)
-            return code.encode(words, group, values, residual=job.residual, units=())
+            words = noise(job, noise(job, given.seeds[0], level), group)
+            return code.encode(words, group, values, given.units, residual=job.residual)
 
         def permute(row: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
             return job.exchange.permute(job.name, row, job.axes, pairs)
 
-        values = list(leaves)
+        values = list(given.leaves)
         if extra:
             payload, _ = encode(0, values)
             received = permute(payload, [(inner + r, r) for r in range(extra)])
-            more = code.sum(received[None], values, 1, units=())
+            more = code.sum(received[None], values, given.units, 1)
             values = [jnp.where(rank < extra, x + y, x) for x, y in zip(values, more, strict=True)]
         # The ranks beyond keep their values, so this encoding loses what their first one lost.
         payload, residuals = encode(0, values)
@@ -89,7 +87,7 @@ class Tree(PartialSums):
             both = [jnp.stack(pair) for pair in ((payload, received), (received, payload))]
             rows = jnp.where(upper, both[1], both[0])
             if level + 1 < levels:
-                values = code.sum(rows, values, 1, units=())
+                values = code.sum(rows, values, given.units, 1)
                 payload, lost = encode(level + 1, values)
                 if residuals is not None and lost is not None:
                     # The ranks of a group lose the same, so each takes an equal part of it.
@@ -100,11 +98,9 @@ class Tree(PartialSums):
             rows = jnp.where(rank < inner, rows, last.reshape(rows.shape))
         return Rows(alike(job, rows), residuals)
 
-    def sums(
-        self, job: Job, rows: jax.Array, like: Sequence[Shaped], units: Units
-    ) -> list[jax.Array]:
+    def sums(self, job: Job, rows: jax.Array, given: Operands) -> list[jax.Array]:
         code = whole_code(self.coded(job.leaves, job.axes.world))
-        return code.sum(rows, like, job.divisor, units=())
+        return code.sum(rows, given.leaves, given.units, job.divisor)
 
 
 def _levels(world: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -30,17 +31,19 @@ _OF_ROWS = {
 class Options:
     """The static options of a call. `name` is the call that the user wrote.
 
-    `exchange` is an instance (of `Auto` for "auto"), or None for exact sums by `lax.psum`.
-    `reduction` is None for the first reduction that each compressor allows.
+    `exchange` is an instance (of `Auto` for "auto"), a `Chooser`, which replaces these options, or
+    None for exact sums by `lax.psum`. `reduction` is None for the first reduction that each
+    compressor allows. `overlaps` says that the call runs inside the backward pass.
     """
 
     name: str
     axes: Axes
-    exchange: Exchange | None
+    exchange: Exchange | Chooser | None
     reduction: Reduction | None = None
     levels: Levels | None = None
     mean: bool = False
     collective: Collective = Collective.ALL_REDUCE
+    overlaps: bool = False
 
     @classmethod
     def resolve(
@@ -49,14 +52,20 @@ class Options:
         axis_name: AxisName,
         *,
         groups: Sequence[Sequence[int]] | None = None,
-        exchange: Exchange | str = "auto",
+        exchange: Exchange | Chooser | str = "auto",
         reduction: Reduction | str | None = None,
         levels: Levels | None = None,
         mean: bool = False,
         collective: Collective = Collective.ALL_REDUCE,
+        overlaps: bool = False,
     ) -> Options:
         """Checks the user's arguments against the bound axes and returns the options."""
-        sends = auto.exchange_named(name, exchange)
+        sends: Exchange | Chooser
+        if isinstance(exchange, Chooser) and collective is Collective.ALL_REDUCE:
+            exchange.check(name, reduction, levels)
+            sends = exchange
+        else:
+            sends = auto.exchange_named(name, exchange)
         sums = reduction_named(name, reduction)
         if not isinstance(levels, Levels | None):
             raise TypeError(
@@ -64,7 +73,32 @@ class Options:
                 'Levels("local") for an axis inside a node, or Levels(groups=...).'
             )
         axes = Axes.resolve(name, axis_name, groups)
-        return cls(name, axes, sends, sums, levels, mean, collective)
+        return cls(name, axes, sends, sums, levels, mean, collective, overlaps)
+
+
+Choices = Sequence[tuple[Compressor, ...]]  # the compressors that each leaf may get, now or later
+
+
+class Chooser(abc.ABC):
+    """What chooses how a call travels, each time that the call is traced: a `Tuner`."""
+
+    def check(self, name: str, reduction: object, levels: object) -> None:
+        """Raises ValueError if the user gave options that this object chooses."""
+        if reduction is not None or levels is not None:
+            raise ValueError(
+                f"{name}: reduction={reduction!r} and levels={levels!r} are given, but the tuner "
+                "chooses these; leave them out, or let it try yours: Tuner(reductions=[...], "
+                "levels=[...])."
+            )
+
+    @abc.abstractmethod
+    def chosen(
+        self, options: Options, plan: Plan, choices: Choices, *, in_units: bool
+    ) -> tuple[Options, Plan]:
+        """Returns the options with an exchange, and `plan` in the buffers that travel.
+
+        `in_units` says that values are compressed in units.
+        """
 
 
 class Way(NamedTuple):
@@ -87,6 +121,12 @@ class Route:
     ways: Mapping[tuple[int, ...], Way | None]
 
     @property
+    def named(self) -> Exchange | None:
+        """The exchange of the options; None for exact sums."""
+        exchange = self.options.exchange
+        return exchange if isinstance(exchange, Exchange) else None
+
+    @property
     def taken(self) -> dict[tuple[int, ...], Way]:
         """The buffers that travel compressed."""
         return {buffer: way for buffer, way in self.ways.items() if way is not None}
@@ -97,14 +137,32 @@ class Route:
         every = sorted(i for buffer in self.taken for i in buffer)
         return [i for i in every if not self.plan.compressors[i].lossless]
 
+    def subset(self, part: Sequence[int]) -> Route:
+        """Returns the route of only these leaves, which are a buffer's or exact ones."""
+        place = {i: n for n, i in enumerate(part)}
+        ways = {
+            tuple(place[i] for i in buffer): way
+            for buffer, way in self.ways.items()
+            if buffer[0] in place
+        }
+        return Route(self.options, self.plan.subset(tuple(part)), ways)
 
-def route(options: Options, plan: Plan, in_units: Collection[int] = ()) -> Route:
+
+def route(
+    options: Options,
+    plan: Plan,
+    in_units: Collection[int] = (),
+    choices: Choices | None = None,
+) -> Route:
     """Decides how each fusion buffer of `plan` is reduced; nothing else consults "auto".
 
-    `in_units` are the numbers of the leaves that are compressed in units. Raises ValueError for a
-    reduction that is wrong for a compressor, and for a named exchange that lacks a capability that
-    the reduction needs.
+    `in_units` are the numbers of the leaves that are compressed in units. `choices` are those of a
+    plan that changes. Raises ValueError for a reduction that is wrong for a compressor, and for a
+    named exchange that lacks a capability that the reduction needs.
     """
+    if isinstance(options.exchange, Chooser):
+        some = [(c,) for c in plan.compressors] if choices is None else choices
+        options, plan = options.exchange.chosen(options, plan, some, in_units=bool(in_units))
     name, axes = options.name, options.axes
     found: dict[tuple[int, ...], Way | None] = {}
     for buffer in plan.buffers:
@@ -115,14 +173,14 @@ def route(options: Options, plan: Plan, in_units: Collection[int] = ()) -> Route
         flat = reduction_of(name, wanted, pairs)
         if axes.world == 1:
             continue
-        reduction = _over_levels(options, flat, pairs)
-        if reduction is None or options.exchange is None:
+        reduction, exchange = _over_levels(options, flat, pairs), options.exchange
+        if reduction is None or not isinstance(exchange, Exchange):
             found[buffer] = None
-        elif isinstance(options.exchange, Auto):
-            found[buffer] = _fastest(options, reduction, coded, in_units)
+        elif isinstance(exchange, Auto):
+            found[buffer] = _fastest(options, exchange, reduction, coded, in_units)
         else:
-            _require_able(options, reduction, coded)
-            found[buffer] = Way(reduction, options.exchange)
+            _require_able(options, exchange, reduction, coded)
+            found[buffer] = Way(reduction, exchange)
     if options.collective in _OF_ROWS:
         found = _with_small_leaves(plan, found, axes.world)
     return Route(options, plan, found)
@@ -172,7 +230,11 @@ def _over_levels(
 
 
 def _fastest(
-    options: Options, reduction: Reduction, coded: tuple[CodedLeaf, ...], in_units: Collection[int]
+    options: Options,
+    exchange: Auto,
+    reduction: Reduction,
+    coded: tuple[CodedLeaf, ...],
+    in_units: Collection[int],
 ) -> Way | None:
     sent, world = reduction.across_links(coded, options.axes.world)
     here = auto.available(options.axes.names)
@@ -182,7 +244,6 @@ def _fastest(
         # out, but for XLA's own collectives.
         return [e for e in here if isinstance(e, Xla) or reduction.in_one_call(e, sent, world)]
 
-    assert isinstance(options.exchange, Auto)
     rows = world if options.collective in _OF_ROWS else 1
     load = load_of(sent, in_units, rows=rows)
     # Where latency dominates, one phase may be faster than two. A reduction that the user named is
@@ -190,16 +251,12 @@ def _fastest(
     once = GatherSum()
     either = isinstance(reduction, ScatterGather) and options.reduction is None
     if either and all(once.unfit(x.compressor) is None for x in coded):
-        exchange = options.exchange.one_shot(
-            options.name, measured(reduction), measured(once), world, load
-        )
-        if exchange is not None:
-            return Way(once, exchange)
+        one = exchange.one_shot(options.name, measured(reduction), measured(once), world, load)
+        if one is not None:
+            return Way(once, one)
     gathers = isinstance(reduction, GatherSum)
-    exchange = options.exchange.choose(
-        options.name, measured(reduction), world, load, gathers=gathers
-    )
-    return None if exchange is None else Way(reduction, exchange)
+    best = exchange.choose(options.name, measured(reduction), world, load, gathers=gathers)
+    return None if best is None else Way(reduction, best)
 
 
 def load_of(
@@ -220,9 +277,9 @@ def load_of(
     return auto.Load(rows * size, bits / size, *(rows * n for n in counts))
 
 
-def _require_able(options: Options, reduction: Reduction, leaves: tuple[CodedLeaf, ...]) -> None:
-    exchange = options.exchange
-    assert exchange is not None
+def _require_able(
+    options: Options, exchange: Exchange, reduction: Reduction, leaves: tuple[CodedLeaf, ...]
+) -> None:
     lacking = sorted(reduction.needs - exchange.can)
     if not lacking or reduction.in_one_call(exchange, leaves, options.axes.world):
         return

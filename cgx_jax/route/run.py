@@ -23,7 +23,7 @@ from cgx_jax.exchanges import Exchange
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.leaves import SCALARS, where_of
 from cgx_jax.plan import Plan
-from cgx_jax.reductions import Job, Reduced, Reduction
+from cgx_jax.reductions import Job, Operands, Reduced, Reduction
 from cgx_jax.route.route import Route
 
 
@@ -80,7 +80,7 @@ def run(
     out = Sums(list(operands), [None] * len(leaves), list(states or [()] * len(leaves)))
     _run_exact(route, out.values)
     if axes.world > 1:
-        named = set() if options.exchange is None else {options.exchange}
+        named = set() if route.named is None else {route.named}
         for exchange in {way.exchange for way in route.taken.values()} | named:
             exchange.require(options.name, axes.names)
     if not listed:
@@ -91,17 +91,17 @@ def run(
     for buffer, way in route.taken.items():
         own: dict[int, jax.Array] = {i: jnp.asarray(operands[i]) for i in buffer}
         for part, shared in _parts(buffer, own, plan.compressors):
-            mine = tuple(own[i] for i in part)
             reduction = way.reduction
             if reduction.shares_seeds is not None:
                 shared = reduction.shares_seeds
-            reduced = _reduced(
-                (reduction, _job(route, part, way.exchange, mine, residual=residual)),
+            given = Operands(
                 seeds[shared][: reduction.seed_count],
-                mine,
-                tuple(units[i] for i in part) if units else (),
+                [own[i] for i in part],
+                [units[i] if units is not None else None for i in part],
                 [out.states[i] for i in part],
             )
+            job = _job(route, part, way.exchange, given.leaves, residual=residual)
+            reduced = _reduced((reduction, job), given)
             for n, i in enumerate(part):
                 out.values[i] = reduced.sums[n]
                 out.states[i] = reduced.states[n]
@@ -196,13 +196,12 @@ def _job(
 # Rounding moves the value by a bounded step and has no useful derivative of its own. The tangent of
 # the residuals is 0. Units and states are constants.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _reduced(
-    call: tuple[Reduction, Job], seeds: Any, leaves: tuple[Any, ...], units: Units, states: Any
-) -> Reduced:
+def _reduced(call: tuple[Reduction, Job], given: Operands) -> Reduced:
     reduction, job = call
-    plain = [_compat.plain(x) for x in leaves]
+    leaves = given.leaves
+    plain = given._replace(leaves=[_compat.plain(x) for x in leaves])
     with jax.named_scope(job.name):
-        sums, residuals, after = reduction.run(job, seeds, plain, units, states)
+        sums, residuals, after = reduction.run(job, plain)
     if job.collective is not Collective.REDUCE_SCATTER:
         checksums.compare(job.name, job.axes, sums)
     typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
@@ -215,7 +214,8 @@ def _reduced(
 def _reduced_jvp(call: tuple[Reduction, Job], primals: Pytree, tangents: Pytree) -> Pytree:
     _, job = call
     reduced = _reduced(call, *primals)
-    exact = job.collective.exact(job.axes, list(tangents[1]), mean=job.divisor != 1)
+    (tangent,) = tangents
+    exact = job.collective.exact(job.axes, tangent.leaves, mean=job.divisor != 1)
     none = jax.tree.map(_no_tangent, (reduced.residuals, reduced.states))
     return reduced, Reduced(exact, *none)
 

@@ -18,11 +18,10 @@ from cgx_jax.kernels.wire import HOOK_FUSION_BYTES
 from cgx_jax.plan import Plan, consecutive, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route.route import Options, route
+from cgx_jax.route.route import Options, Route, route
 from cgx_jax.route.run import values_of
 from cgx_jax.transforms import hooked
 from cgx_jax.tuning import Tuner
-from cgx_jax.tuning.resolve import check_tuner, resolve_options
 
 _HOOK = "reduce_in_backward"
 
@@ -53,21 +52,13 @@ def reduce_in_backward(
     Without it, two hooks are seen only if no such function lies between them.
     """
     nonfinite.refuse_skip(_HOOK)
-    check_tuner(_HOOK, exchange, reduction, levels)
     plan = resolve(_HOOK, params, compressor, fusion_bytes=HOOK_FUSION_BYTES)
     plan.require_stateless(_HOOK)
-    options, plan = resolve_options(
-        _HOOK,
-        axis_name,
-        plan,
-        [(c,) for c in plan.compressors],
-        exchange=exchange,
-        reduction=reduction,
-        levels=levels,
-        mean=False,
-        in_units=False,
-        overlaps=True,
+    options = Options.resolve(
+        _HOOK, axis_name, exchange=exchange, reduction=reduction, levels=levels, overlaps=True
     )
+    taken = route(options, plan)
+    plan = taken.plan
     leaves, treedef = jax.tree.flatten(params)
     options.axes.check_plain(_HOOK, list(zip([x.path for x in plan.leaves], leaves, strict=True)))
     for i, leaf in enumerate(plan.leaves):
@@ -76,7 +67,7 @@ def reduce_in_backward(
     inexact = [i for i in plan.exact if jnp.issubdtype(plan.leaves[i].dtype, jnp.inexact)]
     together = consecutive(plan.leaves, dict.fromkeys(inexact), SMALL_BYTES)
     for number, part in enumerate([*plan.buffers, *together]):
-        call = _Hook(options, plan.subset(part))
+        call = _Hook(taken.subset(part))
         own = None if key is None else jax.random.fold_in(key, number)
         for i, x in zip(part, call(own, tuple(leaves[i] for i in part)), strict=True):
             leaves[i] = x
@@ -84,17 +75,17 @@ def reduce_in_backward(
 
 
 class _Hook:
-    """The identity on some leaves; its backward pass sums their cotangents by `plan`."""
+    """The identity on some leaves; its backward pass sums their cotangents by `taken`."""
 
-    def __init__(self, options: Options, plan: Plan):
-        self.options, self.plan = options, plan
+    def __init__(self, taken: Route):
+        self.taken = taken
 
     def __call__(self, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         before = [_compat.varying_axes(x) for x in leaves]
         identity = jax.custom_vjp(self._forward)
 
         def backward(key: Key, cotangents: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-            summed = values_of(route(self.options, self.plan), cotangents, key)
+            summed = values_of(self.taken, cotangents, key)
             out = tuple(_compat.vary_over(x, axes) for x, axes in zip(summed, before, strict=True))
             return jax.tree.map(_no_gradient, key), out
 
@@ -102,7 +93,7 @@ class _Hook:
         return identity(key, leaves)
 
     def _forward(self, key: Key, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_compat.vary_over(x, self.options.axes.varying()) for x in leaves)
+        return tuple(_compat.vary_over(x, self.taken.options.axes.varying()) for x in leaves)
 
 
 def _no_gradient(key: jax.Array) -> np.ndarray:

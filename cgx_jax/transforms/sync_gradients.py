@@ -21,7 +21,7 @@ from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route.route import route
+from cgx_jax.route.route import Chooser, Options, route
 from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_paths, check_state, check_statistics, require_type
 from cgx_jax.transforms.feedback import (
@@ -53,7 +53,6 @@ from cgx_jax.transforms.state import (
 from cgx_jax.transforms.units import moved, scales_of
 from cgx_jax.transforms.wrappers import check_options, check_wrappers
 from cgx_jax.tuning import Tuner
-from cgx_jax.tuning.resolve import check_tuner, resolve_options
 
 if TYPE_CHECKING:
     import optax
@@ -109,7 +108,8 @@ def sync_gradients(
     import optax
 
     check_options(axis_name, mesh)
-    check_tuner(CALLER, exchange, reduction, levels)
+    if isinstance(exchange, Chooser):
+        exchange.check(CALLER, reduction, levels)
     sync = _Sync(
         axes_of(CALLER, axis_name),
         policy,
@@ -193,17 +193,9 @@ class _Sync:
     ) -> tuple[Pytree, SyncState]:
         """One update by a plan, in the order of the docstring of `sync_gradients`."""
         in_units = range(len(plan.leaves)) if self.precondition is not None else ()
-        options, plan = resolve_options(
-            CALLER,
-            self.axis_name,
-            plan,
-            choices,
-            mean=True,
-            in_units=self.precondition is not None,
-            overlaps=False,
-            **self.how,
-        )
-        axes, taken = options.axes, route(options, plan, in_units)
+        options = Options.resolve(CALLER, self.axis_name, mean=True, **self.how)
+        axes, taken = options.axes, route(options, plan, in_units, choices)
+        plan = taken.plan
         leaves, treedef = jax.tree.flatten(updates)
         self._check(state, plan, choices, treedef, axes)
         before = by_leaf(state.memory, len(leaves))

@@ -15,7 +15,7 @@ from cgx_jax.kernels.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, ScatterGather
 from cgx_jax.reductions.levels import Leveled
-from cgx_jax.route.route import Way, load_of, route
+from cgx_jax.route.route import Options, Way, load_of, route
 from cgx_jax.tuning.setting import Offered, Setting
 
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
@@ -25,18 +25,19 @@ REACH = 4  # times the largest measured size: predictions for larger buffers are
 
 
 class Asked(NamedTuple):
-    """A reduction of the step: its call, its plan, and whether its values have units.
+    """A reduction of the step: its options, its plan, and whether its values have units.
 
-    `later` holds the plans that it may have later, under a policy that adapts. `overlaps` says that
-    it runs inside the backward pass.
+    `later` holds the plans that it may have later, under a policy that adapts.
     """
 
-    name: str
+    options: Options
     plan: Plan
-    axes: Axes
     in_units: bool
     later: tuple[Plan, ...] = ()
-    overlaps: bool = False
+
+    @property
+    def axes(self) -> Axes:
+        return self.options.axes
 
 
 class Candidate(NamedTuple):
@@ -69,11 +70,11 @@ def candidates(
     bytes. Raises ValueError for levels that do not fit the axes.
     """
     for call, levels in itertools.product(asked, offered.levels):
-        levels.split(call.name, call.axes)
+        levels.split(call.options.name, call.axes)
     psum = _program(Setting(), asked)
     exact = _candidate(Setting(), psum, asked, profile)
     known, found = {psum}, []
-    sizes = IN_BACKWARD if any(call.overlaps for call in asked) else FUSION
+    sizes = IN_BACKWARD if any(call.options.overlaps for call in asked) else FUSION
     for setting in _settings(offered, sizes):
         try:
             program = _program(setting, asked)
@@ -116,8 +117,7 @@ def _program(setting: Setting, asked: Sequence[Asked]) -> Program:
 
 def _buffers(setting: Setting, call: Asked, plan: Plan) -> Buffers:
     """Returns how each buffer of `plan` travels; raises ValueError if the setting does not fit."""
-    options = setting.options(call.name, call.axes, mean=True)
-    return tuple(route(options, setting.buffered(plan)).ways.items())
+    return tuple(route(*setting.applied(call.options, plan)).ways.items())
 
 
 def _candidate(

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cgx_jax.axes import Axes
 from cgx_jax.exchanges import Exchange
 from cgx_jax.host import untrusted
 from cgx_jax.kernels.wire import FUSION_BYTES
@@ -39,13 +38,15 @@ class Setting:
         near = "" if self.levels is None else f", {_described(self.levels)}"
         return f"{name}{near}, {self.fusion_bytes / 2**20:g} MiB"
 
-    def options(self, name: str, axes: Axes, *, mean: bool) -> Options:
-        """Returns the options of a call `name` over `axes` with this setting."""
-        return Options(name, axes, self.exchange, self.reduction, self.levels, mean=mean)
+    def applied(self, options: Options, plan: Plan) -> tuple[Options, Plan]:
+        """Returns a call's options with this setting, and its plan in this setting's buffers.
 
-    def buffered(self, plan: Plan) -> Plan:
-        """Returns `plan` in this setting's buffers; for `lax.psum`, which needs none, as it is."""
-        return plan if self.exchange is None else plan.in_buffers(self.fusion_bytes)
+        `lax.psum` needs no buffers, so it leaves the plan as it is.
+        """
+        options = dataclasses.replace(
+            options, exchange=self.exchange, reduction=self.reduction, levels=self.levels
+        )
+        return options, plan if self.exchange is None else plan.in_buffers(self.fusion_bytes)
 
     def to_fields(self) -> dict[str, Any]:
         """Returns the setting in JSON types."""

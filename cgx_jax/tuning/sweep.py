@@ -164,10 +164,10 @@ def _encode_and_decode(links: LinkTimer, kind: str, x: jax.Array) -> jax.Array:
     rank = lax.axis_index(links.axis)
     seed = np.zeros(2, np.uint32)
     rows_and_columns = np.ones((2, x.size // 512), np.float32), np.ones((2, 512), np.float32)
-    units = [rows_and_columns] if kind == "units" else []
-    rows, _ = code.encode(seed, rank, [x], residual=False, units=units)
-    chunk, _ = code.reduce(seed, rank, rows, [x], 1, [], units=units)
-    return code.decode(jnp.broadcast_to(chunk, rows.shape), [x], units=units)[0]
+    units = [rows_and_columns if kind == "units" else None]
+    rows, _ = code.encode(seed, rank, [x], units, residual=False)
+    chunk, _ = code.reduce(seed, rank, rows, [x], units, 1, None)
+    return code.decode(jnp.broadcast_to(chunk, rows.shape), [x], units)[0]
 
 
 def _elapsed(links: LinkTimer, start: float) -> float:

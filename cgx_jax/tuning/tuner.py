@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from cgx_jax.axes import Axes
-from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto, mpi
 from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Column, table_lines
@@ -23,6 +21,7 @@ from cgx_jax.policies import Adaptive
 from cgx_jax.policies.training_loop import TrainingLoop, Words
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
+from cgx_jax.route.route import Choices, Chooser, Options
 from cgx_jax.tuning import cache as kept
 from cgx_jax.tuning.candidates import STREAMS, Asked, Candidate, candidates
 from cgx_jax.tuning.race import Search, Turns, search
@@ -38,7 +37,7 @@ _COLUMNS = (
 )
 
 
-class Tuner:
+class Tuner(Chooser):
     """Finds the fastest way to reduce a step's gradients, by races on the first training steps.
 
     Use it in two places. Pass it as `exchange` to `sync_gradients` or `reduce_in_backward`, which
@@ -128,21 +127,12 @@ class Tuner:
 
         return self._loop.jit(asking, **options)
 
-    def setting(
-        self,
-        name: str,
-        plan: Plan,
-        axes: Axes,
-        choices: Sequence[tuple[Compressor, ...]],
-        *,
-        in_units: bool,
-        overlaps: bool,
-    ) -> Setting:
-        """Returns the setting with which the call `name` traces its reduction of `plan`.
+    def chosen(
+        self, options: Options, plan: Plan, choices: Choices, *, in_units: bool
+    ) -> tuple[Options, Plan]:
+        """Returns the options and the plan of a call that is traced, by the current setting.
 
-        The reduction is over `axes`. `choices` are all compressors that each leaf may get later.
-        `in_units` says that values are compressed in units, `overlaps` that the reduction runs
-        inside the backward pass.
+        Raises ValueError if the step is not compiled by `jit`.
         """
         if not self.running:
             raise ValueError(
@@ -152,11 +142,11 @@ class Tuner:
         self.traces += 1
         if self.state == "waiting":
             later = _later(plan, choices)
-            self._asked.append(Asked(name, plan, axes, in_units, later, overlaps))
+            self._asked.append(Asked(options, plan, in_units, later))
             self._offered = Offered(_exchanges(self._asked), self._reductions, self._levels)
             # Done here, where the axes are bound, because levels are checked against them.
             self._found = candidates(self._asked, self._offered, auto.active())
-        return self.current
+        return self.current.applied(options, plan)
 
     # --- what the loop asks.
 
@@ -255,7 +245,7 @@ class Tuner:
             "mpi": installation.mpi_library(),
             "hosts": agreement.hosts(),
             "axes": [[list(map(str, c.axes.names)), c.axes.world] for c in self._asked],
-            "overlaps": [c.overlaps for c in self._asked],
+            "overlaps": [c.options.overlaps for c in self._asked],
             "exchanges": list(dict.fromkeys(e.shorthand for e in self._offered.exchanges)),
             "reductions": [r.shorthand for r in self._reductions],
             "levels": [str(x) for x in self._levels],
@@ -311,7 +301,7 @@ class Tuner:
         return out
 
 
-def _later(plan: Plan, choices: Sequence[tuple[Compressor, ...]]) -> tuple[Plan, ...]:
+def _later(plan: Plan, choices: Choices) -> tuple[Plan, ...]:
     """Returns plans in which each leaf has each of its possible compressors at least once."""
     count = max(map(len, choices), default=0)
     rows = [tuple(some[min(i, len(some) - 1)] for some in choices) for i in range(count)]

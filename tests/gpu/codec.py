@@ -15,6 +15,7 @@ import pathlib
 import statistics
 import sys
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import numpy as np
 import ranks
 
 from cgx_jax import compressors
-from cgx_jax.kernels import codes, primitives
+from cgx_jax.kernels import platforms, primitives
 from cgx_jax.kernels.wire import ROUNDINGS, Layout, Slot
 
 WORLD = 4
@@ -113,14 +114,12 @@ def encode_times(gpu, size: int) -> dict[str, dict[str, float]]:
     """Returns the milliseconds of encoding f32[size]: by a kernel, by plain jnp, and of a copy."""
     x = jax.device_put(np.random.default_rng(1).standard_normal(size, np.float32), gpu)
     times = {"copy": {"kernel": milliseconds(jax.jit(lambda x: x + 1), x)}}
-    kernels = codes.ON_CUDA
     for code in CODES:
         times[str(code)] = {}
-        for way, targets in (("kernel", kernels), ("jnp", frozenset())):
-            codes.ON_CUDA = targets  # read while compiling
+        for way, has in (("kernel", platforms.Platform.has), ("jnp", lambda *_: False)):
             encode = jax.jit(lambda x, code=code: code.encode(x, key=jax.random.key(3)))
-            times[str(code)][way] = milliseconds(encode, x)
-        codes.ON_CUDA = kernels
+            with mock.patch.object(platforms.Platform, "has", has):  # read while compiling
+                times[str(code)][way] = milliseconds(encode, x)
     for name, row in times.items():
         print(f"{name:>60}", *(f"{way} {ms:9.3f} ms" for way, ms in row.items()), flush=True)
     return times
