@@ -17,6 +17,8 @@ from cgx_jax._version import __version__ as __version__
 from cgx_jax.calls.layers import scan_layers as scan_layers
 from cgx_jax.calls.psum import pmean_compressed as pmean_compressed
 from cgx_jax.calls.psum import psum_compressed as psum_compressed
+from cgx_jax.calls.reshard import reduced as reduced
+from cgx_jax.calls.reshard import reshard as reshard
 from cgx_jax.calls.shards import all_gather_compressed as all_gather_compressed
 from cgx_jax.calls.shards import psum_scatter_compressed as psum_scatter_compressed
 from cgx_jax.compressors import Cast as Cast

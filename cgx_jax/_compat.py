@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 T = TypeVar("T")
@@ -20,6 +20,54 @@ T = TypeVar("T")
 def varying_axes(x: Any) -> frozenset[str]:
     """Returns the mesh axes over which `x` is typed as varying (none outside check_vma)."""
     return frozenset(jax.typeof(x).mat.varying)
+
+
+def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
+    """Returns the entries of a spec, which newer versions do not iterate over if it has types."""
+    found = spec.partitions if hasattr(spec, "partitions") else spec._partitions
+    return tuple(found)
+
+
+def axis_types(x: Any) -> dict[str, AxisType]:
+    """Returns the axes of a leaf's mesh, in order, with their types."""
+    mesh = jax.typeof(x).sharding.mesh
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def explicit_spec(where: str, x: Any) -> PartitionSpec:
+    """Returns the spec in a leaf's type; raises ValueError unless it says all about its mesh."""
+    types = axis_types(x)
+    if not types:
+        raise ValueError(
+            f"{where} is on no mesh; place it on one by jax.device_put(x, NamedSharding(mesh, "
+            "spec)), or call jax.set_mesh(mesh) before."
+        )
+    for name, kind in types.items():
+        if kind != AxisType.Explicit:
+            remedy = "make all axes explicit, as jax.make_mesh does, or use cgx_jax.value_and_grad"
+            if kind == AxisType.Manual:
+                remedy = "inside shard_map, use the calls in the place of those of lax"
+            raise ValueError(
+                f"{where} is on a mesh whose axis {name!r} is {kind.name}, so its type does not "
+                f"show how it is split; {remedy}."
+            )
+    spec: PartitionSpec = jax.typeof(x).sharding.spec
+    return spec
+
+
+def explicit_sharding(x: Any) -> NamedSharding | None:
+    """Returns the sharding in the type of `x` if its mesh has only explicit axes, or None."""
+    mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
+    if mesh is None or mesh.empty or set(mesh.axis_types) != {AxisType.Explicit}:
+        return None
+    sharding: NamedSharding = jax.typeof(x).sharding
+    return sharding
+
+
+def is_sum(mat: Any) -> bool:
+    """Whether the unreduced axes of a type stand for a sum, and not for a maximum or minimum."""
+    kind = getattr(mat, "unreduced_kind", None)
+    return kind is None or kind.name == "sum"
 
 
 def vary_over(x: T, axes: frozenset[str]) -> T:
@@ -35,9 +83,21 @@ def plain(x: T) -> T:
     return _retyped(x, type(mat)())
 
 
-def typed_like(x: T, like: Any) -> T:
-    """Types `x` with the `reduced` and `unreduced` axes of `like`; costs nothing at run time."""
-    return _retyped(x, jax.typeof(like).mat)
+def own(x: T, axes: Sequence[str]) -> T:
+    """Types `x` as `plain` does, and a rank's part of a value unreduced over `axes` as varying."""
+    return vary_over(plain(x), jax.typeof(x).mat.unreduced & frozenset(axes))
+
+
+def typed_like(x: T, like: Any, axes: Sequence[str] = ()) -> T:
+    """Types `x` with the `reduced` and `unreduced` axes of `like`; costs nothing at run time.
+
+    A result of a sum over `axes` is not unreduced over them.
+    """
+    mat = jax.typeof(like).mat
+    left = mat.unreduced - frozenset(axes)
+    if left != mat.unreduced:
+        mat = type(mat)(unreduced=left, reduced=mat.reduced)
+    return _retyped(x, mat)
 
 
 def _retyped(x: T, like: Any) -> T:

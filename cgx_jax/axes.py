@@ -111,10 +111,8 @@ class Axes:
         everywhere: jax.Array = lax.psum(failed, names) == 0
         return everywhere
 
-    def check_plain(
-        self, caller: str, leaves: Sequence[tuple[str, Any]], *, reduced: bool = True
-    ) -> None:
-        """Raises ValueError for a leaf typed as unreduced, or unless allowed as `reduced`."""
+    def check_plain(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
+        """Raises ValueError for a leaf typed as unreduced or as `reduced`."""
         for path, x in leaves:
             kinds = jax.typeof(x).mat
             for n in self.names:
@@ -123,12 +121,10 @@ class Axes:
                     raise ValueError(
                         f"{caller}: {where} is typed as unreduced over axis {n!r}: each rank holds "
                         "a part, and the value is the sum of the parts. It is most often the "
-                        "gradient of a parameter that is typed as reduced. For the exact sum, "
-                        f"write jax.lax.psum(x, {n!r}). To compress it, take the gradient of "
-                        "parameters that vary: params = jax.tree.map(lambda p: "
-                        f"jax.lax.pcast(p, {n!r}, to='varying'), params) before jax.grad."
+                        "gradient of a parameter that is typed as reduced. Sum it first: "
+                        f"cgx_jax.psum_compressed(x, {n!r}), or jax.lax.psum(x, {n!r})."
                     )
-                if reduced and n in kinds.reduced:
+                if n in kinds.reduced:
                     raise ValueError(
                         f"{caller}: {where} is typed as reduced over axis {n!r}: every rank holds "
                         "the value, and JAX leaves its gradient unreduced. Give shard_map the "
@@ -137,14 +133,24 @@ class Axes:
                     )
 
     def check_varying(self, caller: str, leaves: Sequence[tuple[str, Any]]) -> None:
-        """Raises ValueError for a leaf that AD (or anything else) has already reduced."""
+        """Raises ValueError for a leaf that AD (or anything else) has already reduced.
+
+        A leaf that is unreduced over all axes is one to sum: each rank holds a part of it.
+        """
         if not self.checked():
             return
-        self.check_plain(caller, leaves, reduced=False)
         for path, x in leaves:
-            missing = [n for n in self.names if n not in _compat.varying_axes(x)]
+            kinds = jax.typeof(x).mat
+            where = f"leaf {path!r}" if path else "the operand"
+            mixed = kinds.unreduced & set(self.names)
+            if mixed and (set(self.names) - mixed or not _compat.is_sum(kinds)):
+                raise ValueError(
+                    f"{caller}: {where} is typed as {kinds}; this call sums values that vary over "
+                    f"all of the axes {self.names}, or are unreduced sums over all of them. Reduce "
+                    f"over {sorted(mixed)} first."
+                )
+            missing = [n for n in self.names if n not in kinds.varying | mixed]
             if missing:
-                where = f"leaf {path!r}" if path else "the operand"
                 raise ValueError(
                     f"{caller}: {where} does not vary over axis {missing[0]!r}, so every rank "
                     "holds the same value: it is already reduced, or was never split. Under "
@@ -152,7 +158,9 @@ class Axes:
                     "psum. Either make the parameters vary before jax.grad: params = jax.tree.map("
                     f"lambda p: jax.lax.pcast(p, {missing[0]!r}, to='varying'), "
                     "params). Or wrap them in "
-                    "cgx_jax.reduce_in_backward(params, axis_name) and drop this call."
+                    "cgx_jax.reduce_in_backward(params, axis_name) and drop this call. On an "
+                    "explicit mesh, outside of shard_map, differentiate at cgx_jax.reduced(params, "
+                    "axis_name, policy)."
                 )
 
     def sum(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -160,8 +168,17 @@ class Axes:
         return self._divided(leaves, 1)
 
     def mean(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns `lax.pmean` of every leaf, like `sum`; divided before it is rounded."""
-        return self._divided(leaves, self.world)
+        """Returns `lax.pmean` of every leaf, like `sum`; divided before it is rounded.
+
+        The mean of a leaf that is known to be the same on all ranks is that leaf.
+        """
+        checked, names = self.checked(), frozenset(self.names)
+        kinds = [jax.typeof(x).mat for x in leaves]
+        same = [checked and not names & (kind.varying | kind.unreduced) for kind in kinds]
+        own = [x for x, known in zip(leaves, same, strict=True) if not known]
+        means = iter(self._divided(own, self.world))
+        pairs = zip(leaves, same, strict=True)
+        return [jnp.asarray(x) * 1.0 if known else next(means) for x, known in pairs]
 
     def scatter(self, leaves: Sequence[jax.Array], *, mean: bool = False) -> list[jax.Array]:
         """Returns this rank's row of the sum or mean of every leaf, [world, ...], like `sum`."""
@@ -275,7 +292,7 @@ def _together(
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         if 0 < x.nbytes <= SMALL_BYTES and not x.aval.weak_type:
-            alike.setdefault((x.dtype, _compat.varying_axes(x)), []).append(i)
+            alike.setdefault((x.dtype, jax.typeof(x).mat), []).append(i)
     groups = [numbers for numbers in alike.values() if len(numbers) > 1]
     joined = {i for numbers in groups for i in numbers}
     alone = [i for i in range(len(arrays)) if i not in joined]

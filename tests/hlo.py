@@ -1,5 +1,6 @@
 """Reads compiled programs: what an instruction waits for."""
 
+import math
 import re
 
 
@@ -42,3 +43,14 @@ def entry_of(hlo):
 def named(instructions, *opcodes):
     """Returns the names of all instructions of these kinds."""
     return {name for name, (op, _) in instructions.items() if op in opcodes}
+
+
+def collectives(hlo):
+    """Returns (opcode, dtype, bytes) of each operand of each collective of a module."""
+    found = []
+    opcodes = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    for types, op in re.findall(rf"= (.*?) ({opcodes})(?:-start)?\(", hlo):
+        for dtype, bits, dims in re.findall(r"\b(pred|[a-z]+?)(\d*)\[([\d,]*)\]", types):
+            size = math.prod(int(d) for d in dims.split(",") if d)
+            found.append((op, dtype + bits, size * int(bits or 8) // 8))
+    return found

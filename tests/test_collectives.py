@@ -687,9 +687,12 @@ UNREDUCED = {  # a call whose operand is typed as unreduced, with a compressor
 }
 
 
+SUMS = ("psum", "pmean", "psum_scatter", "sync_gradients", "scatter_gradients")
+
+
 @pytest.mark.parametrize("call", UNREDUCED)
-def test_unreduced_operands_are_named_as_such_and_the_remedy_works(call):
-    """Exact sums take them as lax.psum does; what is compressed or gathered is refused."""
+def test_unreduced_operands_are_summed_or_named_as_such(call):
+    """Each rank's part of an unreduced value is an operand of a sum, as of lax.psum."""
     mesh = mesh_of("explicit")
     x = jax.device_put(values(64, 64), NamedSharding(mesh, P("data")))
     w = values(64, 64, seed=1)
@@ -704,20 +707,26 @@ def test_unreduced_operands_are_named_as_such_and_the_remedy_works(call):
             )
             return np.asarray(jax.jit(mapped)(placed, x))
 
-    says = f"{call}: .* is typed as unreduced over axis 'data'.*jax.lax.psum\\(x, 'data'\\)"
-    with pytest.raises(ValueError, match=says):
-        run(lambda w, x: compressed(jax.grad(loss)(w, x), Q8), reduced={"data"})
-    if call not in ("psum_compressed", "pmean_compressed", "sync_gradients"):
+    unreduced = {c: lambda w, x, c=c: compressed(jax.grad(loss)(w, x), c) for c in (Q8, Identity())}
+    if not call.startswith(SUMS):
+        says = f"{call}: .* is typed as unreduced over axis 'data'.*cgx_jax.psum_compressed"
+        with pytest.raises(ValueError, match=says):
+            run(unreduced[Q8], reduced={"data"})
         return
-    gradient = jax.grad(loss)(w, np.asarray(x))
-    want = np.asarray(gradient) / (1 if call == "psum_compressed" else WORLD)
-    exact = run(lambda w, x: compressed(jax.grad(loss)(w, x), Identity()), reduced={"data"})
-    np.testing.assert_allclose(exact[0], want, atol=1e-4)
+    gradient = np.asarray(jax.grad(loss)(w, np.asarray(x)))
+    want = gradient / (WORLD if call in ("pmean_compressed", *SUMS[3:]) else 1)
 
-    def remedy(w, x):
+    def whole(out):
+        return out.reshape(64, 64) if "scatter" in call else out[0]
+
+    exact = run(unreduced[Identity()], reduced={"data"})
+    np.testing.assert_allclose(whole(exact), want, atol=1e-4)
+
+    def varying(w, x):
         w = jax.lax.pcast(w, "data", to="varying")
         return compressed(jax.grad(loss)(w, x), Q8)
 
+    got = run(unreduced[Q8], reduced={"data"})
+    np.testing.assert_allclose(whole(got), want, atol=0.02 * np.abs(want).max())
     for marked in ({}, {"reduced": {"data"}}):
-        got = run(remedy, **marked)
-        np.testing.assert_allclose(got[0], want, atol=0.02 * np.abs(want).max())
+        np.testing.assert_array_equal(run(varying, **marked), got)

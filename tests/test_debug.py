@@ -76,8 +76,8 @@ def test_ranks_that_differ_are_named(mesh, name, monkeypatch, request):
         monkeypatch.setattr(
             code,
             "decode",
-            lambda self, rows, like, intact=code.decode, **units: [
-                with_a_flipped_bit(x) for x in intact(self, rows, like, **units)
+            lambda self, rows, like, *units, intact=code.decode: [
+                with_a_flipped_bit(x) for x in intact(self, rows, like, *units)
             ],
         )
     # A failed callback's token stays until the process ends, which would then fail on it again.

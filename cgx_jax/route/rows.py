@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_jax._types import Key, Pytree
+from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
 from cgx_jax.debug import nonfinite
 from cgx_jax.leaves import Leaf, leaves_of, where_of
@@ -35,8 +36,6 @@ def reduce_scatter(
     """Returns this rank's slice of the sum of every leaf, cut along `dimension`."""
     leaves, treedef = jax.tree.flatten(tree)
     plan = resolve(options.name, tree, policy)
-    pairs = zip([leaf.path for leaf in plan.leaves], leaves, strict=True)
-    options.axes.check_plain(options.name, list(pairs), reduced=False)
     taken, places = scatter_route(options, plan, dimension, tiled)
     world = options.axes.world
     operands = [rows_of(x, d, world) for x, d in zip(leaves, places, strict=True)]
@@ -141,5 +140,10 @@ def _place_of_whole(options: Options, leaf: Leaf, dimension: int, tiled: bool) -
         )
     d = dimension % rank
     if tiled:
-        return d, (*shape[:d], world * shape[d], *shape[d + 1 :])
+        return d, whole_shape(shape, d, options.axes)
     return d, (*shape[:d], world, *shape[d:])
+
+
+def whole_shape(shape: Shape, dimension: int, axes: Axes) -> Shape:
+    """Returns the shape of all ranks' slices, joined along `dimension`."""
+    return (*shape[:dimension], axes.world * shape[dimension], *shape[dimension + 1 :])

@@ -199,14 +199,16 @@ def _job(
 def _reduced(call: tuple[Reduction, Job], given: Operands) -> Reduced:
     reduction, job = call
     leaves = given.leaves
-    plain = given._replace(leaves=[_compat.plain(x) for x in leaves])
+    plain = given._replace(leaves=[_compat.own(x, job.axes.names) for x in leaves])
     with jax.named_scope(job.name):
         sums, residuals, after = reduction.run(job, plain)
     if job.collective is not Collective.REDUCE_SCATTER:
         checksums.compare(job.name, job.axes, sums)
-    typed = [_compat.typed_like(y, x) for y, x in zip(sums, leaves, strict=True)]
+    typed = [_compat.typed_like(y, x, job.axes.names) for y, x in zip(sums, leaves, strict=True)]
     if residuals is not None:
-        residuals = [_compat.typed_like(e, x) for e, x in zip(residuals, leaves, strict=True)]
+        residuals = [
+            _compat.typed_like(e, x, job.axes.names) for e, x in zip(residuals, leaves, strict=True)
+        ]
     return Reduced(typed, residuals, after)
 
 

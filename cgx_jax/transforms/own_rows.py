@@ -35,19 +35,29 @@ def require_axes(caller: str, names: tuple[str, ...], mesh: Mesh | AbstractMesh)
 
 
 def rows_of(
-    make: Callable[[], Any], axis_name: AxisName, mesh: Mesh | AbstractMesh | None, caller: str
+    make: Callable[[], Any],
+    axis_name: AxisName,
+    mesh: Mesh | AbstractMesh | None,
+    caller: str,
+    specs: Pytree = None,
 ) -> Pytree:
-    """Returns `make()` with a leading row for each rank; each rank holds its own row."""
+    """Returns `make()` with a leading row for each rank; each rank holds its own row.
+
+    `mesh` is that of `jax.set_mesh` if it is None. `specs`, a tree like the result, say how rows
+    are sharded over other axes; `make` then gives one shard.
+    """
     if not jax.tree.leaves(jax.eval_shape(make)):
         return make()
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     bound = is_bound(names)
     checked = bound and Axes.resolve(caller, names, None).checked()
+    if mesh is None and set(names) <= set((context := jax.sharding.get_abstract_mesh()).axis_names):
+        mesh = context
     if not bound and mesh is None:
         raise ValueError(
             f"{caller}: init cannot know how many ranks axis {axis_name!r} has, and each has its "
-            f"own memory; pass mesh= to {caller}, or call init inside shard_map "
-            "(out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
+            f"own memory; call init under jax.set_mesh, pass mesh= to {caller}, or call init "
+            "inside shard_map (out_specs=cgx_jax.state_specs(state, axis_name)) or pmap."
         )
 
     def row() -> Pytree:
@@ -59,8 +69,11 @@ def rows_of(
     assert mesh is not None
     require_axes(caller, names, mesh)
     # This also works under explicit axis types, which a sharding constraint would not accept.
-    specs = PartitionSpec(axis_name)
-    return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+    out = PartitionSpec(axis_name)
+    if specs is not None:
+        join = lambda s: PartitionSpec(axis_name, *_compat.partitions(s))  # noqa: E731
+        out = jax.tree.map(join, specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=out, check_vma=False))()
 
 
 def is_bound(names: Sequence[str]) -> bool:

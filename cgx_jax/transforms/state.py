@@ -316,10 +316,16 @@ def init_memory(
     """Returns the memories before the first step: a row for each rank."""
     if memory is None:
         return ()
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves_of(params)]
-    treedef, count = jax.tree.structure(params), kept_by(memory)
+    leaves, treedef = jax.tree.flatten(params)
+    shardings = [_compat.explicit_sharding(x) for x in leaves]
+    like = [
+        jax.ShapeDtypeStruct(x.shape if s is None else s.shard_shape(x.shape), x.dtype)
+        for x, s in zip(leaves_of(params), shardings, strict=True)
+    ]
+    count = kept_by(memory)
     make = lambda: by_tree([memory.init(x) for x in like], treedef, count)  # noqa: E731
-    return rows_of(make, axis_name, mesh, caller)
+    specs = [(PartitionSpec() if s is None else s.spec,) * count for s in shardings]
+    return rows_of(make, axis_name, mesh, caller, by_tree(specs, treedef, count))
 
 
 def init_overflow(

@@ -24,6 +24,7 @@ from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.route.route import Chooser, Options, route
 from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_paths, check_state, check_statistics, require_type
+from cgx_jax.transforms.explicit import is_outside, step_on_ranks
 from cgx_jax.transforms.feedback import (
     as_gradient,
     compensated,
@@ -33,7 +34,7 @@ from cgx_jax.transforms.feedback import (
     scaled,
 )
 from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.own_rows import axes_of
+from cgx_jax.transforms.own_rows import axes_of, is_bound
 from cgx_jax.transforms.precondition import SecondMoment, squares_of, unstacked
 from cgx_jax.transforms.state import (
     CALLER,
@@ -173,6 +174,13 @@ class _Sync:
         self, updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
     ) -> tuple[Pytree, SyncState]:
         require_type(CALLER, state, SyncState)
+        names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+        if is_outside(names) and not is_bound(names):
+            return step_on_ranks(CALLER, names, self._on_rank, updates, state)
+        return self._on_rank(updates, state)
+
+    def _on_rank(self, updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
+        """One update of a rank's own gradients, by the policy's plan."""
         policy = self.policy
         if isinstance(policy, Stages):
             plans = [resolve(CALLER, updates, p) for p in policy.policies]

@@ -1,0 +1,337 @@
+"""`reshard`: `jax.reshard` on explicit mesh axes, in which the bytes that travel are compressed.
+
+A leaf's type says which collective brings it where it should be. Each collective runs in a
+shard_map over all axes of the mesh, by the same path as the calls inside of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cgx_jax import _compat
+from cgx_jax._types import AxisName, Key, Pytree
+from cgx_jax.collective import Collective
+from cgx_jax.compressors import Compressor
+from cgx_jax.exchanges import Exchange
+from cgx_jax.leaves import Leaf, leaves_of, where_of
+from cgx_jax.plan import Plan, resolve
+from cgx_jax.policies.rules import Policy
+from cgx_jax.reductions import Levels, Reduction
+from cgx_jax.route import rows
+from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import values_of
+
+_NAME = "reshard"
+
+
+def reshard(
+    tree: Pytree,
+    shardings: Pytree,
+    policy: Compressor | Policy | Plan | None = None,
+    *,
+    backward: Compressor | Policy | Plan | None = None,
+    key: Key = None,
+    exchange: Exchange | str = "auto",
+    reduction: Reduction | str | None = None,
+    levels: Levels | None = None,
+) -> Pytree:
+    """`jax.reshard` for meshes with explicit axes, with compressed payloads.
+
+    `tree` is a pytree of global arrays, and `shardings` a PartitionSpec, a NamedSharding or a
+    prefix tree of them. Call it outside of shard_map; `psum_compressed`, `psum_scatter_compressed`
+    and `all_gather_compressed` are the calls inside. The types of a leaf say what is done:
+
+    * unreduced over axes, to replicated over them: an all-reduce, as `psum_compressed`.
+    * unreduced over axes, to sharded over them along one dimension: a reduce-scatter.
+    * sharded over axes along one dimension, to replicated or `reduced` over them: an all-gather.
+    * everything else is `jax.reshard`, uncompressed.
+
+    Leaves of one kind share fusion buffers. The derivative is that of `jax.reshard`. With
+    `backward`, a policy too, the gradient of a leaf that becomes `reduced` comes back compressed:
+    JAX leaves it unreduced, and it is brought to the sharding of the leaf. `policy`, `key`,
+    `exchange`, `reduction` and `levels` are as in `psum_compressed`; the last two are for
+    all-reduces.
+
+    Raises ValueError or TypeError while tracing for axes that are not explicit, for `backward`
+    without a leaf that becomes `reduced`, and for what the calls inside shard_map refuse. Source:
+    QSDP (Markov et al., ICML 2023) for sharded weights and gradients.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    known = leaves_of(tree)
+    wanted = _specs(tree, shardings)
+    moves = [
+        _move(where_of(_NAME, leaf.path), x, to)
+        for leaf, x, to in zip(known, leaves, wanted, strict=True)
+    ]
+    if backward is not None and not any(m and m.marks for m in moves):
+        raise ValueError(
+            f"{_NAME}: backward={backward} is for leaves that become reduced, whose gradient JAX "
+            "leaves unreduced, but no sharded leaf does; write P(..., reduced={axis}) as its "
+            "sharding, or leave out backward=."
+        )
+    plan = resolve(_NAME, tree, policy)
+    back = None if backward is None else resolve(_NAME, tree, backward)
+    out: list[Any] = [
+        x if move else jax.reshard(x, to) for x, move, to in zip(leaves, moves, wanted, strict=True)
+    ]
+    how = tuple({"exchange": exchange, "reduction": reduction, "levels": levels}.items())
+    for number, move in enumerate(dict.fromkeys(m for m in moves if m is not None)):
+        own = tuple(i for i, m in enumerate(moves) if m == move)
+        group = _Group(
+            move,
+            treedef,
+            own,
+            tuple(jax.typeof(leaves[i]).sharding.spec for i in own),
+            tuple(wanted[i] for i in own),
+            _mesh(leaves[own[0]]),
+            _Codes.of(plan, own),
+            _Codes.of(back, own) if back is not None and move.marks else None,
+            how,
+        )
+        seed = None if key is None else jax.random.fold_in(key, number)
+        for i, y in zip(own, group([leaves[i] for i in own], seed), strict=True):
+            out[i] = y
+    return jax.tree.unflatten(treedef, out)
+
+
+def reduced(
+    params: Pytree, axis_name: AxisName, policy: Compressor | Policy | Plan | None = None
+) -> Pytree:
+    """Types the leaves that `policy` compresses as `reduced`; their gradients are then unreduced.
+
+    `params` is a pytree of global arrays that are replicated over `axis_name`, a name or a tuple of
+    names of explicit mesh axes. Nothing is computed or sent. `jax.grad` at the result leaves the
+    gradients of these leaves unreduced over the axis: `reshard`, or `sync_gradients` with the same
+    policy, then reduces them with compression. JAX itself sums the gradients of all other leaves.
+    It has no rule for some uses of a `reduced` leaf, such as look-ups without `out_sharding`
+    (docs/troubleshooting.md); give such leaves `Identity()` in the policy. Raises ValueError for a
+    leaf that is sharded over the axis, and for axes that are not explicit.
+    """
+    caller = "reduced"
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    plan = resolve(caller, params, policy)
+    leaves, treedef = jax.tree.flatten(params)
+    for i, (leaf, compressor) in enumerate(zip(plan.leaves, plan.compressors, strict=True)):
+        where = where_of(caller, leaf.path)
+        spec = _compat.explicit_spec(where, leaves[i])
+        missing = [n for n in names if n not in _compat.axis_types(leaves[i])]
+        if missing:
+            raise ValueError(f"{where}: axis {missing[0]!r} is not an axis of its mesh.")
+        entries = _entries(spec, len(leaf.shape))
+        sharded = [n for n in names if any(n in entry for entry in entries)]
+        if sharded or spec.unreduced:
+            raise ValueError(
+                f"{where} is {spec}, but must be replicated over {names}; bring it there by "
+                "cgx_jax.reshard(tree, shardings, ...) with reduced= in the sharding."
+            )
+        if i in {n for buffer in plan.buffers for n in buffer} and not compressor.lossless:
+            to = PartitionSpec(*_compat.partitions(spec), reduced=spec.reduced | frozenset(names))
+            leaves[i] = jax.reshard(leaves[i], to)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+class _Move(NamedTuple):
+    """How a leaf travels: the collective over `axes`, and the dimension that it cuts or joins.
+
+    `marks` says that the result of an all-gather is typed as `reduced`.
+    """
+
+    collective: Collective
+    axes: tuple[str, ...]
+    dimension: int = 0
+    marks: bool = False
+
+
+class _Codes(NamedTuple):
+    """A plan without its leaves: the policy saw whole leaves, and a rank has a part of each."""
+
+    compressors: tuple[Compressor, ...]
+    buffers: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, numbers: Sequence[int]) -> _Codes:
+        """Returns the codes of some leaves, which keep the buffers that they share."""
+        place = {i: n for n, i in enumerate(numbers)}
+        kept = (tuple(place[i] for i in buffer if i in place) for buffer in plan.buffers)
+        return cls(tuple(plan.compressors[i] for i in numbers), tuple(filter(None, kept)))
+
+    def plan(self, leaves: Sequence[Leaf]) -> Plan:
+        return Plan(tuple(leaves), self.compressors, self.buffers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Leaves of one move, which travel together: static and hashable."""
+
+    move: _Move
+    treedef: jax.tree_util.PyTreeDef
+    numbers: tuple[int, ...]
+    froms: tuple[PartitionSpec, ...]
+    to: tuple[PartitionSpec, ...]
+    mesh: Any
+    codes: _Codes
+    backward: _Codes | None
+    how: tuple[tuple[str, Any], ...]
+
+    def __call__(self, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
+        function = _moved if self.backward is None else _moved_back
+        out: list[jax.Array] = function(self, leaves, key)
+        return out
+
+    def exact(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        return [jax.reshard(x, to) for x, to in zip(leaves, self.to, strict=True)]
+
+    def compressed(self, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
+        """Returns the leaves where they should be, by the collective inside a shard_map."""
+        data = None if key is None else jax.random.key_data(key)
+        mapped = jax.shard_map(
+            functools.partial(self._inside, None if key is None else jax.random.key_impl(key)),
+            mesh=self.mesh,
+            in_specs=(list(self.froms), PartitionSpec()),
+            out_specs=list(self.to),
+        )
+        out: list[jax.Array] = mapped(leaves, data)
+        return out
+
+    def _inside(self, impl: Any, leaves: list[jax.Array], data: Any) -> list[jax.Array]:
+        key = None if data is None else jax.random.wrap_key_data(data, impl=impl)
+        collective, names, dimension, marks = self.move
+        axis = names[0] if len(names) == 1 else names
+        how = dict(self.how)
+        if collective is not Collective.ALL_REDUCE:
+            how = {"exchange": how["exchange"]}
+        options = Options.resolve(_NAME, axis, collective=collective, **how)
+        # Other leaves leave gaps, so that messages have the paths of the whole tree.
+        every: list[Any] = [None] * self.treedef.num_leaves
+        for i, x in zip(self.numbers, leaves, strict=True):
+            every[i] = x
+        tree = jax.tree.unflatten(self.treedef, every)
+        known = leaves_of(tree)
+        if collective is Collective.ALL_GATHER:
+            known = [
+                dataclasses.replace(x, shape=rows.whole_shape(x.shape, dimension, options.axes))
+                for x in known
+            ]
+        plan = self.codes.plan(known)
+        if collective is Collective.REDUCE_SCATTER:
+            return jax.tree.leaves(rows.reduce_scatter(options, tree, plan, dimension, True, key))
+        if collective is Collective.ALL_REDUCE:
+            return values_of(route(options, plan), leaves, key)
+        whole = jax.tree.leaves(rows.all_gather(options, tree, plan, dimension, True, key))
+        same = [_compat.same_over(x, names) for x in whole]
+        return [lax.pcast(x, names, to="reduced") for x in same] if marks else same
+
+    def back(self) -> _Group:
+        """Returns how the gradients of the results return."""
+        axes = frozenset(self.move.axes)
+        specs = [
+            PartitionSpec(*_compat.partitions(to), unreduced=axes, reduced=to.reduced - axes)
+            for to in self.to
+        ]
+        move = _Move(Collective.REDUCE_SCATTER, self.move.axes, self.move.dimension)
+        assert self.backward is not None
+        return dataclasses.replace(
+            self, move=move, froms=tuple(specs), to=self.froms, codes=self.backward, backward=None
+        )
+
+
+# Every collective is linear, so its derivative in direction t is the exact collective of t.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _moved(group: _Group, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
+    return group.compressed(leaves, key)
+
+
+@_moved.defjvp
+def _moved_jvp(group: _Group, primals: Pytree, tangents: Pytree) -> Pytree:
+    return _moved(group, *primals), group.exact(tangents[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moved_back(group: _Group, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
+    return group.compressed(leaves, key)
+
+
+def _forward(group: _Group, leaves: list[jax.Array], key: Key) -> Pytree:
+    return _moved_back(group, leaves, key), key
+
+
+def _backward(group: _Group, key: Key, cotangents: list[jax.Array]) -> Pytree:
+    # The noise of the gradients is not that of the weights.
+    own = None if key is None else jax.random.fold_in(key, 1)
+    no_gradient = None if key is None else np.zeros(jnp.shape(key), jax.dtypes.float0)
+    return _moved(group.back(), cotangents, own), no_gradient
+
+
+_moved_back.defvjp(_forward, _backward)
+
+
+def _move(where: str, x: Any, to: PartitionSpec) -> _Move | None:
+    """Returns how a leaf gets to `to`; None for `jax.reshard`."""
+    spec = _compat.explicit_spec(where, x)
+    entries, after = _entries(spec, x.ndim), _entries(to, x.ndim)
+    changed = [d for d in range(x.ndim) if entries[d] != after[d]]
+    d = changed[0] if changed else 0
+    order = list(_compat.axis_types(x))
+    if spec.unreduced and not to.unreduced and to.reduced == spec.reduced:
+        if not _compat.is_sum(spec):
+            return None
+        axes = tuple(n for n in order if n in spec.unreduced)
+        if not changed:
+            return _Move(Collective.ALL_REDUCE, axes)
+        added = after[d][len(entries[d]) :]
+        if len(changed) == 1 and entries[d] + added == after[d] and set(added) == set(axes):
+            return _Move(Collective.REDUCE_SCATTER, added, d)
+    if not spec.unreduced and not to.unreduced and len(changed) == 1:
+        axes = entries[d][len(after[d]) :]
+        marked = to.reduced - spec.reduced
+        known = spec.reduced <= to.reduced and marked in (frozenset(), frozenset(axes))
+        if axes and after[d] + axes == entries[d] and known:
+            return _Move(Collective.ALL_GATHER, axes, d, bool(marked))
+    return None
+
+
+def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """Returns the axes of each dimension."""
+    each = [*_compat.partitions(spec), *[None] * (ndim - len(spec))]
+    return [() if e is None else e if isinstance(e, tuple) else (e,) for e in each]
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, (PartitionSpec, NamedSharding))
+
+
+def _specs(tree: Pytree, shardings: Pytree) -> list[PartitionSpec]:
+    """Returns the spec of each leaf, from a prefix tree of specs and shardings."""
+    for path, given in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_spec):
+        if not _is_spec(given):
+            raise TypeError(
+                f"{_NAME}: the sharding at {jax.tree_util.keystr(path) or 'the root'} is "
+                f"{given!r}; pass a PartitionSpec or a NamedSharding, or a prefix tree of them."
+            )
+    try:
+        parts = jax.tree.map(
+            lambda s, sub: [s] * len(jax.tree.leaves(sub)), shardings, tree, is_leaf=_is_spec
+        )
+    except ValueError as error:
+        raise ValueError(f"{_NAME}: shardings are no prefix of the tree: {error}") from None
+    found = [
+        s for part in jax.tree.leaves(parts, is_leaf=lambda p: isinstance(p, list)) for s in part
+    ]
+    return [s.spec if isinstance(s, NamedSharding) else s for s in found]
+
+
+def _mesh(x: Any) -> Any:
+    """Returns the mesh of a leaf; None for that of `jax.set_mesh`."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return None
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else jax.typeof(x).sharding.mesh

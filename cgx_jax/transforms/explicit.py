@@ -1,0 +1,91 @@
+"""A step of a transformation outside of shard_map, on gradients that are typed as unreduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from cgx_jax import _compat
+from cgx_jax._types import Pytree
+from cgx_jax.leaves import leaves_of, where_of
+from cgx_jax.transforms.state import SyncState, map_parts
+
+Step = Callable[[Pytree, SyncState], tuple[Pytree, SyncState]]
+
+
+def step_on_ranks(
+    caller: str, names: tuple[str, ...], step: Step, updates: Pytree, state: SyncState
+) -> tuple[Pytree, SyncState]:
+    """Returns step(updates, state), traced inside a shard_map over all axes of the mesh.
+
+    `step` takes the mean over `names`. A gradient that is unreduced over them is the sum of the
+    ranks' parts, which is the mean of `world` times each part. Another gradient must be replicated
+    over `names`, as JAX has reduced it. Raises ValueError for other types of gradients, and for a
+    state that does not have its row on each rank.
+    """
+    leaves, treedef = jax.tree.flatten(updates)
+    mesh = jax.sharding.get_abstract_mesh()
+    world = 1
+    for n in names:
+        world *= mesh.shape[n]
+    before, after, parts = [], [], []
+    for leaf, x in zip(leaves_of(updates), leaves, strict=True):
+        spec = _compat.explicit_spec(where_of(caller, leaf.path), x)
+        split = [n for n in names if n in _axes_of(spec)]
+        own = spec.unreduced == frozenset(names) and _compat.is_sum(spec)
+        if split or (spec.unreduced and not own):
+            raise ValueError(
+                f"{where_of(caller, leaf.path)} is {spec}; the gradient must be unreduced over "
+                f"{names}, as cgx_jax.reduced(params, axis_name, policy) makes it, or replicated."
+            )
+        before.append(spec)
+        after.append(PartitionSpec(*_compat.partitions(spec), reduced=spec.reduced))
+        parts.append(own)
+    sharded = any(_axes_of(spec) for spec in before)
+    if sharded and jax.tree.leaves((state.statistics, state.moments, state.codes)):
+        raise ValueError(
+            f"{caller}: an Adaptive policy, SecondMoment and compressors with state need whole "
+            "gradients, but some are sharded over other axes of the mesh. Use a fixed policy "
+            "without precondition."
+        )
+
+    def row(_: Any, x: Any) -> PartitionSpec:
+        spec = _compat.explicit_spec(f"{caller}: the memory", x)
+        first = _compat.partitions(spec)[:1]
+        if first not in ((names,), names[:1] if len(names) == 1 else ()):
+            raise ValueError(
+                f"{caller}: an array of the state with a row for each rank is {spec}, so every "
+                "rank would keep all rows. Take the state from init under jax.set_mesh, or place "
+                "it by cgx_jax.state_shardings(state, axis_name, mesh)."
+            )
+        return spec
+
+    kept = map_parts(caller, state, row, lambda x: jax.typeof(x).sharding.spec)
+
+    def local(updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
+        own = [
+            _compat.own(x, names) * world if part else x
+            for x, part in zip(jax.tree.leaves(updates), parts, strict=True)
+        ]
+        return step(jax.tree.unflatten(treedef, own), state)
+
+    out: tuple[Pytree, SyncState] = jax.shard_map(
+        local,
+        in_specs=(jax.tree.unflatten(treedef, before), kept),
+        out_specs=(jax.tree.unflatten(treedef, after), kept),
+    )(updates, state)
+    return out
+
+
+def is_outside(names: tuple[str, ...]) -> bool:
+    """Whether the mesh of `jax.set_mesh` has all of these axes, and none of them is bound here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return all(n in mesh.axis_names and n not in mesh.manual_axes for n in names)
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    each = _compat.partitions(spec)
+    return {n for e in each if e is not None for n in (e if isinstance(e, tuple) else (e,))}

@@ -1,0 +1,440 @@
+"""`reshard` on explicit axes: the values and types of jax.reshard, with compressed payloads."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Plan, Quantize, Rule, Rules
+from cgx_jax.compressors import Identity
+from hlo import collectives
+
+pytestmark = pytest.mark.oldest
+
+Q8 = Quantize(8)
+HOW = {"exchange": "xla"}
+D, M, OWN = frozenset({"data"}), frozenset({"model"}), frozenset({"data", "replica"})
+
+
+def explicit(**axes):
+    kinds = (AxisType.Explicit,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+
+@pytest.fixture
+def two():
+    """Four ranks times two shards of a model."""
+    with jax.set_mesh(mesh := explicit(data=4, model=2)):
+        yield mesh
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def unreduced(x, spec):
+    """Returns the sum of [ranks, ...] as a value that is unreduced over the axes of `spec`."""
+    axes = tuple(n for n in jax.sharding.get_abstract_mesh().axis_names if n in spec.unreduced)
+    rows, ones = (jax.reshard(y, P(axes)) for y in (jnp.asarray(x), jnp.ones(len(x), x.dtype)))
+    total = jnp.einsum("r,rij->ij", ones, rows, out_sharding=P(None, None, unreduced=set(axes)))
+    assert jax.typeof(total).sharding.spec.unreduced == spec.unreduced
+    return total
+
+
+def gradient(axes=D, shape=(64, 96), dtype=np.float32):
+    """Returns a gradient that is unreduced over `axes`, and its value."""
+    x = normal(1, 8, *shape).astype(dtype)
+    total = unreduced(x, P(unreduced=axes))
+    return total, np.asarray(jax.reshard(total, P()), np.float32)
+
+
+MOVES = {  # the spec before, the spec after, and the collective in the compiled program
+    "all-reduce": (P(unreduced=D), P(), {"all-to-all", "all-gather"}),
+    "reduce-scatter of rows": (P(unreduced=D), P("data"), {"all-to-all"}),
+    "reduce-scatter of columns": (P(unreduced=D), P(None, "data"), {"all-to-all"}),
+    "all-gather of rows": (P("data"), P(), {"all-gather"}),
+    "all-gather of columns": (P(None, "data"), P(), {"all-gather"}),
+    "all-gather beside another axis": (P("model", "data"), P("model"), {"all-gather"}),
+    "all-gather of the minor axis": (P(("model", "data")), P("model"), {"all-gather"}),
+    "all-gather to reduced": (P("data"), P(None, None, reduced=D), {"all-gather"}),
+}
+
+
+def start(spec):
+    if spec.unreduced:
+        return gradient(spec.unreduced)
+    x = normal(2, 64, 96)
+    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec)), x
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_values_and_types_are_those_of_jax_and_payloads_are_bytes(two, move):
+    before, after, ops = MOVES[move]
+    x, value = start(before)
+    exact = jax.jit(lambda x: jax.reshard(x, after))
+    ours = jax.jit(lambda x: cgx_jax.reshard(x, after, Q8, **HOW))
+    got = ours(x)
+    assert jax.typeof(got) == jax.typeof(exact(x))
+    error = np.abs(np.asarray(got) - value).max()
+    assert 0 < error < 0.02 * np.abs(value).max()
+    sent = [c for c in collectives(ours.lower(x).compile().as_text()) if c[2] > 1024]
+    assert {op for op, _, _ in sent} == ops
+    assert {dtype for _, dtype, _ in sent} == {"u8"}
+    plain = cgx_jax.reshard(x, after, Identity(), **HOW)
+    np.testing.assert_allclose(np.asarray(plain), value, atol=1e-5)
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_derivatives_are_those_of_jax(two, move):
+    before, after, _ = MOVES[move]
+    x, _ = start(before)
+
+    def pulled(f):
+        def g(x):
+            y, back = jax.vjp(f, x)
+            kind = jax.typeof(y).sharding.spec
+            ct = jnp.cos(jnp.arange(64 * 96.0)).reshape(64, 96)
+            if kind.reduced:
+                ct = unreduced(jnp.stack([ct] * 8), P(unreduced=kind.reduced))
+            elif any(after):
+                ct = jax.reshard(ct, after)
+            return back(ct)[0]
+
+        return jax.jit(g)(x)
+
+    got = pulled(lambda x: cgx_jax.reshard(x, after, Q8, **HOW))
+    want = pulled(lambda x: jax.reshard(x, after))
+    assert jax.typeof(got) == jax.typeof(want)
+    whole = lambda x: np.asarray(jax.reshard(x, P()))  # noqa: E731
+    if not jax.typeof(want).sharding.spec.reduced:
+        np.testing.assert_allclose(whole(got), whole(want), atol=1e-5)
+
+
+OTHER = {
+    "replicated to sharded": (P(), P("data")),
+    "another dimension": (P("data"), P(None, "data")),
+    "two dimensions at once": (P("data", "model"), P()),
+    "the major axis": (P(("data", "model")), P("model")),
+    "nothing": (P("data"), P("data")),
+    "unreduced to two dimensions": (P(unreduced=frozenset({"data", "model"})), P("data", "model")),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_everything_else_is_jax_reshard(two, case):
+    before, after = OTHER[case]
+    x, _ = start(before)
+    got, want = (f(x) for f in (lambda x: cgx_jax.reshard(x, after, Q8, **HOW),
+                                lambda x: jax.reshard(x, after)))  # fmt: skip
+    assert jax.typeof(got) == jax.typeof(want)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def test_bits_are_those_of_the_calls_inside_shard_map(two):
+    """One path: the same noise, the same fusion buffers, the same records."""
+    code, key = Quantize(4, rounding="stochastic", rotation=True), jax.random.key(3)
+    own = jax.random.key_data(jax.random.fold_in(key, 0))
+    tree = {"a": gradient()[0], "b": {"kernel": gradient(shape=(40, 128))[0]}}
+    inside = jax.shard_map(
+        lambda t, own: cgx_jax.psum_compressed(
+            t, "data", code, key=jax.random.wrap_key_data(own), **HOW
+        ),
+        in_specs=(P(unreduced=D), P()),
+        out_specs=P(),
+    )
+    got = jax.jit(lambda t: cgx_jax.reshard(t, P(), code, key=key, **HOW))(tree)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(inside)(tree, own))
+
+
+def test_leaves_of_several_kinds_travel_in_one_call(two):
+    """Paths choose codes over the whole tree; each kind of leaf has its own collective."""
+    big, _ = gradient()
+    both, _ = gradient(frozenset({"data", "model"}))
+    tree = {
+        "kernel": big,
+        "bias": gradient(shape=(1, 96))[0],
+        "exact": big,
+        "experts": both,
+        "weights": jax.device_put(normal(2, 64, 96), NamedSharding(two, P("data"))),
+    }
+    to = {k: P() for k in tree} | {"exact": P("data")}
+    policy = Rules([Rule(Identity(), path="exact")], Q8)
+    got = jax.jit(lambda t: cgx_jax.reshard(t, to, policy, **HOW))(tree)
+    want = jax.tree.map(lambda x: np.asarray(jax.reshard(x, P())), tree)
+    for k, y in got.items():
+        error = np.abs(np.asarray(jax.reshard(y, P())) - want[k]).max()
+        lossy = k in ("kernel", "experts", "weights")
+        assert (error > 1e-5) == lossy, k
+        assert error < 0.02 * np.abs(want[k]).max(), k
+    assert jax.typeof(got["exact"]).sharding.spec == P("data", None)
+
+
+def test_an_axis_of_several_names():
+    with jax.set_mesh(explicit(replica=2, data=2, model=2)):
+        x, value = gradient(OWN)
+        got = cgx_jax.reshard(x, P(), Q8, **HOW)
+        assert 0 < np.abs(np.asarray(got) - value).max() < 0.02 * np.abs(value).max()
+        got = cgx_jax.reshard(x, P(None, ("data", "replica")), Q8, **HOW)
+        assert 0 < np.abs(np.asarray(got) - value).max() < 0.02 * np.abs(value).max()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.int32])
+def test_dtypes(two, dtype):
+    x = jax.device_put(jnp.asarray(normal(2, 64, 96) * 50, dtype), NamedSharding(two, P("data")))
+    got = cgx_jax.reshard(x, P(), Q8, **HOW)
+    assert got.dtype == dtype
+    exact = np.issubdtype(np.dtype(dtype), np.integer)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(x, np.float32), atol=0 if exact else 2
+    )
+
+
+def loss_of(params, x):
+    h = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean((h @ params["v"] - jnp.roll(x, 1, 1)) ** 2)
+
+
+def model():
+    return {"w": normal(1, 64, 64) / 8, "v": normal(2, 64, 64) / 8, "b": np.zeros(64, np.float32)}
+
+
+def test_gradients_at_reduced_parameters(two):
+    """`reduced` types what the policy compresses, and JAX sums the gradients of the rest."""
+    params = jax.device_put(model(), NamedSharding(two, P()))
+    x = jax.device_put(normal(0, 16, 64), NamedSharding(two, P("data")))
+    exact = jax.jit(jax.grad(loss_of))(params, x)
+
+    @jax.jit
+    def f(params, x):
+        typed = cgx_jax.reduced(params, "data", Q8)
+        grads = jax.grad(loss_of)(typed, x)
+        return cgx_jax.reshard(grads, P(), Q8, **HOW)
+
+    kinds = jax.eval_shape(lambda p: cgx_jax.reduced(p, "data", Q8), params)
+    assert {k: bool(x.sharding.spec.reduced) for k, x in kinds.items()} == {
+        "w": True,
+        "v": True,
+        "b": False,
+    }
+    for k, got in f(params, x).items():
+        np.testing.assert_allclose(got, exact[k], atol=0.02 * np.abs(exact[k]).max(), err_msg=k)
+
+
+SHARDS = {"w": P("data"), "v": P(None, "data"), "b": P()}
+WHOLE = {"w": P(None, None, reduced=D), "v": P(None, None, reduced=D), "b": P()}
+
+
+def fsdp_loss(shards, x, *, key=None, layers=1):
+    whole = cgx_jax.reshard(shards, WHOLE, Q8, backward=Q8, key=key, **HOW)
+    return loss_of(whole, x)
+
+
+FORMS = {
+    "plain": lambda f: f,
+    "remat": jax.checkpoint,
+    "custom scan": lambda f: (
+        lambda p, x: jax.lax.scan(lambda c, _: (c + f(p, x), None), 0.0, length=1)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fsdp_is_compressed_both_ways(two, form):
+    """Weights sharded along different dimensions; only bytes travel, shards stay shards."""
+    placed = {k: NamedSharding(two, s) for k, s in SHARDS.items()}
+    params = jax.device_put(model(), placed)
+    x = jax.device_put(normal(0, 16, 64), NamedSharding(two, P("data")))
+    exact = jax.jit(jax.grad(loss_of))(jax.device_put(model(), NamedSharding(two, P())), x)
+    f = jax.jit(jax.grad(FORMS[form](fsdp_loss)))
+    got = f(params, x)
+    for k, g in got.items():
+        assert jax.typeof(g) == jax.typeof(params[k]), k
+        np.testing.assert_allclose(g, exact[k], atol=0.05 * np.abs(exact[k]).max(), err_msg=k)
+    sent = [c for c in collectives(f.lower(params, x).compile().as_text()) if c[2] > 1024]
+    assert {dtype for _, dtype, _ in sent} == {"u8"}
+    assert {op for op, _, _ in sent} == {"all-gather", "all-to-all"}
+
+
+def test_backward_noise_differs_from_that_of_the_weights_and_follows_the_key(two):
+    shards = jax.device_put(normal(1, 64, 64), NamedSharding(two, P("data")))
+    code = Quantize(4, rounding="stochastic")
+
+    def grad_with(key):
+        def f(w):
+            whole = cgx_jax.reshard(
+                w, P(None, None, reduced=D), code, backward=code, key=key, **HOW
+            )
+            return jnp.sum(jnp.sin(jax.reshard(jnp.ones((4, 64)), P("data")) @ whole))
+
+        return np.asarray(jax.jit(jax.grad(f))(shards))
+
+    one, again, two_ = (grad_with(jax.random.key(k)) for k in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert (one != two_).any()
+
+
+def test_vmap_and_ahead_of_time(two):
+    xs = jax.device_put(normal(1, 3, 64, 96), NamedSharding(two, P(None, "data")))
+    f = jax.jit(jax.vmap(lambda x: cgx_jax.reshard(x, P(), Q8, **HOW)))
+    got = f.lower(xs).compile()(xs)
+    want = [cgx_jax.reshard(jax.reshard(x, P("data")), P(), Q8, **HOW) for x in np.asarray(xs)]
+    np.testing.assert_array_equal(got, np.stack(want))
+
+
+def test_accumulated_gradients_are_reduced_once(two):
+    params = jax.device_put(model(), NamedSharding(two, P()))
+    batch = jax.device_put(list(normal(0, 3, 16, 64)), NamedSharding(two, P("data")))
+
+    @jax.jit
+    def f(params, batch):
+        typed = cgx_jax.reduced(params, "data", Q8)
+        grads = [jax.grad(loss_of)(typed, x) for x in batch]
+        total = jax.tree.map(lambda *g: functools.reduce(jnp.add, g), *grads)
+        return cgx_jax.reshard(total, P(), Q8, **HOW)
+
+    exact = jax.jit(jax.grad(lambda p, b: sum(loss_of(p, x) for x in b)))(params, batch)
+    for k, got in f(params, batch).items():
+        np.testing.assert_allclose(got, exact[k], atol=0.02 * np.abs(exact[k]).max(), err_msg=k)
+    sent = collectives(f.lower(params, batch).compile().as_text())
+    assert sum(op == "all-to-all" for op, _, _ in sent) == 4  # one call, an operand for each rank
+
+
+KINDS = {
+    "stateless": {},
+    "feedback": {"memory": cgx_jax.ErrorFeedback()},
+    "preconditioned": {"precondition": cgx_jax.SecondMoment()},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sync_gradients_outside_of_shard_map_is_that_inside(two, kind):
+    """The same means, states and bits; nothing else in the loop changes."""
+    steps, code = 4, Quantize(4)
+    params = jax.device_put(model(), NamedSharding(two, P()))
+    xs = jax.device_put(list(normal(0, steps, 16, 64)), NamedSharding(two, P("data")))
+    tx = optax.chain(cgx_jax.sync_gradients("data", code, **KINDS[kind], **HOW), optax.adam(1e-2))
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, x):
+        grads = jax.grad(loss_of)(cgx_jax.reduced(params, "data", code), x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    specs = cgx_jax.state_specs(state, "data")
+
+    @jax.jit
+    @jax.shard_map(in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+    def inside(params, state, x):
+        grads = jax.grad(loss_of)(jax.lax.pcast(params, "data", to="varying"), x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    ours = theirs = params, state
+    with jax.numpy_dtype_promotion("standard"):
+        for x in xs:
+            ours, theirs = step(*ours, x), inside(*theirs, x)
+        sent = collectives(step.lower(*ours, xs[0]).compile().as_text())
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, atol=2e-4)
+    assert {dtype for _, dtype, nbytes in sent if nbytes > 1024} == {"u8"}
+
+
+def test_a_memory_is_sharded_as_its_parameter(two):
+    params = {"w": jax.device_put(normal(1, 64, 64), NamedSharding(two, P(None, "model")))}
+    tx = cgx_jax.sync_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW)
+    state = tx.init(params)
+    assert jax.typeof(state.memory[0]["w"]).sharding.spec == P("data", None, "model")
+    x = jax.device_put(normal(0, 16, 64), NamedSharding(two, P("data")))
+    loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
+
+    @jax.jit
+    def f(params, state, x):
+        return tx.update(jax.grad(loss)(cgx_jax.reduced(params, "data", Q8), x), state)
+
+    got, state = f(params, state, x)
+    assert jax.typeof(got["w"]).sharding.spec == P(None, "model")
+    assert jax.typeof(state.memory[0]["w"]).sharding.spec == P("data", None, "model")
+    exact = jax.jit(jax.grad(loss))(params, x)["w"]
+    # What the ranks sent and remember together is what they had.
+    owed = np.asarray(state.memory[0]["w"]).mean(0)
+    np.testing.assert_allclose(np.asarray(got["w"]) + owed, exact, atol=1e-5)
+
+
+def auto_mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def on_auto():
+    with jax.set_mesh(auto_mesh()):
+        cgx_jax.reshard(jnp.ones((8, 8)), P("data"), Q8)
+
+
+def inside_shard_map():
+    jax.shard_map(lambda x: cgx_jax.reshard(x, P(), Q8), out_specs=P("data"))(start(P("data"))[0])
+
+
+def split_over_the_axis():
+    x = jax.device_put(np.ones((64, 64)), NamedSharding(jax.sharding.get_mesh(), P("data")))
+    cgx_jax.reduced(x, "data", Q8)
+
+
+def sync_of(spec, state=lambda s: s, **options):
+    tx = cgx_jax.sync_gradients("data", Q8, **options)
+    x = jax.device_put(np.ones((64, 64)), NamedSharding(jax.sharding.get_mesh(), spec))
+    tx.update({"w": x}, state(tx.init({"w": x})))
+
+
+def everywhere(state):
+    return jax.tree.map(lambda x: jax.reshard(x, P()), state)
+
+
+WRONG = {
+    "auto": (on_auto, r"reshard is on a mesh whose axis 'data' is Auto.*value_and_grad"),
+    "manual": (inside_shard_map, "reshard is on a mesh whose axis 'data' is Manual.*shard_map"),
+    "plan": (
+        lambda: cgx_jax.reshard(jnp.ones((8, 8)), P(), Plan.build(np.ones((8, 9)), Q8)),
+        "reshard: leaf 0 is .*but the plan has",
+    ),
+    "no spec": (lambda: cgx_jax.reshard(jnp.ones(3), "data"), "reshard: the sharding at the root"),
+    "no prefix": (
+        lambda: cgx_jax.reshard({"a": jnp.ones(3)}, {"b": P()}),
+        "reshard: shardings are no prefix of the tree",
+    ),
+    "backward": (
+        lambda: cgx_jax.reshard(start(P("data"))[0], P(), Q8, backward=Q8),
+        "reshard: backward=.*is for leaves that become reduced",
+    ),
+    "key": (
+        lambda: cgx_jax.reshard(gradient()[0], P(), Quantize(4, rounding="stochastic")),
+        "reshard: .*needs a key|reshard: .*key",
+    ),
+    "sharded": (split_over_the_axis, r"reduced is P\('data', None\), but must be replicated"),
+    "axis": (
+        lambda: cgx_jax.reduced(start(P())[0], "batch", Q8),
+        "reduced: axis 'batch' is not an axis|reduced.*axis 'batch' is not an axis of its mesh",
+    ),
+    "reduced already": (
+        lambda: sync_of(P()),
+        r"sync_gradients: leaf 'w' does not vary over axis 'data'.*cgx_jax.reduced\(params",
+    ),
+    "sharded gradient": (lambda: sync_of(P("data")), "sync_gradients.*'w'.*must be unreduced"),
+    "replicated memory": (
+        lambda: sync_of(P(), everywhere, memory=cgx_jax.ErrorFeedback()),
+        "sync_gradients: an array of the state with a row for each rank is .*state_shardings",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_known_is_refused(two, case):
+    call, says = WRONG[case]
+    with pytest.raises((ValueError, TypeError), match=says):
+        call()
