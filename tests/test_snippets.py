@@ -304,7 +304,8 @@ def test_a_page_runs(page):
         return vars(module)
 
     known = FRAGMENTS.get(page, Fragments())
-    with jax.numpy_dtype_promotion("standard"):  # as users have it; optax needs it
+    # Promotion as users have it; optax needs it. The mesh that a page sets ends with the page.
+    with jax.numpy_dtype_promotion("standard"), jax.set_mesh(None):
         names = namespace()
         execute(COMMON + known.before, names, page)
         for line, code in blocks(page):
