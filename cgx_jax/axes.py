@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
-from cgx_jax.leaves import sum_dtype
+from cgx_jax.leaves import operand_of, sum_dtype
 
 # A leaf of up to this size travels with others: a separate call costs more than the copies.
 SMALL_BYTES = 1 << 16
@@ -116,17 +116,17 @@ class Axes:
         for path, x in leaves:
             kinds = jax.typeof(x).mat
             for n in self.names:
-                where = f"leaf {path!r}" if path else "the operand"
+                where = operand_of(caller, path)
                 if n in kinds.unreduced:
                     raise ValueError(
-                        f"{caller}: {where} is typed as unreduced over axis {n!r}: each rank holds "
+                        f"{where} is typed as unreduced over axis {n!r}: each rank holds "
                         "a part, and the value is the sum of the parts. It is most often the "
                         "gradient of a parameter that is typed as reduced. Sum it first: "
                         f"cgx_jax.psum_compressed(x, {n!r}), or jax.lax.psum(x, {n!r})."
                     )
                 if n in kinds.reduced:
                     raise ValueError(
-                        f"{caller}: {where} is typed as reduced over axis {n!r}: every rank holds "
+                        f"{where} is typed as reduced over axis {n!r}: every rank holds "
                         "the value, and JAX leaves its gradient unreduced. Give shard_map the "
                         "in_specs P() for it, without reduced=, or outside jax.grad write "
                         f"jax.lax.pcast(x, {n!r}, to='varying')."
@@ -141,18 +141,18 @@ class Axes:
             return
         for path, x in leaves:
             kinds = jax.typeof(x).mat
-            where = f"leaf {path!r}" if path else "the operand"
+            where = operand_of(caller, path)
             mixed = kinds.unreduced & set(self.names)
             if mixed and (set(self.names) - mixed or not _compat.is_sum(kinds)):
                 raise ValueError(
-                    f"{caller}: {where} is typed as {kinds}; this call sums values that vary over "
+                    f"{where} is typed as {kinds}; this call sums values that vary over "
                     f"all of the axes {self.names}, or are unreduced sums over all of them. Reduce "
                     f"over {sorted(mixed)} first."
                 )
             missing = [n for n in self.names if n not in kinds.varying | mixed]
             if missing:
                 raise ValueError(
-                    f"{caller}: {where} does not vary over axis {missing[0]!r}, so every rank "
+                    f"{where} does not vary over axis {missing[0]!r}, so every rank "
                     "holds the same value: it is already reduced, or was never split. Under "
                     "check_vma, jax.grad of a replicated parameter inserts its own uncompressed "
                     "psum. Either make the parameters vary before jax.grad: params = jax.tree.map("

@@ -69,6 +69,11 @@ def is_bare(tree: Pytree) -> bool:
     return bool(jax.tree_util.all_leaves([tree])) and not isinstance(tree, SCALARS)
 
 
+def operand_of(caller: str, path: str) -> str:
+    """Returns how a sentence about a leaf begins."""
+    return f"{caller}: leaf {path!r}" if path else f"{caller}: the operand"
+
+
 def where_of(caller: str, path: str) -> str:
     """Returns how error messages name a leaf of a call."""
     return f"{caller}: leaf {path!r}" if path else caller

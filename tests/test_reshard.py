@@ -397,8 +397,14 @@ def everywhere(state):
 
 
 WRONG = {
-    "auto": (on_auto, r"reshard is on a mesh whose axis 'data' is Auto.*value_and_grad"),
-    "manual": (inside_shard_map, "reshard is on a mesh whose axis 'data' is Manual.*shard_map"),
+    "auto": (
+        on_auto,
+        r"reshard: the operand is on a mesh whose axis 'data' is Auto.*value_and_grad",
+    ),
+    "manual": (
+        inside_shard_map,
+        "reshard: the operand is on a mesh whose axis 'data' is Manual.*shard_map",
+    ),
     "plan": (
         lambda: cgx_jax.reshard(jnp.ones((8, 8)), P(), Plan.build(np.ones((8, 9)), Q8)),
         "reshard: leaf 0 is .*but the plan has",
@@ -416,10 +422,13 @@ WRONG = {
         lambda: cgx_jax.reshard(gradient()[0], P(), Quantize(4, rounding="stochastic")),
         "reshard: .*needs a key|reshard: .*key",
     ),
-    "sharded": (split_over_the_axis, r"reduced is P\('data', None\), but must be replicated"),
+    "sharded": (
+        split_over_the_axis,
+        r"reduced: the operand is P\('data', None\), but must be replicated",
+    ),
     "axis": (
         lambda: cgx_jax.reduced(start(P())[0], "batch", Q8),
-        "reduced: axis 'batch' is not an axis|reduced.*axis 'batch' is not an axis of its mesh",
+        "reduced: the operand: axis 'batch' is not an axis of its mesh",
     ),
     "reduced already": (
         lambda: sync_of(P()),
@@ -438,3 +447,10 @@ def test_what_cannot_be_known_is_refused(two, case):
     call, says = WRONG[case]
     with pytest.raises((ValueError, TypeError), match=says):
         call()
+
+
+def test_arrays_of_numpy_are_placed_as_by_jax(two):
+    got = cgx_jax.reshard({"a": normal(1, 64, 64), "b": 2.0}, {"a": P("data"), "b": P()}, Q8)
+    np.testing.assert_array_equal(got["a"], normal(1, 64, 64))
+    assert jax.typeof(got["a"]).sharding.spec == P("data", None)
+    assert got["b"] == 2

@@ -22,7 +22,7 @@ from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.leaves import Leaf, leaves_of, where_of
+from cgx_jax.leaves import Leaf, leaves_of, operand_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
@@ -69,7 +69,7 @@ def reshard(
     known = leaves_of(tree)
     wanted = _specs(tree, shardings)
     moves = [
-        _move(where_of(_NAME, leaf.path), x, to)
+        _move(operand_of(_NAME, leaf.path), x, to) if isinstance(x, jax.Array) else None
         for leaf, x, to in zip(known, leaves, wanted, strict=True)
     ]
     if backward is not None and not any(m and m.marks for m in moves):
@@ -121,7 +121,7 @@ def reduced(
     plan = resolve(caller, params, policy)
     leaves, treedef = jax.tree.flatten(params)
     for i, (leaf, compressor) in enumerate(zip(plan.leaves, plan.compressors, strict=True)):
-        where = where_of(caller, leaf.path)
+        where = operand_of(caller, leaf.path)
         spec = _compat.explicit_spec(where, leaves[i])
         missing = [n for n in names if n not in _compat.axis_types(leaves[i])]
         if missing:
@@ -322,7 +322,10 @@ def _specs(tree: Pytree, shardings: Pytree) -> list[PartitionSpec]:
             lambda s, sub: [s] * len(jax.tree.leaves(sub)), shardings, tree, is_leaf=_is_spec
         )
     except ValueError as error:
-        raise ValueError(f"{_NAME}: shardings are no prefix of the tree: {error}") from None
+        raise ValueError(
+            f"{_NAME}: shardings are no prefix of the tree; give every leaf or subtree a "
+            f"PartitionSpec, P() where it is replicated. {error}"
+        ) from None
     found = [
         s for part in jax.tree.leaves(parts, is_leaf=lambda p: isinstance(p, list)) for s in part
     ]

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import Pytree
-from cgx_jax.leaves import leaves_of, where_of
+from cgx_jax.leaves import leaves_of, operand_of
 from cgx_jax.transforms.state import SyncState, map_parts
 
 Step = Callable[[Pytree, SyncState], tuple[Pytree, SyncState]]
@@ -33,12 +33,12 @@ def step_on_ranks(
         world *= mesh.shape[n]
     before, after, parts = [], [], []
     for leaf, x in zip(leaves_of(updates), leaves, strict=True):
-        spec = _compat.explicit_spec(where_of(caller, leaf.path), x)
+        spec = _compat.explicit_spec(operand_of(caller, leaf.path), x)
         split = [n for n in names if n in _axes_of(spec)]
         own = spec.unreduced == frozenset(names) and _compat.is_sum(spec)
         if split or (spec.unreduced and not own):
             raise ValueError(
-                f"{where_of(caller, leaf.path)} is {spec}; the gradient must be unreduced over "
+                f"{operand_of(caller, leaf.path)} is {spec}; the gradient must be unreduced over "
                 f"{names}, as cgx_jax.reduced(params, axis_name, policy) makes it, or replicated."
             )
         before.append(spec)
