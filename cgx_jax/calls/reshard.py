@@ -22,7 +22,7 @@ from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.leaves import Leaf, leaves_of, operand_of
+from cgx_jax.leaves import leaves_of, operand_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
@@ -93,8 +93,8 @@ def reshard(
             tuple(jax.typeof(leaves[i]).sharding.spec for i in own),
             tuple(wanted[i] for i in own),
             _mesh(leaves[own[0]]),
-            _Codes.of(plan, own),
-            _Codes.of(back, own) if back is not None and move.marks else None,
+            plan.subset(own),
+            back.subset(own) if back is not None and move.marks else None,
             how,
         )
         seed = None if key is None else jax.random.fold_in(key, number)
@@ -151,23 +151,6 @@ class _Move(NamedTuple):
     marks: bool = False
 
 
-class _Codes(NamedTuple):
-    """A plan without its leaves: the policy saw whole leaves, and a rank has a part of each."""
-
-    compressors: tuple[Compressor, ...]
-    buffers: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, plan: Plan, numbers: Sequence[int]) -> _Codes:
-        """Returns the codes of some leaves, which keep the buffers that they share."""
-        place = {i: n for n, i in enumerate(numbers)}
-        kept = (tuple(place[i] for i in buffer if i in place) for buffer in plan.buffers)
-        return cls(tuple(plan.compressors[i] for i in numbers), tuple(filter(None, kept)))
-
-    def plan(self, leaves: Sequence[Leaf]) -> Plan:
-        return Plan(tuple(leaves), self.compressors, self.buffers)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Group:
     """Leaves of one move, which travel together: static and hashable."""
@@ -178,8 +161,8 @@ class _Group:
     froms: tuple[PartitionSpec, ...]
     to: tuple[PartitionSpec, ...]
     mesh: Any
-    codes: _Codes
-    backward: _Codes | None
+    plan: Plan
+    backward: Plan | None
     how: tuple[tuple[str, Any], ...]
 
     def __call__(self, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
@@ -221,7 +204,8 @@ class _Group:
                 dataclasses.replace(x, shape=rows.whole_shape(x.shape, dimension, options.axes))
                 for x in known
             ]
-        plan = self.codes.plan(known)
+        # The policy saw whole leaves; here, a rank has a part of each.
+        plan = dataclasses.replace(self.plan, leaves=tuple(known))
         if collective is Collective.REDUCE_SCATTER:
             return jax.tree.leaves(rows.reduce_scatter(options, tree, plan, dimension, True, key))
         if collective is Collective.ALL_REDUCE:
@@ -240,7 +224,7 @@ class _Group:
         move = _Move(Collective.REDUCE_SCATTER, self.move.axes, self.move.dimension)
         assert self.backward is not None
         return dataclasses.replace(
-            self, move=move, froms=tuple(specs), to=self.froms, codes=self.backward, backward=None
+            self, move=move, froms=tuple(specs), to=self.froms, plan=self.backward, backward=None
         )
 
 

@@ -145,7 +145,7 @@ class Route:
             for buffer, way in self.ways.items()
             if buffer[0] in place
         }
-        return Route(self.options, self.plan.subset(tuple(part)), ways)
+        return Route(self.options, self.plan.subset(part), ways)
 
 
 def route(
