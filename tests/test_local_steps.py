@@ -90,8 +90,8 @@ def test_ranks_train_alone_and_send_what_they_have_moved(keep, check_vma):
             w = w + sent.mean(0)
         np.testing.assert_allclose(got[t], w, atol=1e-5)
     if keep is not None:
-        np.testing.assert_allclose(state.sync.memory[0]["w"], residual, atol=1e-5)
-    assert int(state.sync.step) == 3
+        np.testing.assert_allclose(state.fragments[0].sync.memory[0]["w"], residual, atol=1e-5)
+    assert int(state.fragments[0].sync.step) == 3
     assert not np.asarray(state.moved["w"]).any()
 
 
@@ -132,7 +132,7 @@ def test_states_are_placed_by_their_shardings():
     [
         (lambda: wrapped(Identity(), 0), ValueError, "every=0 must be 1 or more"),
         (lambda: wrapped(Identity(), 1.5), TypeError, "float"),
-        (lambda: local_params({}, ()), ValueError, "holds 0 states of local_steps, but must"),
+        (lambda: local_params({}, ()), ValueError, "holds 0 states of diloco or local_steps"),
         (
             lambda: local_steps(optax.sgd(0.1), "data", every=2).init({"w": jnp.zeros(3)}),
             ValueError,

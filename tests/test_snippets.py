@@ -113,16 +113,6 @@ shards = jax.tree.map(
             )
         },
         after={
-            "cgx_jax.transforms.local_params": """
-tx = cgx_jax.transforms.local_steps(
-    optax.sgd(0.1), "data", cgx_jax.Quantize(4), every=8, mesh=mesh
-)
-opt_state = tx.init(params)
-specs = cgx_jax.state_specs(opt_state, "data")
-in_specs, out_specs = (P(), specs, P("data")), (P(), specs)
-mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-jax.eval_shape(mapped, params, opt_state, batch)
-""",
             "writer.add_scalar": """
 class Writer:  # the one call of TensorBoard's and of W&B's loggers that is used
     def __init__(self):

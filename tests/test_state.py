@@ -253,7 +253,8 @@ def test_tree_map_params_maps_what_is_like_the_parameters_and_only_that(kind, me
         tx, lambda x, p: "param", state, params, transform_non_params=lambda x: "other"
     )
     sync_state, adam = marked
-    sync_state = getattr(sync_state, "sync", sync_state)
+    if hasattr(sync_state, "fragments"):
+        sync_state = sync_state.fragments[0].sync
     weights, tables = sync_state.moments or ((), ())
     assert set(jax.tree.leaves((adam.mu, sync_state.memory, weights))) == {"param"}
     assert set(jax.tree.leaves((sync_state.step, sync_state.codes, tables))) == {"other"}

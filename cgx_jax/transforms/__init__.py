@@ -1,7 +1,8 @@
 """The reduction as an Optax transformation: its state, its memories, and its helpers."""
 
-from cgx_jax.transforms.local_steps import local_params as local_params
-from cgx_jax.transforms.local_steps import local_steps as local_steps
+from cgx_jax.transforms.diloco import diloco as diloco
+from cgx_jax.transforms.diloco import local_params as local_params
+from cgx_jax.transforms.diloco import local_steps as local_steps
 from cgx_jax.transforms.memory import ErrorFeedback as ErrorFeedback
 from cgx_jax.transforms.memory import Memory as Memory
 from cgx_jax.transforms.memory import MomentumCorrection as MomentumCorrection

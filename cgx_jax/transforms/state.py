@@ -82,23 +82,35 @@ class SyncState(NamedTuple):
     skipped: Any = ()
 
 
+class Fragment(NamedTuple):
+    """A fragment of the parameters of `diloco`; its trees have None for other leaves.
+
+    `sync` is the `SyncState` of its reductions, `outer` the state of the outer optimizer, and
+    `waiting`, with a delay, the mean that is not applied yet, else ().
+    """
+
+    sync: Annotated[SyncState, SyncState]
+    outer: Pytree
+    waiting: Pytree = ()
+
+
 class LocalState(NamedTuple):
-    """State of `local_steps`, of which `moved` and `optimizer` differ between ranks.
+    """State of `diloco` and `local_steps`; `moved` and `optimizer` differ between ranks.
 
     `step`, i32[], is the number of updates. `moved`, a tree like the parameters, is how far a
     rank's own parameters are from the shared ones. `optimizer` is the inner optimizer's state, in
     the dtypes that Optax gives it. In both, an array of shape s is [world, *s], one row per rank
-    ([1, *s] inside shard_map and pmap).
-    `sync` is the `SyncState` of the reductions.
+    ([1, *s] inside shard_map and pmap). `fragments` has a `Fragment` for each part of the
+    parameters that is sent at a time of its own.
     """
 
     step: jax.Array
     moved: Annotated[Pytree, PerRank.MEAN]
     optimizer: Annotated[Pytree, PerRank.MEAN]
-    sync: Annotated[SyncState, SyncState]
+    fragments: tuple[Fragment, ...]
 
 
-_STATES: tuple[Any, ...] = (SyncState, CodeState, LocalState)
+_STATES: tuple[Any, ...] = (SyncState, CodeState, Fragment, LocalState)
 
 
 @functools.cache
@@ -185,14 +197,17 @@ def map_parts(
             elif inner is not None:
                 fields[name] = part(inner, value)
             else:
-                fields[name] = jax.tree.map(shared, value)
+                fields[name] = jax.tree.map(each, value, is_leaf=is_state)
         return kind(**fields) if isinstance(x, tuple) else fields
 
     def each(x: Any) -> Pytree:
         kind = _kind(caller, x)
         return shared(x) if kind is None else part(kind, x)
 
-    return jax.tree.map(each, state, is_leaf=lambda x: _kind(caller, x) is not None)
+    def is_state(x: Any) -> bool:
+        return _kind(caller, x) is not None
+
+    return jax.tree.map(each, state, is_leaf=is_state)
 
 
 def sync_states(caller: str, state: Pytree) -> list[SyncState]:
@@ -218,7 +233,7 @@ def _kind(caller: str, x: Any, expected: type | None = None) -> type | None:
         return None
     marks: dict[Any, set[str]] = {
         SyncState: {"step", "skipped"},
-        LocalState: {"step", "moved", "sync"},
+        LocalState: {"step", "moved", "fragments"},
     }
     found = (k for k, some in marks.items() if some <= set(x) <= set(k._fields))
     kind = next(found, expected)

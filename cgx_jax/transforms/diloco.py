@@ -1,0 +1,395 @@
+"""`diloco`: workers train on their own for many steps, then send how far they have moved."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+from cgx_jax import _compat
+from cgx_jax._types import AxisName, Pytree
+from cgx_jax.axes import Axes, after
+from cgx_jax.leaves import leaves_of
+from cgx_jax.plan import Plan, resolve
+from cgx_jax.policies.rules import Policy
+from cgx_jax.policies.stages import Stages
+from cgx_jax.transforms.checks import (
+    require_own_row,
+    require_paths,
+    require_shapes,
+    require_type,
+)
+from cgx_jax.transforms.own_rows import axes_of, rows_of
+from cgx_jax.transforms.state import Fragment, LocalState, is_any_tree, sync_states
+from cgx_jax.transforms.sync_gradients import sync_gradients
+
+if TYPE_CHECKING:
+    import optax
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    policy: Any = None,
+    *,
+    every: int,
+    outer: optax.GradientTransformation | None = None,
+    fragments: int | Callable[[str], int] = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+    mesh: Mesh | AbstractMesh | None = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo: workers take `every` steps of `inner` alone, then one of `outer` together.
+
+    Each rank of `axis_name` is a worker. Each update moves the worker's own parameters, which are
+    `local_params(params, state)`: compute gradients at these. `params` are the same on all workers.
+    Every `every` steps, the workers reduce how far they have moved, and `outer` takes a step on the
+    negative mean, the outer gradient; its default is Nesterov's momentum, `optax.sgd(0.7,
+    momentum=0.9, nesterov=True)`. In all other steps the update of `params` is 0 and nothing is
+    sent. Each worker keeps its own state of `inner`. `policy` and `options` (`memory`, `seed`,
+    `exchange`, `reduction`, `levels`) are those of `sync_gradients`, which does the reduction.
+
+    * `fragments` splits the leaves into parts of about as many bytes, which are sent at different
+      steps of a round: a peak of the traffic is shorter by this number. A function of a leaf's path
+      gives the number of its fragment.
+    * `delay`: what is sent in a step is applied `delay` steps later, less than `every`.
+    * `mix`, in [0, 1], is how much of its own parameters a worker keeps when a fragment is applied;
+      the rest are the shared ones.
+    * `update(..., weight=w)`: the mean counts this worker `w` times, such as its number of tokens.
+      The weight of the step that sends counts. A worker with weight 0 adds nothing.
+
+    Sources: DiLoCo (Douillard et al., 2023); Streaming DiLoCo (Douillard et al., 2025) for
+    fragments, delay and mix. With `TopK` and `ErrorFeedback` and an `outer` without momentum this
+    is SparseLoCo (2025).
+
+    The state is a `LocalState`. `state_specs`, `state_shardings` and `resize_state` take it. Raises
+    TypeError or ValueError for numbers that do not fit, for an `Adaptive` policy or `Stages` with
+    several fragments, and for what `sync_gradients` refuses.
+    """
+    import optax
+
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return _Workers(
+        "diloco", inner, outer, axis_name, policy, every, fragments, delay, mix, mesh, options
+    ).transformation()
+
+
+def local_steps(
+    optimizer: optax.GradientTransformation,
+    axis_name: AxisName,
+    policy: Any = None,
+    *,
+    every: int,
+    mesh: Mesh | AbstractMesh | None = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Local SGD: `diloco` in which the workers' mean is the new parameters.
+
+    Ranks take steps of `optimizer` by themselves and average every `every` steps. `policy` and
+    `options` are those of `sync_gradients`. With `memory=ErrorFeedback()`, what compression loses
+    is sent in the next step that reduces.
+
+    `optax.MultiSteps` is different: it adds up gradients at the same parameters.
+
+    Raises TypeError or ValueError for an `every` that is not an integer of 1 or more. Source:
+    Qsparse-local-SGD (Basu et al., NeurIPS 2019).
+    """
+    import optax
+
+    return _Workers(
+        "local_steps", optimizer, optax.sgd(1.0), axis_name, policy, every, 1, 0, 0.0, mesh, options
+    ).transformation()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Workers:
+    """The arguments of `diloco`; `name` is the call that the user wrote."""
+
+    name: str
+    inner: Any
+    outer: Any
+    axis_name: AxisName
+    policy: Any
+    every: int
+    fragments: int | Callable[[str], int]
+    delay: int
+    mix: float
+    mesh: Mesh | AbstractMesh | None
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis_name", axes_of(self.name, self.axis_name))
+        if operator.index(self.every) < 1:
+            raise ValueError(
+                f"{self.name}: every={self.every} must be 1 or more; 1 reduces in every step."
+            )
+        if not 0 <= operator.index(self.delay) < self.every:
+            raise ValueError(
+                f"{self.name}: delay={self.delay} must be in [0, {self.every - 1}]: what is sent "
+                f"must be applied before it is sent again, every={self.every} steps later."
+            )
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"{self.name}: mix={self.mix} must be in [0, 1].")
+        if not callable(self.fragments) and not 1 <= operator.index(self.fragments) <= self.every:
+            raise ValueError(
+                f"{self.name}: fragments={self.fragments} must be in [1, {self.every}]: each is "
+                f"sent in a step of its own, every={self.every} steps."
+            )
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        import optax
+
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def init(self, params: Pytree) -> LocalState:
+        def moved() -> Pytree:
+            return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), params)
+
+        made = []
+        for part in self._parts(params):
+            own = part.of(params)
+            waiting = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), own)
+            made.append(
+                Fragment(part.sync.init(own), self.outer.init(own), waiting if self.delay else ())
+            )
+        fragments: Any = tuple(made)
+        if is_any_tree(params) and self.fragments != 1:
+            fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
+        return LocalState(
+            jnp.zeros((), jnp.int32),
+            rows_of(moved, self.axis_name, self.mesh, self.name),
+            rows_of(lambda: self.inner.init(params), self.axis_name, self.mesh, self.name),
+            fragments,
+        )
+
+    def update(
+        self,
+        updates: Pytree,
+        state: LocalState,
+        params: Pytree = None,
+        *,
+        weight: Any = None,
+        **extra_args: object,
+    ) -> tuple[Pytree, LocalState]:
+        import optax
+
+        require_type(self.name, state, LocalState)
+        axes = Axes.resolve(self.name, self.axis_name, None)
+        _check_moved(self.name, state, updates)
+        parts = self._parts(updates)
+        if len(parts) != len(state.fragments):
+            raise ValueError(
+                f"{self.name}: the state has {len(state.fragments)} fragments, but these leaves "
+                f"have {len(parts)}. Use the state that init returned with these options."
+            )
+        before = _own(state.moved)
+        here = None if params is None else jax.tree.map(jnp.add, params, before)
+        step = optax.with_extra_args_support(self.inner).update
+        updates, own = step(updates, _own(state.optimizer), here, **extra_args)
+        moved, treedef = jax.tree.flatten(
+            jax.tree.map(lambda a, b: a + b.astype(a.dtype), before, updates)
+        )
+        # A branch's collectives wait for those of the step.
+        number = after(state.step, moved) + 1
+        out, kept = [jnp.zeros_like(x) for x in moved], []
+        for part, fragment in zip(parts, state.fragments, strict=True):
+            mine = [moved[i] for i in part.numbers]
+            shared = None if params is None else part.of(params)
+            change, mine, fragment = self._exchanged(
+                axes, part, number, mine, fragment, shared, weight
+            )
+            kept.append(fragment)
+            for i, u, x in zip(part.numbers, change, mine, strict=True):
+                out[i], moved[i] = u, x
+        ahead, own = jax.tree.map(
+            lambda x: _compat.vary_over(x[None], axes.varying()),
+            (jax.tree.unflatten(treedef, moved), own),
+        )
+        new = LocalState(state.step + 1, ahead, own, tuple(kept))
+        return jax.tree.unflatten(treedef, [_shared(axes, x) for x in out]), new
+
+    def _exchanged(
+        self,
+        axes: Axes,
+        part: _Part,
+        number: jax.Array,
+        moved: list[jax.Array],
+        fragment: Fragment,
+        params: Pytree,
+        weight: Any,
+    ) -> tuple[list[jax.Array], list[jax.Array], Fragment]:
+        """Returns a fragment's update, how far this worker has moved from it, and its state."""
+        treedef = jax.tree.structure(part.like)
+
+        def vary(xs: list[jax.Array]) -> list[jax.Array]:
+            return [_compat.vary_over(x, axes.varying()) for x in xs]
+
+        def send() -> tuple[list[jax.Array], Any]:
+            sent = moved if weight is None else _weighted(axes, moved, weight)
+            mean, synced = part.sync.update(jax.tree.unflatten(treedef, vary(sent)), fragment.sync)
+            return jax.tree.leaves(mean), synced
+
+        def apply(mean: list[jax.Array], state: Any) -> Any:
+            gradient = jax.tree.unflatten(treedef, [-x for x in mean])
+            change, state = self.outer.update(gradient, state, params)
+            change = [
+                u.astype(x.dtype) for u, x in zip(jax.tree.leaves(change), moved, strict=True)
+            ]
+            mix = [jnp.asarray(self.mix, x.dtype) for x in moved]
+            ahead = [m * (x - u) for m, x, u in zip(mix, moved, change, strict=True)]
+            return change, vary(ahead), state
+
+        zeros = [_shared(axes, jnp.zeros_like(x)) for x in moved]
+        idle = zeros, vary(moved), fragment.outer
+        if self.every == 1:
+            mean, synced = send()
+            change, ahead, state = apply(mean, fragment.outer)
+            return change, ahead, Fragment(synced, state, fragment.waiting)
+        due = (number % self.every) == part.offset
+        if not self.delay:
+
+            def both() -> Any:
+                mean, synced = send()
+                return *apply(mean, fragment.outer), synced
+
+            change, ahead, state, synced = lax.cond(due, both, lambda: (*idle, fragment.sync))
+            return change, ahead, Fragment(synced, state, ())
+        waiting = jax.tree.leaves(fragment.waiting)
+        sent_at = number - self.delay
+        arrives = (sent_at > 0) & ((sent_at % self.every) == part.offset)
+        # What arrives was sent before this step, and leaves its place before the next is sent.
+        change, ahead, state = lax.cond(
+            arrives, lambda: apply(waiting, fragment.outer), lambda: idle
+        )
+        mean, synced = lax.cond(due, send, lambda: (waiting, fragment.sync))
+        return change, ahead, Fragment(synced, state, jax.tree.unflatten(treedef, mean))
+
+    def _parts(self, tree: Pytree) -> list[_Part]:
+        leaves = leaves_of(tree)
+        numbers = self._numbers([leaf.path for leaf in leaves], [leaf.nbytes for leaf in leaves])
+        whole = len(numbers) == 1
+        policy = self.policy
+        if not whole:
+            if isinstance(policy, Stages) or (isinstance(policy, Policy) and policy.adapts):
+                raise ValueError(
+                    f"{self.name}: {type(policy).__name__} sees the whole tree, but there are "
+                    f"{len(numbers)} fragments, each with a reduction of its own; use a fixed "
+                    "policy, or fragments=1."
+                )
+            policy = resolve(self.name, tree, policy)
+        return [
+            _Part(
+                own,
+                round(place * self.every / len(numbers)) % self.every,
+                _holes(tree, own),
+                sync_gradients(
+                    self.axis_name,
+                    policy.subset(own) if isinstance(policy, Plan) and not whole else policy,
+                    mesh=self.mesh,
+                    **self.options,
+                ),
+            )
+            for place, own in enumerate(numbers)
+        ]
+
+    def _numbers(self, paths: list[str], nbytes: list[int]) -> list[tuple[int, ...]]:
+        """Returns the numbers of the leaves of each fragment."""
+        if not paths:
+            return [()]
+        if callable(self.fragments):
+            chosen = [operator.index(self.fragments(path)) for path in paths]
+            count = max(chosen, default=0) + 1
+            if sorted(set(chosen)) != list(range(count)) or count > self.every:
+                raise ValueError(
+                    f"{self.name}: fragments gives the numbers {sorted(set(chosen))}; they must be "
+                    f"0, 1, 2 and so on without gaps, at most every={self.every} of them."
+                )
+        else:
+            count = min(self.fragments, len(paths))
+            ends = np.cumsum(nbytes)
+            middles = ends - np.asarray(nbytes) / 2
+            total = max(1, math.fsum(nbytes))
+            chosen = [min(count - 1, int(count * m / total)) for m in middles]
+        found = [tuple(i for i, n in enumerate(chosen) if n == f) for f in range(count)]
+        return [own for own in found if own]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A fragment: its leaves, the step of a round in which it is sent, and its reduction."""
+
+    numbers: tuple[int, ...]
+    offset: int
+    like: Pytree
+    sync: Any
+
+    def of(self, tree: Pytree) -> Pytree:
+        """Returns the fragment's leaves of a tree, which keep their paths."""
+        return _holes(tree, self.numbers)
+
+
+def _holes(tree: Pytree, numbers: tuple[int, ...]) -> Pytree:
+    """Returns `tree` with None in place of all other leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    own = set(numbers)
+    return jax.tree.unflatten(treedef, [x if i in own else None for i, x in enumerate(leaves)])
+
+
+def _weighted(axes: Axes, moved: list[jax.Array], weight: Any) -> list[jax.Array]:
+    """Returns what each worker sends, so that the mean counts a worker by its weight."""
+    own = jnp.asarray(weight, jnp.float32)
+    if own.ndim:
+        raise ValueError(f"diloco: weight has shape {list(own.shape)}; pass a number, f32[].")
+    own = _compat.vary_over(own, axes.varying())
+    (total,) = axes.sum([own])
+    factor = jnp.where(total > 0, own * axes.world / jnp.where(total > 0, total, 1), 0)
+    return [x * factor.astype(x.dtype) for x in moved]
+
+
+def _shared(axes: Axes, x: jax.Array) -> jax.Array:
+    return _compat.same_over(x, axes.names)
+
+
+def local_params(params: Pytree, state: Pytree) -> Pytree:
+    """This worker's parameters: `params` plus how far it has moved since the last reduction.
+
+    Call it inside shard_map or pmap. `state` is the optimizer's state, which holds the state of one
+    `diloco` or `local_steps`. The result has the shapes and dtypes of `params`. Raises ValueError
+    if `state` holds no such state, or several, and for a state of other parameters.
+    """
+
+    def is_local(x: object) -> bool:
+        return isinstance(x, LocalState)
+
+    sync_states("local_params", state)  # refuses a state that lost its types
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_local) if is_local(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"local_params: the state holds {len(found)} states of diloco or local_steps, but must "
+            "hold one; pass the state of a chain with one of them."
+        )
+    _check_moved("local_params", found[0], params)
+    return jax.tree.map(jnp.add, params, _own(found[0].moved))
+
+
+def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
+    """Raises ValueError if the state belongs to other leaves than those of `like`."""
+    leaves = leaves_of(like)
+    require_own_row(caller, (state.moved, state.optimizer))
+    require_paths(caller, "moved", (state.moved,), leaves, jax.tree.structure(like))
+    shapes = [(1, *leaf.shape) for leaf in leaves]
+    require_shapes(caller, "moved", state.moved, leaves, shapes)
+
+
+def _own(rows: Pytree) -> Pytree:
+    return jax.tree.map(lambda x: x[0], rows)

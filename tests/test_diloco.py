@@ -1,0 +1,284 @@
+"""DiLoCo and its kin against a NumPy reference of a few lines."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cgx_jax
+from cgx_jax import Adaptive, ErrorFeedback, Identity, Quantize, Rules
+from cgx_jax.compressors import TopK
+from cgx_jax.policies import Stages
+from cgx_jax.transforms import diloco, local_params
+from hlo import collectives
+
+WORLD, STEPS = 3, 24
+SHAPES = {"a": (6, 8), "b": {"w": (5, 4), "z": (30,)}}
+is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+
+
+def draw(seed, *lead):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda s: rng.normal(size=(*lead, *s)).astype(np.float32), SHAPES, is_leaf=is_shape
+    )
+
+
+TARGETS, START = draw(0, WORLD), draw(1)
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:WORLD]), ("data",))
+
+
+def exactly(compressor):
+    return Rules((), compressor, exact=())
+
+
+def trained(tx, steps=STEPS, weights=None, check_vma=True):
+    """Returns each step's shared parameters and each worker's own, and the last state.
+
+    A worker pulls its parameters to its own target.
+    """
+    state = tx.init(START)
+    specs = cgx_jax.state_specs(state, "data")
+    extra = {} if weights is None else {"weight": jnp.asarray(weights, jnp.float32)}
+
+    def step(params, state, targets, extra):
+        here = local_params(params, state)
+        grads = jax.tree.map(lambda w, t: w - t[0], here, targets)
+        own = {k: v[0] for k, v in extra.items()}
+        updates, state = tx.update(grads, state, params, **own)
+        params = optax.apply_updates(params, updates)
+        return params, state, jax.tree.map(lambda x: x[None], local_params(params, state))
+
+    f = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh(),
+            in_specs=(P(), specs, P("data"), P("data")),
+            out_specs=(P(), specs, P("data")),
+            check_vma=check_vma,
+        )
+    )
+    params, shared, own = START, [], []
+    for _ in range(steps):
+        params, state, local = f(params, state, TARGETS, extra)
+        shared.append(params)
+        own.append(local)
+    return shared, own, state
+
+
+def reference(
+    every, *, fragments=((0, 1, 2),), delay=0, mix=0.0, weights=None, keep=None, momentum=0.9
+):
+    """Inner SGD with momentum .9, outer Nesterov; fragment f is sent f / fragments into a round."""
+    theta = [x.astype(np.float64) for x in jax.tree.leaves(START)]
+    targets = [x.astype(np.float64) for x in jax.tree.leaves(TARGETS)]
+    local = [np.repeat(x[None], WORLD, 0) for x in theta]
+    inner, outer = [0 * x for x in local], [0 * x for x in theta]
+    owed, waiting = [0 * x for x in local], {}
+    share = np.ones(WORLD) if weights is None else np.asarray(weights, float)
+    share = share / share.sum() if share.sum() else share
+    out = []
+    for t in range(1, STEPS + 1):
+        for i, x in enumerate(local):
+            inner[i] = 0.9 * inner[i] + x - targets[i]
+            local[i] = x - 0.1 * inner[i]
+        for f, leaves in enumerate(fragments):
+            offset = round(f * every / len(fragments)) % every
+            send, arrive = t % every == offset, t > delay and (t - delay) % every == offset
+            for i in leaves:
+
+                def pseudo_gradient(i=i):
+                    moved = local[i] - theta[i] + owed[i]
+                    sent = moved if keep is None else np.array([largest(x, keep) for x in moved])
+                    owed[i] = moved - sent
+                    return -np.tensordot(share, sent, 1)
+
+                if send and not delay:
+                    waiting[i] = pseudo_gradient()
+                if arrive:
+                    g = waiting[i]
+                    outer[i] = momentum * outer[i] + g
+                    theta[i] = theta[i] - 0.7 * (g + momentum * outer[i])
+                    local[i] = mix * local[i] + (1 - mix) * theta[i]
+                if send and delay:
+                    waiting[i] = pseudo_gradient()
+        out.append([x.copy() for x in theta])
+    return out, local, owed
+
+
+def largest(x, k):
+    cut = np.sort(np.abs(x), None)[-k]
+    return np.where(np.abs(x) >= cut, x, 0)
+
+
+def wrapped(compressor=None, **options):
+    return diloco(
+        optax.sgd(0.1, 0.9),
+        "data",
+        exactly(Identity() if compressor is None else compressor),
+        mesh=mesh(),
+        exchange="xla",
+        **options,
+    )
+
+
+CASES = {  # options of diloco, and those of the reference that differ
+    "vanilla": ({"every": 4}, {}),
+    "every step": ({"every": 1}, {}),
+    "mix": ({"every": 4, "mix": 0.5}, {}),
+    "delay": ({"every": 6, "delay": 2, "mix": 0.5}, {}),
+    "the longest delay": ({"every": 4, "delay": 3}, {}),
+    "fragments": ({"every": 6, "fragments": 3}, {"fragments": ((0,), (1,), (2,))}),
+    "streaming": (
+        {"every": 6, "fragments": 2, "delay": 1, "mix": 0.25},
+        {"fragments": ((0,), (1, 2))},
+    ),
+    "named fragments": (
+        {"every": 4, "fragments": lambda path: int(path.startswith("b/"))},
+        {"fragments": ((0,), (1, 2))},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_the_reference(case):
+    options, changes = CASES[case]
+    plain = {k: v for k, v in options.items() if k != "fragments"}
+    want, local, _ = reference(**plain, **changes)
+    shared, own, state = trained(wrapped(**options))
+    for got, theta in zip(shared, want, strict=True):
+        for x, y in zip(jax.tree.leaves(got), theta, strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5)
+    for x, y in zip(jax.tree.leaves(own[-1]), local, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+    assert int(state.step) == STEPS
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_without_check_vma_it_is_the_same(check_vma):
+    options, _ = CASES["streaming"]
+    shared, _, _ = trained(wrapped(**options), check_vma=check_vma)
+    want, _, _ = trained(wrapped(**options))
+    jax.tree.map(np.testing.assert_array_equal, shared[-1], want[-1])
+
+
+@pytest.mark.parametrize("weights", [(1, 2, 5), (3, 0, 1), (0, 0, 0)])
+def test_workers_count_by_their_weights(weights):
+    want, _, _ = reference(4, weights=weights)
+    shared, _, _ = trained(wrapped(every=4), weights=weights)
+    for x, y in zip(jax.tree.leaves(shared[-1]), want[-1], strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_sparse_loco_closes_its_account():
+    """What all workers sent, plus what they still remember, is what they have moved."""
+    keep = 7
+    want, _, owed = reference(4, keep=keep, momentum=0.0)
+    tx = wrapped(TopK(keep), every=4, memory=ErrorFeedback(), outer=optax.sgd(0.7))
+    shared, _, state = trained(tx)
+    for x, y in zip(jax.tree.leaves(shared[-1]), want[-1], strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+    memory = jax.tree.leaves(state.fragments[0].sync.memory)
+    for x, y in zip(memory, owed, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+BIG = {"w": np.zeros((64, 64), np.float32), "v": np.zeros((64, 64), np.float32)}
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_round_sends_bytes_and_only_in_a_branch(fragments):
+    """Fragments share a peak: each branch sends its part, and nothing is sent elsewhere."""
+    tx = diloco(
+        optax.sgd(0.1),
+        "data",
+        Quantize(4, rotation=True),
+        every=4,
+        fragments=fragments,
+        mesh=mesh(),
+        exchange="xla",
+    )
+    state = tx.init(BIG)
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.jit(
+        jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    )
+    text = f.lower(BIG, state, BIG).compile().as_text()
+    sent = collectives(text)
+    assert {dtype for _, dtype, _ in sent} <= {"u8", "s32", "pred"}
+    operands = [nbytes for op, _, nbytes in sent if op == "all-to-all"]
+    assert len(operands) == fragments * WORLD
+    assert "all-to-all" not in text[text.index("ENTRY") :]
+
+
+def test_states_are_placed_and_resized():
+    tx = wrapped(Quantize(4), **CASES["streaming"][0], memory=ErrorFeedback())
+    _, _, state = trained(tx, 8)
+    placed = jax.device_put(
+        jax.tree.map(np.asarray, state), cgx_jax.state_shardings(state, "data", mesh())
+    )
+    jax.tree.map(np.testing.assert_array_equal, placed, state)
+    more = cgx_jax.resize_state(state, 5)
+    assert more.moved["a"].shape == (5, *SHAPES["a"])
+    assert more.fragments[0].sync.memory[0]["a"].shape == (5, *SHAPES["a"])
+    np.testing.assert_array_equal(more.fragments[0].waiting["a"], state.fragments[0].waiting["a"])
+
+
+def test_muon_runs_inside():
+    tx = diloco(optax.contrib.muon(0.02), "data", Quantize(8), every=3, mesh=mesh(), exchange="xla")
+    with jax.numpy_dtype_promotion("standard"):
+        shared, _, _ = trained(tx, 60)
+    mean = jax.tree.map(lambda t: t.mean(0), TARGETS)
+    away = lambda p: sum(  # noqa: E731
+        float(np.square(a - b).sum()) for a, b in zip(*map(jax.tree.leaves, (p, mean)), strict=True)
+    )
+    assert away(shared[-1]) < 0.5 * away(START)
+
+
+WRONG = {
+    "every": ({"every": 0}, ValueError, "diloco: every=0 must be 1 or more"),
+    "delay": ({"every": 4, "delay": 4}, ValueError, r"diloco: delay=4 must be in \[0, 3\]"),
+    "mix": ({"every": 4, "mix": 1.5}, ValueError, r"diloco: mix=1.5 must be in \[0, 1\]"),
+    "fragments": (
+        {"every": 2, "fragments": 3},
+        ValueError,
+        r"diloco: fragments=3 must be in \[1, 2\]",
+    ),
+    "a fraction": ({"every": 4, "fragments": 1.5}, TypeError, "float"),
+    "gaps": (
+        {"every": 4, "fragments": lambda path: 2 * path.startswith("b/")},
+        ValueError,
+        r"diloco: fragments gives the numbers \[0, 2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_numbers_are_refused(case):
+    options, error, says = WRONG[case]
+    with pytest.raises(error, match=says):
+        wrapped(**options).init(START)
+
+
+@pytest.mark.parametrize("policy", [Adaptive(), Stages((TopK(), TopK(0.1)), (3,))])
+def test_policies_of_the_whole_tree_need_one_fragment(policy):
+    tx = diloco(optax.sgd(0.1), "data", policy, every=4, fragments=2, mesh=mesh())
+    with pytest.raises(ValueError, match=r"diloco: \w+ sees the whole tree, but there are 2"):
+        tx.init(START)
+
+
+def test_a_weight_is_a_number_and_a_state_is_of_its_options():
+    with pytest.raises(ValueError, match=r"diloco: weight has shape \[2\]"):
+        trained(wrapped(every=1), 1, weights=np.ones((WORLD, 2)))
+    tx, other = wrapped(every=4), wrapped(every=4, fragments=2)
+    state = other.init(START)
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    with pytest.raises(ValueError, match="diloco: the state has 2 fragments, but these leaves"):
+        jax.eval_shape(f, START, state, START)
