@@ -36,9 +36,13 @@ CODE = Quantize(4, rotation=True)
 def steps(mesh: Mesh) -> dict[str, optax.GradientTransformation]:
     """Returns whole optimizers by name."""
     adam = optax.adam(1e-3)
-    local = transforms.local_steps(adam, "ranks", CODE, every=8, mesh=mesh, exchange="xla")
+
+    def diloco(**options: Any) -> optax.GradientTransformation:
+        return transforms.diloco(adam, "ranks", CODE, every=8, mesh=mesh, exchange="xla", **options)
+
     return {name: optax.chain(way, adam) for name, way in before_adam(mesh).items()} | {
-        "local_steps(every=8)": local
+        "diloco(every=8)": diloco(),
+        "diloco(every=8, fragments=4, delay=1)": diloco(fragments=4, delay=1),
     }
 
 

@@ -340,8 +340,10 @@ def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
     on each device. They then take each other's messages: values are wrong, or the process crashes.
     """
     (zero,) = hidden([0])
-    first = [jnp.ravel(x)[:1].astype(bool).any() for x in arrays]
-    later = number + zero * sum((x.astype(jnp.int32) for x in first), start=jnp.int32(0))
+    first = [jnp.ravel(x)[:1].astype(bool) for x in arrays]
+    axes = frozenset().union(*map(_compat.varying_axes, first))
+    seen = jnp.concatenate([_compat.vary_over(x, axes) for x in first]).any()
+    later = number + zero * seen.astype(jnp.int32)
     more = _compat.varying_axes(later) - _compat.varying_axes(number)
     return _compat.same_over(later, sorted(more))
 

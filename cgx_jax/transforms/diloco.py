@@ -245,9 +245,7 @@ class _Workers:
             change = [
                 u.astype(x.dtype) for u, x in zip(jax.tree.leaves(change), moved, strict=True)
             ]
-            mix = [jnp.asarray(self.mix, x.dtype) for x in moved]
-            ahead = [m * (x - u) for m, x, u in zip(mix, moved, change, strict=True)]
-            return change, vary(ahead), state
+            return change, vary([self._ahead(*x) for x in zip(moved, change, strict=True)]), state
 
         zeros = [_shared(axes, jnp.zeros_like(x)) for x in moved]
         idle = zeros, vary(moved), fragment.outer
@@ -273,6 +271,12 @@ class _Workers:
         )
         mean, synced = lax.cond(due, send, lambda: (waiting, fragment.sync))
         return change, ahead, Fragment(synced, state, jax.tree.unflatten(treedef, mean))
+
+    def _ahead(self, moved: jax.Array, change: jax.Array) -> jax.Array:
+        """Returns how far this worker is from the shared parameters, which have just changed."""
+        if not self.mix:
+            return jnp.zeros_like(moved)
+        return jnp.asarray(self.mix, moved.dtype) * (moved - change)
 
     def _parts(self, tree: Pytree) -> list[_Part]:
         leaves = leaves_of(tree)
