@@ -69,14 +69,14 @@ class Plan:
             for i in part
         )
 
-    def subset(self, part: tuple[int, ...]) -> Plan:
-        """Returns the plan of only these leaves, numbered from 0 and in at most one buffer."""
-        fused = {i for b in self.buffers for i in b}
-        buffer = tuple(n for n, i in enumerate(part) if i in fused)
+    def subset(self, part: Sequence[int]) -> Plan:
+        """Returns the plan of only these leaves, numbered from 0, which share buffers as before."""
+        place = {i: n for n, i in enumerate(part)}
+        buffers = [tuple(place[i] for i in b if i in place) for b in self.buffers]
         return Plan(
             tuple(self.leaves[i] for i in part),
             tuple(self.compressors[i] for i in part),
-            (buffer,) if buffer else (),
+            tuple(filter(None, buffers)),
         )
 
     def in_buffers(self, fusion_bytes: int) -> Plan:

@@ -676,6 +676,9 @@ UNREDUCED = {  # a call whose operand is typed as unreduced, with a compressor
         g, "data", c, tiled=True
     ),
     "all_gather_compressed": lambda g, c: cgx_jax.all_gather_compressed(g, "data", c, tiled=True),
+    "all_gather_compressed, backward": lambda g, c: cgx_jax.all_gather_compressed(
+        g, "data", c, backward=c, tiled=True
+    ),
     "reduce_in_backward": lambda g, c: cgx_jax.reduce_in_backward(g, "data", c),
     "sync_gradients": lambda g, c: updated(cgx_jax.sync_gradients("data", c), {"w": g})["w"],
     "scatter_gradients": lambda g, c: updated(
@@ -704,7 +707,8 @@ def test_unreduced_operands_are_named_as_such_and_the_remedy_works(call):
             )
             return np.asarray(jax.jit(mapped)(placed, x))
 
-    says = f"{call}: .* is typed as unreduced over axis 'data'.*jax.lax.psum\\(x, 'data'\\)"
+    name = call.partition(",")[0]
+    says = f"{name}: .* is typed as unreduced over axis 'data'.*jax.lax.psum\\(x, 'data'\\)"
     with pytest.raises(ValueError, match=says):
         run(lambda w, x: compressed(jax.grad(loss)(w, x), Q8), reduced={"data"})
     if call not in ("psum_compressed", "pmean_compressed", "sync_gradients"):

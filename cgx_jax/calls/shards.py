@@ -83,6 +83,7 @@ def all_gather_compressed(
     axis_name: AxisName,
     compressor: Compressor | Policy | Plan | None = None,
     *,
+    backward: Compressor | Policy | Plan | None = None,
     axis: int = 0,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
@@ -94,7 +95,12 @@ def all_gather_compressed(
     `tree` is a pytree of arrays. Leaves are stacked along a new dimension `axis`, or concatenated
     along it if `tiled`. They keep their dtypes. With `axis_index_groups`, which must be of equal
     size, a rank gathers from its group. Each rank also decodes its own payload, so the result is
-    the same on all ranks. The derivative is that of `lax.all_gather`.
+    the same on all ranks. The derivative is that of `lax.all_gather`, an exact `psum_scatter`.
+
+    With `backward`, a compressor, policy or `Plan`, the backward pass sends cotangents as
+    `psum_scatter_compressed` would send them, by the same exchange. `key` then feeds both passes,
+    which draw different noise. Second derivatives are those of `lax.all_gather`. Forward-mode
+    derivatives are not defined: JAX raises TypeError.
 
     `compressor` is as in `psum_scatter_compressed`. A policy sees whole leaves, which here are the
     results. It therefore compresses a leaf in both calls or in neither, and one `Plan` of whole
@@ -110,4 +116,4 @@ def all_gather_compressed(
         collective=Collective.ALL_GATHER,
     )
     tree = jax.tree.map(jnp.asarray, tree)
-    return rows.all_gather(options, tree, compressor, axis, tiled, key)
+    return rows.all_gather(options, tree, compressor, backward, axis, tiled, key)

@@ -21,7 +21,7 @@ from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions.reduce_scatter import encoded
 from cgx_jax.route.route import Options
-from cgx_jax.route.rows import rows_of, scatter_route, whole_of
+from cgx_jax.route.rows import Scatter, rows_of, whole_of
 from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_state, require_type
 from cgx_jax.transforms.feedback import (
@@ -126,7 +126,8 @@ def scatter_gradients(
         leaves, treedef = jax.tree.flatten(updates)
         plan = resolve(_NAME, updates, policy)
         choices = [(c,) for c in plan.compressors]
-        taken, _ = scatter_route(options, plan, 0, True, in_units=precondition is not None)
+        cut = [0] * len(leaves)
+        taken = Scatter.of(options, plan, cut, True, in_units=precondition is not None).taken
         check_state(state, memory, precondition, plan, choices, treedef, _NAME, _OTHER_LEAVES)
         if memory is not None:
             chosen = [(leaf.path, c) for leaf, (c,) in zip(plan.leaves, choices, strict=True)]
