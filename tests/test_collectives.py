@@ -553,7 +553,7 @@ BAD = {
     ),
     "scatter dimension": (
         ValueError,
-        "scatter_dimension=5",
+        "dimension 5 is out of range",
         lambda: shard(lambda v: cgx_jax.psum_scatter_compressed(v, "data", scatter_dimension=5), X),
     ),
     "reduced already": (

@@ -120,6 +120,20 @@ def test_the_gradient_is_scattered_as_the_other_call_would(axis, tiled, groups, 
         assert (np.abs(got[path] - x).astype(np.float32).max() > 0.1) == lossy
 
 
+def test_leaves_of_several_dimensions_come_back_where_they_were_cut(mesh):
+    places = {"bias": 0, "half": 1, "layer": 1, "small": -1}
+    tree = shards()
+    del tree["layer"]["counts"]
+    call = lambda t: gather(t, "data", Q8, backward=Q4, axis=places, **HOW)  # noqa: E731
+    together = ranks(lambda t: gradient(call, t), mesh)(tree)
+    for name, place in places.items():
+        f = lambda t, p=place: gradient(  # noqa: E731
+            lambda t: gather(t, "data", Q8, backward=Q4, axis=p, **HOW), t
+        )
+        alone = ranks(f, mesh)({name: tree[name]})
+        assert_same_bits({path: together[path] for path in alone}, alone)
+
+
 def in_scan(call):
     def scanned(tree):
         rows = jax.tree.map(lambda x: x[None], tree)

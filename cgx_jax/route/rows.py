@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from cgx_jax import _compat
-from cgx_jax._types import Key, Pytree
+from cgx_jax._types import Dimensions, Key, Pytree
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.debug import nonfinite
-from cgx_jax.leaves import Leaf, leaves_of, where_of
+from cgx_jax.leaves import Leaf, dimensions_of, leaves_of, where_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.route.route import Options, Route, route
@@ -30,14 +30,15 @@ def reduce_scatter(
     options: Options,
     tree: Pytree,
     policy: Compressor | Policy | Plan | None,
-    dimension: int,
+    dimensions: Dimensions,
     tiled: bool,
     key: Key,
 ) -> Pytree:
-    """Returns this rank's slice of the sum of every leaf, cut along `dimension`."""
+    """Returns this rank's slice of the sum of every leaf, cut along its dimension."""
     leaves, treedef = jax.tree.flatten(tree)
     plan = resolve(options.name, tree, policy)
-    scatter = Scatter.of(options, plan, [dimension] * len(leaves), tiled)
+    places = dimensions_of(options.name, "scatter_dimension", dimensions, tree)
+    scatter = Scatter.of(options, plan, places, tiled)
     return jax.tree.unflatten(treedef, scatter(leaves, key))
 
 
@@ -46,15 +47,15 @@ def all_gather(
     tree: Pytree,
     policy: Compressor | Policy | Plan | None,
     backward: Compressor | Policy | Plan | None,
-    dimension: int,
+    dimensions: Dimensions,
     tiled: bool,
     key: Key,
 ) -> Pytree:
-    """Returns every rank's leaves, stacked or with `tiled` concatenated along `dimension`.
+    """Returns every rank's leaves, stacked or with `tiled` concatenated along their dimension.
 
     Cotangents are compressed by `backward`; if it is None, the derivative is exact.
     """
-    gather = Gather.of(options, tree, policy, dimension, tiled)
+    gather = Gather.of(options, tree, policy, dimensions, tiled)
     if backward is None:
         return gather(tree, key)
     transposed = gather.transposed(backward)
@@ -130,13 +131,15 @@ class Gather:
         options: Options,
         shards: Pytree,
         policy: Compressor | Policy | Plan | None,
-        dimension: int,
+        dimensions: Dimensions,
         tiled: bool,
     ) -> Gather:
         """Decides how shards with these shapes and dtypes travel."""
         nonfinite.refuse_skip(options.name)
         known, treedef = leaves_of(shards), jax.tree.structure(shards)
-        places = [_place_of_whole(options, leaf, dimension, tiled) for leaf in known]
+        given = dimensions_of(options.name, "axis", dimensions, shards)
+        pairs = zip(known, given, strict=True)
+        places = [_place_of_whole(options, leaf, d, tiled) for leaf, d in pairs]
         shapes = [
             jax.ShapeDtypeStruct(shape, leaf.dtype)
             for (_, shape), leaf in zip(places, known, strict=True)
@@ -219,8 +222,8 @@ def _place_of_slice(options: Options, leaf: Leaf, dimension: int, tiled: bool) -
     shape, rank = leaf.shape, len(leaf.shape)
     if not -rank <= dimension < rank:
         raise ValueError(
-            f"{where}: scatter_dimension={dimension} is out of range; the operand is "
-            f"{list(shape)}, with {rank} dimensions."
+            f"{where}: dimension {dimension} is out of range; the operand is {list(shape)}, with "
+            f"{rank} dimensions."
         )
     dimension %= rank
     length = shape[dimension]
@@ -228,7 +231,8 @@ def _place_of_slice(options: Options, leaf: Leaf, dimension: int, tiled: bool) -
         need = f"a multiple of the world size {world}" if tiled else f"{world}, the world"
         raise ValueError(
             f"{where}: dimension {dimension} of {list(shape)} has length {length}, which must "
-            f"be {need}" + ("; pad it." if tiled else " size; or pass tiled=True.")
+            f"be {need}"
+            + ("; pad it, or cut it along another one." if tiled else " size; or pass tiled=True.")
         )
     return dimension
 
