@@ -1,5 +1,6 @@
 """Reads compiled programs: what an instruction waits for."""
 
+import math
 import re
 
 
@@ -42,3 +43,15 @@ def entry_of(hlo):
 def named(instructions, *opcodes):
     """Returns the names of all instructions of these kinds."""
     return {name for name, (op, _) in instructions.items() if op in opcodes}
+
+
+def collectives(hlo):
+    """Returns (opcode, dtypes, bytes of its results) of every collective of a program."""
+    kinds = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute"
+    found = []
+    for types, op in re.findall(rf"^\s*(?:ROOT )?%\S+ = (.*?) ({kinds})(?:-start)?\(", hlo, re.M):
+        results = re.findall(r"([a-z]+)(\d*)\w*\[([\d,]*)\]", types)
+        sizes = [math.prod(int(n) for n in shape.split(",") if n) for _, _, shape in results]
+        size = sum(n * int(bits or 8) // 8 for n, (_, bits, _) in zip(sizes, results, strict=True))
+        found.append((op, {kind + bits for kind, bits, _ in results}, size))
+    return found
