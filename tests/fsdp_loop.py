@@ -69,7 +69,7 @@ def loss_fn(shards, tokens):
 
 tx = optax.adamw(3e-3)
 state = jax.eval_shape(tx.init, jax.eval_shape(init, jax.random.key(0)))
-ADAM = optax.tree.map_params(
+ADAM = optax.tree_utils.tree_map_params(
     tx, lambda _, spec: spec, state, SPECS, transform_non_params=lambda _: P()
 )
 
