@@ -173,6 +173,14 @@ def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
     assert shape == ((WORLD, 3, 40) if half == "scatter" else (WORLD, 3, WORLD, WORLD, 40))
 
 
+@needs_streams
+def test_a_compressed_derivative_travels_by_the_same_exchange(mesh, built):
+    call = lambda v: HALVES["gather"](v, "data", backward=Q4, exchange="nccl")  # noqa: E731
+    gradient = sharded(jax.grad(lambda v: jnp.sum(call(v) ** 2)), mesh)
+    found = targets(gradient, values(WORLD, WORLD, 40))
+    assert sorted(found) == ["cgx_all_gather_nccl", "cgx_reduce_scatter_nccl"]
+
+
 @pytest.mark.parametrize(
     ("size", "world", "rows", "expected"),
     [

@@ -65,7 +65,7 @@ def scan_layers(
     stack = _Stack(body, gather, gather.transposed(gradients), count[0])
     varying = options.axes.varying()
     start = jax.tree.map(lambda v: _compat.vary_over(jnp.asarray(v), varying), x)
-    return _scan(stack, start, shards, key)
+    return _scan(stack, start, gather.varying(jax.tree.map(jnp.asarray, shards)), key)
 
 
 @dataclasses.dataclass(frozen=True)
