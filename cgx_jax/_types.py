@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -16,6 +16,8 @@ Words: TypeAlias = Array  # what noise is drawn from, uint32[2]
 Unit: TypeAlias = tuple[Array, Array] | None  # rows and columns of a leaf in units
 Json: TypeAlias = dict[str, Any]  # a JSON object
 AxisName: TypeAlias = str | Sequence[str]  # one or more mesh axes
+# A dimension of every leaf: an int, a tree (or a prefix of one) of ints, or a function of its path.
+Dimensions: TypeAlias = int | Pytree | Callable[[str], int]
 
 
 class Shaped(Protocol):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from cgx_jax._types import Pytree
+from cgx_jax._types import Dimensions, Pytree
 
 SCALARS = (bool, int, float, complex, np.generic)
 
@@ -86,3 +86,47 @@ def path_of(path: Any) -> str:
     if path and getattr(path[-1], "name", None) == "value":
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def dimensions_of(caller: str, argument: str, given: Dimensions, tree: Pytree) -> list[int]:
+    """Returns a dimension for each leaf of `tree`; `given` is the value of an `argument`."""
+    paths = [leaf.path for leaf in leaves_of(tree)]
+    # A model of Equinox can be called, but as a tree of ints it is no function.
+    if callable(given) and jax.tree_util.all_leaves([given]):
+        found = [given(path) for path in paths]
+    else:
+        found = _expanded(caller, argument, given, tree, paths)
+    for path, dimension in zip(paths, found, strict=True):
+        if not isinstance(dimension, int | np.integer) or isinstance(dimension, bool):
+            raise TypeError(
+                f"{where_of(caller, path)}: {argument}={dimension!r} is not an int; pass one int "
+                "for all leaves, a tree of ints, or a function from a leaf's path to an int."
+            )
+    return [int(dimension) for dimension in found]
+
+
+def _expanded(
+    caller: str, argument: str, given: Pytree, tree: Pytree, paths: list[str]
+) -> list[Any]:
+    """Expands a prefix of `tree` to an entry for each of its leaves, which have these `paths`."""
+    found: list[Any] = []
+    try:
+        jax.tree.map(lambda x, part: found.extend([x] * len(jax.tree.leaves(part))), given, tree)
+    except ValueError as error:
+        ours = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(given)[0]]
+        missing = [p for p in paths if not any(_covers(own, p) for own in ours)]
+        unknown = [own for own in ours if not any(_covers(own, p) for p in paths)]
+        reason = str(error)
+        if missing:
+            reason = f"it has no int for leaf {missing[0]!r}"
+        elif unknown:
+            reason = f"it has an int for {unknown[0]!r}, which is no leaf"
+        raise ValueError(
+            f"{caller}: {argument} does not fit the tree: {reason}. Pass an int for each leaf in a "
+            "tree of the same structure, or one int for all leaves."
+        ) from None
+    return found
+
+
+def _covers(own: str, path: str) -> bool:
+    return not own or f"{path}/".startswith(f"{own}/")

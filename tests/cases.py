@@ -66,6 +66,7 @@ CASES = {
     "rotated": Case(Quantize(4, 128, rotation=True), zeros="rows"),
     "rotated, stochastic": Case(Quantize(3, 96, "stochastic", rotation=True), zeros="rows"),
     "bfloat16": Case(Cast(jnp.bfloat16)),
+    "bfloat16, stochastic": Case(Cast(jnp.bfloat16, rounding="stochastic")),
     "float16": Case(Cast(jnp.float16)),
     "float8": Case(Cast(jnp.float8_e5m2)),
     "float8 without infinity": Case(Cast(jnp.float8_e4m3fn)),

@@ -553,7 +553,7 @@ BAD = {
     ),
     "scatter dimension": (
         ValueError,
-        "scatter_dimension=5",
+        "dimension 5 is out of range",
         lambda: shard(lambda v: cgx_jax.psum_scatter_compressed(v, "data", scatter_dimension=5), X),
     ),
     "reduced already": (
@@ -676,6 +676,9 @@ UNREDUCED = {  # a call whose operand is typed as unreduced, with a compressor
         g, "data", c, tiled=True
     ),
     "all_gather_compressed": lambda g, c: cgx_jax.all_gather_compressed(g, "data", c, tiled=True),
+    "all_gather_compressed, backward": lambda g, c: cgx_jax.all_gather_compressed(
+        g, "data", c, backward=c, tiled=True
+    ),
     "reduce_in_backward": lambda g, c: cgx_jax.reduce_in_backward(g, "data", c),
     "sync_gradients": lambda g, c: updated(cgx_jax.sync_gradients("data", c), {"w": g})["w"],
     "scatter_gradients": lambda g, c: updated(
@@ -709,7 +712,8 @@ def test_unreduced_operands_are_summed_or_named_as_such(call):
 
     unreduced = {c: lambda w, x, c=c: compressed(jax.grad(loss)(w, x), c) for c in (Q8, Identity())}
     if not call.startswith(SUMS):
-        says = f"{call}: .* is typed as unreduced over axis 'data'.*cgx_jax.psum_compressed"
+        name = call.partition(",")[0]
+        says = f"{name}: .* is typed as unreduced over axis 'data'.*cgx_jax.psum_compressed"
         with pytest.raises(ValueError, match=says):
             run(unreduced[Q8], reduced={"data"})
         return

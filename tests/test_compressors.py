@@ -277,6 +277,44 @@ def test_unbiased_within_the_stated_variance(c):
         assert c.feedback_scale <= 1 / (1 + omega) + 1e-9
 
 
+def test_a_stochastic_cast_is_one_of_the_two_nearest_numbers_and_unbiased():
+    c, draws = Cast("bfloat16", rounding="stochastic"), 3000
+    x = np.float32(normal(192, spread=0.5))
+    one = functools.partial(c.approximate, jnp.asarray(x))
+    every = np.asarray(jax.jit(jax.vmap(lambda k: one(key=k)))(jax.random.split(KEY, draws)))
+    low = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # towards 0
+    high = ((x.view(np.uint32) | np.uint32(0xFFFF)) + np.uint32(1)).view(np.float32)
+    assert ((every == low) | (every == high)).all()
+    assert ((every == low).any(0) & (every == high).any(0)).mean() > 0.95
+    errors = every.astype(np.float64) - x
+    assert (np.abs(errors.mean(0)) <= 6 * np.abs(high - low) / (2 * math.sqrt(draws))).all()
+
+
+def test_a_stochastic_cast_leaves_numbers_of_its_type_as_they_are():
+    c = Cast("bfloat16", rounding="stochastic")
+    every = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
+    for dtype in (np.float32, jnp.bfloat16):
+        x = jnp.asarray(every.astype(dtype))
+        back = np.asarray(c.decode(c.encode(x, key=KEY), x.shape, dtype))
+        numbers = ~np.isnan(every)
+        assert back[numbers].tobytes() == np.asarray(x)[numbers].tobytes()
+        assert np.isnan(back[~numbers]).all()
+    nans = np.uint32([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF]).view(np.float32)
+    assert np.isnan(c.decode(c.encode(nans, key=KEY), (3,), np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "message"),
+    [
+        ("float16", "stochastic", "to float16 is not supported, only to bfloat16"),
+        ("bfloat16", "correlated", "rounding='correlated' is unknown"),
+    ],
+)
+def test_casts_that_are_none_are_refused(dtype, rounding, message):
+    with pytest.raises(ValueError, match=f"^Cast: .*{message}"):
+        Cast(dtype, rounding=rounding)
+
+
 # --- contraction: |x - back|² <= (1 - δ) |x|², so that feedback can make up for the error
 
 CONTRACTIONS = {

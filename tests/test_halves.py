@@ -173,6 +173,14 @@ def test_derivative_and_batch_of_a_fused_call(half, mesh, built):
     assert shape == ((WORLD, 3, 40) if half == "scatter" else (WORLD, 3, WORLD, WORLD, 40))
 
 
+@needs_streams
+def test_a_compressed_derivative_travels_by_the_same_exchange(mesh, built):
+    call = lambda v: HALVES["gather"](v, "data", backward=Q4, exchange="nccl")  # noqa: E731
+    gradient = sharded(jax.grad(lambda v: jnp.sum(call(v) ** 2)), mesh)
+    found = targets(gradient, values(WORLD, WORLD, 40))
+    assert sorted(found) == ["cgx_all_gather_nccl", "cgx_reduce_scatter_nccl"]
+
+
 @pytest.mark.parametrize(
     ("size", "world", "rows", "expected"),
     [
@@ -438,6 +446,33 @@ def test_one_plan_of_whole_leaves_serves_both_halves(mesh):
                 ranks(lambda t: call(t, "data", shards, tiled=True), mesh)(tree)  # noqa: B023
 
 
+PLACES = {"big": 1, "mid": 0, "layer": -1, "counts": 0}
+
+
+@pytest.mark.parametrize(
+    "given", [PLACES, lambda path: PLACES[path.partition("/")[0]]], ids=["a prefix", "a function"]
+)
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("half", HALVES)
+def test_each_leaf_is_cut_where_it_says(half, tiled, given, mesh):
+    """As if it travelled alone, and all leaves still travel in one call."""
+    tree = {
+        "big": values(WORLD, 8, 96 if tiled else WORLD, 8),
+        "mid": values(WORLD, WORLD, 300),
+        "layer": {"a": values(WORLD, 40, WORLD), "b": values(WORLD, 5, 16, WORLD)},
+        "counts": jnp.ones((WORLD, WORLD, 3), jnp.int32),
+    }
+    name = {"scatter": "scatter_dimension", "gather": "axis"}[half]
+    code = Rules((), Q4, exact=())
+    how = {"tiled": tiled, "exchange": "xla"}
+    call = lambda x, place: HALVES[half](x, "data", code, **{name: place}, **how)  # noqa: E731
+    together = ranks(lambda t: call(t, given), mesh)
+    each = lambda t: {k: call(x, PLACES[k]) for k, x in t.items()}  # noqa: E731
+    assert_same_bits(together(tree), ranks(each, mesh)(tree))
+    hlo = together.lower(tree).as_text("hlo")
+    assert len(re.findall(r"= u8\[.* (?:all-gather|all-to-all)\(", hlo)) == 1
+
+
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.quick("scatter")
 def test_leaves_do_not_share_their_noise(half, mesh):
@@ -568,7 +603,7 @@ W = "leaf 'a/w': "
         (
             "scatter",
             ValueError,
-            W + r"scatter_dimension=2 is out of range; .* 2 dimensions",
+            W + r"dimension 2 is out of range; .* 2 dimensions",
             (8, 300),
             {"scatter_dimension": 2},
         ),
@@ -578,6 +613,20 @@ W = "leaf 'a/w': "
             W + "axis=4 is out of range; .* 3 dimensions",
             (8, 300),
             {"axis": 4},
+        ),
+        (
+            "scatter",
+            ValueError,
+            r"scatter_dimension does not fit the tree: it has no int for leaf 'a/w'. Pass",
+            (8, 300),
+            {"scatter_dimension": {"ok": 0, "a": {}}},
+        ),
+        (
+            "gather",
+            TypeError,
+            W + "axis='w' is not an int",
+            (8, 300),
+            {"axis": {"ok": 0, "a": "w"}},
         ),
         *(
             (half, ValueError, W + "Quantize.*key is None", (8, 300), {"compressor": STOCHASTIC})

@@ -84,7 +84,7 @@ def test_both_passes_see_the_same_rounded_weights(mesh):
                 "data",
                 c,
                 tiled=True,
-                key=jax.random.fold_in(KEY, 2 * i),
+                key=jax.random.fold_in(KEY, i),
                 exchange="xla",
             )
             for i in range(3)
@@ -103,6 +103,33 @@ def test_both_passes_see_the_same_rounded_weights(mesh):
     want, wanted = jax.value_and_grad(whole_loss, argnums=1)(EXAMPLES, rounded)
     np.testing.assert_allclose(loss, want, rtol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), grads, wanted)
+
+
+def test_shards_that_do_not_vary_have_the_sum_of_the_ranks_gradients(mesh):
+    shards = jax.tree.map(lambda leaf: leaf[:, : WIDTH // WORLD], layers(3))
+
+    def gradient(x, shards, varying):
+        def loss(shards):
+            return (
+                cgx_jax.scan_layers(body, x, shards, "data", exchange="xla", **EXACT) ** 2
+            ).sum()
+
+        if not varying:
+            return jax.grad(loss)(shards)
+        return lax.psum(jax.grad(loss)(lax.pcast(shards, "data", to="varying")), "data")
+
+    got, want = (
+        jax.jit(
+            jax.shard_map(
+                lambda x, s, varying=varying: gradient(x, s, varying),
+                mesh=mesh,
+                in_specs=(P("data"), P()),
+                out_specs=P(),
+            )
+        )(EXAMPLES, shards)
+        for varying in (False, True)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
 def test_in_compiled_loops_weights_and_gradients_travel_beside_the_computation(mesh):

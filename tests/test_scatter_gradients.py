@@ -16,7 +16,10 @@ from cgx_jax.transforms.precondition import squares_of, stacked
 from hlo import before, entry_of, named
 
 WORLD = 4
-SHAPES = {"bias": (40,), "kernel": (24, 60), "stack": (8, 10, 30)}
+SHAPES = {"bias": (40,), "kernel": (24, 60), "stack": (8, 12, 30)}
+FIRST = dict.fromkeys(SHAPES, 0)
+CUT = {"bias": 0, "kernel": 1, "stack": 1}  # along the columns, and between rows
+cuts = pytest.mark.parametrize("cut", [FIRST, CUT], ids=["first", "several"])
 Q3 = Rules((), Quantize(3, 64), exact=())
 
 
@@ -38,7 +41,11 @@ def zeros():
     return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
-def run(tx, grads, state=None):
+def specs_of(cut):
+    return {name: P(*[None] * d, "data") for name, d in cut.items()}
+
+
+def run(tx, grads, state=None, cut=FIRST):
     """Returns every step's whole mean, joined from all ranks' shards, and the states."""
     state = tx.init(zeros()) if state is None else state
     specs = cgx_jax.state_specs(state, "data")
@@ -47,7 +54,7 @@ def run(tx, grads, state=None):
             lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
             mesh=mesh(),
             in_specs=(P("data"), specs),
-            out_specs=(P("data"), specs),
+            out_specs=({name: specs_of(cut)[name] for name in grads}, specs),
         )
     )
     means, states = [], [state]
@@ -69,9 +76,10 @@ def test_shards_of_votes_are_those_of_an_all_reduce():
         np.testing.assert_array_equal(means[0][name], np.sign(np.sign(x[0]).sum(0)))
 
 
-def test_exact_shards_make_up_the_mean():
+@pytest.mark.parametrize("given", [CUT, CUT.get], ids=["a tree", "a function"])
+def test_exact_shards_make_up_the_mean(given):
     grads = gradients(2)
-    means, _ = run(scatter(Identity()), grads)
+    means, _ = run(scatter(Identity(), dimensions=given), grads, cut=CUT)
     for t, mean in enumerate(means):
         for name, x in grads.items():
             np.testing.assert_allclose(mean[name], x[t].mean(0), atol=1e-6)
@@ -138,10 +146,16 @@ def test_nothing_is_rounded_twice_between_a_bfloat16_mean_and_its_memory():
     [ErrorFeedback(), pytest.param(MomentumCorrection(0.9), marks=pytest.mark.slow)],
     ids=str,
 )
-@pytest.mark.quick("ErrorFeedback*Quantize*", "ErrorFeedback*TopK*")
-def test_what_was_seen_and_what_is_kept_is_what_was_given(policy, memory):
+@pytest.mark.parametrize(
+    ("cut", "precondition"),
+    [(FIRST, None), (CUT, None), (CUT, SecondMoment())],
+    ids=["first", "several", "in units"],
+)
+@pytest.mark.quick("first-*Feedback*Quantize*", "several-*Feedback*TopK*", "in*Feedback*Quantize*")
+def test_what_was_seen_and_what_is_kept_is_what_was_given(policy, memory, cut, precondition):
     grads = gradients(4)
-    means, states = run(scatter(policy, memory=memory), grads)
+    tx = scatter(policy, memory=memory, dimensions=cut, precondition=precondition)
+    means, states = run(tx, grads, cut=cut)
     lossy = 0
     for name, x in grads.items():
         given = x.astype(np.float64)
@@ -152,20 +166,33 @@ def test_what_was_seen_and_what_is_kept_is_what_was_given(policy, memory):
         seen = sum(mean[name].astype(np.float64) for mean in means)
         np.testing.assert_allclose(seen + kept.mean(0), given.mean(1).sum(0), atol=2e-5)
         scaled = isinstance(getattr(policy, "default", None), QSGD)
-        for rank, own in enumerate(np.split(kept, WORLD, axis=1)):
+        for rank, own in enumerate(np.split(kept, WORLD, axis=1 + cut[name])):
             # A rank adds up its own part exactly; the factor of an unbiased code scales the sum.
             assert own[rank].any() == scaled
         lossy += np.abs(kept).max() > 1e-3
     assert lossy >= 1
 
 
+def test_a_state_goes_on_where_leaves_are_cut_elsewhere():
+    """It knows whole leaves only, so nothing is lost."""
+    grads, memory = gradients(4), ErrorFeedback()
+    halves = [{name: x[part] for name, x in grads.items()} for part in (np.s_[:2], np.s_[2:])]
+    means, states = run(scatter(Q3, memory=memory), halves[0])
+    more, states = run(scatter(Q3, memory=memory, dimensions=CUT), halves[1], states[-1], cut=CUT)
+    for name, x in grads.items():
+        kept = np.asarray(states[-1].memory[0][name], np.float64).mean(0)
+        seen = sum(mean[name].astype(np.float64) for mean in means + more)
+        np.testing.assert_allclose(seen + kept, x.astype(np.float64).mean(1).sum(0), atol=2e-5)
+
+
 SCALE = np.float32(10.0) ** np.random.default_rng(5).uniform(-2, 1, (24, 1)).astype(np.float32)
 
 
-def test_the_moments_are_those_of_the_whole_mean():
+@cuts
+def test_the_moments_are_those_of_the_whole_mean(cut):
     """The ranks make the same state from shards that `SecondMoment` makes from the whole mean."""
     grads, moment = gradients(5, SCALE), SecondMoment()
-    means, states = run(scatter(Q3, precondition=moment), grads)
+    means, states = run(scatter(Q3, precondition=moment, dimensions=cut), grads, cut=cut)
     state, shapes = stacked(moment.init(zeros())), [SHAPES[name] for name in sorted(SHAPES)]
 
     @jax.jit
@@ -197,7 +224,7 @@ def test_units_cost_one_small_sum_in_the_steps_that_update_them():
     hlo = lowered.as_text("hlo")
     sums = [line for line in hlo.splitlines() if " all-reduce(" in line]
     # A leaf's rows and columns: its last dimension has the columns; a vector has one row.
-    sizes = 40 + 1 + 24 + 60 + 80 + 30
+    sizes = 40 + 1 + 24 + 60 + 96 + 30
     assert len(sums) == 2  # the other says whether all is finite
     assert sum(f"f32[{sizes}]" in line for line in sums) == 1
     assert sum("s32[]" in line for line in sums) == 1
@@ -222,16 +249,29 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_no_state():
     assert np.isfinite(means[2]["kernel"]).all()
 
 
-def test_shards_inside_and_whole_leaves_outside_begin_alike():
-    tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment())
+@cuts
+def test_shards_inside_and_whole_leaves_outside_begin_alike(cut):
+    tx = scatter(Q3, memory=ErrorFeedback(), precondition=SecondMoment(), dimensions=cut)
     outside = tx.init(zeros())
     specs = cgx_jax.state_specs(outside, "data")
-    inside = jax.jit(jax.shard_map(tx.init, mesh=mesh(), in_specs=P("data"), out_specs=specs))(
-        zeros()
-    )
+    inside = jax.jit(
+        jax.shard_map(tx.init, mesh=mesh(), in_specs=(specs_of(cut),), out_specs=specs)
+    )(zeros())
     assert jax.tree.map(jnp.shape, inside) == jax.tree.map(jnp.shape, outside)
     assert inside.memory[0]["kernel"].sharding.spec == P("data")
     assert outside.memory[0]["kernel"].shape == (WORLD, 24, 60)
+
+
+@cuts
+def test_each_value_has_its_own_unit_wherever_its_leaf_is_cut(cut):
+    """Rows differ by orders of magnitude: without units, a code loses the small ones."""
+    grads, losses = gradients(8, SCALE), {}
+    for precondition in (None, SecondMoment()):
+        tx = scatter(Q3, precondition=precondition, dimensions=cut)
+        means, _ = run(tx, grads, cut=cut)
+        errors = (means[-1]["kernel"] - grads["kernel"][-1].mean(0)) / SCALE
+        losses[precondition] = np.sqrt(np.square(errors).mean())
+    assert losses[SecondMoment()] < 0.5 * losses[None]
 
 
 def test_momentum_on_shards_is_momentum_on_the_whole():
@@ -283,6 +323,24 @@ def test_a_state_made_of_shards_for_whole_leaves_is_refused(options):
         ValueError, match=r"^scatter_gradients: the state .*made for .*shape.* Give "
     ):
         run(tx, gradients(1), tx.init(shards))
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "error", "message"),
+    [
+        (2, ValueError, r"leaf 'bias': dimension 2 is out of range; the operand is \[40\]"),
+        (CUT | {"stack": 2}, ValueError, r"leaf 'stack': dimension 2 .* 30, .*along another"),
+        ({"bias": 0, "kernel": 1}, ValueError, "dimensions .* no int for leaf 'stack'. Pass"),
+        (CUT | {"other": 0}, ValueError, "dimensions .* an int for 'other', which is no leaf"),
+        (CUT | {"kernel": 0.5}, TypeError, "leaf 'kernel': dimensions=0.5 is not an int"),
+        (lambda path: None, TypeError, "leaf 'bias': dimensions=None is not an int"),
+    ],
+    ids=["beyond", "not divided", "missing", "unknown", "float", "none"],
+)
+def test_dimensions_that_do_not_fit_are_refused(dimensions, error, message):
+    tx = scatter(Q3, dimensions=dimensions)
+    with pytest.raises(error, match=f"^scatter_gradients: {message}"):
+        run(tx, gradients(1), scatter(Q3).init(zeros()))
 
 
 def test_a_tree_without_leaves_comes_back():

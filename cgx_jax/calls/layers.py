@@ -53,20 +53,19 @@ def scan_layers(
     Raises ValueError and TypeError as the two calls do, and ValueError for a stack without layers.
     Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
-    gathering = Options.resolve(
-        _NAME, axis_name, exchange=exchange, collective=Collective.ALL_GATHER
-    )
-    scattering = dataclasses.replace(gathering, collective=Collective.REDUCE_SCATTER)
+    options = Options.resolve(_NAME, axis_name, exchange=exchange, collective=Collective.ALL_GATHER)
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(shards)}
     if len(counts) != 1 or not (count := next(iter(counts))) or not count[0]:
         raise ValueError(
             f"{_NAME}: the leaves of shards have leading dimensions {sorted(counts)}; all must "
             "have the same one, the number of layers, which is 1 or more."
         )
-    stack = _Stack(body, gathering, scattering, weights, gradients, count[0])
-    varying = gathering.axes.varying()
+    layer = jax.eval_shape(lambda shards: _at(shards, 0), shards)
+    gather = rows.Gather.of(options, layer, weights, 0, True)
+    stack = _Stack(body, gather, gather.transposed(gradients), count[0])
+    varying = options.axes.varying()
     start = jax.tree.map(lambda v: _compat.vary_over(jnp.asarray(v), varying), x)
-    return _scan(stack, start, shards, key)
+    return _scan(stack, start, gather.varying(jax.tree.map(jnp.asarray, shards)), key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +73,17 @@ class _Stack:
     """The static part of a call."""
 
     body: Callable[[Pytree, Pytree], Pytree]
-    gathering: Options
-    scattering: Options
-    weights: Compressor | Policy | Plan | None
-    gradients: Compressor | Policy | Plan | None
+    gathers: rows.Gather
+    transposed: Callable[[Pytree, Key], Pytree]
     count: int
 
     def gather(self, shard: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns one layer's whole weights."""
-        own = _folded(key, 2 * layer)
-        return rows.all_gather(self.gathering, shard, self.weights, 0, True, own)
+        return self.gathers(shard, _folded(key, layer))
 
     def scatter(self, gradient: Pytree, key: Key, layer: int | jax.Array) -> Pytree:
         """Returns this rank's part of the sum of one layer's gradients."""
-        own = _folded(key, 2 * layer + 1)
-        return rows.reduce_scatter(self.scattering, gradient, self.gradients, 0, True, own)
+        return self.transposed(gradient, _folded(key, layer))
 
     def back(self, x: Pytree, whole: Pytree, cotangent: Pytree) -> tuple[Pytree, Pytree]:
         """Returns the cotangents of one layer's input and weights."""

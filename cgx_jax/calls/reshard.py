@@ -68,10 +68,11 @@ def reshard(
     leaves, treedef = jax.tree.flatten(tree)
     known = leaves_of(tree)
     wanted = _specs(tree, shardings)
-    moves = [
-        _move(operand_of(_NAME, leaf.path), x, to) if isinstance(x, jax.Array) else None
+    found = [
+        _move(operand_of(_NAME, leaf.path), x, to) if isinstance(x, jax.Array) else _NO_MOVE
         for leaf, x, to in zip(known, leaves, wanted, strict=True)
     ]
+    moves, places = [move for move, _ in found], [dimension for _, dimension in found]
     if backward is not None and not any(m and m.marks for m in moves):
         raise ValueError(
             f"{_NAME}: backward={backward} is for leaves that become reduced, whose gradient JAX "
@@ -90,6 +91,7 @@ def reshard(
             move,
             treedef,
             own,
+            tuple(places[i] for i in own),
             tuple(jax.typeof(leaves[i]).sharding.spec for i in own),
             tuple(wanted[i] for i in own),
             _mesh(leaves[own[0]]),
@@ -140,24 +142,30 @@ def reduced(
 
 
 class _Move(NamedTuple):
-    """How a leaf travels: the collective over `axes`, and the dimension that it cuts or joins.
+    """How leaves travel: the collective over `axes`.
 
     `marks` says that the result of an all-gather is typed as `reduced`.
     """
 
     collective: Collective
     axes: tuple[str, ...]
-    dimension: int = 0
     marks: bool = False
+
+
+_NO_MOVE: tuple[_Move | None, int] = (None, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Leaves of one move, which travel together: static and hashable."""
+    """Leaves of one move, which travel together: static and hashable.
+
+    `dimensions` are those that the collective cuts or joins.
+    """
 
     move: _Move
     treedef: jax.tree_util.PyTreeDef
     numbers: tuple[int, ...]
+    dimensions: tuple[int, ...]
     froms: tuple[PartitionSpec, ...]
     to: tuple[PartitionSpec, ...]
     mesh: Any
@@ -187,32 +195,38 @@ class _Group:
 
     def _inside(self, impl: Any, leaves: list[jax.Array], data: Any) -> list[jax.Array]:
         key = None if data is None else jax.random.wrap_key_data(data, impl=impl)
-        collective, names, dimension, marks = self.move
+        collective, names, marks = self.move
         axis = names[0] if len(names) == 1 else names
         how = dict(self.how)
         if collective is not Collective.ALL_REDUCE:
             how = {"exchange": how["exchange"]}
         options = Options.resolve(_NAME, axis, collective=collective, **how)
-        # Other leaves leave gaps, so that messages have the paths of the whole tree.
-        every: list[Any] = [None] * self.treedef.num_leaves
-        for i, x in zip(self.numbers, leaves, strict=True):
-            every[i] = x
-        tree = jax.tree.unflatten(self.treedef, every)
+        tree, dimensions = self._tree(leaves), self._tree(self.dimensions)
         known = leaves_of(tree)
         if collective is Collective.ALL_GATHER:
             known = [
-                dataclasses.replace(x, shape=rows.whole_shape(x.shape, dimension, options.axes))
-                for x in known
+                dataclasses.replace(
+                    leaf, shape=(*x.shape[:d], options.axes.world * x.shape[d], *x.shape[d + 1 :])
+                )
+                for leaf, x, d in zip(known, leaves, self.dimensions, strict=True)
             ]
         # The policy saw whole leaves; here, a rank has a part of each.
         plan = dataclasses.replace(self.plan, leaves=tuple(known))
-        if collective is Collective.REDUCE_SCATTER:
-            return jax.tree.leaves(rows.reduce_scatter(options, tree, plan, dimension, True, key))
         if collective is Collective.ALL_REDUCE:
             return values_of(route(options, plan), leaves, key)
-        whole = jax.tree.leaves(rows.all_gather(options, tree, plan, dimension, True, key))
+        if collective is Collective.REDUCE_SCATTER:
+            return jax.tree.leaves(rows.reduce_scatter(options, tree, plan, dimensions, True, key))
+        every = rows.all_gather(options, tree, plan, None, dimensions, True, key)
+        whole = jax.tree.leaves(every)
         same = [_compat.same_over(x, names) for x in whole]
         return [lax.pcast(x, names, to="reduced") for x in same] if marks else same
+
+    def _tree(self, entries: Sequence[Any]) -> Pytree:
+        """Returns a tree of the group's entries, whose leaves have the paths of the whole tree."""
+        every: list[Any] = [None] * self.treedef.num_leaves
+        for i, x in zip(self.numbers, entries, strict=True):
+            every[i] = x
+        return jax.tree.unflatten(self.treedef, every)
 
     def back(self) -> _Group:
         """Returns how the gradients of the results return."""
@@ -221,7 +235,7 @@ class _Group:
             PartitionSpec(*_compat.partitions(to), unreduced=axes, reduced=to.reduced - axes)
             for to in self.to
         ]
-        move = _Move(Collective.REDUCE_SCATTER, self.move.axes, self.move.dimension)
+        move = _Move(Collective.REDUCE_SCATTER, self.move.axes)
         assert self.backward is not None
         return dataclasses.replace(
             self, move=move, froms=tuple(specs), to=self.froms, plan=self.backward, backward=None
@@ -258,8 +272,8 @@ def _backward(group: _Group, key: Key, cotangents: list[jax.Array]) -> Pytree:
 _moved_back.defvjp(_forward, _backward)
 
 
-def _move(where: str, x: Any, to: PartitionSpec) -> _Move | None:
-    """Returns how a leaf gets to `to`; None for `jax.reshard`."""
+def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
+    """Returns how a leaf gets to `to`, None for `jax.reshard`, and the dimension that changes."""
     spec = _compat.explicit_spec(where, x)
     entries, after = _entries(spec, x.ndim), _entries(to, x.ndim)
     changed = [d for d in range(x.ndim) if entries[d] != after[d]]
@@ -267,20 +281,20 @@ def _move(where: str, x: Any, to: PartitionSpec) -> _Move | None:
     order = list(_compat.axis_types(x))
     if spec.unreduced and not to.unreduced and to.reduced == spec.reduced:
         if not _compat.is_sum(spec):
-            return None
+            return _NO_MOVE
         axes = tuple(n for n in order if n in spec.unreduced)
         if not changed:
-            return _Move(Collective.ALL_REDUCE, axes)
+            return _Move(Collective.ALL_REDUCE, axes), 0
         added = after[d][len(entries[d]) :]
         if len(changed) == 1 and entries[d] + added == after[d] and set(added) == set(axes):
-            return _Move(Collective.REDUCE_SCATTER, added, d)
+            return _Move(Collective.REDUCE_SCATTER, added), d
     if not spec.unreduced and not to.unreduced and len(changed) == 1:
         axes = entries[d][len(after[d]) :]
         marked = to.reduced - spec.reduced
         known = spec.reduced <= to.reduced and marked in (frozenset(), frozenset(axes))
         if axes and after[d] + axes == entries[d] and known:
-            return _Move(Collective.ALL_GATHER, axes, d, bool(marked))
-    return None
+            return _Move(Collective.ALL_GATHER, axes, bool(marked)), d
+    return _NO_MOVE
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from cgx_jax._types import AxisName, Key, Pytree
+from cgx_jax._types import AxisName, Dimensions, Key, Pytree
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -26,7 +26,7 @@ def psum_scatter_compressed(
     axis_name: AxisName,
     compressor: Compressor | Policy | Plan | None = None,
     *,
-    scatter_dimension: int = 0,
+    scatter_dimension: Dimensions = 0,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     key: Key = None,
@@ -36,10 +36,12 @@ def psum_scatter_compressed(
 
     `tree` is a pytree of arrays. In each array, the length of `scatter_dimension` must be the world
     size, and the dimension is removed. With `tiled`, the length must be a multiple of the world
-    size and is divided by it. With `axis_index_groups`, the world is a rank's group; groups must be
-    of equal size. A result has the leaf's dtype. It is the fp32 sum of this rank's exact slice and
-    the other ranks' decoded slices, and is not quantized again. Votes (`SignSGD`) come back as the
-    sign that most ranks have, or 0 in a tie. The derivative is that of `lax.psum_scatter`.
+    size and is divided by it. Leaves may be cut along different dimensions: `scatter_dimension` is
+    an int, a tree (or a prefix of one) of ints, or a function from a leaf's path to an int. With
+    `axis_index_groups`, the world is a rank's group; groups must be of equal size. A result has the
+    leaf's dtype. It is the fp32 sum of this rank's exact slice and the other ranks' decoded slices,
+    and is not quantized again. Votes (`SignSGD`) come back as the sign that most ranks have, or 0
+    in a tie. The derivative is that of `lax.psum_scatter`.
 
     `compressor` is a compressor (default `Quantize()`, 4 bits), a policy or a `Plan`, as in
     `psum_compressed`. A single compressor leaves some leaves of a tree exact: leaves with
@@ -62,10 +64,10 @@ def psum_scatter_compressed(
       (docs/exchanges.md), and smaller ones are exact.
     * An instance from `cgx_jax.exchanges`.
 
-    Raises ValueError or TypeError while tracing: for a dimension that cannot be divided, an operand
-    that is already reduced or a missing key (these messages have the leaf's path), and for an
-    exchange that does not work here, a plan of another tree, a policy that adapts or a compressor
-    whose code is sums. Source: QSDP (Markov et al., ICML 2023) for the scheme.
+    Raises ValueError or TypeError while tracing: for a dimension that does not exist or cannot be
+    divided, an operand that is already reduced or a missing key (these messages have the leaf's
+    path), and for an exchange that does not work here, a plan of another tree, a policy that adapts
+    or a compressor whose code is sums. Source: QSDP (Markov et al., ICML 2023) for the scheme.
     """
     options = Options.resolve(
         "psum_scatter_compressed",
@@ -83,7 +85,8 @@ def all_gather_compressed(
     axis_name: AxisName,
     compressor: Compressor | Policy | Plan | None = None,
     *,
-    axis: int = 0,
+    backward: Compressor | Policy | Plan | None = None,
+    axis: Dimensions = 0,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     key: Key = None,
@@ -92,9 +95,15 @@ def all_gather_compressed(
     """Gathers every rank's `tree`, compressed on the wire; like `lax.all_gather`.
 
     `tree` is a pytree of arrays. Leaves are stacked along a new dimension `axis`, or concatenated
-    along it if `tiled`. They keep their dtypes. With `axis_index_groups`, which must be of equal
-    size, a rank gathers from its group. Each rank also decodes its own payload, so the result is
-    the same on all ranks. The derivative is that of `lax.all_gather`.
+    along it if `tiled`. They keep their dtypes. `axis` is an int, a tree (or a prefix of one) of
+    ints, or a function from a leaf's path to an int. With `axis_index_groups`, which must be of
+    equal size, a rank gathers from its group. Each rank also decodes its own payload, so the result
+    is the same on all ranks. The derivative is that of `lax.all_gather`, an exact `psum_scatter`.
+
+    With `backward`, a compressor, policy or `Plan`, the backward pass sends cotangents as
+    `psum_scatter_compressed` would send them, by the same exchange. `key` then feeds both passes,
+    which draw different noise. Second derivatives are those of `lax.all_gather`. Forward-mode
+    derivatives are not defined: JAX raises TypeError.
 
     `compressor` is as in `psum_scatter_compressed`. A policy sees whole leaves, which here are the
     results. It therefore compresses a leaf in both calls or in neither, and one `Plan` of whole
@@ -110,4 +119,4 @@ def all_gather_compressed(
         collective=Collective.ALL_GATHER,
     )
     tree = jax.tree.map(jnp.asarray, tree)
-    return rows.all_gather(options, tree, compressor, axis, tiled, key)
+    return rows.all_gather(options, tree, compressor, backward, axis, tiled, key)

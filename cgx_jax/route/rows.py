@@ -7,16 +7,17 @@ policy sees whole leaves, so that it compresses a leaf in both calls or in neith
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from cgx_jax._types import Key, Pytree
-from cgx_jax.axes import Axes
+from cgx_jax import _compat
+from cgx_jax._types import Dimensions, Key, Pytree
+from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.debug import nonfinite
-from cgx_jax.leaves import Leaf, leaves_of, where_of
+from cgx_jax.leaves import Leaf, dimensions_of, leaves_of, where_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.route.route import Options, Route, route
@@ -29,62 +30,165 @@ def reduce_scatter(
     options: Options,
     tree: Pytree,
     policy: Compressor | Policy | Plan | None,
-    dimension: int,
+    dimensions: Dimensions,
     tiled: bool,
     key: Key,
 ) -> Pytree:
-    """Returns this rank's slice of the sum of every leaf, cut along `dimension`."""
+    """Returns this rank's slice of the sum of every leaf, cut along its dimension."""
     leaves, treedef = jax.tree.flatten(tree)
     plan = resolve(options.name, tree, policy)
-    taken, places = scatter_route(options, plan, dimension, tiled)
-    world = options.axes.world
-    operands = [rows_of(x, d, world) for x, d in zip(leaves, places, strict=True)]
-    sums = run(taken, operands, key).values
-    out = [y if tiled else y.squeeze(d) for y, d in zip(sums, places, strict=True)]
-    return jax.tree.unflatten(treedef, watched(taken, leaves, out)[0])
+    places = dimensions_of(options.name, "scatter_dimension", dimensions, tree)
+    scatter = Scatter.of(options, plan, places, tiled)
+    return jax.tree.unflatten(treedef, scatter(leaves, key))
 
 
 def all_gather(
     options: Options,
     tree: Pytree,
     policy: Compressor | Policy | Plan | None,
-    dimension: int,
+    backward: Compressor | Policy | Plan | None,
+    dimensions: Dimensions,
     tiled: bool,
     key: Key,
 ) -> Pytree:
-    """Returns every rank's leaves, stacked or with `tiled` concatenated along `dimension`."""
-    nonfinite.refuse_skip(options.name)
-    leaves, treedef = jax.tree.flatten(tree)
-    known = leaves_of(tree)
-    pairs = zip([leaf.path for leaf in known], leaves, strict=True)
-    options.axes.check_plain(options.name, list(pairs))
-    places = [_place_of_whole(options, leaf, dimension, tiled) for leaf in known]
-    shapes = [
-        jax.ShapeDtypeStruct(shape, leaf.dtype)
-        for (_, shape), leaf in zip(places, known, strict=True)
-    ]
-    plan = resolve(options.name, jax.tree.unflatten(treedef, shapes), policy)
-    taken = _route(options, plan, [leaf.shape for leaf in known])
-    rows = run(taken, leaves, key).values
-    out = []
-    for y, (d, shape) in zip(rows, places, strict=True):
-        stacked = jnp.moveaxis(y, 0, d)
-        out.append(stacked.reshape(shape) if tiled else stacked)
-    return jax.tree.unflatten(treedef, watched(taken, leaves, out)[0])
+    """Returns every rank's leaves, stacked or with `tiled` concatenated along their dimension.
+
+    Cotangents are compressed by `backward`; if it is None, the derivative is exact.
+    """
+    gather = Gather.of(options, tree, policy, dimensions, tiled)
+    if backward is None:
+        return gather(tree, key)
+    transposed = gather.transposed(backward)
+    call = jax.custom_vjp(lambda shards, key: gather(shards, key))
+    call.defvjp(
+        lambda shards, key: (gather(shards, key), key),
+        lambda key, cotangents: (transposed(cotangents, key), None),
+    )
+    return call(gather.varying(tree), key)
 
 
-def scatter_route(
-    options: Options, plan: Plan, dimension: int, tiled: bool, *, in_units: bool = False
-) -> tuple[Route, list[int]]:
-    """Returns the route of a reduce-scatter of whole leaves, and where each of them is cut."""
-    nonfinite.refuse_skip(options.name)
-    world = options.axes.world
-    places = [_place_of_slice(options, leaf, dimension, tiled) for leaf in plan.leaves]
-    rows = [
-        (*x.shape[:d], x.shape[d] // world, *x.shape[d + 1 :])
-        for x, d in zip(plan.leaves, places, strict=True)
-    ]
-    return _route(options, plan, rows, in_units=in_units), places
+# No index of a rank is as large, so the passes never draw from the same key.
+_BACKWARD = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """A reduce-scatter of whole leaves whose way is decided; `places` says where each is cut."""
+
+    taken: Route
+    places: Sequence[int]
+    tiled: bool
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        plan: Plan,
+        dimensions: Sequence[int],
+        tiled: bool,
+        *,
+        in_units: bool = False,
+    ) -> Scatter:
+        """Checks where the leaves of `plan` are cut, and decides how their rows travel."""
+        nonfinite.refuse_skip(options.name)
+        world = options.axes.world
+        pairs = zip(plan.leaves, dimensions, strict=True)
+        places = [_place_of_slice(options, leaf, d, tiled) for leaf, d in pairs]
+        rows = [
+            (*x.shape[:d], x.shape[d] // world, *x.shape[d + 1 :])
+            for x, d in zip(plan.leaves, places, strict=True)
+        ]
+        return cls(_route(options, plan, rows, in_units=in_units), places, tiled)
+
+    def __call__(self, leaves: Sequence[jax.Array], key: Key) -> list[jax.Array]:
+        """Returns this rank's slice of the sum of every leaf."""
+        cut, world = zip(leaves, self.places, strict=True), self.taken.options.axes.world
+        sums = run(self.taken, [rows_of(x, d, world) for x, d in cut], key).values
+        parts = zip(sums, self.places, strict=True)
+        out = [y if self.tiled else y.squeeze(d) for y, d in parts]
+        return watched(self.taken, leaves, out)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """An all-gather of shards whose way is decided.
+
+    `whole` is a tree like the shards with the shapes and dtypes of the results. `places` are the
+    dimensions in which these have the ranks.
+    """
+
+    taken: Route
+    whole: Pytree
+    places: Sequence[int]
+    tiled: bool
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        shards: Pytree,
+        policy: Compressor | Policy | Plan | None,
+        dimensions: Dimensions,
+        tiled: bool,
+    ) -> Gather:
+        """Decides how shards with these shapes and dtypes travel."""
+        nonfinite.refuse_skip(options.name)
+        known, treedef = leaves_of(shards), jax.tree.structure(shards)
+        given = dimensions_of(options.name, "axis", dimensions, shards)
+        pairs = zip(known, given, strict=True)
+        places = [_place_of_whole(options, leaf, d, tiled) for leaf, d in pairs]
+        shapes = [
+            jax.ShapeDtypeStruct(shape, leaf.dtype)
+            for (_, shape), leaf in zip(places, known, strict=True)
+        ]
+        whole = jax.tree.unflatten(treedef, shapes)
+        plan = resolve(options.name, whole, policy)
+        taken = _route(options, plan, [leaf.shape for leaf in known])
+        return cls(taken, whole, [d for d, _ in places], tiled)
+
+    def __call__(self, shards: Pytree, key: Key) -> Pytree:
+        """Returns every rank's shards, stacked or concatenated."""
+        leaves, treedef = self._checked(shards)
+        rows = run(self.taken, leaves, key).values
+        out = []
+        for y, d, whole in zip(rows, self.places, jax.tree.leaves(self.whole), strict=True):
+            out.append(jnp.moveaxis(y, 0, d).reshape(whole.shape))
+        return jax.tree.unflatten(treedef, watched(self.taken, leaves, out)[0])
+
+    def varying(self, shards: Pytree) -> Pytree:
+        """Returns shards that vary over the axes, as the results of the derivative do."""
+        leaves, treedef = self._checked(shards)
+        axes = self.taken.options.axes.varying()
+        return jax.tree.unflatten(treedef, [_compat.vary_over(x, axes) for x in leaves])
+
+    def _checked(self, shards: Pytree) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
+        options, plan = self.taken.options, self.taken.plan
+        leaves, treedef = jax.tree.flatten(shards)
+        pairs = zip([leaf.path for leaf in plan.leaves], leaves, strict=True)
+        options.axes.check_plain(options.name, list(pairs))
+        return leaves, treedef
+
+    def transposed(
+        self, policy: Compressor | Policy | Plan | None
+    ) -> Callable[[Pytree, Key], Pytree]:
+        """Returns the derivative: it scatters the sums of cotangents, compressed by `policy`.
+
+        It takes the key of the gather, and draws other noise. Integers have no derivative: None.
+        """
+        options = self.taken.options
+        options = dataclasses.replace(options, collective=Collective.REDUCE_SCATTER)
+        plan = resolve(options.name, self.whole, policy)
+        kept = [i for i, x in enumerate(plan.leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        places = [self.places[i] for i in kept]
+        scatter = Scatter.of(options, plan.subset(tuple(kept)), places, self.tiled)
+
+        def transposed(cotangents: Pytree, key: Key) -> Pytree:
+            leaves, treedef = jax.tree.flatten(cotangents)
+            own = None if key is None else jax.random.fold_in(key, _BACKWARD)
+            sums = dict(zip(kept, scatter([leaves[i] for i in kept], own), strict=True))
+            return jax.tree.unflatten(treedef, [sums.get(i) for i in range(len(leaves))])
+
+        return transposed
 
 
 def _route(options: Options, plan: Plan, rows: Sequence[Shape], *, in_units: bool = False) -> Route:
@@ -115,8 +219,8 @@ def _place_of_slice(options: Options, leaf: Leaf, dimension: int, tiled: bool) -
     shape, rank = leaf.shape, len(leaf.shape)
     if not -rank <= dimension < rank:
         raise ValueError(
-            f"{where}: scatter_dimension={dimension} is out of range; the operand is "
-            f"{list(shape)}, with {rank} dimensions."
+            f"{where}: dimension {dimension} is out of range; the operand is {list(shape)}, with "
+            f"{rank} dimensions."
         )
     dimension %= rank
     length = shape[dimension]
@@ -124,7 +228,8 @@ def _place_of_slice(options: Options, leaf: Leaf, dimension: int, tiled: bool) -
         need = f"a multiple of the world size {world}" if tiled else f"{world}, the world"
         raise ValueError(
             f"{where}: dimension {dimension} of {list(shape)} has length {length}, which must "
-            f"be {need}" + ("; pad it." if tiled else " size; or pass tiled=True.")
+            f"be {need}"
+            + ("; pad it, or cut it along another one." if tiled else " size; or pass tiled=True.")
         )
     return dimension
 
@@ -140,10 +245,5 @@ def _place_of_whole(options: Options, leaf: Leaf, dimension: int, tiled: bool) -
         )
     d = dimension % rank
     if tiled:
-        return d, whole_shape(shape, d, options.axes)
+        return d, (*shape[:d], world * shape[d], *shape[d + 1 :])
     return d, (*shape[:d], world, *shape[d:])
-
-
-def whole_shape(shape: Shape, dimension: int, axes: Axes) -> Shape:
-    """Returns the shape of all ranks' slices, joined along `dimension`."""
-    return (*shape[:dimension], axes.world * shape[dimension], *shape[dimension + 1 :])

@@ -12,16 +12,17 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
-from cgx_jax._types import AxisName, Pytree, Shaped
+from cgx_jax._types import AxisName, Dimensions, Pytree, Shaped
 from cgx_jax.axes import Axes, after, split
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
+from cgx_jax.leaves import dimensions_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions.reduce_scatter import encoded
 from cgx_jax.route.route import Options
-from cgx_jax.route.rows import rows_of, scatter_route, whole_of
+from cgx_jax.route.rows import Scatter, rows_of, whole_of
 from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_state, require_type
 from cgx_jax.transforms.feedback import (
@@ -34,7 +35,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import SecondMoment, Squares, matrix_of, unstacked
+from cgx_jax.transforms.precondition import SecondMoment, Squares, Units, matrix_of, unstacked
 from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
@@ -62,6 +63,7 @@ def scatter_gradients(
     *,
     memory: Memory | None = None,
     precondition: SecondMoment | None = None,
+    dimensions: Dimensions = 0,
     seed: int = 0,
     exchange: Exchange | str = "auto",
     mesh: Mesh | AbstractMesh | None = None,
@@ -69,9 +71,10 @@ def scatter_gradients(
     """An Optax transformation that reduces whole gradients to this rank's shard of their mean.
 
     It is for sharded data-parallel training (FSDP, ZeRO). It goes first in `optax.chain`, inside
-    shard_map or pmap over `axis_name`, and everything after it sees shards. A leaf is cut along its
-    first dimension, which must be a multiple of the world size; its dtype stays. `policy` and
-    `exchange` are as in `psum_scatter_compressed`. `seed` feeds stochastic rounding.
+    shard_map or pmap over `axis_name`, and everything after it sees shards. `dimensions` says where
+    a leaf is cut: an int, a tree (or a prefix of one) of ints, or a function from a leaf's path to
+    an int. The length there must be a multiple of the world size. A leaf keeps its dtype. `policy`
+    and `exchange` are as in `psum_scatter_compressed`. `seed` feeds stochastic rounding.
 
     With `memory`, the next step sends what compression loses. Each rank remembers whole gradients,
     so a memory takes as much space as they do. The rank's own shard is not encoded, so it leaves no
@@ -100,7 +103,7 @@ def scatter_gradients(
         check_wrappers(_NAME, checked=False, shards=True)
         if is_any_tree(params):
             return state_of_any_tree(params, memory, precondition, adapts=False)
-        whole = _whole(params, axis_name)
+        whole = _whole(params, axis_name, dimensions)
         moments: Pytree = ()
         if precondition is not None:
             moments = precondition.init(whole)
@@ -126,7 +129,9 @@ def scatter_gradients(
         leaves, treedef = jax.tree.flatten(updates)
         plan = resolve(_NAME, updates, policy)
         choices = [(c,) for c in plan.compressors]
-        taken, _ = scatter_route(options, plan, 0, True, in_units=precondition is not None)
+        given = dimensions_of(_NAME, "dimensions", dimensions, updates)
+        scatter = Scatter.of(options, plan, given, True, in_units=precondition is not None)
+        taken, places = scatter.taken, scatter.places
         check_state(state, memory, precondition, plan, choices, treedef, _NAME, _OTHER_LEAVES)
         if memory is not None:
             chosen = [(leaf.path, c) for leaf, (c,) in zip(plan.leaves, choices, strict=True)]
@@ -135,12 +140,16 @@ def scatter_gradients(
         shapes = [leaf.shape for leaf in plan.leaves]
         moments, scales = scales_of(precondition, state.moments, shapes, taken.compressed)
         sent, kept = compensated(memory, leaves, before, state.step)
+        units = [
+            None if scale is None else _cut(scale[0], shape, d, axes.world)
+            for scale, shape, d in zip(scales, shapes, places, strict=True)
+        ]
         sums = run(
             taken,
-            [rows_of(x, 0, axes.world) for x in sent],
+            [rows_of(x, d, axes.world) for x, d in zip(sent, places, strict=True)],
             jax.random.fold_in(jax.random.key(seed), state.step),
             residual=memory is not None,
-            units=tuple(None if scale is None else scale[0] for scale in scales),
+            units=tuple(units),
         )
         sums = scaled(plan, sums)
         means, _ = watched(taken, leaves, sums.values, state.step)
@@ -149,17 +158,18 @@ def scatter_gradients(
         if not leaves or (memory is None and precondition is None):
             return jax.tree.unflatten(treedef, out), new
         finite = finite_everywhere(axes, means, False, alike=False)
-        lost = [None if e is None else whole_of(e, 0) for e in sums.residuals]
+        parts = zip(sums.residuals, places, strict=True)
+        lost = [None if e is None else whole_of(e, d) for e, d in parts]
 
         def reached(i: int) -> jax.Array:
             # A rank's own values arrive in every step and are never late.
-            rows = encoded(axes, plan.compressors[i], 1)
-            length = shapes[i][0]
-            return jnp.repeat(rows, length // axes.world).reshape(-1, *[1] * (len(shapes[i]) - 1))
+            rows, d, shape = encoded(axes, plan.compressors[i], 1), places[i], shapes[i]
+            each = jnp.repeat(rows, shape[d] // axes.world)
+            return each.reshape(*[1] * d, -1, *[1] * (len(shape) - 1 - d))
 
         rows, _ = remembered(memory, plan, sent, kept, lost, before, finite, reached)
         if precondition is not None and taken.compressed:
-            squares = lambda: _squares(means, taken.compressed, shapes, axes)  # noqa: E731
+            squares = lambda: _squares(means, taken.compressed, shapes, places, axes)  # noqa: E731
             step = after(state.step, [finite])  # the squares are summed in a branch
             moments, finite = moved(precondition, moments, shapes, squares, (), step, finite, axes)
         new = new._replace(
@@ -176,36 +186,66 @@ def _names(axis_name: AxisName) -> tuple[str, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def _whole(params: Pytree, axis_name: AxisName) -> Pytree:
+def _whole(params: Pytree, axis_name: AxisName, dimensions: Dimensions) -> Pytree:
     """Returns shapes of whole leaves; inside the axis, `params` are shards."""
+    leaves, treedef = jax.tree.flatten(params)
+    places = dimensions_of(_NAME, "dimensions", dimensions, params)
     names = _names(axis_name)
     world = Axes.resolve(_NAME, names, None).world if is_bound(names) else 1
 
-    def grown(x: Shaped) -> jax.ShapeDtypeStruct:
-        shape = (world * x.shape[0], *x.shape[1:]) if x.shape else x.shape
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+    def grown(x: Shaped, dimension: int) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        if -len(shape) <= dimension < len(shape):  # `update` refuses any other
+            shape[dimension] *= world
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    return jax.tree.map(grown, params)
+    return jax.tree.unflatten(treedef, map(grown, leaves, places))
+
+
+def _cut(units: Units, shape: tuple[int, ...], dimension: int, world: int) -> Units:
+    """Returns a leaf's units in the order of its `rows_of`.
+
+    Rows of a leaf that is cut along its first dimension keep their order. Otherwise each value has
+    a unit of its own, as one row of one column.
+    """
+    if dimension == 0:
+        return units
+    factors = units.rows[:, :, None] * units.columns[:, None, :]
+    each = [rows_of(way.reshape(shape), dimension, world).reshape(-1) for way in factors]
+    return Units(jnp.stack(each), jnp.ones((2, 1), jnp.float32))
 
 
 def _squares(
     means: Sequence[jax.Array],
     numbers: Sequence[int],
     shapes: Sequence[tuple[int, ...]],
+    places: Sequence[int],
     axes: Axes,
 ) -> dict[int, Squares]:
     """Returns whole leaves' mean squares of rows and of columns, from this rank's shards.
 
-    Each rank has rows of its own, and a share of every column.
+    Each rank has rows of its own, and a share of every column; or the reverse, if a leaf of several
+    dimensions is cut along its last one.
     """
     flat: list[jax.Array] = []
+
+    def add(own: jax.Array, dimension: int) -> None:
+        if 0 <= dimension < own.ndim:
+            size = own.shape[dimension]
+            shape = (*own.shape[:dimension], axes.world * size, *own.shape[dimension + 1 :])
+            here = _compat.vary_over(jnp.zeros(shape, jnp.float32), axes.varying())
+            start = axes.rank() * size
+            own = lax.dynamic_update_slice_in_dim(here, own, start, dimension)
+        flat.append(own.reshape(-1))
+
     for i in numbers:
-        squares = jnp.square(means[i].astype(jnp.float32).reshape(matrix_of(means[i].shape)))
-        rows = matrix_of(shapes[i])[0]
-        own = squares.mean(axis=1)
-        here = _compat.vary_over(jnp.zeros(rows, jnp.float32), axes.varying())
-        flat.append(lax.dynamic_update_slice(here, own, (axes.rank() * own.size,)))
-        flat.append(squares.sum(axis=0) / np.float32(rows))
+        rows, columns = matrix_of(shapes[i])
+        squares = jnp.square(means[i].astype(jnp.float32))
+        if squares.ndim < 2:
+            squares = squares[:, None]
+        last = squares.ndim - 1
+        add(squares.sum(axis=last) / np.float32(columns), places[i])
+        add(squares.sum(axis=tuple(range(last))) / np.float32(rows), places[i] - last)
     (total,) = axes.sum([jnp.concatenate(flat)])
     parts = split(total, [x.size for x in flat])
     return dict(zip(numbers, zip(parts[::2], parts[1::2], strict=True), strict=True))
