@@ -347,6 +347,30 @@ def test_sync_gradients_outside_of_shard_map_is_that_inside(two, kind):
     assert {dtype for _, dtype, nbytes in sent if nbytes > 1024} == {"u8"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_scatter_gradients_outside_of_shard_map(two, kind):
+    """Whole parameters, sharded optimizer: each rank gets its shard of the gradient."""
+    code, cut = Quantize(8), {"w": 0, "v": 1, "b": 0}
+    params = jax.device_put(model(), NamedSharding(two, P()))
+    x = jax.device_put(normal(0, 16, 64), NamedSharding(two, P("data")))
+    tx = cgx_jax.scatter_gradients("data", code, dimensions=cut, **KINDS[kind], **HOW)
+    state = tx.init(params)
+
+    @jax.jit
+    def f(params, state, x):
+        return tx.update(jax.grad(loss_of)(cgx_jax.reduced(params, "data", code), x), state)
+
+    exact = jax.jit(jax.grad(loss_of))(params, x)
+    for _ in range(3):
+        got, state = f(params, state, x)
+        for k, g in got.items():
+            assert jax.typeof(g).sharding.spec.index("data") == cut[k]
+            np.testing.assert_allclose(g, exact[k], atol=0.02 * np.abs(exact[k]).max(), err_msg=k)
+    assert int(state.step) == 3
+    sent = collectives(f.lower(params, state, x).compile().as_text())
+    assert {dtype for _, dtype, nbytes in sent if nbytes > 1024} == {"u8"}
+
+
 def test_a_memory_is_sharded_as_its_parameter(two):
     params = {"w": jax.device_put(normal(1, 64, 64), NamedSharding(two, P(None, "model")))}
     tx = cgx_jax.sync_gradients("data", Q8, memory=cgx_jax.ErrorFeedback(), **HOW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,19 @@ Step = Callable[[Pytree, SyncState], tuple[Pytree, SyncState]]
 
 
 def step_on_ranks(
-    caller: str, names: tuple[str, ...], step: Step, updates: Pytree, state: SyncState
+    caller: str,
+    names: tuple[str, ...],
+    step: Step,
+    updates: Pytree,
+    state: SyncState,
+    places: Sequence[int] | None = None,
 ) -> tuple[Pytree, SyncState]:
     """Returns step(updates, state), traced inside a shard_map over all axes of the mesh.
 
     `step` takes the mean over `names`. A gradient that is unreduced over them is the sum of the
     ranks' parts, which is the mean of `world` times each part. Another gradient must be replicated
-    over `names`, as JAX has reduced it. Raises ValueError for other types of gradients, and for a
+    over `names`, as JAX has reduced it. `places` are the dimensions in which `step` cuts the leaves
+    into shards, if it does. Raises ValueError for other types of gradients, and for a
     state that does not have its row on each rank.
     """
     leaves, treedef = jax.tree.flatten(updates)
@@ -31,7 +37,9 @@ def step_on_ranks(
     world = 1
     for n in names:
         world *= mesh.shape[n]
-    before, after, parts = [], [], []
+    before: list[PartitionSpec] = []
+    after: list[PartitionSpec] = []
+    parts: list[bool] = []
     for leaf, x in zip(leaves_of(updates), leaves, strict=True):
         spec = _compat.explicit_spec(operand_of(caller, leaf.path), x)
         split = [n for n in names if n in _axes_of(spec)]
@@ -42,7 +50,11 @@ def step_on_ranks(
                 f"{names}, as cgx_jax.reduced(params, axis_name, policy) makes it, or replicated."
             )
         before.append(spec)
-        after.append(PartitionSpec(*_compat.partitions(spec), reduced=spec.reduced))
+        entries = [*_compat.partitions(spec), *[None] * x.ndim][: x.ndim]
+        if places is not None and -x.ndim <= (d := places[len(parts)]) < x.ndim:
+            given = entries[d] if isinstance(entries[d], tuple) else (entries[d],)
+            entries[d] = (*(n for n in given if n is not None), *names)
+        after.append(PartitionSpec(*entries, reduced=spec.reduced))
         parts.append(own)
     sharded = any(_axes_of(spec) for spec in before)
     if sharded and jax.tree.leaves((state.statistics, state.moments, state.codes)):

@@ -25,6 +25,7 @@ from cgx_jax.route.route import Options
 from cgx_jax.route.rows import Scatter, rows_of, whole_of
 from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_state, require_type
+from cgx_jax.transforms.explicit import is_outside, step_on_ranks
 from cgx_jax.transforms.feedback import (
     as_gradient,
     compensated,
@@ -70,11 +71,11 @@ def scatter_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that reduces whole gradients to this rank's shard of their mean.
 
-    It is for sharded data-parallel training (FSDP, ZeRO). It goes first in `optax.chain`, inside
-    shard_map or pmap over `axis_name`, and everything after it sees shards. `dimensions` says where
-    a leaf is cut: an int, a tree (or a prefix of one) of ints, or a function from a leaf's path to
-    an int. The length there must be a multiple of the world size. A leaf keeps its dtype. `policy`
-    and `exchange` are as in `psum_scatter_compressed`. `seed` feeds stochastic rounding.
+    It is for sharded data-parallel training (FSDP, ZeRO). It goes first in `optax.chain`, where
+    `sync_gradients` does, and everything after it sees shards. `dimensions` says where a leaf is
+    cut: an int, a tree (or a prefix of one) of ints, or a function from a leaf's path to an int.
+    The length there must be a multiple of the world size. A leaf keeps its dtype. `policy` and
+    `exchange` are as in `psum_scatter_compressed`. `seed` feeds stochastic rounding.
 
     With `memory`, the next step sends what compression loses. Each rank remembers whole gradients,
     so a memory takes as much space as they do. The rank's own shard is not encoded, so it leaves no
@@ -120,6 +121,13 @@ def scatter_gradients(
         updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
     ) -> tuple[Pytree, SyncState]:
         require_type(_NAME, state, SyncState)
+        names = _names(axis_name)
+        if is_outside(names) and not is_bound(names):
+            places = dimensions_of(_NAME, "dimensions", dimensions, updates)
+            return step_on_ranks(_NAME, names, on_rank, updates, state, places)
+        return on_rank(updates, state)
+
+    def on_rank(updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
         options = Options.resolve(
             _NAME, axis_name, exchange=exchange, mean=True, collective=Collective.REDUCE_SCATTER
         )
