@@ -600,8 +600,34 @@ def watched():
         lines.clear()
 
 
+def explicit():
+    """On explicit axes, payloads over MPI give the bytes of the xla exchange."""
+    mesh = jax.make_mesh((WORLD,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    reduced = P(None, None, reduced={"data"})
+    with jax.set_mesh(mesh):
+        shards = place(mesh, normal(32, 48), P("data"))
+        x = place(mesh, normal(8 * WORLD, 32), P("data"))
+
+        def both_ways(exchange, shards, x):
+            how = {"backward": Quantize(4), "exchange": exchange}
+
+            def loss(shards):
+                return jnp.sum(jnp.sin(x @ cgx_jax.reshard(shards, reduced, Quantize(8), **how)))
+
+            whole = jax.reshard(shards, reduced)
+            gradient = jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(whole)
+            total = cgx_jax.reshard(gradient, P(), Quantize(4), exchange=exchange)
+            return total, jax.reshard(jax.grad(loss)(shards), P())
+
+        got, want = (
+            jax.jit(functools.partial(both_ways, exchange))(shards, x)
+            for exchange in ("mpi", "xla")
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(own(a), own(b)), got, want)
+
+
 _ALL = (agreement, kinds, many, killed, disagreement, misuse, tuned, refused, rows, other_rows)
-_ALL += (followed, chosen, orders, raises, unawaited, subnormal, watched)
+_ALL += (followed, chosen, orders, raises, unawaited, subnormal, watched, explicit)
 SCENARIOS = {f.__name__: f for f in _ALL}
 for name in sys.argv[1:]:
     if name in SCENARIOS:  # the others are its arguments

@@ -57,7 +57,8 @@ def run(world, *scenario, code=0, kept=False):
 @functools.cache
 def in_turn(world):
     """Runs scenarios one after the other in the same processes; each test looks for its own."""
-    return run(world, "rows", "kinds", "watched", "chosen", "unawaited", code=None)
+    names = "rows", "kinds", "watched", "chosen", "unawaited", "explicit"
+    return run(world, *names, code=None)
 
 
 of_two_ranks = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -72,6 +73,12 @@ def of_rank(output, rank):
 @pytest.mark.parametrize("reduction", ["scatter_gather", "gather_sum"])
 def test_the_bytes_are_those_of_the_xla_exchange_under_every_transformation(reduction):
     assert run(4, "agreement", reduction).count("ok") == 4
+
+
+@needs_mpi
+@of_two_ranks
+def test_explicit_axes(world):
+    assert in_turn(world).count("explicit: ok") == world
 
 
 @needs_mpi

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
 
 from cgx_jax import _compat
 
@@ -89,6 +90,8 @@ def _text(value: Any, seen: dict[int, str]) -> str:
         return str([_text(v, seen) for v in value])
     if isinstance(value, set | frozenset):
         return str(sorted(_text(v, seen) for v in value))
+    if isinstance(value, PartitionSpec):
+        return "P" + _text((_compat.partitions(value), value.unreduced, value.reduced), seen)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, bool | int | float | complex | str | bytes | np.generic | np.dtype | None):
