@@ -1,6 +1,8 @@
-"""Reads compiled programs: what an instruction waits for."""
+"""Reads compiled programs: what an instruction waits for, and what travels between devices."""
 
 import re
+
+import numpy as np
 
 
 def computations(hlo):
@@ -42,3 +44,39 @@ def entry_of(hlo):
 def named(instructions, *opcodes):
     """Returns the names of all instructions of these kinds."""
     return {name for name, (op, _) in instructions.items() if op in opcodes}
+
+
+def collectives(hlo):
+    """Yields (computation, opcode, {dtype: values}, groups of devices) of every collective."""
+    ops = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    for head, block in re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S):
+        found = re.findall(rf"^[^=\n]* = (.*?) ({ops})(?:-start)?\((.*)$", block, re.M)
+        for results, op, rest in found:
+            sizes = {}
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
+                count = np.prod([int(n) for n in shape.split(",") if n], dtype=int)
+                sizes[dtype] = sizes.get(dtype, 0) + int(count)
+            yield head, op, sizes, _groups(rest)
+
+
+def _groups(attributes):
+    """Returns the devices that an instruction connects, in each of the forms that XLA prints."""
+    if found := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", attributes):
+        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        over = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", found[2])]
+        devices = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+        return (
+            np.moveaxis(devices, over, range(len(over)))
+            .reshape(-1, devices.size // np.prod([devices.shape[i] for i in over]))
+            .T
+        )
+    if found := re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    ):
+        shape, dims, order = (
+            [int(n) for n in part.split(",")] if part else None for part in found.groups()
+        )
+        devices = np.arange(np.prod(dims)).reshape(dims)
+        return (devices if order is None else devices.transpose(order)).reshape(shape)
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", attributes)[1]
+    return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed)]
