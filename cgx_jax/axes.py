@@ -339,6 +339,9 @@ def after(number: jax.Array, arrays: Iterable[Any]) -> jax.Array:
     On CPUs, XLA runs the collectives of a branch beside those outside of it, and in another order
     on each device. They then take each other's messages: values are wrong, or the process crashes.
     """
+    arrays = list(arrays)
+    if not arrays:
+        return number
     (zero,) = hidden([0])
     first = [jnp.ravel(x)[:1].astype(bool) for x in arrays]
     axes = frozenset().union(*map(_compat.varying_axes, first))

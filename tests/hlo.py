@@ -1,7 +1,8 @@
-"""Reads compiled programs: what an instruction waits for."""
+"""Reads compiled programs: what an instruction waits for, and what travels between devices."""
 
 import math
 import re
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,30 +48,52 @@ def named(instructions, *opcodes):
     return {name for name, (op, _) in instructions.items() if op in opcodes}
 
 
-def collectives(hlo, axes=None):
-    """Returns (opcode, dtype, bytes) of each operand of each collective of a module.
+class Sent(NamedTuple):
+    """A result of a collective: its kind, dtype and bytes.
 
-    With `axes`, the sizes of the mesh's axes by name, also the names of those that it is over.
+    Also the name of the computation that it is in, and the devices that are connected.
     """
-    found = []
-    opcodes = "all-reduce|all-gather|all-to-all|reduce-scatter"
-    for types, op, rest in re.findall(rf"= (.*?) ({opcodes})(?:-start)?\((.*)$", hlo, re.MULTILINE):
-        over = () if axes is None else (_axes_of(rest, axes),)
-        for dtype, bits, dims in re.findall(r"\b(pred|[a-z]+?)(\d*)\[([\d,]*)\]", types):
-            size = math.prod(int(d) for d in dims.split(",") if d)
-            found.append((op, dtype + bits, size * int(bits or 8) // 8, *over))
-    return found
+
+    op: str
+    dtype: str
+    nbytes: int
+    computation: str
+    groups: np.ndarray
+
+    def over(self, axes):
+        """Returns the axes along which the devices of a group differ; `axes` are their sizes."""
+        places = np.unravel_index(self.groups[0], tuple(axes.values()))
+        return {name for name, place in zip(axes, places, strict=True) if len(set(place)) > 1}
 
 
-def _axes_of(attributes, axes):
-    """Returns the axes along which the devices of a group differ."""
-    if of_mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
-        order = re.findall(r"'(\w+)'=", of_mesh[1])
-        return {list(axes)[order.index(n)] for n in re.findall(r"'(\w+)'", of_mesh[2])}
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    numbers = [tuple(map(int, part.split(","))) if part else None for part in iota.groups()]
-    shape, sizes, order = numbers
-    devices = np.arange(math.prod(sizes)).reshape(sizes)
-    group = devices.transpose(order or range(len(sizes))).reshape(shape)[0]
-    places = np.unravel_index(group, tuple(axes.values()))
-    return {name for name, place in zip(axes, places, strict=True) if len(set(place)) > 1}
+def collectives(hlo):
+    """Returns a `Sent` for each result of each collective of a module."""
+    ops = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    sent = []
+    for head, block in re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S):
+        found = re.findall(rf"^[^=\n]* = (.*?) ({ops})(?:-start)?\((.*)$", block, re.M)
+        for results, op, rest in found:
+            for dtype, bits, dims in re.findall(r"\b(pred|[a-z]+?)(\d*)\[([\d,]*)\]", results):
+                size = math.prod(int(d) for d in dims.split(",") if d) * int(bits or 8) // 8
+                sent.append(Sent(op, dtype + bits, size, head, _groups(rest)))
+    return sent
+
+
+def _groups(attributes):
+    """Returns the devices that an instruction connects, in each of the forms that XLA prints."""
+    if found := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", attributes):
+        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        over = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", found[2])]
+        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        count = math.prod(devices.shape[i] for i in over)
+        return np.moveaxis(devices, over, range(len(over))).reshape(count, -1).T
+    iota = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if found := re.search(iota, attributes):
+        shape, dims, order = (
+            [int(n) for n in part.split(",")] if part else None for part in found.groups()
+        )
+        devices = np.arange(math.prod(dims)).reshape(dims)
+        return (devices if order is None else devices.transpose(order)).reshape(shape)
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})?\}", attributes)[1]
+    groups = re.findall(r"\{([\d,]+)\}", listed or "")
+    return np.array([[int(n) for n in group.split(",")] for group in groups])

@@ -211,8 +211,8 @@ def test_a_round_sends_bytes_and_only_in_a_branch(fragments):
     )
     text = f.lower(BIG, state, BIG).compile().as_text()
     sent = collectives(text)
-    assert {dtype for _, dtype, _ in sent} <= {"u8", "s32", "pred"}
-    operands = [nbytes for op, _, nbytes in sent if op == "all-to-all"]
+    assert {c.dtype for c in sent} <= {"u8", "s32", "pred"}
+    operands = [c.nbytes for c in sent if c.op == "all-to-all"]
     assert len(operands) == fragments * WORLD
     assert "all-to-all" not in text[text.index("ENTRY") :]
 

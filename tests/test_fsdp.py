@@ -58,7 +58,7 @@ def test_a_hand_written_loop_is_compressed_both_ways_by_a_few_lines(no_cache):
     assert losses["exact"][-5:].mean() < 0.5 * losses["exact"][0]
     assert np.abs(losses["compressed"] / losses["exact"] - 1).max() < 0.05
     large = {
-        name: [(op, dtype) for op, dtype, size in collectives(program) if size > 512]
+        name: [(c.op, c.dtype) for c in collectives(program) if c.nbytes > 512]
         for name, program in programs.items()
     }
     # Layers are gathered in both passes and their gradients scattered; the embedding once each. An

@@ -166,10 +166,10 @@ def test_explicit_axes_with_tensor_parallelism_and_accumulation():
     check_losses(ours, exact)
     jax.tree.map(lambda a, b: np.testing.assert_equal(jax.typeof(a), jax.typeof(b)), params, like)
     assert changed_lines(explicit_program, exact_program) <= 3
-    sent = [c for c in collectives(after.as_text(), AXES) if c[2] > 4096]
-    assert {dtype for _, dtype, _, over in sent if "data" in over} == {"u8"}
+    sent = [c for c in collectives(after.as_text()) if c.nbytes > 4096]
+    assert {c.dtype for c in sent if "data" in c.over(AXES)} == {"u8"}
     # No weight is gathered, and memory is that of the exact program.
-    assert not [c for c in sent if c[0] == "all-gather" and c[1] != "u8"]
+    assert not [c for c in sent if c.op == "all-gather" and c.dtype != "u8"]
     bytes_of = lambda c: c.memory_analysis().temp_size_in_bytes  # noqa: E731
     assert bytes_of(after) <= 1.05 * bytes_of(before)
 
@@ -252,7 +252,7 @@ def test_fsdp_over_the_only_axis_by_reshard():
     jax.tree.map(lambda a, b: np.testing.assert_equal(jax.typeof(a), jax.typeof(b)), params, like)
     assert changed_lines(compressed_fsdp, exact_fsdp) <= 3
     sent = collectives(after.as_text())
-    assert {dtype for _, dtype, nbytes in sent if nbytes > 4096} == {"u8"}
+    assert {c.dtype for c in sent if c.nbytes > 4096} == {"u8"}
     bytes_of = lambda c: c.memory_analysis().temp_size_in_bytes  # noqa: E731
     print("MEM", bytes_of(after), bytes_of(before))
     assert bytes_of(after) <= 1.05 * bytes_of(before)

@@ -83,9 +83,9 @@ def test_values_and_types_are_those_of_jax_and_payloads_are_bytes(two, move):
     assert jax.typeof(got) == jax.typeof(exact(x))
     error = np.abs(np.asarray(got) - value).max()
     assert 0 < error < 0.02 * np.abs(value).max()
-    sent = [c for c in collectives(ours.lower(x).compile().as_text()) if c[2] > 1024]
-    assert {op for op, _, _ in sent} == ops
-    assert {dtype for _, dtype, _ in sent} == {"u8"}
+    sent = [c for c in collectives(ours.lower(x).compile().as_text()) if c.nbytes > 1024]
+    assert {c.op for c in sent} == ops
+    assert {c.dtype for c in sent} == {"u8"}
     plain = cgx_jax.reshard(x, after, Identity(), **HOW)
     np.testing.assert_allclose(np.asarray(plain), value, atol=1e-5)
 
@@ -256,9 +256,9 @@ def test_fsdp_is_compressed_both_ways(two, form):
     for k, g in got.items():
         assert jax.typeof(g) == jax.typeof(params[k]), k
         np.testing.assert_allclose(g, exact[k], atol=0.05 * np.abs(exact[k]).max(), err_msg=k)
-    sent = [c for c in collectives(f.lower(params, x).compile().as_text()) if c[2] > 1024]
-    assert {dtype for _, dtype, _ in sent} == {"u8"}
-    assert {op for op, _, _ in sent} == {"all-gather", "all-to-all"}
+    sent = [c for c in collectives(f.lower(params, x).compile().as_text()) if c.nbytes > 1024]
+    assert {c.dtype for c in sent} == {"u8"}
+    assert {c.op for c in sent} == {"all-gather", "all-to-all"}
 
 
 def test_backward_noise_differs_from_that_of_the_weights_and_follows_the_key(two):
@@ -302,7 +302,7 @@ def test_accumulated_gradients_are_reduced_once(two):
     for k, got in f(params, batch).items():
         np.testing.assert_allclose(got, exact[k], atol=0.02 * np.abs(exact[k]).max(), err_msg=k)
     sent = collectives(f.lower(params, batch).compile().as_text())
-    assert sum(op == "all-to-all" for op, _, _ in sent) == 4  # one call, an operand for each rank
+    assert sum(c.op == "all-to-all" for c in sent) == 4  # one call, an operand for each rank
 
 
 KINDS = {
@@ -344,7 +344,7 @@ def test_sync_gradients_outside_of_shard_map_is_that_inside(two, kind):
     for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, atol=2e-4)
-    assert {dtype for _, dtype, nbytes in sent if nbytes > 1024} == {"u8"}
+    assert {c.dtype for c in sent if c.nbytes > 1024} == {"u8"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -368,7 +368,7 @@ def test_scatter_gradients_outside_of_shard_map(two, kind):
             np.testing.assert_allclose(g, exact[k], atol=0.02 * np.abs(exact[k]).max(), err_msg=k)
     assert int(state.step) == 3
     sent = collectives(f.lower(params, state, x).compile().as_text())
-    assert {dtype for _, dtype, nbytes in sent if nbytes > 1024} == {"u8"}
+    assert {c.dtype for c in sent if c.nbytes > 1024} == {"u8"}
 
 
 def test_a_memory_is_sharded_as_its_parameter(two):

@@ -337,15 +337,18 @@ REFUSED = {
         r"rounds at random.*f.apply",
     ),
     "argnums": (lambda p, x, y: vag(argnums=3)(p, x, y), r"argnums \[3\].* has 3"),
+    "argnums in another order": (
+        lambda p, x, y: vag(argnums=(1, 0))(p, x, y), r"argnums \[1, 0\] .*argnums=\(0, 1\)"
+    ),
     "NNX's argnums": (
         lambda p, x, y: vag(argnums=nnx.DiffState(0, nnx.Param)), r"argnums=DiffState.*a position"
     ),
     "a sharding constraint": (
-        lambda p, x, y: constrained(p, x, y, P("data")), r"leave it out of with_sharding_constr"
+        lambda p, x, y: constrained(p, x, y, P("data")), r"'data' is manual.*drop_manual_axes\(sp"
     ),
     "a sharding constraint with its mesh": (
         lambda p, x, y: constrained(p, x, y, NamedSharding(auto_mesh(), P("data"))),
-        r"leave it out of with_sharding_constraint",
+        r"'data' is manual.*with_sharding_constraint\(x, cgx_jax.drop_manual_axes\(spec\)\)",
     ),
     "global sizes": (
         lambda p, x, y: vag(lambda p, b: loss_fn(p, b.array, b.array))(p, named_array()(x, 64)),

@@ -24,7 +24,7 @@ from cgx_jax.compressors import (
 )
 from cgx_jax.exchanges import Xla
 from cgx_jax.plan import resolve
-from cgx_jax.route.route import Options, route
+from cgx_jax.route.route import Options, decide
 from cgx_jax.transforms import ErrorFeedback, Memory, SecondMoment, SyncState, sync_gradients
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Trial:
         plan = resolve(CALLER, updates, self.method.compressor)
         in_units = range(len(plan.leaves)) if self.method.precondition is not None else ()
         exact, total = list(plan.exact), 0
-        for buffer, way in route(options, plan, in_units).ways.items():
+        for buffer, way in decide(options, plan, in_units).ways.items():
             if way is None:
                 exact += buffer
             else:

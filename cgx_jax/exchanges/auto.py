@@ -161,8 +161,12 @@ class Auto(Exchange):
         every = [*names, *(exchange.shorthand for exchange in usable)]
         return _as_measured(profile, names.get(fastest(profile, every, load)))
 
+    def follows(self) -> Profile | None:
+        """Returns the profile that decides, or None for the rule by size."""
+        return _active if self.profile is None else self.profile
+
     def _follow(self, caller: str, world: int) -> Profile | None:
-        profile = _active if self.profile is None else self.profile
+        profile = self.follows()
         if self.profile is not None:
             self.profile.check_here()
         if profile is not None and profile.world != world:

@@ -4,6 +4,7 @@ The path of a call, and the file of each part:
 
     arguments    The loss's arguments become a flat list of arrays; everything else is static.
     split        Each array is split over the axis or whole: known, named or refused.
+    manual       Shardings inside the loss may not name the axis.
     program      Loss and gradients are traced over the whole batch and over a rank's part. What
                  `relations` cannot prove equal is refused.
     value_and_grad   In a shard_map, each rank runs the program of its part, and the gradients are

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -56,13 +56,11 @@ class Argument:
         tree = jax.tree.unflatten(self.treedef, values)
         return tree if self.graph is None else nnx().merge(self.graph, *tree, copy=True)
 
-    def broadcast(self, specs: Pytree) -> list[Any]:
-        """Expands a prefix tree of specs to one spec per array."""
+    def broadcast(self, specs: Pytree, wrong: str) -> list[Any]:
+        """Expands a prefix tree of specs to one per array; an error says `wrong` of another."""
         marks = jax.tree.unflatten(self.treedef, [is_array for is_array, _ in self.leaves])
         own = marks if self.graph is None else marks[0]
-        expanded = broadcast(
-            specs, own, f"in_specs[{self.name!r}] is not a prefix of that argument"
-        )
+        expanded = broadcast(specs, own, wrong)
         marked = zip(expanded, jax.tree.leaves(own), strict=True)
         return [spec for spec, is_array in marked if is_array]
 
@@ -219,10 +217,33 @@ def variable_of(function: Any, x: Any) -> str:
 def known_spec(x: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
     """Returns how `x` is split if a concrete NamedSharding or an explicit type says so."""
     if isinstance(x, jax.core.Tracer):
-        sharding = jax.typeof(x).sharding
-        explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-        return sharding.spec if explicit else None
+        return typed_spec(x)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
     return sharding.spec if sharding.mesh.axis_names == mesh.axis_names else None
+
+
+def typed_spec(x: Any) -> PartitionSpec | None:
+    """Returns how `x` is split if its type on an explicit mesh says so."""
+    sharding = jax.typeof(x).sharding
+    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return sharding.spec if explicit else None
+
+
+def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """Returns `spec` without these mesh axes."""
+
+    def kept(entry: object) -> object:
+        if isinstance(entry, tuple):
+            return tuple(n for n in entry if n not in axes) or None
+        return None if entry in axes else entry
+
+    out: PartitionSpec = spec.update(partitions=tuple(map(kept, spec.partitions)))
+    return out
+
+
+def axes_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    """Returns the mesh axes that `spec` names."""
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec.partitions]
+    return tuple(n for e in entries for n in e if n is not None)

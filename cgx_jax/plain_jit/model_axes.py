@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from cgx_jax._types import Pytree
-from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, known_spec, nnx
+from cgx_jax.leaves import path_of
+from cgx_jax.plain_jit.arguments import (
+    CALLER,
+    Argument,
+    Place,
+    axes_of,
+    is_nnx,
+    known_spec,
+    line,
+    nnx,
+    shown,
+)
 from cgx_jax.plain_jit.split import Ranks
 from cgx_jax.transforms.state import SyncState
 
@@ -31,23 +44,37 @@ class Shards:
         arrays: Sequence[jax.Array],
         places: Sequence[Place],
         ranks: Ranks,
-        specs: Sequence[Any],
+        specs: Pytree,
+        *,
+        single: bool,
     ) -> Shards:
-        """Takes the specs from `specs` (an entry or None per argument), metadata or the arrays."""
+        """Takes each spec from the option `specs`, from NNX metadata or from the array.
+
+        Unless `single`, `specs` has an entry per differentiated argument, if it is no function.
+        """
         others = frozenset(ranks.mesh.axis_names) - set(ranks.names)
-        if not others:
+        if not others and specs is None:
             return cls(others, ())
         found: list[PartitionSpec] = []
-        given = iter(specs)
-        for number, argument in enumerate(arguments):
-            if not argument.wanted:
-                continue
+        wanted = [number for number, argument in enumerate(arguments) if argument.wanted]
+        asks = _is_function(specs)
+        each = [specs] * len(wanted) if single or asks or specs is None else specs
+        if not isinstance(each, (tuple, list)) or len(each) != len(wanted):
+            raise ValueError(
+                f"{CALLER}: specs={specs!r} must be a tuple with one entry for each of the "
+                f"{len(wanted)} arguments that argnums names, or a function of a leaf's path."
+            )
+        for order, number in enumerate(wanted):
             own = [i for i, p in enumerate(places) if p.argument == number]
-            entries = _entries(argument, next(given), len(own))
+            if asks:
+                lead = "" if single else f"{order}/"
+                entries = _asked(specs, arguments[number], lead, [places[i] for i in own])
+            else:
+                entries = _entries(arguments[number], each[order], len(own))
             for i, entry in zip(own, entries, strict=True):
                 if places[i].trained:
                     found.append(_spec(arrays[i], places[i], entry, ranks))
-        return cls(others, tuple(found))
+        return cls(others, tuple(found) if others else ())
 
     def reduce(
         self, function: Callable[..., Pytree], grads: Pytree, state: Pytree
@@ -64,6 +91,9 @@ class Shards:
         treedef = jax.tree.structure(grads)
         like = jax.tree.unflatten(treedef, self.specs)
         kept = self._state_specs(state, treedef)
+        types = jax.sharding.get_abstract_mesh()
+        if self.axes & set(types.explicit_axes):  # there, what enters must be typed as in_specs say
+            grads, state = jax.tree.map(jax.reshard, (grads, state), (like, kept))
         out = jax.shard_map(
             function,
             in_specs=(like, kept),
@@ -73,20 +103,39 @@ class Shards:
         )(grads, state)
         return out
 
+    @property
+    def sharded(self) -> bool:
+        """Whether any parameter is sharded over the other axes."""
+        return any(map(len, self.specs))
+
+    def placed(self, state: SyncState, ranks: Ranks) -> SyncState:
+        """Returns a state whose memories are sharded like the parameters."""
+        explicit = self.axes & set(ranks.mesh.abstract_mesh.explicit_axes)
+        place: Any = jax.reshard if explicit else lax.with_sharding_constraint
+
+        def own(memory: Pytree) -> Pytree:
+            specs = [PartitionSpec(ranks.axis, *s) for s in self.specs]
+            at = [NamedSharding(ranks.mesh, spec) for spec in specs]
+            leaves, treedef = jax.tree.flatten(memory)
+            return jax.tree.unflatten(treedef, map(place, leaves, at))
+
+        return state._replace(memory=tuple(map(own, state.memory)))
+
     def _state_specs(self, state: Pytree, treedef: jax.tree_util.PyTreeDef) -> Pytree:
         if not isinstance(state, SyncState):
             return jax.tree.map(lambda _: _REPLICATED, state)
-        if not any(map(len, self.specs)):
+        if not self.sharded:
             return jax.tree.map(lambda _: _REPLICATED, state)
         memory = tuple(
             jax.tree.unflatten(treedef, [PartitionSpec(None, *s) for s in self.specs])
             for _ in state.memory
         )
-        if jax.tree.leaves((state.statistics, state.moments)):
+        if jax.tree.leaves((state.statistics, state.moments, state.codes, state.overflow)):
             raise ValueError(
-                f"{CALLER}: an Adaptive policy and SecondMoment need whole gradients, but "
-                f"parameters are sharded over {sorted(self.axes)}. Use a fixed policy without "
-                "precondition."
+                f"{CALLER}: an Adaptive policy, SecondMoment, and compressors that keep a state or "
+                "count what found no room need whole gradients, but parameters are sharded over "
+                f"{sorted(self.axes)}. Use a fixed policy of other compressors, such as "
+                "Quantize(bits=4, rotation=True), without precondition."
             )
         return SyncState(
             step=_REPLICATED,
@@ -96,31 +145,100 @@ class Shards:
         )
 
 
+def as_now(specs: Pytree) -> Pytree:
+    """Returns `specs` with an array's sharding in the place of the array, which may be donated."""
+
+    def placed(x: Any) -> Any:
+        hidden = isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array)
+        return x if hidden else x.sharding
+
+    return jax.tree.map(placed, nnx().state(specs, nnx().Param) if is_nnx(specs) else specs)
+
+
+def _is_function(specs: Pytree) -> bool:
+    """Whether `specs` is a function of paths, and no module of Equinox, which can be called too."""
+    return callable(specs) and bool(jax.tree_util.all_leaves([specs]))
+
+
+def _asked(
+    specs: Callable[[str], Any], argument: Argument, lead: str, places: Sequence[Place]
+) -> list[Any]:
+    """Returns what the function `specs` says of each array of a differentiated argument."""
+    numbers = [n if place.trained else None for n, place in enumerate(places)]
+    tree = jax.tree_util.tree_leaves_with_path(argument.parameters(numbers))
+    paths = {n: f"{lead}{path_of(path)}".rstrip("/") for path, n in tree}
+    entries = [specs(paths[n]) if n in paths else None for n in range(len(places))]
+    for n, entry in enumerate(entries):
+        if n in paths and entry is None:
+            raise TypeError(
+                f"{CALLER}: specs({paths[n]!r}) returned None; return a PartitionSpec, P() for a "
+                "parameter that every device has whole."
+            )
+    return entries
+
+
 def _entries(argument: Argument, given: Pytree, count: int) -> list[Any]:
     """Returns one spec or None per array of a differentiated argument."""
     if given is not None:
-        entries = argument.broadcast(given)
+        entries = argument.broadcast(
+            given, f"specs is no tree like argument {argument.name!r}, nor a prefix of it"
+        )
     elif argument.graph is not None:
         tree = jax.tree.unflatten(argument.treedef, [is_leaf for is_leaf, _ in argument.leaves])
-        known = argument.broadcast(nnx().get_partition_spec(tree[0]))
+        known = argument.broadcast(nnx().get_partition_spec(tree[0]), "its metadata")
         entries = [_REPLICATED if spec is None else spec for spec in known]
     else:
         entries = []
     return [*entries, *[None] * (count - len(entries))]
 
 
-def _spec(x: jax.Array, place: Place, given: Pytree, ranks: Ranks) -> PartitionSpec:
-    spec = given if isinstance(given, PartitionSpec) and len(given) else known_spec(x, ranks.mesh)
+def _spec(x: jax.Array, place: Place, given: Any, ranks: Ranks) -> PartitionSpec:
+    """Returns how a parameter is sharded over the other axes: as given, or as is known."""
+    mesh = ranks.mesh
+    if isinstance(given, NamedSharding):
+        sizes = {n: given.mesh.shape[n] for n in axes_of(given.spec)}
+        if any(mesh.shape.get(n) != size for n, size in sizes.items()):
+            raise ValueError(
+                f"{CALLER}: specs has {line(given.spec)} for {place.path}, of a mesh with {sizes}, "
+                f"but the mesh of the call has {dict(mesh.shape)}. Pass arrays of this mesh, or "
+                "PartitionSpecs."
+            )
+        given = given.spec
+    elif not isinstance(given, PartitionSpec | None):
+        raise TypeError(
+            f"{CALLER}: specs has {given!r} for {place.path}, which does not say how it is "
+            "sharded. Pass PartitionSpecs, such as P(None, 'model') or P(), a function of the "
+            "parameter's path that returns one, NamedShardings, or arrays from outside jit that "
+            "have NamedShardings."
+        )
+    spec = given if given is not None and len(given) else known_spec(x, mesh)
     hidden = given is None and spec is None and isinstance(x, jax.core.Tracer)
-    if hidden and ranks.mesh.size > ranks.world:
+    if hidden and mesh.size > ranks.world:
         raise ValueError(
             f"{CALLER}: the mesh has axes besides {ranks.axis!r}, and jit hides how {place.path} "
-            "is sharded over them; pass specs=, a tree of PartitionSpecs like params."
+            "is sharded over them; pass specs=, a tree of PartitionSpecs like params, or the "
+            "sharded params themselves from outside jit."
         )
     spec = spec or _REPLICATED
+    unknown = [n for n in axes_of(spec) if n not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"{CALLER}: specs has {line(spec)} for {place.path}, but {unknown[0]!r} is no axis of "
+            f"the mesh; it has {mesh.axis_names}. Translate logical names first, as "
+            "flax.linen.logical_to_mesh does."
+        )
     if ranks.dimension(spec) is not None:
         raise ValueError(
-            f"{CALLER}: {place.path} is sharded over the data axis {ranks.axis!r} ({spec}); it "
-            "must be replicated over it. Use psum_scatter_compressed for fully sharded training."
+            f"{CALLER}: {place.path} is sharded over the data axis {ranks.axis!r} ({line(spec)}); "
+            "it must be replicated over it. Leave this axis out of the spec, or use "
+            "psum_scatter_compressed for fully sharded training."
         )
+    for d, entry in enumerate(spec.partitions):
+        parts = math.prod(mesh.shape[n] for n in axes_of(PartitionSpec(entry)))
+        if d >= x.ndim or x.shape[d] % parts:
+            raise ValueError(
+                f"{CALLER}: {place.path} {shown(x)} has the spec {line(spec)}, which cuts "
+                f"dimension {d} into {parts}; name dimensions that it has, and whose size is a "
+                "multiple of their axes' sizes."
+            )
     return spec

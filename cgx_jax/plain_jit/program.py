@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from cgx_jax._types import Pytree
 from cgx_jax.plain_jit.arguments import (
@@ -25,8 +26,11 @@ from cgx_jax.plain_jit.arguments import (
     known_spec,
     line,
     shown,
+    typed_spec,
     variable_of,
+    without,
 )
+from cgx_jax.plain_jit.manual import logical_rules_without, names_manual, refusal
 from cgx_jax.plain_jit.split import Ranks, Split
 from cgx_jax.relations.relation import (
     DRAWS,
@@ -85,29 +89,45 @@ class Program:
         shapes = [_shape_of(x, split, times) for x, split in pairs]
         trees: list[Any] = []
         env = [(name, 1) for name in self.ranks.names]
-        jaxpr = jax.make_jaxpr(functools.partial(self._flat, trees), axis_env=env)(shapes)
-        return Traced(jaxpr, trees[0])
+        trace = jax.make_jaxpr(functools.partial(self._flat, trees), axis_env=env)
+        try:
+            jaxpr = trace(shapes)
+        except Exception:
+            # On an explicit mesh, types follow what a model says of its products, but not that a
+            # gather over the axis leaves nothing split. They change no value, so do without.
+            untyped = [_untyped(x) for x in shapes]
+            if untyped != shapes:
+                with contextlib.suppress(Exception):
+                    return Traced(trace(untyped), trees[-1])
+            raise
+        return Traced(jaxpr, trees[-1])
 
     def part(self, arrays: Sequence[jax.Array], splits: Sequence[Split], times: int = 1) -> Traced:
         """Traces the program of one rank, with its part of `times` the batch."""
-        world = self.ranks.world
-        pairs = zip(arrays, splits, strict=True)
-        shapes = [_shape_of(x, split, times, world) for x, split in pairs]
         trees: list[Any] = []
         made: list[Any] = []
 
         def probe() -> tuple[()]:
-            made.append(jax.make_jaxpr(functools.partial(self._flat, trees))(shapes))
+            pairs = zip(arrays, splits, strict=True)
+            shapes = [_shape_of(x, split, times, self.ranks.world) for x, split in pairs]
+            with logical_rules_without(self.ranks.names):
+                made.append(jax.make_jaxpr(functools.partial(self._flat, trees))(shapes))
             return ()
 
         ranked = functools.partial(jax.shard_map, mesh=self.ranks.mesh, check_vma=False)
         names = set(self.ranks.names)
-        jax.eval_shape(ranked(probe, in_specs=(), out_specs=(), axis_names=names))
+        try:
+            jax.eval_shape(ranked(probe, in_specs=(), out_specs=(), axis_names=names))
+        except ValueError as error:
+            if names_manual(error, self.ranks):
+                raise refusal(f"{type(error).__name__}: {error}", self.ranks) from error
+            raise
         for eqn in _equations(made[0]):
+            # JAX would refuse a NamedSharding of the whole mesh only when it compiles.
             spec = getattr(eqn.params.get("sharding"), "spec", PartitionSpec())
             placed = eqn.primitive.name == "sharding_constraint"
             if placed and self.ranks.dimension(spec) is not None:
-                raise ValueError(f"{spec} names a Manual axis")
+                raise refusal(f"a constraint with {spec}", self.ranks)
         return Traced(made[0], trees[0])
 
     def _flat(self, trees: list[Any], arrays: Sequence[jax.Array]) -> list[Any]:
@@ -377,7 +397,16 @@ def _shape_of(x: Any, split: Split, times: int, world: int = 1) -> jax.ShapeDtyp
     if split.dimension is not None:
         shape[split.dimension] = shape[split.dimension] * times // world
     weak = bool(getattr(x, "weak_type", False))
-    return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=weak)
+    spec, context = typed_spec(x), jax.sharding.get_abstract_mesh()
+    if spec is None or context.empty:
+        sharding = None
+    else:  # on an explicit mesh, a rank's part keeps its type over the other axes
+        sharding = NamedSharding(context, without(spec, context.manual_axes))
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=weak, sharding=sharding)
+
+
+def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

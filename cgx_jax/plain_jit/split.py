@@ -16,10 +16,12 @@ from cgx_jax.plain_jit.arguments import (
     CALLER,
     Argument,
     Place,
+    axes_of,
     is_key,
     known_spec,
     line,
     shown,
+    without,
 )
 
 
@@ -58,30 +60,21 @@ class Ranks:
         """Returns the spec that splits only this dimension, over the axes; None splits nothing."""
         return Spec() if dimension is None else Spec(*(None,) * dimension, self.axis)
 
-    def placed(self, x: jax.Array, spec: Spec) -> jax.Array:
-        """Reshards `x` over the axes if its type on an explicit mesh differs from `spec` there."""
+    def placed(self, x: jax.Array, dimension: int | None) -> jax.Array:
+        """Reshards `x` over the axes if its type on an explicit mesh is split elsewhere."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if jax.sharding.AxisType.Explicit not in {types[n] for n in self.names}:
             return x
-        known = jax.typeof(x).sharding.spec
-        d = self.dimension(spec)
+        known, d = jax.typeof(x).sharding.spec, dimension
         entry = known[d] if d is not None and d < len(known) else None
-        entry = entry if isinstance(entry, tuple) else (entry,)
-        own = tuple(n for n in entry if n in self.names)
+        first = axes_of(Spec(entry))[: len(self.names)]
         elsewhere = self.dimension(Spec(*(None if i == d else e for i, e in enumerate(known))))
-        if elsewhere is None and own == (() if d is None else self.names):
+        if elsewhere is None and first == (() if d is None else self.names):
             return x
-        entries = [*known, *(None,) * (x.ndim - len(known))]
-        others = (
-            tuple(n for n in e if n not in self.names)
-            if isinstance(e, tuple)
-            else None
-            if e in self.names
-            else e
-            for e in entries
-        )
-        wanted = Spec(*(self.axis if i == d else e or None for i, e in enumerate(others)))
-        placed: jax.Array = jax.reshard(x, NamedSharding(self.mesh, wanted))
+        entries = [*without(known, self.names), *(None,) * x.ndim][: x.ndim]
+        if d is not None:
+            entries[d] = (*self.names, *axes_of(Spec(entries[d])))
+        placed: jax.Array = jax.reshard(x, NamedSharding(self.mesh, Spec(*entries)))
         return placed
 
 
@@ -158,7 +151,10 @@ def _given(
         keys = {argument.name, argument.position} & rest
         if keys and not argument.wanted:
             rest -= keys
-            specs += argument.broadcast(in_specs[keys.pop()])
+            specs += argument.broadcast(
+                in_specs[keys.pop()],
+                f"in_specs[{argument.name!r}] is not a prefix of that argument",
+            )
         specs += [None] * (sum(p.argument <= number for p in places) - len(specs))
     if rest:
         names = [a.name for a in arguments if not a.wanted]

@@ -19,8 +19,8 @@ from cgx_jax._types import AxisName, Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit import split
-from cgx_jax.plain_jit.arguments import CALLER, Argument, arguments_of, is_nnx, nnx
-from cgx_jax.plain_jit.model_axes import Shards
+from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, arguments_of, is_nnx, nnx
+from cgx_jax.plain_jit.model_axes import Shards, as_now
 from cgx_jax.plain_jit.program import Program, Traced, finish
 from cgx_jax.plain_jit.reduction import GradientMean
 from cgx_jax.plain_jit.split import Ranks, Split
@@ -86,12 +86,23 @@ def value_and_grad(
     refused, with the operation and its line. `trust=True` skips this check: the value is then the
     mean of the ranks' values, and outputs are what `aux_specs` makes of them.
 
-    *Differentiated arguments* (`argnums`) are pytrees (bare, Linen's, Equinox's) or NNX modules. In
-    a pytree, the inexact arrays are differentiated, and the gradient of any other leaf is None. In
-    an NNX module, the `nnx.Param` state is differentiated and the rest is updated, as in
-    `nnx.value_and_grad`. If the mesh has other axes, parameters stay sharded over those. Where NNX
-    metadata and concrete arrays do not show how, pass `specs`, a tree of PartitionSpecs like the
-    differentiated argument.
+    *Differentiated arguments* (`argnums`, ascending) are pytrees (bare, Linen's, Equinox's) or NNX
+    modules. In a pytree, the inexact arrays are differentiated, and the gradient of any other leaf
+    is None. In an NNX module, the `nnx.Param` state is differentiated and the rest is updated,
+    as in `nnx.value_and_grad`.
+
+    *Other axes of the mesh.* Parameters, gradients and memories stay sharded over them (HSDP). NNX
+    metadata, concrete arrays and types on an explicit mesh show how. For what else jit hides, pass
+    `specs`:
+
+    * A tree of PartitionSpecs like the differentiated argument, or a prefix of one. With a sequence
+      of `argnums`, a tuple of them.
+    * Such a tree of NamedShardings, or of arrays from outside jit that have NamedShardings.
+    * A function that takes a leaf's path, such as "layer/kernel" as policies see it, and returns
+      its PartitionSpec.
+
+    Inside the loss, `axis_name` is manual: wrap specs that name it in `drop_manual_axes`. Flax's
+    logical axis rules that are set around the call are followed without it.
 
     *State.* `memory`, `precondition`, stochastic rounding, compressors with state and an `Adaptive`
     policy need a state. Create it with `state = f.init(params)`, and call `(value, grads), state =
@@ -120,7 +131,7 @@ def value_and_grad(
     mean = GradientMean(axis, policy, memory, precondition, seed, exchange, reduction, levels)
     single = not isinstance(argnums, (tuple, list))
     options = _Options(names, mesh, wanted, single, has_aux, aux_specs, loss == "ratio", trust)
-    return ValueAndGrad(loss_fn, options, dict(in_specs or {}), specs, mean)
+    return ValueAndGrad(loss_fn, options, dict(in_specs or {}), as_now(specs), mean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,17 +175,29 @@ class ValueAndGrad:
 
         `params` is the differentiated argument, or a tuple of them if `argnums` is a sequence. The
         state is a `SyncState`. It is the same on every rank, except for per-rank parts such as
-        memories, which are split over the axis.
+        memories, which are split over the axis, and sharded like the parameters over the others.
         """
         options = self._options
-        trees, arrays = [], []
+        arguments: list[Argument] = []
+        arrays: list[jax.Array] = []
+        places: list[Place] = []
+        trees = []
         for number, value in enumerate((params,) if options.single else params):
-            argument, own, places = Argument.of(value, number, f"argument {number}", number, True)
-            kept = [x if p.trained else None for x, p in zip(own, places, strict=True)]
+            argument, own, at = Argument.of(value, number, f"argument {number}", number, True)
+            kept = [x if p.trained else None for x, p in zip(own, at, strict=True)]
             trees.append(argument.parameters(kept))
+            arguments.append(argument)
             arrays += own
-        mesh = Ranks.of(options.names, options.mesh or _mesh(options.names, arrays)).mesh
-        return self._mean.init(trees[0] if options.single else tuple(trees), mesh)
+            places += at
+        tree = trees[0] if options.single else tuple(trees)
+        ranks = Ranks.of(options.names, options.mesh or _mesh(options.names, arrays))
+        shards = Shards.of(arguments, arrays, places, ranks, self._specs, single=options.single)
+        if not shards.sharded:
+            return self._mean.init(tree, ranks.mesh)
+        # Compiled, so that no device ever holds the memory of a whole parameter.
+        init = lambda tree: shards.placed(self._mean.init(tree, ranks.mesh), ranks)  # noqa: E731
+        out: Pytree = jax.jit(init)(tree)
+        return out
 
     def apply(self, state: Pytree, *args: Pytree, **kwargs: Pytree) -> tuple[Pytree, Pytree]:
         """Returns ((value, gradients), the state after the step)."""
@@ -224,7 +247,8 @@ class ValueAndGrad:
         try:
             part = program.part(arrays, splits)
         except Exception as error:
-            if ranks.world > 1 and isinstance(error, (TypeError, ValueError)):
+            known = str(error).startswith(f"{CALLER}: ")
+            if ranks.world > 1 and isinstance(error, (TypeError, ValueError)) and not known:
                 program.check_constants(whole(), arrays, splits)
                 raise _of_a_part(program, arrays, splits, error) from error
             raise
@@ -234,9 +258,9 @@ class ValueAndGrad:
             losses, (value, aux, rests, grads) = program.check(arrays, splits, part, whole())
             program.require_mean(losses, value, grads)
         outputs = program.outputs(options.aux_specs, part, aux, rests)
-        given_specs = (self._specs,) if options.single else self._specs
-        given_specs = given_specs or (None,) * len(options.wanted)
-        shards = Shards.of(program.arguments, arrays, program.places, ranks, given_specs)
+        shards = Shards.of(
+            program.arguments, arrays, program.places, ranks, self._specs, single=options.single
+        )
         return _Step(part, splits, ranks, shards, outputs, self._mean)
 
     def _execute(self, step: _Step, arrays: list[jax.Array], state: Pytree) -> Pytree:
@@ -316,7 +340,7 @@ class _Step:
 
         kept = state_specs(state, ranks.axis) if state is not None else everywhere
         arrays_at = [ranks.spec(s.dimension) for s in self.splits]
-        placed = [ranks.placed(x, s) for x, s in zip(arrays, arrays_at, strict=True)]
+        placed = [ranks.placed(x, s.dimension) for x, s in zip(arrays, self.splits, strict=True)]
         return jax.shard_map(
             local,
             mesh=ranks.mesh,
@@ -341,15 +365,12 @@ def _of_a_part(
         for p, s in zip(program.places, splits, strict=True)
         if s.dimension is not None
     }
-    hint = ""
-    if "Auto axes" in str(error) or "Manual" in str(error):
-        hint = f" Inside the loss {axis!r} is manual: leave it out of with_sharding_constraint."
     return ValueError(
         f"{CALLER}: the loss works on the whole batch, but fails on the part of one of the "
         f"{program.ranks.world} ranks, with {sorted(names)} split over {axis!r}. If one of these "
         f"is not part of the batch, say so: in_specs={{{next(iter(names))!r}: P()}}. If an array "
-        "carries global sizes, as haliax's named arrays do, build it inside the loss."
-        f"{hint} The error was: {type(error).__name__}: {error}"
+        "carries global sizes, as haliax's named arrays do, build it inside the loss. The error "
+        f"was: {type(error).__name__}: {error}"
     )
 
 
@@ -360,7 +381,13 @@ def _positions(wanted: Sequence[int], count: int) -> tuple[int, ...]:
             f"{CALLER}: argnums {list(wanted)} are positions of arguments, but the call has "
             f"{count} positional ones; pass the arguments to differentiate by position."
         )
-    return tuple(i % count for i in wanted)
+    found = tuple(i % count for i in wanted)
+    if list(found) != sorted(set(found)):
+        raise ValueError(
+            f"{CALLER}: argnums {list(wanted)} must ascend, each position once, since gradients "
+            f"come in the order of the arguments; write argnums={tuple(sorted(set(found)))}."
+        )
+    return found
 
 
 def _mesh(names: tuple[str, ...], arrays: Sequence[jax.Array]) -> Mesh | AbstractMesh:

@@ -6,7 +6,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.exchanges import Auto
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.plan import Plan
-from cgx_jax.route.route import Options, Way, route
+from cgx_jax.route.route import Options, Way, decide
 
 _COLUMNS = (
     *map(Column, ("leaf", "shape", "compressor")),
@@ -25,7 +25,7 @@ def plan_table(plan: Plan, world: int | None = None) -> str:
     way_of: dict[int, Way | None] = {}
     if world is not None:
         options = Options("plan_table", Axes((), None, world), Auto())
-        way_of = {i: way for buffer, way in route(options, plan).ways.items() for i in buffer}
+        way_of = {i: way for buffer, way in decide(options, plan).ways.items() for i in buffer}
     rows = []
     total = 0
     for i, (leaf, compressor) in enumerate(zip(plan.leaves, plan.compressors, strict=True)):

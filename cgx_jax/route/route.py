@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from cgx_jax.reductions.levels import Leveled
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
+
+_LOG = logging.getLogger(__name__)
+_told: set[tuple[str, str]] = set()  # the call's name and the reason, of each warning
 
 _OF_ROWS = {
     Collective.REDUCE_SCATTER: ReduceScatter(),
@@ -154,6 +158,22 @@ def route(
     in_units: Collection[int] = (),
     choices: Choices | None = None,
 ) -> Route:
+    """Decides how each fusion buffer of a call travels, and warns if none travels compressed.
+
+    Takes and raises the same as `decide`.
+    """
+    decided = decide(options, plan, in_units, choices)
+    if decided.plan.buffers and not decided.taken:
+        _warn_of_exact(decided.options, decided.plan)
+    return decided
+
+
+def decide(
+    options: Options,
+    plan: Plan,
+    in_units: Collection[int] = (),
+    choices: Choices | None = None,
+) -> Route:
     """Decides how each fusion buffer of `plan` is reduced; nothing else consults "auto".
 
     `in_units` are the numbers of the leaves that are compressed in units. `choices` are those of a
@@ -184,6 +204,33 @@ def route(
     if options.collective in _OF_ROWS:
         found = _with_small_leaves(plan, found, axes.world)
     return Route(options, plan, found)
+
+
+def _warn_of_exact(options: Options, plan: Plan) -> None:
+    """Warns that no buffer is compressed, although the plan has compressors: once per reason."""
+    axes, exchange = options.axes, options.exchange
+    if axes.world == 1:
+        why = f"axis {', '.join(map(repr, axes.names))} has one rank, which sends nothing"
+        what = "Name an axis of several ranks, such as the one between nodes"
+    elif not isinstance(exchange, Exchange):
+        return  # a tuner found exact sums faster, and says so
+    elif options.levels is not None and options.levels.split(options.name, axes)[1].world == 1:
+        why = "levels= finds one node, inside which sums are exact"
+        what = "Leave out levels= to compress inside the node"
+    else:
+        largest = max(sum(plan.leaves[i].nbytes for i in buffer) for buffer in plan.buffers)
+        why = 'exchange="auto" sends every buffer exactly'
+        what = f"The largest has {largest:,} bytes, where compression "
+        if isinstance(exchange, Auto) and exchange.follows() is not None:
+            what += 'does not pay by the profile. To compress it, name an exchange: exchange="xla"'
+        else:
+            what += (
+                "is not known to pay on every link. Measure yours with python -m cgx_jax tune, or "
+                'name an exchange: exchange="xla"'
+            )
+    if (options.name, why) not in _told:
+        _told.add((options.name, why))
+        _LOG.warning("%s: nothing is compressed: %s. %s.", options.name, why, what)
 
 
 def _with_small_leaves(

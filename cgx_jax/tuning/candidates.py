@@ -15,7 +15,7 @@ from cgx_jax.kernels.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, ScatterGather
 from cgx_jax.reductions.levels import Leveled
-from cgx_jax.route.route import Options, Way, load_of, route
+from cgx_jax.route.route import Options, Way, decide, load_of
 from cgx_jax.tuning.setting import Offered, Setting
 
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
@@ -117,7 +117,7 @@ def _program(setting: Setting, asked: Sequence[Asked]) -> Program:
 
 def _buffers(setting: Setting, call: Asked, plan: Plan) -> Buffers:
     """Returns how each buffer of `plan` travels; raises ValueError if the setting does not fit."""
-    return tuple(route(*setting.applied(call.options, plan)).ways.items())
+    return tuple(decide(*setting.applied(call.options, plan)).ways.items())
 
 
 def _candidate(
