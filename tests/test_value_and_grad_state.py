@@ -64,6 +64,26 @@ def test_a_state_goes_through_steps_as_sync_gradients_keeps_it(case, policy, opt
         assert array.sharding.is_equivalent_to(at, array.ndim)
 
 
+def test_a_loss_may_be_made_inside_the_step(case):
+    params, x, y, _ = case
+    options = {"memory": ErrorFeedback(), "mesh": auto_mesh(), "exchange": "xla"}
+    outside = cgx_jax.value_and_grad(None, "data", Quantize(4), **options)
+    state = outside.init(params)
+
+    @jax.jit
+    def step(state, params, x, y):
+        own = lambda p, x, y: loss_fn(p, x, y)  # noqa: E731
+        return cgx_jax.value_and_grad(own, "data", Quantize(4), **options).apply(
+            state, params, x, y
+        )
+
+    f = vag(memory=ErrorFeedback(), policy=Quantize(4))
+    got, want = step(state, params, x, y), jax.jit(f.apply)(f.init(params), params, x, y)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(TypeError, match="value_and_grad: the loss is None, which is for `init`"):
+        outside.apply(state, params, x, y)
+
+
 @pytest.mark.usefixtures("no_cache")
 def test_an_adaptive_policy_changes_its_plan(case):
     params, x, y, want = case

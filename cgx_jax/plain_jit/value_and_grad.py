@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Pytree],
+    loss_fn: Callable[..., Pytree] | None,
     axis_name: AxisName,
     policy: Compressor | Policy | Plan | None = None,
     *,
@@ -107,8 +107,9 @@ def value_and_grad(
     *State.* `memory`, `precondition`, stochastic rounding, compressors with state and an `Adaptive`
     policy need a state. Create it with `state = f.init(params)`, and call `(value, grads), state =
     f.apply(state, params, batch)`. It is a `SyncState` like that of `sync_gradients`, and `seed`
-    has the same meaning. `state_shardings` places it. With `Adaptive`, compile the step with the
-    policy's `jit`.
+    has the same meaning. `state_shardings` places it. For a loss that is made inside the step, pass
+    None here: `value_and_grad(None, ...).init(params)` needs no loss. With `Adaptive`, compile the
+    step with the policy's `jit`.
 
     Outside jit, every call traces the loss anew. Raises ValueError and TypeError while tracing,
     with the value, the limit and the remedy.
@@ -151,13 +152,14 @@ class ValueAndGrad:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Pytree],
+        loss_fn: Callable[..., Pytree] | None,
         options: _Options,
         in_specs: Mapping[Any, Any],
         specs: Pytree,
         mean: GradientMean,
     ):
-        functools.update_wrapper(self, loss_fn, updated=())
+        if loss_fn is not None:
+            functools.update_wrapper(self, loss_fn, updated=())
         self._loss_fn, self._options = loss_fn, options
         self._in_specs, self._specs, self._mean = in_specs, specs, mean
         self._eager_calls = 0
@@ -205,6 +207,11 @@ class ValueAndGrad:
 
     def _run(self, state: Pytree, args: Pytree, kwargs: Pytree) -> tuple[Pytree, Pytree]:
         options = self._options
+        if self._loss_fn is None:
+            raise TypeError(
+                f"{CALLER}: the loss is None, which is for `init` only; pass the loss to "
+                "value_and_grad inside the step."
+            )
         wanted = _positions(options.wanted, len(args))
         arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
         mesh = options.mesh or _mesh(options.names, arrays)
