@@ -22,12 +22,6 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).mat.varying)
 
 
-def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
-    """Returns the entries of a spec, which newer versions do not iterate over if it has types."""
-    found = spec.partitions if hasattr(spec, "partitions") else spec._partitions
-    return tuple(found)
-
-
 def axis_types(x: Any) -> dict[str, AxisType]:
     """Returns the axes of a leaf's mesh, in order, with their types."""
     mesh = jax.typeof(x).sharding.mesh

@@ -347,6 +347,27 @@ def test_sync_gradients_outside_of_shard_map_is_that_inside(two, kind):
     assert {c.dtype for c in sent if c.nbytes > 1024} == {"u8"}
 
 
+def test_units_of_shards_follow_from_whole_rows_and_columns(two):
+    """The same moments whether a leaf is whole, or cut by rows, by columns, or by both axes."""
+    shape, moments = (64, 96), []
+    values = [normal(10 + t, 8, *shape) * np.linspace(0.1, 3, 96) for t in range(3)]
+    lossy = cgx_jax.sync_gradients(
+        "data", Quantize(8, bucket_size=32), precondition=cgx_jax.SecondMoment(), **HOW
+    )
+    for spec in (P(), P("model"), P(None, "model")):
+        params = jax.device_put(np.zeros(shape, np.float32), NamedSharding(two, spec))
+        state = lossy.init({"w": params})
+        for x in values:
+            own = unreduced(x.astype(np.float32), P(unreduced=D))
+            own = jax.reshard(own, P(*spec, unreduced={"data"}))
+            _, state = jax.jit(lossy.update)({"w": own}, state)
+        moments.append(state.moments)
+    for other in moments[1:]:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-5), other, moments[0]
+        )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_scatter_gradients_outside_of_shard_map(two, kind):
     """Whole parameters, sharded optimizer: each rank gets its shard of the gradient."""

@@ -136,7 +136,7 @@ def reduced(
                 "cgx_jax.reshard(tree, shardings, ...) with reduced= in the sharding."
             )
         if i in {n for buffer in plan.buffers for n in buffer} and not compressor.lossless:
-            to = PartitionSpec(*_compat.partitions(spec), reduced=spec.reduced | frozenset(names))
+            to = PartitionSpec(*spec.partitions, reduced=spec.reduced | frozenset(names))
             leaves[i] = jax.reshard(leaves[i], to)
     return jax.tree.unflatten(treedef, leaves)
 
@@ -232,7 +232,7 @@ class _Group:
         """Returns how the gradients of the results return."""
         axes = frozenset(self.move.axes)
         specs = [
-            PartitionSpec(*_compat.partitions(to), unreduced=axes, reduced=to.reduced - axes)
+            PartitionSpec(*to.partitions, unreduced=axes, reduced=to.reduced - axes)
             for to in self.to
         ]
         move = _Move(Collective.REDUCE_SCATTER, self.move.axes)
@@ -299,7 +299,7 @@ def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
     """Returns the axes of each dimension."""
-    each = [*_compat.partitions(spec), *[None] * (ndim - len(spec))]
+    each = [*spec.partitions, *[None] * (ndim - len(spec))]
     return [() if e is None else e if isinstance(e, tuple) else (e,) for e in each]
 
 

@@ -91,7 +91,7 @@ def _text(value: Any, seen: dict[int, str]) -> str:
     if isinstance(value, set | frozenset):
         return str(sorted(_text(v, seen) for v in value))
     if isinstance(value, PartitionSpec):
-        return "P" + _text((_compat.partitions(value), value.unreduced, value.reduced), seen)
+        return "P" + _text((value.partitions, value.unreduced, value.reduced), seen)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, bool | int | float | complex | str | bytes | np.generic | np.dtype | None):

@@ -25,6 +25,8 @@ from cgx_jax.plain_jit.arguments import (
     shown,
 )
 from cgx_jax.plain_jit.split import Ranks
+from cgx_jax.transforms.checks import require_whole
+from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.state import SyncState
 
 _REPLICATED: Any = PartitionSpec()
@@ -79,23 +81,24 @@ class Shards:
     def reduce(
         self, function: Callable[..., Pytree], grads: Pytree, state: Pytree
     ) -> tuple[Pytree, Pytree]:
-        """Returns `function(grads, state)`, computed on each shard where it lies.
+        """Returns `function(grads, state, cuts)`, computed on each shard where it lies.
 
         XLA would gather an operand of a kernel call that is sharded over an axis. The function
         therefore runs in a shard_map in which all axes are manual.
         """
         out: tuple[Pytree, Pytree]
         if not self.axes:
-            out = function(grads, state)
+            out = function(grads, state, None)
             return out
-        treedef = jax.tree.structure(grads)
+        leaves, treedef = jax.tree.flatten(grads)
+        cuts = tuple(Cut.of(spec, x.ndim) for spec, x in zip(self.specs, leaves, strict=True))
         like = jax.tree.unflatten(treedef, self.specs)
         kept = self._state_specs(state, treedef)
         types = jax.sharding.get_abstract_mesh()
         if self.axes & set(types.explicit_axes):  # there, what enters must be typed as in_specs say
             grads, state = jax.tree.map(jax.reshard, (grads, state), (like, kept))
         out = jax.shard_map(
-            function,
+            lambda grads, state: function(grads, state, cuts),
             in_specs=(like, kept),
             out_specs=(like, kept),
             axis_names=set(self.axes),
@@ -130,19 +133,9 @@ class Shards:
             jax.tree.unflatten(treedef, [PartitionSpec(None, *s) for s in self.specs])
             for _ in state.memory
         )
-        if jax.tree.leaves((state.statistics, state.moments, state.codes, state.overflow)):
-            raise ValueError(
-                f"{CALLER}: an Adaptive policy, SecondMoment, and compressors that keep a state or "
-                "count what found no room need whole gradients, but parameters are sharded over "
-                f"{sorted(self.axes)}. Use a fixed policy of other compressors, such as "
-                "Quantize(bits=4, rotation=True), without precondition."
-            )
-        return SyncState(
-            step=_REPLICATED,
-            memory=memory,
-            statistics=jax.tree.map(lambda _: _REPLICATED, state.statistics),
-            skipped=_REPLICATED,
-        )
+        require_whole(CALLER, state)
+        kept: SyncState = jax.tree.map(lambda _: _REPLICATED, state)
+        return kept._replace(memory=memory)
 
 
 def as_now(specs: Pytree) -> Pytree:

@@ -17,10 +17,12 @@ from cgx_jax.policies.rules import Policy
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.route.route import Options, route
 from cgx_jax.route.run import values_of
+from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.own_rows import axes_of
 from cgx_jax.transforms.precondition import SecondMoment
 from cgx_jax.transforms.state import stateful
-from cgx_jax.transforms.sync_gradients import sync_gradients
+from cgx_jax.transforms.sync_gradients import Sync
 
 _WITH_STATE = (
     "call state = f.init(params) once, and (loss, grads), state = f.apply(state, params, batch) in "
@@ -55,12 +57,18 @@ class GradientMean:
 
     def init(self, params: Pytree, mesh: Mesh | AbstractMesh | None) -> Pytree:
         """Returns the `SyncState` before the first step."""
-        return self._transformation(mesh).init(params)
+        return self._sync(mesh).init(params)
 
-    def __call__(self, grads: Pytree, state: Pytree) -> tuple[Pytree, Pytree]:
-        """Returns the mean and the next state (None without a state); runs inside the axis."""
+    def __call__(
+        self, grads: Pytree, state: Pytree, cuts: tuple[Cut, ...] | None = None
+    ) -> tuple[Pytree, Pytree]:
+        """Returns the mean and the next state (None without a state); runs inside the axis.
+
+        `cuts` say how the gradients are shards over other axes.
+        """
         if state is not None:
-            out: tuple[Pytree, Pytree] = self._transformation(None).update(grads, state)
+            sync = dataclasses.replace(self._sync(None), cuts=cuts)
+            out: tuple[Pytree, Pytree] = sync.update(grads, state)
             return out
         plan = resolve(CALLER, grads, self.policy)
         kept = [c for c, has in zip(plan.compressors, stateful(plan), strict=True) if has]
@@ -80,13 +88,7 @@ class GradientMean:
     def _how(self) -> dict[str, Any]:
         return {"exchange": self.exchange, "reduction": self.reduction, "levels": self.levels}
 
-    def _transformation(self, mesh: Mesh | AbstractMesh | None) -> Any:
-        return sync_gradients(
-            self.axis_name,
-            self.policy,
-            memory=self.memory,
-            precondition=self.precondition,
-            seed=self.seed,
-            mesh=mesh,
-            **self._how(),
-        )
+    def _sync(self, mesh: Mesh | AbstractMesh | None) -> Sync:
+        axis = axes_of(CALLER, self.axis_name)
+        options = self.policy, self.memory, self.precondition, self.seed
+        return Sync(axis, *options, mesh, self._how())

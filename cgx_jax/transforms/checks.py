@@ -84,6 +84,16 @@ def check_statistics(statistics: Pytree, policy: Adaptive, leaves: Sequence[Leaf
         )
 
 
+def require_whole(caller: str, state: SyncState) -> None:
+    """Raises ValueError for a state of what needs whole gradients, given shards of them."""
+    if jax.tree.leaves((state.statistics, state.codes, state.overflow)):
+        raise ValueError(
+            f"{caller}: an Adaptive policy, and compressors that keep a state or count what found "
+            "no room, need whole gradients, but some are sharded over other axes of the mesh. Use "
+            "a fixed policy of other compressors, such as Quantize(bits=4, rotation=True)."
+        )
+
+
 def check_state(
     state: SyncState,
     memory: Memory | None,
@@ -93,10 +103,12 @@ def check_state(
     treedef: jax.tree_util.PyTreeDef,
     caller: str = CALLER,
     remedy: str = OTHER_LEAVES,
+    whole: Sequence[tuple[int, ...]] | None = None,
 ) -> None:
     """Raises ValueError if `state` belongs to other leaves, or to other options.
 
-    The trees in a state, and the shapes of their arrays, say which leaves it was made for.
+    The trees in a state, and the shapes of their arrays, say which leaves it was made for. `whole`
+    are the shapes of leaves of which the plan has shards: moments are those of whole leaves.
     """
     kept = kept_by(memory)
     if len(state.memory) != kept:
@@ -126,7 +138,11 @@ def check_state(
             f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
         )
     require_paths(caller, "moments", (state.moments.weights,), plan.leaves, treedef, remedy)
-    like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
+    shapes_of = whole or [leaf.shape for leaf in plan.leaves]
+    like = [
+        jax.ShapeDtypeStruct(shape, leaf.dtype)
+        for shape, leaf in zip(shapes_of, plan.leaves, strict=True)
+    ]
     made = jax.eval_shape(lambda: precondition.init(like))
     held, needed = _sizes(state.moments), _sizes(made)
     if held != needed:

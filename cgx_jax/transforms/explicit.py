@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec
 from cgx_jax import _compat
 from cgx_jax._types import Pytree
 from cgx_jax.leaves import leaves_of, operand_of
+from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.state import SyncState, map_parts
 
-Step = Callable[[Pytree, SyncState], tuple[Pytree, SyncState]]
+Step = Callable[[Pytree, SyncState, tuple[Cut, ...]], tuple[Pytree, SyncState]]
 
 
 def step_on_ranks(
@@ -24,7 +25,7 @@ def step_on_ranks(
     state: SyncState,
     places: Sequence[int] | None = None,
 ) -> tuple[Pytree, SyncState]:
-    """Returns step(updates, state), traced inside a shard_map over all axes of the mesh.
+    """Returns step(updates, state, cuts), traced inside a shard_map over all axes of the mesh.
 
     `step` takes the mean over `names`. A gradient that is unreduced over them is the sum of the
     ranks' parts, which is the mean of `world` times each part. Another gradient must be replicated
@@ -42,7 +43,7 @@ def step_on_ranks(
     parts: list[bool] = []
     for leaf, x in zip(leaves_of(updates), leaves, strict=True):
         spec = _compat.explicit_spec(operand_of(caller, leaf.path), x)
-        split = [n for n in names if n in _axes_of(spec)]
+        split = [n for n in names if n in Cut.of(spec, x.ndim).names]
         own = spec.unreduced == frozenset(names) and _compat.is_sum(spec)
         if split or (spec.unreduced and not own):
             raise ValueError(
@@ -50,23 +51,17 @@ def step_on_ranks(
                 f"{names}, as cgx_jax.reduced(params, axis_name, policy) makes it, or replicated."
             )
         before.append(spec)
-        entries = [*_compat.partitions(spec), *[None] * x.ndim][: x.ndim]
+        entries = [*spec.partitions, *[None] * x.ndim][: x.ndim]
         if places is not None and -x.ndim <= (d := places[len(parts)]) < x.ndim:
             given = entries[d] if isinstance(entries[d], tuple) else (entries[d],)
             entries[d] = (*(n for n in given if n is not None), *names)
         after.append(PartitionSpec(*entries, reduced=spec.reduced))
         parts.append(own)
-    sharded = any(_axes_of(spec) for spec in before)
-    if sharded and jax.tree.leaves((state.statistics, state.moments, state.codes)):
-        raise ValueError(
-            f"{caller}: an Adaptive policy, SecondMoment and compressors with state need whole "
-            "gradients, but some are sharded over other axes of the mesh. Use a fixed policy "
-            "without precondition."
-        )
+    cuts = tuple(Cut.of(spec, x.ndim) for spec, x in zip(before, leaves, strict=True))
 
     def row(_: Any, x: Any) -> PartitionSpec:
         spec = _compat.explicit_spec(f"{caller}: the memory", x)
-        first = _compat.partitions(spec)[:1]
+        first = spec.partitions[:1]
         if first not in ((names,), names[:1] if len(names) == 1 else ()):
             raise ValueError(
                 f"{caller}: an array of the state with a row for each rank is {spec}, so every "
@@ -82,7 +77,7 @@ def step_on_ranks(
             _compat.own(x, names) * world if part else x
             for x, part in zip(jax.tree.leaves(updates), parts, strict=True)
         ]
-        return step(jax.tree.unflatten(treedef, own), state)
+        return step(jax.tree.unflatten(treedef, own), state, cuts)
 
     out: tuple[Pytree, SyncState] = jax.shard_map(
         local,
@@ -96,8 +91,3 @@ def is_outside(names: tuple[str, ...]) -> bool:
     """Whether the mesh of `jax.set_mesh` has all of these axes, and none of them is bound here."""
     mesh = jax.sharding.get_abstract_mesh()
     return all(n in mesh.axis_names and n not in mesh.manual_axes for n in names)
-
-
-def _axes_of(spec: PartitionSpec) -> set[str]:
-    each = _compat.partitions(spec)
-    return {n for e in each if e is not None for n in (e if isinstance(e, tuple) else (e,))}

@@ -71,7 +71,7 @@ def rows_of(
     # This also works under explicit axis types, which a sharding constraint would not accept.
     out = PartitionSpec(axis_name)
     if specs is not None:
-        join = lambda s: PartitionSpec(axis_name, *_compat.partitions(s))  # noqa: E731
+        join = lambda s: PartitionSpec(axis_name, *s.partitions)  # noqa: E731
         out = jax.tree.map(join, specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=(), out_specs=out, check_vma=False))()
 

@@ -25,6 +25,7 @@ from cgx_jax.route.route import Options
 from cgx_jax.route.rows import Scatter, rows_of, whole_of
 from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_state, require_type
+from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.explicit import is_outside, step_on_ranks
 from cgx_jax.transforms.feedback import (
     as_gradient,
@@ -124,7 +125,17 @@ def scatter_gradients(
         names = _names(axis_name)
         if is_outside(names) and not is_bound(names):
             places = dimensions_of(_NAME, "dimensions", dimensions, updates)
-            return step_on_ranks(_NAME, names, on_rank, updates, state, places)
+            return step_on_ranks(_NAME, names, on_shards, updates, state, places)
+        return on_rank(updates, state)
+
+    def on_shards(
+        updates: Pytree, state: SyncState, cuts: tuple[Cut, ...]
+    ) -> tuple[Pytree, SyncState]:
+        if precondition is not None and any(cut.names for cut in cuts):
+            raise ValueError(
+                f"{_NAME}: SecondMoment needs whole gradients, but some are sharded over other "
+                "axes of the mesh; use sync_gradients, or leave out precondition."
+            )
         return on_rank(updates, state)
 
     def on_rank(updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:

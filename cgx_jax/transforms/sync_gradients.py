@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +24,14 @@ from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.route.route import Chooser, Options, route
 from cgx_jax.route.run import run, watched
-from cgx_jax.transforms.checks import check_paths, check_state, check_statistics, require_type
+from cgx_jax.transforms.checks import (
+    check_paths,
+    check_state,
+    check_statistics,
+    require_type,
+    require_whole,
+)
+from cgx_jax.transforms.cuts import Cut, squares_of_shards
 from cgx_jax.transforms.explicit import is_outside, step_on_ranks
 from cgx_jax.transforms.feedback import (
     as_gradient,
@@ -35,7 +43,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import SecondMoment, squares_of, unstacked
+from cgx_jax.transforms.precondition import SecondMoment, Squares, squares_of, unstacked
 from cgx_jax.transforms.state import (
     CALLER,
     Choices,
@@ -113,21 +121,17 @@ def sync_gradients(
     check_options(axis_name, mesh)
     if isinstance(exchange, Chooser):
         exchange.check(CALLER, reduction, levels)
-    sync = _Sync(
-        axes_of(CALLER, axis_name),
-        policy,
-        memory,
-        precondition,
-        seed,
-        mesh,
-        {"exchange": exchange, "reduction": reduction, "levels": levels},
-    )
+    how = {"exchange": exchange, "reduction": reduction, "levels": levels}
+    sync = Sync(axes_of(CALLER, axis_name), policy, memory, precondition, seed, mesh, how)
     return optax.GradientTransformationExtraArgs(sync.init, sync.update)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sync:
-    """The arguments of `sync_gradients`; `how` holds those of the reduction."""
+class Sync:
+    """The arguments of `sync_gradients`; `how` holds those of the reduction.
+
+    `cuts` say how the leaves that `update` gets are shards over other axes of the mesh.
+    """
 
     axis_name: AxisName
     policy: Compressor | Policy | Plan | Stages | None
@@ -136,6 +140,7 @@ class _Sync:
     seed: int
     mesh: Mesh | AbstractMesh | None
     how: dict[str, Any]
+    cuts: tuple[Cut, ...] | None = None
 
     def init(self, params: Pytree) -> SyncState:
         check_wrappers(CALLER, checked=False)
@@ -178,12 +183,19 @@ class _Sync:
         require_type(CALLER, state, SyncState)
         names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
         if is_outside(names) and not is_bound(names):
-            return step_on_ranks(CALLER, names, self._on_rank, updates, state)
+            return step_on_ranks(CALLER, names, self._on_shards, updates, state)
         return self._on_rank(updates, state)
+
+    def _on_shards(
+        self, updates: Pytree, state: SyncState, cuts: tuple[Cut, ...]
+    ) -> tuple[Pytree, SyncState]:
+        return dataclasses.replace(self, cuts=cuts).update(updates, state)
 
     def _on_rank(self, updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
         """One update of a rank's own gradients, by the policy's plan."""
         policy = self.policy
+        if any(cut.names for cut in self.cuts or ()):
+            require_whole(CALLER, state)
         if isinstance(policy, Stages):
             plans = [resolve(CALLER, updates, p) for p in policy.policies]
             choices = _choices(plans)
@@ -207,17 +219,22 @@ class _Sync:
         axes, taken = options.axes, route(options, plan, in_units, choices)
         plan = taken.plan
         leaves, treedef = jax.tree.flatten(updates)
-        self._check(state, plan, choices, treedef, axes)
+        cuts = self.cuts or tuple(Cut(((),) * len(leaf.shape)) for leaf in plan.leaves)
+        shapes = [cut.whole(leaf.shape) for cut, leaf in zip(cuts, plan.leaves, strict=True)]
+        self._check(state, plan, choices, treedef, axes, shapes)
         before = by_leaf(state.memory, len(leaves))
-        shapes = [leaf.shape for leaf in plan.leaves]
         moments, scales = scales_of(self.precondition, state.moments, shapes, taken.compressed)
         sent, kept = compensated(self.memory, leaves, before, state.step)
+        units = [
+            None if scale is None else cut.units(scale[0], shape)
+            for scale, cut, shape in zip(scales, cuts, shapes, strict=True)
+        ]
         sums = run(
             taken,
             sent,
             jax.random.fold_in(jax.random.key(self.seed), state.step),
             residual=self.memory is not None,
-            units=tuple(None if scale is None else scale[0] for scale in scales),
+            units=tuple(units),
             states=codes_by_leaf(state.codes, plan, choices, treedef),
         )
         means, skipped = watched(taken, sent, sums.values, state.step)
@@ -231,10 +248,12 @@ class _Sync:
         )
         codes = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
         if self.precondition is not None and taken.compressed:
-            squares = lambda: {i: squares_of(means[i]) for i in taken.compressed}  # noqa: E731
+            squares, step = functools.partial(_squares, means, taken.compressed, cuts), state.step
+            if any(cut.names for cut in cuts):
+                step = after(step, [finite])  # the squares are summed in a branch
             exact = [x for i, x in enumerate(means) if i not in taken.compressed]
             moments, finite = moved(
-                self.precondition, moments, shapes, squares, exact, state.step, finite, axes
+                self.precondition, moments, shapes, squares, exact, step, finite, axes
             )
         measured = state.statistics
         if isinstance(self.policy, Adaptive):
@@ -261,14 +280,22 @@ class _Sync:
         choices: Choices,
         treedef: jax.tree_util.PyTreeDef,
         axes: Axes,
+        shapes: list[tuple[int, ...]],
     ) -> None:
         check_wrappers(CALLER, checked=axes.checked())
-        check_state(state, self.memory, self.precondition, plan, choices, treedef)
+        check_state(state, self.memory, self.precondition, plan, choices, treedef, whole=shapes)
         if isinstance(self.policy, Adaptive):
             check_statistics(state.statistics, self.policy, plan.leaves)
         if self.memory is not None:
             pairs = zip(plan.leaves, choices, strict=True)
             require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
+
+
+def _squares(means: list[Any], numbers: list[int], cuts: Sequence[Cut]) -> dict[int, Squares]:
+    """Returns mean squares of the rows and of the columns of whole leaves."""
+    cut = [i for i in numbers if cuts[i].names]
+    whole = {i: squares_of(means[i]) for i in numbers if not cuts[i].names}
+    return whole | (squares_of_shards(means, cut, cuts) if cut else {})
 
 
 def _choices(plans: list[Plan]) -> Choices:
