@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from cgx_jax import _compat
@@ -237,6 +238,12 @@ def _gathered_jvp(axes: Axes, primals: Pytree, tangents: Pytree) -> Pytree:
     (t,) = tangents
     wide = lax.all_gather(cast(t, sum_dtype(t.dtype)), axes.names, axis_index_groups=axes.groups)
     return _gathered(axes, *primals), cast(wide, t.dtype)
+
+
+def axes_by_dimension(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes over which each dimension of an array is sharded."""
+    each = [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
+    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in each)
 
 
 def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:

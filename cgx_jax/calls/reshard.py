@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
+from cgx_jax.axes import axes_by_dimension
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -115,27 +116,29 @@ def reduced(
     gradients of these leaves unreduced over the axis: `reshard`, or `sync_gradients` with the same
     policy, then reduces them with compression. JAX itself sums the gradients of all other leaves.
     It has no rule for some uses of a `reduced` leaf, such as look-ups without `out_sharding`
-    (docs/troubleshooting.md); give such leaves `Identity()` in the policy. Raises ValueError for a
-    leaf that is sharded over the axis, and for axes that are not explicit.
+    (docs/quickstart/explicit.md); give such leaves `Identity()` in the policy.
+
+    Raises ValueError for a leaf that is sharded over the axis, and for axes that are not explicit.
     """
     caller = "reduced"
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     plan = resolve(caller, params, policy)
     leaves, treedef = jax.tree.flatten(params)
+    exact = set(plan.exact)
     for i, (leaf, compressor) in enumerate(zip(plan.leaves, plan.compressors, strict=True)):
         where = operand_of(caller, leaf.path)
         spec = _compat.explicit_spec(where, leaves[i])
         missing = [n for n in names if n not in _compat.axis_types(leaves[i])]
         if missing:
             raise ValueError(f"{where}: axis {missing[0]!r} is not an axis of its mesh.")
-        entries = _entries(spec, len(leaf.shape))
+        entries = axes_by_dimension(spec, len(leaf.shape))
         sharded = [n for n in names if any(n in entry for entry in entries)]
         if sharded or spec.unreduced:
             raise ValueError(
                 f"{where} is {spec}, but must be replicated over {names}; bring it there by "
                 "cgx_jax.reshard(tree, shardings, ...) with reduced= in the sharding."
             )
-        if i in {n for buffer in plan.buffers for n in buffer} and not compressor.lossless:
+        if i not in exact and not compressor.lossless:
             to = PartitionSpec(*spec.partitions, reduced=spec.reduced | frozenset(names))
             leaves[i] = jax.reshard(leaves[i], to)
     return jax.tree.unflatten(treedef, leaves)
@@ -263,8 +266,7 @@ def _forward(group: _Group, leaves: list[jax.Array], key: Key) -> Pytree:
 
 
 def _backward(group: _Group, key: Key, cotangents: list[jax.Array]) -> Pytree:
-    # The noise of the gradients is not that of the weights.
-    own = None if key is None else jax.random.fold_in(key, 1)
+    own = None if key is None else jax.random.fold_in(key, rows.BACKWARD)
     no_gradient = None if key is None else np.zeros(jnp.shape(key), jax.dtypes.float0)
     return _moved(group.back(), cotangents, own), no_gradient
 
@@ -275,7 +277,7 @@ _moved_back.defvjp(_forward, _backward)
 def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
     """Returns how a leaf gets to `to`, None for `jax.reshard`, and the dimension that changes."""
     spec = _compat.explicit_spec(where, x)
-    entries, after = _entries(spec, x.ndim), _entries(to, x.ndim)
+    entries, after = axes_by_dimension(spec, x.ndim), axes_by_dimension(to, x.ndim)
     changed = [d for d in range(x.ndim) if entries[d] != after[d]]
     d = changed[0] if changed else 0
     order = list(_compat.axis_types(x))
@@ -295,12 +297,6 @@ def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
         if axes and after[d] + axes == entries[d] and known:
             return _Move(Collective.ALL_GATHER, axes, bool(marked)), d
     return _NO_MOVE
-
-
-def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-    """Returns the axes of each dimension."""
-    each = [*spec.partitions, *[None] * (ndim - len(spec))]
-    return [() if e is None else e if isinstance(e, tuple) else (e,) for e in each]
 
 
 def _is_spec(x: object) -> bool:

@@ -68,7 +68,7 @@ def all_gather(
 
 
 # No index of a rank is as large, so the passes never draw from the same key.
-_BACKWARD = 2**31 - 1
+BACKWARD = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Gather:
 
         def transposed(cotangents: Pytree, key: Key) -> Pytree:
             leaves, treedef = jax.tree.flatten(cotangents)
-            own = None if key is None else jax.random.fold_in(key, _BACKWARD)
+            own = None if key is None else jax.random.fold_in(key, BACKWARD)
             sums = dict(zip(kept, scatter([leaves[i] for i in kept], own), strict=True))
             return jax.tree.unflatten(treedef, [sums.get(i) for i in range(len(leaves))])
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from cgx_jax import _compat
-from cgx_jax.axes import split
+from cgx_jax.axes import axes_by_dimension, split
 from cgx_jax.transforms.precondition import Squares, Units, matrix_of
 
 Shape = tuple[int, ...]
@@ -27,8 +27,7 @@ class Cut(NamedTuple):
     @classmethod
     def of(cls, spec: PartitionSpec, ndim: int) -> Cut:
         """Returns the cut that a spec says."""
-        each = [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
-        return cls(tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in each))
+        return cls(axes_by_dimension(spec, ndim))
 
     @property
     def names(self) -> tuple[str, ...]:
