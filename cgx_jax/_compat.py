@@ -33,8 +33,8 @@ def explicit_spec(where: str, x: Any) -> PartitionSpec:
     types = axis_types(x)
     if not types:
         raise ValueError(
-            f"{where} is on no mesh; place it on one by jax.device_put(x, NamedSharding(mesh, "
-            "spec)), or call jax.set_mesh(mesh) before."
+            f"{where} is on no mesh; place it on one: jax.device_put(x, NamedSharding(mesh, "
+            "spec)), or jax.device_put(x, PartitionSpec(...)) under jax.set_mesh(mesh)."
         )
     for name, kind in types.items():
         if kind != AxisType.Explicit:

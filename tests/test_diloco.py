@@ -250,7 +250,13 @@ WRONG = {
         ValueError,
         r"diloco: fragments=3 must be in \[1, 2\]",
     ),
-    "a fraction": ({"every": 4, "fragments": 1.5}, TypeError, "float"),
+    "a fraction": (
+        {"every": 4, "fragments": 1.5},
+        TypeError,
+        "diloco: fragments=1.5 must be an int",
+    ),
+    "no optimizer": ({"every": 4, "outer": 1}, TypeError, "diloco: outer=1 is not an optimizer"),
+    "an unknown option": ({"every": 4, "foo": 1}, TypeError, "diloco: 'foo' is not an option"),
     "gaps": (
         {"every": 4, "fragments": lambda path: 2 * path.startswith("b/")},
         ValueError,
@@ -271,6 +277,85 @@ def test_policies_of_the_whole_tree_need_one_fragment(policy):
     tx = diloco(optax.sgd(0.1), "data", policy, every=4, fragments=2, mesh=mesh())
     with pytest.raises(ValueError, match=r"diloco: \w+ sees the whole tree, but there are 2"):
         tx.init(START)
+
+
+def weighted(tree, weights, **start):
+    """Returns the parameters after one step of plain averaging by workers with these weights."""
+    tx = diloco(optax.sgd(1.0), "data", exactly(Identity()), every=1, outer=optax.sgd(1.0),
+                mesh=mesh(), exchange="xla")  # fmt: skip
+    params = jax.tree.map(lambda x: jnp.zeros_like(x[0]), tree)
+    state = tx.init(params)
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(
+        lambda g, s, w: tx.update(jax.tree.map(lambda x: x[0], g), s, params, weight=w[0]),
+        mesh=mesh(),
+        in_specs=(P("data"), specs, P("data")),
+        out_specs=(P(), specs),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.jit(f)(tree, state, jnp.asarray(weights, jnp.float32))[0]
+
+
+def test_what_a_worker_holds_that_does_not_count_does_not_matter():
+    x = np.stack([np.full((4, 4), v, np.float32) for v in (1, np.nan, 3)])
+    np.testing.assert_allclose(weighted({"w": x}, (1, 0, 1))["w"], -2)
+    assert not np.asarray(weighted({"w": x}, (0, 0, 0))["w"]).any()
+
+
+def test_a_weight_that_is_no_number_shows():
+    x = np.ones((3, 4, 4), np.float32)
+    assert np.isnan(weighted({"w": x}, (1, np.nan, 1))["w"]).all()
+
+
+def test_integers_are_weighted_too():
+    x = np.full((3, 4), 10, np.int32)
+    np.testing.assert_array_equal(weighted({"w": x}, (1, 2, 3))["w"], -10)
+
+
+def test_gradients_may_be_wider_than_parameters():
+    tx = wrapped(Identity(), every=2, fragments=2)
+    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), START)
+    state = tx.init(half)
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(
+        lambda g, s: tx.update(g, s, half),
+        mesh=mesh(),
+        in_specs=(P(), specs),
+        out_specs=(P(), specs),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        out, _ = jax.eval_shape(f, START, state)
+    assert {x.dtype for x in jax.tree.leaves(out)} == {jnp.dtype(jnp.bfloat16)}
+
+
+CHANGED = {  # options of init, those of update, and what is said
+    "a delay": ({}, {"delay": 1}, "delay=1, but the state was made without a delay"),
+    "no delay": ({"delay": 1}, {}, "delay=0, but the state was made with a delay"),
+    "another outer": ({}, {"outer": optax.adam(0.1)}, "another outer optimizer"),
+    "other fragments": (
+        {"fragments": lambda path: int(path == "a")},
+        {"fragments": lambda path: int(path != "a")},
+        "fragments with other leaves",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_state_of_other_options_is_refused(case):
+    before, now, says = CHANGED[case]
+    state, tx = wrapped(every=4, **before).init(START), wrapped(every=4, **now)
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    with pytest.raises(ValueError, match=f"diloco: .*{says}"):
+        jax.eval_shape(f, START, state, START)
+
+
+def test_a_worker_s_key_is_resized():
+    tx = diloco(
+        optax.chain(optax.add_noise(0.1, 0.1, 3), optax.sgd(0.1)), "data", every=2, mesh=mesh()
+    )
+    state = tx.init(START)
+    assert {x.shape[0] for x in jax.tree.leaves(cgx_jax.resize_state(state, 5).optimizer)} == {5}
 
 
 def test_a_weight_is_a_number_and_a_state_is_of_its_options():

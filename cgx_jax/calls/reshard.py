@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,17 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import axes_by_dimension
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
-from cgx_jax.exchanges import Exchange
+from cgx_jax.exchanges import Exchange, auto
 from cgx_jax.leaves import leaves_of, operand_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
+from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.route import rows
 from cgx_jax.route.route import Options, route
@@ -54,7 +56,8 @@ def reshard(
     * unreduced over axes, to replicated over them: an all-reduce, as `psum_compressed`.
     * unreduced over axes, to sharded over them along one dimension: a reduce-scatter.
     * sharded over axes along one dimension, to replicated or `reduced` over them: an all-gather.
-    * everything else is `jax.reshard`, uncompressed.
+    * everything else is `jax.reshard`, uncompressed: a value that is unreduced over some axes and
+      sharded over others where it changes both, and two dimensions that change at once.
 
     Leaves of one kind share fusion buffers. The derivative is that of `jax.reshard`. With
     `backward`, a policy too, the gradient of a leaf that becomes `reduced` comes back compressed:
@@ -66,6 +69,7 @@ def reshard(
     without a leaf that becomes `reduced`, and for what the calls inside shard_map refuse. Source:
     QSDP (Markov et al., ICML 2023) for sharded weights and gradients.
     """
+    auto.exchange_named(_NAME, exchange)
     leaves, treedef = jax.tree.flatten(tree)
     known = leaves_of(tree)
     wanted = _specs(tree, shardings)
@@ -80,10 +84,16 @@ def reshard(
             "leaves unreduced, but no sharded leaf does; write P(..., reduced={axis}) as its "
             "sharding, or leave out backward=."
         )
+    sums = any(m and m.collective is Collective.ALL_REDUCE for m in moves)
+    if not sums and (reduction is not None or levels is not None):
+        raise ValueError(
+            f"{_NAME}: reduction={reduction!r} and levels={levels!r} are for all-reduces, but no "
+            "leaf goes from unreduced to replicated; leave them out."
+        )
     plan = resolve(_NAME, tree, policy)
     back = None if backward is None else resolve(_NAME, tree, backward)
     out: list[Any] = [
-        x if move else jax.reshard(x, to) for x, move, to in zip(leaves, moves, wanted, strict=True)
+        x if move else _exact(x, to) for x, move, to in zip(leaves, moves, wanted, strict=True)
     ]
     how = tuple({"exchange": exchange, "reduction": reduction, "levels": levels}.items())
     for number, move in enumerate(dict.fromkeys(m for m in moves if m is not None)):
@@ -107,7 +117,7 @@ def reshard(
 
 
 def reduced(
-    params: Pytree, axis_name: AxisName, policy: Compressor | Policy | Plan | None = None
+    params: Pytree, axis_name: AxisName, policy: Compressor | Policy | Plan | Stages | None = None
 ) -> Pytree:
     """Types the leaves that `policy` compresses as `reduced`; their gradients are then unreduced.
 
@@ -116,16 +126,21 @@ def reduced(
     gradients of these leaves unreduced over the axis: `reshard`, or `sync_gradients` with the same
     policy, then reduces them with compression. JAX itself sums the gradients of all other leaves.
     It has no rule for some uses of a `reduced` leaf, such as look-ups without `out_sharding`
-    (docs/quickstart/explicit.md); give such leaves `Identity()` in the policy.
+    (docs/quickstart/explicit.md); give such leaves `Identity()` in the policy. A term of the loss
+    in which a leaf meets no data, such as a regularizer, belongs at `params` themselves: XLA counts
+    some of these gradients once for each device.
 
     Raises ValueError for a leaf that is sharded over the axis, and for axes that are not explicit.
     """
     caller = "reduced"
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    plan = resolve(caller, params, policy)
+    if not names:
+        raise ValueError(f"{caller}: axis_name={axis_name!r} names no axis.")
+    stages = policy.policies if isinstance(policy, Stages) else (policy,)
+    plans = [resolve(caller, params, p, adapts=True) for p in stages]
+    lossy = {i for p in plans for b in p.buffers for i in b if not p.compressors[i].lossless}
     leaves, treedef = jax.tree.flatten(params)
-    exact = set(plan.exact)
-    for i, (leaf, compressor) in enumerate(zip(plan.leaves, plan.compressors, strict=True)):
+    for i, leaf in enumerate(plans[0].leaves):
         where = operand_of(caller, leaf.path)
         spec = _compat.explicit_spec(where, leaves[i])
         missing = [n for n in names if n not in _compat.axis_types(leaves[i])]
@@ -138,9 +153,9 @@ def reduced(
                 f"{where} is {spec}, but must be replicated over {names}; bring it there by "
                 "cgx_jax.reshard(tree, shardings, ...) with reduced= in the sharding."
             )
-        if i not in exact and not compressor.lossless:
+        if i in lossy:
             to = PartitionSpec(*spec.partitions, reduced=spec.reduced | frozenset(names))
-            leaves[i] = jax.reshard(leaves[i], to)
+            leaves[i] = _exact(leaves[i], to)
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -182,7 +197,7 @@ class _Group:
         return out
 
     def exact(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        return [jax.reshard(x, to) for x, to in zip(leaves, self.to, strict=True)]
+        return [_exact(x, to, self.mesh) for x, to in zip(leaves, self.to, strict=True)]
 
     def compressed(self, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
         """Returns the leaves where they should be, by the collective inside a shard_map."""
@@ -276,7 +291,11 @@ _moved_back.defvjp(_forward, _backward)
 
 def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
     """Returns how a leaf gets to `to`, None for `jax.reshard`, and the dimension that changes."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return _NO_MOVE
     spec = _compat.explicit_spec(where, x)
+    if len(to.partitions) > x.ndim:
+        raise ValueError(f"{where} has {x.ndim} dimensions, but the spec {to} has more.")
     entries, after = axes_by_dimension(spec, x.ndim), axes_by_dimension(to, x.ndim)
     changed = [d for d in range(x.ndim) if entries[d] != after[d]]
     d = changed[0] if changed else 0
@@ -285,6 +304,8 @@ def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
         if not _compat.is_sum(spec):
             return _NO_MOVE
         axes = tuple(n for n in order if n in spec.unreduced)
+        if _size(x, axes) == 1:
+            return _NO_MOVE
         if not changed:
             return _Move(Collective.ALL_REDUCE, axes), 0
         added = after[d][len(entries[d]) :]
@@ -297,6 +318,17 @@ def _move(where: str, x: Any, to: PartitionSpec) -> tuple[_Move | None, int]:
         if axes and after[d] + axes == entries[d] and known:
             return _Move(Collective.ALL_GATHER, axes, bool(marked)), d
     return _NO_MOVE
+
+
+def _size(x: Any, axes: Sequence[str]) -> int:
+    return math.prod(jax.typeof(x).sharding.mesh.shape[n] for n in axes)
+
+
+def _exact(x: Any, to: PartitionSpec, mesh: Any = None) -> jax.Array:
+    """Returns `jax.reshard` of `x`, which wants the mesh too where none is set."""
+    mesh = _mesh(x) if mesh is None and isinstance(x, jax.Array) else mesh
+    out: jax.Array = jax.reshard(x, to if mesh is None else NamedSharding(mesh, to))
+    return out
 
 
 def _is_spec(x: object) -> bool:
@@ -323,7 +355,25 @@ def _specs(tree: Pytree, shardings: Pytree) -> list[PartitionSpec]:
     found = [
         s for part in jax.tree.leaves(parts, is_leaf=lambda p: isinstance(p, list)) for s in part
     ]
+    for leaf, x, given in zip(leaves_of(tree), jax.tree.leaves(tree), found, strict=True):
+        _check_mesh(operand_of(_NAME, leaf.path), x, given)
     return [s.spec if isinstance(s, NamedSharding) else s for s in found]
+
+
+def _check_mesh(where: str, x: Any, given: PartitionSpec | NamedSharding) -> None:
+    """Raises ValueError for a sharding on another mesh than that of the array."""
+    if not isinstance(given, NamedSharding) or not isinstance(x, jax.Array):
+        return
+    own = jax.typeof(x).sharding.mesh
+    concrete = None if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", None)
+    same = given.mesh.abstract_mesh == own
+    if same and isinstance(given.mesh, Mesh) and isinstance(concrete, Mesh):
+        same = given.mesh == concrete
+    if not same:
+        raise ValueError(
+            f"{where} is on the mesh {own}, but its sharding is on another one, {given.mesh}; use "
+            "jax.device_put to move between meshes."
+        )
 
 
 def _mesh(x: Any) -> Any:

@@ -56,7 +56,7 @@ def diloco(
     negative mean, the outer gradient; its default is Nesterov's momentum, `optax.sgd(0.7,
     momentum=0.9, nesterov=True)`. In all other steps the update of `params` is 0 and nothing is
     sent. Each worker keeps its own state of `inner`. `policy` and `options` (`memory`, `seed`,
-    `exchange`, `reduction`, `levels`) are those of `sync_gradients`, which does the reduction.
+    `exchange` and so on) are those of `sync_gradients`, which does the reduction.
 
     * `fragments` splits the leaves into parts of about as many bytes, which are sent at different
       steps of a round: a peak of the traffic is shorter by this number. A function of a leaf's path
@@ -65,7 +65,8 @@ def diloco(
     * `mix`, in [0, 1], is how much of its own parameters a worker keeps when a fragment is applied;
       the rest are the shared ones.
     * `update(..., weight=w)`: the mean counts this worker `w` times, such as its number of tokens.
-      The weight of the step that sends counts. A worker with weight 0 adds nothing.
+      The weight of the step that sends counts. Weights are 0 or more. A worker with weight 0 adds
+      nothing, whatever its parameters are; if all weights are 0, no parameter moves.
 
     Sources: DiLoCo (Douillard et al., 2023); Streaming DiLoCo (Douillard et al., 2025) for
     fragments, delay and mix. With `TopK` and `ErrorFeedback` and an `outer` without momentum this
@@ -111,6 +112,10 @@ def local_steps(
     ).transformation()
 
 
+# Those of `sync_gradients`, which does the reductions.
+_OPTIONS = frozenset({"memory", "precondition", "seed", "exchange", "reduction", "levels"})
+
+
 @dataclasses.dataclass(frozen=True)
 class _Workers:
     """The arguments of `diloco`; `name` is the call that the user wrote."""
@@ -129,18 +134,33 @@ class _Workers:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis_name", axes_of(self.name, self.axis_name))
-        if operator.index(self.every) < 1:
+        for option in ("inner", "outer"):
+            if not hasattr(value := getattr(self, option), "update"):
+                raise TypeError(
+                    f"{self.name}: {option}={value!r} is not an optimizer; pass one of Optax, such "
+                    "as optax.adamw(1e-3)."
+                )
+        if unknown := sorted(set(self.options) - _OPTIONS):
+            raise TypeError(
+                f"{self.name}: {unknown[0]!r} is not an option; it takes {sorted(_OPTIONS)} of "
+                "sync_gradients."
+            )
+        whole_number(self.name, "every", self.every)
+        whole_number(self.name, "delay", self.delay)
+        if not callable(self.fragments):
+            whole_number(self.name, "fragments", self.fragments)
+        if self.every < 1:
             raise ValueError(
                 f"{self.name}: every={self.every} must be 1 or more; 1 reduces in every step."
             )
-        if not 0 <= operator.index(self.delay) < self.every:
+        if not 0 <= self.delay < self.every:
             raise ValueError(
                 f"{self.name}: delay={self.delay} must be in [0, {self.every - 1}]: what is sent "
                 f"must be applied before it is sent again, every={self.every} steps later."
             )
-        if not 0 <= self.mix <= 1:
+        if not isinstance(self.mix, int | float) or not 0 <= self.mix <= 1:
             raise ValueError(f"{self.name}: mix={self.mix} must be in [0, 1].")
-        if not callable(self.fragments) and not 1 <= operator.index(self.fragments) <= self.every:
+        if not callable(self.fragments) and not 1 <= self.fragments <= self.every:
             raise ValueError(
                 f"{self.name}: fragments={self.fragments} must be in [1, {self.every}]: each is "
                 f"sent in a step of its own, every={self.every} steps."
@@ -153,15 +173,13 @@ class _Workers:
 
     def init(self, params: Pytree) -> LocalState:
         def moved() -> Pytree:
-            return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), params)
+            return jax.tree.map(jnp.zeros_like, params)
 
         made = []
         for part in self._parts(params):
             own = part.of(params)
-            waiting = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), own)
-            made.append(
-                Fragment(part.sync.init(own), self.outer.init(own), waiting if self.delay else ())
-            )
+            waiting = jax.tree.map(jnp.zeros_like, own) if self.delay else ()
+            made.append(Fragment(part.sync.init(own), self.outer.init(own), waiting))
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
@@ -186,13 +204,9 @@ class _Workers:
         require_type(self.name, state, LocalState)
         axes = Axes.resolve(self.name, self.axis_name, None)
         _check_moved(self.name, state, updates)
-        parts = self._parts(updates)
-        if len(parts) != len(state.fragments):
-            raise ValueError(
-                f"{self.name}: the state has {len(state.fragments)} fragments, but these leaves "
-                f"have {len(parts)}. Use the state that init returned with these options."
-            )
         before = _own(state.moved)
+        parts = self._parts(before)  # what is sent has the parameters' dtypes
+        self._check(state, parts, before)
         here = None if params is None else jax.tree.map(jnp.add, params, before)
         step = optax.with_extra_args_support(self.inner).update
         updates, own = step(updates, _own(state.optimizer), here, **extra_args)
@@ -235,7 +249,7 @@ class _Workers:
             return [_compat.vary_over(x, axes.varying()) for x in xs]
 
         def send() -> tuple[list[jax.Array], Any]:
-            sent = moved if weight is None else _weighted(axes, moved, weight)
+            sent = moved if weight is None else self._weighted(axes, moved, weight)
             mean, synced = part.sync.update(jax.tree.unflatten(treedef, vary(sent)), fragment.sync)
             return jax.tree.leaves(mean), synced
 
@@ -271,6 +285,48 @@ class _Workers:
         )
         mean, synced = lax.cond(due, send, lambda: (waiting, fragment.sync))
         return change, ahead, Fragment(synced, state, jax.tree.unflatten(treedef, mean))
+
+    def _check(self, state: LocalState, parts: list[_Part], like: Pytree) -> None:
+        """Raises ValueError for a state that was made with other options."""
+        remedy = "Use the state that init returned with these options."
+        if len(parts) != len(state.fragments):
+            raise ValueError(
+                f"{self.name}: the state has {len(state.fragments)} fragments, but these leaves "
+                f"have {len(parts)}. {remedy}"
+            )
+        for part, fragment in zip(parts, state.fragments, strict=True):
+            own = part.of(like)
+            if (fragment.waiting != ()) != (self.delay > 0):
+                raise ValueError(
+                    f"{self.name}: delay={self.delay}, but the state was made "
+                    f"{'without' if self.delay else 'with'} a delay. {remedy}"
+                )
+            made: Any = jax.tree.structure(jax.eval_shape(self.outer.init, own))
+            if made != jax.tree.structure(fragment.outer):
+                raise ValueError(
+                    f"{self.name}: the state is of another outer optimizer, or of fragments with "
+                    f"other leaves. {remedy}"
+                )
+
+    def _weighted(self, axes: Axes, moved: list[jax.Array], weight: Any) -> list[jax.Array]:
+        """Returns what each worker sends, so that the mean counts a worker by its weight."""
+        own = jnp.asarray(weight, jnp.float32)
+        if own.ndim:
+            raise ValueError(
+                f"{self.name}: weight has shape {list(own.shape)}; pass a number, f32[]."
+            )
+        own = _compat.vary_over(own, axes.varying())
+        (total,) = axes.sum([own])
+        factor = own * axes.world / jnp.where(total == 0, 1, total)
+
+        def scaled(x: jax.Array) -> jax.Array:
+            # A worker that does not count may hold anything, such as NaN.
+            y = jnp.where(own == 0, 0, x.astype(jnp.result_type(x, jnp.float32)) * factor)
+            whole = not jnp.issubdtype(x.dtype, jnp.inexact)
+            return (jnp.round(y) if whole else y).astype(x.dtype)
+
+        with jax.numpy_dtype_promotion("standard"):
+            return [scaled(x) for x in moved]
 
     def _ahead(self, moved: jax.Array, change: jax.Array) -> jax.Array:
         """Returns how far this worker is from the shared parameters, which have just changed."""
@@ -311,7 +367,9 @@ class _Workers:
         if not paths:
             return [()]
         if callable(self.fragments):
-            chosen = [operator.index(self.fragments(path)) for path in paths]
+            chosen = [self.fragments(path) for path in paths]
+            for number in chosen:
+                whole_number(self.name, "fragments(path)", number)
             count = max(chosen, default=0) + 1
             if sorted(set(chosen)) != list(range(count)) or count > self.every:
                 raise ValueError(
@@ -349,15 +407,12 @@ def _holes(tree: Pytree, numbers: tuple[int, ...]) -> Pytree:
     return jax.tree.unflatten(treedef, [x if i in own else None for i, x in enumerate(leaves)])
 
 
-def _weighted(axes: Axes, moved: list[jax.Array], weight: Any) -> list[jax.Array]:
-    """Returns what each worker sends, so that the mean counts a worker by its weight."""
-    own = jnp.asarray(weight, jnp.float32)
-    if own.ndim:
-        raise ValueError(f"diloco: weight has shape {list(own.shape)}; pass a number, f32[].")
-    own = _compat.vary_over(own, axes.varying())
-    (total,) = axes.sum([own])
-    factor = jnp.where(total > 0, own * axes.world / jnp.where(total > 0, total, 1), 0)
-    return [x * factor.astype(x.dtype) for x in moved]
+def whole_number(caller: str, option: str, value: object) -> None:
+    """Raises TypeError unless `value` is an integer."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{caller}: {option}={value!r} must be an integer.") from None
 
 
 def _shared(axes: Axes, x: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +52,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
             "outside of shard_map."
         )
 
-    def resized(
-        mark: PerRank, x: np.ndarray | jax.Array | jax.ShapeDtypeStruct
-    ) -> np.ndarray | jax.ShapeDtypeStruct:
+    def resized(mark: PerRank, x: np.ndarray | jax.Array | jax.ShapeDtypeStruct) -> Any:
         shape = (world, *x.shape[1:])
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -64,6 +63,9 @@ def resize_state(state: Pytree, world: int) -> Pytree:
                 "tiled=True), or restore them from a checkpoint, replicated "
                 "(docs/policy.md#error-feedback)."
             )
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = resized(mark, jax.random.key_data(x))
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
         row = _zero if mark is PerRank.RESTART else _mean
         # On the host, where copies of a row take no memory.
         return np.broadcast_to(row(np.asarray(x)), shape)

@@ -207,10 +207,12 @@ def _names(axis_name: AxisName) -> tuple[str, ...]:
 
 def _whole(params: Pytree, axis_name: AxisName, dimensions: Dimensions) -> Pytree:
     """Returns shapes of whole leaves; inside the axis, `params` are shards."""
+    names = _names(axis_name)
+    if not is_bound(names):
+        return params
     leaves, treedef = jax.tree.flatten(params)
     places = dimensions_of(_NAME, "dimensions", dimensions, params)
-    names = _names(axis_name)
-    world = Axes.resolve(_NAME, names, None).world if is_bound(names) else 1
+    world = Axes.resolve(_NAME, names, None).world
 
     def grown(x: Shaped, dimension: int) -> jax.ShapeDtypeStruct:
         shape = list(x.shape)
