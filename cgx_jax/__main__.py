@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cgx_jax._version import __version__
-from cgx_jax.commands import bench, compare, doctor, rig, tried
+from cgx_jax.commands import bench, compare, doctor, rig, trial
 from cgx_jax.exchanges import auto
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
@@ -178,8 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--methods",
         type=_methods,
-        default=list(tried.METHODS),
-        help=f"comma-separated list of {', '.join(tried.METHODS)} (default: all)",
+        default=list(trial.METHODS),
+        help=f"comma-separated list of {', '.join(trial.METHODS)} (default: all)",
     )
     command.add_argument(
         "--steps", type=_steps, default=20, help="number of timed steps (default %(default)s)"
@@ -251,9 +251,9 @@ def _bits(text: str) -> list[int]:
 
 def _methods(text: str) -> list[str]:
     names = list(dict.fromkeys(["exact", *text.split(",")]))
-    if unknown := [name for name in names if name not in tried.METHODS]:
+    if unknown := [name for name in names if name not in trial.METHODS]:
         raise argparse.ArgumentTypeError(
-            f"{unknown[0]!r} is not a method; use one of {', '.join(tried.METHODS)}"
+            f"{unknown[0]!r} is not a method; use one of {', '.join(trial.METHODS)}"
         )
     return names
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax.commands import compare
-from cgx_jax.commands.tried import METHODS, Method, Trial
+from cgx_jax.commands.trial import METHODS, Method, Trial
 from cgx_jax.tuning.link_timer import LinkTimer
 from processes import command_line, finish, free_port
 

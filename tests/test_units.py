@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from cgx_jax import Cast, Plan, Quantize
 from cgx_jax.exchanges import xla
 from cgx_jax.exchanges.base import Fused
-from cgx_jax.kernels import outside, primitives
+from cgx_jax.kernels import primitives, scaling
 from cgx_jax.kernels.wire import Layout
 from reducing import pmean_with_residual
 
@@ -91,7 +91,7 @@ def reduce(
 def multiplied(tree, units, way):
     leaves, treedef = jax.tree.flatten(tree)
     pairs = zip(leaves, units, strict=True)
-    return jax.tree.unflatten(treedef, [outside.multiply(x, u, way) for x, u in pairs])
+    return jax.tree.unflatten(treedef, [scaling.multiply(x, u, way) for x, u in pairs])
 
 
 def close(a, b):
@@ -117,14 +117,14 @@ def test_a_mean_in_units_is_the_mean_of_what_they_make(mesh_of_each_size, code):
     got, lost = reduce(mesh_of_each_size, plan, tree, units, residual=True)
     inner = [None if name == "exact" else u for name, u in zip(sorted(SHAPES), units, strict=True)]
     each = [jax.tree.map(lambda x, r=r: x[r], tree) for r in range(world)]
-    each = [multiplied(x, inner, outside.IN) for x in each]
+    each = [multiplied(x, inner, scaling.IN) for x in each]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
     mean, rest = reduce(mesh_of_each_size, plan, stacked, [None] * 4, residual=True)
-    want = multiplied(mean, inner, outside.OUT)
+    want = multiplied(mean, inner, scaling.OUT)
     jax.tree.map(same, got, want)
     for e, r, u in zip(lost, rest, inner, strict=True):
         for rank in range(world):
-            same(e[rank], outside.multiply(r[rank], u, outside.OUT))
+            same(e[rank], scaling.multiply(r[rank], u, scaling.OUT))
 
 
 @EVERY_CODE
@@ -152,9 +152,9 @@ def test_what_is_lost_in_units_is_what_the_mean_lacks(mesh, code, dtype, how):
 def bucket_size_of(x, units, name):
     """Returns the size of the values that share a value's bucket, in the value's own units."""
     unit = units[sorted(SHAPES).index(name)]
-    inner = np.abs(np.asarray([outside.multiply(row, unit, outside.IN) for row in x])).max()
+    inner = np.abs(np.asarray([scaling.multiply(row, unit, scaling.IN) for row in x])).max()
     return np.asarray(
-        outside.multiply(jnp.full(x.shape[1:], inner, jnp.float32), unit, outside.OUT)
+        scaling.multiply(jnp.full(x.shape[1:], inner, jnp.float32), unit, scaling.OUT)
     )
 
 
@@ -244,14 +244,14 @@ def test_units_outside_of_the_call_give_the_bytes_of_units_within(dtype, rotatio
     marked, factors = primitives.with_units(layout, units)
     options = {"layout": marked, "batch": 1}
     encode = jax.jit(
-        functools.partial(outside.encode, primitives.encode_p, residual=True, **options)
+        functools.partial(scaling.encode, primitives.encode_p, residual=True, **options)
     )
     reduce_ = jax.jit(
-        functools.partial(outside.reduce, primitives.reduce_p, divisor=3.0, **options)
+        functools.partial(scaling.reduce, primitives.reduce_p, divisor=3.0, **options)
     )
     shapes = tuple((a.shape, np.dtype(a.dtype)) for a in x)
     decode = jax.jit(
-        functools.partial(outside.decode, primitives.decode_p, shapes=shapes, **options)
+        functools.partial(scaling.decode, primitives.decode_p, shapes=shapes, **options)
     )
     for got, want in (
         (encode(jnp.asarray(key), rank, *x, *factors), [payload, *lost]),

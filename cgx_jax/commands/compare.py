@@ -13,7 +13,7 @@ import numpy as np
 
 from cgx_jax._types import Json
 from cgx_jax.commands.bench import parent, quartiles
-from cgx_jax.commands.tried import ERROR_STEPS, METHODS, Trial
+from cgx_jax.commands.trial import ERROR_STEPS, METHODS, Trial
 from cgx_jax.host import installation
 from cgx_jax.host.console import Column, Progress, table_lines
 from cgx_jax.tuning.link_timer import LinkTimer, size_text

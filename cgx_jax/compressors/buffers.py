@@ -24,9 +24,9 @@ from cgx_jax.compressors.codes import (
     encoded_rows,
     leaf_keys,
 )
-from cgx_jax.kernels import outside
-from cgx_jax.kernels.outside import Residuals
+from cgx_jax.kernels import scaling
 from cgx_jax.kernels.primitives import NO_RANK, Units
+from cgx_jax.kernels.scaling import Residuals
 
 
 @functools.lru_cache(maxsize=1024)
@@ -145,7 +145,7 @@ class _ChunksLeafByLeaf(ChunkCode):
     def encode(
         self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
-        runs = [self._runs(x) for x in outside.taken_in(leaves, units)]
+        runs = [self._runs(x) for x in scaling.taken_in(leaves, units)]
         kinds = self._kinds([x.compressor for x in self.leaves])
         keys = leaf_keys(self.leaves, seed)
         rows = _each(kinds, _encoded_rows, keys, runs)
@@ -178,7 +178,7 @@ class _ChunksLeafByLeaf(ChunkCode):
     ) -> tuple[jax.Array, Residuals]:
         codes = [x.compressor for x in self.leaves]
         kinds, of_sums = self._kinds(codes), self._kinds(self._of_sums())
-        inner = [self._runs(x) for x in outside.taken_in(leaves, units)]
+        inner = [self._runs(x) for x in scaling.taken_in(leaves, units)]
         own = [jnp.take(x, rank, axis=0) for x in inner]
 
         def total(code: Any, run: Any, part: jax.Array, own: jax.Array) -> jax.Array:
@@ -207,13 +207,13 @@ class _ChunksLeafByLeaf(ChunkCode):
         every = _each(self._kinds(codes), _decoded_rows, self._split(rows, codes))
         wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in like]
         values = [self._leaf(runs, x) for runs, x in zip(every, wide, strict=True)]
-        return outside.all_decoded(values, units, like)
+        return scaling.all_decoded(values, units, like)
 
     @staticmethod
     def _leaf(runs: jax.Array, like: Shaped, unit: Unit = None) -> jax.Array:
         """Inverts `_runs`, in the shape and dtype of `like`, and takes values out of units."""
         leaf = runs.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
-        return outside.multiply(leaf, unit, outside.OUT).astype(like.dtype)
+        return scaling.multiply(leaf, unit, scaling.OUT).astype(like.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,14 +232,14 @@ class _WholeLeafByLeaf(WholeCode):
     def encode(
         self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
-        values = [x.astype(jnp.float32) for x in outside.taken_in(leaves, units)]
+        values = [x.astype(jnp.float32) for x in scaling.taken_in(leaves, units)]
         keys = leaf_keys(self.leaves, seed)
         payloads = _each(self._kinds(), _encoded, keys, values)
         lost = None
         if residual:
             back = _each(self._kinds(), _decoded, payloads)
             lost = [x - y for x, y in zip(values, back, strict=True)]
-        return jnp.concatenate(payloads), outside.taken_out(lost, units, leaves)
+        return jnp.concatenate(payloads), scaling.taken_out(lost, units, leaves)
 
     def _kinds(self) -> list[_Kind]:
         return [_kind(x.compressor, x.shape, x, i) for i, x in enumerate(self.leaves)]
@@ -253,7 +253,7 @@ class _WholeLeafByLeaf(WholeCode):
             lambda code, shape, part: _divided(code.decode_sum(part, shape), divisor),
             parts,
         )
-        return outside.all_decoded(totals, units, like)
+        return scaling.all_decoded(totals, units, like)
 
     def accumulate(
         self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax._types import Key, Shaped, Words
-from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
+from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.scopes import Scoped
 from cgx_jax.kernels.wire import Layout
 

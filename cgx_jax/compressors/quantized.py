@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from cgx_jax._types import Shaped, Words
 from cgx_jax.compressors.codes import Arrays, ChunkCode, WholeCode, folded
-from cgx_jax.kernels import outside, primitives
-from cgx_jax.kernels.outside import Residuals
+from cgx_jax.kernels import primitives, scaling
 from cgx_jax.kernels.primitives import NO_RANK, Units
+from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.wire import Layout
 
 
@@ -86,7 +86,7 @@ class QuantizedWhole(WholeCode):
         ]
         rank = jnp.int32(NO_RANK)
         sums = primitives.accumulate(rank, rows, zeros, self.layout, divisor=divisor)
-        return outside.all_decoded(sums, units, like)
+        return scaling.all_decoded(sums, units, like)
 
     def accumulate(
         self, rank: jax.Array, rows: jax.Array, own: Arrays, divisor: float

@@ -13,8 +13,8 @@ import jax
 
 from cgx_jax._types import Words
 from cgx_jax.axes import Axes
-from cgx_jax.kernels.outside import Residuals
 from cgx_jax.kernels.primitives import Units
+from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.scopes import Scoped
 from cgx_jax.kernels.wire import Layout
 

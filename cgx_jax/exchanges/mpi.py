@@ -27,7 +27,7 @@ from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, mpi_rows, program
 from cgx_jax.exchanges.base import Call, Exchange, Fused, Least
-from cgx_jax.kernels import native, outside, primitives
+from cgx_jax.kernels import native, primitives, scaling
 from cgx_jax.kernels.primitives import Units
 
 _log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Mpi(Exchange):
     ) -> Fused:
         call = dataclasses.replace(call, in_place=False)
         fused = _sums(gather_sum_p, call, jnp.asarray(seed), leaves, units)
-        return fused._replace(sums=outside.all_decoded(fused.sums, units, leaves))
+        return fused._replace(sums=scaling.all_decoded(fused.sums, units, leaves))
 
 
 def _sums(

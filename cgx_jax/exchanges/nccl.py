@@ -22,7 +22,7 @@ from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, xla
 from cgx_jax.exchanges.base import Call, Exchange, Fused
-from cgx_jax.kernels import native, outside
+from cgx_jax.kernels import native, scaling
 from cgx_jax.kernels.constants import ALIGNMENT, MOST_STREAMS
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.kernels.wire import Layout
@@ -69,9 +69,9 @@ class OnCommunicator(Exchange):
     ) -> Fused:
         """Makes a call that adds up leaves."""
         # The CUDA kernels know no units: they get float32 leaves that are already multiplied.
-        sums, lost = self._call(primitive, call, keys, *outside.taken_in(leaves, units))
-        means = outside.all_decoded(sums, units, leaves)
-        return Fused(means, outside.taken_out(lost, units, leaves))
+        sums, lost = self._call(primitive, call, keys, *scaling.taken_in(leaves, units))
+        means = scaling.all_decoded(sums, units, leaves)
+        return Fused(means, scaling.taken_out(lost, units, leaves))
 
     @abc.abstractmethod
     def _all_reduce(self, call: Call) -> Primitive:

@@ -26,8 +26,8 @@ from jax.typing import ArrayLike
 
 from cgx_jax import _compat
 from cgx_jax._types import Shaped, Unit, Words
-from cgx_jax.kernels import chunk, outside, platforms, reference
-from cgx_jax.kernels.outside import Residuals
+from cgx_jax.kernels import chunk, platforms, reference, scaling
+from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.wire import Layout
 
 NO_RANK = -1
@@ -382,7 +382,7 @@ def define(
     return p
 
 
-encode_p = define("cgx_encode", _encode_shapes, _encode_jnp, outside.encode)
-reduce_p = define("cgx_reduce", _reduce_shapes, _reduce_jnp, outside.reduce)
-decode_p = define("cgx_decode", _decode_shapes, _decode_jnp, outside.decode)
+encode_p = define("cgx_encode", _encode_shapes, _encode_jnp, scaling.encode)
+reduce_p = define("cgx_reduce", _reduce_shapes, _reduce_jnp, scaling.reduce)
+decode_p = define("cgx_decode", _decode_shapes, _decode_jnp, scaling.decode)
 accumulate_p = define("cgx_accumulate", _accumulate_shapes, _accumulate_jnp)

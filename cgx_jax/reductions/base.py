@@ -18,9 +18,9 @@ from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
 from cgx_jax.exchanges.base import Call
-from cgx_jax.kernels import outside
-from cgx_jax.kernels.outside import Residuals
+from cgx_jax.kernels import scaling
 from cgx_jax.kernels.primitives import Units
+from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.wire import Layout
 
 
@@ -84,7 +84,7 @@ class Operands(NamedTuple):
 
     def values(self) -> list[jax.Array]:
         """Returns the leaves in their units, fp32."""
-        inside = outside.taken_in(self.leaves, self.units)
+        inside = scaling.taken_in(self.leaves, self.units)
         return [x.astype(jnp.float32) for x in inside]
 
 
@@ -179,8 +179,8 @@ class PayloadReduction(Reduction):
             parts = zip(values, ready.leaves, residuals, strict=True)
             residuals = [x - y + e for x, y, e in parts]
         return Reduced(
-            outside.all_decoded(sums, given.units, given.leaves),
-            outside.taken_out(residuals, given.units, given.leaves),
+            scaling.all_decoded(sums, given.units, given.leaves),
+            scaling.taken_out(residuals, given.units, given.leaves),
             list(ready.states),
         )
 

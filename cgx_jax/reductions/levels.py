@@ -14,8 +14,8 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes, sum_of_rows
 from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.codes import CodedLeaf, folded
-from cgx_jax.kernels import outside
-from cgx_jax.kernels.outside import Residuals
+from cgx_jax.kernels import scaling
+from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.reductions import shares
 from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Reduced, Reduction
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
@@ -152,7 +152,7 @@ class Leveled(Reduction):
             return across.run(job, given)  # its arrays are small
         world = self.inner.world
         _, leaves, units, states = given
-        runs = [shares.cut(x, world) for x in outside.taken_in(leaves, units)]
+        runs = [shares.cut(x, world) for x in scaling.taken_in(leaves, units)]
         own, lost = self._inside(job, given.plain(runs))
         outer = dataclasses.replace(job, leaves=self._shares(job.leaves), axes=self.outer)
         rows, residuals = across.rows(outer, given.plain(own))
@@ -160,7 +160,7 @@ class Leveled(Reduction):
         every = every.reshape(world, *rows.shape)
         sums = jax.vmap(lambda r: across.sums(outer, r, given.plain(own)))(every)
         joined = [shares.joined(y, x) for y, x in zip(sums, leaves, strict=True)]
-        out = outside.all_decoded(joined, units, leaves)
+        out = scaling.all_decoded(joined, units, leaves)
         if residuals is not None and lost is not None:
             # Its own share reaches this rank without loss inside the node.
             wholes = [
@@ -168,7 +168,7 @@ class Leveled(Reduction):
                 for inside, e in zip(lost, residuals, strict=True)
             ]
             joined = [shares.joined(whole, x) for whole, x in zip(wholes, leaves, strict=True)]
-            residuals = outside.taken_out(joined, units, leaves)
+            residuals = scaling.taken_out(joined, units, leaves)
         if job.axes.checked() and self.inner.groups is not None:
             out = [_compat.same_over(y, job.axes.names) for y in out]
         return Reduced(out, residuals, list(states))

@@ -17,7 +17,7 @@ from cgx_jax._types import Unit, Words
 from cgx_jax.axes import Axes
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf, folded
-from cgx_jax.kernels import outside
+from cgx_jax.kernels import scaling
 from cgx_jax.kernels.primitives import NO_RANK
 from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced, sum_of_bounds
 
@@ -54,14 +54,14 @@ class ReduceScatter(OfRows):
             rows = job.exchange.scatter(job.name, sent, axes)
             own = [lax.dynamic_index_in_dim(x, rank, keepdims=False) for x in ready.leaves]
             totals = code.accumulate(rank, rows, own, job.divisor)
-        sums = outside.all_decoded(totals, [_own_units(u, axes) for u in units], given.leaves)
+        sums = scaling.all_decoded(totals, [_own_units(u, axes) for u in units], given.leaves)
         if lost is None:
             return Reduced(sums, None, list(ready.states))
         residuals = [
             x - y + jnp.where(encoded(axes, leaf.compressor, x.ndim), e, 0)
             for leaf, x, y, e in zip(job.leaves, values, ready.leaves, lost, strict=True)
         ]
-        return Reduced(sums, outside.taken_out(residuals, units, given.leaves), list(ready.states))
+        return Reduced(sums, scaling.taken_out(residuals, units, given.leaves), list(ready.states))
 
 
 def encoded(axes: Axes, compressor: Any, ndim: int) -> jax.Array:

@@ -12,7 +12,7 @@ from jax import lax
 
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
-from cgx_jax.kernels.outside import Residuals
+from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.reductions import shares
 from cgx_jax.reductions.base import Job, Operands, Rows, largest_error
 from cgx_jax.reductions.partial_sums import PartialSums, alike, noise

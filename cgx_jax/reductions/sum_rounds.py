@@ -15,7 +15,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Summed
 from cgx_jax.compressors.base import Maxima, Rounds, Together
 from cgx_jax.compressors.codes import CodedLeaf, leaf_key
-from cgx_jax.kernels import outside
+from cgx_jax.kernels import scaling
 from cgx_jax.reductions.base import Job, Operands, Reduced, Reduction
 
 
@@ -57,8 +57,8 @@ class SumRounds(Reduction):
         if job.residual:
             lost = [x - end.own.reshape(x.shape) for end, x in zip(ends, values, strict=True)]
         return Reduced(
-            outside.all_decoded(totals, given.units, given.leaves),
-            outside.taken_out(lost, given.units, given.leaves),
+            scaling.all_decoded(totals, given.units, given.leaves),
+            scaling.taken_out(lost, given.units, given.leaves),
             [end.state for end in ends],
         )
 
