@@ -328,6 +328,7 @@ def test_gradients_may_be_wider_than_parameters():
     assert {x.dtype for x in jax.tree.leaves(out)} == {jnp.dtype(jnp.bfloat16)}
 
 
+LATE = {"delay": 1}
 CHANGED = {  # options of init, those of update, and what is said
     "a delay": ({}, {"delay": 1}, "delay=1, but the state was made without a delay"),
     "no delay": ({"delay": 1}, {}, "delay=0, but the state was made with a delay"),
@@ -335,6 +336,11 @@ CHANGED = {  # options of init, those of update, and what is said
     "other fragments": (
         {"fragments": lambda path: int(path == "a")},
         {"fragments": lambda path: int(path != "a")},
+        "fragments with other leaves",
+    ),
+    "other fragments, delayed": (
+        {"fragments": lambda path: int(path == "a")} | LATE,
+        {"fragments": lambda path: int(path != "a")} | LATE,
         "fragments with other leaves",
     ),
 }
@@ -348,6 +354,16 @@ def test_a_state_of_other_options_is_refused(case):
     f = jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
     with pytest.raises(ValueError, match=f"diloco: .*{says}"):
         jax.eval_shape(f, START, state, START)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_parameters_may_be_one_array(delay):
+    tx = wrapped(every=2, delay=delay)
+    state = tx.init(START["a"])
+    specs = cgx_jax.state_specs(state, "data")
+    f = jax.shard_map(tx.update, mesh=mesh(), in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    out, _ = jax.jit(f)(START["a"], state, START["a"])
+    assert not np.asarray(out).any()  # the first of two steps
 
 
 def test_a_worker_s_key_is_resized():

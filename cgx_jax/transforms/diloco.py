@@ -296,7 +296,9 @@ class _Workers:
             )
         for part, fragment in zip(parts, state.fragments, strict=True):
             own = part.of(like)
-            if (fragment.waiting != ()) != (self.delay > 0):
+            none: Any = jax.tree.structure(())
+            held, needed = map(jax.tree.structure, (fragment.waiting, own if self.delay else ()))
+            if (held == none) != (needed == none):
                 raise ValueError(
                     f"{self.name}: delay={self.delay}, but the state was made "
                     f"{'without' if self.delay else 'with'} a delay. {remedy}"

@@ -84,8 +84,8 @@ def sync_gradients(
     It goes first in `optax.chain`, inside shard_map or pmap over `axis_name`. On a mesh of explicit
     axes it also works outside, on the gradients at `cgx_jax.reduced(params, axis_name, policy)`:
     the result is then their value, as of a loss over the whole batch. Everything after it sees the
-    same mean on every rank, in the gradients' shapes and dtypes; means of integers and
-    bools are rounded to the nearest. `policy`, `exchange`, `reduction` and `levels` are as in
+    same mean on every rank, in the gradients' shapes and dtypes; means of integers and bools are
+    rounded to the nearest. `policy`, `exchange`, `reduction` and `levels` are as in
     `pmean_compressed`. `seed` feeds stochastic rounding.
 
     * A `Tuner` as `exchange` chooses the exchange, the reduction, the levels and the fusion
