@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from cgx_jax import _compat
 from cgx_jax._types import AxisName, Dimensions, Pytree, Shaped
-from cgx_jax.axes import Axes, after, split
+from cgx_jax.axes import Axes, after
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
@@ -25,7 +23,7 @@ from cgx_jax.route.route import Options
 from cgx_jax.route.rows import Scatter, rows_of, whole_of
 from cgx_jax.route.run import run, watched
 from cgx_jax.transforms.checks import check_state, require_type
-from cgx_jax.transforms.cuts import Cut
+from cgx_jax.transforms.cuts import Cut, squares_of_shards
 from cgx_jax.transforms.explicit import is_outside, step_on_ranks
 from cgx_jax.transforms.feedback import (
     as_gradient,
@@ -37,7 +35,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import SecondMoment, Squares, Units, matrix_of, unstacked
+from cgx_jax.transforms.precondition import SecondMoment, Units, unstacked
 from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
@@ -188,7 +186,11 @@ def scatter_gradients(
 
         rows, _ = remembered(memory, plan, sent, kept, lost, before, finite, reached)
         if precondition is not None and taken.compressed:
-            squares = lambda: _squares(means, taken.compressed, shapes, places, axes)  # noqa: E731
+            cuts = [
+                Cut(tuple(axes.names if at == d else () for at in range(len(shape))))
+                for shape, d in zip(shapes, places, strict=True)
+            ]
+            squares = functools.partial(squares_of_shards, means, taken.compressed, cuts)
             step = after(state.step, [finite])  # the squares are summed in a branch
             moments, finite = moved(precondition, moments, shapes, squares, (), step, finite, axes)
         new = new._replace(
@@ -234,39 +236,3 @@ def _cut(units: Units, shape: tuple[int, ...], dimension: int, world: int) -> Un
     factors = units.rows[:, :, None] * units.columns[:, None, :]
     each = [rows_of(way.reshape(shape), dimension, world).reshape(-1) for way in factors]
     return Units(jnp.stack(each), jnp.ones((2, 1), jnp.float32))
-
-
-def _squares(
-    means: Sequence[jax.Array],
-    numbers: Sequence[int],
-    shapes: Sequence[tuple[int, ...]],
-    places: Sequence[int],
-    axes: Axes,
-) -> dict[int, Squares]:
-    """Returns whole leaves' mean squares of rows and of columns, from this rank's shards.
-
-    Each rank has rows of its own, and a share of every column; or the reverse, if a leaf of several
-    dimensions is cut along its last one.
-    """
-    flat: list[jax.Array] = []
-
-    def add(own: jax.Array, dimension: int) -> None:
-        if 0 <= dimension < own.ndim:
-            size = own.shape[dimension]
-            shape = (*own.shape[:dimension], axes.world * size, *own.shape[dimension + 1 :])
-            here = _compat.vary_over(jnp.zeros(shape, jnp.float32), axes.varying())
-            start = axes.rank() * size
-            own = lax.dynamic_update_slice_in_dim(here, own, start, dimension)
-        flat.append(own.reshape(-1))
-
-    for i in numbers:
-        rows, columns = matrix_of(shapes[i])
-        squares = jnp.square(means[i].astype(jnp.float32))
-        if squares.ndim < 2:
-            squares = squares[:, None]
-        last = squares.ndim - 1
-        add(squares.sum(axis=last) / np.float32(columns), places[i])
-        add(squares.sum(axis=tuple(range(last))) / np.float32(rows), places[i] - last)
-    (total,) = axes.sum([jnp.concatenate(flat)])
-    parts = split(total, [x.size for x in flat])
-    return dict(zip(numbers, zip(parts[::2], parts[1::2], strict=True), strict=True))
