@@ -32,7 +32,7 @@ else()
 endif()
 
 # The engine knows no MPI: it moves messages through the ports of a transport.
-add_library(cgx_messages STATIC xla_ffi/messages/buffer_pool.cc xla_ffi/messages/engine.cc
+add_library(cgx_messages STATIC xla_ffi/messages/buffer_pool.cc xla_ffi/messages/engine.cc xla_ffi/messages/started.cc
                                 xla_ffi/messages/fused.cc xla_ffi/messages/hello.cc
                                 xla_ffi/messages/notices.cc xla_ffi/messages/rows.cc
                                 xla_ffi/messages/transport.cc)

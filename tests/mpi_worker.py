@@ -21,12 +21,13 @@ if {"two_devices", "alone"} & set(sys.argv):
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import Cast, Identity, Plan, Quantize
+from cgx_jax import Cast, ErrorFeedback, Identity, Plan, Quantize, SecondMoment
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import QSGD
 from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
@@ -35,6 +36,7 @@ from cgx_jax.reductions import Levels
 from cgx_jax.reductions.named import named
 from cgx_jax.route.route import Options, route
 from cgx_jax.testing import check_exchange
+from cgx_jax.transforms import diloco
 from cgx_jax.tuning import Setting
 from reducing import pmean_with_residual
 from toys import Largest, Steps
@@ -339,6 +341,23 @@ def killed():
     mesh = mesh_of(data=WORLD)
     Mpi(timeout=3.0).require("here", ())
     x, step = place(mesh, normal(WORLD, 2_000_000)), reducer(mesh)
+    if "between" in sys.argv:  # the start of the call and its end, which are in two programs
+        like = jnp.zeros(x.shape[1:])
+        tx = diloco(optax.sgd(1.0), "data", every=2, delay=1, exchange="mpi", mesh=mesh)
+        state = tx.init(like)
+        specs = cgx_jax.state_specs(state, "data")
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)
+        )
+        def update(x, state):
+            return tx.update(x[0], state, like)
+
+        def step(x):
+            _, two = update(x, update(x, state)[1])
+            return update(x, two)
+
     jax.block_until_ready(step(x))
     if RANK == WORLD - 1:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -431,6 +450,63 @@ def unawaited():
     x, step = place(mesh, normal(WORLD, 500_000)), dispatched(mesh)
     jax.block_until_ready(step(x))
     step(x)
+
+
+def started():
+    """A delayed reduction runs beside later steps, and gives the bits of the xla exchange.
+
+    So does one of which the process knows nothing: its step was repeated, or its state restored.
+    """
+    mesh = mesh_of(data=WORLD)
+    like = {"a": jnp.zeros((130, 260)), "b": jnp.zeros((4, 2048), jnp.bfloat16), "c": jnp.ones(9)}
+    xs = [
+        jax.tree.map(
+            lambda v, n=n: place(mesh, normal(WORLD, *v.shape, seed=n, dtype=v.dtype)), like
+        )
+        for n in range(7)
+    ]
+
+    def trained(exchange, reduction, memory):
+        tx = diloco(
+            optax.sgd(0.1),
+            "data",
+            Quantize(4, rotation=True, rounding="stochastic"),
+            every=4,
+            delay=2,
+            fragments=2,
+            memory=memory,
+            precondition=SecondMoment(),
+            exchange=exchange,
+            reduction=reduction,
+            mesh=mesh,
+        )
+        state = tx.init(like)
+        specs = cgx_jax.state_specs(state, "data")
+        step = jax.jit(
+            jax.shard_map(
+                lambda g, s: tx.update(jax.tree.map(lambda v: v[0], g), s, like),
+                mesh=mesh,
+                in_specs=(P("data"), specs),
+                out_specs=(P(), specs),
+            )
+        )
+        for again in (False, True):
+            out, now = [], state
+            for x in xs:
+                if again:
+                    step(x, now)  # finishes, or replaces, what the next line looks for
+                updates, now = step(x, now)
+                out.append(updates)
+            tickets = [int(own(f.ticket).sum()) for f in now.fragments]
+            assert all(tickets) == (exchange == "mpi"), tickets
+            # A ticket says only where to look.
+            rest = now._replace(fragments=[f._replace(ticket=()) for f in now.fragments])
+            yield jax.tree.map(own, (out, rest))
+
+    for reduction, memory in (("scatter_gather", ErrorFeedback()), ("gather_sum", None)):
+        want, *more = (x for e in ("xla", "mpi") for x in trained(e, reduction, memory))
+        for got in more:
+            jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def twins():
@@ -627,7 +703,7 @@ def explicit():
 
 
 _ALL = (agreement, kinds, many, killed, disagreement, misuse, tuned, refused, rows, other_rows)
-_ALL += (followed, chosen, orders, raises, unawaited, subnormal, watched, explicit)
+_ALL += (followed, chosen, orders, raises, unawaited, started, subnormal, watched, explicit)
 SCENARIOS = {f.__name__: f for f in _ALL}
 for name in sys.argv[1:]:
     if name in SCENARIOS:  # the others are its arguments

@@ -227,7 +227,9 @@ def test_states_are_placed_and_resized():
     more = cgx_jax.resize_state(state, 5)
     assert more.moved["a"].shape == (5, *SHAPES["a"])
     assert more.fragments[0].sync.memory[0]["a"].shape == (5, *SHAPES["a"])
-    np.testing.assert_array_equal(more.fragments[0].waiting["a"], state.fragments[0].waiting["a"])
+    old, new = (x.fragments[0].waiting["a"] for x in (state, more))
+    np.testing.assert_allclose(new, np.broadcast_to(np.mean(old, 0), new.shape), rtol=1e-6)
+    assert not np.any(more.fragments[0].ticket)
 
 
 def test_muon_runs_inside():
@@ -243,6 +245,7 @@ def test_muon_runs_inside():
 
 WRONG = {
     "every": ({"every": 0}, ValueError, "diloco: every=0 must be 1 or more"),
+    "tuner": ({"exchange": cgx_jax.Tuner()}, ValueError, "diloco: exchange is a tuner"),
     "delay": ({"every": 4, "delay": 4}, ValueError, r"diloco: delay=4 must be in \[0, 3\]"),
     "mix": ({"every": 4, "mix": 1.5}, ValueError, r"diloco: mix=1.5 must be in \[0, 1\]"),
     "fragments": (

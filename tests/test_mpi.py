@@ -57,7 +57,7 @@ def run(world, *scenario, code=0, kept=False):
 @functools.cache
 def in_turn(world):
     """Runs scenarios one after the other in the same processes; each test looks for its own."""
-    names = "rows", "kinds", "watched", "chosen", "unawaited", "explicit"
+    names = "rows", "kinds", "watched", "chosen", "explicit", "started", "unawaited"
     return run(world, *names, code=None)
 
 
@@ -94,11 +94,12 @@ def test_50_calls_started_in_any_order_neither_wait_forever_nor_mix():
 
 
 @needs_mpi
-def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axis():
-    output = run(3, "killed", kept=True, code=None)
+@pytest.mark.parametrize(("when", "call"), [("in", "psum_compressed"), ("between", "diloco")])
+def test_a_killed_rank_ends_the_call_of_the_others_with_the_exchange_and_the_axis(when, call):
+    output = run(3, "killed", when, kept=True, code=None)
     survivors = [of_rank(output, rank) for rank in (0, 1)]
     for first, again in survivors:
-        assert "psum_compressed(exchange='mpi') over axis 'data'" in first
+        assert f"{call}(exchange='mpi') over axis 'data'" in first
         assert "an earlier call has failed" in again
     # One survivor may wait for the other one, which waits for the dead rank.
     assert any("rank 2" in first or "failed with code" in first for first, _ in survivors)
@@ -141,6 +142,12 @@ def test_a_rank_that_raises_ends_the_calls_of_the_others_long_before_the_timeout
     for rank in (0, 1):
         (line,) = of_rank(output, rank)
         assert says in line
+
+
+@needs_mpi
+@of_two_ranks
+def test_a_delayed_reduction_runs_beside_later_steps_and_gives_the_same_bits(world):
+    assert in_turn(world).count("started: ok") == world
 
 
 @needs_mpi

@@ -64,7 +64,7 @@ class Call:
 
     `name` is the call that the user wrote, which begins error messages. Sums over `axes` are
     divided by `divisor`. `residual` asks for what this rank lost. If `in_place`, sums may take the
-    leaves' memory (`Job`).
+    leaves' memory (`Job`). `number` tells apart the calls that share a ticket (`Exchange.start`).
     """
 
     name: str
@@ -73,6 +73,7 @@ class Call:
     divisor: float = 1
     residual: bool = False
     in_place: bool = False
+    number: int = 0
 
 
 class Fused(NamedTuple):
@@ -90,9 +91,10 @@ class Exchange(Scoped, abc.ABC):
 
     `can` holds the names of the methods that an exchange provides. "scatter", "gather" and
     "permute" move rows of bytes, and "sum" is XLA's own sum of numbers. "all_reduce", "gather_sum",
-    "reduce_scatter" and "all_gather" each encode, send, reduce and decode in one call. Those that
-    move bytes take `name`, the call that the user wrote, which begins error messages. `require`
-    raises ValueError if the exchange does not work.
+    "reduce_scatter" and "all_gather" each encode, send, reduce and decode in one call. "start" is
+    for an all-reduce or a gather-sum that a later program finishes. Those that move bytes take
+    `name`, the call that the user wrote, which begins error messages. `require` raises ValueError
+    if the exchange does not work.
     """
 
     shorthand: ClassVar[str]
@@ -173,6 +175,38 @@ class Exchange(Scoped, abc.ABC):
         `seed`, uint32[2], is this rank's own. The layout is that of the leaves for one rank. The
         other operands are as in `all_reduce`. The bytes sent are those of `gather` between the
         kernels: `encode`, and `accumulate` of all ranks' payloads to zeros.
+        """
+        raise NotImplementedError
+
+    def start(
+        self,
+        what: str,
+        call: Call,
+        seeds: Sequence[Words],
+        leaves: Sequence[jax.Array],
+        units: Units,
+        ticket: Any,
+    ) -> jax.Array:
+        """Starts a call, "all_reduce" or "gather_sum", and returns its ticket, uint32[2].
+
+        The call goes on while this program and later ones run. `ticket` is zeros, or that of
+        another call with which this one shares it. The other operands are those of the call.
+        """
+        raise NotImplementedError
+
+    def finish(
+        self,
+        what: str,
+        call: Call,
+        seeds: Sequence[Words],
+        leaves: Sequence[jax.Array],
+        units: Units,
+        ticket: Any,
+    ) -> Fused:
+        """Returns what the call that was started with the same operands returns.
+
+        If this process knows no such call, as after a restart, it makes the call now. All ranks of
+        the call must then do so, and all do if they run the same programs on states of one step.
         """
         raise NotImplementedError
 

@@ -93,7 +93,16 @@ class Bound:
 def bind(
     primitive: Primitive, label: str, call: Call, operands: Sequence[Any], **options: int
 ) -> Fused:
-    """Calls a primitive that `primitive()` made; the call's layout has no units yet.
+    """Calls a primitive that `primitive()` made; see `results`."""
+    out = results(primitive, label, call, operands, **options)
+    count = len(call.layout.slots)
+    return Fused(out[:count], out[count:] if call.residual else None)
+
+
+def results(
+    primitive: Primitive, label: str, call: Call, operands: Sequence[Any], **options: int
+) -> list[Any]:
+    """Calls a primitive of this module, and returns all of its results.
 
     `operands` are those specific to the exchange, then the leaves, one per slot of the layout, then
     the units of leaves that have any.
@@ -109,9 +118,8 @@ def bind(
         axes.names if axes.groups is None else (),
         tuple(sorted(options.items())),
     )
-    out = primitive.bind(*(_compat.vary_over(x, varying) for x in operands), bound=bound)
-    count = len(call.layout.slots)
-    return Fused(out[:count], out[count:] if call.residual else None)
+    out: list[Any] = primitive.bind(*(_compat.vary_over(x, varying) for x in operands), bound=bound)
+    return out
 
 
 def reduced(x: Any, slot: Slot, bound: Bound) -> Any:
@@ -143,8 +151,6 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
 
     The leaves follow `leading` other operands. The caller registers the lowerings.
     """
-    p = Primitive(name)
-    p.multiple_results = True
 
     def shapes(*operands: jax.Array, bound: Bound) -> list[Any]:
         slots = bound.layout.slots
@@ -152,6 +158,19 @@ def primitive(name: str, leading: int, result: Callable[..., Any]) -> Primitive:
         results = (result(x, f, bound) for x, f in zip(leaves, slots, strict=True))
         return [*results, *(leaves if bound.call.residual else ())]
 
+    return _primitive(name, shapes)
+
+
+def starting(name: str) -> Primitive:
+    """Makes a primitive that starts a fused call, and returns its ticket."""
+    return _primitive(
+        name, lambda keys, *operands, bound: [_compat.result_aval((2,), np.dtype(np.uint32), keys)]
+    )
+
+
+def _primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
+    p = Primitive(name)
+    p.multiple_results = True
     p.def_abstract_eval(shapes)
     p.def_impl(functools.partial(xla.apply_primitive, p))
     batching.primitive_batchers[p] = batch_rule(p)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import dataclasses
+import functools
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,9 @@ class Mpi(Exchange):
 
     shorthand: ClassVar[str] = "mpi"
     tuned: ClassVar[tuple[str, ...]] = ("segment_bytes", "window", "threads")
-    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "all_reduce", "gather_sum"})
+    can: ClassVar[frozenset[str]] = frozenset(
+        {"scatter", "gather", "all_reduce", "gather_sum", "start"}
+    )
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
@@ -102,23 +105,70 @@ class Mpi(Exchange):
     def all_reduce(
         self, call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
-        return _sums(all_reduce_p, call, jnp.stack([jnp.asarray(s) for s in seeds]), leaves, units)
+        return _sums("all_reduce", call, seeds, leaves, units)
 
     def gather_sum(
         self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
+        return _sums("gather_sum", call, [seed], leaves, units)
+
+    def start(
+        self,
+        what: str,
+        call: Call,
+        seeds: Sequence[Words],
+        leaves: Sequence[jax.Array],
+        units: Units,
+        ticket: Any,
+    ) -> jax.Array:
         call = dataclasses.replace(call, in_place=False)
-        fused = _sums(gather_sum_p, call, jnp.asarray(seed), leaves, units)
-        return fused._replace(sums=scaling.all_decoded(fused.sums, units, leaves))
+        call, operands = _operands(call, seeds, leaves, units, ticket)
+        started: jax.Array
+        how = {"number": call.number, "residuals": int(call.residual)}
+        (started,) = fused.results(
+            _CALLS[what].start, mpi_rows.label(call.name), call, operands, **how
+        )
+        return started
+
+    def finish(
+        self,
+        what: str,
+        call: Call,
+        seeds: Sequence[Words],
+        leaves: Sequence[jax.Array],
+        units: Units,
+        ticket: Any,
+    ) -> Fused:
+        return _sums(what, call, seeds, leaves, units, ticket)
+
+
+def _operands(
+    call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units, *ticket: Any
+) -> tuple[Call, list[Any]]:
+    layout, factors = primitives.with_units(call.layout, units)
+    keys = jnp.stack([jnp.asarray(s) for s in seeds])
+    operands = [keys, fused.position(call.axes.names), *ticket, *leaves, *factors]
+    return dataclasses.replace(call, layout=layout), operands
 
 
 def _sums(
-    primitive: Primitive, call: Call, keys: jax.Array, leaves: Sequence[jax.Array], units: Units
+    what: str,
+    call: Call,
+    seeds: Sequence[Words],
+    leaves: Sequence[jax.Array],
+    units: Units,
+    *ticket: Any,
 ) -> Fused:
-    layout, factors = primitives.with_units(call.layout, units)
-    operands = [keys, fused.position(call.axes.names), *leaves, *factors]
-    call = dataclasses.replace(call, layout=layout)
-    return fused.bind(primitive, mpi_rows.label(call.name), call, operands)
+    now, name = _CALLS[what], mpi_rows.label(call.name)
+    call, operands = _operands(call, seeds, leaves, units, *ticket)
+    call = dataclasses.replace(call, in_place=call.in_place and now.in_place and not ticket)
+    if ticket:
+        sums = fused.bind(now.finish, name, call, operands, number=call.number)
+    else:
+        sums = fused.bind(now.call, name, call, operands)
+    if what == "gather_sum":  # still in units
+        sums = sums._replace(sums=scaling.all_decoded(sums.sums, units, leaves))
+    return sums
 
 
 def defaults() -> Mpi:
@@ -257,24 +307,45 @@ def _stop() -> None:
         MPI.COMM_WORLD.Abort(1)
 
 
-def _primitive(target: str, result: Callable[..., Any]) -> Primitive:
-    def lowering(ctx: mlir.LoweringRuleContext, *operands: jax.Array, bound: fused.Bound) -> Any:
-        # A segment is decoded after it was encoded and added up, so leaves may be overwritten.
-        in_place = bound.call.in_place
-        aliases = {2 + i: i for i in range(len(bound.layout.slots))} if in_place else None
-        return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
-            ctx,
-            *operands,
-            **bound.attributes(),
-            channel=np.int64(_compat.new_channel(ctx)),
-            program=program.label(ctx, bound.label),
-        )
+class _Calls(NamedTuple):
+    """The primitives of a fused call: at once, or started by one program and finished by another.
 
-    p = fused.primitive(target, 2, result)
-    # Not cacheable: every call needs a channel of its own.
-    mlir.register_lowering(p, lowering, platform="cpu", cacheable=False)
-    return p
+    If `in_place`, a segment is decoded after it was encoded and added up, so that sums may
+    overwrite the leaves.
+    """
+
+    call: Primitive
+    start: Primitive
+    finish: Primitive
+    in_place: bool
 
 
-all_reduce_p = _primitive("cgx_all_reduce_mpi", fused.reduced)
-gather_sum_p = _primitive("cgx_gather_sum_mpi", fused.summed)
+def _calls(what: str, result: Callable[..., Any], *, in_place: bool) -> _Calls:
+    start = fused.starting(f"cgx_start_{what}_mpi")
+    call = fused.primitive(f"cgx_{what}_mpi", 2, result)
+    finish = fused.primitive(f"cgx_finish_{what}_mpi", 3, result)
+    for p in (call, start, finish):
+        # Not cacheable: every call needs a channel of its own.
+        lowering = functools.partial(_lowering, p.name)
+        mlir.register_lowering(p, lowering, platform="cpu", cacheable=False)
+    return _Calls(call, start, finish, in_place)
+
+
+def _lowering(
+    target: str, ctx: mlir.LoweringRuleContext, *operands: jax.Array, bound: fused.Bound
+) -> Any:
+    in_place = bound.call.in_place
+    aliases = {2 + i: i for i in range(len(bound.layout.slots))} if in_place else None
+    return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(
+        ctx,
+        *operands,
+        **bound.attributes(),
+        channel=np.int64(_compat.new_channel(ctx)),
+        program=program.label(ctx, bound.label),
+    )
+
+
+_CALLS = {
+    "all_reduce": _calls("all_reduce", fused.reduced, in_place=True),
+    "gather_sum": _calls("gather_sum", fused.summed, in_place=False),
+}

@@ -31,10 +31,10 @@ class Job:
     `name` is the call that the user wrote, and `collective` says what it leaves on each rank.
     `leaves` hold compressors, shapes and dtypes; those of a reduce-scatter are rows. Sums over
     `axes` travel by `exchange` and are divided by `divisor`. `residual` asks for what this rank
-    lost. `in_place` says that the program computes all leaves itself, so sums may reuse their
-    memory. For a large buffer, new memory costs more than the reduction does, since the system maps
-    it page by page. A leaf that is a parameter of the program belongs to the program's caller: XLA
-    would first copy it, which costs even more.
+    lost. `number` is the job's place in its call. `in_place` says that the program computes all
+    leaves itself, so sums may reuse their memory. For a large buffer, new memory costs more than
+    the reduction does, since the system maps it page by page. A leaf that is a parameter of the
+    program belongs to the program's caller: XLA would first copy it, which costs even more.
     """
 
     name: str
@@ -45,10 +45,12 @@ class Job:
     divisor: int
     residual: bool
     in_place: bool
+    number: int = 0
 
     def call(self, layout: Layout) -> Call:
         """Returns the fused call of an exchange for this job."""
-        return Call(self.name, layout, self.axes, self.divisor, self.residual, self.in_place)
+        how = self.divisor, self.residual, self.in_place, self.number
+        return Call(self.name, layout, self.axes, *how)
 
     @property
     def prepares(self) -> bool:
@@ -67,16 +69,18 @@ class Job:
 
 
 class Operands(NamedTuple):
-    """What a reduction computes with; every field but `seeds` has one entry per leaf.
+    """What a reduction computes with: `leaves`, `units` and `states` have one entry per leaf.
 
     `seeds` are `seed_count` seeds of uint32[2]. `units` are as in `primitives`. `states` are those
-    of the compressors, () for one without state.
+    of the compressors, () for one without state. `ticket` is that of `start`, if the reduction was
+    started, else None.
     """
 
     seeds: Sequence[Any]
     leaves: Sequence[jax.Array]
     units: Units
     states: Sequence[Pytree]
+    ticket: Any = None
 
     def plain(self, leaves: Sequence[jax.Array]) -> Operands:
         """Returns the same with other leaves, which have no units."""
@@ -144,6 +148,15 @@ class Reduction(abc.ABC):
     @abc.abstractmethod
     def run(self, job: Job, given: Operands) -> Reduced:
         """Reduces a buffer."""
+
+    def starts(self, job: Job) -> bool:
+        """Whether it can be started by one program and finished by a later one."""
+        one = self.in_one_call(job.exchange, job.leaves, job.axes.world)
+        return one and "start" in job.exchange.can
+
+    def start(self, job: Job, given: Operands) -> jax.Array:
+        """Starts it with the operands of `run`, and returns its ticket (`Exchange.start`)."""
+        raise NotImplementedError
 
 
 class Rows(NamedTuple):

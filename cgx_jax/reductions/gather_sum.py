@@ -50,11 +50,22 @@ class GatherSum(PayloadReduction):
         if code.layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
             return super().run(job, given)
         words = code.words(given.seeds[0], job.axes.rank())
-        fused = job.exchange.gather_sum(job.call(code.layout), words, given.leaves, given.units)
+        call, (leaves, units) = job.call(code.layout), (given.leaves, given.units)
+        if given.ticket is None:
+            fused = job.exchange.gather_sum(call, words, leaves, units)
+        else:
+            fused = job.exchange.finish("gather_sum", call, [words], leaves, units, given.ticket)
         return Reduced(fused.sums, fused.residuals, list(given.states))
 
+    def start(self, job: Job, given: Operands) -> jax.Array:
+        code = whole_code(job.leaves)
+        assert code.layout is not None
+        words = code.words(given.seeds[0], job.axes.rank())
+        operands = job.call(code.layout), [words], given.leaves, given.units
+        return job.exchange.start("gather_sum", *operands, given.ticket)
+
     def rows(self, job: Job, given: Operands) -> Rows:
-        seeds, leaves, units, _ = given
+        seeds, leaves, units = given.seeds, given.leaves, given.units
         payload, residuals = whole_code(job.leaves).encode(
             seeds[0], job.axes.rank(), leaves, units, residual=job.residual
         )

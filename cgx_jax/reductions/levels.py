@@ -151,7 +151,7 @@ class Leveled(Reduction):
         if not isinstance(across, PayloadReduction):
             return across.run(job, given)  # its arrays are small
         world = self.inner.world
-        _, leaves, units, states = given
+        leaves, units, states = given.leaves, given.units, given.states
         runs = [shares.cut(x, world) for x in scaling.taken_in(leaves, units)]
         own, lost = self._inside(job, given.plain(runs))
         outer = dataclasses.replace(job, leaves=self._shares(job.leaves), axes=self.outer)

@@ -63,12 +63,22 @@ class ScatterGather(PayloadReduction):
         layout = chunk_code(job.leaves, job.axes.world).layout
         if layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
             return super().run(job, given)
-        fused = job.exchange.all_reduce(job.call(layout), given.seeds, given.leaves, given.units)
+        operands = job.call(layout), given.seeds, given.leaves, given.units
+        if given.ticket is None:
+            fused = job.exchange.all_reduce(*operands)
+        else:
+            fused = job.exchange.finish("all_reduce", *operands, given.ticket)
         return Reduced(fused.sums, fused.residuals, list(given.states))
+
+    def start(self, job: Job, given: Operands) -> jax.Array:
+        layout = chunk_code(job.leaves, job.axes.world).layout
+        assert layout is not None
+        operands = job.call(layout), given.seeds, given.leaves, given.units
+        return job.exchange.start("all_reduce", *operands, given.ticket)
 
     def rows(self, job: Job, given: Operands) -> Rows:
         code, rank = chunk_code(job.leaves, job.axes.world), job.axes.rank()
-        seeds, leaves, units, _ = given
+        seeds, leaves, units = given.seeds, given.leaves, given.units
         sent, residuals = code.encode(seeds[0], rank, leaves, units, residual=job.residual)
         rows = job.exchange.scatter(job.name, sent, job.axes)
         chunk, residuals = code.reduce(seeds[1], rank, rows, leaves, units, job.divisor, residuals)

@@ -5,8 +5,10 @@ Every collective of the library comes here. This file also defines their derivat
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +48,7 @@ def run(
     residual: bool = False,
     units: Units | None = None,
     states: Sequence[Pytree] | None = None,
+    ticket: jax.Array | None = None,
 ) -> Sums:
     """Returns the results for `leaves`, which must be the leaves of the route's plan.
 
@@ -63,31 +66,94 @@ def run(
     columns[1], so the residual is in the leaf's own units. All ranks pass the same units. A leaf
     that is reduced exactly ignores its units. Raises ValueError for units that do not fit their
     leaf.
+
+    `ticket`, if given, is that of `start` with the same operands.
     """
+    operands = _operands(route, leaves, units, states)
+    out = Sums(list(operands), [None] * len(leaves), list(states or [()] * len(leaves)))
+    _run_exact(route, out.values)
+    for part, reduction, job, given in _jobs(
+        route, operands, key, residual=residual, units=units, states=out.states, ticket=ticket
+    ):
+        reduced = _reduced((reduction, job), given)
+        for n, i in enumerate(part):
+            out.values[i] = reduced.sums[n]
+            out.states[i] = reduced.states[n]
+            out.residuals[i] = None if reduced.residuals is None else reduced.residuals[n]
+    return out
+
+
+def start(
+    route: Route,
+    leaves: Sequence[Any],
+    key: Key,
+    *,
+    residual: bool = False,
+    units: Units | None = None,
+    states: Sequence[Pytree] | None = None,
+) -> jax.Array:
+    """Starts what can go on beside later programs, and returns the ticket for `run`, uint32[2].
+
+    The operands are those of `run`. What cannot be started is left to it: exact leaves, and buffers
+    whose exchange or code has no call that can be. If that is all, the ticket is 0.
+    """
+    operands = _operands(route, leaves, units, states)
+    ticket = _compat.vary_over(jnp.zeros(2, jnp.uint32), route.options.axes.varying())
+    kept = list(states or [()] * len(leaves))
+    for _, reduction, job, given in _jobs(
+        route, operands, key, residual=residual, units=units, states=kept, ticket=ticket
+    ):
+        if given.ticket is not None:
+            ticket = reduction.start(job, given._replace(ticket=ticket))
+    return ticket
+
+
+def _operands(
+    route: Route, leaves: Sequence[Any], units: Units | None, states: Sequence[Pytree] | None
+) -> list[Any]:
+    """Checks a call, and returns its leaves, in which compressed numbers have become arrays."""
     options, plan = route.options, route.plan
     axes = options.axes
     if units is not None:
         _check_units(options.name, plan, leaves, units)
     if states is None:
         plan.require_stateless(options.name)
-    coded = sorted(i for buffer in route.ways for i in buffer)
-    listed = [i for i in coded if not plan.compressors[i].lossless]
     operands = list(leaves)
-    for i in listed:
+    for i in _coded(route):
         if isinstance(leaves[i], SCALARS):
             # As in lax.psum, a number that the program knows is the value of every rank.
             operands[i] = _compat.vary_over(jnp.asarray(leaves[i]), axes.varying())
-    out = Sums(list(operands), [None] * len(leaves), list(states or [()] * len(leaves)))
-    _run_exact(route, out.values)
     if axes.world > 1:
         named = set() if route.named is None else {route.named}
         for exchange in {way.exchange for way in route.taken.values()} | named:
             exchange.require(options.name, axes.names)
+    return operands
+
+
+def _coded(route: Route) -> list[int]:
+    """Returns the numbers of the leaves in buffers that have a lossy code."""
+    coded = sorted(i for buffer in route.ways for i in buffer)
+    return [i for i in coded if not route.plan.compressors[i].lossless]
+
+
+def _jobs(
+    route: Route,
+    operands: Sequence[Any],
+    key: Key,
+    *,
+    residual: bool,
+    units: Units | None,
+    states: Sequence[Pytree],
+    ticket: jax.Array | None,
+) -> Iterator[tuple[tuple[int, ...], Reduction, Job, Operands]]:
+    """Yields the numbers of a job's leaves, its reduction, the job, and what it computes with."""
+    plan, listed = route.plan, _coded(route)
     if not listed:
-        return out
+        return
     # Refuse a wrong call even if the profile sends all buffers by lax.psum.
     _check_operands(route, listed, operands, key)
     seeds = _seeds(route, key)
+    number = itertools.count()
     for buffer, way in route.taken.items():
         own: dict[int, jax.Array] = {i: jnp.asarray(operands[i]) for i in buffer}
         for part, shared in _parts(buffer, own, plan.compressors):
@@ -98,15 +164,13 @@ def run(
                 seeds[shared][: reduction.seed_count],
                 [own[i] for i in part],
                 [units[i] if units is not None else None for i in part],
-                [out.states[i] for i in part],
+                [states[i] for i in part],
             )
             job = _job(route, part, way.exchange, given.leaves, residual=residual)
-            reduced = _reduced((reduction, job), given)
-            for n, i in enumerate(part):
-                out.values[i] = reduced.sums[n]
-                out.states[i] = reduced.states[n]
-                out.residuals[i] = None if reduced.residuals is None else reduced.residuals[n]
-    return out
+            if ticket is not None and reduction.starts(job):
+                job = dataclasses.replace(job, number=next(number))
+                given = given._replace(ticket=ticket)
+            yield part, reduction, job, given
 
 
 def values_of(route: Route, leaves: Sequence[Any], key: Key) -> list[Any]:

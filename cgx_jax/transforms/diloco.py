@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from cgx_jax.leaves import leaves_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
+from cgx_jax.route.route import Chooser
 from cgx_jax.transforms.checks import (
     require_own_row,
     require_paths,
@@ -29,7 +31,7 @@ from cgx_jax.transforms.checks import (
 )
 from cgx_jax.transforms.own_rows import axes_of, rows_of
 from cgx_jax.transforms.state import Fragment, LocalState, is_any_tree, sync_states
-from cgx_jax.transforms.sync_gradients import sync_gradients
+from cgx_jax.transforms.sync_gradients import Sync
 
 if TYPE_CHECKING:
     import optax
@@ -61,7 +63,8 @@ def diloco(
     * `fragments` splits the leaves into parts of about as many bytes, which are sent at different
       steps of a round: a peak of the traffic is shorter by this number. A function of a leaf's path
       gives the number of its fragment.
-    * `delay`: what is sent in a step is applied `delay` steps later, less than `every`.
+    * `delay`: what is sent in a step is applied `delay` steps later, less than `every`. Over
+      `exchange="mpi"`, the workers send it while they take these steps.
     * `mix`, in [0, 1], is how much of its own parameters a worker keeps when a fragment is applied;
       the rest are the shared ones.
     * `update(..., weight=w)`: the mean counts this worker `w` times, such as its number of tokens.
@@ -74,7 +77,8 @@ def diloco(
 
     The state is a `LocalState`. `state_specs`, `state_shardings` and `resize_state` take it. Raises
     TypeError or ValueError for numbers that do not fit, for an `Adaptive` policy or `Stages` with
-    several fragments, and for what `sync_gradients` refuses.
+    several fragments, for a `Tuner`, which times single steps, and for what `sync_gradients`
+    refuses.
     """
     import optax
 
@@ -149,6 +153,11 @@ class _Workers:
         whole_number(self.name, "delay", self.delay)
         if not callable(self.fragments):
             whole_number(self.name, "fragments", self.fragments)
+        if isinstance(self.options.get("exchange"), Chooser):
+            raise ValueError(
+                f"{self.name}: exchange is a tuner, which chooses by the time of single steps, but "
+                'most steps send nothing; name an exchange, such as exchange="mpi".'
+            )
         if self.every < 1:
             raise ValueError(
                 f"{self.name}: every={self.every} must be 1 or more; 1 reduces in every step."
@@ -175,11 +184,17 @@ class _Workers:
         def moved() -> Pytree:
             return jax.tree.map(jnp.zeros_like, params)
 
+        def none_sent(own: Pytree) -> tuple[Pytree, Pytree]:
+            if not self.delay:
+                return (), ()
+            return jax.tree.map(jnp.zeros_like, own), jnp.zeros(2, jnp.uint32)
+
         made = []
         for part in self._parts(params):
             own = part.of(params)
-            waiting = jax.tree.map(jnp.zeros_like, own) if self.delay else ()
-            made.append(Fragment(part.sync.init(own), self.outer.init(own), waiting))
+            make = functools.partial(none_sent, own)
+            waiting, ticket = rows_of(make, self.axis_name, self.mesh, self.name)
+            made.append(Fragment(part.sync.init(own), self.outer.init(own), waiting, ticket))
         fragments: Any = tuple(made)
         if is_any_tree(params) and self.fragments != 1:
             fragments = jnp.zeros((), jnp.int32)  # stands for parts that depend on the leaves
@@ -225,10 +240,7 @@ class _Workers:
             kept.append(fragment)
             for i, u, x in zip(part.numbers, change, mine, strict=True):
                 out[i], moved[i] = u, x
-        ahead, own = jax.tree.map(
-            lambda x: _compat.vary_over(x[None], axes.varying()),
-            (jax.tree.unflatten(treedef, moved), own),
-        )
+        ahead, own = _rows(axes, (jax.tree.unflatten(treedef, moved), own))
         new = LocalState(state.step + 1, ahead, own, tuple(kept))
         return jax.tree.unflatten(treedef, [_shared(axes, x) for x in out]), new
 
@@ -248,13 +260,12 @@ class _Workers:
         def vary(xs: list[jax.Array]) -> list[jax.Array]:
             return [_compat.vary_over(x, axes.varying()) for x in xs]
 
-        def send() -> tuple[list[jax.Array], Any]:
-            sent = moved if weight is None else self._weighted(axes, moved, weight)
-            mean, synced = part.sync.update(jax.tree.unflatten(treedef, vary(sent)), fragment.sync)
-            return jax.tree.leaves(mean), synced
+        def sent() -> Pytree:
+            own = moved if weight is None else self._weighted(axes, moved, weight)
+            return jax.tree.unflatten(treedef, vary(own))
 
-        def apply(mean: list[jax.Array], state: Any) -> Any:
-            gradient = jax.tree.unflatten(treedef, [-x for x in mean])
+        def apply(mean: Pytree, state: Any) -> Any:
+            gradient = jax.tree.map(jnp.negative, mean)
             change, state = self.outer.update(gradient, state, params)
             change = [
                 u.astype(x.dtype) for u, x in zip(jax.tree.leaves(change), moved, strict=True)
@@ -263,28 +274,32 @@ class _Workers:
 
         zeros = [_shared(axes, jnp.zeros_like(x)) for x in moved]
         idle = zeros, vary(moved), fragment.outer
+
+        def arrive() -> Any:
+            if self.delay:
+                waiting, ticket = _own((fragment.waiting, fragment.ticket))
+                mean, synced = part.sync.finish(waiting, fragment.sync, ticket)
+            else:
+                mean, synced = part.sync.update(sent(), fragment.sync)
+            return *apply(mean, fragment.outer), synced
+
         if self.every == 1:
-            mean, synced = send()
-            change, ahead, state = apply(mean, fragment.outer)
-            return change, ahead, Fragment(synced, state, fragment.waiting)
-        due = (number % self.every) == part.offset
-        if not self.delay:
-
-            def both() -> Any:
-                mean, synced = send()
-                return *apply(mean, fragment.outer), synced
-
-            change, ahead, state, synced = lax.cond(due, both, lambda: (*idle, fragment.sync))
-            return change, ahead, Fragment(synced, state, ())
-        waiting = jax.tree.leaves(fragment.waiting)
+            change, ahead, state, synced = arrive()
+            return change, ahead, Fragment(synced, state)
         sent_at = number - self.delay
         arrives = (sent_at > 0) & ((sent_at % self.every) == part.offset)
+        change, ahead, state, synced = lax.cond(arrives, arrive, lambda: (*idle, fragment.sync))
+        if not self.delay:
+            return change, ahead, Fragment(synced, state)
+
+        def send() -> Pytree:
+            own = sent()
+            return _rows(axes, (own, part.sync.start(own, synced)))
+
         # What arrives was sent before this step, and leaves its place before the next is sent.
-        change, ahead, state = lax.cond(
-            arrives, lambda: apply(waiting, fragment.outer), lambda: idle
-        )
-        mean, synced = lax.cond(due, send, lambda: (waiting, fragment.sync))
-        return change, ahead, Fragment(synced, state, jax.tree.unflatten(treedef, mean))
+        due = (number % self.every) == part.offset
+        waiting, ticket = lax.cond(due, send, lambda: (fragment.waiting, fragment.ticket))
+        return change, ahead, Fragment(synced, state, waiting, ticket)
 
     def _check(self, state: LocalState, parts: list[_Part], like: Pytree) -> None:
         """Raises ValueError for a state that was made with other options."""
@@ -354,10 +369,11 @@ class _Workers:
                 own,
                 round(place * self.every / len(numbers)) % self.every,
                 _holes(tree, own),
-                sync_gradients(
+                Sync.of(
                     self.axis_name,
                     policy.subset(own) if isinstance(policy, Plan) and not whole else policy,
                     mesh=self.mesh,
+                    name=self.name,
                     **self.options,
                 ),
             )
@@ -395,7 +411,7 @@ class _Part:
     numbers: tuple[int, ...]
     offset: int
     like: Pytree
-    sync: Any
+    sync: Sync
 
     def of(self, tree: Pytree) -> Pytree:
         """Returns the fragment's leaves of a tree, which keep their paths."""
@@ -452,5 +468,11 @@ def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
     require_shapes(caller, "moved", state.moved, leaves, shapes)
 
 
+def _rows(axes: Axes, own: Pytree) -> Pytree:
+    """Inverts `_own`."""
+    return jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), own)
+
+
 def _own(rows: Pytree) -> Pytree:
+    """Returns this rank's row."""
     return jax.tree.map(lambda x: x[0], rows)

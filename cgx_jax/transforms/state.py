@@ -85,13 +85,16 @@ class SyncState(NamedTuple):
 class Fragment(NamedTuple):
     """A fragment of the parameters of `diloco`; its trees have None for other leaves.
 
-    `sync` is the `SyncState` of its reductions, `outer` the state of the outer optimizer, and
-    `waiting`, with a delay, the mean that is not applied yet, else ().
+    `sync` is the `SyncState` of its reductions, and `outer` the state of the outer optimizer. With
+    a delay, `waiting` is what a rank has sent and nobody has applied yet, and `ticket`,
+    u32[world, 2], that of the reduction on its way (`Exchange.start`); both differ between ranks.
+    Without a delay both are ().
     """
 
     sync: Annotated[SyncState, SyncState]
     outer: Pytree
-    waiting: Pytree = ()
+    waiting: Annotated[Pytree, PerRank.MEAN] = ()
+    ticket: Annotated[Pytree, PerRank.RESTART] = ()
 
 
 class LocalState(NamedTuple):

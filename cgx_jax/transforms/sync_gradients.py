@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route.route import Chooser, Options, route
-from cgx_jax.route.run import run, watched
+from cgx_jax.route.route import Chooser, Options, Route, route
+from cgx_jax.route.run import run, start, watched
 from cgx_jax.transforms.checks import (
     check_paths,
     check_state,
@@ -43,7 +43,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import SecondMoment, Squares, squares_of, unstacked
+from cgx_jax.transforms.precondition import Moments, SecondMoment, Squares, squares_of, unstacked
 from cgx_jax.transforms.state import (
     CALLER,
     Choices,
@@ -118,11 +118,17 @@ def sync_gradients(
     """
     import optax
 
-    check_options(axis_name, mesh)
-    if isinstance(exchange, Chooser):
-        exchange.check(CALLER, reduction, levels)
-    how = {"exchange": exchange, "reduction": reduction, "levels": levels}
-    sync = Sync(axes_of(CALLER, axis_name), policy, memory, precondition, seed, mesh, how)
+    sync = Sync.of(
+        axis_name,
+        policy,
+        memory=memory,
+        precondition=precondition,
+        seed=seed,
+        mesh=mesh,
+        exchange=exchange,
+        reduction=reduction,
+        levels=levels,
+    )
     return optax.GradientTransformationExtraArgs(sync.init, sync.update)
 
 
@@ -130,7 +136,8 @@ def sync_gradients(
 class Sync:
     """The arguments of `sync_gradients`; `how` holds those of the reduction.
 
-    `cuts` say how the leaves that `update` gets are shards over other axes of the mesh.
+    `name` is the call that the user wrote. `cuts` say how the leaves that `update` gets are shards
+    over other axes of the mesh.
     """
 
     axis_name: AxisName
@@ -141,9 +148,33 @@ class Sync:
     mesh: Mesh | AbstractMesh | None
     how: dict[str, Any]
     cuts: tuple[Cut, ...] | None = None
+    name: str = CALLER
+
+    @classmethod
+    def of(
+        cls,
+        axis_name: AxisName,
+        policy: Compressor | Policy | Plan | Stages | None = None,
+        *,
+        memory: Memory | None = None,
+        precondition: SecondMoment | None = None,
+        seed: int = 0,
+        mesh: Mesh | AbstractMesh | None = None,
+        exchange: Exchange | Chooser | str = "auto",
+        reduction: Reduction | str | None = None,
+        levels: Levels | None = None,
+        name: str = CALLER,
+    ) -> Sync:
+        """Checks the arguments of `sync_gradients`."""
+        check_options(axis_name, mesh)
+        if isinstance(exchange, Chooser):
+            exchange.check(name, reduction, levels)
+        how = {"exchange": exchange, "reduction": reduction, "levels": levels}
+        axes = axes_of(name, axis_name)
+        return cls(axes, policy, memory, precondition, seed, mesh, how, name=name)
 
     def init(self, params: Pytree) -> SyncState:
-        check_wrappers(CALLER, checked=False)
+        check_wrappers(self.name, checked=False)
         if is_any_tree(params):
             adapts = isinstance(self.policy, Adaptive)
             return state_of_any_tree(params, self.memory, self.precondition, adapts=adapts)
@@ -157,9 +188,9 @@ class Sync:
             choices: Choices = self.policy.choices(known)
         else:
             stages = self.policy.policies if isinstance(self.policy, Stages) else (self.policy,)
-            plans = [p if isinstance(p, Plan) else resolve(CALLER, params, p) for p in stages]
+            plans = [p if isinstance(p, Plan) else resolve(self.name, params, p) for p in stages]
             for plan in plans:
-                check_paths(CALLER, plan, known)
+                check_paths(self.name, plan, known)
             known, choices = list(plans[0].leaves), _choices(plans)
         if self.precondition is not None:
             moments = self.precondition.init(params)
@@ -180,10 +211,10 @@ class Sync:
     def update(
         self, updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
     ) -> tuple[Pytree, SyncState]:
-        require_type(CALLER, state, SyncState)
+        require_type(self.name, state, SyncState)
         names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
         if is_outside(names) and not is_bound(names):
-            return step_on_ranks(CALLER, names, self._on_shards, updates, state)
+            return step_on_ranks(self.name, names, self._on_shards, updates, state)
         return self._on_rank(updates, state)
 
     def _on_shards(
@@ -191,37 +222,61 @@ class Sync:
     ) -> tuple[Pytree, SyncState]:
         return dataclasses.replace(self, cuts=cuts).update(updates, state)
 
+    def start(self, updates: Pytree, state: SyncState) -> jax.Array:
+        """Starts what `finish` of the same operands waits for, and returns its ticket, uint32[2].
+
+        Inside shard_map. The reduction goes on while later programs run, where the exchange can do
+        that; all else is left to `finish`.
+        """
+        ticket: jax.Array = self._by_plan(self._started, updates, state)
+        return ticket
+
+    def finish(
+        self, updates: Pytree, state: SyncState, ticket: jax.Array
+    ) -> tuple[Pytree, SyncState]:
+        """Returns what `update` of the same operands returns."""
+        out: tuple[Pytree, SyncState] = self._by_plan(self._step, updates, state, ticket)
+        return out
+
     def _on_rank(self, updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
-        """One update of a rank's own gradients, by the policy's plan."""
+        """One update of a rank's own gradients."""
+        out: tuple[Pytree, SyncState] = self._by_plan(self._step, updates, state, None)
+        return out
+
+    def _by_plan(
+        self, step: Callable[..., Any], updates: Pytree, state: SyncState, *more: Any
+    ) -> Any:
+        """Returns step(plan, choices, updates, state, *more) by the policy's plan."""
         policy = self.policy
         if any(cut.names for cut in self.cuts or ()):
-            require_whole(CALLER, state)
+            require_whole(self.name, state)
         if isinstance(policy, Stages):
-            plans = [resolve(CALLER, updates, p) for p in policy.policies]
+            plans = [resolve(self.name, updates, p) for p in policy.policies]
             choices = _choices(plans)
-            branches = [functools.partial(self._step, plan, choices) for plan in plans]
-            out: tuple[Pytree, SyncState] = lax.switch(
-                policy.stage(state.step), branches, updates, state
-            )
-            return out
-        plan = resolve(CALLER, updates, policy, adapts=True)
+            branches = [functools.partial(step, plan, choices) for plan in plans]
+            return lax.switch(policy.stage(state.step), branches, updates, state, *more)
+        plan = resolve(self.name, updates, policy, adapts=True)
         choices = _choices([plan])
         if isinstance(policy, Adaptive):
             choices = policy.choices(plan.leaves)
-        return self._step(plan, choices, updates, state)
+        return step(plan, choices, updates, state, *more)
 
-    def _step(
+    def _started(
         self, plan: Plan, choices: Choices, updates: Pytree, state: SyncState
-    ) -> tuple[Pytree, SyncState]:
-        """One update by a plan, in the order of the docstring of `sync_gradients`."""
+    ) -> jax.Array:
+        ready = self._ready(plan, choices, updates, state)
+        return start(ready.route, ready.sent, **ready.how)
+
+    def _ready(self, plan: Plan, choices: Choices, updates: Pytree, state: SyncState) -> _Ready:
+        """Returns what is sent in an update by a plan, and what remains to be known of it."""
         in_units = range(len(plan.leaves)) if self.precondition is not None else ()
-        options = Options.resolve(CALLER, self.axis_name, mean=True, **self.how)
-        axes, taken = options.axes, route(options, plan, in_units, choices)
+        options = Options.resolve(self.name, self.axis_name, mean=True, **self.how)
+        taken = route(options, plan, in_units, choices)
         plan = taken.plan
         leaves, treedef = jax.tree.flatten(updates)
         cuts = self.cuts or tuple(Cut(((),) * len(leaf.shape)) for leaf in plan.leaves)
         shapes = [cut.whole(leaf.shape) for cut, leaf in zip(cuts, plan.leaves, strict=True)]
-        self._check(state, plan, choices, treedef, axes, shapes)
+        self._check(state, plan, choices, treedef, options.axes, shapes)
         before = by_leaf(state.memory, len(leaves))
         moments, scales = scales_of(self.precondition, state.moments, shapes, taken.compressed)
         sent, kept = compensated(self.memory, leaves, before, state.step)
@@ -229,14 +284,28 @@ class Sync:
             None if scale is None else cut.units(scale[0], shape)
             for scale, cut, shape in zip(scales, cuts, shapes, strict=True)
         ]
-        sums = run(
-            taken,
-            sent,
-            jax.random.fold_in(jax.random.key(self.seed), state.step),
-            residual=self.memory is not None,
-            units=tuple(units),
-            states=codes_by_leaf(state.codes, plan, choices, treedef),
-        )
+        how = {
+            "key": jax.random.fold_in(jax.random.key(self.seed), state.step),
+            "residual": self.memory is not None,
+            "units": tuple(units),
+            "states": codes_by_leaf(state.codes, plan, choices, treedef),
+        }
+        return _Ready(taken, cuts, shapes, before, moments, scales, sent, kept, how)
+
+    def _step(
+        self,
+        plan: Plan,
+        choices: Choices,
+        updates: Pytree,
+        state: SyncState,
+        ticket: jax.Array | None,
+    ) -> tuple[Pytree, SyncState]:
+        """One update by a plan, in the order of the docstring of `sync_gradients`."""
+        ready = self._ready(plan, choices, updates, state)
+        taken, cuts, shapes, before, moments, scales, sent, kept, how = ready
+        plan, axes = taken.plan, taken.options.axes
+        leaves, treedef = jax.tree.flatten(updates)
+        sums = run(taken, sent, ticket=ticket, **how)
         means, skipped = watched(taken, sent, sums.values, state.step)
         sums = scaled(plan, sums._replace(values=means))
         means, finite = sums.values, True
@@ -282,13 +351,32 @@ class Sync:
         axes: Axes,
         shapes: list[tuple[int, ...]],
     ) -> None:
-        check_wrappers(CALLER, checked=axes.checked())
+        check_wrappers(self.name, checked=axes.checked())
         check_state(state, self.memory, self.precondition, plan, choices, treedef, whole=shapes)
         if isinstance(self.policy, Adaptive):
             check_statistics(state.statistics, self.policy, plan.leaves)
         if self.memory is not None:
             pairs = zip(plan.leaves, choices, strict=True)
-            require_bounded(CALLER, [(leaf.path, c) for leaf, some in pairs for c in some])
+            require_bounded(self.name, [(leaf.path, c) for leaf, some in pairs for c in some])
+
+
+class _Ready(NamedTuple):
+    """What an update sends, with one entry per leaf but for `route`, `moments` and `how`.
+
+    `cuts` and whole `shapes` are those of the leaves. `before` are their memories, and `kept` is
+    what these keep of what is `sent`. `scales` follow from the `moments`. `how` holds the further
+    operands of the reduction.
+    """
+
+    route: Route
+    cuts: tuple[Cut, ...]
+    shapes: list[tuple[int, ...]]
+    before: list[tuple[Any, ...]]
+    moments: Moments
+    scales: Sequence[Any]
+    sent: list[Any]
+    kept: list[Pytree]
+    how: dict[str, Any]
 
 
 def _squares(means: list[Any], numbers: list[int], cuts: Sequence[Cut]) -> dict[int, Squares]:

@@ -1,6 +1,8 @@
 // Checks the operands of each call, then hands it to the engine and returns a future.
 #include "handlers/mpi.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -12,6 +14,7 @@
 #include "handlers/operands.h"
 #include "messages/fused.h"
 #include "messages/rows.h"
+#include "messages/started.h"
 
 namespace cgx {
 namespace {
@@ -49,6 +52,11 @@ class Twins {
   std::deque<std::pair<int64_t, int64_t>> order_;
 };
 
+StartedCalls& started_calls() {
+  static auto* const calls = new StartedCalls;  // outlives static destructors
+  return *calls;
+}
+
 // What every call is told about its ranks.
 struct Where {
   Ranks position;  // of this process in the mesh
@@ -56,6 +64,11 @@ struct Where {
   int64_t world;
   int64_t channel;
 };
+
+// Message tags come in channels of kCallTags. Calls within a program have the lower half of the
+// channels. Those that outlive it have the rest, as lanes: two of one lane run in turn.
+int64_t num_channels(const EngineSettings& settings) { return settings.largest_tag / kCallTags; }
+int64_t num_lanes(const EngineSettings& settings) { return num_channels(settings) / 2; }
 
 // The ranks that take part in a call, and the first tag of its messages.
 struct Group {
@@ -69,7 +82,7 @@ ffi::Error find_group(const std::string& name, const Where& where, const EngineS
   CGX_TRY(check_world(name, where.world));
   CGX_TRY(check_count(name, "position", where.position, 1));
   CGX_TRY(check_groups(name, where.groups, where.world));
-  const int64_t channels = settings.largest_tag / kCallTags;
+  const int64_t channels = num_channels(settings) - num_lanes(settings);
   if (where.channel < 0 || where.channel >= channels) {
     return invalid(name, "channel is " + std::to_string(where.channel) + ", must be in [0, " +
                              std::to_string(channels) + ")");
@@ -105,6 +118,37 @@ struct Prepared {
   const void *operand = nullptr, *result = nullptr;  // tell it from a twin; null: no memory
 };
 
+ffi::Error check_twins(const std::string& call, ffi::RunId run, int64_t channel,
+                       const Prepared& prepared) {
+  static Twins twins;
+  if (!prepared.operand || !twins.seen(run.run_id, channel, prepared.operand, prepared.result)) {
+    return ffi::Error::Success();
+  }
+  return ffi::Error(
+      ffi::ErrorCode::kFailedPrecondition,
+      call +
+          ": one compiled function (an inner jax.jit, or a scan's body with unroll) holds "
+          "this call and the program calls "
+          "that function more than once, so ranks could mix up the two. Reduce outside of "
+          "that function, or use exchange=\"xla\" there");
+}
+
+ffi::Error stopped(const std::string& call) {
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                    call + ": the MPI exchange of this process has been stopped");
+}
+
+// Settles a promise. XLA may continue the program on this thread, which must then do arithmetic as
+// XLA's own threads do.
+void settle(ffi::Promise& promise, const std::string& error) {
+  const ScopedXla arithmetic;
+  if (error.empty()) {
+    promise.SetAvailable();
+  } else {
+    promise.SetError(ffi::Error(ffi::ErrorCode::kUnavailable, error));
+  }
+}
+
 // Checks a call with `prepare(settings, &prepared)` and hands it to the engine.
 template <typename Prepare>
 ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepare prepare) {
@@ -113,8 +157,7 @@ ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepa
   const std::string call(name);
   const auto engine = current_engine();
   if (!engine) {
-    promise.SetError(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                call + ": the MPI exchange of this process has been stopped"));
+    promise.SetError(stopped(call));
     return future;
   }
   Prepared prepared;
@@ -124,27 +167,12 @@ ffi::Future submit(std::string_view name, ffi::RunId run, int64_t channel, Prepa
     promise.SetError(error);
     return future;
   }
-  static Twins twins;
-  if (prepared.operand && twins.seen(run.run_id, channel, prepared.operand, prepared.result)) {
-    promise.SetError(ffi::Error(
-        ffi::ErrorCode::kFailedPrecondition,
-        call + ": one compiled function (an inner jax.jit, or a scan's body with unroll) holds "
-               "this call and the program calls "
-               "that function more than once, so ranks could mix up the two. Reduce outside of "
-               "that function, or use exchange=\"xla\" there"));
+  if (ffi::Error error = check_twins(call, run, channel, prepared); error.failure()) {
+    promise.SetError(error);
     return future;
   }
   engine->submit(call, std::move(prepared.group.peers), std::move(prepared.start),
-                 [promise](const std::string& error) mutable {
-                   // XLA may continue the program on this thread, which must then do arithmetic as
-                   // XLA's own threads do.
-                   const ScopedXla arithmetic;
-                   if (error.empty()) {
-                     promise.SetAvailable();
-                   } else {
-                     promise.SetError(ffi::Error(ffi::ErrorCode::kUnavailable, error));
-                   }
-                 });
+                 [promise](const std::string& error) mutable { settle(promise, error); });
   return future;
 }
 
@@ -157,34 +185,67 @@ Leaves sums_of(Leaves leaves, const LayoutAttributes& attributes) {
   return leaves;
 }
 
+// What a fused call is told besides its leaves and its ranks.
+struct FusedAttributes {
+  Ints slots;
+  float divisor;
+  std::string_view program;
+
+  template <Collective kCollective>
+  LayoutAttributes layout(int64_t world) const {
+    return {slots, kCollective == Collective::kGatherSum ? 1 : world, 1, /*takes_units=*/true};
+  }
+};
+
+// Checks the operands of a fused call, and puts them into its spec.
 template <Collective kCollective>
-ffi::Error check_fused(const std::string& name, const Keys& keys, const ffi::RemainingArgs& args,
-                       const ffi::RemainingRets& rets, const LayoutAttributes& attributes,
-                       float divisor, FusedSpec* spec) {
+ffi::Error check_operands(const std::string& name, const Keys& keys, const Where& where,
+                          const ffi::RemainingArgs& args, const FusedAttributes& given,
+                          const EngineSettings& settings, Leaves* leaves, Group* group,
+                          FusedSpec* spec) {
   constexpr int64_t kKeys = has(kCollective, Phase::kScatter) ? 4 : 2;
-  Leaves leaves, results, residuals, unit_operands;
+  const LayoutAttributes attributes = given.layout<kCollective>(where.world);
+  Leaves unit_operands;
   Units units;
-  CGX_TRY(leaves.add(name, args, 1));
-  CGX_TRY(split_units(name, attributes, &leaves, &unit_operands));
-  CGX_TRY(results.add(name, rets, 1));
-  CGX_TRY(results.split(name, leaves.size.size(), &residuals));
-  if (!residuals.data.empty()) CGX_TRY(same_leaves(name, leaves, residuals));
-  CGX_TRY(build_layout(name, leaves.size, attributes, &spec->owned));
-  CGX_TRY(same_leaves(name, sums_of<kCollective>(leaves, attributes), results));
-  CGX_TRY(units.add(name, leaves, unit_operands, attributes));
+  CGX_TRY(leaves->add(name, args, 1));
+  CGX_TRY(split_units(name, attributes, leaves, &unit_operands));
+  CGX_TRY(build_layout(name, leaves->size, attributes, &spec->owned));
+  CGX_TRY(units.add(name, *leaves, unit_operands, attributes));
   CGX_TRY(check_count(name, "keys", keys, kKeys));
-  CGX_TRY(check_divisor(name, divisor));
-  prefer_huge_pages(results);
-  prefer_huge_pages(residuals);
-  spec->in.assign(leaves.data.begin(), leaves.data.end());
-  spec->out.assign(results.data.begin(), results.data.end());
-  spec->residuals.assign(residuals.data.begin(), residuals.data.end());
-  spec->dtypes = leaves.dtype;
-  spec->out_dtypes = results.dtype;
+  CGX_TRY(check_divisor(name, given.divisor));
+  CGX_TRY(find_group(name, where, settings, group));
+  spec->collective = kCollective;
+  spec->world = where.world;
+  spec->in.assign(leaves->data.begin(), leaves->data.end());
+  spec->dtypes = leaves->dtype;
   spec->units = units.first;
   std::copy_n(keys.typed_data(), kKeys, spec->keys);
-  spec->divisor = divisor;
+  spec->divisor = given.divisor;
+  spec->rank = group->rank;
+  spec->tag = group->tag;
+  spec->program = Program(given.program);
   return ffi::Error::Success();
+}
+
+// Checks the results of a fused call of `leaves`.
+template <Collective kCollective>
+ffi::Error check_results(const std::string& name, const ffi::RemainingRets& rets,
+                         const Leaves& leaves, const LayoutAttributes& attributes, Leaves* results,
+                         Leaves* residuals) {
+  CGX_TRY(results->add(name, rets, 1));
+  CGX_TRY(results->split(name, leaves.size.size(), residuals));
+  if (!residuals->data.empty()) CGX_TRY(same_leaves(name, leaves, *residuals));
+  CGX_TRY(same_leaves(name, sums_of<kCollective>(leaves, attributes), *results));
+  prefer_huge_pages(*results);
+  prefer_huge_pages(*residuals);
+  return ffi::Error::Success();
+}
+
+Engine::Start start_of(std::shared_ptr<FusedSpec> spec) {
+  return [spec](Engine::Means means) {
+    return std::make_unique<FusedCall>(std::move(*spec), means.settings, std::move(means.port),
+                                       means.workers, means.buffers);
+  };
 }
 
 template <Collective kCollective>
@@ -195,22 +256,147 @@ ffi::Future reduce(Keys keys, Ranks position, ffi::RemainingArgs args, ffi::Rema
       name, run, channel, [&](const EngineSettings& settings, Prepared* prepared) -> ffi::Error {
         const std::string call(name);
         const auto spec = std::make_shared<FusedSpec>();
-        const int64_t chunks = kCollective == Collective::kGatherSum ? 1 : world;
-        const LayoutAttributes attributes{slots, chunks, 1, /*takes_units=*/true};
-        CGX_TRY(check_fused<kCollective>(call, keys, args, rets, attributes, divisor, spec.get()));
-        CGX_TRY(find_group(call, {position, groups, world, channel}, settings, &prepared->group));
-        spec->collective = kCollective;
-        spec->world = world;
-        spec->rank = prepared->group.rank;
-        spec->tag = prepared->group.tag;
-        spec->program = Program(program);
+        const FusedAttributes given{slots, divisor, program};
+        Leaves leaves, results, residuals;
+        CGX_TRY(check_operands<kCollective>(call, keys, {position, groups, world, channel}, args,
+                                            given, settings, &leaves, &prepared->group,
+                                            spec.get()));
+        CGX_TRY(check_results<kCollective>(call, rets, leaves, given.layout<kCollective>(world),
+                                           &results, &residuals));
+        spec->out.assign(results.data.begin(), results.data.end());
+        spec->residuals.assign(residuals.data.begin(), residuals.data.end());
+        spec->out_dtypes = results.dtype;
         if (!spec->in.empty()) prepared->operand = spec->in[0], prepared->result = spec->out[0];
-        prepared->start = [spec](Engine::Means means) {
-          return std::make_unique<FusedCall>(std::move(*spec), means.settings,
-                                             std::move(means.port), means.workers, means.buffers);
-        };
+        prepared->start = start_of(spec);
         return ffi::Error::Success();
       });
+}
+
+// Lets a call use copies of its operands, and memory for its results, which outlive this program.
+template <Collective kCollective>
+std::shared_ptr<StartedCall> with_own_memory(const Leaves& leaves, const LayoutAttributes& given,
+                                             bool residuals, FusedSpec* spec) {
+  // The sums of a gather-sum may be wider than its leaves; those of an all-reduce take their place.
+  constexpr bool kInPlace = kCollective == Collective::kAllReduce;
+  const Leaves sums = sums_of<kCollective>(leaves, given);
+  const auto bytes = [](const Leaves& all, size_t k) {
+    return all.size[k] * item_size(all.dtype[k]);
+  };
+  const size_t count = leaves.size.size();
+  std::vector<int64_t> sizes;
+  for (size_t k = 0; k < count; ++k) sizes.push_back(bytes(leaves, k));
+  for (size_t k = 0; k < count && !kInPlace; ++k) sizes.push_back(bytes(sums, k));
+  for (size_t k = 0; k < count && residuals; ++k) sizes.push_back(bytes(leaves, k));
+  for (const LeafUnits& own : spec->units) {
+    for (const int64_t n : {own.num_rows, own.num_columns}) sizes.push_back(2 * n * sizeof(float));
+  }
+  const auto call = started_calls().make(sizes);
+  const auto filled = [&](size_t i, const void* from) {
+    if (sizes[i] > 0) memcpy(call->array(i), from, sizes[i]);
+    return call->array(i);
+  };
+  for (size_t k = 0; k < count; ++k) spec->in[k] = filled(k, leaves.data[k]);
+  size_t next = kInPlace ? 0 : count;
+  const auto result = [&](size_t i) {
+    call->results.emplace_back(call->array(i), sizes[i]);
+    return call->array(i);
+  };
+  for (size_t k = 0; k < count; ++k) spec->out.push_back(result(next++));
+  for (size_t k = 0; k < count && residuals; ++k) spec->residuals.push_back(result(next++));
+  spec->out_dtypes = sums.dtype;
+  for (LeafUnits& own : spec->units) {
+    for (const float** array : {&own.rows, &own.columns}) {
+      *array = reinterpret_cast<const float*>(filled(next++, *array));
+    }
+  }
+  return call;
+}
+
+uint64_t number_of(const Keys& ticket) {
+  return uint64_t{ticket.typed_data()[0]} << 32 | ticket.typed_data()[1];
+}
+
+template <Collective kCollective>
+ffi::Error start(Keys keys, Ranks position, Keys ticket, ffi::RemainingArgs args,
+                 ffi::Result<Keys> out, ffi::RunId run, Ints slots, int64_t world, float divisor,
+                 Ints groups, int64_t channel, std::string_view name, std::string_view program,
+                 int64_t number, int64_t residuals) {
+  const std::string call(name);
+  return no_throw(call.c_str(), [&]() -> ffi::Error {
+    const auto engine = current_engine();
+    if (!engine) return stopped(call);
+    CGX_TRY(check_count(call, "ticket", ticket, 2));
+    CGX_TRY(check_count(call, "the result", *out, 2));
+    const auto spec = std::make_shared<FusedSpec>();
+    const FusedAttributes given{slots, divisor, program};
+    Leaves leaves;
+    Prepared prepared;
+    CGX_TRY(check_operands<kCollective>(call, keys, {position, groups, world, channel}, args, given,
+                                        engine->settings(), &leaves, &prepared.group, spec.get()));
+    prepared.operand = ticket.typed_data(), prepared.result = out->typed_data();
+    CGX_TRY(check_twins(call, run, channel, prepared));
+    // The ranks agree on the lane, since they run the same programs.
+    Fingerprint lane;
+    lane.add(spec->program.fingerprint);
+    lane.add(channel);
+    const int64_t lanes = num_lanes(engine->settings());
+    const int64_t own = num_channels(engine->settings()) - lanes + lane.value() % lanes;
+    spec->tag = static_cast<int>(own * kCallTags);
+    const auto started = with_own_memory<kCollective>(leaves, given.layout<kCollective>(world),
+                                                      residuals != 0, spec.get());
+    StartedCalls& calls = started_calls();
+    const uint64_t known = number_of(ticket), id = known != 0 ? known : calls.new_ticket();
+    calls.put(own, {id, number}, started);
+    engine->submit(
+        call, std::move(prepared.group.peers), start_of(spec),
+        [started](const std::string& error) { started->is_over(error); }, own);
+    out->typed_data()[0] = static_cast<uint32_t>(id >> 32);
+    out->typed_data()[1] = static_cast<uint32_t>(id);
+    return ffi::Error::Success();
+  });
+}
+
+template <Collective kCollective>
+ffi::Future finish(Keys keys, Ranks position, Keys ticket, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets, ffi::RunId run, Ints slots, int64_t world,
+                   float divisor, Ints groups, int64_t channel, std::string_view name,
+                   std::string_view program, int64_t number) {
+  const std::string call(name);
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  std::shared_ptr<StartedCall> started;
+  Leaves results;
+  const ffi::Error error = no_throw(call.c_str(), [&]() -> ffi::Error {
+    CGX_TRY(check_count(call, "ticket", ticket, 2));
+    started = started_calls().find({number_of(ticket), number});
+    if (!started) return ffi::Error::Success();
+    CGX_TRY(results.add(call, rets, 1));
+    CGX_TRY(check_number(call, "results", results.data.size(), started->results.size()));
+    for (size_t k = 0; k < results.data.size(); ++k) {
+      const int64_t bytes = results.size[k] * item_size(results.dtype[k]);
+      if (bytes == started->results[k].second) continue;
+      return invalid(call, expected("bytes of result " + std::to_string(k), bytes,
+                                    started->results[k].second));
+    }
+    prefer_huge_pages(results);
+    return ffi::Error::Success();
+  });
+  if (error.failure()) {
+    promise.SetError(error);
+    return future;
+  }
+  if (!started) {
+    return reduce<kCollective>(keys, position, args, rets, run, slots, world, divisor, groups,
+                               channel, name, program);
+  }
+  started->when_over([started, promise, data = results.data](const std::string& error) mutable {
+    for (size_t k = 0; k < data.size() && error.empty(); ++k) {
+      const auto& [from, bytes] = started->results[k];
+      if (bytes > 0) memcpy(data[k], from, bytes);
+    }
+    settle(promise, error);
+  });
+  return future;
 }
 
 template <bool kGathers>
@@ -284,13 +470,48 @@ XLA_FFI_Error* call_reduce(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
+template <Collective kCollective>
+XLA_FFI_Error* call_start(XLA_FFI_CallFrame* frame) {
+  static const auto handler = with_ranks(with_layout(ffi::Ffi::Bind()
+                                                         .Arg<Keys>()
+                                                         .Arg<Ranks>()
+                                                         .Arg<Keys>()
+                                                         .RemainingArgs()
+                                                         .Ret<Keys>()
+                                                         .Ctx<ffi::RunId>())
+                                             .Attr<float>("divisor"))
+                                  .Attr<int64_t>("number")
+                                  .Attr<int64_t>("residuals")
+                                  .To(start<kCollective>);
+  return handler->Call(frame);
+}
+
+template <Collective kCollective>
+XLA_FFI_Error* call_finish(XLA_FFI_CallFrame* frame) {
+  static const auto handler = with_ranks(with_layout(ffi::Ffi::Bind()
+                                                         .Arg<Keys>()
+                                                         .Arg<Ranks>()
+                                                         .Arg<Keys>()
+                                                         .RemainingArgs()
+                                                         .RemainingRets()
+                                                         .Ctx<ffi::RunId>())
+                                             .Attr<float>("divisor"))
+                                  .Attr<int64_t>("number")
+                                  .To(finish<kCollective>);
+  return handler->Call(frame);
+}
+
 }  // namespace
 
 std::vector<Handler> mpi_handlers() {
   return {{"cgx_all_reduce_mpi", call_reduce<Collective::kAllReduce>},
           {"cgx_gather_sum_mpi", call_reduce<Collective::kGatherSum>},
           {"cgx_scatter_mpi", call_rows<false>},
-          {"cgx_gather_mpi", call_rows<true>}};
+          {"cgx_gather_mpi", call_rows<true>},
+          {"cgx_start_all_reduce_mpi", call_start<Collective::kAllReduce>},
+          {"cgx_start_gather_sum_mpi", call_start<Collective::kGatherSum>},
+          {"cgx_finish_all_reduce_mpi", call_finish<Collective::kAllReduce>},
+          {"cgx_finish_gather_sum_mpi", call_finish<Collective::kGatherSum>}};
 }
 
 void set_engine(std::unique_ptr<Engine> next) {

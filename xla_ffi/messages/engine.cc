@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <numeric>
@@ -126,10 +127,12 @@ Engine::~Engine() {
   for (Active& active : lost_) active.call.release();  // its memory stays: see lost_
 }
 
-void Engine::submit(std::string name, std::vector<int32_t> peers, Start start, Done done) {
+void Engine::submit(std::string name, std::vector<int32_t> peers, Start start, Done done,
+                    int64_t lane) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    requests_.push_back({std::move(name), std::move(peers), std::move(start), std::move(done)});
+    requests_.push_back(
+        {std::move(name), std::move(peers), std::move(start), std::move(done), lane});
   }
   wake_.notify_one();
 }
@@ -147,19 +150,20 @@ void Engine::loop() {
     bool stop;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      if (active_.empty()) {
+      if (active_.empty() && waiting_.empty()) {
         wake_.wait(lock, [this] { return stop_ || !requests_.empty(); });
       }
       requests.swap(requests_);
       stop = stop_;
     }
     bool moved = !requests.empty();
+    requests.splice(requests.begin(), waiting_);
     accept(std::move(requests));
     if (stop) {
       // Peers wait in the calls in flight too, and most of these calls end in a moment.
       if (given_up_at == 0) given_up_at = now() + kGraceSeconds;
-      if (!active_.empty() && now() > given_up_at) fail("the process ended with calls in flight");
-      if (active_.empty()) break;
+      if (is_busy(kNoLane) && now() > given_up_at) fail("the process ended with calls in flight");
+      if (active_.empty() && waiting_.empty()) break;
     }
     hear();
     // A call that fails makes all others fail, which empties the list.
@@ -177,18 +181,27 @@ void Engine::accept(std::list<Request> requests) {
                         request.name + ": an earlier call has failed (" + broken + ")");
       continue;
     }
+    if (request.lane != kNoLane && is_busy(request.lane)) {
+      waiting_.push_back(std::move(request));
+      continue;
+    }
     try {
       std::vector<int32_t> peers = request.peers;
       auto call = request.start(
           {settings_.calls, ports_->port(std::move(request.peers)), workers_, buffers_});
-      active_.push_back(
-          {request.name, std::move(peers), std::move(call), std::move(request.done), now()});
+      active_.push_back({request.name, std::move(peers), std::move(call), std::move(request.done),
+                         request.lane, now()});
     } catch (const std::bad_alloc&) {
       const std::string error = request.name + ": out of memory";
       finisher_->report(std::move(request.done), error);
       fail(error);  // the others would wait for this rank
     }
   }
+}
+
+bool Engine::is_busy(int64_t lane) const {
+  return std::any_of(active_.begin(), active_.end(),
+                     [lane](const Active& active) { return active.lane == lane; });
 }
 
 bool Engine::move(std::list<Active>::iterator active) {

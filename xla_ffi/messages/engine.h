@@ -38,6 +38,7 @@ struct EngineSettings {
 
 class Engine {
  public:
+  static constexpr int64_t kNoLane = -1;
   // What a call is created with, on the engine's thread.
   struct Means {
     const CallSettings& settings;
@@ -56,8 +57,11 @@ class Engine {
 
   void is_followed() { followed_ = true; }
 
-  // `name` identifies the call in errors; `peers` are the ranks of the group.
-  void submit(std::string name, std::vector<int32_t> peers, Start start, Done done);
+  // `name` identifies the call in errors; `peers` are the ranks of the group. Calls of one lane run
+  // one after the other. A call that has a lane (0 or more) may be one that nobody waits for, so it
+  // keeps its whole timeout when the process ends.
+  void submit(std::string name, std::vector<int32_t> peers, Start start, Done done,
+              int64_t lane = kNoLane);
   const EngineSettings& settings() const { return settings_; }
   // What made the first call fail. Later calls fail too, because messages may be lost.
   std::string failure() const;
@@ -68,6 +72,7 @@ class Engine {
     std::vector<int32_t> peers;
     std::unique_ptr<Call> call;
     Done done;
+    int64_t lane;
     double moved_at;
   };
   struct Request {
@@ -75,11 +80,14 @@ class Engine {
     std::vector<int32_t> peers;
     Start start;
     Done done;
+    int64_t lane;
   };
   class Finisher;
 
   void loop();
+  // Starts the requests whose lane is free, and keeps the others.
   void accept(std::list<Request> requests);
+  bool is_busy(int64_t lane) const;
   bool move(std::list<Active>::iterator active);  // false when nothing moved
   // Fails the calls in flight if a rank has said that it failed, or that it left before it reached
   // one of them.
@@ -95,7 +103,8 @@ class Engine {
   double hear_at_ = 0;
   std::unique_ptr<Finisher> finisher_;
   std::list<Active> active_;
-  std::list<Active> lost_;  // failed; kept because messages may still write to their memory
+  std::list<Request> waiting_;  // for their lanes
+  std::list<Active> lost_;      // failed; kept because messages may still write to their memory
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;

@@ -48,22 +48,37 @@ struct Where {
   void add_to(Random& random, Call* call) const {
     call->attributes["groups"] = groups;
     call->attributes["world"] = world;
-    call->attributes["channel"] = random.below(kLargestTag / cgx::kCallTags);
+    call->attributes["channel"] = random.below(kLargestTag / cgx::kCallTags / 2);
     call->attributes["name"] = std::string("psum_compressed(exchange='mpi')");
     call->attributes["program"] = std::string(random.below(100), 'p');
   }
 };
 
 // Leaves of a gather-sum have no units here, because sums of leaves with units have other dtypes.
-Call reduce_call(Random& random, const Where& where, bool gathers) {
+// A call at once, or what starts or finishes one that others may have started, or nobody.
+enum class Part { kWhole, kStart, kFinish };
+
+Call reduce_call(Random& random, const Where& where, bool gathers, Part part) {
+  static uint32_t last[2];  // a ticket
   Call call;
   const Leaves leaves(random, 1, gathers ? 1 : where.world, 600, !gathers);
   call.arg(random, XLA_FFI_DataType_U32, {gathers ? 2 : 4});
   call.places(random, {1}, where.rank, where.rank);
+  if (part != Part::kWhole) {
+    char* const ticket = call.arg(random, XLA_FFI_DataType_U32, {2}).data;
+    if (random.chance(2)) std::memcpy(ticket, last, sizeof(last));
+    std::memcpy(last, ticket, sizeof(last));
+    call.attributes["number"] = random.below(2);
+  }
   leaves.add_args(random, &call);
   leaves.add_units(random, &call);
-  leaves.add_rets(random, &call);
-  if (random.chance(2)) leaves.add_rets(random, &call);
+  if (part == Part::kStart) {
+    call.ret(random, XLA_FFI_DataType_U32, {2});
+    call.attributes["residuals"] = random.below(2);
+  } else {
+    leaves.add_rets(random, &call);
+    if (random.chance(2)) leaves.add_rets(random, &call);
+  }
   leaves.add_attributes(&call);
   call.attributes["divisor"] = 2.0f;
   where.add_to(random, &call);
@@ -107,9 +122,10 @@ void mpi_case(Random& random) {
   static const auto handlers = cgx::mpi_handlers();  // in the order of the kinds below
   static int64_t runs = 0;
   for (int64_t k = random.within(1, 40); k > 0; --k) {
-    const int64_t kind = random.below(4);
-    Call call =
-        kind < 2 ? reduce_call(random, where, kind == 1) : rows_call(random, where, kind == 3);
+    const int64_t kind = random.below(8);
+    const Part part = kind < 2 ? Part::kWhole : kind < 6 ? Part::kStart : Part::kFinish;
+    Call call = kind == 2 || kind == 3 ? rows_call(random, where, kind == 3)
+                                       : reduce_call(random, where, kind % 2 == 1, part);
     const bool damaged = random.chance(2);
     if (damaged) damage(random, &call);
     Frame frame;
@@ -119,7 +135,8 @@ void mpi_case(Random& random) {
     const auto& [target, handler] = handlers[kind];
     const std::string said = frame.call(handler, XLA_FFI_ExecutionStage_EXECUTE, &context);
     count(target, !said.empty());
-    if (engine && !damaged && !hostile && !said.empty()) {
+    // What has the ticket of another call is refused.
+    if (engine && !damaged && !hostile && !said.empty() && part != Part::kFinish) {
       fail(std::string(target) + " refuses a right call: " + said);
     }
   }
