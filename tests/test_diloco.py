@@ -123,8 +123,7 @@ def wrapped(compressor=None, **options):
         "data",
         exactly(Identity() if compressor is None else compressor),
         mesh=mesh(),
-        exchange="xla",
-        **options,
+        **({"exchange": "xla"} | options),
     )
 
 
@@ -245,7 +244,7 @@ def test_muon_runs_inside():
 
 WRONG = {
     "every": ({"every": 0}, ValueError, "diloco: every=0 must be 1 or more"),
-    "tuner": ({"exchange": cgx_jax.Tuner()}, ValueError, "diloco: exchange is a tuner"),
+    "tuner": ({"every": 4, "exchange": cgx_jax.Tuner()}, ValueError, "diloco: exchange is a tuner"),
     "delay": ({"every": 4, "delay": 4}, ValueError, r"diloco: delay=4 must be in \[0, 3\]"),
     "mix": ({"every": 4, "mix": 1.5}, ValueError, r"diloco: mix=1.5 must be in \[0, 1\]"),
     "fragments": (
