@@ -211,7 +211,7 @@ def test_two_processes_compare_a_users_step(tmp_path):
     port = free_port()
     ranks = [
         command_line(
-            *("compare", "users:build", "--distributed", "--methods", "4bit", "--steps", 2),
+            *("compare", "users:build", "--distributed", "--methods", "alone,4bit", "--steps", 2),
             *("--json", numbers, "--png", png),
             OMPI_MCA_orte_hnp_uri="4096.0;tcp://127.0.0.1:1",
             OMPI_COMM_WORLD_SIZE="2",
@@ -229,10 +229,13 @@ def test_two_processes_compare_a_users_step(tmp_path):
         [line.split()[0] for line in out.splitlines() if not line.startswith("[Gloo]")]
         for out in (first, second)
     )
-    assert printed[:3] == ["method", "exact", "4bit"]
+    assert printed[:5] == ["method", "exact", "alone", "4bit", "DiLoCo,"]
+    assert printed[5:8] == ["exact/8", "exact/32", "exact/100"]
     assert by_second == []
     assert re.search(r"compare (\d+)/\1 done", error)
-    rows = json.loads(numbers.read_text())["rows"]
+    found = json.loads(numbers.read_text())
+    rows = found["rows"]
     plan = cgx_jax.Plan.build({"x": jnp.ones((64, 64))}, cgx_jax.Quantize(4))
-    assert rows[1]["sent_bytes"] == plan.wire_bytes(2)
+    assert [row["sent_bytes"] for row in rows[1:]] == [0, plan.wire_bytes(2)]
+    assert [row["method"] for row in found["diloco"]] == printed[5:8]
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -38,8 +38,8 @@ first {ERROR_STEPS} steps, which are not timed. With feedback the error of a ste
 a large error costs less than it seems. Only a long training shows what a method costs in accuracy:
 docs/choosing.md. "{ALONE}" is the step without a reduction: no method is faster.
 
-DiLoCo is listed too, but does not run. METHOD/N is the time of the step without a reduction, plus
-the time that METHOD adds to it once in N steps. DiLoCo's own additions are left out.
+With "{ALONE}", DiLoCo is listed too, but does not run. METHOD/N is the mean step if METHOD adds its
+time and bytes to the step alone once in N steps. DiLoCo's own additions are left out.
 """
 DEFAULT_FUNCTION = "compare"
 EVERY = 8, 32, 100  # steps of a round of DiLoCo
