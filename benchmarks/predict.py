@@ -6,9 +6,14 @@ A model, not a measurement. A link's time is its bytes divided by its rate. A ke
 bytes divided by the memory's rate. Nothing overlaps, and no message has a latency.
 fp32 is a ring over all ranks. A node's GPUs share its link. With levels the sums inside a node are
 exact and go over PCIe.
+
+The last lines say which way to train keeps the mean step within LIMIT times its computing, for 4
+ranks with a link each: up to how many bits of gradients per second of computing, over the bits per
+second of the link. Kernels take no time in them.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alpha_beta import sent
@@ -21,6 +26,14 @@ PCIE = 10e9  # bytes per second and GPU, each way: the usable part of 16 lanes o
 BUCKET = 512
 STEPS = (0.05, 0.2, 1.0)  # seconds that a step computes
 PRICES = "fp32", "flat", "levels"
+LIMIT = 1.1  # times its computing that a step may take
+WORLD = 4
+WAYS = {  # what a reduction sends, and the steps between two; the least change to training first
+    "exact": ("fp32", 1),
+    "4 bits": ("4 bits", 1),
+    "DiLoCo, fp32": ("fp32", 32),
+    "DiLoCo, 4 bits": ("4 bits", 32),
+}
 
 
 @dataclass(frozen=True)
@@ -77,12 +90,39 @@ def step_speedup(machine: Machine, how: str, computing: float) -> float:
     )
 
 
+def way_for(computing: float, steps: Mapping[str, float]) -> str | None:
+    """Returns the first of WAYS whose mean step is within LIMIT times the seconds of `computing`.
+
+    `steps` holds the seconds of a step that reduces in fp32, and of one in 4 bits.
+    """
+    for way, (sends, every) in WAYS.items():
+        if computing + (steps[sends] - computing) / every <= LIMIT * computing:
+            return way
+    return None
+
+
+def reach(way: str) -> float:
+    """Returns the most bits of gradients per second of computing, over a link's, for one of WAYS.
+
+    In this model only the quotient counts.
+    """
+    sends, every = WAYS[way]
+    nbytes = int(GRADIENTS)
+    if sends == "fp32":
+        crossing = 2 * (WORLD - 1) / WORLD * nbytes
+    else:
+        crossing = sent("scatter_gather", nbytes // 4, WORLD, BITS)
+    return (LIMIT - 1) * every * nbytes / crossing
+
+
 def main() -> int:
     for machine in MACHINES:
         for how in PRICES[: 2 if machine.nodes == 1 else 3]:
             milliseconds = reduction_seconds(machine, how) * 1e3
             steps = " ".join(f"{step_speedup(machine, how, c):5.2f}" for c in STEPS)
             print(f"{machine.name:<32} {how:<7} {milliseconds:7.1f} ms; steps {steps}")
+    for way in WAYS:
+        print(f"{way:<32} up to {reach(way):.3g}")
     return 0
 
 

@@ -30,7 +30,7 @@ TEXTS = (
     *(
         path
         for path in sorted((DOCS / "measurements").glob("*.md"))
-        if not path.name.startswith(("accuracy_", "suite"))
+        if not path.name.startswith(("accuracy_", "diloco", "suite"))
     ),
 )
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")

@@ -2,19 +2,22 @@
 
     python docs/figures.py    # needs matplotlib: pip install -e ".[demo]"
 
-`speed.svg` is drawn from benchmarks/results/all_reduce.jsonl, as the tables are. The others explain
-how the library works.
+`speed.svg` is drawn from benchmarks/results/all_reduce.jsonl, as the tables are. `choosing.svg` is
+the model of benchmarks/predict.py with measured steps in it. The others explain how the library
+works.
 """
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
@@ -22,12 +25,19 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import measure
+import predict
+from cgx_jax.commands import rig
+from cgx_jax.tuning.link_timer import size_text
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 BYTES, WORLD = 25_000_000, 4
 DARK, BLUE, LIGHT, GREEN, GRAY = "#263238", "#1565c0", "#90caf9", "#2e7d32", "#b0bec5"
+LABEL_AT = 3e9  # the link at which the chart names its ways
+WAY_COLORS = dict(
+    zip((*predict.WAYS, None), (GREEN, BLUE, "#ffb300", "#d84315", GRAY), strict=True)
+)
 # Text stays text, and the same numbers give the same file.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "cgx_jax", "font.size": 11, "text.color": DARK}
 
@@ -64,6 +74,78 @@ def speed() -> Figure:
     axes.margins(y=0.15)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def measured_steps() -> list[tuple[float, float, float, dict[str, float]]]:
+    """Returns the measured steps of 4 ranks over links of a known rate.
+
+    Each is (bits per second of the link, bytes of gradients, seconds of computing, seconds of a
+    step by what it sends).
+    """
+    found = []
+    names = {"exact, small leaves together": "fp32", "4 bits, rotated, SecondMoment": "4 bits"}
+    tasks: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in measure.rows(RESULTS / "suite" / "speed.jsonl"):
+        if row["world"] == predict.WORLD and row["method"] in names:
+            tasks.setdefault((row["task"], row["links"]), {})[names[row["method"]]] = row
+    for (_, rate), rows in tasks.items():
+        exact = rows["fp32"]
+        nbytes = exact["sent_bytes"] * predict.WORLD / (2 * (predict.WORLD - 1))
+        seconds = {sends: row["seconds"][1] for sends, row in rows.items()}
+        found.append((rig.bits_per_second(rate), nbytes, exact["compute"][1], seconds))
+    for name in ("training_step", "gpu_h100_models/models"):
+        for run in measure.read(RESULTS / f"{name}.jsonl"):
+            by_way = {row["way"]: row["seconds"][1] for row in run["rows"] if "way" in row}
+            of = run | run["rows"][0]
+            rate = of.get("links", of.get("rate"))
+            if not by_way or of["world"] != predict.WORLD or rate == "unlimited":
+                continue
+            on_gpu = "rate" in of
+            exact, coded = ("fp32 psum", "4 bits, xla") if on_gpu else ("fp32", "4 bits")
+            found.append(
+                (
+                    1e9 * float(rate) if on_gpu else rig.bits_per_second(rate),
+                    4 * of["parameters"] if on_gpu else 1e6 * of["megabytes"],
+                    by_way["compute alone"],
+                    {"fp32": by_way[exact], "4 bits": by_way[coded]},
+                )
+            )
+    return found
+
+
+def choosing() -> Figure:
+    """Which way to train, by the link and by the gradients per second of computing."""
+    figure, axes = plt.subplots(figsize=(7.5, 5.2))
+    axes.set(xscale="log", yscale="log", xlim=(1e7, 1e11), ylim=(1e6, 1e11))
+    x = np.array(axes.get_xlim())
+    reaches = [predict.reach(way) / 8 for way in predict.WAYS]  # bytes per bit
+    edges = [1e-9, *reaches, 1e9]
+    middles = np.sqrt([reaches[0] / 25, *reaches]) * np.sqrt([*reaches, reaches[-1] * 16])
+    for i, (way, color) in enumerate(WAY_COLORS.items()):
+        axes.fill_between(x, edges[i] * x, edges[i + 1] * x, color=color, alpha=0.35, linewidth=0)
+        axes.text(
+            *(LABEL_AT, LABEL_AT * middles[i], way or "longer rounds"),
+            rotation=29,  # along the edges, on these axes
+            ha="center",
+            va="center",
+        )
+    for link_rate, nbytes, computing, seconds in measured_steps():
+        axes.plot(
+            *(link_rate, nbytes / computing),
+            marker="o" if nbytes > 1e7 else "^",
+            color=WAY_COLORS[predict.way_for(computing, seconds)],
+            markeredgecolor=DARK,
+            markersize=8,
+        )
+    rates, amounts = 10.0 ** np.arange(7, 12), 10.0 ** np.arange(6, 12)
+    axes.set_xticks(
+        rates, [f"{r / 1e6:g} Mbit/s" if r < 1e9 else f"{r / 1e9:g} Gbit/s" for r in rates]
+    )
+    axes.set_yticks(amounts, [size_text(amount) for amount in amounts])
+    axes.minorticks_off()
+    axes.set_xlabel("link of each rank")
+    axes.set_ylabel("fp32 gradients / seconds that a step computes")
     return figure
 
 
@@ -162,7 +244,7 @@ def _arrow(
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
-    draw.__name__: draw for draw in (levels, record, schedule, speed)
+    draw.__name__: draw for draw in (choosing, levels, record, schedule, speed)
 }
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import scripts
 from cgx_jax import Identity, Plan, Quantize
 from cgx_jax.compressors import BlockTopK, TopK
 
@@ -22,3 +23,14 @@ def test_gathered_top_k_sends_more_from_this_many_ranks_on(other, first):
 def test_block_top_k_sends_less_than_twice_its_payload_on_any_number_of_ranks():
     payload = BlockTopK(5).payload_bytes(VALUES.size)
     assert Plan.build(VALUES, BlockTopK(5)).wire_bytes(1024) < 2.2 * payload
+
+
+def test_the_picture_s_limits_are_those_of_the_model():
+    predict = scripts.load("benchmarks/predict.py")
+    limits = [f"{predict.reach(way):.2g}" for way in predict.WAYS]
+    assert limits == ["0.067", "0.52", "2.1", "17"]
+
+
+def test_diloco_sends_this_share_of_an_exact_reduction_in_each_step():
+    ours, exact = (Plan.build(VALUES, c).wire_bytes(4) for c in (Quantize(4), Identity()))
+    assert f"{ours / exact / 32:.1g}" == "0.004"

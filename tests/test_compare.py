@@ -49,7 +49,7 @@ def training(mesh):
 def test_bytes_and_error_are_those_of_the_step(mesh):
     links = LinkTimer("compare", mesh, "data")
     names = ["exact", "4bit", "topk"]
-    rows = compare.measure(training(mesh), links, names, 2, "xla")
+    rows, _ = compare.measure(training(mesh), links, names, 2, "xla")
     assert [row["method"] for row in rows] == names
     for row in rows:
         plan = cgx_jax.Plan.build(PARAMS, METHODS[row["method"]].compressor)
@@ -69,6 +69,30 @@ def test_bytes_and_error_are_those_of_the_step(mesh):
     lost = np.linalg.norm(means - exact[:, :64]) / np.linalg.norm(exact)
     assert [row["error"] for row in rows[:2]] == pytest.approx([0, lost], abs=1e-6)
     assert rows[2]["error"] > 0.5
+
+
+def test_diloco_is_listed_at_its_mean_over_a_round(mesh):
+    links = LinkTimer("compare", mesh, "data")
+    names = ["exact", "alone", "4bit", "4bit-rotated"]
+    rows, rounds = compare.measure(training(mesh), links, names, 2, "xla")
+    assert (rows[1]["sent_bytes"], rows[1]["error"]) == (0, None)
+    assert [row["method"] for row in rounds] == [
+        f"{name}/{every}" for name in ("exact", "4bit-rotated") for every in (8, 32, 100)
+    ]
+    for row, of in zip(rounds, [rows[0]] * 3 + [rows[3]] * 3, strict=True):
+        every = int(row["method"].split("/")[1])
+        assert row["sent_bytes"] * every == pytest.approx(of["sent_bytes"])
+    # In every step 9 s, 1 s, 5 s and 3 s.
+    rounds = compare.diloco(rows, np.array([[9.0, 1.0, 5.0, 3.0]] * 4))
+    found = {row["method"]: (row["seconds"][1], row["ratio"][1]) for row in rounds}
+    assert found["exact/8"] == pytest.approx((2, 4.5))
+    assert found["4bit-rotated/100"] == pytest.approx((1.02, 9 / 1.02))
+    assert compare.diloco([rows[0], rows[3]], np.ones((4, 2))) == []  # the step alone did not run
+
+
+def test_a_step_alone_sends_nothing(mesh):
+    step, state, batches = training(mesh)(Trial(METHODS["alone"], "xla").sync)
+    assert "all_reduce" not in step.lower(*state, *batches[0]).as_text()
 
 
 def row(method, low, ratio, high, error):
@@ -94,6 +118,10 @@ RECOMMENDED = {
     "and not where no quartile shows it": (
         [row("8bit", 1.6, 1.7, 1.8, 0.01), row("topk", 1.7, 2.0, 2.1, 0.9)],
         ["Write Quantize(8)"],
+    ),
+    "a step that reduces nothing is no method": (
+        [row("alone", 2.0, 2.1, 2.2, 0.0)],
+        ["Keep lax.pmean"],
     ),
     "only what learns worse is faster": (
         [row("8bit", 0.6, 0.7, 0.8, 0.01), row("topk", 1.9, 2.0, 2.1, 0.9)],
@@ -138,7 +166,7 @@ def test_what_the_function_returns_is_checked(name, mesh):
         compare.measure(build, LinkTimer("compare", mesh, "data"), ["exact"], 1, "xla")
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "exact"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("exact", "alone")])
 def test_what_is_recommended_is_what_was_timed(name):
     method = METHODS[name]
     names = vars(cgx_jax) | vars(cgx_jax.compressors) | {"jnp": jnp}
@@ -183,7 +211,7 @@ def test_two_processes_compare_a_users_step(tmp_path):
     port = free_port()
     ranks = [
         command_line(
-            *("compare", "users:build", "--distributed", "--methods", "4bit", "--steps", 2),
+            *("compare", "users:build", "--distributed", "--methods", "alone,4bit", "--steps", 2),
             *("--json", numbers, "--png", png),
             OMPI_MCA_orte_hnp_uri="4096.0;tcp://127.0.0.1:1",
             OMPI_COMM_WORLD_SIZE="2",
@@ -201,10 +229,13 @@ def test_two_processes_compare_a_users_step(tmp_path):
         [line.split()[0] for line in out.splitlines() if not line.startswith("[Gloo]")]
         for out in (first, second)
     )
-    assert printed[:3] == ["method", "exact", "4bit"]
+    assert printed[:5] == ["method", "exact", "alone", "4bit", "DiLoCo,"]
+    assert printed[5:8] == ["exact/8", "exact/32", "exact/100"]
     assert by_second == []
     assert re.search(r"compare (\d+)/\1 done", error)
-    rows = json.loads(numbers.read_text())["rows"]
+    found = json.loads(numbers.read_text())
+    rows = found["rows"]
     plan = cgx_jax.Plan.build({"x": jnp.ones((64, 64))}, cgx_jax.Quantize(4))
-    assert rows[1]["sent_bytes"] == plan.wire_bytes(2)
+    assert [row["sent_bytes"] for row in rows[1:]] == [0, plan.wire_bytes(2)]
+    assert [row["method"] for row in found["diloco"]] == printed[5:8]
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

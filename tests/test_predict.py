@@ -1,5 +1,7 @@
 """The model behind the predicted steps: limits that arithmetic gives, and what levels save."""
 
+import itertools
+
 import pytest
 
 import scripts
@@ -31,3 +33,15 @@ def test_a_flat_reduction_sends_all_pairs_of_nodes_over_one_link(machine):
     assert seconds["fp32"] / seconds["flat"] == pytest.approx(
         31 / 32 / (8 * 24 / 32) * 32 / 4.125, rel=0.01
     )
+
+
+@pytest.mark.parametrize(("way", "next_way"), [*itertools.pairwise([*predict.WAYS, None])])
+def test_a_way_is_taken_up_to_its_reach(way, next_way):
+    link = 1e9
+    for factor, taken in ((0.999, way), (1.001, next_way)):
+        values = int(factor * predict.reach(way) * link / 4)
+        steps = {
+            "fp32": 1 + 2 * 3 / 4 * 4 * values / link,
+            "4 bits": 1 + predict.sent("scatter_gather", values, 4) / link,
+        }
+        assert predict.way_for(1.0, steps) == taken

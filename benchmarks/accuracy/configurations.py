@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import optax
+
 import cgx_jax
 from cgx_jax import Adaptive, Quantize, SecondMoment
 from cgx_jax.compressors import Compressor
@@ -15,7 +17,8 @@ class Configuration:
     """One way to reduce gradients, which is exact without `policy`.
 
     `policy` makes a run's policy from its number of steps. `takes_momentum` says that `memory`
-    holds the optimizer's momentum. `rate` multiplies the learning rate.
+    holds the optimizer's momentum. `rate` multiplies the learning rate. With `every`, ranks train
+    alone for so many steps, and movements are reduced instead: DiLoCo with the `outer` optimizer.
     """
 
     policy: Callable[[int], Compressor | Adaptive] | None = None
@@ -23,6 +26,8 @@ class Configuration:
     precondition: SecondMoment | None = None
     takes_momentum: bool = False
     rate: float = 1.0
+    every: int | None = None
+    outer: optax.GradientTransformation | None = None
 
 
 def uniform(

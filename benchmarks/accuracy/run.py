@@ -49,15 +49,18 @@ class Trainer:
     check_vma = True
 
     def __init__(self, task: Task, configuration: Configuration, steps: int) -> None:
-        self.task, self.steps = task, steps
+        self.task, self.steps, self.every = task, steps, configuration.every
         self.mesh = Mesh(np.array(jax.devices()), ("data",))
         self.graphdef, params = task.initial(0)
         self.policy = configuration.policy and configuration.policy(steps)
         make = task.plain if configuration.takes_momentum else task.optimizer
         if make is None:
             raise ValueError("this task's optimizer has no momentum to take over")
-        rate = optax.scale(configuration.rate)
-        self.tx = optax.chain(self._reduction(configuration), make(steps), rate)
+        optimizer = optax.chain(make(steps), optax.scale(configuration.rate))
+        if self.every is None:
+            self.tx = optax.chain(self._reduction(configuration), optimizer)
+        else:
+            self.tx = self._alone(configuration, self.every, optimizer)
         state = jax.eval_shape(self.tx.init, params)
         specs = cgx_jax.state_specs(state, "data")
         sharded = jax.shard_map(
@@ -77,18 +80,32 @@ class Trainer:
     def _reduction(self, configuration: Configuration) -> optax.GradientTransformation:
         if self.policy is None:
             return optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
-        return cgx_jax.sync_gradients(
-            "data",
-            self.policy,
-            memory=configuration.memory,
-            precondition=configuration.precondition,
-            mesh=self.mesh,
-            exchange=self.exchange,
+        return cgx_jax.sync_gradients("data", self.policy, **self._options(configuration))
+
+    def _alone(
+        self, configuration: Configuration, every: int, inner: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """DiLoCo, in which ranks train alone for `every` steps."""
+        policy = cgx_jax.Identity() if self.policy is None else self.policy
+        options = self._options(configuration)
+        return cgx_jax.transforms.diloco(
+            inner, "data", policy, every=every, outer=configuration.outer, **options
         )
 
+    def _options(self, configuration: Configuration) -> dict[str, Any]:
+        return {
+            "memory": configuration.memory,
+            "precondition": configuration.precondition,
+            "mesh": self.mesh,
+            "exchange": self.exchange,
+        }
+
     def _step(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-        loss, grads = jax.value_and_grad(self._loss)(varying, batch)
+        if self.every is None:
+            own = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+        else:
+            own = cgx_jax.transforms.local_params(params, state)
+        loss, grads = jax.value_and_grad(self._loss)(own, batch)
         updates, state = self.tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, self._mean_loss(loss)
 
@@ -152,9 +169,9 @@ class Trainer:
         return sent / sum(leaf.size for leaf, _ in lossy)
 
     def _bytes_per_step(self, params: Any) -> int:
-        """Bytes that a rank sends per step under the plan at the end of the run."""
+        """Bytes that a rank sends per step, on average, under the plan at the end of the run."""
         policy = cgx_jax.Identity() if self.policy is None else self.policy
-        return Plan.build(params, policy).wire_bytes(WORLD)
+        return round(Plan.build(params, policy).wire_bytes(WORLD) / (self.every or 1))
 
     def _lossy(self, params: Any) -> list[tuple[Leaf, Any]]:
         """The leaves that are compressed, each with its compressor."""

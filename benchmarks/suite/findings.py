@@ -1,6 +1,6 @@
-"""The suite's table and pictures, from benchmarks/results/suite.
+"""The suite's tables and pictures, from benchmarks/results/suite.
 
-    python benchmarks/suite/findings.py                      # for docs/measurements/suite.md
+    python benchmarks/suite/findings.py                      # for suite.md and diloco.md
     python benchmarks/suite/findings.py --pictures FOLDER    # and the pictures
 
 "Worse by" is in standard deviations of exact over seeds, with the standard error over the seeds
@@ -9,7 +9,7 @@ that a method and exact have both run.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "accuracy"))
 
-from methods import METHODS
+from configurations import Configuration
+from methods import DILOCO, METHODS, RATES
 from models import METRICS
 from summary import Runs, worse_with_error
 
 import tables
 from cgx_jax.commands.chart import COLORS, PSUM_COLOR
 
-TEXT = tables.ROOT / "docs" / "measurements" / "suite.md"
+TEXTS = [tables.DOCS / "measurements" / f"{name}.md" for name in ("suite", "diloco")]
 FOLDER = tables.RESULTS / "suite"
 ENOUGH = 5  # seeds that a claim needs
 MARKERS = "osD^vP*X"
@@ -44,20 +45,69 @@ def quality() -> str:
     return tables.table(["", "bytes to exact", *heads], body)
 
 
-def done() -> dict[str, Runs]:
+def diloco() -> str:
+    """One line per method: bytes, and per task how much worse than exact, and than fp32."""
+    runs = done("suite/diloco", DILOCO)
+    body = []
+    for name, method in DILOCO.items():
+        cells = [
+            cell
+            for one in runs.values()
+            for cell in diloco_cells(one, name, f"DiLoCo, every {method.every}")
+        ]
+        if any(cells):
+            shares = [bytes_share(one, name) for one in runs.values() if name in one.names]
+            body.append([name, f"{np.mean(shares):.4f}", *cells])
+    heads = [
+        head
+        for task in runs
+        for head in (f"{task}: {METRICS[task][1]}", "worse than exact", "than DiLoCo in fp32")
+    ]
+    return tables.table(["", "bytes to exact", *heads], body)
+
+
+def diloco_cells(runs: Runs, name: str, fp32: str) -> tuple[str, str, str]:
+    field, _, _, digits = METRICS[runs.task]
+    seeds = len(runs.seeds(name))
+    if not seeds:
+        return "", "", ""
+    value = f"{runs.values(name, field).mean():.{digits}f} ({seeds} seed{'s' * (seeds > 1)})"
+    exact = runs.values("exact", field)
+    worse = [
+        "" if seeds < 2 or name in ("exact", of) else worse_with_error(gaps(runs, name, of), exact)
+        for of in ("exact", fp32)
+    ]
+    return value, worse[0], "" if name == "exact" else worse[1]
+
+
+def rates() -> str:
+    """What exact DiLoCo every 32 steps learns by its inner learning rate."""
+    tasks = [task for task in METRICS if (FOLDER / "diloco_rate" / f"{task}.jsonl").exists()]
+    body = []
+    for name in RATES:
+        line = [name]
+        for task in tasks:
+            field, _, _, digits = METRICS[task]
+            rows = tables.rows(f"suite/diloco_rate/{task}")
+            line += [f"{row[field]:.{digits}f}" for row in rows if row["configuration"] == name]
+        body.append(line)
+    return tables.table(["", *(f"{task}: {METRICS[task][1]}" for task in tasks)], body)
+
+
+def done(folder: str = "suite", methods: Mapping[str, Configuration] = METHODS) -> dict[str, Runs]:
     """The tasks that have results, each with the methods that were run."""
     found = {}
     for task in METRICS:
-        if (FOLDER / f"{task}.jsonl").exists():
-            found[task] = Runs(task, "suite", METHODS)
+        if (tables.RESULTS / folder / f"{task}.jsonl").exists():
+            found[task] = Runs(task, folder, methods)
     return found
 
 
-def gaps(runs: Runs, name: str) -> np.ndarray:
-    """Returns how much worse than exact a method is per seed, in the task's own metric."""
+def gaps(runs: Runs, name: str, against: str = "exact") -> np.ndarray:
+    """Returns how much worse than another a method is per seed, in the task's own metric."""
     field, _, more, _ = METRICS[runs.task]
-    own, exact = (runs.values(name, field, of) for of in (name, "exact"))
-    return exact - own if more else own - exact
+    own, other = (runs.values(name, field, of) for of in (name, against))
+    return other - own if more else own - other
 
 
 def quality_cell(runs: Runs, name: str) -> str:
@@ -143,7 +193,11 @@ def picture(
     print(f"drawn in {path}")
 
 
-TABLES: dict[str, Callable[[], str]] = {"suite_quality": quality}
+TABLES: dict[str, Callable[[], str]] = {
+    "suite_quality": quality,
+    "diloco": diloco,
+    "diloco_rate": rates,
+}
 
 
 def main() -> int:
@@ -152,7 +206,8 @@ def main() -> int:
     )
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the pictures there")
     arguments = parser.parse_args()
-    TEXT.write_text("".join(tables.filled(TEXT.read_text(), TABLES)))
+    for path in TEXTS:
+        path.write_text("".join(tables.filled(path.read_text(), TABLES)))
     if arguments.pictures is not None:
         draw(arguments.pictures)
     return 0

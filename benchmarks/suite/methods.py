@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "accuracy"))
 
@@ -61,3 +62,27 @@ METHODS = {
     "OneBit, feedback": method(OneBit(), FEEDBACK),
     "RandomK 1 %, feedback": method(RandomK(0.01), FEEDBACK),
 }
+
+
+def diloco(
+    every: int,
+    compressor: Compressor | None = None,
+    memory: Any = None,
+    outer: Any = None,
+    rate: float = 2.0,
+) -> Configuration:
+    """DiLoCo, which is exact without a compressor; `rate` multiplies the inner learning rate."""
+    policy = None if compressor is None else lambda _: compressor
+    return Configuration(policy, memory, rate=rate, every=every, outer=outer)
+
+
+DILOCO = {"exact": Configuration()}
+for every in (8, 32, 100):
+    DILOCO |= {
+        f"DiLoCo, every {every}": diloco(every),
+        f"DiLoCo, every {every}, 4 bits": diloco(every, Quantize(4, rotation=True)),
+        f"DiLoCo, every {every}, 2 bits, feedback": diloco(every, Quantize(2), FEEDBACK),
+        # Feedback takes the place of the outer momentum.
+        f"SparseLoCo, every {every}": diloco(every, TopK(0.02), FEEDBACK, optax.sgd(1.0)),
+    }
+RATES = {f"rate × {rate:g}": diloco(32, rate=rate) for rate in (0.5, 1, 2, 4)}

@@ -13,7 +13,7 @@ import numpy as np
 
 from cgx_jax._types import Json
 from cgx_jax.commands.bench import parent, quartiles
-from cgx_jax.commands.trial import ERROR_STEPS, METHODS, Trial
+from cgx_jax.commands.trial import ALONE, ERROR_STEPS, METHODS, Trial
 from cgx_jax.host import installation
 from cgx_jax.host.console import Column, Progress, table_lines
 from cgx_jax.tuning.link_timer import LinkTimer, size_text
@@ -36,12 +36,17 @@ divided by the method's time in the same turn: the median (and quartiles) over t
 what a rank sends per step, by the format's arithmetic. `error` is |mean - exact| / |exact| over the
 first {ERROR_STEPS} steps, which are not timed. With feedback the error of a step is sent later, so
 a large error costs less than it seems. Only a long training shows what a method costs in accuracy:
-docs/choosing.md.
+docs/choosing.md. "{ALONE}" is the step without a reduction: no method is faster.
+
+With "{ALONE}", DiLoCo is listed too, but does not run. METHOD/N is the mean step if METHOD adds its
+time and bytes to the step alone once in N steps. DiLoCo's own additions are left out.
 """
 DEFAULT_FUNCTION = "compare"
+EVERY = 8, 32, 100  # steps of a round of DiLoCo
+ROUNDS = "exact", "4bit-rotated"  # how its movements are reduced
 _COLUMNS = (
-    Column("method", 12),
-    Column("median ms (quartiles)", 26),
+    Column("method", 16),
+    Column("median ms (quartiles)", 25),
     Column("ratio (quartiles)", 20),
     Column("sent", 9, right=True),
     Column("error", 0),
@@ -75,14 +80,23 @@ def run(
     Raises Refused if the target, or what it returns, cannot be used.
     """
     build = function_of(target)
-    rows = measure(build, links, names, steps, exchange)
+    rows, rounds = measure(build, links, names, steps, exchange)
     if not links.first:
         return
     print_rows(rows)
+    if rounds:
+        print("DiLoCo, by arithmetic from these times; it did not run:")
+        print_rows(rounds, head=False)
     print(*recommendation(rows), sep="\n")
+    if rounds:
+        print(
+            "DiLoCo trains in another way, and a few steps do not show what it costs in accuracy: "
+            "see docs/measurements/diloco.md."
+        )
     if json_path is not None:
         machine = installation.facts() | {"exchange": exchange}
-        document = {"target": target, "machine": machine, "world": links.world, "rows": rows}
+        document = {"target": target, "machine": machine, "world": links.world}
+        document |= {"rows": rows, "diloco": rounds}
         parent(json_path).write_text(json.dumps(document, indent=1) + "\n")
     if png_path is not None:
         from cgx_jax.commands import compare_chart  # matplotlib is an extra
@@ -117,8 +131,11 @@ def function_of(target: str) -> Callable[..., Any]:
 
 def measure(
     build: Callable[..., Any], links: LinkTimer, names: Sequence[str], steps: int, exchange: str
-) -> list[Json]:
-    """Times `steps` steps of every method in turns; returns one row per method, exact's first."""
+) -> tuple[list[Json], list[Json]]:
+    """Times `steps` steps of every method in turns.
+
+    Returns one row per method, exact's first, and DiLoCo's, which are computed from them.
+    """
     trials, runs = [], []
     samples = np.empty((steps, len(names)))
     with Progress("compare", len(names) + steps, links.first) as progress:
@@ -142,7 +159,7 @@ def measure(
                 sample[j] = links.timed(runs[j])
         progress.step(progress.total, "done", last=True)
     seconds = links.gather(samples.ravel()).max(axis=0).reshape(samples.shape)
-    return [
+    rows = [
         {
             "method": name,
             "write": METHODS[name].write,
@@ -153,6 +170,30 @@ def measure(
         }
         for j, name in enumerate(names)
     ]
+    return rows, diloco(rows, seconds)
+
+
+def diloco(rows: Sequence[Json], seconds: np.ndarray) -> list[Json]:
+    """Returns DiLoCo's rows: the means over a round, from f64[steps, len(rows)]."""
+    by_name = {row["method"]: (row, seconds[:, j]) for j, row in enumerate(rows)}
+    if ALONE not in by_name:
+        return []
+    _, alone = by_name[ALONE]
+    found = []
+    for name in (name for name in ROUNDS if name in by_name):
+        row, reducing = by_name[name]
+        for every in EVERY:
+            mean = alone + (reducing - alone) / every
+            found.append(
+                {
+                    "method": f"{name}/{every}",
+                    "seconds": quartiles(mean),
+                    "ratio": quartiles(seconds[:, 0] / mean),
+                    "sent_bytes": row["sent_bytes"] / every,
+                    "error": None,
+                }
+            )
+    return found
 
 
 def built(build: Callable[..., Any], trial: Trial) -> Built:
@@ -223,7 +264,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(shape == jax.tree.structure(b))
 
 
-def print_rows(rows: Sequence[Json]) -> None:
+def print_rows(rows: Sequence[Json], *, head: bool = True) -> None:
     """Prints one line per method."""
     cells = []
     for row in rows:
@@ -235,10 +276,10 @@ def print_rows(rows: Sequence[Json]) -> None:
                 f"{middle:.2f} ({low:.2f}-{high:.2f})",
                 f"{ratio:.2f} ({slow:.2f}-{fast:.2f})",
                 size_text(row["sent_bytes"]),
-                f"{row['error']:.4f}",
+                "" if row["error"] is None else f"{row['error']:.4f}",
             )
         )
-    print(*table_lines(_COLUMNS, cells), sep="\n", flush=True)
+    print(*table_lines(_COLUMNS, cells, head=head), sep="\n", flush=True)
 
 
 def recommendation(rows: Sequence[Json]) -> list[str]:
@@ -248,7 +289,7 @@ def recommendation(rows: Sequence[Json]) -> list[str]:
     lower quartile is above the other's upper quartile. Among methods that the quartiles do not
     tell apart, the one with the least error is recommended.
     """
-    faster = [row for row in rows if row["ratio"][0] > 1]
+    faster = [row for row in rows if row["ratio"][0] > 1 and row["method"] != ALONE]
     if not faster:
         return [
             "Keep lax.pmean: no method was faster than exact gradients in three of four turns. "

@@ -27,7 +27,7 @@ def draw(rows: Sequence[Json], world: int, path: Path) -> None:
     times.invert_yaxis()
     sizes.barh(names, [row["sent_bytes"] / 1e6 for row in rows], color=colors)
     sizes.set(xlabel="MB sent per rank and step", title="Bytes", xscale="log")
-    errors.barh(names, [row["error"] for row in rows], color=colors)
+    errors.barh(names, [row["error"] or 0 for row in rows], color=colors)
     errors.set(xlabel="relative error of a step's mean", title="Error", xscale="log")
     for axes in panels:
         axes.grid(axis="x", alpha=0.25)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from cgx_jax import _compat
 from cgx_jax._types import AxisName, Pytree
 from cgx_jax.compressors import (
     BlockTopK,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import optax
 
 CALLER = "compare"
+ALONE = "alone"  # the step without a reduction, which shows what is left to gain
 ERROR_STEPS = 5
 
 
@@ -39,11 +41,11 @@ class Method:
     """The options of `sync_gradients` for a method, and `write`, how a user writes them.
 
     `close` says that models trained with it were within the spread over seeds of exactly trained
-    models (docs/choosing.md).
+    models (docs/choosing.md). Without a compressor nothing is sent.
     """
 
     write: str
-    compressor: Compressor
+    compressor: Compressor | None
     memory: Memory | None = None
     precondition: SecondMoment | None = None
     close: bool = False
@@ -51,6 +53,7 @@ class Method:
 
 METHODS = {
     "exact": Method("lax.pmean", Identity()),
+    ALONE: Method("no reduction", None),
     "bf16": Method("Cast(jnp.bfloat16)", Cast(jnp.bfloat16), close=True),
     "8bit": Method("Quantize(8)", Quantize(8), close=True),
     "4bit": Method("Quantize(4)", Quantize(4)),
@@ -81,7 +84,8 @@ class Trial:
 
     def __init__(self, method: Method, exchange: str) -> None:
         # Codes that are summed as numbers need XLA's own collectives.
-        summed = isinstance(method.compressor, SummedCompressor) or method.compressor.lossless
+        compressor = self.compressor = method.compressor or Identity()
+        summed = isinstance(compressor, SummedCompressor) or compressor.lossless
         self.method, self.exchange = method, Xla.shorthand if summed else exchange
         self.made = False
         self.sent_bytes: int | None = None
@@ -95,7 +99,7 @@ class Trial:
         method = self.method
         inner = sync_gradients(
             axis_name,
-            method.compressor,
+            self.compressor,
             memory=method.memory,
             precondition=method.precondition,
             mesh=mesh,
@@ -112,6 +116,11 @@ class Trial:
             updates: Pytree, state: Watched, params: Pytree = None, **extra_args: object
         ) -> tuple[Any, Watched]:
             options = Options.resolve(CALLER, axis_name, exchange=self.exchange)
+            if method.compressor is None:
+                self.sent_bytes = 0
+                # Ranks go apart, which an out_specs of P() does not allow but a timing does.
+                own = jax.tree.map(lambda x: _compat.same_over(x, options.axes.names), updates)
+                return own, state
             self.sent_bytes = self._sent_bytes(options, updates)
             means, after = inner.update(updates, state.sync, params, **extra_args)
 
@@ -129,7 +138,7 @@ class Trial:
 
     def _sent_bytes(self, options: Options, updates: Pytree) -> int:
         """Returns bytes sent per rank and step; exact buffers count as a ring all-reduce."""
-        plan = resolve(CALLER, updates, self.method.compressor)
+        plan = resolve(CALLER, updates, self.compressor)
         in_units = range(len(plan.leaves)) if self.method.precondition is not None else ()
         exact, total = list(plan.exact), 0
         for buffer, way in decide(options, plan, in_units).ways.items():
@@ -140,8 +149,10 @@ class Trial:
         nbytes, world = sum(plan.leaves[i].sum_bytes for i in exact), options.axes.world
         return total + -(-2 * (world - 1) * nbytes // world)
 
-    def error(self, state: Pytree) -> float:
+    def error(self, state: Pytree) -> float | None:
         """Returns the relative error over the first steps, from the training's state."""
+        if self.method.compressor is None:
+            return None
         nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Watched))
         watched = next(x for x in nodes if isinstance(x, Watched))
         lost, exact = (float(jnp.ravel(x.addressable_data(0))[0]) for x in watched[1:])
