@@ -5,7 +5,7 @@
 
 Four workers train. One of them, possibly the coordinator, is killed (SIGKILL) at a random moment
 within --every seconds: after their first step, while they train or save, and every third time after
-their start, while they start or compile. The other three go on, and after the next kill four start
+their start, usually before that step. The other three go on, and after the next kill four start
 again. `went_on_after` is the time from the kill to the next step, also if more kills come before
 it; with DiLoCo, to the first step after the next round. A run hangs if this takes longer than
 --patience seconds from a start. It diverges if the ranks hold different bits at a checkpoint, or go

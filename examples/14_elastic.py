@@ -6,8 +6,8 @@ supervisor ends them too and starts as many new ones as are left. They read the 
 waits for the next checkpoint. The batch stays the same for any number of workers. On a cluster the
 launcher takes the supervisor's place; the workers need no change.
 
-    python 14_elastic.py                           # 4 bits in every step
-    python 14_elastic.py --round 10 --rate 10mbit  # DiLoCo over links of 10 Mbit/s (Linux)
+    python 14_elastic.py                                       # 4 bits in every step
+    python 14_elastic.py --steps 240 --round 10 --rate 10mbit  # DiLoCo over slow links (Linux)
 
 With `--round 10` the workers train alone for 10 steps, and then send how far they have moved, in 4
 bits. Each round ends with a checkpoint, so a loss costs at most the steps of one round. Each worker
@@ -70,12 +70,12 @@ def work(given: argparse.Namespace) -> int:
     jax.distributed.initialize(given.coordinator, world, rank)
     mesh = jax.make_mesh((world,), ("data",))
     graphdef, params = nnx.split(Transformer(32, 1, LENGTH, nnx.Rngs(0)))
+    q4 = cgx_jax.Quantize(4)
     options = {"memory": cgx_jax.ErrorFeedback(), "mesh": mesh, "exchange": "xla"}
-    args = "data", cgx_jax.Quantize(4)
     if given.round:
-        optimizer = diloco(adamw(steps), *args, every=given.round, **options)
+        optimizer = diloco(adamw(steps), "data", q4, every=given.round, **options)
     else:
-        optimizer = optax.chain(cgx_jax.sync_gradients(*args, **options), adamw(steps))
+        optimizer = optax.chain(cgx_jax.sync_gradients("data", q4, **options), adamw(steps))
     begin, bits, state = restored(given.folder, (params, optimizer.init(params)), world)
     specs = cgx_jax.state_specs(state, "data")
 
@@ -110,7 +110,8 @@ def work(given: argparse.Namespace) -> int:
             continue
         if not save(given.folder, number + 1, state):
             return DIVERGED
-        joins = multihost_utils.broadcast_one_to_all(np.array((given.folder / "join").exists()))
+        asked = [int(path.suffix[1:]) <= number + 1 for path in given.folder.glob("join.*")]
+        joins = multihost_utils.broadcast_one_to_all(np.array(any(asked)))
         if joins and number + 1 < steps:
             return JOINED
     return 0
@@ -151,15 +152,16 @@ def save(folder: Path, step: int, state: Any) -> bool:
     arrays = {str(i): own(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     np.savez(folder / f"{step}.{rank}.npz", **arrays)
     # Once the checksums of all ranks are here, all of them have written.
-    bits = set(multihost_utils.process_allgather(np.uint32(shared_bits(state))).tolist())
-    if rank == 0 and len(bits) == 1:
+    bits = multihost_utils.process_allgather(np.uint32(shared_bits(state))).tolist()
+    agree = len(set(bits)) == 1
+    if rank == 0 and agree:
         partial = folder / "partial.json"
-        partial.write_text(json.dumps({"step": step, "world": world, "bits": bits.pop()}))
+        partial.write_text(json.dumps({"step": step, "world": world, "bits": bits[0]}))
         partial.replace(folder / "checkpoint.json")
         for part in folder.glob("*.npz"):
             if not part.name.startswith(f"{step}."):
                 part.unlink()
-    return len(bits) <= 1
+    return agree
 
 
 def restored(folder: Path, initial: Any, world: int) -> tuple[int, int | None, Any]:
@@ -191,7 +193,8 @@ class Supervisor:
         with socket.socket() as probe:
             probe.bind((address, 0))
             coordinator = f"{address}:{probe.getsockname()[1]}"
-        (self.folder / "join").unlink(missing_ok=True)
+        for asked in self.folder.glob("join.*"):
+            asked.unlink()
         command = [sys.executable, __file__, "--steps", str(self.steps)]
         command += ["--round", str(self.round_steps)]
         command += ["--folder", str(self.folder), "--coordinator", coordinator]
@@ -213,9 +216,9 @@ class Supervisor:
     def kill(self, rank: int) -> None:
         self.workers[rank].kill()
 
-    def ask_to_join(self) -> None:
-        """Asks the workers to exit with `JOINED` after their next checkpoint."""
-        (self.folder / "join").touch()
+    def ask_to_join(self, step: int) -> None:
+        """Asks the workers to exit with `JOINED` at their first checkpoint from `step` on."""
+        (self.folder / f"join.{step}").touch()
 
     def entries(self) -> list[dict[str, Any]]:
         """Returns what the workers have logged."""
@@ -276,8 +279,7 @@ def supervise(given: argparse.Namespace) -> int:
         assert supervisor.wait() == 1
         seen = len(supervisor.entries())
         supervisor.start(WORLD - 1)
-        supervisor.wait_for_step(2 * steps // 3 - (given.round or SAVE_EVERY) // 2)
-        supervisor.ask_to_join()
+        supervisor.ask_to_join(2 * steps // 3)
         code, joined = supervisor.wait(), len(supervisor.entries())
         if code == JOINED:
             supervisor.start(WORLD)
@@ -310,9 +312,9 @@ def draw(entries: list[dict[str, Any]], path: Path) -> None:
 
     ends = [i for i in range(1, len(entries)) if entries[i]["world"] != entries[i - 1]["world"]]
     gaps = [entries[i]["time"] - entries[i - 1]["time"] for i in ends]
+    labels = ["seconds, without restarts", "MB that the first host has sent"]
     figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = 1 + ("sent" in entries[0])
-    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, 1 + ("sent" in entries[0]), sharey=True, squeeze=False)[0]
     start = entries[0]["time"]
     for begin, end, gap in zip([0, *ends], [*ends, len(entries)], [0, *gaps], strict=True):
         part = entries[begin:end]
@@ -324,14 +326,14 @@ def draw(entries: list[dict[str, Any]], path: Path) -> None:
             "label": label + (f", after {gap:.0f} s" if gap else ""),
         }
         losses = [e["loss"] for e in part]
-        axes[0].plot([e["time"] - start for e in part], losses, **look)
-        if panels > 1:
-            axes[1].plot([e["sent"] / 1e6 for e in part], losses, **look)
-    axes[0].set(xlabel="seconds, without restarts", ylabel="loss of a worker [nats per byte]")
-    axes[0].legend(frameon=False)
-    axes[-1].set(xlabel="MB that the first host has sent") if panels > 1 else None
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
+        xs = [[e["time"] - start for e in part], [e.get("sent", 0) / 1e6 for e in part]]
+        for axes, x in zip(panels, xs, strict=False):
+            axes.plot(x, losses, **look)
+    for axes, label in zip(panels, labels, strict=False):
+        axes.set(xlabel=label)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set(ylabel="loss of a worker [nats per byte]")
+    panels[0].legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

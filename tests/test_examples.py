@@ -45,7 +45,7 @@ EXAMPLES_THAT_PRINT = [
     ("12_images.py", "", "bits per value: 2."),
     ("13_embeddings.py", "", "12.8 times fewer"),
     ("14_elastic.py", "--steps 60", "ranks hold the same parameters at every checkpoint: True"),
-    ("14_elastic.py", "--steps 60 --round 10 --rate 10mbit", "the first host sent 0."),
+    ("14_elastic.py", "--steps 240 --round 10 --rate 10mbit", "the first host sent 0."),
     ("15_critical_phases.py", "--steps 64", "Accordion: "),
     ("16_slow_link.py", "--steps 8", "1 Gbit/s"),
     ("17_elastic_gpu.py", "--steps 60", "ranks hold the same state at every snapshot: True"),
