@@ -23,7 +23,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -119,13 +118,6 @@ class Ranks(LinkTimer):
         super().__init__("all_reduce", Mesh(np.array(jax.devices()), ("ranks",)), "ranks")
 
 
-def sent_bytes() -> int:
-    """Bytes that this process's network devices have sent, except loopback."""
-    path = Path("/proc/self/net/dev")
-    lines = path.read_text().splitlines()[2:] if path.exists() else []
-    return sum(int(line.split(":")[1].split()[8]) for line in lines if "lo:" not in line)
-
-
 def compare(
     ranks: Ranks, values: int, compressor: cgx_jax.Quantize, methods: list[str], reps: int
 ) -> list[dict[str, Any]]:
@@ -171,12 +163,12 @@ def timed(ranks: Ranks, function: Callable, x: jax.Array) -> tuple[float, int]:
     """Returns the seconds and sent bytes of one call, which all ranks begin together."""
     ranks.barrier()
     ranks.barrier()  # by now the stragglers of the first barrier have arrived
-    before = sent_bytes()
+    before = rig.sent_bytes()
     start = time.perf_counter()
     function(x).block_until_ready()
     seconds = time.perf_counter() - start
     ranks.barrier()
-    return seconds, sent_bytes() - before
+    return seconds, rig.sent_bytes() - before
 
 
 def check(

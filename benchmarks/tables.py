@@ -525,6 +525,32 @@ def algorithm_model() -> str:
     return table([head, *map(size_text, sizes)], body)
 
 
+def kills() -> str:
+    """How trainings went on after kills, by the way they reduce."""
+    modes: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in rows("kills"):
+        modes.setdefault((row["round"], row["links"]), []).append(row)
+    body = []
+    for (steps, links), every in modes.items():
+        went_on = [row for row in every if row["outcome"] == "went on"]
+        lost = [row["step"] + 1 - row["from_step"] for row in went_on if row["step"] is not None]
+        body.append(
+            [
+                f"DiLoCo, {steps} steps a round" if steps else "4 bits in every step",
+                _shown(links),
+                str(len(every)),
+                str(sum(row["victim"] == 0 for row in every)),
+                str(sum(row["while"] == "starting" for row in every)),
+                str(len(went_on)),
+                str(max(lost)),
+                _spread(measure.quartiles([row["went_on_after"] for row in went_on]), ".0f"),
+            ]
+        )
+    head = ["training", "link", "kills", "of the coordinator", "before its first step"]
+    head += ["training continued, with the same bits on all ranks", "most steps lost"]
+    return table([*head, "seconds until it continued"], body)
+
+
 def levels() -> str:
     """Speeds, bytes and errors of flat and leveled reductions over both exchanges."""
     body = []
@@ -763,6 +789,7 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_pretrain,
         gpu_windows,
         in_flight,
+        kills,
         levels,
         native_codes,
         one_shot,

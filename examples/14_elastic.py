@@ -6,6 +6,13 @@ supervisor ends them too and starts as many new ones as are left. They read the 
 waits for the next checkpoint. The batch stays the same for any number of workers. On a cluster the
 launcher takes the supervisor's place; the workers need no change.
 
+    python 14_elastic.py                                       # 4 bits in every step
+    python 14_elastic.py --steps 240 --round 10 --rate 10mbit  # DiLoCo over slow links (Linux)
+
+With `--round 10` the workers train alone for 10 steps, and then send how far they have moved, in 4
+bits. Each round ends with a checkpoint, so a loss costs at most the steps of one round. Each worker
+saves its own optimizer's state itself: over slow links it is too large to send.
+
 Expected, in about two minutes on 2 cores: the loss falls from about 6.1 to below 3.3 nats per byte
 through both changes. `demo/elastic.png` shows it. The last lines are
 
@@ -39,6 +46,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import corpus
+from cgx_jax.commands import rig
+from cgx_jax.transforms import diloco, local_params
 from model import Transformer, next_byte_loss
 from training import adamw
 
@@ -52,82 +61,121 @@ DIVERGED = 76
 # --- a worker
 
 
-def work(rank: int, world: int, coordinator: str, folder: Path, steps: int) -> int:
-    """Continues training from the last checkpoint in `folder`; returns the process's exit code."""
+def work(given: argparse.Namespace) -> int:
+    """Continues training from the last checkpoint in the folder; returns the exit code."""
+    rank, world, steps = given.rank, given.world, given.steps
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, world, rank)
+    jax.distributed.initialize(given.coordinator, world, rank)
     mesh = jax.make_mesh((world,), ("data",))
     graphdef, params = nnx.split(Transformer(32, 1, LENGTH, nnx.Rngs(0)))
-    reduce = cgx_jax.sync_gradients(
-        "data", cgx_jax.Quantize(4), memory=cgx_jax.ErrorFeedback(), mesh=mesh, exchange="xla"
-    )
-    optimizer = optax.chain(reduce, adamw(steps))
-    begin, state = restored(folder, (params, optimizer.init(params)), world)
+    q4 = cgx_jax.Quantize(4)
+    options = {"memory": cgx_jax.ErrorFeedback(), "mesh": mesh, "exchange": "xla"}
+    if given.round:
+        optimizer = diloco(adamw(steps), "data", q4, every=given.round, **options)
+    else:
+        optimizer = optax.chain(cgx_jax.sync_gradients("data", q4, **options), adamw(steps))
+    begin, bits, state = restored(given.folder, (params, optimizer.init(params)), world)
     specs = cgx_jax.state_specs(state, "data")
 
     def train(state, tokens):
         params, opt_state = state
-        varying = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
+        if given.round:
+            here = local_params(params, opt_state)
+        else:
+            here = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
         loss, grads = jax.value_and_grad(
             lambda params: next_byte_loss(nnx.merge(graphdef, params), tokens)
-        )(varying)
+        )(here)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), jax.lax.pmean(loss, "data")
+        return (optax.apply_updates(params, updates), opt_state), loss[None]
 
     step = jax.jit(
-        jax.shard_map(train, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P())),
+        jax.shard_map(train, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P("data"))),
         donate_argnums=0,
     )
-    whole = jax.jit(lambda state: state, out_shardings=NamedSharding(mesh, P()))
-    state = jax.device_put(state, cgx_jax.state_shardings(state, "data", mesh))
+    state = jax.tree.map(placed, state, cgx_jax.state_shardings(state, "data", mesh))
+    if bits not in (None, shared_bits(state)):
+        return DIVERGED
     text, _ = corpus.load()
     for number in range(begin, steps):
         batch = corpus.windows(text, 1, BATCH, LENGTH, seed=number)[0]
-        tokens = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        state, loss = step(state, tokens)
+        tokens = placed(batch, NamedSharding(mesh, P("data")))
+        state, losses = step(state, tokens)
         if rank == 0:
-            log(folder, step=number, loss=float(loss), world=world)
-        if (number + 1) % SAVE_EVERY and number + 1 < steps:
+            # Its own loss: a mean over the workers would send something in every step.
+            log(given.folder, step=number, loss=float(own(losses)[0]), world=world)
+        if (number + 1) % (given.round or SAVE_EVERY) and number + 1 < steps:
             continue
-        saved = [np.asarray(leaf) for leaf in jax.tree.leaves(whole(state))]
-        if not ranks_agree(saved):
+        if not save(given.folder, number + 1, state):
             return DIVERGED
-        if rank == 0:
-            save(folder, number + 1, saved)
-        joins = multihost_utils.broadcast_one_to_all(np.array((folder / "join").exists()))
+        asked = [int(path.suffix[1:]) <= number + 1 for path in given.folder.glob("join.*")]
+        joins = multihost_utils.broadcast_one_to_all(np.array(any(asked)))
         if joins and number + 1 < steps:
             return JOINED
     return 0
 
 
-def ranks_agree(leaves: list[np.ndarray]) -> bool:
-    """Whether all ranks hold the same bits."""
-    own = zlib.crc32(b"".join(leaf.tobytes() for leaf in leaves))
-    return len(set(multihost_utils.process_allgather(np.uint32(own)).tolist())) == 1
+def placed(value: Any, sharding: NamedSharding) -> jax.Array:
+    """Places a value that all processes have; `jax.device_put` would send it, to compare it."""
+    if not getattr(value, "is_fully_addressable", True):
+        return value  # as `init` made it, on the mesh
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def own(array: jax.Array) -> np.ndarray:
+    """Returns this process's rows of an array, or all of one that the ranks share."""
+    return np.asarray(array.addressable_data(0))
+
+
+def shared_bits(state: Any) -> int:
+    """Returns a checksum of what the ranks share: the parameters, and part of the state."""
+    shared = [x for x in jax.tree.leaves(state) if x.sharding.is_fully_replicated]
+    return zlib.crc32(b"".join(own(x).tobytes() for x in shared))
 
 
 def log(folder: Path, **entry: Any) -> None:
+    if rig.joined():
+        entry["sent"] = rig.sent_bytes()
     with open(folder / "losses.jsonl", "a") as file:
         file.write(json.dumps(entry | {"time": time.time()}) + "\n")
 
 
-def save(folder: Path, step: int, leaves: list[np.ndarray]) -> None:
-    """Writes a checkpoint, completely or not at all."""
-    partial = folder / "partial.npz"
-    np.savez(partial, step=step, **{str(i): leaf for i, leaf in enumerate(leaves)})
-    partial.replace(folder / "checkpoint.npz")
+def save(folder: Path, step: int, state: Any) -> bool:
+    """Writes a checkpoint, completely or not at all; returns whether all ranks share its bits.
+
+    Each rank writes what it holds, so no rank's state travels.
+    """
+    rank, world = jax.process_index(), jax.process_count()
+    arrays = {str(i): own(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    np.savez(folder / f"{step}.{rank}.npz", **arrays)
+    # Once the checksums of all ranks are here, all of them have written.
+    bits = multihost_utils.process_allgather(np.uint32(shared_bits(state))).tolist()
+    agree = len(set(bits)) == 1
+    if rank == 0 and agree:
+        partial = folder / "partial.json"
+        partial.write_text(json.dumps({"step": step, "world": world, "bits": bits[0]}))
+        partial.replace(folder / "checkpoint.json")
+        for part in folder.glob("*.npz"):
+            if not part.name.startswith(f"{step}."):
+                part.unlink()
+    return agree
 
 
-def restored(folder: Path, initial: Any, world: int) -> tuple[int, Any]:
-    """Returns the next step, and (params, opt_state) for `world` ranks."""
-    if not (folder / "checkpoint.npz").exists():
-        return 0, initial
-    with np.load(folder / "checkpoint.npz") as file:
-        leaves = [file[str(i)] for i in range(len(file.files) - 1)]
-        params, opt_state = jax.tree.unflatten(jax.tree.structure(initial), leaves)
-        return int(file["step"]), (params, cgx_jax.resize_state(opt_state, world))
+def restored(folder: Path, initial: Any, world: int) -> tuple[int, int | None, Any]:
+    """Returns the next step, its checksum, and (params, opt_state) for `world` ranks."""
+    if not (folder / "checkpoint.json").exists():
+        return 0, None, initial
+    saved = json.loads((folder / "checkpoint.json").read_text())
+    parts = [np.load(folder / f"{saved['step']}.{rank}.npz") for rank in range(saved["world"])]
+    leaves = [
+        parts[0][str(i)] if spec == P() else np.concatenate([part[str(i)] for part in parts])
+        for i, spec in enumerate(jax.tree.leaves(cgx_jax.state_specs(initial, "data")))
+    ]
+    params, opt_state = jax.tree.unflatten(jax.tree.structure(initial), leaves)
+    return saved["step"], saved["bits"], (params, cgx_jax.resize_state(opt_state, world))
 
 
 # --- the supervisor
@@ -136,21 +184,28 @@ def restored(folder: Path, initial: Any, world: int) -> tuple[int, Any]:
 class Supervisor:
     """Keeps workers running that train in `folder`."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, folder: Path, steps: int, round_steps: int) -> None:
+        self.folder, self.steps, self.round_steps = folder, steps, round_steps
         self.workers: list[subprocess.Popen[str]] = []
 
     def start(self, world: int) -> None:
+        address = os.environ["MASTER_ADDR"] if rig.joined() else "127.0.0.1"
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-        (self.folder / "join").unlink(missing_ok=True)
+            probe.bind((address, 0))
+            coordinator = f"{address}:{probe.getsockname()[1]}"
+        for asked in self.folder.glob("join.*"):
+            asked.unlink()
         command = [sys.executable, __file__, "--steps", str(self.steps)]
+        command += ["--round", str(self.round_steps)]
         command += ["--folder", str(self.folder), "--coordinator", coordinator]
         with open(self.folder / "workers.log", "a") as output:
             self.workers = [
                 subprocess.Popen(
-                    [*command, "--world", str(world), "--rank", str(rank)],
+                    [
+                        *(rig.on_host(rank) if rig.joined() else ()),
+                        *command,
+                        *("--world", str(world), "--rank", str(rank)),
+                    ],
                     stdout=output,
                     stderr=output,
                     text=True,
@@ -161,9 +216,9 @@ class Supervisor:
     def kill(self, rank: int) -> None:
         self.workers[rank].kill()
 
-    def ask_to_join(self) -> None:
-        """Asks the workers to exit with `JOINED` after their next checkpoint."""
-        (self.folder / "join").touch()
+    def ask_to_join(self, step: int) -> None:
+        """Asks the workers to exit with `JOINED` at their first checkpoint from `step` on."""
+        (self.folder / f"join.{step}").touch()
 
     def entries(self) -> list[dict[str, Any]]:
         """Returns what the workers have logged."""
@@ -204,20 +259,27 @@ class Supervisor:
         return code
 
 
-def supervise(steps: int, seed: int, picture: Path) -> int:
+def elsewhere(rate: str | None) -> int | None:
+    """Starts this program on hosts that links of `rate` join; None in the one that supervises."""
+    if rate and not rig.joined():
+        return rig.run(WORLD, rate, [sys.executable, *sys.argv])
+    # The supervisor is on the first host. It starts the workers of the others.
+    return 0 if rig.joined() and os.environ["RANK"] != "0" else None
+
+
+def supervise(given: argparse.Namespace) -> int:
     """Kills one worker in the first half of the training and lets one rejoin in the second."""
+    steps = given.steps
     with tempfile.TemporaryDirectory() as name:
-        supervisor = Supervisor(Path(name), steps)
+        supervisor = Supervisor(Path(name), steps, given.round)
         supervisor.start(WORLD)
         supervisor.wait_for_step(steps // 3 + 2)
-        victim = random.Random(seed).randrange(WORLD)
-        killed_after = supervisor.entries()[-1]["step"]
+        victim = random.Random(given.seed).randrange(WORLD)
         supervisor.kill(victim)
         assert supervisor.wait() == 1
         seen = len(supervisor.entries())
         supervisor.start(WORLD - 1)
-        supervisor.wait_for_step(2 * steps // 3 - SAVE_EVERY // 2)
-        supervisor.ask_to_join()
+        supervisor.ask_to_join(2 * steps // 3)
         code, joined = supervisor.wait(), len(supervisor.entries())
         if code == JOINED:
             supervisor.start(WORLD)
@@ -227,12 +289,14 @@ def supervise(steps: int, seed: int, picture: Path) -> int:
             print((supervisor.folder / "workers.log").read_text()[-4000:])
             print("FAILED: the workers did not finish")
             return 1
-    draw(entries, picture)
+    draw(entries, given.png)
     first, last = entries[0]["loss"], float(np.mean([e["loss"] for e in entries[-steps // 10 :]]))
-    print(f"loss {first:.3f} at first, {last:.3f} at last; drawn in {picture}")
+    print(f"loss {first:.3f} at first, {last:.3f} at last; drawn in {given.png}")
+    if "sent" in entries[-1]:
+        print(f"the first host sent {entries[-1]['sent'] / 1e6:.2f} MB")
     print(
-        f"worker {victim} of {WORLD} killed after step {killed_after}; {WORLD - 1} workers went on"
-        f" from step {entries[seen]['step']}"
+        f"worker {victim} of {WORLD} killed after step {entries[seen - 1]['step']}; {WORLD - 1}"
+        f" workers went on from step {entries[seen]['step']}"
     )
     print(f"{WORLD} workers went on from step {entries[joined]['step']}")
     print(f"ranks hold the same parameters at every checkpoint: {code != DIVERGED}")
@@ -243,24 +307,33 @@ def supervise(steps: int, seed: int, picture: Path) -> int:
 
 
 def draw(entries: list[dict[str, Any]], path: Path) -> None:
-    """Draws the loss by step into `path`, in one color per number of workers."""
+    """Draws the loss by time, and by bytes over links, in one color per number of workers."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
     ends = [i for i in range(1, len(entries)) if entries[i]["world"] != entries[i - 1]["world"]]
-    for begin, end in zip([0, *ends], [*ends, len(entries)], strict=True):
+    gaps = [entries[i]["time"] - entries[i - 1]["time"] for i in ends]
+    labels = ["seconds, without restarts", "MB that the first host has sent"]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 1 + ("sent" in entries[0]), sharey=True, squeeze=False)[0]
+    start = entries[0]["time"]
+    for begin, end, gap in zip([0, *ends], [*ends, len(entries)], [0, *gaps], strict=True):
         part = entries[begin:end]
         world = part[0]["world"]
-        axes.plot(
-            [e["step"] for e in part],
-            [e["loss"] for e in part],
-            color="tab:blue" if world == WORLD else "tab:orange",
-            label=f"{world} workers, from step {part[0]['step']}",
-        )
-    axes.set(xlabel="step", ylabel="loss [nats per byte]")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+        start += gap
+        label = f"{world} workers, from step {part[0]['step']}"
+        look = {
+            "color": "tab:blue" if world == WORLD else "tab:orange",
+            "label": label + (f", after {gap:.0f} s" if gap else ""),
+        }
+        losses = [e["loss"] for e in part]
+        xs = [[e["time"] - start for e in part], [e.get("sent", 0) / 1e6 for e in part]]
+        for axes, x in zip(panels, xs, strict=False):
+            axes.plot(x, losses, **look)
+    for axes, label in zip(panels, labels, strict=False):
+        axes.set(xlabel=label)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set(ylabel="loss of a worker [nats per byte]")
+    panels[0].legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -268,17 +341,22 @@ def draw(entries: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument(
+        "--round", type=int, default=0, help="DiLoCo in rounds of this many steps; 0: no DiLoCo"
+    )
+    parser.add_argument("--rate", help='of the links between the workers, such as "10mbit"')
     parser.add_argument("--seed", type=int, default=0, help="chooses which worker is killed")
     parser.add_argument("--png", type=Path, default=Path("demo/elastic.png"))
     for name in ("--rank", "--world"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
-    for name in ("--coordinator", "--folder"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is None:
-        return supervise(given.steps, given.seed, given.png)
+        code = elsewhere(given.rate)
+        return supervise(given) if code is None else code
     try:
-        return work(given.rank, given.world, given.coordinator, Path(given.folder), given.steps)
+        return work(given)
     except BaseException:
         # On exit JAX waits for all workers, and they wait for this one.
         traceback.print_exc()

@@ -9,9 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_jax
-from cgx_jax import ErrorFeedback, Quantize, Rules, SecondMoment, resize_state
+from cgx_jax import ErrorFeedback, Identity, Quantize, Rules, SecondMoment, resize_state
 from cgx_jax.compressors import DGC, PowerSGD, Signum, TopK
-from cgx_jax.transforms import MomentumCorrection, local_steps
+from cgx_jax.transforms import MomentumCorrection, diloco, local_steps
 
 SHAPE = (24, 40)
 EXCHANGE = {"exchange": "xla"}
@@ -83,6 +83,48 @@ def local(world):
     return local_steps(
         optax.adam(0.1), "data", Quantize(2), every=2, mesh=mesh_of(world), **EXCHANGE
     )
+
+
+def trained(worlds, steps, every):
+    """Trains with `diloco` for some steps with each number of workers, all on the same gradients.
+
+    Returns the updates, the states before each change, and those after it.
+    """
+    updates, before, after, state = [], [], [], None
+    for phase, world in enumerate(worlds):
+        policy = Rules((), Identity(), exact=())
+        tx = diloco(optax.adam(0.1), "data", policy, every=every, mesh=mesh_of(world), **EXCHANGE)
+        if state is None:
+            state = on_host(tx.init({"w": jnp.zeros(SHAPE)}))
+        else:
+            before.append(state)
+            state = resized(state, world)
+            after.append(on_host(state))
+        with jax.numpy_dtype_promotion("standard"):  # Adam's count needs it
+            step = stepper(tx, world, state)
+            for i in range(steps):
+                grads = np.broadcast_to(normal(*SHAPE, seed=steps * phase + i), (world, *SHAPE))
+                update, state = step(grads, state)
+                updates.append(np.asarray(update))
+        state = on_host(state)
+    return updates, before, after
+
+
+@pytest.mark.parametrize("steps", [4, pytest.param(3, marks=pytest.mark.slow)])
+def test_training_with_diloco_is_the_same_when_workers_leave_and_join(steps):
+    every = 2
+    updates, before, after = trained((4, 3, 4), steps, every)
+    expected, *_ = trained((4, 4, 4), steps, every)
+    for i, (update, other) in enumerate(zip(updates, expected, strict=True), 1):
+        np.testing.assert_allclose(update, other, atol=1e-6)
+        assert update.any() == (i % every == 0)  # a worker that is lost loses the steps in between
+    for old, new in zip(before, after, strict=True):
+        specs = cgx_jax.state_specs(old, "data")
+        shared = [i for i, spec in enumerate(jax.tree.leaves(specs)) if spec == P()]
+        assert len(shared) > 2
+        for i in shared:
+            np.testing.assert_array_equal(jax.tree.leaves(new)[i], jax.tree.leaves(old)[i])
+        assert steps % every or not old.moved["w"].any()  # nothing of an ended round is lost
 
 
 # Transformations by world size, with state of each rank and state that all ranks share.

@@ -130,6 +130,23 @@ def shape(rate: str) -> None:
                 _do(*inside, "tc", *command)
 
 
+def on_host(rank: int) -> list[str]:
+    """Returns what stands before a command that runs on the host of a rank, in this folder.
+
+    The switch or one of the ranks calls it.
+    """
+    process = os.environ[_PROCESSES].split(",")[1 + rank]
+    enter = ["nsenter", "--net", "--mount", "--uts", "--ipc", "--target", process]
+    return [*enter, "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", os.getcwd()]
+
+
+def sent_bytes() -> int:
+    """Returns how many bytes the network devices of this process's host have sent, but loopback."""
+    path = Path("/proc/self/net/dev")
+    lines = path.read_text().splitlines()[2:] if path.exists() else []
+    return sum(int(line.split(":")[1].split()[8]) for line in lines if "lo:" not in line)
+
+
 def _shaping(to: list[str], rate: str) -> list[list[str]]:
     """Returns the arguments of `tc` that limit what a device sends to `rate`."""
     # Even with a small burst, htb sends a whole 64 KiB segment and goes into debt for it. tbf would
@@ -263,9 +280,7 @@ def _switch(
             _up(stack, "the delay", line)
         if mpi:
             return _run_mpi(hosts, command, timeout, per_host, folder)
-        return run_ranks(
-            world, command, timeout, master=_address(0), prefix=lambda rank: _on_host(hosts[rank])
-        )
+        return run_ranks(world, command, timeout, master=_address(0), prefix=on_host)
 
 
 def _up(stack: contextlib.ExitStack, name: str, command: Sequence[str]) -> int:
@@ -309,12 +324,6 @@ def _do(*command: str) -> str:
     return done.stdout
 
 
-def _on_host(process: str) -> list[str]:
-    """Returns what stands before a command that runs on a host, in this folder."""
-    enter = ["nsenter", "--net", "--mount", "--uts", "--ipc", "--target", process]
-    return [*enter, "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", os.getcwd()]
-
-
 def _run_mpi(
     hosts: Sequence[str], command: Sequence[str], timeout: float, per_host: int, folder: Path
 ) -> int:
@@ -341,7 +350,7 @@ def _run_mpi(
         "MPIR_CVAR_NOLOCAL": str(int(per_host == 1)),
     }
     process = subprocess.Popen(
-        [*_on_host(hosts[0]), mpiexec, *itertools.chain(*options.items()), *command],
+        [*on_host(0), mpiexec, *itertools.chain(*options.items()), *command],
         env=os.environ | variables,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -355,8 +364,7 @@ def _run_mpi(
 def _ssh(arguments: Sequence[str]) -> int:
     """Stands in for the ssh that mpiexec calls: [-x] HOST COMMAND..., as one line for a shell."""
     host, *command = [a for a in arguments if a != "-x"]
-    process = os.environ[_PROCESSES].split(",")[int(host.rsplit(".", 1)[1])]
-    line = [*_on_host(process), "sh", "-c", " ".join(command)]
+    line = [*on_host(int(host.rsplit(".", 1)[1]) - 1), "sh", "-c", " ".join(command)]
     return subprocess.call(line, stdin=subprocess.DEVNULL)
 
 
