@@ -16,13 +16,14 @@ _NAME = "resize_state"
 
 
 def resize_state(state: Pytree, world: int) -> Pytree:
-    """An optimizer state with that of `sync_gradients` or `local_steps`, for `world` ranks.
+    """An optimizer state with that of `sync_gradients` or `diloco`, for `world` ranks.
 
     An update is a mean over the ranks, so n ranks with residuals e still owe the optimizer sum(e) /
     n. The new ranks must owe the same. Each new rank gets the mean over the old ranks, so the mean
     stays and the sum becomes `world` / n times what it was. This applies to everything that belongs
-    to a rank: residuals, velocities, states of compressors, and what `local_steps` keeps. What is
-    the same on all ranks stays as it is. Counts of values that found no room restart at 0.
+    to a rank: residuals, velocities, states of compressors, and what `diloco` keeps. What is the
+    same on all ranks stays as it is. Counts of values that found no room restart at 0, and so do
+    the tickets of delayed reductions, which then run when they are applied.
 
     `state` holds whole arrays, with a row for each old rank, as `init` returned it or as restored.
     It may be an `nnx.Optimizer`, or `nnx.state` of one. If a chain reduces over several axes,
@@ -40,7 +41,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
 
     if not sync_states(_NAME, state):
         raise ValueError(
-            f"{_NAME}: the state holds no state of sync_gradients or local_steps; pass the state "
+            f"{_NAME}: the state holds no state of sync_gradients or diloco; pass the state "
             "of a chain with one of them."
         )
     rows: set[int] = set()
