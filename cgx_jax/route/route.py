@@ -136,6 +136,11 @@ class Route:
         return {buffer: way for buffer, way in self.ways.items() if way is not None}
 
     @property
+    def can_start(self) -> bool:
+        """Whether an exchange can start a call that a later program finishes."""
+        return any("start" in way.exchange.can for way in self.taken.values())
+
+    @property
     def compressed(self) -> list[int]:
         """The numbers of the leaves that travel compressed, in order."""
         every = sorted(i for buffer in self.taken for i in buffer)

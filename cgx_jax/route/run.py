@@ -17,6 +17,7 @@ import numpy as np
 
 from cgx_jax import _compat
 from cgx_jax._types import Key, Pytree
+from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, buckets
 from cgx_jax.compressors.base import require_key
@@ -98,7 +99,7 @@ def start(
     whose exchange or code has no call that can be. If that is all, the ticket is 0.
     """
     operands = _operands(route, leaves, units, states)
-    ticket = _compat.vary_over(jnp.zeros(2, jnp.uint32), route.options.axes.varying())
+    ticket = no_ticket(route.options.axes)
     kept = list(states or [()] * len(leaves))
     for _, reduction, job, given in _jobs(
         route, operands, key, residual=residual, units=units, states=kept, ticket=ticket
@@ -108,12 +109,16 @@ def start(
     return ticket
 
 
+def no_ticket(axes: Axes) -> jax.Array:
+    """Returns the ticket of no call, uint32[2]."""
+    return _compat.vary_over(jnp.zeros(2, jnp.uint32), axes.varying())
+
+
 def _operands(
     route: Route, leaves: Sequence[Any], units: Units | None, states: Sequence[Pytree] | None
 ) -> list[Any]:
     """Checks a call, and returns its leaves, in which compressed numbers have become arrays."""
-    options, plan = route.options, route.plan
-    axes = options.axes
+    options, plan, axes = route.options, route.plan, route.options.axes
     if units is not None:
         _check_units(options.name, plan, leaves, units)
     if states is None:

@@ -23,7 +23,7 @@ from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.route.route import Chooser, Options, Route, route
-from cgx_jax.route.run import run, start, watched
+from cgx_jax.route.run import no_ticket, run, start, watched
 from cgx_jax.transforms.checks import (
     check_paths,
     check_state,
@@ -264,19 +264,24 @@ class Sync:
     def _started(
         self, plan: Plan, choices: Choices, updates: Pytree, state: SyncState
     ) -> jax.Array:
-        ready = self._ready(plan, choices, updates, state)
-        return start(ready.route, ready.sent, **ready.how)
+        taken = self._route(plan, choices)
+        if not taken.can_start:
+            return no_ticket(taken.options.axes)
+        ready = self._ready(taken, choices, updates, state)
+        return start(taken, ready.sent, **ready.how)
 
-    def _ready(self, plan: Plan, choices: Choices, updates: Pytree, state: SyncState) -> _Ready:
-        """Returns what is sent in an update by a plan, and what remains to be known of it."""
+    def _route(self, plan: Plan, choices: Choices) -> Route:
         in_units = range(len(plan.leaves)) if self.precondition is not None else ()
         options = Options.resolve(self.name, self.axis_name, mean=True, **self.how)
-        taken = route(options, plan, in_units, choices)
-        plan = taken.plan
+        return route(options, plan, in_units, choices)
+
+    def _ready(self, taken: Route, choices: Choices, updates: Pytree, state: SyncState) -> _Ready:
+        """Returns what is sent in an update, and what remains to be known of it."""
+        plan, axes = taken.plan, taken.options.axes
         leaves, treedef = jax.tree.flatten(updates)
         cuts = self.cuts or tuple(Cut(((),) * len(leaf.shape)) for leaf in plan.leaves)
         shapes = [cut.whole(leaf.shape) for cut, leaf in zip(cuts, plan.leaves, strict=True)]
-        self._check(state, plan, choices, treedef, options.axes, shapes)
+        self._check(state, plan, choices, treedef, axes, shapes)
         before = by_leaf(state.memory, len(leaves))
         moments, scales = scales_of(self.precondition, state.moments, shapes, taken.compressed)
         sent, kept = compensated(self.memory, leaves, before, state.step)
@@ -290,7 +295,7 @@ class Sync:
             "units": tuple(units),
             "states": codes_by_leaf(state.codes, plan, choices, treedef),
         }
-        return _Ready(taken, cuts, shapes, before, moments, scales, sent, kept, how)
+        return _Ready(cuts, shapes, before, moments, scales, sent, kept, how)
 
     def _step(
         self,
@@ -301,9 +306,10 @@ class Sync:
         ticket: jax.Array | None,
     ) -> tuple[Pytree, SyncState]:
         """One update by a plan, in the order of the docstring of `sync_gradients`."""
-        ready = self._ready(plan, choices, updates, state)
-        taken, cuts, shapes, before, moments, scales, sent, kept, how = ready
+        taken = self._route(plan, choices)
         plan, axes = taken.plan, taken.options.axes
+        ready = self._ready(taken, choices, updates, state)
+        cuts, shapes, before, moments, scales, sent, kept, how = ready
         leaves, treedef = jax.tree.flatten(updates)
         sums = run(taken, sent, ticket=ticket, **how)
         means, skipped = watched(taken, sent, sums.values, state.step)
@@ -361,14 +367,13 @@ class Sync:
 
 
 class _Ready(NamedTuple):
-    """What an update sends, with one entry per leaf but for `route`, `moments` and `how`.
+    """What an update sends, with one entry per leaf but for `moments` and `how`.
 
     `cuts` and whole `shapes` are those of the leaves. `before` are their memories, and `kept` is
     what these keep of what is `sent`. `scales` follow from the `moments`. `how` holds the further
     operands of the reduction.
     """
 
-    route: Route
     cuts: tuple[Cut, ...]
     shapes: list[tuple[int, ...]]
     before: list[tuple[Any, ...]]

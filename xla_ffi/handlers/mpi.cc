@@ -304,9 +304,10 @@ std::shared_ptr<StartedCall> with_own_memory(const Leaves& leaves, const LayoutA
   for (size_t k = 0; k < count; ++k) spec->out.push_back(result(next++));
   for (size_t k = 0; k < count && residuals; ++k) spec->residuals.push_back(result(next++));
   spec->out_dtypes = sums.dtype;
-  for (LeafUnits& own : spec->units) {
+  for (LeafUnits& own : spec->units) {  // null for a leaf without units
     for (const float** array : {&own.rows, &own.columns}) {
-      *array = reinterpret_cast<const float*>(filled(next++, *array));
+      const char* const own_array = filled(next++, *array);
+      if (*array != nullptr) *array = reinterpret_cast<const float*>(own_array);
     }
   }
   return call;
