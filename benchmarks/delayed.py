@@ -30,7 +30,7 @@ from cgx_jax.transforms import diloco, local_params
 from tuner import turns
 
 AXIS = "ranks"
-WIDTH, LAYERS, BATCH = 1000, 5, 64  # 20 MB in fp32
+WIDTH, LAYERS, BATCH = 1000, 5, 512  # 20 MB in fp32, and as many rows per worker and step
 Q4 = cgx_jax.Quantize(4, rotation=True)
 METHODS: dict[str, dict[str, Any] | None] = {
     "alone": None,
@@ -43,11 +43,12 @@ METHODS: dict[str, dict[str, Any] | None] = {
 
 def main() -> int:
     parser = measure.parser(__doc__, rate="100mbit", world=4, reps=9)
-    parser.add_argument("--every", type=int, default=16, help="steps (default %(default)s)")
+    parser.add_argument("--every", type=int, default=32, help="steps (default %(default)s)")
     arguments = parser.parse_args()
     if rank_of_process() is None:
         command = measure.command(arguments)
         return rig.run(arguments.world, arguments.rate, command, timeout=3600, mpi=True)
+    cgx_jax.keep_memory()  # also for the steps alone
     ranks = Ranks(arguments.world)
     ways = [round_of(ranks, arguments.every, how) for how in METHODS.values()]
     seconds = turns(ranks, ways, arguments.reps, 3000)
