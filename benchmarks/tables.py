@@ -708,6 +708,19 @@ def overlap() -> str:
     return table([*head, "the tuner's"], body)
 
 
+def delayed() -> str:
+    """A round of DiLoCo against the same steps of its inner optimizer alone."""
+    head = ["", "link", "workers", "steps of a round", "ms a step", "over the steps alone"]
+    body = [
+        [
+            *(row["method"], row["links"], str(row["world"]), str(row["every"])),
+            *(f"{row['step_seconds'][1] * 1e3:.0f}", _spread(row["ratio"], ".2f")),
+        ]
+        for row in rows("delayed")
+    ]
+    return table(head, body)
+
+
 def predicted_steps() -> str:
     body = []
     for machine in predict.MACHINES:
@@ -773,6 +786,7 @@ TABLES: dict[str, Callable[[], str]] = {
         codec,
         compile_time,
         compile_time_codes,
+        delayed,
         fsdp_speed,
         gpu_kernels,
         gpu_machines,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -24,12 +25,15 @@ from models import METRICS
 from summary import Runs, worse_with_error
 
 import tables
+from cgx_jax import Identity, Plan, Quantize
 from cgx_jax.commands.chart import COLORS, PSUM_COLOR
+from cgx_jax.compressors import TopK
 
 TEXTS = [tables.DOCS / "measurements" / f"{name}.md" for name in ("suite", "diloco")]
 FOLDER = tables.RESULTS / "suite"
 ENOUGH = 5  # seeds that a claim needs
 MARKERS = "osD^vP*X"
+VALUES, LINK = 124_000_000, 100e6  # of a model like GPT-2; bits per second of a worker's link
 
 
 def quality() -> str:
@@ -92,6 +96,19 @@ def rates() -> str:
             line += [f"{row[field]:.{digits}f}" for row in rows if row["configuration"] == name]
         body.append(line)
     return tables.table(["", *(f"{task}: {METRICS[task][1]}" for task in tasks)], body)
+
+
+def workers() -> str:
+    """What a worker sends in a round, by arithmetic: bytes per value, and time on a slow link."""
+    like = jax.ShapeDtypeStruct((VALUES,), np.float32)
+    counts = (4, 16, 100)
+    body = []
+    for code in (Identity(), Quantize(4, rotation=True), Quantize(2, rotation=True), TopK(0.02)):
+        sent = [Plan.build(like, code).wire_bytes(world) for world in counts]
+        cells = [f"{nbytes / VALUES:.2f}" for nbytes in sent]
+        body.append([f"`{code}`", *cells, f"{8 * sent[-1] / LINK:.0f}"])
+    heads = [f"{world} workers" for world in counts]
+    return tables.table(["bytes per value", *heads, f"{counts[-1]} workers: seconds"], body)
 
 
 def done(folder: str = "suite", methods: Mapping[str, Configuration] = METHODS) -> dict[str, Runs]:
@@ -197,6 +214,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "suite_quality": quality,
     "diloco": diloco,
     "diloco_rate": rates,
+    "diloco_workers": workers,
 }
 
 
