@@ -1,6 +1,7 @@
 """What `delay` hides of a slow link: a round of DiLoCo against the same steps without a link.
 
     python benchmarks/delayed.py --json benchmarks/results/delayed.jsonl
+    python benchmarks/delayed.py --rate 10mbit --ways '4 bits'
 
 Four workers train a model of 20 MB, each on a host of its own. A round has `--every` steps, in each
 of which the workers read their loss, as training loops do. Every repeat times all ways one after
@@ -11,6 +12,7 @@ over the repeats.
 
 import argparse
 import functools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +33,10 @@ from tuner import turns
 
 AXIS = "ranks"
 WIDTH, LAYERS, BATCH = 1000, 5, 512  # 20 MB in fp32, and as many rows per worker and step
+ALONE = "alone"
 Q4 = cgx_jax.Quantize(4, rotation=True)
 METHODS: dict[str, dict[str, Any] | None] = {
-    "alone": None,
+    ALONE: None,
     "fp32": {"policy": cgx_jax.Identity(), "exchange": "xla"},
     "4 bits, xla": {"policy": Q4, "exchange": "xla"},
     "4 bits, mpi": {"policy": Q4, "exchange": "mpi"},
@@ -44,15 +47,17 @@ METHODS: dict[str, dict[str, Any] | None] = {
 def main() -> int:
     parser = measure.parser(__doc__, rate="100mbit", world=4, reps=9)
     parser.add_argument("--every", type=int, default=32, help="steps (default %(default)s)")
+    parser.add_argument("--ways", default="", help="only ways that match, besides the steps alone")
     arguments = parser.parse_args()
+    taken = [x for x in METHODS if x == ALONE or re.search(arguments.ways, x)]
     if rank_of_process() is None:
         command = measure.command(arguments)
         return rig.run(arguments.world, arguments.rate, command, timeout=3600, mpi=True)
     cgx_jax.keep_memory()  # also for the steps alone
     ranks = Ranks(arguments.world)
-    ways = [round_of(ranks, arguments.every, how) for how in METHODS.values()]
+    ways = [round_of(ranks, arguments.every, METHODS[name]) for name in taken]
     seconds = turns(ranks, ways, arguments.reps, 3000)
-    rows = [row_of(arguments, seconds, i, name) for i, name in enumerate(METHODS)]
+    rows = [row_of(arguments, seconds, i, name) for i, name in enumerate(taken)]
     if ranks.first:
         measure.write_json(arguments.json, rows)
     return 0
