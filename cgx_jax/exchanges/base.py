@@ -76,6 +76,14 @@ class Call:
     number: int = 0
 
 
+class Sent(NamedTuple):
+    """What a call that is started sends: seeds for each phase, leaves and units, as at once."""
+
+    seeds: Sequence[Words]
+    leaves: Sequence[jax.Array]
+    units: Units
+
+
 class Fused(NamedTuple):
     """What a sum in one call returns, one entry per leaf.
 
@@ -178,31 +186,15 @@ class Exchange(Scoped, abc.ABC):
         """
         raise NotImplementedError
 
-    def start(
-        self,
-        what: str,
-        call: Call,
-        seeds: Sequence[Words],
-        leaves: Sequence[jax.Array],
-        units: Units,
-        ticket: Any,
-    ) -> jax.Array:
+    def start(self, what: str, call: Call, sent: Sent, ticket: Any) -> jax.Array:
         """Starts a call, "all_reduce" or "gather_sum", and returns its ticket, uint32[2].
 
         The call goes on while this program and later ones run. `ticket` is zeros, or that of
-        another call with which this one shares it. The other operands are those of the call.
+        another call with which this one shares it.
         """
         raise NotImplementedError
 
-    def finish(
-        self,
-        what: str,
-        call: Call,
-        seeds: Sequence[Words],
-        leaves: Sequence[jax.Array],
-        units: Units,
-        ticket: Any,
-    ) -> Fused:
+    def finish(self, what: str, call: Call, sent: Sent, ticket: Any) -> Fused:
         """Returns what the call that was started with the same operands returns.
 
         If this process knows no such call, as after a restart, it makes the call now. All ranks of

@@ -27,7 +27,7 @@ from cgx_jax import _compat
 from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges import fused, mpi_rows, program
-from cgx_jax.exchanges.base import Call, Exchange, Fused, Least
+from cgx_jax.exchanges.base import Call, Exchange, Fused, Least, Sent
 from cgx_jax.kernels import native, primitives, scaling
 from cgx_jax.kernels.primitives import Units
 
@@ -105,24 +105,15 @@ class Mpi(Exchange):
     def all_reduce(
         self, call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
-        return _sums("all_reduce", call, seeds, leaves, units)
+        return _sums("all_reduce", call, Sent(seeds, leaves, units))
 
     def gather_sum(
         self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
     ) -> Fused:
-        return _sums("gather_sum", call, [seed], leaves, units)
+        return _sums("gather_sum", call, Sent([seed], leaves, units))
 
-    def start(
-        self,
-        what: str,
-        call: Call,
-        seeds: Sequence[Words],
-        leaves: Sequence[jax.Array],
-        units: Units,
-        ticket: Any,
-    ) -> jax.Array:
-        call = dataclasses.replace(call, in_place=False)
-        call, operands = _operands(call, seeds, leaves, units, ticket)
+    def start(self, what: str, call: Call, sent: Sent, ticket: Any) -> jax.Array:
+        call, operands = _operands(dataclasses.replace(call, in_place=False), sent, ticket)
         started: jax.Array
         how = {"number": call.number, "residuals": int(call.residual)}
         (started,) = fused.results(
@@ -130,44 +121,27 @@ class Mpi(Exchange):
         )
         return started
 
-    def finish(
-        self,
-        what: str,
-        call: Call,
-        seeds: Sequence[Words],
-        leaves: Sequence[jax.Array],
-        units: Units,
-        ticket: Any,
-    ) -> Fused:
-        return _sums(what, call, seeds, leaves, units, ticket)
+    def finish(self, what: str, call: Call, sent: Sent, ticket: Any) -> Fused:
+        return _sums(what, call, sent, ticket)
 
 
-def _operands(
-    call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units, *ticket: Any
-) -> tuple[Call, list[Any]]:
-    layout, factors = primitives.with_units(call.layout, units)
-    keys = jnp.stack([jnp.asarray(s) for s in seeds])
-    operands = [keys, fused.position(call.axes.names), *ticket, *leaves, *factors]
+def _operands(call: Call, sent: Sent, *ticket: Any) -> tuple[Call, list[Any]]:
+    layout, factors = primitives.with_units(call.layout, sent.units)
+    keys = jnp.stack([jnp.asarray(s) for s in sent.seeds])
+    operands = [keys, fused.position(call.axes.names), *ticket, *sent.leaves, *factors]
     return dataclasses.replace(call, layout=layout), operands
 
 
-def _sums(
-    what: str,
-    call: Call,
-    seeds: Sequence[Words],
-    leaves: Sequence[jax.Array],
-    units: Units,
-    *ticket: Any,
-) -> Fused:
+def _sums(what: str, call: Call, sent: Sent, *ticket: Any) -> Fused:
     now, name = _CALLS[what], mpi_rows.label(call.name)
-    call, operands = _operands(call, seeds, leaves, units, *ticket)
+    call, operands = _operands(call, sent, *ticket)
     call = dataclasses.replace(call, in_place=call.in_place and now.in_place and not ticket)
     if ticket:
         sums = fused.bind(now.finish, name, call, operands, number=call.number)
     else:
         sums = fused.bind(now.call, name, call, operands)
     if what == "gather_sum":  # still in units
-        sums = sums._replace(sums=scaling.all_decoded(sums.sums, units, leaves))
+        sums = sums._replace(sums=scaling.all_decoded(sums.sums, sent.units, sent.leaves))
     return sums
 
 

@@ -10,6 +10,7 @@ import jax
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
+from cgx_jax.exchanges.base import Sent
 from cgx_jax.reductions.base import (
     Job,
     Operands,
@@ -54,15 +55,16 @@ class GatherSum(PayloadReduction):
         if given.ticket is None:
             fused = job.exchange.gather_sum(call, words, leaves, units)
         else:
-            fused = job.exchange.finish("gather_sum", call, [words], leaves, units, given.ticket)
+            sent = Sent([words], leaves, units)
+            fused = job.exchange.finish("gather_sum", call, sent, given.ticket)
         return Reduced(fused.sums, fused.residuals, list(given.states))
 
     def start(self, job: Job, given: Operands) -> jax.Array:
         code = whole_code(job.leaves)
         assert code.layout is not None
         words = code.words(given.seeds[0], job.axes.rank())
-        operands = job.call(code.layout), [words], given.leaves, given.units
-        return job.exchange.start("gather_sum", *operands, given.ticket)
+        sent = Sent([words], given.leaves, given.units)
+        return job.exchange.start("gather_sum", job.call(code.layout), sent, given.ticket)
 
     def rows(self, job: Job, given: Operands) -> Rows:
         seeds, leaves, units = given.seeds, given.leaves, given.units

@@ -17,6 +17,7 @@ import numpy as np
 from cgx_jax.compressors.buffers import chunk_code
 from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
+from cgx_jax.exchanges.base import Sent
 from cgx_jax.reductions.base import (
     Job,
     Operands,
@@ -63,18 +64,18 @@ class ScatterGather(PayloadReduction):
         layout = chunk_code(job.leaves, job.axes.world).layout
         if layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
             return super().run(job, given)
-        operands = job.call(layout), given.seeds, given.leaves, given.units
+        call, sent = job.call(layout), Sent(given.seeds, given.leaves, given.units)
         if given.ticket is None:
-            fused = job.exchange.all_reduce(*operands)
+            fused = job.exchange.all_reduce(call, *sent)
         else:
-            fused = job.exchange.finish("all_reduce", *operands, given.ticket)
+            fused = job.exchange.finish("all_reduce", call, sent, given.ticket)
         return Reduced(fused.sums, fused.residuals, list(given.states))
 
     def start(self, job: Job, given: Operands) -> jax.Array:
         layout = chunk_code(job.leaves, job.axes.world).layout
         assert layout is not None
-        operands = job.call(layout), given.seeds, given.leaves, given.units
-        return job.exchange.start("all_reduce", *operands, given.ticket)
+        sent = Sent(given.seeds, given.leaves, given.units)
+        return job.exchange.start("all_reduce", job.call(layout), sent, given.ticket)
 
     def rows(self, job: Job, given: Operands) -> Rows:
         code, rank = chunk_code(job.leaves, job.axes.world), job.axes.rank()
