@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cgx_jax import Quantize
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.reductions import GatherSum, Reduction, Ring, ScatterGather, Tree
 
 REDUCTIONS: dict[str, Reduction] = {

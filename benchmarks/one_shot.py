@@ -23,7 +23,7 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.commands import rig
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.reductions import GatherSum, Reduction, ScatterGather
 from cgx_jax.tuning.link_timer import gradient, size_text
 

@@ -20,7 +20,7 @@ import cgx_jax
 import measure
 from alpha_beta import REDUCTIONS
 from cgx_jax.compressors import BlockTopK, Compressor, Quantize, ScaledSign, TopK
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 
 VALUES = 25_000_000
 CASES: dict[str, tuple[Compressor, str]] = {

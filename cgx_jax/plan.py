@@ -9,8 +9,7 @@ from typing import Any
 
 from cgx_jax._types import Pytree
 from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.compressors.base import require_stateless
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf, require_stateless
 from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.leaves import Leaf, is_bare, leaves_of
 from cgx_jax.policies.rules import Policy, Uniform

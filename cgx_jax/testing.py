@@ -23,7 +23,7 @@ from cgx_jax._types import AxisName, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, Identity, PayloadCompressor, Quantize
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.exchanges import Exchange, Xla
 from cgx_jax.plain_jit.arguments import is_nnx, keystr, nnx
 from cgx_jax.plain_jit.value_and_grad import value_and_grad

@@ -40,7 +40,7 @@ from cgx_jax.compressors import (
     Threshold,
     TopK,
 )
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.non_uniform import tree
 from cgx_jax.compressors.packing import pack, pack_trits, packed_bytes, unpack, unpack_trits
 from cgx_jax.reductions.named import named

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, Quantize, Rules
 from cgx_jax.axes import sum_of_rows
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.reductions import GatherSum, Levels, ScatterGather, Tree
 from cgx_jax.reductions.levels import Leveled
 from reducing import pmean_with_residual

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cases import FEW, LOSSY, PAIRS, every
 from cgx_jax import Quantize, Rules
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.exchanges import Mpi
 from cgx_jax.reductions import GatherSum
 from cgx_jax.reductions.named import named

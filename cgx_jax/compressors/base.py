@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key, Pytree
 from cgx_jax.axes import in_rank_order
-from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, WholeCode
+from cgx_jax.compressors.codes import ChunkCode, WholeCode
 
 
 class Compressor(abc.ABC):
@@ -158,11 +160,36 @@ class Compressor(abc.ABC):
         """The state before the first step for a leaf of `shape` and `dtype`."""
         return ()
 
+    def prepare(self, x: jax.Array, state: Pytree) -> tuple[jax.Array, Pytree]:
+        """Returns (what is encoded of a whole leaf, in the leaf's shape; the new state), both fp32.
+
+        `x` is one rank's leaf in fp32. By default it is encoded unchanged.
+        """
+        return x, state
+
+    @property
+    def prepares(self) -> bool:
+        """Whether `prepare` does anything."""
+        return type(self).prepare is not Compressor.prepare
+
     def has_state(self, shape: Sequence[int], dtype: DTypeLike) -> bool:
         """Whether `init` makes any array for a leaf of `shape` and `dtype`."""
         if type(self).init is Compressor.init:
             return False
         return bool(jax.tree.leaves(jax.eval_shape(lambda: self.init(shape, dtype))))
+
+
+class CodedLeaf(NamedTuple):
+    """A leaf of a fusion buffer: static. `number`, its place in the tree, selects its noise."""
+
+    compressor: Compressor
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    number: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 class PayloadCompressor(Compressor):
@@ -194,18 +221,6 @@ class PayloadCompressor(Compressor):
             ready, _ = self.prepare(x.astype(jnp.float32), self.init(x.shape, x.dtype))
             return self.decode(self.encode(ready, key=key), x.shape, x.dtype)
         return self.decode(self.encode(x, key=key), x.shape, x.dtype)
-
-    def prepare(self, x: jax.Array, state: Pytree) -> tuple[jax.Array, Pytree]:
-        """Returns (what is encoded of a whole leaf, in the leaf's shape; the new state), both fp32.
-
-        `x` is one rank's leaf in fp32. By default it is encoded unchanged.
-        """
-        return x, state
-
-    @property
-    def prepares(self) -> bool:
-        """Whether `prepare` does anything."""
-        return type(self).prepare is not PayloadCompressor.prepare
 
     @abc.abstractmethod
     def encode(self, x: ArrayLike, *, key: Key = None) -> jax.Array:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,8 @@ from jax import lax
 
 from cgx_jax._types import Key, Shaped, Unit, Words
 from cgx_jax.axes import SMALL_BYTES, in_rank_order, split, sum_of_rows, unstack
-from cgx_jax.compressors.base import PayloadCompressor
-from cgx_jax.compressors.codes import (
-    Arrays,
-    ChunkCode,
-    CodedLeaf,
-    WholeCode,
-    encoded_rows,
-    leaf_keys,
-)
+from cgx_jax.compressors.base import CodedLeaf, PayloadCompressor
+from cgx_jax.compressors.codes import Arrays, ChunkCode, WholeCode, key_of
 from cgx_jax.kernels import scaling
 from cgx_jax.kernels.primitives import NO_RANK, Units
 from cgx_jax.kernels.scaling import Residuals
@@ -32,7 +25,7 @@ from cgx_jax.kernels.scaling import Residuals
 @functools.lru_cache(maxsize=1024)
 def chunk_code(leaves: tuple[CodedLeaf, ...], world: int) -> ChunkCode:
     """Returns the code for a buffer of one family's leaves, cut into `world` chunks."""
-    kernels = type(leaves[0].compressor).chunk_kernels(leaves, world)
+    kernels = _codes(leaves)[0].chunk_kernels(leaves, world)
     return _ChunksLeafByLeaf(leaves, world) if kernels is None else kernels
 
 
@@ -45,8 +38,27 @@ def whole_code(leaves: tuple[CodedLeaf, ...]) -> WholeCode:
     if len(families) > 1:
         parts = (tuple(numbers) for numbers in families.values())
         return _Joined(tuple((own, whole_code(tuple(leaves[i] for i in own))) for own in parts))
-    kernels = type(leaves[0].compressor).whole_kernels(leaves)
+    kernels = _codes(leaves)[0].whole_kernels(leaves)
     return _WholeLeafByLeaf(leaves) if kernels is None else kernels
+
+
+def _codes(leaves: Sequence[CodedLeaf]) -> list[PayloadCompressor]:
+    """Returns the leaves' compressors. Reductions of payloads allow no other family."""
+    return [cast(PayloadCompressor, leaf.compressor) for leaf in leaves]
+
+
+def leaf_key(leaf: CodedLeaf, seed: Words) -> jax.Array | None:
+    """Returns the key of one leaf of a buffer, or None if its compressor needs none."""
+    return leaf_keys([leaf], seed)[0]
+
+
+def leaf_keys(leaves: Sequence[CodedLeaf], seed: Words) -> jax.Array | list[None]:
+    """Returns the keys of a buffer's leaves, or None for each if no compressor needs any."""
+    if not any(leaf.compressor.needs_key for leaf in leaves):
+        return [None] * len(leaves)
+    numbers = np.array([leaf.number for leaf in leaves], np.uint32)
+    keys: jax.Array = jax.vmap(functools.partial(jax.random.fold_in, key_of(seed)))(numbers)
+    return keys
 
 
 # What leaves have in common that one program can code: their compressor, a shape, and 0. A large
@@ -115,21 +127,21 @@ class _ChunksLeafByLeaf(ChunkCode):
 
     @property
     def row_bytes(self) -> int:
-        return sum(self._bytes([x.compressor for x in self.leaves]))
+        return sum(self._bytes(_codes(self.leaves)))
 
     @property
     def sum_bytes(self) -> int:
         return sum(self._bytes(self._of_sums()))
 
     def _of_sums(self) -> list[PayloadCompressor]:
-        return [x.compressor.of_sums(self.world) for x in self.leaves]
+        return [code.of_sums(self.world) for code in _codes(self.leaves)]
 
     def _bytes(self, codes: Sequence[PayloadCompressor]) -> list[int]:
         pairs = zip(codes, self.leaves, strict=True)
         return [c.payload_bytes(self._run(x.size)) for c, x in pairs]
 
-    def error_bounds(self, compressor: Any, x: jax.Array) -> jax.Array:
-        return self._leaf(jax.vmap(compressor.error_bound)(self._runs(x)), x)
+    def error_bounds(self, bound: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        return self._leaf(jax.vmap(bound)(self._runs(x)), x)
 
     def _runs(self, x: jax.Array) -> jax.Array:
         """Returns fp32[world, run]; both phases encode this dtype, so payloads are alike."""
@@ -146,17 +158,18 @@ class _ChunksLeafByLeaf(ChunkCode):
         self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
         runs = [self._runs(x) for x in scaling.taken_in(leaves, units)]
-        kinds = self._kinds([x.compressor for x in self.leaves])
+        codes = _codes(self.leaves)
+        kinds = self._kinds(codes)
         keys = leaf_keys(self.leaves, seed)
         rows = _each(kinds, _encoded_rows, keys, runs)
         joined = jnp.concatenate(rows, axis=1)
         if not residual:
             return joined, None
         back = _each(kinds, _decoded_rows, rows)
-        parts = zip(self.leaves, runs, back, leaves, units, strict=True)
+        parts = zip(codes, runs, back, leaves, units, strict=True)
         return joined, [
-            self._leaf(jnp.where(self._own(rank, leaf.compressor), 0, run - b), x, unit)
-            for leaf, run, b, x, unit in parts
+            self._leaf(jnp.where(self._own(rank, code), 0, run - b), x, unit)
+            for code, run, b, x, unit in parts
         ]
 
     def _kinds(self, codes: Sequence[PayloadCompressor]) -> list[_Kind]:
@@ -176,7 +189,7 @@ class _ChunksLeafByLeaf(ChunkCode):
         divisor: float,
         residuals: Residuals,
     ) -> tuple[jax.Array, Residuals]:
-        codes = [x.compressor for x in self.leaves]
+        codes = _codes(self.leaves)
         kinds, of_sums = self._kinds(codes), self._kinds(self._of_sums())
         inner = [self._runs(x) for x in scaling.taken_in(leaves, units)]
         own = [jnp.take(x, rank, axis=0) for x in inner]
@@ -242,7 +255,8 @@ class _WholeLeafByLeaf(WholeCode):
         return jnp.concatenate(payloads), scaling.taken_out(lost, units, leaves)
 
     def _kinds(self) -> list[_Kind]:
-        return [_kind(x.compressor, x.shape, x, i) for i, x in enumerate(self.leaves)]
+        pairs = enumerate(zip(_codes(self.leaves), self.leaves, strict=True))
+        return [_kind(code, leaf.shape, leaf, i) for i, (code, leaf) in pairs]
 
     def sum(
         self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
@@ -331,8 +345,16 @@ class _Joined(WholeCode):
         return [out[i] for i in range(len(out))]
 
 
-def _encoded_rows(code: Any, run: tuple[int, ...], key: Key, rows: jax.Array) -> jax.Array:
-    return encoded_rows(code, key, rows)
+def _encoded_rows(
+    code: PayloadCompressor, run: tuple[int, ...], key: Key, rows: jax.Array
+) -> jax.Array:
+    """Encodes each row by itself, with a key of its own if the compressor draws numbers."""
+    encode: Callable[..., jax.Array] = code.encode
+    if not code.needs_key:
+        return jax.vmap(encode)(rows)
+    assert key is not None
+    keys = jax.random.split(key, rows.shape[0])
+    return jax.vmap(lambda x, k: encode(x, key=k))(rows, keys)
 
 
 def _accumulated(

@@ -8,35 +8,19 @@ other families.
 from __future__ import annotations
 
 import abc
-import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from cgx_jax._types import Key, Shaped, Words
+from cgx_jax._types import Shaped, Words
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.scopes import Scoped
 from cgx_jax.kernels.wire import Layout
 
 Arrays = Sequence[jax.Array]
-
-
-class CodedLeaf(NamedTuple):
-    """A leaf of a fusion buffer: static. `number`, its place in the tree, selects its noise."""
-
-    compressor: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    number: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
 
 class ChunkCode(Scoped, abc.ABC):
@@ -59,10 +43,9 @@ class ChunkCode(Scoped, abc.ABC):
         """Bytes of a chunk's sum, which its owner sends to every other rank."""
         return self.row_bytes
 
-    def error_bounds(self, compressor: Any, x: jax.Array) -> jax.Array:
-        """Returns `compressor.error_bound` of a leaf that this code cuts, in its shape."""
-        out: jax.Array = compressor.error_bound(x)
-        return out
+    def error_bounds(self, bound: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """Returns `bound`, a compressor's, of a leaf that this code cuts, in its shape."""
+        return bound(x)
 
     @abc.abstractmethod
     def encode(
@@ -146,35 +129,12 @@ class WholeCode(Scoped, abc.ABC):
         raise NotImplementedError
 
 
-def leaf_key(leaf: CodedLeaf, seed: Words) -> jax.Array | None:
-    """Returns the key of one leaf of a buffer, or None if its compressor needs none."""
-    return leaf_keys([leaf], seed)[0]
-
-
-def leaf_keys(leaves: Sequence[CodedLeaf], seed: Words) -> jax.Array | list[None]:
-    """Returns the keys of a buffer's leaves, or None for each if no compressor needs any."""
-    if not any(leaf.compressor.needs_key for leaf in leaves):
-        return [None] * len(leaves)
-    numbers = np.array([leaf.number for leaf in leaves], np.uint32)
-    keys: jax.Array = jax.vmap(functools.partial(jax.random.fold_in, _key(seed)))(numbers)
-    return keys
-
-
-def encoded_rows(compressor: Any, key: Key, rows: jax.Array) -> jax.Array:
-    """Encodes each row by itself, with a key of its own if the compressor draws numbers."""
-    encode: Callable[..., jax.Array] = compressor.encode
-    if not compressor.needs_key:
-        return jax.vmap(encode)(rows)
-    assert key is not None
-    keys = jax.random.split(key, rows.shape[0])
-    return jax.vmap(lambda x, k: encode(x, key=k))(rows, keys)
-
-
 def folded(seed: Words, number: int | jax.Array) -> jax.Array:
     """Derives a separate seed for `number`, uint32[2]."""
-    return jax.random.bits(jax.random.fold_in(_key(seed), number), (2,), jnp.uint32)
+    return jax.random.bits(jax.random.fold_in(key_of(seed), number), (2,), jnp.uint32)
 
 
-def _key(seed: Words) -> jax.Array:
+def key_of(seed: Words) -> jax.Array:
+    """Returns the random key of a seed."""
     key: jax.Array = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
     return key

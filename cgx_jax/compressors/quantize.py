@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cgx_jax._types import Key
 from cgx_jax.compressors import buckets
-from cgx_jax.compressors.base import PayloadCompressor
-from cgx_jax.compressors.codes import ChunkCode, CodedLeaf, WholeCode
+from cgx_jax.compressors.base import CodedLeaf, PayloadCompressor
+from cgx_jax.compressors.codes import ChunkCode, WholeCode
 from cgx_jax.compressors.quantized import (
     QuantizedChunks,
     QuantizedWhole,
@@ -162,7 +162,9 @@ class Quantize(PayloadCompressor):
 
     @staticmethod
     def _layout(leaves: tuple[CodedLeaf, ...], world: int) -> Layout:
-        return Layout(tuple(x.compressor.slot(x.shape, x.number) for x in leaves), world)
+        # A buffer's leaves are of one family.
+        slots = (cast(Quantize, x.compressor).slot(x.shape, x.number) for x in leaves)
+        return Layout(tuple(slots), world)
 
     def error_bound(self, x: ArrayLike) -> jax.Array:
         """Returns half a unit (nearest) or one (stochastic), plus rounding to fp32 and x's dtype.

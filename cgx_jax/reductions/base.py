@@ -14,8 +14,8 @@ from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, PayloadCompressor
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
 from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels import scaling

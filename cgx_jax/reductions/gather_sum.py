@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import jax
 
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
 from cgx_jax.exchanges.base import Sent
 from cgx_jax.reductions.base import (

@@ -13,7 +13,8 @@ import numpy as np
 from cgx_jax import _compat
 from cgx_jax.axes import Axes, sum_of_rows
 from cgx_jax.compressors import Compressor, PayloadCompressor
-from cgx_jax.compressors.codes import CodedLeaf, folded
+from cgx_jax.compressors.base import CodedLeaf
+from cgx_jax.compressors.codes import folded
 from cgx_jax.kernels import scaling
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.reductions import shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.exchanges.base import by_name
 from cgx_jax.reductions.base import Reduction
 from cgx_jax.reductions.gather_sum import GatherSum

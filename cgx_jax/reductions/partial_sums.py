@@ -10,8 +10,9 @@ import jax
 from cgx_jax import _compat
 from cgx_jax._types import Words
 from cgx_jax.compressors import Compressor
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.compressors.codes import CodedLeaf, folded
+from cgx_jax.compressors.codes import folded
 from cgx_jax.reductions.base import Job, PayloadReduction
 
 

@@ -15,8 +15,9 @@ from jax import lax
 from cgx_jax import _compat
 from cgx_jax._types import Unit, Words
 from cgx_jax.axes import Axes
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.compressors.codes import CodedLeaf, folded
+from cgx_jax.compressors.codes import folded
 from cgx_jax.kernels import scaling
 from cgx_jax.kernels.primitives import NO_RANK
 from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced, sum_of_bounds

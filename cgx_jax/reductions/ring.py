@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.reductions import shares
 from cgx_jax.reductions.base import Job, Operands, Rows, largest_error

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import chunk_code
-from cgx_jax.compressors.codes import CodedLeaf
 from cgx_jax.exchanges import Exchange
 from cgx_jax.exchanges.base import Sent
 from cgx_jax.reductions.base import (
@@ -51,11 +51,11 @@ class ScatterGather(PayloadReduction):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         world = x.shape[0]
         code = chunk_code((CodedLeaf(compressor, x.shape[1:], np.dtype(np.float32), 0),), world)
-        each = (code.error_bounds(compressor, row) for row in x)
+        each = (code.error_bounds(compressor.error_bound, row) for row in x)
         peers = sum(each, start=jnp.zeros(x.shape[1:], jnp.float32)) / divisor
         total = jnp.abs(x.sum(0)) / divisor + peers
         of_sums = compressor.of_sums(world)
-        return peers + largest_error(lambda v: code.error_bounds(of_sums, v), total)
+        return peers + largest_error(lambda v: code.error_bounds(of_sums.error_bound, v), total)
 
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
         return "all_reduce" in exchange.can and chunk_code(leaves, world).layout is not None

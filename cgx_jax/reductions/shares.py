@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax._types import Shaped
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 
 PADDING = 16  # whole rows may add one value for each 16 of the leaf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ import numpy as np
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Summed
-from cgx_jax.compressors.base import Maxima, Rounds, Together
-from cgx_jax.compressors.codes import CodedLeaf, leaf_key
+from cgx_jax.compressors.base import CodedLeaf, Maxima, Rounds, SummedCompressor, Together
+from cgx_jax.compressors.buffers import leaf_key
 from cgx_jax.kernels import scaling
 from cgx_jax.reductions.base import Job, Operands, Reduced, Reduction
 
@@ -33,9 +33,8 @@ class SumRounds(Reduction):
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         # What a ring all-reduce sends.
-        arrays = sum(x.compressor.summed_bytes(x.shape, x.dtype, world) for x in leaves)
-        out: int = -(-2 * (world - 1) * arrays // world)
-        return out
+        arrays = sum(_code(x).summed_bytes(x.shape, x.dtype, world) for x in leaves)
+        return -(-2 * (world - 1) * arrays // world)
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         out: jax.Array = compressor.error_bound_of_sum(x) / divisor
@@ -44,7 +43,7 @@ class SumRounds(Reduction):
     def run(self, job: Job, given: Operands) -> Reduced:
         values, world = given.values(), job.axes.world
         running = [
-            leaf.compressor.rounds(x, state, key=leaf_key(leaf, given.seeds[0]), world=world)
+            _code(leaf).rounds(x, state, key=leaf_key(leaf, given.seeds[0]), world=world)
             for leaf, x, state in zip(job.leaves, values, given.states, strict=True)
         ]
         ends = _in_step(job.axes, running)
@@ -61,6 +60,11 @@ class SumRounds(Reduction):
             scaling.taken_out(lost, given.units, given.leaves),
             [end.state for end in ends],
         )
+
+
+def _code(leaf: CodedLeaf) -> SummedCompressor:
+    """Returns the leaf's compressor. This reduction is allowed by no other family."""
+    return cast(SummedCompressor, leaf.compressor)
 
 
 def _check_alike(job: Job, compressor: Compressor, total: jax.Array) -> None:

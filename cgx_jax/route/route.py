@@ -12,10 +12,10 @@ from cgx_jax._types import AxisName
 from cgx_jax.axes import SMALL_BYTES, Axes
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
-from cgx_jax.compressors.codes import CodedLeaf
+from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.exchanges import Auto, Exchange, Xla, auto
 from cgx_jax.plan import Plan
-from cgx_jax.reductions import GatherSum, Levels, PayloadReduction, Reduction, ScatterGather
+from cgx_jax.reductions import GatherSum, Levels, Reduction, ScatterGather
 from cgx_jax.reductions.all_gather import AllGather
 from cgx_jax.reductions.levels import Leveled
 from cgx_jax.reductions.named import named as reduction_named
@@ -272,7 +272,7 @@ def _over_levels(
     if inner.world == 1:
         return reduction
     for path, leaf in leaves:
-        if isinstance(reduction, PayloadReduction) and leaf.compressor.prepares:
+        if leaf.compressor.prepares:
             raise ValueError(
                 f"{options.name}: {leaf.compressor} of leaf {path!r} needs whole leaves for its "
                 "state or statistics, but levels= gives each rank of a node a different share; "
