@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rule, Rules, SecondMoment, transforms
 from cgx_jax.compressors import SignSGD
-from cgx_jax.debug.nonfinite import all_finite
-from cgx_jax.kernels.nonfinite import count_nonfinite
+from cgx_jax.kernels.nonfinite import all_finite, count_nonfinite
 
 EXACT_BIAS = (Rule(Identity(), path="bias"),)
 RULES = Rules((), Quantize(4, 64), exact=EXACT_BIAS)

@@ -12,7 +12,7 @@ import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import QSGD, SharedTernGrad, SignSGD, TopK
 from cgx_jax.transforms import MomentumCorrection
-from cgx_jax.transforms.precondition import squares_of, stacked
+from cgx_jax.transforms.precondition import squares_of
 from hlo import before, entry_of, named
 
 WORLD = 4
@@ -193,18 +193,18 @@ def test_the_moments_are_those_of_the_whole_mean(cut):
     """The ranks make the same state from shards that `SecondMoment` makes from the whole mean."""
     grads, moment = gradients(5, SCALE), SecondMoment()
     means, states = run(scatter(Q3, precondition=moment, dimensions=cut), grads, cut=cut)
-    state, shapes = stacked(moment.init(zeros())), [SHAPES[name] for name in sorted(SHAPES)]
+    state, shapes = moment.init(zeros()), [SHAPES[name] for name in sorted(SHAPES)]
 
     @jax.jit
     def update(state, mean, t):
-        squares = dict(enumerate(map(squares_of, jax.tree.leaves(mean))))
+        squares = squares_of(dict(enumerate(jax.tree.leaves(mean))))
         return moment.update(state, shapes, squares, t)
 
     for t, mean in enumerate(means):
         state = update(state, mean, jnp.int32(t))
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6),
-        stacked(states[-1].moments),
+        states[-1].moments,
         state,
     )
 

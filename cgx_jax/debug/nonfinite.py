@@ -16,7 +16,6 @@ from cgx_jax.axes import Axes
 from cgx_jax.debug.checksums import traced_anew
 from cgx_jax.debug.report import Report, Side, after_report, tell
 from cgx_jax.exchanges import xla
-from cgx_jax.kernels import reference
 from cgx_jax.kernels.nonfinite import count_nonfinite
 from cgx_jax.leaves import Leaf
 
@@ -63,11 +62,6 @@ def debug_nonfinite(action: str = "raise") -> Iterator[None]:
 def watching() -> bool:
     """Returns whether the mode is on."""
     return _action is not None
-
-
-def all_finite(arrays: Sequence[Any]) -> jax.Array:
-    """Returns whether all values of all arrays are finite, bool[]."""
-    return reference.all_finite([jnp.asarray(x) for x in arrays])
 
 
 def refuse_skip(caller: str) -> None:

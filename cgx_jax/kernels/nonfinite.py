@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,23 @@ def count_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
             return found
         pairs |= {i: found[n] for n, i in enumerate(coded)}
     return jnp.stack([pairs[i] for i in range(len(arrays))])
+
+
+def all_finite(arrays: Sequence[Any]) -> jax.Array:
+    """Returns whether all values of all arrays are finite, bool[]."""
+    arrays = [jnp.asarray(x) for x in arrays]
+    coded = [x.ravel() for x in arrays if x.dtype in _NATIVE]
+    finite = reference.all_finite([x for x in arrays if x.dtype not in _NATIVE])
+    if coded:
+        (found,) = codes.call("cgx_find_nonfinite", _any, *coded)
+        finite &= ~found[:, 0].any()
+    return finite
+
+
+def _any(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns i32[arrays, 2] that are 0 if all values are finite, and 1 if not."""
+    wrong = (~reference.all_finite(arrays)).astype(jnp.int32)
+    return [jnp.broadcast_to(wrong, (len(arrays), 2))]
 
 
 def _count(*arrays: jax.Array) -> list[jax.Array]:

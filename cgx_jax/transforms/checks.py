@@ -137,7 +137,7 @@ def check_state(
         raise ValueError(
             f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
         )
-    require_paths(caller, "moments", (state.moments.weights,), plan.leaves, treedef, remedy)
+    require_paths(caller, "moments", (state.moments.lines,), plan.leaves, treedef, remedy)
     shapes_of = whole or [leaf.shape for leaf in plan.leaves]
     like = [
         jax.ShapeDtypeStruct(shape, leaf.dtype)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from cgx_jax import _compat
 from cgx_jax.axes import axes_by_dimension, split
-from cgx_jax.transforms.precondition import Squares, Units, matrix_of
+from cgx_jax.transforms.precondition import Squares, Units
 
 Shape = tuple[int, ...]
 
@@ -51,8 +51,8 @@ class Cut(NamedTuple):
 
 def squares_of_shards(
     shards: Sequence[jax.Array], numbers: Sequence[int], cuts: Sequence[Cut]
-) -> dict[int, Squares]:
-    """Returns whole leaves' mean squares of rows and of columns, from the devices' shards.
+) -> list[Squares]:
+    """Returns whole leaves' sums of squares of rows and of columns, from the devices' shards.
 
     A device knows a part of the rows, a share of each column, or both. Leaves that are cut over the
     same axes share a sum over these.
@@ -60,26 +60,22 @@ def squares_of_shards(
     flat: dict[tuple[str, ...], list[jax.Array]] = {}
     for i in numbers:
         cut, x = cuts[i], shards[i]
-        rows, columns = matrix_of(cut.whole(x.shape))
         squares = jnp.square(x.astype(jnp.float32))
         matrix = squares if x.ndim > 1 else squares.reshape(-1, 1)
         axes = cut.axes if x.ndim > 1 else (cut.axes[0] if x.ndim else (), ())
         last = matrix.ndim - 1
-        own = matrix.sum(axis=last) / np.float32(columns)
+        own = matrix.sum(axis=last)
         for d in range(last):
             own = _placed(own, axes[d], d)
-        across = matrix.sum(axis=tuple(range(last))) / np.float32(rows)
+        across = matrix.sum(axis=tuple(range(last)))
         flat.setdefault(cut.names, []).extend([own.reshape(-1), _placed(across, axes[last], 0)])
     found: dict[tuple[str, ...], list[jax.Array]] = {}
     for names, parts in flat.items():
         joined = jnp.concatenate(parts)
         total = lax.psum(joined, names) if names else joined
         found[names] = split(total, [x.size for x in parts])
-    out: dict[int, Squares] = {}
-    for i in numbers:
-        mine = found[cuts[i].names]
-        out[i] = mine.pop(0), mine.pop(0)
-    return out
+    vectors = [(n, found[cuts[i].names].pop(0)) for i in numbers for n in (2 * i, 2 * i + 1)]
+    return [Squares(np.array([n]), x[None]) for n, x in vectors]
 
 
 def _size(axes: tuple[str, ...]) -> int:

@@ -29,7 +29,7 @@ from cgx_jax.transforms.checks import (
     require_shapes,
     require_type,
 )
-from cgx_jax.transforms.own_rows import axes_of, rows_of
+from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, rows_of
 from cgx_jax.transforms.state import Fragment, LocalState, is_any_tree, sync_states
 from cgx_jax.transforms.sync_gradients import Sync
 
@@ -219,12 +219,12 @@ class _Workers:
         require_type(self.name, state, LocalState)
         axes = Axes.resolve(self.name, self.axis_name, None)
         _check_moved(self.name, state, updates)
-        before = _own(state.moved)
+        before = own_row(state.moved)
         parts = self._parts(before)  # what is sent has the parameters' dtypes
         self._check(state, parts, before)
         here = None if params is None else jax.tree.map(jnp.add, params, before)
         step = optax.with_extra_args_support(self.inner).update
-        updates, own = step(updates, _own(state.optimizer), here, **extra_args)
+        updates, own = step(updates, own_row(state.optimizer), here, **extra_args)
         moved, treedef = jax.tree.flatten(
             jax.tree.map(lambda a, b: a + b.astype(a.dtype), before, updates)
         )
@@ -240,7 +240,7 @@ class _Workers:
             kept.append(fragment)
             for i, u, x in zip(part.numbers, change, mine, strict=True):
                 out[i], moved[i] = u, x
-        ahead, own = _rows(axes, (jax.tree.unflatten(treedef, moved), own))
+        ahead, own = as_rows(axes, (jax.tree.unflatten(treedef, moved), own))
         new = LocalState(state.step + 1, ahead, own, tuple(kept))
         return jax.tree.unflatten(treedef, [_shared(axes, x) for x in out]), new
 
@@ -277,7 +277,7 @@ class _Workers:
 
         def arrive() -> Any:
             if self.delay:
-                waiting, ticket = _own((fragment.waiting, fragment.ticket))
+                waiting, ticket = own_row((fragment.waiting, fragment.ticket))
                 mean, synced = part.sync.finish(waiting, fragment.sync, ticket)
             else:
                 mean, synced = part.sync.update(sent(), fragment.sync)
@@ -294,7 +294,7 @@ class _Workers:
 
         def send() -> Pytree:
             own = sent()
-            return _rows(axes, (own, part.sync.start(own, synced)))
+            return as_rows(axes, (own, part.sync.start(own, synced)))
 
         # What arrives was sent before this step, and leaves its place before the next is sent.
         due = (number % self.every) == part.offset
@@ -456,7 +456,7 @@ def local_params(params: Pytree, state: Pytree) -> Pytree:
             "hold one; pass the state of a chain with one of them."
         )
     _check_moved("local_params", found[0], params)
-    return jax.tree.map(jnp.add, params, _own(found[0].moved))
+    return jax.tree.map(jnp.add, params, own_row(found[0].moved))
 
 
 def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
@@ -466,13 +466,3 @@ def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
     require_paths(caller, "moved", (state.moved,), leaves, jax.tree.structure(like))
     shapes = [(1, *leaf.shape) for leaf in leaves]
     require_shapes(caller, "moved", state.moved, leaves, shapes)
-
-
-def _rows(axes: Axes, own: Pytree) -> Pytree:
-    """Inverts `_own`."""
-    return jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), own)
-
-
-def _own(rows: Pytree) -> Pytree:
-    """Returns this rank's row."""
-    return jax.tree.map(lambda x: x[0], rows)

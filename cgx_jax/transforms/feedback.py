@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor
-from cgx_jax.debug.nonfinite import all_finite
+from cgx_jax.kernels.nonfinite import all_finite
 from cgx_jax.plan import Plan
 from cgx_jax.route.run import Sums
 from cgx_jax.transforms.memory import Memory
@@ -40,8 +40,8 @@ def compensated(
 ) -> tuple[list[Any], list[Pytree]]:
     """Returns what is sent for each gradient, in its dtype, and what `remembered` needs.
 
-    `before` are the leaves' states with this rank's row in front. The memory computes in the widest
-    dtype of the gradient and its state, since `init` chose the state's dtypes by the parameters.
+    `before` are the leaves' states on this rank. The memory computes in the widest dtype of the
+    gradient and its state, since `init` chose the state's dtypes by the parameters.
     Integers and bools are sent exactly, without a memory; then `remembered` needs None.
     """
     if memory is None:
@@ -52,12 +52,12 @@ def compensated(
 
 
 def _compensated(
-    memory: Memory, x: jax.Array, rows: tuple[jax.Array, ...], step: jax.Array
+    memory: Memory, x: jax.Array, before: tuple[jax.Array, ...], step: jax.Array
 ) -> tuple[jax.Array, Pytree]:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x, None
-    dtype = widest(x.dtype, *(row.dtype for row in rows))
-    state = tuple(row[0].astype(dtype) for row in rows)
+    dtype = widest(x.dtype, *(row.dtype for row in before))
+    state = tuple(row.astype(dtype) for row in before)
     wide, kept = memory.compensate(x.astype(dtype), state, step)
     return wide.astype(x.dtype), (wide, kept)
 
@@ -91,7 +91,7 @@ def remembered(
     finite: Any,
     reached: Callable[[int], Any],
 ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array]]:
-    """Returns each leaf's rows after a step, and how many values found no room, i32[1] each.
+    """Returns each leaf's state after a step, and how many values found no room, i32[1] each.
 
     `kept` comes from `compensated`, and `residuals` are what the reduction lost of what was `sent`.
     If the step's mean is not `finite`, the state stays: the step never happened. `reached` marks
@@ -100,7 +100,7 @@ def remembered(
     """
     if memory is None:
         return [], []
-    rows, overflow = [], []
+    states, overflow = [], []
     for i, (compressor, x) in enumerate(zip(plan.compressors, sent, strict=True)):
         residual = _residual_of(x, residuals[i], _factor(compressor))
         no_room, arrived = jnp.zeros(1, jnp.int32), None
@@ -112,8 +112,8 @@ def remembered(
             if compressor.selects and residuals[i] is not None:
                 arrived = came & reached(i)
         overflow.append(no_room)
-        rows.append(_remembered(memory, x, residual, kept[i], arrived, finite, before[i]))
-    return rows, overflow
+        states.append(_remembered(memory, x, residual, kept[i], arrived, finite, before[i]))
+    return states, overflow
 
 
 def _remembered(
@@ -125,7 +125,7 @@ def _remembered(
     finite: Any,
     before: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns a leaf's rows in the dtypes of `before`."""
+    """Returns a leaf's state in the dtypes of `before`."""
     if kept is None:
         return before
     wide, kept = kept
@@ -173,9 +173,8 @@ def as_gradient(mean: Any, dtype: DTypeLike) -> Any:
     return (mean if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(mean)).astype(dtype)
 
 
-def _keep(finite: Any, new: jax.Array, row: jax.Array) -> jax.Array:
-    """Returns the row of `new` after a step whose mean is `finite`, else `row`."""
-    new, old = new.astype(row.dtype), row[0]
+def _keep(finite: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns `new` after a step whose mean is `finite`, else `old`, in the dtype of `old`."""
+    new = new.astype(old.dtype)
     # An owner's share of a float16 leaf's error may overflow where the mean did not.
-    kept = jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))
-    return kept[None]
+    return jnp.where(finite & jnp.isfinite(new), new, jnp.where(finite, 0, old).astype(old.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from cgx_jax._types import Pytree
-from cgx_jax.axes import unstack
+from cgx_jax.axes import SMALL_BYTES, unstack
 
 # Units are updated in each of the first WARMUP steps, and in every PERIOD-th step after that. An
 # update reads every leaf, and after the warm-up it changes little.
@@ -49,9 +49,10 @@ class Moments(NamedTuple):
 
     A step's *shares* are a leaf's squared values over their mean. The moments are weighted sums
     over the steps. A step counts as it does in Adam's second moment: by its mean square, and
-    decayed. `weights`, a tree like the parameters of f32[3], holds the sum of the decayed weights
-    of time, the sum of the steps' weights, and the inverse of how many steps of equal weight could
-    replace these.
+    decayed. `weights`, f32[leaves, 3], holds the sum of the decayed weights of time, the sum of the
+    steps' weights, and the inverse of how many steps of equal weight could replace these. `lines`,
+    a tree like the parameters of i32[], has each leaf's line of `weights`. It says which leaves the
+    moments are of, and never changes.
 
     A leaf of R rows and C columns has two vectors: the mean shares of rows, f32[R], and of columns,
     f32[C]. A table, f32[vectors, 1 + width], holds vectors of similar lengths: the longest has
@@ -60,24 +61,37 @@ class Moments(NamedTuple):
     leaves.
     """
 
-    weights: Pytree
+    lines: Pytree
+    weights: jax.Array
     tables: Pytree
 
 
 # A leaf's units and their size: what `SecondMoment.units` returns of it.
 Scale = tuple[Units, jax.Array]
 
-# The mean squares of a leaf's rows, f32[R], and columns, f32[C].
-Squares = tuple[jax.Array, jax.Array]
+
+class Squares(NamedTuple):
+    """The sums of squares of vectors of one length, f32[vectors, length].
+
+    Leaf i of R rows and C columns has two vectors: `numbers` 2 i, of the R rows' sums, and 2 i + 1,
+    of the C columns' sums.
+    """
+
+    numbers: np.ndarray
+    sums: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """The vectors of one table: their numbers (rows, then columns, leaf by leaf) and lengths."""
+    """The vectors of one table: their numbers as in `Squares`, and their lengths.
+
+    An entry of a vector is the mean of so many squares as `depths` says.
+    """
 
     width: int
     numbers: np.ndarray
     lengths: np.ndarray
+    depths: np.ndarray
 
     @property
     def leaves(self) -> np.ndarray:
@@ -103,7 +117,8 @@ def _tables(shapes: Sequence[tuple[int, ...]]) -> list[_Table]:
     lengths = np.array([n for shape in shapes for n in matrix_of(shape)], np.int32)
     kinds = np.array([max(int(n) - 1, 0).bit_length() // 3 for n in lengths])
     numbers = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
-    return [_Table(int(np.max(lengths[n], initial=1)), n, lengths[n]) for n in numbers]
+    depths = lengths.reshape(-1, 2)[:, ::-1].reshape(-1)
+    return [_Table(int(np.max(lengths[n], initial=1)), n, lengths[n], depths[n]) for n in numbers]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +160,8 @@ class SecondMoment:
         """The state before the first step of leaves like `params`."""
         leaves, treedef = jax.tree.flatten(params)
         return Moments(
-            jax.tree.unflatten(treedef, [jnp.zeros(3, jnp.float32) for _ in leaves]),
+            jax.tree.unflatten(treedef, [jnp.int32(i) for i in range(len(leaves))]),
+            jnp.zeros((len(leaves), 3), jnp.float32),
             tuple(
                 jnp.zeros((len(t.numbers), 1 + t.width), jnp.float32)
                 for t in _tables([x.shape for x in leaves])
@@ -157,8 +173,8 @@ class SecondMoment:
     ) -> dict[int, Scale]:
         """Returns the next step's units of the `wanted` leaves, and the usual size, f32[].
 
-        A value in these units, divided by that size, is a multiple of its own usual size. `moments`
-        are `stacked`. `shapes` are those of all leaves.
+        A value in these units, divided by that size, is a multiple of its own usual size. `shapes`
+        are those of all leaves.
         """
         tables, weights = _tables(shapes), moments.weights
         ways: list[jax.Array] = []
@@ -197,12 +213,12 @@ class SecondMoment:
         self,
         moments: Moments,
         shapes: Sequence[tuple[int, ...]],
-        squares: Mapping[int, Squares],
+        squares: Sequence[Squares],
         step: jax.Array,
     ) -> Moments:
-        """Returns the moments, which are `stacked`, after a step that is due.
+        """Returns the moments after a step that is due.
 
-        `squares` are those of the leaves' reduced gradients, by number; the moments of other leaves
+        `squares` are those of the leaves' reduced gradients; the moments of leaves without any
         stay. `shapes` are those of all leaves. New `tables` are not finite if a mean square is not.
         """
         tables = _tables(shapes)
@@ -226,7 +242,7 @@ class SecondMoment:
             spreads = table.means(jnp.square(shares))
             add = weight[own][:, None] * jnp.concatenate([spreads[:, None], shares], axis=1)
             after.append(jnp.where(stays[own][:, None], sums, decay * sums + add))
-        return Moments(new, tuple(after))
+        return Moments(moments.lines, new, tuple(after))
 
     def _ways(self, table: _Table, sums: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns f32[vectors, 2, width]: factors into and out of units.
@@ -254,20 +270,6 @@ class SecondMoment:
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
-def stacked(moments: Moments) -> Moments:
-    """Returns the moments with the weights of all leaves in one array, f32[leaves, 3]."""
-    leaves = jax.tree.leaves(moments.weights)
-    weights = jnp.concatenate(leaves).reshape(-1, 3) if leaves else jnp.zeros((0, 3), jnp.float32)
-    return moments._replace(weights=weights)
-
-
-def unstacked(moments: Moments, like: Moments) -> Moments:
-    """Inverts `stacked`, for moments of the leaves of `like`."""
-    weights = lax.optimization_barrier(moments.weights)
-    tree = jax.tree.unflatten(jax.tree.structure(like.weights), unstack(weights))
-    return moments._replace(weights=tree)
-
-
 def _by_leaf(tables: Sequence[_Table], values: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns what rows and what columns have, each f32[leaves], of one value for each vector."""
     if not tables:
@@ -277,23 +279,39 @@ def _by_leaf(tables: Sequence[_Table], values: Sequence[jax.Array]) -> tuple[jax
     return flat[place[::2]], flat[place[1::2]]
 
 
-def _filled(table: _Table, squares: Mapping[int, Squares]) -> jax.Array:
-    """Returns a table's vectors, f32[vectors, width]; 0 for leaves without squares."""
-    parts: list[jax.Array] = []
-    for leaf, place in zip(*divmod(table.numbers, 2), strict=True):
-        vector = squares[leaf][place : place + 1] if leaf in squares else ()
-        parts += vector
-        parts.append(jnp.zeros(table.width - sum(x.size for x in vector), jnp.float32))
-    return jnp.concatenate(parts).reshape(-1, table.width)
+def _filled(table: _Table, squares: Sequence[Squares]) -> jax.Array:
+    """Returns a table's mean squares, f32[vectors, width]; 0 for leaves without squares."""
+    own = [x for x in squares if x.numbers[0] in table.numbers]
+    known = np.array([n for x in own for n in x.numbers], np.int64)
+    rest = np.setdiff1d(table.numbers, known)
+    parts = [jnp.pad(x.sums, ((0, 0), (0, table.width - x.sums.shape[1]))) for x in own]
+    rows = jnp.concatenate([*parts, jnp.zeros((len(rest), table.width), jnp.float32)])
+    order = np.argsort(np.concatenate([known, rest]))
+    depths = np.maximum(table.depths, 1).astype(np.float32)
+    means: jax.Array = rows[order] / depths[:, None]
+    return means
 
 
-def squares_of(x: jax.Array) -> Squares:
-    """Returns the mean squares of the rows and of the columns of a leaf."""
-    matrix = x.astype(jnp.float32).reshape(matrix_of(x.shape))
-    rows = jnp.square(matrix).mean(axis=1)
-    # The barrier separates the two sums: XLA's CPU fusion of both takes three times as long.
-    matrix, rows = lax.optimization_barrier((matrix, rows))
-    return rows, jnp.square(matrix).mean(axis=0)
+def squares_of(leaves: Mapping[int, jax.Array]) -> list[Squares]:
+    """Returns the sums of squares of leaves by number.
+
+    Leaves of one shape and up to `SMALL_BYTES` are stacked and share one program.
+    """
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, x in leaves.items():
+        alone = 0 if x.nbytes <= SMALL_BYTES else i + 1
+        kinds.setdefault((x.shape, x.dtype, alone), []).append(i)
+    out = []
+    for (shape, *_), numbers in kinds.items():
+        # The barrier keeps what makes the leaves out of the sums' program.
+        stack = lax.optimization_barrier(jnp.stack([leaves[i] for i in numbers]))
+        matrix = stack.astype(jnp.float32).reshape(len(numbers), *matrix_of(shape))
+        rows = jnp.square(matrix).sum(axis=2)
+        # The barrier separates the two sums: XLA's CPU fusion of both takes three times as long.
+        matrix, rows = lax.optimization_barrier((matrix, rows))
+        places = 2 * np.array(numbers)
+        out += [Squares(places, rows), Squares(places + 1, jnp.square(matrix).sum(axis=1))]
+    return out
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:

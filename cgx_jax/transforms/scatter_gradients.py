@@ -35,7 +35,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import SecondMoment, Units, unstacked
+from cgx_jax.transforms.precondition import SecondMoment, Units
 from cgx_jax.transforms.state import (
     SyncState,
     by_leaf,
@@ -155,7 +155,8 @@ def scatter_gradients(
             require_bounded(_NAME, chosen)
         before = by_leaf(state.memory, len(leaves))
         shapes = [leaf.shape for leaf in plan.leaves]
-        moments, scales = scales_of(precondition, state.moments, shapes, taken.compressed)
+        moments = state.moments
+        scales = scales_of(precondition, moments, shapes, taken.compressed)
         sent, kept = compensated(memory, leaves, before, state.step)
         units = [
             None if scale is None else _cut(scale[0], shape, d, axes.world)
@@ -195,7 +196,7 @@ def scatter_gradients(
             moments, finite = moved(precondition, moments, shapes, squares, (), step, finite, axes)
         new = new._replace(
             memory=rows_after(state.memory, rows, axes),
-            moments=moments if precondition is None else unstacked(moments, state.moments),
+            moments=moments,
             skipped=state.skipped + (1 - jnp.asarray(finite, jnp.int32)),
         )
         return jax.tree.unflatten(treedef, out), new

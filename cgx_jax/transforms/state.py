@@ -19,7 +19,7 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.leaves import Leaf, leaves_of, path_of
 from cgx_jax.plan import Plan
 from cgx_jax.transforms.memory import Memory
-from cgx_jax.transforms.own_rows import axes_of, require_axes, rows_of
+from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, require_axes, rows_of
 from cgx_jax.transforms.precondition import Moments, SecondMoment
 
 CALLER = "sync_gradients"
@@ -262,8 +262,8 @@ def restored(caller: str, x: Any, kind: type) -> ValueError:
 
 
 def by_leaf(trees: Pytree, count: int) -> list[tuple[Any, ...]]:
-    """Splits a tuple of trees into one tuple for each of `count` leaves."""
-    parts = [jax.tree.leaves(tree) for tree in trees]
+    """Splits a tuple of trees of rows into a tuple of this rank's, for each of `count` leaves."""
+    parts = [jax.tree.leaves(own_row(tree)) for tree in trees]
     return [tuple(part[i] for part in parts) for i in range(count)]
 
 
@@ -278,11 +278,13 @@ def by_tree(
 def rows_after(
     memory: tuple[Pytree, ...], rows: list[tuple[jax.Array, ...]], axes: Axes
 ) -> tuple[Pytree, ...]:
-    """Returns the memories after a step, whose leaves have these `rows`; () if there are none."""
+    """Returns the memories after a step, whose leaves have these rows; () if there are none."""
     if not memory:
         return ()
-    own = [tuple(_compat.vary_over(x, axes.varying()) for x in row) for row in rows]
-    return by_tree(own, jax.tree.structure(memory[0]), len(memory))
+    new: tuple[Pytree, ...] = as_rows(
+        axes, by_tree(rows, jax.tree.structure(memory[0]), len(memory))
+    )
+    return new
 
 
 def overflow_after(overflow: Pytree, counts: list[jax.Array], axes: Axes) -> Pytree:
@@ -310,7 +312,7 @@ def state_of_any_tree(
         step=leaf,
         memory=(params,) * kept_by(memory),
         statistics=leaf if adapts else (),
-        moments=() if precondition is None else Moments(params, leaf),
+        moments=() if precondition is None else Moments(params, leaf, leaf),
         codes=leaf,
         overflow=() if memory is None else leaf,
         skipped=leaf,
@@ -413,7 +415,7 @@ def codes_by_leaf(
     out = []
     own, shared = treedef.flatten_up_to(codes.own), treedef.flatten_up_to(codes.shared)
     for c, some, o, s in zip(plan.compressors, choices, own, shared, strict=True):
-        kept = s if c.shares_state else jax.tree.map(lambda x: x[0], o)
+        kept = s if c.shares_state else own_row(o)
         out.append(kept if len(some) == 1 else kept[some.index(c)])
     return out
 
@@ -440,7 +442,7 @@ def codes_after(
         if compressor.shares_state:
             _check_shared(compressor, leaf.path, state, axes)
         else:
-            state = jax.tree.map(lambda x: _compat.vary_over(x[None], axes.varying()), state)
+            state = as_rows(axes, state)
         kept = shared if compressor.shares_state else own
         place = choices[i].index(compressor)
         waiting = [kept[i]] if len(choices[i]) == 1 else list(kept[i])

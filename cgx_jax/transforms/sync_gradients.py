@@ -43,7 +43,7 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import Moments, SecondMoment, Squares, squares_of, unstacked
+from cgx_jax.transforms.precondition import SecondMoment, Squares, squares_of
 from cgx_jax.transforms.state import (
     CALLER,
     Choices,
@@ -283,7 +283,7 @@ class Sync:
         shapes = [cut.whole(leaf.shape) for cut, leaf in zip(cuts, plan.leaves, strict=True)]
         self._check(state, plan, choices, treedef, axes, shapes)
         before = by_leaf(state.memory, len(leaves))
-        moments, scales = scales_of(self.precondition, state.moments, shapes, taken.compressed)
+        scales = scales_of(self.precondition, state.moments, shapes, taken.compressed)
         sent, kept = compensated(self.memory, leaves, before, state.step)
         units = [
             None if scale is None else cut.units(scale[0], shape)
@@ -295,7 +295,7 @@ class Sync:
             "units": tuple(units),
             "states": codes_by_leaf(state.codes, plan, choices, treedef),
         }
-        return _Ready(cuts, shapes, before, moments, scales, sent, kept, how)
+        return _Ready(cuts, shapes, before, scales, sent, kept, how)
 
     def _step(
         self,
@@ -309,12 +309,12 @@ class Sync:
         taken = self._route(plan, choices)
         plan, axes = taken.plan, taken.options.axes
         ready = self._ready(taken, choices, updates, state)
-        cuts, shapes, before, moments, scales, sent, kept, how = ready
+        cuts, shapes, before, scales, sent, kept, how = ready
         leaves, treedef = jax.tree.flatten(updates)
         sums = run(taken, sent, ticket=ticket, **how)
         means, skipped = watched(taken, sent, sums.values, state.step)
         sums = scaled(plan, sums._replace(values=means))
-        means, finite = sums.values, True
+        means, moments, finite = sums.values, state.moments, True
         # If nothing is kept, nothing depends on it, and the check would take a pass.
         if self.memory is not None or state.codes != () or skipped is not False:
             finite = finite_everywhere(axes, means, skipped)
@@ -340,7 +340,7 @@ class Sync:
             state.step + 1,
             rows_after(state.memory, rows, axes),
             measured,
-            moments if self.precondition is None else unstacked(moments, state.moments),
+            moments,
             codes,
             overflow_after(state.overflow, no_room, axes),
             state.skipped + (1 - jnp.asarray(finite, jnp.int32)),
@@ -367,28 +367,27 @@ class Sync:
 
 
 class _Ready(NamedTuple):
-    """What an update sends, with one entry per leaf but for `moments` and `how`.
+    """What an update sends, with one entry per leaf but for `how`.
 
     `cuts` and whole `shapes` are those of the leaves. `before` are their memories, and `kept` is
-    what these keep of what is `sent`. `scales` follow from the `moments`. `how` holds the further
+    what these keep of what is `sent`. `scales` follow from the moments. `how` holds the further
     operands of the reduction.
     """
 
     cuts: tuple[Cut, ...]
     shapes: list[tuple[int, ...]]
     before: list[tuple[Any, ...]]
-    moments: Moments
     scales: Sequence[Any]
     sent: list[Any]
     kept: list[Pytree]
     how: dict[str, Any]
 
 
-def _squares(means: list[Any], numbers: list[int], cuts: Sequence[Cut]) -> dict[int, Squares]:
-    """Returns mean squares of the rows and of the columns of whole leaves."""
+def _squares(means: list[Any], numbers: list[int], cuts: Sequence[Cut]) -> list[Squares]:
+    """Returns the squares of the rows and of the columns of whole leaves."""
     cut = [i for i in numbers if cuts[i].names]
-    whole = {i: squares_of(means[i]) for i in numbers if not cuts[i].names}
-    return whole | (squares_of_shards(means, cut, cuts) if cut else {})
+    whole = squares_of({i: means[i] for i in numbers if not cuts[i].names})
+    return whole + (squares_of_shards(means, cut, cuts) if cut else [])
 
 
 def _choices(plans: list[Plan]) -> Choices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,30 +12,29 @@ from jax import lax
 
 from cgx_jax._types import Pytree
 from cgx_jax.axes import Axes
-from cgx_jax.debug.nonfinite import all_finite
-from cgx_jax.transforms.precondition import Moments, Scale, SecondMoment, Squares, stacked
+from cgx_jax.kernels.nonfinite import all_finite
+from cgx_jax.transforms.precondition import Moments, Scale, SecondMoment, Squares
 
 Shapes = Sequence[tuple[int, ...]]
 
 
 def scales_of(
     precondition: SecondMoment | None, moments: Pytree, shapes: Shapes, compressed: Sequence[int]
-) -> tuple[Pytree, list[Scale | None]]:
-    """Returns the moments as `moved` takes them, and each leaf's units; None for an exact leaf."""
+) -> list[Scale | None]:
+    """Returns each leaf's units, None for an exact leaf."""
     scales: list[Scale | None] = [None] * len(shapes)
     if precondition is None:
-        return moments, scales
-    moments = stacked(moments)
+        return scales
     for i, scale in precondition.units(moments, shapes, compressed).items():
         scales[i] = scale
-    return moments, scales
+    return scales
 
 
 def moved(
     precondition: SecondMoment,
     old: Moments,
     shapes: Shapes,
-    squares: Callable[[], Mapping[int, Squares]],
+    squares: Callable[[], Sequence[Squares]],
     exact: Sequence[jax.Array],
     step: jax.Array,
     finite: Any,
@@ -47,11 +46,12 @@ def moved(
     finite only if the `exact` means are finite too.
     """
 
-    def update() -> tuple[Moments, jax.Array]:
+    def update() -> tuple[Pytree, jax.Array]:
         new = precondition.update(old, shapes, squares(), step)
-        return new, all_finite([*new.tables, *exact])
+        return (new.weights, new.tables), all_finite([*new.tables, *exact])
 
-    stays = (old, jnp.ones((), bool))
-    new, usable = lax.cond(precondition.due(step), update, lambda: stays)
+    before = (old.weights, old.tables)
+    after, usable = lax.cond(precondition.due(step), update, lambda: (before, jnp.ones((), bool)))
     finite = axes.on_every_rank(jnp.asarray(finite) & usable, alike=True)
-    return jax.tree.map(functools.partial(jnp.where, finite), new, old), finite
+    weights, tables = jax.tree.map(functools.partial(jnp.where, finite), after, before)
+    return old._replace(weights=weights, tables=tables), finite
