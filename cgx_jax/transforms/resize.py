@@ -62,7 +62,7 @@ def resize_state(state: Pytree, world: int) -> Pytree:
                 f"{_NAME}: rows of {x.dtype}{list(x.shape)} lie on several processes. Gather them "
                 "first, state = jax.experimental.multihost_utils.process_allgather(state, "
                 "tiled=True), or restore them from a checkpoint, replicated "
-                "(docs/policy.md#error-feedback)."
+                "(docs/policy.md#checkpoints)."
             )
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = resized(mark, jax.random.key_data(x))
