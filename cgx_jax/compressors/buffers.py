@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -61,46 +61,68 @@ def leaf_keys(leaves: Sequence[CodedLeaf], seed: Words) -> jax.Array | list[None
     return keys
 
 
-# What leaves have in common that one program can code: their compressor, a shape, and 0. A large
-# leaf has its place + 1 instead: copies of it would take longer than compiling a program for it.
-_Kind = tuple[PayloadCompressor, tuple[int, ...], int]
+class _Group(NamedTuple):
+    """Leaves that one program codes: `numbers` in the buffer, a compressor and a shape.
 
-
-def _kind(compressor: PayloadCompressor, shape: tuple[int, ...], leaf: CodedLeaf, i: int) -> _Kind:
-    return compressor, shape, 0 if 4 * leaf.size <= SMALL_BYTES else i + 1
-
-
-def _each(
-    kinds: Sequence[_Kind], function: Callable[..., jax.Array], *columns: Sequence[Any] | jax.Array
-) -> list[jax.Array]:
-    """Returns function(compressor, shape, *entries) for each leaf's kind and its entries.
-
-    Leaves of a kind are stacked and share one program: XLA would take seconds to compile a program
-    for each. Their bytes are those of single calls. A column may be one array.
+    XLA would take seconds to compile a program for each leaf. The bytes are those of single calls.
+    The payloads of a group lie next to each other in the buffer.
     """
-    out: dict[int, jax.Array] = {}
-    for kind in dict.fromkeys(kinds):
-        numbers = [i for i, other in enumerate(kinds) if other == kind]
-        call = functools.partial(function, *kind[:2])
-        if len(numbers) == 1:
-            results = [call(*(column[numbers[0]] for column in columns))]
-        else:
-            stacks = [_stacked(column, numbers) for column in columns]
-            # XLA would otherwise compute a stack again for each of its parts.
-            results = unstack(lax.optimization_barrier(jax.vmap(call)(*stacks)))
-        out |= dict(zip(numbers, results, strict=True))
-    return [out[i] for i in range(len(kinds))]
+
+    code: PayloadCompressor
+    shape: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    def nbytes(self, code: PayloadCompressor) -> int:
+        """Bytes of the payloads by `code`."""
+        return len(self.numbers) * code.payload_bytes(self.shape)
+
+    def stack(self, column: Sequence[jax.Array]) -> jax.Array:
+        """Returns the group's entries of a column with one for each leaf of the buffer."""
+        # The barrier keeps what makes an entry out of the stack's program.
+        return jnp.stack(lax.optimization_barrier([column[i] for i in self.numbers]))
+
+    def keys(self, keys: jax.Array | list[None]) -> jax.Array | None:
+        """Returns the leaves' keys of `leaf_keys`."""
+        return keys[np.array(self.numbers)] if isinstance(keys, jax.Array) else None
+
+    def each(self, function: Callable[..., jax.Array], *stacks: jax.Array | None) -> jax.Array:
+        """Returns function(*entries) of each leaf, stacked."""
+        if len(self.numbers) > 1:
+            return jax.vmap(function)(*stacks)
+        return function(*(None if x is None else x[0] for x in stacks))[None]
+
+    def unstack(self, stack: jax.Array) -> dict[int, jax.Array]:
+        """Returns the entries of a stack by number."""
+        # XLA would otherwise compute a stack again for each of its parts.
+        parts = unstack(lax.optimization_barrier(stack)) if len(stack) > 1 else [stack[0]]
+        return dict(zip(self.numbers, parts, strict=True))
 
 
-def _stacked(column: Sequence[Any] | jax.Array, numbers: list[int]) -> jax.Array | None:
-    if isinstance(column, jax.Array):
-        return column[np.array(numbers)]
-    # The barrier keeps what makes an entry out of the stack's program.
-    entries = [column[i] for i in numbers]
-    return None if entries[0] is None else jnp.stack(lax.optimization_barrier(entries))
+def _grouped(leaves: Sequence[CodedLeaf], shapes: Sequence[tuple[int, ...]]) -> list[_Group]:
+    """Returns the groups of leaves whose codes are of `shapes`."""
+    kinds: dict[tuple[PayloadCompressor, tuple[int, ...], int], list[int]] = {}
+    for i, (code, leaf, shape) in enumerate(zip(_codes(leaves), leaves, shapes, strict=True)):
+        # Copies of a large leaf would take longer than compiling a program for it.
+        alone = 0 if 4 * leaf.size <= SMALL_BYTES else i + 1
+        kinds.setdefault((code, shape, alone), []).append(i)
+    return [_Group(code, shape, tuple(own)) for (code, shape, _), own in kinds.items()]
 
 
-def _encoded(code: Any, shape: tuple[int, ...], key: Key, x: jax.Array) -> jax.Array:
+def _joined(stack: jax.Array) -> jax.Array:
+    """Returns payloads u8[leaves, rows, n] next to each other, u8[rows, leaves * n]."""
+    return jnp.moveaxis(stack, 0, 1).reshape(stack.shape[1], -1)
+
+
+def _parted(rows: jax.Array, leaves: int) -> jax.Array:
+    """Inverts `_joined`."""
+    return jnp.moveaxis(rows.reshape(len(rows), leaves, -1), 1, 0)
+
+
+def _in_order(entries: Mapping[int, jax.Array]) -> list[jax.Array]:
+    return [entries[i] for i in range(len(entries))]
+
+
+def _encoded(code: Any, key: Key, x: jax.Array) -> jax.Array:
     payload: jax.Array = code.encode(x, key=key if code.needs_key else None)
     return payload
 
@@ -125,20 +147,20 @@ class _ChunksLeafByLeaf(ChunkCode):
     def _run(self, size: int) -> int:
         return -(-size // self.world)
 
+    @functools.cached_property
+    def _groups(self) -> list[_Group]:
+        return _grouped(self.leaves, [(self._run(x.size),) for x in self.leaves])
+
     @property
     def row_bytes(self) -> int:
-        return sum(self._bytes(_codes(self.leaves)))
+        return sum(group.nbytes(group.code) for group in self._groups)
 
     @property
     def sum_bytes(self) -> int:
-        return sum(self._bytes(self._of_sums()))
+        return sum(group.nbytes(self._of_sums(group)) for group in self._groups)
 
-    def _of_sums(self) -> list[PayloadCompressor]:
-        return [code.of_sums(self.world) for code in _codes(self.leaves)]
-
-    def _bytes(self, codes: Sequence[PayloadCompressor]) -> list[int]:
-        pairs = zip(codes, self.leaves, strict=True)
-        return [c.payload_bytes(self._run(x.size)) for c, x in pairs]
+    def _of_sums(self, group: _Group) -> PayloadCompressor:
+        return group.code.of_sums(self.world)
 
     def error_bounds(self, bound: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         return self._leaf(jax.vmap(bound)(self._runs(x)), x)
@@ -158,26 +180,19 @@ class _ChunksLeafByLeaf(ChunkCode):
         self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
         runs = [self._runs(x) for x in scaling.taken_in(leaves, units)]
-        codes = _codes(self.leaves)
-        kinds = self._kinds(codes)
         keys = leaf_keys(self.leaves, seed)
-        rows = _each(kinds, _encoded_rows, keys, runs)
-        joined = jnp.concatenate(rows, axis=1)
-        if not residual:
-            return joined, None
-        back = _each(kinds, _decoded_rows, rows)
-        parts = zip(codes, runs, back, leaves, units, strict=True)
-        return joined, [
-            self._leaf(jnp.where(self._own(rank, code), 0, run - b), x, unit)
-            for code, run, b, x, unit in parts
-        ]
-
-    def _kinds(self, codes: Sequence[PayloadCompressor]) -> list[_Kind]:
-        pairs = enumerate(zip(codes, self.leaves, strict=True))
-        return [_kind(code, (self._run(leaf.size),), leaf, i) for i, (code, leaf) in pairs]
-
-    def _split(self, rows: jax.Array, codes: Sequence[PayloadCompressor]) -> list[jax.Array]:
-        return split(rows, self._bytes(codes), axis=1)
+        rows: list[jax.Array] = []
+        lost: dict[int, jax.Array] = {}
+        for group in self._groups:
+            code, own = group.code, group.stack(runs)
+            made = group.each(functools.partial(_encoded_rows, code), group.keys(keys), own)
+            rows.append(_joined(made))
+            if residual:
+                back = group.each(functools.partial(_decoded_rows, code, group.shape), made)
+                lost |= group.unstack(jnp.where(self._own(rank, code), 0, own - back))
+        parts = zip(_in_order(lost), leaves, units, strict=True) if residual else ()
+        filled = [self._leaf(run, x, unit) for run, x, unit in parts]
+        return jnp.concatenate(rows, axis=1), filled if residual else None
 
     def reduce(
         self,
@@ -189,37 +204,43 @@ class _ChunksLeafByLeaf(ChunkCode):
         divisor: float,
         residuals: Residuals,
     ) -> tuple[jax.Array, Residuals]:
-        codes = _codes(self.leaves)
-        kinds, of_sums = self._kinds(codes), self._kinds(self._of_sums())
-        inner = [self._runs(x) for x in scaling.taken_in(leaves, units)]
-        own = [jnp.take(x, rank, axis=0) for x in inner]
-
-        def total(code: Any, run: Any, part: jax.Array, own: jax.Array) -> jax.Array:
-            if code.owner_exact:
-                return _accumulated(code, rank, part, own, divisor)
-            return _divided(code.decode_sum(part, own.shape), divisor)
-
-        totals = _each(kinds, total, self._split(rows, codes), own)
+        runs = [self._runs(x) for x in scaling.taken_in(leaves, units)]
         keys = leaf_keys(self.leaves, seed)
-        out = _each(of_sums, _encoded, keys, totals)
+        parts = split(rows, [group.nbytes(group.code) for group in self._groups], axis=1)
+        out: list[jax.Array] = []
+        lost: dict[int, jax.Array] = {}
+        for group, part in zip(self._groups, parts, strict=True):
+            code, of_sums, stack = group.code, self._of_sums(group), group.stack(runs)
+            own = jnp.take(stack, rank, axis=1)
+            total = group.each(
+                functools.partial(_total, code, rank, divisor),
+                _parted(part, len(group.numbers)),
+                own,
+            )
+            made = group.each(functools.partial(_encoded, of_sums), group.keys(keys), total)
+            out.append(made.reshape(-1))
+            if residuals is not None:
+                back = group.each(functools.partial(_decoded, of_sums, group.shape), made)
+                mine = (total - back) * np.float32(divisor)
+                lost |= group.unstack(jnp.zeros_like(stack).at[:, rank].set(mine))
         if residuals is None:
             return jnp.concatenate(out), None
         filled = []
-        back = _each(of_sums, _decoded, out)
-        for i, (c, x) in enumerate(zip(codes, leaves, strict=True)):
-            lost = (totals[i] - back[i]) * np.float32(divisor)
-            whole = jnp.zeros(inner[i].shape, jnp.float32).at[rank].set(lost)
-            mine = self._runs(self._leaf(whole, x, units[i]))
-            before = self._runs(residuals[i])
-            kept = jnp.where(self._own(rank, c), 0, before)
-            filled.append(self._leaf(kept + mine, x))
+        for code, whole, x, unit, residual in zip(
+            _codes(self.leaves), _in_order(lost), leaves, units, residuals, strict=True
+        ):
+            kept = jnp.where(self._own(rank, code), 0, self._runs(residual))
+            filled.append(self._leaf(kept + self._runs(self._leaf(whole, x, unit)), x))
         return jnp.concatenate(out), filled
 
     def decode(self, rows: jax.Array, like: Sequence[Shaped], units: Units) -> list[jax.Array]:
-        codes = self._of_sums()
-        every = _each(self._kinds(codes), _decoded_rows, self._split(rows, codes))
+        parts = split(rows, [group.nbytes(self._of_sums(group)) for group in self._groups], axis=1)
+        runs: dict[int, jax.Array] = {}
+        for group, part in zip(self._groups, parts, strict=True):
+            decoded = functools.partial(_decoded_rows, self._of_sums(group), group.shape)
+            runs |= group.unstack(group.each(decoded, _parted(part, len(group.numbers))))
         wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in like]
-        values = [self._leaf(runs, x) for runs, x in zip(every, wide, strict=True)]
+        values = [self._leaf(run, x) for run, x in zip(_in_order(runs), wide, strict=True)]
         return scaling.all_decoded(values, units, like)
 
     @staticmethod
@@ -235,37 +256,48 @@ class _WholeLeafByLeaf(WholeCode):
 
     leaves: tuple[CodedLeaf, ...]
 
+    @functools.cached_property
+    def _groups(self) -> list[_Group]:
+        return _grouped(self.leaves, [x.shape for x in self.leaves])
+
     @property
     def row_bytes(self) -> int:
-        return sum(self._bytes())
-
-    def _bytes(self) -> list[int]:
-        return [x.compressor.payload_bytes(x.shape) for x in self.leaves]
+        return sum(group.nbytes(group.code) for group in self._groups)
 
     def encode(
         self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
     ) -> tuple[jax.Array, Residuals]:
         values = [x.astype(jnp.float32) for x in scaling.taken_in(leaves, units)]
         keys = leaf_keys(self.leaves, seed)
-        payloads = _each(self._kinds(), _encoded, keys, values)
-        lost = None
-        if residual:
-            back = _each(self._kinds(), _decoded, payloads)
-            lost = [x - y for x, y in zip(values, back, strict=True)]
-        return jnp.concatenate(payloads), scaling.taken_out(lost, units, leaves)
+        payloads: list[jax.Array] = []
+        lost: dict[int, jax.Array] = {}
+        for group in self._groups:
+            code, own = group.code, group.stack(values)
+            made = group.each(functools.partial(_encoded, code), group.keys(keys), own)
+            payloads.append(made.reshape(-1))
+            if residual:
+                back = group.each(functools.partial(_decoded, code, group.shape), made)
+                lost |= group.unstack(own - back)
+        left = _in_order(lost) if residual else None
+        return jnp.concatenate(payloads), scaling.taken_out(left, units, leaves)
 
-    def _kinds(self) -> list[_Kind]:
-        pairs = enumerate(zip(_codes(self.leaves), self.leaves, strict=True))
-        return [_kind(code, leaf.shape, leaf, i) for i, (code, leaf) in pairs]
+    def _from_all(
+        self, rows: jax.Array, function: Callable[..., jax.Array], *columns: Sequence[Any]
+    ) -> list[jax.Array]:
+        """Returns function(code, shape, payloads u8[ranks, n], *entries) of each leaf."""
+        parts = split(rows, [group.nbytes(group.code) for group in self._groups], axis=1)
+        out: dict[int, jax.Array] = {}
+        for group, part in zip(self._groups, parts, strict=True):
+            call = functools.partial(function, group.code, group.shape)
+            stacks = [group.stack(column) for column in columns]
+            out |= group.unstack(group.each(call, _parted(part, len(group.numbers)), *stacks))
+        return _in_order(out)
 
     def sum(
         self, rows: jax.Array, like: Sequence[Shaped], units: Units, divisor: float
     ) -> list[jax.Array]:
-        parts = split(rows, self._bytes(), axis=1)
-        totals = _each(
-            self._kinds(),
-            lambda code, shape, part: _divided(code.decode_sum(part, shape), divisor),
-            parts,
+        totals = self._from_all(
+            rows, lambda code, shape, part: _divided(code.decode_sum(part, shape), divisor)
         )
         return scaling.all_decoded(totals, units, like)
 
@@ -276,19 +308,17 @@ class _WholeLeafByLeaf(WholeCode):
             if code.lossless:
                 # One operation for all ranks: the loop would be a program for each small leaf.
                 return _divided(sum_of_rows(_decoded_rows(code, shape, part)), divisor)
+            sums = _total(code, rank, divisor, part, own)
             if code.owner_exact:
-                return _accumulated(code, rank, part, own, divisor)
-            votes = _divided(code.decode_sum(part, shape), divisor)
-            of_sums = code.of_sums(len(part))
-            return _decoded(of_sums, shape, of_sums.encode(votes))
+                return sums
+            of_sums = code.of_sums(len(part))  # a vote, which is sent as another code
+            return _decoded(of_sums, shape, of_sums.encode(sums))
 
-        parts = split(rows, self._bytes(), axis=1)
-        exact = [x.astype(jnp.float32) for x in own]
-        totals = _each(self._kinds(), total, parts, exact)
+        totals = self._from_all(rows, total, [x.astype(jnp.float32) for x in own])
         return [y.astype(x.dtype) for y, x in zip(totals, own, strict=True)]
 
     def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
-        every = _each(self._kinds(), _decoded_rows, split(rows, self._bytes(), axis=1))
+        every = self._from_all(rows, _decoded_rows)
         return [y.astype(x.dtype) for y, x in zip(every, like, strict=True)]
 
 
@@ -345,22 +375,24 @@ class _Joined(WholeCode):
         return [out[i] for i in range(len(out))]
 
 
-def _encoded_rows(
-    code: PayloadCompressor, run: tuple[int, ...], key: Key, rows: jax.Array
-) -> jax.Array:
+def _encoded_rows(code: PayloadCompressor, key: Key, rows: jax.Array) -> jax.Array:
     """Encodes each row by itself, with a key of its own if the compressor draws numbers."""
-    encode: Callable[..., jax.Array] = code.encode
     if not code.needs_key:
-        return jax.vmap(encode)(rows)
+        return jax.vmap(code.encode)(rows)
     assert key is not None
     keys = jax.random.split(key, rows.shape[0])
-    return jax.vmap(lambda x, k: encode(x, key=k))(rows, keys)
+    return jax.vmap(lambda x, k: code.encode(x, key=k))(rows, keys)
 
 
-def _accumulated(
-    code: Any, rank: jax.Array, payloads: jax.Array, own: jax.Array, divisor: float
+def _total(
+    code: PayloadCompressor, rank: jax.Array, divisor: float, payloads: jax.Array, own: jax.Array
 ) -> jax.Array:
-    """Adds the other ranks' decoded payloads to the exact `own`, in fp32 and rank order."""
+    """Adds the decoded payloads, in fp32 and rank order, and divides.
+
+    If the code allows it, this rank's own values `own` count exactly.
+    """
+    if not code.owner_exact:
+        return _divided(code.decode_sum(payloads, own.shape), divisor)
 
     def add(total: jax.Array, w: Any, payload: jax.Array) -> jax.Array:
         return jnp.where(rank == w, total, total + _decoded(code, own.shape, payload))
