@@ -44,6 +44,7 @@ METHODS = {
     "exact": Configuration(),
     "bf16": method(Cast(jnp.bfloat16)),
     "4 bits, rotated, SecondMoment": method(Quantize(4, rotation=True), precondition=MOMENT),
+    "3 bits, rotated, SecondMoment": method(Quantize(3, rotation=True), precondition=MOMENT),
     "TopK 1 %": method(TopK(0.01)),
     "TopK 1 %, feedback": method(TopK(0.01), FEEDBACK),
     "DGC 1 %, momentum correction": method(DGC(0.01), MomentumCorrection(0.9), takes_momentum=True),

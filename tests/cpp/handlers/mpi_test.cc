@@ -32,7 +32,7 @@ const Case kCases[] = {
     {{0}, 0, 0, "gather: world is 0, must be in [1, 2^20]"},
 };
 
-constexpr int64_t kSize = 5000;
+constexpr int64_t kRows = 100, kColumns = 50, kSize = kRows * kColumns;
 int64_t runs = 0;
 
 std::string call(Frame& frame, const std::string& target) {
@@ -42,18 +42,32 @@ std::string call(Frame& frame, const std::string& target) {
                     &context);
 }
 
-// The operands that a call, its start and its finish have in common.
+// The operands that a call, its start and its finish have in common. A second leaf has units.
 struct Sum {
+  const int64_t leaves;
   const uint32_t keys[4] = {1, 2, 3, 4};
   const int32_t position = 0;
   std::vector<float> in = std::vector<float>(kSize, 0.5f);
+  const std::vector<float> rows = std::vector<float>(2 * kRows, 0.5f);
+  const std::vector<float> columns = std::vector<float>(2 * kColumns, 2.0f);
 
   Frame frame(const uint32_t* ticket, int64_t channel = 1) const {
     Frame frame;
     frame.arg(XLA_FFI_DataType_U32, keys, {2, 2}).arg(XLA_FFI_DataType_S32, &position, {1});
     if (ticket) frame.arg(XLA_FFI_DataType_U32, ticket, {2}).attr("number", int64_t{0});
-    frame.arg(XLA_FFI_DataType_F32, in.data(), {kSize})
-        .attr("slots", std::vector<int64_t>{4, 512, 0, 0, 0, 0, 0})
+    std::vector<int64_t> slots;
+    for (int64_t k = 0; k < leaves; ++k) {
+      frame.arg(XLA_FFI_DataType_F32, in.data(), {kSize});
+      for (const int64_t number :
+           {int64_t{4}, int64_t{512}, int64_t{0}, k, int64_t{0}, k, int64_t{0}}) {
+        slots.push_back(number);
+      }
+    }
+    if (leaves > 1) {
+      frame.arg(XLA_FFI_DataType_F32, rows.data(), {2, kRows})
+          .arg(XLA_FFI_DataType_F32, columns.data(), {2, kColumns});
+    }
+    frame.attr("slots", slots)
         .attr("world", int64_t{1})
         .attr("divisor", 2.0f)
         .attr("groups", std::vector<int64_t>{0})
@@ -69,20 +83,21 @@ struct Sum {
   }
   // Returns the sum and the residual of a call at once, or of the one of a ticket.
   std::vector<float> result(const uint32_t* ticket, bool residuals) const {
-    std::vector<float> out(2 * kSize);
+    std::vector<float> out(leaves * (residuals ? 2 : 1) * kSize);
     Frame own = frame(ticket);
-    own.ret(XLA_FFI_DataType_F32, out.data(), {kSize});
-    if (residuals) own.ret(XLA_FFI_DataType_F32, out.data() + kSize, {kSize});
+    for (size_t at = 0; at < out.size(); at += kSize) {
+      own.ret(XLA_FFI_DataType_F32, out.data() + at, {kSize});
+    }
     const std::string said = call(own, ticket ? "cgx_finish_all_reduce_mpi" : "cgx_all_reduce_mpi");
     check(said.empty(), "a call fails: " + said);
     return out;
   }
 };
 
-void started() {
+void started(int64_t leaves) {
   const uint32_t none[2] = {0, 0}, unknown[2] = {1, 1};
   for (const bool residuals : {false, true}) {
-    Sum sum;
+    Sum sum{leaves};
     for (int64_t i = 0; i < kSize; ++i) sum.in[i] = static_cast<float>(i % 97) - 40;
     const auto want = sum.result(nullptr, residuals);
     check(sum.result(none, residuals) == want, "a call that nobody started is made");
@@ -101,8 +116,9 @@ void started() {
     check(sum.result(again, residuals) == want, "a call that was replaced is made");
     float less[3];
     Frame wrong = sum.frame(shared);
-    wrong.ret(XLA_FFI_DataType_F32, less, {3});
-    if (residuals) wrong.ret(XLA_FFI_DataType_F32, less, {3});
+    for (int64_t k = 0; k < leaves * (residuals ? 2 : 1); ++k) {
+      wrong.ret(XLA_FFI_DataType_F32, less, {3});
+    }
     check(call(wrong, "cgx_finish_all_reduce_mpi") ==
               "pmean: bytes of result 0 is 12, expected 20000",
           "results of another size are refused");
@@ -131,7 +147,7 @@ int main() {
     const std::string said = call(frame, "cgx_gather_mpi");
     check(said == c.says, std::string("expected '") + c.says + "', got '" + said + "'");
   }
-  started();
+  for (const int64_t leaves : {1, 2}) started(leaves);
   cgx::set_engine(nullptr);
   return report();
 }
