@@ -1,6 +1,6 @@
 """Trains the suite's tasks by DiLoCo, as quality.py does by methods that reduce in every step.
 
-    python benchmarks/suite/diloco.py --task images segmentation --seeds 0-2
+    python benchmarks/suite/diloco.py --task images language recommender segmentation
 
 "exact" is data parallel. All methods take as many steps. What the workers have learned after the
 last round is lost.
