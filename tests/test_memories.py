@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import optax_steps
 from cases import LOSSY
-from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rules
+from cgx_jax import Cast, ErrorFeedback, Identity, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import (
     DGC,
     INCEPTIONN,
@@ -20,7 +21,7 @@ from cgx_jax.compressors import (
     Threshold,
     TopK,
 )
-from cgx_jax.transforms import MomentumCorrection, metrics
+from cgx_jax.transforms import MomentumCorrection, diloco, metrics
 
 WORLD = 3
 MEMORIES = {"feedback": ErrorFeedback(), "momentum": MomentumCorrection(0.9)}
@@ -255,3 +256,37 @@ def test_exact_leaves_keep_their_momentum():
     np.testing.assert_allclose(kept[-1][1], 0.25 * grads[0] + 0.5 * grads[1] + grads[2], atol=1e-6)
     assert not kept[-1][0].any()
     assert Cast(jnp.bfloat16).selects is False
+
+
+TRANSFORMATIONS = {
+    "feedback": lambda: sync(Quantize(4), ErrorFeedback()),
+    "momentum": lambda: sync(Quantize(4), MomentumCorrection(0.9)),
+    "feedback in units": lambda: sync(Quantize(4), ErrorFeedback(), precondition=SecondMoment()),
+    "diloco": lambda: diloco(
+        optax.sgd(0.1, 0.9), "data", Quantize(4), every=8, mesh=mesh(), exchange="xla"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_new_state_is_written_over_the_old(name):
+    """A step that may reuse the memory of its state copies none of it outside of branches."""
+    tx, shape = TRANSFORMATIONS[name](), (33, 65)  # a shape that nothing else has
+    params = {"w": jnp.ones(shape)}
+    state = tx.init(params)
+    specs = cgx_jax.state_specs(state, "data")
+
+    def loss(params, x):
+        return jnp.square(x @ params["w"]).mean()
+
+    def step(params, state, x):
+        own = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+        updates, state = tx.update(jax.grad(loss)(own, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    at = P(), specs
+    ranked = jax.shard_map(step, mesh=mesh(), in_specs=(*at, P("data")), out_specs=at)
+    program = jax.jit(ranked, donate_argnums=(0, 1)).lower(params, state, jnp.ones((6, 33)))
+    _, entry = program.compile().as_text().split("\nENTRY ")
+    copies = [line for line in entry.splitlines() if " copy(" in line and "33,65]" in line]
+    assert not copies, copies

@@ -108,13 +108,13 @@ def _grouped(leaves: Sequence[CodedLeaf], shapes: Sequence[tuple[int, ...]]) -> 
     return [_Group(code, shape, tuple(own)) for (code, shape, _), own in kinds.items()]
 
 
-def _joined(stack: jax.Array) -> jax.Array:
+def _side_by_side(stack: jax.Array) -> jax.Array:
     """Returns payloads u8[leaves, rows, n] next to each other, u8[rows, leaves * n]."""
     return jnp.moveaxis(stack, 0, 1).reshape(stack.shape[1], -1)
 
 
-def _parted(rows: jax.Array, leaves: int) -> jax.Array:
-    """Inverts `_joined`."""
+def _apart(rows: jax.Array, leaves: int) -> jax.Array:
+    """Inverts `_side_by_side`."""
     return jnp.moveaxis(rows.reshape(len(rows), leaves, -1), 1, 0)
 
 
@@ -186,7 +186,7 @@ class _ChunksLeafByLeaf(ChunkCode):
         for group in self._groups:
             code, own = group.code, group.stack(runs)
             made = group.each(functools.partial(_encoded_rows, code), group.keys(keys), own)
-            rows.append(_joined(made))
+            rows.append(_side_by_side(made))
             if residual:
                 back = group.each(functools.partial(_decoded_rows, code, group.shape), made)
                 lost |= group.unstack(jnp.where(self._own(rank, code), 0, own - back))
@@ -214,7 +214,7 @@ class _ChunksLeafByLeaf(ChunkCode):
             own = jnp.take(stack, rank, axis=1)
             total = group.each(
                 functools.partial(_total, code, rank, divisor),
-                _parted(part, len(group.numbers)),
+                _apart(part, len(group.numbers)),
                 own,
             )
             made = group.each(functools.partial(_encoded, of_sums), group.keys(keys), total)
@@ -238,7 +238,7 @@ class _ChunksLeafByLeaf(ChunkCode):
         runs: dict[int, jax.Array] = {}
         for group, part in zip(self._groups, parts, strict=True):
             decoded = functools.partial(_decoded_rows, self._of_sums(group), group.shape)
-            runs |= group.unstack(group.each(decoded, _parted(part, len(group.numbers))))
+            runs |= group.unstack(group.each(decoded, _apart(part, len(group.numbers))))
         wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in like]
         values = [self._leaf(run, x) for run, x in zip(_in_order(runs), wide, strict=True)]
         return scaling.all_decoded(values, units, like)
@@ -290,7 +290,7 @@ class _WholeLeafByLeaf(WholeCode):
         for group, part in zip(self._groups, parts, strict=True):
             call = functools.partial(function, group.code, group.shape)
             stacks = [group.stack(column) for column in columns]
-            out |= group.unstack(group.each(call, _parted(part, len(group.numbers)), *stacks))
+            out |= group.unstack(group.each(call, _apart(part, len(group.numbers)), *stacks))
         return _in_order(out)
 
     def sum(
