@@ -11,13 +11,14 @@ from cgx_jax.axes import Axes
 
 
 class Collective(enum.Enum):
-    """The calls of the library; the values are the names of the exchanges' fused calls.
+    """What travels in a call; the values are the names of the exchanges' fused calls.
 
-    Operands of a reduce-scatter have a leading dimension with a row for each rank, and so have the
-    results of an all-gather.
+    A gather-sum is an all-reduce in one phase. Operands of a reduce-scatter have a leading
+    dimension with a row for each rank, and so have the results of an all-gather.
     """
 
     ALL_REDUCE = "all_reduce"
+    GATHER_SUM = "gather_sum"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
 

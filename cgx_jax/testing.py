@@ -34,7 +34,7 @@ from cgx_jax.reductions.all_gather import AllGather
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.reductions.reduce_scatter import ReduceScatter
 from cgx_jax.route.route import Options, route
-from cgx_jax.route.run import run
+from cgx_jax.route.run import Inputs, run
 
 SHAPES = ((16, 33), (1, 5), (130, 70))
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -140,7 +140,7 @@ def _check_reduction(
         options = Options.resolve(
             "check_reduction", "ranks", exchange=exchange, reduction=reduction, mean=mean
         )
-        return run(route(options, plan), leaves, key, residual=True, states=states)
+        return run(route(options, plan), Inputs(leaves, key, residual=True, states=states))
 
     def of_rank(leaves: Sequence[jax.Array]) -> Pytree:
         own = [v[0] for v in leaves]
@@ -194,14 +194,9 @@ def check_exchange(exchange: Exchange, mesh: Mesh, axis: str) -> None:
             moved = np.concatenate([np.zeros((1, size), np.uint8), rows[:-1, 0]])
             _same(mesh, axis, exchange, Exchange.permute, rows[:, 0], moved, pairs)
     x = np.stack([_normal(r, (world, 3000)) for r in range(world)])
-    calls: list[tuple[str, Reduction, Collective]] = [
-        ("all_reduce", ScatterGather(), Collective.ALL_REDUCE),
-        ("gather_sum", GatherSum(), Collective.ALL_REDUCE),
-        ("reduce_scatter", ReduceScatter(), Collective.REDUCE_SCATTER),
-        ("all_gather", AllGather(), Collective.ALL_GATHER),
-    ]
-    for call, reduction, collective in calls:
-        if call in exchange.can:
+    for reduction in (ScatterGather(), GatherSum(), ReduceScatter(), AllGather()):
+        collective = reduction.collective
+        if collective is not None and collective.value in exchange.can:
             by = [_reduced(reduction, collective, e) for e in (exchange, Xla())]
             _alike(mesh, axis, exchange, x, *by)
 

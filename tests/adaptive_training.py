@@ -38,7 +38,8 @@ class Training:
     def __init__(self, policy, memory=None, like=LIKE):
         self.policy = policy
         self.tx = optax.chain(
-            cgx_jax.sync_gradients("data", policy, memory=memory, mesh=mesh()), optax.sgd(1.0)
+            cgx_jax.sync_gradients("data", policy, memory=memory, mesh=mesh(), exchange="xla"),
+            optax.sgd(1.0),
         )
         self.state = self.tx.init(like)
         self.specs = cgx_jax.state_specs(self.state, "data")

@@ -18,10 +18,6 @@ from jax.sharding import Mesh
 
 from cgx_jax import use_profile
 from cgx_jax.exchanges import auto, nccl
-from cgx_jax.exchanges.base import Least
-from cgx_jax.exchanges.table import EXCHANGES
-
-BUILT_IN_RULE = {type(e): type(e).least for e in EXCHANGES if "least" in vars(type(e))}
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Tests spend most of their time compiling, and other processes need the same programs: workers, the
@@ -90,26 +86,6 @@ def no_cache():
     yield
     jax.config.update("jax_enable_compilation_cache", before)
     compilation_cache.reset_cache()
-
-
-def compressing_from(rules):
-    """Yields with other sizes from which `exchange="auto"` compresses, by class of exchange."""
-    with pytest.MonkeyPatch.context() as patch:
-        for exchange, least in rules.items():
-            patch.setattr(exchange, "least", least)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def auto_compresses_every_size():
-    """Makes `exchange="auto"` compress small arrays too, unlike for users: they test quickly."""
-    yield from compressing_from(dict.fromkeys(BUILT_IN_RULE, lambda self: Least(0, float("inf"))))
-
-
-@pytest.fixture
-def built_in_rule():
-    """Restores the sizes from which `exchange="auto"` compresses for users."""
-    yield from compressing_from(BUILT_IN_RULE)
 
 
 @pytest.fixture

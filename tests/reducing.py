@@ -4,7 +4,7 @@ import jax
 
 from cgx_jax.plan import resolve
 from cgx_jax.route.route import Options, route
-from cgx_jax.route.run import run
+from cgx_jax.route.run import Inputs, run
 
 
 def pmean_with_residual(name, tree, axis, plan, *, units=None, key=None, residual=True, **options):
@@ -12,5 +12,5 @@ def pmean_with_residual(name, tree, axis, plan, *, units=None, key=None, residua
     given = Options.resolve(name, axis, mean=True, **options)
     leaves, treedef = jax.tree.flatten(tree)
     taken = route(given, resolve(name, tree, plan))
-    made = run(taken, leaves, key, residual=residual, units=units)
+    made = run(taken, Inputs(leaves, key, residual, units))
     return jax.tree.unflatten(treedef, made.values), made.residuals

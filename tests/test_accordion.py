@@ -61,7 +61,9 @@ def test_what_is_reduced_has_the_bits_of_the_fixed_plan():
     got = Training(accordion()).run(3 * EVERY)  # a look after 8 steps, used from step 11 on
 
     def fixed(compressor):
-        tx = optax.chain(cgx_jax.sync_gradients("data", compressor, mesh=mesh()), optax.sgd(1.0))
+        tx = optax.chain(
+            cgx_jax.sync_gradients("data", compressor, mesh=mesh(), exchange="xla"), optax.sgd(1.0)
+        )
         step = jax.shard_map(
             lambda g: tx.update(jax.tree.map(lambda x: x[0], g), tx.init(LIKE))[0],
             mesh=mesh(),

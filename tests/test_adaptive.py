@@ -206,7 +206,7 @@ def test_a_checkpoint_of_another_tree_is_refused_with_the_first_differing_path()
     saved = policy.state_dict()
     other = adaptive()
     other.load_state_dict(saved)
-    tx = cgx_jax.sync_gradients("data", other, mesh=mesh())
+    tx = cgx_jax.sync_gradients("data", other, mesh=mesh(), exchange="xla")
     with pytest.raises(ValueError, match=r"leaf 'huge' .* has 'small' float32\[32, 64\]"):
         tx.init({"bias": jnp.zeros(64), "big": jnp.zeros((128, 128)), "huge": jnp.zeros((9, 9))})
     with pytest.raises(ValueError, match=r"leaf 'table' of the policy's first tree is the first"):

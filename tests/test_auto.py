@@ -246,8 +246,8 @@ def test_one_phase_wins_ties_between_two_ranks(world, two_phases, one_phase, tak
 
 
 def test_without_a_profile_mpi_goes_before_xla():
-    assert Auto().choose("here", (Xla(),), 4, fp32(MB)) == Xla()
-    assert Auto().choose("here", (Mpi(), Xla()), 4, fp32(4)) == Mpi()
+    assert Auto().choose("here", (Xla(),), 4, fp32(4 * MB)) == Xla()
+    assert Auto().choose("here", (Mpi(), Xla()), 4, fp32(4 * MB)) == Mpi()
 
 
 NATIVE, NONE = object(), None
@@ -273,7 +273,7 @@ UNMEASURED = {
 
 
 @pytest.mark.parametrize("name", UNMEASURED)
-def test_without_a_profile_what_may_lose_goes_by_psum(name, built_in_rule, monkeypatch):
+def test_without_a_profile_what_may_lose_goes_by_psum(name, monkeypatch):
     platform, kernels, usable, load, expected = UNMEASURED[name]
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     for module in ("module", "cuda_module"):

@@ -75,7 +75,7 @@ def mesh_of(kind):
 
 
 def psum(x, axis="data", compressor=Q8, **kw):
-    return cgx_jax.psum_compressed(x, axis, compressor, **kw)
+    return cgx_jax.psum_compressed(x, axis, compressor, exchange="xla", **kw)
 
 
 def run_shard_map(f, tree, *, kind="auto", jit=True, check_vma=True):
@@ -162,7 +162,8 @@ def test_ranks_hold_the_same_bits_within_the_bound(name, world):
     plan = Plan.build(like, Rules((), compressor, exact=()))
     f = jax.shard_map(
         lambda t: jax.tree.map(
-            lambda x: x[None], cgx_jax.psum_compressed(first(t), "data", plan, key=KEY)
+            lambda x: x[None],
+            cgx_jax.psum_compressed(first(t), "data", plan, key=KEY, exchange="xla"),
         ),
         mesh=mesh,
         in_specs=P("data"),
@@ -194,10 +195,10 @@ HALVES = {  # one call each, of values whose sum float16 cannot hold and whose m
     "pmean, in groups": lambda t: cgx_jax.pmean_compressed(
         t, "data", Identity(), axis_index_groups=[[0, 2, 4, 6], [1, 3, 5, 7]]
     ),
-    "sync_gradients": lambda t: updated(cgx_jax.sync_gradients("data"), t),
+    "sync_gradients": lambda t: updated(cgx_jax.sync_gradients("data", exchange="xla"), t),
     "scatter_gradients": lambda t: jax.tree.map(
         lambda x: lax.all_gather(x, "data", tiled=True),
-        updated(cgx_jax.transforms.scatter_gradients("data"), t),
+        updated(cgx_jax.transforms.scatter_gradients("data", exchange="xla"), t),
     ),
 }
 
@@ -275,7 +276,7 @@ def test_scalars_are_taken_as_by_lax(call, groups, check_vma):
 
     def f(x):
         for policy in policies:
-            options = {"axis_index_groups": groups, "key": KEY}
+            options = {"axis_index_groups": groups, "key": KEY, "exchange": "xla"}
             got = [ours(s, "data", policy, **options) for s in SCALARS]
             got += ours([x, *SCALARS], "data", policy, **options)[1:]
             for s, y in zip(SCALARS * 2, got, strict=True):
@@ -298,13 +299,14 @@ def test_scalars_are_taken_as_by_lax(call, groups, check_vma):
 
 def test_scalars_beside_arrays_are_taken_by_the_hook_and_by_sync_gradients():
     def loss(p, x):
-        p = cgx_jax.reduce_in_backward(p, "data", Q8)
+        p = cgx_jax.reduce_in_backward(p, "data", Q8, exchange="xla")
         return p["s"] * jnp.sum(p["w"] * x)
 
     def f(x):
         tree = {"w": jnp.full((64, 64), 0.5), "s": 2.0}
         grads = jax.grad(loss)(tree, x[0])
-        return grads, updated(cgx_jax.sync_gradients("data"), {"w": x[0], "s": 2.0})["s"]
+        sync = cgx_jax.sync_gradients("data", exchange="xla")
+        return grads, updated(sync, {"w": x[0], "s": 2.0})["s"]
 
     grads, s = jax.shard_map(
         f, mesh=mesh_of("auto"), in_specs=P("data"), out_specs=P(), check_vma=False
@@ -395,17 +397,17 @@ def test_non_finite_values_reach_every_rank_as_nan():
 )
 def test_scatter_and_gather_match_their_namesakes(compressor, tiled, dimension):
     x = values(WORLD, 16, 16, 16) if tiled else values(WORLD, 8, 8, 8)
-    key = KEY if compressor.needs_key else None
+    options = {"tiled": tiled, "key": KEY if compressor.needs_key else None, "exchange": "xla"}
     pairs = [
         (
             lambda v: cgx_jax.psum_scatter_compressed(
-                v, "data", compressor, scatter_dimension=dimension, tiled=tiled, key=key
+                v, "data", compressor, scatter_dimension=dimension, **options
             ),
             lambda v: lax.psum_scatter(v, "data", scatter_dimension=dimension % 3, tiled=tiled),
         ),
         (
             lambda v: cgx_jax.all_gather_compressed(
-                v, "data", compressor, axis=dimension, tiled=tiled, key=key
+                v, "data", compressor, axis=dimension, **options
             ),
             lambda v: lax.all_gather(v, "data", axis=dimension, tiled=tiled),
         ),
@@ -430,9 +432,8 @@ def in_vmap(f):
 
 
 def test_gathered_shards_are_the_same_bits_on_every_rank():
-    got = in_shard_map(lambda v: cgx_jax.all_gather_compressed(v, "data", Quantize(4)))(
-        values(WORLD, 9, 77)
-    )
+    gather = lambda v: cgx_jax.all_gather_compressed(v, "data", Quantize(4), exchange="xla")  # noqa: E731
+    got = in_shard_map(gather)(values(WORLD, 9, 77))
     for rank in np.asarray(got):
         assert rank.tobytes() == np.asarray(got)[0].tobytes()
 
@@ -446,6 +447,7 @@ def test_gradient_of_scatter_and_gather_is_that_of_their_namesakes(tiled):
         (cgx_jax.all_gather_compressed, lax.all_gather),
     ]
     for ours, theirs in pairs:
+        ours = functools.partial(ours, exchange="xla")
 
         def weighted_sum(v, f):
             out = f(v, "data", tiled=tiled)
@@ -669,20 +671,21 @@ def test_small_exact_leaves_travel_together(call, check_vma, mesh):
             np.testing.assert_array_equal(got, want[k], err_msg=k)
 
 
+XLA = {"exchange": "xla"}
 UNREDUCED = {  # a call whose operand is typed as unreduced, with a compressor
-    "psum_compressed": lambda g, c: cgx_jax.psum_compressed(g, "data", c),
-    "pmean_compressed": lambda g, c: cgx_jax.pmean_compressed(g, "data", c),
+    "psum_compressed": lambda g, c: cgx_jax.psum_compressed(g, "data", c, **XLA),
+    "pmean_compressed": lambda g, c: cgx_jax.pmean_compressed(g, "data", c, **XLA),
     "psum_scatter_compressed": lambda g, c: cgx_jax.psum_scatter_compressed(
-        g, "data", c, tiled=True
+        g, "data", c, tiled=True, **XLA
     ),
     "all_gather_compressed": lambda g, c: cgx_jax.all_gather_compressed(g, "data", c, tiled=True),
     "all_gather_compressed, backward": lambda g, c: cgx_jax.all_gather_compressed(
         g, "data", c, backward=c, tiled=True
     ),
     "reduce_in_backward": lambda g, c: cgx_jax.reduce_in_backward(g, "data", c),
-    "sync_gradients": lambda g, c: updated(cgx_jax.sync_gradients("data", c), {"w": g})["w"],
+    "sync_gradients": lambda g, c: updated(cgx_jax.sync_gradients("data", c, **XLA), {"w": g})["w"],
     "scatter_gradients": lambda g, c: updated(
-        cgx_jax.transforms.scatter_gradients("data", c), {"w": g}
+        cgx_jax.transforms.scatter_gradients("data", c, **XLA), {"w": g}
     )["w"],
     "scan_layers": lambda g, c: cgx_jax.scan_layers(
         lambda x, w: x @ w, jnp.ones((2, 512)), g[None], "data", weights=c

@@ -605,7 +605,7 @@ def test_random_k_scales_sums_that_cancel_out_and_not_their_parts(mesh):
 
     def reduce(rows):
         compressor = RandomK(0.25, scaled=True)
-        return cgx_jax.psum_compressed(rows[0], "data", compressor, key=jax.random.key(0))
+        return cgx_jax.psum_compressed(rows[0], "data", compressor, key=KEY, exchange="xla")
 
     step = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P())
     assert not np.asarray(jax.jit(step)(x)).any()

@@ -13,15 +13,15 @@ from cgx_jax.compressors.quantized import QuantizedChunks, QuantizedWhole
 
 X = np.random.default_rng(0).normal(size=(8, 40, 64)).astype(np.float32)
 CALLS = {
-    "psum_compressed": lambda x: cgx_jax.psum_compressed(x, "data"),
-    "pmean_compressed": lambda x: cgx_jax.pmean_compressed(x, "data"),
-    "all_gather_compressed": lambda x: cgx_jax.all_gather_compressed(x, "data"),
+    "psum_compressed": lambda x: cgx_jax.psum_compressed(x, "data", exchange="xla"),
+    "pmean_compressed": lambda x: cgx_jax.pmean_compressed(x, "data", exchange="xla"),
+    "all_gather_compressed": lambda x: cgx_jax.all_gather_compressed(x, "data", exchange="xla"),
 }
 GROUPS = [[0, 3], [1, 2], [4, 5], [6, 7]]
 
 
 def grouped(x):
-    return cgx_jax.psum_compressed(x, "data", axis_index_groups=GROUPS)
+    return cgx_jax.psum_compressed(x, "data", axis_index_groups=GROUPS, exchange="xla")
 
 
 def sharded(f, mesh, check_vma=True):

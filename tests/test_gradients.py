@@ -24,7 +24,8 @@ def test_hook_gives_the_summed_gradient(check_vma, compressor):
 
     def step(p, x, y):
         def loss(p):
-            return loss_fn(cgx_jax.reduce_in_backward(p, "data", compressor), x, y) / 8
+            p = cgx_jax.reduce_in_backward(p, "data", compressor, exchange="xla")
+            return loss_fn(p, x, y) / 8
 
         return jax.grad(loss)(p)
 
@@ -43,7 +44,8 @@ def test_hook_reduces_each_buffer_by_itself_in_the_backward_pass():
     plan = Plan.build(params, Q8, fusion_bytes=1)
 
     def step(p, x, y):
-        return jax.grad(lambda p: loss_fn(cgx_jax.reduce_in_backward(p, "data", plan), x, y))(p)
+        hook = lambda p: cgx_jax.reduce_in_backward(p, "data", plan, exchange="xla")  # noqa: E731
+        return jax.grad(lambda p: loss_fn(hook(p), x, y))(p)
 
     f = jax.shard_map(step, mesh=auto_mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P())
     text = jax.jit(f).lower(params, x, y).compile().as_text()
@@ -56,7 +58,9 @@ def test_hook_takes_a_key_and_typed_parameters_that_vary():
 
     def step(p, x, y, key):
         p = jax.tree.map(lambda v: lax.pcast(v, "data", to="varying"), p)
-        hook = lambda p: cgx_jax.reduce_in_backward(p, "data", stochastic, key=key)  # noqa: E731
+        hook = lambda p: cgx_jax.reduce_in_backward(  # noqa: E731
+            p, "data", stochastic, key=key, exchange="xla"
+        )
         grads = jax.grad(lambda p: loss_fn(hook(p), x, y) / 8)(p)
         return jax.tree.map(lambda g: g[None], grads)
 

@@ -69,7 +69,7 @@ def test_halves_of_groups_are_those_of_lax(name, groups, check_vma, mesh):
     want = sharded(lax_of, mesh, check_vma)(x)
     for kind, compressor in COMPRESSORS.items():
         own = lambda v, c=compressor: ours(  # noqa: E731
-            v, "data", c, axis_index_groups=groups, key=key
+            v, "data", c, axis_index_groups=groups, key=key, exchange="xla"
         )
         got = sharded(own, mesh, check_vma)(x)
         np.testing.assert_allclose(got, want, atol=TOLERANCE[kind])
@@ -77,7 +77,9 @@ def test_halves_of_groups_are_those_of_lax(name, groups, check_vma, mesh):
 
 def test_halves_of_groups_take_a_dimension_of_the_groups_size(mesh):
     x = values(8 * 4, 600)
-    ours = lambda v: psum_scatter_compressed(v, "data", Quantize(8), axis_index_groups=GROUPS)  # noqa: E731
+    ours = lambda v: psum_scatter_compressed(  # noqa: E731
+        v, "data", Quantize(8), axis_index_groups=GROUPS, exchange="xla"
+    )
     theirs = lambda v: lax.psum_scatter(v, "data", axis_index_groups=GROUPS)  # noqa: E731
     got, want = (sharded(f, mesh, False)(x) for f in (ours, theirs))
     np.testing.assert_allclose(got, want, atol=0.06)
@@ -100,7 +102,8 @@ def test_derivatives_of_halves_of_groups_are_those_of_lax(name, check_vma, mesh)
 
         return sharded(jax.grad(loss), mesh, check_vma)(x)
 
-    got = gradient(lambda v: ours(v, "data", Quantize(4), axis_index_groups=GROUPS))
+    how = {"axis_index_groups": GROUPS, "exchange": "xla"}
+    got = gradient(lambda v: ours(v, "data", Quantize(4), **how))
     want = gradient(lambda v: theirs(v, "data", axis_index_groups=GROUPS))
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
@@ -129,14 +132,14 @@ def test_groups_over_axes_of_vmap_are_refused_as_in_lax(name, compressor):
 @pytest.mark.parametrize("axes", [("b", "a"), ("a", "b")])
 def test_without_groups_axes_of_vmap_reduce_over_all(axes):
     x = values(2, 4, 8, 64)
-    reduce = lambda v: pmean_compressed(v, axes, Quantize(8))  # noqa: E731
+    reduce = lambda v: pmean_compressed(v, axes, Quantize(8), exchange="xla")  # noqa: E731
     got = jax.vmap(jax.vmap(reduce, axis_name="a"), axis_name="b")(x)
     np.testing.assert_allclose(got, np.broadcast_to(x.mean((0, 1)), x.shape), atol=0.02)
 
 
 def test_axes_of_vmap_and_of_a_mesh_together_are_refused_under_check_vma(mesh):
     def f(v):
-        reduce = lambda u: psum_compressed(u, ("data", "a"), Quantize(8))  # noqa: E731
+        reduce = lambda u: psum_compressed(u, ("data", "a"), Quantize(8), exchange="xla")  # noqa: E731
         return jax.vmap(reduce, axis_name="a")(v)
 
     x = values(16, 600)

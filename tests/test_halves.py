@@ -4,6 +4,7 @@ They are psum_scatter_compressed and all_gather_compressed. The C++ tests check 
 bytes.
 """
 
+import functools
 import math
 import re
 
@@ -18,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Cast, Identity, Plan, Quantize, Rule, Rules
+from cgx_jax.collective import Collective
 from cgx_jax.compressors import SignSGD
 from cgx_jax.exchanges import Xla, nccl, xla
+from cgx_jax.exchanges.base import Fused
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.policies import Policy
@@ -63,7 +66,7 @@ def targets(f, *args):
 def stand_ins(built, monkeypatch):
     """Replaces the fused calls by what they promise, in separate steps and row by row."""
 
-    def reduce_scatter(self, call, words, rows):
+    def reduce_scatter(call, words, rows):
         layout, axes = call.layout, call.axes
         encoded = [
             primitives.encode(w, [row], layout)[0][0]
@@ -74,14 +77,19 @@ def stand_ins(built, monkeypatch):
         own = lax.dynamic_index_in_dim(rows, rank, 0, keepdims=False)
         return primitives.accumulate(rank, received, [own], layout)[0]
 
-    def all_gather(self, call, words, x):
+    def all_gather(call, words, x):
         layout, axes = call.layout, call.axes
         payload = primitives.encode(words, [x], layout)[0][0]
         payloads = lax.all_gather(payload, axes.names, axis_index_groups=axes.groups)
         return jnp.stack([primitives.decode(p[None], layout, [x])[0] for p in payloads])
 
-    monkeypatch.setattr(nccl.Nccl, "reduce_scatter", reduce_scatter)
-    monkeypatch.setattr(nccl.Nccl, "all_gather", all_gather)
+    calls = {Collective.REDUCE_SCATTER: reduce_scatter, Collective.ALL_GATHER: all_gather}
+
+    def fused(self, call, sent):
+        words, (x,), _ = sent
+        return Fused([calls[call.collective](call, words, x)], None)
+
+    monkeypatch.setattr(nccl.Nccl, "fused", fused)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +272,11 @@ def test_auto_follows_the_profile(half, fastest, mesh, built, following, every_e
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_auto_without_a_profile_is_xla(half, mesh, built, every_exchange):
+def test_auto_without_a_profile_is_xla_from_some_size_on(half, mesh, built, every_exchange):
     f = sharded(lambda v: HALVES[half](v, "data"), mesh)
-    assert "cgx_encode" in str(jax.make_jaxpr(f)(values(WORLD, WORLD, 512)))
+    for size, taken in ((512, False), (1 << 18, True)):
+        x = jax.ShapeDtypeStruct((WORLD, WORLD, size), "float32")
+        assert ("cgx_encode" in str(jax.make_jaxpr(f)(x))) == taken
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -369,13 +379,14 @@ def test_a_leaf_is_what_the_bare_array_gives_with_what_was_chosen_for_it(half, g
 
     def alone(t):
         return jax.tree.map(
-            lambda c, x: HALVES[half](x, "data", c or Identity(), tiled=True),
+            lambda c, x: HALVES[half](x, "data", c or Identity(), tiled=True, exchange="xla"),
             TAKEN[given],
             t,
             is_leaf=lambda c: c is None,
         )
 
-    got = ranks(lambda t: HALVES[half](t, "data", given, tiled=True), mesh)(tree)
+    call = lambda t: HALVES[half](t, "data", given, tiled=True, exchange="xla")  # noqa: E731
+    got = ranks(call, mesh)(tree)
     want = ranks(alone, mesh)(tree)
     for path, x in jax.tree_util.tree_leaves_with_path(got):
         compressor, y = TAKEN[given], want
@@ -428,7 +439,8 @@ def test_one_plan_of_whole_leaves_serves_both_halves(mesh):
     taken = jax.tree.map(
         lambda x, c: c, whole, jax.tree.unflatten(jax.tree.structure(whole), plan.compressors)
     )
-    for half, call in HALVES.items():
+    for half in HALVES:
+        call = functools.partial(HALVES[half], exchange="xla")
         tree = operands(half)
         got = ranks(lambda t, c=call: c(t, "data", plan, tiled=True), mesh)(tree)
         each = lambda t, c=call: jax.tree.map(  # noqa: E731
@@ -477,7 +489,7 @@ def test_each_leaf_is_cut_where_it_says(half, tiled, given, mesh):
 @pytest.mark.quick("scatter")
 def test_leaves_do_not_share_their_noise(half, mesh):
     x = values(WORLD, WORLD, 256)
-    f = ranks(lambda t: HALVES[half](t, "data", STOCHASTIC, key=KEY), mesh)
+    f = ranks(lambda t: HALVES[half](t, "data", STOCHASTIC, key=KEY, exchange="xla"), mesh)
     got = f({"a": x, "b": x})
     assert (np.asarray(got["a"]) != np.asarray(got["b"])).mean() > 0.05
     assert_same_bits(f({"a": x, "b": x}), got)
@@ -488,7 +500,7 @@ def test_leaves_do_not_share_their_noise(half, mesh):
 def test_no_two_ranks_and_no_two_rows_share_their_noise(half, rounding, mesh):
     same = jnp.broadcast_to(values(1024), (WORLD, WORLD, 1024))
     code = Quantize(3, 64, rounding=rounding)
-    f = ranks(lambda v: HALVES[half](v, "data", code, key=KEY), mesh)
+    f = ranks(lambda v: HALVES[half](v, "data", code, key=KEY, exchange="xla"), mesh)
     got = np.asarray(f(same))
     # A gather's rows come from the ranks; in a scatter, each rank sums one row.
     each = got[0, :, 0] if half == "gather" else got
@@ -518,8 +530,9 @@ def test_derivative_and_batch_of_a_tree_are_its_namesakes(half, mesh):
         return ranks(jax.grad(total), mesh)(tree)
 
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)  # noqa: E731
-    jax.tree.map(close, weighted(HALVES[half]), weighted(NAMESAKES[half]))
-    call = lambda t: HALVES[half](t, "data", tiled=True)  # noqa: E731
+    ours = functools.partial(HALVES[half], exchange="xla")
+    jax.tree.map(close, weighted(ours), weighted(NAMESAKES[half]))
+    call = lambda t: ours(t, "data", tiled=True)  # noqa: E731
     # The two add up exact sums in different orders.
     jax.tree.map(close, jax.vmap(call, axis_name="data")(tree), ranks(call, mesh)(tree))
 

@@ -33,7 +33,7 @@ def test_hook_takes_leaves_whose_paths_are_in_any_order(params, mesh):
     scale = [float(i + 1) for i in range(len(jax.tree.leaves(params)))]
 
     def loss(p, x):
-        p = reduce_in_backward(p, "data", Quantize(8))
+        p = reduce_in_backward(p, "data", Quantize(8), exchange="xla")
         leaves = jax.tree.leaves(p)
         return sum(
             s * jnp.vdot(v, jnp.full(v.shape, x[0])) for s, v in zip(scale, leaves, strict=True)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Quantize
+from cgx_jax.collective import Collective
 from cgx_jax.exchanges import Auto, Nccl, Profile, Xla, auto, nccl, xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
@@ -75,10 +76,10 @@ def test_a_sum_is_one_call_on_as_many_streams(reduction, target, mesh, built):
     assert "streams = 4 : i64" in module
 
 
-def unfused(self, primitive, call, words, *leaves):
-    """Computes `gather_sum_p` by kernels and XLA's collectives, so that it runs on a CPU."""
-    assert primitive is nccl.gather_sum_p
-    layout = call.layout
+def unfused(self, call, sent):
+    """Computes a gather-sum by kernels and XLA's collectives, so that it runs on a CPU."""
+    assert call.collective is Collective.GATHER_SUM
+    layout, (words, leaves, _) = call.layout, sent
     payload, lost = primitives.encode(words, leaves, layout, residual=call.residual)
     rows = xla.gather(payload.reshape(-1), call.axes)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]

@@ -16,8 +16,6 @@ from cgx_jax.reductions import Levels
 from cgx_jax.route import route
 from profiles import with_crossing
 
-pytestmark = pytest.mark.usefixtures("built_in_rule")
-
 LOGGER = "cgx_jax.route.route"
 
 

@@ -15,6 +15,7 @@ import cgx_jax
 from cgx_jax import ErrorFeedback, Plan, Rule, Rules, SecondMoment
 from cgx_jax.compressors import PowerSGD, base
 from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import Inputs
 from cgx_jax.route.run import run as run_route
 
 MATRIX = (40, 60)
@@ -39,7 +40,7 @@ def step_of(compressor, world, *, dtype=jnp.float32):
     def of_rank(x, state):
         plan = Plan.build(x[0], Rules((), compressor, exact=()))
         options = Options.resolve("test", "data", exchange="xla")
-        made = run_route(route(options, plan), [x[0]], None, residual=True, states=[state])
+        made = run_route(route(options, plan), Inputs([x[0]], None, residual=True, states=[state]))
         return jax.tree.map(lambda v: v[None], (made.values[0], made.residuals[0], made.states[0]))
 
     spec = P("data")
@@ -283,7 +284,8 @@ def test_a_step_is_two_collectives_of_the_stated_bytes(leaves, mesh):
 
     def of_rank(xs, states):
         options = Options.resolve("test", "data", exchange="xla")
-        return run_route(route(options, policy), [x[0] for x in xs], None, states=states).values
+        inputs = Inputs([x[0] for x in xs], None, states=states)
+        return run_route(route(options, policy), inputs).values
 
     f = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))
     text = f.lower(tree, states).compile().as_text()
@@ -307,7 +309,8 @@ def test_leaves_of_one_shape_share_the_loop_that_orthonormalizes(mesh):
 
     def of_rank(xs, states):
         options = Options.resolve("test", "data", exchange="xla")
-        return run_route(route(options, plan), [x[0] for x in xs], None, states=states).values
+        inputs = Inputs([x[0] for x in xs], None, states=states)
+        return run_route(route(options, plan), inputs).values
 
     f = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))
     grads = [normal(*x.shape, seed=i) for i, x in enumerate(tree)]

@@ -40,7 +40,9 @@ def gradients(steps, seed=0, dtype=np.float32):
 def transformation(compressor, precondition, memory=None):
     mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
     policy = Rules((), compressor, exact=EXACT_BIAS)
-    tx = cgx_jax.sync_gradients("data", policy, memory=memory, precondition=precondition, mesh=mesh)
+    tx = cgx_jax.sync_gradients(
+        "data", policy, memory=memory, precondition=precondition, mesh=mesh, exchange="xla"
+    )
     return tx, mesh
 
 
@@ -226,7 +228,9 @@ def test_an_adaptive_policy_measures_errors_in_the_same_units():
     )
     precondition = SecondMoment()
     mesh = Mesh(np.array(jax.devices()[:WORLD]), ("data",))
-    tx = cgx_jax.sync_gradients("data", policy, precondition=precondition, mesh=mesh)
+    tx = cgx_jax.sync_gradients(
+        "data", policy, precondition=precondition, mesh=mesh, exchange="xla"
+    )
     grads = gradients(4)
     results, states = run(tx, mesh, grads, compiler=policy.jit)
     oracle = Oracle(precondition, grads["w"].shape[2:])
@@ -249,7 +253,9 @@ def test_it_composes_with_optax_and_adam_comes_near_its_exact_steps():
 
     def steps(precondition, compressor):
         policy = Rules((), compressor, exact=EXACT_BIAS)
-        sync = cgx_jax.sync_gradients("data", policy, precondition=precondition, mesh=mesh)
+        sync = cgx_jax.sync_gradients(
+            "data", policy, precondition=precondition, mesh=mesh, exchange="xla"
+        )
         with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
             results, _ = run(optax.chain(sync, optax.scale_by_adam()), mesh, grads)
         return np.stack([r["w"] for r in results[12:]])

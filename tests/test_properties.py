@@ -25,6 +25,7 @@ from cgx_jax import Plan, Quantize, Rules
 from cgx_jax.compressors import Natural, TopK
 from cgx_jax.reductions.named import named
 from cgx_jax.route.route import Options, route
+from cgx_jax.route.run import Inputs
 from cgx_jax.route.run import run as run_route
 from extremes import KINDS, allowed, array
 
@@ -47,7 +48,7 @@ def summed(compressor, how, dtype):
     def of_rank(x, key):
         options = Options.resolve("psum_compressed", "data", exchange="xla", reduction=how)
         states = [compressor.init(SHAPE, dtype)]
-        made = run_route(route(options, plan), [x], key, residual=True, states=states)
+        made = run_route(route(options, plan), Inputs([x], key, residual=True, states=states))
         return made.values[0], made.residuals[0]
 
     def run(x, seed):

@@ -38,10 +38,11 @@ def test_collectives_need_no_rank_promotion(name, mesh):
         functools.partial(cgx_jax.psum_scatter_compressed, tiled=True),
         cgx_jax.all_gather_compressed,
     ):
-        traced(lambda t, c=call: c(t, "data", compressor, key=KEY), mesh, tree=whole)
+        reduce = functools.partial(call, axis_name="data", key=KEY, exchange="xla")
+        traced(lambda t, f=reduce: f(t, compressor=compressor), mesh, tree=whole)
 
     def loss(t):
-        p = cgx_jax.reduce_in_backward(t, "data", compressor, key=KEY)
+        p = cgx_jax.reduce_in_backward(t, "data", compressor, key=KEY, exchange="xla")
         return sum(jnp.square(x).sum() for x in jax.tree.leaves(p))
 
     traced(jax.grad(loss), mesh)
@@ -60,14 +61,15 @@ STATES = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_sync_gradients_needs_no_rank_promotion(name, mesh):
-    tx = optax.chain(cgx_jax.sync_gradients("data", Quantize(4), **STATES[name]), optax.sgd(0.5))
+    sync = cgx_jax.sync_gradients("data", Quantize(4), exchange="xla", **STATES[name])
+    tx = optax.chain(sync, optax.sgd(0.5))
     traced(lambda t: tx.update(t, tx.init(t))[0], mesh)
 
 
 @pytest.mark.usefixtures("no_cache")
 def test_adaptive_needs_no_rank_promotion(mesh):
     policy = cgx_jax.Adaptive(candidates=[Quantize(2), Quantize(4, rotation=True)])
-    tx = cgx_jax.sync_gradients("data", policy)
+    tx = cgx_jax.sync_gradients("data", policy, exchange="xla")
     step = policy.jit(
         jax.shard_map(
             lambda t: tx.update(jax.tree.map(lambda x: x[0], t), tx.init(LIKE)),
@@ -82,7 +84,7 @@ def test_value_and_grad_needs_no_rank_promotion(mesh):
     def loss(p, x):
         return jnp.square(x @ p["kernel"]).mean()
 
-    step = cgx_jax.value_and_grad(loss, "data", Quantize(4), mesh=mesh)
+    step = cgx_jax.value_and_grad(loss, "data", Quantize(4), mesh=mesh, exchange="xla")
     with jax.numpy_rank_promotion("raise"):
         jax.eval_shape(
             step, {"kernel": np.ones((40, 64), np.float32)}, np.ones((16, 40), np.float32)

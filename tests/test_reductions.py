@@ -241,7 +241,9 @@ def test_the_sum_of_whole_payloads_errs_less_than_that_of_chunks():
     exact = np.asarray(x).sum(0)
     lost = {}
     for how in ("scatter_gather", "gather_sum"):
-        call = lambda v, h=how: cgx_jax.psum_compressed(v[0], "data", Quantize(4), reduction=h)  # noqa: E731
+        call = lambda v, h=how: cgx_jax.psum_compressed(  # noqa: E731
+            v[0], "data", Quantize(4), exchange="xla", reduction=h
+        )
         lost[how] = np.linalg.norm(np.asarray(sharded(call, mesh)(x)) - exact)
     assert lost["gather_sum"] < 0.9 * lost["scatter_gather"]
 
@@ -268,22 +270,26 @@ def test_the_owner_of_a_vote_weighs_no_more_than_others(mesh):
     np.testing.assert_array_equal(got, np.full(8, -1.0))
 
 
+def hook(tree, *args, **options):
+    """The gradient by `reduce_in_backward` of a loss whose gradient is `tree`."""
+
+    def loss(p):
+        leaves = jax.tree.leaves(cgx_jax.reduce_in_backward(p, *args, **options))
+        return sum(map(jnp.vdot, leaves, jax.tree.leaves(tree)))
+
+    return jax.grad(loss)(tree)
+
+
+def update(tree, *args, **options):
+    tx = cgx_jax.sync_gradients(*args, **options)
+    return tx.update(tree, tx.init(tree))[0]
+
+
 CALLS = {
-    "psum_compressed": lambda t, c, how: cgx_jax.psum_compressed(t, "data", c, reduction=how),
-    "pmean_compressed": lambda t, c, how: cgx_jax.pmean_compressed(t, "data", c, reduction=how),
-    "reduce_in_backward": lambda t, c, how: jax.grad(
-        lambda p: sum(
-            jnp.vdot(v, w)
-            for v, w in zip(
-                jax.tree.leaves(cgx_jax.reduce_in_backward(p, "data", c, reduction=how)),
-                jax.tree.leaves(t),
-                strict=True,
-            )
-        )
-    )(t),
-    "sync_gradients": lambda t, c, how: (lambda tx: tx.update(t, tx.init(t))[0])(
-        cgx_jax.sync_gradients("data", c, reduction=how)
-    ),
+    "psum_compressed": cgx_jax.psum_compressed,
+    "pmean_compressed": cgx_jax.pmean_compressed,
+    "reduce_in_backward": hook,
+    "sync_gradients": update,
 }
 
 
@@ -299,9 +305,9 @@ CALLS = {
 )
 def test_every_call_takes_every_reduction(call, name, mesh):
     policy = Rules((), WAYS[name], exact=())
-    how = how_of(name)
     tree = {"a": values(8, *SHAPE), "b": values(8, 7, 9, seed=1)}
-    run = lambda t: CALLS[call](jax.tree.map(lambda v: v[0], t), policy, how)  # noqa: E731
+    options = {"exchange": "xla", "reduction": how_of(name)}
+    run = lambda t: CALLS[call](jax.tree.map(lambda v: v[0], t), "data", policy, **options)  # noqa: E731
     got = sharded(run, mesh, check_vma=False)(tree)
     divisor = 8 if call in ("pmean_compressed", "sync_gradients") else 1
     for k, x in tree.items():
@@ -314,7 +320,7 @@ def test_every_call_takes_every_reduction(call, name, mesh):
 )
 def test_halves_take_codes_of_bytes(half, compressor, mesh):
     x = values(8, 8, 40)
-    ours = getattr(cgx_jax, f"{half}_compressed")
+    ours = functools.partial(getattr(cgx_jax, f"{half}_compressed"), exchange="xla")
     theirs = getattr(lax, half)
     run = lambda f, *more: sharded(lambda v: f(v[0], "data", *more)[None], mesh, out=P("data"))(x)  # noqa: E731
     got = run(ours, compressor)
@@ -358,7 +364,9 @@ def test_a_reduction_of_ones_own(mesh):
     x = values(8, *SHAPE)
 
     def call(how, code=Steps()):  # noqa: B008
-        f = lambda v: cgx_jax.psum_compressed(v[0], "data", code, reduction=how)  # noqa: E731
+        f = lambda v: cgx_jax.psum_compressed(  # noqa: E731
+            v[0], "data", code, exchange="xla", reduction=how
+        )
         return sharded(f, mesh)(x)
 
     np.testing.assert_array_equal(call(Reversed()), call("gather_sum"))

@@ -175,7 +175,7 @@ def means(compressor, x, mesh, keys):
 
     def mean(own, keys):
         def one(key):
-            return cgx_jax.pmean_compressed(own[0], "data", compressor, key=key)
+            return cgx_jax.pmean_compressed(own[0], "data", compressor, key=key, exchange="xla")
 
         return jax.lax.map(one, keys)
 

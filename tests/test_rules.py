@@ -1,6 +1,7 @@
 """Rules: which leaf takes which compressor, on every library's trees; what is reported."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -193,9 +194,10 @@ def test_policies_are_static_and_every_call_takes_one(mesh):
     assert hash(policy) == hash(again)
     policy = Rules([Rule(Q2, path="kernel")], Q4)
     values = np.random.default_rng(0).normal(size=(8, 64, 64)).astype(np.float32)
-    f = lambda x: cgx_jax.pmean_compressed({"kernel": x[0]}, "data", policy)  # noqa: E731
+    pmean = functools.partial(cgx_jax.pmean_compressed, axis_name="data", exchange="xla")
+    f = lambda x: pmean({"kernel": x[0]}, compressor=policy)  # noqa: E731
     spec = jax.sharding.PartitionSpec
     reduced = jax.shard_map(f, mesh=mesh, in_specs=spec("data"), out_specs=spec())(values)
-    alone = lambda x: cgx_jax.pmean_compressed(x[0], "data", Q2)  # noqa: E731
+    alone = lambda x: pmean(x[0], compressor=Q2)  # noqa: E731
     expected = jax.shard_map(alone, mesh=mesh, in_specs=spec("data"), out_specs=spec())(values)
     np.testing.assert_array_equal(reduced["kernel"], expected)

@@ -51,6 +51,7 @@ def with_memory(compressor, world, memory=None, **kwargs):
         everything(compressor),
         memory=ErrorFeedback() if memory is None else memory,
         mesh=ranks(world),
+        exchange="xla",
         **kwargs,
     )
 
@@ -84,7 +85,8 @@ def test_what_the_optimizer_saw_and_what_ranks_remember_is_what_they_were_given(
 
 def test_feedback_changes_what_is_sent_and_its_absence_does_not():
     grads = gradients(2, 3)
-    plain, state = run(cgx_jax.sync_gradients("data", everything(Quantize(2))), grads, 2)
+    alone = cgx_jax.sync_gradients("data", everything(Quantize(2)), exchange="xla")
+    plain, state = run(alone, grads, 2)
     assert state.memory == ()
     fed, _ = run(with_memory(Quantize(2), 2), grads, 2)
     np.testing.assert_array_equal(plain["w"][0], fed["w"][0])
@@ -93,7 +95,7 @@ def test_feedback_changes_what_is_sent_and_its_absence_does_not():
     @functools.partial(jax.shard_map, mesh=ranks(2), in_specs=P("data"), out_specs=P())
     def reduced(grads):
         own = jax.tree.map(lambda x: x[0], grads)
-        return cgx_jax.pmean_compressed(own, "data", everything(Quantize(2)))
+        return cgx_jax.pmean_compressed(own, "data", everything(Quantize(2)), exchange="xla")
 
     for t in range(3):
         expected = reduced(jax.tree.map(lambda x, t=t: x[t], grads))

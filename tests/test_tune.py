@@ -46,7 +46,7 @@ def compiled(mesh, shape, **options):
 
 
 def test_compiled_collectives_follow_the_profile(mesh, following):
-    assert compiled(mesh, SMALL) == {"u8"}
+    assert compiled(mesh, LARGE) == {"f32"}
     following(with_crossing())
     assert compiled(mesh, SMALL) == {"f32"}
     assert compiled(mesh, LARGE) == {"u8"}
@@ -90,9 +90,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("compressor", [Quantize(4), KEYED, Quantize(2, rotation=True)], ids=str)
 @pytest.mark.parametrize("name", PAIRS)
-def test_without_a_profile_a_small_tree_is_the_very_program_of_lax(
-    mesh, built_in_rule, name, compressor
-):
+def test_without_a_profile_a_small_tree_is_the_very_program_of_lax(mesh, name, compressor):
     exact, ours = PAIRS[name]
     tree = {"a": jax.ShapeDtypeStruct((8, *SMALL), np.float32)}
 
@@ -109,7 +107,7 @@ def test_without_a_profile_a_small_tree_is_the_very_program_of_lax(
     assert program(lambda t: ours(t, "data", compressor, key=key, exchange="xla")) != want
 
 
-def test_without_a_profile_the_size_of_a_buffer_counts_and_not_a_leafs(mesh, built_in_rule):
+def test_without_a_profile_the_size_of_a_buffer_counts_and_not_a_leafs(mesh):
     leaf = np.zeros((128, 256), np.float32)  # 131 kB
     trees = [{str(i): leaf for i in range(n)} for n in (3, 30)]
     few, many = map(Plan.build, trees)
@@ -126,7 +124,7 @@ def test_without_a_profile_the_size_of_a_buffer_counts_and_not_a_leafs(mesh, bui
     assert plan_table(many, 8).splitlines()[2].endswith("xla")
 
 
-def test_without_a_profile_feedback_of_a_small_tree_keeps_nothing(mesh, built_in_rule):
+def test_without_a_profile_feedback_of_a_small_tree_keeps_nothing(mesh):
     tx = cgx_jax.sync_gradients("data", Quantize(2), memory=cgx_jax.ErrorFeedback(), mesh=mesh)
     x = np.random.default_rng(0).normal(size=(8, *SMALL)).astype(np.float32)
     state = tx.init({"w": x[0]})
@@ -145,7 +143,7 @@ def test_without_a_profile_feedback_of_a_small_tree_keeps_nothing(mesh, built_in
 
 
 def test_functions_compiled_before_are_traced_anew(mesh, following):
-    x = np.random.default_rng(0).normal(size=(8, *SMALL)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(8, *LARGE)).astype(np.float32)
     f = jax.jit(
         jax.shard_map(
             lambda v: cgx_jax.psum_compressed(v[0], "data", Quantize(1)),
@@ -154,9 +152,9 @@ def test_functions_compiled_before_are_traced_anew(mesh, following):
             out_specs=P(),
         )
     )
-    assert np.abs(f(x) - x.sum(0)).max() > 0.1
-    following(with_crossing())
     np.testing.assert_allclose(f(x), x.sum(0), atol=1e-5)
+    following(with_crossing())
+    assert np.abs(f(x) - x.sum(0)).max() > 0.1
 
 
 def test_gradients_of_the_hook_follow_the_profile(mesh, following):
@@ -186,7 +184,7 @@ def test_the_summary_shows_the_method_of_each_leaf(following):
     def shown(world):
         return {line.split()[0]: line.split()[-1] for line in plan_table(plan, world).splitlines()}
 
-    assert shown(8).items() >= {"large": "xla", "small": "xla", "vector": "psum"}.items()
+    assert shown(8).items() >= {"large": "psum", "small": "psum", "vector": "psum"}.items()
     assert shown(1).items() >= {"large": "psum", "small": "psum"}.items()
     following(with_crossing())
     assert shown(8).items() >= {"large": "xla", "small": "psum", "vector": "psum"}.items()

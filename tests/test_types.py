@@ -53,7 +53,7 @@ def test_reduced_axes_of_an_operand_are_those_of_the_result(name, compressor, ex
     x = jax.device_put(value, NamedSharding(explicit, spec))
     types, results = [], []
     for call in (
-        lambda v: ours(v, "x", compressor, key=jax.random.key(0)),
+        lambda v: ours(v, "x", compressor, key=jax.random.key(0), exchange="xla"),
         lambda v: theirs(v, "x"),
     ):
 
@@ -83,6 +83,6 @@ def test_gradient_through_a_sum_of_a_reduced_operand_is_that_of_lax(explicit):
 
         return jax.jit(jax.shard_map(pulled, in_specs=spec, out_specs=P("x")))(x)
 
-    got = cotangents(lambda v: psum_compressed(v, "x", Quantize(4)))
+    got = cotangents(lambda v: psum_compressed(v, "x", Quantize(4), exchange="xla"))
     want = cotangents(lambda v: lax.psum(v, "x"))
     np.testing.assert_array_equal(got, want)

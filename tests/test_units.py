@@ -291,8 +291,9 @@ def test_units_that_do_not_fit_are_refused_while_tracing(mesh, units, says):
         reduce(mesh, plan, tree, units)
 
 
-def unfused(self, primitive, call, phases, *leaves):
+def unfused(self, call, sent):
     """Computes the fused CUDA call by kernels and XLA's collectives, so that it runs on a CPU."""
+    phases, leaves, _ = sent
     layout, axes, rank = call.layout, call.axes, call.axes.rank()
     rows, lost = primitives.encode(phases[0], leaves, layout, rank=rank, residual=call.residual)
     rows = xla.scatter(rows, axes)

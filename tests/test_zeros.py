@@ -196,10 +196,11 @@ def test_a_scattered_sum_and_a_gathered_array(code, dimension):
     grads, values, rows = gradients("float32", (64, 192))
 
     def f(own):
+        how = {"tiled": True, "exchange": "xla"}
         part = cgx_jax.psum_scatter_compressed(
-            own[0], "data", code, scatter_dimension=dimension, tiled=True
+            own[0], "data", code, scatter_dimension=dimension, **how
         )
-        return cgx_jax.all_gather_compressed(part, "data", code, axis=dimension, tiled=True)[None]
+        return cgx_jax.all_gather_compressed(part, "data", code, axis=dimension, **how)[None]
 
     total = jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data")))(grads[0])
     check("rows", np.asarray(total), values, rows)

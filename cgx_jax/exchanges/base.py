@@ -13,6 +13,7 @@ import jax
 
 from cgx_jax._types import Words
 from cgx_jax.axes import Axes
+from cgx_jax.collective import Collective
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.scopes import Scoped
@@ -62,12 +63,14 @@ class Least(NamedTuple):
 class Call:
     """What a fused call computes: static and hashable.
 
-    `name` is the call that the user wrote, which begins error messages. Sums over `axes` are
+    `name` is the call that the user wrote, which begins error messages. `layout` is that of the
+    leaves, in chunks for an all-reduce; for a reduce-scatter, that of one row. Sums over `axes` are
     divided by `divisor`. `residual` asks for what this rank lost. If `in_place`, sums may take the
     leaves' memory (`Job`). `number` tells apart the calls that share a ticket (`Exchange.start`).
     """
 
     name: str
+    collective: Collective
     layout: Layout
     axes: Axes
     divisor: float = 1
@@ -77,30 +80,43 @@ class Call:
 
 
 class Sent(NamedTuple):
-    """What a call that is started sends: seeds for each phase, leaves and units, as at once."""
+    """The operands of a fused call.
 
-    seeds: Sequence[Words]
+    `words` are what its noise is drawn from: uint32[2, 2] for the phases of an all-reduce,
+    uint32[2] for a gather-sum or an all-gather, uint32[world, 2] for the rows of a reduce-scatter.
+    `leaves` are f32, bf16 or f16, one for each slot of the layout. `units` are as in
+    `primitives.encode`.
+    """
+
+    words: Words
     leaves: Sequence[jax.Array]
     units: Units
 
 
 class Fused(NamedTuple):
-    """What a sum in one call returns, one entry per leaf.
+    """What a fused call returns, one entry per leaf.
 
-    `residuals` are None unless asked for.
+    `sums` are, for an all-gather, every rank's leaf: [world, ...]. `residuals` are None unless
+    asked for.
     """
 
     sums: list[jax.Array]
     residuals: Residuals
 
+    @classmethod
+    def of(cls, call: Call, results: Sequence[jax.Array]) -> Fused:
+        """Parts the results of a call's primitive."""
+        count = len(call.layout.slots)
+        return cls(list(results[:count]), list(results[count:]) if call.residual else None)
+
 
 class Exchange(Scoped, abc.ABC):
     """A way for payloads to travel: static, hashable, equal by value; it knows no compressor.
 
-    `can` holds the names of the methods that an exchange provides. "scatter", "gather" and
-    "permute" move rows of bytes, and "sum" is XLA's own sum of numbers. "all_reduce", "gather_sum",
-    "reduce_scatter" and "all_gather" each encode, send, reduce and decode in one call. "start" is
-    for an all-reduce or a gather-sum that a later program finishes. Those that move bytes take
+    `can` holds what an exchange provides. "scatter", "gather" and "permute" are methods that move
+    rows of bytes, and "sum" is XLA's own sum of numbers. The names of a `Collective` are those that
+    `fused` does in one call. "start" is for an all-reduce or a gather-sum that a later program
+    finishes. Those that move bytes take
     `name`, the call that the user wrote, which begins error messages. `require` raises ValueError
     if the exchange does not work.
     """
@@ -109,7 +125,7 @@ class Exchange(Scoped, abc.ABC):
     can: ClassVar[frozenset[str]]
     scopes: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("scatter", "gather", "permute", "sum"), "exchange"),
-        **{call: call for call in ("all_reduce", "gather_sum", "reduce_scatter", "all_gather")},
+        "fused": "fused",
     }
     tuned: ClassVar[tuple[str, ...]] = ()  # the options that `cgx_jax.tune` chooses
 
@@ -164,56 +180,28 @@ class Exchange(Scoped, abc.ABC):
         """
         raise NotImplementedError
 
-    def all_reduce(
-        self, call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units
-    ) -> Fused:
-        """Sums of the leaves over the ranks, divided, and residuals if asked for.
+    def fused(self, call: Call, sent: Sent) -> Fused:
+        """Makes a call that encodes, sends, reduces and decodes.
 
-        `seeds` are uint32[2] for each phase. `leaves` are f32, bf16 or f16, one for each slot of
-        the layout. `units` are as in `primitives.encode`. The bytes sent are those of `scatter` and
-        `gather` around the kernels.
+        The bytes sent, and the results, are those of the kernels around `scatter` and `gather`:
+        an all-reduce encodes chunks, and its sums again; a gather-sum adds up all payloads, this
+        rank's own among them; a reduce-scatter adds up this rank's own row as it is.
         """
         raise NotImplementedError
 
-    def gather_sum(
-        self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
-    ) -> Fused:
-        """Sums of what all ranks encoded, divided, and residuals if asked for: one phase.
-
-        `seed`, uint32[2], is this rank's own. The layout is that of the leaves for one rank. The
-        other operands are as in `all_reduce`. The bytes sent are those of `gather` between the
-        kernels: `encode`, and `accumulate` of all ranks' payloads to zeros.
-        """
-        raise NotImplementedError
-
-    def start(self, what: str, call: Call, sent: Sent, ticket: Any) -> jax.Array:
-        """Starts a call, "all_reduce" or "gather_sum", and returns its ticket, uint32[2].
+    def start(self, call: Call, sent: Sent, ticket: Any) -> jax.Array:
+        """Starts an all-reduce or a gather-sum, and returns its ticket, uint32[2].
 
         The call goes on while this program and later ones run. `ticket` is zeros, or that of
         another call with which this one shares it.
         """
         raise NotImplementedError
 
-    def finish(self, what: str, call: Call, sent: Sent, ticket: Any) -> Fused:
+    def finish(self, call: Call, sent: Sent, ticket: Any) -> Fused:
         """Returns what the call that was started with the same operands returns.
 
         If this process knows no such call, as after a restart, it makes the call now. All ranks of
         the call must then do so, and all do if they run the same programs on states of one step.
-        """
-        raise NotImplementedError
-
-    def reduce_scatter(self, call: Call, words: Words, rows: jax.Array) -> jax.Array:
-        """Returns the sum over the ranks of this rank's row.
-
-        `rows`, f32, bf16 or f16, has one row for each rank. `words` are uint32[world, 2]; the
-        layout is that of one row.
-        """
-        raise NotImplementedError
-
-    def all_gather(self, call: Call, words: Words, x: jax.Array) -> jax.Array:
-        """Returns every rank's `x`, f32, bf16 or f16, decoded: [world, ...].
-
-        `words` is uint32[2]; the layout is that of `x` for one rank.
         """
         raise NotImplementedError
 

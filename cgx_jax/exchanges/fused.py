@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, xla
 
 from cgx_jax import _compat
-from cgx_jax.exchanges.base import Call, Fused
+from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels.wire import Layout, Slot
 
 Groups = Sequence[Sequence[int]] | None
@@ -92,17 +92,8 @@ class Bound:
 
 def bind(
     primitive: Primitive, label: str, call: Call, operands: Sequence[Any], **options: int
-) -> Fused:
-    """Calls a primitive that `primitive()` made; see `results`."""
-    out = results(primitive, label, call, operands, **options)
-    count = len(call.layout.slots)
-    return Fused(out[:count], out[count:] if call.residual else None)
-
-
-def results(
-    primitive: Primitive, label: str, call: Call, operands: Sequence[Any], **options: int
 ) -> list[Any]:
-    """Calls a primitive of this module, and returns all of its results.
+    """Calls a primitive of this module, and returns its results.
 
     `operands` are those specific to the exchange, then the leaves, one per slot of the layout, then
     the units of leaves that have any.

@@ -24,12 +24,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
-from cgx_jax._types import Words
 from cgx_jax.axes import Axes
+from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, mpi_rows, program
 from cgx_jax.exchanges.base import Call, Exchange, Fused, Least, Sent
 from cgx_jax.kernels import native, primitives, scaling
-from cgx_jax.kernels.primitives import Units
 
 _log = logging.getLogger(__name__)
 _INSTALL = 'pip install "cgx-jax[mpi]" and start the processes with mpiexec'
@@ -102,47 +101,40 @@ class Mpi(Exchange):
     def gather(self, name: str, row: jax.Array, axes: Axes) -> jax.Array:
         return mpi_rows.gather(name, row, axes.names, axes.groups)
 
-    def all_reduce(
-        self, call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units
-    ) -> Fused:
-        return _sums("all_reduce", call, Sent(seeds, leaves, units))
+    def fused(self, call: Call, sent: Sent) -> Fused:
+        return _sums(call, sent)
 
-    def gather_sum(
-        self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
-    ) -> Fused:
-        return _sums("gather_sum", call, Sent([seed], leaves, units))
-
-    def start(self, what: str, call: Call, sent: Sent, ticket: Any) -> jax.Array:
+    def start(self, call: Call, sent: Sent, ticket: Any) -> jax.Array:
         call, operands = _operands(dataclasses.replace(call, in_place=False), sent, ticket)
         started: jax.Array
         how = {"number": call.number, "residuals": int(call.residual)}
-        (started,) = fused.results(
-            _CALLS[what].start, mpi_rows.label(call.name), call, operands, **how
-        )
+        primitive = _CALLS[call.collective].start
+        (started,) = fused.bind(primitive, mpi_rows.label(call.name), call, operands, **how)
         return started
 
-    def finish(self, what: str, call: Call, sent: Sent, ticket: Any) -> Fused:
-        return _sums(what, call, sent, ticket)
+    def finish(self, call: Call, sent: Sent, ticket: Any) -> Fused:
+        return _sums(call, sent, ticket)
 
 
 def _operands(call: Call, sent: Sent, *ticket: Any) -> tuple[Call, list[Any]]:
     layout, factors = primitives.with_units(call.layout, sent.units)
-    keys = jnp.stack([jnp.asarray(s) for s in sent.seeds])
-    operands = [keys, fused.position(call.axes.names), *ticket, *sent.leaves, *factors]
+    words = jnp.asarray(sent.words).reshape(-1, 2)
+    operands = [words, fused.position(call.axes.names), *ticket, *sent.leaves, *factors]
     return dataclasses.replace(call, layout=layout), operands
 
 
-def _sums(what: str, call: Call, sent: Sent, *ticket: Any) -> Fused:
-    now, name = _CALLS[what], mpi_rows.label(call.name)
+def _sums(call: Call, sent: Sent, *ticket: Any) -> Fused:
+    now, name = _CALLS[call.collective], mpi_rows.label(call.name)
     call, operands = _operands(call, sent, *ticket)
     call = dataclasses.replace(call, in_place=call.in_place and now.in_place and not ticket)
     if ticket:
-        sums = fused.bind(now.finish, name, call, operands, number=call.number)
+        results = fused.bind(now.finish, name, call, operands, number=call.number)
     else:
-        sums = fused.bind(now.call, name, call, operands)
-    if what == "gather_sum":  # still in units
-        sums = sums._replace(sums=scaling.all_decoded(sums.sums, sent.units, sent.leaves))
-    return sums
+        results = fused.bind(now.call, name, call, operands)
+    out = Fused.of(call, results)
+    if call.collective is Collective.GATHER_SUM:  # still in units
+        out = out._replace(sums=scaling.all_decoded(out.sums, sent.units, sent.leaves))
+    return out
 
 
 def defaults() -> Mpi:
@@ -294,7 +286,8 @@ class _Calls(NamedTuple):
     in_place: bool
 
 
-def _calls(what: str, result: Callable[..., Any], *, in_place: bool) -> _Calls:
+def _calls(collective: Collective, result: Callable[..., Any], *, in_place: bool) -> _Calls:
+    what = collective.value
     start = fused.starting(f"cgx_start_{what}_mpi")
     call = fused.primitive(f"cgx_{what}_mpi", 2, result)
     finish = fused.primitive(f"cgx_finish_{what}_mpi", 3, result)
@@ -320,6 +313,6 @@ def _lowering(
 
 
 _CALLS = {
-    "all_reduce": _calls("all_reduce", fused.reduced, in_place=True),
-    "gather_sum": _calls("gather_sum", fused.summed, in_place=False),
+    Collective.ALL_REDUCE: _calls(Collective.ALL_REDUCE, fused.reduced, in_place=True),
+    Collective.GATHER_SUM: _calls(Collective.GATHER_SUM, fused.summed, in_place=False),
 }

@@ -6,7 +6,6 @@ overlaps with the computation around it and stays in order with XLA's own collec
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -18,13 +17,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from cgx_jax import _compat
-from cgx_jax._types import Words
 from cgx_jax.axes import Axes
+from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, xla
-from cgx_jax.exchanges.base import Call, Exchange, Fused
+from cgx_jax.exchanges.base import Call, Exchange, Fused, Sent
 from cgx_jax.kernels import native, scaling
 from cgx_jax.kernels.constants import ALIGNMENT, MOST_STREAMS
-from cgx_jax.kernels.primitives import Units
 from cgx_jax.kernels.wire import Layout
 
 # Bytes of payload to each peer. Kernels take a small part of the time that a link takes, so there
@@ -33,10 +31,12 @@ SEGMENT_BYTES = 8 << 20
 
 
 class OnCommunicator(Exchange):
-    """What exchanges on XLA's NCCL communicator share: an all-reduce in one call.
+    """What exchanges on XLA's NCCL communicator share.
 
-    Everything else goes by XLA's collectives, which are NCCL's.
+    All that has no fused call goes by XLA's collectives, which are NCCL's.
     """
+
+    calls: ClassVar[dict[Collective, Primitive]]  # the fused calls
 
     def here(self) -> bool:
         version = jax.devices()[0].client.platform_version.lower()
@@ -53,42 +53,27 @@ class OnCommunicator(Exchange):
     ) -> jax.Array:
         return xla.permute(row, axes, pairs)
 
-    def all_reduce(
-        self, call: Call, seeds: Sequence[Words], leaves: Sequence[jax.Array], units: Units
-    ) -> Fused:
-        keys = jnp.stack([jnp.asarray(s) for s in seeds])
-        return self._sums(self._all_reduce(call), call, keys, leaves, units)
-
-    def _sums(
-        self,
-        primitive: Primitive,
-        call: Call,
-        keys: jax.Array,
-        leaves: Sequence[jax.Array],
-        units: Units,
-    ) -> Fused:
-        """Makes a call that adds up leaves."""
+    def fused(self, call: Call, sent: Sent) -> Fused:
+        _, leaves, units = sent
         # The CUDA kernels know no units: they get float32 leaves that are already multiplied.
-        sums, lost = self._call(primitive, call, keys, *scaling.taken_in(leaves, units))
+        inside = sent._replace(leaves=scaling.taken_in(leaves, units))
+        sums, lost = self._call(call, inside)
         means = scaling.all_decoded(sums, units, leaves)
         return Fused(means, scaling.taken_out(lost, units, leaves))
-
-    @abc.abstractmethod
-    def _all_reduce(self, call: Call) -> Primitive:
-        """The call of `all_reduce`; raises ValueError for axes that it cannot reduce over."""
 
     def _options(self, layout: Layout) -> dict[str, int]:
         """Returns the options of a call of that layout."""
         return {}
 
-    def _call(self, primitive: Primitive, call: Call, *operands: Words) -> Fused:
+    def _call(self, call: Call, sent: Sent) -> Fused:
+        """Makes a call, whatever the units."""
         label, options = f"{call.name}(exchange={self.shorthand!r})", self._options(call.layout)
 
-        def bound(*operands: jax.Array) -> Fused:
-            return fused.bind(primitive, label, call, operands, **options)
+        def bound(*operands: jax.Array) -> list[jax.Array]:
+            return fused.bind(self.calls[call.collective], label, call, operands, **options)
 
-        out: Fused = _compat.on_collective_stream(bound)(*(jnp.asarray(x) for x in operands))
-        return out
+        operands = jnp.asarray(sent.words), *sent.leaves
+        return Fused.of(call, _compat.on_collective_stream(bound)(*operands))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,18 +92,7 @@ class Nccl(OnCommunicator):
 
     shorthand: ClassVar[str] = "nccl"
     tuned: ClassVar[tuple[str, ...]] = ("streams",)
-    can: ClassVar[frozenset[str]] = frozenset(
-        {
-            "scatter",
-            "gather",
-            "permute",
-            "sum",
-            "all_reduce",
-            "gather_sum",
-            "reduce_scatter",
-            "all_gather",
-        }
-    )
+    can: ClassVar[frozenset[str]] = xla.Xla.can | {collective.value for collective in Collective}
 
     def __post_init__(self) -> None:
         if self.streams not in range(1, MOST_STREAMS + 1):
@@ -137,25 +111,11 @@ class Nccl(OnCommunicator):
             return problem
         return fused.unfit_axes(axes) if axes else None
 
-    def _all_reduce(self, call: Call) -> Primitive:
-        return all_reduce_p
-
     def _options(self, layout: Layout) -> dict[str, int]:
         share = -(-layout.chunk_bytes // self.streams)
         aligned = max(1, -(-share // ALIGNMENT)) * ALIGNMENT
         segment_bytes = min(self.segment_bytes, aligned) if self.streams > 1 else self.segment_bytes
         return {"segment_bytes": segment_bytes, "streams": self.streams}
-
-    def gather_sum(
-        self, call: Call, seed: Words, leaves: Sequence[jax.Array], units: Units
-    ) -> Fused:
-        return self._sums(gather_sum_p, call, jnp.asarray(seed), leaves, units)
-
-    def reduce_scatter(self, call: Call, words: Words, rows: jax.Array) -> jax.Array:
-        return self._call(reduce_scatter_p, call, words, rows).sums[0]
-
-    def all_gather(self, call: Call, words: Words, x: jax.Array) -> jax.Array:
-        return self._call(all_gather_p, call, words, x).sums[0]
 
 
 def not_installed() -> str | None:
@@ -163,7 +123,7 @@ def not_installed() -> str | None:
     module = native.cuda_module()
     if module is None:
         return f"there are no CUDA kernels; {native.CUDA_REMEDY}"
-    if all_reduce_p.name not in module.handlers():
+    if "cgx_all_reduce_nccl" not in module.handlers():
         return (
             "cgx-jax was built against a jaxlib without the collectives extension of XLA's FFI; "
             "reinstall it on Python 3.12 or newer, where it builds against jaxlib 0.11.2"
@@ -216,7 +176,9 @@ def _primitive(target: str, result: Callable[..., Any], rows_per_rank: int) -> P
 
 
 # What a call receives to sum up needs rows of its own, beside those that it sends.
-all_reduce_p = _primitive("cgx_all_reduce_nccl", fused.reduced, 2)
-gather_sum_p = _primitive("cgx_gather_sum_nccl", fused.reduced, 1)
-reduce_scatter_p = _primitive("cgx_reduce_scatter_nccl", fused.scattered, 2)
-all_gather_p = _primitive("cgx_all_gather_nccl", fused.gathered, 1)
+Nccl.calls = {
+    Collective.ALL_REDUCE: _primitive("cgx_all_reduce_nccl", fused.reduced, 2),
+    Collective.GATHER_SUM: _primitive("cgx_gather_sum_nccl", fused.reduced, 1),
+    Collective.REDUCE_SCATTER: _primitive("cgx_reduce_scatter_nccl", fused.scattered, 2),
+    Collective.ALL_GATHER: _primitive("cgx_all_gather_nccl", fused.gathered, 1),
+}

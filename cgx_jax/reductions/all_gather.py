@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import jax
 
 from cgx_jax import _compat
+from cgx_jax.collective import Collective
 from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.exchanges.base import Sent
 from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced
 
 
@@ -21,6 +23,7 @@ class AllGather(OfRows):
     """
 
     shorthand: ClassVar[str] = "all_gather"
+    collective: ClassVar[Collective | None] = Collective.ALL_GATHER
     needs: ClassVar[frozenset[str]] = frozenset({"gather"})
 
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
@@ -30,12 +33,12 @@ class AllGather(OfRows):
     def run(self, job: Job, given: Operands) -> Reduced:
         rank, seed, leaves = job.axes.rank(), given.seeds[0], given.leaves
         if self.in_one_call(job.exchange, job.leaves, job.axes.world) and not job.prepares:
-            rows = []
+            rows: list[jax.Array] = []
             for leaf, x in zip(job.leaves, leaves, strict=True):
                 code = whole_code((leaf,))
-                assert code.layout is not None
-                words = code.words(seed, rank)
-                rows.append(job.exchange.all_gather(job.call(code.layout), words, x))
+                call = job.call(Collective.ALL_GATHER, code.layout)
+                sent = Sent(code.words(seed, rank), [x], [None])
+                rows += job.exchange.fused(call, sent).sums
             return Reduced(rows, None, list(given.states))
         code = whole_code(job.leaves)
         ready = job.prepared(given)[1] if job.prepares else given

@@ -10,14 +10,14 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cgx_jax._types import Pytree
+from cgx_jax._types import Pytree, Words
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.exchanges import Exchange
-from cgx_jax.exchanges.base import Call
+from cgx_jax.exchanges.base import Call, Sent
 from cgx_jax.kernels import scaling
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.kernels.scaling import Residuals
@@ -47,10 +47,11 @@ class Job:
     in_place: bool
     number: int = 0
 
-    def call(self, layout: Layout) -> Call:
-        """Returns the fused call of an exchange for this job."""
+    def call(self, collective: Collective, layout: Layout | None) -> Call:
+        """Returns the fused call of an exchange for this job, whose code has a layout."""
+        assert layout is not None
         how = self.divisor, self.residual, self.in_place, self.number
-        return Call(self.name, layout, self.axes, *how)
+        return Call(self.name, collective, layout, self.axes, *how)
 
     @property
     def prepares(self) -> bool:
@@ -120,6 +121,7 @@ class Reduction(abc.ABC):
     needs: ClassVar[frozenset[str]]
     seed_count: ClassVar[int] = 1
     shares_seeds: ClassVar[bool | None] = None
+    collective: ClassVar[Collective | None] = None  # of the fused call that does it whole
 
     def unfit(self, compressor: Compressor) -> str | None:
         """Returns why this reduction does not suit a compressor, or None if it does."""
@@ -129,7 +131,13 @@ class Reduction(abc.ABC):
 
     def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
         """Whether the exchange has a call that does the whole reduction of these leaves."""
-        return False
+        if self.collective is None or self.collective.value not in exchange.can:
+            return False
+        return self.layout(leaves, world) is not None
+
+    def layout(self, leaves: tuple[CodedLeaf, ...], world: int) -> Layout | None:
+        """Returns what the kernels know of these leaves, or None if there are none for them."""
+        return None
 
     def across_links(
         self, leaves: tuple[CodedLeaf, ...], world: int
@@ -173,14 +181,21 @@ class Rows(NamedTuple):
 class PayloadReduction(Reduction):
     """A reduction of payloads, which ends in rows of bytes that every rank decodes alike.
 
-    A subclass defines `rows`, `rows_bytes` and `sums`. `run` prepares the leaves and calls
-    these methods. Such a reduction also works across `Levels`. If `adds_decoded` is set, `rows` and
-    `sums` receive fp32 leaves without units.
+    A subclass defines `rows`, `rows_bytes` and `sums`. `run` prepares the leaves and calls these
+    methods. One with a `collective` also defines `layout` and `words`. Such a reduction also works
+    across `Levels`. If `adds_decoded` is set, `rows` and `sums` receive fp32 leaves without units.
     """
 
     adds_decoded: ClassVar[bool] = False
 
     def run(self, job: Job, given: Operands) -> Reduced:
+        if self.in_one_call(job.exchange, job.leaves, job.axes.world):
+            call, sent = self._call(job, given)
+            if given.ticket is None:
+                done = job.exchange.fused(call, sent)
+            else:
+                done = job.exchange.finish(call, sent, given.ticket)
+            return Reduced(done.sums, done.residuals, list(given.states))
         if not self.adds_decoded and not job.prepares:
             rows, residuals = self.rows(job, given)
             return Reduced(self.sums(job, rows, given), residuals, list(given.states))
@@ -196,6 +211,18 @@ class PayloadReduction(Reduction):
             scaling.taken_out(residuals, given.units, given.leaves),
             list(ready.states),
         )
+
+    def start(self, job: Job, given: Operands) -> jax.Array:
+        return job.exchange.start(*self._call(job, given), given.ticket)
+
+    def _call(self, job: Job, given: Operands) -> tuple[Call, Sent]:
+        assert self.collective is not None
+        call = job.call(self.collective, self.layout(job.leaves, job.axes.world))
+        return call, Sent(self.words(job, given), given.leaves, given.units)
+
+    def words(self, job: Job, given: Operands) -> Words:
+        """Returns what a fused call draws its noise from (`Sent`)."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def rows(self, job: Job, given: Operands) -> Rows:
@@ -224,8 +251,8 @@ class OfRows(Reduction):
             "use a compressor that sends bytes, such as Quantize"
         )
 
-    def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
-        return self.shorthand in exchange.can and whole_code(leaves).layout is not None
+    def layout(self, leaves: tuple[CodedLeaf, ...], world: int) -> Layout | None:
+        return whole_code(leaves).layout
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         return (world - 1) * whole_code(leaves).row_bytes

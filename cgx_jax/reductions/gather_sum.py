@@ -7,18 +7,12 @@ from typing import Any, ClassVar
 
 import jax
 
+from cgx_jax._types import Words
+from cgx_jax.collective import Collective
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.exchanges import Exchange
-from cgx_jax.exchanges.base import Sent
-from cgx_jax.reductions.base import (
-    Job,
-    Operands,
-    PayloadReduction,
-    Reduced,
-    Rows,
-    sum_of_bounds,
-)
+from cgx_jax.kernels.wire import Layout
+from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Rows, sum_of_bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +27,7 @@ class GatherSum(PayloadReduction):
 
     shorthand: ClassVar[str] = "gather_sum"
     needs: ClassVar[frozenset[str]] = frozenset({"gather"})
+    collective: ClassVar[Collective | None] = Collective.GATHER_SUM
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         return (world - 1) * whole_code(leaves).row_bytes
@@ -43,28 +38,11 @@ class GatherSum(PayloadReduction):
     def error_bound(self, compressor: Any, x: jax.Array, divisor: float = 1) -> jax.Array:
         return sum_of_bounds(compressor, x) / divisor
 
-    def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
-        return "gather_sum" in exchange.can and whole_code(leaves).layout is not None
+    def layout(self, leaves: tuple[CodedLeaf, ...], world: int) -> Layout | None:
+        return whole_code(leaves).layout
 
-    def run(self, job: Job, given: Operands) -> Reduced:
-        code = whole_code(job.leaves)
-        if code.layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
-            return super().run(job, given)
-        words = code.words(given.seeds[0], job.axes.rank())
-        call, (leaves, units) = job.call(code.layout), (given.leaves, given.units)
-        if given.ticket is None:
-            fused = job.exchange.gather_sum(call, words, leaves, units)
-        else:
-            sent = Sent([words], leaves, units)
-            fused = job.exchange.finish("gather_sum", call, sent, given.ticket)
-        return Reduced(fused.sums, fused.residuals, list(given.states))
-
-    def start(self, job: Job, given: Operands) -> jax.Array:
-        code = whole_code(job.leaves)
-        assert code.layout is not None
-        words = code.words(given.seeds[0], job.axes.rank())
-        sent = Sent([words], given.leaves, given.units)
-        return job.exchange.start("gather_sum", job.call(code.layout), sent, given.ticket)
+    def words(self, job: Job, given: Operands) -> Words:
+        return whole_code(job.leaves).words(given.seeds[0], job.axes.rank())
 
     def rows(self, job: Job, given: Operands) -> Rows:
         seeds, leaves, units = given.seeds, given.leaves, given.units

@@ -21,7 +21,7 @@ class PartialSums(PayloadReduction):
 
     Each row is the payload of `coded(leaves, world)`. Each time that a partial sum is encoded, what
     it loses belongs to the residual of the rank or the group of ranks that encode it. That is less
-    than a code loses of values that were never encoded, so `kept` is not known.
+    than a code loses of values that were never encoded.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"permute"})

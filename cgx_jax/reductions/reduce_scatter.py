@@ -15,9 +15,11 @@ from jax import lax
 from cgx_jax import _compat
 from cgx_jax._types import Unit, Words
 from cgx_jax.axes import Axes
+from cgx_jax.collective import Collective
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import folded
+from cgx_jax.exchanges.base import Sent
 from cgx_jax.kernels import scaling
 from cgx_jax.kernels.primitives import NO_RANK
 from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced, sum_of_bounds
@@ -33,6 +35,7 @@ class ReduceScatter(OfRows):
     """
 
     shorthand: ClassVar[str] = "reduce_scatter"
+    collective: ClassVar[Collective | None] = Collective.REDUCE_SCATTER
     needs: ClassVar[frozenset[str]] = frozenset({"scatter"})
     shares_seeds: ClassVar[bool | None] = False  # equal errors of all ranks would add up
 
@@ -88,9 +91,9 @@ def _fused(job: Job, words: Words, leaves: Sequence[jax.Array]) -> list[jax.Arra
     rank, out = job.axes.rank(), []
     for leaf, x in zip(job.leaves, leaves, strict=True):
         code = whole_code((leaf,))
-        assert code.layout is not None
         own = jax.vmap(lambda seed, code=code: code.words(seed, rank))(jnp.asarray(words))
-        total = job.exchange.reduce_scatter(job.call(code.layout), own, x)
+        call = job.call(Collective.REDUCE_SCATTER, code.layout)
+        (total,) = job.exchange.fused(call, Sent(own, [x], [None])).sums
         out.append(total if job.divisor == 1 else total / np.float32(job.divisor))
     return out
 

@@ -14,18 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_jax._types import Words
+from cgx_jax.collective import Collective
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import chunk_code
-from cgx_jax.exchanges import Exchange
-from cgx_jax.exchanges.base import Sent
-from cgx_jax.reductions.base import (
-    Job,
-    Operands,
-    PayloadReduction,
-    Reduced,
-    Rows,
-    largest_error,
-)
+from cgx_jax.kernels.wire import Layout
+from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Rows, largest_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +34,7 @@ class ScatterGather(PayloadReduction):
     shorthand: ClassVar[str] = "scatter_gather"
     needs: ClassVar[frozenset[str]] = frozenset({"scatter", "gather"})
     seed_count: ClassVar[int] = 2
+    collective: ClassVar[Collective | None] = Collective.ALL_REDUCE
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         code = chunk_code(leaves, world)
@@ -57,25 +52,11 @@ class ScatterGather(PayloadReduction):
         of_sums = compressor.of_sums(world)
         return peers + largest_error(lambda v: code.error_bounds(of_sums.error_bound, v), total)
 
-    def in_one_call(self, exchange: Exchange, leaves: tuple[CodedLeaf, ...], world: int) -> bool:
-        return "all_reduce" in exchange.can and chunk_code(leaves, world).layout is not None
+    def layout(self, leaves: tuple[CodedLeaf, ...], world: int) -> Layout | None:
+        return chunk_code(leaves, world).layout
 
-    def run(self, job: Job, given: Operands) -> Reduced:
-        layout = chunk_code(job.leaves, job.axes.world).layout
-        if layout is None or not self.in_one_call(job.exchange, job.leaves, job.axes.world):
-            return super().run(job, given)
-        call, sent = job.call(layout), Sent(given.seeds, given.leaves, given.units)
-        if given.ticket is None:
-            fused = job.exchange.all_reduce(call, *sent)
-        else:
-            fused = job.exchange.finish("all_reduce", call, sent, given.ticket)
-        return Reduced(fused.sums, fused.residuals, list(given.states))
-
-    def start(self, job: Job, given: Operands) -> jax.Array:
-        layout = chunk_code(job.leaves, job.axes.world).layout
-        assert layout is not None
-        sent = Sent(given.seeds, given.leaves, given.units)
-        return job.exchange.start("all_reduce", job.call(layout), sent, given.ticket)
+    def words(self, job: Job, given: Operands) -> Words:
+        return jnp.stack([jnp.asarray(seed) for seed in given.seeds])
 
     def rows(self, job: Job, given: Operands) -> Rows:
         code, rank = chunk_code(job.leaves, job.axes.world), job.axes.rank()

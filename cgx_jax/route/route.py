@@ -25,10 +25,7 @@ from cgx_jax.reductions.reduce_scatter import ReduceScatter
 _LOG = logging.getLogger(__name__)
 _told: set[tuple[str, str]] = set()  # the call's name and the reason, of each warning
 
-_OF_ROWS = {
-    Collective.REDUCE_SCATTER: ReduceScatter(),
-    Collective.ALL_GATHER: AllGather(),
-}
+_OF_ROWS = {each.collective: each for each in (ReduceScatter(), AllGather())}
 
 
 @dataclasses.dataclass(frozen=True)

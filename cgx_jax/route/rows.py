@@ -21,7 +21,7 @@ from cgx_jax.leaves import Leaf, dimensions_of, leaves_of, where_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy
 from cgx_jax.route.route import Options, Route, route
-from cgx_jax.route.run import run, watched
+from cgx_jax.route.run import Inputs, run, watched
 
 Shape = tuple[int, ...]
 
@@ -103,7 +103,7 @@ class Scatter:
     def __call__(self, leaves: Sequence[jax.Array], key: Key) -> list[jax.Array]:
         """Returns this rank's slice of the sum of every leaf."""
         cut, world = zip(leaves, self.places, strict=True), self.taken.options.axes.world
-        sums = run(self.taken, [rows_of(x, d, world) for x, d in cut], key).values
+        sums = run(self.taken, Inputs([rows_of(x, d, world) for x, d in cut], key)).values
         parts = zip(sums, self.places, strict=True)
         out = [y if self.tiled else y.squeeze(d) for y, d in parts]
         return watched(self.taken, leaves, out)[0]
@@ -149,7 +149,7 @@ class Gather:
     def __call__(self, shards: Pytree, key: Key) -> Pytree:
         """Returns every rank's shards, stacked or concatenated."""
         leaves, treedef = self._checked(shards)
-        rows = run(self.taken, leaves, key).values
+        rows = run(self.taken, Inputs(leaves, key)).values
         out = []
         for y, d, whole in zip(rows, self.places, jax.tree.leaves(self.whole), strict=True):
             out.append(jnp.moveaxis(y, 0, d).reshape(whole.shape))

@@ -41,20 +41,11 @@ class Sums(NamedTuple):
     states: list[Pytree]
 
 
-def run(
-    route: Route,
-    leaves: Sequence[Any],
-    key: Key,
-    *,
-    residual: bool = False,
-    units: Units | None = None,
-    states: Sequence[Pytree] | None = None,
-    ticket: jax.Array | None = None,
-) -> Sums:
-    """Returns the results for `leaves`, which must be the leaves of the route's plan.
+class Inputs(NamedTuple):
+    """What a call computes with.
 
-    They are sums or means, or for an all-gather every rank's leaf. Operands of a reduce-scatter
-    have a leading dimension with a row for each rank; the plan's leaves are rows.
+    `leaves` are those of the route's plan. Operands of a reduce-scatter have a leading dimension
+    with a row for each rank; the plan's leaves are rows.
 
     Compressors with state need `states`, one entry per leaf. With `residual`, each compressed leaf
     also has a residual: what this rank must send again to lose nothing. The exact sum (or mean)
@@ -65,18 +56,27 @@ def run(
     of R * C values. Value i is multiplied by rows[0, i // C] * columns[0, i % C] before encoding.
     After decoding, the result and the residual are multiplied by the products of rows[1] and
     columns[1], so the residual is in the leaf's own units. All ranks pass the same units. A leaf
-    that is reduced exactly ignores its units. Raises ValueError for units that do not fit their
-    leaf.
-
-    `ticket`, if given, is that of `start` with the same operands.
+    that is reduced exactly ignores its units.
     """
-    operands = _operands(route, leaves, units, states)
-    out = Sums(list(operands), [None] * len(leaves), list(states or [()] * len(leaves)))
+
+    leaves: Sequence[Any]
+    key: Key
+    residual: bool = False
+    units: Units | None = None
+    states: Sequence[Pytree] | None = None
+
+
+def run(route: Route, inputs: Inputs, ticket: jax.Array | None = None) -> Sums:
+    """Returns sums or means of the leaves, or for an all-gather every rank's leaf.
+
+    `ticket`, if given, is that of `start` with the same inputs. Raises ValueError for units that do
+    not fit their leaf.
+    """
+    inputs, states = _checked(route, inputs)
+    out = Sums(list(inputs.leaves), [None] * len(inputs.leaves), states)
     _run_exact(route, out.values)
-    for part, reduction, job, given in _jobs(
-        route, operands, key, residual=residual, units=units, states=out.states, ticket=ticket
-    ):
-        reduced = _reduced((reduction, job), given)
+    for part, call, given in _jobs(route, inputs, ticket):
+        reduced = _reduced(call, given)
         for n, i in enumerate(part):
             out.values[i] = reduced.sums[n]
             out.states[i] = reduced.states[n]
@@ -84,26 +84,15 @@ def run(
     return out
 
 
-def start(
-    route: Route,
-    leaves: Sequence[Any],
-    key: Key,
-    *,
-    residual: bool = False,
-    units: Units | None = None,
-    states: Sequence[Pytree] | None = None,
-) -> jax.Array:
+def start(route: Route, inputs: Inputs) -> jax.Array:
     """Starts what can go on beside later programs, and returns the ticket for `run`, uint32[2].
 
-    The operands are those of `run`. What cannot be started is left to it: exact leaves, and buffers
-    whose exchange or code has no call that can be. If that is all, the ticket is 0.
+    What cannot be started is left to `run`: exact leaves, and buffers whose exchange or code has no
+    call that can be. If that is all, the ticket is 0.
     """
-    operands = _operands(route, leaves, units, states)
+    inputs, _ = _checked(route, inputs)
     ticket = no_ticket(route.options.axes)
-    kept = list(states or [()] * len(leaves))
-    for _, reduction, job, given in _jobs(
-        route, operands, key, residual=residual, units=units, states=kept, ticket=ticket
-    ):
+    for _, (reduction, job), given in _jobs(route, inputs, ticket):
         if given.ticket is not None:
             ticket = reduction.start(job, given._replace(ticket=ticket))
     return ticket
@@ -114,25 +103,24 @@ def no_ticket(axes: Axes) -> jax.Array:
     return _compat.vary_over(jnp.zeros(2, jnp.uint32), axes.varying())
 
 
-def _operands(
-    route: Route, leaves: Sequence[Any], units: Units | None, states: Sequence[Pytree] | None
-) -> list[Any]:
-    """Checks a call, and returns its leaves, in which compressed numbers have become arrays."""
+def _checked(route: Route, inputs: Inputs) -> tuple[Inputs, list[Pytree]]:
+    """Checks a call, and returns its inputs, in which compressed numbers are arrays; and states."""
     options, plan, axes = route.options, route.plan, route.options.axes
-    if units is not None:
-        _check_units(options.name, plan, leaves, units)
-    if states is None:
+    if inputs.units is not None:
+        _check_units(options.name, plan, inputs.leaves, inputs.units)
+    if inputs.states is None:
         plan.require_stateless(options.name)
-    operands = list(leaves)
+    leaves = list(inputs.leaves)
     for i in _coded(route):
         if isinstance(leaves[i], SCALARS):
             # As in lax.psum, a number that the program knows is the value of every rank.
-            operands[i] = _compat.vary_over(jnp.asarray(leaves[i]), axes.varying())
+            leaves[i] = _compat.vary_over(jnp.asarray(leaves[i]), axes.varying())
     if axes.world > 1:
         named = set() if route.named is None else {route.named}
         for exchange in {way.exchange for way in route.taken.values()} | named:
             exchange.require(options.name, axes.names)
-    return operands
+    states = list(inputs.states or [()] * len(leaves))
+    return inputs._replace(leaves=leaves, states=states), states
 
 
 def _coded(route: Route) -> list[int]:
@@ -142,25 +130,19 @@ def _coded(route: Route) -> list[int]:
 
 
 def _jobs(
-    route: Route,
-    operands: Sequence[Any],
-    key: Key,
-    *,
-    residual: bool,
-    units: Units | None,
-    states: Sequence[Pytree],
-    ticket: jax.Array | None,
-) -> Iterator[tuple[tuple[int, ...], Reduction, Job, Operands]]:
-    """Yields the numbers of a job's leaves, its reduction, the job, and what it computes with."""
-    plan, listed = route.plan, _coded(route)
+    route: Route, inputs: Inputs, ticket: jax.Array | None
+) -> Iterator[tuple[tuple[int, ...], tuple[Reduction, Job], Operands]]:
+    """Yields the numbers of a job's leaves, its reduction and the job, and its operands."""
+    plan, listed, (leaves, key, residual, units, states) = route.plan, _coded(route), inputs
     if not listed:
         return
     # Refuse a wrong call even if the profile sends all buffers by lax.psum.
-    _check_operands(route, listed, operands, key)
+    _check_operands(route, listed, leaves, key)
+    assert states is not None
     seeds = _seeds(route, key)
     number = itertools.count()
     for buffer, way in route.taken.items():
-        own: dict[int, jax.Array] = {i: jnp.asarray(operands[i]) for i in buffer}
+        own: dict[int, jax.Array] = {i: jnp.asarray(leaves[i]) for i in buffer}
         for part, shared in _parts(buffer, own, plan.compressors):
             reduction = way.reduction
             if reduction.shares_seeds is not None:
@@ -175,12 +157,12 @@ def _jobs(
             if ticket is not None and reduction.starts(job):
                 job = dataclasses.replace(job, number=next(number))
                 given = given._replace(ticket=ticket)
-            yield part, reduction, job, given
+            yield part, (reduction, job), given
 
 
 def values_of(route: Route, leaves: Sequence[Any], key: Key) -> list[Any]:
     """Returns the results of an all-reduce that keeps no state; `watched` in debug mode."""
-    return watched(route, leaves, run(route, leaves, key).values)[0]
+    return watched(route, leaves, run(route, Inputs(leaves, key)).values)[0]
 
 
 def watched(

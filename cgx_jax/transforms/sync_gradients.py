@@ -12,26 +12,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from cgx_jax._types import AxisName, Pytree
+from cgx_jax._types import AxisName, Dimensions, Pytree, Shaped
 from cgx_jax.axes import Axes, after
+from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
-from cgx_jax.leaves import leaves_of
+from cgx_jax.leaves import dimensions_of, leaves_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.adaptive import Adaptive
 from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.reductions import Levels, Reduction
-from cgx_jax.route.route import Chooser, Options, Route, route
-from cgx_jax.route.run import no_ticket, run, start, watched
+from cgx_jax.route.route import Chooser, Options, route
+from cgx_jax.route.rows import Scatter
+from cgx_jax.route.run import Inputs, no_ticket, run, start, watched
 from cgx_jax.transforms.checks import (
+    OTHER_LEAVES,
     check_paths,
     check_state,
     check_statistics,
     require_type,
     require_whole,
 )
-from cgx_jax.transforms.cuts import Cut, squares_of_shards
+from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.explicit import is_outside, step_on_ranks
 from cgx_jax.transforms.feedback import (
     as_gradient,
@@ -43,7 +46,8 @@ from cgx_jax.transforms.feedback import (
 )
 from cgx_jax.transforms.memory import Memory
 from cgx_jax.transforms.own_rows import axes_of, is_bound
-from cgx_jax.transforms.precondition import SecondMoment, Squares, squares_of
+from cgx_jax.transforms.precondition import SecondMoment
+from cgx_jax.transforms.shares import Shards, Whole
 from cgx_jax.transforms.state import (
     CALLER,
     Choices,
@@ -65,6 +69,11 @@ from cgx_jax.tuning import Tuner
 
 if TYPE_CHECKING:
     import optax
+
+_OF_SHARDS = (
+    "Give init whole parameters outside shard_map, and this rank's shards inside shard_map or "
+    "pmap. Parameters that were renamed or reshaped since the checkpoint need a new state."
+)
 
 
 def sync_gradients(
@@ -136,8 +145,9 @@ def sync_gradients(
 class Sync:
     """The arguments of `sync_gradients`; `how` holds those of the reduction.
 
-    `name` is the call that the user wrote. `cuts` say how the leaves that `update` gets are shards
-    over other axes of the mesh.
+    `name` is the call that the user wrote. With `dimensions`, each rank gets a shard of the mean
+    (`scatter_gradients`). `cuts` say how the leaves that `update` gets are shards over other axes
+    of the mesh.
     """
 
     axis_name: AxisName
@@ -149,6 +159,7 @@ class Sync:
     how: dict[str, Any]
     cuts: tuple[Cut, ...] | None = None
     name: str = CALLER
+    dimensions: Dimensions | None = None
 
     @classmethod
     def of(
@@ -163,21 +174,29 @@ class Sync:
         exchange: Exchange | Chooser | str = "auto",
         reduction: Reduction | str | None = None,
         levels: Levels | None = None,
+        dimensions: Dimensions | None = None,
         name: str = CALLER,
     ) -> Sync:
         """Checks the arguments of `sync_gradients`."""
         check_options(axis_name, mesh)
         if isinstance(exchange, Chooser):
             exchange.check(name, reduction, levels)
-        how = {"exchange": exchange, "reduction": reduction, "levels": levels}
+        how: dict[str, Any] = {"exchange": exchange, "reduction": reduction, "levels": levels}
+        if dimensions is not None:
+            how["collective"] = Collective.REDUCE_SCATTER
         axes = axes_of(name, axis_name)
-        return cls(axes, policy, memory, precondition, seed, mesh, how, name=name)
+        return cls(
+            axes, policy, memory, precondition, seed, mesh, how, name=name, dimensions=dimensions
+        )
 
     def init(self, params: Pytree) -> SyncState:
-        check_wrappers(self.name, checked=False)
+        check_wrappers(self.name, checked=False, shards=self.dimensions is not None)
         if is_any_tree(params):
             adapts = isinstance(self.policy, Adaptive)
             return state_of_any_tree(params, self.memory, self.precondition, adapts=adapts)
+        bound = is_bound(self._names)
+        if bound and self.dimensions is not None:
+            params = _grown(self.name, params, self._names, self.dimensions)
         treedef = jax.tree.structure(params)
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         statistics: Pytree = ()
@@ -195,7 +214,7 @@ class Sync:
         if self.precondition is not None:
             moments = self.precondition.init(params)
         codes = init_codes(known, choices, treedef, self.axis_name, self.mesh)
-        if self.mesh is not None:
+        if self.mesh is not None and not bound:
             replicated = NamedSharding(self.mesh, PartitionSpec())
             step, skipped, statistics = lax.with_sharding_constraint(
                 (step, skipped, statistics), replicated
@@ -204,7 +223,7 @@ class Sync:
                 shared = lax.with_sharding_constraint(codes.shared, replicated)
                 codes = codes._replace(shared=shared)
             moments = lax.with_sharding_constraint(moments, replicated)
-        remembered = init_memory(self.memory, params, self.axis_name, self.mesh)
+        remembered = init_memory(self.memory, params, self.axis_name, self.mesh, self.name)
         overflow = init_overflow(self.memory, choices, treedef, self.axis_name, self.mesh)
         return SyncState(step, remembered, statistics, moments, codes, overflow, skipped)
 
@@ -212,15 +231,35 @@ class Sync:
         self, updates: Pytree, state: SyncState, params: Pytree = None, **extra_args: object
     ) -> tuple[Pytree, SyncState]:
         require_type(self.name, state, SyncState)
-        names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+        names = self._names
         if is_outside(names) and not is_bound(names):
-            return step_on_ranks(self.name, names, self._on_shards, updates, state)
-        return self._on_rank(updates, state)
+            return step_on_ranks(
+                self.name, names, self._on_shards, updates, state, self._places(updates)
+            )
+        out: tuple[Pytree, SyncState] = self._planned(self._step, updates, state)(
+            updates, state, None
+        )
+        return out
 
     def _on_shards(
         self, updates: Pytree, state: SyncState, cuts: tuple[Cut, ...]
     ) -> tuple[Pytree, SyncState]:
+        if self.dimensions is not None and self.precondition and any(cut.names for cut in cuts):
+            raise ValueError(
+                f"{self.name}: SecondMoment needs whole gradients, but some are sharded over other "
+                "axes of the mesh; use sync_gradients, or leave out precondition."
+            )
         return dataclasses.replace(self, cuts=cuts).update(updates, state)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+
+    def _places(self, tree: Pytree) -> list[int] | None:
+        """Returns the dimension along which each leaf is cut, or None if means stay whole."""
+        if self.dimensions is None:
+            return None
+        return dimensions_of(self.name, "dimensions", self.dimensions, tree)
 
     def start(self, updates: Pytree, state: SyncState) -> jax.Array:
         """Starts what `finish` of the same operands waits for, and returns its ticket, uint32[2].
@@ -228,25 +267,22 @@ class Sync:
         Inside shard_map. The reduction goes on while later programs run, where the exchange can do
         that; all else is left to `finish`.
         """
-        ticket: jax.Array = self._by_plan(self._started, updates, state)
+        ticket: jax.Array = self._planned(self._started, updates, state)(updates, state)
         return ticket
 
     def finish(
         self, updates: Pytree, state: SyncState, ticket: jax.Array
     ) -> tuple[Pytree, SyncState]:
         """Returns what `update` of the same operands returns."""
-        out: tuple[Pytree, SyncState] = self._by_plan(self._step, updates, state, ticket)
+        out: tuple[Pytree, SyncState] = self._planned(self._step, updates, state)(
+            updates, state, ticket
+        )
         return out
 
-    def _on_rank(self, updates: Pytree, state: SyncState) -> tuple[Pytree, SyncState]:
-        """One update of a rank's own gradients."""
-        out: tuple[Pytree, SyncState] = self._by_plan(self._step, updates, state, None)
-        return out
-
-    def _by_plan(
-        self, step: Callable[..., Any], updates: Pytree, state: SyncState, *more: Any
-    ) -> Any:
-        """Returns step(plan, choices, updates, state, *more) by the policy's plan."""
+    def _planned(
+        self, step: Callable[..., Any], updates: Pytree, state: SyncState
+    ) -> Callable[..., Any]:
+        """Returns step(plan, choices, ...) for the policy's plan, without these two arguments."""
         policy = self.policy
         if any(cut.names for cut in self.cuts or ()):
             require_whole(self.name, state)
@@ -254,48 +290,50 @@ class Sync:
             plans = [resolve(self.name, updates, p) for p in policy.policies]
             choices = _choices(plans)
             branches = [functools.partial(step, plan, choices) for plan in plans]
-            return lax.switch(policy.stage(state.step), branches, updates, state, *more)
-        plan = resolve(self.name, updates, policy, adapts=True)
+            return functools.partial(lax.switch, policy.stage(state.step), branches)
+        plan = resolve(self.name, updates, policy, adapts=self.dimensions is None)
         choices = _choices([plan])
         if isinstance(policy, Adaptive):
             choices = policy.choices(plan.leaves)
-        return step(plan, choices, updates, state, *more)
+        return functools.partial(step, plan, choices)
 
     def _started(
         self, plan: Plan, choices: Choices, updates: Pytree, state: SyncState
     ) -> jax.Array:
-        taken = self._route(plan, choices)
-        if not taken.can_start:
-            return no_ticket(taken.options.axes)
-        ready = self._ready(taken, choices, updates, state)
-        return start(taken, ready.sent, **ready.how)
+        share = self._share(plan, choices, updates)
+        if not share.taken.can_start:
+            return no_ticket(share.axes)
+        ready = self._ready(share, choices, updates, state)
+        return start(share.taken, ready.inputs)
 
-    def _route(self, plan: Plan, choices: Choices) -> Route:
-        in_units = range(len(plan.leaves)) if self.precondition is not None else ()
+    def _share(self, plan: Plan, choices: Choices, updates: Pytree) -> Whole:
+        """Decides how the leaves travel."""
+        in_units, places = self.precondition is not None, self._places(updates)
         options = Options.resolve(self.name, self.axis_name, mean=True, **self.how)
-        return route(options, plan, in_units, choices)
-
-    def _ready(self, taken: Route, choices: Choices, updates: Pytree, state: SyncState) -> _Ready:
-        """Returns what is sent in an update, and what remains to be known of it."""
-        plan, axes = taken.plan, taken.options.axes
-        leaves, treedef = jax.tree.flatten(updates)
         cuts = self.cuts or tuple(Cut(((),) * len(leaf.shape)) for leaf in plan.leaves)
+        if places is not None:
+            scatter = Scatter.of(options, plan, places, True, in_units=in_units)
+            shapes = [leaf.shape for leaf in plan.leaves]
+            return Shards(plan, scatter.taken, shapes, cuts, scatter.places)
+        taken = route(options, plan, range(len(plan.leaves)) if in_units else (), choices)
+        plan = taken.plan
         shapes = [cut.whole(leaf.shape) for cut, leaf in zip(cuts, plan.leaves, strict=True)]
-        self._check(state, plan, choices, treedef, axes, shapes)
+        return Whole(plan, taken, shapes, cuts)
+
+    def _ready(self, share: Whole, choices: Choices, updates: Pytree, state: SyncState) -> _Ready:
+        """Returns what is sent in an update, and what remains to be known of it."""
+        plan, (leaves, treedef) = share.plan, jax.tree.flatten(updates)
+        self._check(state, share, choices, treedef)
         before = by_leaf(state.memory, len(leaves))
-        scales = scales_of(self.precondition, state.moments, shapes, taken.compressed)
-        sent, kept = compensated(self.memory, leaves, before, state.step)
-        units = [
-            None if scale is None else cut.units(scale[0], shape)
-            for scale, cut, shape in zip(scales, cuts, shapes, strict=True)
-        ]
-        how = {
-            "key": jax.random.fold_in(jax.random.key(self.seed), state.step),
-            "residual": self.memory is not None,
-            "units": tuple(units),
-            "states": codes_by_leaf(state.codes, plan, choices, treedef),
-        }
-        return _Ready(cuts, shapes, before, scales, sent, kept, how)
+        compressed = share.taken.compressed
+        scales = scales_of(self.precondition, state.moments, share.shapes, compressed)
+        wanted, kept = compensated(self.memory, leaves, before, state.step)
+        units = [None if x is None else share.units(i, x[0]) for i, x in enumerate(scales)]
+        key = jax.random.fold_in(jax.random.key(self.seed), state.step)
+        codes = codes_by_leaf(state.codes, plan, choices, treedef)
+        sent = [share.sent(i, x) for i, x in enumerate(wanted)]
+        inputs = Inputs(sent, key, self.memory is not None, tuple(units), codes)
+        return _Ready(before, scales, wanted, kept, inputs)
 
     def _step(
         self,
@@ -306,29 +344,35 @@ class Sync:
         ticket: jax.Array | None,
     ) -> tuple[Pytree, SyncState]:
         """One update by a plan, in the order of the docstring of `sync_gradients`."""
-        taken = self._route(plan, choices)
-        plan, axes = taken.plan, taken.options.axes
-        ready = self._ready(taken, choices, updates, state)
-        cuts, shapes, before, scales, sent, kept, how = ready
+        share = self._share(plan, choices, updates)
+        plan, axes, compressed = share.plan, share.axes, share.taken.compressed
+        before, scales, wanted, kept, inputs = self._ready(share, choices, updates, state)
         leaves, treedef = jax.tree.flatten(updates)
-        sums = run(taken, sent, ticket=ticket, **how)
-        means, skipped = watched(taken, sent, sums.values, state.step)
+        sums = run(share.taken, inputs, ticket)
+        means, skipped = watched(share.taken, wanted, sums.values, state.step)
         sums = scaled(plan, sums._replace(values=means))
         means, moments, finite = sums.values, state.moments, True
-        # If nothing is kept, nothing depends on it, and the check would take a pass.
-        if self.memory is not None or state.codes != () or skipped is not False:
-            finite = finite_everywhere(axes, means, skipped)
+        # If nothing is kept, nothing depends on it, and the check would take a pass. The moments
+        # find by themselves what is not finite in means that all ranks hold.
+        keeps = self.memory is not None or state.codes != () or skipped is not False
+        if keeps or (self.precondition is not None and not share.alike):
+            finite = finite_everywhere(axes, means, skipped, alike=share.alike)
+        residuals = [
+            None if lost is None else share.residual(i, lost)
+            for i, lost in enumerate(sums.residuals)
+        ]
+        reached = lambda i: share.reached(i, means[i])  # noqa: E731
         rows, no_room = remembered(
-            self.memory, plan, sent, kept, sums.residuals, before, finite, lambda i: means[i] != 0
+            self.memory, plan, wanted, kept, residuals, before, finite, reached
         )
         codes = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
-        if self.precondition is not None and taken.compressed:
-            squares, step = functools.partial(_squares, means, taken.compressed, cuts), state.step
-            if any(cut.names for cut in cuts):
+        if self.precondition is not None and compressed:
+            squares, step = functools.partial(share.squares, means), state.step
+            if not share.alike or any(cut.names for cut in share.cuts):
                 step = after(step, [finite])  # the squares are summed in a branch
-            exact = [x for i, x in enumerate(means) if i not in taken.compressed]
+            exact = [x for i, x in enumerate(means) if i not in compressed and share.alike]
             moments, finite = moved(
-                self.precondition, moments, shapes, squares, exact, step, finite, axes
+                self.precondition, moments, share.shapes, squares, exact, step, finite, axes
             )
         measured = state.statistics
         if isinstance(self.policy, Adaptive):
@@ -349,16 +393,21 @@ class Sync:
         return jax.tree.unflatten(treedef, out), new
 
     def _check(
-        self,
-        state: SyncState,
-        plan: Plan,
-        choices: Choices,
-        treedef: jax.tree_util.PyTreeDef,
-        axes: Axes,
-        shapes: list[tuple[int, ...]],
+        self, state: SyncState, share: Whole, choices: Choices, treedef: jax.tree_util.PyTreeDef
     ) -> None:
-        check_wrappers(self.name, checked=axes.checked())
-        check_state(state, self.memory, self.precondition, plan, choices, treedef, whole=shapes)
+        plan, shards = share.plan, self.dimensions is not None
+        check_wrappers(self.name, checked=share.axes.checked(), shards=shards)
+        check_state(
+            state,
+            self.memory,
+            self.precondition,
+            plan,
+            choices,
+            treedef,
+            self.name,
+            _OF_SHARDS if shards else OTHER_LEAVES,
+            share.shapes,
+        )
         if isinstance(self.policy, Adaptive):
             check_statistics(state.statistics, self.policy, plan.leaves)
         if self.memory is not None:
@@ -367,27 +416,33 @@ class Sync:
 
 
 class _Ready(NamedTuple):
-    """What an update sends, with one entry per leaf but for `how`.
+    """What an update sends, with one entry per leaf but for `inputs`.
 
-    `cuts` and whole `shapes` are those of the leaves. `before` are their memories, and `kept` is
-    what these keep of what is `sent`. `scales` follow from the moments. `how` holds the further
-    operands of the reduction.
+    `before` are the leaves' memories, and `kept` is what these keep of the `wanted` leaves: the
+    gradients and what was late. `scales` follow from the moments. `inputs` are those of the
+    reduction.
     """
 
-    cuts: tuple[Cut, ...]
-    shapes: list[tuple[int, ...]]
     before: list[tuple[Any, ...]]
     scales: Sequence[Any]
-    sent: list[Any]
+    wanted: list[Any]
     kept: list[Pytree]
-    how: dict[str, Any]
+    inputs: Inputs
 
 
-def _squares(means: list[Any], numbers: list[int], cuts: Sequence[Cut]) -> list[Squares]:
-    """Returns the squares of the rows and of the columns of whole leaves."""
-    cut = [i for i in numbers if cuts[i].names]
-    whole = squares_of({i: means[i] for i in numbers if not cuts[i].names})
-    return whole + (squares_of_shards(means, cut, cuts) if cut else [])
+def _grown(caller: str, shards: Pytree, names: tuple[str, ...], dimensions: Dimensions) -> Pytree:
+    """Returns the shapes and dtypes of whole leaves, given this rank's shards."""
+    leaves, treedef = jax.tree.flatten(shards)
+    places = dimensions_of(caller, "dimensions", dimensions, shards)
+    world = Axes.resolve(caller, names, None).world
+
+    def grown(x: Shaped, dimension: int) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        if -len(shape) <= dimension < len(shape):  # `update` refuses any other
+            shape[dimension] *= world
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    return jax.tree.unflatten(treedef, map(grown, leaves, places))
 
 
 def _choices(plans: list[Plan]) -> Choices:

@@ -12,11 +12,12 @@ from importlib import metadata
 from typing import Any, ClassVar
 
 import jax
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, nccl
-from cgx_jax.exchanges.base import Call
+from cgx_jax.exchanges.base import Call, Fused, Sent
+from cgx_jax.exchanges.xla import Xla
 from cgx_jax.kernels.constants import MOST_PEERS as MOST_RANKS
 
 NCCL = (2, 29)  # the first that tells the host where a peer's memory is mapped
@@ -32,7 +33,7 @@ class Peer(nccl.OnCommunicator):
     """
 
     shorthand: ClassVar[str] = "peer"
-    can: ClassVar[frozenset[str]] = frozenset({"scatter", "gather", "permute", "sum", "all_reduce"})
+    can: ClassVar[frozenset[str]] = Xla.can | {"all_reduce"}
 
     def missing(self, axes: Sequence[str] = ()) -> str | None:
         if (problem := nccl.not_installed() or old_nccl()) is not None:
@@ -42,14 +43,14 @@ class Peer(nccl.OnCommunicator):
     def usable(self, axes: Sequence[str] = ()) -> bool:
         return False
 
-    def _all_reduce(self, call: Call) -> Primitive:
+    def fused(self, call: Call, sent: Sent) -> Fused:
         if call.axes.world > MOST_RANKS:
             raise ValueError(
                 f"{call.name}: exchange='peer' reduces over at most {MOST_RANKS} ranks of a node, "
                 f'but this call has {call.axes.world}; use exchange="nccl", or a node\'s axis in '
                 "`Levels`."
             )
-        return all_reduce_p
+        return super().fused(call, sent)
 
 
 def old_nccl() -> str | None:
@@ -64,7 +65,9 @@ def old_nccl() -> str | None:
 
 
 def _lowering(ctx: mlir.LoweringRuleContext, *operands: jax.Array, bound: fused.Bound) -> Any:
-    return jax.ffi.ffi_lowering(all_reduce_p.name)(ctx, *operands, **bound.attributes())
+    return jax.ffi.ffi_lowering("cgx_all_reduce_peer")(ctx, *operands, **bound.attributes())
 
 
-all_reduce_p = nccl.cuda_primitive("cgx_all_reduce_peer", fused.reduced, _lowering)
+Peer.calls = {
+    Collective.ALL_REDUCE: nccl.cuda_primitive("cgx_all_reduce_peer", fused.reduced, _lowering)
+}
