@@ -356,7 +356,7 @@ class Reversed(GatherSum):
 
     shorthand = "reversed"
 
-    def unfit(self, compressor):
+    def refusal(self, compressor):
         return None if "gather_sum" in compressor.reductions else "it cannot be sent whole"
 
 

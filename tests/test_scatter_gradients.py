@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import ErrorFeedback, Identity, Quantize, Rules, SecondMoment
-from cgx_jax.compressors import QSGD, SharedTernGrad, SignSGD, TopK
+from cgx_jax.compressors import QSGD, SharedTernGrad, SignSGD, Threshold, TopK
+from cgx_jax.policies import Stages
 from cgx_jax.transforms import MomentumCorrection
 from cgx_jax.transforms.precondition import squares_of
 from hlo import before, entry_of, named
@@ -171,6 +172,26 @@ def test_what_was_seen_and_what_is_kept_is_what_was_given(policy, memory, cut, p
             assert own[rank].any() == scaled
         lossy += np.abs(kept).max() > 1e-3
     assert lossy >= 1
+
+
+def test_stages_follow_one_another():
+    grads = gradients(3)
+    staged, _ = run(scatter(Stages((Identity(), Q3), (2,))), grads)
+    alone, _ = run(scatter(Q3), grads)
+    for name, x in grads.items():
+        for t in (0, 1):
+            np.testing.assert_allclose(staged[t][name], x[t].mean(0), atol=1e-6)
+        np.testing.assert_array_equal(staged[2][name], alone[2][name])
+
+
+def test_values_without_room_are_counted():
+    """Three values of each row of a leaf may travel, and far more are above the threshold."""
+    codes = Threshold(1e-3, capacity=3)
+    tx = scatter(Rules((), codes, exact=()), memory=ErrorFeedback())
+    _, states = run(
+        tx, {"kernel": gradients(1)["kernel"]}, tx.init({"kernel": jnp.zeros((24, 60))})
+    )
+    assert (np.asarray(states[-1].overflow["kernel"]) > 0).all()
 
 
 def test_a_state_goes_on_where_leaves_are_cut_elsewhere():

@@ -343,11 +343,11 @@ def define(
     name: str,
     shapes: Callable[..., Any],
     fallback: Callable[..., Any],
-    outside: Callable[..., Any] | None = None,
+    scaled: Callable[..., Any] | None = None,
 ) -> Primitive:
     """Defines a primitive by its results' `shapes`, its jnp `fallback` and native calls of `name`.
 
-    `outside` applies units around a call without units, for platforms whose kernels take none.
+    `scaled` applies units around a call without units, for platforms whose kernels take none.
     """
     p = Primitive(name)
     p.multiple_results = True
@@ -360,9 +360,9 @@ def define(
         return _batch_rule(p, size, args, dims, params)
 
     def rule(lowering: Callable[..., Any]) -> Callable[..., Any]:
-        if outside is None:
+        if scaled is None:
             return lowering
-        around = mlir.lower_fun(functools.partial(outside, p), multiple_results=True)
+        around = mlir.lower_fun(functools.partial(scaled, p), multiple_results=True)
 
         def with_units(
             ctx: mlir.LoweringRuleContext, *operands: jax.Array, layout: Layout, **params: Any

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cgx_jax._types import Json, Pytree
 from cgx_jax.axes import Axes
 from cgx_jax.compressors import Compressor, Quantize
+from cgx_jax.host import agreement
 from cgx_jax.leaves import Leaf
-from cgx_jax.policies import checkpoint, metrics
-from cgx_jax.policies.adaptive_options import check_options
-from cgx_jax.policies.checkpoint import Known, Progress
+from cgx_jax.policies import checkpoint, statistics
+from cgx_jax.policies.checkpoint import Known, Packed, Progress, pack, saved_leaves, unpack
 from cgx_jax.policies.decide import Compressors, Decision, Refresh, Subject, decide, last_norm
-from cgx_jax.policies.looks import Looks
 from cgx_jax.policies.rules import Policy, Uniform
-from cgx_jax.policies.same_tree import check_same, saved_leaves
 from cgx_jax.policies.solvers import LeastBytes, Solver
 from cgx_jax.policies.statistics import Sampler, Statistics
-from cgx_jax.policies.training_loop import TrainingLoop, Words
+from cgx_jax.policies.training_loop import Names, TrainingLoop
 
 START = Quantize(4, rotation=True)
+# Steps between asking for statistics and using them, so that the host does not wait for them.
+LAG = 4
 CANDIDATES = tuple(dataclasses.replace(START, bits=bits) for bits in range(2, 9))
 
 
@@ -52,7 +55,7 @@ class Adaptive(Policy):
     """
 
     adapts = True
-    words: ClassVar[Words] = Words("Adaptive", "policy", "plan")
+    words: ClassVar[Names] = Names("Adaptive", "policy", "plan")
     bound = True
     trying = False
 
@@ -76,13 +79,12 @@ class Adaptive(Policy):
         self.warmup, self.every = warmup, every
         self.sample_every, self.decay = sample_every, decay
         self.hysteresis, self.max_plans = hysteresis, max_plans
-        check_options(self)
+        _check_options(self)
         self.compile_seconds: list[float] = []
         self.progress = Progress()
         self.traces = 0  # reductions that were traced
         self.running = False
         self.known = Known(self.sampler.candidates)
-        self._looks = Looks(self)
         self._leaves: tuple[Leaf, ...] | None = None  # of the tree, once it is known
         self._adaptive: tuple[int, ...] = ()
         self._subject = Subject((), self.sampler.candidates)
@@ -95,11 +97,11 @@ class Adaptive(Policy):
         """Fixes the tree that is adapted; raises ValueError if it differs from an earlier one."""
         leaves = tuple(Leaf(x.path, tuple(x.shape), np.dtype(x.dtype)) for x in leaves)
         if self._leaves is not None:
-            check_same(leaves, self._leaves, "the policy's first tree")
+            _check_same(leaves, self._leaves, "the policy's first tree")
             return
         if self._saved is not None:
             saved = checkpoint.load(self._saved)
-            check_same(leaves, saved_leaves(saved.leaves), "the saved policy's")
+            _check_same(leaves, saved_leaves(saved.leaves), "the saved policy's")
         given = {
             i: c
             for i, (c, leaf) in enumerate(zip(self.base.choose(leaves), leaves, strict=True))
@@ -190,16 +192,56 @@ class Adaptive(Policy):
         return self.progress.current
 
     def before(self) -> None:
-        """Chooses a plan if statistics are due."""
-        self._looks.decide()
+        """Chooses a plan from statistics that were asked for `LAG` steps ago."""
+        progress = self.progress
+        if progress.pending is None or progress.step < progress.pending[0]:
+            return
+        measured = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress.pending[1])
+        progress.pending = None
+        _require_same(measured)
+        averages = statistics.mean(measured)
+        self._adopt(self._agreed(averages), averages, measured.nonfinite)
 
     def after(self, out: Pytree, seconds: float, fresh: bool) -> None:
-        """Counts a step, and looks at its statistics when it is time."""
+        """Counts a step and, when it is time, asks for the statistics in its result."""
         if fresh:
             self.compile_seconds.append(seconds)
-        self._looks.look(out)
+        progress = self.progress
+        progress.step += 1
+        if progress.step < self.warmup or (progress.step - self.warmup) % self.every:
+            return
+        leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Statistics))
+        found = [x for x in leaves if isinstance(x, Statistics)]
+        if not found:
+            raise ValueError(
+                "Adaptive: the step's result holds no statistics; return the optimizer state, "
+                "which includes the state of sync_gradients, from the step."
+            )
+        # A copy, since the step's next call may reuse the memory of the originals.
+        copied = jax.tree.map(jnp.copy, found[0])
+        for x in jax.tree.leaves(copied):
+            x.copy_to_host_async()
+        progress.pending = progress.step + min(LAG, self.every - 1), copied
 
-    def decision(self, averages: dict[str, np.ndarray]) -> Decision:
+    def _agreed(self, averages: dict[str, np.ndarray]) -> Decision:
+        """Returns process 0's decision; raises its error on every process, so that none waits."""
+        message = b""
+        if jax.process_index() == 0:
+            try:
+                made = self._decision(averages)
+                fields = {"outcome": made.outcome, "leaves": made.leaves}
+                message = json.dumps(fields | pack([made.compressors])).encode()
+            except (ArithmeticError, ImportError, ValueError) as error:
+                message = b"!" + str(error).encode()
+        agreed = agreement.broadcast(message)
+        if agreed.startswith(b"!"):
+            raise ValueError(agreed[1:].decode())
+        fields = json.loads(agreed)
+        packed = Packed(fields["compressors"], fields["plans"])
+        (compressors,) = unpack(packed, self.known, "the plan of process 0")
+        return Decision(fields["outcome"], compressors, tuple(fields["leaves"]))
+
+    def _decision(self, averages: dict[str, np.ndarray]) -> Decision:
         """Returns the decision from averaged statistics; raises what the solver raises."""
         return decide(
             averages,
@@ -212,7 +254,7 @@ class Adaptive(Policy):
             before=last_norm(self.progress.history),
         )
 
-    def adopt(
+    def _adopt(
         self, decision: Decision, averages: dict[str, np.ndarray], nonfinite: np.ndarray
     ) -> None:
         """Adopts a decision; `nonfinite` are the non-finite shares in its statistics."""
@@ -252,7 +294,32 @@ class Adaptive(Policy):
         docs/policy.md lists them. Strings are names; all else is a number. Fetches nothing.
         """
         wire_bytes = self._traced.get(self.progress.current, (None, None))[1]
-        return metrics.of(self.progress, self._subject, wire_bytes, self.compile_seconds)
+        progress, history = self.progress, self.progress.history
+        last = history[-1] if history else None
+        each = self._subject.nbytes(progress.current)
+        out: dict[str, float | str] = {
+            "cgx/bytes": sum(each),
+            "cgx/bits_per_value": 8 * sum(each) / max(1, sum(x.size for x in self._subject.leaves)),
+            "cgx/plan_changes": sum(r.outcome == "changed" for r in history),
+            "cgx/plans": len(progress.plans),
+            "cgx/compile_seconds": sum(self.compile_seconds),
+            "cgx/nonfinite_leaves": len(last.nonfinite) if last else 0,
+            "cgx/refresh": last.outcome if last else "warmup",
+        }
+        if wire_bytes is not None:
+            out["cgx/wire_bytes"] = wire_bytes
+        for i, (path, compressor) in enumerate(
+            zip(self._subject.paths, progress.current, strict=True)
+        ):
+            out[f"cgx/bits/{path}"] = compressor.width
+            out[f"cgx/bytes/{path}"] = each[i]
+            if last:
+                out[f"cgx/relative_error/{path}"] = last.relative[i]
+        if last and last.unusable:
+            out["cgx/unusable"] = ", ".join(last.unusable)
+        if last and last.nonfinite:
+            out["cgx/nonfinite"] = ", ".join(last.nonfinite)
+        return out
 
     def state_dict(self) -> Json:
         """Returns what a resumed run needs besides the optimizer state, in JSON types only."""
@@ -271,6 +338,57 @@ class Adaptive(Policy):
         if self._leaves is None:
             self._saved = state
             return
-        check_same(self._leaves, saved_leaves(saved.leaves), "the saved policy's")
+        _check_same(self._leaves, saved_leaves(saved.leaves), "the saved policy's")
         sizes = len(self._adaptive), len(self.sampler.candidates)
         self.progress = checkpoint.restore(saved, self.known, *sizes)
+
+
+def _check_options(policy: Adaptive) -> None:
+    """Raises ValueError for invalid options."""
+    for name in ("warmup", "every", "sample_every", "max_plans"):
+        value = getattr(policy, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"Adaptive: {name}={value!r} must be an integer of 1 or more.")
+    runs, candidates = policy.sampler.runs, policy.sampler.candidates
+    if not isinstance(runs, int) or runs < 1:
+        raise ValueError(f"Adaptive: runs={runs!r} must be an integer of 1 or more.")
+    if not 0 < policy.decay <= 1:
+        raise ValueError(f"Adaptive: decay={policy.decay} is outside (0, 1]; 0.9 is usual.")
+    if not 0 <= policy.hysteresis < 1:
+        raise ValueError(f"Adaptive: hysteresis={policy.hysteresis} is outside [0, 1).")
+    widths = [c.width for c in candidates if isinstance(c, Compressor)]
+    distinct = len(widths) == len(set(candidates)) == len(candidates)
+    if not widths or not distinct or widths != sorted(widths):
+        raise ValueError(
+            f"Adaptive: candidates={[str(c) for c in candidates]} must be Quantize(...) or other "
+            "compressors, all different and sorted by ascending bits (Compressor.width)."
+        )
+    policy.solver.check(np.array(widths))
+
+
+def _check_same(ours: Sequence[Leaf], theirs: Sequence[Leaf], of: str) -> None:
+    """Raises ValueError at the first leaf that differs from `theirs`, the leaves of `of`."""
+    for a, b in zip(ours, theirs, strict=False):
+        if a != b:
+            raise ValueError(
+                f"Adaptive: the tree has leaf {a.path!r} {a.dtype}{list(a.shape)} where {of} has "
+                f"{b.path!r} {b.dtype}{list(b.shape)}; use one policy for one tree."
+            )
+    if len(ours) != len(theirs):
+        longer, which = (ours, "the tree") if len(ours) > len(theirs) else (theirs, of)
+        path = longer[min(len(ours), len(theirs))].path
+        raise ValueError(
+            f"Adaptive: the tree has {len(ours)} leaves and {of} {len(theirs)}; leaf {path!r} of "
+            f"{which} is the first without a counterpart. Use one policy for one tree."
+        )
+
+
+def _require_same(measured: Statistics) -> None:
+    """Raises ValueError on every process if any has other statistics than process 0."""
+    digests = agreement.gather(zlib.crc32(b"".join(x.tobytes() for x in measured)))
+    others = [i for i, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise ValueError(
+            f"Adaptive: the statistics of processes {others} differ from those of process 0, so "
+            "the ranks no longer hold the same state; cgx_jax.debug.debug_checksums() finds where."
+        )

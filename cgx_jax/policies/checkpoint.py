@@ -185,3 +185,14 @@ def _statistics(sums: Any, adaptive: int, candidates: int) -> Statistics:
             "base of the run that saved it."
         )
     return Statistics(*(jnp.asarray(x, jnp.float32).reshape(y.shape) for x, y in pairs))
+
+
+def saved_leaves(saved: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[Leaf, ...]:
+    """The leaves of `Saved`; raises ValueError for an unknown dtype."""
+    try:
+        return tuple(Leaf(path, shape, np.dtype(dtype)) for path, shape, dtype in saved)
+    except TypeError as error:
+        raise ValueError(
+            f"Adaptive: the saved policy has a leaf of no known dtype ({error}); pass the state "
+            "that state_dict returned."
+        ) from None

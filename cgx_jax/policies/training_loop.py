@@ -15,7 +15,7 @@ from cgx_jax.host import agreement
 clock = time.perf_counter
 
 
-class Words(NamedTuple):
+class Names(NamedTuple):
     """How error messages name a part: its class, a variable that holds it, and what it chooses."""
 
     name: str
@@ -32,7 +32,7 @@ class Part(Protocol):
     steps are timed, and the parts after it make no new choice.
     """
 
-    words: ClassVar[Words]
+    words: ClassVar[Names]
     traces: int
     running: bool
 

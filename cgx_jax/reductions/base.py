@@ -114,7 +114,7 @@ class Reduction(abc.ABC):
     `shares_seeds` is True, all ranks have the same ones; if it is None, that is so for compressors
     that share noise. A compressor
     lists the reductions that it allows by their `shorthand`. A call raises ValueError for a
-    compressor that is `unfit` and for an exchange that lacks a capability.
+    compressor that it refuses (`refusal`) and for an exchange that lacks a capability.
     """
 
     shorthand: ClassVar[str]
@@ -123,7 +123,7 @@ class Reduction(abc.ABC):
     shares_seeds: ClassVar[bool | None] = None
     collective: ClassVar[Collective | None] = None  # of the fused call that does it whole
 
-    def unfit(self, compressor: Compressor) -> str | None:
+    def refusal(self, compressor: Compressor) -> str | None:
         """Returns why this reduction does not suit a compressor, or None if it does."""
         if self.shorthand in compressor.reductions:
             return None
@@ -141,9 +141,9 @@ class Reduction(abc.ABC):
 
     def across_links(
         self, leaves: tuple[CodedLeaf, ...], world: int
-    ) -> tuple[tuple[CodedLeaf, ...], int]:
-        """Returns the parts of leaves that cross the slowest links, and the number of ranks."""
-        return leaves, world
+    ) -> tuple[Reduction, tuple[CodedLeaf, ...], int]:
+        """Returns what crosses the slowest links: by which reduction, of what, between how many."""
+        return self, leaves, world
 
     @abc.abstractmethod
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
@@ -243,7 +243,7 @@ class OfRows(Reduction):
     It takes every code of bytes, since no leaf is cut.
     """
 
-    def unfit(self, compressor: Compressor) -> str | None:
+    def refusal(self, compressor: Compressor) -> str | None:
         if isinstance(compressor, PayloadCompressor):
             return None
         return (

@@ -87,7 +87,7 @@ class Leveled(Reduction):
     rows on both levels.
     """
 
-    across: Reduction
+    across: PayloadReduction
     inner: Axes
     outer: Axes
     compressor: PayloadCompressor | None
@@ -96,8 +96,7 @@ class Leveled(Reduction):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        inside = {"scatter", "gather"} if isinstance(self.across, PayloadReduction) else set()
-        return self.across.needs | inside
+        return self.across.needs | {"scatter", "gather"}
 
     @property
     def seed_count(self) -> int:  # type: ignore[override]
@@ -107,26 +106,22 @@ class Leveled(Reduction):
     def shares_seeds(self) -> bool | None:  # type: ignore[override]
         return self.across.shares_seeds
 
-    def unfit(self, compressor: Compressor) -> str | None:
-        return self.across.unfit(compressor)
+    def refusal(self, compressor: Compressor) -> str | None:
+        return self.across.refusal(compressor)
 
     def _shares(self, leaves: tuple[CodedLeaf, ...]) -> tuple[CodedLeaf, ...]:
         return shares.of(leaves, self.inner.world)
 
     def across_links(
         self, leaves: tuple[CodedLeaf, ...], world: int
-    ) -> tuple[tuple[CodedLeaf, ...], int]:
-        if not isinstance(self.across, PayloadReduction):
-            return leaves, world
-        return self._shares(leaves), self.outer.world
+    ) -> tuple[Reduction, tuple[CodedLeaf, ...], int]:
+        return self.across, self._shares(leaves), self.outer.world
 
     def bytes_sent(self, leaves: tuple[CodedLeaf, ...], world: int) -> int:
         return sum(self.bytes_by_level(leaves))
 
     def bytes_by_level(self, leaves: tuple[CodedLeaf, ...]) -> tuple[int, int]:
         """Returns the bytes that a rank sends inside its node, and those to other nodes."""
-        if not isinstance(self.across, PayloadReduction):
-            return 0, self.across.bytes_sent(leaves, self.inner.world * self.outer.world)
         own = self._shares(leaves)
         between = self.across.bytes_sent(own, self.outer.world)
         if self.compressor is None:
@@ -148,10 +143,7 @@ class Leveled(Reduction):
         return bound + 3 * inside / divisor
 
     def run(self, job: Job, given: Operands) -> Reduced:
-        across = self.across
-        if not isinstance(across, PayloadReduction):
-            return across.run(job, given)  # its arrays are small
-        world = self.inner.world
+        across, world = self.across, self.inner.world
         leaves, units, states = given.leaves, given.units, given.states
         runs = [shares.cut(x, world) for x in scaling.taken_in(leaves, units)]
         own, lost = self._inside(job, given.plain(runs))

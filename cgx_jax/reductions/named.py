@@ -51,7 +51,7 @@ def reduction_of(
                 f"is not one of {list(known)}; pass an instance of it as reduction=."
             )
         taken = known[c.reductions[0]] if wanted is None else wanted
-        if (problem := taken.unfit(c)) is not None:
+        if (problem := taken.refusal(c)) is not None:
             raise ValueError(
                 f"{caller}: reduction={taken.shorthand!r} does not suit {c}{where}: {problem}."
             )

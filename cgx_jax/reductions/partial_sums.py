@@ -27,10 +27,10 @@ class PartialSums(PayloadReduction):
     needs: ClassVar[frozenset[str]] = frozenset({"permute"})
     adds_decoded: ClassVar[bool] = True
 
-    def unfit(self, compressor: Compressor) -> str | None:
+    def refusal(self, compressor: Compressor) -> str | None:
         if not getattr(compressor, "owner_exact", True):
             return "it needs the same weight for every rank, which partial sums do not give"
-        return super().unfit(compressor)
+        return super().refusal(compressor)
 
     @abc.abstractmethod
     def coded(self, leaves: tuple[CodedLeaf, ...], world: int) -> tuple[CodedLeaf, ...]:

@@ -15,8 +15,9 @@ from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.exchanges import Auto, Exchange, Xla, auto
 from cgx_jax.plan import Plan
-from cgx_jax.reductions import GatherSum, Levels, Reduction, ScatterGather
+from cgx_jax.reductions import GatherSum, Levels, Reduction
 from cgx_jax.reductions.all_gather import AllGather
+from cgx_jax.reductions.base import PayloadReduction
 from cgx_jax.reductions.levels import Leveled
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.reductions.named import reduction_of
@@ -275,6 +276,8 @@ def _over_levels(
                 "state or statistics, but levels= gives each rank of a node a different share; "
                 "use another compressor, or leave out levels=."
             )
+    if not isinstance(reduction, PayloadReduction):
+        return reduction  # its arrays are small
     return Leveled(reduction, inner, outer, options.levels.compressor)
 
 
@@ -285,7 +288,7 @@ def _fastest(
     coded: tuple[CodedLeaf, ...],
     in_units: Collection[int],
 ) -> Way | None:
-    sent, world = reduction.across_links(coded, options.axes.world)
+    _, sent, world = reduction.across_links(coded, options.axes.world)
     here = auto.available(options.axes.names)
 
     def measured(reduction: Reduction) -> list[Exchange]:
@@ -298,12 +301,12 @@ def _fastest(
     # Where latency dominates, one phase may be faster than two. A reduction that the user named is
     # kept.
     once = GatherSum()
-    either = isinstance(reduction, ScatterGather) and options.reduction is None
-    if either and all(once.unfit(x.compressor) is None for x in coded):
+    either = reduction.collective is Collective.ALL_REDUCE and options.reduction is None
+    if either and all(once.refusal(x.compressor) is None for x in coded):
         one = exchange.one_shot(options.name, measured(reduction), measured(once), world, load)
         if one is not None:
             return Way(once, one)
-    gathers = isinstance(reduction, GatherSum)
+    gathers = reduction.collective is Collective.GATHER_SUM
     best = exchange.choose(options.name, measured(reduction), world, load, gathers=gathers)
     return None if best is None else Way(reduction, best)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,18 @@ OTHER_LEAVES = (
     "Use the state that init returned for these parameters. Parameters that were renamed or "
     "reshaped since the checkpoint need a new state."
 )
+
+
+class Expected(NamedTuple):
+    """The leaves that a state must have been made for.
+
+    `caller` is the call that the user wrote, and `remedy` says what to do about another state.
+    """
+
+    caller: str
+    leaves: Sequence[Leaf]
+    treedef: jax.tree_util.PyTreeDef
+    remedy: str = OTHER_LEAVES
 
 
 def require_type(caller: str, state: Pytree, kind: type) -> None:
@@ -96,20 +108,18 @@ def require_whole(caller: str, state: SyncState) -> None:
 
 def check_state(
     state: SyncState,
+    expected: Expected,
     memory: Memory | None,
     precondition: SecondMoment | None,
-    plan: Plan,
     choices: Choices,
-    treedef: jax.tree_util.PyTreeDef,
-    caller: str = CALLER,
-    remedy: str = OTHER_LEAVES,
-    whole: Sequence[tuple[int, ...]] | None = None,
+    whole: Sequence[tuple[int, ...]],
 ) -> None:
     """Raises ValueError if `state` belongs to other leaves, or to other options.
 
     The trees in a state, and the shapes of their arrays, say which leaves it was made for. `whole`
-    are the shapes of leaves of which the plan has shards: moments are those of whole leaves.
+    are the shapes of whole leaves, if those expected are shards: moments are of whole leaves.
     """
+    caller, leaves = expected.caller, expected.leaves
     kept = kept_by(memory)
     if len(state.memory) != kept:
         raise ValueError(
@@ -118,15 +128,14 @@ def check_state(
         )
     own = state.codes.own if isinstance(state.codes, CodeState) else ()
     require_own_row(caller, (state.memory, own, state.overflow))
-    require_paths(caller, "memory", state.memory, plan.leaves, treedef, remedy)
-    wanted = [(1, *leaf.shape) for leaf in plan.leaves]
+    require_paths(expected, "memory", state.memory)
     for tree in state.memory:
-        require_shapes(caller, "memory", tree, plan.leaves, wanted, remedy)
-        for x, leaf in zip(jax.tree.leaves(tree), plan.leaves, strict=True):
+        require_rows(expected, "memory", tree)
+        for x, leaf in zip(jax.tree.leaves(tree), leaves, strict=True):
             _require_kind(caller, leaf, x.dtype)
     if state.overflow != ():
-        require_paths(caller, "overflow", (state.overflow,), plan.leaves, treedef, remedy)
-    _check_codes(state.codes, plan, choices, treedef, caller, remedy)
+        require_paths(expected, "overflow", (state.overflow,))
+    _check_codes(expected, state.codes, choices)
     if precondition is None and state.moments != ():
         raise ValueError(
             f"{caller}: the state holds moments, but precondition is None; {_OTHER_OPTIONS}"
@@ -137,11 +146,9 @@ def check_state(
         raise ValueError(
             f"{caller}: the state holds no moments for {precondition}; {_OTHER_OPTIONS}"
         )
-    require_paths(caller, "moments", (state.moments.lines,), plan.leaves, treedef, remedy)
-    shapes_of = whole or [leaf.shape for leaf in plan.leaves]
+    require_paths(expected, "moments", (state.moments.lines,))
     like = [
-        jax.ShapeDtypeStruct(shape, leaf.dtype)
-        for shape, leaf in zip(shapes_of, plan.leaves, strict=True)
+        jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(whole, leaves, strict=True)
     ]
     made = jax.eval_shape(lambda: precondition.init(like))
     held, needed = _sizes(state.moments), _sizes(made)
@@ -150,7 +157,7 @@ def check_state(
         more = ", ..." if len(like) > _MOST_NAMED else ""
         raise ValueError(
             f"{caller}: the state was made for leaves of other shapes: its moments have vectors "
-            f"of {held} values, but the gradients ({shapes}{more}) need {needed}. {remedy}"
+            f"of {held} values, but the gradients ({shapes}{more}) need {needed}. {expected.remedy}"
         )
 
 
@@ -173,20 +180,13 @@ def require_own_row(caller: str, tree: Pytree) -> None:
 
 
 def require_paths(
-    caller: str,
-    what: str,
-    trees: Sequence[Any],
-    leaves: Sequence[Leaf],
-    treedef: jax.tree_util.PyTreeDef,
-    remedy: str = OTHER_LEAVES,
-    *,
-    subtrees: bool = False,
+    expected: Expected, what: str, trees: Sequence[Any], *, subtrees: bool = False
 ) -> None:
-    """Raises ValueError unless `trees`, a part of the state, have the paths of `leaves`.
+    """Raises ValueError unless `trees`, a part of the state, have the paths that are expected.
 
     With `subtrees`, a tree has a subtree at each path.
     """
-    ours = [leaf.path for leaf in leaves]
+    ours = [leaf.path for leaf in expected.leaves]
     known = frozenset(ours)
     stop = lambda path, _: subtrees and path_of(path) in known  # noqa: E731
     theirs = [
@@ -197,7 +197,7 @@ def require_paths(
             )[0]
         ]
         for tree in trees
-        if jax.tree.structure(tree) != treedef
+        if jax.tree.structure(tree) != expected.treedef
     ]
     wrong = next((paths for paths in theirs if paths != ours), None)
     if wrong is None:
@@ -207,26 +207,19 @@ def require_paths(
     other = next((x for x in itertools.chain(*theirs) if x not in known), places[0][1])
     mine, other = ("no such leaf" if x is None else f"leaf {x!r}" for x in (mine, other))
     raise ValueError(
-        f"{caller}: the state was made for other leaves: its {what} has {other}, where the "
-        f"gradients have {mine}. {remedy}"
+        f"{expected.caller}: the state was made for other leaves: its {what} has {other}, where "
+        f"the gradients have {mine}. {expected.remedy}"
     )
 
 
-def require_shapes(
-    caller: str,
-    what: str,
-    tree: Pytree,
-    leaves: Sequence[Leaf],
-    shapes: Sequence[tuple[int, ...]],
-    remedy: str = OTHER_LEAVES,
-) -> None:
-    """Raises ValueError unless the arrays of `tree`, a part of the state, have these shapes."""
-    for x, leaf, shape in zip(jax.tree.leaves(tree), leaves, shapes, strict=True):
-        if x.shape != shape:
+def require_rows(expected: Expected, what: str, tree: Pytree) -> None:
+    """Raises ValueError unless `tree`, a part of the state, has a row of each leaf's shape."""
+    for x, leaf in zip(jax.tree.leaves(tree), expected.leaves, strict=True):
+        if x.shape != (1, *leaf.shape):
             raise ValueError(
-                f"{caller}: the state of leaf {leaf.path!r} was made for another shape: its {what} "
-                f"is {list(x.shape)}, but the gradient, {list(leaf.shape)}, needs {list(shape)}. "
-                f"{remedy}"
+                f"{expected.caller}: the state of leaf {leaf.path!r} was made for another shape: "
+                f"its {what} is {list(x.shape)}, but the gradient, {list(leaf.shape)}, needs "
+                f"{[1, *leaf.shape]}. {expected.remedy}"
             )
 
 
@@ -239,17 +232,11 @@ def _require_kind(caller: str, leaf: Leaf, dtype: DTypeLike) -> None:
         )
 
 
-def _check_codes(
-    codes: Pytree,
-    plan: Plan,
-    choices: Choices,
-    treedef: jax.tree_util.PyTreeDef,
-    caller: str,
-    remedy: str,
-) -> None:
+def _check_codes(expected: Expected, codes: Pytree, choices: Choices) -> None:
+    caller, leaves, treedef, remedy = expected
     needy = [
         (c, leaf)
-        for leaf, some in zip(plan.leaves, choices, strict=True)
+        for leaf, some in zip(leaves, choices, strict=True)
         for c in some
         if has_state(c, leaf)
     ]
@@ -262,14 +249,14 @@ def _check_codes(
                 "the state from this transformation's init for parameters in the gradients' dtypes."
             )
         return
-    require_paths(caller, "codes", codes, plan.leaves, treedef, remedy, subtrees=True)
+    require_paths(expected, "codes", codes, subtrees=True)
     try:
         own, shared = (treedef.flatten_up_to(x) for x in (codes.own, codes.shared))
     except ValueError as error:
         raise ValueError(
             f"{caller}: the state was made for a tree of other types: {error} {remedy}"
         ) from None
-    for leaf, some, o, s in zip(plan.leaves, choices, own, shared, strict=True):
+    for leaf, some, o, s in zip(leaves, choices, own, shared, strict=True):
         for place, compressor in enumerate(some):
             make = functools.partial(compressor.init, leaf.shape, leaf.dtype)
             wanted: Any = jax.eval_shape(make) if has_state(compressor, leaf) else ()

@@ -24,9 +24,10 @@ from cgx_jax.policies.rules import Policy
 from cgx_jax.policies.stages import Stages
 from cgx_jax.route.route import Chooser
 from cgx_jax.transforms.checks import (
+    Expected,
     require_own_row,
     require_paths,
-    require_shapes,
+    require_rows,
     require_type,
 )
 from cgx_jax.transforms.own_rows import as_rows, axes_of, own_row, rows_of
@@ -463,6 +464,6 @@ def _check_moved(caller: str, state: LocalState, like: Pytree) -> None:
     """Raises ValueError if the state belongs to other leaves than those of `like`."""
     leaves = leaves_of(like)
     require_own_row(caller, (state.moved, state.optimizer))
-    require_paths(caller, "moved", (state.moved,), leaves, jax.tree.structure(like))
-    shapes = [(1, *leaf.shape) for leaf in leaves]
-    require_shapes(caller, "moved", state.moved, leaves, shapes)
+    expected = Expected(caller, leaves, jax.tree.structure(like))
+    require_paths(expected, "moved", (state.moved,))
+    require_rows(expected, "moved", state.moved)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from cgx_jax.kernels.nonfinite import all_finite
 from cgx_jax.plan import Plan
 from cgx_jax.route.run import Sums
 from cgx_jax.transforms.memory import Memory
+from cgx_jax.transforms.shares import Whole
 
 
 def require_bounded(caller: str, chosen: Sequence[tuple[str, Compressor]]) -> None:
@@ -32,20 +33,31 @@ def require_bounded(caller: str, chosen: Sequence[tuple[str, Compressor]]) -> No
             )
 
 
+class Kept(NamedTuple):
+    """What `remembered` needs of a leaf: its state `before`, and what the memory gave.
+
+    `wide` is what it wants to send, in the dtype that it computes in. Integers and bools have no
+    memory; then it is None.
+    """
+
+    before: tuple[jax.Array, ...]
+    wide: jax.Array | None = None
+    kept: Pytree = None
+
+
 def compensated(
     memory: Memory | None,
     leaves: Sequence[Any],
     before: Sequence[tuple[jax.Array, ...]],
     step: jax.Array,
-) -> tuple[list[Any], list[Pytree]]:
-    """Returns what is sent for each gradient, in its dtype, and what `remembered` needs.
+) -> tuple[list[Any], list[Kept]]:
+    """Returns what is sent for each gradient, in its dtype, and what is kept of it.
 
     `before` are the leaves' states on this rank. The memory computes in the widest dtype of the
     gradient and its state, since `init` chose the state's dtypes by the parameters.
-    Integers and bools are sent exactly, without a memory; then `remembered` needs None.
     """
     if memory is None:
-        return list(leaves), [None] * len(leaves)
+        return list(leaves), []
     pairs = zip(leaves, before, strict=True)
     both = [_compensated(memory, jnp.asarray(x), rows, step) for x, rows in pairs]
     return [x for x, _ in both], [kept for _, kept in both]
@@ -53,13 +65,13 @@ def compensated(
 
 def _compensated(
     memory: Memory, x: jax.Array, before: tuple[jax.Array, ...], step: jax.Array
-) -> tuple[jax.Array, Pytree]:
+) -> tuple[jax.Array, Kept]:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x, None
+        return x, Kept(before)
     dtype = widest(x.dtype, *(row.dtype for row in before))
     state = tuple(row.astype(dtype) for row in before)
     wide, kept = memory.compensate(x.astype(dtype), state, step)
-    return wide.astype(x.dtype), (wide, kept)
+    return wide.astype(x.dtype), Kept(before, wide, kept)
 
 
 def widest(*dtypes: np.dtype) -> np.dtype:
@@ -83,36 +95,34 @@ def _factor(compressor: Compressor) -> float:
 
 def remembered(
     memory: Memory | None,
-    plan: Plan,
+    share: Whole,
     sent: Sequence[jax.Array],
-    kept: Sequence[Pytree],
-    residuals: Sequence[jax.Array | None],
-    before: Sequence[tuple[jax.Array, ...]],
+    kept: Sequence[Kept],
+    sums: Sums,
     finite: Any,
-    reached: Callable[[int], Any],
 ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array]]:
     """Returns each leaf's state after a step, and how many values found no room, i32[1] each.
 
-    `kept` comes from `compensated`, and `residuals` are what the reduction lost of what was `sent`.
-    If the step's mean is not `finite`, the state stays: the step never happened. `reached` marks
-    the values of a leaf that can have arrived, whatever its code took along. Without a memory,
-    there is nothing to return.
+    `sent` and `kept` come from `compensated`. If the step's mean is not `finite`, the state stays:
+    the step never happened. Without a memory, there is nothing to return.
     """
     if memory is None:
         return [], []
     states, overflow = [], []
-    for i, (compressor, x) in enumerate(zip(plan.compressors, sent, strict=True)):
-        residual = _residual_of(x, residuals[i], _factor(compressor))
+    for i, (compressor, x) in enumerate(zip(share.plan.compressors, sent, strict=True)):
+        lost = sums.residuals[i]
+        lost = None if lost is None else share.residual(i, lost)
+        residual = _residual_of(x, lost, _factor(compressor))
         no_room, arrived = jnp.zeros(1, jnp.int32), None
         if compressor.has_rooms or compressor.selects:
             came = _taken_along(x, residual)
             wanted = compressor.wants(x, came)
             if wanted is not None:
                 no_room = (wanted & ~came).sum(dtype=jnp.int32)[None]
-            if compressor.selects and residuals[i] is not None:
-                arrived = came & reached(i)
+            if compressor.selects and lost is not None:
+                arrived = came & share.reached(i, sums.values[i])
         overflow.append(no_room)
-        states.append(_remembered(memory, x, residual, kept[i], arrived, finite, before[i]))
+        states.append(_remembered(memory, x, residual, kept[i], arrived, finite))
     return states, overflow
 
 
@@ -120,18 +130,17 @@ def _remembered(
     memory: Memory,
     sent: jax.Array,
     residual: jax.Array,
-    kept: Pytree,
+    kept: Kept,
     arrived: jax.Array | None,
     finite: Any,
-    before: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns a leaf's state in the dtypes of `before`."""
-    if kept is None:
+    """Returns a leaf's state, in the dtypes that it had before."""
+    before, wide, own = kept
+    if wide is None:
         return before
-    wide, kept = kept
     if wide.dtype != sent.dtype:
         residual = residual.astype(wide.dtype) + (wide - sent.astype(wide.dtype))
-    after = memory.remember(residual, kept, arrived)
+    after = memory.remember(residual, own, arrived)
     return tuple(_keep(finite, new, was) for new, was in zip(after, before, strict=True))
 
 

@@ -28,6 +28,7 @@ from cgx_jax.route.rows import Scatter
 from cgx_jax.route.run import Inputs, no_ticket, run, start, watched
 from cgx_jax.transforms.checks import (
     OTHER_LEAVES,
+    Expected,
     check_paths,
     check_state,
     check_statistics,
@@ -37,6 +38,7 @@ from cgx_jax.transforms.checks import (
 from cgx_jax.transforms.cuts import Cut
 from cgx_jax.transforms.explicit import is_outside, step_on_ranks
 from cgx_jax.transforms.feedback import (
+    Kept,
     as_gradient,
     compensated,
     finite_everywhere,
@@ -324,16 +326,16 @@ class Sync:
         """Returns what is sent in an update, and what remains to be known of it."""
         plan, (leaves, treedef) = share.plan, jax.tree.flatten(updates)
         self._check(state, share, choices, treedef)
-        before = by_leaf(state.memory, len(leaves))
         compressed = share.taken.compressed
         scales = scales_of(self.precondition, state.moments, share.shapes, compressed)
+        before = by_leaf(state.memory, len(leaves))
         wanted, kept = compensated(self.memory, leaves, before, state.step)
         units = [None if x is None else share.units(i, x[0]) for i, x in enumerate(scales)]
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         codes = codes_by_leaf(state.codes, plan, choices, treedef)
         sent = [share.sent(i, x) for i, x in enumerate(wanted)]
         inputs = Inputs(sent, key, self.memory is not None, tuple(units), codes)
-        return _Ready(before, scales, wanted, kept, inputs)
+        return _Ready(scales, wanted, kept, inputs)
 
     def _step(
         self,
@@ -345,8 +347,8 @@ class Sync:
     ) -> tuple[Pytree, SyncState]:
         """One update by a plan, in the order of the docstring of `sync_gradients`."""
         share = self._share(plan, choices, updates)
-        plan, axes, compressed = share.plan, share.axes, share.taken.compressed
-        before, scales, wanted, kept, inputs = self._ready(share, choices, updates, state)
+        plan, axes = share.plan, share.axes
+        scales, wanted, kept, inputs = self._ready(share, choices, updates, state)
         leaves, treedef = jax.tree.flatten(updates)
         sums = run(share.taken, inputs, ticket)
         means, skipped = watched(share.taken, wanted, sums.values, state.step)
@@ -357,23 +359,10 @@ class Sync:
         keeps = self.memory is not None or state.codes != () or skipped is not False
         if keeps or (self.precondition is not None and not share.alike):
             finite = finite_everywhere(axes, means, skipped, alike=share.alike)
-        residuals = [
-            None if lost is None else share.residual(i, lost)
-            for i, lost in enumerate(sums.residuals)
-        ]
-        reached = lambda i: share.reached(i, means[i])  # noqa: E731
-        rows, no_room = remembered(
-            self.memory, plan, wanted, kept, residuals, before, finite, reached
-        )
+        rows, no_room = remembered(self.memory, share, wanted, kept, sums, finite)
         codes = codes_after(state.codes, sums.states, plan, choices, treedef, axes, finite)
-        if self.precondition is not None and compressed:
-            squares, step = functools.partial(share.squares, means), state.step
-            if not share.alike or any(cut.names for cut in share.cuts):
-                step = after(step, [finite])  # the squares are summed in a branch
-            exact = [x for i, x in enumerate(means) if i not in compressed and share.alike]
-            moments, finite = moved(
-                self.precondition, moments, share.shapes, squares, exact, step, finite, axes
-            )
+        if self.precondition is not None and share.taken.compressed:
+            moments, finite = moved(self.precondition, moments, share, means, state.step, finite)
         measured = state.statistics
         if isinstance(self.policy, Adaptive):
             # Measures the gradients, not what feedback makes of them, which depends on the plan in
@@ -397,17 +386,9 @@ class Sync:
     ) -> None:
         plan, shards = share.plan, self.dimensions is not None
         check_wrappers(self.name, checked=share.axes.checked(), shards=shards)
-        check_state(
-            state,
-            self.memory,
-            self.precondition,
-            plan,
-            choices,
-            treedef,
-            self.name,
-            _OF_SHARDS if shards else OTHER_LEAVES,
-            share.shapes,
-        )
+        remedy = _OF_SHARDS if shards else OTHER_LEAVES
+        expected = Expected(self.name, plan.leaves, treedef, remedy)
+        check_state(state, expected, self.memory, self.precondition, choices, share.shapes)
         if isinstance(self.policy, Adaptive):
             check_statistics(state.statistics, self.policy, plan.leaves)
         if self.memory is not None:
@@ -418,15 +399,13 @@ class Sync:
 class _Ready(NamedTuple):
     """What an update sends, with one entry per leaf but for `inputs`.
 
-    `before` are the leaves' memories, and `kept` is what these keep of the `wanted` leaves: the
-    gradients and what was late. `scales` follow from the moments. `inputs` are those of the
-    reduction.
+    `scales` follow from the moments. `wanted` are the gradients and what was late, of which the
+    memories keep what `kept` says. `inputs` are those of the reduction.
     """
 
-    before: list[tuple[Any, ...]]
     scales: Sequence[Any]
     wanted: list[Any]
-    kept: list[Pytree]
+    kept: list[Kept]
     inputs: Inputs
 
 

@@ -14,7 +14,6 @@ from cgx_jax.exchanges.profile import ONE_SHOT
 from cgx_jax.kernels.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, ScatterGather
-from cgx_jax.reductions.levels import Leveled
 from cgx_jax.route.route import Options, Way, decide, load_of
 from cgx_jax.tuning.setting import Offered, Setting
 
@@ -158,12 +157,11 @@ def _predicted(
     profile: Profile | None, way: Way, call: Asked, buffer: tuple[int, ...]
 ) -> float | None:
     """Returns the seconds of one buffer, or None if no profile measured such buffers."""
-    across = way.reduction.across if isinstance(way.reduction, Leveled) else way.reduction
+    across, sent, _ = way.reduction.across_links(call.plan.coded(buffer), call.axes.world)
     kinds = {ScatterGather(): "", GatherSum(): ONE_SHOT}
     if profile is None or across not in kinds:
         return None
     method = way.exchange.shorthand + kinds[across]
-    sent, _ = way.reduction.across_links(call.plan.coded(buffer), call.axes.world)
     in_units = {x.number for x in sent} if call.in_units else ()
     load = load_of(sent, in_units)
     # "gather_sum" wins where latency dominates, so its small sizes say nothing about larger ones.

@@ -18,7 +18,7 @@ from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.plan import Plan
 from cgx_jax.policies import Adaptive
-from cgx_jax.policies.training_loop import TrainingLoop, Words
+from cgx_jax.policies.training_loop import Names, TrainingLoop
 from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.route.route import Choices, Chooser, Options
@@ -66,7 +66,7 @@ class Tuner(Chooser):
     not `Levels`. Source: AIACC-Training (ICDCS 2022) for tuning on training steps.
     """
 
-    words: ClassVar[Words] = Words("Tuner", "tuner", "setting")
+    words: ClassVar[Names] = Names("Tuner", "tuner", "setting")
 
     def __init__(
         self,

@@ -125,7 +125,7 @@ void failures_are_named() {
   }
 }
 
-// The sizes that cgx_jax/exchanges/nccl.py computes, in tests/test_halves.py.
+// The sizes that cgx_jax/exchanges/nccl.py computes, in tests/test_shards.py.
 void payload_memory() {
   const struct {
     cgx::Collective collective;
