@@ -2,10 +2,10 @@
 
     python benchmarks/predict.py
 
-A model, not a measurement. A link's time is its bytes divided by its rate. A kernel's time is its
-bytes divided by the memory's rate. Nothing overlaps, and no message has a latency.
-fp32 is a ring over all ranks. A node's GPUs share its link. With levels the sums inside a node are
-exact and go over PCIe.
+A model, not a measurement. A link's time is its bytes divided by its rate, and each collective has
+a latency. A kernel's time is its bytes divided by the memory's rate, and a launch. Nothing
+overlaps. fp32 is a ring in a node, and a tree between nodes, which sends less there. A node's GPUs
+share its link. With levels the sums inside a node are exact.
 
 The last lines say which way to train keeps the mean step within LIMIT times its computing, for 4
 ranks with a link each: up to how many bits of gradients per second of computing, over the bits per
@@ -23,6 +23,12 @@ GRADIENTS = 100e6  # bytes of fp32
 BITS = 4
 MEMORY = 0.936e12  # bytes per second: an RTX 3090's data sheet
 PCIE = 10e9  # bytes per second and GPU, each way: the usable part of 16 lanes of PCIe 3.0
+NVLINK, A100 = 230e9, 1.5e12  # bytes per second and GPU: the usable part of NVLink 3 and of memory
+LAUNCH = 5e-6  # seconds of a kernel, however small
+INSIDE, BETWEEN = (
+    25e-6,
+    50e-6,
+)  # seconds of a collective, however small, in a node and between nodes
 BUCKET = 512
 STEPS = (0.05, 0.2, 1.0)  # seconds that a step computes
 PRICES = "fp32", "flat", "levels"
@@ -38,12 +44,14 @@ WAYS = {  # what a reduction sends, and the steps between two; the least change 
 
 @dataclass(frozen=True)
 class Machine:
-    """`nodes` of `local` GPUs each; `link` in bytes per second between nodes."""
+    """`nodes` of `local` GPUs each; `link` between nodes and `inside` them in bytes per second."""
 
     name: str
     nodes: int
     local: int
     link: float
+    inside: float = PCIE
+    memory: float = MEMORY
 
     @property
     def world(self) -> int:
@@ -53,6 +61,30 @@ class Machine:
 MACHINES = (
     Machine("8 GPUs on PCIe", 1, 8, PCIE),
     *(Machine(f"4 nodes × 8 GPUs, {rate} Gbit/s", 4, 8, rate / 8 * 1e9) for rate in (10, 25, 100)),
+)
+
+
+# What "auto" is held against, without a profile (tests/test_links.py).
+FABRICS = (
+    Machine("8 GPUs on NVLink", 1, 8, NVLINK, NVLINK, A100),
+    Machine("8 GPUs on PCIe", 1, 8, PCIE),
+    *(
+        Machine(
+            f"{nodes} nodes of 8 GPUs on NVLink, {rate} Gbit/s",
+            nodes,
+            8,
+            rate / 8 * 1e9,
+            NVLINK,
+            A100,
+        )
+        for nodes in (2, 4)
+        for rate in (25, 100)
+    ),
+    *(
+        Machine(f"4 nodes of 8 GPUs on PCIe, {rate} Gbit/s", 4, 8, rate / 8 * 1e9)
+        for rate in (25, 100)
+    ),
+    *(Machine(f"8 nodes of one GPU, {rate} Gbit/s", 8, 1, rate / 8 * 1e9) for rate in (25, 100)),
 )
 
 
@@ -68,19 +100,21 @@ def reduction_seconds(machine: Machine, how: str, gradients: float = GRADIENTS) 
     values = int(gradients / 4)
     world, local = machine.world, machine.local
     payload = Quantize(BITS).payload_bytes(values)
+    slowest, latency = (machine.inside, INSIDE) if machine.nodes == 1 else (machine.link, BETWEEN)
     if how == "fp32":
-        # A ring crosses each node's link once in each direction.
-        return 2 * (world - 1) / world * gradients / (PCIE if machine.nodes == 1 else machine.link)
+        # A ring crosses each node's link once in each direction; a tree sends what nodes must send.
+        ends = world if machine.nodes == 1 else machine.nodes
+        return latency + 2 * (ends - 1) / ends * gradients / slowest
     if how == "flat":
-        kernels = values * bytes_per_value(world) / MEMORY
-        if machine.nodes == 1:
-            return kernels + sent("scatter_gather", values, world, BITS) / PCIE
-        outside = 2 * (world - local) / world * local * payload
-        return kernels + outside / machine.link
-    kernels = values / local * bytes_per_value(machine.nodes) / MEMORY
-    inside = (local - 1) / local * (gradients + payload) / PCIE
+        kernels = 3 * LAUNCH + values * bytes_per_value(world) / machine.memory
+        crossing = sent("scatter_gather", values, world, BITS)
+        if machine.nodes > 1:
+            crossing = 2 * (world - local) / world * local * payload
+        return 2 * latency + kernels + crossing / slowest
+    kernels = 4 * LAUNCH + values / local * bytes_per_value(machine.nodes) / machine.memory
+    inside = (local - 1) / local * (gradients + payload) / machine.inside
     between = 2 * (machine.nodes - 1) / machine.nodes * payload / machine.link
-    return kernels + inside + between
+    return 2 * (INSIDE + BETWEEN) + kernels + inside + between
 
 
 def step_speedup(machine: Machine, how: str, computing: float) -> float:

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 T = TypeVar("T")
@@ -192,6 +192,12 @@ def on_collective_stream(function: Callable[..., Any]) -> Callable[..., Any]:
         function, compute_type="gpu_stream:collective", out_memory_spaces=memory
     )
     return out
+
+
+def concrete_mesh() -> Mesh | None:
+    """Returns the mesh of `jax.set_mesh` with its devices, also while tracing; None without one."""
+    mesh = jax._src.mesh.get_concrete_mesh()
+    return None if mesh is None or mesh.empty else mesh
 
 
 def bound_by_mesh(axes: Sequence[str]) -> bool:

@@ -75,7 +75,7 @@ def mesh_of(kind):
 
 
 def psum(x, axis="data", compressor=Q8, **kw):
-    return cgx_jax.psum_compressed(x, axis, compressor, exchange="xla", **kw)
+    return cgx_jax.psum_compressed(x, axis, compressor, **{"exchange": "xla"} | kw)
 
 
 def run_shard_map(f, tree, *, kind="auto", jit=True, check_vma=True):

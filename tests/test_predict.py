@@ -16,7 +16,7 @@ def test_a_step_gains_what_amdahl_leaves_it(machine):
     fp32, ours = (predict.reduction_seconds(machine, how) for how in ("fp32", "levels"))
     nothing, long = (predict.step_speedup(machine, "levels", c) for c in (0.0, 1e6))
     assert nothing == pytest.approx(fp32 / ours)
-    assert long == pytest.approx(1, abs=1e-4)
+    assert long == pytest.approx(1, abs=2e-4)
     assert predict.step_speedup(machine, "fp32", 0.1) == 1
 
 
@@ -30,8 +30,9 @@ def test_a_flat_reduction_sends_all_pairs_of_nodes_over_one_link(machine):
     # In each of two phases, 8 ranks of a flat reduction share a link and send 24/32 of a payload
     # each; levels send 3/4 of one.
     assert seconds["flat"] / seconds["levels"] == pytest.approx(8 * 24 / 32 / (3 / 4))
+    # A tree between 4 nodes sends 3/4 of the gradients in each direction.
     assert seconds["fp32"] / seconds["flat"] == pytest.approx(
-        31 / 32 / (8 * 24 / 32) * 32 / 4.125, rel=0.01
+        3 / 4 / (8 * 24 / 32) * 32 / 4.125, rel=0.01
     )
 
 

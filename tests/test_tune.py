@@ -258,7 +258,7 @@ def test_tuning_measures_writes_and_follows(mesh, following, tmp_path, capsys, f
     # Enough time that even a busy machine skips no size.
     profile = tune(mesh, "data", path=path, bits=(4, 8), sizes=sizes, budget_seconds=3600)
     assert Profile.from_json(path.read_text()) == profile
-    assert auto._active == profile
+    assert auto.active() == profile
     want = {("psum", 32), ("xla", 4.125), ("xla", 8.125)}
     once = {("xla/gather_sum", bits, 4096) for bits in (4.125, 8.125)}
     assert {row[:3] for row in profile.rows} == {(*m, s) for m in want for s in sizes} | once

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from cgx_jax.exchanges.base import Exchange, by_name
+from cgx_jax.exchanges.links import Link
 from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.host import agreement, untrusted
@@ -128,16 +129,17 @@ class Auto(Exchange):
         load: Load,
         *,
         gathers: bool = False,
+        link: Link | None = None,
     ) -> Exchange | None:
         """Returns the exchange for `load` among those that are usable; None for `lax.psum`.
 
         `gathers` says that the reduction is "gather_sum". The rows of that reduction then count, up
-        to the sizes that were measured. Raises ValueError if the profile was measured at another
-        world size.
+        to the sizes that were measured. `link` is the slowest between the ranks, if known; without
+        a profile it decides. Raises ValueError if the profile was measured at another world size.
         """
         profile = self._follow(caller, world)
         if profile is None:
-            return unmeasured(usable, load)
+            return unmeasured(usable, load, link)
         names = {_method(profile, exchange, load, gathers): exchange for exchange in usable}
         return _as_measured(profile, names.get(fastest(profile, names, load)))
 
@@ -200,7 +202,7 @@ def exchange_named(caller: str, exchange: object) -> Exchange:
     return by_name(caller, exchange, Exchange, (Auto(), *EXCHANGES), example)
 
 
-def unmeasured(usable: Sequence[Exchange], load: Load) -> Exchange | None:
+def unmeasured(usable: Sequence[Exchange], load: Load, link: Link | None = None) -> Exchange | None:
     """Returns the exchange for `load` without a profile; None (`lax.psum`) below its `least` size.
 
     The first of `usable`, in the order of `EXCHANGES`, that has a `least` size decides. Devices
@@ -209,7 +211,7 @@ def unmeasured(usable: Sequence[Exchange], load: Load) -> Exchange | None:
     """
     share, nbytes = load.bits / 32, 4 * load.values
     for exchange in usable:
-        if (least := exchange.least()) is not None:
+        if (least := exchange.least(link)) is not None:
             return exchange if nbytes * (1 - share / least.even) >= least.nbytes else None
     return None
 

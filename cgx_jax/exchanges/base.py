@@ -14,6 +14,7 @@ import jax
 from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
+from cgx_jax.exchanges.links import Link
 from cgx_jax.kernels.primitives import Units
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.scopes import Scoped
@@ -144,10 +145,11 @@ class Exchange(Scoped, abc.ABC):
         """Whether `exchange="auto"` may take it over `axes`; loads nothing."""
         return self.here() and self.missing(axes) is None
 
-    def least(self) -> Least | None:
+    def least(self, link: Link | None = None) -> Least | None:
         """Returns the size from which it beat `lax.psum` on all links tried, on this platform.
 
-        If it is None, `exchange="auto"` takes this exchange only where a profile measured it.
+        `link` is the slowest between the ranks, if known. If the result is None, `exchange="auto"`
+        takes this exchange only where a profile measured it.
         """
         return None
 

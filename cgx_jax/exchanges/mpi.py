@@ -28,6 +28,7 @@ from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, mpi_rows, program
 from cgx_jax.exchanges.base import Call, Exchange, Fused, Least, Sent
+from cgx_jax.exchanges.links import Link
 from cgx_jax.kernels import native, primitives, scaling
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Mpi(Exchange):
         mpi = sys.modules.get("mpi4py.MPI")
         return mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1
 
-    def least(self) -> Least | None:
+    def least(self, link: Link | None = None) -> Least | None:
         return Least(1 << 19, 1.0)
 
     def require(self, name: str, axes: Sequence[str]) -> None:

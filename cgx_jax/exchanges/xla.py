@@ -17,7 +17,19 @@ from jax import lax
 from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.exchanges.base import Exchange, Least
+from cgx_jax.exchanges.links import Link
 from cgx_jax.kernels import native
+
+# Bytes, those of a rank's share if ranks share a link. A link that is not known may be NVLink.
+_NVLINK = 14e6
+_GPU = {
+    None: _NVLINK,
+    Link.NVLINK: _NVLINK,
+    Link.PCIE: 4e5,
+    Link.OWN: 4e5,
+    Link.SHARED: 2e5,
+    Link.SHARED_PCIE: 1e6,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +48,16 @@ class Xla(Exchange):
     def here(self) -> bool:
         return True
 
-    def least(self) -> Least | None:
+    def least(self, link: Link | None = None) -> Least | None:
         platform = jax.default_backend()
         if platform == "cpu" and native.module() is not None:
             # Over gloo, an all-to-all uses only one direction of a link at a time, so half the
             # bytes gain nothing.
             return Least(3 << 19, 0.5)
         if platform == "gpu" and native.cuda_module() is not None:
-            # According to a model, the kernels' memory traffic takes longer below this size than
-            # NVLink would save. Nobody has measured links between GPUs.
-            return Least(32 << 20, 1.0)
+            # By a model (benchmarks/predict.py), below these sizes the kernels and their launches
+            # take longer than the link would save. Nobody has measured links between GPUs.
+            return Least(_GPU[link], 1.0)
         return None  # encoding in plain jnp never pays
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:

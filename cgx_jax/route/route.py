@@ -13,7 +13,7 @@ from cgx_jax.axes import SMALL_BYTES, Axes
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.base import CodedLeaf
-from cgx_jax.exchanges import Auto, Exchange, Xla, auto
+from cgx_jax.exchanges import Auto, Exchange, Xla, auto, links
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, Levels, Reduction
 from cgx_jax.reductions.all_gather import AllGather
@@ -187,6 +187,7 @@ def decide(
         some = [(c,) for c in plan.compressors] if choices is None else choices
         options, plan = options.exchange.chosen(options, plan, some, in_units=bool(in_units))
     name, axes = options.name, options.axes
+    near = _nodes(options)
     found: dict[tuple[int, ...], Way | None] = {}
     for buffer in plan.buffers:
         coded = plan.coded(buffer)
@@ -196,7 +197,9 @@ def decide(
         flat = reduction_of(name, wanted, pairs)
         if axes.world == 1:
             continue
-        reduction, exchange = _over_levels(options, flat, pairs), options.exchange
+        exchange, reduction = options.exchange, _over_levels(options, flat, pairs)
+        if near is not None and not any(leaf.compressor.prepares for leaf in coded):
+            reduction = _over_levels(dataclasses.replace(options, levels=near), flat, pairs)
         if reduction is None or not isinstance(exchange, Exchange):
             found[buffer] = None
         elif isinstance(exchange, Auto):
@@ -231,6 +234,9 @@ def _warn_of_exact(options: Options, plan: Plan) -> None:
                 "is not known to pay on every link. Measure yours with python -m cgx_jax tune, or "
                 'name an exchange: exchange="xla"'
             )
+            link = links.between(axes)
+            if options.levels is None and link is not None and link.shared:
+                what += ". GPUs share the link of their node: pass levels=, or call jax.set_mesh"
     if (options.name, why) not in _told:
         _told.add((options.name, why))
         _LOG.warning("%s: nothing is compressed: %s. %s.", options.name, why, what)
@@ -256,6 +262,20 @@ def _with_small_leaves(
         if home and small and Compressor.supports(compressor, leaf.dtype):
             buffers[home[min(home, key=lambda j: abs(i - j))]].append(i)
     return {tuple(buffers.get(buffer, buffer)): way for buffer, way in ways.items()}
+
+
+def _nodes(options: Options) -> Levels | None:
+    """Returns the levels that "auto" takes by itself: where several GPUs of a node share a link.
+
+    A profile has measured reductions without levels, and a reduction that the user named is kept.
+    """
+    exchange, given = options.exchange, options.reduction is not None or options.levels is not None
+    if not isinstance(exchange, Auto) or exchange.follows() is not None or given:
+        return None
+    if options.collective in _OF_ROWS:
+        return None
+    groups = links.nodes_of(options.axes)
+    return None if groups is None else Levels(groups=groups)
 
 
 def _over_levels(
@@ -307,7 +327,13 @@ def _fastest(
         if one is not None:
             return Way(once, one)
     gathers = reduction.collective is Collective.GATHER_SUM
-    best = exchange.choose(options.name, measured(reduction), world, load, gathers=gathers)
+    link = links.between(options.axes)
+    flat = isinstance(reduction, PayloadReduction) and options.reduction is None
+    if link is not None and link.shared and flat and exchange.follows() is None:
+        return None  # over the link, flat payloads of all ranks are as many bytes as a sum
+    best = exchange.choose(
+        options.name, measured(reduction), world, load, gathers=gathers, link=link
+    )
     return None if best is None else Way(reduction, best)
 
 
