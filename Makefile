@@ -79,7 +79,6 @@ configure() { \
 endef
 
 demo: $(STAMPS)/demo
-	$(BIN)/python examples/02_language_model.py
 	$(BIN)/python examples/16_slow_link.py
 
 # Two at a time: most of a test is compiling, on one core, and each starts up to eight ranks.

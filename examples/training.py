@@ -12,6 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import cgx_jax
+from cgx_jax.transforms import local_params
 from model import next_byte_loss
 
 Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
@@ -96,6 +98,54 @@ def train(
         seconds.append(time.perf_counter() - start)
         progress(losses[-1])
     return params, np.array(losses), float(np.median(seconds[1:] or seconds))
+
+
+def train_workers(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    batches: np.ndarray,
+    mesh: Mesh,
+    apart: bool = False,
+) -> tuple[list[float], list[float]]:
+    """Trains one worker per device of the mesh, over batches i32[steps, batch, length + 1].
+
+    With `apart`, the optimizer is `diloco`, and each worker has parameters of its own. No process
+    sends anything but what the optimizer sends.
+
+    Returns:
+      (losses of this process's examples, seconds since the start without compilation), a step each.
+    """
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda p: (p, optimizer.init(p)))(params)
+    specs = cgx_jax.state_specs(state, "data")
+
+    def step(state, tokens):
+        params, opt_state = state
+        if apart:
+            own = local_params(params, opt_state)
+        else:
+            own = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
+        loss, grads = jax.value_and_grad(
+            lambda params: next_byte_loss(nnx.merge(graphdef, params), tokens)
+        )(own)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss[None]
+
+    sharded = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P("data"))
+    )
+    compiled, split = jax.jit(sharded, donate_argnums=0), NamedSharding(mesh, P("data"))
+    losses, seconds = [], []
+    for batch in batches:
+        tokens = jax.make_array_from_callback(batch.shape, split, lambda i, b=batch: b[i])
+        start = time.perf_counter()
+        state, loss = compiled(state, tokens)
+        losses.append(float(loss.addressable_data(0)[0]))
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - start)
+    seconds[0] = float(np.median(seconds[1:]))  # the first step compiles
+    return losses, np.cumsum(seconds).tolist()
 
 
 def evaluate(graphdef: nnx.GraphDef, params: Any, batches: np.ndarray, mesh: Mesh) -> float:

@@ -47,7 +47,7 @@ EXAMPLES_THAT_PRINT = [
     ("14_elastic.py", "--steps 60", "ranks hold the same parameters at every checkpoint: True"),
     ("14_elastic.py", "--steps 240 --round 10 --rate 10mbit", "the first host sent 0."),
     ("15_critical_phases.py", "--steps 64", "Accordion: "),
-    ("16_slow_link.py", "--steps 8", "1 Gbit/s"),
+    ("16_slow_link.py", "--steps 20", "10 Mbit/s"),
     ("17_elastic_gpu.py", "--steps 60", "ranks hold the same state at every snapshot: True"),
     ("17_elastic_gpu.py", "--steps 60 --lose 0", "in the same processes: False"),
 ]

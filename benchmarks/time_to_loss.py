@@ -1,0 +1,101 @@
+"""When a training reaches a loss over slow links, exactly and compressed, in every step and rarely.
+
+    python benchmarks/time_to_loss.py --json benchmarks/results/time_to_loss.jsonl
+
+Four workers of one core train the model of the examples, each on a host of its own. All ways start
+from the same parameters and see the same batches. A row is a link and a way: the loss after every
+few steps, smoothed, and the seconds until then, without compilation. An exact run over the slower
+link takes only a few steps, since all of them would take an hour. The losses are those of the first
+worker's examples at its own parameters.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import cgx_jax
+import measure
+from all_reduce import rank_of_process
+from cgx_jax.commands import rig
+from cgx_jax.transforms import diloco
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+import corpus
+from model import Transformer
+from report import smooth
+from training import adamw, train_workers
+
+WIDTH, LAYERS, LENGTH, BATCH, SEED = 128, 4, 128, 8, 0
+POINTS = 60  # of each curve
+Q4 = cgx_jax.Quantize(4, rotation=True)
+
+
+def ways(steps: int, every: int) -> dict[str, optax.GradientTransformationExtraArgs]:
+    """Returns how to train, by name."""
+    sync = cgx_jax.sync_gradients("data", Q4, precondition=cgx_jax.SecondMoment(), exchange="xla")
+    exact = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
+    rare: dict[str, Any] = {"every": every, "exchange": "xla"}
+    return {
+        "exact": optax.chain(exact, adamw(steps)),
+        "4 bits": optax.chain(sync, adamw(steps)),
+        "DiLoCo, fp32": diloco(adamw(steps), "data", cgx_jax.Identity(), **rare),
+        "DiLoCo, 4 bits": diloco(adamw(steps), "data", Q4, **rare),
+        "DiLoCo, 4 bits, streaming": diloco(adamw(steps), "data", Q4, fragments=4, **rare),
+    }
+
+
+def main() -> int:
+    parser = measure.parser(__doc__, rates="100mbit;10mbit", world=4)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=10, help="steps of DiLoCo's rounds")
+    parser.add_argument("--few", type=int, default=10, help="steps of exact runs below 50 Mbit/s")
+    arguments = parser.parse_args()
+    if rank_of_process() is None:
+        for rate in arguments.rates.split(";"):
+            command = measure.command(arguments, rates=rate)
+            if code := rig.run(arguments.world, rate, command, timeout=3600):
+                return code
+        return 0
+    for row in runs(arguments):
+        if jax.process_index() == 0:
+            ends = f"loss {row['losses'][-1]:.3f} after {row['seconds'][-1]:.0f} s"
+            print(f"{row['links']}, {row['way']}: {ends} and {row['steps']} steps", flush=True)
+            measure.add_json(arguments.json, row, ("links", "way"))
+    return 0
+
+
+def runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Trains in all ways on this rank."""
+    rig.initialize()
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    text, _ = corpus.load()
+    batches = corpus.windows(text, arguments.steps, BATCH, LENGTH, SEED)
+    graphdef, params = nnx.split(Transformer(WIDTH, LAYERS, LENGTH, nnx.Rngs(SEED)))
+    rows = []
+    for way, optimizer in ways(arguments.steps, arguments.every).items():
+        slow = rig.bits_per_second(arguments.rates) < 50e6 and way == "exact"
+        taken = batches[: arguments.few] if slow else batches
+        apart = way.startswith("DiLoCo")
+        losses, seconds = train_workers(graphdef, params, optimizer, taken, mesh, apart)
+        at = np.unique(np.linspace(0, len(losses) - 1, POINTS).astype(int))
+        rows.append(
+            {
+                "links": arguments.rates,
+                "way": way,
+                "steps": len(losses),
+                "losses": smooth(np.array(losses))[at].round(4).tolist(),
+                "seconds": np.array(seconds)[at].round(3).tolist(),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
