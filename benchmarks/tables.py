@@ -2,7 +2,8 @@
 
     python benchmarks/tables.py
 
-A table stands between <!-- table:NAME --> and <!-- end -->.
+A table stands between <!-- table:NAME --> and <!-- end -->. One that was measured with an older
+wire format says so.
 """
 
 import itertools
@@ -19,6 +20,7 @@ import alpha_beta
 import cgx_jax
 import measure
 import predict
+from cgx_jax.kernels.wire import WIRE_VERSION
 from cgx_jax.tuning.link_timer import size_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,9 +38,22 @@ TEXTS = (
 RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 
 
+_read: set[int] = set()  # the wire formats of the results that a table has read
+
+
+def runs_of(name: str) -> list[dict[str, Any]]:
+    """The runs in one file of results."""
+    runs = measure.read(RESULTS / f"{name}.jsonl")
+    for run in runs:
+        machine = run.get("machine")
+        # Runs on GPUs name only the machine; all of them are older than format 2.
+        _read.add(machine["backends"]["wire_format"] if isinstance(machine, dict) else 1)
+    return runs
+
+
 def rows(name: str) -> list[dict[str, Any]]:
     """The rows of all runs in one file of results."""
-    return measure.rows(RESULTS / f"{name}.jsonl")
+    return [row for run in runs_of(name) for row in run["rows"]]
 
 
 def table(head: list[str], body: list[list[str]]) -> str:
@@ -66,18 +81,6 @@ def all_reduce() -> str:
                     values = [f"{cell:.1f}" if cell else "" for cell in cells]
                     body.append([rate, str(world), f'`"{method}"`', *values])
     return table(["link", "ranks", "exchange", *(f"{s / 1e6:g} MB" for s in sizes)], body)
-
-
-def all_reduce_short() -> str:
-    """Ratios at 25 MB only."""
-    measured = {
-        (row["links"], row["world"], row["method"]): f"{row['ratio'][1]:.1f}"
-        for row in rows("all_reduce")
-        if row["bytes"] == 25_000_000
-    }
-    ways = [(world, method) for method in ("mpi", "xla") for world in (2, 4)]
-    body = [[rate, *(measured[rate, *way] for way in ways)] for rate in RATES]
-    return table(["link", *(f'`"{method}"`, {world} ranks' for world, method in ways)], body)
 
 
 def auto_default() -> str:
@@ -274,7 +277,7 @@ def gpu_small() -> str:
 
 def _gpu_runs() -> list[dict]:
     """Returns the runs of tests/gpu/ranks.py on one stream, in two phases, on unlimited links."""
-    runs = measure.read(RESULTS / "gpu_h100" / "ranks.jsonl")
+    runs = runs_of("gpu_h100/ranks")
     found: dict[tuple, dict] = {}
     for r in runs:
         options = (r.get("reduction", "scatter_gather"), r.get("streams", 1))
@@ -323,7 +326,7 @@ def gpu_sizes() -> str:
 def gpu_streams(machine: str = "gpu_h200", others: Sequence[str] = ("lax", "xla")) -> str:
     """The times of psum by the links' limits: by `others`, and by "nccl" on several streams."""
     runs: dict[tuple, dict[int, dict]] = {}
-    for run in measure.read(RESULTS / machine / "ranks.jsonl"):
+    for run in runs_of(f"{machine}/ranks"):
         seconds = {row["method"]: row["seconds"] for row in run["rows"] if row["call"] == "psum"}
         limit = run["rate"].replace("gbit", " Gbit/s, shared")
         if run["connection_rate"]:
@@ -366,7 +369,7 @@ def gpu_codes() -> str:
 
 def gpu_tuned() -> str:
     body = []
-    for run in measure.read(RESULTS / "gpu_h200" / "tuned.jsonl"):
+    for run in runs_of("gpu_h200/tuned"):
         limit = f"{run['connection_rate']:g} Gbit/s per connection"
         seconds = {row["setting"]: row["seconds"] for row in run["rows"]}
         times = [seconds[name] * 1e3 for name in ("psum", run["best"], "choice")]
@@ -376,7 +379,7 @@ def gpu_tuned() -> str:
 
 def gpu_models(model: str = "gpt2", world: int = 2) -> str:
     """The times of training steps by the ranks' rate."""
-    runs = measure.read(RESULTS / "gpu_h100_models" / "models.jsonl")
+    runs = runs_of("gpu_h100_models/models")
     case = ("model_steps", model, world)
     runs = [run for run in runs if (run.get("check"), run.get("model"), run["world"]) == case]
     columns = [{row["way"]: row["seconds"] for row in run["rows"]} for run in runs]
@@ -399,7 +402,7 @@ def gpu_pretrain() -> str:
     """The held-out losses of GPT-2 after parts of a run, and how far each way ends behind."""
     shown = slice(1, None, 2)
     body, parts = [], []
-    for run in measure.read(RESULTS / "gpu_h100_models" / "pretrain.jsonl"):
+    for run in runs_of("gpu_h100_models/pretrain"):
         total, exact = run["steps_of_run"], run["rows"][0]["held_out_loss"][-1]
         for row in run["rows"]:
             losses = row["held_out_loss"]
@@ -412,7 +415,7 @@ def gpu_pretrain() -> str:
 
 def gpu_windows() -> str:
     """The times of psum between two ranks that share a GPU's memory, by size."""
-    runs = measure.read(RESULTS / "gpu_h100_models" / "models.jsonl")
+    runs = runs_of("gpu_h100_models/models")
     runs = [run for run in runs if run.get("transport") == "p2p" and run["world"] == 2]
     columns = [{row["method"]: row["seconds"] for row in run["rows"]} for run in runs]
     names = {"lax": "fp32 `psum`", "lax, bf16": "bf16 `psum`"}
@@ -773,6 +776,28 @@ def tuner() -> str:
     return table([*head, "share of the best", "turns"], body)
 
 
+def time_to_loss() -> str:
+    """When each way reached the loss that the last of the full runs over its link ended with."""
+    body = []
+    every = rows("time_to_loss")
+    longest = max(row["steps"] for row in every)
+    for rate in dict.fromkeys(row["links"] for row in every):
+        runs = [row for row in every if row["links"] == rate]
+        goal = max(row["losses"][-1] for row in runs if row["steps"] == longest)
+        for row in runs:
+            pairs = zip(row["losses"], row["seconds"], strict=True)
+            at = next((seconds for loss, seconds in pairs if loss <= goal), None)
+            took = row["seconds"][-1]
+            without = f"not in {row['steps']} steps, {took:.0f} s"
+            reached = without if at is None else f"{at:.0f} s"
+            ends = f"{row['losses'][-1]:.2f}" if row["steps"] == longest else ""
+            step = f"{took / row['steps'] * 1e3:.0f}"
+            body.append([rate, row["way"], step, f"{goal:.2f}: {reached}", ends])
+    return table(
+        ["link", "gradients", "ms per step", "loss reached after", "loss at the end"], body
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -780,7 +805,6 @@ TABLES: dict[str, Callable[[], str]] = {
         algorithm_model,
         algorithms,
         all_reduce,
-        all_reduce_short,
         auto_choice,
         auto_default,
         codec,
@@ -817,6 +841,7 @@ TABLES: dict[str, Callable[[], str]] = {
         segments,
         small_leaves,
         steps,
+        time_to_loss,
         training_step,
         tuner,
     )
@@ -827,7 +852,15 @@ def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> Iterator
     """Yields the parts of the text, with every table made anew."""
     for part in re.split(r"(<!-- table:\w+ -->.*?<!-- end -->)", text, flags=re.DOTALL):
         match = re.match(r"<!-- table:(\w+) -->", part)
-        yield f"{match[0]}\n{tables[match[1]]()}\n<!-- end -->" if match else part
+        if match is None:
+            yield part
+            continue
+        _read.clear()
+        made = tables[match[1]]()
+        if older := sorted(_read - {WIRE_VERSION}):
+            made += f"\n\nMeasured with wire format {' and '.join(map(str, sorted(_read)))}."
+            made += f" Today's is {WIRE_VERSION}." if len(older) == len(_read) else ""
+        yield f"{match[0]}\n{made}\n<!-- end -->"
 
 
 def main() -> int:

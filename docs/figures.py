@@ -2,7 +2,7 @@
 
     python docs/figures.py    # needs matplotlib: pip install -e ".[demo]"
 
-`speed.svg` is drawn from benchmarks/results/all_reduce.jsonl, as the tables are. `choosing.svg` is
+`losses.svg` and `speed.svg` are drawn from benchmarks/results, as the tables are. `choosing.svg` is
 the model of benchmarks/predict.py with measured steps in it. The others explain how the library
 works.
 """
@@ -35,6 +35,7 @@ RATES = ("100mbit", "1gbit", "10gbit", "unlimited")
 BYTES, WORLD = 25_000_000, 4
 DARK, BLUE, LIGHT, GREEN, GRAY = "#263238", "#1565c0", "#90caf9", "#2e7d32", "#b0bec5"
 LABEL_AT = 3e9  # the link at which the chart names its ways
+LOSSES = {"exact": DARK, "4 bits": BLUE, "DiLoCo, 4 bits": "#ffb300"}
 WAY_COLORS = dict(
     zip((*predict.WAYS, None), (GREEN, BLUE, "#ffb300", "#d84315", GRAY), strict=True)
 )
@@ -74,6 +75,24 @@ def speed() -> Figure:
     axes.margins(y=0.15)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def losses() -> Figure:
+    """Draws the chart of README: loss against time over two slow links."""
+    by_link: dict[str, list[dict[str, Any]]] = {}
+    for row in measure.rows(RESULTS / "time_to_loss.jsonl"):
+        if row["way"] in LOSSES:
+            by_link.setdefault(row["links"], []).append(row)
+    figure, panels = plt.subplots(1, len(by_link), figsize=(9, 3.4), sharey=True)
+    for axes, (rate, rows) in zip(panels, by_link.items(), strict=True):
+        for row in rows:
+            axes.plot(row["seconds"], row["losses"], color=LOSSES[row["way"]], label=row["way"])
+        axes.set(title=f"links of {link(rate)}", xlabel="seconds of training")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("loss [nats per byte]")
+    panels[0].legend(frameon=False)
+    figure.suptitle("One model, four workers: the same batches and optimizer", fontsize=11)
     return figure
 
 
@@ -244,7 +263,7 @@ def _arrow(
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
-    draw.__name__: draw for draw in (choosing, levels, record, schedule, speed)
+    draw.__name__: draw for draw in (choosing, levels, losses, record, schedule, speed)
 }
 
 

@@ -49,28 +49,28 @@ def print_table(runs: list[Run]) -> None:
     Console().print(table)
 
 
-Runs = dict[str, tuple[np.ndarray, np.ndarray]]  # (losses, seconds since the start) by name
+Runs = dict[str, tuple[np.ndarray, np.ndarray]]  # (losses, seconds until then) by name
 
 
-def print_times(by_link: dict[str, Runs]) -> None:
-    """Prints one row per link and run: its steps, and when it reached the others' loss."""
+def print_times(by_link: dict[str, Runs], check: int) -> None:
+    """Prints one row per link and run. Each run has its losses after every `check` steps."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("link", "gradients"):
         table.add_column(heading)
-    for heading in ("step", "loss at the end", "seconds to the same loss"):
+    for heading in ("step", "held-out loss", "seconds to the same loss"):
         table.add_column(heading, justify="right")
     for link, runs in by_link.items():
         # A run that was cut short is not measured by where it ends.
         longest = max(losses.size for losses, _ in runs.values())
-        ends = [smooth(losses)[-1] for losses, _ in runs.values() if losses.size == longest]
+        goal = max(losses[-1] for losses, _ in runs.values() if losses.size == longest)
         for name, (losses, seconds) in runs.items():
-            reached = np.flatnonzero(smooth(losses) <= max(ends))
+            reached = np.flatnonzero(losses <= goal)
             table.add_row(
                 link,
                 name,
-                f"{seconds[-1] / losses.size * 1e3:.0f} ms",
-                f"{smooth(losses)[-1]:.3f}",
-                f"{seconds[reached[0]]:.0f} s to {max(ends):.2f}" if reached.size else "not yet",
+                f"{seconds[-1] / (check * losses.size) * 1e3:.0f} ms",
+                f"{losses[-1]:.3f}",
+                f"{seconds[reached[0]]:.0f} s to {goal:.2f}" if reached.size else "not yet",
             )
     Console().print(table)
 
@@ -82,15 +82,13 @@ def draw_times(by_link: dict[str, Runs], path: Path) -> None:
     panels = figure.subplots(1, len(by_link), sharey=True, squeeze=False)[0]
     for axes, (link, runs) in zip(panels, by_link.items(), strict=True):
         for (name, (losses, seconds)), color in zip(runs.items(), COLORS, strict=False):
-            label = f"{name}: {seconds[-1] / losses.size * 1e3:.0f} ms per step"
-            axes.plot(seconds, losses, color=color, alpha=0.15, lw=1)
-            axes.plot(seconds, smooth(losses), color=color, lw=2, label=label)
+            axes.plot(seconds, losses, color=color, lw=2, label=name)
         axes.set(xlabel="seconds of training", title=f"Link of {link}")
         axes.margins(x=0.01)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
-    panels[0].set_ylabel("training loss [nats per byte]")
+    panels[0].set_ylabel("held-out loss [nats per byte]")
     figure.suptitle("The same model, batches and optimizer between two processes")
     figure.savefig(path, dpi=150)
 
@@ -104,7 +102,7 @@ def draw_chart(runs: list[Run], path: Path) -> None:
         steps = np.arange(1, run.losses.size + 1)
         label = f"{run.name} (held-out {run.held_out:.3f})"
         curves.plot(steps, run.losses, color=color, alpha=0.25, lw=1)
-        curves.plot(steps, smooth(run.losses), style, color=color, lw=2, label=label)
+        curves.plot(steps, _moving_average(run.losses), style, color=color, lw=2, label=label)
     curves.set(xlabel="step", ylabel="training loss [nats per byte]", title="Training loss")
     curves.margins(x=0.01)
     curves.legend(frameon=False)
@@ -138,7 +136,7 @@ def draw_phases(runs: dict[str, tuple[np.ndarray, np.ndarray]], drop: int, path:
     styles = ("-", "-", "-", "-", "--")  # curves of runs with the same widths coincide
     for (name, (losses, bits)), color, style in zip(runs.items(), COLORS, styles, strict=True):
         steps = np.arange(1, losses.size + 1)
-        above.plot(steps, smooth(losses), style, color=color, lw=1.5, label=name)
+        above.plot(steps, _moving_average(losses), style, color=color, lw=1.5, label=name)
         below.plot(steps, bits, style, color=color, lw=1.5)
     above.set(ylabel="training loss [nats per byte]")
     below.set(xlabel="step", ylabel="bits per value")
@@ -166,7 +164,7 @@ def draw_widths(widths: list[dict[str, float]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def smooth(losses: np.ndarray) -> np.ndarray:
+def _moving_average(losses: np.ndarray) -> np.ndarray:
     """Centered mean over a twentieth of the run, over fewer steps at the ends."""
     window = np.ones(max(1, losses.size // 20))
     return np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same")

@@ -16,6 +16,7 @@ import cgx_jax
 from cgx_jax.transforms import local_params
 from model import next_byte_loss
 
+CHECK = 5  # steps between two checks of the held-out loss
 Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
 
 
@@ -105,20 +106,25 @@ def train_workers(
     params: Any,
     optimizer: optax.GradientTransformation,
     batches: np.ndarray,
+    held_out: np.ndarray,
     mesh: Mesh,
     apart: bool = False,
 ) -> tuple[list[float], list[float]]:
     """Trains one worker per device of the mesh, over batches i32[steps, batch, length + 1].
 
     With `apart`, the optimizer is `diloco`, and each worker has parameters of its own. No process
-    sends anything but what the optimizer sends.
+    sends anything but what the optimizer sends. Every `CHECK` steps, each process computes the loss
+    of the shared parameters on `held_out` windows, and the clock stops meanwhile.
 
     Returns:
-      (losses of this process's examples, seconds since the start without compilation), a step each.
+      (held-out losses, seconds of training until then, without compilation), each of every check.
     """
     with jax.set_mesh(mesh):
         state = jax.jit(lambda p: (p, optimizer.init(p)))(params)
     specs = cgx_jax.state_specs(state, "data")
+
+    def loss_of(params, tokens):
+        return next_byte_loss(nnx.merge(graphdef, params), tokens)
 
     def step(state, tokens):
         params, opt_state = state
@@ -126,26 +132,22 @@ def train_workers(
             own = local_params(params, opt_state)
         else:
             own = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
-        loss, grads = jax.value_and_grad(
-            lambda params: next_byte_loss(nnx.merge(graphdef, params), tokens)
-        )(own)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss[None]
+        updates, opt_state = optimizer.update(jax.grad(loss_of)(own, tokens), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-    sharded = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P("data"))
-    )
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
     compiled, split = jax.jit(sharded, donate_argnums=0), NamedSharding(mesh, P("data"))
-    losses, seconds = [], []
-    for batch in batches:
+    check, losses, seconds = jax.jit(loss_of), [], []
+    for number, batch in enumerate(batches, 1):
         tokens = jax.make_array_from_callback(batch.shape, split, lambda i, b=batch: b[i])
         start = time.perf_counter()
-        state, loss = compiled(state, tokens)
-        losses.append(float(loss.addressable_data(0)[0]))
-        jax.block_until_ready(state)
+        state = jax.block_until_ready(compiled(state, tokens))
         seconds.append(time.perf_counter() - start)
+        if number % CHECK == 0:
+            own = jax.tree.map(lambda x: x.addressable_data(0), state[0])
+            losses.append(float(check(own, held_out)))
     seconds[0] = float(np.median(seconds[1:]))  # the first step compiles
-    return losses, np.cumsum(seconds).tolist()
+    return losses, np.cumsum(seconds)[CHECK - 1 :: CHECK].tolist()
 
 
 def evaluate(graphdef: nnx.GraphDef, params: Any, batches: np.ndarray, mesh: Mesh) -> float:

@@ -124,10 +124,9 @@ class Exchange(Scoped, abc.ABC):
 
     shorthand: ClassVar[str]
     can: ClassVar[frozenset[str]]
-    scopes: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("scatter", "gather", "permute", "sum"), "exchange"),
-        "fused": "fused",
-    }
+    scopes: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("scatter", "gather", "permute", "sum"), "exchange"
+    )
     tuned: ClassVar[tuple[str, ...]] = ()  # the options that `cgx_jax.tune` chooses
 
     @abc.abstractmethod

@@ -109,7 +109,9 @@ def bind(
         axes.names if axes.groups is None else (),
         tuple(sorted(options.items())),
     )
-    out: list[Any] = primitive.bind(*(_compat.vary_over(x, varying) for x in operands), bound=bound)
+    given = [_compat.vary_over(x, varying) for x in operands]
+    with jax.named_scope(call.collective.value):
+        out: list[Any] = primitive.bind(*given, bound=bound)
     return out
 
 
