@@ -37,7 +37,8 @@ def scatter_gradients(
     `sync_gradients` does, and everything after it sees shards. `dimensions` says where a leaf is
     cut: an int, a tree (or a prefix of one) of ints, or a function from a leaf's path to an int.
     The length there must be a multiple of the world size. A leaf keeps its dtype. `policy` and
-    `exchange` are as in `psum_scatter_compressed`. `seed` feeds stochastic rounding.
+    `exchange` are as in `psum_scatter_compressed`, and `Stages` as `policy` follow one another.
+    `seed` feeds stochastic rounding.
 
     With `memory`, the next step sends what compression loses. Each rank remembers whole gradients,
     so a memory takes as much space as they do. The rank's own shard is not encoded, so it leaves no

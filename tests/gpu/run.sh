@@ -169,8 +169,10 @@ if command -v compute-sanitizer >/dev/null; then
   done
   step memcheck_one_phase 60 compute-sanitizer --tool memcheck --error-exitcode 9 \
     "$programs/virtual_ranks" 3 20011 4096 1 2 gather_sum
-  step memcheck_peers 60 compute-sanitizer --tool memcheck --error-exitcode 9 \
-    "$programs/virtual_peers" 3 20011
+  for tool in memcheck racecheck synccheck; do
+    step ${tool}_peers 60 compute-sanitizer --tool $tool --error-exitcode 9 \
+      "$programs/virtual_peers" 3 20011
+  done
 else
   leave_out "memcheck, racecheck, initcheck, synccheck" "there is no compute-sanitizer"
 fi
