@@ -123,7 +123,7 @@ class CurrentDevice {
   }
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
-  std::string error() const { return error_ == cudaSuccess ? "" : cudaGetErrorString(error_); }
+  std::string error() const { return said(error_); }
 
  private:
   int before_ = 0;

@@ -155,6 +155,7 @@ struct cudaFuncAttributes {};
 
 template <typename... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(Parameters...)) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   emulator::load(reinterpret_cast<const void*>(kernel));
   return cudaSuccess;
 }
@@ -163,6 +164,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(Parameters
 template <typename... Parameters>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(Parameters...), int,
                                                           size_t) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *blocks = 1;
   return cudaSuccess;
 }
@@ -185,6 +187,7 @@ struct cudaLaunchConfig_t {
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   if (config->stream && config->stream->device != emulator::device()) return cudaErrorLaunchFailure;
   emulator::count_launch(reinterpret_cast<const void*>(kernel));
   const std::tuple<Parameters...> copies(arguments...);

@@ -26,6 +26,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
                                               : "unspecified launch failure";
 }
 inline cudaError_t cudaGetDevice(int* device) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *device = emulator::device();
   return cudaSuccess;
 }
@@ -34,41 +35,51 @@ inline cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *least = *greatest = 0;
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *stream = emulator::make_stream();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *event = emulator::make_event();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   emulator::record(event, stream);
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   emulator::wait(stream, event);
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *value = 4;
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceSynchronize() {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   return emulator::run_streams(0) ? cudaSuccess : cudaErrorLaunchFailure;
 }
 inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   memset(data, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemset2D(void* data, size_t pitch, int value, size_t width, size_t rows) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   for (size_t r = 0; r < rows; ++r) memset(static_cast<char*>(data) + r * pitch, value, width);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   memcpy(to, from, bytes);
   return cudaSuccess;
 }
@@ -80,6 +91,7 @@ inline std::vector<void*>& host_memory() {
 }
 }  // namespace emulator
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *memory = malloc(bytes);
   emulator::host_memory().push_back(*memory);
   return cudaSuccess;

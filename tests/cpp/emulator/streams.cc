@@ -38,11 +38,10 @@ struct World {
   std::map<std::pair<int64_t, int64_t>, int64_t> numbers;  // of a communicator's splits
   std::set<int64_t> used, connections, aborted;
   int64_t waits = 0, left_out = -1;
-  int64_t calls = 0, failing = -1;
-  bool messages = false;  // whether one has been put on a stream
+  int64_t calls = 0, failing = -1, cuda_calls = 0, cuda_failing = -1, cuda_failures = 0;
   uint64_t progress = 0;
   std::set<std::pair<int, const void*>> loaded;  // by device
-  int64_t late = 0, launches = 0;
+  int64_t made = 0, launches = 0;
 };
 
 // The messages of a thread that wait for the end of their group.
@@ -173,22 +172,22 @@ Event* create_event() {
 
 Stream* make_stream() {
   const Lock lock(mutex());
-  world.late += world.messages;
+  ++world.made;
   return create_stream();
 }
 
 Event* make_event() {
   const Lock lock(mutex());
-  world.late += world.messages;
+  ++world.made;
   return create_event();
 }
 
 void load(const void* kernel) {
   const Lock lock(mutex());
-  if (world.loaded.insert({current_device, kernel}).second) world.late += world.messages;
+  world.made += world.loaded.insert({current_device, kernel}).second;
 }
 
-int64_t late() { return world.late; }
+int64_t made() { return world.made; }
 
 void count_launch(const void* kernel) {
   const Lock lock(mutex());
@@ -276,7 +275,6 @@ int group_end() {
   own.messages.clear();
   if (const int result = called(); result != kSuccess) return result;
   if (group->empty()) return kSuccess;
-  world.messages = true;
   world.used.insert(own.comm->number);
   world.connections.insert(own.comm->resources);
   submit(own.stream, [comm = own.comm, group] { return exchange(comm, group.get()); });
@@ -284,6 +282,8 @@ int group_end() {
 }
 
 void drop_group() { own = Group(); }
+
+bool in_group() { return own.depth > 0; }
 
 int split(Comm* from, bool share, Comm** made) {
   const Lock lock(mutex());
@@ -313,6 +313,23 @@ int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream) {
   return add({nullptr, data, count, peer}, comm, stream);
 }
 
-void fail_at(int64_t call) { world.failing = call; }
+void fail_at(int64_t call) {
+  const Lock lock(mutex());
+  world.calls = 0;
+  world.failing = call;
+}
+
+void fail_cuda_at(int64_t call, int64_t count) {
+  const Lock lock(mutex());
+  world.cuda_calls = 0;
+  world.cuda_failing = call;
+  world.cuda_failures = count;
+}
+
+bool cuda_fails() {
+  const Lock lock(mutex());
+  const int64_t since = world.cuda_calls++ - world.cuda_failing;
+  return world.cuda_failing >= 0 && since >= 0 && since < world.cuda_failures;
+}
 
 }  // namespace emulator

@@ -53,12 +53,12 @@ void set_device(int device);
 int device();
 
 // What the runtime creates and loads. On a real device each of these may wait for all streams, and
-// messages on the streams may wait for other ranks of this process. late() is how many came after
-// the first message since reset(). A launch loads the kernel unless the current device has it.
+// messages on the streams may wait for other ranks of this process. made() is how many there have
+// been since reset(). A launch loads the kernel unless the current device has it.
 Stream* make_stream();
 Event* make_event();
 void load(const void* kernel);
-int64_t late();
+int64_t made();
 // Loads the kernel of a launch and counts it; how many there have been since reset().
 void count_launch(const void* kernel);
 int64_t launches();
@@ -75,10 +75,13 @@ void leave_out(int64_t wait);
 // Kernels of several streams that wait for each other take turns.
 bool run_streams(uint64_t seed);
 
+// Makes `count` of the CUDA calls that the library makes from now on fail, from number `call` on
+// (-1: none). cuda_fails() counts a call and returns whether it fails.
+void fail_cuda_at(int64_t call, int64_t count = 1);
+bool cuda_fails();
+
 // NCCL's point-to-point calls between ranks of this process. Results are ncclResult_t values. send
-// and recv take only pointers to multiples of 16. Each thread has its own group. fail_at counts
-// calls of group_start, send, recv, group_end and split; the call with that number fails (-1:
-// none).
+// and recv take only pointers to multiples of 16. Each thread has its own group.
 struct Comm {
   int rank, world;
   int64_t number = 0;     // of the communicator, the same on all ranks
@@ -89,6 +92,7 @@ struct Comm {
 int group_start();
 int group_end();
 void drop_group();  // closes this thread's group, like a group_end that fails
+bool in_group();    // whether this thread's group is open
 int send(const void* data, size_t count, int peer, const Comm* comm, Stream* stream);
 int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream);
 // Splits off a communicator of the same ranks, which lives until reset(). `share` is that of the
@@ -97,6 +101,8 @@ int split(Comm* from, bool share, Comm** made);
 // Ends all messages of a communicator, as ncclCommAbort does, so that streams continue without
 // them. Messages of communicators that were split from it stay.
 void abort_messages(const Comm& comm);
+// Makes one of the calls of group_start, send, recv, group_end and split from now on fail, by its
+// number from 0 on (-1: none).
 void fail_at(int64_t call);
 // How many communicators, and how many connections, have had a message on a stream since reset().
 int64_t used();

@@ -112,9 +112,10 @@ void ranks_that_issue_in_any_order() {
       };
       // The runtime waits for all ranks between the two stages.
       in_threads([&](int64_t r) { return ranks.initialize(r, streams); });
+      const int64_t made = emulator::made();
       in_threads([&](int64_t r) { return ranks.execute(r, streams); });
       for (const auto& error : errors) check(error.empty(), text(name, world, streams) + error);
-      check(emulator::late() == 0, text(name, world, streams) + ": made between messages");
+      check(emulator::made() == made, text(name, world, streams) + ": made between messages");
       check(emulator::run_streams(1) && ranks.right(), text(name, world, streams) + ", threads");
     }
   }
@@ -161,7 +162,7 @@ void failures_come_after_every_wire() {
       check(wires.size() == kStreams, "four wires");
       bool open = false, after = false;
       emulator::submit(wires[late].stream, [&] { return open; });
-      emulator::fail_at(failing < 0 ? -1 : kStreams + failing);  // after the splits
+      emulator::fail_at(failing);
       const std::string error = ranks.execute(0, kStreams);
       check(error.empty() == (failing < 0), "a failing call: " + error);
       emulator::submit(ranks.stream(0), [&] { return after = true; });
@@ -169,6 +170,41 @@ void failures_come_after_every_wire() {
       check(!after, "failing call " + std::to_string(failing) + ": the caller's stream is ahead");
       open = true;
       check(emulator::run_streams(1) && after, "the caller's stream goes on");
+    }
+  }
+}
+
+// The same for failures of CUDA, also when the failed call cannot order the streams either: `count`
+// calls fail, one after the other.
+void cuda_failures_come_after_every_wire() {
+  constexpr int64_t kStreams = 3;
+  const auto collective = cgx::Collective::kAllReduce;
+  const Problem problem(collective, records(collective, 1), 1, 1.0f);
+  for (const int64_t count : {1, 2}) {
+    bool fails = true;
+    for (int64_t failing = 0; fails; ++failing) {
+      Ranks ranks(problem, {kSegment});
+      check(ranks.initialize(0, kStreams).empty(), "three streams");
+      int64_t over = 0;
+      for (const auto& wire : ranks.lane(0).wires(ranks.comm(0), kStreams)) {
+        for (int rest = 50; rest >= 0; --rest) {
+          emulator::submit(wire.stream, [&over, rest] {
+            over += rest == 0;
+            return true;
+          });
+        }
+      }
+      emulator::fail_cuda_at(failing, count);
+      fails = !ranks.execute(0, kStreams).empty();
+      emulator::fail_cuda_at(-1);
+      int64_t before = -1;
+      emulator::submit(ranks.stream(0), [&] {
+        before = over;
+        return true;
+      });
+      check(emulator::run_streams(2 * failing + 1) && before == kStreams,
+            std::to_string(count) + " failing calls from " + std::to_string(failing) +
+                ": the caller's stream is ahead");
     }
   }
 }
@@ -244,6 +280,7 @@ int main() {
   every_wait_is_needed();
   ranks_have_to_agree();
   failures_come_after_every_wire();
+  cuda_failures_come_after_every_wire();
   communicators();
   return report();
 }
