@@ -61,8 +61,8 @@ class CudaLane {
 
   Family* find(NcclComm comm);
   std::string current(const NcclLibrary& nccl, NcclComm comm, Family** family);
-  static std::string grow(Family* family, int64_t count, const NcclLibrary& nccl, int32_t rank,
-                          std::chrono::milliseconds patience);
+  static std::string grow(Family* family, int64_t count, int blocks, const NcclLibrary& nccl,
+                          int32_t rank, std::chrono::milliseconds patience);
 
   std::vector<cudaStream_t> streams_;
   std::vector<cudaEvent_t> events_;

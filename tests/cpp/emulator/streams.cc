@@ -37,11 +37,14 @@ struct World {
   std::vector<std::unique_ptr<Comm>> comms;
   std::map<std::pair<int64_t, int64_t>, int64_t> numbers;  // of a communicator's splits
   std::set<int64_t> used, connections, aborted;
+  std::map<std::pair<int64_t, int>, int64_t> waiting;  // groups on a stream, by comm and rank
+  int processors = 60;
   int64_t waits = 0, left_out = -1;
   int64_t calls = 0, failing = -1, cuda_calls = 0, cuda_failing = -1, cuda_failures = 0;
   uint64_t progress = 0;
   std::set<std::pair<int, const void*>> loaded;  // by device
-  int64_t made = 0, launches = 0;
+  int64_t made = 0, launches = 0, cooperative = 0;
+  int most_blocks = 0;
 };
 
 // The messages of a thread that wait for the end of their group.
@@ -64,7 +67,7 @@ std::recursive_mutex& mutex() {
 }
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-constexpr int kSuccess = 0, kInternalError = 3, kInvalidArgument = 4;
+constexpr int kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5;
 constexpr uintptr_t kAlignment = 16;  // NCCL takes any pointer, but copies single bytes then
 
 int called() { return world.calls++ == world.failing ? kInternalError : kSuccess; }
@@ -189,13 +192,19 @@ void load(const void* kernel) {
 
 int64_t made() { return world.made; }
 
-void count_launch(const void* kernel) {
+void count_launch(const void* kernel, int blocks, bool cooperative) {
   const Lock lock(mutex());
   load(kernel);
   ++world.launches;
+  world.cooperative += cooperative;
+  world.most_blocks = std::max(world.most_blocks, blocks);
 }
 
 int64_t launches() { return world.launches; }
+
+int64_t cooperative_launches() { return world.cooperative; }
+
+int most_blocks() { return world.most_blocks; }
 
 void record(Event* event, Stream* stream) {
   const Lock lock(mutex());
@@ -221,9 +230,14 @@ void set_device(int device) { current_device = device; }
 
 int device() { return current_device; }
 
+void set_processors(int processors) { world.processors = processors; }
+
+int processors() { return world.processors; }
+
 void reset() {
   world = World();
   own = Group();
+  forget_words();
 }
 
 int64_t waits() { return world.waits; }
@@ -277,7 +291,12 @@ int group_end() {
   if (group->empty()) return kSuccess;
   world.used.insert(own.comm->number);
   world.connections.insert(own.comm->resources);
-  submit(own.stream, [comm = own.comm, group] { return exchange(comm, group.get()); });
+  ++world.waiting[{own.comm->number, own.comm->rank}];
+  submit(own.stream, [comm = own.comm, group] {
+    const bool over = exchange(comm, group.get());
+    world.waiting[{comm->number, comm->rank}] -= over;
+    return over;
+  });
   return kSuccess;
 }
 
@@ -285,13 +304,14 @@ void drop_group() { own = Group(); }
 
 bool in_group() { return own.depth > 0; }
 
-int split(Comm* from, bool share, Comm** made) {
+int split(Comm* from, bool share, int blocks, Comm** made) {
   const Lock lock(mutex());
   if (const int result = called(); result != kSuccess) return result;
+  if (world.waiting[{from->number, from->rank}] > 0) return kInvalidUsage;
   const int64_t next = static_cast<int64_t>(world.numbers.size()) + 1;
   const int64_t number = world.numbers.insert({{from->number, from->splits++}, next}).first->second;
-  world.comms.push_back(std::make_unique<Comm>(
-      Comm{from->rank, from->world, number, from->share ? from->resources : number, share}));
+  world.comms.push_back(std::make_unique<Comm>(Comm{
+      from->rank, from->world, number, from->share ? from->resources : number, share, blocks}));
   *made = world.comms.back().get();
   return kSuccess;
 }

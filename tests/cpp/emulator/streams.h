@@ -51,6 +51,9 @@ Graph* end_capture(Stream* stream);
 // The device that is current in this thread.
 void set_device(int device);
 int device();
+// How many multiprocessors every device has: 60 after reset(). Each runs one block of a kernel.
+void set_processors(int processors);
+int processors();
 
 // What the runtime creates and loads. On a real device each of these may wait for all streams, and
 // messages on the streams may wait for other ranks of this process. made() is how many there have
@@ -59,9 +62,12 @@ Stream* make_stream();
 Event* make_event();
 void load(const void* kernel);
 int64_t made();
-// Loads the kernel of a launch and counts it; how many there have been since reset().
-void count_launch(const void* kernel);
+// Loads the kernel of a launch and counts it. Since reset(): how many there have been, how many of
+// them were cooperative, and the most blocks of one.
+void count_launch(const void* kernel, int blocks, bool cooperative);
 int64_t launches();
+int64_t cooperative_launches();
+int most_blocks();
 
 // Forgets all streams, events, messages and kernels.
 void reset();
@@ -87,6 +93,7 @@ struct Comm {
   int64_t number = 0;     // of the communicator, the same on all ranks
   int64_t resources = 0;  // the communicator whose connections it uses
   bool share = true;      // whether communicators split from it use them too
+  int blocks = 32;        // thread blocks of its messages, at most
   int64_t splits = 0, marks = 0;
 };
 int group_start();
@@ -95,9 +102,9 @@ void drop_group();  // closes this thread's group, like a group_end that fails
 bool in_group();    // whether this thread's group is open
 int send(const void* data, size_t count, int peer, const Comm* comm, Stream* stream);
 int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream);
-// Splits off a communicator of the same ranks, which lives until reset(). `share` is that of the
-// new communicator.
-int split(Comm* from, bool share, Comm** made);
+// Splits off a communicator of the same ranks, which lives until reset(). `share` and `blocks` are
+// those of the new communicator. `from` must have no message on a stream.
+int split(Comm* from, bool share, int blocks, Comm** made);
 // Ends all messages of a communicator, as ncclCommAbort does, so that streams continue without
 // them. Messages of communicators that were split from it stay.
 void abort_messages(const Comm& comm);

@@ -272,6 +272,52 @@ void communicators() {
   nccl = whole;
 }
 
+// The message kernels of all streams run at once on any device, or the number is refused.
+void messages_fit_on_the_device() {
+  for (const int processors : {28, 33, 38, 39, 46, 58, 60, 132}) {
+    for (int64_t streams = 2; streams <= cgx::kMostStreams; ++streams) {
+      emulator::reset();
+      emulator::set_processors(processors);
+      emulator::Comm comm = {0, 1};
+      cgx::CudaLane lane;
+      check(lane.prepare(1).empty(), "processors: prepare");
+      const auto handle = emulator::handle(&comm);
+      // Those of a device that has connected fewer before may not become too many.
+      lane.connect(2, emulated_nccl(), handle, 0);
+      const std::string said = lane.connect(streams, emulated_nccl(), handle, 0);
+      int blocks = 0;
+      for (const auto& wire : lane.wires(handle, streams)) {
+        blocks += emulator::comm_of(wire.comm)->blocks;
+      }
+      const std::string text = std::to_string(streams) + " streams on " +
+                               std::to_string(processors) + " multiprocessors: ";
+      check(said.empty() == (31 + streams <= processors), text + said);
+      check(blocks <= processors, text + std::to_string(blocks) + " blocks");
+      check(processors < 60 || blocks == 32 + 4 * (streams - 1), text + "none is left out");
+      check(processors > 28 || streams != 3 ||
+                said ==
+                    "streams=3 needs 34 multiprocessors, so that the messages of all streams "
+                    "can run at once, but this GPU has 28: use streams=1",
+            text + said);
+    }
+  }
+}
+
+// A communicator whose messages are still on a stream is split after them.
+void a_split_waits_for_messages() {
+  const auto collective = cgx::Collective::kAllReduce;
+  const Problem problem(collective, records(collective, 2), 2, 1.0f);
+  Ranks ranks(problem, {kSegment});
+  for (const int64_t streams : {1, 3}) {
+    for (int64_t r = 0; r < 2; ++r) {
+      const std::string said = ranks.initialize(r, streams);
+      check(said.empty(), "a split after messages: " + said);
+    }
+    for (int64_t r = 0; r < 2; ++r) check(ranks.execute(r, streams).empty(), "messages");
+  }
+  check(emulator::run_streams(1) && ranks.right(), "messages before and after a split");
+}
+
 }  // namespace
 
 int main() {
@@ -282,5 +328,7 @@ int main() {
   failures_come_after_every_wire();
   cuda_failures_come_after_every_wire();
   communicators();
+  messages_fit_on_the_device();
+  a_split_waits_for_messages();
   return report();
 }
