@@ -51,7 +51,7 @@ ffi::Error checked(Run run, int32_t device, const Collectives& collectives, std:
   call.name = name;
   return no_throw(call.name.c_str(), [&]() -> ffi::Error {
     CGX_TRY(check(&call, keys, args, rets, slots, world, divisor, groups, timeout_ms));
-    return with_lane<PeerLane>(call.name, device, collectives, groups, world, /*communicates=*/true,
+    return with_lane<PeerLane>(call.name, device, collectives, groups, world,
                                [&](PeerLane& lane, const NcclLibrary& nccl, NcclComm comm,
                                    int rank) { return run(call, lane, nccl, comm, rank); });
   });

@@ -1,7 +1,6 @@
 // NCCL, bound at run time to the copy that XLA has loaded: nothing links to it, and building needs
 // none of its headers. The functions that every call uses have had this binary interface since NCCL
-// 2.7. Splitting communicators needs NCCL 2.18, and windows need 2.29; in older versions these
-// functions are null.
+// 2.18. Windows need 2.29; in older versions their functions are null.
 #ifndef CGX_NCCL_LIBRARY_H_
 #define CGX_NCCL_LIBRARY_H_
 
@@ -61,7 +60,6 @@ struct NcclLibrary {
   int (*window_register)(NcclComm comm, void* memory, size_t bytes, NcclWindow* window, int flags);
   int (*peer_pointer)(NcclWindow window, size_t offset, int peer, void** pointer);
 
-  bool has_split() const { return comm_split && op_create && op_destroy; }
   bool has_windows() const { return mem_alloc && window_register && peer_pointer; }
 
   // What went wrong in a call; empty if nothing did.

@@ -71,7 +71,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 }
 inline cudaError_t cudaDeviceSynchronize() {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
-  return emulator::run_streams(0) ? cudaSuccess : cudaErrorLaunchFailure;
+  return emulator::synchronize() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
   if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
@@ -102,17 +102,19 @@ inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   return cudaSuccess;
 }
 
-// What only the programs of tests/gpu call. Device memory is host memory. Streams and events live
-// until emulator::reset(), because work that uses them may still be queued when they are destroyed.
+// Device memory is host memory. Like real device memory, it lives until it is freed.
 inline cudaError_t cudaMalloc(void** data, size_t bytes) {
-  constexpr size_t kAlignment = 256;
-  *data = aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
+  *data = emulator::make_memory(bytes);
   return *data ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 inline cudaError_t cudaFree(void* data) {
-  free(data);
+  emulator::free_memory(data);
   return cudaSuccess;
 }
+
+// What only the programs of tests/gpu call. Streams and events live until emulator::reset(),
+// because work that uses them may still be queued when they are destroyed.
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t stream) {
   emulator::submit(stream, [=] {

@@ -37,6 +37,7 @@ struct World {
   std::vector<std::unique_ptr<Comm>> comms;
   std::map<std::pair<int64_t, int64_t>, int64_t> numbers;  // of a communicator's splits
   std::set<int64_t> used, connections, aborted;
+  std::set<std::tuple<int64_t, int, int>> connected;   // ranks, by (comm, from, to)
   std::map<std::pair<int64_t, int>, int64_t> waiting;  // groups on a stream, by comm and rank
   int processors = 60;
   int64_t waits = 0, left_out = -1;
@@ -185,6 +186,26 @@ Event* make_event() {
   return create_event();
 }
 
+// Never forgotten, because what a device keeps for later calls has no end.
+std::map<void*, std::unique_ptr<void, decltype(&free)>>& device_memory() {
+  static auto* const all = new std::map<void*, std::unique_ptr<void, decltype(&free)>>;
+  return *all;
+}
+
+void* make_memory(size_t bytes) {
+  const Lock lock(mutex());
+  constexpr size_t kLine = 256;
+  ++world.made;
+  void* const memory = aligned_alloc(kLine, (bytes + kLine - 1) / kLine * kLine);
+  if (memory) device_memory().emplace(memory, std::unique_ptr<void, decltype(&free)>(memory, free));
+  return memory;
+}
+
+void free_memory(void* memory) {
+  const Lock lock(mutex());
+  device_memory().erase(memory);
+}
+
 void load(const void* kernel) {
   const Lock lock(mutex());
   world.made += world.loaded.insert({current_device, kernel}).second;
@@ -275,6 +296,17 @@ bool run_streams(uint64_t seed) {
   return true;
 }
 
+bool synchronize() {
+  const Lock lock(mutex());
+  if (run_streams(0)) return true;
+  for (const auto& stream : world.streams) {
+    if (stream->device != current_device) continue;
+    if (!stream->queue.empty()) return false;
+    after_kernels_of(stream.get());
+  }
+  return true;
+}
+
 int group_start() {
   const Lock lock(mutex());
   if (const int result = called(); result != kSuccess) return result;
@@ -291,6 +323,9 @@ int group_end() {
   if (group->empty()) return kSuccess;
   world.used.insert(own.comm->number);
   world.connections.insert(own.comm->resources);
+  for (const Message& m : *group) {
+    world.made += world.connected.insert({own.comm->number, own.comm->rank, m.peer}).second;
+  }
   ++world.waiting[{own.comm->number, own.comm->rank}];
   submit(own.stream, [comm = own.comm, group] {
     const bool over = exchange(comm, group.get());
@@ -319,6 +354,12 @@ int split(Comm* from, bool share, int blocks, Comm** made) {
 void abort_messages(const Comm& comm) {
   const Lock lock(mutex());
   world.aborted.insert(comm.number);
+}
+
+void forget_used() {
+  const Lock lock(mutex());
+  world.used.clear();
+  world.connections.clear();
 }
 
 int64_t used() { return static_cast<int64_t>(world.used.size()); }

@@ -57,9 +57,12 @@ int processors();
 
 // What the runtime creates and loads. On a real device each of these may wait for all streams, and
 // messages on the streams may wait for other ranks of this process. made() is how many there have
-// been since reset(). A launch loads the kernel unless the current device has it.
+// been since reset(). NCCL creates things too, at the first message between two ranks. A launch
+// loads the kernel unless the current device has it.
 Stream* make_stream();
 Event* make_event();
+void* make_memory(size_t bytes);
+void free_memory(void* memory);
 void load(const void* kernel);
 int64_t made();
 // Loads the kernel of a launch and counts it. Since reset(): how many there have been, how many of
@@ -80,6 +83,8 @@ void leave_out(int64_t wait);
 // continue. Odd seeds starve streams as long as others can continue; even seeds choose evenly.
 // Kernels of several streams that wait for each other take turns.
 bool run_streams(uint64_t seed);
+// Runs what it can. Returns whether everything on the streams of the current device has run.
+bool synchronize();
 
 // Makes `count` of the CUDA calls that the library makes from now on fail, from number `call` on
 // (-1: none). cuda_fails() counts a call and returns whether it fails.
@@ -111,7 +116,9 @@ void abort_messages(const Comm& comm);
 // Makes one of the calls of group_start, send, recv, group_end and split from now on fail, by its
 // number from 0 on (-1: none).
 void fail_at(int64_t call);
-// How many communicators, and how many connections, have had a message on a stream since reset().
+// How many communicators, and how many connections, have had a message on a stream since reset() or
+// forget_used().
+void forget_used();
 int64_t used();
 int64_t connections();
 

@@ -237,6 +237,7 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
   const cgx::Stages stages = cgx::nccl_stages(call.collective);
   if (options.initialize) stage(stages.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
   const int64_t made = emulator::made();
+  emulator::forget_used();
   stage(stages.execute, XLA_FFI_ExecutionStage_EXECUTE, options.executing);
   emulator::fail_cuda_at(-1);
   check(!emulator::in_group(), "no group stays open");

@@ -244,17 +244,20 @@ class Ranks {
     for (int64_t r = 0; r < problem.world; ++r) {
       scratch_[r].assign(bytes, 0xCD);
       comms_[r] = {static_cast<int>(r), static_cast<int>(problem.world)};
+      emulator::set_device(static_cast<int>(r));
       streams_.push_back(emulator::create_stream());
     }
+    emulator::set_device(0);
   }
 
   // Run the stages of a rank's call. They return what went wrong, or "".
   std::string initialize(int64_t rank, int64_t streams) {
     const int64_t segments = cgx::CudaFused::segments(problem_.owned.view(), run_.segment_bytes);
+    emulator::set_device(static_cast<int>(rank));
     std::string error = lanes_[rank].prepare(segments);
-    if (error.empty() && streams > 1) {
-      error =
-          lanes_[rank].connect(streams, emulated_nccl(), comm(rank), static_cast<int32_t>(rank));
+    if (error.empty()) {
+      error = lanes_[rank].connect(streams, emulated_nccl(), comm(rank), static_cast<int32_t>(rank),
+                                   problem_.world);
     }
     return error;
   }
@@ -263,6 +266,7 @@ class Ranks {
                to = problem_.pointers_of_rows(out_[rank]),
                lost = problem_.pointers_of_rows(lost_[rank]);
     const cgx::DType* const dtypes = problem_.dtypes.data();
+    emulator::set_device(static_cast<int>(rank));
     std::string error;
     for (int call = 0; call < run_.calls; ++call) {
       cgx::CudaFused fused({problem_.collective,
@@ -319,6 +323,7 @@ Outcome outcome(const Problem& problem, const Run& run) {
     if (!error.empty()) outcome.error = error;
   };
   for (int64_t r = 0; r < problem.world; ++r) note(ranks.initialize(r, run.streams));
+  emulator::forget_used();
   emulator::leave_out(run.left_out);
   emulator::fail_at(run.failing);
   emulator::fail_cuda_at(run.cuda_failing);
