@@ -110,8 +110,8 @@ class Nccl(OnCommunicator):
     A payload travels in messages of `segment_bytes`, a multiple of 128, or in shorter ones, so that
     every one of `streams` has a message. The streams, 1 to 8, take turns on as many communicators,
     for links that one connection does not fill. All ranks must have the same number. Needs NCCL
-    2.18. Raises ValueError for impossible options, and while compiling for
-    other devices. Source of the streams: AIACC-Training (Lin et al., ICDCS 2022).
+    2.18. Raises ValueError for impossible options, and while compiling for other devices. Source of
+    the streams: AIACC-Training (Lin et al., ICDCS 2022).
     """
 
     segment_bytes: int = SEGMENT_BYTES
