@@ -96,7 +96,6 @@ class Trainer:
         devices: Sequence[jax.Device],
         snapshot: Sequence[np.ndarray] | None,
         steps: int,
-        exchange: str,
     ) -> None:
         self.devices = devices
         self.mesh = mesh = Mesh(np.array(devices), ("data",))
@@ -106,7 +105,7 @@ class Trainer:
             cgx_jax.Quantize(4),
             memory=cgx_jax.ErrorFeedback(),
             mesh=mesh,
-            exchange=exchange,
+            exchange="xla",  # "nccl" cannot have XLA's communicators under GPU_FLAGS
         )
         optimizer = optax.chain(reduce, adamw(steps))
         state = (params, optimizer.init(params))
@@ -159,7 +158,7 @@ def work(rank: int, world: int, coordinator: str, folder: Path, given: argparse.
             # At its end the block waits for all survivors. It fails in all of them, or in none.
             with live_devices(jax.devices()) as devices:
                 if trainer is None or trainer.devices != devices:
-                    trainer = Trainer(devices, snapshot, given.steps, given.exchange)
+                    trainer = Trainer(devices, snapshot, given.steps)
                 losses, new = trainer.train(text, begin, end)
         except ProcessFailureError:
             traceback.print_exc()
@@ -226,7 +225,7 @@ class Supervisor:
             coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
         given = self.given
         command = [sys.executable, __file__, "--steps", str(given.steps)]
-        command += ["--platform", given.platform, "--exchange", given.exchange]
+        command += ["--platform", given.platform]
         command += ["--folder", str(self.folder), "--coordinator", coordinator]
         variables = os.environ | environment(given.platform)
         with open(self.folder / "processes.log", "a") as output:
@@ -323,7 +322,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--exchange", default="xla", help='"nccl" needs GPUs')
     parser.add_argument("--lose", type=int, choices=range(WORLD), help="the process to kill")
     parser.add_argument("--seed", type=int, default=0, help="chooses it otherwise, never 0")
     parser.add_argument("--rank", type=int, help="started by hand: this process's rank")

@@ -13,11 +13,10 @@ MODULES = {"cgx_jax._native": constants.CPU, "cgx_jax_cuda13": constants.CUDA}
 def load(monkeypatch, name, exported):
     """Loads a module that exports these constants; None: a module that exports none at all."""
     module = types.ModuleType(name)
-    module.handlers = dict
     if exported is not None:
         module.constants = lambda: exported
     monkeypatch.setitem(sys.modules, name, module)
-    return native._load(name, "cpu", MODULES[name])
+    return native._import(name, MODULES[name])
 
 
 @pytest.mark.parametrize("loaded", [native.module, native.cuda_module])

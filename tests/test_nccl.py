@@ -4,6 +4,7 @@ The C++ tests check the bytes of these calls.
 """
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Quantize
 from cgx_jax.collective import Collective
-from cgx_jax.exchanges import Auto, Nccl, Profile, Xla, auto, nccl, xla
+from cgx_jax.exchanges import Auto, Nccl, Profile, Xla, auto, experimental, nccl, xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
 from cgx_jax.kernels import primitives
 from cgx_jax.kernels.primitives import NO_RANK
 from cgx_jax.kernels.wire import Layout
-from cgx_jax.tuning import engine
+from cgx_jax.tuning import candidates, engine
 from profiles import profile
 
 WORLD = 8
@@ -74,6 +75,28 @@ def test_a_sum_is_one_call_on_as_many_streams(reduction, target, mesh, built):
     module = f.trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert module.count(f"@{target}(") == 1
     assert "streams = 4 : i64" in module
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--xla_gpu_nccl_async_execution=true", "--xla_gpu_nccl_async_execution=true"),
+        ("--xla_gpu_nccl_async_execution", "--xla_gpu_nccl_async_execution"),
+        ("--a=b --xla_gpu_nccl_blocking_communicators=False", "blocking_communicators=False"),
+        ("--xla_gpu_nccl_async_execution=true --xla_gpu_nccl_async_execution=false", None),
+        ("--xla_gpu_nccl_blocking_communicators=true", None),
+        ("--xla_gpu_nccl_terminate_on_error=false", None),
+    ],
+)
+@pytest.mark.parametrize("exchange", [Nccl(), experimental.Peer()])
+def test_communicators_of_one_thread_are_refused(exchange, flags, named, mesh, built, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    if named is None:
+        assert exchange.missing() is None
+        return
+    says = rf"does not work here: XLA_FLAGS has .*{named}, with .*use exchange=\"xla\""
+    with pytest.raises(ValueError, match=says):
+        jax.make_jaxpr(over(mesh, lambda x: summed(x, exchange)))(np.zeros((WORLD, 9), np.float32))
 
 
 def unfused(self, call, sent):
@@ -155,3 +178,25 @@ def test_tune_takes_the_fastest_number_of_streams(seconds_of, budget, expected):
     links = Links(seconds_of)
     assert engine.tune_streams(links, lambda: budget - links.now) == Nccl(streams=expected)
     assert links.now <= budget
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+def test_a_job_that_recovers_is_tuned_to_one_stream(aborts, monkeypatch):
+    links = Links({1: 1.0, 2: 0.8, 4: 0.5})
+    if aborts:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "1")
+    jax.config.update("jax_enable_recoverability", not aborts)
+    try:
+        assert engine.tune_streams(links, lambda: 1000 - links.now) == Nccl()
+    finally:
+        jax.config.update("jax_enable_recoverability", False)
+
+
+@pytest.mark.parametrize(
+    ("processors", "expected"),
+    [((28, 132), (1,)), ((33, 40), (1, 2)), ((35,), (1, 2, 4)), ((132, 132), (1, 2, 4))],
+)
+def test_tune_tries_as_many_streams_as_fit_on_every_device(processors, expected, monkeypatch):
+    devices = [types.SimpleNamespace(core_count=count) for count in processors]
+    monkeypatch.setattr(nccl.jax, "devices", lambda: devices)
+    assert candidates.streams() == expected

@@ -1,14 +1,17 @@
 """The two packages have the same version, and a pair of different versions is refused."""
 
+import importlib
 import importlib.util
 import tomllib
+import types
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from cgx_jax._version import __version__
-from cgx_jax.kernels import native
+from cgx_jax.exchanges import nccl
+from cgx_jax.kernels import constants, native
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, CUDA = (
@@ -36,3 +39,29 @@ def test_kernels_of_another_version_are_refused(monkeypatch):
     with pytest.raises(ImportError, match=r"has version 0\.0\.7, .*pip install cgx-jax-cuda13=="):
         native.cuda_module()
     native.cuda_module.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("driver", "usable"), [(0, True), (12080, False), (13000, True), (14010, True)]
+)
+def test_a_driver_older_than_the_kernels_is_named(driver, usable, monkeypatch):
+    module = types.SimpleNamespace(
+        constants=lambda: constants.CUDA, driver_version=lambda: driver, handlers=dict
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(metadata, "version", lambda name: __version__)
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    native.cuda_module.cache_clear()
+    native.warn_of_missing_cuda.cache_clear()
+    try:
+        assert (native.cuda_module() is module) == usable
+        if not usable:
+            says = (
+                r"need a driver for CUDA 13\.0, but NVIDIA's driver here is for CUDA 12\.8; on GPUs"
+            )
+            with pytest.warns(RuntimeWarning, match=says):
+                native.warn_of_missing_cuda()
+            assert "driver 580 or newer" in nccl.not_installed()
+    finally:
+        native.cuda_module.cache_clear()
+        native.warn_of_missing_cuda.cache_clear()

@@ -46,6 +46,24 @@ def test_it_is_refused_for_other_devices(built, mesh):
         jax.jit(psum(mesh)).lower(values())
 
 
+@needs_streams
+def test_a_call_has_its_timeout(built, mesh):
+    f = jax.shard_map(
+        lambda x: cgx_jax.psum_compressed(x, "data", exchange=Peer(timeout=12.5)),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    module = jax.jit(f).trace(values()).lower(lowering_platforms=("cuda",)).as_text()
+    assert "timeout_ms = 12500 : i64" in module
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0001, 2e9, float("nan")])
+def test_an_impossible_timeout_is_refused(timeout):
+    with pytest.raises(ValueError, match=rf"Peer: timeout={timeout} must be in \[0\.001, 1e\+09\]"):
+        Peer(timeout=timeout)
+
+
 def test_halves_go_by_kernels_around_collectives(built, mesh):
     f = jax.shard_map(
         lambda x: cgx_jax.psum_scatter_compressed(x[0], "data", exchange=Peer()),

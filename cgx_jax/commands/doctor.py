@@ -24,7 +24,7 @@ from cgx_jax.exchanges import auto
 from cgx_jax.exchanges import nccl as fused_on_cuda
 from cgx_jax.host import installation
 from cgx_jax.host.console import Column, table_lines
-from cgx_jax.kernels.native import CPU_REMEDY, CUDA_REMEDY, backends
+from cgx_jax.kernels.native import CPU_REMEDY, backends, lack_of_cuda
 
 # A child process asks MPI, because a broken MPI library ends the process that loads it.
 _ASK_MPI = """
@@ -93,7 +93,7 @@ def _package(good: bool) -> Iterator[Finding]:
     built = backends()
     yield Finding("kernels on CPU", built["cpu"], CPU_REMEDY if built["cpu"] == "jnp" else "")
     lacking = built["cuda"] == "jnp" and any(d.platform == "gpu" for d in jax.devices())
-    yield Finding("kernels on CUDA", built["cuda"], CUDA_REMEDY if lacking else "")
+    yield Finding("kernels on CUDA", built["cuda"], lack_of_cuda().remedy if lacking else "")
     if good:
         yield Finding("self-test", "decoded values are within the error bound")
     else:
@@ -169,7 +169,7 @@ def _nvidia() -> Iterator[Finding]:
     lacking = bool(plugins) and not nccl
     yield Finding("NCCL", ", ".join(nccl) or "none", 'pip install "jax[cuda13]"' if lacking else "")
     if plugins or driver:
-        problem = fused_on_cuda.not_installed()
+        problem = fused_on_cuda.Nccl().missing()
         found = "no" if problem else "built in"
         yield Finding(
             "exchange 'nccl'", found, f"{problem}; until then, use 'xla'" if problem else ""

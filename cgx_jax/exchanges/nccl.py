@@ -7,6 +7,8 @@ overlaps with the computation around it and stays in order with XLA's own collec
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -28,6 +30,7 @@ from cgx_jax.kernels.wire import Layout
 # Bytes of payload to each peer. Kernels take a small part of the time that a link takes, so there
 # is little to overlap (docs/measurements/gpu_exchanges.md).
 SEGMENT_BYTES = 8 << 20
+XLA_BLOCKS = 32  # multiprocessors that messages on XLA's communicator take, at most
 
 
 class OnCommunicator(Exchange):
@@ -41,6 +44,15 @@ class OnCommunicator(Exchange):
     def here(self) -> bool:
         version = jax.devices()[0].client.platform_version.lower()
         return jax.default_backend() == "gpu" and "cuda" in version
+
+    def missing(self, axes: Sequence[str] = ()) -> str | None:
+        if (problem := not_installed() or bound_to_threads() or self._lacking()) is not None:
+            return problem
+        return fused.unfit_axes(axes) if axes else None
+
+    def _lacking(self) -> str | None:
+        """Returns what else this exchange lacks here, with the remedy, or None."""
+        return None
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:
         return xla.scatter(rows, axes)
@@ -82,9 +94,9 @@ class Nccl(OnCommunicator):
 
     A payload travels in messages of `segment_bytes`, a multiple of 128, or in shorter ones, so that
     every one of `streams` has a message. The streams, 1 to 8, take turns on as many communicators,
-    for links that one connection does not fill. More than one stream needs NCCL 2.18, and all ranks
-    must have the same number. Raises ValueError for impossible options, and while compiling for
-    other devices. Source of the streams: AIACC-Training (Lin et al., ICDCS 2022).
+    for links that one connection does not fill. All ranks must have the same number. Needs NCCL
+    2.18. Raises ValueError for impossible options, and while compiling for other devices. Source of
+    the streams: AIACC-Training (Lin et al., ICDCS 2022).
     """
 
     segment_bytes: int = SEGMENT_BYTES
@@ -106,11 +118,6 @@ class Nccl(OnCommunicator):
                 f"{ALIGNMENT}; the default is {SEGMENT_BYTES}."
             )
 
-    def missing(self, axes: Sequence[str] = ()) -> str | None:
-        if (problem := not_installed()) is not None:
-            return problem
-        return fused.unfit_axes(axes) if axes else None
-
     def _options(self, layout: Layout) -> dict[str, int]:
         share = -(-layout.chunk_bytes // self.streams)
         aligned = max(1, -(-share // ALIGNMENT)) * ALIGNMENT
@@ -122,13 +129,52 @@ def not_installed() -> str | None:
     """Returns what this installation lacks, with the remedy, or None."""
     module = native.cuda_module()
     if module is None:
-        return f"there are no CUDA kernels; {native.CUDA_REMEDY}"
+        why, remedy = native.lack_of_cuda()
+        return f"{why}; {remedy}"
     if "cgx_all_reduce_nccl" not in module.handlers():
         return (
             "cgx-jax was built against a jaxlib without the collectives extension of XLA's FFI; "
             "reinstall it on Python 3.12 or newer, where it builds against jaxlib 0.11.2"
         )
     return None
+
+
+# With these values, XLA uses a communicator only on the thread that has made it.
+_ON_ONE_THREAD = {
+    "xla_gpu_nccl_async_execution": ("true", "1", ""),
+    "xla_gpu_nccl_blocking_communicators": ("false", "0"),
+}
+
+
+def bound_to_threads() -> str | None:
+    """Returns that XLA_FLAGS keep XLA's communicators from other threads, with the remedy, or None.
+
+    XLA calls this library on a thread of its own choice.
+    """
+    given = re.findall(r"--(\w+)(?:=(\w*))?", os.environ.get("XLA_FLAGS", ""))
+    for name, value in dict(given).items():  # the last one counts
+        if value.lower() in _ON_ONE_THREAD.get(name, ()):
+            return (
+                f"XLA_FLAGS has --{name}{value and '='}{value}, with which only one thread of XLA "
+                'may use its communicators; use exchange="xla", or remove this flag'
+            )
+    return None
+
+
+def recovers() -> bool:
+    """Returns whether this job is set up to go on without a lost rank.
+
+    XLA then aborts its communicators. Messages on those that are split from them wait forever.
+    """
+    aborts = os.environ.get("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "")
+    return bool(jax.config.jax_enable_recoverability) or aborts.lower() in ("true", "1")
+
+
+def most_streams() -> int:
+    """Returns how many streams fit on every device: `CudaLane::connect` refuses more."""
+    processors = (getattr(device, "core_count", None) for device in jax.devices())
+    room: list[int] = [1 + n - XLA_BLOCKS for n in processors if n is not None]
+    return max(1, min((MOST_STREAMS, *room)))
 
 
 def payload_bytes(rows: int, layout: Layout, segment_bytes: int = SEGMENT_BYTES) -> int:

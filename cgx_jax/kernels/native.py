@@ -9,6 +9,7 @@ import importlib.util
 import warnings
 from importlib import metadata
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 
@@ -18,6 +19,7 @@ from cgx_jax.kernels import constants
 from cgx_jax.kernels.wire import WIRE_VERSION
 
 _CUDA = "cgx_jax_cuda13"
+DRIVER = 13000  # the oldest, as cudaDriverGetVersion numbers them
 _REINSTALL = "pip install --force-reinstall --no-deps cgx-jax -C cgx.native="
 CPU_REMEDY = f"install a C++17 compiler, then {_REINSTALL}on"
 CUDA_REMEDY = (
@@ -42,12 +44,12 @@ def module() -> ModuleType | None:
             stacklevel=2,
         )
         return None
-    return _load("cgx_jax._native", "cpu", constants.CPU)
+    return _register(_import("cgx_jax._native", constants.CPU), "cpu")
 
 
 @functools.cache
 def cuda_module() -> ModuleType | None:
-    """Returns the module of CUDA kernels with its handlers registered, or None if not built."""
+    """Returns the module of CUDA kernels with its handlers registered, or None: `lack_of_cuda`."""
     if importlib.util.find_spec(_CUDA) is None:
         return None
     with contextlib.suppress(metadata.PackageNotFoundError):  # if built with this package
@@ -56,10 +58,35 @@ def cuda_module() -> ModuleType | None:
                 f"cgx-jax-cuda13 has version {other}, and cgx-jax has {__version__}; they must be "
                 f"the same: pip install cgx-jax-cuda13=={__version__}"
             )
-    return _load(_CUDA, "CUDA", constants.CUDA)
+    native = _import(_CUDA, constants.CUDA)
+    # Without a driver there is no GPU, but programs for one may be compiled.
+    return None if 0 < native.driver_version() < DRIVER else _register(native, "CUDA")
 
 
-def _load(name: str, platform: str, own: dict[str, int]) -> ModuleType:
+class Lack(NamedTuple):
+    """What is missing, and what to do about it."""
+
+    why: str
+    remedy: str
+
+
+def lack_of_cuda() -> Lack:
+    """Returns why `cuda_module` is None."""
+    if importlib.util.find_spec(_CUDA) is None:
+        return Lack("cgx_jax was installed without CUDA kernels", CUDA_REMEDY)
+    version = importlib.import_module(_CUDA).driver_version()
+    return Lack(
+        f"the CUDA kernels need a driver for CUDA {_cuda_version(DRIVER)}, but NVIDIA's driver "
+        f"here is for CUDA {_cuda_version(version)}",
+        "install NVIDIA's driver 580 or newer",
+    )
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _import(name: str, own: dict[str, int]) -> ModuleType:
     native = importlib.import_module(name)
     given = native.constants() if hasattr(native, "constants") else {}
     if differing := [k for k in own | given if own.get(k) != given.get(k)]:
@@ -68,6 +95,10 @@ def _load(name: str, platform: str, own: dict[str, int]) -> ModuleType:
             f"{name} and cgx_jax differ in {which}: they come from different installs. "
             "Reinstall cgx_jax."
         )
+    return native
+
+
+def _register(native: ModuleType, platform: str) -> ModuleType:
     for target, capsule in native.handlers().items():
         jax.ffi.register_ffi_target(target, capsule, platform=platform)
     return native
@@ -76,9 +107,10 @@ def _load(name: str, platform: str, own: dict[str, int]) -> ModuleType:
 @functools.cache
 def warn_of_missing_cuda() -> None:
     """Warns once that a program for CUDA is compiled without CUDA kernels."""
+    why, remedy = lack_of_cuda()
     warnings.warn(
-        "cgx_jax was installed without CUDA kernels; on GPUs it falls back to plain jnp, which "
-        f"computes the same format slower. To fix this, {CUDA_REMEDY}.",
+        f"{why}; on GPUs cgx_jax falls back to plain jnp, which computes the same format slower. "
+        f"To fix this, {remedy}.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from cgx_jax.axes import SMALL_BYTES, Axes
-from cgx_jax.exchanges import Profile, auto
+from cgx_jax.exchanges import Profile, auto, nccl
 from cgx_jax.exchanges.profile import ONE_SHOT
 from cgx_jax.kernels.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 from cgx_jax.plan import Plan
@@ -19,8 +19,18 @@ from cgx_jax.tuning.setting import Offered, Setting
 
 FUSION = (FUSION_BYTES, FUSION_BYTES // 4, FUSION_BYTES // 16)
 IN_BACKWARD = (HOOK_FUSION_BYTES, HOOK_FUSION_BYTES // 4, HOOK_FUSION_BYTES // 16)
-STREAMS = (1, 2, 4)  # of NCCL
+STREAMS = (1, 2, 4)  # of NCCL; see `streams`
 REACH = 4  # times the largest measured size: predictions for larger buffers are not trusted
+
+
+def streams() -> tuple[int, ...]:
+    """Returns the numbers of NCCL streams to try.
+
+    Only one if this job is set up to go on without a lost rank: with more it cannot. At most as
+    many as fit on the devices.
+    """
+    most = 1 if nccl.recovers() else nccl.most_streams()
+    return tuple(count for count in STREAMS if count <= most)
 
 
 class Asked(NamedTuple):

@@ -23,7 +23,7 @@ from cgx_jax.reductions import Levels, Reduction
 from cgx_jax.reductions.named import named as reduction_named
 from cgx_jax.route.route import Choices, Chooser, Options
 from cgx_jax.tuning import cache as kept
-from cgx_jax.tuning.candidates import STREAMS, Asked, Candidate, candidates
+from cgx_jax.tuning.candidates import Asked, Candidate, candidates, streams
 from cgx_jax.tuning.race import Search, Turns, search
 from cgx_jax.tuning.setting import Offered, Setting
 
@@ -324,7 +324,7 @@ def _exchanges(asked: Sequence[Asked]) -> tuple[Exchange, ...]:
         elif isinstance(exchange, Mpi):
             offered.append(mpi.defaults())
         elif isinstance(exchange, Nccl):
-            offered += (dataclasses.replace(exchange, streams=count) for count in STREAMS)
+            offered += (dataclasses.replace(exchange, streams=count) for count in streams())
         else:
             offered.append(exchange)
     return tuple(offered)

@@ -177,7 +177,7 @@ int main(int argc, char** argv) {
     };
     cgx::CudaLane lane;
     check(lane.prepare(cgx::CudaFused::segments(layout, segment_bytes)));
-    if (streams > 1) check(lane.connect(streams, library, nullptr, number));
+    check(lane.connect(streams, library, nullptr, number, problem.world));
     for (int i = 0; i < repeats; ++i) {
       const std::vector<const void*> leaves(problem.types.size(), buffers.in);
       const std::vector<void*> out(problem.types.size(), buffers.out);

@@ -123,7 +123,7 @@ class CurrentDevice {
   }
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
-  std::string error() const { return error_ == cudaSuccess ? "" : cudaGetErrorString(error_); }
+  std::string error() const { return said(error_); }
 
  private:
   int before_ = 0;
@@ -131,11 +131,10 @@ class CurrentDevice {
 };
 
 // Calls run(lane, nccl, comm, rank) with the lane of a call's device, which is current meanwhile.
-// Without `communicates`, there is no communicator. `run` returns what went wrong; empty if nothing
-// did.
+// `run` returns what went wrong; empty if nothing did.
 template <typename Lane, typename Run>
 ffi::Error with_lane(const std::string& call, int32_t device, const Collectives& collectives,
-                     Ints groups, int64_t world, bool communicates, Run run) {
+                     Ints groups, int64_t world, Run run) {
   const auto failed = [&](const std::string& text) {
     return text.empty() ? ffi::Error::Success() : ffi::Error::Internal(call + ": " + text);
   };
@@ -144,9 +143,7 @@ ffi::Error with_lane(const std::string& call, int32_t device, const Collectives&
   if (!nccl) return failed(text);
   NcclComm comm = nullptr;
   int rank = -1;
-  if (communicates) {
-    CGX_TRY(communicator(call, collectives, *nccl, groups, world, &comm, &rank));
-  }
+  CGX_TRY(communicator(call, collectives, *nccl, groups, world, &comm, &rank));
   const CurrentDevice current(device);
   if (text = current.error(); !text.empty()) return failed(text);
   Locked<Lane>& own = lane_of<Lane>(device);

@@ -1,5 +1,6 @@
 // The Python module cgx_jax._cuda. It loads on machines without a GPU and without a driver: the
 // CUDA runtime inside opens the driver at its first call.
+#include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -51,6 +52,11 @@ std::string nccl_version() {
          std::to_string(version % 100);
 }
 
+int driver_version() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
 std::map<std::string, int64_t> constants() {
   std::map<std::string, int64_t> all = cgx::constants();
   all.insert({{"shortest_bucket", cgx::kShortestBucket},
@@ -67,6 +73,7 @@ PYBIND11_MODULE(cgx_jax_cuda13, m) {
   m.doc() = "CUDA kernels of cgx_jax as XLA FFI handlers.";
   m.def("handlers", &handlers, "FFI targets for jax.ffi.register_ffi_target(platform='CUDA').");
   m.def("architectures", [] { return CGX_CUDA_ARCHITECTURES; }, "What the kernels are built for.");
+  m.def("driver_version", &driver_version, "As 13000 for CUDA 13.0; 0 without a driver.");
   m.def("nccl_version", &nccl_version, "Version of the NCCL that XLA uses here; '' without one.");
   m.def("constants", &constants, "Numbers that Python must agree on, by name.");
 }

@@ -96,13 +96,12 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
 }
 
 ffi::Error initialize(int32_t device, const Collectives& collectives, const Call& call) {
-  const bool splits = call.streams > 1;
-  return with_lane<CudaLane>(call.name, device, collectives, call.groups, call.world, splits,
+  return with_lane<CudaLane>(call.name, device, collectives, call.groups, call.world,
                              [&](CudaLane& lane, const NcclLibrary& nccl, NcclComm comm, int rank) {
                                std::string error = lane.prepare(
                                    CudaFused::segments(call.owned.view(), call.segment_bytes));
-                               if (error.empty() && splits)
-                                 error = lane.connect(call.streams, nccl, comm, rank);
+                               if (error.empty())
+                                 error = lane.connect(call.streams, nccl, comm, rank, call.world);
                                return error;
                              });
 }
@@ -114,23 +113,23 @@ ffi::Error execute(cudaStream_t stream, int32_t device, const Collectives& colle
   const auto out = repeated(call.results.pointers(call.rows_out), call.rows / call.rows_out);
   const auto lost = repeated(call.residuals.pointers(1), call.rows);
   const auto dtypes = repeated(call.leaves.dtype, call.rows);
-  return with_lane<CudaLane>(
-      call.name, device, collectives, call.groups, call.world, /*communicates=*/true,
-      [&](CudaLane& lane, const NcclLibrary& nccl, NcclComm comm, int rank) {
-        return CudaFused({kCollective,
-                          call.owned.view(),
-                          {in.data(), dtypes.data()},
-                          {out.data(), dtypes.data()},
-                          {lost.empty() ? nullptr : lost.data(), dtypes.data()},
-                          call.keys,
-                          call.divisor,
-                          rank,
-                          call.segment_bytes,
-                          call.streams,
-                          call.payloads},
-                         nccl, comm, lane, stream)
-            .run();
-      });
+  return with_lane<CudaLane>(call.name, device, collectives, call.groups, call.world,
+                             [&](CudaLane& lane, const NcclLibrary& nccl, NcclComm comm, int rank) {
+                               return CudaFused(
+                                          {kCollective,
+                                           call.owned.view(),
+                                           {in.data(), dtypes.data()},
+                                           {out.data(), dtypes.data()},
+                                           {lost.empty() ? nullptr : lost.data(), dtypes.data()},
+                                           call.keys,
+                                           call.divisor,
+                                           rank,
+                                           call.segment_bytes,
+                                           call.streams,
+                                           call.payloads},
+                                          nccl, comm, lane, stream)
+                                   .run();
+                             });
 }
 
 // Checks a call and hands it to `f`.

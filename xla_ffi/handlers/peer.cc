@@ -2,6 +2,7 @@
 
 #if CGX_HAVE_COLLECTIVES
 
+#include <chrono>
 #include <string>
 
 #include "handlers/collectives.h"
@@ -15,10 +16,13 @@ struct Call {
   std::string name;
   Leaves leaves, results, residuals;
   OwnedLayout owned;
+  std::chrono::milliseconds timeout;
 };
 
+constexpr int64_t kLongestTimeout = 1'000'000'000'000;  // ms: its nanoseconds fit into 64 bits
+
 ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 Ints slots, int64_t world, float divisor, Ints groups) {
+                 Ints slots, int64_t world, float divisor, Ints groups, int64_t timeout_ms) {
   const std::string& name = call->name;
   CGX_TRY(check_world(name, world));
   CGX_TRY(check_groups(name, groups, world));
@@ -31,6 +35,10 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
   CGX_TRY(same_leaves(name, call->leaves, call->results));
   CGX_TRY(build_layout(name, call->leaves.size, {slots, world}, &call->owned));
   CGX_TRY(check_count(name, "keys", keys, 4));
+  if (timeout_ms < 1 || timeout_ms > kLongestTimeout) {
+    return invalid(name, "timeout_ms is " + std::to_string(timeout_ms) + ", must be in [1, 10^12]");
+  }
+  call->timeout = std::chrono::milliseconds(timeout_ms);
   return check_divisor(name, divisor);
 }
 
@@ -38,12 +46,12 @@ ffi::Error check(Call* call, Keys keys, ffi::RemainingArgs args, ffi::RemainingR
 template <typename Run>
 ffi::Error checked(Run run, int32_t device, const Collectives& collectives, std::string_view name,
                    Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints slots,
-                   int64_t world, float divisor, Ints groups) {
+                   int64_t world, float divisor, Ints groups, int64_t timeout_ms) {
   Call call = {};
   call.name = name;
   return no_throw(call.name.c_str(), [&]() -> ffi::Error {
-    CGX_TRY(check(&call, keys, args, rets, slots, world, divisor, groups));
-    return with_lane<PeerLane>(call.name, device, collectives, groups, world, /*communicates=*/true,
+    CGX_TRY(check(&call, keys, args, rets, slots, world, divisor, groups, timeout_ms));
+    return with_lane<PeerLane>(call.name, device, collectives, groups, world,
                                [&](PeerLane& lane, const NcclLibrary& nccl, NcclComm comm,
                                    int rank) { return run(call, lane, nccl, comm, rank); });
   });
@@ -59,14 +67,17 @@ auto with_call(Binding&& binding) {
                          .RemainingArgs()
                          .RemainingRets())
       .template Attr<float>("divisor")
-      .template Attr<Ints>("groups");
+      .template Attr<Ints>("groups")
+      .template Attr<int64_t>("timeout_ms");
 }
 
 XLA_FFI_Error* call_initialize(XLA_FFI_CallFrame* frame) {
   static const auto handler = with_call(ffi::Ffi::BindInitialize()).To([](const auto&... given) {
-    return checked([](const Call& call, PeerLane& lane, const NcclLibrary& nccl, NcclComm comm,
-                      int rank) { return lane.prepare(call.owned.view(), nccl, comm, rank); },
-                   given...);
+    return checked(
+        [](const Call& call, PeerLane& lane, const NcclLibrary& nccl, NcclComm comm, int rank) {
+          return lane.prepare(call.owned.view(), call.timeout, nccl, comm, rank);
+        },
+        given...);
   });
   return handler->Call(frame);
 }
@@ -76,7 +87,7 @@ XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
       with_call(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
           .To([](cudaStream_t stream, int32_t device, const Collectives& collectives,
                  std::string_view name, Keys keys, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 Ints slots, int64_t world, float divisor, Ints groups) {
+                 Ints slots, int64_t world, float divisor, Ints groups, int64_t timeout_ms) {
             const auto run = [&](const Call& call, PeerLane& lane, const NcclLibrary&,
                                  NcclComm comm, int rank) {
               const auto in = call.leaves.pointers(1), out = call.results.pointers(1),
@@ -87,11 +98,12 @@ XLA_FFI_Error* call_execute(XLA_FFI_CallFrame* frame) {
                                       {out.data(), dtypes},
                                       {lost.empty() ? nullptr : lost.data(), dtypes},
                                       keys.typed_data(),
-                                      divisor},
+                                      divisor,
+                                      call.timeout},
                                      comm, rank, stream);
             };
             return checked(run, device, collectives, name, keys, args, rets, slots, world, divisor,
-                           groups);
+                           groups, timeout_ms);
           });
   return handler->Call(frame);
 }

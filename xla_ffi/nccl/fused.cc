@@ -36,10 +36,12 @@ std::string CudaFused::run() {
   while (error_.empty() && schedule.step()) {
   }
   if (!error_.empty()) {
-    // The caller frees the memory now, so its stream must wait for what the wires still do.
+    // The caller frees the memory now, so its stream must wait for what the wires still do. If CUDA
+    // cannot order the streams, the host waits.
     for (const Wire& wire : wires_) {
-      cudaEventRecord(events_[0], wire.stream);
-      cudaStreamWaitEvent(stream_, events_[0], 0);
+      cudaError_t error = cudaEventRecord(events_[0], wire.stream);
+      if (error == cudaSuccess) error = cudaStreamWaitEvent(stream_, events_[0], 0);
+      if (error != cudaSuccess) cudaStreamSynchronize(wire.stream);
     }
     return error_;
   }
@@ -111,8 +113,8 @@ void CudaFused::post(Phase phase, int64_t segment) {
   const auto [comm, stream] = wire(segment);
   check(cudaEventRecord(events_[0], stream_));
   check(cudaStreamWaitEvent(stream, events_[0], 0));
-  check_nccl("ncclGroupStart", nccl_.group_start());
-  if (!error_.empty()) return;
+  if (!error_.empty()) return;  // maybe of the kernel that makes the bytes
+  NcclGroup group(nccl_, comm, stream);
   for (int64_t d = 1; d < world; ++d) {
     const int32_t to = static_cast<int32_t>((own + d) % world);
     const int32_t from = static_cast<int32_t>((own + world - d) % world);
@@ -123,15 +125,13 @@ void CudaFused::post(Phase phase, int64_t segment) {
     const size_t out_bytes = segments_.bytes(out_chunk, segment);
     const size_t in_bytes = segments_.bytes(in_chunk, segment);
     if (out_bytes > 0) {
-      check_nccl("ncclSend", nccl_.send(place(sent_, out_chunk, out_chunk, segment), out_bytes,
-                                        NcclLibrary::kBytes, to, comm, stream));
+      group.send(place(sent_, out_chunk, out_chunk, segment), out_bytes, to);
     }
     if (in_bytes > 0) {
-      check_nccl("ncclRecv", nccl_.recv(place(scatter ? received_ : sent_, from, in_chunk, segment),
-                                        in_bytes, NcclLibrary::kBytes, from, comm, stream));
+      group.recv(place(scatter ? received_ : sent_, from, in_chunk, segment), in_bytes, from);
     }
   }
-  note(nccl_.settled("ncclGroupEnd", comm, nccl_.group_end(), spec_.patience));
+  note(group.end());
   check(cudaEventRecord(event(phase, segment), stream));
 }
 
@@ -159,10 +159,6 @@ cudaEvent_t CudaFused::event(Phase phase, int64_t segment) const {
 
 void CudaFused::note(std::string error) {
   if (error_.empty()) error_ = std::move(error);
-}
-
-void CudaFused::check_nccl(const char* call, int result) {
-  if (result != NcclLibrary::kInProgress) note(nccl_.said(call, result));
 }
 
 }  // namespace cgx

@@ -12,7 +12,6 @@
 
 #include <stdint.h>
 
-#include <chrono>
 #include <string>
 #include <vector>
 
@@ -39,8 +38,6 @@ struct CudaFusedSpec {
   int64_t segment_bytes;
   int64_t streams;   // wires
   uint8_t* scratch;  // device, scratch_bytes()
-  // How long a communicator may take to put messages on its stream.
-  std::chrono::milliseconds patience = kPatience;
 };
 
 class CudaFused {
@@ -64,8 +61,9 @@ class CudaFused {
     return Segments(layout, segment_bytes).count();
   }
 
-  // Puts the whole call on the streams. Returns what went wrong, or "". Whatever happens, work that
+  // Puts the whole call on the streams. Returns what went wrong, or "". Whatever fails, work that
   // is put on the caller's stream later starts after all streams are done with this call's memory.
+  // So this waits as long as NCCL takes to put messages on a stream; an abort ends the wait.
   std::string run();
 
   // The schedule's kernels.
@@ -87,7 +85,6 @@ class CudaFused {
   const Wire& wire(int64_t segment) const { return wires_[segment % wires_.size()]; }
   void note(std::string error);  // keeps the first
   void check(cudaError_t error) { note(said(error)); }
-  void check_nccl(const char* call, int result);
 
   const CudaFusedSpec spec_;
   const NcclLibrary& nccl_;

@@ -1,14 +1,31 @@
 #include "nccl/lane.h"
 
+#include <algorithm>
+
 #include "cuda/kernels.h"
 
 namespace cgx {
 namespace {
 
 // A message kernel occupies the GPU until its peers' kernels run, so the kernels of all wires must
-// fit on the GPU at once. Seven communicators of this many thread blocks and XLA's, which has up to
-// 32, take 60 of the 108 multiprocessors of an A100.
-constexpr int kBlocks = 4;
+// fit on the GPU at once, with a multiprocessor for each thread block.
+constexpr int kXlaBlocks = 32;  // of XLA's communicator, at most
+constexpr int kMostBlocks = 4;  // of another communicator
+
+constexpr int64_t kApart = 16;  // bytes between two messages: NCCL's alignment
+
+// The thread blocks of each communicator that is split, on a device of so many multiprocessors.
+// Does not depend on the number of streams, because later calls may need more of them.
+int blocks_on(int processors) {
+  return std::clamp((processors - kXlaBlocks) / static_cast<int>(kMostStreams - 1), 1, kMostBlocks);
+}
+
+cudaError_t count_processors(int* processors) {
+  int device;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
+}
 
 cudaError_t add_stream(std::vector<cudaStream_t>* streams) {
   int least, greatest;
@@ -57,18 +74,36 @@ std::string CudaLane::prepare(int64_t segments) {
 }
 
 std::string CudaLane::connect(int64_t streams, const NcclLibrary& nccl, NcclComm comm, int32_t rank,
-                              std::chrono::milliseconds patience) {
-  if (!nccl.has_split()) {
-    return "the NCCL that is loaded has no ncclCommSplit, which streams=" +
-           std::to_string(streams) + " needs: upgrade to NCCL 2.18 or newer, or use streams=1";
+                              int64_t world, std::chrono::milliseconds patience) {
+  int processors = 0;
+  if (const cudaError_t error = count_processors(&processors); error != cudaSuccess) {
+    return said(error);
+  }
+  if (streams > 1 && processors < kXlaBlocks + streams - 1) {
+    const int64_t most = std::max(1, processors - kXlaBlocks + 1);
+    return "streams=" + std::to_string(streams) + " needs " +
+           std::to_string(kXlaBlocks + streams - 1) +
+           " multiprocessors, so that the messages of all streams can run at once, but this GPU "
+           "has " +
+           std::to_string(processors) + ": use streams=" + std::to_string(most);
   }
   while (static_cast<int64_t>(streams_.size()) < streams) {
     if (const cudaError_t error = add_stream(&streams_); error != cudaSuccess) return said(error);
   }
+  if (world > ranks_) {
+    void* memory = nullptr;
+    const cudaError_t error = cudaMalloc(&memory, (1 + world) * kApart);
+    if (error != cudaSuccess) return said(error);
+    bytes_ = static_cast<uint8_t*>(memory);
+    ranks_ = world;
+  }
   Family* family = nullptr;
   if (std::string error = current(nccl, comm, &family); !error.empty()) return error;
   if (family->error.empty() && family->count < streams - 1) {
-    family->error = grow(family, streams - 1, nccl, rank, patience);
+    family->error = grow(family, streams - 1, blocks_on(processors), nccl, rank, patience);
+  }
+  if (family->error.empty() && family->connected < streams) {
+    family->error = greet(family, streams, nccl, rank, world);
   }
   return family->error;
 }
@@ -98,13 +133,13 @@ std::string CudaLane::current(const NcclLibrary& nccl, NcclComm comm, Family** f
 // messages over shared connections never travel at once. So the stem, which shares XLA's
 // connections, carries no messages. Communicators that are split from the stem have their own
 // connections.
-std::string CudaLane::grow(Family* family, int64_t count, const NcclLibrary& nccl, int32_t rank,
-                           std::chrono::milliseconds patience) {
+std::string CudaLane::grow(Family* family, int64_t count, int blocks, const NcclLibrary& nccl,
+                           int32_t rank, std::chrono::milliseconds patience) {
   // NCCL does not split a communicator that still has messages on a stream.
   if (const cudaError_t error = cudaDeviceSynchronize(); error != cudaSuccess) return said(error);
   NcclConfig config;
   config.split_share = 0;
-  config.max_blocks = kBlocks;
+  config.max_blocks = blocks;
   std::string error;
   if (!family->stem) error = split(nccl, family->comm, rank, &config, patience, &family->stem);
   while (error.empty() && family->count < count) {
@@ -112,6 +147,23 @@ std::string CudaLane::grow(Family* family, int64_t count, const NcclLibrary& ncc
     family->count += error.empty();
   }
   return error;
+}
+
+// NCCL connects two ranks at their first messages: it creates things and waits for the other rank.
+// Calls may do neither, so a byte goes between all ranks before them. A group ends when its ranks
+// are connected, so nothing has to wait for the byte.
+std::string CudaLane::greet(Family* family, int64_t count, const NcclLibrary& nccl, int32_t rank,
+                            int64_t world) {
+  for (int64_t& i = family->connected; i < count; ++i) {
+    NcclGroup group(nccl, i == 0 ? family->comm : family->made[i - 1], streams_[i]);
+    for (int32_t peer = 0; peer < world; ++peer) {
+      if (peer == rank) continue;
+      group.send(bytes_, 1, peer);
+      group.recv(bytes_ + kApart * (1 + peer), 1, peer);
+    }
+    if (const std::string& error = group.end(); !error.empty()) return error;
+  }
+  return "";
 }
 
 std::vector<Wire> CudaLane::wires(NcclComm comm, int64_t streams) {

@@ -35,11 +35,11 @@ class CudaLane {
   // make CUDA wait for all work on the device, and messages there may wait for ranks that this
   // process still has to start.
   std::string prepare(int64_t segments);
-  // Creates `streams` wires for calls on `comm`, so that their messages travel at once. Returns
-  // what went wrong, or "". Call it where prepare is called. A single wire does not need it. For
-  // more wires, all ranks must call it in the same order.
+  // Creates `streams` wires for calls on `comm`, so that their messages travel at once, and
+  // connects all ranks on each. Returns what went wrong, or "". Call it where prepare is called, on
+  // all ranks in the same order.
   std::string connect(int64_t streams, const NcclLibrary& nccl, NcclComm comm, int32_t rank,
-                      std::chrono::milliseconds patience = kPatience);
+                      int64_t world, std::chrono::milliseconds patience = kPatience);
 
   // The first wire is on `comm` itself. Empty if prepare and connect have not created that many.
   std::vector<Wire> wires(NcclComm comm, int64_t streams);
@@ -55,18 +55,23 @@ class CudaLane {
     int mark = 0;  // an operator of `comm`; it is gone if another communicator has the same address
     NcclComm stem = nullptr;
     std::array<NcclComm, kMostStreams - 1> made = {};
-    int64_t count = 0;  // how many of `made` exist
-    std::string error;  // is permanent: no rank knows how far the others got
+    int64_t count = 0;      // how many of `made` exist
+    int64_t connected = 0;  // how many wires, the one on `comm` included
+    std::string error;      // is permanent: no rank knows how far the others got
   };
 
   Family* find(NcclComm comm);
   std::string current(const NcclLibrary& nccl, NcclComm comm, Family** family);
-  static std::string grow(Family* family, int64_t count, const NcclLibrary& nccl, int32_t rank,
-                          std::chrono::milliseconds patience);
+  static std::string grow(Family* family, int64_t count, int blocks, const NcclLibrary& nccl,
+                          int32_t rank, std::chrono::milliseconds patience);
+  std::string greet(Family* family, int64_t count, const NcclLibrary& nccl, int32_t rank,
+                    int64_t world);
 
   std::vector<cudaStream_t> streams_;
   std::vector<cudaEvent_t> events_;
   std::list<Family> families_;  // a communicator's newest family comes first
+  uint8_t* bytes_ = nullptr;    // device memory for what connects ranks; never freed
+  int64_t ranks_ = 0;           // that it is for
   bool loaded_ = false;
 };
 

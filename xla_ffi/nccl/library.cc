@@ -29,9 +29,9 @@ struct Loaded {
     bind(handle, "ncclGroupEnd", &library.group_end);
     bind(handle, "ncclSend", &library.send);
     bind(handle, "ncclRecv", &library.recv);
-    find(handle, "ncclCommSplit", &library.comm_split);
-    find(handle, "ncclRedOpCreatePreMulSum", &library.op_create);
-    find(handle, "ncclRedOpDestroy", &library.op_destroy);
+    bind(handle, "ncclCommSplit", &library.comm_split);
+    bind(handle, "ncclRedOpCreatePreMulSum", &library.op_create);
+    bind(handle, "ncclRedOpDestroy", &library.op_destroy);
     find(handle, "ncclMemAlloc", &library.mem_alloc);
     find(handle, "ncclCommWindowRegister", &library.window_register);
     find(handle, "ncclGetPeerDevicePointer", &library.peer_pointer);
@@ -45,7 +45,7 @@ struct Loaded {
   template <typename F>
   void bind(void* handle, const char* symbol, F* function) {
     find(handle, symbol, function);
-    if (!*function) error = std::string("libnccl.so.2 has no ") + symbol + "; it needs NCCL 2.7";
+    if (!*function) error = std::string("libnccl.so.2 has no ") + symbol + "; it needs NCCL 2.18";
   }
 };
 

@@ -1,7 +1,6 @@
 // NCCL, bound at run time to the copy that XLA has loaded: nothing links to it, and building needs
 // none of its headers. The functions that every call uses have had this binary interface since NCCL
-// 2.7. Splitting communicators needs NCCL 2.18, and windows need 2.29; in older versions these
-// functions are null.
+// 2.18. Windows need 2.29; in older versions their functions are null.
 #ifndef CGX_NCCL_LIBRARY_H_
 #define CGX_NCCL_LIBRARY_H_
 
@@ -61,29 +60,79 @@ struct NcclLibrary {
   int (*window_register)(NcclComm comm, void* memory, size_t bytes, NcclWindow* window, int flags);
   int (*peer_pointer)(NcclWindow window, size_t offset, int peer, void** pointer);
 
-  bool has_split() const { return comm_split && op_create && op_destroy; }
   bool has_windows() const { return mem_alloc && window_register && peer_pointer; }
 
   // What went wrong in a call; empty if nothing did.
   std::string said(const char* call, int result) const {
     return result == kSuccess ? "" : std::string(call) + ": " + get_error_string(result);
   }
-  // The same for a nonblocking communicator, which says "in progress" and must be asked until it is
-  // done, but not for longer than `patience`. An aborted communicator answers with an error.
-  std::string settled(const char* call, NcclComm comm, int result,
-                      std::chrono::milliseconds patience) const {
-    const auto deadline = std::chrono::steady_clock::now() + patience;
-    while (result == kInProgress && std::chrono::steady_clock::now() < deadline) {
+  // The result of a call of a nonblocking communicator, which says "in progress" and is then asked
+  // until it is done, or until `waits` returns false. An aborted one answers with an error.
+  template <typename Waits>
+  int outcome(NcclComm comm, int result, Waits waits) const {
+    while (result == kInProgress && waits()) {
       std::this_thread::yield();
       int state = kSuccess;
       const int asked = comm_get_async_error(comm, &state);
       result = asked == kSuccess ? state : asked;
     }
+    return result;
+  }
+  // What went wrong in such a call if it takes at most `patience`. For calls whose memory is never
+  // freed, because NCCL may still use it afterwards.
+  std::string settled(const char* call, NcclComm comm, int result,
+                      std::chrono::milliseconds patience) const {
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    result = outcome(comm, result, [&] { return std::chrono::steady_clock::now() < deadline; });
     if (result != kInProgress) return said(call, result);
     return "the communicator is still in progress after " + std::to_string(patience.count()) +
            " ms: a rank has not come to this call. See whether every process still runs and makes "
            "the same calls in one order; NCCL_DEBUG=INFO shows what NCCL waits for";
   }
+};
+
+// Messages of a communicator that start together. The group ends with its scope at the latest: the
+// thread's later messages would join one that is open, and never start.
+class NcclGroup {
+ public:
+  NcclGroup(const NcclLibrary& nccl, NcclComm comm, cudaStream_t stream)
+      : nccl_(nccl), comm_(comm), stream_(stream) {
+    note("ncclGroupStart", nccl_.group_start());
+    open_ = error_.empty();
+  }
+  ~NcclGroup() { end(); }
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+
+  void send(const void* data, size_t bytes, int peer) {
+    if (!error_.empty()) return;
+    note("ncclSend", nccl_.send(data, bytes, NcclLibrary::kBytes, peer, comm_, stream_));
+  }
+  void recv(void* data, size_t bytes, int peer) {
+    if (!error_.empty()) return;
+    note("ncclRecv", nccl_.recv(data, bytes, NcclLibrary::kBytes, peer, comm_, stream_));
+  }
+  // Puts the messages on the stream. Returns what went wrong, or "". A nonblocking communicator may
+  // take long, and this waits: only when NCCL is done does work that is put on the stream later
+  // come after the messages.
+  const std::string& end() {
+    if (open_) {
+      open_ = false;
+      note("ncclGroupEnd", nccl_.outcome(comm_, nccl_.group_end(), [] { return true; }));
+    }
+    return error_;
+  }
+
+ private:
+  void note(const char* call, int result) {
+    if (error_.empty() && result != NcclLibrary::kInProgress) error_ = nccl_.said(call, result);
+  }
+
+  const NcclLibrary& nccl_;
+  const NcclComm comm_;
+  const cudaStream_t stream_;
+  bool open_ = false;
+  std::string error_;
 };
 
 // Returns the library of this process, or null and what is wrong in `error`.

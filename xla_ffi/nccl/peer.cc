@@ -1,5 +1,7 @@
 #include "nccl/peer.h"
 
+#include <stdio.h>
+
 #include <algorithm>
 
 namespace cgx {
@@ -9,6 +11,12 @@ namespace {
 int64_t row_bytes(const Layout& layout) {
   constexpr int64_t kLine = 128;
   return (layout.chunk_bytes + kLine - 1) / kLine * kLine;
+}
+
+std::string seconds(std::chrono::milliseconds time) {
+  char text[32];
+  snprintf(text, sizeof(text), "%g", static_cast<double>(time.count()) / 1000);
+  return text;
 }
 
 int64_t area_bytes(const Layout& layout) { return layout.world * row_bytes(layout); }
@@ -23,8 +31,8 @@ PeerLane::Window* PeerLane::find(NcclComm comm, const Layout& layout) {
   return nullptr;
 }
 
-std::string PeerLane::prepare(const Layout& layout, const NcclLibrary& nccl, NcclComm comm,
-                              int32_t rank) {
+std::string PeerLane::prepare(const Layout& layout, std::chrono::milliseconds timeout,
+                              const NcclLibrary& nccl, NcclComm comm, int32_t rank) {
   if (std::string error = check_peers(layout.world); !error.empty()) return error;
   if (!loaded_) {
     if (const cudaError_t error = load_peer_kernels(); error != cudaSuccess) return said(error);
@@ -44,12 +52,12 @@ std::string PeerLane::prepare(const Layout& layout, const NcclLibrary& nccl, Ncc
                                   [&](const Window& w) { return w.comm == comm; }),
                    windows_.end());
   }
-  return make(layout, nccl, comm, rank);
+  return make(layout, timeout, nccl, comm, rank);
 }
 
 // The memory of an abandoned window is never freed, because a late peer may still write to it.
-std::string PeerLane::make(const Layout& layout, const NcclLibrary& nccl, NcclComm comm,
-                           int32_t rank) {
+std::string PeerLane::make(const Layout& layout, std::chrono::milliseconds timeout,
+                           const NcclLibrary& nccl, NcclComm comm, int32_t rank) {
   Window made = {};
   made.comm = comm;
   made.shape.world = static_cast<int32_t>(layout.world);
@@ -76,7 +84,7 @@ std::string PeerLane::make(const Layout& layout, const NcclLibrary& nccl, NcclCo
   if (error != cudaSuccess) return said(error);
   const int result =
       nccl.window_register(comm, memory, bytes, &made.window, NcclLibrary::kSymmetric);
-  text = nccl.settled("ncclCommWindowRegister", comm, result, patience_);
+  text = nccl.settled("ncclCommWindowRegister", comm, result, timeout);
   if (!text.empty()) return text;
   WindowState state = {};
   for (int32_t r = 0; r < made.shape.world; ++r) {
@@ -104,16 +112,17 @@ std::string PeerLane::all_reduce(const PeerSpec& spec, NcclComm comm, int32_t ra
   const Window* const window = find(comm, spec.layout);
   if (!window) return "the stage Initialize of this call has not run on its device";
   if (*const_cast<const volatile uint32_t*>(window->told) != 0) {
-    return "an earlier call waited " + std::to_string(patience_.count() / 1000) +
-           " s for a rank in vain, and its results are NaN: see whether every process still runs "
-           "and makes the same calls in one order, and start all of them again";
+    return "an earlier call waited for a rank in vain, and its results are NaN: see whether every "
+           "process still runs and makes the same calls in one order, and start all of them again. "
+           "If a rank is only slow, use a larger timeout than Peer(timeout=" +
+           seconds(spec.timeout) + ")";
   }
   std::vector<PeerTable> tables;
   std::string error = peer_tables(spec.layout, spec.in, spec.out, spec.residuals, &tables);
   if (!error.empty()) return error;
   const PeerArgs args{window->memory,         window->shape,
                       window->told,           spec.keys,
-                      row_bytes(spec.layout), std::chrono::nanoseconds(patience_).count(),
+                      row_bytes(spec.layout), std::chrono::nanoseconds(spec.timeout).count(),
                       spec.divisor,           rank};
   // Calls on other streams use the same window, so wait for the last one.
   cudaError_t result = cudaStreamWaitEvent(stream, window->last, 0);

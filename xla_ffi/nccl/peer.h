@@ -21,6 +21,7 @@ struct PeerSpec {
   LeavesOut residuals;   // data null: none
   const uint32_t* keys;  // device: two words for encode and two for reduce
   float divisor;
+  std::chrono::milliseconds timeout;  // how long the call waits for another rank
 };
 
 // What a device keeps from call to call: a window for each communicator. This module allocates the
@@ -28,12 +29,11 @@ struct PeerSpec {
 // would not last, and a peer might write before this device has reached the call.
 class PeerLane {
  public:
-  explicit PeerLane(std::chrono::milliseconds patience = std::chrono::minutes(5))
-      : patience_(patience) {}
-
   // Creates what calls with that layout use on the current device. Returns what went wrong, or "".
-  // All ranks of the communicator must call it, in the same order, before any call.
-  std::string prepare(const Layout& layout, const NcclLibrary& nccl, NcclComm comm, int32_t rank);
+  // All ranks of the communicator must call it, in the same order, before any call. It waits for
+  // them for up to `timeout`.
+  std::string prepare(const Layout& layout, std::chrono::milliseconds timeout,
+                      const NcclLibrary& nccl, NcclComm comm, int32_t rank);
   // Puts a call on the stream. Returns what went wrong, or "". It also reports that an earlier call
   // has failed: a launch that waited in vain leaves NaN, and no launch after it sends anything.
   std::string all_reduce(const PeerSpec& spec, NcclComm comm, int32_t rank, cudaStream_t stream);
@@ -49,9 +49,9 @@ class PeerLane {
   };
 
   Window* find(NcclComm comm, const Layout& layout);
-  std::string make(const Layout& layout, const NcclLibrary& nccl, NcclComm comm, int32_t rank);
+  std::string make(const Layout& layout, std::chrono::milliseconds timeout, const NcclLibrary& nccl,
+                   NcclComm comm, int32_t rank);
 
-  const std::chrono::milliseconds patience_;
   std::vector<Window> windows_;
   bool loaded_ = false;
 };

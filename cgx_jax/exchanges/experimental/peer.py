@@ -19,7 +19,9 @@ from cgx_jax.exchanges import fused, nccl
 from cgx_jax.exchanges.base import Call, Fused, Sent
 from cgx_jax.exchanges.xla import Xla
 from cgx_jax.kernels.constants import MOST_PEERS as MOST_RANKS
+from cgx_jax.kernels.wire import Layout
 
+TIMEOUTS = (0.001, 1e9)  # seconds
 NCCL = (2, 29)  # the first that tells the host where a peer's memory is mapped
 
 
@@ -29,16 +31,23 @@ class Peer(nccl.OnCommunicator):
 
     Needs NCCL 2.29, peer access between all GPUs of the axis, and at most 32 of them: more raise
     ValueError while tracing. If a GPU cannot reach another's memory, the first call fails and says
-    so. Nobody has run it on several GPUs, so only `exchange=experimental.Peer()` selects it.
+    so. A call waits up to `timeout` seconds for a rank. Then its results are NaN, and the next call
+    fails. Nobody has run it on several GPUs, so only `exchange=experimental.Peer()` selects it.
+    Raises ValueError for an impossible timeout.
     """
+
+    timeout: float = 300.0
 
     shorthand: ClassVar[str] = "peer"
     can: ClassVar[frozenset[str]] = Xla.can | {"all_reduce"}
 
-    def missing(self, axes: Sequence[str] = ()) -> str | None:
-        if (problem := nccl.not_installed() or old_nccl()) is not None:
-            return problem
-        return fused.unfit_axes(axes) if axes else None
+    def __post_init__(self) -> None:
+        low, high = TIMEOUTS
+        if not low <= self.timeout <= high:
+            raise ValueError(f"Peer: timeout={self.timeout} must be in [{low:g}, {high:g}].")
+
+    def _lacking(self) -> str | None:
+        return old_nccl()
 
     def usable(self, axes: Sequence[str] = ()) -> bool:
         return False
@@ -51,6 +60,9 @@ class Peer(nccl.OnCommunicator):
                 "`Levels`."
             )
         return super().fused(call, sent)
+
+    def _options(self, layout: Layout) -> dict[str, int]:
+        return {"timeout_ms": round(1000 * self.timeout)}
 
 
 def old_nccl() -> str | None:

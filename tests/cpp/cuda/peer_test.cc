@@ -155,6 +155,7 @@ struct Node {
   explicit Node(const Call& largest, int64_t patience = kForEver, bool areas = true)
       : told(new uint32_t[largest.c.world]()), patience(patience) {
     emulator::reset();
+    emulator::set_processors(4);
     emulator::lose_stores_to(nullptr);
     emulator::presume(nullptr);
     shape.world = static_cast<int32_t>(largest.c.world);
@@ -194,6 +195,8 @@ struct Node {
           row_bytes(call), patience, call.c.divisor, static_cast<int32_t>(rank)};
       check(cgx::launch_peer(table, args, call.c.residual, streams[rank]) == cudaSuccess, "launch");
     }
+    check(emulator::cooperative_launches() == emulator::launches(), "all blocks run at once");
+    check(emulator::most_blocks() <= emulator::processors() / 2, "half of the device is left");
     return tables.size();
   }
   size_t put(Call& call) {

@@ -113,9 +113,10 @@ inline int64_t clock64() { return emulator::clock(); }
 enum { __NV_ATOMIC_RELAXED, __NV_ATOMIC_ACQUIRE, __NV_ATOMIC_RELEASE, __NV_ATOMIC_ACQ_REL };
 enum { __NV_THREAD_SCOPE_DEVICE, __NV_THREAD_SCOPE_SYSTEM };
 template <typename T>
-void __nv_atomic_store_n(T* word, T value, int order, int) {
+void __nv_atomic_store_n(T* word, T value, int order, int scope) {
   emulator::pause();
   if (!emulator::stores(word)) return;
+  emulator::note_store(word, scope == __NV_THREAD_SCOPE_SYSTEM);
   if (order == __NV_ATOMIC_RELEASE && !emulator::relaxed()) {
     __atomic_store_n(word, value, __ATOMIC_RELEASE);
   } else {
@@ -124,14 +125,16 @@ void __nv_atomic_store_n(T* word, T value, int order, int) {
   emulator::pause();
 }
 template <typename T>
-T __nv_atomic_load_n(T* word, int order, int) {
+T __nv_atomic_load_n(T* word, int order, int scope) {
   emulator::pause();
+  emulator::check_load(word, scope == __NV_THREAD_SCOPE_SYSTEM);
   const T value = order == __NV_ATOMIC_ACQUIRE ? __atomic_load_n(word, __ATOMIC_ACQUIRE)
                                                : __atomic_load_n(word, __ATOMIC_RELAXED);
   return static_cast<T>(emulator::loaded(word, value));
 }
 template <typename T>
-T __nv_atomic_fetch_add(T* word, T value, int, int) {
+T __nv_atomic_fetch_add(T* word, T value, int, int scope) {
+  emulator::note_store(word, scope == __NV_THREAD_SCOPE_SYSTEM);
   return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
 }
 
@@ -155,14 +158,16 @@ struct cudaFuncAttributes {};
 
 template <typename... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(Parameters...)) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   emulator::load(reinterpret_cast<const void*>(kernel));
   return cudaSuccess;
 }
 
-// A device of few multiprocessors, each with room for one block.
+// Every multiprocessor has room for one block.
 template <typename... Parameters>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(Parameters...), int,
                                                           size_t) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *blocks = 1;
   return cudaSuccess;
 }
@@ -185,8 +190,16 @@ struct cudaLaunchConfig_t {
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   if (config->stream && config->stream->device != emulator::device()) return cudaErrorLaunchFailure;
-  emulator::count_launch(reinterpret_cast<const void*>(kernel));
+  bool cooperative = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    cooperative = cooperative || (config->attrs[i].id == cudaLaunchAttributeCooperative &&
+                                  config->attrs[i].val.cooperative);
+  }
+  const int blocks = static_cast<int>(config->gridDim.x);
+  if (cooperative && blocks > emulator::processors()) return cudaErrorCooperativeLaunchTooLarge;
+  emulator::count_launch(reinterpret_cast<const void*>(kernel), blocks, cooperative);
   const std::tuple<Parameters...> copies(arguments...);
   emulator::submit_kernel(config->stream, config->gridDim.x, config->blockDim.x,
                           [=] { std::apply(kernel, copies); });

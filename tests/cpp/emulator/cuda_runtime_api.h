@@ -9,7 +9,12 @@
 
 #include "streams.h"
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorLaunchFailure = 719 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorCooperativeLaunchTooLarge = 720
+};
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
@@ -26,6 +31,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
                                               : "unspecified launch failure";
 }
 inline cudaError_t cudaGetDevice(int* device) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *device = emulator::device();
   return cudaSuccess;
 }
@@ -34,41 +40,51 @@ inline cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *least = *greatest = 0;
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *stream = emulator::make_stream();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *event = emulator::make_event();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   emulator::record(event, stream);
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   emulator::wait(stream, event);
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 4;
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
+  *value = emulator::processors();
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceSynchronize() {
-  return emulator::run_streams(0) ? cudaSuccess : cudaErrorLaunchFailure;
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
+  return emulator::synchronize() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   memset(data, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemset2D(void* data, size_t pitch, int value, size_t width, size_t rows) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   for (size_t r = 0; r < rows; ++r) memset(static_cast<char*>(data) + r * pitch, value, width);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   memcpy(to, from, bytes);
   return cudaSuccess;
 }
@@ -80,22 +96,25 @@ inline std::vector<void*>& host_memory() {
 }
 }  // namespace emulator
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
   *memory = malloc(bytes);
   emulator::host_memory().push_back(*memory);
   return cudaSuccess;
 }
 
-// What only the programs of tests/gpu call. Device memory is host memory. Streams and events live
-// until emulator::reset(), because work that uses them may still be queued when they are destroyed.
+// Device memory is host memory. Like real device memory, it lives until it is freed.
 inline cudaError_t cudaMalloc(void** data, size_t bytes) {
-  constexpr size_t kAlignment = 256;
-  *data = aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  if (emulator::cuda_fails()) return cudaErrorLaunchFailure;
+  *data = emulator::make_memory(bytes);
   return *data ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 inline cudaError_t cudaFree(void* data) {
-  free(data);
+  emulator::free_memory(data);
   return cudaSuccess;
 }
+
+// What only the programs of tests/gpu call. Streams and events live until emulator::reset(),
+// because work that uses them may still be queued when they are destroyed.
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t stream) {
   emulator::submit(stream, [=] {

@@ -9,11 +9,16 @@
 
 namespace {
 
-// Every lane writes its value and reads its neighbor's, with or without meeting in between.
+// Every lane writes its value and reads its neighbor's. In between the lanes meet, or only vote,
+// which orders nothing.
 __global__ void exchange_through_memory(float* memory, float* result, bool meet) {
   const int lane = threadIdx.x;
   memory[lane] = static_cast<float>(lane);
-  if (meet) __reduce_max_sync(0xffffffffu, 1);
+  if (meet) {
+    __syncwarp();
+  } else {
+    __all_sync(0xffffffffu, 1);
+  }
   result[lane] = memory[(lane + 1) % 32];
 }
 

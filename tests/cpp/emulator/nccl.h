@@ -40,7 +40,9 @@ inline cgx::NcclLibrary nccl() {
   l.comm_split = [](NcclComm from, int, int, NcclComm* made, cgx::NcclConfig* config) {
     Comm* comm = nullptr;
     const bool share = config ? config->split_share != 0 : comm_of(from)->share;
-    const int result = split(comm_of(from), share, &comm);
+    const bool limited = config && config->max_blocks != cgx::NcclConfig::kUnset;
+    const int blocks = limited ? config->max_blocks : comm_of(from)->blocks;
+    const int result = split(comm_of(from), share, blocks, &comm);
     *made = handle(comm);
     return result;
   };

@@ -37,12 +37,15 @@ struct World {
   std::vector<std::unique_ptr<Comm>> comms;
   std::map<std::pair<int64_t, int64_t>, int64_t> numbers;  // of a communicator's splits
   std::set<int64_t> used, connections, aborted;
+  std::set<std::tuple<int64_t, int, int>> connected;   // ranks, by (comm, from, to)
+  std::map<std::pair<int64_t, int>, int64_t> waiting;  // groups on a stream, by comm and rank
+  int processors = 60;
   int64_t waits = 0, left_out = -1;
-  int64_t calls = 0, failing = -1;
-  bool messages = false;  // whether one has been put on a stream
+  int64_t calls = 0, failing = -1, cuda_calls = 0, cuda_failing = -1, cuda_failures = 0;
   uint64_t progress = 0;
   std::set<std::pair<int, const void*>> loaded;  // by device
-  int64_t late = 0, launches = 0;
+  int64_t made = 0, launches = 0, cooperative = 0;
+  int most_blocks = 0;
 };
 
 // The messages of a thread that wait for the end of their group.
@@ -65,7 +68,7 @@ std::recursive_mutex& mutex() {
 }
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-constexpr int kSuccess = 0, kInternalError = 3, kInvalidArgument = 4;
+constexpr int kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5;
 constexpr uintptr_t kAlignment = 16;  // NCCL takes any pointer, but copies single bytes then
 
 int called() { return world.calls++ == world.failing ? kInternalError : kSuccess; }
@@ -173,30 +176,56 @@ Event* create_event() {
 
 Stream* make_stream() {
   const Lock lock(mutex());
-  world.late += world.messages;
+  ++world.made;
   return create_stream();
 }
 
 Event* make_event() {
   const Lock lock(mutex());
-  world.late += world.messages;
+  ++world.made;
   return create_event();
+}
+
+// Never forgotten, because what a device keeps for later calls has no end.
+std::map<void*, std::unique_ptr<void, decltype(&free)>>& device_memory() {
+  static auto* const all = new std::map<void*, std::unique_ptr<void, decltype(&free)>>;
+  return *all;
+}
+
+void* make_memory(size_t bytes) {
+  const Lock lock(mutex());
+  constexpr size_t kLine = 256;
+  ++world.made;
+  void* const memory = aligned_alloc(kLine, (bytes + kLine - 1) / kLine * kLine);
+  if (memory) device_memory().emplace(memory, std::unique_ptr<void, decltype(&free)>(memory, free));
+  return memory;
+}
+
+void free_memory(void* memory) {
+  const Lock lock(mutex());
+  device_memory().erase(memory);
 }
 
 void load(const void* kernel) {
   const Lock lock(mutex());
-  if (world.loaded.insert({current_device, kernel}).second) world.late += world.messages;
+  world.made += world.loaded.insert({current_device, kernel}).second;
 }
 
-int64_t late() { return world.late; }
+int64_t made() { return world.made; }
 
-void count_launch(const void* kernel) {
+void count_launch(const void* kernel, int blocks, bool cooperative) {
   const Lock lock(mutex());
   load(kernel);
   ++world.launches;
+  world.cooperative += cooperative;
+  world.most_blocks = std::max(world.most_blocks, blocks);
 }
 
 int64_t launches() { return world.launches; }
+
+int64_t cooperative_launches() { return world.cooperative; }
+
+int most_blocks() { return world.most_blocks; }
 
 void record(Event* event, Stream* stream) {
   const Lock lock(mutex());
@@ -222,9 +251,14 @@ void set_device(int device) { current_device = device; }
 
 int device() { return current_device; }
 
+void set_processors(int processors) { world.processors = processors; }
+
+int processors() { return world.processors; }
+
 void reset() {
   world = World();
   own = Group();
+  forget_words();
 }
 
 int64_t waits() { return world.waits; }
@@ -262,6 +296,17 @@ bool run_streams(uint64_t seed) {
   return true;
 }
 
+bool synchronize() {
+  const Lock lock(mutex());
+  if (run_streams(0)) return true;
+  for (const auto& stream : world.streams) {
+    if (stream->device != current_device) continue;
+    if (!stream->queue.empty()) return false;
+    after_kernels_of(stream.get());
+  }
+  return true;
+}
+
 int group_start() {
   const Lock lock(mutex());
   if (const int result = called(); result != kSuccess) return result;
@@ -276,22 +321,32 @@ int group_end() {
   own.messages.clear();
   if (const int result = called(); result != kSuccess) return result;
   if (group->empty()) return kSuccess;
-  world.messages = true;
   world.used.insert(own.comm->number);
   world.connections.insert(own.comm->resources);
-  submit(own.stream, [comm = own.comm, group] { return exchange(comm, group.get()); });
+  for (const Message& m : *group) {
+    world.made += world.connected.insert({own.comm->number, own.comm->rank, m.peer}).second;
+  }
+  ++world.waiting[{own.comm->number, own.comm->rank}];
+  submit(own.stream, [comm = own.comm, group] {
+    const bool over = exchange(comm, group.get());
+    world.waiting[{comm->number, comm->rank}] -= over;
+    return over;
+  });
   return kSuccess;
 }
 
 void drop_group() { own = Group(); }
 
-int split(Comm* from, bool share, Comm** made) {
+bool in_group() { return own.depth > 0; }
+
+int split(Comm* from, bool share, int blocks, Comm** made) {
   const Lock lock(mutex());
   if (const int result = called(); result != kSuccess) return result;
+  if (world.waiting[{from->number, from->rank}] > 0) return kInvalidUsage;
   const int64_t next = static_cast<int64_t>(world.numbers.size()) + 1;
   const int64_t number = world.numbers.insert({{from->number, from->splits++}, next}).first->second;
-  world.comms.push_back(std::make_unique<Comm>(
-      Comm{from->rank, from->world, number, from->share ? from->resources : number, share}));
+  world.comms.push_back(std::make_unique<Comm>(Comm{
+      from->rank, from->world, number, from->share ? from->resources : number, share, blocks}));
   *made = world.comms.back().get();
   return kSuccess;
 }
@@ -299,6 +354,12 @@ int split(Comm* from, bool share, Comm** made) {
 void abort_messages(const Comm& comm) {
   const Lock lock(mutex());
   world.aborted.insert(comm.number);
+}
+
+void forget_used() {
+  const Lock lock(mutex());
+  world.used.clear();
+  world.connections.clear();
 }
 
 int64_t used() { return static_cast<int64_t>(world.used.size()); }
@@ -313,6 +374,23 @@ int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream) {
   return add({nullptr, data, count, peer}, comm, stream);
 }
 
-void fail_at(int64_t call) { world.failing = call; }
+void fail_at(int64_t call) {
+  const Lock lock(mutex());
+  world.calls = 0;
+  world.failing = call;
+}
+
+void fail_cuda_at(int64_t call, int64_t count) {
+  const Lock lock(mutex());
+  world.cuda_calls = 0;
+  world.cuda_failing = call;
+  world.cuda_failures = count;
+}
+
+bool cuda_fails() {
+  const Lock lock(mutex());
+  const int64_t since = world.cuda_calls++ - world.cuda_failing;
+  return world.cuda_failing >= 0 && since >= 0 && since < world.cuda_failures;
+}
 
 }  // namespace emulator

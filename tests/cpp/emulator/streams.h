@@ -51,17 +51,26 @@ Graph* end_capture(Stream* stream);
 // The device that is current in this thread.
 void set_device(int device);
 int device();
+// How many multiprocessors every device has: 60 after reset(). Each runs one block of a kernel.
+void set_processors(int processors);
+int processors();
 
 // What the runtime creates and loads. On a real device each of these may wait for all streams, and
-// messages on the streams may wait for other ranks of this process. late() is how many came after
-// the first message since reset(). A launch loads the kernel unless the current device has it.
+// messages on the streams may wait for other ranks of this process. made() is how many there have
+// been since reset(). NCCL creates things too, at the first message between two ranks. A launch
+// loads the kernel unless the current device has it.
 Stream* make_stream();
 Event* make_event();
+void* make_memory(size_t bytes);
+void free_memory(void* memory);
 void load(const void* kernel);
-int64_t late();
-// Loads the kernel of a launch and counts it; how many there have been since reset().
-void count_launch(const void* kernel);
+int64_t made();
+// Loads the kernel of a launch and counts it. Since reset(): how many there have been, how many of
+// them were cooperative, and the most blocks of one.
+void count_launch(const void* kernel, int blocks, bool cooperative);
 int64_t launches();
+int64_t cooperative_launches();
+int most_blocks();
 
 // Forgets all streams, events, messages and kernels.
 void reset();
@@ -74,31 +83,42 @@ void leave_out(int64_t wait);
 // continue. Odd seeds starve streams as long as others can continue; even seeds choose evenly.
 // Kernels of several streams that wait for each other take turns.
 bool run_streams(uint64_t seed);
+// Runs what it can. Returns whether everything on the streams of the current device has run.
+bool synchronize();
+
+// Makes `count` of the CUDA calls that the library makes from now on fail, from number `call` on
+// (-1: none). cuda_fails() counts a call and returns whether it fails.
+void fail_cuda_at(int64_t call, int64_t count = 1);
+bool cuda_fails();
 
 // NCCL's point-to-point calls between ranks of this process. Results are ncclResult_t values. send
-// and recv take only pointers to multiples of 16. Each thread has its own group. fail_at counts
-// calls of group_start, send, recv, group_end and split; the call with that number fails (-1:
-// none).
+// and recv take only pointers to multiples of 16. Each thread has its own group.
 struct Comm {
   int rank, world;
   int64_t number = 0;     // of the communicator, the same on all ranks
   int64_t resources = 0;  // the communicator whose connections it uses
   bool share = true;      // whether communicators split from it use them too
+  int blocks = 32;        // thread blocks of its messages, at most
   int64_t splits = 0, marks = 0;
 };
 int group_start();
 int group_end();
 void drop_group();  // closes this thread's group, like a group_end that fails
+bool in_group();    // whether this thread's group is open
 int send(const void* data, size_t count, int peer, const Comm* comm, Stream* stream);
 int recv(void* data, size_t count, int peer, const Comm* comm, Stream* stream);
-// Splits off a communicator of the same ranks, which lives until reset(). `share` is that of the
-// new communicator.
-int split(Comm* from, bool share, Comm** made);
+// Splits off a communicator of the same ranks, which lives until reset(). `share` and `blocks` are
+// those of the new communicator. `from` must have no message on a stream.
+int split(Comm* from, bool share, int blocks, Comm** made);
 // Ends all messages of a communicator, as ncclCommAbort does, so that streams continue without
 // them. Messages of communicators that were split from it stay.
 void abort_messages(const Comm& comm);
+// Makes one of the calls of group_start, send, recv, group_end and split from now on fail, by its
+// number from 0 on (-1: none).
 void fail_at(int64_t call);
-// How many communicators, and how many connections, have had a message on a stream since reset().
+// How many communicators, and how many connections, have had a message on a stream since reset() or
+// forget_used().
+void forget_used();
 int64_t used();
 int64_t connections();
 

@@ -57,6 +57,7 @@ struct Warp {
   Thread thread;
   unsigned first_thread;
   const std::function<void()>* body;
+  int device;
   char *before,
       *after;  // what the sanitizer takes for the ends of the kernel before and of this one
   ucontext_t scheduler;
@@ -190,6 +191,16 @@ struct Faults {
 };
 Faults faults;
 
+// Who has stored a word last, and in which scope.
+struct Store {
+  int device;
+  bool system;
+};
+std::map<const void*, Store>& stores_of_words() {
+  static auto* const all = new std::map<const void*, Store>;
+  return *all;
+}
+
 }  // namespace
 
 Grid::Grid(unsigned blocks, unsigned threads, std::function<void()> body, const void* stream,
@@ -218,6 +229,7 @@ CGX_UNSEEN Warp* Grid::start() {
   w.live = kWarp;
   w.paused = false;
   w.body = &body_;
+  w.device = device_;
   w.before = last_of(stream_);
   w.after = end_;
   for (Fiber& fiber : w.fibers) {
@@ -292,6 +304,26 @@ void relax_stores(bool relax) { faults.relaxed = relax; }
 
 CGX_UNSEEN bool relaxed() { return faults.relaxed; }
 
+void note_store(const void* word, bool system) {
+#if defined(__SANITIZE_THREAD__)
+  (void)word, (void)system;
+#else
+  stores_of_words()[word] = {warp().device, system};
+#endif
+}
+
+void check_load(const void* word, bool system) {
+#if defined(__SANITIZE_THREAD__)
+  (void)word, (void)system;
+#else
+  const auto found = stores_of_words().find(word);
+  if (found == stores_of_words().end() || found->second.device == warp().device) return;
+  if (!system || !found->second.system) fail("a word of another device", "an atomic of one device");
+#endif
+}
+
+void forget_words() { stores_of_words().clear(); }
+
 CGX_UNSEEN int64_t clock() {
   static int64_t ticks = 0;
   return ++ticks;
@@ -308,7 +340,8 @@ CGX_UNSEEN const uint64_t* exchange(const char* operation, unsigned mask, uint64
     fail("lanes of a warp meet in different operations", operation);
   }
 #if defined(__SANITIZE_THREAD__)
-  __tsan_release(&w.arrived);
+  const bool orders = strcmp(operation, "syncwarp") == 0;
+  if (orders) __tsan_release(&w.arrived);
 #endif
   const uint64_t mine = w.over;
   w.operation = operation;
@@ -321,7 +354,7 @@ CGX_UNSEEN const uint64_t* exchange(const char* operation, unsigned mask, uint64
     to_scheduler(false);
   }
 #if defined(__SANITIZE_THREAD__)
-  __tsan_acquire(&w.arrived);
+  if (orders) __tsan_acquire(&w.arrived);
 #endif
   return w.slots[mine % 2];
 }

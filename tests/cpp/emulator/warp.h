@@ -3,8 +3,8 @@
 // that does not pause runs its warps one after the other.
 //
 // Build with -fsanitize=address to find accesses past a buffer's end. Build with -fsanitize=thread
-// to find unordered accesses of two threads to the same memory: only a warp's own operations,
-// atomics and the order of a stream's kernels order threads.
+// to find unordered accesses of two threads to the same memory: only __syncwarp, atomics and the
+// order of a stream's kernels order threads. Votes and shuffles do not.
 #ifndef CGX_EMULATOR_WARP_H_
 #define CGX_EMULATOR_WARP_H_
 
@@ -96,6 +96,13 @@ void presume(const void* word);
 // Makes stores release nothing, so that the thread sanitizer must complain.
 void relax_stores(bool relax);
 bool relaxed();
+
+// Atomics of system scope reach other devices, those of device scope do not. check_load ends the
+// process if another device has stored the word and one of both atomics has device scope. Not under
+// the thread sanitizer, which would see the notes themselves.
+void note_store(const void* word, bool system);
+void check_load(const void* word, bool system);
+void forget_words();
 
 // Ticks of a clock that advances with every reading.
 int64_t clock();

@@ -19,6 +19,7 @@ Call make(Random& random, int64_t world, bool damaged) {
   for (int64_t r = 0; r < world; ++r) groups.push_back(r);
   call.attributes["groups"] = groups;
   call.attributes["divisor"] = static_cast<float>(world);
+  call.attributes["timeout_ms"] = int64_t{300'000};
   call.attributes["name"] = std::string("psum_compressed(exchange='peer')");
   if (damaged) damage(random, &call);
   return call;

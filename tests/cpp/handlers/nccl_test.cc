@@ -131,8 +131,9 @@ struct Options {
   std::vector<int64_t> groups = {0, 1, 2, 3};
   int64_t streams = 1;
   Failure failure = {};
-  int executing = kWorld;  // ranks that reach Execute; the others are lost before it
-  bool aborts = false;     // XLA aborts its communicator afterwards
+  int executing = kWorld;     // ranks that reach Execute; the others are lost before it
+  bool aborts = false;        // XLA aborts its communicator afterwards
+  int64_t failing_cuda = -1;  // the number of a CUDA call that fails
 };
 
 // A new device for every rank, because what a device keeps from call to call belongs to its
@@ -174,6 +175,7 @@ Arrays operands(int64_t rows) {
 std::string fused(const Fused& call, const Options& options, Arrays* out,
                   const Devices& devices = Devices()) {
   emulator::fail_at(options.failing);
+  emulator::fail_cuda_at(options.failing_cuda);
   nccl = Nccl();
   nccl.failure = options.failure;
   static int64_t communicator = 0;  // negative: no communicator that is split has such a number
@@ -234,8 +236,12 @@ std::string fused(const Fused& call, const Options& options, Arrays* out,
   }
   const cgx::Stages stages = cgx::nccl_stages(call.collective);
   if (options.initialize) stage(stages.initialize, XLA_FFI_ExecutionStage_INITIALIZE);
+  const int64_t made = emulator::made();
+  emulator::forget_used();
   stage(stages.execute, XLA_FFI_ExecutionStage_EXECUTE, options.executing);
-  if (error.empty() && emulator::late() > 0) error = "something was made after the first message";
+  emulator::fail_cuda_at(-1);
+  check(!emulator::in_group(), "no group stays open");
+  if (error.empty() && emulator::made() > made) error = "something was made between messages";
   if (emulator::device() != 0) error += "another device is left current";
   for (int r = 0; r < kWorld && options.aborts; ++r) emulator::abort_messages(comms[r]);
   // The caller frees the memory of a failed call once its stream has got that far.
@@ -448,6 +454,34 @@ void lost_communicators() {
   }
 }
 
+// Whichever CUDA call fails, the handlers say so, nothing stays open, and the next call, on a new
+// communicator, is right.
+void cuda_failures() {
+  const Fused& call = kFused[0];  // nccl/fused_test.cc has the others
+  for (const int64_t streams : {1, 3}) {
+    if (kHalfOfTheCases && streams == 1) continue;
+    Options good;
+    good.streams = streams;
+    Arrays expected, out;
+    check(fused(call, good, &expected).empty(), "CUDA fails: at first");
+    Options bad = good;
+    bad.aborts = true;
+    // Tries every early call, then fewer and fewer, since later segments repeat them.
+    for (bad.failing_cuda = 0;; bad.failing_cuda += 1 + bad.failing_cuda / 8) {
+      const std::string text = std::to_string(streams) + " streams, CUDA fails in call " +
+                               std::to_string(bad.failing_cuda);
+      Devices devices;
+      const std::string said = fused(call, bad, &out, devices);
+      if (said.empty()) break;
+      check(has(said, "over axis 'data': CUDA: unspecified launch failure"), text + ": " + said);
+      if (streams > 1) devices = Devices();  // messages may wait on communicators that were split
+      const std::string next = fused(call, good, &out, devices);
+      check(next.empty() && out == expected, text + ": on a new communicator: " + next);
+    }
+    check(bad.failing_cuda > 100, "CUDA fails: in both stages");
+  }
+}
+
 // A rank is lost before it sends anything. The others' handlers have put all on the streams and
 // returned. XLA aborts its communicator, which frees the streams if all messages are on that one.
 void a_lost_rank() {
@@ -544,6 +578,7 @@ int main() {
   other_collectives();
   streams();
   lost_communicators();
+  cuda_failures();
   a_lost_rank();
   return report();
 }

@@ -70,6 +70,7 @@ struct Ranks {
 
   Ranks() {
     emulator::reset();
+    emulator::set_processors(4);
     nccl = Nccl();
     static int last = 0;  // new devices: what a device keeps belongs to one case's communicators
     for (int r = 0; r < kWorld; ++r) {
@@ -95,6 +96,9 @@ struct Options {
   int64_t values = 1000, keys = 4, more_out = 0;
   bool residual = false, initialize = true;
   uint64_t seed = 1;
+  int64_t timeout_ms = 300'000;
+  int late = 0;            // steps that the last rank comes after the others
+  int executing = kWorld;  // ranks that reach Execute
 };
 
 // Runs one call of every rank, stage by stage. Returns the first error, or what is wrong with the
@@ -117,11 +121,13 @@ std::string call(Ranks& ranks, const Options& options) {
         .attr("groups", std::vector<int64_t>{0, 1})
         .attr("name", "psum_compressed(exchange='peer') over axis 'data'")
         .attr("slots", std::vector<int64_t>{4, kBucket, 0, 0, 0, 0, 0})
+        .attr("timeout_ms", options.timeout_ms)
         .attr("world", int64_t{kWorld});
   }
   std::string error;
-  const auto stage = [&](XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage number) {
-    for (int r = 0; r < kWorld && error.empty(); ++r) {
+  const auto stage = [&](XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage number,
+                         int executing = kWorld) {
+    for (int r = 0; r < executing && error.empty(); ++r) {
       error = frames[r].call(handler, number, &ranks.contexts[r]);
     }
   };
@@ -129,7 +135,8 @@ std::string call(Ranks& ranks, const Options& options) {
   if (options.initialize) {
     stage(cgx::peer_stages().initialize, XLA_FFI_ExecutionStage_INITIALIZE);
   }
-  stage(cgx::peer_stages().execute, XLA_FFI_ExecutionStage_EXECUTE);
+  emulator::submit(ranks.streams.back(), [rest = options.late]() mutable { return --rest < 0; });
+  stage(cgx::peer_stages().execute, XLA_FFI_ExecutionStage_EXECUTE, options.executing);
   if (!error.empty()) return error;
   if (emulator::device() != 0) return "another device is left current";
   if (!emulator::run_streams(options.seed)) return "the streams wait for ever";
@@ -231,20 +238,33 @@ void more_ranks_than_a_window_has_room_for() {
   cgx::OwnedLayout owned;
   check(owned.build({{1000, 4, kBucket, 0, 0}}, 33).empty(), "ranks: layout");
   std::string unused;
-  const std::string said = cgx::PeerLane().prepare(owned.view(), *cgx::nccl_library(&unused),
+  const std::string said = cgx::PeerLane().prepare(owned.view(), {}, *cgx::nccl_library(&unused),
                                                    reinterpret_cast<cgx::NcclComm>(&comms[0]), 0);
   check(said == "the number of ranks is 33, must be at most 32", "ranks: " + said);
 }
 
-// After a launch has given up, the next call says so.
-void a_call_that_gave_up_is_reported() {
+// A call waits for its timeout, whose unit the kernel must know: the emulator's clock goes on by a
+// nanosecond whenever it is read. After a launch has given up, the next call says so.
+void a_rank_has_until_the_timeout() {
+  Options options;
+  options.timeout_ms = 1;
+  options.late = 100;
   Ranks ranks;
-  check(call(ranks, {}).empty(), "gave up: the first call");
-  for (void* told : emulator::host_memory()) *static_cast<uint32_t*>(told) = 1;
-  check(has(call(ranks, {}),
-            "over axis 'data': an earlier call waited 300 s for a rank in vain, and "
-            "its results are NaN"),
-        "gave up: the next call says so");
+  check(call(ranks, options).empty(), "timeout: a late rank is waited for");
+  options.executing = 1;
+  check(call(ranks, options) == "a sum is wrong", "timeout: a rank that does not come is not");
+  check(has(call(ranks, options),
+            "over axis 'data': an earlier call waited for a rank in vain, and its results are NaN: "
+            "see whether every process still runs and makes the same calls in one order, and start "
+            "all of them again. If a rank is only slow, use a larger timeout than "
+            "Peer(timeout=0.001)"),
+        "timeout: the next call says so");
+  for (const int64_t wrong : {int64_t{0}, int64_t{1'000'000'000'001}}) {
+    options.timeout_ms = wrong;
+    check(has(call(ranks, options), "over axis 'data': timeout_ms is " + std::to_string(wrong) +
+                                        ", must be in [1, 10^12]"),
+          "timeout: others are refused");
+  }
 }
 
 }  // namespace
@@ -299,6 +319,6 @@ int main() {
   refused();
   lost_communicators();
   more_ranks_than_a_window_has_room_for();
-  a_call_that_gave_up_is_reported();
+  a_rank_has_until_the_timeout();
   return report();
 }

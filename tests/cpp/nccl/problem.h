@@ -4,6 +4,7 @@
 #define CGX_TESTS_NCCL_PROBLEM_H_
 
 #include <algorithm>
+#include <utility>
 
 #include "cases.h"
 #include "cpu/kernels.h"
@@ -220,10 +221,10 @@ struct Run {
   int64_t segment_bytes;
   uint64_t seed = 1;  // of the order of streams
   int64_t streams = 1;
-  int64_t left_out = -1;  // the number of a wait to leave out
-  int calls = 1;          // one after the other on the same streams and memory
-  int64_t failing = -1;   // the number of an NCCL call that fails
-  std::chrono::milliseconds patience = std::chrono::seconds(60);
+  int64_t left_out = -1;      // the number of a wait to leave out
+  int calls = 1;              // one after the other on the same streams and memory
+  int64_t failing = -1;       // the number of an NCCL call that fails
+  int64_t cuda_failing = -1;  // of a CUDA call
 };
 
 // All ranks of a problem on one emulator.
@@ -243,17 +244,20 @@ class Ranks {
     for (int64_t r = 0; r < problem.world; ++r) {
       scratch_[r].assign(bytes, 0xCD);
       comms_[r] = {static_cast<int>(r), static_cast<int>(problem.world)};
+      emulator::set_device(static_cast<int>(r));
       streams_.push_back(emulator::create_stream());
     }
+    emulator::set_device(0);
   }
 
   // Run the stages of a rank's call. They return what went wrong, or "".
   std::string initialize(int64_t rank, int64_t streams) {
     const int64_t segments = cgx::CudaFused::segments(problem_.owned.view(), run_.segment_bytes);
+    emulator::set_device(static_cast<int>(rank));
     std::string error = lanes_[rank].prepare(segments);
-    if (error.empty() && streams > 1) {
+    if (error.empty()) {
       error = lanes_[rank].connect(streams, emulated_nccl(), comm(rank), static_cast<int32_t>(rank),
-                                   run_.patience);
+                                   problem_.world);
     }
     return error;
   }
@@ -262,6 +266,7 @@ class Ranks {
                to = problem_.pointers_of_rows(out_[rank]),
                lost = problem_.pointers_of_rows(lost_[rank]);
     const cgx::DType* const dtypes = problem_.dtypes.data();
+    emulator::set_device(static_cast<int>(rank));
     std::string error;
     for (int call = 0; call < run_.calls; ++call) {
       cgx::CudaFused fused({problem_.collective,
@@ -274,8 +279,7 @@ class Ranks {
                             static_cast<int32_t>(rank),
                             run_.segment_bytes,
                             streams,
-                            scratch_[rank].data(),
-                            run_.patience},
+                            scratch_[rank].data()},
                            emulated_nccl(), comm(rank), lanes_[rank], streams_[rank]);
       const std::string said = fused.run();
       if (!said.empty()) error = said;
@@ -319,11 +323,15 @@ Outcome outcome(const Problem& problem, const Run& run) {
     if (!error.empty()) outcome.error = error;
   };
   for (int64_t r = 0; r < problem.world; ++r) note(ranks.initialize(r, run.streams));
+  emulator::forget_used();
   emulator::leave_out(run.left_out);
   emulator::fail_at(run.failing);
-  const int64_t late = emulator::late();
+  emulator::fail_cuda_at(run.cuda_failing);
+  const int64_t made = emulator::made();
   for (int64_t r = 0; r < problem.world; ++r) note(ranks.execute(r, run.streams));
-  check(emulator::late() == late, "nothing is made between messages");
+  emulator::fail_cuda_at(-1);
+  check(!emulator::in_group(), "no group stays open");
+  check(emulator::made() == made, "nothing is made between messages");
   if (outcome.error.empty()) outcome.finished = emulator::run_streams(run.seed);
   outcome.right = ranks.right();
   return outcome;

@@ -112,9 +112,10 @@ void ranks_that_issue_in_any_order() {
       };
       // The runtime waits for all ranks between the two stages.
       in_threads([&](int64_t r) { return ranks.initialize(r, streams); });
+      const int64_t made = emulator::made();
       in_threads([&](int64_t r) { return ranks.execute(r, streams); });
       for (const auto& error : errors) check(error.empty(), text(name, world, streams) + error);
-      check(emulator::late() == 0, text(name, world, streams) + ": made between messages");
+      check(emulator::made() == made, text(name, world, streams) + ": made between messages");
       check(emulator::run_streams(1) && ranks.right(), text(name, world, streams) + ", threads");
     }
   }
@@ -161,7 +162,7 @@ void failures_come_after_every_wire() {
       check(wires.size() == kStreams, "four wires");
       bool open = false, after = false;
       emulator::submit(wires[late].stream, [&] { return open; });
-      emulator::fail_at(failing < 0 ? -1 : kStreams + failing);  // after the splits
+      emulator::fail_at(failing);
       const std::string error = ranks.execute(0, kStreams);
       check(error.empty() == (failing < 0), "a failing call: " + error);
       emulator::submit(ranks.stream(0), [&] { return after = true; });
@@ -173,12 +174,48 @@ void failures_come_after_every_wire() {
   }
 }
 
+// The same for failures of CUDA, also when the failed call cannot order the streams either: `count`
+// calls fail, one after the other.
+void cuda_failures_come_after_every_wire() {
+  constexpr int64_t kStreams = 3;
+  const auto collective = cgx::Collective::kAllReduce;
+  const Problem problem(collective, records(collective, 1), 1, 1.0f);
+  for (const int64_t count : {1, 2}) {
+    bool fails = true;
+    for (int64_t failing = 0; fails; ++failing) {
+      Ranks ranks(problem, {kSegment});
+      check(ranks.initialize(0, kStreams).empty(), "three streams");
+      int64_t over = 0;
+      for (const auto& wire : ranks.lane(0).wires(ranks.comm(0), kStreams)) {
+        for (int rest = 50; rest >= 0; --rest) {
+          emulator::submit(wire.stream, [&over, rest] {
+            over += rest == 0;
+            return true;
+          });
+        }
+      }
+      emulator::fail_cuda_at(failing, count);
+      fails = !ranks.execute(0, kStreams).empty();
+      emulator::fail_cuda_at(-1);
+      int64_t before = -1;
+      emulator::submit(ranks.stream(0), [&] {
+        before = over;
+        return true;
+      });
+      check(emulator::run_streams(2 * failing + 1) && before == kStreams,
+            std::to_string(count) + " failing calls from " + std::to_string(failing) +
+                ": the caller's stream is ahead");
+    }
+  }
+}
+
 // What a device creates for communicators, and what it says if that fails.
 void communicators() {
   cgx::NcclLibrary& nccl = emulated_nccl();
   const cgx::NcclLibrary whole = nccl;
   const auto connect = [&](cgx::CudaLane& lane, emulator::Comm& comm, int64_t streams) {
-    return lane.connect(streams, nccl, emulator::handle(&comm), 0, std::chrono::milliseconds(20));
+    return lane.connect(streams, nccl, emulator::handle(&comm), 0, 1,
+                        std::chrono::milliseconds(20));
   };
   const auto comms = [](cgx::CudaLane& lane, emulator::Comm& comm, int64_t streams) {
     std::vector<cgx::NcclComm> all;
@@ -188,7 +225,7 @@ void communicators() {
   emulator::reset();
   emulator::Comm comm = {0, 1};
   cgx::CudaLane lane;
-  check(lane.prepare(1).empty() && comms(lane, comm, 1).size() == 1, "one wire needs no connect");
+  check(lane.prepare(1).empty() && comms(lane, comm, 1).size() == 1, "one wire exists already");
   check(comms(lane, comm, 2).empty(), "two do");
   check(connect(lane, comm, 2).empty() && connect(lane, comm, 4).empty(), "two, then four");
   const auto four = comms(lane, comm, 4);
@@ -201,12 +238,6 @@ void communicators() {
             comms(lane, comm, 3) != std::vector(four.begin(), four.begin() + 3),
         "and has communicators of its own");
 
-  nccl.comm_split = nullptr;
-  check(connect(lane, comm, 3) ==
-            "the NCCL that is loaded has no ncclCommSplit, which streams=3 needs: upgrade to NCCL "
-            "2.18 or newer, or use streams=1",
-        "an NCCL that cannot split");
-  nccl = whole;
   for (const int failing : {0, 1}) {
     emulator::reset();
     cgx::CudaLane unlucky;
@@ -236,6 +267,52 @@ void communicators() {
   nccl = whole;
 }
 
+// The message kernels of all streams run at once on any device, or the number is refused.
+void messages_fit_on_the_device() {
+  for (const int processors : {28, 33, 38, 39, 46, 58, 60, 132}) {
+    for (int64_t streams = 2; streams <= cgx::kMostStreams; ++streams) {
+      emulator::reset();
+      emulator::set_processors(processors);
+      emulator::Comm comm = {0, 1};
+      cgx::CudaLane lane;
+      check(lane.prepare(1).empty(), "processors: prepare");
+      const auto handle = emulator::handle(&comm);
+      // Those of a device that has connected fewer before may not become too many.
+      lane.connect(2, emulated_nccl(), handle, 0, 1);
+      const std::string said = lane.connect(streams, emulated_nccl(), handle, 0, 1);
+      int blocks = 0;
+      for (const auto& wire : lane.wires(handle, streams)) {
+        blocks += emulator::comm_of(wire.comm)->blocks;
+      }
+      const std::string text = std::to_string(streams) + " streams on " +
+                               std::to_string(processors) + " multiprocessors: ";
+      check(said.empty() == (31 + streams <= processors), text + said);
+      check(blocks <= processors, text + std::to_string(blocks) + " blocks");
+      check(processors < 60 || blocks == 32 + 4 * (streams - 1), text + "none is left out");
+      check(processors > 28 || streams != 3 ||
+                said ==
+                    "streams=3 needs 34 multiprocessors, so that the messages of all streams "
+                    "can run at once, but this GPU has 28: use streams=1",
+            text + said);
+    }
+  }
+}
+
+// A communicator whose messages are still on a stream is split after them.
+void a_split_waits_for_messages() {
+  const auto collective = cgx::Collective::kAllReduce;
+  const Problem problem(collective, records(collective, 2), 2, 1.0f);
+  Ranks ranks(problem, {kSegment});
+  for (const int64_t streams : {1, 3}) {
+    for (int64_t r = 0; r < 2; ++r) {
+      const std::string said = ranks.initialize(r, streams);
+      check(said.empty(), "a split after messages: " + said);
+    }
+    for (int64_t r = 0; r < 2; ++r) check(ranks.execute(r, streams).empty(), "messages");
+  }
+  check(emulator::run_streams(1) && ranks.right(), "messages before and after a split");
+}
+
 }  // namespace
 
 int main() {
@@ -244,6 +321,9 @@ int main() {
   every_wait_is_needed();
   ranks_have_to_agree();
   failures_come_after_every_wire();
+  cuda_failures_come_after_every_wire();
   communicators();
+  messages_fit_on_the_device();
+  a_split_waits_for_messages();
   return report();
 }
