@@ -84,13 +84,14 @@ def losses() -> Figure:
     for row in measure.rows(RESULTS / "time_to_loss.jsonl"):
         if row["way"] in LOSSES:
             by_link.setdefault(row["links"], []).append(row)
-    figure, panels = plt.subplots(1, len(by_link), figsize=(9, 3.4), sharey=True)
+    size = {"figsize": (9, 3.6), "layout": "constrained"}
+    figure, panels = plt.subplots(1, len(by_link), sharey=True, **size)
     for axes, (rate, rows) in zip(panels, by_link.items(), strict=True):
         for row in rows:
             axes.plot(row["seconds"], row["losses"], color=LOSSES[row["way"]], label=row["way"])
         axes.set(title=f"links of {link(rate)}", xlabel="seconds of training")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("loss [nats per byte]")
+    panels[0].set_ylabel("held-out loss [nats per byte]")
     panels[0].legend(frameon=False)
     figure.suptitle("One model, four workers: the same batches and optimizer", fontsize=11)
     return figure
