@@ -179,7 +179,7 @@ class Axes:
         own = [x for x, known in zip(leaves, same, strict=True) if not known]
         means = iter(self._divided(own, self.world))
         pairs = zip(leaves, same, strict=True)
-        return [jnp.asarray(x) * 1.0 if known else next(means) for x, known in pairs]
+        return [_as_mean(x) if known else next(means) for x, known in pairs]
 
     def scatter(self, leaves: Sequence[jax.Array], *, mean: bool = False) -> list[jax.Array]:
         """Returns this rank's row of the sum or mean of every leaf, [world, ...], like `sum`."""
@@ -270,6 +270,12 @@ def in_rank_order(f: Callable[..., jax.Array], total: jax.Array, rows: Pytree) -
     total = f(total, 0, first)
     ranks = np.arange(1, len(jax.tree.leaves(rows)[0]), dtype=np.int32)
     return lax.scan(lambda t, x: (f(t, *x), None), total, (ranks, others), unroll=UNROLL)[0]
+
+
+def _as_mean(x: jax.Array) -> jax.Array:
+    """Returns `x` as `lax.pmean` returns it where all ranks hold it: integers become floats."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(float))
 
 
 def sum_of_rows(rows: jax.Array) -> jax.Array:
