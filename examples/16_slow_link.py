@@ -7,7 +7,7 @@ when each run reached the held-out loss with which the last of them ends. demo/s
 loss against time. The link needs Linux but no root. Where it cannot run, the program prints what is
 missing.
 
-Expected, in 5 minutes on 2 cores: over 100 Mbit/s, 4 bits are about 4 times as fast as exact sums,
+Expected, in 4 minutes on 2 cores: over 100 Mbit/s, 4 bits are about 5 times as fast as exact sums,
 and end within 2 % of their loss (otherwise the exit code is 1). Over 10 Mbit/s, exact sums get
 through a few steps only. There DiLoCo is ahead of 4 bits in every step at first, and ends with a
 higher loss.
