@@ -82,7 +82,8 @@ def draw_times(by_link: dict[str, Runs], path: Path) -> None:
     panels = figure.subplots(1, len(by_link), sharey=True, squeeze=False)[0]
     for axes, (link, runs) in zip(panels, by_link.items(), strict=True):
         for (name, (losses, seconds)), color in zip(runs.items(), COLORS, strict=False):
-            axes.plot(seconds, losses, color=color, lw=2, label=name)
+            alone = "o" if losses.size == 1 else None
+            axes.plot(seconds, losses, color=color, lw=2, marker=alone, label=name)
         axes.set(xlabel="seconds of training", title=f"Link of {link}")
         axes.margins(x=0.01)
         axes.legend(frameon=False)
