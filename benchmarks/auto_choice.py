@@ -26,8 +26,8 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
+from cgx_jax.choice import auto
 from cgx_jax.commands import rig
-from cgx_jax.exchanges import auto
 from cgx_jax.route.route import Options, route
 from cgx_jax.tuning.link_timer import gradient, size_text
 from tuner import relink, turns

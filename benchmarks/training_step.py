@@ -34,8 +34,9 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
+from cgx_jax.choice import auto
 from cgx_jax.commands import rig
-from cgx_jax.exchanges import Mpi, auto
+from cgx_jax.exchanges import Mpi
 from cgx_jax.route import run as running
 from cgx_jax.transforms.precondition import PERIOD, WARMUP, SecondMoment
 

@@ -38,8 +38,9 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
+from cgx_jax.choice import auto
 from cgx_jax.commands import rig
-from cgx_jax.exchanges import Mpi, Xla, auto, mpi
+from cgx_jax.exchanges import Mpi, Xla, mpi
 from cgx_jax.reductions import GatherSum
 from cgx_jax.tuning import Setting
 from cgx_jax.tuning.candidates import FUSION

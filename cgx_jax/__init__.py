@@ -6,6 +6,7 @@ compressors, reductions and exchanges, which `testing` checks. Source: CGX (Mark
 Middleware 2022), GRACE (Xu et al., ICDCS 2021).
 """
 
+from cgx_jax import choice as choice
 from cgx_jax import compressors as compressors
 from cgx_jax import debug as debug
 from cgx_jax import exchanges as exchanges
@@ -21,11 +22,11 @@ from cgx_jax.calls.reshard import reduced as reduced
 from cgx_jax.calls.reshard import reshard as reshard
 from cgx_jax.calls.shards import all_gather_compressed as all_gather_compressed
 from cgx_jax.calls.shards import psum_scatter_compressed as psum_scatter_compressed
+from cgx_jax.choice import use_profile as use_profile
 from cgx_jax.compressors import Cast as Cast
 from cgx_jax.compressors import Identity as Identity
 from cgx_jax.compressors import Quantize as Quantize
 from cgx_jax.debug.nonfinite import debug_nonfinite as debug_nonfinite
-from cgx_jax.exchanges import use_profile as use_profile
 from cgx_jax.kernels.memory import keep_memory as keep_memory
 from cgx_jax.plain_jit.manual import drop_manual_axes as drop_manual_axes
 from cgx_jax.plain_jit.value_and_grad import value_and_grad as value_and_grad

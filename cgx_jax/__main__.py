@@ -22,9 +22,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cgx_jax._version import __version__
+from cgx_jax.choice import auto
+from cgx_jax.choice.profile import ONE_SHOT, Profile
 from cgx_jax.commands import bench, compare, doctor, rig, trial
-from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.tuning import sweep

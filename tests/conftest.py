@@ -17,7 +17,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from cgx_jax import use_profile
-from cgx_jax.exchanges import auto, nccl
+from cgx_jax.choice import auto
+from cgx_jax.exchanges import nccl
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Tests spend most of their time compiling, and other processes need the same programs: workers, the

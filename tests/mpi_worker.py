@@ -29,8 +29,9 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, ErrorFeedback, Identity, Plan, Quantize, SecondMoment
 from cgx_jax.axes import Axes
+from cgx_jax.choice import Auto
 from cgx_jax.compressors import QSGD
-from cgx_jax.exchanges import Auto, Mpi, fused, mpi, mpi_rows
+from cgx_jax.exchanges import Mpi, fused, mpi, mpi_rows
 from cgx_jax.policies import training_loop
 from cgx_jax.reductions import Levels
 from cgx_jax.reductions.named import named

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from cgx_jax.exchanges import Profile
-from cgx_jax.exchanges.profile import Codec, Row
+from cgx_jax.choice import Profile
+from cgx_jax.choice.profile import Codec, Row
 from cgx_jax.host import installation
 
 MB = 1_000_000

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgx_jax import use_profile
-from cgx_jax.exchanges import Auto, Mpi, Profile, Xla, auto, mpi
-from cgx_jax.exchanges.auto import Load
+from cgx_jax.choice import Auto, Profile, auto
+from cgx_jax.choice.auto import Load
+from cgx_jax.choice.profile import Codec, Row
+from cgx_jax.exchanges import Mpi, Xla, mpi
 from cgx_jax.exchanges.base import Least
-from cgx_jax.exchanges.profile import Codec, Row
 from cgx_jax.host import installation
 from cgx_jax.kernels import native
 from profiles import CODEC, MB, MEASURED, profile

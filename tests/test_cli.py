@@ -7,8 +7,8 @@ import pytest
 
 import cgx_jax
 from cgx_jax import Quantize
+from cgx_jax.choice import Profile
 from cgx_jax.commands import chart, doctor, rig
-from cgx_jax.exchanges import Profile
 from processes import command_line, finish, free_port
 
 NO_LINK = rig.missing()

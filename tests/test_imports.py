@@ -20,6 +20,7 @@ LAYERS = [
     "kernels",
     "compressors",
     "exchanges",
+    "choice",
     "debug",
     "reductions",
     "policies",

@@ -13,8 +13,9 @@ import cgx_jax
 import scripts
 from cgx_jax import Plan, Quantize, _compat
 from cgx_jax.axes import Axes
+from cgx_jax.choice import Auto, auto
 from cgx_jax.compressors import PowerSGD
-from cgx_jax.exchanges import Auto, Xla, auto, links
+from cgx_jax.exchanges import Xla, links
 from cgx_jax.exchanges.links import Link
 from cgx_jax.kernels import native
 from cgx_jax.route.route import Options, decide

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 from cgx_jax import Quantize
+from cgx_jax.choice import Auto, Profile, auto
 from cgx_jax.collective import Collective
-from cgx_jax.exchanges import Auto, Nccl, Profile, Xla, auto, experimental, nccl, xla
+from cgx_jax.exchanges import Nccl, Xla, experimental, nccl, xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.exchanges.nccl import MOST_STREAMS, SEGMENT_BYTES
 from cgx_jax.kernels import primitives

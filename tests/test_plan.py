@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cgx_jax import Cast, Identity, Plan, Quantize, plan_table
-from cgx_jax.exchanges.auto import Load
+from cgx_jax.choice.auto import Load
 from cgx_jax.route.route import load_of
 
 TREE = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cgx_jax import Quantize
-from cgx_jax.exchanges.profile import Codec
+from cgx_jax.choice.profile import Codec
 from cgx_jax.leaves import Leaf
 from cgx_jax.policies import bayesian, knapsack, least_time, solvers
 from cgx_jax.policies import problem as problems

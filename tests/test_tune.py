@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Cast, Plan, Quantize, plan_table, tune
 from cgx_jax.axes import Axes
+from cgx_jax.choice import Auto, Profile, auto
+from cgx_jax.choice.profile import Codec
 from cgx_jax.compressors import SignSGD, TopK
-from cgx_jax.exchanges import Auto, Profile, auto
-from cgx_jax.exchanges.profile import Codec
 from cgx_jax.reductions import ScatterGather
 from cgx_jax.route.route import Options, route
 from cgx_jax.tuning import sweep
@@ -342,7 +342,7 @@ from jax.sharding import Mesh
 import cgx_jax
 from cgx_jax.axes import Axes
 from cgx_jax.route.route import Options, route
-from cgx_jax.exchanges import Auto
+from cgx_jax.choice import Auto
 
 plan = cgx_jax.Plan.build([np.zeros((16, 128), np.float32), np.zeros((64, 1024), np.float32)],
                           fusion_bytes=262144)

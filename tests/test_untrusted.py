@@ -18,8 +18,8 @@ import cgx_jax
 from adaptive_training import LIKE, Training, adaptive
 from cases import CASES, every
 from cgx_jax import use_profile
+from cgx_jax.choice import Profile
 from cgx_jax.compressors import PayloadCompressor
-from cgx_jax.exchanges import Profile
 from cgx_jax.host import installation, untrusted
 from cgx_jax.tuning import cache
 from profiles import MEASURED

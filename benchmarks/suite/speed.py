@@ -53,10 +53,11 @@ import cgx_jax
 import measure
 from all_reduce import Ranks, rank_of_process
 from cgx_jax.axes import Axes
+from cgx_jax.choice import auto
 from cgx_jax.commands import rig
 from cgx_jax.compressors import SummedCompressor
 from cgx_jax.compressors.buffers import chunk_code, whole_code
-from cgx_jax.exchanges import Mpi, auto, xla
+from cgx_jax.exchanges import Mpi, xla
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.transforms.precondition import WARMUP
 

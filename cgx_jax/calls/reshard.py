@@ -21,9 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cgx_jax import _compat
 from cgx_jax._types import AxisName, Key, Pytree
 from cgx_jax.axes import axes_by_dimension
+from cgx_jax.choice import auto
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
-from cgx_jax.exchanges import Exchange, auto
+from cgx_jax.exchanges import Exchange
 from cgx_jax.leaves import leaves_of, operand_of
 from cgx_jax.plan import Plan, resolve
 from cgx_jax.policies.rules import Policy

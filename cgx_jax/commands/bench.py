@@ -15,8 +15,8 @@ import numpy as np
 
 from cgx_jax._types import Json
 from cgx_jax.calls.psum import psum_compressed
+from cgx_jax.choice import auto
 from cgx_jax.compressors import Compressor, Quantize
-from cgx_jax.exchanges import auto
 from cgx_jax.host import installation
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.reductions import ScatterGather

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from cgx_jax._version import __version__
+from cgx_jax.choice import auto
 from cgx_jax.compressors import Quantize
-from cgx_jax.exchanges import auto
 from cgx_jax.exchanges import nccl as fused_on_cuda
 from cgx_jax.host import installation
 from cgx_jax.host.console import Column, table_lines

@@ -7,8 +7,8 @@ import functools
 
 import numpy as np
 
-from cgx_jax.exchanges import auto
-from cgx_jax.exchanges.profile import METHODS, Profile
+from cgx_jax.choice import auto
+from cgx_jax.choice.profile import METHODS, Profile
 from cgx_jax.kernels.wire import FUSION_BYTES
 from cgx_jax.policies import knapsack
 from cgx_jax.policies.problem import Problem, of_width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cgx_jax.axes import Axes
-from cgx_jax.exchanges import Auto
+from cgx_jax.choice import Auto
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.plan import Plan
 from cgx_jax.route.route import Options, Way, decide

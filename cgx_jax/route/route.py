@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from cgx_jax._types import AxisName
 from cgx_jax.axes import SMALL_BYTES, Axes
+from cgx_jax.choice import Auto, auto
 from cgx_jax.collective import Collective
 from cgx_jax.compressors import Compressor
 from cgx_jax.compressors.base import CodedLeaf
-from cgx_jax.exchanges import Auto, Exchange, Xla, auto, links
+from cgx_jax.exchanges import Exchange, Xla, links
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, Levels, Reduction
 from cgx_jax.reductions.all_gather import AllGather

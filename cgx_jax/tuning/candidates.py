@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax
 
 from cgx_jax.axes import SMALL_BYTES, Axes
-from cgx_jax.exchanges import Profile, auto, nccl
-from cgx_jax.exchanges.profile import ONE_SHOT
+from cgx_jax.choice import Profile, auto
+from cgx_jax.choice.profile import ONE_SHOT
+from cgx_jax.exchanges import nccl
 from cgx_jax.kernels.wire import FUSION_BYTES, HOOK_FUSION_BYTES
 from cgx_jax.plan import Plan
 from cgx_jax.reductions import GatherSum, ScatterGather

@@ -18,11 +18,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from cgx_jax.calls.psum import psum_compressed
+from cgx_jax.choice import auto
+from cgx_jax.choice.profile import ONE_SHOT, Codec, Profile, Row
 from cgx_jax.compressors import Quantize
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import chunk_code
-from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto
-from cgx_jax.exchanges.profile import ONE_SHOT, Codec, Profile, Row
+from cgx_jax.exchanges import Exchange, Mpi, Nccl
 from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Progress
 from cgx_jax.tuning.engine import tune_engine, tune_streams

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from cgx_jax.exchanges import Exchange, Mpi, Nccl, auto, mpi
+from cgx_jax.choice import auto
+from cgx_jax.exchanges import Exchange, Mpi, Nccl, mpi
 from cgx_jax.host import agreement, installation
 from cgx_jax.host.console import Column, table_lines
 from cgx_jax.plan import Plan

@@ -37,7 +37,8 @@ def rank(arguments: argparse.Namespace, number: int) -> int:
     from jax.sharding import Mesh
 
     import tuner as benchmark
-    from cgx_jax.exchanges import Nccl, Xla, auto
+    from cgx_jax.choice import auto
+    from cgx_jax.exchanges import Nccl, Xla
     from cgx_jax.reductions import GatherSum
     from cgx_jax.tuning import Setting
     from cgx_jax.tuning.candidates import FUSION, STREAMS

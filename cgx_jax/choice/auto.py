@@ -17,9 +17,9 @@ from typing import ClassVar
 import jax
 import numpy as np
 
+from cgx_jax.choice.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.base import Exchange, by_name
 from cgx_jax.exchanges.links import Link
-from cgx_jax.exchanges.profile import ONE_SHOT, Profile
 from cgx_jax.exchanges.table import EXCHANGES
 from cgx_jax.host import agreement, untrusted
 
