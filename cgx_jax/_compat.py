@@ -200,6 +200,12 @@ def concrete_mesh() -> Mesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
+def platform() -> str:
+    """Returns the platform of the devices that a call is traced for; JAX's own without a mesh."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
+
+
 def bound_by_mesh(axes: Sequence[str]) -> bool:
     """True when shard_map (or pmap) binds `axes`; False under `vmap(axis_name=...)`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes

@@ -6,11 +6,13 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
-from cgx_jax import use_profile
+from cgx_jax import Quantize, _compat, psum_compressed, use_profile
 from cgx_jax.choice import Auto, Profile, auto
 from cgx_jax.choice.auto import Load
 from cgx_jax.choice.profile import Codec, Row
@@ -276,11 +278,25 @@ UNMEASURED = {
 @pytest.mark.parametrize("name", UNMEASURED)
 def test_without_a_profile_what_may_lose_goes_by_psum(name, monkeypatch):
     platform, kernels, usable, load, expected = UNMEASURED[name]
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(_compat, "platform", lambda: platform)
     for module in ("module", "cuda_module"):
         monkeypatch.setattr(native, module, lambda: kernels)
     taken = Auto().choose("here", [auto.exchange_named("here", name) for name in usable], 4, load)
     assert expected == ("psum" if taken is None else taken.shorthand)
+
+
+@pytest.mark.parametrize(("platform", "compressed"), [("cpu", True), ("tpu", False)])
+def test_the_rule_is_that_of_the_mesh_and_not_of_the_process(platform, compressed):
+    device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)
+    types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=types, abstract_device=device)
+
+    def summed(x):
+        return psum_compressed(x, "data", Quantize(4))
+
+    mapped = jax.shard_map(summed, mesh=mesh, in_specs=P("data"), out_specs=P())
+    program = str(jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((4 << 22,), jnp.float32)))
+    assert ("cgx_encode" in program) == compressed, program
 
 
 @dataclasses.dataclass(frozen=True)

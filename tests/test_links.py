@@ -39,7 +39,7 @@ def gpus(monkeypatch):
         grid = np.array(every, object).reshape(shape or (nodes * local,))
         mesh = types.SimpleNamespace(axis_names=names, devices=grid)
         monkeypatch.setattr(jax, "devices", lambda: every)
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(_compat, "platform", lambda: "gpu")
         monkeypatch.setattr(_compat, "concrete_mesh", lambda: mesh if known else None)
         monkeypatch.setattr(native, "cuda_module", object)
         monkeypatch.setattr(auto, "available", lambda axes=(): (Xla(),))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 
+from cgx_jax import _compat
 from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
@@ -157,7 +158,7 @@ class Exchange(Scoped, abc.ABC):
         problem = self.missing(axes)
         if problem is not None:
             raise ValueError(f"{name}: exchange={self.shorthand!r} does not work here: {problem}.")
-        if jax.device_count() > 1 and jax.default_backend() == "cpu" and _caches_programs():
+        if jax.device_count() > 1 and _compat.platform() == "cpu" and _caches_programs():
             _warn_of_cached_programs()
 
     def scatter(self, name: str, rows: jax.Array, axes: Axes) -> jax.Array:

@@ -170,8 +170,8 @@ def _unfit(mpi: Any) -> str | None:
             "before importing mpi4py.MPI"
         )
     world, rank = mpi.COMM_WORLD.size, mpi.COMM_WORLD.rank
-    if jax.default_backend() != "cpu":
-        return f"the devices are of platform {jax.default_backend()!r}, but it works only on CPUs"
+    if (platform := _compat.platform()) != "cpu":
+        return f"the devices are of platform {platform!r}, but it works only on CPUs"
     if (world, rank) != (jax.process_count(), jax.process_index()):
         return (
             f"this is rank {rank} of {world} in MPI but process {jax.process_index()} of "

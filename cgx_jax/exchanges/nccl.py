@@ -43,7 +43,7 @@ class OnCommunicator(Exchange):
 
     def here(self) -> bool:
         version = jax.devices()[0].client.platform_version.lower()
-        return jax.default_backend() == "gpu" and "cuda" in version
+        return _compat.platform() == "gpu" and "cuda" in version
 
     def missing(self, axes: Sequence[str] = ()) -> str | None:
         if (problem := not_installed() or bound_to_threads() or self._lacking()) is not None:

@@ -49,7 +49,7 @@ class Xla(Exchange):
         return True
 
     def least(self, link: Link | None = None) -> Least | None:
-        platform = jax.default_backend()
+        platform = _compat.platform()
         if platform == "cpu" and native.module() is not None:
             # Over gloo, an all-to-all uses only one direction of a link at a time, so half the
             # bytes gain nothing.

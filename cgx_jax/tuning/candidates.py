@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import jax
-
+from cgx_jax import _compat
 from cgx_jax.axes import SMALL_BYTES, Axes
 from cgx_jax.choice import Profile, auto
 from cgx_jax.choice.profile import ONE_SHOT
@@ -160,7 +159,7 @@ def _sums(sizes: list[int]) -> list[int]:
     On CPUs, every leaf has a sum of its own, except small leaves, which travel together. On other
     platforms XLA joins the sums.
     """
-    alone = [n for n in sizes if n > SMALL_BYTES] if jax.default_backend() == "cpu" else []
+    alone = [n for n in sizes if n > SMALL_BYTES] if _compat.platform() == "cpu" else []
     return [n for n in (*alone, sum(sizes) - sum(alone)) if n]
 
 
