@@ -18,6 +18,7 @@ from cases import CHUNKED, every
 from cgx_jax import Cast, Identity, Plan, Quantize, Rules
 from cgx_jax.compressors import DGC
 from cgx_jax.exchanges import base
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.reductions import ScatterGather
 
 pytestmark = pytest.mark.oldest
@@ -605,7 +606,7 @@ def test_world_and_fusion_do_not_change_a_leafs_first_payload():
         got = {}
         for buffer in plan.buffers:
             layout = chunk_code(plan.coded(buffer), world).layout
-            rows = np.asarray(primitives.encode(key, [leaves[i] for i in buffer], layout)[0])
+            rows = np.asarray(primitives.encode(Sent(key, [leaves[i] for i in buffer]), layout)[0])
             ends = zip(layout.begins, layout.begins[1:], strict=False)
             stream = np.concatenate([r[: b - a] for r, (a, b) in zip(rows, ends, strict=True)])
             for i, at in zip(buffer, layout.starts, strict=False):

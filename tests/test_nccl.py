@@ -103,8 +103,8 @@ def test_communicators_of_one_thread_are_refused(exchange, flags, named, mesh, b
 def unfused(self, call, sent):
     """Computes a gather-sum by kernels and XLA's collectives, so that it runs on a CPU."""
     assert call.collective is Collective.GATHER_SUM
-    layout, (words, leaves, _) = call.layout, sent
-    payload, lost = primitives.encode(words, leaves, layout, residual=call.residual)
+    layout, leaves = call.layout, sent.leaves
+    payload, lost = primitives.encode(sent, layout, residual=call.residual)
     rows = xla.gather(payload.reshape(-1), call.axes)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     rank = jnp.int32(NO_RANK)

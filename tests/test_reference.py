@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import oracle
 from cgx_jax import Quantize
 from cgx_jax.kernels import chunk, native, primitives, reference
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout, Slot, mask_segment
 
 needs_native = pytest.mark.skipif(
@@ -85,7 +86,7 @@ def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_on
     world = 3 if rounding == "nearest" else 4
     layout = layout_of(bits, 96, world, rounding=rounding, rotation=rotation)
     leaves, rank = leaves_of(dtype), world - 1
-    ours = primitives.encode(KEY, leaves, layout, rank=rank)[0].at[rank].set(0)
+    ours = primitives.encode(Sent(KEY, leaves, rank=rank), layout)[0].at[rank].set(0)
     theirs = compiled(
         reference.encode, KEY, jnp.int32(rank), *leaves, layout=layout, residual=False
     )[0]
@@ -96,7 +97,7 @@ def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_on
     np.testing.assert_array_equal(masks, masks_jnp)
     assert np.abs(levels - levels_jnp).max() <= (1 if rotation else 0)
     assert (levels != levels_jnp).mean() < 3e-3  # ties, which are more frequent in short dtypes
-    ours = primitives.encode(KEY, leaves, layout)[0]
+    ours = primitives.encode(Sent(KEY, leaves), layout)[0]
     decoded = primitives.decode(ours, layout, leaves)
     again = compiled(reference.decode, ours, layout=layout, dtypes=[x.dtype for x in leaves])
     for a, b, x in zip(decoded, again, leaves, strict=True):
@@ -113,11 +114,11 @@ def test_fallback_equals_the_native_kernels_or_is_within_one_level_of_rotated_on
 def test_fallback_reduces_accumulates_and_leaves_residuals_of_rotated_leaves_as_native_does(rank):
     """Others are compared with the oracle, by test_fallback."""
     layout, leaves = layout_of(8, 64, 3, rotation=True), leaves_of("float32")
-    peers = primitives.encode(KEY, [2 * x for x in leaves], layout)[0]
+    peers = primitives.encode(Sent(KEY, [2 * x for x in leaves]), layout)[0]
     rows = jnp.tile(peers[rank], (3, 1))
     kept = [jnp.full_like(x, 7) for x in leaves]
     ours, lost = primitives.reduce(
-        KEY, jnp.int32(rank), rows, leaves, layout, divisor=3, residuals=kept
+        Sent(KEY, leaves, rank=rank), rows, layout, divisor=3, residuals=kept
     )
     theirs, *lost_too = compiled(
         chunk.reduce, KEY, jnp.int32(rank), rows, *leaves, *kept, layout=layout, divisor=3.0
@@ -130,14 +131,14 @@ def test_fallback_reduces_accumulates_and_leaves_residuals_of_rotated_leaves_as_
     for x, y in zip(a, b, strict=True):
         np.testing.assert_allclose(x, y, atol=0.1)
     assert sum(np.abs(x).sum() for x in a) > 0
-    got = primitives.encode(KEY, leaves, layout, rank=rank, residual=True)[1]
+    got = primitives.encode(Sent(KEY, leaves, rank=rank), layout, residual=True)[1]
     want = compiled(reference.encode, KEY, jnp.int32(rank), *leaves, layout=layout, residual=True)[
         1:
     ]
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=0.05)
     one = layout.with_world(1)
-    payload = primitives.encode(KEY, leaves, one)[0]
+    payload = primitives.encode(Sent(KEY, leaves), one)[0]
     stacked = jnp.concatenate([payload] * 3)
     got = primitives.accumulate(jnp.int32(rank), stacked, leaves, one, divisor=3)
     want = compiled(

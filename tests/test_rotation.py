@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import cgx_jax
 from cgx_jax import Quantize
 from cgx_jax.kernels import primitives, reference
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.policies.statistics import squared_errors
 
@@ -208,7 +209,7 @@ def test_ranks_that_agree_round_up_as_often_as_they_should(rotation):
     layout = Layout((c.slot(512),), world)  # one record, in one chunk
 
     def decoded(rank):
-        payload = primitives.encode(np.uint32([3, 5]), [x], layout, rank=rank)[0]
+        payload = primitives.encode(Sent(np.uint32([3, 5]), [x], rank=rank), layout)[0]
         return primitives.decode(payload, layout, [x])[0]
 
     peers = [r for r in range(world) if layout.begins[r] == layout.begins[r + 1]]

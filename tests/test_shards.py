@@ -24,6 +24,7 @@ from cgx_jax.compressors import SignSGD
 from cgx_jax.exchanges import Xla, nccl, xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.kernels import primitives
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.policies import Policy
 from profiles import profile
@@ -69,7 +70,7 @@ def stand_ins(built, monkeypatch):
     def reduce_scatter(call, words, rows):
         layout, axes = call.layout, call.axes
         encoded = [
-            primitives.encode(w, [row], layout)[0][0]
+            primitives.encode(Sent(w, [row]), layout)[0][0]
             for w, row in zip(jnp.asarray(words), rows, strict=True)
         ]
         received = xla.scatter(jnp.stack(encoded), axes)
@@ -79,15 +80,15 @@ def stand_ins(built, monkeypatch):
 
     def all_gather(call, words, x):
         layout, axes = call.layout, call.axes
-        payload = primitives.encode(words, [x], layout)[0][0]
+        payload = primitives.encode(Sent(words, [x]), layout)[0][0]
         payloads = lax.all_gather(payload, axes.names, axis_index_groups=axes.groups)
         return jnp.stack([primitives.decode(p[None], layout, [x])[0] for p in payloads])
 
     calls = {Collective.REDUCE_SCATTER: reduce_scatter, Collective.ALL_GATHER: all_gather}
 
     def fused(self, call, sent):
-        words, (x,), _ = sent
-        return Fused([calls[call.collective](call, words, x)], None)
+        (x,) = sent.leaves
+        return Fused([calls[call.collective](call, sent.words, x)], None)
 
     monkeypatch.setattr(nccl.Nccl, "fused", fused)
 

@@ -12,6 +12,7 @@ from cgx_jax import Cast, Plan, Quantize
 from cgx_jax.exchanges import xla
 from cgx_jax.exchanges.base import Fused
 from cgx_jax.kernels import primitives, scaling
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 from reducing import pmean_with_residual
 
@@ -234,11 +235,10 @@ def test_units_outside_of_the_call_give_the_bytes_of_units_within(dtype, rotatio
         tuple(c.slot(a.shape, i) for i, (c, a) in enumerate(zip(codes, x, strict=True))), world
     )
     key = np.uint32([1, 2])
-    payload, lost = primitives.encode(key, x, layout, rank=rank, residual=True, units=units)
+    sent = Sent(key, x, units, rank)
+    payload, lost = primitives.encode(sent, layout, residual=True)
     rows = payload.at[1].set(0)
-    chunk, filled = primitives.reduce(
-        key, rank, rows, x, layout, residuals=lost, units=units, divisor=3
-    )
+    chunk, filled = primitives.reduce(sent, rows, layout, residuals=lost, divisor=3)
     decoded = primitives.decode(payload, layout, x, units=units)
 
     marked, factors = primitives.with_units(layout, units)
@@ -293,13 +293,13 @@ def test_units_that_do_not_fit_are_refused_while_tracing(mesh, units, says):
 
 def unfused(self, call, sent):
     """Computes the fused CUDA call by kernels and XLA's collectives, so that it runs on a CPU."""
-    phases, leaves, _ = sent
+    (first, second), leaves = sent.words, sent.leaves
     layout, axes, rank = call.layout, call.axes, call.axes.rank()
-    rows, lost = primitives.encode(phases[0], leaves, layout, rank=rank, residual=call.residual)
+    own = Sent(first, leaves, rank=rank)
+    rows, lost = primitives.encode(own, layout, residual=call.residual)
     rows = xla.scatter(rows, axes)
-    chunk, lost = primitives.reduce(
-        phases[1], rank, rows, leaves, layout, divisor=call.divisor, residuals=lost
-    )
+    own = own._replace(words=second)
+    chunk, lost = primitives.reduce(own, rows, layout, divisor=call.divisor, residuals=lost)
     return Fused(primitives.decode(xla.gather(chunk, axes), layout, leaves), lost)
 
 

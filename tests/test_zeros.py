@@ -15,6 +15,7 @@ from cgx_jax import ErrorFeedback, Quantize, Rules, SecondMoment
 from cgx_jax.compressors import SharedTernGrad, TopK
 from cgx_jax.exchanges import Xla
 from cgx_jax.kernels import primitives
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import ROUNDINGS, Layout, mask_segment
 from cgx_jax.reductions import Levels, shares
 from cgx_jax.reductions.named import REDUCTIONS
@@ -177,7 +178,7 @@ def test_one_rank_loses_nothing_of_its_zeros(code, dtype):
     @jax.jit
     def round_trip(x, key):
         layout = Layout((code.slot(x.shape),), 1)
-        payload, residuals = primitives.encode(key, [x], layout, residual=True)
+        payload, residuals = primitives.encode(Sent(key, [x]), layout, residual=True)
         return primitives.decode(payload, layout, [x])[0], residuals[0]
 
     grads, _, rows = gradients(dtype)

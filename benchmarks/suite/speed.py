@@ -58,6 +58,7 @@ from cgx_jax.commands import rig
 from cgx_jax.compressors import SummedCompressor
 from cgx_jax.compressors.buffers import chunk_code, whole_code
 from cgx_jax.exchanges import Mpi, xla
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.reductions.named import reduction_of
 from cgx_jax.transforms.precondition import WARMUP
 
@@ -183,12 +184,9 @@ def encoding(trainer: Trainer, configuration: Configuration, ranks: Ranks) -> Ca
             chunks = reduction_of("speed", None, pairs).shorthand == "scatter_gather"
             code = chunk_code(coded, ranks.world) if chunks else whole_code(coded)
             leaves = [jnp.resize(x, leaf.shape) for leaf in coded]
-            rank = jax.lax.axis_index("data")
-            residual = configuration.memory is not None
-            seed = np.zeros(2, np.uint32)
-            rows, residuals = code.encode(
-                seed, rank, leaves, [None] * len(leaves), residual=residual
-            )
+            rank, seed = jax.lax.axis_index("data"), np.zeros(2, np.uint32)
+            own = Sent(seed, leaves, [None] * len(leaves), rank)
+            rows, residuals = code.encode(own, residual=configuration.memory is not None)
             out += [rows, *(residuals or ())]
         return [y[None] for y in out]
 

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from cgx_jax._types import Key, Shaped, Unit, Words
 from cgx_jax.axes import SMALL_BYTES, in_rank_order, split, sum_of_rows, unstack
 from cgx_jax.compressors.base import CodedLeaf, PayloadCompressor
 from cgx_jax.compressors.codes import Arrays, ChunkCode, WholeCode, key_of
 from cgx_jax.kernels import scaling
-from cgx_jax.kernels.primitives import NO_RANK, Units
+from cgx_jax.kernels.primitives import NO_RANK, Sent, Units
 from cgx_jax.kernels.scaling import Residuals
 
 
@@ -171,16 +172,14 @@ class _ChunksLeafByLeaf(ChunkCode):
         flat = jnp.ravel(x).astype(jnp.float32)
         return jnp.pad(flat, (0, run * self.world - x.size)).reshape(self.world, run)
 
-    def _own(self, rank: jax.Array, compressor: PayloadCompressor) -> jax.Array:
+    def _own(self, rank: ArrayLike, compressor: PayloadCompressor) -> jax.Array:
         """Returns bool[world, 1]: True for the row that this rank adds exactly, without loss."""
         own = rank if compressor.owner_exact else NO_RANK
         return (jnp.arange(self.world, dtype=jnp.int32) == own)[:, None]
 
-    def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
-    ) -> tuple[jax.Array, Residuals]:
-        runs = [self._runs(x) for x in scaling.taken_in(leaves, units)]
-        keys = leaf_keys(self.leaves, seed)
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
+        runs = [self._runs(x) for x in scaling.taken_in(sent.leaves, sent.units)]
+        keys = leaf_keys(self.leaves, sent.words)
         rows: list[jax.Array] = []
         lost: dict[int, jax.Array] = {}
         for group in self._groups:
@@ -189,23 +188,16 @@ class _ChunksLeafByLeaf(ChunkCode):
             rows.append(_side_by_side(made))
             if residual:
                 back = group.each(functools.partial(_decoded_rows, code, group.shape), made)
-                lost |= group.unstack(jnp.where(self._own(rank, code), 0, own - back))
-        parts = zip(_in_order(lost), leaves, units, strict=True) if residual else ()
+                lost |= group.unstack(jnp.where(self._own(sent.rank, code), 0, own - back))
+        parts = zip(_in_order(lost), sent.leaves, sent.units, strict=True) if residual else ()
         filled = [self._leaf(run, x, unit) for run, x, unit in parts]
         return jnp.concatenate(rows, axis=1), filled if residual else None
 
     def reduce(
-        self,
-        seed: Words,
-        rank: jax.Array,
-        rows: jax.Array,
-        leaves: Arrays,
-        units: Units,
-        divisor: float,
-        residuals: Residuals,
+        self, sent: Sent, rows: jax.Array, divisor: float, residuals: Residuals
     ) -> tuple[jax.Array, Residuals]:
-        runs = [self._runs(x) for x in scaling.taken_in(leaves, units)]
-        keys = leaf_keys(self.leaves, seed)
+        runs = [self._runs(x) for x in scaling.taken_in(sent.leaves, sent.units)]
+        keys, rank = leaf_keys(self.leaves, sent.words), jnp.int32(sent.rank)
         parts = split(rows, [group.nbytes(group.code) for group in self._groups], axis=1)
         out: list[jax.Array] = []
         lost: dict[int, jax.Array] = {}
@@ -227,7 +219,7 @@ class _ChunksLeafByLeaf(ChunkCode):
             return jnp.concatenate(out), None
         filled = []
         for code, whole, x, unit, residual in zip(
-            _codes(self.leaves), _in_order(lost), leaves, units, residuals, strict=True
+            _codes(self.leaves), _in_order(lost), sent.leaves, sent.units, residuals, strict=True
         ):
             kept = jnp.where(self._own(rank, code), 0, self._runs(residual))
             filled.append(self._leaf(kept + self._runs(self._leaf(whole, x, unit)), x))
@@ -264,11 +256,9 @@ class _WholeLeafByLeaf(WholeCode):
     def row_bytes(self) -> int:
         return sum(group.nbytes(group.code) for group in self._groups)
 
-    def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
-    ) -> tuple[jax.Array, Residuals]:
-        values = [x.astype(jnp.float32) for x in scaling.taken_in(leaves, units)]
-        keys = leaf_keys(self.leaves, seed)
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
+        values = [x.astype(jnp.float32) for x in scaling.taken_in(sent.leaves, sent.units)]
+        keys = leaf_keys(self.leaves, sent.words)
         payloads: list[jax.Array] = []
         lost: dict[int, jax.Array] = {}
         for group in self._groups:
@@ -279,7 +269,7 @@ class _WholeLeafByLeaf(WholeCode):
                 back = group.each(functools.partial(_decoded, code, group.shape), made)
                 lost |= group.unstack(own - back)
         left = _in_order(lost) if residual else None
-        return jnp.concatenate(payloads), scaling.taken_out(left, units, leaves)
+        return jnp.concatenate(payloads), scaling.taken_out(left, sent.units, sent.leaves)
 
     def _from_all(
         self, rows: jax.Array, function: Callable[..., jax.Array], *columns: Sequence[Any]
@@ -332,14 +322,14 @@ class _Joined(WholeCode):
     def row_bytes(self) -> int:
         return sum(code.row_bytes for _, code in self.parts)
 
-    def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
-    ) -> tuple[jax.Array, Residuals]:
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
         payloads: list[jax.Array] = []
         lost: dict[int, jax.Array] = {}
         for numbers, code in self.parts:
-            own, scales = [leaves[i] for i in numbers], [units[i] for i in numbers]
-            payload, rest = code.encode(seed, rank, own, scales, residual=residual)
+            own = sent._replace(
+                leaves=[sent.leaves[i] for i in numbers], units=[sent.units[i] for i in numbers]
+            )
+            payload, rest = code.encode(own, residual=residual)
             payloads.append(payload)
             lost |= dict(zip(numbers, rest or (), strict=residual))
         return jnp.concatenate(payloads), [x for _, x in sorted(lost.items())] or None

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from cgx_jax._types import Shaped, Words
-from cgx_jax.kernels.primitives import Units
+from cgx_jax.kernels.primitives import Sent, Units
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.scopes import Scoped
 from cgx_jax.kernels.wire import Layout
@@ -24,10 +25,10 @@ Arrays = Sequence[jax.Array]
 
 
 class ChunkCode(Scoped, abc.ABC):
-    """A fusion buffer cut into one chunk per rank; `seed` is uint32[2], rows u8[world, row_bytes].
+    """A fusion buffer cut into one chunk per rank; rows are u8[world, row_bytes].
 
-    `units` has one entry per leaf, as in `primitives`. The fused calls of exchanges take `layout`.
-    It is None if there are no kernels for the buffer.
+    Units have one entry per leaf. The fused calls of exchanges take `layout`. It is None if there
+    are no kernels for the buffer.
     """
 
     layout: Layout | None = None
@@ -48,21 +49,12 @@ class ChunkCode(Scoped, abc.ABC):
         return bound(x)
 
     @abc.abstractmethod
-    def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
-    ) -> tuple[jax.Array, Residuals]:
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
         """Encodes leaves to rows, row r for rank r's chunk; returns (rows, residuals if asked)."""
 
     @abc.abstractmethod
     def reduce(
-        self,
-        seed: Words,
-        rank: jax.Array,
-        rows: jax.Array,
-        leaves: Arrays,
-        units: Units,
-        divisor: float,
-        residuals: Residuals,
+        self, sent: Sent, rows: jax.Array, divisor: float, residuals: Residuals
     ) -> tuple[jax.Array, Residuals]:
         """Reduces the rows from all ranks to the payload of this rank's chunk, u8[sum_bytes].
 
@@ -96,12 +88,10 @@ class WholeCode(Scoped, abc.ABC):
         """Bytes of the payload."""
 
     @abc.abstractmethod
-    def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
-    ) -> tuple[jax.Array, Residuals]:
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
         """Encodes leaves to the payload. Returns (payload, residuals if asked for).
 
-        `rank` is this rank's index. Compressors that share noise get the same `seed` on all ranks.
+        Compressors that share noise get the same words on all ranks.
         """
 
     @abc.abstractmethod
@@ -124,12 +114,12 @@ class WholeCode(Scoped, abc.ABC):
     def decode(self, rows: jax.Array, like: Sequence[Shaped]) -> list[jax.Array]:
         """Decodes every payload, u8[ranks, row_bytes], to [ranks, ...] of each leaf."""
 
-    def words(self, seed: Words, rank: jax.Array) -> Words:
+    def words(self, seed: Words, rank: ArrayLike) -> Words:
         """Returns the words that a fused call on this rank draws its noise from, uint32[2]."""
         raise NotImplementedError
 
 
-def folded(seed: Words, number: int | jax.Array) -> jax.Array:
+def folded(seed: Words, number: ArrayLike) -> jax.Array:
     """Derives a separate seed for `number`, uint32[2]."""
     return jax.random.bits(jax.random.fold_in(key_of(seed), number), (2,), jnp.uint32)
 

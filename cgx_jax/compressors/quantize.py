@@ -22,6 +22,7 @@ from cgx_jax.compressors.quantized import (
     QuantizedWhole,
 )
 from cgx_jax.kernels import primitives
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.reference import NORMAL_RANGE
 from cgx_jax.kernels.squared_error import quantized_errors
 from cgx_jax.kernels.wire import GROUP, MAX_BITS, ROUNDINGS, Layout, Slot, leaf_bytes, mask_segment
@@ -240,7 +241,7 @@ class Quantize(PayloadCompressor):
                 f"{self}: stochastic rounding needs a key; pass key=jax.random.key(n)."
             )
         words = buckets.words(key) if self.needs_key else np.zeros(2, np.uint32)
-        payload, _ = primitives.encode(words, [x], Layout((self.slot(x.shape),), 1))
+        payload, _ = primitives.encode(Sent(words, [x]), Layout((self.slot(x.shape),), 1))
         return payload.reshape(-1)
 
     def decode(self, payload: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:

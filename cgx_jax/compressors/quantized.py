@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from cgx_jax._types import Shaped, Words
 from cgx_jax.compressors.codes import Arrays, ChunkCode, WholeCode, folded
 from cgx_jax.kernels import primitives, scaling
-from cgx_jax.kernels.primitives import NO_RANK, Units
+from cgx_jax.kernels.primitives import NO_RANK, Sent, Units
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.wire import Layout
 
@@ -26,33 +27,13 @@ class QuantizedChunks(ChunkCode):
     def row_bytes(self) -> int:
         return self.layout.chunk_bytes
 
-    def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
-    ) -> tuple[jax.Array, Residuals]:
-        return primitives.encode(
-            seed, leaves, self.layout, rank=rank, residual=residual, units=units
-        )
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
+        return primitives.encode(sent, self.layout, residual=residual)
 
     def reduce(
-        self,
-        seed: Words,
-        rank: jax.Array,
-        rows: jax.Array,
-        leaves: Arrays,
-        units: Units,
-        divisor: float,
-        residuals: Residuals,
+        self, sent: Sent, rows: jax.Array, divisor: float, residuals: Residuals
     ) -> tuple[jax.Array, Residuals]:
-        return primitives.reduce(
-            seed,
-            rank,
-            rows,
-            leaves,
-            self.layout,
-            divisor=divisor,
-            residuals=residuals,
-            units=units,
-        )
+        return primitives.reduce(sent, rows, self.layout, divisor=divisor, residuals=residuals)
 
     def decode(self, rows: jax.Array, like: Sequence[Shaped], units: Units) -> list[jax.Array]:
         return primitives.decode(rows, self.layout, like, units=units)
@@ -68,11 +49,10 @@ class QuantizedWhole(WholeCode):
     def row_bytes(self) -> int:
         return self.layout.total_bytes
 
-    def encode(
-        self, seed: Words, rank: jax.Array, leaves: Arrays, units: Units, *, residual: bool
-    ) -> tuple[jax.Array, Residuals]:
-        words = self.words(seed, rank)
-        rows, lost = primitives.encode(words, leaves, self.layout, residual=residual, units=units)
+    def encode(self, sent: Sent, *, residual: bool) -> tuple[jax.Array, Residuals]:
+        # Whole leaves have no own chunk.
+        whole = sent._replace(words=self.words(sent.words, sent.rank), rank=NO_RANK)
+        rows, lost = primitives.encode(whole, self.layout, residual=residual)
         return rows.reshape(-1), lost
 
     def sum(
@@ -97,7 +77,7 @@ class QuantizedWhole(WholeCode):
         out: list[jax.Array] = jax.vmap(lambda row: primitives.decode(row, self.layout, like))(rows)
         return out
 
-    def words(self, seed: Words, rank: jax.Array) -> Words:
+    def words(self, seed: Words, rank: ArrayLike) -> Words:
         if any(slot.rounding == "correlated" for slot in self.layout.slots):
             # Kernels divide noise among the ranks only in a chunked buffer. In a whole buffer all
             # ranks would draw the same noise, and their errors would add up. Independent noise

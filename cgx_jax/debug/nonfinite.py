@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,35 +74,39 @@ def refuse_skip(caller: str) -> None:
         )
 
 
+class Watched(NamedTuple):
+    """A call to search: the name that the user wrote, its ranks, and the paths of its leaves.
+
+    `block_sizes` maps leaf numbers to the block sizes of their codes. A non-finite value in the
+    operand of a leaf in `carried` shows in the leaf's result on some rank, so these operands are
+    searched only after something was found. `alike` says that the ranks of `axes` have the same
+    results.
+    """
+
+    caller: str
+    axes: Axes
+    paths: Sequence[str]
+    block_sizes: Mapping[int, int | None]
+    carried: Collection[int]
+    alike: bool
+
+
 def watch(
-    caller: str,
-    axes: Axes,
-    paths: Sequence[str],
-    before: Sequence[Any],
-    after: Sequence[Any],
-    *,
-    block_sizes: Mapping[int, int | None] | None = None,
-    carried: Collection[int] = (),
-    alike: bool = False,
-    step: Any = None,
+    call: Watched, before: Sequence[Any], after: Sequence[Any], step: Any = None
 ) -> tuple[list[Any], Any]:
     """In debug mode, adds a search for non-finite values to the program.
 
-    `before` are the operands of a reduction and `after` its results, one array each per entry of
-    `paths`. `block_sizes` maps leaf numbers to the block sizes of their codes. A non-finite value
-    in the operand of a leaf in `carried` shows in the leaf's result on some rank, so these operands
-    are searched only after something was found. `alike` says that the ranks of `axes` have the same
-    results.
-
+    `before` are the operands of a reduction and `after` its results, one array each per leaf.
     Returns `after`, or zeros if the step is skipped, and whether it is skipped, bool[] or False.
     """
     if _action is None:
         return list(after), False
+    axes, alike = call.axes, call.alike
     before, after = (tuple(jnp.asarray(x) for x in side) for side in (before, after))
     floats = [i for i, x in enumerate(before) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     if not floats:
         return list(after), False
-    hidden = [i for i in floats if i not in carried]
+    hidden = [i for i in floats if i not in call.carried]
     out = _counted(after, floats)
     finite = ~out[:, 0].any()
     if alike:
@@ -110,14 +114,13 @@ def watch(
     if hidden:
         finite &= ~_counted(before, hidden)[:, 0].any()
     bad = ~axes.on_every_rank(finite, alike=alike and not hidden)
-    sizes = block_sizes or {}
     sides = [
-        Side(name, Leaf(paths[i], x[i].shape, x[i].dtype), sizes.get(i))
+        Side(name, Leaf(call.paths[i], x[i].shape, x[i].dtype), call.block_sizes.get(i))
         for i in floats
         for name, x in (("in", before), ("out", after))
     ]
     around = tuple((str(name), size) for name, size in axes.around.items())
-    report = Report(_action, caller, around, tuple(sides))
+    report = Report(_action, call.caller, around, tuple(sides))
     number = jnp.int32(-1) if step is None else step
     everyone = Axes(tuple(axes.around), None, math.prod(axes.around.values()))
     varying = frozenset().union(*map(_compat.varying_axes, (bad, number, *before, *after)))

@@ -12,11 +12,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import jax
 
 from cgx_jax import _compat
-from cgx_jax._types import Words
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.exchanges.links import Link
-from cgx_jax.kernels.primitives import Units
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.scopes import Scoped
 from cgx_jax.kernels.wire import Layout
@@ -79,20 +78,6 @@ class Call:
     residual: bool = False
     in_place: bool = False
     number: int = 0
-
-
-class Sent(NamedTuple):
-    """The operands of a fused call.
-
-    `words` are what its noise is drawn from: uint32[2, 2] for the phases of an all-reduce,
-    uint32[2] for a gather-sum or an all-gather, uint32[world, 2] for the rows of a reduce-scatter.
-    `leaves` are f32, bf16 or f16, one for each slot of the layout. `units` are as in
-    `primitives.encode`.
-    """
-
-    words: Words
-    leaves: Sequence[jax.Array]
-    units: Units
 
 
 class Fused(NamedTuple):
@@ -188,6 +173,10 @@ class Exchange(Scoped, abc.ABC):
         The bytes sent, and the results, are those of the kernels around `scatter` and `gather`:
         an all-reduce encodes chunks, and its sums again; a gather-sum adds up all payloads, this
         rank's own among them; a reduce-scatter adds up this rank's own row as it is.
+
+        The words of `sent` are uint32[2, 2] for the phases of an all-reduce, uint32[2] for a
+        gather-sum or an all-gather, uint32[world, 2] for the rows of a reduce-scatter. The axes
+        say what rank this is.
         """
         raise NotImplementedError
 

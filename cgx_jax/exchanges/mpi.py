@@ -27,9 +27,10 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, mpi_rows, program
-from cgx_jax.exchanges.base import Call, Exchange, Fused, Least, Sent
+from cgx_jax.exchanges.base import Call, Exchange, Fused, Least
 from cgx_jax.exchanges.links import Link
 from cgx_jax.kernels import native, primitives, scaling
+from cgx_jax.kernels.primitives import Sent
 
 _log = logging.getLogger(__name__)
 _INSTALL = 'pip install "cgx-jax[mpi]" and start the processes with mpiexec'

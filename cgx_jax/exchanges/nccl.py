@@ -22,9 +22,10 @@ from cgx_jax import _compat
 from cgx_jax.axes import Axes
 from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, xla
-from cgx_jax.exchanges.base import Call, Exchange, Fused, Sent
+from cgx_jax.exchanges.base import Call, Exchange, Fused
 from cgx_jax.kernels import native, scaling
 from cgx_jax.kernels.constants import ALIGNMENT, MOST_STREAMS
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 
 # Bytes of payload to each peer. Kernels take a small part of the time that a link takes, so there
@@ -66,7 +67,7 @@ class OnCommunicator(Exchange):
         return xla.permute(row, axes, pairs)
 
     def fused(self, call: Call, sent: Sent) -> Fused:
-        _, leaves, units = sent
+        leaves, units = sent.leaves, sent.units
         # The CUDA kernels know no units: they get float32 leaves that are already multiplied.
         inside = sent._replace(leaves=scaling.taken_in(leaves, units))
         sums, lost = self._call(call, inside)

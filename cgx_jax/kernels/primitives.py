@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,42 +61,43 @@ def with_units(layout: Layout, units: Units) -> tuple[Layout, list[Any]]:
     return marked, [jnp.asarray(x) for pair in pairs for x in pair]
 
 
-def encode(
-    key: Words,
-    leaves: Sequence[jax.Array],
-    layout: Layout,
-    *,
-    rank: ArrayLike = NO_RANK,
-    residual: bool = False,
-    units: Units = (),
-) -> tuple[jax.Array, Residuals]:
+class Sent(NamedTuple):
+    """What a rank sends of its own.
+
+    `words` are what noise is drawn from, uint32[2]. `leaves` are f32, bf16 or f16 of any shape, one
+    per slot of a layout. `units` has one entry per leaf, None for a leaf without units, or none at
+    all. The chunk of `rank`, i32[], is the caller's own.
+    """
+
+    words: Words
+    leaves: Sequence[jax.Array]
+    units: Units = ()
+    rank: ArrayLike = NO_RANK
+
+
+def encode(sent: Sent, layout: Layout, *, residual: bool = False) -> tuple[jax.Array, Residuals]:
     """Encodes leaves; returns the payload u8[world, chunk_bytes], and residuals or None.
 
-    `key` is uint32[2]. `leaves` are f32, bf16 or f16 of any shape, one per slot of `layout`.
-    `units` has one entry per leaf, None for a leaf without units. The chunk of `rank` is the
-    caller's own and is never sent, so its row is zeros and its residual is 0.
+    The own chunk is never sent, so its row is zeros and its residual is 0.
     """
-    layout, factors = with_units(layout, units)
+    layout, factors = with_units(layout, sent.units)
     params = {"layout": layout, "residual": residual, "batch": 1}
-    out = bind(encode_p, key, jnp.int32(rank), *leaves, *factors, **params)
+    out = bind(encode_p, sent.words, jnp.int32(sent.rank), *sent.leaves, *factors, **params)
     payload = out[0].reshape(layout.world, layout.chunk_bytes)
     if not residual:
         return payload, None
-    return payload, [r.reshape(x.shape) for r, x in zip(out[1:], leaves, strict=True)]
+    return payload, [r.reshape(x.shape) for r, x in zip(out[1:], sent.leaves, strict=True)]
 
 
 def reduce(
-    key: Words,
-    rank: jax.Array,
+    sent: Sent,
     payload: jax.Array,
-    leaves: Sequence[jax.Array],
     layout: Layout,
     *,
     divisor: float = 1,
     residuals: Residuals = None,
-    units: Units = (),
 ) -> tuple[jax.Array, Residuals]:
-    """Reduces the chunk of `rank`: own exact values plus the other rows of `payload`, re-encoded.
+    """Reduces the own chunk: own exact values plus the other rows of `payload`, re-encoded.
 
     `payload` is u8[world, chunk_bytes], with row r from rank r. The sum runs in fp32 in rank order
     and is divided by `divisor`. Returns the chunk, u8[chunk_bytes], and residuals. If the
@@ -104,9 +105,10 @@ def reduce(
     chunk lost in the chunk's place. Otherwise the residuals are None.
     """
     _check_payload("reduce", payload, layout.world * layout.chunk_bytes)
-    layout, factors = with_units(layout, units)
+    layout, factors = with_units(layout, sent.units)
     params = {"layout": layout, "divisor": float(divisor), "batch": 1}
-    out = bind(reduce_p, key, rank, payload, *leaves, *(residuals or ()), *factors, **params)
+    given = (*sent.leaves, *(residuals or ()), *factors)
+    out = bind(reduce_p, sent.words, jnp.int32(sent.rank), payload, *given, **params)
     if residuals is None:
         return out[0], None
     return out[0], [r.reshape(x.shape) for r, x in zip(out[1:], residuals, strict=True)]

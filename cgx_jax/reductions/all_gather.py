@@ -10,7 +10,7 @@ import jax
 from cgx_jax import _compat
 from cgx_jax.collective import Collective
 from cgx_jax.compressors.buffers import whole_code
-from cgx_jax.exchanges.base import Sent
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced
 
 
@@ -42,7 +42,8 @@ class AllGather(OfRows):
             return Reduced(rows, None, list(given.states))
         code = whole_code(job.leaves)
         ready = job.prepared(given)[1] if job.prepares else given
-        payload, _ = code.encode(seed, rank, ready.leaves, ready.units, residual=False)
+        sent = Sent(seed, ready.leaves, ready.units, rank)
+        payload, _ = code.encode(sent, residual=False)
         payload = _compat.vary_over(payload, job.axes.varying())
         every = job.exchange.gather(job.name, payload, job.axes)
         # Typed like the result of lax.all_gather, as varying, though all ranks hold the same.

@@ -17,9 +17,9 @@ from cgx_jax.compressors import Compressor, PayloadCompressor
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.exchanges import Exchange
-from cgx_jax.exchanges.base import Call, Sent
+from cgx_jax.exchanges.base import Call
 from cgx_jax.kernels import scaling
-from cgx_jax.kernels.primitives import Units
+from cgx_jax.kernels.primitives import Sent, Units
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.kernels.wire import Layout
 

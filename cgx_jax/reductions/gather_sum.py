@@ -11,6 +11,7 @@ from cgx_jax._types import Words
 from cgx_jax.collective import Collective
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Rows, sum_of_bounds
 
@@ -45,10 +46,8 @@ class GatherSum(PayloadReduction):
         return whole_code(job.leaves).words(given.seeds[0], job.axes.rank())
 
     def rows(self, job: Job, given: Operands) -> Rows:
-        seeds, leaves, units = given.seeds, given.leaves, given.units
-        payload, residuals = whole_code(job.leaves).encode(
-            seeds[0], job.axes.rank(), leaves, units, residual=job.residual
-        )
+        own = Sent(given.seeds[0], given.leaves, given.units, job.axes.rank())
+        payload, residuals = whole_code(job.leaves).encode(own, residual=job.residual)
         return Rows(job.exchange.gather(job.name, payload, job.axes), residuals)
 
     def sums(self, job: Job, rows: jax.Array, given: Operands) -> list[jax.Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -19,9 +18,9 @@ from cgx_jax.collective import Collective
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
 from cgx_jax.compressors.codes import folded
-from cgx_jax.exchanges.base import Sent
 from cgx_jax.kernels import scaling
-from cgx_jax.kernels.primitives import NO_RANK
+from cgx_jax.kernels.primitives import NO_RANK, Sent
+from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.reductions.base import Job, OfRows, Operands, Reduced, sum_of_bounds
 
 
@@ -51,9 +50,12 @@ class ReduceScatter(OfRows):
         if not job.residual and self.in_one_call(job.exchange, job.leaves, axes.world):
             totals, lost = _fused(job, words, ready.leaves), None
         else:
-            encode = functools.partial(code.encode, units=ready.units, residual=job.residual)
+
+            def encode(words: Words, rows: list[jax.Array]) -> tuple[jax.Array, Residuals]:
+                return code.encode(Sent(words, rows, ready.units, rank), residual=job.residual)
+
             with jax.named_scope("encode"):  # a name under vmap is not that of the phase
-                sent, lost = jax.vmap(encode, (0, None, 0))(jnp.asarray(words), rank, ready.leaves)
+                sent, lost = jax.vmap(encode)(jnp.asarray(words), list(ready.leaves))
             sent = _compat.vary_over(sent, axes.varying())
             rows = job.exchange.scatter(job.name, sent, axes)
             own = [lax.dynamic_index_in_dim(x, rank, keepdims=False) for x in ready.leaves]

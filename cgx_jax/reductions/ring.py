@@ -12,6 +12,7 @@ from jax import lax
 
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.reductions import shares
 from cgx_jax.reductions.base import Job, Operands, Rows, largest_error
@@ -65,7 +66,7 @@ class Ring(PartialSums):
 
         def encode(hop: int | jax.Array, values: list[jax.Array]) -> tuple[jax.Array, Residuals]:
             words = noise(job, given.seeds[0], hop)
-            return code.encode(words, rank, values, none, residual=job.residual)
+            return code.encode(Sent(words, values, none, rank), residual=job.residual)
 
         def own(hop: int | jax.Array) -> list[jax.Array]:
             """This rank's values of the chunk that it encodes after `hop` hops."""

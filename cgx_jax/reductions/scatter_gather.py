@@ -18,6 +18,7 @@ from cgx_jax._types import Words
 from cgx_jax.collective import Collective
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import chunk_code
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 from cgx_jax.reductions.base import Job, Operands, PayloadReduction, Rows, largest_error
 
@@ -59,11 +60,12 @@ class ScatterGather(PayloadReduction):
         return jnp.stack([jnp.asarray(seed) for seed in given.seeds])
 
     def rows(self, job: Job, given: Operands) -> Rows:
-        code, rank = chunk_code(job.leaves, job.axes.world), job.axes.rank()
-        seeds, leaves, units = given.seeds, given.leaves, given.units
-        sent, residuals = code.encode(seeds[0], rank, leaves, units, residual=job.residual)
+        code, seeds = chunk_code(job.leaves, job.axes.world), given.seeds
+        own = Sent(seeds[0], given.leaves, given.units, job.axes.rank())
+        sent, residuals = code.encode(own, residual=job.residual)
         rows = job.exchange.scatter(job.name, sent, job.axes)
-        chunk, residuals = code.reduce(seeds[1], rank, rows, leaves, units, job.divisor, residuals)
+        own = own._replace(words=seeds[1])
+        chunk, residuals = code.reduce(own, rows, job.divisor, residuals)
         return Rows(job.exchange.gather(job.name, chunk, job.axes), residuals)
 
     def sums(self, job: Job, rows: jax.Array, given: Operands) -> list[jax.Array]:

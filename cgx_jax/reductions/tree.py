@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from cgx_jax.compressors.base import CodedLeaf
 from cgx_jax.compressors.buffers import whole_code
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.scaling import Residuals
 from cgx_jax.reductions.base import Job, Operands, Rows, largest_error
 from cgx_jax.reductions.partial_sums import PartialSums, alike, noise
@@ -68,7 +69,7 @@ class Tree(PartialSums):
         def encode(level: int, values: Sequence[jax.Array]) -> tuple[jax.Array, Residuals]:
             group = rank >> level
             words = noise(job, noise(job, given.seeds[0], level), group)
-            return code.encode(words, group, values, given.units, residual=job.residual)
+            return code.encode(Sent(words, values, given.units, group), residual=job.residual)
 
         def permute(row: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
             return job.exchange.permute(job.name, row, job.axes, pairs)

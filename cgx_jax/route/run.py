@@ -179,18 +179,16 @@ def watched(
     if options.levels is not None and options.levels.compressor is not None:
         carried = [i for i in carried if options.levels.compressor.carries_nonfinite]
     whole = options.collective is Collective.ALL_REDUCE
-    return nonfinite.watch(
+    call = nonfinite.Watched(
         options.name,
         options.axes,
         [leaf.path for leaf in plan.leaves],
-        before,
-        after,
         # Buckets of rows begin elsewhere than those of the leaf that the user knows.
-        block_sizes={i: plan.compressors[i].block_size for i in lossy if whole},
-        carried=carried,
+        {i: plan.compressors[i].block_size for i in lossy if whole},
+        carried,
         alike=whole and options.axes.groups is None,
-        step=step,
     )
+    return nonfinite.watch(call, before, after, step)
 
 
 def _run_exact(route: Route, values: list[Any]) -> None:

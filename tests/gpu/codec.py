@@ -80,8 +80,9 @@ def differences(gpu, cpu, every: int) -> list[str]:
         x[size // 2 : size // 2 + 1] = np.inf if size % 2 else 0
 
         def steps(key, x, layout=layout):
-            rows, (lost,) = primitives.encode(key, [x], layout, rank=jnp.int32(1), residual=True)
-            chunk, _ = primitives.reduce(key, jnp.int32(2), rows, [x], layout, divisor=3)
+            own = primitives.Sent(key, [x], rank=1)
+            rows, (lost,) = primitives.encode(own, layout, residual=True)
+            chunk, _ = primitives.reduce(own._replace(rank=2), rows, layout, divisor=3)
             (back,) = primitives.decode(rows, layout, [x])
             return rows, lost, chunk, back
 

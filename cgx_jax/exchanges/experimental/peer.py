@@ -16,9 +16,10 @@ from jax.interpreters import mlir
 
 from cgx_jax.collective import Collective
 from cgx_jax.exchanges import fused, nccl
-from cgx_jax.exchanges.base import Call, Fused, Sent
+from cgx_jax.exchanges.base import Call, Fused
 from cgx_jax.exchanges.xla import Xla
 from cgx_jax.kernels.constants import MOST_PEERS as MOST_RANKS
+from cgx_jax.kernels.primitives import Sent
 from cgx_jax.kernels.wire import Layout
 
 TIMEOUTS = (0.001, 1e9)  # seconds
