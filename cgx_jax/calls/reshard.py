@@ -261,9 +261,9 @@ class _Group:
         )
 
 
-# Every collective is linear, so its derivative in direction t is the exact collective of t. The rule
-# stands outside of the shard_map because JAX cannot differentiate the claim, made inside, that what
-# was gathered is the same on all ranks.
+# Every collective is linear, so its derivative in direction t is the exact collective of t. The
+# rule stands outside of the shard_map because JAX cannot differentiate the claim, made inside, that
+# what was gathered is the same on all ranks.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _moved(group: _Group, leaves: list[jax.Array], key: Key) -> list[jax.Array]:
     return group.compressed(leaves, key)
