@@ -64,12 +64,11 @@ struct Tile {
   }
 };
 
-// Rows of kLanes items that stand in for a tile at a bucket's edge.
-template <typename Item>
+// Rows of kLanes values that stand in for a tile at a bucket's edge.
 struct Edge {
-  Item row[kRows * kLanes];
+  float row[kRows * kLanes];
 
-  __attribute__((noinline)) void read(const Item* bucket, const Tile& tile, Item pad) {
+  __attribute__((noinline)) void read(const float* bucket, const Tile& tile, float pad) {
     for (int r = 0; r < kRows; ++r) {
       const int64_t live = tile.live(r);
       for (int64_t i = 0; i < kLanes; ++i) {
@@ -77,7 +76,7 @@ struct Edge {
       }
     }
   }
-  __attribute__((noinline)) void write(Item* bucket, const Tile& tile) const {
+  __attribute__((noinline)) void write(float* bucket, const Tile& tile) const {
     for (int r = 0; r < kRows; ++r) {
       const int64_t live = tile.live(r);
       for (int64_t i = 0; i < live; ++i) bucket[tile.first(r) + i] = row[r * kLanes + i];
@@ -196,18 +195,16 @@ struct Ahead {
 };
 
 // Writes a record's planes and, with kResidual, the encoding errors.
-template <typename Store, int kBits, Coding kCoding, bool kResidual, int kColumns>
-__attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Record record,
-                                             Meta meta, Noise noise, Ahead ahead, uint8_t* planes,
-                                             typename Store::Item* residual) {
-  using Item = typename Store::Item;
+template <int kBits, Coding kCoding, bool kResidual, int kColumns>
+__attribute__((noinline)) void encode_bucket(const float* x, Record record, Meta meta, Noise noise,
+                                             Ahead ahead, uint8_t* planes, float* residual) {
   constexpr bool kStochastic = kCoding == Coding::kStochastic;
   const int64_t columns = kColumns ? kColumns : record.columns();
   const bool poison = poisoned(meta);
   if (poison) memset(planes, 0, kBits * columns);
   if (poison && !kResidual) return;
   const float inverse = inverse_unit(meta);
-  constexpr int64_t kTileBytes = kRows * kLanes * sizeof(Item);
+  constexpr int64_t kTileBytes = kRows * kLanes * sizeof(*x);
   constexpr int64_t kQuarters = far_quarters(kCoding), kFarBytes = kQuarters * kTileBytes / 4;
   ahead.far += (4 - kQuarters) * columns / kLanes * kTileBytes / 4;
   for (int64_t column = 0; column < columns; column += kLanes) {
@@ -217,16 +214,16 @@ __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Reco
     ahead.far += kFarBytes;
     const Tile tile{columns, record.values, column};
     const bool full = kColumns != 0 || tile.full();
-    Edge<Item> edge;
+    Edge edge;
     EdgeCodes edge_codes;
-    if (!full) edge.read(x, tile, Store::item(meta.lo));  // the padding's code is 0
-    const Item* const from = full ? x + column : edge.row;
+    if (!full) edge.read(x, tile, meta.lo);  // the padding's code is 0
+    const float* const from = full ? x + column : edge.row;
     const int64_t stride = full ? columns : kLanes;
     F32 row[kRows];
     U32 code[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      row[r] = Store::load_lanes(from + r * stride);
+      row[r] = load<F32>(from + r * stride);
       if constexpr (kStochastic) {
         const U32 index = lane_index() + (uint32_t)tile.first(r);
         const F32 rounding = cgx::noise<F32>(index, noise.seed, noise.offset);
@@ -242,10 +239,10 @@ __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Reco
       if (!full) edge_codes.write(planes, tile, kBits);
     }
     if constexpr (kResidual) {
-      Item* const to = full ? residual + column : edge.row;
+      float* const to = full ? residual + column : edge.row;
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        Store::store_lanes(to + r * stride, canonical_nan(row[r] - decode<F32>(code[r], meta)));
+        store(to + r * stride, canonical_nan(row[r] - decode<F32>(code[r], meta)));
       }
       if (!full) edge.write(residual, tile);
     }
@@ -253,27 +250,25 @@ __attribute__((noinline)) void encode_bucket(const typename Store::Item* x, Reco
 }
 
 // Writes (x + decoded records of the peers, in order, without `skip`) / divisor.
-template <typename In, typename Out, int kBits, int kColumns>
-__attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record record,
-                                          const uint8_t* records, int64_t peer_stride,
-                                          int64_t peers, int64_t skip, Divide divide,
-                                          const char* ahead, typename Out::Item* out) {
+template <int kBits, int kColumns>
+__attribute__((noinline)) void sum_bucket(const float* x, Record record, const uint8_t* records,
+                                          int64_t peer_stride, int64_t peers, int64_t skip,
+                                          Divide divide, const char* ahead, float* out) {
   const int64_t columns = kColumns ? kColumns : record.columns();
   for (int64_t column = 0; column < columns; column += kLanes) {
     const Tile tile{columns, record.values, column};
     const bool full = kColumns != 0 || tile.full();
-    Edge<typename In::Item> edge_in;
-    Edge<typename Out::Item> edge_out;
+    Edge edge;
     EdgeCodes edge_codes;
-    if (!full) edge_in.read(x, tile, 0);
-    const typename In::Item* const from = full ? x + column : edge_in.row;
+    if (!full) edge.read(x, tile, 0);
+    const float* const from = full ? x + column : edge.row;
     const int64_t stride = full ? columns : kLanes;
     constexpr int64_t kTileBytes = kRows * kLanes * sizeof(*x);
     prefetch_l2<kTileBytes>(ahead + kFarAhead);
     ahead += kTileBytes;
     F32 row[kRows];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) row[r] = In::load_lanes(from + r * stride);
+    for (int r = 0; r < kRows; ++r) row[r] = load<F32>(from + r * stride);
     for (int64_t peer = 0; peer < peers; ++peer) {
       if (peer == skip) continue;
       const uint8_t* const peer_record = records + peer * peer_stride;
@@ -286,33 +281,30 @@ __attribute__((noinline)) void sum_bucket(const typename In::Item* x, Record rec
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) row[r] += decode<F32>(code[r], meta);
     }
-    typename Out::Item* const to = full ? out + column : edge_out.row;
+    float* const to = full ? out + column : edge.row;
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      Out::store_lanes(to + r * stride, canonical_nan(divide(row[r])));
-    }
-    if (!full) edge_out.write(out, tile);
+    for (int r = 0; r < kRows; ++r) store(to + r * stride, canonical_nan(divide(row[r])));
+    if (!full) edge.write(out, tile);
   }
 }
 
-template <typename Store, int kBits, int kColumns>
-__attribute__((noinline)) void decode_bucket(const uint8_t* from, Record record,
-                                             typename Store::Item* out) {
+template <int kBits, int kColumns>
+__attribute__((noinline)) void decode_bucket(const uint8_t* from, Record record, float* out) {
   const int64_t columns = kColumns ? kColumns : record.columns();
   const Meta meta = checked(load<Header>(from).meta());
   const uint8_t* const planes = Record::planes(from);
   for (int64_t column = 0; column < columns; column += kLanes) {
     const Tile tile{columns, record.values, column};
     const bool full = kColumns != 0 || tile.full();
-    Edge<typename Store::Item> edge;
+    Edge edge;
     EdgeCodes edge_codes;
     if (!full) edge_codes.read(planes, tile, kBits);
-    typename Store::Item* const to = full ? out + column : edge.row;
+    float* const to = full ? out + column : edge.row;
     const int64_t stride = full ? columns : kLanes;
     U32 code[kRows];
     unpack<kBits>(full ? planes + column : edge_codes.plane, stride, code);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) Store::store_lanes(to + r * stride, decode<F32>(code[r], meta));
+    for (int r = 0; r < kRows; ++r) store(to + r * stride, decode<F32>(code[r], meta));
     if (!full) edge.write(out, tile);
   }
 }

@@ -14,9 +14,10 @@ namespace cgx {
 inline namespace CGX_ISA {
 namespace {
 
-template <typename Store, bool kStochastic, bool kResidual>
+// Encodes fp32 values as they are. Others are staged.
+template <bool kStochastic, bool kResidual>
 struct Encode {
-  using Item = typename Store::Item;
+  using Item = float;
   static constexpr Coding kCoding = kStochastic ? Coding::kStochastic : Coding::kNearest;
   template <int kBits>
   static void run(const EncodeCall& call, const Run& run) {
@@ -36,7 +37,7 @@ struct Encode {
       for (int64_t k = first; k < last; ++k) {
         const Item* const bucket = x + (k - first) * slot.bucket_size;
         const Meta meta =
-            find_extremes<Store, !kStochastic>(bucket, slot.bucket_values(k)).meta(kBits);
+            find_extremes<StoreF32, !kStochastic>(bucket, slot.bucket_values(k)).meta(kBits);
         header[k - first] = Header(meta, zero_segments(bucket, slot, k), kBits);
       }
       uint8_t* const group_out = nontemporal ? records.at(out) : out;
@@ -45,9 +46,8 @@ struct Encode {
         const NoiseSeed seed =
             kStochastic ? noise_seed(call.key, slot.number, (uint64_t)k) : NoiseSeed{};
         const Record record = slot.record(k);
-        const auto encode = usual(record)
-                                ? encode_bucket<Store, kBits, kCoding, kResidual, kUsualColumns>
-                                : encode_bucket<Store, kBits, kCoding, kResidual, 0>;
+        const auto encode = usual(record) ? encode_bucket<kBits, kCoding, kResidual, kUsualColumns>
+                                          : encode_bucket<kBits, kCoding, kResidual, 0>;
         const char* const from = (const char*)x;
         Item* const error = kResidual && nontemporal ? errors.at(residual) : residual;
         const Header own = header[k - first];
@@ -67,9 +67,8 @@ struct Encode {
   }
 };
 
-template <typename Store>
 struct Decode {
-  using Item = typename Store::Item;
+  using Item = float;
   template <int kBits>
   static void run(const DecodeCall& call, const Run& run) {
     const uint8_t* from = call.payload + run.offset;
@@ -79,8 +78,8 @@ struct Decode {
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = run.slot.record(k);
       const bool staged = nontemporal && usual(record);
-      const auto decode = usual(record) ? decode_bucket<Store, kBits, kUsualColumns>
-                                        : decode_bucket<Store, kBits, 0>;
+      const auto decode =
+          usual(record) ? decode_bucket<kBits, kUsualColumns> : decode_bucket<kBits, 0>;
       Item* const to = staged ? values.at(out) : out;
       decode(from, record, to);
       clear_segments(to, run.slot, k, mask_of(from));
@@ -116,12 +115,17 @@ struct Accumulate {
       if (own == nullptr) memset(to, 0, record.values * sizeof(Item));
       const Item* const x = own == nullptr ? to : own;
       const Peers peers{records, call.layout.total_bytes(), call.peers, call.rank};
-      if (masks_of(peers).any) {
-        read_values<Store>(x, record.values, Factors(nullptr, run.leaf, kIn), 0, call.scratch);
-        add_masked<kBits>(call.scratch, run.slot, k, peers);
-        write_quotients<Store>(call.scratch, record.values, divide, to);
+      const bool masked = masks_of(peers).any;
+      if (!masked && kDirect<Store>) {
+        add_peers<kBits>((const float*)x, record, peers, divide, (const char*)x, (float*)to);
       } else {
-        add_peers<Store, Store, kBits>(x, record, peers, divide, (const char*)x, to);
+        read_values<Store>(x, record.values, Factors(nullptr, run.leaf, kIn), 0, call.scratch);
+        if (masked) {
+          add_masked<kBits>(call.scratch, run.slot, k, peers);
+        } else {
+          add_peers<kBits>(call.scratch, record, peers, Divide(1.0f), (const char*)x, call.scratch);
+        }
+        write_quotients<Store>(call.scratch, record.values, divide, to);
       }
       if (staged) values.store_nontemporal(out, record.values * sizeof(Item));
       if (own != nullptr) own += record.values;
@@ -151,8 +155,7 @@ struct AccumulateRotated {
       if (masks.any) {
         add_masked<kBits>(call.scratch, run.slot, k, peers);
       } else {
-        add_peers<StoreF32, StoreF32, kBits>(call.scratch, coded, peers, Divide(1.0f),
-                                             (const char*)x, call.scratch);
+        add_peers<kBits>(call.scratch, coded, peers, Divide(1.0f), (const char*)x, call.scratch);
       }
       const Rotation rotation(record.columns(), run.slot.number, (uint64_t)k);
       rotate_back(call.scratch, record.columns(), rotation);
@@ -195,20 +198,12 @@ void run_dtype(DType dtype, const Call& call, const Run& run) {
 }
 
 template <typename Store>
-using EncodeNearest = Encode<Store, false, false>;
-template <typename Store>
-using EncodeStochastic = Encode<Store, true, false>;
-template <typename Store>
-using EncodeNearestResidual = Encode<Store, false, true>;
-template <typename Store>
-using EncodeStochasticResidual = Encode<Store, true, true>;
-template <typename Store>
 using EncodeStagedAlone = EncodeStaged<Store, false>;
 template <typename Store>
 using EncodeStagedResidual = EncodeStaged<Store, true>;
 
-bool staged(const Run& run, const LeafUnits* units) {
-  return run.slot.rotated || !Factors(units, run.leaf, kIn).none();
+bool staged(const Run& run, DType dtype, const LeafUnits* units) {
+  return dtype != DType::kF32 || run.slot.rotated || !Factors(units, run.leaf, kIn).none();
 }
 
 void encode(const EncodeCall& call, int64_t from, int64_t to) {
@@ -222,15 +217,14 @@ void encode(const EncodeCall& call, int64_t from, int64_t to) {
         memset((char*)call.residuals.data[run.leaf] + run.first_value() * item, 0,
                run.values() * item);
       }
-    } else if (staged(run, call.units)) {
+    } else if (staged(run, dtype, call.units)) {
       residual ? run_dtype<EncodeStagedResidual>(dtype, call, run)
                : run_dtype<EncodeStagedAlone>(dtype, call, run);
     } else if (run.slot.rounding != Rounding::kNearest) {
-      residual ? run_dtype<EncodeStochasticResidual>(dtype, call, run)
-               : run_dtype<EncodeStochastic>(dtype, call, run);
+      residual ? run_bits<Encode<true, true>>(call, run) : run_bits<Encode<true, false>>(call, run);
     } else {
-      residual ? run_dtype<EncodeNearestResidual>(dtype, call, run)
-               : run_dtype<EncodeNearest>(dtype, call, run);
+      residual ? run_bits<Encode<false, true>>(call, run)
+               : run_bits<Encode<false, false>>(call, run);
     }
   });
   end_nontemporal();
@@ -244,8 +238,8 @@ void reduce(const ReduceCall& call, int64_t from, int64_t to) {
 void decode(const DecodeCall& call, int64_t from, int64_t to) {
   for_each_run(call.layout, from, to, [&](const Run& run) {
     const DType dtype = call.leaves.dtype[run.leaf];
-    staged(run, call.units) ? run_dtype<DecodeStaged>(dtype, call, run)
-                            : run_dtype<Decode>(dtype, call, run);
+    staged(run, dtype, call.units) ? run_dtype<DecodeStaged>(dtype, call, run)
+                                   : run_bits<Decode>(call, run);
   });
   end_nontemporal();
 }

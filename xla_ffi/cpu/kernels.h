@@ -18,8 +18,7 @@ constexpr int64_t kNontemporalValues = 8 << 20;
 // Every call below works on the records that start in [from, to) of the buffer, so calls on
 // disjoint ranges may run at once. zero_tails clears the bytes past a chunk's end. `scratch` has
 // room for twice the longest bucket's values in whole columns; calls that run at once need separate
-// scratch. Encode and decode need it only for slots that are rotated or have units. `units` (null:
-// none) has one entry per leaf.
+// scratch. `units` (null: none) has one entry per leaf.
 
 // Writes u8[world, chunk_bytes]. The row of chunk `rank` is zeros (-1: no such row). `residuals`
 // (data null: none) receives x - decode(encode(x)) at the scale of the leaf's values, and zeros in

@@ -1,6 +1,6 @@
-// The kernels that stage values in fp32: those for slots that are rotated or have units, and
-// reduce, which stages its sums. Included only by cpu/kernels.cc; everything lives in the
-// instruction set's namespace.
+// The kernels that stage values in fp32: those for 16-bit values and for slots that are rotated or
+// have units, and reduce, which stages its sums. Included only by cpu/kernels.cc; everything lives
+// in the instruction set's namespace.
 #ifndef CGX_CPU_STAGED_H_
 #define CGX_CPU_STAGED_H_
 
@@ -26,8 +26,8 @@ void encode_values(float* x, Record record, Meta meta, Noise noise, Ahead ahead,
     if (usual(record) && !poisoned(meta)) return encode_clipped<kBits>(x, meta, ahead, planes);
   }
   constexpr int kColumns = kSaturated ? 0 : kUsualColumns;
-  const auto encode = usual(record) ? encode_bucket<StoreF32, kBits, kCoding, kResidual, kColumns>
-                                    : encode_bucket<StoreF32, kBits, kCoding, kResidual, 0>;
+  const auto encode = usual(record) ? encode_bucket<kBits, kCoding, kResidual, kColumns>
+                                    : encode_bucket<kBits, kCoding, kResidual, 0>;
   encode(x, record, meta, noise, ahead, planes, kResidual ? x : nullptr);
 }
 
@@ -67,8 +67,7 @@ CGX_HD Noise noise_of(const Slot& slot, const uint32_t* key, int64_t bucket, flo
   return {noise_seed(key, slot.number, (uint64_t)bucket), offset};
 }
 
-// Writes bucket k of a slot that is rotated or has units to `out`, ready for encoding. Returns its
-// extremes.
+// Writes bucket k of a slot to `out`, ready for encoding. Returns its extremes.
 template <typename Store>
 Extremes stage_values(const typename Store::Item* x, const Slot& slot, LeafSeed signs, int64_t k,
                       const Factors& in, float* out) {
@@ -89,7 +88,7 @@ Extremes stage_values(const typename Store::Item* x, const Slot& slot, LeafSeed 
 
 constexpr int64_t kStaged = 4;
 
-// Encodes slots that are rotated or have units. Their values are staged in fp32.
+// Encodes values that are staged in fp32.
 template <typename Store, bool kResidual>
 struct EncodeStaged {
   using Item = typename Store::Item;
@@ -149,6 +148,10 @@ struct EncodeStaged {
   }
 };
 
+// Whether the loops over a bucket read and write the items themselves.
+template <typename Store>
+constexpr bool kDirect = sizeof(typename Store::Item) == sizeof(float);
+
 // What the peers sent for one bucket, without `skip`.
 struct Peers {
   const uint8_t* records;
@@ -172,11 +175,10 @@ Masks masks_of(const Peers& peers) {
 }
 
 // Writes (x + the peers' values) / divisor, for peers without masks.
-template <typename In, typename Out, int kBits>
-void add_peers(const typename In::Item* x, Record coded, const Peers& peers, Divide divide,
-               const char* ahead, typename Out::Item* out) {
-  const auto sum =
-      usual(coded) ? sum_bucket<In, Out, kBits, kUsualColumns> : sum_bucket<In, Out, kBits, 0>;
+template <int kBits>
+void add_peers(const float* x, Record coded, const Peers& peers, Divide divide, const char* ahead,
+               float* out) {
+  const auto sum = usual(coded) ? sum_bucket<kBits, kUsualColumns> : sum_bucket<kBits, 0>;
   sum(x, coded, peers.records, peers.stride, peers.count, peers.skip, divide, ahead, out);
 }
 
@@ -194,10 +196,10 @@ void add_masked(float* sums, const Slot& slot, int64_t k, const Peers& peers) {
     const uint32_t mask = mask_of(from);
     if (mask == 0) {
       const Peers one{from, 0, 1, -1};
-      add_peers<StoreF32, StoreF32, kBits>(sums, coded, one, Divide(1.0f), (const char*)sums, sums);
+      add_peers<kBits>(sums, coded, one, Divide(1.0f), (const char*)sums, sums);
       continue;
     }
-    decode_bucket<StoreF32, kBits, 0>(from, coded, values);
+    decode_bucket<kBits, 0>(from, coded, values);
     if (slot.rotated) rotate_back(values, record.columns(), rotation);
     clear_segments(values, slot, k, mask);
     if (slot.rotated) rotate(values, record, rotation);
@@ -218,7 +220,7 @@ struct Reduce {
     const bool residual = call.residuals.data != nullptr;
     Item* lost = residual ? (Item*)call.residuals.data[run.leaf] + run.first_value() : nullptr;
     const Factors in(call.units, run.leaf, kIn), back(call.units, run.leaf, kOut);
-    const bool staged = slot.rotated || !in.none();
+    const bool staged = !kDirect<Store> || slot.rotated || !in.none();
     int64_t position = run.offset - run.chunk * layout.chunk_bytes;
     for (int64_t k = run.first; k < run.last; ++k) {
       const Record record = slot.record(k), coded = slot.rotated ? filled(record) : record;
@@ -229,11 +231,9 @@ struct Reduce {
       if (masks.any) {
         add_masked<kBits>(call.scratch, slot, k, peers);
         write_quotients<StoreF32>(call.scratch, coded.values, divide, call.scratch);
-      } else if (staged) {
-        add_peers<StoreF32, StoreF32, kBits>(call.scratch, coded, peers, divide, ahead,
-                                             call.scratch);
       } else {
-        add_peers<Store, StoreF32, kBits>(x, coded, peers, divide, ahead, call.scratch);
+        const float* const own = staged ? call.scratch : (const float*)x;
+        add_peers<kBits>(own, coded, peers, divide, ahead, call.scratch);
       }
       const uint32_t mask = masks.all ? masks.all & zero_segments(x, slot, k) : 0;
       const Noise noise = noise_of(slot, call.key, k, 0.0f);
@@ -277,8 +277,8 @@ struct DecodeStaged {
       if (fast) {
         decode_turned<kBits>(from, rotation, call.scratch);
       } else {
-        const auto decode = usual(coded) ? decode_bucket<StoreF32, kBits, kUsualColumns>
-                                         : decode_bucket<StoreF32, kBits, 0>;
+        const auto decode =
+            usual(coded) ? decode_bucket<kBits, kUsualColumns> : decode_bucket<kBits, 0>;
         decode(from, coded, call.scratch);
         if (slot.rotated) rotate_back(call.scratch, record.columns(), rotation);
       }
@@ -291,8 +291,10 @@ struct DecodeStaged {
           finish = finish_back<Store, Finish::kAsIs>;
         }
         finish(call.scratch, factor, kUsualColumns, 0, rotation, to);
-      } else {
+      } else if (slot.rotated || !back.none()) {
         write_decoded<Store>(call.scratch, record.values, back, k * slot.bucket_size, to);
+      } else {
+        write_quotients<Store>(call.scratch, record.values, Divide(1.0f), to);
       }
       clear_segments(to, slot, k, mask_of(from));
       if (staged) values.store_nontemporal(out, record.values * sizeof(Item));

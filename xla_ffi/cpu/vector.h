@@ -165,21 +165,18 @@ CGX_HD void store_u16(void* to, U32 x) { store(to, __builtin_convertvector(x, U1
 struct StoreF32 {
   using Item = float;
   static constexpr float kMost = kLargest;
-  CGX_HD static Item item(float x) { return x; }
   CGX_HD static F32 load_lanes(const Item* from) { return load<F32>(from); }
   CGX_HD static void store_lanes(Item* to, F32 x) { store(to, x); }
 };
 struct StoreBF16 {
   using Item = uint16_t;
   static constexpr float kMost = 3.38953139e+38f;
-  CGX_HD static Item item(float x) { return (Item)narrow_bf16(x); }
   CGX_HD static F32 load_lanes(const Item* from) { return widen_bf16<F32>(load_u16(from)); }
   CGX_HD static void store_lanes(Item* to, F32 x) { store_u16(to, narrow_bf16(x)); }
 };
 struct StoreF16 {
   using Item = uint16_t;
   static constexpr float kMost = 65504.0f;
-  CGX_HD static Item item(float x) { return (Item)narrow_f16(x); }
   CGX_HD static F32 load_lanes(const Item* from) { return widen_f16<F32>(load_u16(from)); }
   CGX_HD static void store_lanes(Item* to, F32 x) { store_u16(to, narrow_f16(x)); }
 };

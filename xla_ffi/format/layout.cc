@@ -53,7 +53,7 @@ std::string OwnedLayout::build(const std::vector<SlotSpec>& specs, int64_t world
     return "world is " + std::to_string(world) + ", must be in [1, 2^20]";
   }
   slots_.clear();
-  values_ = scratch_values_ = staged_scratch_values_ = 0;
+  values_ = scratch_values_ = 0;
   int64_t total = 0;
   for (size_t k = 0; k < specs.size(); ++k) {
     const SlotSpec& spec = specs[k];
@@ -73,11 +73,7 @@ std::string OwnedLayout::build(const std::vector<SlotSpec>& specs, int64_t world
     total = slot.end();
     values_ += spec.size;
     // For a bucket's sum, and for the values of a peer that are added to it.
-    const int64_t scratch = 2 * kRows * slot.record(0).columns();
-    scratch_values_ = std::max(scratch_values_, scratch);
-    if (slot.rotated || spec.units) {
-      staged_scratch_values_ = std::max(staged_scratch_values_, scratch);
-    }
+    scratch_values_ = std::max(scratch_values_, 2 * kRows * slot.record(0).columns());
   }
   begin_.assign(world + 1, total);
   begin_[0] = 0;

@@ -36,8 +36,6 @@ class OwnedLayout {
   Layout view() const;
   // The scratch of a kernel: twice the values of the longest bucket, padded to whole columns.
   int64_t scratch_values() const { return scratch_values_; }
-  // The same, but only over slots that are rotated or have units.
-  int64_t staged_scratch_values() const { return staged_scratch_values_; }
 
  private:
   std::vector<Slot> slots_;
@@ -45,7 +43,6 @@ class OwnedLayout {
   int64_t chunk_bytes_ = 0;
   int64_t values_ = 0;
   int64_t scratch_values_ = 0;
-  int64_t staged_scratch_values_ = 0;
 };
 
 }  // namespace cgx

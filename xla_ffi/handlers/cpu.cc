@@ -28,13 +28,12 @@ ffi::Error check_ranks(const Operands& all, int64_t from, int64_t to) {
   return ffi::Error::Success();
 }
 
-// Calls f(batch element, from, to, scratch) for pieces of all fusion buffers. `values` is the size
-// of the scratch.
+// Calls f(batch element, from, to, scratch) for pieces of all fusion buffers.
 template <typename F>
-void split_buffers(ffi::ThreadPool& pool, const Operands& all, int64_t values, F f) {
+void split_buffers(ffi::ThreadPool& pool, const Operands& all, F f) {
   const Layout layout = all.layout();
   const int64_t count = pieces(layout.values);
-  Scratch scratch(workers(pool, all.batch * count), values);
+  Scratch scratch(workers(pool, all.batch * count), all.owned.scratch_values());
   split_range(pool, all.batch, 0, layout.total_bytes(), count,
               [&](int64_t b, int64_t from, int64_t to, int64_t worker) {
                 f(b, from, to, scratch.of(worker));
@@ -56,12 +55,11 @@ struct Cpu {
     prefer_huge_pages(payload, all.batch * bytes);
     for (int64_t b = 0; b < all.batch; ++b) zero_tails(layout, payload + b * bytes);
     const KernelTable& kernels = current_kernels();
-    split_buffers(pool, all, all.owned.staged_scratch_values(),
-                  [&](int64_t b, int64_t from, int64_t to, float* scratch) {
-                    kernels.encode({layout, all.in(b), all.out(b), all.keys + 2 * b, all.ranks[b],
-                                    payload + b * bytes, scratch, all.units(b)},
-                                   from, to);
-                  });
+    split_buffers(pool, all, [&](int64_t b, int64_t from, int64_t to, float* scratch) {
+      kernels.encode({layout, all.in(b), all.out(b), all.keys + 2 * b, all.ranks[b],
+                      payload + b * bytes, scratch, all.units(b)},
+                     from, to);
+    });
     return ffi::Error::Success();
   }
 
@@ -91,12 +89,11 @@ struct Cpu {
     const Layout layout = all.layout();
     prefer_huge_pages(all.results, all.batch);
     const KernelTable& kernels = current_kernels();
-    split_buffers(pool, all, all.owned.staged_scratch_values(),
-                  [&](int64_t b, int64_t from, int64_t to, float* scratch) {
-                    kernels.decode({layout, payload + b * layout.world * layout.chunk_bytes,
-                                    all.out(b), scratch, all.units(b)},
-                                   from, to);
-                  });
+    split_buffers(pool, all, [&](int64_t b, int64_t from, int64_t to, float* scratch) {
+      kernels.decode({layout, payload + b * layout.world * layout.chunk_bytes, all.out(b), scratch,
+                      all.units(b)},
+                     from, to);
+    });
     return ffi::Error::Success();
   }
 
@@ -106,12 +103,11 @@ struct Cpu {
     CGX_TRY(check_ranks(all, -1, peers));
     prefer_huge_pages(all.results, all.batch);
     const KernelTable& kernels = current_kernels();
-    split_buffers(pool, all, all.owned.scratch_values(),
-                  [&](int64_t b, int64_t from, int64_t to, float* scratch) {
-                    kernels.accumulate({layout, all.in(b), payload + b * peers * layout.chunk_bytes,
-                                        peers, all.ranks[b], all.divisor, all.out(b), scratch},
-                                       from, to);
-                  });
+    split_buffers(pool, all, [&](int64_t b, int64_t from, int64_t to, float* scratch) {
+      kernels.accumulate({layout, all.in(b), payload + b * peers * layout.chunk_bytes, peers,
+                          all.ranks[b], all.divisor, all.out(b), scratch},
+                         from, to);
+    });
     return ffi::Error::Success();
   }
 
