@@ -79,7 +79,7 @@ configure() { \
 endef
 
 demo: $(STAMPS)/demo
-	$(BIN)/python examples/16_slow_link.py
+	$(BIN)/python examples/08_diloco.py
 
 # Two at a time: most of a test is compiling, on one core, and each starts up to eight ranks.
 test: $(STAMPS)/test

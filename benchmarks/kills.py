@@ -1,4 +1,4 @@
-"""Kills workers of examples/14_elastic.py at random moments, and waits for the others to go on.
+"""Kills workers of examples/09_elastic.py at random moments, and waits for the others to go on.
 
     python benchmarks/kills.py --kills 100 --json benchmarks/results/kills.jsonl
     python benchmarks/kills.py --round 10 --rate 10mbit --json benchmarks/results/kills.jsonl
@@ -26,7 +26,7 @@ import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))
-_spec = importlib.util.spec_from_file_location("elastic", ROOT / "examples" / "14_elastic.py")
+_spec = importlib.util.spec_from_file_location("elastic", ROOT / "examples" / "09_elastic.py")
 assert _spec is not None
 assert _spec.loader is not None
 elastic = importlib.util.module_from_spec(_spec)

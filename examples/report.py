@@ -125,32 +125,6 @@ def draw_chart(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_phases(runs: dict[str, tuple[np.ndarray, np.ndarray]], drop: int, path: Path) -> None:
-    """Draws the losses of runs above the bits per value of each step into a PNG at `path`.
-
-    `runs` maps a name to (losses, bits per value), f64[steps] each. The learning rate falls before
-    step `drop`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    styles = ("-", "-", "-", "-", "--")  # curves of runs with the same widths coincide
-    for (name, (losses, bits)), color, style in zip(runs.items(), COLORS, styles, strict=True):
-        steps = np.arange(1, losses.size + 1)
-        above.plot(steps, _moving_average(losses), style, color=color, lw=1.5, label=name)
-        below.plot(steps, bits, style, color=color, lw=1.5)
-    above.set(ylabel="training loss [nats per byte]")
-    below.set(xlabel="step", ylabel="bits per value")
-    for axes in (above, below):
-        axes.axvline(drop + 0.5, color="black", lw=0.8, ls=":")
-        axes.margins(x=0.01)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.25)
-    above.legend(frameon=False)
-    figure.suptitle("Widths that follow the training; the learning rate falls at the dotted line")
-    figure.savefig(path, dpi=150)
-
-
 def draw_widths(widths: list[dict[str, float]], path: Path) -> None:
     """Draws the bits of every leaf, by its name, in every step into a PNG at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -41,11 +41,11 @@ def page(uri):
 
 def test_the_site_names_files_that_are_no_pages():
     hook = scripts.load("docs/site_links.py")
-    text = "see [the loop](../examples/04_jit.py), [README.md](../README.md#install), [a](b.md)"
-    named = "see the loop (`examples/04_jit.py`), README.md, [a](b.md)"
+    text = "see [the loop](../examples/02_jit.py), [README.md](../README.md#install), [a](b.md)"
+    named = "see the loop (`examples/02_jit.py`), README.md, [a](b.md)"
     assert hook.on_page_markdown(text, page=page("calls.md")) == named
-    text = "see [04_jit.py](../../examples/04_jit.py), [loops](../training_loops.md#plain-jit)"
-    named = "see 04_jit.py (`examples/04_jit.py`), [loops](../training_loops.md#plain-jit)"
+    text = "see [02_jit.py](../../examples/02_jit.py), [loops](../training_loops.md#plain-jit)"
+    named = "see 02_jit.py (`examples/02_jit.py`), [loops](../training_loops.md#plain-jit)"
     assert hook.on_page_markdown(text, page=page("quickstart/jit.md")) == named
 
 

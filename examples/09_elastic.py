@@ -6,8 +6,8 @@ supervisor ends them too and starts as many new ones as are left. They read the 
 waits for the next checkpoint. The batch stays the same for any number of workers. On a cluster the
 launcher takes the supervisor's place; the workers need no change.
 
-    python 14_elastic.py                                       # 4 bits in every step
-    python 14_elastic.py --steps 240 --round 10 --rate 10mbit  # DiLoCo over slow links (Linux)
+    python 09_elastic.py                                       # 4 bits in every step
+    python 09_elastic.py --steps 240 --round 10 --rate 10mbit  # DiLoCo over slow links (Linux)
 
 With `--round 10` the workers train alone for 10 steps, and then send how far they have moved, in 4
 bits. Each round ends with a checkpoint, so a loss costs at most the steps of one round. Each worker

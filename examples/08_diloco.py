@@ -1,6 +1,6 @@
 """Trains a small language model over slow links: exactly, in 4 bits, and with DiLoCo in 4 bits.
 
-Two processes of this machine train the model of 02_language_model.py over a link of 100 Mbit/s, and
+Two processes of this machine train the model of 04_shard_map.py over a link of 100 Mbit/s, and
 then over one of 10 Mbit/s. All runs start from the same parameters and see the same batches. With
 DiLoCo the processes train alone, and send how far they have moved every 10 steps. The table has
 when each run reached the held-out loss with which the last of them ends. demo/slow_link.png shows
