@@ -34,6 +34,15 @@ def test_links_lead_somewhere(document):
             assert anchor in anchors(target.read_text()), link
 
 
+def test_the_manual_stays_short():
+    """The design and the measurements are not the manual. Code and diffs are not words."""
+    manual = [x for x in ROOT.glob("docs/**/*.md") if "measurements" not in x.parts]
+    pages = {x.name: x.read_text() for x in manual if x.name != "design.md"}
+    assert {name: n for name, x in pages.items() if (n := len(x.split())) > 2000} == {}
+    prose = (re.sub(r"```.*?```|^    .*?$", "", x, flags=re.S | re.M) for x in pages.values())
+    assert sum(len(x.split()) for x in prose) <= 25_000
+
+
 def page(uri):
     """Returns what mkdocs passes to a hook for a page."""
     return types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri))
