@@ -181,16 +181,27 @@ def test_tune_takes_the_fastest_number_of_streams(seconds_of, budget, expected):
     assert links.now <= budget
 
 
-@pytest.mark.parametrize("aborts", [True, False])
-def test_a_job_that_recovers_is_tuned_to_one_stream(aborts, monkeypatch):
-    links = Links({1: 1.0, 2: 0.8, 4: 0.5})
-    if aborts:
+@pytest.fixture(params=["aborts", "recoverability"])
+def recovering(request, monkeypatch):
+    """Sets this process up to go on without a lost rank."""
+    if request.param == "aborts":
         monkeypatch.setenv("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "1")
-    jax.config.update("jax_enable_recoverability", not aborts)
-    try:
-        assert engine.tune_streams(links, lambda: 1000 - links.now) == Nccl()
-    finally:
-        jax.config.update("jax_enable_recoverability", False)
+    jax.config.update("jax_enable_recoverability", request.param == "recoverability")
+    yield
+    jax.config.update("jax_enable_recoverability", False)
+
+
+def test_a_job_that_recovers_is_tuned_to_one_stream(recovering):
+    links = Links({1: 1.0, 2: 0.8, 4: 0.5})
+    assert engine.tune_streams(links, lambda: 1000 - links.now) == Nccl()
+
+
+@needs_streams
+def test_a_job_that_recovers_has_one_stream_even_if_a_profile_has_more(recovering, mesh, built):
+    f = over(mesh, lambda x: summed(x, Nccl(streams=2)))
+    with pytest.raises(ValueError, match=r"streams=2 would wait for that rank forever; use str"):
+        jax.make_jaxpr(f)(np.zeros((WORLD, 10**5), np.float32))
+    jax.make_jaxpr(over(mesh, lambda x: summed(x, Nccl())))(np.zeros((WORLD, 10**5), np.float32))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,14 @@ class Nccl(OnCommunicator):
                 f"{ALIGNMENT}; the default is {SEGMENT_BYTES}."
             )
 
+    def _lacking(self) -> str | None:
+        if self.streams == 1 or not recovers():
+            return None
+        return (
+            "this job is set up to go on without a lost rank, but messages on "
+            f"streams={self.streams} would wait for that rank forever; use streams=1"
+        )
+
     def _options(self, layout: Layout) -> dict[str, int]:
         share = -(-layout.chunk_bytes // self.streams)
         aligned = max(1, -(-share // ALIGNMENT)) * ALIGNMENT
