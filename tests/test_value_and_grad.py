@@ -79,6 +79,40 @@ def test_value_and_grad_of_an_nnx_module_updates_its_statistics():
     np.testing.assert_allclose(model.norm.mean[...], want, rtol=1e-3, atol=1e-5)
 
 
+class Adapted(nnx.Module):
+    """A frozen layer with a LoRA adapter."""
+
+    def __init__(self, rngs):
+        self.base = nnx.Linear(32, 32, rngs=rngs)
+        self.lora = nnx.LoRA(32, 4, 32, base_module=self.base, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.lora(x)
+
+
+@pytest.mark.parametrize("memory", [None, ErrorFeedback()])
+def test_other_state_of_an_nnx_module_is_trained_by_its_filter(memory):
+    _, x, y = params_and_batch()
+    part = nnx.DiffState(0, nnx.LoRAParam)
+    how = {"mesh": auto_mesh(), "argnums": part, "memory": memory, "exchange": "xla"}
+    f = cgx_jax.value_and_grad(net_loss, "data", Q8, **how)
+    model, twin = Adapted(nnx.Rngs(0)), Adapted(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    frozen = np.asarray(model.base.kernel[...])
+    if memory is None:
+        value, grads = nnx.jit(f)(model, x, y)
+    else:
+        (value, grads), _ = nnx.jit(f.apply)(f.init(model), model, x, y)
+    want = nnx.value_and_grad(net_loss, argnums=part)(twin, x, y)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5)
+    check_close(nnx.to_pure_dict(grads), nnx.to_pure_dict(want[1]))
+    optimizer.update(model, grads)
+    np.testing.assert_array_equal(model.base.kernel[...], frozen)
+    assert model.calls[...] == 1
+
+
 def test_data_and_model_mesh_keeps_model_shards_sharded():
     _, x, y = params_and_batch()
     mesh = auto_mesh((4, 2), ("data", "model"))
@@ -340,8 +374,15 @@ REFUSED = {
     "argnums in another order": (
         lambda p, x, y: vag(argnums=(1, 0))(p, x, y), r"argnums \[1, 0\] .*argnums=\(0, 1\)"
     ),
-    "NNX's argnums": (
-        lambda p, x, y: vag(argnums=nnx.DiffState(0, nnx.Param)), r"argnums=DiffState.*a position"
+    "no argnums": (
+        lambda p, x, y: vag(argnums="x"), r"argnums='x' must be a position, an nnx.DiffState"
+    ),
+    "NNX's argnums for a tree": (
+        lambda p, x, y: vag(argnums=nnx.DiffState(0, nnx.Param))(p, x, y),
+        r"a DiffState for p, which is not an NNX object",
+    ),
+    "a state for fewer trees": (
+        lambda p, x, y: vag(argnums=(0, 1)).init((p,)), r"1 trees .*argnums names 2 arguments"
     ),
     "a sharding constraint": (
         lambda p, x, y: constrained(p, x, y, P("data")), r"'data' is manual.*drop_manual_axes\(sp"

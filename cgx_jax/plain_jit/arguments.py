@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,21 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from cgx_jax._types import Pytree, Shaped
 
 CALLER = "value_and_grad"
+
+
+class Wanted(NamedTuple):
+    """A differentiated argument: its position, and the NNX filter of a part; None is nnx.Param."""
+
+    position: int
+    part: Any = None
+
+    @classmethod
+    def of(cls, entry: Any) -> Wanted:
+        """Returns what an entry of `argnums` names; raises TypeError for other objects."""
+        module = sys.modules.get("flax.nnx")
+        if module is not None and isinstance(entry, module.DiffState):
+            return cls(operator.index(entry.argnum), entry.filter)
+        return cls(operator.index(entry))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +50,8 @@ class Argument:
 
     `wanted` says that the argument is differentiated. `leaves` has one entry per leaf of `treedef`:
     (True, None) for an array, and (False, value) for a static value. `graph` is the graph
-    definition of an NNX object. The tree of a differentiated NNX object is (parameters, rest).
+    definition of an NNX object. The tree of a differentiated NNX object is (parameters, rest);
+    `part` is the filter of its parameters.
     """
 
     name: str
@@ -43,6 +60,7 @@ class Argument:
     graph: Any
     treedef: jax.tree_util.PyTreeDef
     leaves: tuple[tuple[bool, Any], ...]
+    part: Any = None
 
     @property
     def whole(self) -> bool:
@@ -73,27 +91,37 @@ class Argument:
 
     def rest(self, value: Any) -> Pytree:
         """Returns the undifferentiated part of the NNX object `value`, after the loss ran on it."""
-        return nnx().split(value, *_filters(self.wanted))[-1]
+        return nnx().split(value, *self._filters())[-1]
+
+    def _filters(self) -> tuple[Any, ...]:
+        return (self.part, ...) if self.wanted else (...,)
 
     @classmethod
     def of(
-        cls, value: Any, number: int, name: str, position: int | None, wanted: bool
+        cls, value: Any, number: int, name: str, position: int | None, wanted: Wanted | None
     ) -> tuple[Argument, list[Any], list[Place]]:
         """Returns the structure of `value`, its arrays, and their places."""
-        graph, tree = None, value
+        graph, tree, part = None, value, None if wanted is None else wanted.part
         if is_nnx(value):
-            graph, *tree = nnx().split(value, *_filters(wanted))
+            part = nnx().Param if part is None else part
+            filters = (...,) if wanted is None else (part, ...)
+            graph, *tree = nnx().split(value, *filters)
+        elif part is not None:
+            raise TypeError(
+                f"{CALLER}: argnums has a DiffState for {name}, which is not an NNX object; pass "
+                "its position."
+            )
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         leaves, arrays, places = [], [], []
         for path, x in flat:
-            if wanted and isinstance(x, (float, complex)):
+            if wanted is not None and isinstance(x, (float, complex)):
                 x = jnp.asarray(x)
             if not is_array(x):
                 leaves.append((False, x))
                 continue
             leaves.append((True, None))
             where = name + keystr(path[1:] if graph is not None else path)
-            trained = wanted and jnp.issubdtype(x.dtype, jnp.inexact)
+            trained = wanted is not None and jnp.issubdtype(x.dtype, jnp.inexact)
             if graph is not None:
                 trained = trained and path[0].idx == 0
             if trained and jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -103,16 +131,18 @@ class Argument:
                 )
             places.append(Place(where, number, trained))
             arrays.append(x)
-        return cls(name, position, wanted, graph, treedef, tuple(leaves)), arrays, places
+        made = cls(name, position, wanted is not None, graph, treedef, tuple(leaves), part)
+        return made, arrays, places
 
 
 def arguments_of(
-    function: Callable[..., Pytree], args: Pytree, kwargs: Pytree, wanted: Sequence[int]
+    function: Callable[..., Pytree], args: Pytree, kwargs: Pytree, wanted: Sequence[Wanted]
 ) -> tuple[tuple[Argument, ...], list[Any], list[Place]]:
     """Returns the structures of a call's arguments, and all arrays with their places."""
     names = names_of(function, len(args))
-    given: list[Any] = [(x, names[i], i, i in wanted) for i, x in enumerate(args)]
-    given += [(x, name, None, False) for name, x in kwargs.items()]
+    by_position = {each.position: each for each in wanted}
+    given: list[Any] = [(x, names[i], i, by_position.get(i)) for i, x in enumerate(args)]
+    given += [(x, name, None, None) for name, x in kwargs.items()]
     made = [Argument.of(x, number, *rest) for number, (x, *rest) in enumerate(given)]
     arguments = tuple(argument for argument, _, _ in made)
     return arguments, [x for _, xs, _ in made for x in xs], [p for _, _, ps in made for p in ps]
@@ -153,10 +183,6 @@ def line(spec: Any) -> Line:
 def keystr(path: Any) -> str:
     """Formats a path; NNX wraps each array in a variable, which is left out."""
     return str(jax.tree_util.keystr(path)).removesuffix(".value")
-
-
-def _filters(wanted: bool) -> tuple[Any, ...]:
-    return (nnx().Param, ...) if wanted else (...,)
 
 
 def nnx() -> ModuleType:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from cgx_jax._types import AxisName, Pytree
 from cgx_jax.compressors import Compressor
 from cgx_jax.exchanges import Exchange
 from cgx_jax.plain_jit import split
-from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, arguments_of, is_nnx, nnx
+from cgx_jax.plain_jit.arguments import CALLER, Argument, Place, Wanted, arguments_of, is_nnx, nnx
 from cgx_jax.plain_jit.model_axes import Shards, as_now
 from cgx_jax.plain_jit.program import Program, Traced, finish
 from cgx_jax.plain_jit.reduction import GradientMean
@@ -39,7 +38,7 @@ def value_and_grad(
     axis_name: AxisName,
     policy: Compressor | Policy | Plan | None = None,
     *,
-    argnums: int | Sequence[int] = 0,
+    argnums: Any = 0,
     has_aux: bool = False,
     loss: str = "mean",
     mesh: Mesh | AbstractMesh | None = None,
@@ -89,7 +88,7 @@ def value_and_grad(
     *Differentiated arguments* (`argnums`, ascending) are pytrees (bare, Linen's, Equinox's) or NNX
     modules. In a pytree, the inexact arrays are differentiated, and the gradient of any other leaf
     is None. In an NNX module, the `nnx.Param` state is differentiated and the rest is updated,
-    as in `nnx.value_and_grad`.
+    as in `nnx.value_and_grad`. `nnx.DiffState(0, nnx.LoRAParam)` names other state.
 
     *Other axes of the mesh.* Parameters, gradients and memories stay sharded over them (HSDP). NNX
     metadata, concrete arrays and types on an explicit mesh show how. For what else jit hides, pass
@@ -121,12 +120,11 @@ def value_and_grad(
         raise ValueError(f'{CALLER}: loss={loss!r} must be "mean" or "ratio", for (sum, count).')
     wanted = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     try:
-        wanted = tuple(map(operator.index, wanted))
+        wanted = tuple(map(Wanted.of, wanted))
     except TypeError:
         raise TypeError(
-            f"{CALLER}: argnums={argnums!r} must be a position or a tuple of positions. To "
-            "differentiate other NNX state than nnx.Param, split the module outside of the loss "
-            "and pass the part to differentiate as an argument."
+            f"{CALLER}: argnums={argnums!r} must be a position, an nnx.DiffState, or a tuple of "
+            "them."
         ) from None
     axis = names[0] if len(names) == 1 else names
     mean = GradientMean(axis, policy, memory, precondition, seed, exchange, reduction, levels)
@@ -139,7 +137,7 @@ def value_and_grad(
 class _Options:
     names: tuple[str, ...]
     mesh: Mesh | AbstractMesh | None
-    wanted: tuple[int, ...]
+    wanted: tuple[Wanted, ...]
     single: bool
     has_aux: bool
     aux_specs: Pytree
@@ -184,8 +182,14 @@ class ValueAndGrad:
         arrays: list[jax.Array] = []
         places: list[Place] = []
         trees = []
-        for number, value in enumerate((params,) if options.single else params):
-            argument, own, at = Argument.of(value, number, f"argument {number}", number, True)
+        given = (params,) if options.single else tuple(params)
+        if len(given) != len(options.wanted):
+            raise ValueError(
+                f"{CALLER}: init has {len(given)} trees of parameters, but argnums names "
+                f"{len(options.wanted)} arguments; pass one tree for each."
+            )
+        for number, (value, wanted) in enumerate(zip(given, options.wanted, strict=True)):
+            argument, own, at = Argument.of(value, number, f"argument {number}", number, wanted)
             kept = [x if p.trained else None for x, p in zip(own, at, strict=True)]
             trees.append(argument.parameters(kept))
             arguments.append(argument)
@@ -212,7 +216,7 @@ class ValueAndGrad:
                 f"{CALLER}: the loss is None, which is for `init` only; pass the loss to "
                 "value_and_grad inside the step."
             )
-        wanted = _positions(options.wanted, len(args))
+        wanted = _positive(options.wanted, len(args))
         arguments, arrays, places = arguments_of(self._loss_fn, args, kwargs, wanted)
         mesh = options.mesh or _mesh(options.names, arrays)
         program = Program(
@@ -381,20 +385,21 @@ def _of_a_part(
     )
 
 
-def _positions(wanted: Sequence[int], count: int) -> tuple[int, ...]:
-    """Returns the positions to differentiate, of which negative ones count from the end."""
-    if any(not -count <= i < count for i in wanted):
+def _positive(wanted: Sequence[Wanted], count: int) -> tuple[Wanted, ...]:
+    """Returns what to differentiate; negative positions count from the end."""
+    given = [each.position for each in wanted]
+    if any(not -count <= i < count for i in given):
         raise ValueError(
-            f"{CALLER}: argnums {list(wanted)} are positions of arguments, but the call has "
+            f"{CALLER}: argnums {given} are positions of arguments, but the call has "
             f"{count} positional ones; pass the arguments to differentiate by position."
         )
-    found = tuple(i % count for i in wanted)
-    if list(found) != sorted(set(found)):
+    found = [i % count for i in given]
+    if found != sorted(set(found)):
         raise ValueError(
-            f"{CALLER}: argnums {list(wanted)} must ascend, each position once, since gradients "
+            f"{CALLER}: argnums {given} must ascend, each position once, since gradients "
             f"come in the order of the arguments; write argnums={tuple(sorted(set(found)))}."
         )
-    return found
+    return tuple(Wanted(i, each.part) for i, each in zip(found, wanted, strict=True))
 
 
 def _mesh(names: tuple[str, ...], arrays: Sequence[jax.Array]) -> Mesh | AbstractMesh:
