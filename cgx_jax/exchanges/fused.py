@@ -21,7 +21,7 @@ from cgx_jax.kernels.wire import Layout, Slot
 Groups = Sequence[Sequence[int]] | None
 
 
-def unfit_axes(axes: Sequence[str]) -> str | None:
+def refusal_of_axes(axes: Sequence[str]) -> str | None:
     """Returns why no fused call works over the axes bound where this is traced, or None."""
     if not _compat.bound_by_mesh(axes):
         return "the axis is a vmap axis, which does not join devices; reduce over a mesh axis"

@@ -83,7 +83,7 @@ class Mpi(Exchange):
                 raise ValueError(f"Mpi: {name}={value} must be in [{low:g}, {high:g}].")
 
     def missing(self, axes: Sequence[str] = ()) -> str | None:
-        return _missing() or (_unfit_axes(axes) if axes else None)
+        return _missing() or (_refusal_of_axes(axes) if axes else None)
 
     def here(self) -> bool:
         mpi = sys.modules.get("mpi4py.MPI")
@@ -157,10 +157,10 @@ def _missing() -> str | None:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         return f"mpi4py cannot be imported ({error}); {_INSTALL}"
-    return _unfit(MPI)
+    return _refusal_of_world(MPI)
 
 
-def _unfit(mpi: Any) -> str | None:
+def _refusal_of_world(mpi: Any) -> str | None:
     """Returns what is wrong with this process's MPI world, or None."""
     if not mpi.Is_initialized() or mpi.Is_finalized():
         return "MPI is not initialized; import mpi4py.MPI first, with mpi4py.rc.initialize = True"
@@ -187,9 +187,9 @@ def _unfit(mpi: Any) -> str | None:
     return None
 
 
-def _unfit_axes(axes: Sequence[str]) -> str | None:
+def _refusal_of_axes(axes: Sequence[str]) -> str | None:
     """Returns what is wrong with the axes that are bound where this is traced, or None."""
-    if (problem := fused.unfit_axes(axes)) is not None:
+    if (problem := fused.refusal_of_axes(axes)) is not None:
         return problem
     size = jax.sharding.get_abstract_mesh().size
     if size != jax.process_count():

@@ -49,7 +49,7 @@ class OnCommunicator(Exchange):
     def missing(self, axes: Sequence[str] = ()) -> str | None:
         if (problem := not_installed() or bound_to_threads() or self._lacking()) is not None:
             return problem
-        return fused.unfit_axes(axes) if axes else None
+        return fused.refusal_of_axes(axes) if axes else None
 
     def _lacking(self) -> str | None:
         """Returns what else this exchange lacks here, with the remedy, or None."""
