@@ -11,6 +11,7 @@ import cgx_jax
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 PUBLIC = (
+    "choice",
     "compressors",
     "exchanges",
     "exchanges.experimental",
