@@ -212,7 +212,7 @@ def step_size() -> str:
     for bits, percent in ((4, 2), (3, 5)):
         full = f"{bits} bits, rotated, preconditioned"
         names += [full, f"{full}, learning rate {percent} % higher"]
-    every = [Runs(task) for task in tasks]
+    every = [Runs(task, "accuracy/step_size") for task in tasks]
     body = []
     for name in names:
         cells = []
