@@ -12,11 +12,6 @@ function(add_isa name)
   target_include_directories(cgx_cpu_${name} PRIVATE xla_ffi)
   target_compile_definitions(cgx_cpu_${name} PRIVATE CGX_ISA=${name})
   target_compile_options(cgx_cpu_${name} PRIVATE ${ARGN})
-  if(CGX_SANITIZE MATCHES "address" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # Checks by calls: in line, they triple the time that GCC takes for the unrolled loops.
-    target_compile_options(cgx_cpu_${name} PRIVATE
-                           "SHELL:--param asan-instrumentation-with-call-threshold=0")
-  endif()
   target_sources(cgx_cpu PRIVATE $<TARGET_OBJECTS:cgx_cpu_${name}>)
 endfunction()
 
