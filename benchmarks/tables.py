@@ -149,6 +149,37 @@ def native_codes() -> str:
     return table(["code", "time of memcpy over the kernel's"], body)
 
 
+def native_code_steps() -> str:
+    """The time of steps in plain jnp, and of native ones again, over that of native ones."""
+    every: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in rows("native_codes"):
+        every.setdefault((row["method"], row["task"]), {})[row["kernels"]] = row["ratio"]
+    body = [
+        [method, task, _spread(found["jnp"], ".2f"), _spread(found["native, again"], ".2f")]
+        for (method, task), found in sorted(every.items())
+    ]
+    return table(["method", "task", "plain jnp", "native, again"], body)
+
+
+def nonfinite() -> str:
+    """What `debug_nonfinite` adds to a step, in percent of it."""
+    every: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in rows("nonfinite"):
+        every.setdefault((row["task"], row["exchange"], row["what"]), {})[row["mode"]] = row
+    body = []
+    for (task, exchange, what), found in every.items():
+        if what == "step":
+            alone = every[task, exchange, "reduction"]["on"]
+            shown = (found["on"], found["off, again"], alone)
+            each = ([f"{100 * x:.1f}" for x in row["added"]] for row in shown)
+            percents = [f"{middle} ({low} to {high})" for low, middle, high in each]
+            values = f"{found['on']['values']:,}"
+            ms = f"{1e3 * found['off']['seconds'][1]:.1f}"
+            body.append([task, exchange, values, ms, *percents])
+    head = ["task", "exchange", "values", "ms per step", "added, %", "the same step again, %"]
+    return table([*head, "by the reduction alone, %"], body)
+
+
 def power_sgd() -> str:
     names = {
         "psum": "`lax.pmean`, fp32",
@@ -829,7 +860,9 @@ TABLES: dict[str, Callable[[], str]] = {
         in_flight,
         kills,
         levels,
+        native_code_steps,
         native_codes,
+        nonfinite,
         one_shot,
         one_shot_mpi,
         overlap,
