@@ -235,8 +235,8 @@ class _Group:
             return values_of(route(options, plan), leaves, key)
         if collective is Collective.REDUCE_SCATTER:
             return jax.tree.leaves(rows.reduce_scatter(options, tree, plan, dimensions, True, key))
-        every = rows.all_gather(options, tree, plan, None, dimensions, True, key)
-        whole = jax.tree.leaves(every)
+        gather = rows.Gather.of(options, tree, plan, dimensions, True)
+        whole = jax.tree.leaves(gather(tree, key))
         same = [_compat.same_over(x, names) for x in whole]
         return [lax.pcast(x, names, to="reduced") for x in same] if marks else same
 

@@ -119,4 +119,5 @@ def all_gather_compressed(
         collective=Collective.ALL_GATHER,
     )
     tree = jax.tree.map(jnp.asarray, tree)
-    return rows.all_gather(options, tree, compressor, backward, axis, tiled, key)
+    gather = rows.Gather.of(options, tree, compressor, axis, tiled)
+    return rows.all_gather(gather, tree, backward, key)

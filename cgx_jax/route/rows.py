@@ -43,19 +43,9 @@ def reduce_scatter(
 
 
 def all_gather(
-    options: Options,
-    tree: Pytree,
-    policy: Compressor | Policy | Plan | None,
-    backward: Compressor | Policy | Plan | None,
-    dimensions: Dimensions,
-    tiled: bool,
-    key: Key,
+    gather: Gather, tree: Pytree, backward: Compressor | Policy | Plan | None, key: Key
 ) -> Pytree:
-    """Returns every rank's leaves, stacked or with `tiled` concatenated along their dimension.
-
-    Cotangents are compressed by `backward`; if it is None, the derivative is exact.
-    """
-    gather = Gather.of(options, tree, policy, dimensions, tiled)
+    """Returns every rank's leaves; cotangents are compressed by `backward`, unless it is None."""
     if backward is None:
         return gather(tree, key)
     transposed = gather.transposed(backward)
