@@ -51,7 +51,7 @@ class Argument:
     `wanted` says that the argument is differentiated. `leaves` has one entry per leaf of `treedef`:
     (True, None) for an array, and (False, value) for a static value. `graph` is the graph
     definition of an NNX object. The tree of a differentiated NNX object is (parameters, rest);
-    `part` is the filter of its parameters.
+    `part` is the filter of its parameters, None if it has none.
     """
 
     name: str
@@ -91,10 +91,7 @@ class Argument:
 
     def rest(self, value: Any) -> Pytree:
         """Returns the undifferentiated part of the NNX object `value`, after the loss ran on it."""
-        return nnx().split(value, *self._filters())[-1]
-
-    def _filters(self) -> tuple[Any, ...]:
-        return (self.part, ...) if self.wanted else (...,)
+        return nnx().split(value, *_filters(self.part))[-1]
 
     @classmethod
     def of(
@@ -103,9 +100,9 @@ class Argument:
         """Returns the structure of `value`, its arrays, and their places."""
         graph, tree, part = None, value, None if wanted is None else wanted.part
         if is_nnx(value):
-            part = nnx().Param if part is None else part
-            filters = (...,) if wanted is None else (part, ...)
-            graph, *tree = nnx().split(value, *filters)
+            if wanted is not None and part is None:
+                part = nnx().Param
+            graph, *tree = nnx().split(value, *_filters(part))
         elif part is not None:
             raise TypeError(
                 f"{CALLER}: argnums has a DiffState for {name}, which is not an NNX object; pass "
@@ -183,6 +180,11 @@ def line(spec: Any) -> Line:
 def keystr(path: Any) -> str:
     """Formats a path; NNX wraps each array in a variable, which is left out."""
     return str(jax.tree_util.keystr(path)).removesuffix(".value")
+
+
+def _filters(part: Any) -> tuple[Any, ...]:
+    """Returns the filters that split an NNX object into (parameters, rest), or into the rest."""
+    return (...,) if part is None else (part, ...)
 
 
 def nnx() -> ModuleType:
