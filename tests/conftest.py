@@ -16,9 +16,10 @@ from hypothesis import Phase, settings
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from cgx_jax import use_profile
+from cgx_jax import _compat, use_profile
 from cgx_jax.choice import auto
 from cgx_jax.exchanges import nccl
+from cgx_jax.kernels import native
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Tests spend most of their time compiling, and other processes need the same programs: workers, the
@@ -89,27 +90,51 @@ def no_cache():
     compilation_cache.reset_cache()
 
 
+# What the library asks of the machine and of JAX: who is asked, and by which function.
+_FACTS = {
+    "devices": (jax, "devices"),
+    "mesh": (_compat, "concrete_mesh"),
+    "platform": (_compat, "platform"),
+    "kernels": (native, "module"),
+    "cuda_kernels": (native, "cuda_module"),
+    "exchanges": (auto, "available"),
+    "lack_of_nccl": (nccl, "not_installed"),
+    "lack_of_nccl_here": (nccl.Nccl, "missing"),
+}
+
+
 @pytest.fixture
-def built(monkeypatch):
+def pretend(monkeypatch):
+    """Provides a function that makes this machine another one, for what chooses and traces."""
+
+    def with_facts(**facts):
+        for name, fact in facts.items():
+            monkeypatch.setattr(*_FACTS[name], lambda *_, fact=fact: fact)
+
+    return with_facts
+
+
+@pytest.fixture
+def built(pretend):
     """Pretends that the CUDA module with its fused calls is installed: enough for tracing."""
-    monkeypatch.setattr(nccl, "not_installed", lambda: None)
+    pretend(lack_of_nccl=None)
 
 
 @pytest.fixture
-def fused_on_cpu(monkeypatch):
+def fused_on_cpu(pretend, monkeypatch):
     """Provides a function that replaces "nccl"'s fused call by its argument, which runs here."""
 
     def replace(call):
-        monkeypatch.setattr(nccl.Nccl, "missing", lambda self, axes=(): None)
+        pretend(lack_of_nccl_here=None)
         monkeypatch.setattr(nccl.Nccl, "_call", call)
 
     return replace
 
 
 @pytest.fixture
-def every_exchange(monkeypatch):
+def every_exchange(pretend):
     """Pretends that this machine has every exchange: enough for what chooses among them."""
-    monkeypatch.setattr(auto, "available", lambda axes=(): auto.EXCHANGES)
+    pretend(exchanges=auto.EXCHANGES)
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from cgx_jax import Quantize, _compat, psum_compressed, use_profile
+from cgx_jax import Quantize, psum_compressed, use_profile
 from cgx_jax.choice import Auto, Profile, auto
 from cgx_jax.choice.auto import Load
 from cgx_jax.choice.profile import Codec, Row
 from cgx_jax.exchanges import Mpi, Xla, mpi
 from cgx_jax.exchanges.base import Least
 from cgx_jax.host import installation
-from cgx_jax.kernels import native
 from profiles import CODEC, MB, MEASURED, profile
 
 SLOW_CODEC = Codec(plain=1e-9, noise=3e-9, rotation=5e-9, units=2e-9)
@@ -276,11 +275,9 @@ UNMEASURED = {
 
 
 @pytest.mark.parametrize("name", UNMEASURED)
-def test_without_a_profile_what_may_lose_goes_by_psum(name, monkeypatch):
+def test_without_a_profile_what_may_lose_goes_by_psum(name, pretend):
     platform, kernels, usable, load, expected = UNMEASURED[name]
-    monkeypatch.setattr(_compat, "platform", lambda: platform)
-    for module in ("module", "cuda_module"):
-        monkeypatch.setattr(native, module, lambda: kernels)
+    pretend(platform=platform, kernels=kernels, cuda_kernels=kernels)
     taken = Auto().choose("here", [auto.exchange_named("here", name) for name in usable], 4, load)
     assert expected == ("psum" if taken is None else taken.shorthand)
 

@@ -11,13 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import cgx_jax
 import scripts
-from cgx_jax import Plan, Quantize, _compat
+from cgx_jax import Plan, Quantize
 from cgx_jax.axes import Axes
-from cgx_jax.choice import Auto, auto
+from cgx_jax.choice import Auto
 from cgx_jax.compressors import PowerSGD
 from cgx_jax.exchanges import Xla, links
 from cgx_jax.exchanges.links import Link
-from cgx_jax.kernels import native
 from cgx_jax.route.route import Options, decide
 from profiles import with_crossing
 
@@ -27,10 +26,10 @@ SXM, RTX = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """Provides a function that pretends that there are GPUs; it returns them by node."""
+def gpus(pretend):
+    """Provides a function that pretends that there are GPUs; it returns their mesh."""
 
-    def pretend(nodes, local, kind=SXM, shape=None, names=("data",), known=True):
+    def machine(nodes, local, kind=SXM, shape=None, names=("data",), known=True):
         every = [
             types.SimpleNamespace(platform="gpu", device_kind=kind, partition_index=node)
             for node in range(nodes)
@@ -38,14 +37,11 @@ def gpus(monkeypatch):
         ]
         grid = np.array(every, object).reshape(shape or (nodes * local,))
         mesh = types.SimpleNamespace(axis_names=names, devices=grid)
-        monkeypatch.setattr(jax, "devices", lambda: every)
-        monkeypatch.setattr(_compat, "platform", lambda: "gpu")
-        monkeypatch.setattr(_compat, "concrete_mesh", lambda: mesh if known else None)
-        monkeypatch.setattr(native, "cuda_module", object)
-        monkeypatch.setattr(auto, "available", lambda axes=(): (Xla(),))
+        pretend(devices=every, platform="gpu", mesh=mesh if known else None)
+        pretend(cuda_kernels=object(), exchanges=(Xla(),))
         return mesh
 
-    return pretend
+    return machine
 
 
 def over(*names, world, groups=None):

@@ -76,6 +76,6 @@ def test_kept_memory_is_not_faulted_in_again():
     assert faults["return"] > pages / 2
 
 
-def test_nothing_is_promised_without_native_kernels(monkeypatch):
-    monkeypatch.setattr(cgx_jax.kernels.native, "module", lambda: None)
+def test_nothing_is_promised_without_native_kernels(pretend):
+    pretend(kernels=None)
     assert cgx_jax.keep_memory() is False

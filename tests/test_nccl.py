@@ -208,7 +208,6 @@ def test_a_job_that_recovers_has_one_stream_even_if_a_profile_has_more(recoverin
     ("processors", "expected"),
     [((28, 132), (1,)), ((33, 40), (1, 2)), ((35,), (1, 2, 4)), ((132, 132), (1, 2, 4))],
 )
-def test_tune_tries_as_many_streams_as_fit_on_every_device(processors, expected, monkeypatch):
-    devices = [types.SimpleNamespace(core_count=count) for count in processors]
-    monkeypatch.setattr(nccl.jax, "devices", lambda: devices)
+def test_tune_tries_as_many_streams_as_fit_on_every_device(processors, expected, pretend):
+    pretend(devices=[types.SimpleNamespace(core_count=count) for count in processors])
     assert candidates.streams() == expected

@@ -228,8 +228,8 @@ def test_other_exchanges_are_refused_with_those_there_are(half, exchange, messag
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_without_cuda_kernels_nccl_is_refused_with_the_remedy(half, mesh, monkeypatch):
-    monkeypatch.setattr(nccl.native, "cuda_module", lambda: None)
+def test_without_cuda_kernels_nccl_is_refused_with_the_remedy(half, mesh, pretend):
+    pretend(cuda_kernels=None)
     f = sharded(lambda v: HALVES[half](v, "data", exchange="nccl"), mesh)
     with pytest.raises(ValueError, match=r"exchange='nccl' does not work here: .*put nvcc"):
         jax.make_jaxpr(f)(values(WORLD, WORLD, 40))
